@@ -1,0 +1,1 @@
+"""Paged KV cache and paged attention for Python."""

@@ -1,0 +1,13 @@
+"""The exceptions of pagedkv that Python does not have already."""
+
+
+class CapacityError(MemoryError):
+    """A pool or a table has no room for what was asked. Nothing has changed."""
+
+
+class OutOfBlocksError(CapacityError):
+    """The block pool has fewer free blocks than were asked for. Nothing has changed."""
+
+
+class BackendUnavailableError(RuntimeError):
+    """The chosen backend needs a driver, a device or a package that is not here; the message says which."""
