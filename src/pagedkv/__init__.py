@@ -1,1 +1,28 @@
-"""Paged KV cache and paged attention for Python."""
+"""Paged KV cache and paged attention for Python.
+
+Importing it imports NumPy and ml_dtypes alone; numba comes with the first attention call.
+"""
+
+from .cache_ops import copy_blocks, gather_kv, swap_blocks, write_kv
+from .cpu.threads import get_num_threads, set_num_threads
+from .errors import BackendUnavailableError, CapacityError, OutOfBlocksError
+from .memory import BlockPool, PagedKVCache, SequenceTable
+from .ops import decode_attention, merge_states, prefill_attention
+
+__all__ = [
+    "BackendUnavailableError",
+    "BlockPool",
+    "CapacityError",
+    "OutOfBlocksError",
+    "PagedKVCache",
+    "SequenceTable",
+    "copy_blocks",
+    "decode_attention",
+    "gather_kv",
+    "get_num_threads",
+    "merge_states",
+    "prefill_attention",
+    "set_num_threads",
+    "swap_blocks",
+    "write_kv",
+]

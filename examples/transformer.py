@@ -1,0 +1,174 @@
+"""A small decoder-only transformer in NumPy: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+The forward pass does not know how keys and values are kept. It hands each layer's q, k and v to an `attend` function:
+:class:`PagedAttention` writes them into the blocks of a `pagedkv.PagedKVCache`, :class:`DenseAttention` into one
+contiguous array for one sequence, as programs without paging do.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+import pagedkv
+from tokenizer import Tokenizer
+
+Attend = Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+WEIGHTS = Path(__file__).with_name("weights.npz")
+FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+
+
+class Transformer:
+    """The model: weights as float32 arrays, and the sizes that train.py chose.
+
+    Parameters
+    ----------
+    arrays : dict of str to array
+        What train.py saves: the weights by name, and the sizes as `config.<name>`.
+    """
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        size = {name.removeprefix("config."): int(arrays[name]) for name in arrays if name.startswith("config.")}
+        self.num_layers, self.context = size["num_layers"], size["context"]
+        self.num_heads, self.num_kv_heads, self.head_dim = size["num_heads"], size["num_kv_heads"], size["head_dim"]
+        self.frequencies = size["rope_base"] ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        weights = {name: value.astype(np.float32) for name, value in arrays.items() if value.dtype == np.float16}
+        self.embed, self.norm = weights["embed"], weights["norm"]
+        # torch keeps a linear layer's matrix as (out, in); here rows of x are multiplied from the left.
+        self.layers = [
+            {
+                name.split(".")[2]: np.ascontiguousarray(value.T)
+                for name, value in weights.items()
+                if name.startswith(f"blocks.{i}.")
+            }
+            for i in range(self.num_layers)
+        ]
+
+    def forward(self, tokens: Sequence[int], positions: np.ndarray, attend: Attend, rows: Sequence[int]) -> np.ndarray:
+        """Run the tokens through the model.
+
+        Parameters
+        ----------
+        tokens, positions : (num_tokens,) ints
+            The new tokens of all sequences, one sequence after the other, and where each stands in its sequence.
+        attend : callable
+            attend(layer, q, k, v) -> out, with q and out (num_tokens, num_heads, head_dim) and k and v (num_tokens,
+            num_kv_heads, head_dim): keeps k and v and lets each token attend to its sequence up to itself.
+        rows : (n,) ints
+            The tokens whose logits are wanted: usually the last one of each sequence.
+
+        Returns
+        -------
+        (n, vocab_size) float32
+        """
+        x = self.embed[tokens]
+        angles = np.multiply.outer(positions, self.frequencies)[:, None, :]
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        heads = [self.num_heads, self.num_heads + self.num_kv_heads]
+        for i, w in enumerate(self.layers):
+            qkv = rms_norm(x, w["attn_norm"]) @ w["wqkv"]
+            q, k, v = np.split(qkv.reshape(len(x), -1, self.head_dim), heads, axis=1)
+            q, k = rotate(rms_norm(q, w["q_norm"]), cos, sin), rotate(rms_norm(k, w["k_norm"]), cos, sin)
+            x = x + attend(i, q, k, v).reshape(len(x), -1) @ w["wo"]
+            gate, up = np.split(rms_norm(x, w["mlp_norm"]) @ w["w_in"], 2, axis=1)
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ w["w_out"]
+        return rms_norm(x[rows], self.norm) @ self.embed.T
+
+
+def load(path: Path = WEIGHTS) -> tuple[Transformer, Tokenizer]:
+    """Read a weights file of train.py."""
+    with np.load(path) as file:
+        arrays = dict(file)
+    return Transformer(arrays), Tokenizer(arrays["merges"])
+
+
+def rms_norm(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(1e-6)) * gain
+
+
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Rotary position embedding: rotate the pairs (x[i], x[i + head_dim / 2]) by their angles."""
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class PagedAttention:
+    """Attention through the blocks of a paged cache, for a ragged batch.
+
+    Parameters
+    ----------
+    cache : pagedkv.PagedKVCache
+        Has room for the new tokens already: they count in the sequences' lengths.
+    seqs : list of int
+        The handles of the sequences.
+    slots : (num_tokens,) int64
+        Where the new tokens of all sequences go.
+    query_lens : (num_seqs,) ints
+        How many new tokens each sequence has: its last ones.
+    kv_dtype : str or None
+        The fp8 format of the cache, if it has one.
+    """
+
+    def __init__(
+        self,
+        cache: pagedkv.PagedKVCache,
+        seqs: list[int],
+        slots: np.ndarray,
+        query_lens: Sequence[int],
+        kv_dtype: str | None = None,
+    ) -> None:
+        self.cache, self.slots, self.kv_dtype = cache, slots, kv_dtype
+        self.batch = cache.batch(seqs)
+        self.query_starts = np.cumsum([0, *query_lens], dtype=np.int32)
+        self.decode = len(slots) == len(seqs) and max(query_lens) == 1
+        starts = self.batch.seq_lens - np.diff(self.query_starts)
+        self.positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, self.batch.seq_lens, strict=True)])
+        self.last_rows = self.query_starts[1:] - 1
+
+    def __call__(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        caches = self.cache.k_caches[layer], self.cache.v_caches[layer]
+        pagedkv.write_kv(k, v, *caches, self.slots, kv_dtype=self.kv_dtype)
+        where = self.batch.block_tables, self.batch.seq_lens
+        if self.decode:
+            return pagedkv.decode_attention(q, *caches, *where, kv_dtype=self.kv_dtype)
+        return pagedkv.prefill_attention(q, *caches, *where, self.query_starts, kv_dtype=self.kv_dtype)
+
+
+class DenseAttention:
+    """Attention of one sequence over contiguous arrays that are reserved for its maximum length.
+
+    Parameters
+    ----------
+    model : Transformer
+    max_len : int
+        The tokens to reserve room for.
+    dtype : str
+        What keys and values are rounded to, as in the paged cache: float32, float16, bfloat16 or an fp8 format.
+    """
+
+    def __init__(self, model: Transformer, max_len: int, dtype: str = "float32") -> None:
+        stored = FP8.get(dtype) or getattr(ml_dtypes, dtype, None) or np.dtype(dtype)
+        shape = (model.num_layers, max_len, model.num_kv_heads, model.head_dim)
+        self.k, self.v = np.zeros(shape, stored), np.zeros(shape, stored)
+        self.largest = float(ml_dtypes.finfo(stored).max)
+        self.positions = np.arange(0)
+
+    def extend(self, num_tokens: int) -> None:
+        """Say that the next forward pass adds num_tokens tokens to the sequence."""
+        start = self.positions[-1] + 1 if len(self.positions) else 0
+        self.positions = np.arange(start, start + num_tokens)
+
+    def __call__(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        num_kv_heads, end = k.shape[1], self.positions[-1] + 1
+        self.k[layer, self.positions] = k.clip(-self.largest, self.largest).astype(self.k.dtype)
+        self.v[layer, self.positions] = v.clip(-self.largest, self.largest).astype(self.v.dtype)
+        keys, values = self.k[layer, :end].astype(np.float32), self.v[layer, :end].astype(np.float32)
+        # (tokens, heads, head_dim) -> (KV heads, query heads of each, tokens, head_dim)
+        grouped = q.reshape(len(q), num_kv_heads, -1, q.shape[2]).transpose(1, 2, 0, 3)
+        scores = grouped @ keys.transpose(1, 2, 0)[:, None] / np.float32(np.sqrt(q.shape[2]))
+        scores[..., np.arange(end) > self.positions[:, None]] = -np.inf
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out = weights / weights.sum(axis=-1, keepdims=True) @ values.transpose(1, 0, 2)[:, None]
+        return out.transpose(2, 0, 1, 3).reshape(q.shape)

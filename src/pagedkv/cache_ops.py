@@ -1,0 +1,199 @@
+"""The public operations on the contents of caches: check, choose a backend, call it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import cache_validation
+from .arrays import as_kind_of
+from .cpu import blocks
+
+
+def write_kv(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    slots: Any,
+    *,
+    layout: str = "NHD",
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    backend: str = "auto",
+    check: bool | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their slots.
+
+    Parameters
+    ----------
+    k, v : (num_tokens, num_kv_heads, head_dim) array
+        Of the cache's dtype, or float32, which is rounded to it; float32, float16 or bfloat16 for fp8 caches,
+        each on its own.
+    k_cache, v_cache : array
+        Shaped as `layout` says (see :func:`~pagedkv.decode_attention`); written in place, so writable and sharing
+        no element with each other or with any other argument.
+    slots : (num_tokens,) int64 array
+        ``block_id * block_size + offset`` of each token; a token whose slot is negative is skipped.
+    layout, kv_dtype
+        As in :func:`~pagedkv.decode_attention`.
+    k_scale, v_scale : float or (num_kv_heads,) float32 array, optional
+        For fp8 caches: values are divided by it in float32, rounded to nearest even, and saturate at the largest
+        finite value; NaN stays NaN. 1.0 if None.
+    backend, check
+        As in :func:`~pagedkv.decode_attention`.
+
+    Raises
+    ------
+    TypeError
+        Something is not an array, or has a wrong dtype or type.
+    ValueError
+        A wrong shape, layout, stride, alignment, side or option; a cache that is read-only or overlaps; a slot
+        named twice.
+    IndexError
+        A slot at or past ``num_blocks * block_size``.
+    BackendUnavailableError
+        The backend that the arrays or the caller ask for is not here.
+
+    Notes
+    -----
+    After any exception nothing has been written.
+    """
+    call = cache_validation.write(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slots,
+        layout=layout,
+        kv_dtype=kv_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        backend=backend,
+        check=check,
+    )
+    blocks.write_kv(*call)
+
+
+def gather_kv(
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_len: int,
+    *,
+    layout: str = "NHD",
+    kv_dtype: str | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    backend: str = "auto",
+) -> tuple[Any, Any]:
+    """The keys and values of one sequence as new, dense arrays.
+
+    Parameters
+    ----------
+    k_cache, v_cache : array
+        Shaped as `layout` says (see :func:`~pagedkv.decode_attention`).
+    block_table : (max_blocks,) int32 array
+        The sequence's row of the block tables; entries past its last block may hold anything.
+    seq_len : int
+        Tokens to gather, from 0 to max_blocks * block_size.
+    layout, kv_dtype, k_scale, v_scale, backend
+        As in :func:`~pagedkv.decode_attention`.
+
+    Returns
+    -------
+    k, v : (seq_len, num_kv_heads, head_dim) array
+        In the cache's dtype and framework; fp8 is widened to float32 and multiplied by its scale.
+
+    Raises
+    ------
+    TypeError
+        Something is not an array, or has a wrong dtype or type.
+    ValueError
+        A wrong shape, layout, stride, alignment, side or option; seq_len below 0 or beyond the table's capacity.
+    IndexError
+        An entry in the used part of the table is outside 0..num_blocks-1.
+    BackendUnavailableError
+        The backend that the arrays or the caller ask for is not here.
+    """
+    call = cache_validation.gather(
+        k_cache,
+        v_cache,
+        block_table,
+        seq_len,
+        layout=layout,
+        kv_dtype=kv_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        backend=backend,
+    )
+    k, v = blocks.gather_kv(*call)
+    return as_kind_of(k_cache, k), as_kind_of(k_cache, v)
+
+
+def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto") -> None:
+    """Copy whole blocks within the caches of one layer, or of all layers in one call.
+
+    This is what copy-on-write needs: pass the copies that an append returned before writing to its slots.
+
+    Parameters
+    ----------
+    k_cache, v_cache : array or list of arrays
+        Caches of any layout with the same num_blocks, or a list of them with one cache per layer; written in place.
+    pairs : (num_pairs, 2) int64 array
+        Source block and destination block of each copy.
+    backend : {"auto", "cpu", "cuda", "emulator"}
+        "auto" follows the arrays.
+
+    Raises
+    ------
+    TypeError
+        Something is not an array, or has a wrong dtype.
+    ValueError
+        A wrong shape, stride, alignment or side; a read-only cache; a destination that is named twice or is also a
+        source.
+    IndexError
+        A block outside 0..num_blocks-1.
+    BackendUnavailableError
+        The backend that the arrays or the caller ask for is not here.
+
+    Notes
+    -----
+    After any exception nothing has been written.
+    """
+    caches, checked = cache_validation.copy(k_cache, v_cache, pairs, backend=backend)
+    blocks.copy_blocks([(cache, cache) for cache in caches], checked)
+
+
+def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "auto") -> None:
+    """Copy whole blocks from the caches of one pool to those of another.
+
+    Parameters
+    ----------
+    source, destination : array, (k, v) pair, or list of them
+        Caches of any layout, built alike: the same nesting, block shapes and dtypes. The two pools may differ in
+        num_blocks. `destination` is written in place.
+    pairs : (num_pairs, 2) int64 array
+        Block of `source` and block of `destination` of each copy.
+    backend : {"auto", "cpu", "cuda", "emulator"}
+        "auto" follows the arrays.
+
+    Raises
+    ------
+    TypeError
+        Something is not an array, or has a wrong dtype.
+    ValueError
+        A wrong shape, stride, alignment, nesting or side; a read-only destination, or one that overlaps the source
+        without being the same array; a destination block that is named twice, or, where source and destination are
+        the same array, is also a source.
+    IndexError
+        A block outside 0..num_blocks-1 of its pool.
+    BackendUnavailableError
+        The backend that the arrays or the caller ask for is not here.
+
+    Notes
+    -----
+    After any exception nothing has been written.
+    """
+    copies, checked = cache_validation.swap(source, destination, pairs, backend=backend)
+    blocks.copy_blocks(copies, checked)

@@ -1,0 +1,1 @@
+"""The CPU backend. Its modules are imported when they are first used: numba takes its time."""

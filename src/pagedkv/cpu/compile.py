@@ -1,0 +1,101 @@
+"""Compile a kernel with numba, and keep the machine code on disk.
+
+numba's own cache looks at the one file that a function stands in, so a kernel would outlive a change to a function it
+calls; this one is keyed by all sources of the CPU backend, the kernel's config and signature, the versions and the
+processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core.compiler import CompileResult
+
+SUFFIX = ".kernel"
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: ``PAGEDKV_CACHE_DIR``, or the user's own cache directory."""
+    if chosen := os.environ.get("PAGEDKV_CACHE_DIR"):
+        return Path(chosen)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pagedkv" / "cpu"
+
+
+@cache
+def _sources() -> bytes:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+class _DiskCache:
+    """What a numba dispatcher asks of a cache, with one file per compiled signature."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.cache_path = str(cache_dir())
+
+    def _path(self, signature: Any, codegen: Any) -> Path:
+        facts = (numba.__version__, llvmlite.__version__, np.__version__, sys.version, codegen.magic_tuple())
+        key = repr((self._name, str(signature), facts)).encode() + _sources()
+        return Path(self.cache_path) / (hashlib.sha256(key).hexdigest()[:40] + SUFFIX)
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        path = self._path(signature, target_context.codegen())
+        try:
+            payload = path.read_bytes()
+            checksum, body = payload[:32], payload[32:]
+            if hashlib.sha256(body).digest() != checksum:
+                return None
+            return CompileResult._rebuild(target_context, *pickle.loads(body))
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError):
+            return None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        from numba.core.serialize import dumps
+
+        body = dumps(result._reduce())
+        path = self._path(signature, result.codegen)
+        # A cache that cannot be written costs time at the next start, nothing else.
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(hashlib.sha256(body).digest() + body)
+            os.replace(file.name, path)
+
+    def enable(self) -> None:
+        pass
+
+    def disable(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def compile_kernel(function: Callable[..., Any], config: object | None) -> Callable[..., Any]:
+    """A numba function without the GIL, kept on disk under the repr of `config` (None: not kept)."""
+    kernel = numba.njit(nogil=True, error_model="numpy")(function)
+    if config is not None:
+        kernel._cache = _DiskCache(f"{function.__module__}.{function.__qualname__} {config!r}")
+    return kernel

@@ -1,0 +1,234 @@
+"""Decode attention on the CPU: flash-decoding over fixed splits of SPLIT tokens.
+
+Work item: one split of one sequence for a few neighbouring KV heads. Each KV head's rows are read once, into a tile of
+float32 that all G query heads of the group share, with an online softmax over the tiles of a split (Milakov and
+Gimelshein, 2018). The last item of a (sequence, heads) group to finish merges its splits in their order
+(flash-decoding, Dao et al., 2023). Splits and tiles start at multiples of SPLIT and TILE tokens of the sequence, so
+the order of every sum depends on the sequence's length alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..layouts import CacheSpec
+from ..options import AttentionOptions
+from .compile import compile_kernel
+from .flash import NOTHING, ZERO, Rows, fetch, fill, make_steps, merge, scratch_at, scratch_size
+from .simd import ELEMENT_BITS, fetch_add
+from .threads import get_num_threads, run
+from .tiles import (
+    NO_HEADS,
+    NO_WINDOW,
+    TILE,
+    TileConfig,
+    address,
+    aligned,
+    cache_strides,
+    make_tiles,
+    rows_ahead,
+    tile_config,
+    token_rows,
+)
+
+SPLIT = 512
+ITEMS_PER_THREAD = 4
+TILE_BYTES_IN_L2 = 256 * 1024
+PARALLEL_BYTES = 256 * 1024
+
+
+@lru_cache(maxsize=64)
+def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The decode kernel of one TileConfig and score_mod."""
+    stage_keys, stage_values = make_tiles(config)
+    attend_keys, attend_values = make_steps(config, score_mod)
+
+    def decode(  # type: ignore[no-untyped-def]
+        counter,
+        num_items,
+        q,
+        tables,
+        seq_lens,
+        splits,
+        k_base,
+        v_base,
+        k_strides,
+        v_strides,
+        heads_per_item,
+        block_size,
+        window,
+        softcap,
+        slopes,
+        sinks,
+        v_scale,
+        partial_out,
+        maxima,
+        sums,
+        finished,
+        out,
+        lse,
+    ):
+        num_heads, head_dim = q.shape[1], q.shape[2]
+        num_kv_heads = v_scale.size
+        group_size = num_heads // num_kv_heads
+        groups = finished.shape[1]
+        most_rows = heads_per_item * group_size
+
+        rows = Rows(
+            np.empty(most_rows, np.int64),
+            np.empty(most_rows, np.int64),
+            np.empty(most_rows, np.float32),
+            np.empty(most_rows, np.float32),
+            np.empty(most_rows, np.float32),
+        )
+        memory = aligned(scratch_size(most_rows, group_size, head_dim))
+        scratch = scratch_at(address(memory), address(rows.rescale), most_rows, group_size, head_dim)
+        addresses = np.empty((4, TILE), np.int64)
+        k_ahead, v_ahead = np.empty((2, heads_per_item * TILE), np.int64)
+
+        while True:
+            item = fetch_add(counter)
+            if item >= num_items:
+                break
+            split, group = item // groups, item % groups
+            seq, begin = splits.seq[split], splits.begin[split]
+            first_kv_head = group * heads_per_item
+            kv_heads = min(heads_per_item, num_kv_heads - first_kv_head)
+            first_head, num_rows = first_kv_head * group_size, kv_heads * group_size
+            mine = slice(first_head, first_head + num_rows)
+            length = np.int64(seq_lens[seq])
+            stop = min(begin + SPLIT, length)
+            start = max(begin, length - window)
+
+            memory[:] = ZERO
+            fill(scratch.queries, q[seq, mine])
+            rows.position[:] = length - 1
+            rows.head[:] = np.arange(first_head, first_head + most_rows)
+            rows.maximum[:] = NOTHING
+            rows.sum[:] = ZERO
+            k_rows, v_rows, next_k, next_v = addresses
+            count = min(TILE, stop - start)
+            token_rows(next_k, k_base, k_strides, tables[seq], block_size, start, count)
+            token_rows(next_v, v_base, v_strides, tables[seq], block_size, start, count)
+            while start < stop:
+                k_rows, next_k = next_k, k_rows
+                v_rows, next_v = next_v, v_rows
+                next_start = start + count
+                next_count = max(0, min(TILE, stop - next_start))
+                token_rows(next_k, k_base, k_strides, tables[seq], block_size, next_start, next_count)
+                token_rows(next_v, v_base, v_strides, tables[seq], block_size, next_start, next_count)
+                rows_ahead(k_ahead, next_k, k_strides, first_kv_head, kv_heads, next_count)
+                rows_ahead(v_ahead, next_v, v_strides, first_kv_head, kv_heads, next_count)
+                for h in range(kv_heads):
+                    first_row, last_row = h * group_size, (h + 1) * group_size
+                    ahead = slice(h * next_count, (h + 1) * next_count)
+                    stage_keys(scratch.tile, k_rows, first_kv_head + h, k_strides, head_dim, count, k_ahead[ahead])
+                    attend_keys(
+                        rows, first_row, last_row, scratch, head_dim, start, count, False, window, softcap, slopes, seq
+                    )
+                    stage_values(scratch.tile, v_rows, first_kv_head + h, v_strides, head_dim, count, v_ahead[ahead])
+                    attend_values(first_row, last_row, scratch, head_dim, count)
+                start, count = next_start, next_count
+
+            fetch(partial_out[split, mine], scratch.acc)
+            maxima[split, mine] = rows.maximum[:num_rows]
+            sums[split, mine] = rows.sum[:num_rows]
+            first_split, last_split = splits.first[seq], splits.first[seq + 1]
+            if fetch_add(address(finished[seq, group:])) == last_split - first_split - 1:
+                for head in range(first_head, first_head + num_rows):
+                    sink = sinks[head] if sinks.size else NOTHING
+                    scale = v_scale[head // group_size]
+                    lse[seq, head] = merge(
+                        out[seq, head], partial_out, maxima, sums, first_split, last_split, head, sink, scale
+                    )
+
+    return compile_kernel(decode, config if score_mod is None else None)
+
+
+class Splits(NamedTuple):
+    """The splits of all sequences, one after the other."""
+
+    seq: npt.NDArray[np.int64]  # (splits,) the sequence of each
+    begin: npt.NDArray[np.int64]  # (splits,) its first token
+    first: npt.NDArray[np.int64]  # (num_seqs + 1,) the first split of each sequence
+
+
+def plan_splits(seq_lens: npt.NDArray[np.int32], window: int | None) -> Splits:
+    """Cut every sequence at the multiples of SPLIT tokens; splits that the window has left are not there."""
+    lens = seq_lens.astype(np.int64)
+    oldest = lens // SPLIT * 0 if window is None else np.maximum(lens - window, 0) // SPLIT
+    counts = np.maximum(-(-lens // SPLIT) - oldest, 0)
+    first = np.zeros(lens.size + 1, np.int64)
+    np.cumsum(counts, out=first[1:])
+    seq = np.repeat(np.arange(lens.size), counts)
+    begin = (np.arange(seq.size) - first[seq] + oldest[seq]) * SPLIT
+    return Splits(seq, begin, first)
+
+
+def decode_attention(
+    q: npt.NDArray[Any],
+    k_cache: npt.NDArray[Any],
+    v_cache: npt.NDArray[Any],
+    block_tables: npt.NDArray[np.int32],
+    seq_lens: npt.NDArray[np.int32],
+    out: npt.NDArray[Any],
+    lse: npt.NDArray[np.float32] | None,
+    spec: CacheSpec,
+    k_scale: npt.NDArray[np.float32],
+    v_scale: npt.NDArray[np.float32],
+    options: AttentionOptions,
+) -> None:
+    """Fill `out` (num_seqs, num_heads, head_dim) and `lse` (num_seqs, num_heads); everything is checked already."""
+    num_seqs, num_heads, head_dim = q.shape
+    kernel = _make_kernel(tile_config(spec), options.score_mod)
+    splits = plan_splits(seq_lens, options.window)
+    k_strides = cache_strides(k_cache, spec.layout, values=False)
+    v_strides = cache_strides(v_cache, spec.layout, values=True)
+    factor = (options.scale * k_scale).repeat(num_heads // spec.num_kv_heads)
+    queries = q.astype(np.float32) * factor[:, None]
+
+    row_bytes = head_dim * ELEMENT_BITS[spec.kind] // 8
+    in_l2 = max(1, TILE_BYTES_IN_L2 // (2 * TILE * row_bytes))
+    busy = -(-ITEMS_PER_THREAD * get_num_threads() // max(1, splits.seq.size))
+    heads_per_item = max(1, min(in_l2, spec.num_kv_heads // busy))
+    groups = -(-spec.num_kv_heads // heads_per_item)
+    total_bytes = 2 * row_bytes * spec.num_kv_heads * int(seq_lens.sum(dtype=np.int64))
+
+    result = np.zeros(q.shape, np.float32)
+    lse_result = np.full((num_seqs, num_heads), -np.inf, np.float32)
+    run(
+        kernel,
+        splits.seq.size * groups,
+        (
+            queries,
+            np.ascontiguousarray(block_tables),
+            np.ascontiguousarray(seq_lens),
+            splits,
+            k_cache.ctypes.data,
+            v_cache.ctypes.data,
+            k_strides,
+            v_strides,
+            heads_per_item,
+            spec.block_size,
+            NO_WINDOW if options.window is None else options.window,
+            np.float32(options.softcap or 0),
+            NO_HEADS if options.alibi_slopes is None else np.ascontiguousarray(options.alibi_slopes),
+            NO_HEADS if options.sinks is None else np.ascontiguousarray(options.sinks),
+            np.ascontiguousarray(v_scale),
+            np.empty((splits.seq.size, num_heads, head_dim), np.float32),
+            np.empty((splits.seq.size, num_heads), np.float32),
+            np.empty((splits.seq.size, num_heads), np.float32),
+            np.zeros((num_seqs, groups), np.int64),
+            result,
+            lse_result,
+        ),
+        parallel=total_bytes >= PARALLEL_BYTES,
+    )
+    out[...] = result
+    if lse is not None:
+        lse[...] = lse_result

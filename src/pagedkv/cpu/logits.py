@@ -1,0 +1,56 @@
+"""What happens to a logit between the dot product and the softmax: softcap, ALiBi, score_mod."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import float32, int32, njit
+from numba.core.errors import NumbaError
+
+from .simd import load, splat, store, total
+from .tiles import FLOAT_BYTES
+
+SIGNATURE = (float32, int32, int32, int32, int32)
+
+
+def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The device function ``modify(scores, count, first, position, softcap, slope, head, seq)`` of one score_mod.
+
+    It changes the `count` float32 logits at the address `scores`, those of the keys at positions first, first + 1, ...
+
+    Raises
+    ------
+    TypeError
+        numba cannot compile `score_mod` for (float32, int32, int32, int32, int32).
+    """
+    user = _compile_score_mod(score_mod)
+
+    @njit(nogil=True)
+    def modify(scores, count, first, position, softcap, slope, head, seq):  # type: ignore[no-untyped-def]
+        for t in range(count):
+            score = total(load(scores + t * FLOAT_BYTES, "float32", 1))
+            if softcap != np.float32(0):
+                score = softcap * np.float32(math.tanh(score / softcap))
+            score += slope * np.float32(first + t - position)
+            if user is not None:
+                score = np.float32(user(score, np.int32(position), np.int32(first + t), np.int32(head), np.int32(seq)))
+            store(scores + t * FLOAT_BYTES, splat(score, 1))
+
+    return modify
+
+
+def _compile_score_mod(score_mod: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    if score_mod is None:
+        return None
+    user = score_mod if hasattr(score_mod, "py_func") else njit(score_mod)
+    try:
+        user.compile(SIGNATURE)  # type: ignore[attr-defined]
+    except NumbaError as error:
+        raise TypeError(
+            "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "
+            f"four int32: math functions and closed-over numbers only; numba says: {error}"
+        ) from error
+    return user

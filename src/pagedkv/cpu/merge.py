@@ -1,0 +1,31 @@
+"""Merging partial attentions on the CPU, in NumPy. Arguments have been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+def merge_states(outs: Sequence[Array], lses: Sequence[npt.NDArray[np.float32]], out: Array, lse: Array) -> None:
+    """Fill out (rows, heads, D) and lse (rows, heads) with the attention over all keys of the states."""
+    top = lses[0]
+    for x in lses[1:]:
+        top = np.maximum(top, x)
+    top = np.where(top == -np.inf, np.float32(0), top)
+    weighted = np.zeros(out.shape, np.float32)
+    total = np.zeros(lse.shape, np.float32)
+    # LSEs of NaN or +inf come out as NaN; only log(0) is expected, and says that no state has a key.
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        for state, state_lse in zip(outs, lses, strict=True):
+            weight = np.exp(state_lse - top)
+            total += weight
+            term = state.astype(np.float32) * weight[..., None]
+            # A state without keys may hold anything, and 0 * NaN is NaN.
+            weighted += term if weight.all() else np.where(weight[..., None] != 0, term, np.float32(0))
+        lse[...] = top + np.log(total)
+        out[...] = weighted / np.where(total != 0, total, np.float32(1))[..., None]

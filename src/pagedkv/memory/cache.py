@@ -1,0 +1,246 @@
+"""PagedKVCache: the pool, the sequences and the K and V of all layers as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedkv.layouts import cache_shapes, storage_dtype
+from pagedkv.memory.checks import MAX_INT32, as_int, as_ints
+from pagedkv.memory.pool import BlockPool
+from pagedkv.memory.stats import Stats, draw
+from pagedkv.memory.table import SequenceTable
+from pagedkv.memory.transaction import commit, exclusive
+
+
+class Added(NamedTuple):
+    """What `PagedKVCache.add` started.
+
+    Attributes
+    ----------
+    seq : int
+        The handle of the sequence.
+    num_cached : int
+        How many of its first tokens are in the cache already.
+    """
+
+    seq: int
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the attention operations need to know about a batch of sequences.
+
+    Attributes
+    ----------
+    block_tables : (num_seqs, width) int32
+        Entries at or past ceil(seq_len / P) are -1.
+    seq_lens : (num_seqs,) int32
+    """
+
+    block_tables: Any
+    seq_lens: Any
+
+
+class PagedKVCache:
+    """A paged KV cache of all layers of a model, with the sequences in it.
+
+    The same block ids hold for every layer. Sequences, handles and errors are those of `SequenceTable`, and so is
+    the promise that every method changes all or nothing, one at a time.
+
+    Parameters
+    ----------
+    num_layers : int
+        Layers of the model, at least 1.
+    num_blocks, block_size, num_kv_heads, head_dim : int
+        N, P, Hkv and D.
+    dtype : dtype-like
+        float32, float16 or bfloat16: a name, or a dtype of NumPy, torch or CuPy.
+    layout : str
+        "NHD", "HND" or "vllm".
+    kv_dtype : str or None
+        "fp8_e4m3" or "fp8_e5m2" to store the cache in 8 bits, as uint8, instead.
+    max_seqs : int
+        Sequences alive at a time.
+    max_seq_len : int or None
+        Tokens that one sequence can have, rounded up to whole blocks; None for as many as the pool has. The block
+        tables take max_seqs * max_seq_len / P * 4 bytes.
+    array_module : module or str
+        Whose arrays these are: numpy, torch or cupy. NumPy takes the memory from the system as it is written to.
+
+    Attributes
+    ----------
+    pool : BlockPool
+    table : SequenceTable
+    k_caches, v_caches : tuple of array
+        K and V of each layer, with the shapes of the layout, zero at first: views of one allocation each.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is said here.
+    ModuleNotFoundError
+        `array_module` is not installed.
+
+    Examples
+    --------
+    >>> cache = PagedKVCache(num_layers=2, num_blocks=8, block_size=4, num_kv_heads=1, head_dim=8)
+    >>> cache.k_caches[0].shape
+    (8, 4, 1, 8)
+    >>> seq, num_cached = cache.add(6)
+    >>> cache.slots(seq, num_cached, 6)
+    array([0, 1, 2, 3, 4, 5])
+    >>> cache.append([seq])
+    array([6])
+    >>> cache.batch([seq])
+    Batch(block_tables=array([[0, 1]], dtype=int32), seq_lens=array([7], dtype=int32))
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: Any = "float32",
+        layout: str = "NHD",
+        *,
+        kv_dtype: str | None = None,
+        max_seqs: int = 256,
+        max_seq_len: int | None = None,
+        array_module: ModuleType | str = "numpy",
+    ) -> None:
+        num_layers = as_int("num_layers", num_layers, minimum=1)
+        num_kv_heads = as_int("num_kv_heads", num_kv_heads)
+        head_dim = as_int("head_dim", head_dim)
+        self.pool = BlockPool(num_blocks)
+        block_size = as_int("block_size", block_size, minimum=1)
+        if max_seq_len is None:
+            max_blocks = min(self.pool.num_blocks, MAX_INT32 // block_size)
+        else:
+            max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
+        self.table = SequenceTable(self.pool, block_size, max_seqs, max_blocks)
+        self._arrays = _array_module(array_module)
+        stored = storage_dtype(dtype, kv_dtype)
+        k_shape, v_shape = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_dim, stored.itemsize)
+        stored = getattr(self._arrays, stored.name) if self._arrays.__name__ == "torch" else stored
+        self.k_caches = tuple(self._arrays.zeros((num_layers, *k_shape), dtype=stored))
+        self.v_caches = tuple(self._arrays.zeros((num_layers, *v_shape), dtype=stored))
+        self._lock = self.pool._lock
+
+    def add(self, tokens: int | Sequence[int]) -> Added:
+        """Start a sequence.
+
+        Parameters
+        ----------
+        tokens : int, or (num_tokens,) ints
+            How many tokens it begins with, or which.
+
+        Returns
+        -------
+        Added
+            The handle, and 0: the K and V of all its tokens are still to be written, to
+            ``slots(seq, num_cached, num_tokens)``.
+
+        Raises
+        ------
+        ValueError
+            More than max_seq_len tokens.
+        CapacityError
+            max_seqs sequences are alive.
+        OutOfBlocksError
+            Too few blocks are free.
+        """
+        num_tokens: Any = tokens if isinstance(tokens, (int, np.integer)) else len(as_ints("tokens", tokens))
+        return Added(self.table.add(num_tokens), num_cached=0)
+
+    @exclusive
+    def append(self, seqs: Any, n: Any = 1) -> Any:
+        """Add n tokens to the end of each sequence, after copying the blocks that would be written but are shared.
+
+        Parameters
+        ----------
+        seqs : handles
+            (num_seqs,), each named once.
+        n : int, or (num_seqs,) ints
+            New tokens of every sequence, or of each; at least 0.
+
+        Returns
+        -------
+        (num_new_tokens,) int64
+            Their slots, in the order of the sequences.
+
+        Raises
+        ------
+        ValueError
+            A sequence would be longer than max_seq_len, or is named twice.
+        OutOfBlocksError
+            Too few blocks are free.
+        KeyError
+            A sequence that was freed or never was.
+        """
+        appended, writes = self.table._plan_append(seqs, n)
+        if len(appended.copies):
+            # Before the commit: until then the destinations are free blocks, which may hold anything.
+            sources, destinations = (self._arrays.asarray(ids) for ids in appended.copies.T.copy())
+            for cache in (*self.k_caches, *self.v_caches):
+                cache[destinations] = cache[sources]
+        commit(writes)
+        return self._arrays.asarray(appended.slots)
+
+    def fork(self, seq: int, n: int = 1) -> list[int]:
+        """Start n sequences that share the tokens of another: `SequenceTable.fork`."""
+        return self.table.fork(seq, n)
+
+    def truncate(self, seqs: Any, length: Any) -> None:
+        """Shorten sequences to their first `length` tokens: `SequenceTable.truncate`."""
+        self.table.truncate(seqs, length)
+
+    def free(self, seqs: Any) -> None:
+        """End sequences and release their blocks: `SequenceTable.free`."""
+        self.table.free(seqs)
+
+    def slots(self, seq: int, start: int, stop: int) -> Any:
+        """Slots of the tokens start..stop-1 of a sequence, (stop - start,) int64: `SequenceTable.slots`."""
+        return self._arrays.asarray(self.table.slots(seq, start, stop))
+
+    def batch(self, seqs: Any) -> Batch:
+        """The block tables and lengths of sequences, as new arrays.
+
+        Raises
+        ------
+        KeyError
+            A sequence that was freed or never was.
+        """
+        block_tables, seq_lens = self.table.block_tables(seqs), self.table.seq_lens(seqs)
+        return Batch(self._arrays.asarray(block_tables), self._arrays.asarray(seq_lens))
+
+    def stats(self) -> Stats:
+        """How full the pool is."""
+        return Stats.of(self.table)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every invariant of the pool and the table holds."""
+        self.table.check()
+
+    def plot(self, width: int = 64) -> str:
+        """A map of the pool in characters, `width` of them in a row."""
+        return draw(self.pool.ref_counts, as_int("width", width, minimum=1))
+
+    def _repr_html_(self) -> str:
+        return f"{self.stats().to_html()}<pre>{escape(self.plot())}</pre>"
+
+
+def _array_module(module: ModuleType | str) -> ModuleType:
+    name = module if isinstance(module, str) else getattr(module, "__name__", None)
+    if name not in ("numpy", "torch", "cupy"):
+        raise ValueError(f"array_module must be numpy, torch or cupy, or the name of one, got {module!r}")
+    return import_module(name)

@@ -1,0 +1,71 @@
+"""Checks of the integers that the memory manager is given, and of its invariants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
+
+
+def as_int(name: str, value: object, minimum: int | None = 0, maximum: int | None = None) -> int:
+    """The value as an int from minimum to maximum.
+
+    Raises
+    ------
+    TypeError
+        A bool, or anything else that is not an integer.
+    ValueError
+        Out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {value}")
+    return int(value)
+
+
+def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n") -> npt.NDArray[np.int64]:
+    """The values (a list, tuple or range of ints, or an int32 or int64 array) as a 1-D int64 array.
+
+    Parameters
+    ----------
+    name, symbol : str
+        What messages call the argument and its length.
+    length : int or None
+        How many there must be.
+
+    Raises
+    ------
+    TypeError
+        Not integers, bools among them, or an array of another dtype than int32 or int64.
+    ValueError
+        Not one-dimensional, or not `length` values.
+    """
+    if not isinstance(values, (list, tuple, range, np.ndarray)):
+        raise TypeError(f"{name} must be a list, a tuple or an array of ints, got {type(values).__name__}")
+    array = np.asarray(values) if len(values) else np.empty(0, np.int64)
+    if array.ndim != 1 or (length is not None and len(array) != length):
+        expected = f"({symbol},)" if length is None else f"({symbol},) = ({length},)"
+        raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
+    if array.dtype not in (np.int32, np.int64):
+        raise TypeError(f"{name} must have dtype int32 or int64, got {array.dtype}")
+    refuse_bools(name, values)
+    return array.astype(np.int64, copy=False)
+
+
+def refuse_bools(name: str, values: Any) -> None:
+    """Raise TypeError for a list or tuple with a bool in it, which NumPy would take for an int."""
+    if isinstance(values, (list, tuple)) and any(isinstance(value, (bool, np.bool)) for value in values):
+        raise TypeError(f"{name} must hold ints, got a bool")
+
+
+def require(holds: bool | np.bool, what: str) -> None:
+    """Raise AssertionError, with or without python -O, unless an invariant holds."""
+    if not holds:
+        raise AssertionError(what)

@@ -1,0 +1,346 @@
+"""The dense float64 oracle: paged attention as its formula, one sequence at a time.
+
+Nothing here is fast, paged or clever, so that it can be checked by eye: the keys
+and values of a sequence are gathered into dense arrays, and attention over them is
+q k^T, the options in the order in which the contract names them, a softmax, and times v.
+Backends are tested against it and never import it. It reads NumPy arrays only,
+checks nothing, and computes in float64 whatever the inputs are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Scale = float | Array | None
+ScoreMod = Callable[[float, int, int, int, int], float]
+
+FP8_DTYPES = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
+
+
+def decode_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float | None = None,
+    layout: str = "NHD",
+    kv_dtype: str | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    alibi_slopes: Array | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    score_mod: ScoreMod | None = None,
+    return_lse: bool = False,
+    round_to: Any = None,
+) -> Any:
+    """Attention of one new token per sequence over its paged keys and values.
+
+    Parameters
+    ----------
+    q : (num_seqs, num_heads, head_dim) array
+    k_cache, v_cache : arrays of `layout`; uint8 codes where `kv_dtype` is given
+    block_tables : (num_seqs, max_blocks) integer array
+    seq_lens : (num_seqs,) integer array
+    scale : float, default 1 / sqrt(head_dim)
+    layout : "NHD", "HND" or "vllm"
+    kv_dtype : "fp8_e4m3", "fp8_e5m2" or None
+    k_scale, v_scale : float or (num_kv_heads,) array, default 1.0; fp8 value = code * scale
+    alibi_slopes, sinks : (num_heads,) array
+    window, softcap : number
+    score_mod : function (score, q_pos, k_pos, head, seq) -> score of Python numbers
+    return_lse : bool
+    round_to : dtype, optional
+        Compute with float32 sums instead, and round scores, probabilities and output
+        to this dtype: the dense attention of that dtype that the error bound refers to.
+
+    Returns
+    -------
+    out : (num_seqs, num_heads, head_dim) float64 array
+    lse : (num_seqs, num_heads) float64 array, with `return_lse`
+    """
+    return prefill_attention(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        np.arange(len(q) + 1),
+        scale=scale,
+        layout=layout,
+        kv_dtype=kv_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        score_mod=score_mod,
+        return_lse=return_lse,
+        round_to=round_to,
+    )
+
+
+def prefill_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    query_starts: Array,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    layout: str = "NHD",
+    kv_dtype: str | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    alibi_slopes: Array | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    score_mod: ScoreMod | None = None,
+    return_lse: bool = False,
+    round_to: Any = None,
+) -> Any:
+    """Attention of each sequence's last query_len tokens over its paged keys and values.
+
+    Parameters
+    ----------
+    q : (num_tokens, num_heads, head_dim) array
+        Rows query_starts[i] to query_starts[i + 1] are the last tokens of sequence i.
+    query_starts : (num_seqs + 1,) integer array
+    causal : bool
+    others : as in `decode_attention`
+
+    Returns
+    -------
+    out : (num_tokens, num_heads, head_dim) float64 array
+        Rows past query_starts[-1], which no operation writes, are NaN.
+    lse : (num_tokens, num_heads) float64 array, with `return_lse`
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    out = np.full((num_tokens, num_heads, head_dim), np.nan)
+    lse = np.full((num_tokens, num_heads), np.nan)
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(int(query_starts[seq]), int(query_starts[seq + 1]))
+        if seq_len == 0:  # decode only: an empty sequence has a row, and no sink either
+            out[rows], lse[rows] = 0.0, -np.inf
+            continue
+        k, v = gather_kv(
+            k_cache,
+            v_cache,
+            block_tables[seq],
+            seq_len,
+            layout=layout,
+            kv_dtype=kv_dtype,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        out[rows], lse[rows] = _attend(
+            q[rows],
+            k,
+            v,
+            seq,
+            causal=causal,
+            scale=1.0 / np.sqrt(head_dim) if scale is None else float(scale),
+            alibi_slopes=alibi_slopes,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            score_mod=score_mod,
+            round_to=round_to,
+        )
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    seq: int,
+    *,
+    causal: bool,
+    scale: float,
+    alibi_slopes: Array | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Array | None,
+    score_mod: ScoreMod | None,
+    round_to: Any,
+) -> tuple[Array, Array]:
+    """Attention of the last rows q (n, Hq, D) of a sequence over all its k, v (L, Hkv, D)."""
+    dtype: Any = np.float64 if round_to is None else np.float32
+
+    def rounded(x: Array) -> Array:
+        with np.errstate(over="ignore"):
+            return x if round_to is None else x.astype(round_to).astype(dtype)
+
+    num_rows, num_heads, _ = q.shape
+    seq_len, num_kv_heads, _ = k.shape
+    q_pos = np.arange(seq_len - num_rows, seq_len)[:, None]
+    k_pos = np.arange(seq_len)
+
+    visible = np.ones((num_rows, seq_len), bool)
+    if causal:
+        visible &= k_pos <= q_pos
+    if window is not None:
+        visible &= k_pos > q_pos - window
+    # Keys that no row sees are dropped, not multiplied by 0: 0 * NaN is NaN.
+    seen = visible.any(axis=0)
+    k_pos, visible = k_pos[seen], visible[:, seen]
+    q, k, v = q.astype(dtype), k[seen].astype(dtype), v[seen].astype(dtype)
+
+    out, lse = np.empty(q.shape), np.empty((num_rows, num_heads))
+    for head in range(num_heads):
+        kv_head = head // (num_heads // num_kv_heads)
+        scores = rounded(dtype(scale) * (q[:, head] @ k[:, kv_head].T))
+        if softcap is not None:
+            scores = dtype(softcap) * np.tanh(scores / dtype(softcap))
+        if alibi_slopes is not None:
+            scores = scores + dtype(alibi_slopes[head]) * (k_pos - q_pos).astype(dtype)
+        if score_mod is not None:
+            scores = np.frompyfunc(score_mod, 5, 1)(scores.astype(object), q_pos, k_pos, head, seq).astype(dtype)
+        scores = np.where(visible, scores, -np.inf).astype(dtype)
+
+        sink = dtype(-np.inf if sinks is None else sinks[head])
+        top = np.maximum(scores.max(axis=1, initial=-np.inf), sink)
+        shift = np.where(top == -np.inf, 0, top)  # with nothing to attend to, every term is exp(-inf) = 0
+        terms = np.exp(scores - shift[:, None])
+        total = terms.sum(axis=1) + np.exp(sink - shift)
+        probabilities = rounded(terms / np.where(total == 0, 1, total)[:, None])
+        out[:, head] = rounded(probabilities @ v[:, kv_head])
+        with np.errstate(divide="ignore"):
+            lse[:, head] = shift + np.log(total)
+    return out, lse
+
+
+def merge_states(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple[Array, Array]:
+    """Attention over the union of disjoint sets of keys, from the attention over each.
+
+    Parameters
+    ----------
+    outs : n arrays (..., num_heads, head_dim)
+    lses : n arrays (..., num_heads)
+
+    Returns
+    -------
+    out : (..., num_heads, head_dim) float64 array
+    lse : (..., num_heads) float64 array
+    """
+    lse = np.stack([np.asarray(x).astype(np.float64) for x in lses])
+    out = np.stack([np.asarray(x).astype(np.float64) for x in outs])
+    out = np.where(lse[..., None] == -np.inf, 0, out)  # attention over no keys has no output
+    top = lse.max(axis=0)
+    shift = np.where(top == -np.inf, 0, top)
+    weights = np.exp(lse - shift)
+    total = weights.sum(axis=0)
+    merged = (weights[..., None] * out).sum(axis=0) / np.where(total == 0, 1, total)[..., None]
+    with np.errstate(divide="ignore"):
+        return merged, shift + np.log(total)
+
+
+def gather_kv(
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_len: int,
+    *,
+    layout: str = "NHD",
+    kv_dtype: str | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+) -> tuple[Array, Array]:
+    """Dense keys and values of one sequence, fp8 widened.
+
+    Parameters
+    ----------
+    block_table : (max_blocks,) integer array
+    seq_len : int
+    others : as in `decode_attention`
+
+    Returns
+    -------
+    k, v : (seq_len, num_kv_heads, head_dim) float64 arrays
+    """
+    position = np.arange(seq_len)
+    block_size = _block_size(k_cache, layout)
+    block, offset = block_table[position // block_size], position % block_size
+    if layout == "NHD":
+        k, v = k_cache[block, offset], v_cache[block, offset]
+    elif layout == "HND":
+        k, v = k_cache[block, :, offset], v_cache[block, :, offset]
+    else:
+        k, v = k_cache[block, :, :, offset], v_cache[block, :, :, offset]
+        k = k.reshape(v.shape)  # (L, Hkv, D / x, x)
+    return _widened(k, kv_dtype, k_scale), _widened(v, kv_dtype, v_scale)
+
+
+def write_kv(
+    k: Array,
+    v: Array,
+    k_cache: Array,
+    v_cache: Array,
+    slots: Array,
+    *,
+    layout: str = "NHD",
+    kv_dtype: str | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+) -> None:
+    """Write the keys and values of tokens into their slots, skipping negative ones.
+
+    Parameters
+    ----------
+    k, v : (num_tokens, num_kv_heads, head_dim) array
+    k_cache, v_cache : arrays of `layout`, written
+    slots : (num_tokens,) integer array
+    others : as in `decode_attention`
+    """
+    k = _narrowed(k, k_cache.dtype, kv_dtype, k_scale)
+    v = _narrowed(v, v_cache.dtype, kv_dtype, v_scale)
+    block_size = _block_size(k_cache, layout)
+    for token, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        block, offset = slot // block_size, slot % block_size
+        if layout == "NHD":
+            k_cache[block, offset], v_cache[block, offset] = k[token], v[token]
+        elif layout == "HND":
+            k_cache[block, :, offset], v_cache[block, :, offset] = k[token], v[token]
+        else:
+            k_cache[block, :, :, offset] = k[token].reshape(k_cache.shape[1], k_cache.shape[2], k_cache.shape[4])
+            v_cache[block, :, :, offset] = v[token]
+
+
+def _block_size(k_cache: Array, layout: str) -> int:
+    return k_cache.shape[{"NHD": 1, "HND": 2, "vllm": 3}[layout]]
+
+
+def _widened(x: Array, kv_dtype: str | None, scale: Scale) -> Array:
+    if kv_dtype is None:
+        return x.astype(np.float64)
+    return x.view(FP8_DTYPES[kv_dtype]).astype(np.float64) * _per_head(scale).astype(np.float64)
+
+
+def _narrowed(x: Array, dtype: np.dtype[Any], kv_dtype: str | None, scale: Scale) -> Array:
+    if kv_dtype is None:
+        with np.errstate(over="ignore"):
+            return x.astype(dtype)
+    fp8 = FP8_DTYPES[kv_dtype]
+    largest = float(ml_dtypes.finfo(fp8).max)
+    # The division is a float32 one, as it is in every backend; NaN passes through clip.
+    with np.errstate(over="ignore"):
+        scaled = x.astype(np.float32) / _per_head(scale)
+    return np.clip(scaled, -largest, largest).astype(fp8).view(np.uint8)
+
+
+def _per_head(scale: Scale) -> Array:
+    """The scale as float32, shaped to multiply (..., num_kv_heads, head_dim)."""
+    return np.asarray(1.0 if scale is None else scale, np.float32)[..., None]

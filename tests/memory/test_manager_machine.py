@@ -1,0 +1,189 @@
+"""The manager against a model that stores the tokens themselves.
+
+Every token written gets a number of its own, stored in its slot after the copies were done; after each step every
+sequence is read back through its block table. What an operation needs of the pool is worked out one sequence at a
+time from what the table shows.
+"""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from manager import refused
+
+from pagedkv.errors import CapacityError, OutOfBlocksError
+from pagedkv.memory import BlockPool, SequenceTable
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(1, 24),
+        block_size=st.sampled_from([1, 2, 3, 4]),
+        max_seqs=st.integers(1, 7),
+        max_blocks=st.integers(1, 6),
+    )
+    def start(self, num_blocks, block_size, max_seqs, max_blocks):
+        self.pool = BlockPool(num_blocks)
+        self.table = SequenceTable(self.pool, block_size, max_seqs, max_blocks)
+        self.stored = np.zeros((num_blocks, block_size), np.int64)
+        self.numbers = itertools.count(1)
+        self.model: dict[int, list[int]] = {}
+        self.gone: list[int] = []
+
+    def pick(self, data, min_size=0):
+        """Distinct sequences that are alive, in any order, named in any way."""
+        seqs = data.draw(st.permutations(sorted(self.model)))
+        seqs = seqs[: data.draw(st.integers(min_size, len(seqs)))]
+        return data.draw(st.sampled_from([list, tuple, lambda seqs: np.array(seqs, np.int64)]))(seqs)
+
+    def write(self, slots):
+        """Store new tokens in the slots, which belong to one sequence each."""
+        assert len(set(slots.tolist())) == len(slots)
+        assert (self.pool.ref_counts[slots // self.table.block_size] == 1).all()
+        tokens = list(itertools.islice(self.numbers, len(slots)))
+        self.stored.reshape(-1)[slots] = tokens
+        return tokens
+
+    def num_blocks(self, num_tokens):
+        return -(-num_tokens // self.table.block_size)
+
+    def blocks_needed(self, counts):
+        """Blocks that appending counts[seq] tokens to each sequence takes out of the pool."""
+        needed, writers = 0, Counter()
+        for seq, count in counts.items():
+            length = len(self.model[seq])
+            needed += self.num_blocks(length + count) - self.num_blocks(length)
+            if count and length % self.table.block_size:
+                writers[self.table.block_tables(seq)[0, length // self.table.block_size]] += 1
+        for block, count in writers.items():
+            needed += count - (count == self.pool.ref_counts[block])
+        return needed
+
+    @rule(num_tokens=st.integers(0, 26))
+    def add(self, num_tokens):
+        error = None
+        if num_tokens > self.table.max_seq_len:
+            error = ValueError
+        elif len(self.model) == self.table.max_seqs:
+            error = CapacityError
+        elif self.num_blocks(num_tokens) > self.pool.num_free:
+            error = OutOfBlocksError
+        if error:
+            with refused(self.table, error):
+                self.table.add(num_tokens)
+            return
+        seq = self.table.add(num_tokens)
+        assert seq not in self.model
+        assert seq not in self.gone
+        self.model[seq] = self.write(self.table.slots(seq, 0, num_tokens))
+
+    @rule(data=st.data())
+    def append(self, data):
+        seqs = self.pick(data)
+        n = data.draw(
+            st.one_of(
+                st.just(1),
+                st.integers(0, 5),
+                st.lists(st.integers(0, 7), min_size=len(seqs), max_size=len(seqs)),
+            )
+        )
+        each = n if isinstance(n, list) else [n] * len(seqs)
+        counts = {int(seq): count for seq, count in zip(seqs, each, strict=True)}
+        error = None
+        if any(len(self.model[seq]) + count > self.table.max_seq_len for seq, count in counts.items()):
+            error = ValueError
+        elif self.blocks_needed(counts) > self.pool.num_free:
+            error = OutOfBlocksError
+        if error:
+            with refused(self.table, error):
+                self.table.append(seqs, n)
+            return
+        free_after = self.pool.num_free - self.blocks_needed(counts)
+        slots, copies = self.table.append(seqs, n)
+        assert self.pool.num_free == free_after
+        assert not set(copies[:, 0].tolist()) & set(copies[:, 1].tolist())
+        self.stored[copies[:, 1]] = self.stored[copies[:, 0]]
+        tokens = iter(self.write(slots))
+        for seq, count in counts.items():
+            self.model[seq] += itertools.islice(tokens, count)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), n=st.integers(0, 4))
+    def fork(self, data, n):
+        seq = data.draw(st.sampled_from(sorted(self.model)))
+        if len(self.model) + n > self.table.max_seqs:
+            with refused(self.table, CapacityError):
+                self.table.fork(seq, n)
+            return
+        num_free = self.pool.num_free
+        forks = self.table.fork(seq, n)
+        assert len(set(forks)) == n
+        assert not set(forks) & (self.model.keys() | set(self.gone))
+        assert self.pool.num_free == num_free
+        self.model |= {fork: self.model[seq].copy() for fork in forks}
+
+    @rule(data=st.data())
+    def truncate(self, data):
+        seqs = self.pick(data)
+        if len(seqs) and data.draw(st.booleans()):
+            lengths = data.draw(st.integers(0, 1 + min(len(self.model[seq]) for seq in seqs)))
+        else:
+            lengths = [data.draw(st.integers(0, len(self.model[seq]) + data.draw(st.sampled_from([0, 0, 0, 1])))) for seq in seqs]
+        each = lengths if isinstance(lengths, list) else [lengths] * len(seqs)
+        if any(length > len(self.model[seq]) for seq, length in zip(seqs, each, strict=True)):
+            with refused(self.table, ValueError):
+                self.table.truncate(seqs, lengths)
+            return
+        self.table.truncate(seqs, lengths)
+        for seq, length in zip(seqs, each, strict=True):
+            del self.model[seq][length:]
+
+    @rule(data=st.data())
+    def free(self, data):
+        seqs = self.pick(data)
+        self.table.free(seqs)
+        for seq in seqs:
+            del self.model[seq]
+            self.gone.append(int(seq))
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data())
+    def use_after_free(self, data):
+        seqs = [*self.pick(data), data.draw(st.sampled_from(self.gone))][::-1]
+        for use in (self.table.append, self.table.free, self.table.seq_lens, self.table.block_tables):
+            with refused(self.table, KeyError):
+                use(seqs)
+        with refused(self.table, KeyError):
+            self.table.truncate(seqs, 0)
+        with refused(self.table, KeyError):
+            self.table.fork(seqs[0])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def name_one_twice(self, data):
+        seqs = list(self.pick(data, min_size=1))
+        seqs.insert(data.draw(st.integers(0, len(seqs))), data.draw(st.sampled_from(seqs)))
+        for mutate in (self.table.append, self.table.free, lambda seqs: self.table.truncate(seqs, 0)):
+            with refused(self.table, ValueError):
+                mutate(seqs)
+
+    @invariant()
+    def sequences_have_their_tokens(self):
+        self.table.check()
+        seqs = list(self.model)
+        tables, lengths = self.table.block_tables(seqs), self.table.seq_lens(seqs)
+        assert lengths.tolist() == [len(tokens) for tokens in self.model.values()]
+        assert (self.table.num_seqs, self.table.num_tokens) == (len(seqs), lengths.sum())
+        for blocks, seq in zip(tables, seqs, strict=True):
+            tokens = self.model[seq]
+            held = self.num_blocks(len(tokens))
+            assert (blocks[held:] == -1).all()
+            assert self.stored[blocks[:held]].reshape(-1)[: len(tokens)].tolist() == tokens
+            assert self.stored.reshape(-1)[self.table.slots(seq, 0, len(tokens))].tolist() == tokens
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(max_examples=100, stateful_step_count=40)

@@ -1,0 +1,405 @@
+"""SequenceTable: where tokens go, what is shared, what is refused, and what check() finds."""
+
+import numpy as np
+import pytest
+from manager import refused
+
+from pagedkv.errors import CapacityError, OutOfBlocksError
+from pagedkv.memory import BlockPool, SequenceTable
+
+
+@pytest.fixture
+def table() -> SequenceTable:
+    """Blocks of 4 tokens: 12 of them, 5 for one sequence, 4 sequences."""
+    return SequenceTable(BlockPool(12), block_size=4, max_seqs=4, max_blocks=5)
+
+
+def lens(table, seqs):
+    return table.seq_lens(seqs).tolist()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (20, 5)])
+def test_add_takes_the_blocks_that_the_tokens_need(table, num_tokens, num_blocks):
+    seq = table.add(num_tokens)
+    assert type(seq) is int
+    assert table.pool.num_free == 12 - num_blocks
+    assert lens(table, seq) == [num_tokens]
+    assert table.slots(seq, 0, num_tokens).tolist() == list(range(num_tokens))
+    assert (table.num_seqs, table.num_tokens) == (1, num_tokens)
+    table.check()
+
+
+def test_append_fills_the_last_block_before_it_takes_another(table):
+    seqs = [table.add(3), table.add(4), table.add(0)]
+    slots, copies = table.append(seqs)
+    assert slots.dtype == copies.dtype == np.int64
+    assert slots.tolist() == [3, 8, 12]
+    assert copies.shape == (0, 2)
+    assert table.append(seqs).slots.tolist() == [16, 9, 13]
+    assert table.block_tables(seqs).tolist() == [[0, 4], [1, 2], [3, -1]]
+    table.check()
+
+
+def test_append_of_different_numbers_of_tokens(table):
+    seqs = [table.add(3), table.add(4), table.add(0), table.add(1)]
+    slots = table.append(seqs, [2, 0, 5, 1]).slots
+    assert lens(table, seqs) == [5, 4, 5, 2]
+    blocks = table.block_tables(seqs)
+    assert blocks.tolist() == [[0, 3], [1, -1], [4, 5], [2, -1]]
+    assert slots.tolist() == [3, 12, 16, 17, 18, 19, 20, 9]
+    table.check()
+
+
+def test_append_of_nothing_changes_nothing_even_at_the_maximum_length(table):
+    full, shared = table.add(20), table.add(2)
+    table.fork(shared)
+    appended = table.append([shared, full], 0)
+    assert appended.slots.shape == (0,)
+    assert appended.copies.shape == (0, 2)
+    table.append([shared, full], np.array([1, 0], np.int32))
+    assert lens(table, [shared, full]) == [3, 20]
+    table.check()
+
+
+def test_many_tokens_are_the_same_as_one_at_a_time():
+    at_once, one_by_one = (SequenceTable(BlockPool(40), 3, 8, 10) for _ in range(2))
+    counts = [0, 1, 2, 3, 4, 7, 11, 30]
+    a = at_once.append([at_once.add(0) for _ in counts], counts).slots
+    b = [one_by_one.add(0) for _ in counts]
+    for seq, count in zip(b, counts, strict=True):
+        for _ in range(count):
+            one_by_one.append(seq)
+    assert a.tolist() == [slot for seq, count in zip(b, counts, strict=True) for slot in one_by_one.slots(seq, 0, count)]
+
+
+def test_a_shared_partial_block_is_copied_before_it_is_written(table):
+    seq = table.add(6)
+    [fork] = table.fork(seq)
+    assert table.block_tables([seq, fork]).tolist() == [[0, 1], [0, 1]]
+    slots, copies = table.append(seq)
+    assert copies.tolist() == [[1, 2]]
+    assert slots.tolist() == [10]
+    assert table.block_tables([seq, fork]).tolist() == [[0, 2], [0, 1]]
+    # Nobody shares it any more.
+    slots, copies = table.append(fork)
+    assert copies.shape == (0, 2)
+    assert slots.tolist() == [6]
+    table.check()
+
+
+def test_of_all_sharers_in_one_append_the_last_keeps_the_block(table):
+    seq = table.add(6)
+    seqs = [seq, *table.fork(seq, 3)]
+    slots, copies = table.append(seqs[::-1])
+    assert copies.tolist() == [[1, 2], [1, 3], [1, 4]]
+    assert slots.tolist() == [10, 14, 18, 6]
+    assert table.pool.ref_counts[:6].tolist() == [4, 1, 1, 1, 1, 0]
+    table.check()
+
+
+def test_while_others_share_a_block_nobody_keeps_it(table):
+    seq = table.add(6)
+    seqs = [seq, *table.fork(seq, 3)]
+    copies = table.append(seqs[:3], [1, 1, 1]).copies
+    assert copies.tolist() == [[1, 2], [1, 3], [1, 4]]
+    assert table.pool.ref_counts[:6].tolist() == [4, 1, 1, 1, 1, 0]
+    table.check()
+
+
+def test_a_shared_block_is_not_copied_for_a_sequence_that_adds_nothing(table):
+    seq = table.add(6)
+    [fork] = table.fork(seq)
+    assert table.append([seq, fork], [0, 1]).copies.tolist() == [[1, 2]]
+    assert table.append([seq, fork], [1, 0]).copies.shape == (0, 2)
+    table.check()
+
+
+def test_full_blocks_are_shared_without_copies(table):
+    seq = table.add(8)
+    [fork] = table.fork(seq)
+    assert table.append([seq, fork]).copies.shape == (0, 2)
+    assert table.block_tables([seq, fork]).tolist() == [[0, 1, 2], [0, 1, 3]]
+    assert table.pool.ref_counts[:4].tolist() == [2, 2, 1, 1]
+
+
+def test_a_full_block_that_was_truncated_into_is_copied_if_shared(table):
+    seq = table.add(8)
+    [fork] = table.fork(seq)
+    table.truncate(fork, 7)
+    assert table.append(fork).copies.tolist() == [[1, 2]]
+    table.truncate(seq, 5)
+    assert table.append(seq).copies.shape == (0, 2)
+    table.check()
+
+
+def test_fork_gives_new_handles_and_takes_no_blocks(table):
+    seq = table.add(6)
+    forks = table.fork(seq, 3)
+    assert all(type(fork) is int for fork in forks)
+    assert len({seq, *forks}) == 4
+    assert table.pool.num_free == 10
+    assert table.pool.ref_counts[:3].tolist() == [4, 4, 0]
+    assert lens(table, forks) == [6, 6, 6]
+    assert table.fork(seq, 0) == []
+    table.check()
+
+
+@pytest.mark.parametrize(("length", "num_blocks"), [(9, 3), (8, 2), (5, 2), (4, 1), (1, 1), (0, 0), (10, 3)])
+def test_truncate_releases_the_blocks_past_the_end(table, length, num_blocks):
+    seq = table.add(10)
+    table.truncate(seq, length)
+    assert lens(table, [seq]) == [length]
+    assert table.pool.num_free == 12 - num_blocks
+    assert table.block_tables([seq]).shape == (1, max(num_blocks, 1))
+    table.check()
+
+
+def test_truncate_many(table):
+    seqs = [table.add(10), table.add(7), table.add(3)]
+    table.truncate(seqs, [5, 7, 0])
+    assert lens(table, seqs) == [5, 7, 0]
+    table.truncate(seqs[:2], 5)
+    assert lens(table, seqs) == [5, 5, 0]
+    table.check()
+
+
+def test_truncate_keeps_what_others_share(table):
+    seq = table.add(10)
+    [fork] = table.fork(seq)
+    table.truncate(seq, 0)
+    assert table.pool.num_free == 9
+    assert table.slots(fork, 0, 10).tolist() == list(range(10))
+
+
+def test_free_gives_blocks_back_when_the_last_sharer_goes(table):
+    seq = table.add(6)
+    forks = table.fork(seq, 2)
+    table.free([seq, forks[0]])
+    assert table.pool.num_free == 10
+    table.free(forks[1])
+    assert table.pool.num_free == 12
+    assert table.num_seqs == 0
+    table.check()
+
+
+def test_handles_are_never_given_out_twice():
+    table = SequenceTable(BlockPool(2), block_size=1, max_seqs=1, max_blocks=2)
+    handles = []
+    for _ in range(100):
+        handles.append(table.add(1))
+        table.free(handles[-1])
+    assert len(set(handles)) == 100
+    table.add(2)
+    for handle in handles:
+        with refused(table, KeyError, "freed or never added"):
+            table.free(handle)
+
+
+def test_slots_of_a_range(table):
+    table.add(1)
+    seq = table.add(9)
+    assert table.slots(seq, 3, 9).tolist() == [7, 8, 9, 10, 11, 12]
+    assert table.slots(seq, 9, 9).dtype == np.int64
+    assert table.slots(seq, 9, 9).shape == (0,)
+
+
+def test_tables_and_lengths_are_new_arrays_as_wide_as_needed(table):
+    seqs = [table.add(9), table.add(1), table.add(0)]
+    tables, lengths = table.block_tables(seqs), table.seq_lens(seqs)
+    assert tables.dtype == lengths.dtype == np.int32
+    assert tables.flags.c_contiguous
+    assert tables.tolist() == [[0, 1, 2], [3, -1, -1], [-1, -1, -1]]
+    assert table.block_tables(seqs[1:]).shape == (2, 1)
+    assert table.block_tables(seqs[2]).shape == (1, 1)
+    assert table.block_tables([]).shape == (0, 1)
+    assert table.seq_lens([]).shape == (0,)
+    tables[:], lengths[:] = 7, 7
+    table.check()
+
+
+def test_the_same_sequence_may_be_looked_at_twice(table):
+    seq = table.add(5)
+    assert table.block_tables([seq, seq]).tolist() == [[0, 1], [0, 1]]
+    assert lens(table, (seq, seq)) == [5, 5]
+
+
+def test_every_way_to_name_sequences(table):
+    a, b = table.add(1), table.add(2)
+    for seqs in ([a, b], (a, b), np.array([a, b]), [np.int64(a), b]):
+        assert lens(table, seqs) == [1, 2]
+    for seq in (b, np.int64(b), [b]):
+        assert lens(table, seq) == [2]
+    read_only = np.array([a, b])
+    read_only.flags.writeable = False
+    assert lens(table, read_only) == [1, 2]
+
+
+def test_blocks_of_one_token():
+    table = SequenceTable(BlockPool(6), block_size=1, max_seqs=2, max_blocks=4)
+    seq = table.add(2)
+    [fork] = table.fork(seq)
+    assert table.append([seq, fork], 2).slots.tolist() == [2, 3, 4, 5]
+    table.check()
+
+
+def test_slots_past_32_bits():
+    pool = BlockPool(4096)
+    table = SequenceTable(pool, block_size=2**20, max_seqs=1, max_blocks=2)
+    pool.allocate(4094)
+    seq = table.add(2**20 - 1)
+    assert table.append(seq, 2).slots.tolist() == [4095 * 2**20 - 1, 4095 * 2**20]
+    assert table.append(seq).slots.tolist() == [4095 * 2**20 + 1]
+    assert table.slots(seq, 2**20, 2**20 + 2).tolist() == [4095 * 2**20, 4095 * 2**20 + 1]
+
+
+REFUSALS = [
+    (lambda t, a, b: t.add(21), ValueError, r"^num_tokens must be at most max_blocks \* block_size = 20, got 21$"),
+    (lambda t, a, b: t.add(-1), ValueError, r"^num_tokens must be at least 0, got -1$"),
+    (lambda t, a, b: t.add(1.0), TypeError, r"^num_tokens must be an int, got float$"),
+    (lambda t, a, b: t.add(20), OutOfBlocksError, r"^5 blocks asked for, 4 of 12 are free$"),
+    (lambda t, a, b: t.append([a], 1), ValueError, r"n must be at most 0, what is left of .* = 20 for .*, got 1$"),
+    (lambda t, a, b: t.append([b, a], [1, 1]), ValueError, r"n must be at most 0"),
+    (lambda t, a, b: t.append([b], 11), ValueError, r"n must be at most 10"),
+    (lambda t, a, b: t.append([b], 2**63 - 1), ValueError, r"n must be at most 10"),
+    (lambda t, a, b: t.append([b], 2**63), ValueError, r"^n must be at most 9223372036854775807"),
+    (lambda t, a, b: t.append([b], [2**63 - 1]), ValueError, r"n must be at most 10"),
+    (lambda t, a, b: t.append([b], -1), ValueError, r"^n must be at least 0, got -1$"),
+    (lambda t, a, b: t.append([a, b], [0, -3]), ValueError, r"^n must be at least 0, got -3$"),
+    (lambda t, a, b: t.append([b], [1, 1]), ValueError, r"^n must have shape \(num_seqs,\) = \(1,\), got \(2,\)$"),
+    (lambda t, a, b: t.append([b], 1.0), TypeError, r"^n must be a list, a tuple or an array of ints, got float$"),
+    (lambda t, a, b: t.append([b], True), TypeError, r"^n must be an int, got bool$"),
+    (lambda t, a, b: t.append([a, b], [0, False]), TypeError, r"^n must hold ints, got a bool$"),
+    (lambda t, a, b: t.append([b], np.ones(1)), TypeError, r"^n must have dtype int32 or int64, got float64$"),
+    (lambda t, a, b: t.append([b, b]), ValueError, r"^seqs must name each sequence once, got \d+ twice$"),
+    (lambda t, a, b: t.append([b, a, b], 0), ValueError, r"^seqs must name each sequence once"),
+    (lambda t, a, b: t.truncate([b, b], 1), ValueError, r"^seqs must name each sequence once"),
+    (lambda t, a, b: t.free([a, b, a]), ValueError, r"^seqs must name each sequence once"),
+    (lambda t, a, b: t.fork(b, 3), CapacityError, r"^3 more sequences asked for, 2 of 4 rows are free$"),
+    (lambda t, a, b: t.fork(b, -1), ValueError, r"^n must be at least 0, got -1$"),
+    (lambda t, a, b: t.fork([b]), TypeError, r"^seq must be an int, got list$"),
+    (lambda t, a, b: t.fork(True), TypeError, r"^seq must be an int, got bool$"),
+    (lambda t, a, b: t.truncate(b, 11), ValueError, r"^length must be at most the 10 tokens of the sequence, got 11$"),
+    (lambda t, a, b: t.truncate([a, b], [20, 11]), ValueError, r"^length must be at most the 10 tokens"),
+    (lambda t, a, b: t.truncate(b, -1), ValueError, r"^length must be at least 0, got -1$"),
+    (lambda t, a, b: t.truncate(b, None), TypeError, r"^length must be a list, a tuple or an array of ints, got NoneType$"),
+    (lambda t, a, b: t.slots(b, 0, 11), ValueError, r"^start <= stop <= 10, the length, must hold, got start 0, stop 11$"),
+    (lambda t, a, b: t.slots(b, 3, 2), ValueError, r"got start 3, stop 2$"),
+    (lambda t, a, b: t.slots(b, -1, 2), ValueError, r"^start must be at least 0, got -1$"),
+    (lambda t, a, b: t.slots(b, 0, 2.0), TypeError, r"^stop must be an int, got float$"),
+    (lambda t, a, b: t.seq_lens([a, 0]), KeyError, r"no sequence 0: it was freed or never added"),
+    (lambda t, a, b: t.seq_lens([-1]), KeyError, r"no sequence -1: it was freed or never added"),
+    (lambda t, a, b: t.free(2**70), KeyError, r"no sequence 1180591620717411303424: it was freed or never added"),
+    (lambda t, a, b: t.free([a, -(2**70)]), KeyError, r"no sequence -1180591620717411303424"),
+    (lambda t, a, b: t.seq_lens([True]), TypeError, r"^seqs must hold ints, got a bool$"),
+    (lambda t, a, b: t.seq_lens([1.0]), TypeError, r"^seqs must be handles \(.*\), got float$"),
+    (lambda t, a, b: t.seq_lens(None), TypeError, r"^seqs must be handles \(.*\), got NoneType$"),
+    (lambda t, a, b: t.seq_lens([[a], [b]]), TypeError, r"^seqs must be handles \(.*\), got list$"),
+    (lambda t, a, b: t.seq_lens(np.array([a], np.int32)), TypeError, r"^seqs must have dtype int64, got int32$"),
+    (lambda t, a, b: t.seq_lens(np.array([[a]])), ValueError, r"^seqs must have shape \(num_seqs,\), got \(1, 1\)$"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
+def test_refusals(table, call, error, message):
+    full, other = table.add(20), table.add(10)
+    with refused(table, error, message):
+        call(table, full, other)
+
+
+ON_HANDLES = {
+    "append": lambda t, seqs: t.append(seqs),
+    "append 0": lambda t, seqs: t.append(seqs, 0),
+    "truncate": lambda t, seqs: t.truncate(seqs, 0),
+    "free": lambda t, seqs: t.free(seqs),
+    "fork": lambda t, seqs: t.fork(seqs[0]),
+    "slots": lambda t, seqs: t.slots(seqs[0], 0, 0),
+    "block_tables": lambda t, seqs: t.block_tables(seqs),
+    "seq_lens": lambda t, seqs: t.seq_lens(seqs),
+}
+
+
+@pytest.mark.parametrize("max_seqs", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("name", ON_HANDLES)
+def test_handles_that_are_not_valid(name, max_seqs):
+    table = SequenceTable(BlockPool(4), block_size=2, max_seqs=max_seqs, max_blocks=2)
+    alive, freed = table.add(1), table.add(0)
+    table.free(freed)
+    invalid = [freed, ~alive, alive + 1, -alive, 0, *range(-3 * max_seqs, 0), *range(max_seqs + 1), -(2**63), 2**63 - 1]
+    for seq in invalid:
+        with refused(table, KeyError, "freed or never added"):
+            ON_HANDLES[name](table, [seq, alive])
+    again = table.add(0)
+    assert again != freed
+    with refused(table, KeyError, f"no sequence {freed}: it was freed or never added"):
+        ON_HANDLES[name](table, [freed, alive])
+
+
+def test_all_rows_taken(table):
+    for _ in range(4):
+        table.add(0)
+    with refused(table, CapacityError, r"^1 more sequences asked for, 0 of 4 rows are free$"):
+        table.add(0)
+
+
+def test_append_that_needs_more_blocks_than_there_are(table):
+    seqs = [table.add(16), table.add(16), table.add(14)]
+    [fork] = table.fork(seqs[2])
+    assert table.pool.num_free == 0
+    with refused(table, OutOfBlocksError, r"^1 blocks asked for, 0 of 12 are free$"):
+        table.append([fork])
+    with refused(table, OutOfBlocksError, r"^3 blocks asked for, 0 of 12 are free$"):
+        table.append([*seqs, fork])
+    table.free(seqs[0])
+    assert table.append([seqs[2], fork]).copies.shape == (1, 2)
+    table.check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((8, 4, 3, 2), TypeError, r"^pool must be a BlockPool, got int$"),
+        ((BlockPool(8), 0, 3, 2), ValueError, r"^block_size must be at least 1, got 0$"),
+        ((BlockPool(8), 4.0, 3, 2), TypeError, r"^block_size must be an int, got float$"),
+        ((BlockPool(8), 4, 0, 2), ValueError, r"^max_seqs must be at least 1, got 0$"),
+        ((BlockPool(8), 4, 3, 0), ValueError, r"^max_blocks must be at least 1, got 0$"),
+        ((BlockPool(8), 4, 3, 2**29), ValueError, r"^max_blocks \* block_size must be at most 2\*\*31 - 1, got 536870912 \* 4$"),
+    ],
+)
+def test_tables_that_cannot_be(arguments, error, message):
+    with pytest.raises(error, match=message):
+        SequenceTable(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("where", "index", "value", "message"),
+    [
+        ("_lens", 0, -1, "a length is out of range"),
+        ("_lens", 0, 21, "a length is out of range"),
+        ("_lens", 3, 1, "a row without a sequence has a length"),
+        ("_lens", 1, 4, "an entry past the end of a sequence is not -1"),
+        ("_lens", 1, 9, "an entry is no block"),
+        ("_blocks", (0, 4), 3, "an entry past the end of a sequence is not -1"),
+        ("_blocks", (3, 0), 3, "an entry past the end of a sequence is not -1"),
+        ("_blocks", (0, 0), 12, "an entry is no block"),
+        ("_blocks", (0, 0), 1, "a block occurs twice in one sequence"),
+        ("_blocks", (0, 0), 9, "reference counts differ from the table's entries"),
+        ("pool._refs", 0, 2, "reference counts differ from the table's entries"),
+        ("pool._refs", 0, -1, "a reference count is negative"),
+        ("_rows._num_free", 0, 5, "5 of 4 rows are free"),
+        ("_rows._num_free", 0, 1, "free rows and rows without a handle differ"),
+        ("_rows._free", 0, 2, "free rows and rows without a handle differ"),
+        ("_rows._handles", 0, -1, "free rows and rows without a handle differ"),
+        ("_rows._handles", 0, 17, "a handle is not that of its generation"),
+        ("_rows._generations", 1, 2, "a handle is not that of its generation"),
+        ("_rows._handles", 4, -1, "the entry for handles of no row has changed"),
+    ],
+)
+def test_check_finds(table, where, index, value, message):
+    table.add(6)
+    table.add(5)
+    table.check()
+    owner, _, name = where.rpartition(".")
+    target = table.pool if owner == "pool" else table._rows if owner else table
+    getattr(target, name)[index] = value
+    with pytest.raises(AssertionError, match=message):
+        table.check()

@@ -1,0 +1,101 @@
+"""A test of the tests: every mutant must make one of its tests fail.
+
+    python tests/mutants [part of a name]
+
+Each mutant is applied to a copy of src/, which is what its tests import. Exits with 1 if a mutant survives, cannot
+be applied, or its tests do not pass without it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from mutant import Mutant
+
+ROOT = Path(__file__).parents[2]
+PROCESSES = 2
+TIMEOUT_S = 300
+PASSED, FAILED = 0, 1
+# Runs inside of pytest, before any test: the copy is what is tested, though the package may be installed too.
+GUARD = """
+from pathlib import Path
+import pagedkv
+assert Path(pagedkv.__file__).is_relative_to({src!r}), pagedkv.__file__
+"""
+
+
+def run_tests(mutant: Mutant | None, tests: tuple[str, ...]) -> tuple[int | None, str]:
+    """The exit status of pytest on a copy with the mutant, None if it took too long, and what it printed."""
+    with tempfile.TemporaryDirectory() as directory:
+        src = Path(directory, "src").resolve()
+        shutil.copytree(ROOT / "src", src, ignore=shutil.ignore_patterns("__pycache__"))
+        if mutant:
+            path = src / "pagedkv" / mutant.file
+            path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        Path(directory, "imports_the_copy.py").write_text(GUARD.format(src=str(src)))
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(src), directory]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "NUMBA_CACHE_DIR": directory,
+            "CI": "1",  # the same examples every time, and no failures remembered for other runs
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "imports_the_copy", *tests]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        except subprocess.TimeoutExpired:
+            return None, ""
+        return done.returncode, done.stdout
+
+
+def verdict(mutant: Mutant) -> tuple[bool, str]:
+    """Whether the mutant was caught, and a line that says how."""
+    occurrences = (ROOT / "src" / "pagedkv" / mutant.file).read_text().count(mutant.old)
+    if occurrences != 1:
+        return False, f"STALE     {mutant.name}: its text occurs {occurrences} times in {mutant.file}"
+    status, output = run_tests(mutant, mutant.tests)
+    if status == PASSED:
+        return False, f"SURVIVED  {mutant.name}"
+    if status not in (FAILED, None):
+        return False, f"BROKEN    {mutant.name}: pytest exited with {status}\n{output}"
+    failed = [line for line in output.splitlines() if line.startswith("FAILED")]
+    by = failed[0].removeprefix("FAILED ").split(" - ")[0] if failed else "taking too long"
+    return True, f"caught    {mutant.name}  ({by})"
+
+
+def collect(part: str) -> list[Mutant]:
+    """The mutants with this in their names."""
+    modules = [import_module(name) for name in ("allocator", "kernels") if find_spec(name)]
+    mutants = [mutant for module in modules for mutant in module.MUTANTS]
+    assert len({mutant.name for mutant in mutants}) == len(mutants), "two mutants of one name"
+    return [mutant for mutant in mutants if part in mutant.name]
+
+
+def main() -> int:
+    mutants = collect(" ".join(sys.argv[1:]))
+    if not mutants:
+        print("no such mutant")
+        return 1
+    tests = tuple(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+    status, output = run_tests(None, tests)
+    if status != PASSED:
+        print(f"the tests do not pass without a mutant\n{output}")
+        return 1
+    num_caught = 0
+    with ThreadPoolExecutor(PROCESSES) as executor:
+        for caught, line in executor.map(verdict, mutants):
+            print(line, flush=True)
+            num_caught += caught
+    print(f"{num_caught} of {len(mutants)} caught")
+    return 0 if num_caught == len(mutants) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""What a mutant is: a small wrong change to the package, and the tests that must notice it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong change.
+
+    Attributes
+    ----------
+    name : str
+        What is wrong.
+    file : str
+        Where, relative to src/pagedkv.
+    old, new : str
+        The text to replace, which occurs exactly once in the file, and what replaces it.
+    tests : tuple of str
+        Arguments of pytest: tests of which at least one must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]

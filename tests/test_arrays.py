@@ -1,0 +1,101 @@
+"""Views of arrays of any framework, and results in the caller's kind."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from pagedkv.arrays import as_kind_of, host_view, on_device
+
+
+def address(x):
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x.ctypes.data
+
+
+DTYPES = {
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.bfloat16: ml_dtypes.bfloat16,
+    torch.float64: np.float64,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+    torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
+    torch.float8_e5m2: ml_dtypes.float8_e5m2,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_view_is_the_same_memory(dtype):
+    tensor = torch.zeros(5, 4, 6).to(dtype)[1:, ::2, :4]
+    view = host_view("x", tensor)
+    assert view.dtype == DTYPES[dtype]
+    assert view.shape == (4, 2, 4)
+    assert view.strides == tuple(n * view.itemsize for n in tensor.stride())
+    assert address(view) == address(tensor)
+    view[2, 1, 3] = 1
+    assert tensor[2, 1, 3].to(torch.float32) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
+def test_torch_views_of_nothing(shape):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert host_view("x", torch.zeros(shape, dtype=dtype)).shape == shape
+
+
+def test_tensor_that_requires_grad():
+    for dtype in (torch.float32, torch.bfloat16):
+        tensor = torch.ones(3, dtype=dtype, requires_grad=True)
+        assert address(host_view("x", tensor)) == address(tensor)
+        assert tensor.requires_grad
+
+
+def test_numpy_subclass(tmp_path):
+    mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(3, 4))
+    view = host_view("x", mapped)
+    assert type(view) is np.ndarray
+    assert address(view) == address(mapped)
+
+
+def test_tensor_that_numpy_cannot_show():
+    with pytest.raises(
+        TypeError, match=r"q must be an array that NumPy can view, got a torch tensor of torch\.complex64"
+    ):
+        host_view("q", torch.zeros(3, dtype=torch.complex64).conj())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.uint8, np.int64])
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
+def test_result_in_the_kind_of_the_input(dtype, shape):
+    result = np.ones(shape, dtype)
+    assert as_kind_of(np.zeros(1), result) is result
+    tensor = as_kind_of(torch.zeros(1), result)
+    assert isinstance(tensor, torch.Tensor)
+    assert str(tensor.dtype) == f"torch.{np.dtype(dtype).name}"
+    assert tensor.shape == shape
+    assert (tensor.float() == 1).all()
+    assert not result.size or address(tensor) == address(result)
+
+
+class DeviceArray:
+    __cuda_array_interface__ = {"version": 3}  # noqa: RUF012
+
+
+def test_sides():
+    assert not on_device("x", np.zeros(1))
+    assert not on_device("x", torch.zeros(1))
+    assert on_device("x", DeviceArray())
+
+
+class Broken:
+    """Answers every attribute with a function, as mocks do."""
+
+    def __getattr__(self, name):
+        return lambda: None
+
+
+@pytest.mark.parametrize("x", [None, 1.0, [1.0], "x", np.float32(1), DeviceArray, Broken(), memoryview(b"x")])
+def test_not_an_array(x):
+    with pytest.raises(TypeError, match=r"x must be an array \(NumPy, CuPy or torch\), got "):
+        on_device("x", x)

@@ -1,0 +1,243 @@
+"""Every wrong argument of the operations on caches: which exception, which words, and that nothing has changed."""
+
+import numpy as np
+import pytest
+
+import pagedkv
+from wrong_arguments import (
+    BF16,
+    HKV,
+    NHD,
+    Change,
+    D,
+    N,
+    OnDevice,
+    P,
+    change,
+    check_error,
+    fp8,
+    misaligned,
+    read_only,
+    spread,
+    with_value,
+)
+
+KV = "(num_tokens, num_kv_heads, head_dim)"
+
+
+def combined_overlap():
+    both = np.zeros((N, P, 2 * HKV, D), np.float32)
+    return {"k_cache": both[:, :, :HKV], "v_cache": both[:, :, HKV - 1 : 2 * HKV - 1]}
+
+
+WRITE = [
+    ({"k": (1, 2)}, TypeError, "k must be an array (NumPy, CuPy or torch), got tuple"),
+    (
+        {"slots": OnDevice()},
+        ValueError,
+        "all arrays of a call must be on one side, got slots on a device and k on the host",
+    ),
+    (change("k", lambda x: x[0]), ValueError, f"k must have shape {KV}, got (2, 16)"),
+    (change("k", lambda x: x[:, :1]), ValueError, f"k must have shape {KV} = (3, 2, 16), got (3, 1, 16)"),
+    (change("v", lambda x: x[:2]), ValueError, f"v must have shape {KV} = (3, 2, 16), got (2, 2, 16)"),
+    (change("slots", lambda x: x[:2]), ValueError, "slots must have shape (num_tokens,) = (3,), got (2,)"),
+    (change("k_cache", lambda x: x[0]), ValueError, f"k_cache must have shape {NHD} in layout NHD, got (4, 2, 16)"),
+    (
+        change("v", np.float16),
+        TypeError,
+        "v must have dtype float32, that of the cache, or float32, got float16",
+    ),
+    (
+        {name: np.zeros((N, P, HKV, D), BF16) for name in ("k_cache", "v_cache")} | change("k", np.float16),
+        TypeError,
+        "k must have dtype bfloat16, that of the cache, or float32, got float16",
+    ),
+    (
+        {**fp8(), "kv_dtype": "fp8_e4m3", **change("k", np.float64)},
+        TypeError,
+        "k must have dtype float32, float16 or bfloat16, got float64",
+    ),
+    (
+        fp8(),
+        TypeError,
+        "k_cache must have dtype float32, float16 or bfloat16, got uint8; an fp8 cache is uint8 and needs kv_dtype",
+    ),
+    (change("slots", np.int32), TypeError, "slots must have dtype int64, got int32"),
+    (change("k", spread), ValueError, "k must be contiguous along its last axis, got strides (256, 128, 8) in bytes"),
+    (change("k_cache", misaligned), ValueError, "k_cache must be aligned to its item size of 4 bytes"),
+    (change("k_cache", read_only), ValueError, "k_cache must be writable, got a read-only array"),
+    (change("v_cache", read_only), ValueError, "v_cache must be writable, got a read-only array"),
+    (
+        change("v_cache", lambda x: np.lib.stride_tricks.as_strided(x[0], x.shape, (0, *x.strides[1:]))),
+        ValueError,
+        "v_cache must not repeat an element, got shape (8, 4, 2, 16) with strides (0, 128, 64, 4)",
+    ),
+    ({"v_cache": Change("k_cache", lambda x: x)}, ValueError, "k_cache must not overlap v_cache"),
+    (combined_overlap(), ValueError, "k_cache must not overlap v_cache"),
+    ({"k": Change("v_cache", lambda x: x[0, 1:])}, ValueError, "v_cache must not overlap k"),
+    ({"layout": "NCHW"}, ValueError, 'layout must be "NHD", "HND" or "vllm", got \'NCHW\''),
+    ({"check": "yes"}, TypeError, "check must be None, True or False, got 'yes'"),
+    ({"k_scale": 2.0}, ValueError, "k_scale needs an fp8 cache, got a cache of float32"),
+    (
+        change("slots", lambda x: with_value(x, 2, 32)),
+        IndexError,
+        "slots must be below num_blocks * block_size = 32, got 32 for token 2",
+    ),
+    (
+        change("slots", lambda x: with_value(x, 1, 2**62)),
+        IndexError,
+        f"slots must be below num_blocks * block_size = 32, got {2**62} for token 1",
+    ),
+    (
+        change("slots", lambda x: with_value(x, 2, 31)),
+        ValueError,
+        "slots must name a slot once, got 31 for tokens 0 and 2",
+    ),
+]
+
+GATHER = [
+    ({"block_table": [3, 4]}, TypeError, "block_table must be an array (NumPy, CuPy or torch), got list"),
+    (change("block_table", lambda x: x[None]), ValueError, "block_table must have shape (max_blocks,), got (1, 3)"),
+    (change("block_table", np.int64), TypeError, "block_table must have dtype int32, got int64"),
+    (
+        change("block_table", spread),
+        ValueError,
+        "block_table must be contiguous along its last axis, got strides (8,) in bytes",
+    ),
+    ({"seq_len": 2.0}, TypeError, "seq_len must be an int, got float"),
+    ({"seq_len": True}, TypeError, "seq_len must be an int, got bool"),
+    ({"seq_len": -1}, ValueError, "seq_len must be in 0..max_blocks * block_size = 0..12, got -1"),
+    ({"seq_len": 13}, ValueError, "seq_len must be in 0..max_blocks * block_size = 0..12, got 13"),
+    ({"seq_len": 9}, IndexError, "block_table must hold block ids in 0..num_blocks-1 = 0..7, got -1 at column 2"),
+    ({"k_scale": 2.0}, ValueError, "k_scale needs an fp8 cache, got a cache of float32"),
+    ({"kv_dtype": "fp8_e4m3"}, TypeError, "k_cache must have dtype uint8 for kv_dtype 'fp8_e4m3', got float32"),
+    (change("v_cache", np.float16), TypeError, "v_cache must have dtype float32, that of k_cache, got float16"),
+]
+
+COPY = [
+    ({"k_cache": "cache"}, TypeError, "k_cache must be an array (NumPy, CuPy or torch), got str"),
+    (
+        {"k_cache": [np.zeros((N, P, HKV, D)), 3], "v_cache": [np.zeros((N, P, HKV, D))] * 2},
+        TypeError,
+        "k_cache[1] must be an array (NumPy, CuPy or torch), got int",
+    ),
+    (change("k_cache", lambda x: [x]), TypeError, "k_cache and v_cache must both be arrays or both be lists of arrays"),
+    (
+        change("k_cache", lambda x: [x]) | change("v_cache", lambda x: [x, x]),
+        ValueError,
+        "v_cache must have as many layers as k_cache, got 2 and 1",
+    ),
+    ({"k_cache": [], "v_cache": []}, ValueError, "there must be at least one cache, got none"),
+    (
+        change("k_cache", lambda x: x[0]),
+        ValueError,
+        "k_cache must have shape (num_blocks, ...) with 4 or 5 axes, got (4, 2, 16)",
+    ),
+    (change("v_cache", lambda x: x[1:]), ValueError, "v_cache must have num_blocks = 8, that of k_cache, got 7"),
+    ({"pairs": np.array([0, 1])}, ValueError, "pairs must have shape (num_pairs, 2) = (2, 2), got (2,)"),
+    (change("pairs", lambda x: x.T), ValueError, "pairs must have shape (num_pairs, 2) = (2, 2), got (2, 3)"),
+    (change("pairs", np.int32), TypeError, "pairs must have dtype int64, got int32"),
+    (
+        change("v_cache", np.float64),
+        TypeError,
+        "v_cache must have dtype float32, float16, bfloat16 or uint8 (fp8), got float64",
+    ),
+    (
+        change("pairs", np.asfortranarray),
+        ValueError,
+        "pairs must be contiguous along its last axis, got strides (8, 24) in bytes",
+    ),
+    (change("v_cache", read_only), ValueError, "v_cache must be writable, got a read-only array"),
+    (
+        change("pairs", lambda x: with_value(x, (1, 0), -1)),
+        IndexError,
+        "pairs must hold block ids in 0..num_blocks-1 = 0..7, got source -1 in pair 1",
+    ),
+    (
+        change("pairs", lambda x: with_value(x, (2, 1), 8)),
+        IndexError,
+        "pairs must hold block ids in 0..num_blocks-1 = 0..7, got destination 8 in pair 2",
+    ),
+    (
+        change("pairs", lambda x: with_value(x, (2, 1), 1)),
+        ValueError,
+        "pairs must name a destination once, got destination 1 twice",
+    ),
+    (
+        change("pairs", lambda x: with_value(x, (2, 1), 0)),
+        ValueError,
+        "pairs must not use a destination as a source, got block 0 as both",
+    ),
+    (
+        change("pairs", lambda x: with_value(x, (2, 1), 3)),
+        ValueError,
+        "pairs must not use a destination as a source, got block 3 as both",
+    ),
+]
+
+SWAP = [
+    ({"source": None}, TypeError, "source must be an array (NumPy, CuPy or torch), got NoneType"),
+    (
+        change("source", lambda x: (x, x)),
+        ValueError,
+        "source and destination must be built alike: arrays, (k, v) pairs or lists of them",
+    ),
+    ({"source": [], "destination": []}, ValueError, "there must be at least one cache, got none"),
+    (
+        {"source": OnDevice()},
+        pagedkv.BackendUnavailableError,
+        "source is on a device, and this version of pagedkv has no CUDA kernels yet; move the arrays to the host "
+        "(cupy.asnumpy(x), tensor.cpu()) to run the CPU kernels",
+    ),
+    (
+        change("source", lambda x: x[..., :8]),
+        ValueError,
+        "destination must have blocks of shape (4, 2, 8), those of source, got (4, 2, 16)",
+    ),
+    (change("destination", np.float16), TypeError, "destination must have dtype float32, that of source, got float16"),
+    (
+        change("source", np.float64),
+        TypeError,
+        "source must have dtype float32, float16, bfloat16 or uint8 (fp8), got float64",
+    ),
+    (change("destination", read_only), ValueError, "destination must be writable, got a read-only array"),
+    ({"source": Change("destination", lambda x: x[1:])}, ValueError, "destination must not overlap source"),
+    (
+        change("pairs", lambda x: with_value(x, (0, 0), 8)),
+        IndexError,
+        "pairs must hold block ids in 0..num_blocks-1 = 0..7, got source 8 in pair 0",
+    ),
+    (
+        change("pairs", lambda x: with_value(x, (2, 1), 16)),
+        IndexError,
+        "pairs must hold block ids in 0..num_blocks-1 = 0..15, got destination 16 in pair 2",
+    ),
+    (
+        change("pairs", lambda x: with_value(x, (2, 1), 1)),
+        ValueError,
+        "pairs must name a destination once, got destination 1 twice",
+    ),
+    (
+        {"source": Change("destination", lambda x: x)},
+        ValueError,
+        "pairs must not use a destination as a source, got block 0 as both",
+    ),
+]
+
+CASES = [
+    (operation, *case)
+    for operation, cases in (
+        ("write_kv", WRITE),
+        ("gather_kv", GATHER),
+        ("copy_blocks", COPY),
+        ("swap_blocks", SWAP),
+    )
+    for case in cases
+]
+
+
+@pytest.mark.parametrize(
+    ("operation", "changes", "error", "message"), CASES, ids=[f"{case[0]}-{case[3][:60]}" for case in CASES]
+)
+def test_wrong_argument(operation, changes, error, message):
+    check_error(operation, changes, error, message)

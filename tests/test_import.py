@@ -1,0 +1,71 @@
+"""What importing the package does, and what it offers."""
+
+import importlib
+import importlib.resources
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import pagedkv
+import pagedkv.memory
+
+MODULES = sorted(module.name for module in pkgutil.walk_packages(pagedkv.__path__, "pagedkv."))
+HEAVY = {"numba", "llvmlite", "torch", "cupy", "cuda", "scipy", "matplotlib", "jax", "triton"}
+
+
+def test_import_is_light():
+    code = "import sys, pagedkv; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "numpy" in loaded
+    assert not HEAVY & set(loaded)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_module_can_be_imported(name):
+    assert importlib.import_module(name).__doc__
+
+
+def test_the_list_of_modules_is_not_empty():
+    assert {"pagedkv.ops", "pagedkv.memory.pool", "pagedkv.cpu.blocks"} <= set(MODULES)
+
+
+def test_types_are_shipped():
+    assert importlib.resources.files("pagedkv").joinpath("py.typed").is_file()
+
+
+def test_public_names():
+    assert set(pagedkv.__all__) <= set(dir(pagedkv))
+    assert sorted(pagedkv.__all__) == pagedkv.__all__
+    public = {name for name, x in vars(pagedkv).items() if not name.startswith("_") and not inspect.ismodule(x)}
+    assert public == set(pagedkv.__all__)
+
+
+FUNCTIONS = [name for name in pagedkv.__all__ if inspect.isfunction(getattr(pagedkv, name))]
+
+
+@pytest.mark.parametrize("name", pagedkv.__all__)
+def test_docstrings(name):
+    doc = inspect.getdoc(getattr(pagedkv, name))
+    assert doc
+    if name in FUNCTIONS and inspect.signature(getattr(pagedkv, name)).parameters:
+        assert "\nParameters\n----------\n" in doc
+        assert "\nRaises\n------\n" in doc
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_parameter_is_described(name):
+    function = getattr(pagedkv, name)
+    doc = inspect.getdoc(function)
+    parameters = inspect.signature(function).parameters
+    if parameters:
+        section = doc.split("\nParameters\n----------\n")[1].split("\n\nR")[0]
+        named = {
+            word.strip()
+            for line in section.splitlines()
+            if not line.startswith(" ")
+            for word in line.partition(" :")[0].split(",")
+        }
+        assert named == set(parameters)

@@ -1,0 +1,84 @@
+"""Shapes and dtypes of caches."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from pagedkv.layouts import CacheSpec, Geometry, cache_geometry, cache_shapes, cache_spec, storage_dtype
+
+
+@pytest.mark.parametrize(
+    ("layout", "itemsize", "k_shape", "v_shape"),
+    [
+        ("NHD", 4, (9, 16, 2, 64), (9, 16, 2, 64)),
+        ("HND", 4, (9, 2, 16, 64), (9, 2, 16, 64)),
+        ("vllm", 4, (9, 2, 16, 16, 4), (9, 2, 64, 16)),
+        ("vllm", 2, (9, 2, 8, 16, 8), (9, 2, 64, 16)),
+        ("vllm", 1, (9, 2, 4, 16, 16), (9, 2, 64, 16)),
+    ],
+)
+def test_shapes_and_back(layout, itemsize, k_shape, v_shape):
+    assert cache_shapes(layout, 9, 16, 2, 64, itemsize) == (k_shape, v_shape)
+    geometry = cache_geometry(layout, k_shape, v_shape, itemsize)
+    assert geometry == Geometry(num_blocks=9, block_size=16, num_kv_heads=2, head_dim=64)
+    assert cache_spec(layout, "float32", geometry) == CacheSpec(layout, "float32", 9, 16, 2, 64)
+
+
+@pytest.mark.parametrize(("layout", "block_size", "head_dim"), [("NHD", 1, 8), ("HND", 24, 512), ("vllm", 8, 8)])
+def test_extreme_sizes_are_fine(layout, block_size, head_dim):
+    k_shape, v_shape = cache_shapes(layout, 0, block_size, 1, head_dim, 2)
+    assert cache_geometry(layout, k_shape, v_shape, 2) == (0, block_size, 1, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("NDH", 4, 16, 2, 64, 4), 'layout must be "NHD", "HND" or "vllm", got \'NDH\''),
+        (("NHD", -1, 16, 2, 64, 4), "num_blocks must be at least 0, got -1"),
+        (("NHD", 4, 0, 2, 64, 4), "block_size must be at least 1, got 0"),
+        (("HND", 4, 16, 0, 64, 4), "num_kv_heads must be at least 1, got 0"),
+        (("NHD", 4, 16, 2, 4, 4), "head_dim must be a multiple of 8 from 8 to 512, got 4"),
+        (("NHD", 4, 16, 2, 516, 4), "head_dim must be a multiple of 8 from 8 to 512, got 516"),
+        (("vllm", 4, 12, 2, 64, 4), "block_size must be a power of two from 8 to 256 in layout vllm, got 12"),
+        (
+            ("vllm", 4, 16, 2, 40, 1),
+            "head_dim must be a multiple of 16 in layout vllm with 1-byte elements, got 40",
+        ),
+    ],
+)
+def test_impossible_sizes(arguments, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        cache_shapes(*arguments)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("float32", np.float32),
+        (np.float32, np.float32),
+        (np.dtype(np.float16), np.float16),
+        ("float16", np.float16),
+        ("bfloat16", ml_dtypes.bfloat16),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
+        (np.dtype(ml_dtypes.bfloat16), ml_dtypes.bfloat16),
+        (torch.bfloat16, ml_dtypes.bfloat16),
+        (torch.float32, np.float32),
+    ],
+)
+def test_storage_dtype(dtype, expected):
+    assert storage_dtype(dtype, None) == np.dtype(expected)
+    assert storage_dtype(dtype, "fp8_e4m3") == np.uint8
+    assert storage_dtype(dtype, "fp8_e5m2") == np.uint8
+
+
+@pytest.mark.parametrize("dtype", [np.float64, "int32", np.uint8, torch.float64, None, float, ">f4", np.dtype(">f4")])
+def test_other_dtypes(dtype):
+    with pytest.raises(TypeError, match="dtype must be float32, float16 or bfloat16, got "):
+        storage_dtype(dtype, None)
+
+
+def test_other_kv_dtype():
+    with pytest.raises(ValueError, match='kv_dtype must be None, "fp8_e4m3" or "fp8_e5m2", got \'int8\''):
+        storage_dtype(np.float32, "int8")

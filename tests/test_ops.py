@@ -1,0 +1,312 @@
+"""How the public operations treat their arrays and options, and merge_states against the oracle."""
+
+import math
+import sys
+from types import ModuleType
+
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+import pagedkv
+from pagedkv import reference
+from problems import FLOATS, error_bound
+from wrong_arguments import BF16, HKV, HQ, B, D, N, P, attention_arguments, fp8, ragged_arguments, read_only, vllm
+
+
+class Kernel:
+    """Stands for a kernel: keeps its arguments, and fills its outputs with ones."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+        out, lse = arguments[-6:-4]
+        out[...] = 1
+        if lse is not None:
+            lse[...] = 1
+
+    @property
+    def arguments(self):
+        (call,) = self.calls
+        return call
+
+    @property
+    def options(self):
+        return self.arguments[-1]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    kernel = Kernel()
+    for name in ("decode", "prefill"):
+        module = ModuleType(f"pagedkv.cpu.{name}")
+        setattr(module, f"{name}_attention", kernel)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return kernel
+
+
+def decode(**changes):
+    return pagedkv.decode_attention(**attention_arguments() | changes)
+
+
+def prefill(**changes):
+    return pagedkv.prefill_attention(**ragged_arguments() | changes)
+
+
+def as_torch(x):
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == BF16 else torch.from_numpy(x)
+
+
+def test_defaults(kernel):
+    out = decode()
+    assert (out == 1).all()
+    *_, lse, spec, k_scale, v_scale, options = kernel.arguments
+    assert lse is None
+    assert (spec.layout, spec.kind, spec.num_blocks, spec.block_size) == ("NHD", "float32", N, P)
+    for scale in (k_scale, v_scale):
+        assert scale.dtype == np.float32
+        assert scale.tolist() == [1.0] * HKV
+    assert options.scale == 1 / math.sqrt(D)
+    assert options.causal is True
+    for name in ("window", "softcap", "alibi_slopes", "sinks", "score_mod"):
+        assert getattr(options, name) is None
+
+
+def test_options_reach_the_kernel(kernel):
+    vectors = {name: np.arange(HQ, dtype=np.float32) for name in ("alibi_slopes", "sinks")}
+    prefill(scale=np.float32(0.5), causal=False, window=np.int64(2**40), softcap=3, score_mod=abs, **vectors)
+    options = kernel.options
+    assert (options.scale, options.softcap, options.window) == (0.5, 3.0, 2**31 - 1)
+    assert [type(x) for x in (options.scale, options.softcap, options.window)] == [float, float, int]
+    assert options.causal is False
+    assert options.score_mod is abs
+    assert options.sinks is vectors["sinks"]
+    assert options.alibi_slopes is vectors["alibi_slopes"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("operation", ["decode_attention", "prefill_attention"])
+def test_arrays_are_not_copied_and_results_are_of_the_same_kind(kernel, operation, framework, dtype):
+    arguments = ragged_arguments() if operation == "prefill_attention" else attention_arguments()
+    arguments |= {name: arguments[name].astype(FLOATS[dtype]) for name in ("q", "k_cache", "v_cache")}
+    given_arrays = {name: as_torch(x) for name, x in arguments.items()} if framework == "torch" else arguments
+    out, lse = getattr(pagedkv, operation)(**given_arrays, return_lse=True)
+    for x, view in zip(arguments.values(), kernel.arguments, strict=False):
+        assert view.__array_interface__ == x.__array_interface__
+        assert view.dtype == x.dtype
+    if framework == "torch":
+        assert (str(out.dtype), str(lse.dtype)) == (f"torch.{dtype}", "torch.float32")
+    else:
+        assert (out.dtype, lse.dtype) == (FLOATS[dtype], np.float32)
+    assert tuple(out.shape) == arguments["q"].shape
+    assert tuple(lse.shape) == arguments["q"].shape[:2]
+    assert (out == 1).all()
+    assert (lse == 1).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_out_is_the_very_object(kernel, framework, dtype):
+    arguments = {name: x.astype(FLOATS[dtype]) for name, x in list(attention_arguments().items())[:3]}
+    out = np.zeros((B, HQ + 1, D), FLOATS[dtype])[:, :HQ]
+    given_out = as_torch(out) if framework == "torch" else out
+    result, lse = decode(**arguments, out=given_out, return_lse=True)
+    assert result is given_out
+    assert (out == 1).all()
+    assert isinstance(lse, np.ndarray)
+
+
+def test_frameworks_may_mix_and_the_result_follows_q(kernel):
+    arguments = attention_arguments()
+    assert isinstance(decode(q=torch.from_numpy(arguments["q"])), torch.Tensor)
+    assert isinstance(decode(k_cache=torch.from_numpy(arguments["k_cache"])), np.ndarray)
+
+
+def test_tensors_that_require_grad(kernel):
+    out = decode(q=torch.zeros(B, HQ, D, requires_grad=True))
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "q": np.zeros((0, HQ, D), np.float32),
+            "block_tables": np.zeros((0, 2), np.int32),
+            "seq_lens": np.zeros(0, np.int32),
+        },
+        {
+            "q": np.zeros((0, HQ, D), np.float32),
+            "block_tables": np.zeros((0, 0), np.int32),
+            "seq_lens": np.zeros(0, np.int32),
+            "k_cache": np.zeros((0, P, HKV, D), np.float32),
+            "v_cache": np.zeros((0, P, HKV, D), np.float32),
+        },
+    ],
+)
+def test_no_sequences(kernel, changes):
+    out, lse = decode(**changes, return_lse=True)
+    assert out.shape == (0, HQ, D)
+    assert lse.shape == (0, HQ)
+    starts = np.zeros(1, np.int32)
+    assert prefill(**changes, query_starts=starts).shape == (0, HQ, D)
+    padding = np.full((5, HQ, D), 3, np.float32)
+    assert (prefill(**changes | {"q": padding}, query_starts=starts, out=padding.copy()) == 3).all()
+    assert not kernel.calls
+
+
+def test_no_tokens(kernel):
+    assert prefill(q=np.zeros((0, HQ, D), np.float32), query_starts=np.zeros(B + 1, np.int32)).shape == (0, HQ, D)
+    assert not kernel.calls
+
+
+def fused():
+    """q and out as interleaved rows of one buffer."""
+    buffer = np.zeros((B, 3, HQ, D), np.float32)
+    return {"q": buffer[:, 0], "out": buffer[:, 2]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        fused(),
+        {name: read_only(x) for name, x in attention_arguments().items()},
+        {"q": np.broadcast_to(np.zeros((1, 1, D), np.float32), (B, HQ, D))},
+        {"q": np.zeros((B, HQ, D), np.float32)[::-1, ::-1]},
+        {"q": np.zeros((B, HQ, D + 8), np.float32)[..., 8:]},
+        {"out": np.zeros((HQ, B, D), np.float32).transpose(1, 0, 2)},
+        {"out": np.zeros((B, HQ, D), np.float32)[::-1]},
+        {"seq_lens": np.zeros(B, np.int32), "block_tables": np.zeros((B, 0), np.int32)},
+        {"seq_lens": np.zeros(B, np.int32), "block_tables": np.full((B, 2), -7, np.int32)},
+        {"block_tables": np.full((B, 9), N - 1, np.int32)[:, 2:8]},
+        {"scale": 0},
+        {"scale": -1},
+        {"window": 1},
+        {"softcap": 1e-30},
+        {"check": True},
+        {"check": False},
+        {"backend": "cpu"},
+        {"kernel": "split", "backend": "cpu"},
+        {"kernel": "v1", **vllm(p=8)},
+        {"kernel": "v2", **vllm(p=256)},
+        {"kernel": "auto", **vllm(p=16)},
+        {"layout": "HND", **{name: np.zeros((N, HKV, P, D), np.float32) for name in ("k_cache", "v_cache")}},
+        {**fp8(), "kv_dtype": "fp8_e4m3"},
+        {**fp8(), "kv_dtype": "fp8_e5m2", "q": np.zeros((B, HQ, D), BF16)},
+        {**fp8(), "kv_dtype": "fp8_e4m3", "k_scale": 2, "v_scale": np.full(HKV, 0.5, np.float32)},
+        {"k_cache": np.zeros((N, P, HKV, D), BF16), "v_cache": np.zeros((N, P, HKV, D), BF16)},
+        {"k_cache": np.zeros((N, P, HKV, D), np.float16), "v_cache": np.zeros((N, P, HKV, D), np.float16)},
+    ],
+)
+def test_accepted(kernel, changes):
+    assert (decode(**changes) == 1).all()
+
+
+@pytest.mark.parametrize(("given_scale", "expected"), [(2, [2, 2]), (np.float32(0.5), [0.5, 0.5]), (None, [1, 1])])
+def test_scales_become_one_per_head(kernel, given_scale, expected):
+    decode(**fp8(), kv_dtype="fp8_e4m3", k_scale=given_scale, v_scale=torch.tensor([3.0, 4.0]))
+    assert [x.tolist() for x in kernel.arguments[-3:-1]] == [expected, [3, 4]]
+    assert {x.dtype for x in kernel.arguments[-3:-1]} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    "starts", [[0, 5, 7, 7], [0, 0, 0, 0], [0, 9, 9, 9], [0, 4, 9, 9]], ids=["padded", "empty", "one", "full"]
+)
+def test_accepted_query_starts(kernel, starts):
+    assert prefill(query_starts=np.array(starts, np.int32)).shape == (9, HQ, D)
+
+
+@st.composite
+def states(draw):
+    """Partial states: outputs, LSEs with -inf, and garbage where the LSE is -inf."""
+    num_states, rows, heads, head_dim = draw(st.tuples(*(st.integers(1, n) for n in (5, 4, 3, 9))))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    outs = rng.standard_normal((num_states, rows, heads, head_dim)).astype(np.float32)
+    lses = (rng.standard_normal((num_states, rows, heads)) * draw(st.sampled_from([1, 100]))).astype(np.float32)
+    empty = rng.random(lses.shape) < draw(st.sampled_from([0, 0.5, 0.9]))
+    lses[empty] = -np.inf
+    outs[empty] = draw(st.sampled_from([0, np.nan, np.inf]))
+    return outs, lses, empty
+
+
+@given(states(), st.sampled_from(list(FLOATS)))
+def test_merge_states(state, dtype):
+    outs, lses, empty = state
+    outs = outs.astype(FLOATS[dtype])
+    out, lse = pagedkv.merge_states(outs, lses)
+    assert (out.dtype, lse.dtype) == (FLOATS[dtype], np.float32)
+    exact, exact_lse = reference.merge_states(np.where(empty[..., None], 0, outs.astype(np.float64)), lses)
+    bound = error_bound(exact, exact.astype(FLOATS[dtype]).astype(np.float64))
+    assert np.abs(out.astype(np.float64) - exact).max() <= bound
+    none = empty.all(axis=0)
+    np.testing.assert_array_equal(lse == -np.inf, none)
+    assert (out[none] == 0).all()
+    np.testing.assert_allclose(lse[~none], exact_lse[~none], rtol=1e-6, atol=1e-5)
+
+    as_lists = pagedkv.merge_states(list(outs), tuple(lses))
+    np.testing.assert_array_equal(as_lists[0], out)
+    np.testing.assert_array_equal(as_lists[1], lse)
+    backwards, lse_backwards = pagedkv.merge_states(outs[::-1].copy(), lses[::-1].copy())
+    assert np.abs(backwards.astype(np.float64) - exact).max() <= bound
+    np.testing.assert_allclose(lse_backwards, lse, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_merging_with_nothing_changes_nothing(dtype):
+    rng = np.random.default_rng(3)
+    out = rng.standard_normal((5, 2, 8)).astype(FLOATS[dtype])
+    lse = rng.standard_normal((5, 2)).astype(np.float32)
+    nothing = np.full_like(out, np.nan), np.full_like(lse, -np.inf)
+    for outs, lses in (([out], [lse]), ([out, nothing[0]], [lse, nothing[1]]), ([nothing[0], out], [nothing[1], lse])):
+        merged, merged_lse = pagedkv.merge_states(outs, lses)
+        np.testing.assert_array_equal(merged, out)
+        np.testing.assert_array_equal(merged_lse, lse)
+
+
+def test_merged_halves_are_the_whole():
+    rng = np.random.default_rng(4)
+    scores = rng.standard_normal((3, 2, 50)) * 5
+    values = rng.standard_normal((50, 2, 8))
+
+    def attend(keys):
+        weights = np.exp(scores[:, :, keys])
+        out = np.einsum("rhk,khd->rhd", weights, values[keys]) / weights.sum(-1)[..., None]
+        return out.astype(np.float32), np.log(weights.sum(-1)).astype(np.float32)
+
+    parts = [attend(slice(0, 1)), attend(slice(1, 33)), attend(slice(33, 50))]
+    out, lse = pagedkv.merge_states([part[0] for part in parts], [part[1] for part in parts])
+    whole, whole_lse = attend(slice(None))
+    np.testing.assert_allclose(out, whole, atol=1e-6)
+    np.testing.assert_allclose(lse, whole_lse, atol=1e-6)
+
+
+def test_merge_keeps_nan_of_states_that_have_keys():
+    outs = np.array([[[[np.nan, 1.0]]], [[[1.0, 1.0]]]], np.float32)
+    out, lse = pagedkv.merge_states(outs, np.zeros((2, 1, 1), np.float32))
+    assert np.isnan(out[0, 0, 0])
+    assert out[0, 0, 1] == 1
+    assert lse == np.log(np.float32(2))
+    out, lse = pagedkv.merge_states(np.ones((2, 1, 1, 8), np.float32), np.array([[[np.nan]], [[0]]], np.float32))
+    assert np.isnan(out).all()
+    assert np.isnan(lse).all()
+
+
+def test_merge_torch():
+    outs, lses = torch.ones(2, 3, 2, 8, dtype=torch.bfloat16), torch.zeros(2, 3, 2)
+    for stacked in (True, False):
+        out, lse = pagedkv.merge_states(outs if stacked else list(outs), lses if stacked else list(lses))
+        assert out.dtype == torch.bfloat16
+        assert (out == 1).all()
+        assert torch.allclose(lse, torch.full((3, 2), math.log(2)))
+
+
+def test_merge_no_rows():
+    out, lse = pagedkv.merge_states(np.zeros((2, 0, 4, 8), ml_dtypes.bfloat16), np.zeros((2, 0, 4), np.float32))
+    assert out.shape == (0, 4, 8)
+    assert lse.shape == (0, 4)

@@ -1,0 +1,157 @@
+"""Valid arguments of every operation, ways to spoil them, and the check that a spoilt call fails cleanly."""
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import pagedkv
+
+B, HQ, HKV, D, P, N, M = 3, 4, 2, 16, 4, 8, 3  # M is max_blocks
+BF16 = ml_dtypes.bfloat16
+NHD = "(num_blocks, block_size, num_kv_heads, head_dim)"
+
+
+def attention_arguments() -> dict[str, Any]:
+    return {
+        "q": np.zeros((B, HQ, D), np.float32),
+        "k_cache": np.zeros((N, P, HKV, D), np.float32),
+        "v_cache": np.zeros((N, P, HKV, D), np.float32),
+        "block_tables": np.array([[0, 1, 2], [3, 4, -1], [-1, -1, 2**31 - 1]], np.int32),
+        "seq_lens": np.array([12, 5, 0], np.int32),
+    }
+
+
+def ragged_arguments() -> dict[str, Any]:
+    arguments = attention_arguments()
+    return arguments | {"q": np.zeros((9, HQ, D), np.float32), "query_starts": np.array([0, 5, 7, 7], np.int32)}
+
+
+def write_arguments() -> dict[str, Any]:
+    return {
+        "k": np.ones((3, HKV, D), np.float32),
+        "v": np.ones((3, HKV, D), np.float32),
+        "k_cache": np.zeros((N, P, HKV, D), np.float32),
+        "v_cache": np.zeros((N, P, HKV, D), np.float32),
+        "slots": np.array([31, -1, 0]),
+    }
+
+
+def gather_arguments() -> dict[str, Any]:
+    arguments = attention_arguments()
+    table = np.array([3, 4, -1], np.int32)
+    return {"k_cache": arguments["k_cache"], "v_cache": arguments["v_cache"], "block_table": table, "seq_len": 5}
+
+
+def copy_arguments() -> dict[str, Any]:
+    caches = {name: np.zeros((N, P, HKV, D), np.float32) for name in ("k_cache", "v_cache")}
+    return caches | {"pairs": np.array([[0, 1], [0, 2], [3, 4]])}
+
+
+def swap_arguments() -> dict[str, Any]:
+    return {
+        "source": np.ones((N, P, HKV, D), np.float32),
+        "destination": np.zeros((2 * N, P, HKV, D), np.float32),
+        "pairs": np.array([[0, 1], [1, 0], [0, 15]]),
+    }
+
+
+def merge_arguments() -> dict[str, Any]:
+    return {"outs": np.zeros((2, B, HQ, D), np.float32), "lses": np.zeros((2, B, HQ), np.float32)}
+
+
+OPERATIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "decode_attention": attention_arguments,
+    "prefill_attention": ragged_arguments,
+    "write_kv": write_arguments,
+    "gather_kv": gather_arguments,
+    "copy_blocks": copy_arguments,
+    "swap_blocks": swap_arguments,
+    "merge_states": merge_arguments,
+}
+
+
+class OnDevice:
+    """Looks like an array of CuPy, as far as anyone looks."""
+
+    __cuda_array_interface__ = {"shape": (3,), "typestr": "<f4", "data": (0, False), "version": 3}  # noqa: RUF012
+
+
+class OnCuda(torch.Tensor):
+    device = torch.device("cuda", 0)
+
+
+class OnMps(torch.Tensor):
+    device = torch.device("mps", 0)
+
+
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def misaligned(x):
+    raw = np.zeros(x.nbytes + 1, np.uint8)
+    return raw[1:].view(x.dtype).reshape(x.shape)
+
+
+def spread(x):
+    """The same shape with gaps along the last axis."""
+    return np.zeros((*x.shape, 2), x.dtype)[..., 0]
+
+
+def with_value(x, at, value):
+    x = x.copy()
+    x[at] = value
+    return x
+
+
+def call(operation: str, changes: dict[str, Any]) -> Any:
+    """Call with valid arguments but for the changes; a change that is a function gets all arguments."""
+    arguments = OPERATIONS[operation]()
+    arguments |= {name: x(arguments) if isinstance(x, Change) else x for name, x in changes.items()}
+    before = frozen(arguments)
+    try:
+        return getattr(pagedkv, operation)(**arguments)
+    except BaseException:
+        assert frozen(arguments) == before, "something was written before the exception"
+        raise
+
+
+class Change:
+    """An argument made from the valid ones."""
+
+    def __init__(self, name: str, make: Callable[[Any], Any]):
+        self.name, self.make = name, make
+
+    def __call__(self, arguments):
+        return self.make(arguments[self.name])
+
+
+def frozen(arguments: dict[str, Any]) -> dict[str, bytes]:
+    return {name: x.tobytes() for name, x in arguments.items() if isinstance(x, np.ndarray)}
+
+
+def change(name, make, **others):
+    return {name: Change(name, make)} | others
+
+
+def fp8(shape=(N, P, HKV, D)):
+    return {name: np.zeros(shape, np.uint8) for name in ("k_cache", "v_cache")}
+
+
+def vllm(d=D, p=8, x=4, v_shape=None):
+    k = np.zeros((N, HKV, d // x, p, x), np.float32)
+    return {"k_cache": k, "v_cache": np.zeros(v_shape or (N, HKV, d, p), np.float32), "layout": "vllm"}
+
+
+def check_error(operation, changes, error, message):
+    """The call raises just this error with just this message, and writes nothing."""
+    with pytest.raises(error) as caught:
+        call(operation, changes)
+    assert type(caught.value) is error
+    assert str(caught.value) == message
