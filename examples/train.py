@@ -115,6 +115,13 @@ def save(model: Model, merges: list[tuple[int, int]], path: Path) -> None:
     temporary.replace(path)
 
 
+def restore(model: Model, path: Path) -> list[tuple[int, int]]:
+    """Read weights that `save` wrote into the model, and return the merges."""
+    with np.load(path) as arrays:
+        model.load_state_dict({name: torch.from_numpy(arrays[name]) for name, _ in model.named_parameters()})
+        return [(int(left), int(right)) for left, right in arrays["merges"]]
+
+
 def batch_of(tokens: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = tokens[starts[:, None] + torch.arange(context + 1)]
     return rows[:, :-1], rows[:, 1:]
@@ -151,6 +158,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="use torch.compile (needs a C++ compiler)")
     parser.add_argument("--text", type=Path, default=STDLIB, help="a folder of .py files")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("weights.npz"))
+    parser.add_argument("--resume", type=Path, metavar="WEIGHTS", help="go on from these weights")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     started = time.monotonic()
@@ -158,14 +166,14 @@ def main() -> None:
     train_files, held_out_files = read_corpus(args.text)
     if not held_out_files:
         parser.error(f"{args.text} has fewer than 24 .py files")
-    merges = learn_merges(train_files, CONFIG["vocab_size"])
+    model = Model(CONFIG)
+    merges = restore(model, args.resume) if args.resume else learn_merges(train_files, CONFIG["vocab_size"])
     tokenizer = Tokenizer(merges)
     train, held_out = (
         torch.tensor([token for text in texts for token in [END, *tokenizer.encode(text)]])
         for texts in (train_files, held_out_files)
     )
     bytes_per_token = sum(map(len, held_out_files)) / len(held_out)
-    model = Model(CONFIG)
     print(
         f"{len(train_files)} + {len(held_out_files)} files, {len(train)} + {len(held_out)} tokens, "
         f"{bytes_per_token:.2f} bytes/token, {sum(p.numel() for p in model.parameters())} parameters, "

@@ -88,6 +88,7 @@ WRITE = [
         IndexError,
         f"slots must be below num_blocks * block_size = 32, got {2**62} for token 1",
     ),
+    ({"slots": np.array([0, 5, 5])}, ValueError, "slots must name a slot once, got 5 for tokens 1 and 2"),
     (
         change("slots", lambda x: with_value(x, 2, 31)),
         ValueError,

@@ -334,6 +334,11 @@ DECODE = [
         "block_tables must hold block ids in 0..num_blocks-1 = 0..7, got 8 for sequence 0, column 2",
     ),
     (
+        {"block_tables": np.array([[0, 1, 2], [3, N, 0], [0, 0, 0]], np.int32)},
+        IndexError,
+        "block_tables must hold block ids in 0..num_blocks-1 = 0..7, got 8 for sequence 1, column 1",
+    ),
+    (
         change("block_tables", lambda x: with_value(x, (1, 0), 2**31 - 1)),
         IndexError,
         "block_tables must hold block ids in 0..num_blocks-1 = 0..7, got 2147483647 for sequence 1, column 0",
@@ -369,6 +374,11 @@ PREFILL = [
         {"query_starts": np.array([0, -(2**31), 2**31 - 1, 2**31 - 1], np.int32)},
         ValueError,
         "query_starts must never decrease, got 0 and then -2147483648 for sequence 0",
+    ),
+    (
+        {"query_starts": np.array([0, 2**31 - 1, -(2**31), -1], np.int32)},
+        ValueError,
+        "query_starts must never decrease, got 2147483647 and then -2147483648 for sequence 1",
     ),
     (
         change("query_starts", lambda x: with_value(x, 3, 10)),
@@ -501,7 +511,7 @@ def test_shapes_are_checked_before_dtypes(operation):
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "block_tables", "seq_lens", "sinks", "alibi_slopes"])
-@pytest.mark.parametrize("dtype", ["O", "S0", "c16", "V32", "m8[s]"])
+@pytest.mark.parametrize("dtype", ["O", "S3", "c16", "V32", np.dtype([]), "m8[s]"])
 @pytest.mark.parametrize("layout", ["NHD", "vllm"])
 def test_exotic_dtypes_are_errors_of_ours(name, dtype, layout):
     arguments = attention_arguments()

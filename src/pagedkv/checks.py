@@ -5,6 +5,7 @@ Every function raises or returns; none writes to what it is given.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from numbers import Real
@@ -135,13 +136,17 @@ def _overlap(x: Array, y: Array) -> bool:
         return True
 
 
-def number(name: str, value: Any, *, positive: bool = False) -> float:
+def number(name: str, value: object, *, positive: bool = False) -> float:
     """The value as a float that float32 can hold, or raise."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not (_FLOAT32_TINY if positive else -_FLOAT32_MAX) <= value <= _FLOAT32_MAX:
+    try:
+        result = float(value)
+    except OverflowError:  # an int with hundreds of digits
+        result = math.inf
+    if not (_FLOAT32_TINY if positive else -_FLOAT32_MAX) <= result <= _FLOAT32_MAX:
         raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite in float32, got {value}")
-    return float(value)
+    return result
 
 
 def integer(name: str, value: Any) -> int:

@@ -143,7 +143,7 @@ class Chunks(NamedTuple):
 
 
 def plan_chunks(query_starts: npt.NDArray[np.int64], tokens_per_item: int) -> Chunks:
-    """Cut every sequence's query tokens into runs of tokens_per_item,."""
+    """Cut every sequence's query tokens into runs of tokens_per_item."""
     counts = -(-np.diff(query_starts) // tokens_per_item)
     seq = np.repeat(np.arange(counts.size), counts)
     ordinal = np.arange(seq.size) - (np.cumsum(counts) - counts)[seq]
@@ -204,4 +204,3 @@ def prefill_attention(
     out[:num_tokens] = result
     if lse is not None:
         lse[:num_tokens] = lse_result
-'''
