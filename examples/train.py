@@ -4,6 +4,8 @@
 
 needs torch; nothing else in the examples does. The result is examples/weights.npz: fp16 arrays, the tokenizer's
 merges and the model's sizes. It is written every few minutes, so an interrupted run leaves usable weights.
+`--bf16 --compile` is fastest where the processor and a C++ compiler allow it. On a machine that is busy with other
+work set GOMP_SPINCOUNT=0, or torch's threads waste most of their time waiting for each other.
 """
 
 import argparse

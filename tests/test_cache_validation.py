@@ -13,6 +13,7 @@ from wrong_arguments import (
     N,
     OnDevice,
     P,
+    call,
     change,
     check_error,
     fp8,
@@ -242,3 +243,16 @@ CASES = [
 )
 def test_wrong_argument(operation, changes, error, message):
     check_error(operation, changes, error, message)
+
+
+def test_overlap_that_takes_too_long_to_rule_out(monkeypatch):
+    both = np.zeros((N, 2, P, HKV, D), np.float32)
+    halves = {"k_cache": both[:, 0], "v_cache": both[:, 1]}
+    call("write_kv", halves)
+
+    def give_up(*arguments, **options):
+        raise np.exceptions.TooHardError
+
+    monkeypatch.setattr(np, "shares_memory", give_up)
+    with pytest.raises(ValueError, match="k_cache must not overlap v_cache"):
+        call("write_kv", halves)

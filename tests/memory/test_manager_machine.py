@@ -18,12 +18,16 @@ from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable
 
 
+FEW = st.integers(1, 2)
+ALL = st.just(99)
+
+
 class ManagerMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(1, 24),
-        block_size=st.sampled_from([1, 2, 3, 4]),
-        max_seqs=st.integers(1, 7),
-        max_blocks=st.integers(1, 6),
+        num_blocks=st.integers(4, 40),
+        block_size=st.sampled_from([4, 3, 8, 2, 1]),
+        max_seqs=st.integers(3, 10),
+        max_blocks=st.integers(2, 8),
     )
     def start(self, num_blocks, block_size, max_seqs, max_blocks):
         self.pool = BlockPool(num_blocks)
@@ -33,10 +37,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.model: dict[int, list[int]] = {}
         self.gone: list[int] = []
 
-    def pick(self, data, min_size=0):
+    def pick(self, data, sizes):
         """Distinct sequences that are alive, in any order, named in any way."""
-        seqs = data.draw(st.permutations(sorted(self.model)))
-        seqs = seqs[: data.draw(st.integers(min_size, len(seqs)))]
+        seqs = data.draw(st.permutations(sorted(self.model)))[: data.draw(sizes)]
         return data.draw(st.sampled_from([list, tuple, lambda seqs: np.array(seqs, np.int64)]))(seqs)
 
     def write(self, slots):
@@ -62,8 +65,10 @@ class ManagerMachine(RuleBasedStateMachine):
             needed += count - (count == self.pool.ref_counts[block])
         return needed
 
-    @rule(num_tokens=st.integers(0, 26))
-    def add(self, num_tokens):
+    @rule(data=st.data())
+    def add(self, data):
+        most = data.draw(st.sampled_from([2 * self.table.block_size, self.table.max_seq_len + 1]))
+        num_tokens = data.draw(st.integers(0, most))
         error = None
         if num_tokens > self.table.max_seq_len:
             error = ValueError
@@ -80,16 +85,18 @@ class ManagerMachine(RuleBasedStateMachine):
         assert seq not in self.gone
         self.model[seq] = self.write(self.table.slots(seq, 0, num_tokens))
 
+    @precondition(lambda self: self.model)
     @rule(data=st.data())
-    def append(self, data):
-        seqs = self.pick(data)
-        n = data.draw(
-            st.one_of(
-                st.just(1),
-                st.integers(0, 5),
-                st.lists(st.integers(0, 7), min_size=len(seqs), max_size=len(seqs)),
-            )
-        )
+    def decode_step(self, data):
+        self.append(self.pick(data, FEW | ALL), 1)
+
+    @rule(data=st.data(), most=st.sampled_from([2, 9]))
+    def append_several(self, data, most):
+        seqs = self.pick(data, FEW | ALL)
+        each = st.lists(st.integers(0, most), min_size=len(seqs), max_size=len(seqs))
+        self.append(seqs, data.draw(st.integers(0, most) | each))
+
+    def append(self, seqs, n):
         each = n if isinstance(n, list) else [n] * len(seqs)
         counts = {int(seq): count for seq, count in zip(seqs, each, strict=True)}
         error = None
@@ -111,9 +118,10 @@ class ManagerMachine(RuleBasedStateMachine):
             self.model[seq] += itertools.islice(tokens, count)
 
     @precondition(lambda self: self.model)
-    @rule(data=st.data(), n=st.integers(0, 4))
-    def fork(self, data, n):
-        seq = data.draw(st.sampled_from(sorted(self.model)))
+    @rule(data=st.data(), beyond=st.sampled_from([0, 0, 0, 0, 1]))
+    def fork(self, data, beyond):
+        seq = data.draw(st.sampled_from(sorted(self.model, key=lambda seq: -len(self.model[seq]))))
+        n = data.draw(st.integers(0, min(2, self.table.max_seqs - len(self.model)))) + beyond
         if len(self.model) + n > self.table.max_seqs:
             with refused(self.table, CapacityError):
                 self.table.fork(seq, n)
@@ -125,13 +133,14 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.pool.num_free == num_free
         self.model |= {fork: self.model[seq].copy() for fork in forks}
 
-    @rule(data=st.data())
-    def truncate(self, data):
-        seqs = self.pick(data)
-        if len(seqs) and data.draw(st.booleans()):
-            lengths = data.draw(st.integers(0, 1 + min(len(self.model[seq]) for seq in seqs)))
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), beyond=st.sampled_from([0, 0, 0, 0, 1]))
+    def truncate(self, data, beyond):
+        seqs = self.pick(data, FEW)
+        if len(seqs) == 1:
+            lengths = data.draw(st.integers(0, len(self.model[seqs[0]]) + beyond))
         else:
-            lengths = [data.draw(st.integers(0, len(self.model[seq]) + data.draw(st.sampled_from([0, 0, 0, 1])))) for seq in seqs]
+            lengths = [data.draw(st.integers(max(0, len(self.model[seq]) - 4), len(self.model[seq]) + beyond)) for seq in seqs]
         each = lengths if isinstance(lengths, list) else [lengths] * len(seqs)
         if any(length > len(self.model[seq]) for seq, length in zip(seqs, each, strict=True)):
             with refused(self.table, ValueError):
@@ -141,9 +150,10 @@ class ManagerMachine(RuleBasedStateMachine):
         for seq, length in zip(seqs, each, strict=True):
             del self.model[seq][length:]
 
+    @precondition(lambda self: self.model)
     @rule(data=st.data())
     def free(self, data):
-        seqs = self.pick(data)
+        seqs = self.pick(data, FEW)
         self.table.free(seqs)
         for seq in seqs:
             del self.model[seq]
@@ -152,7 +162,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.gone)
     @rule(data=st.data())
     def use_after_free(self, data):
-        seqs = [*self.pick(data), data.draw(st.sampled_from(self.gone))][::-1]
+        seqs = [*self.pick(data, FEW), data.draw(st.sampled_from(self.gone))][::-1]
         for use in (self.table.append, self.table.free, self.table.seq_lens, self.table.block_tables):
             with refused(self.table, KeyError):
                 use(seqs)
@@ -164,7 +174,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def name_one_twice(self, data):
-        seqs = list(self.pick(data, min_size=1))
+        seqs = list(self.pick(data, FEW))
         seqs.insert(data.draw(st.integers(0, len(seqs))), data.draw(st.sampled_from(seqs)))
         for mutate in (self.table.append, self.table.free, lambda seqs: self.table.truncate(seqs, 0)):
             with refused(self.table, ValueError):
@@ -186,4 +196,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestManagerMachine.settings = settings(max_examples=150, stateful_step_count=40)

@@ -163,8 +163,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert not self.model.keys() & set(blocks)
         self.model.update(blocks)
 
-    @rule(blocks=st.lists(st.integers(-1, 8), max_size=6))
-    def retain(self, blocks):
+    def pick(self, data):
+        """Blocks to name, mostly ones in use, some twice."""
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.model) or [0]), max_size=6))
+        return blocks + data.draw(st.sampled_from([[], [], [], [-1], [0], [self.pool.num_blocks]]))
+
+    @rule(data=st.data())
+    def retain(self, data):
+        blocks = self.pick(data)
         if any(block not in self.model for block in blocks):
             with refused(self.pool, KeyError):
                 self.pool.retain(blocks)
@@ -172,8 +178,9 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.retain(blocks)
             self.model.update(blocks)
 
-    @rule(blocks=st.lists(st.integers(-1, 8), max_size=6))
-    def release(self, blocks):
+    @rule(data=st.data())
+    def release(self, data):
+        blocks = self.pick(data)
         if Counter(blocks) <= self.model:
             self.pool.release(blocks)
             self.model = self.model - Counter(blocks)

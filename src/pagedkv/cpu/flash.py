@@ -60,7 +60,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
     modified = score_mod is not None
 
     @njit(nogil=True)
-    def dot_products(scores, partial, tile, query, row):  # type: ignore[no-untyped-def]
+    def dot_products(scores, partial, tile, query, row):
         """scores[t] = query . row t of the tile, four rows at a time; `partial` takes 16 rows of 16 partial sums."""
         for t in range(0, TILE, 4):
             key = tile + t * row
@@ -80,7 +80,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
         store(scores, row_totals(partial))
 
     @njit(nogil=True)
-    def softmax(scores, start, stop, before, summed):  # type: ignore[no-untyped-def]
+    def softmax(scores, start, stop, before, summed):
         """Turn logits into weights against the running maximum: (maximum, sum, factor of what was before)."""
         logits = keep(load(scores, "float32", TILE), start, stop, NOTHING)
         highest = max(before, maximum(logits))
@@ -91,7 +91,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
         return highest, summed * rescale + total(weights), rescale
 
     @njit(nogil=True)
-    def attend_keys(rows, begin, end, scratch, head_dim, first, count, causal, window, softcap, slopes, seq):  # type: ignore[no-untyped-def]
+    def attend_keys(rows, begin, end, scratch, head_dim, first, count, causal, window, softcap, slopes, seq):
         """Logits and weights of a tile whose first key is at position `first`, for the query rows begin..end."""
         row = head_dim * FLOAT_BYTES
         modifies = modified or softcap != ZERO or slopes.size > 0
@@ -113,7 +113,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
                 rows.rescale[r] = ONE
 
     @njit(nogil=True)
-    def add_to_4(acc, tile, weights, rescale, row, count):  # type: ignore[no-untyped-def]
+    def add_to_4(acc, tile, weights, rescale, row, count):
         """acc[r] = rescale[r] * acc[r] + sum of weights[r, t] * row t of the tile, for four query rows."""
         for i in range(0, row, lanes * FLOAT_BYTES):
             a = multiply(load(acc + i, "float32", lanes), broadcast(rescale, lanes))
@@ -133,7 +133,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
             store(acc + 3 * row + i, d)
 
     @njit(nogil=True)
-    def add_to_1(acc, tile, weights, rescale, row, count):  # type: ignore[no-untyped-def]
+    def add_to_1(acc, tile, weights, rescale, row, count):
         """The same for one query row."""
         for i in range(0, row, lanes * FLOAT_BYTES):
             a = multiply(load(acc + i, "float32", lanes), broadcast(rescale, lanes))
@@ -143,7 +143,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
             store(acc + i, a)
 
     @njit(nogil=True)
-    def attend_values(begin, end, scratch, head_dim, count):  # type: ignore[no-untyped-def]
+    def attend_values(begin, end, scratch, head_dim, count):
         """Add the weighted rows of a tile of values to the accumulators of the query rows begin..end."""
         row = head_dim * FLOAT_BYTES
         acc, weights, rescale = scratch.acc + begin * row, scratch.scores, scratch.rescale + begin * FLOAT_BYTES
@@ -157,13 +157,13 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
 
 
 @njit(nogil=True)
-def scratch_size(num_rows, step_rows, head_dim):  # type: ignore[no-untyped-def]
+def scratch_size(num_rows, step_rows, head_dim):
     """How many float32 a Scratch takes, without the rescale factors."""
     return (TILE + 2 * num_rows) * head_dim + (TILE + step_rows) * TILE
 
 
 @njit(nogil=True)
-def scratch_at(memory, rescale, num_rows, step_rows, head_dim):  # type: ignore[no-untyped-def]
+def scratch_at(memory, rescale, num_rows, step_rows, head_dim):
     """Lay a Scratch out in memory. Its owner must use that array afterwards: numba frees it after the last use."""
     queries = memory + TILE * head_dim * FLOAT_BYTES
     acc = queries + num_rows * head_dim * FLOAT_BYTES
@@ -172,7 +172,7 @@ def scratch_at(memory, rescale, num_rows, step_rows, head_dim):  # type: ignore[
 
 
 @njit(nogil=True)
-def fill(address, rows):  # type: ignore[no-untyped-def]
+def fill(address, rows):
     """Copy (rows, head_dim) float32 values to an address."""
     for r in range(rows.shape[0]):
         for d in range(rows.shape[1]):
@@ -180,7 +180,7 @@ def fill(address, rows):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def fetch(rows, address):  # type: ignore[no-untyped-def]
+def fetch(rows, address):
     """Copy (rows, head_dim) float32 values from an address."""
     for r in range(rows.shape[0]):
         for d in range(rows.shape[1]):
@@ -188,7 +188,7 @@ def fetch(rows, address):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def merge(out, partial_out, maxima, sums, first, last, row, sink, v_scale):  # type: ignore[no-untyped-def]
+def merge(out, partial_out, maxima, sums, first, last, row, sink, v_scale):
     """Merge the states first..last of one query row, in that order, into `out`; returns the LSE (sink -inf: none)."""
     highest = sink
     for s in range(first, last):

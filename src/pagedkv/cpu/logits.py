@@ -29,7 +29,7 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     user = _compile_score_mod(score_mod)
 
     @njit(nogil=True)
-    def modify(scores, count, first, position, softcap, slope, head, seq):  # type: ignore[no-untyped-def]
+    def modify(scores, count, first, position, softcap, slope, head, seq):
         for t in range(count):
             score = total(load(scores + t * FLOAT_BYTES, "float32", 1))
             if softcap != np.float32(0):
@@ -45,9 +45,9 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
 def _compile_score_mod(score_mod: Callable[..., Any] | None) -> Callable[..., Any] | None:
     if score_mod is None:
         return None
-    user = score_mod if hasattr(score_mod, "py_func") else njit(score_mod)
+    user: Any = score_mod if hasattr(score_mod, "py_func") else njit(score_mod)
     try:
-        user.compile(SIGNATURE)  # type: ignore[attr-defined]
+        user.compile(SIGNATURE)
     except NumbaError as error:
         raise TypeError(
             "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "

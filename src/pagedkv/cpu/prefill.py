@@ -46,7 +46,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
     stage_keys, stage_values = make_tiles(config)
     attend_keys, attend_values = make_steps(config, score_mod)
 
-    def prefill(  # type: ignore[no-untyped-def]
+    def prefill(
         counter,
         num_items,
         q,

@@ -113,7 +113,7 @@ _WIDEN: dict[str, Callable[[Any, Any, int], Any]] = {
 def load(typingctx: Any, address: Any, kind: Any, lanes: Any) -> Any:
     """Load `lanes` consecutive elements of a cache dtype, widened to a Vector of float32."""
     count = _lanes(lanes)
-    if count is None or not isinstance(kind, types.StringLiteral):
+    if count is None or not isinstance(kind, types.StringLiteral):  # type: ignore[attr-defined]
         return None
     name = kind.literal_value
 

@@ -61,13 +61,13 @@ def cache_strides(cache: npt.NDArray[Any], layout: str, *, values: bool) -> Stri
 
 
 @njit(nogil=True)
-def address(array):  # type: ignore[no-untyped-def]
+def address(array):
     """Where the first element of an array lies."""
     return np.int64(array.ctypes.data)
 
 
 @njit(nogil=True)
-def aligned(size):  # type: ignore[no-untyped-def]
+def aligned(size):
     """Uninitialised float32 scratch that starts at a cache line: a vector load that crosses lines costs two."""
     scratch = np.empty(size + CACHE_LINE // FLOAT_BYTES, np.float32)
     skip = -address(scratch) % CACHE_LINE // FLOAT_BYTES
@@ -75,7 +75,7 @@ def aligned(size):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def token_rows(rows, base, strides, table, block_size, start, count):  # type: ignore[no-untyped-def]
+def token_rows(rows, base, strides, table, block_size, start, count):
     """rows[t] = the address of token start + t in head 0."""
     logical = start // block_size
     offset = start - logical * block_size
@@ -88,7 +88,7 @@ def token_rows(rows, base, strides, table, block_size, start, count):  # type: i
 
 
 @njit(nogil=True)
-def rows_ahead(ahead, rows, strides, first_head, heads, count):  # type: ignore[no-untyped-def]
+def rows_ahead(ahead, rows, strides, first_head, heads, count):
     """ahead[i] = the addresses of the rows of `heads` heads and `count` tokens, in the order they have in a block."""
     i = 0
     if strides[2] > strides[1]:
@@ -117,7 +117,7 @@ def make_tiles(config: TileConfig) -> Tiles:
     vector = 16 // item
 
     @njit(nogil=True)
-    def stage_rows(tile, rows, head, strides, head_dim, count, ahead):  # type: ignore[no-untyped-def]
+    def stage_rows(tile, rows, head, strides, head_dim, count, ahead):
         for t in range(count):
             if t < ahead.size:
                 for offset in range(0, head_dim * item, CACHE_LINE):
@@ -127,14 +127,14 @@ def make_tiles(config: TileConfig) -> Tiles:
                 store(tile + (t * head_dim + d) * FLOAT_BYTES, load(row + d * item, kind, lanes))
 
     @njit(nogil=True)
-    def stage_vllm_keys(tile, rows, head, strides, head_dim, count, ahead):  # type: ignore[no-untyped-def]
+    def stage_vllm_keys(tile, rows, head, strides, head_dim, count, ahead):
         for c in range(head_dim // vector):
             for t in range(count):
                 values = load(rows[t] + head * strides[1] + c * strides[3], kind, vector)
                 store(tile + (t * head_dim + c * vector) * FLOAT_BYTES, values)
 
     @njit(nogil=True)
-    def stage_vllm_values(tile, rows, head, strides, head_dim, count, ahead):  # type: ignore[no-untyped-def]
+    def stage_vllm_values(tile, rows, head, strides, head_dim, count, ahead):
         for d in range(head_dim):
             for t in range(count):
                 value = load(rows[t] + head * strides[1] + d * strides[3], kind, 1)

@@ -1,0 +1,110 @@
+"""Rows of measurements: printed as a table, or as JSON or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def machine() -> dict[str, str]:
+    """What the measurements were taken on."""
+    versions = {}
+    for package in ("pagedkv", "numpy", "numba", "llvmlite", "torch"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": date.today().isoformat(),
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+        return names[0]
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
+
+
+def interleaved(contestants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each contestant in turn, `repeats` times after one warm-up: drift hits all alike."""
+    for call in contestants.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        for name, call in contestants.items():
+            begin = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def spread(values: list[float]) -> float:
+    """The distance between the quartiles over the median."""
+    if len(values) < 2:
+        return 0.0
+    quartiles = statistics.quantiles(values, n=4)
+    return (quartiles[2] - quartiles[0]) / statistics.median(values)
+
+
+def as_json(rows: list[Row]) -> str:
+    return json.dumps({"machine": machine(), "rows": rows}, indent=1)
+
+
+def as_csv(rows: list[Row]) -> str:
+    """One table with the union of all columns."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().rstrip("\n")
+
+
+def as_table(rows: list[Row]) -> str:
+    """One table for each run of rows with the same columns."""
+    lines = [", ".join(f"{name} {value}" for name, value in machine().items())]
+    columns: list[str] = []
+    group: list[Row] = []
+    for row in [*rows, {}]:
+        if list(row) != columns and group:
+            lines += ["", *_format(columns, group)]
+            group = []
+        columns = list(row)
+        group.append(row)
+    return "\n".join(lines)
+
+
+def _format(columns: list[str], rows: list[Row]) -> list[str]:
+    cells = [columns, *([_cell(row[name]) for name in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)

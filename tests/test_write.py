@@ -1,0 +1,267 @@
+"""Writing, gathering, copying and swapping blocks, against the oracle and bit by bit."""
+
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+import pagedkv
+from pagedkv import reference
+from problems import FLOATS, Spec, as_torch, build, in_layout
+
+KV_DTYPES = [*FLOATS, *reference.FP8_DTYPES]
+LAYOUTS = ["NHD", "HND", "vllm"]
+
+
+def bits(array):
+    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
+
+
+def writable(problem):
+    """Both caches with their strides, writable; the pool still has its poison."""
+    for cache in (problem.k_cache, problem.v_cache):
+        cache.flags.writeable = True
+    return problem.k_cache, problem.v_cache
+
+
+def tokens(count, spec, dtype="float32", seed=0):
+    """k, v (count, Hkv, D) that need rounding, and that leave the range of fp8."""
+    rng = np.random.default_rng(seed)
+    shape = (2, count, spec.num_kv_heads, spec.head_dim)
+    x = rng.standard_normal(shape, np.float32) * 10.0 ** rng.uniform(-4, 3, shape).astype(np.float32)
+    x.flat[: min(3, x.size)] = (np.nan, -np.nan, -0.0)[: min(3, x.size)]
+    return x.astype(FLOATS[dtype])
+
+
+@st.composite
+def writes(draw):
+    kv_dtype = draw(st.sampled_from(KV_DTYPES))
+    layout = draw(st.sampled_from(LAYOUTS))
+    spec = Spec(
+        seq_lens=(0, 100),
+        kv_dtype=kv_dtype,
+        layout=layout,
+        head_dim=draw(st.sampled_from([16, 32, 48, 128])),
+        num_kv_heads=draw(st.integers(1, 3)),
+        block_size=draw(st.sampled_from([8, 16, 32] if layout == "vllm" else [1, 2, 3, 16, 24])),
+        strides=draw(st.sampled_from(["own", "halves", "strided"])),
+        kv_scales=draw(st.sampled_from([None, "scalar", "per head"])) if kv_dtype.startswith("fp8") else None,
+        seed=draw(st.integers(0, 2**16)),
+    )
+    token_dtype = draw(st.sampled_from(list(FLOATS) if spec.is_fp8 else sorted({"float32", kv_dtype})))
+    return spec, token_dtype, draw(st.integers(0, 40)), draw(st.booleans())
+
+
+@given(write=writes())
+def test_write_oracle(write):
+    """Every bit of the caches: what is written, what is skipped, and everything else."""
+    spec, token_dtype, count, backwards = write
+    problem = build(spec)
+    k, v = tokens(count, spec, token_dtype, spec.seed)
+    rng = np.random.default_rng(spec.seed)
+    num_slots = len(problem.k_cache) * spec.block_size
+    slots = rng.permutation(num_slots)[:count]
+    slots[rng.random(count) < 0.2] = -1 - rng.integers(2**40)
+    if backwards:
+        k, v = k[::-1, ::-1], v[::-1, ::-1]
+    k_cache, v_cache = writable(problem)
+    expected = [x.copy() for x in (k_cache, v_cache)]
+    options = {name: problem.options.get(name) for name in ("layout", "kv_dtype", "k_scale", "v_scale")}
+    k_before, v_before, slots_before = k.copy(), v.copy(), slots.copy()
+    reference.write_kv(k, v, *expected, slots, **options)
+    assert pagedkv.write_kv(k, v, k_cache, v_cache, slots, **options) is None
+    for cache, wanted in zip((k_cache, v_cache), expected, strict=True):
+        np.testing.assert_array_equal(bits(cache), bits(wanted))
+    for array, before in ((k, k_before), (v, v_before), (slots, slots_before)):
+        assert array.tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("token_dtype", FLOATS)
+@pytest.mark.parametrize("kv_dtype", reference.FP8_DTYPES)
+def test_fp8_rounding_of_every_16_bit_pattern(kv_dtype, token_dtype):
+    """Nearest even, saturated at the largest finite value, NaN kept; for float32 also what lies between."""
+    patterns = np.arange(2**16, dtype=np.uint16)
+    if token_dtype == "float32":
+        low = np.random.default_rng(0).choice(np.array([0, 1, 0x8000, 0xFFFF], np.uint32), 2**16)
+        x = (patterns.astype(np.uint32) << 16 | low).view(np.float32)
+    else:
+        x = patterns.view(FLOATS[token_dtype])
+    x = x.reshape(-1, 1, 8)
+    k_cache, v_cache = np.zeros((2, len(x), 1, 1, 8), np.uint8)
+    pagedkv.write_kv(x, x, k_cache, v_cache, np.arange(len(x)), kv_dtype=kv_dtype, v_scale=3.0)
+    fp8 = reference.FP8_DTYPES[kv_dtype]
+    for cache, scale in ((k_cache, 1.0), (v_cache, 3.0)):
+        largest = np.float32(ml_dtypes.finfo(fp8).max)
+        wanted = np.clip(x.astype(np.float32) / np.float32(scale), -largest, largest).astype(fp8)
+        written = cache.reshape(x.shape).view(fp8)
+        is_nan = np.isnan(x.astype(np.float32))
+        np.testing.assert_array_equal(np.isnan(written.astype(np.float32)), is_nan)
+        np.testing.assert_array_equal(written.view(np.uint8)[~is_nan], wanted.view(np.uint8)[~is_nan])
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+def test_float32_tokens_are_rounded_to_nearest_even(kv_dtype):
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 2**32, 8 * 4000, dtype=np.uint32)
+    halfway = np.uint32(0x1000 if kv_dtype == "float16" else 0x8000)
+    codes[::2] = codes[::2] & ~(2 * halfway - np.uint32(1)) | halfway  # ties
+    x = codes.view(np.float32).reshape(-1, 1, 8)
+    k_cache, v_cache = np.zeros((2, len(x), 1, 1, 8), FLOATS[kv_dtype])
+    pagedkv.write_kv(x, x, k_cache, v_cache, np.arange(len(x)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = x.astype(FLOATS[kv_dtype])
+    np.testing.assert_array_equal(k_cache.reshape(x.shape), wanted)
+    np.testing.assert_array_equal(v_cache.reshape(x.shape), wanted)
+
+
+def test_writing_the_same_slot_twice_is_a_value_error_and_writes_nothing():
+    k_cache, v_cache = np.zeros((2, 4, 16, 2, 8), np.float32)
+    k, v = np.ones((2, 3, 2, 8), np.float32)
+    for slots in ([5, 6, 5], [5, 5, 6], [63, -1, 63]):
+        with pytest.raises(ValueError, match="slots must name a slot once"):
+            pagedkv.write_kv(k, v, k_cache, v_cache, np.array(slots))
+    assert not k_cache.any()
+    assert not v_cache.any()
+    pagedkv.write_kv(k, v, k_cache, v_cache, np.array([-1, 63, -1]))
+    assert k_cache.sum() == v_cache.sum() == 16
+
+
+def test_no_tokens():
+    k_cache, v_cache = np.zeros((2, 4, 16, 2, 8), np.float32)
+    k, v = np.ones((2, 0, 2, 8), np.float32)
+    pagedkv.write_kv(k, v, k_cache, v_cache, np.zeros(0, np.int64))
+    assert not k_cache.any()
+
+
+@pytest.mark.parametrize("strides", ["own", "halves", "strided"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_gather(kv_dtype, layout, strides):
+    kv_scales = "per head" if kv_dtype.startswith("fp8") else None
+    lengths = (0, 1, 15, 16, 17, 90)
+    problem = build(Spec(lengths, kv_dtype=kv_dtype, layout=layout, strides=strides, kv_scales=kv_scales))
+    options = {name: problem.options.get(name) for name in ("layout", "kv_dtype", "k_scale", "v_scale")}
+    for table, length in zip(problem.block_tables, lengths, strict=True):
+        gathered = pagedkv.gather_kv(problem.k_cache, problem.v_cache, table, length, **options)
+        expected = reference.gather_kv(problem.k_cache, problem.v_cache, table, length, **options)
+        for x, wanted in zip(gathered, expected, strict=True):
+            assert x.dtype == (np.float32 if kv_scales else FLOATS[kv_dtype])
+            assert x.shape == (length, 2, 64)
+            np.testing.assert_array_equal(x, wanted.astype(x.dtype))
+            assert not np.shares_memory(x, problem.k_cache)
+
+
+def test_gather_of_fingerprints_names_block_slot_and_head():
+    problem = build(Spec(seq_lens=(90,), fingerprint=True, num_kv_heads=3, layout="HND"))
+    _, v = pagedkv.gather_kv(problem.k_cache, problem.v_cache, problem.block_tables[0], 90, layout="HND")
+    for position, head in ((0, 0), (15, 2), (16, 1), (89, 2)):
+        block = problem.block_tables[0, position // 16]
+        named = [block // 16, block % 16, 0, position % 16, head, 1, 2, 3]
+        np.testing.assert_array_equal(v[position, head, :8], named)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_caches_are_written_in_place_and_gathered_as_tensors(layout):
+    for kv_dtype in KV_DTYPES:
+        spec = Spec(seq_lens=(90,), kv_dtype=kv_dtype, layout=layout)
+        problem = build(spec)
+        k, v = tokens(5, spec)
+        slots = np.arange(30, 35)
+        caches = writable(problem)
+        torch_caches = [as_torch(x) for x in caches]
+        options = {name: problem.options.get(name) for name in ("layout", "kv_dtype")}
+        pagedkv.write_kv(k, v, *caches, slots, **options)
+        pagedkv.write_kv(as_torch(k), as_torch(v), *torch_caches, torch.from_numpy(slots), **options)
+        for cache, torch_cache in zip(caches, torch_caches, strict=True):
+            np.testing.assert_array_equal(
+                bits(as_torch(cache).view(torch.uint8).numpy()), torch_cache.view(torch.uint8)
+            )
+        table = problem.block_tables[0]
+        expected = pagedkv.gather_kv(*caches, table, 90, **options)
+        for x, wanted in zip(pagedkv.gather_kv(*torch_caches, as_torch(table), 90, **options), expected, strict=True):
+            assert torch.equal(x.nan_to_num(), as_torch(wanted).nan_to_num())
+
+
+def pools(layout, num_layers=2, kv_dtype="float32", seed=0):
+    """The K and the V caches of several layers."""
+    rng = np.random.default_rng(seed)
+    layers = rng.integers(1, 2**7, (num_layers, 2, 9, 8, 2, 16)).astype(FLOATS[kv_dtype])
+    pairs = [in_layout(k, v, layout) for k, v in layers]
+    return [np.array(k, order="C") for k, _ in pairs], [np.array(v, order="C") for _, v in pairs]
+
+
+@pytest.mark.parametrize("kv_dtype", FLOATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copy_blocks_of_all_layers(layout, kv_dtype):
+    k_caches, v_caches = pools(layout, kv_dtype=kv_dtype)
+    before = [x.copy() for x in (*k_caches, *v_caches)]
+    pairs = np.array([[0, 5], [0, 6], [8, 1]])
+    assert pagedkv.copy_blocks(k_caches, v_caches, pairs) is None
+    for cache, old in zip((*k_caches, *v_caches), before, strict=True):
+        wanted = old.copy()
+        wanted[[5, 6, 1]] = old[[0, 0, 8]]
+        np.testing.assert_array_equal(cache, wanted)
+    pagedkv.copy_blocks(k_caches[0], v_caches[0], np.array([[5, 7]]))
+    np.testing.assert_array_equal(k_caches[0][7], before[0][0])
+    np.testing.assert_array_equal(k_caches[1][7], before[1][7])
+    pagedkv.copy_blocks(k_caches[0], v_caches[0], np.zeros((0, 2), np.int64))
+
+
+def test_copying_keeps_the_bits_of_every_nan():
+    codes = np.arange(2**16, dtype=np.uint16).reshape(2, 128, 1, 256)
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        k_cache, v_cache = (np.concatenate([codes, 0 * codes]).view(dtype) for _ in range(2))
+        pagedkv.copy_blocks(k_cache, v_cache, np.array([[0, 3], [1, 2]]))
+        np.testing.assert_array_equal(k_cache.view(np.uint16)[[3, 2]], codes)
+        np.testing.assert_array_equal(v_cache.view(np.uint16)[[3, 2]], codes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_swap_blocks_between_pools(layout):
+    source, destination = pools(layout, seed=1), pools(layout, seed=2)
+    pairs = np.array([[8, 0], [2, 8], [2, 3]])
+    for arrange in (
+        lambda k, v: [list(pair) for pair in zip(k, v, strict=True)],  # layers of (k, v) pairs
+        lambda k, v: (k[0], v[0]),
+        lambda k, v: v[1],
+    ):
+        expected = [x.copy() for caches in destination for x in caches]
+        reached = arrange([0, 1], [2, 3])
+        for i in np.ravel(reached):
+            expected[i][[0, 8, 3]] = [*source[0], *source[1]][i][[8, 2, 2]]
+        assert pagedkv.swap_blocks(arrange(*source), arrange(*destination), pairs) is None
+        for cache, wanted in zip([*destination[0], *destination[1]], expected, strict=True):
+            np.testing.assert_array_equal(cache, wanted)
+        destination = pools(layout, seed=3)
+
+
+def test_swap_there_and_back_is_the_identity():
+    (device,), _ = pools("NHD", 1, seed=1)
+    host = np.full((4, *device.shape[1:]), np.nan, np.float32)
+    kept = device.copy()
+    pagedkv.swap_blocks(device, host, np.array([[7, 0], [3, 2]]))
+    device[[7, 3]] = np.nan
+    pagedkv.swap_blocks(host, device, np.array([[0, 7], [2, 3]]))
+    np.testing.assert_array_equal(device, kept)
+    assert np.isnan(host[[1, 3]]).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_of_more_than_2_31_elements(layout):
+    """Only the last few blocks are ever touched, so that the rest takes no memory."""
+    shape = {"NHD": (256, 4, 96), "HND": (4, 256, 96), "vllm": (4, 6, 256, 16)}[layout]
+    num_blocks = 2**31 // (256 * 4 * 96) + 3
+    k_cache = np.empty((num_blocks, *shape), np.uint8)
+    v_cache = np.empty((num_blocks, *((4, 96, 256) if layout == "vllm" else shape)), np.uint8)
+    k, v = np.random.default_rng(0).standard_normal((2, 7, 4, 96), np.float32)
+    first = (num_blocks - 1) * 256 + 30
+    options = {"layout": layout, "kv_dtype": "fp8_e5m2"}
+    pagedkv.write_kv(k, v, k_cache, v_cache, np.arange(first, first + 7), **options)
+    pagedkv.copy_blocks(k_cache, v_cache, np.array([[num_blocks - 1, num_blocks - 2]]))
+    for block in (num_blocks - 1, num_blocks - 2):
+        table = np.array([block], np.int32)
+        k_back, v_back = pagedkv.gather_kv(k_cache, v_cache, table, 37, **options)
+        np.testing.assert_array_equal(k_back[30:], k.astype(ml_dtypes.float8_e5m2).astype(np.float32))
+        np.testing.assert_array_equal(v_back[30:], v.astype(ml_dtypes.float8_e5m2).astype(np.float32))
