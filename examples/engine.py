@@ -21,7 +21,7 @@ from tokenizer import END
 from transformer import DenseAttention, PagedAttention, Transformer
 
 
-@dataclass
+@dataclass(eq=False)
 class Sample:
     """One text in the making.
 
@@ -78,7 +78,7 @@ class Engine:
     ----------
     model : Transformer
     cache : pagedkv.PagedKVCache
-        Empty, with room for max_batch sequences and two more for each prompt.
+        Empty, with room for max_batch sequences, one more for each prompt and one for what all prompts begin with.
     prompts : list of list of int
         Each at least one token.
     num_samples, max_new_tokens, max_batch : int
@@ -103,7 +103,7 @@ class Engine:
         self.model, self.cache, self.sampling, self.kv_dtype = model, cache, sampling, kv_dtype
         self.max_new_tokens, self.max_batch = max_new_tokens, max_batch
         self.samples = [Sample(i, j, prompt) for i, prompt in enumerate(prompts) for j in range(num_samples)]
-        self.draws = {id(sample): sample.draws(sampling.seed) for sample in self.samples}
+        self.draws = {sample: sample.draws(sampling.seed) for sample in self.samples}
         self.waiting = deque(self.samples)
         self.running: list[Sample] = []
         self.counts = Counts()
@@ -220,7 +220,7 @@ class Engine:
         """Draw the next token of each sample, and let those that are done leave."""
         self.counts.peak_running = max(self.counts.peak_running, len(self.running))
         for sample, row in zip(samples, logits, strict=True):
-            token = self.sampling.choose(row, self.draws[id(sample)].random())
+            token = self.sampling.choose(row, self.draws[sample].random())
             sample.tokens.append(token)
             if token == END:
                 self._finish(sample, "end of file")

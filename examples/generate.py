@@ -240,7 +240,10 @@ def main() -> int:
     sys.stdout.reconfigure(errors="replace")
     if sys.stderr.isatty():
         print("preparing the kernels ...", end="\r", file=sys.stderr, flush=True)
-    engine = prepare(args, model, encoded)
+    try:
+        engine = prepare(args, model, encoded)
+    except (MemoryError, ValueError) as error:
+        parser.error(f"no pool of {args.num_blocks} blocks of {args.block_size} tokens: {error}")
     console = Console(engine, tokenizer, prompts)
     try:
         for _ in engine.run():

@@ -101,7 +101,7 @@ class Problem:
 
 
 def build(spec: Spec) -> Problem:
-    """The arrays of a spec: all read-only but `out`, all unused space poisoned."""
+    """The arrays of a spec, all unused space poisoned."""
     rng = np.random.default_rng([spec.seed, 7])
     options = _options(spec, rng)
     ids = spec.ids if spec.ids is not None else tuple(range(len(spec.seq_lens)))
@@ -153,9 +153,6 @@ def build(spec: Spec) -> Problem:
         out=out_buffer[inside],
         out_buffer=out_buffer,
     )
-    for array in (*problem.args, *options.values()):
-        if isinstance(array, np.ndarray):
-            array.flags.writeable = False
     return problem
 
 

@@ -211,6 +211,7 @@ def test_torch_tensors_in_torch_tensors_out(spec):
     out, lse = pagedkv.decode_attention(*args, **options, return_lse=True)
     assert out.dtype == getattr(torch, spec.q_dtype)
     assert lse.dtype == torch.float32
+    np.testing.assert_array_equal(out.float().numpy(), expected.astype(np.float32))
     assert torch.equal(out, as_torch(expected))
     np.testing.assert_array_equal(lse.numpy(), expected_lse)
     given_out = torch.full_like(out, float("nan"))

@@ -1,5 +1,10 @@
 """The same bits, whatever else is in the batch, wherever blocks lie, for every block size and number of threads."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -105,6 +110,35 @@ def test_out_or_not(spec):
     operation = pagedkv.decode_attention if spec.query_lens is None else pagedkv.prefill_attention
     assert_same_bits(operation(*problem.args, **problem.options, return_lse=True), expected)
     assert_same_bits([operation(*problem.args, **problem.options)], expected[:1])
+
+
+def test_read_only_inputs(spec):
+    problem = build(spec)
+    expected = run(problem)
+    for array in (*problem.args, *problem.options.values()):
+        if isinstance(array, np.ndarray):
+            array.flags.writeable = False
+    assert_same_bits(run(problem), expected)
+
+
+def test_kernels_from_disk_beside_kernels_compiled_now(tmp_path):
+    """A kernel that another process compiled gives the same bits, whatever this process has compiled before."""
+    script = """if True:
+        import sys
+        from problems import Spec, build, run
+        for kv_dtype in sys.argv[1:]:
+            out, _ = run(build(Spec(seq_lens=(40,), query_lens=(9,), kv_dtype=kv_dtype, head_dim=8)))
+        print(out.tobytes().hex())
+    """
+    environment = os.environ | {"PAGEDKV_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+
+    def last_result(*kv_dtypes):
+        command = [sys.executable, "-c", script, *kv_dtypes]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+    compiled = last_result("float32")
+    assert len(list(tmp_path.iterdir())) > 0
+    assert last_result("bfloat16", "float32") == compiled
 
 
 def test_chunks_at_the_same_boundaries():

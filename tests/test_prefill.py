@@ -182,6 +182,7 @@ def test_torch_tensors_in_torch_tensors_out(spec):
     options = {name: as_torch(x) if isinstance(x, np.ndarray) else x for name, x in problem.options.items()}
     out, lse = pagedkv.prefill_attention(*args, **options, return_lse=True)
     assert out.dtype == getattr(torch, spec.q_dtype)
+    np.testing.assert_array_equal(out.float().numpy(), expected.astype(np.float32))
     assert torch.equal(out, as_torch(expected))
     np.testing.assert_array_equal(lse.numpy(), expected_lse)
 

@@ -331,12 +331,12 @@ def _widened(x: Array, kv_dtype: str | None, scale: Scale) -> Array:
 
 def _narrowed(x: Array, dtype: np.dtype[Any], kv_dtype: str | None, scale: Scale) -> Array:
     if kv_dtype is None:
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             return x.astype(dtype)
     fp8 = FP8_DTYPES[kv_dtype]
     largest = float(ml_dtypes.finfo(fp8).max)
     # The division is a float32 one, as it is in every backend; NaN passes through clip.
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         scaled = x.astype(np.float32) / _per_head(scale)
     return np.clip(scaled, -largest, largest).astype(fp8).view(np.uint8)
 

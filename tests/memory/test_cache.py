@@ -136,9 +136,7 @@ def test_sequences_come_and_go():
 
 def test_stats():
     cache = make()
-    empty = Stats(
-        num_blocks=10, used=0, free=10, shared=0, cached=0, num_tokens=0, wasted_slots=0, contiguous_blocks=0
-    )
+    empty = Stats(num_blocks=10, used=0, free=10, shared=0, cached=0, num_tokens=0, wasted_slots=0, contiguous_blocks=0)
     assert cache.stats() == empty
     seq = cache.add(2 * P + 3).seq
     [fork] = cache.fork(seq)

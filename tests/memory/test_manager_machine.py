@@ -17,7 +17,6 @@ from manager import refused
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable
 
-
 FEW = st.integers(1, 2)
 ALL = st.just(99)
 
@@ -25,8 +24,8 @@ ALL = st.just(99)
 class ManagerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(4, 40),
-        block_size=st.sampled_from([4, 3, 8, 2, 1]),
-        max_seqs=st.integers(3, 10),
+        block_size=st.sampled_from([4, 3, 8, 2, 5, 1]),
+        max_seqs=st.sampled_from([8, 10, 5, 3]),
         max_blocks=st.integers(2, 8),
     )
     def start(self, num_blocks, block_size, max_seqs, max_blocks):
@@ -65,15 +64,13 @@ class ManagerMachine(RuleBasedStateMachine):
             needed += count - (count == self.pool.ref_counts[block])
         return needed
 
+    @precondition(lambda self: len(self.model) < self.table.max_seqs)
     @rule(data=st.data())
     def add(self, data):
-        most = data.draw(st.sampled_from([2 * self.table.block_size, self.table.max_seq_len + 1]))
-        num_tokens = data.draw(st.integers(0, most))
+        num_tokens = data.draw(st.integers(1, 2 * self.table.block_size) | st.integers(0, self.table.max_seq_len + 1))
         error = None
         if num_tokens > self.table.max_seq_len:
             error = ValueError
-        elif len(self.model) == self.table.max_seqs:
-            error = CapacityError
         elif self.num_blocks(num_tokens) > self.pool.num_free:
             error = OutOfBlocksError
         if error:
@@ -117,21 +114,19 @@ class ManagerMachine(RuleBasedStateMachine):
         for seq, count in counts.items():
             self.model[seq] += itertools.islice(tokens, count)
 
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), beyond=st.sampled_from([0, 0, 0, 0, 1]))
-    def fork(self, data, beyond):
-        seq = data.draw(st.sampled_from(sorted(self.model, key=lambda seq: -len(self.model[seq]))))
-        n = data.draw(st.integers(0, min(2, self.table.max_seqs - len(self.model)))) + beyond
-        if len(self.model) + n > self.table.max_seqs:
-            with refused(self.table, CapacityError):
-                self.table.fork(seq, n)
-            return
+    @precondition(lambda self: 0 < len(self.model) < self.table.max_seqs)
+    @rule(data=st.data(), wander=st.integers(0, 4))
+    def fork(self, data, wander):
+        """Fork, and give a few of the family tokens of their own."""
+        seq = data.draw(st.sampled_from(sorted(self.model)))
+        n = data.draw(st.integers(1, min(3, self.table.max_seqs - len(self.model))))
         num_free = self.pool.num_free
         forks = self.table.fork(seq, n)
         assert len(set(forks)) == n
         assert not set(forks) & (self.model.keys() | set(self.gone))
         assert self.pool.num_free == num_free
         self.model |= {fork: self.model[seq].copy() for fork in forks}
+        self.append(data.draw(st.permutations([seq, *forks]))[:wander], 1)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), beyond=st.sampled_from([0, 0, 0, 0, 1]))
@@ -140,7 +135,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if len(seqs) == 1:
             lengths = data.draw(st.integers(0, len(self.model[seqs[0]]) + beyond))
         else:
-            lengths = [data.draw(st.integers(max(0, len(self.model[seq]) - 4), len(self.model[seq]) + beyond)) for seq in seqs]
+            lengths = [
+                data.draw(st.integers(max(0, len(self.model[seq]) - 4), len(self.model[seq]) + beyond)) for seq in seqs
+            ]
         each = lengths if isinstance(lengths, list) else [lengths] * len(seqs)
         if any(length > len(self.model[seq]) for seq, length in zip(seqs, each, strict=True)):
             with refused(self.table, ValueError):
@@ -159,26 +156,22 @@ class ManagerMachine(RuleBasedStateMachine):
             del self.model[seq]
             self.gone.append(int(seq))
 
-    @precondition(lambda self: self.gone)
-    @rule(data=st.data())
-    def use_after_free(self, data):
-        seqs = [*self.pick(data, FEW), data.draw(st.sampled_from(self.gone))][::-1]
-        for use in (self.table.append, self.table.free, self.table.seq_lens, self.table.block_tables):
-            with refused(self.table, KeyError):
-                use(seqs)
-        with refused(self.table, KeyError):
-            self.table.truncate(seqs, 0)
-        with refused(self.table, KeyError):
-            self.table.fork(seqs[0])
-
     @precondition(lambda self: self.model)
     @rule(data=st.data())
-    def name_one_twice(self, data):
+    def misuse(self, data):
+        """Fork one too many, name one sequence twice, or one that is gone."""
         seqs = list(self.pick(data, FEW))
-        seqs.insert(data.draw(st.integers(0, len(seqs))), data.draw(st.sampled_from(seqs)))
+        with refused(self.table, CapacityError):
+            self.table.fork(seqs[0], self.table.max_seqs - len(self.model) + 1)
+        error, wrong = data.draw(st.sampled_from([(ValueError, seqs[0]), *((KeyError, seq) for seq in self.gone[-3:])]))
+        seqs.insert(data.draw(st.integers(0, len(seqs))), wrong)
         for mutate in (self.table.append, self.table.free, lambda seqs: self.table.truncate(seqs, 0)):
-            with refused(self.table, ValueError):
+            with refused(self.table, error):
                 mutate(seqs)
+        if error is KeyError:
+            for use in (self.table.fork, lambda seq: self.table.slots(seq, 0, 0), self.table.seq_lens):
+                with refused(self.table, error):
+                    use(wrong)
 
     @invariant()
     def sequences_have_their_tokens(self):

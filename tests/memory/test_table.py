@@ -69,7 +69,9 @@ def test_many_tokens_are_the_same_as_one_at_a_time():
     for seq, count in zip(b, counts, strict=True):
         for _ in range(count):
             one_by_one.append(seq)
-    assert a.tolist() == [slot for seq, count in zip(b, counts, strict=True) for slot in one_by_one.slots(seq, 0, count)]
+    assert a.tolist() == [
+        slot for seq, count in zip(b, counts, strict=True) for slot in one_by_one.slots(seq, 0, count)
+    ]
 
 
 def test_a_shared_partial_block_is_copied_before_it_is_written(table):
@@ -129,6 +131,17 @@ def test_a_full_block_that_was_truncated_into_is_copied_if_shared(table):
     assert table.append(fork).copies.tolist() == [[1, 2]]
     table.truncate(seq, 5)
     assert table.append(seq).copies.shape == (0, 2)
+    table.check()
+
+
+def test_a_new_block_is_no_copy_of_the_last_one_of_the_pool(table):
+    others, last = [table.add(20), table.add(20)], table.add(8)
+    table.fork(last)
+    assert table.pool.ref_counts[11] == 2
+    table.free(others[0])
+    appended = table.append([table.add(0), others[1]], [1, 0])
+    assert appended.copies.shape == (0, 2)
+    assert appended.slots.tolist() == [0]
     table.check()
 
 
@@ -281,8 +294,16 @@ REFUSALS = [
     (lambda t, a, b: t.truncate(b, 11), ValueError, r"^length must be at most the 10 tokens of the sequence, got 11$"),
     (lambda t, a, b: t.truncate([a, b], [20, 11]), ValueError, r"^length must be at most the 10 tokens"),
     (lambda t, a, b: t.truncate(b, -1), ValueError, r"^length must be at least 0, got -1$"),
-    (lambda t, a, b: t.truncate(b, None), TypeError, r"^length must be a list, a tuple or an array of ints, got NoneType$"),
-    (lambda t, a, b: t.slots(b, 0, 11), ValueError, r"^start <= stop <= 10, the length, must hold, got start 0, stop 11$"),
+    (
+        lambda t, a, b: t.truncate(b, None),
+        TypeError,
+        r"^length must be a list, a tuple or an array of ints, got NoneType$",
+    ),
+    (
+        lambda t, a, b: t.slots(b, 0, 11),
+        ValueError,
+        r"^start <= stop <= 10, the length, must hold, got start 0, stop 11$",
+    ),
     (lambda t, a, b: t.slots(b, 3, 2), ValueError, r"got start 3, stop 2$"),
     (lambda t, a, b: t.slots(b, -1, 2), ValueError, r"^start must be at least 0, got -1$"),
     (lambda t, a, b: t.slots(b, 0, 2.0), TypeError, r"^stop must be an int, got float$"),
@@ -362,7 +383,11 @@ def test_append_that_needs_more_blocks_than_there_are(table):
         ((BlockPool(8), 4.0, 3, 2), TypeError, r"^block_size must be an int, got float$"),
         ((BlockPool(8), 4, 0, 2), ValueError, r"^max_seqs must be at least 1, got 0$"),
         ((BlockPool(8), 4, 3, 0), ValueError, r"^max_blocks must be at least 1, got 0$"),
-        ((BlockPool(8), 4, 3, 2**29), ValueError, r"^max_blocks \* block_size must be at most 2\*\*31 - 1, got 536870912 \* 4$"),
+        (
+            (BlockPool(8), 4, 3, 2**29),
+            ValueError,
+            r"^max_blocks \* block_size must be at most 2\*\*31 - 1, got 536870912 \* 4$",
+        ),
     ],
 )
 def test_tables_that_cannot_be(arguments, error, message):

@@ -22,12 +22,24 @@ ROOT = Path(__file__).parents[2]
 PROCESSES = 2
 TIMEOUT_S = 300
 PASSED, FAILED = 0, 1
-# Runs inside of pytest, before any test: the copy is what is tested, though the package may be installed too.
-GUARD = """
+# Runs inside of pytest, before any test. The copy is what is tested, though the package may be installed too; the
+# examples are the same every time, and a failing one is reported without looking for the smallest.
+PLUGIN = """
 from pathlib import Path
+from hypothesis import HealthCheck, Phase, settings
 import pagedkv
 assert Path(pagedkv.__file__).is_relative_to({src!r}), pagedkv.__file__
+settings.register_profile(
+    "mutants",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=50,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 """
+OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "mutants_plugin", "--hypothesis-profile=mutants")
 
 
 def run_tests(mutant: Mutant | None, tests: tuple[str, ...]) -> tuple[int | None, str]:
@@ -38,21 +50,18 @@ def run_tests(mutant: Mutant | None, tests: tuple[str, ...]) -> tuple[int | None
         if mutant:
             path = src / "pagedkv" / mutant.file
             path.write_text(path.read_text().replace(mutant.old, mutant.new))
-        Path(directory, "imports_the_copy.py").write_text(GUARD.format(src=str(src)))
+        Path(directory, "mutants_plugin.py").write_text(PLUGIN.format(src=str(src)))
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(src), directory]),
             "PYTHONDONTWRITEBYTECODE": "1",
             "NUMBA_CACHE_DIR": directory,
-            "CI": "1",  # the same examples every time, and no failures remembered for other runs
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "imports_the_copy", *tests]
+        command = [sys.executable, "-m", "pytest", *OPTIONS, *tests]
         try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
+            done = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, text=True, capture_output=True)
         except subprocess.TimeoutExpired:
             return None, ""
-        return done.returncode, done.stdout
+        return done.returncode, done.stdout + done.stderr
 
 
 def verdict(mutant: Mutant) -> tuple[bool, str]:

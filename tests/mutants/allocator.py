@@ -112,7 +112,7 @@ MUTANTS = [
         "memory/table.py",
         "(self.pool._refs[blocks] > 1) & ~replaced",
         "(self.pool._refs[blocks] > 1)",
-        MACHINE,
+        TABLE,
     ),
     Mutant(
         "fork takes no references",
@@ -174,7 +174,7 @@ MUTANTS = [
         "slots of a range in 32 bits",
         "memory/table.py",
         "np.int64(self.block_size) + offset",
-        "np.int32(self.block_size) + offset.astype(np.int32)",
+        "np.int32(self.block_size) + offset",
         TABLE,
     ),
     Mutant(

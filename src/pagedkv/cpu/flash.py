@@ -23,6 +23,8 @@ NOTHING = np.float32(-np.inf)
 ZERO = np.float32(0)
 ONE = np.float32(1)
 SCORES = FLOAT_BYTES * TILE
+TOTALS = 16
+PARTIAL = FLOAT_BYTES * TOTALS
 
 
 class Rows(NamedTuple):
@@ -41,7 +43,7 @@ class Scratch(NamedTuple):
     tile: Any  # (TILE, head_dim) keys or values
     queries: Any  # (rows, head_dim)
     acc: Any  # (rows, head_dim)
-    partial: Any  # (TILE, TILE) partial sums of dot products
+    partial: Any  # (TOTALS, TOTALS) partial sums of dot products
     scores: Any  # (rows of one step, TILE) logits, then weights
     rescale: Any  # (rows,) that of Rows
 
@@ -61,23 +63,24 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
 
     @njit(nogil=True)
     def dot_products(scores, partial, tile, query, row):
-        """scores[t] = query . row t of the tile, four rows at a time; `partial` takes 16 rows of 16 partial sums."""
-        for t in range(0, TILE, 4):
-            key = tile + t * row
-            a = splat(ZERO, dot_lanes)
-            b, c, d = a, a, a
-            for i in range(0, row, dot_lanes * FLOAT_BYTES):
-                x = load(query + i, "float32", dot_lanes)
-                a = fma(x, load(key + i, "float32", dot_lanes), a)
-                b = fma(x, load(key + row + i, "float32", dot_lanes), b)
-                c = fma(x, load(key + 2 * row + i, "float32", dot_lanes), c)
-                d = fma(x, load(key + 3 * row + i, "float32", dot_lanes), d)
-            cell = partial + t * SCORES
-            store(cell, fold(a, TILE))
-            store(cell + SCORES, fold(b, TILE))
-            store(cell + 2 * SCORES, fold(c, TILE))
-            store(cell + 3 * SCORES, fold(d, TILE))
-        store(scores, row_totals(partial))
+        """scores[t] = query . row t of the tile, four rows at a time; `partial` takes the lanes of 16 sums."""
+        for first in range(0, TILE, TOTALS):
+            for t in range(0, TOTALS, 4):
+                key = tile + (first + t) * row
+                a = splat(ZERO, dot_lanes)
+                b, c, d = a, a, a
+                for i in range(0, row, dot_lanes * FLOAT_BYTES):
+                    x = load(query + i, "float32", dot_lanes)
+                    a = fma(x, load(key + i, "float32", dot_lanes), a)
+                    b = fma(x, load(key + row + i, "float32", dot_lanes), b)
+                    c = fma(x, load(key + 2 * row + i, "float32", dot_lanes), c)
+                    d = fma(x, load(key + 3 * row + i, "float32", dot_lanes), d)
+                cell = partial + t * PARTIAL
+                store(cell, fold(a, TOTALS))
+                store(cell + PARTIAL, fold(b, TOTALS))
+                store(cell + 2 * PARTIAL, fold(c, TOTALS))
+                store(cell + 3 * PARTIAL, fold(d, TOTALS))
+            store(scores + first * FLOAT_BYTES, row_totals(partial))
 
     @njit(nogil=True)
     def softmax(scores, start, stop, before, summed):
@@ -87,7 +90,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
         base = highest if highest > NOTHING else ZERO
         weights = exp(add(logits, splat(-base, TILE)))
         store(scores, weights)
-        rescale = np.float32(math.exp(before - base))
+        rescale = total(exp(splat(before - base, 1)))
         return highest, summed * rescale + total(weights), rescale
 
     @njit(nogil=True)
@@ -159,7 +162,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
 @njit(nogil=True)
 def scratch_size(num_rows, step_rows, head_dim):
     """How many float32 a Scratch takes, without the rescale factors."""
-    return (TILE + 2 * num_rows) * head_dim + (TILE + step_rows) * TILE
+    return (TILE + 2 * num_rows) * head_dim + step_rows * TILE + TOTALS * TOTALS
 
 
 @njit(nogil=True)
@@ -168,7 +171,7 @@ def scratch_at(memory, rescale, num_rows, step_rows, head_dim):
     queries = memory + TILE * head_dim * FLOAT_BYTES
     acc = queries + num_rows * head_dim * FLOAT_BYTES
     partial = acc + num_rows * head_dim * FLOAT_BYTES
-    return Scratch(memory, queries, acc, partial, partial + TILE * SCORES, rescale)
+    return Scratch(memory, queries, acc, partial, partial + TOTALS * PARTIAL, rescale)
 
 
 @njit(nogil=True)

@@ -48,7 +48,7 @@ def _compile_score_mod(score_mod: Callable[..., Any] | None) -> Callable[..., An
     user: Any = score_mod if hasattr(score_mod, "py_func") else njit(score_mod)
     try:
         user.compile(SIGNATURE)
-    except NumbaError as error:
+    except (NumbaError, TypeError) as error:
         raise TypeError(
             "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "
             f"four int32: math functions and closed-over numbers only; numba says: {error}"

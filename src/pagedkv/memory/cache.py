@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedkv.layouts import cache_shapes, storage_dtype
-from pagedkv.memory.checks import MAX_INT32, as_int, as_ints
-from pagedkv.memory.pool import BlockPool
-from pagedkv.memory.stats import Stats, draw
-from pagedkv.memory.table import SequenceTable
-from pagedkv.memory.transaction import commit, exclusive
+from ..layouts import cache_shapes, storage_dtype
+from .checks import MAX_INT32, as_int, as_ints
+from .pool import BlockPool
+from .stats import Stats, draw
+from .table import SequenceTable
+from .transaction import commit, exclusive
 
 
 class Added(NamedTuple):

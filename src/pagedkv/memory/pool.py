@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import OutOfBlocksError
-from pagedkv.memory.checks import MAX_INT32, as_int, as_ints, require
-from pagedkv.memory.transaction import Array, Tally, Write, commit, exclusive
+from ..errors import OutOfBlocksError
+from .checks import MAX_INT32, as_int, as_ints, require
+from .transaction import Array, Tally, Write, commit, exclusive
 
 
 class BlockPool:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import CapacityError
-from pagedkv.memory.checks import refuse_bools, require
-from pagedkv.memory.transaction import Tally, Write
+from ..errors import CapacityError
+from .checks import refuse_bools, require
+from .transaction import Tally, Write
 
 Int64Array = npt.NDArray[np.int64]
 NO_HANDLE = -1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.memory.table import SequenceTable
+from .table import SequenceTable
 
 
 @dataclass(frozen=True, slots=True)

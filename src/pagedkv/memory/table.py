@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.memory.checks import MAX_INT32, MAX_INT64, as_int, as_ints, require
-from pagedkv.memory.pool import BlockPool
-from pagedkv.memory.rows import Int64Array, Rows
-from pagedkv.memory.transaction import Array, Write, commit, exclusive
+from .checks import MAX_INT32, MAX_INT64, as_int, as_ints, require
+from .pool import BlockPool
+from .rows import Int64Array, Rows
+from .transaction import Array, Write, commit, exclusive
 
 UNUSED = -1
 

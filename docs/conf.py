@@ -1,0 +1,42 @@
+"""Settings of Sphinx; build with ``sphinx-build -W docs docs/_build``. Nothing is fetched while it runs."""
+
+import re
+from importlib.metadata import version as version_of
+from typing import Any
+
+project = "pagedkv"
+author = "The pagedkv authors"
+copyright = "2026, The pagedkv authors"
+release = version = version_of("pagedkv")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"pagedkv {release}"
+
+myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
+
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+autodoc_class_signature = "mixed"
+napoleon_google_docstring = False
+# Types are shapes in words: as fields of Sphinx every word of them would be looked up as a class.
+napoleon_use_param = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+napoleon_use_rtype = False
+
+# Names in single backticks link where they are public objects; parameters and shapes stay as they are.
+default_role = "py:obj"
+nitpicky = True
+nitpick_ignore_regex = [("py:class", r"(?!pagedkv\.).*"), ("py:obj", r"(?!pagedkv\.).*")]
+
+
+def unnumber_references(_app: Any, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    """Make list items of the footnotes under References: several functions on a page have a [1]."""
+    lines[:] = [re.sub(r"^\.\. \[\d+\] ", "* ", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", unnumber_references)

@@ -1,0 +1,104 @@
+"""The disk cache of compiled kernels: found again, never trusted when damaged, never in the way."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import pagedkv
+from pagedkv.cpu import compile as kernels
+
+PROGRAM = """
+import numpy as np
+from pagedkv.cpu.compile import compile_kernel
+def double(values):
+    for i in range(values.size):
+        values[i] *= 2
+kernel = compile_kernel(double, ("config", 1))
+values = np.arange(3.0)
+kernel(values)
+assert values.tolist() == [0, 2, 4]
+print("hits" if kernel.stats.cache_hits else "compiled")
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(directory=tmp_path / "kernels", program=PROGRAM):
+        environment = {**os.environ, "PAGEDKV_CACHE_DIR": str(directory)}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    return run
+
+
+def test_the_second_process_does_not_compile(run, tmp_path):
+    assert run() == ["compiled"]
+    (file,) = (tmp_path / "kernels").iterdir()
+    assert file.suffix == kernels.SUFFIX
+    assert run() == ["hits"]
+    if os.name == "posix":
+        assert stat.S_IMODE((tmp_path / "kernels").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1])])
+def test_a_damaged_file_is_compiled_again(run, tmp_path, damage):
+    run()
+    (file,) = (tmp_path / "kernels").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert run() == ["compiled"]
+    assert run() == ["hits"]
+
+
+def test_a_directory_that_cannot_be_written_costs_nothing_but_time(run, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    assert run(blocked) == ["compiled"]
+    assert blocked.read_text() == "not a directory"
+
+
+def test_another_config_or_source_is_another_file(monkeypatch):
+    def paths():
+        def kernel(values):
+            values[0] = 1
+
+        compiled = [kernels.compile_kernel(kernel, config) for config in ("a", "b")]
+        for function in compiled:
+            function(np.zeros(1))
+        codegen = next(iter(compiled[0].overloads.values())).library.codegen
+        return [function._cache._path("signature", codegen) for function in compiled]
+
+    first = paths()
+    assert first[0] != first[1]
+    assert paths() == first
+    monkeypatch.setattr(kernels, "_sources", lambda: b"other sources")
+    assert not set(paths()) & set(first)
+
+
+def test_a_score_mod_is_not_kept():
+    assert not hasattr(kernels.compile_kernel(lambda x: x, None)._cache, "cache_path") or (
+        kernels.compile_kernel(lambda x: x, None)._cache.cache_path is None
+    )
+
+
+def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    assert kernels.cache_dir() == tmp_path
+    monkeypatch.delenv("PAGEDKV_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    if sys.platform.startswith("linux"):
+        assert kernels.cache_dir() == tmp_path / "xdg" / "pagedkv" / "cpu"
+
+
+def test_a_score_mod_that_numba_cannot_compile_says_so_and_writes_nothing():
+    k = np.zeros((1, 16, 1, 64), np.float32)
+    out = np.full((1, 1, 64), np.nan, np.float32)
+    arguments = (out.copy(), k, k, np.zeros((1, 1), np.int32), np.ones(1, np.int32))
+    with pytest.raises(TypeError, match="score_mod must be a function of \\(score, q_pos, k_pos, head, seq\\)"):
+        pagedkv.decode_attention(*arguments, score_mod=lambda score, *rest: str(score), out=out)
+    assert np.isnan(out).all()

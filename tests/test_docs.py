@@ -1,0 +1,188 @@
+"""The README and the docs: every snippet runs and gives what stands there, links lead somewhere, the pages build."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pagedkv
+
+ROOT = Path(__file__).parents[1]
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [*GUIDES, *sorted(path for path in ROOT.glob("docs/**/*.md") if "_build" not in path.parts)]
+# MyST's directives ({toctree}) and every language: the word behind the fence, and what is between the fences.
+FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def run_snippets(path):
+    """Run the python blocks of a page in order, in one namespace; returns how many there are.
+
+    A block with prompts is a doctest. What another one prints must be the block marked `output` behind it.
+    """
+    text, namespace, printed, count = path.read_text(), {"__name__": "__main__"}, "", 0
+    for fence in FENCE.finditer(text):
+        language, body = fence.groups()
+        line = text.count("\n", 0, fence.start()) + 1
+        if language == "output":
+            assert printed == body, f"{name(path)}:{line}"
+            printed = ""
+        elif language == "python":
+            count += 1
+            assert printed == "", f"{name(path)}:{line}: the block before prints what no output block shows"
+            if body.startswith(">>>"):
+                run_doctest(body, namespace, path, line)
+            else:
+                with contextlib.redirect_stdout(io.StringIO()) as stdout:
+                    exec(compile("\n" * line + body, name(path), "exec"), namespace)
+                printed = stdout.getvalue()
+    assert printed == "", f"{name(path)}: the last block prints what no output block shows"
+    return count
+
+
+def run_doctest(body, namespace, path, line):
+    test = doctest.DocTestParser().get_doctest(body, namespace, name(path), name(path), line)
+    runner = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST)
+    report = io.StringIO()
+    runner.run(test, out=report.write, clear_globs=False)
+    namespace.update(test.globs)
+    assert runner.tries
+    assert not runner.failures, report.getvalue()
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if "```python" in path.read_text()], ids=name)
+def test_snippets(path):
+    assert run_snippets(path)
+
+
+def test_the_snippets_that_must_be_there():
+    with_snippets = {name(path) for path in PAGES if "```python" in path.read_text()}
+    assert {"README.md", "docs/index.md", "docs/memory.md", "docs/howto/prefill.md"} <= with_snippets
+
+
+WRONG = [
+    "```python\n>>> 1 + 1\n3\n```\n",
+    "```python\nprint(1)\n```\n",
+    "```python\nprint(1)\n```\n\n```output\n2\n```\n",
+    "```python\nprint(1)\n```\n\n```python\nx = 1\n```\n",
+    "```python\nassert False\n```\n",
+]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_snippets_are_noticed(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 0\n```\n\n" + text)
+    with pytest.raises(AssertionError):
+        run_snippets(page)
+
+
+MODULES = ["ops", "memory.pool", "memory.table", "memory.cache"]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings(module):
+    failed, tried = doctest.testmod(importlib.import_module(f"pagedkv.{module}"), extraglobs=vars(pagedkv))
+    assert tried
+    assert not failed
+
+
+def test_no_other_docstring_has_examples():
+    """MODULES is complete."""
+    with_examples = {
+        ".".join(path.relative_to(ROOT / "src" / "pagedkv").with_suffix("").parts)
+        for path in ROOT.glob("src/pagedkv/**/*.py")
+        if "\n    >>> " in path.read_text()
+    }
+    assert with_examples == set(MODULES)
+
+
+def blocks(path, language):
+    return [body for found, body in FENCE.findall(path.read_text()) if found == language]
+
+
+def test_readme_has_two_set_up_commands():
+    """One installs and runs the main job, the other installs and runs the tests."""
+    run, test = blocks(ROOT / "README.md", "sh")
+    install = "python3 -m venv .venv && .venv/bin/pip install -e "
+    assert run == f'{install}. && .venv/bin/python examples/generate.py "def main("\n'
+    assert test == f'{install}".[test]" && .venv/bin/pytest\n'
+    assert (ROOT / "examples" / "generate.py").is_file()
+    assert "test" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_readme_example_changes_one_line_for_torch():
+    with_numpy, with_torch = blocks(ROOT / "README.md", "python")
+    assert len(with_numpy.splitlines()) == 10
+    assert with_torch == with_numpy.replace("import numpy as xp\n", "import torch as xp\n")
+    assert with_torch != with_numpy
+
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(path):
+    """The anchors that GitHub and MyST give to headings."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links(path):
+    for link in LINK.findall(FENCE.sub("", path.read_text())):
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_links_are_found():
+    assert "docs/memory.md" in LINK.findall((ROOT / "README.md").read_text())
+    assert "the-empty-cases" in anchors(ROOT / "docs" / "words.md")
+
+
+def test_every_page_is_in_a_contents_list():
+    listed = {
+        entry
+        for contents in blocks(ROOT / "docs" / "index.md", "{toctree}")
+        for entry in contents.splitlines()
+        if entry and not entry.startswith(":")
+    }
+    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in PAGES if "docs" in path.parts}
+    assert pages - {"index"} == listed
+
+
+def test_every_public_name_is_in_the_api():
+    text = (ROOT / "docs" / "api.md").read_text()
+    documented = set(re.findall(r"auto(?:function|class|exception):: (\w+)", text))
+    assert set(pagedkv.__all__) <= documented
+
+
+def test_build(tmp_path):
+    """Sphinx builds every page without a warning, and without the network."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "doctrees")]
+    environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    built = subprocess.run(
+        [*command, str(ROOT / "docs"), str(tmp_path / "html")], capture_output=True, text=True, env=environment
+    )
+    assert built.returncode == 0, built.stderr
+    page = (tmp_path / "html" / "api.html").read_text()
+    for public in pagedkv.__all__:
+        assert f'id="pagedkv.{public}"' in page
+    # Names in single backticks and the drawing of the memory manager.
+    assert 'href="#pagedkv.SequenceTable.fork"' in page
+    assert "fork.svg" in (tmp_path / "html" / "memory.html").read_text()
