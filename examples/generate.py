@@ -25,11 +25,10 @@ from sampling import Sampling
 from tokenizer import END, Tokenizer
 from transformer import WEIGHTS, Transformer, load
 
-PROMPTS = [
-    b'import os\nimport sys\n\n\ndef main():\n    """',
-    b"import os\nimport sys\n\n\ndef read_file(path",
-    b"import os\nimport sys\n\n\nclass Parser:\n    def __init__(self",
-]
+HEADER = (
+    b"import os\nimport sys\nimport logging\nfrom pathlib import Path\n\nlogger = logging.getLogger(__name__)\n\n\n"
+)
+PROMPTS = [HEADER + b"def main(", HEADER + b"def read_file(path", HEADER + b"class Parser:\n    def __init__(self"]
 # Goes before every prompt, unseen, so that the model takes the prompt for the start of a line and not its middle.
 NEW_PARAGRAPH = b"\n\n\n"
 

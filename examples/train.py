@@ -6,6 +6,9 @@ needs torch; nothing else in the examples does. The result is examples/weights.n
 merges and the model's sizes. It is written every few minutes, so an interrupted run leaves usable weights.
 `--bf16 --compile` is fastest where the processor and a C++ compiler allow it. On a machine that is busy with other
 work set GOMP_SPINCOUNT=0, or torch's threads waste most of their time waiting for each other.
+
+The weights beside this file learnt from the standard library of CPython 3.11 (PSF licence) in about 2700 steps, in two
+runs, the second with `--resume`; the loss on the held-out files is 2.15 nats a token, 1.19 bits a byte.
 """
 
 import argparse
