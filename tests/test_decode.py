@@ -166,6 +166,30 @@ def test_scale_zero_is_the_mean_and_lse_is_natural(spec):
 
 
 @some
+def test_nan_in_use_is_not_hidden(spec):
+    """In a key it makes the rows of its group NaN, in a value its element of them."""
+    problem = build(spec.replace(seq_lens=(SPLIT + 50, 20), strides="own"))
+    nan, position = 0x7F if spec.is_fp8 else np.nan, SPLIT + 3
+    block, offset = problem.block_tables[0, position // spec.block_size], position % spec.block_size
+    group = slice(spec.group_size, 2 * spec.group_size)
+    index = {"NHD": (block, offset, 1, 5), "HND": (block, 1, offset, 5), "vllm": (block, 1, 5, offset)}[spec.layout]
+    clean = problem.v_cache[index]
+    problem.v_cache[index] = nan
+    out, lse = run(problem)
+    hit = np.zeros(out.shape, bool)
+    hit[0, group, 5] = True
+    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)), hit)
+    assert not np.isnan(lse).any()
+    problem.v_cache[index] = clean
+    index = {"NHD": (block, offset, 1, 5), "HND": (block, 1, offset, 5), "vllm": (block, 1, 1, offset, 1)}[spec.layout]
+    problem.k_cache[index] = nan
+    out, lse = run(problem)
+    hit[0, group] = True
+    np.testing.assert_array_equal(np.isnan(out.astype(np.float32)), hit)
+    np.testing.assert_array_equal(np.isnan(lse), hit.all(axis=2))
+
+
+@some
 def test_without_out_and_without_lse(spec):
     problem = build(spec.replace(seq_lens=(90, 5)))
     expected, expected_lse = run(problem)

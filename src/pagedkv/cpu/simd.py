@@ -313,7 +313,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32]), "llvm.prefetch.p0"
         )
-        read, keep, data = INT32(0), INT32(3), INT32(1)
+        read, keep, data = INT32(0), INT32(2), INT32(1)
         builder.call(function, [builder.inttoptr(args[0], byte), read, keep, data])
         return context.get_dummy_value()
 

@@ -18,7 +18,7 @@ from numba import njit
 from ..layouts import CacheSpec
 from .simd import ELEMENT_BITS, load, prefetch, store
 
-TILE = 32
+TILE = 8
 FLOAT_BYTES = 4
 CACHE_LINE = 64
 SUM_LANES = 64
