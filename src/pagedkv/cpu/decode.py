@@ -19,19 +19,33 @@ import numpy.typing as npt
 from ..layouts import CacheSpec
 from ..options import AttentionOptions
 from .compile import compile_kernel
-from .flash import NOTHING, ZERO, Rows, fetch, fill, make_steps, merge, scratch_at, scratch_size
+from .flash import (
+    NOTHING,
+    ZERO,
+    copy_floats,
+    make_steps,
+    merge,
+    scratch_at,
+    scratch_floats,
+    scratch_ints,
+    start_row,
+)
 from .simd import ELEMENT_BITS, fetch_add
 from .threads import get_num_threads, run
 from .tiles import (
+    FLOAT_BYTES,
+    INT_BYTES,
     NO_HEADS,
     NO_WINDOW,
+    ROWS_BYTES,
+    TABLE_BYTES,
     TILE,
     TileConfig,
     address,
     aligned,
     cache_strides,
     make_tiles,
-    rows_ahead,
+    plan_ahead,
     tile_config,
     token_rows,
 )
@@ -47,6 +61,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
     """The decode kernel of one TileConfig and score_mod."""
     stage_keys, stage_values = make_tiles(config)
     attend_keys, attend_values = make_steps(config, score_mod)
+    item_bytes = 0 if config.vllm else ELEMENT_BITS[config.kind] // 8
 
     def decode(
         counter,
@@ -78,18 +93,16 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         group_size = num_heads // num_kv_heads
         groups = finished.shape[1]
         most_rows = heads_per_item * group_size
+        row = head_dim * FLOAT_BYTES
 
-        rows = Rows(
-            np.empty(most_rows, np.int64),
-            np.empty(most_rows, np.int64),
-            np.empty(most_rows, np.float32),
-            np.empty(most_rows, np.float32),
-            np.empty(most_rows, np.float32),
+        floats = aligned(scratch_floats(most_rows, group_size, head_dim))
+        ints = np.zeros(scratch_ints(most_rows, heads_per_item), np.int64)
+        addresses = np.zeros((4, TILE), np.int64)
+        scratch = scratch_at(
+            address(floats), address(ints), most_rows, group_size, head_dim, heads_per_item, head_dim * item_bytes
         )
-        memory = aligned(scratch_size(most_rows, group_size, head_dim))
-        scratch = scratch_at(address(memory), address(rows.rescale), most_rows, group_size, head_dim)
-        addresses = np.empty((4, TILE), np.int64)
-        k_ahead, v_ahead = np.empty((2, heads_per_item * TILE), np.int64)
+        floats[:] = ZERO
+        slopes_at = address(slopes) if slopes.size else np.int64(0)
 
         while True:
             item = fetch_add(counter)
@@ -100,52 +113,69 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             first_kv_head = group * heads_per_item
             kv_heads = min(heads_per_item, num_kv_heads - first_kv_head)
             first_head, num_rows = first_kv_head * group_size, kv_heads * group_size
-            mine = slice(first_head, first_head + num_rows)
             length = np.int64(seq_lens[seq])
             stop = min(begin + SPLIT, length)
             start = max(begin, length - window)
+            table = address(tables) + seq * tables.shape[1] * TABLE_BYTES
+            query = address(q) + (seq * num_heads + first_head) * row
+            for r in range(num_rows):
+                start_row(scratch, r, length - 1, first_head + r, query + r * row, head_dim)
 
-            memory[:] = ZERO
-            fill(scratch.queries, q[seq, mine])
-            rows.position[:] = length - 1
-            rows.head[:] = np.arange(first_head, first_head + most_rows)
-            rows.maximum[:] = NOTHING
-            rows.sum[:] = ZERO
-            k_rows, v_rows, next_k, next_v = addresses
+            k_rows, v_rows = address(addresses), address(addresses) + ROWS_BYTES
+            next_k, next_v = v_rows + ROWS_BYTES, v_rows + 2 * ROWS_BYTES
             count = min(TILE, stop - start)
-            token_rows(next_k, k_base, k_strides, tables[seq], block_size, start, count)
-            token_rows(next_v, v_base, v_strides, tables[seq], block_size, start, count)
+            token_rows(next_k, k_base, k_strides, table, block_size, start, count)
+            token_rows(next_v, v_base, v_strides, table, block_size, start, count)
             while start < stop:
                 k_rows, next_k = next_k, k_rows
                 v_rows, next_v = next_v, v_rows
                 next_start = start + count
                 next_count = max(0, min(TILE, stop - next_start))
-                token_rows(next_k, k_base, k_strides, tables[seq], block_size, next_start, next_count)
-                token_rows(next_v, v_base, v_strides, tables[seq], block_size, next_start, next_count)
-                rows_ahead(k_ahead, next_k, k_strides, first_kv_head, kv_heads, next_count)
-                rows_ahead(v_ahead, next_v, v_strides, first_kv_head, kv_heads, next_count)
+                token_rows(next_k, k_base, k_strides, table, block_size, next_start, next_count)
+                token_rows(next_v, v_base, v_strides, table, block_size, next_start, next_count)
+                plan_ahead(scratch.ahead, next_k, next_v, k_strides, v_strides, first_kv_head, kv_heads, next_count)
                 for h in range(kv_heads):
-                    first_row, last_row = h * group_size, (h + 1) * group_size
-                    ahead = slice(h * next_count, (h + 1) * next_count)
-                    stage_keys(scratch.tile, k_rows, first_kv_head + h, k_strides, head_dim, count, k_ahead[ahead])
+                    kv_head, first_row, last_row = first_kv_head + h, h * group_size, (h + 1) * group_size
+                    stage_keys(scratch.tile, k_rows, kv_head, k_strides, head_dim, count)
                     attend_keys(
-                        rows, first_row, last_row, scratch, head_dim, start, count, False, window, softcap, slopes, seq
+                        scratch,
+                        first_row,
+                        last_row,
+                        head_dim,
+                        start,
+                        count,
+                        False,
+                        window,
+                        softcap,
+                        slopes_at,
+                        seq,
                     )
-                    stage_values(scratch.tile, v_rows, first_kv_head + h, v_strides, head_dim, count, v_ahead[ahead])
-                    attend_values(first_row, last_row, scratch, head_dim, count)
+                    stage_values(scratch.tile, v_rows, kv_head, v_strides, head_dim, count)
+                    attend_values(scratch, first_row, last_row, head_dim, count)
                 start, count = next_start, next_count
 
-            fetch(partial_out[split, mine], scratch.acc)
-            maxima[split, mine] = rows.maximum[:num_rows]
-            sums[split, mine] = rows.sum[:num_rows]
-            first_split, last_split = splits.first[seq], splits.first[seq + 1]
-            if fetch_add(address(finished[seq, group:])) == last_split - first_split - 1:
+            mine = split * num_heads + first_head
+            copy_floats(address(partial_out) + mine * row, scratch.acc, num_rows * head_dim)
+            copy_floats(address(maxima) + mine * FLOAT_BYTES, scratch.maximum, num_rows)
+            copy_floats(address(sums) + mine * FLOAT_BYTES, scratch.sum, num_rows)
+            first_split = splits.first[seq]
+            count = splits.first[seq + 1] - first_split
+            if fetch_add(address(finished) + (seq * groups + group) * INT_BYTES) == count - 1:
                 for head in range(first_head, first_head + num_rows):
-                    sink = sinks[head] if sinks.size else NOTHING
-                    scale = v_scale[head // group_size]
+                    state = first_split * num_heads + head
                     lse[seq, head] = merge(
-                        out[seq, head], partial_out, maxima, sums, first_split, last_split, head, sink, scale
+                        address(out) + (seq * num_heads + head) * row,
+                        address(partial_out) + state * row,
+                        address(maxima) + state * FLOAT_BYTES,
+                        address(sums) + state * FLOAT_BYTES,
+                        count,
+                        num_heads,
+                        head_dim,
+                        sinks[head] if sinks.size else NOTHING,
+                        v_scale[head // group_size],
                     )
+        # numba frees an array after its last use, and the addresses are none.
+        return floats.size + ints.size + addresses.size
 
     return compile_kernel(decode, config if score_mod is None else None)
 

@@ -15,8 +15,26 @@ import numpy as np
 from numba import njit
 
 from .logits import make_modify
-from .simd import add, broadcast, exp, fma, fold, keep, load, maximum, multiply, row_totals, splat, store, total
-from .tiles import FLOAT_BYTES, TILE, TileConfig
+from .simd import (
+    add,
+    broadcast,
+    exp,
+    fma,
+    fold,
+    get_float,
+    get_int,
+    keep,
+    load,
+    maximum,
+    multiply,
+    put_float,
+    put_int,
+    row_totals,
+    splat,
+    store,
+    total,
+)
+from .tiles import AHEAD_CURSOR, FLOAT_BYTES, INT_BYTES, TILE, Ahead, TileConfig, ask, lines_of_part
 
 DOT_LANES = 32
 NOTHING = np.float32(-np.inf)
@@ -27,25 +45,20 @@ TOTALS = 16
 PARTIAL = FLOAT_BYTES * TOTALS
 
 
-class Rows(NamedTuple):
-    """What a work item knows of its query rows: arrays with one entry a row."""
-
-    position: Any  # int64, the token's position in its sequence
-    head: Any  # int64, the query head
-    maximum: Any  # float32, the largest logit so far
-    sum: Any  # float32, the sum of the weights so far
-    rescale: Any  # float32, the factor of the accumulator in this step
-
-
 class Scratch(NamedTuple):
-    """Addresses of a thread's scratch, float32 all of it."""
+    """Addresses of what a thread works in: a kernel's arrays cost a reference count wherever they are passed."""
 
-    tile: Any  # (TILE, head_dim) keys or values
-    queries: Any  # (rows, head_dim)
-    acc: Any  # (rows, head_dim)
-    partial: Any  # (TOTALS, TOTALS) partial sums of dot products
-    scores: Any  # (rows of one step, TILE) logits, then weights
-    rescale: Any  # (rows,) that of Rows
+    tile: Any  # float32 (TILE, head_dim) keys or values
+    queries: Any  # float32 (rows, head_dim)
+    acc: Any  # float32 (rows, head_dim)
+    partial: Any  # float32 (TOTALS, TOTALS) partial sums of dot products
+    scores: Any  # float32 (rows of one step, TILE) logits, then weights
+    maximum: Any  # float32 (rows,) the largest logit so far
+    sum: Any  # float32 (rows,) the sum of the weights so far
+    rescale: Any  # float32 (rows,) the factor of the accumulator in this step
+    position: Any  # int64 (rows,) the token's position in its sequence
+    head: Any  # int64 (rows,) the query head
+    ahead: Any  # Ahead: the rows to ask for meanwhile
 
 
 class Steps(NamedTuple):
@@ -62,10 +75,11 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
     modified = score_mod is not None
 
     @njit(nogil=True)
-    def dot_products(scores, partial, tile, query, row):
+    def dot_products(scores, partial, tile, query, row, ahead, lines):
         """scores[t] = query . row t of the tile, four rows at a time; `partial` takes the lanes of 16 sums."""
         for first in range(0, TILE, TOTALS):
             for t in range(0, TOTALS, 4):
+                ask(ahead, lines)
                 key = tile + (first + t) * row
                 a = splat(ZERO, dot_lanes)
                 b, c, d = a, a, a
@@ -83,42 +97,46 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
             store(scores + first * FLOAT_BYTES, row_totals(partial))
 
     @njit(nogil=True)
-    def softmax(scores, start, stop, before, summed):
-        """Turn logits into weights against the running maximum: (maximum, sum, factor of what was before)."""
+    def softmax(scores, start, stop, highest, summed, rescale):
+        """Turn logits into weights against the running maximum; moves the maximum, the sum and the factor."""
         logits = keep(load(scores, "float32", TILE), start, stop, NOTHING)
-        highest = max(before, maximum(logits))
-        base = highest if highest > NOTHING else ZERO
+        before = get_float(highest)
+        after = max(before, maximum(logits))
+        base = after if after > NOTHING else ZERO
         weights = exp(add(logits, splat(-base, TILE)))
         store(scores, weights)
-        rescale = total(exp(splat(before - base, 1)))
-        return highest, summed * rescale + total(weights), rescale
+        factor = total(exp(splat(before - base, 1)))
+        put_float(highest, after)
+        put_float(summed, get_float(summed) * factor + total(weights))
+        put_float(rescale, factor)
 
     @njit(nogil=True)
-    def attend_keys(rows, begin, end, scratch, head_dim, first, count, causal, window, softcap, slopes, seq):
+    def attend_keys(scratch, begin, end, head_dim, first, count, causal, window, softcap, slopes, seq):
         """Logits and weights of a tile whose first key is at position `first`, for the query rows begin..end."""
         row = head_dim * FLOAT_BYTES
-        modifies = modified or softcap != ZERO or slopes.size > 0
+        lines = -(-4 * lines_of_part(scratch.ahead) // (TILE * (end - begin)))
+        modifies = modified or softcap != ZERO or slopes != 0
         for r in range(begin, end):
-            position = rows.position[r]
+            position, head = get_int(scratch.position + r * INT_BYTES), get_int(scratch.head + r * INT_BYTES)
             start = max(np.int64(0), position - window + 1 - first)
             stop = min(count, position + 1 - first) if causal else count
-            scores = scratch.scores + (r - begin) * SCORES
+            scores, state = scratch.scores + (r - begin) * SCORES, r * FLOAT_BYTES
             if start < stop:
-                dot_products(scores, scratch.partial, scratch.tile, scratch.queries + r * row, row)
+                query = scratch.queries + r * row
+                dot_products(scores, scratch.partial, scratch.tile, query, row, scratch.ahead, lines)
                 if modifies:
-                    slope = slopes[rows.head[r]] if slopes.size else ZERO
-                    modify(scores, count, first, position, softcap, slope, rows.head[r], seq)
-                rows.maximum[r], rows.sum[r], rows.rescale[r] = softmax(
-                    scores, start, stop, rows.maximum[r], rows.sum[r]
-                )
+                    slope = get_float(slopes + head * FLOAT_BYTES) if slopes != 0 else ZERO
+                    modify(scores, count, first, position, softcap, slope, head, seq)
+                softmax(scores, start, stop, scratch.maximum + state, scratch.sum + state, scratch.rescale + state)
             else:
                 store(scores, splat(ZERO, TILE))
-                rows.rescale[r] = ONE
+                put_float(scratch.rescale + state, ONE)
 
     @njit(nogil=True)
-    def add_to_4(acc, tile, weights, rescale, row, count):
+    def add_to_4(acc, tile, weights, rescale, row, count, ahead, lines):
         """acc[r] = rescale[r] * acc[r] + sum of weights[r, t] * row t of the tile, for four query rows."""
         for i in range(0, row, lanes * FLOAT_BYTES):
+            ask(ahead, lines)
             a = multiply(load(acc + i, "float32", lanes), broadcast(rescale, lanes))
             b = multiply(load(acc + row + i, "float32", lanes), broadcast(rescale + FLOAT_BYTES, lanes))
             c = multiply(load(acc + 2 * row + i, "float32", lanes), broadcast(rescale + 2 * FLOAT_BYTES, lanes))
@@ -136,9 +154,10 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
             store(acc + 3 * row + i, d)
 
     @njit(nogil=True)
-    def add_to_1(acc, tile, weights, rescale, row, count):
+    def add_to_1(acc, tile, weights, rescale, row, count, ahead, lines):
         """The same for one query row."""
         for i in range(0, row, lanes * FLOAT_BYTES):
+            ask(ahead, lines)
             a = multiply(load(acc + i, "float32", lanes), broadcast(rescale, lanes))
             for t in range(count):
                 value = load(tile + t * row + i, "float32", lanes)
@@ -146,66 +165,93 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
             store(acc + i, a)
 
     @njit(nogil=True)
-    def attend_values(begin, end, scratch, head_dim, count):
+    def attend_values(scratch, begin, end, head_dim, count):
         """Add the weighted rows of a tile of values to the accumulators of the query rows begin..end."""
         row = head_dim * FLOAT_BYTES
         acc, weights, rescale = scratch.acc + begin * row, scratch.scores, scratch.rescale + begin * FLOAT_BYTES
-        fours = (end - begin) // 4 * 4
-        for r in range(0, fours, 4):
-            add_to_4(acc + r * row, scratch.tile, weights + r * SCORES, rescale + r * FLOAT_BYTES, row, count)
-        for r in range(fours, end - begin):
-            add_to_1(acc + r * row, scratch.tile, weights + r * SCORES, rescale + r * FLOAT_BYTES, row, count)
+        singles = (end - begin) % 4
+        fours = end - begin - singles
+        passes = (fours // 4 + singles) * (head_dim // lanes)
+        lines = -(-lines_of_part(scratch.ahead) // passes)
+        for _ in range(0, fours, 4):
+            add_to_4(acc, scratch.tile, weights, rescale, row, count, scratch.ahead, lines)
+            acc, weights, rescale = acc + 4 * row, weights + 4 * SCORES, rescale + 4 * FLOAT_BYTES
+        for _ in range(singles):
+            add_to_1(acc, scratch.tile, weights, rescale, row, count, scratch.ahead, lines)
+            acc, weights, rescale = acc + row, weights + SCORES, rescale + FLOAT_BYTES
 
     return Steps(attend_keys, attend_values)
 
 
 @njit(nogil=True)
-def scratch_size(num_rows, step_rows, head_dim):
-    """How many float32 a Scratch takes, without the rescale factors."""
-    return (TILE + 2 * num_rows) * head_dim + step_rows * TILE + TOTALS * TOTALS
+def scratch_floats(num_rows, step_rows, head_dim):
+    """How many float32 a Scratch takes."""
+    return (TILE + 2 * num_rows) * head_dim + TOTALS * TOTALS + step_rows * TILE + 3 * num_rows
 
 
 @njit(nogil=True)
-def scratch_at(memory, rescale, num_rows, step_rows, head_dim):
-    """Lay a Scratch out in memory. Its owner must use that array afterwards: numba frees it after the last use."""
-    queries = memory + TILE * head_dim * FLOAT_BYTES
+def scratch_ints(num_rows, heads):
+    """How many int64 a Scratch takes."""
+    return 2 * num_rows + 2 * heads * TILE + AHEAD_CURSOR
+
+
+@njit(nogil=True)
+def scratch_at(floats, ints, num_rows, step_rows, head_dim, heads, row_bytes):
+    """Lay a Scratch out at two addresses, those of arrays that live as long as it is used."""
+    queries = floats + TILE * head_dim * FLOAT_BYTES
     acc = queries + num_rows * head_dim * FLOAT_BYTES
     partial = acc + num_rows * head_dim * FLOAT_BYTES
-    return Scratch(memory, queries, acc, partial, partial + TOTALS * PARTIAL, rescale)
+    scores = partial + TOTALS * PARTIAL
+    highest = scores + step_rows * SCORES
+    summed = highest + num_rows * FLOAT_BYTES
+    rescale = summed + num_rows * FLOAT_BYTES
+    head = ints + num_rows * INT_BYTES
+    rows = head + num_rows * INT_BYTES
+    ahead = Ahead(rows, rows + 2 * heads * TILE * INT_BYTES, row_bytes)
+    return Scratch(floats, queries, acc, partial, scores, highest, summed, rescale, ints, head, ahead)
 
 
 @njit(nogil=True)
-def fill(address, rows):
-    """Copy (rows, head_dim) float32 values to an address."""
-    for r in range(rows.shape[0]):
-        for d in range(rows.shape[1]):
-            store(address + (r * rows.shape[1] + d) * FLOAT_BYTES, splat(rows[r, d], 1))
+def copy_floats(target, source, count):
+    """Copy float32 values from one address to another."""
+    for i in range(count):
+        put_float(target + i * FLOAT_BYTES, get_float(source + i * FLOAT_BYTES))
 
 
 @njit(nogil=True)
-def fetch(rows, address):
-    """Copy (rows, head_dim) float32 values from an address."""
-    for r in range(rows.shape[0]):
-        for d in range(rows.shape[1]):
-            rows[r, d] = total(load(address + (r * rows.shape[1] + d) * FLOAT_BYTES, "float32", 1))
+def start_row(scratch, row, position, head, query, head_dim):
+    """Begin a query row: nothing seen yet."""
+    put_int(scratch.position + row * INT_BYTES, position)
+    put_int(scratch.head + row * INT_BYTES, head)
+    put_float(scratch.maximum + row * FLOAT_BYTES, NOTHING)
+    put_float(scratch.sum + row * FLOAT_BYTES, ZERO)
+    copy_floats(scratch.queries + row * head_dim * FLOAT_BYTES, query, head_dim)
+    for d in range(head_dim):
+        put_float(scratch.acc + (row * head_dim + d) * FLOAT_BYTES, ZERO)
 
 
 @njit(nogil=True)
-def merge(out, partial_out, maxima, sums, first, last, row, sink, v_scale):
-    """Merge the states first..last of one query row, in that order, into `out`; returns the LSE (sink -inf: none)."""
+def merge(out, partial_out, maxima, sums, count, split_stride, head_dim, sink, v_scale):
+    """Merge `count` states of one query row in their order, into the address `out`; returns the LSE.
+
+    State i has its accumulator, maximum and sum at i * split_stride rows from the addresses given. A `sink` of -inf
+    is none.
+    """
+    step = split_stride * FLOAT_BYTES
     highest = sink
-    for s in range(first, last):
-        highest = max(highest, maxima[s, row])
+    for s in range(count):
+        highest = max(highest, get_float(maxima + s * step))
     base = highest if highest > NOTHING else ZERO
     denominator = np.float32(math.exp(sink - base))
-    for s in range(first, last):
-        denominator += sums[s, row] * np.float32(math.exp(maxima[s, row] - base))
-    for d in range(out.size):
-        out[d] = ZERO
+    for s in range(count):
+        denominator += get_float(sums + s * step) * np.float32(math.exp(get_float(maxima + s * step) - base))
+    for d in range(head_dim):
+        put_float(out + d * FLOAT_BYTES, ZERO)
     if denominator == ZERO:
         return NOTHING
-    for s in range(first, last):
-        weight = np.float32(math.exp(maxima[s, row] - base)) / denominator * v_scale
-        for d in range(out.size):
-            out[d] += weight * partial_out[s, row, d]
+    for s in range(count):
+        weight = np.float32(math.exp(get_float(maxima + s * step) - base)) / denominator * v_scale
+        for d in range(0, head_dim * FLOAT_BYTES, FLOAT_BYTES):
+            value = get_float(partial_out + s * step * head_dim + d)
+            put_float(out + d, get_float(out + d) + weight * value)
     return base + np.float32(math.log(denominator))

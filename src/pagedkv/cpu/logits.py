@@ -10,7 +10,7 @@ import numpy as np
 from numba import float32, int32, njit
 from numba.core.errors import NumbaError
 
-from .simd import load, splat, store, total
+from .simd import get_float, put_float
 from .tiles import FLOAT_BYTES
 
 SIGNATURE = (float32, int32, int32, int32, int32)
@@ -31,13 +31,13 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     @njit(nogil=True)
     def modify(scores, count, first, position, softcap, slope, head, seq):
         for t in range(count):
-            score = total(load(scores + t * FLOAT_BYTES, "float32", 1))
+            score = get_float(scores + t * FLOAT_BYTES)
             if softcap != np.float32(0):
                 score = softcap * np.float32(math.tanh(score / softcap))
             score += slope * np.float32(first + t - position)
             if user is not None:
                 score = np.float32(user(score, np.int32(position), np.int32(first + t), np.int32(head), np.int32(seq)))
-            store(scores + t * FLOAT_BYTES, splat(score, 1))
+            put_float(scores + t * FLOAT_BYTES, score)
 
     return modify
 

@@ -18,20 +18,22 @@ import numpy.typing as npt
 from ..layouts import CacheSpec
 from ..options import AttentionOptions
 from .compile import compile_kernel
-from .flash import NOTHING, ZERO, Rows, fetch, fill, make_steps, merge, scratch_at, scratch_size
-from .simd import fetch_add
+from .flash import NOTHING, ZERO, make_steps, merge, scratch_at, scratch_floats, scratch_ints, start_row
+from .simd import ELEMENT_BITS, fetch_add
 from .threads import run
 from .tiles import (
     FLOAT_BYTES,
     NO_HEADS,
     NO_WINDOW,
+    ROWS_BYTES,
+    TABLE_BYTES,
     TILE,
     TileConfig,
     address,
     aligned,
     cache_strides,
     make_tiles,
-    rows_ahead,
+    plan_ahead,
     tile_config,
     token_rows,
 )
@@ -45,6 +47,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
     """The prefill kernel of one TileConfig and score_mod."""
     stage_keys, stage_values = make_tiles(config)
     attend_keys, attend_values = make_steps(config, score_mod)
+    item_bytes = 0 if config.vllm else ELEMENT_BITS[config.kind] // 8
 
     def prefill(
         counter,
@@ -72,18 +75,14 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         num_heads, head_dim = q.shape[1], q.shape[2]
         group_size = num_heads // v_scale.size
         most_rows = tokens_per_item * group_size
-        rows = Rows(
-            np.empty(most_rows, np.int64),
-            np.empty(most_rows, np.int64),
-            np.empty(most_rows, np.float32),
-            np.empty(most_rows, np.float32),
-            np.empty(most_rows, np.float32),
-        )
-        memory = aligned(scratch_size(most_rows, most_rows, head_dim))
-        scratch = scratch_at(address(memory), address(rows.rescale), most_rows, most_rows, head_dim)
-        partial_out = np.empty((1, most_rows, head_dim), np.float32)
-        addresses = np.empty((4, TILE), np.int64)
-        k_ahead, v_ahead = np.empty((2, TILE), np.int64)
+        row = head_dim * FLOAT_BYTES
+
+        floats = aligned(scratch_floats(most_rows, most_rows, head_dim))
+        ints = np.zeros(scratch_ints(most_rows, 1), np.int64)
+        addresses = np.zeros((4, TILE), np.int64)
+        scratch = scratch_at(address(floats), address(ints), most_rows, most_rows, head_dim, 1, head_dim * item_bytes)
+        floats[:] = ZERO
+        slopes_at = address(slopes) if slopes.size else np.int64(0)
 
         while True:
             item = fetch_add(counter)
@@ -95,42 +94,48 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             num_rows = num_tokens * group_size
             length = np.int64(seq_lens[seq])
             first_position = length - query_starts[seq + 1] + first_token
-
-            memory[:] = ZERO
+            table = address(tables) + seq * tables.shape[1] * TABLE_BYTES
             for r in range(num_rows):
                 token, head = first_token + r // group_size, kv_head * group_size + r % group_size
-                rows.position[r], rows.head[r] = first_position + r // group_size, head
-                fill(scratch.queries + r * head_dim * FLOAT_BYTES, q[token, head : head + 1])
-            rows.maximum[:] = NOTHING
-            rows.sum[:] = ZERO
+                query = address(q) + (token * num_heads + head) * row
+                start_row(scratch, r, first_position + r // group_size, head, query, head_dim)
 
             stop = min(length, first_position + num_tokens) if causal else length
             start = max(np.int64(0), first_position - window + 1) // TILE * TILE
-            k_rows, v_rows, next_k, next_v = addresses
+            k_rows, v_rows = address(addresses), address(addresses) + ROWS_BYTES
+            next_k, next_v = v_rows + ROWS_BYTES, v_rows + 2 * ROWS_BYTES
             count = min(TILE, stop - start)
-            token_rows(next_k, k_base, k_strides, tables[seq], block_size, start, count)
-            token_rows(next_v, v_base, v_strides, tables[seq], block_size, start, count)
+            token_rows(next_k, k_base, k_strides, table, block_size, start, count)
+            token_rows(next_v, v_base, v_strides, table, block_size, start, count)
             while start < stop:
                 k_rows, next_k = next_k, k_rows
                 v_rows, next_v = next_v, v_rows
                 next_start = start + count
                 next_count = max(0, min(TILE, stop - next_start))
-                token_rows(next_k, k_base, k_strides, tables[seq], block_size, next_start, next_count)
-                token_rows(next_v, v_base, v_strides, tables[seq], block_size, next_start, next_count)
-                rows_ahead(k_ahead, next_k, k_strides, kv_head, 1, next_count)
-                rows_ahead(v_ahead, next_v, v_strides, kv_head, 1, next_count)
-                stage_keys(scratch.tile, k_rows, kv_head, k_strides, head_dim, count, k_ahead[:next_count])
-                attend_keys(rows, 0, num_rows, scratch, head_dim, start, count, causal, window, softcap, slopes, seq)
-                stage_values(scratch.tile, v_rows, kv_head, v_strides, head_dim, count, v_ahead[:next_count])
-                attend_values(0, num_rows, scratch, head_dim, count)
+                token_rows(next_k, k_base, k_strides, table, block_size, next_start, next_count)
+                token_rows(next_v, v_base, v_strides, table, block_size, next_start, next_count)
+                plan_ahead(scratch.ahead, next_k, next_v, k_strides, v_strides, kv_head, 1, next_count)
+                stage_keys(scratch.tile, k_rows, kv_head, k_strides, head_dim, count)
+                attend_keys(scratch, 0, num_rows, head_dim, start, count, causal, window, softcap, slopes_at, seq)
+                stage_values(scratch.tile, v_rows, kv_head, v_strides, head_dim, count)
+                attend_values(scratch, 0, num_rows, head_dim, count)
                 start, count = next_start, next_count
 
-            fetch(partial_out[0, :num_rows], scratch.acc)
-            maxima, sums = rows.maximum.reshape(1, most_rows), rows.sum.reshape(1, most_rows)
             for r in range(num_rows):
-                token, head = first_token + r // group_size, rows.head[r]
-                sink = sinks[head] if sinks.size else NOTHING
-                lse[token, head] = merge(out[token, head], partial_out, maxima, sums, 0, 1, r, sink, v_scale[kv_head])
+                token, head = first_token + r // group_size, kv_head * group_size + r % group_size
+                lse[token, head] = merge(
+                    address(out) + (token * num_heads + head) * row,
+                    scratch.acc + r * row,
+                    scratch.maximum + r * FLOAT_BYTES,
+                    scratch.sum + r * FLOAT_BYTES,
+                    1,
+                    1,
+                    head_dim,
+                    sinks[head] if sinks.size else NOTHING,
+                    v_scale[kv_head],
+                )
+        # numba frees an array after its last use, and the addresses are none.
+        return floats.size + ints.size + addresses.size
 
     return compile_kernel(prefill, config if score_mod is None else None)
 

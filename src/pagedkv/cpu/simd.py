@@ -313,11 +313,37 @@ def prefetch(typingctx: Any, address: Any) -> Any:
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32]), "llvm.prefetch.p0"
         )
-        read, keep, data = INT32(0), INT32(2), INT32(1)
+        read, keep, data = INT32(0), INT32(3), INT32(1)
         builder.call(function, [builder.inttoptr(args[0], byte), read, keep, data])
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
+
+
+def _scalar_access(element: Any, numba_type: Any) -> tuple[Any, Any]:
+    """The functions ``get(address)`` and ``put(address, value)`` of one scalar type."""
+
+    @intrinsic
+    def get(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.load(_pointer(builder, args[0], element))
+
+        return numba_type(types.intp), codegen
+
+    @intrinsic
+    def put(typingctx: Any, address: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            builder.store(args[1], _pointer(builder, args[0], element))
+            return context.get_dummy_value()
+
+        return types.void(types.intp, numba_type), codegen
+
+    return get, put
+
+
+get_float, put_float = _scalar_access(FLOAT, types.float32)
+get_int32, put_int32 = _scalar_access(INT32, types.int32)
+get_int, put_int = _scalar_access(ir.IntType(64), types.int64)
 
 
 @intrinsic

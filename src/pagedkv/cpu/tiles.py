@@ -1,9 +1,10 @@
 """Tiles: TILE tokens of one KV head as float32 rows, read from the blocks that hold them.
 
 A kernel turns token positions into the addresses of their rows (`token_rows`) and widens the rows of one head into a
-scratch tile (`stage_keys`, `stage_values`), where all query rows read them. Staging a row asks for one row of the tile
-after it, in the order of the addresses (`rows_ahead`), since the memory is at its best on one stream. Every function
-is made for a `TileConfig`; addresses and strides are in bytes.
+scratch tile (`stage_keys`, `stage_values`), where all query rows read them. While it computes it asks for the rows of
+the tile after it (`ask`), a few cache lines at a time and in the order of their addresses: that keeps the memory busy
+and never fills the processor's miss buffers. Every function is made for a `TileConfig`; addresses and strides are in
+bytes.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import numpy.typing as npt
 from numba import njit
 
 from ..layouts import CacheSpec
-from .simd import ELEMENT_BITS, load, prefetch, store
+from .simd import ELEMENT_BITS, get_int, get_int32, load, prefetch, put_int, store
 
-TILE = 8
+TILE = 16
 FLOAT_BYTES = 4
+INT_BYTES = 8
+TABLE_BYTES = 4
+ROWS_BYTES = INT_BYTES * TILE
 CACHE_LINE = 64
 SUM_LANES = 64
 NO_WINDOW = 2**62
@@ -76,31 +80,77 @@ def aligned(size):
 
 @njit(nogil=True)
 def token_rows(rows, base, strides, table, block_size, start, count):
-    """rows[t] = the address of token start + t in head 0."""
+    """rows[t] = the address of token start + t in head 0; `table` is the address of a row of a block table."""
     logical = start // block_size
     offset = start - logical * block_size
     for t in range(count):
-        rows[t] = base + np.int64(table[logical]) * strides[0] + offset * strides[2]
+        block = np.int64(get_int32(table + logical * TABLE_BYTES))
+        put_int(rows + t * INT_BYTES, base + block * strides[0] + offset * strides[2])
         offset += 1
         if offset == block_size:
             offset = 0
             logical += 1
 
 
+class Ahead(NamedTuple):
+    """The rows of the tile after this one, and how far they have been asked for."""
+
+    rows: Any  # address of their int64 addresses
+    cursor: Any  # address of int64: the next row, the next byte in it, the number of rows, the lines of a head's K or V
+    row_bytes: Any  # of a row; 0 when rows are not contiguous and nothing is asked for
+
+
+AHEAD_CURSOR = 4
+
+
 @njit(nogil=True)
-def rows_ahead(ahead, rows, strides, first_head, heads, count):
-    """ahead[i] = the addresses of the rows of `heads` heads and `count` tokens, in the order they have in a block."""
-    i = 0
-    if strides[2] > strides[1]:
-        for t in range(count):
-            for h in range(heads):
-                ahead[i] = rows[t] + (first_head + h) * strides[1]
-                i += 1
-    else:
-        for h in range(heads):
-            for t in range(count):
-                ahead[i] = rows[t] + (first_head + h) * strides[1]
-                i += 1
+def plan_ahead(ahead, k_rows, v_rows, k_strides, v_strides, first_head, heads, count):
+    """List the rows of `heads` heads and `count` tokens: equal parts for each head, K then V, in address order."""
+    _list_rows(ahead.rows, k_rows, k_strides, first_head, heads, count)
+    _list_rows(ahead.rows + count * INT_BYTES, v_rows, v_strides, first_head, heads, count)
+    put_int(ahead.cursor, 0)
+    put_int(ahead.cursor + INT_BYTES, 0)
+    put_int(ahead.cursor + 2 * INT_BYTES, 2 * heads * count)
+    put_int(ahead.cursor + 3 * INT_BYTES, -(-ahead.row_bytes // CACHE_LINE) * count)
+
+
+@njit(nogil=True)
+def _list_rows(listed, rows, strides, first_head, heads, count):
+    token_major = strides[2] > strides[1]
+    outer, inner = (count, heads) if token_major else (heads, count)
+    done = 0
+    for i in range(outer):
+        for j in range(inner):
+            t, h = (i, j) if token_major else (j, i)
+            put_int(listed, get_int(rows + t * INT_BYTES) + (first_head + h) * strides[1])
+            listed += INT_BYTES
+            done += 1
+            if done == count:
+                done = 0
+                listed += count * INT_BYTES
+
+
+@njit(nogil=True)
+def ask(ahead, lines):
+    """Ask for the next cache lines of the rows ahead."""
+    row, byte = get_int(ahead.cursor), get_int(ahead.cursor + INT_BYTES)
+    last = get_int(ahead.cursor + 2 * INT_BYTES)
+    for _ in range(lines):
+        if row >= last:
+            break
+        prefetch(get_int(ahead.rows + row * INT_BYTES) + byte)
+        byte += CACHE_LINE
+        if byte >= ahead.row_bytes:
+            byte = 0
+            row += 1
+    put_int(ahead.cursor, row)
+    put_int(ahead.cursor + INT_BYTES, byte)
+
+
+@njit(nogil=True)
+def lines_of_part(ahead):
+    """How many cache lines one head's K or V has in the tile ahead."""
+    return get_int(ahead.cursor + 3 * INT_BYTES)
 
 
 class Tiles(NamedTuple):
@@ -117,27 +167,24 @@ def make_tiles(config: TileConfig) -> Tiles:
     vector = 16 // item
 
     @njit(nogil=True)
-    def stage_rows(tile, rows, head, strides, head_dim, count, ahead):
+    def stage_rows(tile, rows, head, strides, head_dim, count):
         for t in range(count):
-            if t < ahead.size:
-                for offset in range(0, head_dim * item, CACHE_LINE):
-                    prefetch(ahead[t] + offset)
-            row = rows[t] + head * strides[1]
+            row = get_int(rows + t * INT_BYTES) + head * strides[1]
             for d in range(0, head_dim, lanes):
                 store(tile + (t * head_dim + d) * FLOAT_BYTES, load(row + d * item, kind, lanes))
 
     @njit(nogil=True)
-    def stage_vllm_keys(tile, rows, head, strides, head_dim, count, ahead):
+    def stage_vllm_keys(tile, rows, head, strides, head_dim, count):
         for c in range(head_dim // vector):
             for t in range(count):
-                values = load(rows[t] + head * strides[1] + c * strides[3], kind, vector)
+                values = load(get_int(rows + t * INT_BYTES) + head * strides[1] + c * strides[3], kind, vector)
                 store(tile + (t * head_dim + c * vector) * FLOAT_BYTES, values)
 
     @njit(nogil=True)
-    def stage_vllm_values(tile, rows, head, strides, head_dim, count, ahead):
+    def stage_vllm_values(tile, rows, head, strides, head_dim, count):
         for d in range(head_dim):
             for t in range(count):
-                value = load(rows[t] + head * strides[1] + d * strides[3], kind, 1)
+                value = load(get_int(rows + t * INT_BYTES) + head * strides[1] + d * strides[3], kind, 1)
                 store(tile + (t * head_dim + d) * FLOAT_BYTES, value)
 
     if config.vllm:
