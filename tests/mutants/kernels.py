@@ -21,14 +21,14 @@ MUTANTS = [
     Mutant(
         "decode: queries of the wrong heads",
         "cpu/decode.py",
-        "fill(scratch.queries, q[seq, mine])",
-        "fill(scratch.queries, q[seq, first_kv_head : first_kv_head + num_rows])",
+        "query = address(q) + (seq * num_heads + first_head) * row",
+        "query = address(q) + (seq * num_heads + first_kv_head) * row",
         ORACLE,
     ),
     Mutant(
         "decode: values of the first KV head for all",
         "cpu/decode.py",
-        "stage_values(scratch.tile, v_rows, first_kv_head + h,",
+        "stage_values(scratch.tile, v_rows, kv_head,",
         "stage_values(scratch.tile, v_rows, first_kv_head,",
         NEEDLE,
     ),
@@ -77,8 +77,8 @@ MUTANTS = [
     Mutant(
         "decode: the first split to finish merges",
         "cpu/decode.py",
-        "== last_split - first_split - 1:",
-        "== 0:",
+        "(seq * groups + group) * INT_BYTES) == count - 1:",
+        "(seq * groups + group) * INT_BYTES) == 0:",
         ORACLE,
     ),
     Mutant(
@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "decode: v_scale of the wrong heads",
         "cpu/decode.py",
-        "scale = v_scale[head // group_size]",
-        "scale = v_scale[head % num_kv_heads]",
+        "v_scale[head // group_size]",
+        "v_scale[head % num_kv_heads]",
         FP8_ORACLE,
     ),
     Mutant(
@@ -126,15 +126,15 @@ MUTANTS = [
     Mutant(
         "flash: what was before is not rescaled",
         "cpu/flash.py",
-        "return highest, summed * rescale + total(weights), rescale",
-        "return highest, summed * rescale + total(weights), ONE",
+        "put_float(rescale, factor)",
+        "put_float(rescale, ONE)",
         ORACLE,
     ),
     Mutant(
         "flash: the sum is not rescaled",
         "cpu/flash.py",
-        "summed * rescale + total(weights)",
-        "summed + total(weights)",
+        "get_float(summed) * factor + total(weights)",
+        "get_float(summed) + total(weights)",
         ORACLE,
     ),
     Mutant(
@@ -154,8 +154,8 @@ MUTANTS = [
     Mutant(
         "flash: the row that is left over after fours is dropped",
         "cpu/flash.py",
-        "for r in range(fours, end - begin):",
-        "for r in range(fours + 1, end - begin):",
+        "for _ in range(singles):",
+        "for _ in range(singles - 1):",
         GROUPS,
     ),
     Mutant(
@@ -169,14 +169,14 @@ MUTANTS = [
         "merge: masked rows lose their sink",
         "cpu/flash.py",
         "if denominator == ZERO:",
-        "if denominator == ZERO or sums[first, row] == ZERO:",
+        "if denominator == ZERO or get_float(sums) == ZERO:",
         MASKED,
     ),
     Mutant(
         "merge: the first split is left out of the values",
         "cpu/flash.py",
-        "    for s in range(first, last):\n        weight =",
-        "    for s in range(first + (last > first + 1), last):\n        weight =",
+        "    for s in range(count):\n        weight =",
+        "    for s in range(count > 1, count):\n        weight =",
         NEEDLE,
     ),
     Mutant(
@@ -231,8 +231,8 @@ MUTANTS = [
     Mutant(
         "tiles: block offsets of 31 bits",
         "cpu/tiles.py",
-        "np.int64(table[logical]) * strides[0]",
-        "(np.int64(table[logical]) * strides[0] & 0x7FFFFFFF)",
+        "base + block * strides[0]",
+        "base + (block * strides[0] & 0x7FFFFFFF)",
         LARGE,
     ),
     Mutant(
@@ -240,7 +240,7 @@ MUTANTS = [
         "cpu/tiles.py",
         "offset = start - logical * block_size",
         "offset = max(start - logical * block_size - 1, np.int64(0))",
-        NEEDLE,
+        ("tests/test_invariance.py::test_block_size[float32-decode-3]",),
     ),
     Mutant(
         "tiles: HND with the strides of NHD",
@@ -264,18 +264,18 @@ MUTANTS = [
         PREFILL_ORACLE,
     ),
     Mutant(
-        "prefill: chunks run into the next sequence",
+        "prefill: a chunk leaves its last token out",
         "cpu/prefill.py",
         "num_tokens = min(tokens_per_item, query_starts[seq + 1] - first_token)",
-        "num_tokens = min(tokens_per_item, query_starts[-1] - first_token)",
+        "num_tokens = min(tokens_per_item, query_starts[seq + 1] - first_token - 1)",
         MIXED,
     ),
     Mutant(
-        "prefill: heads of a group in the wrong order",
+        "prefill: the tokens of a chunk at the positions of its heads",
         "cpu/prefill.py",
-        "kv_head * group_size + r % group_size",
-        "kv_head * group_size + (r + 1) % group_size",
-        ("tests/test_prefill.py::test_oracle[float32-64-fade]",),
+        "start_row(scratch, r, first_position + r // group_size, head",
+        "start_row(scratch, r, first_position + r % group_size, head",
+        PREFILL_ORACLE,
     ),
     Mutant(
         "prefill: the last visible tile is skipped",

@@ -20,29 +20,27 @@ from .simd import (
     broadcast,
     exp,
     fma,
-    fold,
     get_float,
     get_int,
     keep,
     load,
     maximum,
     multiply,
+    part,
     put_float,
     put_int,
-    row_totals,
     splat,
     store,
     total,
+    totals,
 )
 from .tiles import AHEAD_CURSOR, FLOAT_BYTES, INT_BYTES, TILE, Ahead, TileConfig, ask, lines_of_part
 
-DOT_LANES = 32
+DOT_LANES = 16
 NOTHING = np.float32(-np.inf)
 ZERO = np.float32(0)
 ONE = np.float32(1)
 SCORES = FLOAT_BYTES * TILE
-TOTALS = 16
-PARTIAL = FLOAT_BYTES * TOTALS
 
 
 class Scratch(NamedTuple):
@@ -51,7 +49,6 @@ class Scratch(NamedTuple):
     tile: Any  # float32 (TILE, head_dim) keys or values
     queries: Any  # float32 (rows, head_dim)
     acc: Any  # float32 (rows, head_dim)
-    partial: Any  # float32 (TOTALS, TOTALS) partial sums of dot products
     scores: Any  # float32 (rows of one step, TILE) logits, then weights
     maximum: Any  # float32 (rows,) the largest logit so far
     sum: Any  # float32 (rows,) the sum of the weights so far
@@ -75,26 +72,46 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
     modified = score_mod is not None
 
     @njit(nogil=True)
-    def dot_products(scores, partial, tile, query, row, ahead, lines):
-        """scores[t] = query . row t of the tile, four rows at a time; `partial` takes the lanes of 16 sums."""
-        for first in range(0, TILE, TOTALS):
-            for t in range(0, TOTALS, 4):
-                ask(ahead, lines)
-                key = tile + (first + t) * row
-                a = splat(ZERO, dot_lanes)
-                b, c, d = a, a, a
-                for i in range(0, row, dot_lanes * FLOAT_BYTES):
-                    x = load(query + i, "float32", dot_lanes)
-                    a = fma(x, load(key + i, "float32", dot_lanes), a)
-                    b = fma(x, load(key + row + i, "float32", dot_lanes), b)
-                    c = fma(x, load(key + 2 * row + i, "float32", dot_lanes), c)
-                    d = fma(x, load(key + 3 * row + i, "float32", dot_lanes), d)
-                cell = partial + t * PARTIAL
-                store(cell, fold(a, TOTALS))
-                store(cell + PARTIAL, fold(b, TOTALS))
-                store(cell + 2 * PARTIAL, fold(c, TOTALS))
-                store(cell + 3 * PARTIAL, fold(d, TOTALS))
-            store(scores + first * FLOAT_BYTES, row_totals(partial))
+    def dots_of_2(scores, tile, query, row, ahead, lines):
+        """Two queries times the rows of a tile, four rows at a time."""
+        for t in range(0, TILE, 4):
+            ask(ahead, lines)
+            key = tile + t * row
+            a = splat(ZERO, dot_lanes)
+            b, c, d, e, f, g, h = a, a, a, a, a, a, a
+            for i in range(0, row, dot_lanes * FLOAT_BYTES):
+                x, y = load(query + i, "float32", dot_lanes), load(query + row + i, "float32", dot_lanes)
+                k = load(key + i, "float32", dot_lanes)
+                a, e = fma(x, k, a), fma(y, k, e)
+                k = load(key + row + i, "float32", dot_lanes)
+                b, f = fma(x, k, b), fma(y, k, f)
+                k = load(key + 2 * row + i, "float32", dot_lanes)
+                c, g = fma(x, k, c), fma(y, k, g)
+                k = load(key + 3 * row + i, "float32", dot_lanes)
+                d, h = fma(x, k, d), fma(y, k, h)
+            sums = totals(a, b, c, d, e, f, g, h)
+            store(scores + t * FLOAT_BYTES, part(sums, 0, 4))
+            store(scores + SCORES + t * FLOAT_BYTES, part(sums, 4, 4))
+
+    @njit(nogil=True)
+    def dots_of_1(scores, tile, query, row, ahead, lines):
+        """One query times the rows of a tile, eight rows at a time; the sums have the same order."""
+        for t in range(0, TILE, 8):
+            ask(ahead, lines)
+            key = tile + t * row
+            a = splat(ZERO, dot_lanes)
+            b, c, d, e, f, g, h = a, a, a, a, a, a, a
+            for i in range(0, row, dot_lanes * FLOAT_BYTES):
+                x = load(query + i, "float32", dot_lanes)
+                a = fma(x, load(key + i, "float32", dot_lanes), a)
+                b = fma(x, load(key + row + i, "float32", dot_lanes), b)
+                c = fma(x, load(key + 2 * row + i, "float32", dot_lanes), c)
+                d = fma(x, load(key + 3 * row + i, "float32", dot_lanes), d)
+                e = fma(x, load(key + 4 * row + i, "float32", dot_lanes), e)
+                f = fma(x, load(key + 5 * row + i, "float32", dot_lanes), f)
+                g = fma(x, load(key + 6 * row + i, "float32", dot_lanes), g)
+                h = fma(x, load(key + 7 * row + i, "float32", dot_lanes), h)
+            store(scores + t * FLOAT_BYTES, totals(a, b, c, d, e, f, g, h))
 
     @njit(nogil=True)
     def softmax(scores, start, stop, highest, summed, rescale):
@@ -111,26 +128,37 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
         put_float(rescale, factor)
 
     @njit(nogil=True)
+    def weigh(scratch, r, scores, head_dim, first, count, causal, window, softcap, slopes, seq):
+        """Turn the dot products of query row r into weights."""
+        position, state = get_int(scratch.position + r * INT_BYTES), r * FLOAT_BYTES
+        start = max(np.int64(0), position - window + 1 - first)
+        stop = min(count, position + 1 - first) if causal else count
+        if start >= stop:
+            store(scores, splat(ZERO, TILE))
+            put_float(scratch.rescale + state, ONE)
+            return
+        if modified or softcap != ZERO or slopes != 0:
+            head = get_int(scratch.head + r * INT_BYTES)
+            slope = get_float(slopes + head * FLOAT_BYTES) if slopes != 0 else ZERO
+            modify(scores, count, first, position, softcap, slope, head, seq)
+        softmax(scores, start, stop, scratch.maximum + state, scratch.sum + state, scratch.rescale + state)
+
+    @njit(nogil=True)
     def attend_keys(scratch, begin, end, head_dim, first, count, causal, window, softcap, slopes, seq):
-        """Logits and weights of a tile whose first key is at position `first`, for the query rows begin..end."""
+        """Weights of a tile whose first key is at position `first`, for the query rows begin..end."""
         row = head_dim * FLOAT_BYTES
-        lines = -(-4 * lines_of_part(scratch.ahead) // (TILE * (end - begin)))
-        modifies = modified or softcap != ZERO or slopes != 0
-        for r in range(begin, end):
-            position, head = get_int(scratch.position + r * INT_BYTES), get_int(scratch.head + r * INT_BYTES)
-            start = max(np.int64(0), position - window + 1 - first)
-            stop = min(count, position + 1 - first) if causal else count
-            scores, state = scratch.scores + (r - begin) * SCORES, r * FLOAT_BYTES
-            if start < stop:
-                query = scratch.queries + r * row
-                dot_products(scores, scratch.partial, scratch.tile, query, row, scratch.ahead, lines)
-                if modifies:
-                    slope = get_float(slopes + head * FLOAT_BYTES) if slopes != 0 else ZERO
-                    modify(scores, count, first, position, softcap, slope, head, seq)
-                softmax(scores, start, stop, scratch.maximum + state, scratch.sum + state, scratch.rescale + state)
-            else:
-                store(scores, splat(ZERO, TILE))
-                put_float(scratch.rescale + state, ONE)
+        scores, query = scratch.scores, scratch.queries + begin * row
+        single = (end - begin) % 2
+        pairs = (end - begin) // 2
+        lines = -(-lines_of_part(scratch.ahead) // (TILE // 4 * pairs + TILE // 8 * single))
+        for r in range(begin, end - single, 2):
+            dots_of_2(scores, scratch.tile, query, row, scratch.ahead, lines)
+            weigh(scratch, r, scores, head_dim, first, count, causal, window, softcap, slopes, seq)
+            weigh(scratch, r + 1, scores + SCORES, head_dim, first, count, causal, window, softcap, slopes, seq)
+            scores, query = scores + 2 * SCORES, query + 2 * row
+        if single:
+            dots_of_1(scores, scratch.tile, query, row, scratch.ahead, lines)
+            weigh(scratch, end - 1, scores, head_dim, first, count, causal, window, softcap, slopes, seq)
 
     @njit(nogil=True)
     def add_to_4(acc, tile, weights, rescale, row, count, ahead, lines):
@@ -186,7 +214,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
 @njit(nogil=True)
 def scratch_floats(num_rows, step_rows, head_dim):
     """How many float32 a Scratch takes."""
-    return (TILE + 2 * num_rows) * head_dim + TOTALS * TOTALS + step_rows * TILE + 3 * num_rows
+    return (TILE + 2 * num_rows) * head_dim + step_rows * TILE + 3 * num_rows
 
 
 @njit(nogil=True)
@@ -200,15 +228,14 @@ def scratch_at(floats, ints, num_rows, step_rows, head_dim, heads, row_bytes):
     """Lay a Scratch out at two addresses, those of arrays that live as long as it is used."""
     queries = floats + TILE * head_dim * FLOAT_BYTES
     acc = queries + num_rows * head_dim * FLOAT_BYTES
-    partial = acc + num_rows * head_dim * FLOAT_BYTES
-    scores = partial + TOTALS * PARTIAL
+    scores = acc + num_rows * head_dim * FLOAT_BYTES
     highest = scores + step_rows * SCORES
     summed = highest + num_rows * FLOAT_BYTES
     rescale = summed + num_rows * FLOAT_BYTES
     head = ints + num_rows * INT_BYTES
     rows = head + num_rows * INT_BYTES
     ahead = Ahead(rows, rows + 2 * heads * TILE * INT_BYTES, row_bytes)
-    return Scratch(floats, queries, acc, partial, scores, highest, summed, rescale, ints, head, ahead)
+    return Scratch(floats, queries, acc, scores, highest, summed, rescale, ints, head, ahead)
 
 
 @njit(nogil=True)
