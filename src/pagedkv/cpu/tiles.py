@@ -19,7 +19,7 @@ from numba import njit
 from ..layouts import CacheSpec
 from .simd import ELEMENT_BITS, get_int, get_int32, load, prefetch, put_int, store
 
-TILE = 16
+TILE = 32
 FLOAT_BYTES = 4
 INT_BYTES = 8
 TABLE_BYTES = 4
