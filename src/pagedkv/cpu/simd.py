@@ -89,13 +89,13 @@ def _widen_e5m2(builder: Any, raw: Any, lanes: int) -> Any:
 
 
 def _widen_e4m3(builder: Any, raw: Any, lanes: int) -> Any:
-    # A float16 with the exponent and mantissa of the code is 2**-8 of its value, subnormals too.
-    short = ir.IntType(16)
-    code = builder.zext(raw, ir.VectorType(short, lanes))
-    magnitude = builder.and_(code, _constant(lanes, short, 0x7F))
-    sign = builder.shl(builder.and_(code, _constant(lanes, short, 0x80)), _constant(lanes, short, 8))
-    bits = builder.or_(builder.shl(magnitude, _constant(lanes, short, 7)), sign)
-    is_nan = builder.icmp_unsigned("==", magnitude, _constant(lanes, short, 0x7F))
+    # A float16 with the exponent and mantissa of the code is 2**-8 of its value, subnormals too. Extending the sign
+    # and shifting puts sign and magnitude in place with one copy of the sign too many.
+    byte, short = ir.IntType(8), ir.IntType(16)
+    magnitude = builder.and_(raw, _constant(lanes, byte, 0x7F))
+    is_nan = builder.icmp_unsigned("==", magnitude, _constant(lanes, byte, 0x7F))
+    shifted = builder.shl(builder.sext(raw, ir.VectorType(short, lanes)), _constant(lanes, short, 7))
+    bits = builder.and_(shifted, _constant(lanes, short, 0xBFFF))
     bits = builder.select(is_nan, _constant(lanes, short, 0x7E00), bits)
     return builder.fmul(_widen_half(builder, bits, lanes), _constant(lanes, FLOAT, 256.0))
 
@@ -205,17 +205,6 @@ def _halve(builder: Any, value: Any, combine: Callable[[Any, Any], Any], lanes: 
         )
         value = combine(lower, upper)
     return value
-
-
-@intrinsic(prefer_literal=True)
-def fold(typingctx: Any, vector: Any, lanes: Any) -> Any:
-    """Add the halves of a Vector until at most `lanes` lanes are left."""
-    count = min(_lanes(lanes) or vector.lanes, vector.lanes)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _halve(builder, args[0], builder.fadd, count)
-
-    return Vector(count)(vector, lanes), codegen
 
 
 @intrinsic
