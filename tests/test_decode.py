@@ -202,7 +202,7 @@ def test_without_out_and_without_lse(spec):
     np.testing.assert_array_equal(lse, expected_lse)
 
 
-@pytest.mark.parametrize("view", ["repeated heads", "repeated rows", "backwards"])
+@pytest.mark.parametrize("view", ["repeated heads", "repeated rows", "backwards", "heads first"])
 def test_strides_of_q(view):
     problem = build(Spec(seq_lens=(90, 5, 33)))
     q = np.array(problem.q)
@@ -210,6 +210,7 @@ def test_strides_of_q(view):
         "repeated heads": np.broadcast_to(q[:, :1], q.shape),
         "repeated rows": np.broadcast_to(q[:1], q.shape),
         "backwards": q[::-1, ::-1],
+        "heads first": q.swapaxes(0, 1).copy().swapaxes(0, 1),
     }[view]
     strided = run(problem)
     problem.q = np.ascontiguousarray(problem.q)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,7 +129,10 @@ def test_kernels_from_disk_beside_kernels_compiled_now(tmp_path):
             out, _ = run(build(Spec(seq_lens=(40,), query_lens=(9,), kv_dtype=kv_dtype, head_dim=8)))
         print(out.tobytes().hex())
     """
-    environment = os.environ | {"PAGEDKV_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {
+        "PAGEDKV_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
 
     def last_result(*kv_dtypes):
         command = [sys.executable, "-c", script, *kv_dtypes]

@@ -187,7 +187,7 @@ def test_torch_tensors_in_torch_tensors_out(spec):
     np.testing.assert_array_equal(lse.numpy(), expected_lse)
 
 
-@pytest.mark.parametrize("view", ["repeated heads", "repeated rows", "backwards"])
+@pytest.mark.parametrize("view", ["repeated heads", "repeated rows", "backwards", "heads first"])
 def test_strides_of_q(view):
     problem = build(Spec(seq_lens=(90, 33), query_lens=(20, 33)))
     q = np.array(problem.q)
@@ -195,6 +195,7 @@ def test_strides_of_q(view):
         "repeated heads": np.broadcast_to(q[:, :1], q.shape),
         "repeated rows": np.broadcast_to(q[:1], q.shape),
         "backwards": q[::-1, ::-1],
+        "heads first": q.swapaxes(0, 1).copy().swapaxes(0, 1),
     }[view]
     strided = run(problem)
     problem.q = np.ascontiguousarray(problem.q)

@@ -17,7 +17,7 @@ from pagedkv.cpu.compile import compile_kernel
 def double(values):
     for i in range(values.size):
         values[i] *= 2
-kernel = compile_kernel(double, ("config", 1))
+kernel = compile_kernel(double, ("config", 1), keep=True)
 values = np.arange(3.0)
 kernel(values)
 assert values.tolist() == [0, 2, 4]
@@ -63,11 +63,14 @@ def test_a_directory_that_cannot_be_written_costs_nothing_but_time(run, tmp_path
 
 
 def test_another_config_or_source_is_another_file(monkeypatch):
-    def paths():
+    def compile_with(config):
         def kernel(values):
             values[0] = 1
 
-        compiled = [kernels.compile_kernel(kernel, config) for config in ("a", "b")]
+        return kernels.compile_kernel(kernel, config, keep=True)
+
+    def paths():
+        compiled = [compile_with(config) for config in ("a", "b")]
         for function in compiled:
             function(np.zeros(1))
         codegen = next(iter(compiled[0].overloads.values())).library.codegen
@@ -76,14 +79,35 @@ def test_another_config_or_source_is_another_file(monkeypatch):
     first = paths()
     assert first[0] != first[1]
     assert paths() == first
-    monkeypatch.setattr(kernels, "_sources", lambda: b"other sources")
+    monkeypatch.setattr(kernels, "SOURCES", b"other sources")
     assert not set(paths()) & set(first)
 
 
-def test_a_score_mod_is_not_kept():
-    assert not hasattr(kernels.compile_kernel(lambda x: x, None)._cache, "cache_path") or (
-        kernels.compile_kernel(lambda x: x, None)._cache.cache_path is None
-    )
+def test_the_oldest_files_go_when_there_are_too_many(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "MOST_FILES", 3)
+    for age in range(4):
+        path = tmp_path / f"{age}{kernels.SUFFIX}"
+        path.touch()
+        os.utime(path, (1000 - age, 1000 - age))
+
+    def kernel(values):
+        values[0] = 1
+
+    kernels.compile_kernel(kernel, "config", keep=True)(np.zeros(1))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert len(left) == 3
+    assert {f"0{kernels.SUFFIX}", f"1{kernels.SUFFIX}"} < left
+
+
+def test_what_is_not_to_be_kept_is_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+
+    def kernel(values):
+        values[0] = 1
+
+    kernels.compile_kernel(kernel, "config", keep=False)(np.zeros(1))
+    assert not list(tmp_path.iterdir())
 
 
 def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):

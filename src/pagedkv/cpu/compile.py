@@ -14,7 +14,6 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 from numba.core.compiler import CompileResult
 
 SUFFIX = ".kernel"
+MOST_FILES = 400
 
 
 def cache_dir() -> Path:
@@ -39,12 +39,15 @@ def cache_dir() -> Path:
     return Path(base) / "pagedkv" / "cpu"
 
 
-@cache
-def _sources() -> bytes:
+def _hash_of_sources() -> bytes:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.digest()
+
+
+# Taken while the sources are imported: a file that changes under a running process must not pass for what runs.
+SOURCES = _hash_of_sources()
 
 
 class _DiskCache:
@@ -56,7 +59,7 @@ class _DiskCache:
 
     def _path(self, signature: Any, codegen: Any) -> Path:
         facts = (numba.__version__, llvmlite.__version__, np.__version__, sys.version, codegen.magic_tuple())
-        key = repr((self._name, str(signature), facts)).encode() + _sources()
+        key = repr((self._name, str(signature), facts)).encode() + SOURCES
         return Path(self.cache_path) / (hashlib.sha256(key).hexdigest()[:40] + SUFFIX)
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
@@ -82,6 +85,14 @@ class _DiskCache:
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 file.write(hashlib.sha256(body).digest() + body)
             os.replace(file.name, path)
+            self._drop_oldest(path.parent)
+
+    @staticmethod
+    def _drop_oldest(directory: Path) -> None:
+        files = list(directory.glob("*" + SUFFIX))
+        if len(files) > MOST_FILES:
+            for path in sorted(files, key=lambda path: path.stat().st_mtime)[: len(files) - MOST_FILES]:
+                path.unlink(missing_ok=True)
 
     def enable(self) -> None:
         pass
@@ -93,9 +104,26 @@ class _DiskCache:
         pass
 
 
-def compile_kernel(function: Callable[..., Any], config: object | None) -> Callable[..., Any]:
-    """A numba function without the GIL, kept on disk under the repr of `config` (None: not kept)."""
-    kernel = numba.njit(nogil=True, error_model="numpy")(function)
-    if config is not None:
-        kernel._cache = _DiskCache(f"{function.__module__}.{function.__qualname__} {config!r}")
+def _name_apart(function: Callable[..., Any], tag: object) -> None:
+    # All machine code of a process shares one space of symbols, made of qualified names and a counter that starts
+    # again in each process: without the tag a kernel from disk could call a namesake that was compiled here.
+    function.__qualname__ = f"{function.__qualname__}[{tag!r}]"
+
+
+def device(tag: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function that a factory makes for kernels; `tag` says for which ones."""
+
+    def compile_device(function: Callable[..., Any]) -> Callable[..., Any]:
+        _name_apart(function, tag)
+        return numba.njit(nogil=True)(function)
+
+    return compile_device
+
+
+def compile_kernel(function: Callable[..., Any], tag: object, *, keep: bool) -> Callable[..., Any]:
+    """A numba function without the GIL, kept on disk under its name and `tag`, or not kept."""
+    _name_apart(function, tag)
+    kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    if keep:
+        kernel._cache = _DiskCache(f"{function.__module__}.{function.__qualname__}")
     return kernel

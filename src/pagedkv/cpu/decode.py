@@ -177,7 +177,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         # numba frees an array after its last use, and the addresses are none.
         return floats.size + ints.size + addresses.size
 
-    return compile_kernel(decode, config if score_mod is None else None)
+    return compile_kernel(decode, (config, score_mod), keep=score_mod is None)
 
 
 class Splits(NamedTuple):
@@ -220,7 +220,7 @@ def decode_attention(
     k_strides = cache_strides(k_cache, spec.layout, values=False)
     v_strides = cache_strides(v_cache, spec.layout, values=True)
     factor = (options.scale * k_scale).repeat(num_heads // spec.num_kv_heads)
-    queries = q.astype(np.float32) * factor[:, None]
+    queries = q.astype(np.float32, order="C") * factor[:, None]
 
     row_bytes = head_dim * ELEMENT_BITS[spec.kind] // 8
     in_l2 = max(1, TILE_BYTES_IN_L2 // (2 * TILE * row_bytes))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from .compile import device
 from .logits import make_modify
 from .simd import (
     add,
@@ -69,9 +70,10 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
     """The two halves of a step: logits and weights from a tile of keys, then the weighted sum of a tile of values."""
     lanes, dot_lanes = config.lanes, min(config.lanes, DOT_LANES)
     modify = make_modify(score_mod)
+    tag = (config, score_mod)
     modified = score_mod is not None
 
-    @njit(nogil=True)
+    @device(tag)
     def dots_of_2(scores, tile, query, row, ahead, lines):
         """Two queries times the rows of a tile, four rows at a time."""
         for t in range(0, TILE, 4):
@@ -93,7 +95,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
             store(scores + t * FLOAT_BYTES, part(sums, 0, 4))
             store(scores + SCORES + t * FLOAT_BYTES, part(sums, 4, 4))
 
-    @njit(nogil=True)
+    @device(tag)
     def dots_of_1(scores, tile, query, row, ahead, lines):
         """One query times the rows of a tile, eight rows at a time; the sums have the same order."""
         for t in range(0, TILE, 8):
@@ -113,7 +115,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
                 h = fma(x, load(key + 7 * row + i, "float32", dot_lanes), h)
             store(scores + t * FLOAT_BYTES, totals(a, b, c, d, e, f, g, h))
 
-    @njit(nogil=True)
+    @device(tag)
     def softmax(scores, start, stop, highest, summed, rescale):
         """Turn logits into weights against the running maximum; moves the maximum, the sum and the factor."""
         logits = keep(load(scores, "float32", TILE), start, stop, NOTHING)
@@ -127,7 +129,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
         put_float(summed, get_float(summed) * factor + total(weights))
         put_float(rescale, factor)
 
-    @njit(nogil=True)
+    @device(tag)
     def weigh(scratch, r, scores, head_dim, first, count, causal, window, softcap, slopes, seq):
         """Turn the dot products of query row r into weights."""
         position, state = get_int(scratch.position + r * INT_BYTES), r * FLOAT_BYTES
@@ -143,7 +145,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
             modify(scores, count, first, position, softcap, slope, head, seq)
         softmax(scores, start, stop, scratch.maximum + state, scratch.sum + state, scratch.rescale + state)
 
-    @njit(nogil=True)
+    @device(tag)
     def attend_keys(scratch, begin, end, head_dim, first, count, causal, window, softcap, slopes, seq):
         """Weights of a tile whose first key is at position `first`, for the query rows begin..end."""
         row = head_dim * FLOAT_BYTES
@@ -160,7 +162,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
             dots_of_1(scores, scratch.tile, query, row, scratch.ahead, lines)
             weigh(scratch, end - 1, scores, head_dim, first, count, causal, window, softcap, slopes, seq)
 
-    @njit(nogil=True)
+    @device(tag)
     def add_to_4(acc, tile, weights, rescale, row, count, ahead, lines):
         """acc[r] = rescale[r] * acc[r] + sum of weights[r, t] * row t of the tile, for four query rows."""
         for i in range(0, row, lanes * FLOAT_BYTES):
@@ -181,7 +183,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
             store(acc + 2 * row + i, c)
             store(acc + 3 * row + i, d)
 
-    @njit(nogil=True)
+    @device(tag)
     def add_to_1(acc, tile, weights, rescale, row, count, ahead, lines):
         """The same for one query row."""
         for i in range(0, row, lanes * FLOAT_BYTES):
@@ -192,7 +194,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
                 a = fma(broadcast(weights + t * FLOAT_BYTES, lanes), value, a)
             store(acc + i, a)
 
-    @njit(nogil=True)
+    @device(tag)
     def attend_values(scratch, begin, end, head_dim, count):
         """Add the weighted rows of a tile of values to the accumulators of the query rows begin..end."""
         row = head_dim * FLOAT_BYTES

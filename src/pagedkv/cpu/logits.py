@@ -10,6 +10,7 @@ import numpy as np
 from numba import float32, int32, njit
 from numba.core.errors import NumbaError
 
+from .compile import device
 from .simd import get_float, put_float
 from .tiles import FLOAT_BYTES
 
@@ -28,7 +29,7 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """
     user = _compile_score_mod(score_mod)
 
-    @njit(nogil=True)
+    @device(score_mod)
     def modify(scores, count, first, position, softcap, slope, head, seq):
         for t in range(count):
             score = get_float(scores + t * FLOAT_BYTES)

@@ -137,7 +137,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         # numba frees an array after its last use, and the addresses are none.
         return floats.size + ints.size + addresses.size
 
-    return compile_kernel(prefill, config if score_mod is None else None)
+    return compile_kernel(prefill, (config, score_mod), keep=score_mod is None)
 
 
 class Chunks(NamedTuple):
@@ -184,7 +184,7 @@ def prefill_attention(
         kernel,
         chunks.seq.size * spec.num_kv_heads,
         (
-            q[:num_tokens].astype(np.float32) * factor[:, None],
+            q[:num_tokens].astype(np.float32, order="C") * factor[:, None],
             np.ascontiguousarray(block_tables),
             np.ascontiguousarray(seq_lens),
             starts,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from numba import njit
 
 from ..layouts import CacheSpec
+from .compile import device
 from .simd import ELEMENT_BITS, get_int, get_int32, load, prefetch, put_int, store
 
 TILE = 32
@@ -166,21 +167,21 @@ def make_tiles(config: TileConfig) -> Tiles:
     item = ELEMENT_BITS[kind] // 8
     vector = 16 // item
 
-    @njit(nogil=True)
+    @device(config)
     def stage_rows(tile, rows, head, strides, head_dim, count):
         for t in range(count):
             row = get_int(rows + t * INT_BYTES) + head * strides[1]
             for d in range(0, head_dim, lanes):
                 store(tile + (t * head_dim + d) * FLOAT_BYTES, load(row + d * item, kind, lanes))
 
-    @njit(nogil=True)
+    @device(config)
     def stage_vllm_keys(tile, rows, head, strides, head_dim, count):
         for c in range(head_dim // vector):
             for t in range(count):
                 values = load(get_int(rows + t * INT_BYTES) + head * strides[1] + c * strides[3], kind, vector)
                 store(tile + (t * head_dim + c * vector) * FLOAT_BYTES, values)
 
-    @njit(nogil=True)
+    @device(config)
     def stage_vllm_values(tile, rows, head, strides, head_dim, count):
         for d in range(head_dim):
             for t in range(count):
