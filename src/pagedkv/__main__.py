@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     from .bench import cpu, memory, report
 
-    measure = {"cpu": cpu.run, "memory": memory.run}[options.what]
     try:
+        measure = cpu.run if options.what == "cpu" else memory.run
         rows = measure(repeats=options.repeats, progress=_progress)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

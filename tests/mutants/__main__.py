@@ -54,7 +54,7 @@ def run_tests(mutant: Mutant | None, tests: tuple[str, ...]) -> tuple[int | None
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(src), directory]),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "NUMBA_CACHE_DIR": directory,
+            "PAGEDKV_CACHE_DIR": directory,
         }
         command = [sys.executable, "-m", "pytest", *OPTIONS, *tests]
         try:
