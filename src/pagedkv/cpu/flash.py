@@ -42,6 +42,7 @@ NOTHING = np.float32(-np.inf)
 ZERO = np.float32(0)
 ONE = np.float32(1)
 SCORES = FLOAT_BYTES * TILE
+ASK_EVERY = 4  # tokens of a tile of values
 
 
 class Scratch(NamedTuple):
@@ -166,12 +167,13 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
     def add_to_4(acc, tile, weights, rescale, row, count, ahead, lines):
         """acc[r] = rescale[r] * acc[r] + sum of weights[r, t] * row t of the tile, for four query rows."""
         for i in range(0, row, lanes * FLOAT_BYTES):
-            ask(ahead, lines)
             a = multiply(load(acc + i, "float32", lanes), broadcast(rescale, lanes))
             b = multiply(load(acc + row + i, "float32", lanes), broadcast(rescale + FLOAT_BYTES, lanes))
             c = multiply(load(acc + 2 * row + i, "float32", lanes), broadcast(rescale + 2 * FLOAT_BYTES, lanes))
             d = multiply(load(acc + 3 * row + i, "float32", lanes), broadcast(rescale + 3 * FLOAT_BYTES, lanes))
             for t in range(count):
+                if t % ASK_EVERY == 0:
+                    ask(ahead, lines)
                 value = load(tile + t * row + i, "float32", lanes)
                 weight = weights + t * FLOAT_BYTES
                 a = fma(broadcast(weight, lanes), value, a)
@@ -187,9 +189,10 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
     def add_to_1(acc, tile, weights, rescale, row, count, ahead, lines):
         """The same for one query row."""
         for i in range(0, row, lanes * FLOAT_BYTES):
-            ask(ahead, lines)
             a = multiply(load(acc + i, "float32", lanes), broadcast(rescale, lanes))
             for t in range(count):
+                if t % ASK_EVERY == 0:
+                    ask(ahead, lines)
                 value = load(tile + t * row + i, "float32", lanes)
                 a = fma(broadcast(weights + t * FLOAT_BYTES, lanes), value, a)
             store(acc + i, a)
@@ -201,7 +204,7 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
         acc, weights, rescale = scratch.acc + begin * row, scratch.scores, scratch.rescale + begin * FLOAT_BYTES
         singles = (end - begin) % 4
         fours = end - begin - singles
-        passes = (fours // 4 + singles) * (head_dim // lanes)
+        passes = (fours // 4 + singles) * (head_dim // lanes) * -(-count // ASK_EVERY)
         lines = -(-lines_of_part(scratch.ahead) // passes)
         for _ in range(0, fours, 4):
             add_to_4(acc, scratch.tile, weights, rescale, row, count, scratch.ahead, lines)
