@@ -72,6 +72,8 @@ def verdict(mutant: Mutant) -> tuple[bool, str]:
     status, output = run_tests(mutant, mutant.tests)
     if status == PASSED:
         return False, f"SURVIVED  {mutant.name}"
+    if status is not None and status < 0:
+        return True, f"caught    {mutant.name}  (killed by signal {-status})"
     if status not in (FAILED, None):
         return False, f"BROKEN    {mutant.name}: pytest exited with {status}\n{output}"
     failed = [line for line in output.splitlines() if line.startswith("FAILED")]

@@ -53,6 +53,11 @@ def tile_config(spec: CacheSpec) -> TileConfig:
     return TileConfig(spec.kind, min(spec.head_dim & -spec.head_dim, SUM_LANES), spec.layout == "vllm")
 
 
+def plain(array: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    """A small array as the kernels are compiled for it: contiguous and writable, empty for None."""
+    return NO_HEADS if array is None else np.require(array, requirements=["C", "W"])
+
+
 def cache_strides(cache: npt.NDArray[Any], layout: str, *, values: bool) -> Strides:
     """The strides of a K or V cache."""
     strides = cache.strides
