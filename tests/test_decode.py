@@ -251,3 +251,12 @@ def test_caches_of_more_than_2_31_elements(spec):
     move_past_2_31_elements(problem)
     for a, b in zip(run(problem), expected, strict=True):
         assert a.tobytes() == b.tobytes()
+
+
+def test_a_result_beyond_float16_is_infinite_without_a_warning():
+    values = np.full((1, 16, 1, 64), 1000, np.float16)
+    arguments = (np.ones((1, 1, 64), np.float16), values, values, np.zeros((1, 1), np.int32), np.array([3], np.int32))
+    assert (pagedkv.decode_attention(*arguments) == 1000).all()
+    fp8 = np.full(values.shape, 0x40, np.uint8)
+    out = pagedkv.decode_attention(arguments[0], fp8, fp8, *arguments[3:], kv_dtype="fp8_e4m3", v_scale=1e6)
+    assert np.isposinf(out).all()

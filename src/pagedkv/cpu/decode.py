@@ -3,8 +3,8 @@
 Work item: one split of one sequence for a few neighbouring KV heads. Each KV head's rows are read once, into a tile of
 float32 that all G query heads of the group share, with an online softmax over the tiles of a split (Milakov and
 Gimelshein, 2018). The last item of a (sequence, heads) group to finish merges its splits in their order
-(flash-decoding, Dao et al., 2023). Splits and tiles start at multiples of SPLIT and TILE tokens of the sequence, so
-the order of every sum depends on the sequence's length alone.
+(flash-decoding, Dao et al., 2023). Splits and tiles start at multiples of SPLIT and TILE tokens of the sequence, or
+where its window does, so the order of every sum depends on the sequence's length and the window alone.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Splits(NamedTuple):
 def plan_splits(seq_lens: npt.NDArray[np.int32], window: int | None) -> Splits:
     """Cut every sequence at the multiples of SPLIT tokens; splits that the window has left are not there."""
     lens = seq_lens.astype(np.int64)
-    oldest = lens // SPLIT * 0 if window is None else np.maximum(lens - window, 0) // SPLIT
+    oldest = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0) // SPLIT
     counts = np.maximum(-(-lens // SPLIT) - oldest, 0)
     first = np.zeros(lens.size + 1, np.int64)
     np.cumsum(counts, out=first[1:])
