@@ -89,6 +89,18 @@ def test_a_shared_partial_block_is_copied_before_it_is_written(table):
     table.check()
 
 
+def test_a_sharer_that_appends_nothing_copies_nothing(table):
+    first = table.add(table.block_size + 1)
+    second, third = table.fork(first, 2)
+    before = table.block_tables([first, second]).tolist()
+    free = table.pool.num_free
+    appended = table.append([first, second, third], [0, 0, 1])
+    assert table.block_tables([first, second]).tolist() == before
+    assert len(appended.copies) == len(appended.slots) == 1
+    assert table.pool.num_free == free - 1
+    table.check()
+
+
 def test_of_all_sharers_in_one_append_the_last_keeps_the_block(table):
     seq = table.add(6)
     seqs = [seq, *table.fork(seq, 3)]

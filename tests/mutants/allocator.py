@@ -154,7 +154,7 @@ MUTANTS = [
         "memory/table.py",
         "np.where(num_new > 0, self._num_blocks(ends) - first, 0)",
         "self._num_blocks(ends) - first",
-        MACHINE,
+        TABLE,
     ),
     Mutant(
         "slots in the first new block only",

