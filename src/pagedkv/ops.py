@@ -25,17 +25,17 @@ def _attend(q: Any, call: validation.AttentionCall, out: Any, return_lse: bool) 
 
 def _run(call: validation.AttentionCall, out: Array, lse: npt.NDArray[np.float32] | None) -> None:
     """Run the kernel of a checked call; its module, and numba with it, is imported when it is first needed."""
-    q, k_cache, v_cache, block_tables, seq_lens, query_starts, _, spec, k_scale, v_scale, options = call
+    q, k_cache, v_cache, tables, seq_lens, query_starts, _, spec, k_scale, v_scale, options = call
     # An infinity in a result is a value like any other: it comes back without a warning, as from a device.
     with np.errstate(over="ignore", invalid="ignore"):
         if query_starts is None:
             from .cpu.decode import decode_attention as decode
 
-            decode(q, k_cache, v_cache, block_tables, seq_lens, out, lse, spec, k_scale, v_scale, options)
+            decode(q, k_cache, v_cache, tables, seq_lens, out, lse, spec, k_scale, v_scale, options)
         else:
             from .cpu.prefill import prefill_attention as prefill
 
-            prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, out, lse, spec, k_scale, v_scale, options)
+            prefill(q, k_cache, v_cache, tables, seq_lens, query_starts, out, lse, spec, k_scale, v_scale, options)
 
 
 def decode_attention(
