@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from zipfile import BadZipFile
 
 import pagedkv
 from engine import Engine, Sample, dense_choices
@@ -231,7 +232,10 @@ def main() -> int:
     prompts = read_prompts(parser, args)
     if not args.weights.is_file():
         parser.error(f"{args.weights} is not there: train.py makes it")
-    model, tokenizer = load(args.weights)
+    try:
+        model, tokenizer = load(args.weights)
+    except (ValueError, KeyError, OSError, BadZipFile) as error:
+        parser.error(f"{args.weights} is no weights file of train.py: {error}")
     encoded = [tokenizer.encode(NEW_PARAGRAPH + prompt) for prompt in prompts]
     for i, tokens in enumerate(encoded):
         if len(tokens) >= model.context:

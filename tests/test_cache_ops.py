@@ -294,3 +294,14 @@ def test_offsets_beyond_32_bits():
     assert (k[3] == 1).all()
     assert (v[3] == 2).all()
     assert not k[:3].any()
+
+
+def test_swap_blocks_refuses_a_destination_that_another_copy_reads_or_writes():
+    a, b = np.zeros((2, 4, 16, 1, 8), np.float32)
+    pairs = np.array([[0, 1], [1, 2]])
+    with pytest.raises(ValueError, match=r"destination\[0\] must not overlap source\[1\]"):
+        pagedkv.swap_blocks([a, b], [b, a], pairs)
+    with pytest.raises(ValueError, match=r"destination\[0\] must not overlap destination\[1\]"):
+        pagedkv.swap_blocks([a, a.copy()], [b, b], pairs)
+    assert not a.any()
+    assert not b.any()

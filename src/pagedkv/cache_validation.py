@@ -6,9 +6,11 @@ The order is that of validation.py: shapes, dtypes, strides, options, values. No
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from . import checks
 from .arrays import Array
@@ -196,13 +198,22 @@ def swap(source: Any, destination: Any, pairs: Any, *, backend: object) -> tuple
         checks.strides(from_name, x)
         checks.strides(to_name, y)
         checks.writable(to_name, y)
-        if _same_memory(x, y):
-            one_pool = True
-        else:
-            checks.apart(to_name, y, [(from_name, x)])
+        one_pool |= _same_memory(x, y)
+    _check_apart(list(zip(from_names, to_names, copies, strict=True)))
     checks.strides("pairs", pairs)
     checks.block_pairs(pairs, num_sources, num_destinations, one_pool=one_pool)
     return copies, pairs
+
+
+def _check_apart(copies: list[tuple[str, str, tuple[Array, Array]]]) -> None:
+    """Raise ValueError if a destination shares an element with any other cache; it may be its own source."""
+    named = [(from_name, x) for from_name, _, (x, y) in copies if not _same_memory(x, y)]
+    named += [(to_name, y) for _, to_name, (_, y) in copies]
+    bounds = sorted(byte_bounds(array) for _, array in named)
+    if all(end <= start for (_, end), (start, _) in pairwise(bounds)):
+        return
+    for _, to_name, (_, y) in copies:
+        checks.apart(to_name, y, [(name, other) for name, other in named if name != to_name])
 
 
 def _leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:

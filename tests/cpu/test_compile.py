@@ -62,6 +62,33 @@ def test_a_directory_that_cannot_be_written_costs_nothing_but_time(run, tmp_path
     assert blocked.read_text() == "not a directory"
 
 
+def test_a_cache_that_fails_to_be_written_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    def kernel(values):
+        values[0] = 1
+
+    monkeypatch.setattr(os, "replace", full)
+    kernels.compile_kernel(kernel, "config", keep=True)(np.zeros(1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    def kernel(values):
+        values[0] = 1
+
+    monkeypatch.setattr(kernels, "cache_dir", homeless)
+    values = np.zeros(1)
+    kernels.compile_kernel(kernel, "config", keep=True)(values)
+    assert values[0] == 1
+
+
 def test_another_config_or_source_is_another_file(monkeypatch):
     def compile_with(config):
         def kernel(values):
@@ -119,10 +146,21 @@ def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
         assert kernels.cache_dir() == tmp_path / "xdg" / "pagedkv" / "cpu"
 
 
-def test_a_score_mod_that_numba_cannot_compile_says_so_and_writes_nothing():
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda score, *rest: str(score),
+        lambda score, q_pos, k_pos, head, seq: None,
+        lambda score, q_pos, k_pos, head, seq: score * 1j,
+        lambda score: score,
+        print,
+    ],
+    ids=["a string", "nothing", "complex", "one argument", "built in"],
+)
+def test_a_score_mod_that_cannot_be_used_says_so_and_writes_nothing(score_mod):
     k = np.zeros((1, 16, 1, 64), np.float32)
     out = np.full((1, 1, 64), np.nan, np.float32)
     arguments = (out.copy(), k, k, np.zeros((1, 1), np.int32), np.ones(1, np.int32))
     with pytest.raises(TypeError, match="score_mod must be a function of \\(score, q_pos, k_pos, head, seq\\)"):
-        pagedkv.decode_attention(*arguments, score_mod=lambda score, *rest: str(score), out=out)
+        pagedkv.decode_attention(*arguments, score_mod=score_mod, out=out)
     assert np.isnan(out).all()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -131,3 +132,44 @@ def test_a_forked_child_has_its_own_workers():
             pytest.fail("the child hangs")
         time.sleep(0.01)
     assert os.waitstatus_to_exitcode(status[1]) == 0
+
+
+def test_without_further_threads_the_call_is_done_all_the_same(monkeypatch):
+    class NoThreads:
+        def submit(self, work):
+            raise RuntimeError("can't start new thread")
+
+    problem = _problem()
+    expected = pagedkv.decode_attention(*problem)
+    monkeypatch.setattr(threads._workers, "executor", NoThreads)
+    np.testing.assert_array_equal(pagedkv.decode_attention(*problem), expected)
+
+
+def test_a_worker_whose_caller_does_not_wait_keeps_the_arrays_alive(monkeypatch):
+    cache = np.zeros(8)
+    alive = weakref.ref(cache)
+    go, done = threading.Event(), threading.Event()
+
+    def kernel(counter, num_items):
+        go.wait(30)
+        done.set()
+
+    def interrupted(futures):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threads, "wait", interrupted)
+    pagedkv.set_num_threads(1)
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(kernel, 1, (), parallel=True, owners=(cache,))
+    del cache
+    assert alive() is not None
+    go.set()
+    assert done.wait(30)
+
+
+def test_one_thread_leaves_the_main_thread_free_for_ctrl_c():
+    names = []
+    pagedkv.set_num_threads(1)
+    threads.run(lambda counter, num_items: names.append(threading.current_thread().name), 5, (), parallel=True)
+    assert len(names) == 1
+    assert names[0].startswith("pagedkv")

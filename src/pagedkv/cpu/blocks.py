@@ -41,9 +41,10 @@ def write_kv(
     if not kept.all():
         k, v, slots = k[kept], v[kept], slots[kept]
     at = np.divmod(slots, spec.block_size)
-    for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+    keys, values = _encode(k, spec.kind, k_scale), _encode(v, spec.kind, v_scale)
+    for x, cache in ((keys, k_cache), (values, v_cache)):
         tokens = _tokens(cache, spec.layout)
-        tokens[at] = _encode(x, spec.kind, scale).reshape(len(slots), *tokens.shape[2:])
+        tokens[at] = x.reshape(len(slots), *tokens.shape[2:])
 
 
 def gather_kv(
@@ -63,7 +64,8 @@ def gather_kv(
     if spec.kind in _FLOATS:
         return codes[0].view(_FLOATS[spec.kind]), codes[1].view(_FLOATS[spec.kind])
     wide = [x.view(FP8_DTYPES[spec.kind]).astype(np.float32) for x in codes]
-    return wide[0] * k_scale[:, None], wide[1] * v_scale[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return wide[0] * k_scale[:, None], wide[1] * v_scale[:, None]
 
 
 def copy_blocks(copies: Iterable[tuple[Array, Array]], pairs: npt.NDArray[np.int64]) -> None:

@@ -82,9 +82,15 @@ class _DiskCache:
         # A cache that cannot be written costs time at the next start, nothing else.
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(hashlib.sha256(body).digest() + body)
-            os.replace(file.name, path)
+            # Named like a kernel, so that one that a killed process leaves is dropped in its turn.
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix="new-", suffix=SUFFIX, delete=False) as file:
+                try:
+                    file.write(hashlib.sha256(body).digest() + body)
+                    file.close()
+                    os.replace(file.name, path)
+                except BaseException:
+                    os.unlink(file.name)
+                    raise
             self._drop_oldest(path.parent)
 
     @staticmethod
@@ -125,5 +131,7 @@ def compile_kernel(function: Callable[..., Any], tag: object, *, keep: bool) -> 
     _name_apart(function, tag)
     kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
     if keep:
-        kernel._cache = _DiskCache(f"{function.__module__}.{function.__qualname__}")
+        # A user without a home directory has no cache.
+        with contextlib.suppress(RuntimeError):
+            kernel._cache = _DiskCache(f"{function.__module__}.{function.__qualname__}")
     return kernel

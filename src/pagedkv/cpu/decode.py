@@ -217,8 +217,8 @@ def decode_attention(
     num_seqs, num_heads, head_dim = q.shape
     kernel = _make_kernel(tile_config(spec), options.score_mod)
     splits = plan_splits(seq_lens, options.window)
-    k_strides = cache_strides(k_cache, spec.layout, values=False)
-    v_strides = cache_strides(v_cache, spec.layout, values=True)
+    k_strides = cache_strides(k_cache, spec.layout)
+    v_strides = cache_strides(v_cache, spec.layout)
     factor = (options.scale * k_scale).repeat(num_heads // spec.num_kv_heads)
     queries = q.astype(np.float32, order="C") * factor[:, None]
 
@@ -257,6 +257,7 @@ def decode_attention(
             result,
             lse_result,
         ),
+        owners=(k_cache, v_cache),
         parallel=total_bytes >= PARALLEL_BYTES,
     )
     out[...] = result

@@ -192,8 +192,8 @@ def prefill_attention(
             tokens_per_item,
             k_cache.ctypes.data,
             v_cache.ctypes.data,
-            cache_strides(k_cache, spec.layout, values=False),
-            cache_strides(v_cache, spec.layout, values=True),
+            cache_strides(k_cache, spec.layout),
+            cache_strides(v_cache, spec.layout),
             spec.block_size,
             options.causal,
             NO_WINDOW if options.window is None else options.window,
@@ -204,6 +204,7 @@ def prefill_attention(
             result,
             lse_result,
         ),
+        owners=(k_cache, v_cache),
         parallel=logits >= PARALLEL_LOGITS,
     )
     out[:num_tokens] = result

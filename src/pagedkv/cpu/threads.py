@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 
 def _available() -> int:
@@ -24,7 +23,7 @@ def _available() -> int:
 
 def _from_environment() -> int:
     text = os.environ.get("PAGEDKV_NUM_THREADS")
-    if text is None:
+    if not text:
         return _available()
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"PAGEDKV_NUM_THREADS must be an integer of at least 1, got {text!r}")
@@ -71,11 +70,11 @@ def set_num_threads(n: int) -> None:
     ValueError
         `n` is below 1.
     """
-    if isinstance(n, bool) or not isinstance(n, int):
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
         raise TypeError(f"n must be an int, got {type(n).__name__}")
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
-    _workers.resize(n)
+    _workers.resize(int(n))
 
 
 def get_num_threads() -> int:
@@ -85,22 +84,32 @@ def get_num_threads() -> int:
     return _workers.count
 
 
-def run(kernel: Callable[..., Any], num_items: int, args: tuple[Any, ...], *, parallel: bool) -> None:
-    """Call ``kernel(counter_address, num_items, *args)`` on all threads until the counter has reached num_items."""
+def run(
+    kernel: Callable[..., Any], num_items: int, args: tuple[Any, ...], *, parallel: bool, owners: tuple[Any, ...] = ()
+) -> None:
+    """Call ``kernel(counter_address, num_items, *args)`` on all threads until the counter has reached num_items.
+
+    `owners` are the arrays whose addresses are among the args: they outlive every worker, even when the caller does not
+    wait for it.
+    """
     counter = np.zeros(1, np.int64)
-    workers = min(get_num_threads(), num_items) if parallel else 1
-    if workers == 1:
+    if not parallel:
         kernel(counter.ctypes.data, num_items, *args)
         return
-    _run_on_workers(kernel, counter, num_items, args, workers)
 
+    def work(owners: tuple[Any, ...] = owners) -> None:
+        kernel(counter.ctypes.data, num_items, *args)
 
-def _run_on_workers(
-    kernel: Callable[..., Any], counter: npt.NDArray[np.int64], num_items: int, args: tuple[Any, ...], workers: int
-) -> None:
     executor = _workers.executor()
-    futures = [executor.submit(kernel, counter.ctypes.data, num_items, *args) for _ in range(workers)]
+    futures: list[Future[None]] = []
     try:
+        for _ in range(min(get_num_threads(), num_items)):
+            try:
+                futures.append(executor.submit(work))
+            except RuntimeError:  # no further thread can be started, or the interpreter is about to end
+                break
+        if not futures:
+            work()
         wait(futures)
     except BaseException:
         counter[0] = num_items

@@ -58,15 +58,13 @@ def plain(array: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
     return NO_HEADS if array is None else np.require(array, requirements=["C", "W"])
 
 
-def cache_strides(cache: npt.NDArray[Any], layout: str, *, values: bool) -> Strides:
+def cache_strides(cache: npt.NDArray[Any], layout: str) -> Strides:
     """The strides of a K or V cache."""
     strides = cache.strides
     if layout == "NHD":
         return Strides(strides[0], strides[2], strides[1], 0)
     if layout == "HND":
         return Strides(strides[0], strides[1], strides[2], 0)
-    if values:
-        return Strides(strides[0], strides[1], strides[3], strides[2])
     return Strides(strides[0], strides[1], strides[3], strides[2])
 
 
