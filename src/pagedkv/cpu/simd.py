@@ -353,7 +353,7 @@ def _scalar_access(element: Any, numba_type: Any) -> tuple[Any, Any]:
 
 
 get_float, put_float = _scalar_access(FLOAT, types.float32)
-get_int32, put_int32 = _scalar_access(INT32, types.int32)
+get_int32, _ = _scalar_access(INT32, types.int32)
 get_int, put_int = _scalar_access(ir.IntType(64), types.int64)
 
 
