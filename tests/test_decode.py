@@ -165,6 +165,18 @@ def test_scale_zero_is_the_mean_and_lse_is_natural(spec):
     np.testing.assert_allclose(lse, np.log([[SPLIT * 2], [3]]) * np.ones_like(lse), rtol=1e-6)
 
 
+@pytest.mark.parametrize("spec", [SOME[0], SOME[1], SOME[3]], ids=lambda spec: f"{spec.layout}-{spec.kv_dtype}")
+def test_an_infinite_last_value_stays_infinite(spec):
+    """The step that reads it reaches past it, where it must not be multiplied by zero."""
+    length = SPLIT + 3
+    problem = build(spec.replace(seq_lens=(length,)))
+    block, offset = problem.block_tables[0, (length - 1) // spec.block_size], (length - 1) % spec.block_size
+    index = {"NHD": (block, offset, 0, 5), "HND": (block, 0, offset, 5), "vllm": (block, 0, 5, offset)}[spec.layout]
+    problem.v_cache[index] = np.inf
+    out, _ = run(problem)
+    assert np.isposinf(out[0, : spec.group_size, 5].astype(np.float32)).all()
+
+
 @some
 def test_nan_in_use_is_not_hidden(spec):
     """In a key it makes the rows of its group NaN, in a value its element of them."""

@@ -28,8 +28,8 @@ MUTANTS = [
     Mutant(
         "decode: values of the first KV head for all",
         "cpu/decode.py",
-        "stage_values(scratch.tile, v_rows, kv_head,",
-        "stage_values(scratch.tile, v_rows, first_kv_head,",
+        "(first_kv_head + h) * v_strides[1]",
+        "first_kv_head * v_strides[1]",
         NEEDLE,
     ),
     Mutant(
@@ -154,9 +154,37 @@ MUTANTS = [
     Mutant(
         "flash: the row that is left over after fours is dropped",
         "cpu/flash.py",
-        "for _ in range(singles):",
-        "for _ in range(singles - 1):",
+        "for _ in range(singles):\n            dots_of_1(",
+        "for _ in range(singles - 1):\n            dots_of_1(",
         GROUPS,
+    ),
+    Mutant(
+        "flash: the values of the row that is left over after fours are dropped",
+        "cpu/flash.py",
+        "for _ in range(singles):\n            add_to_1(",
+        "for _ in range(singles - 1):\n            add_to_1(",
+        GROUPS,
+    ),
+    Mutant(
+        "flash: the third of four queries is the second",
+        "cpu/flash.py",
+        "z = load(q + 2 * row,",
+        "z = load(q + row,",
+        ("tests/test_decode.py::test_group_sizes[4-NHD-float32]",),
+    ),
+    Mutant(
+        "flash: accumulators are not rescaled",
+        "cpu/flash.py",
+        "        if t == 0:",
+        "        if t < 0:",
+        ORACLE,
+    ),
+    Mutant(
+        "decode: a step past the end multiplies the last value again",
+        "cpu/decode.py",
+        "taken = min(STEP, count - t)",
+        "taken = STEP",
+        ("tests/test_decode.py::test_an_infinite_last_value_stays_infinite[NHD-float32]",),
     ),
     Mutant(
         "merge: without the sink",

@@ -1,10 +1,11 @@
 """Decode attention on the CPU: flash-decoding over fixed splits of SPLIT tokens.
 
-Work item: one split of one sequence for a few neighbouring KV heads. Each KV head's rows are read once, into a tile of
-float32 that all G query heads of the group share, with an online softmax over the tiles of a split (Milakov and
-Gimelshein, 2018). The last item of a (sequence, heads) group to finish merges its splits in their order
-(flash-decoding, Dao et al., 2023). Splits and tiles start at multiples of SPLIT and TILE tokens of the sequence, or
-where its window does, so the order of every sum depends on the sequence's length and the window alone.
+Work item: one split of one sequence for a few neighbouring KV heads, with an online softmax over the tiles of a split
+(Milakov and Gimelshein, 2018). A step takes STEP tokens of one KV head with all G query heads of its group, so a row
+comes from memory once; the steps of a tile follow the order in which its rows lie, keys and then values, and ask for
+the rows of a later step meanwhile. The last item of a (sequence, heads) group to finish merges its splits in their
+order (flash-decoding, Dao et al., 2023). Splits and tiles start at multiples of SPLIT and TILE tokens of the sequence,
+or where its window does, so the order of every sum depends on the sequence's length and the window alone.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
 from ..layouts import CacheSpec
 from ..options import AttentionOptions
 from .compile import compile_kernel
 from .flash import (
     NOTHING,
+    STEP,
     ZERO,
     copy_floats,
     make_steps,
     merge,
     scratch_at,
     scratch_floats,
-    scratch_ints,
     start_row,
 )
-from .simd import ELEMENT_BITS, fetch_add
+from .simd import ELEMENT_BITS, fetch_add, get_int
 from .threads import get_num_threads, run
 from .tiles import (
     FLOAT_BYTES,
@@ -45,23 +47,53 @@ from .tiles import (
     cache_strides,
     make_tiles,
     plain,
-    plan_ahead,
     tile_config,
+    tile_rows,
     token_rows,
 )
 
 SPLIT = 512
 ITEMS_PER_THREAD = 4
-TILE_BYTES_IN_L2 = 256 * 1024
+GROUP_BYTES = 32 * 1024
 PARALLEL_BYTES = 256 * 1024
+
+
+@njit(nogil=True)
+def _step_at(step, heads, count, token_major):
+    """The first token and the head of a step of a tile: in the order in which the rows lie."""
+    if token_major:
+        return step // heads * STEP, step % heads
+    steps = -(-count // STEP)
+    return step % steps * STEP, step // steps
+
+
+@njit(nogil=True)
+def _ahead_of(t, h, rows, strides, next_rows, next_strides, heads, first_head, count, token_major):
+    """Where the bytes lie to ask for in the step at token t and head h; 0 if there are none.
+
+    They are an equal part of the group that follows: the next STEP tokens of all heads (token_major), or all tokens of
+    the next head. After the last group come `next_rows`, or nothing where that is 0.
+    """
+    last = t + STEP >= count if token_major else h + 1 == heads
+    if last and next_rows == 0:
+        return np.int64(0)
+    if last:
+        rows, strides = next_rows, next_strides
+    if token_major:
+        first = 0 if last else t + STEP
+        token, head = first + h * STEP // heads, h * STEP % heads
+    else:
+        token, head = t, 0 if last else h + 1
+    return get_int(rows + token * INT_BYTES) + (first_head + head) * strides[1]
 
 
 @lru_cache(maxsize=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The decode kernel of one TileConfig and score_mod."""
     stage_keys, stage_values = make_tiles(config)
-    attend_keys, attend_values = make_steps(config, score_mod)
-    item_bytes = 0 if config.vllm else ELEMENT_BITS[config.kind] // 8
+    staged = config.vllm
+    kind = "float32" if staged else config.kind
+    dots, weigh, add_values = make_steps(kind, config.lanes, score_mod)
 
     def decode(
         counter,
@@ -75,6 +107,8 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         k_strides,
         v_strides,
         heads_per_item,
+        token_major,
+        in_order,
         block_size,
         window,
         softcap,
@@ -95,12 +129,10 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         most_rows = heads_per_item * group_size
         row = head_dim * FLOAT_BYTES
 
-        floats = aligned(scratch_floats(most_rows, group_size, head_dim))
-        ints = np.zeros(scratch_ints(most_rows, heads_per_item), np.int64)
+        floats = aligned(scratch_floats(most_rows, head_dim))
+        ints = np.zeros(2 * most_rows, np.int64)
         addresses = np.zeros((4, TILE), np.int64)
-        scratch = scratch_at(
-            address(floats), address(ints), most_rows, group_size, head_dim, heads_per_item, head_dim * item_bytes
-        )
+        scratch = scratch_at(address(floats), address(ints), most_rows, head_dim)
         floats[:] = ZERO
         slopes_at = address(slopes) if slopes.size else np.int64(0)
 
@@ -122,36 +154,46 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                 start_row(scratch, r, length - 1, first_head + r, query + r * row, head_dim)
 
             k_rows, v_rows = address(addresses), address(addresses) + ROWS_BYTES
-            next_k, next_v = v_rows + ROWS_BYTES, v_rows + 2 * ROWS_BYTES
+            next_k, staged_rows = v_rows + ROWS_BYTES, v_rows + 2 * ROWS_BYTES
+            tile_rows(staged_rows, scratch.tile, head_dim)
+            asks = in_order and (not token_major or kv_heads == num_kv_heads or kv_heads % STEP == 0)
             count = min(TILE, stop - start)
             token_rows(next_k, k_base, k_strides, table, block_size, start, count)
-            token_rows(next_v, v_base, v_strides, table, block_size, start, count)
             while start < stop:
                 k_rows, next_k = next_k, k_rows
-                v_rows, next_v = next_v, v_rows
+                token_rows(v_rows, v_base, v_strides, table, block_size, start, count)
                 next_start = start + count
                 next_count = max(0, min(TILE, stop - next_start))
+                later_k = next_k if next_count > 0 else np.int64(0)
                 token_rows(next_k, k_base, k_strides, table, block_size, next_start, next_count)
-                token_rows(next_v, v_base, v_strides, table, block_size, next_start, next_count)
-                plan_ahead(scratch.ahead, next_k, next_v, k_strides, v_strides, first_kv_head, kv_heads, next_count)
-                for h in range(kv_heads):
-                    kv_head, first_row, last_row = first_kv_head + h, h * group_size, (h + 1) * group_size
-                    stage_keys(scratch.tile, k_rows, kv_head, k_strides, head_dim, count)
-                    attend_keys(
-                        scratch,
-                        first_row,
-                        last_row,
-                        head_dim,
-                        start,
-                        count,
-                        False,
-                        window,
-                        softcap,
-                        slopes_at,
-                        seq,
-                    )
-                    stage_values(scratch.tile, v_rows, kv_head, v_strides, head_dim, count)
-                    attend_values(scratch, first_row, last_row, head_dim, count)
+                steps, ahead = -(-count // STEP) * kv_heads, np.int64(0)
+                for step in range(steps):
+                    t, h = _step_at(step, kv_heads, count, token_major)
+                    rows, head, offset = k_rows, first_kv_head + h, (first_kv_head + h) * k_strides[1]
+                    if staged:
+                        rows, offset = staged_rows, 0
+                        if t == 0:
+                            stage_keys(scratch.tile, k_rows, head, k_strides, head_dim, count, k_rows, k_strides)
+                    if asks:
+                        ahead = _ahead_of(
+                            t, h, k_rows, k_strides, v_rows, v_strides, kv_heads, first_kv_head, count, token_major
+                        )
+                    dots(scratch, h * group_size, (h + 1) * group_size, t, rows, offset, head_dim, ahead)
+                for r in range(num_rows):
+                    weigh(scratch, r, start, count, False, window, softcap, slopes_at, seq)
+                for step in range(steps):
+                    t, h = _step_at(step, kv_heads, count, token_major)
+                    rows, head, offset = v_rows, first_kv_head + h, (first_kv_head + h) * v_strides[1]
+                    if staged:
+                        rows, offset = staged_rows, 0
+                        if t == 0:
+                            stage_values(scratch.tile, v_rows, head, v_strides, head_dim, count, v_rows, v_strides)
+                    if asks:
+                        ahead = _ahead_of(
+                            t, h, v_rows, v_strides, later_k, k_strides, kv_heads, first_kv_head, count, token_major
+                        )
+                    taken = min(STEP, count - t)
+                    add_values(scratch, h * group_size, (h + 1) * group_size, t, rows, offset, head_dim, taken, ahead)
                 start, count = next_start, next_count
 
             mine = split * num_heads + first_head
@@ -223,10 +265,13 @@ def decode_attention(
     queries = q.astype(np.float32, order="C") * factor[:, None]
 
     row_bytes = head_dim * ELEMENT_BITS[spec.kind] // 8
-    in_l2 = max(1, TILE_BYTES_IN_L2 // (2 * TILE * row_bytes))
+    in_l1 = max(1, GROUP_BYTES // (STEP * row_bytes))
     busy = -(-ITEMS_PER_THREAD * get_num_threads() // max(1, splits.seq.size))
-    heads_per_item = max(1, min(in_l2, spec.num_kv_heads // busy))
+    heads_per_item = max(1, min(in_l1, spec.num_kv_heads // busy))
     groups = -(-spec.num_kv_heads // heads_per_item)
+    token_major = k_strides.token > k_strides.head
+    # What a step asks for is one run of bytes, so rows must follow each other without gaps.
+    in_order = spec.layout != "vllm" and all(min(s.head, s.token) == row_bytes for s in (k_strides, v_strides))
     total_bytes = 2 * row_bytes * spec.num_kv_heads * int(seq_lens.sum(dtype=np.int64))
 
     result = np.zeros(q.shape, np.float32)
@@ -244,6 +289,8 @@ def decode_attention(
             k_strides,
             v_strides,
             heads_per_item,
+            token_major,
+            in_order,
             spec.block_size,
             NO_WINDOW if options.window is None else options.window,
             np.float32(options.softcap or 0),

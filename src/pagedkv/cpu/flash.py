@@ -17,6 +17,7 @@ from numba import njit
 from .compile import device
 from .logits import make_modify
 from .simd import (
+    ELEMENT_BITS,
     add,
     broadcast,
     exp,
@@ -28,6 +29,7 @@ from .simd import (
     maximum,
     multiply,
     part,
+    prefetch,
     put_float,
     put_int,
     splat,
@@ -35,14 +37,14 @@ from .simd import (
     total,
     totals,
 )
-from .tiles import AHEAD_CURSOR, FLOAT_BYTES, INT_BYTES, TILE, Ahead, TileConfig, ask, lines_of_part
+from .tiles import CACHE_LINE, FLOAT_BYTES, INT_BYTES, TILE
 
 DOT_LANES = 16
 NOTHING = np.float32(-np.inf)
 ZERO = np.float32(0)
 ONE = np.float32(1)
 SCORES = FLOAT_BYTES * TILE
-ASK_EVERY = 4  # tokens of a tile of values
+STEP = 8  # keys of a step
 
 
 class Scratch(NamedTuple):
@@ -51,70 +53,103 @@ class Scratch(NamedTuple):
     tile: Any  # float32 (TILE, head_dim) keys or values
     queries: Any  # float32 (rows, head_dim)
     acc: Any  # float32 (rows, head_dim)
-    scores: Any  # float32 (rows of one step, TILE) logits, then weights
+    scores: Any  # float32 (rows, TILE) logits, then weights
     maximum: Any  # float32 (rows,) the largest logit so far
     sum: Any  # float32 (rows,) the sum of the weights so far
-    rescale: Any  # float32 (rows,) the factor of the accumulator in this step
+    rescale: Any  # float32 (rows,) the factor of the accumulator in this tile
     position: Any  # int64 (rows,) the token's position in its sequence
     head: Any  # int64 (rows,) the query head
-    ahead: Any  # Ahead: the rows to ask for meanwhile
 
 
 class Steps(NamedTuple):
-    """The device functions of one TileConfig and score_mod."""
+    """The device functions of one kind of rows and score_mod."""
 
-    attend_keys: Callable[..., Any]
-    attend_values: Callable[..., Any]
+    dots: Callable[..., Any]
+    weigh: Callable[..., Any]
+    add_values: Callable[..., Any]
 
 
-def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Steps:
-    """The two halves of a step: logits and weights from a tile of keys, then the weighted sum of a tile of values."""
-    lanes, dot_lanes = config.lanes, min(config.lanes, DOT_LANES)
+def make_steps(kind: str, lanes: int, score_mod: Callable[..., Any] | None) -> Steps:
+    """What is done with a tile: logits from its keys, weights from those, then the weighted sum of its values.
+
+    Keys and values are rows of `kind`, named by addresses in memory. `ahead` is 0 or the address of bytes that a later
+    step reads, as many as this one does: they are asked for between the arithmetic, a line at a time and in the order
+    of their addresses, which keeps the memory busy and never fills the processor's miss buffers.
+    """
+    dot_lanes = min(lanes, DOT_LANES)
+    item = ELEMENT_BITS[kind] // 8
     modify = make_modify(score_mod)
-    tag = (config, score_mod)
+    tag = (kind, lanes, score_mod)
     modified = score_mod is not None
+    ask_4, ask_1, ask_values = 2 * dot_lanes * item, STEP * dot_lanes * item, lanes * item
 
     @device(tag)
-    def dots_of_2(scores, tile, query, row, ahead, lines):
-        """Two queries times the rows of a tile, four rows at a time."""
-        for t in range(0, TILE, 4):
-            ask(ahead, lines)
-            key = tile + t * row
+    def dots_of_4(scores, rows, offset, query, row, head_dim, ahead):
+        """Four queries times STEP keys, two keys at a time."""
+        for t in range(0, STEP, 2):
+            j = get_int(rows + t * INT_BYTES) + offset
+            k = get_int(rows + (t + 1) * INT_BYTES) + offset
             a = splat(ZERO, dot_lanes)
             b, c, d, e, f, g, h = a, a, a, a, a, a, a
-            for i in range(0, row, dot_lanes * FLOAT_BYTES):
-                x, y = load(query + i, "float32", dot_lanes), load(query + row + i, "float32", dot_lanes)
-                k = load(key + i, "float32", dot_lanes)
-                a, e = fma(x, k, a), fma(y, k, e)
-                k = load(key + row + i, "float32", dot_lanes)
-                b, f = fma(x, k, b), fma(y, k, f)
-                k = load(key + 2 * row + i, "float32", dot_lanes)
-                c, g = fma(x, k, c), fma(y, k, g)
-                k = load(key + 3 * row + i, "float32", dot_lanes)
-                d, h = fma(x, k, d), fma(y, k, h)
+            for i in range(0, head_dim, dot_lanes):
+                if ahead != 0:
+                    for line in range(0, ask_4, CACHE_LINE):
+                        prefetch(ahead + line)
+                    ahead += ask_4
+                x, y = load(j + i * item, kind, dot_lanes), load(k + i * item, kind, dot_lanes)
+                q = query + i * FLOAT_BYTES
+                z = load(q, "float32", dot_lanes)
+                a, b = fma(z, x, a), fma(z, y, b)
+                z = load(q + row, "float32", dot_lanes)
+                c, d = fma(z, x, c), fma(z, y, d)
+                z = load(q + 2 * row, "float32", dot_lanes)
+                e, f = fma(z, x, e), fma(z, y, f)
+                z = load(q + 3 * row, "float32", dot_lanes)
+                g, h = fma(z, x, g), fma(z, y, h)
             sums = totals(a, b, c, d, e, f, g, h)
-            store(scores + t * FLOAT_BYTES, part(sums, 0, 4))
-            store(scores + SCORES + t * FLOAT_BYTES, part(sums, 4, 4))
+            score = scores + t * FLOAT_BYTES
+            store(score, part(sums, 0, 2))
+            store(score + SCORES, part(sums, 2, 2))
+            store(score + 2 * SCORES, part(sums, 4, 2))
+            store(score + 3 * SCORES, part(sums, 6, 2))
 
     @device(tag)
-    def dots_of_1(scores, tile, query, row, ahead, lines):
-        """One query times the rows of a tile, eight rows at a time; the sums have the same order."""
-        for t in range(0, TILE, 8):
-            ask(ahead, lines)
-            key = tile + t * row
-            a = splat(ZERO, dot_lanes)
-            b, c, d, e, f, g, h = a, a, a, a, a, a, a
-            for i in range(0, row, dot_lanes * FLOAT_BYTES):
-                x = load(query + i, "float32", dot_lanes)
-                a = fma(x, load(key + i, "float32", dot_lanes), a)
-                b = fma(x, load(key + row + i, "float32", dot_lanes), b)
-                c = fma(x, load(key + 2 * row + i, "float32", dot_lanes), c)
-                d = fma(x, load(key + 3 * row + i, "float32", dot_lanes), d)
-                e = fma(x, load(key + 4 * row + i, "float32", dot_lanes), e)
-                f = fma(x, load(key + 5 * row + i, "float32", dot_lanes), f)
-                g = fma(x, load(key + 6 * row + i, "float32", dot_lanes), g)
-                h = fma(x, load(key + 7 * row + i, "float32", dot_lanes), h)
-            store(scores + t * FLOAT_BYTES, totals(a, b, c, d, e, f, g, h))
+    def dots_of_1(scores, rows, offset, query, head_dim, ahead):
+        """One query times STEP keys; the sums have the same order."""
+        k, m = get_int(rows) + offset, get_int(rows + INT_BYTES) + offset
+        n, o = get_int(rows + 2 * INT_BYTES) + offset, get_int(rows + 3 * INT_BYTES) + offset
+        p, r = get_int(rows + 4 * INT_BYTES) + offset, get_int(rows + 5 * INT_BYTES) + offset
+        u, v = get_int(rows + 6 * INT_BYTES) + offset, get_int(rows + 7 * INT_BYTES) + offset
+        a = splat(ZERO, dot_lanes)
+        b, c, d, e, f, g, h = a, a, a, a, a, a, a
+        for i in range(0, head_dim, dot_lanes):
+            if ahead != 0:
+                for line in range(0, ask_1, CACHE_LINE):
+                    prefetch(ahead + line)
+                ahead += ask_1
+            x, at = load(query + i * FLOAT_BYTES, "float32", dot_lanes), i * item
+            a = fma(x, load(k + at, kind, dot_lanes), a)
+            b = fma(x, load(m + at, kind, dot_lanes), b)
+            c = fma(x, load(n + at, kind, dot_lanes), c)
+            d = fma(x, load(o + at, kind, dot_lanes), d)
+            e = fma(x, load(p + at, kind, dot_lanes), e)
+            f = fma(x, load(r + at, kind, dot_lanes), f)
+            g = fma(x, load(u + at, kind, dot_lanes), g)
+            h = fma(x, load(v + at, kind, dot_lanes), h)
+        store(scores, totals(a, b, c, d, e, f, g, h))
+
+    @device(tag)
+    def dots(scratch, begin, end, t, rows, offset, head_dim, ahead):
+        """Dot products of the query rows begin .. end with the keys t .. t + STEP of a tile."""
+        row, at = head_dim * FLOAT_BYTES, rows + t * INT_BYTES
+        scores, query = scratch.scores + begin * SCORES + t * FLOAT_BYTES, scratch.queries + begin * row
+        singles = (end - begin) % 4
+        for _ in range(begin, end - singles, 4):
+            dots_of_4(scores, at, offset, query, row, head_dim, ahead)
+            scores, query, ahead = scores + 4 * SCORES, query + 4 * row, 0
+        for _ in range(singles):
+            dots_of_1(scores, at, offset, query, head_dim, ahead)
+            scores, query, ahead = scores + SCORES, query + row, 0
 
     @device(tag)
     def softmax(scores, start, stop, highest, summed, rescale):
@@ -125,15 +160,23 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
         base = after if after > NOTHING else ZERO
         weights = exp(add(logits, splat(-base, TILE)))
         store(scores, weights)
+        if before == after:
+            put_float(summed, get_float(summed) + total(weights))
+            put_float(rescale, ONE)
+            return
         factor = total(exp(splat(before - base, 1)))
         put_float(highest, after)
         put_float(summed, get_float(summed) * factor + total(weights))
         put_float(rescale, factor)
 
     @device(tag)
-    def weigh(scratch, r, scores, head_dim, first, count, causal, window, softcap, slopes, seq):
-        """Turn the dot products of query row r into weights."""
-        position, state = get_int(scratch.position + r * INT_BYTES), r * FLOAT_BYTES
+    def weigh(scratch, r, first, count, causal, window, softcap, slopes, seq):
+        """Turn the dot products of query row r with a tile whose first key is at position `first` into weights."""
+        scores, position, state = (
+            scratch.scores + r * SCORES,
+            get_int(scratch.position + r * INT_BYTES),
+            r * FLOAT_BYTES,
+        )
         start = max(np.int64(0), position - window + 1 - first)
         stop = min(count, position + 1 - first) if causal else count
         if start >= stop:
@@ -147,100 +190,86 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
         softmax(scores, start, stop, scratch.maximum + state, scratch.sum + state, scratch.rescale + state)
 
     @device(tag)
-    def attend_keys(scratch, begin, end, head_dim, first, count, causal, window, softcap, slopes, seq):
-        """Weights of a tile whose first key is at position `first`, for the query rows begin..end."""
-        row = head_dim * FLOAT_BYTES
-        scores, query = scratch.scores, scratch.queries + begin * row
-        single = (end - begin) % 2
-        pairs = (end - begin) // 2
-        lines = -(-lines_of_part(scratch.ahead) // (TILE // 4 * pairs + TILE // 8 * single))
-        for r in range(begin, end - single, 2):
-            dots_of_2(scores, scratch.tile, query, row, scratch.ahead, lines)
-            weigh(scratch, r, scores, head_dim, first, count, causal, window, softcap, slopes, seq)
-            weigh(scratch, r + 1, scores + SCORES, head_dim, first, count, causal, window, softcap, slopes, seq)
-            scores, query = scores + 2 * SCORES, query + 2 * row
-        if single:
-            dots_of_1(scores, scratch.tile, query, row, scratch.ahead, lines)
-            weigh(scratch, end - 1, scores, head_dim, first, count, causal, window, softcap, slopes, seq)
-
-    @device(tag)
-    def add_to_4(acc, tile, weights, rescale, row, count, ahead, lines):
-        """acc[r] = rescale[r] * acc[r] + sum of weights[r, t] * row t of the tile, for four query rows."""
-        for i in range(0, row, lanes * FLOAT_BYTES):
-            a = multiply(load(acc + i, "float32", lanes), broadcast(rescale, lanes))
-            b = multiply(load(acc + row + i, "float32", lanes), broadcast(rescale + FLOAT_BYTES, lanes))
-            c = multiply(load(acc + 2 * row + i, "float32", lanes), broadcast(rescale + 2 * FLOAT_BYTES, lanes))
-            d = multiply(load(acc + 3 * row + i, "float32", lanes), broadcast(rescale + 3 * FLOAT_BYTES, lanes))
+    def add_to_4(acc, rows, offset, weights, row, head_dim, count, ahead):
+        """acc[r] += sum of weights[r, t] * row t, for four query rows."""
+        for i in range(0, head_dim, lanes):
+            at, z = acc + i * FLOAT_BYTES, i * item
+            a, b = load(at, "float32", lanes), load(at + row, "float32", lanes)
+            c, d = load(at + 2 * row, "float32", lanes), load(at + 3 * row, "float32", lanes)
             for t in range(count):
-                if t % ASK_EVERY == 0:
-                    ask(ahead, lines)
-                value = load(tile + t * row + i, "float32", lanes)
+                if ahead != 0:
+                    for line in range(0, ask_values, CACHE_LINE):
+                        prefetch(ahead + line)
+                    ahead += ask_values
+                value = load(get_int(rows + t * INT_BYTES) + offset + z, kind, lanes)
                 weight = weights + t * FLOAT_BYTES
                 a = fma(broadcast(weight, lanes), value, a)
                 b = fma(broadcast(weight + SCORES, lanes), value, b)
                 c = fma(broadcast(weight + 2 * SCORES, lanes), value, c)
                 d = fma(broadcast(weight + 3 * SCORES, lanes), value, d)
-            store(acc + i, a)
-            store(acc + row + i, b)
-            store(acc + 2 * row + i, c)
-            store(acc + 3 * row + i, d)
+            store(at, a)
+            store(at + row, b)
+            store(at + 2 * row, c)
+            store(at + 3 * row, d)
 
     @device(tag)
-    def add_to_1(acc, tile, weights, rescale, row, count, ahead, lines):
+    def add_to_1(acc, rows, offset, weights, head_dim, count, ahead):
         """The same for one query row."""
-        for i in range(0, row, lanes * FLOAT_BYTES):
-            a = multiply(load(acc + i, "float32", lanes), broadcast(rescale, lanes))
+        for i in range(0, head_dim, lanes):
+            a = load(acc + i * FLOAT_BYTES, "float32", lanes)
             for t in range(count):
-                if t % ASK_EVERY == 0:
-                    ask(ahead, lines)
-                value = load(tile + t * row + i, "float32", lanes)
+                if ahead != 0:
+                    for line in range(0, ask_values, CACHE_LINE):
+                        prefetch(ahead + line)
+                    ahead += ask_values
+                value = load(get_int(rows + t * INT_BYTES) + offset + i * item, kind, lanes)
                 a = fma(broadcast(weights + t * FLOAT_BYTES, lanes), value, a)
-            store(acc + i, a)
+            store(acc + i * FLOAT_BYTES, a)
 
     @device(tag)
-    def attend_values(scratch, begin, end, head_dim, count):
-        """Add the weighted rows of a tile of values to the accumulators of the query rows begin..end."""
-        row = head_dim * FLOAT_BYTES
-        acc, weights, rescale = scratch.acc + begin * row, scratch.scores, scratch.rescale + begin * FLOAT_BYTES
+    def rescale(scratch, r, head_dim):
+        """Multiply the accumulator of query row r by the factor that the last tile of keys gave."""
+        acc, factor = scratch.acc + r * head_dim * FLOAT_BYTES, scratch.rescale + r * FLOAT_BYTES
+        for i in range(0, head_dim, lanes):
+            at = acc + i * FLOAT_BYTES
+            store(at, multiply(load(at, "float32", lanes), broadcast(factor, lanes)))
+
+    @device(tag)
+    def add_values(scratch, begin, end, t, rows, offset, head_dim, count, ahead):
+        """Add the weighted values t .. t + count of a tile to the accumulators of the query rows begin .. end."""
+        row, at = head_dim * FLOAT_BYTES, rows + t * INT_BYTES
+        acc, weights = scratch.acc + begin * row, scratch.scores + begin * SCORES + t * FLOAT_BYTES
+        if t == 0:
+            for r in range(begin, end):
+                if get_float(scratch.rescale + r * FLOAT_BYTES) != ONE:
+                    rescale(scratch, r, head_dim)
         singles = (end - begin) % 4
-        fours = end - begin - singles
-        passes = (fours // 4 + singles) * (head_dim // lanes) * -(-count // ASK_EVERY)
-        lines = -(-lines_of_part(scratch.ahead) // passes)
-        for _ in range(0, fours, 4):
-            add_to_4(acc, scratch.tile, weights, rescale, row, count, scratch.ahead, lines)
-            acc, weights, rescale = acc + 4 * row, weights + 4 * SCORES, rescale + 4 * FLOAT_BYTES
+        for _ in range(begin, end - singles, 4):
+            add_to_4(acc, at, offset, weights, row, head_dim, count, ahead)
+            acc, weights, ahead = acc + 4 * row, weights + 4 * SCORES, 0
         for _ in range(singles):
-            add_to_1(acc, scratch.tile, weights, rescale, row, count, scratch.ahead, lines)
-            acc, weights, rescale = acc + row, weights + SCORES, rescale + FLOAT_BYTES
+            add_to_1(acc, at, offset, weights, head_dim, count, ahead)
+            acc, weights, ahead = acc + row, weights + SCORES, 0
 
-    return Steps(attend_keys, attend_values)
+    return Steps(dots, weigh, add_values)
 
 
 @njit(nogil=True)
-def scratch_floats(num_rows, step_rows, head_dim):
+def scratch_floats(num_rows, head_dim):
     """How many float32 a Scratch takes."""
-    return (TILE + 2 * num_rows) * head_dim + step_rows * TILE + 3 * num_rows
+    return (TILE + 2 * num_rows) * head_dim + num_rows * TILE + 3 * num_rows
 
 
 @njit(nogil=True)
-def scratch_ints(num_rows, heads):
-    """How many int64 a Scratch takes."""
-    return 2 * num_rows + 2 * heads * TILE + AHEAD_CURSOR
-
-
-@njit(nogil=True)
-def scratch_at(floats, ints, num_rows, step_rows, head_dim, heads, row_bytes):
-    """Lay a Scratch out at two addresses, those of arrays that live as long as it is used."""
+def scratch_at(floats, ints, num_rows, head_dim):
+    """Lay a Scratch out at two addresses, those of arrays that live as long as it is used; two int64 per row."""
     queries = floats + TILE * head_dim * FLOAT_BYTES
     acc = queries + num_rows * head_dim * FLOAT_BYTES
     scores = acc + num_rows * head_dim * FLOAT_BYTES
-    highest = scores + step_rows * SCORES
+    highest = scores + num_rows * SCORES
     summed = highest + num_rows * FLOAT_BYTES
     rescale = summed + num_rows * FLOAT_BYTES
-    head = ints + num_rows * INT_BYTES
-    rows = head + num_rows * INT_BYTES
-    ahead = Ahead(rows, rows + 2 * heads * TILE * INT_BYTES, row_bytes)
-    return Scratch(floats, queries, acc, scores, highest, summed, rescale, ints, head, ahead)
+    return Scratch(floats, queries, acc, scores, highest, summed, rescale, ints, ints + num_rows * INT_BYTES)
 
 
 @njit(nogil=True)

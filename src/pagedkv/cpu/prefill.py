@@ -18,8 +18,8 @@ import numpy.typing as npt
 from ..layouts import CacheSpec
 from ..options import AttentionOptions
 from .compile import compile_kernel
-from .flash import NOTHING, ZERO, make_steps, merge, scratch_at, scratch_floats, scratch_ints, start_row
-from .simd import ELEMENT_BITS, fetch_add
+from .flash import NOTHING, STEP, ZERO, make_steps, merge, scratch_at, scratch_floats, start_row
+from .simd import fetch_add
 from .threads import run
 from .tiles import (
     FLOAT_BYTES,
@@ -33,12 +33,13 @@ from .tiles import (
     cache_strides,
     make_tiles,
     plain,
-    plan_ahead,
     tile_config,
+    tile_rows,
     token_rows,
 )
 
 ROWS = 64
+ROWS_AT_ONCE = 4
 PARALLEL_LOGITS = 4096
 
 
@@ -46,8 +47,7 @@ PARALLEL_LOGITS = 4096
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The prefill kernel of one TileConfig and score_mod."""
     stage_keys, stage_values = make_tiles(config)
-    attend_keys, attend_values = make_steps(config, score_mod)
-    item_bytes = 0 if config.vllm else ELEMENT_BITS[config.kind] // 8
+    dots, weigh, add_values = make_steps("float32", config.lanes, score_mod)
 
     def prefill(
         counter,
@@ -77,10 +77,12 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         most_rows = tokens_per_item * group_size
         row = head_dim * FLOAT_BYTES
 
-        floats = aligned(scratch_floats(most_rows, most_rows, head_dim))
-        ints = np.zeros(scratch_ints(most_rows, 1), np.int64)
+        floats = aligned(scratch_floats(most_rows, head_dim))
+        ints = np.zeros(2 * most_rows, np.int64)
         addresses = np.zeros((4, TILE), np.int64)
-        scratch = scratch_at(address(floats), address(ints), most_rows, most_rows, head_dim, 1, head_dim * item_bytes)
+        scratch = scratch_at(address(floats), address(ints), most_rows, head_dim)
+        staged_rows = address(addresses) + 3 * ROWS_BYTES
+        tile_rows(staged_rows, scratch.tile, head_dim)
         floats[:] = ZERO
         slopes_at = address(slopes) if slopes.size else np.int64(0)
 
@@ -103,22 +105,25 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             stop = min(length, first_position + num_tokens) if causal else length
             start = max(np.int64(0), first_position - window + 1) // TILE * TILE
             k_rows, v_rows = address(addresses), address(addresses) + ROWS_BYTES
-            next_k, next_v = v_rows + ROWS_BYTES, v_rows + 2 * ROWS_BYTES
+            next_k = v_rows + ROWS_BYTES
             count = min(TILE, stop - start)
             token_rows(next_k, k_base, k_strides, table, block_size, start, count)
-            token_rows(next_v, v_base, v_strides, table, block_size, start, count)
             while start < stop:
                 k_rows, next_k = next_k, k_rows
-                v_rows, next_v = next_v, v_rows
+                token_rows(v_rows, v_base, v_strides, table, block_size, start, count)
                 next_start = start + count
                 next_count = max(0, min(TILE, stop - next_start))
                 token_rows(next_k, k_base, k_strides, table, block_size, next_start, next_count)
-                token_rows(next_v, v_base, v_strides, table, block_size, next_start, next_count)
-                plan_ahead(scratch.ahead, next_k, next_v, k_strides, v_strides, kv_head, 1, next_count)
-                stage_keys(scratch.tile, k_rows, kv_head, k_strides, head_dim, count)
-                attend_keys(scratch, 0, num_rows, head_dim, start, count, causal, window, softcap, slopes_at, seq)
-                stage_values(scratch.tile, v_rows, kv_head, v_strides, head_dim, count)
-                attend_values(scratch, 0, num_rows, head_dim, count)
+                stage_keys(scratch.tile, k_rows, kv_head, k_strides, head_dim, count, v_rows, v_strides)
+                for r in range(0, num_rows, ROWS_AT_ONCE):
+                    end = min(r + ROWS_AT_ONCE, num_rows)
+                    for t in range(0, count, STEP):
+                        dots(scratch, r, end, t, staged_rows, 0, head_dim, 0)
+                for r in range(num_rows):
+                    weigh(scratch, r, start, count, causal, window, softcap, slopes_at, seq)
+                later = next_k if next_count > 0 else v_rows
+                stage_values(scratch.tile, v_rows, kv_head, v_strides, head_dim, count, later, k_strides)
+                add_values(scratch, 0, num_rows, 0, staged_rows, 0, head_dim, count, 0)
                 start, count = next_start, next_count
 
             for r in range(num_rows):

@@ -1,10 +1,9 @@
-"""Tiles: TILE tokens of one KV head as float32 rows, read from the blocks that hold them.
+"""Tiles: TILE tokens of one sequence, and where the rows of their keys and values lie.
 
-A kernel turns token positions into the addresses of their rows (`token_rows`) and widens the rows of one head into a
-scratch tile (`stage_keys`, `stage_values`), where all query rows read them. While it computes it asks for the rows of
-the tile after it (`ask`), a few cache lines at a time and in the order of their addresses: that keeps the memory busy
-and never fills the processor's miss buffers. Every function is made for a `TileConfig`; addresses and strides are in
-bytes.
+A kernel turns token positions into the addresses of their rows (`token_rows`). Decode reads rows where they lie and
+widens them as it goes; prefill, whose query rows share them, and the vllm layout, whose rows are not contiguous, widen
+those of one head into a scratch tile first (`stage_keys`, `stage_values`). Every function is made for a `TileConfig`;
+addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..layouts import CacheSpec
 from .compile import device
 from .simd import ELEMENT_BITS, get_int, get_int32, load, prefetch, put_int, store
 
-TILE = 32
+TILE = 64
 FLOAT_BYTES = 4
 INT_BYTES = 8
 TABLE_BYTES = 4
@@ -84,77 +83,30 @@ def aligned(size):
 
 @njit(nogil=True)
 def token_rows(rows, base, strides, table, block_size, start, count):
-    """rows[t] = the address of token start + t in head 0; `table` is the address of a row of a block table."""
+    """rows[t] = the address of token start + t in head 0; `table` is the address of a row of a block table.
+
+    Past `count` the last row stands again: reading it is allowed, and what comes of it is selected away.
+    """
     logical = start // block_size
     offset = start - logical * block_size
+    row = np.int64(0)
     for t in range(count):
         block = np.int64(get_int32(table + logical * TABLE_BYTES))
-        put_int(rows + t * INT_BYTES, base + block * strides[0] + offset * strides[2])
+        row = base + block * strides[0] + offset * strides[2]
+        put_int(rows + t * INT_BYTES, row)
         offset += 1
         if offset == block_size:
             offset = 0
             logical += 1
-
-
-class Ahead(NamedTuple):
-    """The rows of the tile after this one, and how far they have been asked for."""
-
-    rows: Any  # address of their int64 addresses
-    cursor: Any  # address of int64: the next row, the next byte in it, the number of rows, the lines of a head's K or V
-    row_bytes: Any  # of a row; 0 when rows are not contiguous and nothing is asked for
-
-
-AHEAD_CURSOR = 4
+    for t in range(count, TILE):
+        put_int(rows + t * INT_BYTES, row)
 
 
 @njit(nogil=True)
-def plan_ahead(ahead, k_rows, v_rows, k_strides, v_strides, first_head, heads, count):
-    """List the rows of `heads` heads and `count` tokens: equal parts for each head, K then V, in address order."""
-    _list_rows(ahead.rows, k_rows, k_strides, first_head, heads, count)
-    _list_rows(ahead.rows + count * INT_BYTES, v_rows, v_strides, first_head, heads, count)
-    put_int(ahead.cursor, 0)
-    put_int(ahead.cursor + INT_BYTES, 0)
-    put_int(ahead.cursor + 2 * INT_BYTES, 2 * heads * count)
-    put_int(ahead.cursor + 3 * INT_BYTES, -(-ahead.row_bytes // CACHE_LINE) * count)
-
-
-@njit(nogil=True)
-def _list_rows(listed, rows, strides, first_head, heads, count):
-    token_major = strides[2] > strides[1]
-    outer, inner = (count, heads) if token_major else (heads, count)
-    done = 0
-    for i in range(outer):
-        for j in range(inner):
-            t, h = (i, j) if token_major else (j, i)
-            put_int(listed, get_int(rows + t * INT_BYTES) + (first_head + h) * strides[1])
-            listed += INT_BYTES
-            done += 1
-            if done == count:
-                done = 0
-                listed += count * INT_BYTES
-
-
-@njit(nogil=True)
-def ask(ahead, lines):
-    """Ask for the next cache lines of the rows ahead."""
-    row, byte = get_int(ahead.cursor), get_int(ahead.cursor + INT_BYTES)
-    last = get_int(ahead.cursor + 2 * INT_BYTES)
-    for _ in range(lines):
-        if row >= last:
-            break
-        prefetch(get_int(ahead.rows + row * INT_BYTES) + byte)
-        byte += CACHE_LINE
-        if byte >= ahead.row_bytes:
-            byte = 0
-            row += 1
-    put_int(ahead.cursor, row)
-    put_int(ahead.cursor + INT_BYTES, byte)
-
-
-@njit(nogil=True)
-def lines_of_part(ahead):
-    """How many cache lines one head's K or V has in the tile ahead."""
-    return get_int(ahead.cursor + 3 * INT_BYTES)
+def tile_rows(rows, tile, head_dim):
+    """rows[t] = the address of row t of a scratch tile."""
+    for t in range(TILE):
+        put_int(rows + t * INT_BYTES, tile + t * head_dim * FLOAT_BYTES)
 
 
 class Tiles(NamedTuple):
@@ -165,27 +117,33 @@ class Tiles(NamedTuple):
 
 
 def make_tiles(config: TileConfig) -> Tiles:
-    """The functions that read tiles of one kind of cache."""
+    """The functions that widen the first `count` rows of one head into a float32 tile.
+
+    `ahead` is the address of as many more row addresses, of what is staged next: those rows are asked for meanwhile.
+    """
     kind, lanes = config.kind, config.lanes
     item = ELEMENT_BITS[kind] // 8
     vector = 16 // item
 
     @device(config)
-    def stage_rows(tile, rows, head, strides, head_dim, count):
+    def stage_rows(tile, rows, head, strides, head_dim, count, ahead, ahead_strides):
         for t in range(count):
             row = get_int(rows + t * INT_BYTES) + head * strides[1]
+            later = get_int(ahead + t * INT_BYTES) + head * ahead_strides[1]
+            for line in range(0, head_dim * item, CACHE_LINE):
+                prefetch(later + line)
             for d in range(0, head_dim, lanes):
                 store(tile + (t * head_dim + d) * FLOAT_BYTES, load(row + d * item, kind, lanes))
 
     @device(config)
-    def stage_vllm_keys(tile, rows, head, strides, head_dim, count):
+    def stage_vllm_keys(tile, rows, head, strides, head_dim, count, ahead, ahead_strides):
         for c in range(head_dim // vector):
             for t in range(count):
                 values = load(get_int(rows + t * INT_BYTES) + head * strides[1] + c * strides[3], kind, vector)
                 store(tile + (t * head_dim + c * vector) * FLOAT_BYTES, values)
 
     @device(config)
-    def stage_vllm_values(tile, rows, head, strides, head_dim, count):
+    def stage_vllm_values(tile, rows, head, strides, head_dim, count, ahead, ahead_strides):
         for d in range(head_dim):
             for t in range(count):
                 value = load(get_int(rows + t * INT_BYTES) + head * strides[1] + d * strides[3], kind, 1)
