@@ -1,7 +1,9 @@
-"""Before any test: settings of Hypothesis, and of the BLAS under the oracle."""
+"""Before any test: settings of Hypothesis, and of the BLAS under the oracle; is there a GPU for it?"""
 
+import functools
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # The oracle's products are small: threads would spend their time waiting for each other.
@@ -15,3 +17,22 @@ settings.register_profile(
 )
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@functools.cache
+def why_no_gpu():
+    """What the driver says where there is no GPU, or nothing."""
+    from pagedkv import BackendUnavailableError
+    from pagedkv.cuda import driver
+
+    try:
+        driver.capabilities()
+    except BackendUnavailableError as error:
+        return f"no CUDA GPU: {error}"
+    return ""
+
+
+def pytest_runtest_setup(item):
+    # Here and not in a fixture: all of them are one line of pytest's summary.
+    if item.get_closest_marker("gpu") and (reason := why_no_gpu()):
+        pytest.skip(reason)

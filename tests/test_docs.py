@@ -14,22 +14,27 @@ from pathlib import Path
 import pytest
 
 import pagedkv
+from pagedkv.cuda import driver
+from pagedkv.errors import BackendUnavailableError
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES = [*GUIDES, *sorted(path for path in ROOT.glob("docs/**/*.md") if "_build" not in path.parts)]
 # MyST's directives ({toctree}) and every language: the word behind the fence, and what is between the fences.
-FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# The first line of a block that the tests execute where there is a GPU, and compile everywhere.
+NEEDS_GPU = "# needs a GPU\n"
 
 
 def name(path):
     return path.relative_to(ROOT).as_posix()
 
 
-def run_snippets(path):
+def run_snippets(path, *, on_gpu=False):
     """Run the python blocks of a page in order, in one namespace; returns how many there are.
 
-    A block with prompts is a doctest. What another one prints must be the block marked `output` behind it.
+    A block with prompts is a doctest. What another one prints must be the block marked `output` behind it. One that
+    needs a GPU is only compiled, unless there is one.
     """
     text, namespace, printed, count = path.read_text(), {"__name__": "__main__"}, "", 0
     for fence in FENCE.finditer(text):
@@ -44,8 +49,11 @@ def run_snippets(path):
             if body.startswith(">>>"):
                 run_doctest(body, namespace, path, line)
             else:
+                code = compile("\n" * line + body, name(path), "exec")
+                if body.startswith(NEEDS_GPU) and not on_gpu:
+                    continue
                 with contextlib.redirect_stdout(io.StringIO()) as stdout:
-                    exec(compile("\n" * line + body, name(path), "exec"), namespace)
+                    exec(code, namespace)
                 printed = stdout.getvalue()
     assert printed == "", f"{name(path)}: the last block prints what no output block shows"
     return count
@@ -66,9 +74,37 @@ def test_snippets(path):
     assert run_snippets(path)
 
 
+GPU_PAGES = [path for path in PAGES if f"```python\n{NEEDS_GPU}" in path.read_text()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", GPU_PAGES, ids=name)
+def test_snippets_on_a_gpu(path):
+    for module in set(re.findall(r"^import (cupy|torch)\b", path.read_text(), re.MULTILINE)):
+        pytest.importorskip(module)
+    try:
+        driver.capabilities()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    assert run_snippets(path, on_gpu=True)
+
+
 def test_the_snippets_that_must_be_there():
     with_snippets = {name(path) for path in PAGES if "```python" in path.read_text()}
     assert {"README.md", "docs/index.md", "docs/memory.md", "docs/howto/prefill.md"} <= with_snippets
+    assert {"README.md", "docs/howto/device-arrays.md"} <= {name(path) for path in GPU_PAGES}
+
+
+def test_a_block_that_needs_a_gpu_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\n{NEEDS_GPU}assert False\n```\n")
+    assert run_snippets(page)
+    with pytest.raises(AssertionError):
+        run_snippets(page, on_gpu=True)
+    page.write_text(f"```python\n{NEEDS_GPU}assert False)\n```\n")
+    with pytest.raises(SyntaxError):
+        run_snippets(page)
 
 
 WRONG = [
@@ -124,10 +160,33 @@ def test_readme_has_two_set_up_commands():
 
 
 def test_readme_example_changes_one_line_for_torch():
-    with_numpy, with_torch = blocks(ROOT / "README.md", "python")
+    with_numpy, with_torch, *_ = blocks(ROOT / "README.md", "python")
     assert len(with_numpy.splitlines()) == 10
     assert with_torch == with_numpy.replace("import numpy as xp\n", "import torch as xp\n")
     assert with_torch != with_numpy
+
+
+def test_readme_runs_the_call_of_a_gpu_in_the_emulator():
+    *_, on_gpu, emulated = blocks(ROOT / "README.md", "python")
+    assert on_gpu.startswith(f"{NEEDS_GPU}import cupy as xp\n")
+    on_host = on_gpu.removeprefix(NEEDS_GPU).replace("import cupy as xp", "import numpy as xp")
+    assert emulated == on_host.replace('layout="vllm")', 'layout="vllm", backend="emulator")')
+    assert 'backend="emulator"' in emulated
+
+
+def test_drawings_are_what_the_kernels_do(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    for file, draw in importlib.import_module("draw_kernels").DRAWINGS.items():
+        assert (ROOT / "docs" / "images" / file).read_text(encoding="utf-8") == draw(), "run docs/draw_kernels.py"
+
+
+def test_messages_are_quoted_as_they_are():
+    sources = [path.read_text() for path in ROOT.glob("src/pagedkv/**/*.py")]
+    page = (ROOT / "docs" / "howto" / "device-arrays.md").read_text()
+    messages = re.findall(r"^\| `([^`]*)` \|", page.partition("## What you meet")[2], re.MULTILINE)
+    assert len(messages) > 10
+    for message in messages:
+        assert any(message in source for source in sources), message
 
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

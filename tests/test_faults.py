@@ -65,7 +65,7 @@ ATTENTION_FAULTS = {
         lambda a: a | {"out": np.lib.stride_tricks.as_strided(a["out"], strides=(0, 0, 4))},
     ),
     "score_mod": (TypeError, lambda a: a | {"score_mod": 3}),
-    "backend that is not here": (pagedkv.BackendUnavailableError, lambda a: a | {"backend": "emulator"}),
+    "backend of the other side": (ValueError, lambda a: a | {"backend": "cuda"}),
     "kernel of another layout": (ValueError, lambda a: a | {"kernel": "v1"}),
 }
 PREFILL_FAULTS = {
@@ -127,7 +127,7 @@ WRITE_FAULTS = {
     "kv_dtype of a float cache": (TypeError, {"kv_dtype": "fp8_e4m3"}),
     "unknown kv_dtype": (ValueError, {"kv_dtype": "fp8"}),
     "scale of a cache that is not fp8": (ValueError, {"v_scale": 2.0}),
-    "backend that is not here": (pagedkv.BackendUnavailableError, {"backend": "emulator"}),
+    "backend of the other side": (ValueError, {"backend": "cuda"}),
 }
 
 

@@ -1,4 +1,4 @@
-"""Every wrong argument of attention and merging: which exception, which words, and that nothing has changed."""
+"""Every wrong argument of attention, on every side: which exception, which words, and that nothing has changed."""
 
 import math
 
@@ -25,9 +25,10 @@ from wrong_arguments import (
     attention_arguments,
     call,
     change,
-    check_error,
+    check_on_every_side,
     fp8,
     misaligned,
+    on_every_side,
     read_only,
     spread,
     vllm,
@@ -62,11 +63,6 @@ DECODE = [
         {"backend": "cuda"},
         ValueError,
         'backend "cuda" needs arrays on a CUDA device, got host arrays; move them or use backend "cpu"',
-    ),
-    (
-        {"backend": "emulator"},
-        pagedkv.BackendUnavailableError,
-        'this version of pagedkv has no emulator yet; use backend "cpu" or "auto"',
     ),
     ({"backend": "gpu"}, ValueError, 'backend must be "auto", "cpu", "cuda" or "emulator", got \'gpu\''),
     ({"backend": None}, ValueError, 'backend must be "auto", "cpu", "cuda" or "emulator", got None'),
@@ -402,101 +398,19 @@ PREFILL = [
     ),
 ]
 
-
-ROWS = "(rows, num_heads, head_dim)"
-MERGE = [
-    ({"outs": 3.0}, TypeError, "outs must be an array (NumPy, CuPy or torch), got float"),
-    (
-        change("outs", lambda x: [x[0], None]),
-        TypeError,
-        "outs[1] must be an array (NumPy, CuPy or torch), got NoneType",
-    ),
-    (
-        change("outs", lambda x: x[:1]),
-        ValueError,
-        "outs and lses must hold the same number of states, at least 1, got 1 and 2",
-    ),
-    (
-        {"outs": [], "lses": []},
-        ValueError,
-        "outs and lses must hold the same number of states, at least 1, got 0 and 0",
-    ),
-    (
-        {"outs": np.array(1.0)},
-        ValueError,
-        "outs must be a list of states or stacked along the first axis, got shape ()",
-    ),
-    (
-        change("outs", lambda x: x[0]),
-        ValueError,
-        "outs and lses must hold the same number of states, at least 1, got 3 and 2",
-    ),
-    (change("outs", lambda x: x[:, 0]), ValueError, f"outs[0] must have shape {ROWS}, got (4, 16)"),
-    (
-        change("outs", lambda x: [x[0], x[1, :2]]),
-        ValueError,
-        f"outs[1] must have shape {ROWS} = (3, 4, 16), got (2, 4, 16)",
-    ),
-    (
-        change("lses", lambda x: x[..., :2]),
-        ValueError,
-        "lses[0] must have shape (rows, num_heads) = (3, 4), got (3, 2)",
-    ),
-    (change("outs", np.int32), TypeError, "outs[0] must have dtype float32, float16 or bfloat16, got int32"),
-    (
-        change("outs", lambda x: [x[0], x[1].astype(BF16)]),
-        TypeError,
-        "outs[1] must have dtype float32, that of outs[0], got bfloat16",
-    ),
-    (change("lses", np.float64), TypeError, "lses[0] must have dtype float32, got float64"),
-    (
-        change("lses", spread),
-        ValueError,
-        "lses[0] must be contiguous along its last axis, got strides (32, 8) in bytes",
-    ),
-]
-
 CASES = [
     (operation, *case)
     for operation, cases in (
         ("decode_attention", DECODE),
         ("prefill_attention", PREFILL),
-        ("merge_states", MERGE),
     )
     for case in cases
 ]
 
 
-@pytest.mark.parametrize(
-    ("operation", "changes", "error", "message"), CASES, ids=[f"{case[0]}-{case[3][:60]}" for case in CASES]
-)
-def test_wrong_argument(operation, changes, error, message):
-    check_error(operation, changes, error, message)
-
-
-NO_CUDA = (
-    "{} is on a device, and this version of pagedkv has no CUDA kernels yet; move the arrays to the host "
-    "(cupy.asnumpy(x), tensor.cpu()) to run the CPU kernels"
-)
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("on_device", [OnDevice, OnCuda])
-@pytest.mark.parametrize(
-    ("backend", "error", "message"),
-    [
-        ("auto", pagedkv.BackendUnavailableError, NO_CUDA),
-        ("cuda", pagedkv.BackendUnavailableError, NO_CUDA),
-        ("cpu", ValueError, 'backend "cpu" needs arrays on the host, got {} on a device'),
-        ("emulator", ValueError, 'backend "emulator" needs arrays on the host, got {} on a device'),
-    ],
-)
-def test_device_arrays(operation, on_device, backend, error, message):
-    arguments = OPERATIONS[operation]()
-    changes = {name: on_device() for name, x in arguments.items() if isinstance(x, np.ndarray)}
-    with pytest.raises(error) as caught:
-        call(operation, changes | {"backend": backend})
-    assert str(caught.value) == message.format(next(iter(changes)))
+@pytest.mark.parametrize(("operation", "changes", "error", "message", "side"), on_every_side(CASES))
+def test_wrong_argument(operation, changes, error, message, side):
+    check_on_every_side(operation, changes, error, message, side)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -1,5 +1,6 @@
 """Valid arguments of every operation, ways to spoil them, and the check that a spoilt call fails cleanly."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import pagedkv
+from device_fakes import NO_DRIVER, InterfaceArray, no_driver
 
 B, HQ, HKV, D, P, N, M = 3, 4, 2, 16, 4, 8, 3  # M is max_blocks
 BF16 = ml_dtypes.bfloat16
@@ -74,10 +76,11 @@ OPERATIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-class OnDevice:
-    """Looks like an array of CuPy, as far as anyone looks."""
+class OnDevice(InterfaceArray):
+    """Some array of a framework that nobody knows."""
 
-    __cuda_array_interface__ = {"shape": (3,), "typestr": "<f4", "data": (0, False), "version": 3}  # noqa: RUF012
+    def __init__(self):
+        super().__init__(np.zeros(4, np.float32))
 
 
 class OnCuda(torch.Tensor):
@@ -110,13 +113,25 @@ def with_value(x, at, value):
     return x
 
 
-def call(operation: str, changes: dict[str, Any]) -> Any:
-    """Call with valid arguments but for the changes; a change that is a function gets all arguments."""
+SIDES = ("host", "emulator", "device")
+
+
+def call(operation: str, changes: dict[str, Any], side: str = "host") -> Any:
+    """Call with valid arguments but for the changes; a change that is a function gets all arguments.
+
+    On the side "device" NumPy arrays become arrays that only say where they are, on a machine without a GPU.
+    """
     arguments = OPERATIONS[operation]()
     arguments |= {name: x(arguments) if isinstance(x, Change) else x for name, x in changes.items()}
+    if side == "emulator":
+        arguments |= {"backend": "emulator"}
+    given = arguments
+    if side == "device":
+        given = {name: x if name == "window" else InterfaceArray.of(x) for name, x in arguments.items()}
     before = frozen(arguments)
     try:
-        return getattr(pagedkv, operation)(**arguments)
+        with no_driver():
+            return getattr(pagedkv, operation)(**given)
     except BaseException:
         assert frozen(arguments) == before, "something was written before the exception"
         raise
@@ -149,9 +164,58 @@ def vllm(d=D, p=8, x=4, v_shape=None):
     return {"k_cache": k, "v_cache": np.zeros(v_shape or (N, HKV, d, p), np.float32), "layout": "vllm"}
 
 
-def check_error(operation, changes, error, message):
+def check_error(operation, changes, error, message, side="host"):
     """The call raises just this error with just this message, and writes nothing."""
     with pytest.raises(error) as caught:
-        call(operation, changes)
+        call(operation, changes, side)
     assert type(caught.value) is error
-    assert str(caught.value) == message
+    assert message is None or str(caught.value) == message
+
+
+def is_of_a_side(changes: dict[str, Any]) -> bool:
+    """True if what is wrong is where arrays are, or which backend is asked for."""
+    return "backend" in changes or any(isinstance(x, (InterfaceArray, torch.Tensor)) for x in changes.values())
+
+
+_VALUES = (
+    r"seq_lens must be in|block_tables? must hold|query_starts must (begin|never|end|give)|slots must (be|name)|"
+    r"pairs must (hold|name|not)|[kv]_scale must be positive and finite, got"
+)
+
+
+def is_about_values(message: str) -> bool:
+    """True if what is wrong are values of an array, which nobody looks at on a device."""
+    return re.match(_VALUES, message) is not None
+
+
+NO_PREFILL = (
+    "this version of pagedkv has no prefill kernel for the cuda backend; "
+    'move the arrays to the host and use backend "cpu"'
+)
+NO_MEMORY = (
+    "k can only be made for arrays of CuPy and torch, got a device_fakes.InterfaceArray; "
+    "convert the caches to one of them"
+)
+
+
+def on_every_side(cases):
+    """Parameters (..., side) of a test: the cases (..., changes, error, message) on every side that they can be on."""
+    return [
+        pytest.param(*case, side, id="-".join((*case[:-3], case[-1][:60], side)))
+        for case in cases
+        for side in SIDES
+        if side == "host" or not is_of_a_side(case[-3])
+    ]
+
+
+def check_on_every_side(operation, changes, error, message, side):
+    """`check_error`; on a device, values are not looked at and the call gets as far as there being no driver."""
+    if side == "device" and is_about_values(message):
+        error, message = pagedkv.BackendUnavailableError, NO_DRIVER
+        if operation == "decode_attention":
+            changes = {"out": Change("q", np.empty_like)} | changes
+        elif operation == "prefill_attention":
+            message = NO_PREFILL
+        elif operation == "gather_kv":
+            error, message = ValueError, NO_MEMORY
+    check_error(operation, changes, error, message, side)

@@ -1,10 +1,12 @@
 """Paged KV cache and paged attention for Python.
 
-Importing it imports NumPy and ml_dtypes alone; numba comes with the first attention call.
+Importing it imports NumPy and ml_dtypes alone; numba comes with the first attention call, numba-cuda with the first
+one on a device or in the emulator.
 """
 
 from .cache_ops import copy_blocks, gather_kv, swap_blocks, write_kv
 from .cpu.threads import get_num_threads, set_num_threads
+from .device_ops import raise_if_failed, warmup
 from .errors import BackendUnavailableError, CapacityError, OutOfBlocksError
 from .memory import BlockPool, PagedKVCache, SequenceTable
 from .ops import decode_attention, merge_states, prefill_attention
@@ -22,7 +24,9 @@ __all__ = [
     "get_num_threads",
     "merge_states",
     "prefill_attention",
+    "raise_if_failed",
     "set_num_threads",
     "swap_blocks",
+    "warmup",
     "write_kv",
 ]

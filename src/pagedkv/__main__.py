@@ -1,9 +1,12 @@
-"""``python -m pagedkv bench cpu | memory``."""
+"""``python -m pagedkv bench cpu | memory | launch | emulator | static``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
+
+CAPABILITIES = ("8.0", "9.0", "10.0")
 
 
 def _progress(text: str) -> None:
@@ -15,8 +18,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pagedkv", description="Paged KV cache and paged attention.")
     commands = parser.add_subparsers(dest="command", required=True)
     bench = commands.add_parser("bench", help="measure this machine", description="Measure on this machine.")
-    bench.add_argument("what", choices=("cpu", "memory"), help="the CPU kernels, or the memory manager")
+    measured = "CPU kernels, the memory manager, launches, the emulator, or CUDA kernels without running them on a GPU"
+    bench.add_argument("what", choices=("cpu", "memory", "launch", "emulator", "static"), help=measured)
     bench.add_argument("--repeats", type=int, default=9, help="timed calls of each contestant (default: 9)")
+    static = bench.add_argument_group("static")
+    static.add_argument(
+        "--cc", nargs="+", choices=CAPABILITIES, default=CAPABILITIES, help="compute capabilities (default: all)"
+    )
+    static.add_argument("--quick", action="store_true", help="one variant of each kernel")
+    static.add_argument("--cold", action="store_true", help="compile all, and take nothing from the cache on disk")
     form = bench.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--csv", action="store_true", help="print CSV")
@@ -29,11 +39,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.repeats < 1:
         print("--repeats must be at least 1", file=sys.stderr)
         return 2
-    from .bench import cpu, memory, report
+    from .bench import cpu, emulator, launch, memory, report, static
 
+    benches: dict[str, Any] = {"cpu": cpu, "memory": memory, "launch": launch, "emulator": emulator, "static": static}
+    own: dict[str, Any] = {}
+    if options.what == "static":
+        capabilities = [(int(major), int(minor)) for major, minor in (cc.split(".") for cc in options.cc)]
+        own = {"capabilities": capabilities, "quick": options.quick, "cold": options.cold}
     try:
-        measure = cpu.run if options.what == "cpu" else memory.run
-        rows = measure(repeats=options.repeats, progress=_progress)
+        rows = benches[options.what].run(repeats=options.repeats, progress=_progress, **own)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

@@ -1,6 +1,7 @@
-"""Arrays of any framework on the host: NumPy views of them, and results in the caller's kind.
+"""Arrays of any framework: which side they are on, NumPy views of those on the host, results in the caller's kind.
 
-Frameworks are found through ``sys.modules``: nothing is imported that the caller has not imported.
+Frameworks are found through ``sys.modules``: nothing is imported that the caller has not imported. Arrays on a GPU are
+the business of device_arrays.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _TORCH_ONLY = {
     "float8_e4m3fn": ("uint8", np.dtype(ml_dtypes.float8_e4m3fn)),
     "float8_e5m2": ("uint8", np.dtype(ml_dtypes.float8_e5m2)),
 }
+# Device types of DLPack: CUDA memory, and CUDA managed memory.
+_DLPACK_CUDA = (2, 13)
 
 
 def is_torch_tensor(x: object) -> bool:
@@ -29,13 +32,20 @@ def is_torch_tensor(x: object) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def is_cupy_array(x: object) -> bool:
+    """True if x is a CuPy array; never imports CuPy."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
 def on_device(name: str, x: Any) -> bool:
     """True if the array x is in the memory of a GPU, False if it is on the host.
 
     Raises
     ------
     TypeError
-        x is not an array of NumPy, CuPy or torch, or has no data of its own (meta, sparse).
+        x is not an array of NumPy, CuPy or torch, nor a device array of another framework that says so, or has no
+        data of its own (meta, sparse).
     ValueError
         x is on a device that is neither the host nor a CUDA GPU.
     """
@@ -43,10 +53,26 @@ def on_device(name: str, x: Any) -> bool:
         return False
     if is_torch_tensor(x):
         return _torch_on_device(name, x)
-    # A class may be passed for its instance: its attribute is a property then, not an interface.
-    if not isinstance(x, type) and isinstance(getattr(x, "__cuda_array_interface__", None), dict):
+    if is_cupy_array(x):
         return True
-    raise TypeError(f"{name} must be an array (NumPy, CuPy or torch), got {_kind_of(x)}")
+    # A class may be passed for its instance: its attribute is a property then, not an interface.
+    if not isinstance(x, type) and (has_interface(x) or has_device_dlpack(x)):
+        return True
+    raise TypeError(f"{name} must be an array (NumPy, CuPy or torch), got {kind_of(x)}")
+
+
+def has_interface(x: Any) -> bool:
+    """True if x has a ``__cuda_array_interface__``."""
+    return isinstance(getattr(x, "__cuda_array_interface__", None), dict)
+
+
+def has_device_dlpack(x: Any) -> bool:
+    """True if x says, by DLPack, that it is in CUDA memory."""
+    try:
+        place = x.__dlpack_device__()
+    except Exception:  # it is not DLPack's, or it does not know: either way it is no array of ours
+        return False
+    return isinstance(place, tuple) and len(place) == 2 and place[0] in _DLPACK_CUDA
 
 
 def _torch_on_device(name: str, x: Any) -> bool:
@@ -60,9 +86,22 @@ def _torch_on_device(name: str, x: Any) -> bool:
     return bool(kind == "cuda")
 
 
-def _kind_of(x: object) -> str:
+def kind_of(x: object) -> str:
+    """The type of x, as messages name it."""
     kind = type(x)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def numpy_dtype(torch_dtype: Any) -> np.dtype[Any]:
+    """The NumPy dtype of a torch dtype; torch's bfloat16 and fp8 as the dtypes of ml_dtypes.
+
+    Raises
+    ------
+    TypeError
+        NumPy has nothing like it.
+    """
+    name = str(torch_dtype)[6:]
+    return _TORCH_ONLY[name][1] if name in _TORCH_ONLY else np.dtype(name)
 
 
 def host_view(name: str, x: Any) -> Array:

@@ -6,7 +6,10 @@ from typing import Any
 
 from . import cache_validation
 from .arrays import as_kind_of
+from .checks import FLOAT32
 from .cpu import blocks
+from .layouts import FLOAT_DTYPES
+from .validation import per_head
 
 
 def write_kv(
@@ -72,7 +75,15 @@ def write_kv(
         backend=backend,
         check=check,
     )
-    blocks.write_kv(*call)
+    if call.side.backend == "cpu":
+        k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, *_ = call
+        scales = per_head(k_scale, spec.num_kv_heads), per_head(v_scale, spec.num_kv_heads)
+        blocks.write_kv(k, v, k_cache, v_cache, slots, spec, *scales)
+    elif len(call.slots):
+        from .cuda.blocks import write_kv as launch
+
+        with call.side.device() as device:
+            launch(device, call)
 
 
 def gather_kv(
@@ -127,8 +138,22 @@ def gather_kv(
         v_scale=v_scale,
         backend=backend,
     )
-    k, v = blocks.gather_kv(*call)
-    return as_kind_of(k_cache, k), as_kind_of(k_cache, v)
+    side, spec = call.side, call.spec
+    if side.backend == "cpu":
+        scales = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
+        k, v = blocks.gather_kv(call.k_cache, call.v_cache, call.block_table, call.seq_len, spec, *scales)
+        return as_kind_of(k_cache, k), as_kind_of(k_cache, v)
+    shape = call.seq_len, spec.num_kv_heads, spec.head_dim
+    dtype = call.k_cache.dtype if call.k_cache.dtype in FLOAT_DTYPES else FLOAT32
+    remedy = "convert the caches to one of them"
+    k, k_result = side.new_array("k", k_cache, shape, dtype, remedy)
+    v, v_result = side.new_array("v", k_cache, shape, dtype, remedy)
+    if call.seq_len:
+        from .cuda.blocks import gather_kv as launch
+
+        with side.device() as device:
+            launch(device, call, k_result, v_result, checked=call.checked)
+    return k, v
 
 
 def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto") -> None:
@@ -161,8 +186,14 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto"
     -----
     After any exception nothing has been written.
     """
-    caches, checked = cache_validation.copy(k_cache, v_cache, pairs, backend=backend)
-    blocks.copy_blocks([(cache, cache) for cache in caches], checked)
+    call = cache_validation.copy(k_cache, v_cache, pairs, backend=backend)
+    if call.side.backend == "cpu":
+        blocks.copy_blocks([(cache, cache) for cache in call.caches], call.pairs)
+    elif len(call.pairs):
+        from .cuda.blocks import copy_blocks as launch
+
+        with call.side.device() as device:
+            launch(device, call.caches, call.pairs, checked=call.checked)
 
 
 def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "auto") -> None:
@@ -195,5 +226,11 @@ def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "au
     -----
     After any exception nothing has been written.
     """
-    copies, checked = cache_validation.swap(source, destination, pairs, backend=backend)
-    blocks.copy_blocks(copies, checked)
+    call = cache_validation.swap(source, destination, pairs, backend=backend)
+    if call.side.backend == "cpu":
+        blocks.copy_blocks(call.copies, call.pairs)
+    elif len(call.pairs):
+        from .cuda.blocks import swap_blocks as launch
+
+        with call.side.device() as device:
+            launch(device, call.copies, call.pairs, checked=call.checked)

@@ -15,8 +15,10 @@ from numpy.lib.array_utils import byte_bounds
 from . import checks
 from .arrays import Array
 from .checks import FLOAT32, INT32, INT64
+from .device_arrays import Shadow
 from .layouts import FLOAT_DTYPES, CacheSpec, cache_geometry, cache_spec, check_kv_dtype, check_layout
-from .validation import Scale, cache_kind, check_tables, scale_arrays, scale_checks, scales
+from .side import Side, place
+from .validation import ROWS, Scale, cache_kind, check_tables, scale_arrays, scale_checks, scales
 
 _STORED_DTYPES = (*FLOAT_DTYPES, np.dtype(np.uint8))
 
@@ -32,6 +34,8 @@ class WriteCall(NamedTuple):
     spec: CacheSpec
     k_scale: Scale
     v_scale: Scale
+    checked: bool
+    side: Side
 
 
 class GatherCall(NamedTuple):
@@ -44,6 +48,29 @@ class GatherCall(NamedTuple):
     spec: CacheSpec
     k_scale: Scale
     v_scale: Scale
+    checked: bool
+    side: Side
+
+
+class CopyCall(NamedTuple):
+    """The checked arguments of copy_blocks: all caches of all layers."""
+
+    caches: list[Array]
+    pairs: Array
+    checked: bool
+    side: Side
+
+
+class SwapCall(NamedTuple):
+    """The checked arguments of swap_blocks: every (source, destination) pair of caches.
+
+    On CUDA those on a device are shadows, and the others are on the host.
+    """
+
+    copies: list[tuple[Array, Array]]
+    pairs: Array
+    checked: bool
+    side: Side
 
 
 def write(
@@ -63,7 +90,7 @@ def write(
     """Check the arguments of write_kv."""
     named = [("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("slots", slots)]
     named += scale_arrays(k_scale, v_scale)
-    views = checks.host_arrays(backend, named)
+    side, views = place(backend, named)
     given = {name: view for (name, _), view in zip(named, views, strict=True)}
     k, v, k_cache, v_cache, slots = views[:5]
     check_layout(layout)
@@ -86,13 +113,17 @@ def write(
     checks.dtype("slots", slots, INT64)
     for name, view in given.items():
         checks.strides(name, view)
-    checks.check_option(check)
-    k_scales, v_scales = scales(k_scale, v_scale, given, kind, geometry.num_kv_heads)
+        if name in ROWS:
+            checks.row_alignment(name, view, side)
+    checked = checks.check_option(check)
+    k_scales, v_scales = scales(k_scale, v_scale, given, kind, side)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         checks.writable(name, cache)
         checks.apart(name, cache, [(other, x) for other, x in given.items() if other != name])
-    _check_slots(slots, geometry.num_blocks * geometry.block_size)
-    return WriteCall(k, v, k_cache, v_cache, slots, cache_spec(layout, kind, geometry), k_scales, v_scales)
+    if side.on_host:
+        _check_slots(slots, geometry.num_blocks * geometry.block_size)
+    spec = cache_spec(layout, kind, geometry)
+    return WriteCall(k, v, k_cache, v_cache, slots, spec, k_scales, v_scales, checked, side)
 
 
 def _check_slots(slots: Array, num_slots: int) -> None:
@@ -129,7 +160,7 @@ def gather(
     """Check the arguments of gather_kv."""
     named = [("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)]
     named += scale_arrays(k_scale, v_scale)
-    views = checks.host_arrays(backend, named)
+    side, views = place(backend, named)
     given = {name: view for (name, _), view in zip(named, views, strict=True)}
     k_cache, v_cache, block_table = views[:3]
     check_layout(layout)
@@ -142,23 +173,27 @@ def gather(
     checks.dtype("block_table", block_table, INT32)
     for name, view in given.items():
         checks.strides(name, view)
+        if name in ROWS:
+            checks.row_alignment(name, view, side)
     length = checks.integer("seq_len", seq_len)
-    k_scales, v_scales = scales(k_scale, v_scale, given, kind, geometry.num_kv_heads)
+    k_scales, v_scales = scales(k_scale, v_scale, given, kind, side)
     capacity = len(block_table) * geometry.block_size
     if not 0 <= length <= capacity:
         raise ValueError(f"seq_len must be in 0..max_blocks * block_size = 0..{capacity}, got {length}")
-    check_tables("block_table", block_table[None], np.array([length]), geometry.block_size, geometry.num_blocks)
-    return GatherCall(k_cache, v_cache, block_table, length, cache_spec(layout, kind, geometry), k_scales, v_scales)
+    if side.on_host:
+        check_tables("block_table", block_table[None], np.array([length]), geometry.block_size, geometry.num_blocks)
+    spec = cache_spec(layout, kind, geometry)
+    return GatherCall(k_cache, v_cache, block_table, length, spec, k_scales, v_scales, checks.check_option(None), side)
 
 
-def copy(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> tuple[list[Array], Array]:
-    """Check the arguments of copy_blocks: all caches of all layers as one list, and the pairs."""
+def copy(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> CopyCall:
+    """Check the arguments of copy_blocks."""
     layers = [*_leaves("k_cache", k_cache), *_leaves("v_cache", v_cache)]
     if isinstance(k_cache, (list, tuple)) != isinstance(v_cache, (list, tuple)):
         raise TypeError("k_cache and v_cache must both be arrays or both be lists of arrays")
     if isinstance(k_cache, (list, tuple)) and len(k_cache) != len(v_cache):
         raise ValueError(f"v_cache must have as many layers as k_cache, got {len(v_cache)} and {len(k_cache)}")
-    *caches, pairs = checks.host_arrays(backend, [*layers, ("pairs", pairs)])
+    side, (*caches, pairs) = place(backend, [*layers, ("pairs", pairs)])
     names = [name for name, _ in layers]
     num_blocks = _num_blocks(names, caches)
     checks.shape("pairs", pairs, "(num_pairs, 2)", (*pairs.shape[:1], 2))
@@ -167,22 +202,26 @@ def copy(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> tuple[li
     checks.dtype("pairs", pairs, INT64)
     for name, cache in zip(names, caches, strict=True):
         checks.strides(name, cache)
+        checks.row_alignment(name, cache, side)
         checks.writable(name, cache)
     checks.strides("pairs", pairs)
-    checks.block_pairs(pairs, num_blocks, num_blocks, one_pool=True)
-    return caches, pairs
+    if side.on_host:
+        checks.block_pairs(pairs, num_blocks, num_blocks, one_pool=True)
+    return CopyCall(caches, pairs, checks.check_option(None), side)
 
 
-def swap(source: Any, destination: Any, pairs: Any, *, backend: object) -> tuple[list[tuple[Array, Array]], Array]:
-    """Check the arguments of swap_blocks: every (source, destination) cache, and the pairs."""
+def swap(source: Any, destination: Any, pairs: Any, *, backend: object) -> SwapCall:
+    """Check the arguments of swap_blocks."""
     sources, destinations = list(_leaves("source", source)), list(_leaves("destination", destination))
     if [name[6:] for name, _ in sources] != [name[11:] for name, _ in destinations]:
         raise ValueError("source and destination must be built alike: arrays, (k, v) pairs or lists of them")
-    *views, pairs = checks.host_arrays(backend, [*sources, *destinations, ("pairs", pairs)], across=True)
+    side, (*views, pairs) = place(backend, [*sources, *destinations, ("pairs", pairs)], across=True)
     copies = list(zip(views[: len(sources)], views[len(sources) :], strict=True))
     from_names, to_names = [name for name, _ in sources], [name for name, _ in destinations]
     num_sources = _num_blocks(from_names, [x for x, _ in copies])
     num_destinations = _num_blocks(to_names, [y for _, y in copies])
+    if isinstance(pairs, Shadow) and not all(isinstance(x, Shadow) for x in views):
+        raise ValueError("pairs must be on the host where blocks move from the host or to it, got pairs on a device")
     for from_name, to_name, (x, y) in zip(from_names, to_names, copies, strict=True):
         if x.shape[1:] != y.shape[1:]:
             raise ValueError(
@@ -195,14 +234,17 @@ def swap(source: Any, destination: Any, pairs: Any, *, backend: object) -> tuple
     checks.dtype("pairs", pairs, INT64)
     one_pool = False
     for from_name, to_name, (x, y) in zip(from_names, to_names, copies, strict=True):
-        checks.strides(from_name, x)
-        checks.strides(to_name, y)
+        for name, cache in ((from_name, x), (to_name, y)):
+            checks.strides(name, cache)
+            if isinstance(cache, Shadow) or side.backend == "emulator":
+                checks.row_alignment(name, cache, side)
         checks.writable(to_name, y)
         one_pool |= _same_memory(x, y)
     _check_apart(list(zip(from_names, to_names, copies, strict=True)))
     checks.strides("pairs", pairs)
-    checks.block_pairs(pairs, num_sources, num_destinations, one_pool=one_pool)
-    return copies, pairs
+    if not isinstance(pairs, Shadow):
+        checks.block_pairs(pairs, num_sources, num_destinations, one_pool=one_pool)
+    return SwapCall(copies, pairs, checks.check_option(None), side)
 
 
 def _check_apart(copies: list[tuple[str, str, tuple[Array, Array]]]) -> None:
@@ -242,4 +284,4 @@ def _check_stored(name: str, cache: Array) -> None:
 
 
 def _same_memory(x: Array, y: Array) -> bool:
-    return x.ctypes.data == y.ctypes.data and x.strides == y.strides
+    return checks.address_of(x) == checks.address_of(y) and x.strides == y.strides

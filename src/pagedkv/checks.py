@@ -1,4 +1,4 @@
-"""Checks that the operations share: where an array is, its shape, dtype and strides, a number, block ids.
+"""Checks that the operations share: of an array its shape, dtype, strides and alignment; a number, block ids.
 
 Every function raises or returns; none writes to what it is given.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from .arrays import Array, host_view, on_device
-from .errors import BackendUnavailableError
-from .layouts import FLOAT_DTYPES
+from .arrays import Array
+from .layouts import FLOAT_DTYPES, VECTOR_BYTES
+from .side import Side
 
-BACKENDS = ("auto", "cpu", "cuda", "emulator")
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
 FLOAT32 = np.dtype(np.float32)
@@ -25,51 +25,6 @@ FLOAT32 = np.dtype(np.float32)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = float(np.finfo(np.float32).smallest_subnormal)
 _OVERLAP_WORK: Any = 100_000  # NumPy's stubs know only the special values 0 and -1
-
-
-def host_arrays(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = False) -> list[Array]:
-    """NumPy views of the arrays of one call, when they are where the backend runs.
-
-    Parameters
-    ----------
-    backend : str
-        "auto", "cpu", "cuda" or "emulator".
-    named : sequence of (name, array)
-        The arrays, by the names of their arguments.
-    across : bool
-        The operation may go from the host to a device and back.
-    """
-    if not (isinstance(backend, str) and backend in BACKENDS):
-        raise ValueError(f'backend must be "auto", "cpu", "cuda" or "emulator", got {backend!r}')
-    views = []
-    for name, x in named:
-        if type(x) is np.ndarray:
-            views.append(x)
-        elif on_device(name, x):
-            _refuse_device(backend, name, named, across)
-        else:
-            views.append(host_view(name, x))
-    if backend == "cuda":
-        raise ValueError(
-            'backend "cuda" needs arrays on a CUDA device, got host arrays; move them or use backend "cpu"'
-        )
-    if backend == "emulator":
-        raise BackendUnavailableError('this version of pagedkv has no emulator yet; use backend "cpu" or "auto"')
-    return views
-
-
-def _refuse_device(backend: str, name: str, named: Sequence[tuple[str, Any]], across: bool) -> None:
-    for other, x in named:
-        if not across and not on_device(other, x):
-            raise ValueError(
-                f"all arrays of a call must be on one side, got {name} on a device and {other} on the host"
-            )
-    if backend in ("cpu", "emulator"):
-        raise ValueError(f'backend "{backend}" needs arrays on the host, got {name} on a device')
-    raise BackendUnavailableError(
-        f"{name} is on a device, and this version of pagedkv has no CUDA kernels yet; move the arrays to the host "
-        "(cupy.asnumpy(x), tensor.cpu()) to run the CPU kernels"
-    )
 
 
 def shape(name: str, x: Array, symbols: str, expected: tuple[int, ...]) -> None:
@@ -105,6 +60,33 @@ def strides(name: str, x: Array) -> None:
         raise ValueError(f"{name} must be contiguous along its last axis, got strides {x.strides} in bytes")
     if not flags.aligned:
         raise ValueError(f"{name} must be aligned to its item size of {x.itemsize} bytes")
+
+
+def row_alignment(name: str, x: Array, side: Side) -> None:
+    """Raise ValueError unless CUDA kernels, where they run, can move the rows of x in vectors of 16 bytes.
+
+    A row is the innermost axis. Where it is no multiple of 16 bytes, the largest power of two that divides it is
+    enough.
+    """
+    if side.backend == "cpu" or not x.size:
+        return
+    vector = math.gcd(x.shape[-1] * x.itemsize, VECTOR_BYTES)
+    address = address_of(x)
+    if address % vector:
+        raise ValueError(
+            f'{name} must begin at a multiple of {vector} bytes for backend "{side.backend}", got address {address:#x}'
+        )
+    if any(stride % vector for stride, length in zip(x.strides[:-1], x.shape, strict=False) if length > 1):
+        raise ValueError(
+            f"{name} must have rows at multiples of {vector} bytes "
+            f'for backend "{side.backend}", got strides {x.strides} in bytes'
+        )
+
+
+def address_of(x: Array) -> int:
+    """The address of element 0."""
+    address: int = x.__array_interface__["data"][0]
+    return address
 
 
 def writable(name: str, x: Array) -> None:
@@ -164,10 +146,16 @@ def boolean(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def check_option(value: object) -> None:
-    """Raise TypeError unless `check` is None, True or False; host arrays are checked whatever it is."""
-    if value is not None and not isinstance(value, (bool, np.bool_)):
+def check_option(value: object) -> bool:
+    """Whether kernels check values in device arrays: `check`, or what the environment says where it is None.
+
+    Host arrays are checked on the host whatever it is. Anything but None, True and False is a TypeError.
+    """
+    if value is None:
+        return os.environ.get("PAGEDKV_CHECK") == "1"
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"check must be None, True or False, got {value!r}")
+    return bool(value)
 
 
 def block_pairs(pairs: Array, num_sources: int, num_destinations: int, *, one_pool: bool) -> None:

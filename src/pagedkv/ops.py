@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from . import validation
-from .arrays import Array, as_kind_of
-from .cpu import merge
-
-
-def _attend(q: Any, call: validation.AttentionCall, out: Any, return_lse: bool) -> Any:
-    result: Array = np.empty(call.q.shape, call.q.dtype) if call.out is None else call.out
-    lse = np.empty(call.q.shape[:2], np.float32) if return_lse else None
-    if len(call.q) and len(call.seq_lens):
-        _run(call, result, lse)
-    if out is None:
-        out = as_kind_of(q, result)
-    return out if lse is None else (out, as_kind_of(q, lse))
+from . import merge_validation, validation
+from .arrays import Array
+from .checks import FLOAT32
+from .errors import BackendUnavailableError
+from .validation import per_head
 
 
-def _run(call: validation.AttentionCall, out: Array, lse: npt.NDArray[np.float32] | None) -> None:
-    """Run the kernel of a checked call; its module, and numba with it, is imported when it is first needed."""
-    q, k_cache, v_cache, tables, seq_lens, query_starts, _, spec, k_scale, v_scale, options = call
-    # An infinity in a result is a value like any other: it comes back without a warning, as from a device.
+def _results(q: Any, call: validation.AttentionCall, out: Any, return_lse: bool) -> tuple[Any, Array, Array | None]:
+    """What the operation returns, and what kernels write: the result, and the LSE if there is to be one."""
+    result = call.out
+    if result is None:
+        remedy = "give the memory of the result as out="
+        out, result = call.side.new_array("out", q, call.q.shape, call.q.dtype, remedy)
+    if not return_lse:
+        return out, result, None
+    remedy = "convert q to one of them to have the LSE"
+    lse, lse_result = call.side.new_array("lse", q, call.q.shape[:2], FLOAT32, remedy)
+    return (out, lse), result, lse_result
+
+
+def _decode(call: validation.AttentionCall, out: Array, lse: Array | None) -> None:
+    """Run a checked decode call; the module of its kernel, and numba with it, is imported when it is first needed."""
+    if call.side.backend == "cpu":
+        from .cpu.decode import decode_attention as decode
+
+        q, k_cache, v_cache, tables, seq_lens, _, _, spec, k_scale, v_scale, options, *_ = call
+        scales = per_head(k_scale, spec.num_kv_heads), per_head(v_scale, spec.num_kv_heads)
+        # An infinity in a result is a value like any other: it comes back without a warning, as from a device.
+        with np.errstate(over="ignore", invalid="ignore"):
+            decode(q, k_cache, v_cache, tables, seq_lens, out, lse, spec, *scales, options)
+    else:
+        from .cuda.attention import decode_attention as launch
+
+        with call.side.device() as device:
+            launch(device, call, out, lse, kernel=call.kernel, checked=call.checked)
+
+
+def _prefill(call: validation.AttentionCall, out: Array, lse: Array | None) -> None:
+    """Run a checked prefill call on the CPU."""
+    from .cpu.prefill import prefill_attention as prefill
+
+    q, k_cache, v_cache, tables, seq_lens, starts, _, spec, k_scale, v_scale, options, *_ = call
+    scales = per_head(k_scale, spec.num_kv_heads), per_head(v_scale, spec.num_kv_heads)
+    assert starts is not None
     with np.errstate(over="ignore", invalid="ignore"):
-        if query_starts is None:
-            from .cpu.decode import decode_attention as decode
-
-            decode(q, k_cache, v_cache, tables, seq_lens, out, lse, spec, k_scale, v_scale, options)
-        else:
-            from .cpu.prefill import prefill_attention as prefill
-
-            prefill(q, k_cache, v_cache, tables, seq_lens, query_starts, out, lse, spec, k_scale, v_scale, options)
+        prefill(q, k_cache, v_cache, tables, seq_lens, starts, out, lse, spec, *scales, options)
 
 
 def decode_attention(
@@ -151,6 +169,13 @@ def decode_attention(
     >>> pagedkv.decode_attention(q, k_cache, v_cache, block_tables, seq_lens).shape
     (1, 8, 64)
     """
+    arguments = (q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, sinks, k_scale, v_scale, out)
+    options = (scale, layout, kv_dtype, window, softcap, score_mod, kernel, backend, check)
+    # There are plans to repeat once a call has run on a device.
+    plans = sys.modules.get("pagedkv.cuda.plans") if type(q) is not np.ndarray else None
+    repeated = None if plans is None else plans.repeat(arguments, options, return_lse)
+    if repeated is not None:
+        return repeated
     call = validation.attention(
         q,
         k_cache,
@@ -176,7 +201,14 @@ def decode_attention(
         return_lse=return_lse,
         check=check,
     )
-    return _attend(q, call, out, return_lse)
+    returned, result, lse = _results(q, call, out, return_lse)
+    if len(call.q):
+        _decode(call, result, lse)
+        if call.side.backend == "cuda":
+            from .cuda.plans import remember
+
+            remember(arguments, options, return_lse, call, result)
+    return returned
 
 
 def prefill_attention(
@@ -278,7 +310,15 @@ def prefill_attention(
         return_lse=return_lse,
         check=check,
     )
-    return _attend(q, call, out, return_lse)
+    if call.side.backend != "cpu":
+        raise BackendUnavailableError(
+            f"this version of pagedkv has no prefill kernel for the {call.side.backend} backend; "
+            'move the arrays to the host and use backend "cpu"'
+        )
+    returned, result, lse = _results(q, call, out, return_lse)
+    if len(call.q) and len(call.seq_lens):
+        _prefill(call, result, lse)
+    return returned
 
 
 def merge_states(outs: Any, lses: Any, *, backend: str = "auto") -> tuple[Any, Any]:
@@ -318,9 +358,18 @@ def merge_states(outs: Any, lses: Any, *, backend: str = "auto") -> tuple[Any, A
     .. [1] Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     .. [2] Dao et al., "Flash-Decoding for long-context inference", 2023.
     """
-    states, state_lses = validation.merge(outs, lses, backend=backend)
-    out = np.empty(states[0].shape, states[0].dtype)
-    lse = np.empty(state_lses[0].shape, np.float32)
-    merge.merge_states(states, state_lses, out, lse)
+    states, state_lses, side = merge_validation.merge(outs, lses, backend=backend)
     like = outs[0] if isinstance(outs, (list, tuple)) else outs
-    return as_kind_of(like, out), as_kind_of(like, lse)
+    remedy = "convert outs to one of them"
+    out, result = side.new_array("out", like, states[0].shape, states[0].dtype, remedy)
+    lse, lse_result = side.new_array("lse", like, states[0].shape[:2], FLOAT32, remedy)
+    if side.backend == "cpu":
+        from .cpu.merge import merge_states as merge
+
+        merge(states, state_lses, result, lse_result)
+    elif lse_result.size:
+        from .cuda.merge import merge_states as launch
+
+        with side.device() as device:
+            launch(device, states, state_lses, result, lse_result)
+    return out, lse

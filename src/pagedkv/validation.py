@@ -1,4 +1,4 @@
-"""What attention and merging check before they compute: arguments in, checked NumPy views and options out.
+"""What attention checks before it computes: arguments in, checked NumPy views and options out.
 
 All shapes are checked before all dtypes, then strides, then options, then values. Nothing is written here.
 """
@@ -25,16 +25,24 @@ from .layouts import (
     check_layout,
 )
 from .options import AttentionOptions
+from .side import Side, place
 
 KERNELS = ("auto", "v1", "v2", "split")
+# The arrays whose rows kernels move in vectors of 16 bytes.
+ROWS = frozenset(("q", "k", "v", "k_cache", "v_cache", "out"))
 _UINT8 = np.dtype(np.uint8)
 _INT32_MAX = 2**31 - 1
 
-Scale = npt.NDArray[np.float32]
+# One number for all KV heads, or a (num_kv_heads,) float32 array.
+Scale = npt.NDArray[np.float32] | float
 
 
 class AttentionCall(NamedTuple):
-    """The checked arguments of a decode or prefill call; query_starts is None in a decode call."""
+    """The checked arguments of a decode or prefill call.
+
+    The arrays are on the side of the call: on CUDA they are shadows, whose memory is never touched (device_arrays.py).
+    query_starts is None in a decode call. `checked` says whether kernels look at values before they use them.
+    """
 
     q: Array
     k_cache: Array
@@ -47,6 +55,9 @@ class AttentionCall(NamedTuple):
     k_scale: Scale
     v_scale: Scale
     options: AttentionOptions
+    kernel: str
+    checked: bool
+    side: Side
 
 
 def attention(
@@ -87,7 +98,7 @@ def attention(
         named.append(("query_starts", query_starts))
     named += [(n, x) for n, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks), ("out", out)) if x is not None]
     named += scale_arrays(k_scale, v_scale)
-    views = checks.host_arrays(backend, named)
+    side, views = place(backend, named)
     given = {name: view for (name, _), view in zip(named, views, strict=True)}
     q, k_cache, v_cache, block_tables, seq_lens = views[:5]
     check_layout(layout)
@@ -104,12 +115,14 @@ def attention(
         checks.dtype("out", given["out"], q.dtype, ", that of q")
     for name, view in given.items():
         checks.strides(name, view)
+        if name in ROWS:
+            checks.row_alignment(name, view, side)
 
     _check_kernel(kernel, layout)
     for name, value in (("causal", causal), ("return_lse", return_lse)):
         if type(value) is not bool:
             checks.boolean(name, value)
-    checks.check_option(check)
+    checked = checks.check_option(check)
     options = AttentionOptions(
         scale=1.0 / math.sqrt(geometry.head_dim) if scale is None else checks.number("scale", scale),
         causal=bool(causal),
@@ -119,16 +132,17 @@ def attention(
         sinks=given.get("sinks"),
         score_mod=_score_mod(score_mod),
     )
-    k_scales, v_scales = scales(k_scale, v_scale, given, kind, geometry.num_kv_heads)
+    k_scales, v_scales = scales(k_scale, v_scale, given, kind, side)
     result = given.pop("out", None)
     if result is not None:
         checks.writable("out", result)
         checks.apart("out", result, given.items())
 
-    check_lengths(seq_lens, block_tables.shape[1] * geometry.block_size)
-    if ragged:
-        check_query_starts(given["query_starts"], seq_lens, q.shape[0])
-    check_tables("block_tables", block_tables, seq_lens, geometry.block_size, geometry.num_blocks)
+    if side.on_host:
+        check_lengths(seq_lens, block_tables.shape[1] * geometry.block_size)
+        if ragged:
+            check_query_starts(given["query_starts"], seq_lens, q.shape[0])
+        check_tables("block_tables", block_tables, seq_lens, geometry.block_size, geometry.num_blocks)
     return AttentionCall(
         q,
         k_cache,
@@ -141,6 +155,9 @@ def attention(
         k_scales,
         v_scales,
         options,
+        str(kernel),
+        checked,
+        side,
     )
 
 
@@ -193,23 +210,32 @@ def scale_checks(given: dict[str, Array], num_kv_heads: int) -> None:
             checks.shape(name, given[name], "(num_kv_heads,)", (num_kv_heads,))
 
 
-def scales(k_scale: Any, v_scale: Any, given: dict[str, Array], kind: str, num_kv_heads: int) -> tuple[Scale, Scale]:
-    """Both scales as (num_kv_heads,) float32 arrays; arrays among them are in `given`."""
-    result = []
+def scales(k_scale: Any, v_scale: Any, given: dict[str, Array], kind: str, side: Side) -> tuple[Scale, Scale]:
+    """Both scales, 1.0 where there is none; arrays among them are in `given`."""
+    result: list[Scale] = []
     for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
         if value is not None and not kind.startswith("fp8"):
             raise ValueError(f"{name} needs an fp8 cache, got a cache of {kind}")
         if name in given:
             checks.dtype(name, given[name], FLOAT32)
-            bad = ~((given[name] > 0) & np.isfinite(given[name]))
-            if bad.any():
-                head = int(bad.argmax())
-                raise ValueError(f"{name} must be positive and finite, got {given[name][head]} for KV head {head}")
+            if side.on_host:
+                _scale_values(name, given[name])
             result.append(given[name])
         else:
-            number = 1.0 if value is None else checks.number(name, value, positive=True)
-            result.append(np.full(num_kv_heads, number, np.float32))
+            result.append(1.0 if value is None else checks.number(name, value, positive=True))
     return result[0], result[1]
+
+
+def _scale_values(name: str, scale: Array) -> None:
+    bad = ~((scale > 0) & np.isfinite(scale))
+    if bad.any():
+        head = int(bad.argmax())
+        raise ValueError(f"{name} must be positive and finite, got {scale[head]} for KV head {head}")
+
+
+def per_head(scale: Scale, num_kv_heads: int) -> npt.NDArray[np.float32]:
+    """A scale on the host as a (num_kv_heads,) float32 array."""
+    return scale if isinstance(scale, np.ndarray) else np.full(num_kv_heads, scale, np.float32)
 
 
 def _cache_kind(q: Array, k_cache: Array, v_cache: Array, kv_dtype: str | None) -> str:
@@ -302,43 +328,3 @@ def check_query_starts(query_starts: Array, seq_lens: Array, num_tokens: int) ->
             f"query_starts must give no sequence more tokens than its seq_len, "
             f"got {query_lens[seq]} tokens for sequence {seq} of length {seq_lens[seq]}"
         )
-
-
-def merge(outs: Any, lses: Any, *, backend: object) -> tuple[list[Array], list[Array]]:
-    """Check the arguments of merge_states: the states' outputs and LSEs as lists."""
-    named = [*_states("outs", outs), *_states("lses", lses)]
-    views = dict(zip((name for name, _ in named), checks.host_arrays(backend, named), strict=True))
-    out_list, lse_list = _unstack("outs", outs, views), _unstack("lses", lses, views)
-    if len(out_list) != len(lse_list) or not out_list:
-        raise ValueError(
-            f"outs and lses must hold the same number of states, at least 1, got {len(out_list)} and {len(lse_list)}"
-        )
-    for name, x in out_list:
-        checks.ndim(name, x, "(rows, num_heads, head_dim)", 3)
-    shape = out_list[0][1].shape
-    for name, x in out_list:
-        checks.shape(name, x, "(rows, num_heads, head_dim)", shape)
-    for name, x in lse_list:
-        checks.shape(name, x, "(rows, num_heads)", shape[:2])
-    for name, x in out_list:
-        checks.float_dtype(name, x)
-        checks.dtype(name, x, out_list[0][1].dtype, f", that of {out_list[0][0]}")
-    for name, x in lse_list:
-        checks.dtype(name, x, FLOAT32)
-    for name, x in (*out_list, *lse_list):
-        checks.strides(name, x)
-    return [x for _, x in out_list], [x for _, x in lse_list]
-
-
-def _states(name: str, states: Any) -> list[tuple[str, Any]]:
-    return (
-        [(f"{name}[{i}]", x) for i, x in enumerate(states)] if isinstance(states, (list, tuple)) else [(name, states)]
-    )
-
-
-def _unstack(name: str, states: Any, views: dict[str, Array]) -> list[tuple[str, Array]]:
-    if isinstance(states, (list, tuple)):
-        return [(f"{name}[{i}]", views[f"{name}[{i}]"]) for i in range(len(states))]
-    if not views[name].ndim:
-        raise ValueError(f"{name} must be a list of states or stacked along the first axis, got shape ()")
-    return [(f"{name}[{i}]", x) for i, x in enumerate(views[name])]

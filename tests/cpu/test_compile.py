@@ -38,17 +38,17 @@ def run(tmp_path):
 
 def test_the_second_process_does_not_compile(run, tmp_path):
     assert run() == ["compiled"]
-    (file,) = (tmp_path / "kernels").iterdir()
+    (file,) = (tmp_path / "kernels" / "cpu").iterdir()
     assert file.suffix == kernels.SUFFIX
     assert run() == ["hits"]
     if os.name == "posix":
-        assert stat.S_IMODE((tmp_path / "kernels").stat().st_mode) == 0o700
+        assert stat.S_IMODE((tmp_path / "kernels" / "cpu").stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1])])
 def test_a_damaged_file_is_compiled_again(run, tmp_path, damage):
     run()
-    (file,) = (tmp_path / "kernels").iterdir()
+    (file,) = (tmp_path / "kernels" / "cpu").iterdir()
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     assert run() == ["compiled"]
@@ -62,33 +62,6 @@ def test_a_directory_that_cannot_be_written_costs_nothing_but_time(run, tmp_path
     assert blocked.read_text() == "not a directory"
 
 
-def test_a_cache_that_fails_to_be_written_leaves_nothing(monkeypatch, tmp_path):
-    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-
-    def full(*paths):
-        raise OSError(28, "No space left on device")
-
-    def kernel(values):
-        values[0] = 1
-
-    monkeypatch.setattr(os, "replace", full)
-    kernels.compile_kernel(kernel, "config", keep=True)(np.zeros(1))
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_user_without_a_home_has_no_cache(monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    def kernel(values):
-        values[0] = 1
-
-    monkeypatch.setattr(kernels, "cache_dir", homeless)
-    values = np.zeros(1)
-    kernels.compile_kernel(kernel, "config", keep=True)(values)
-    assert values[0] == 1
-
-
 def test_another_config_or_source_is_another_file(monkeypatch):
     def compile_with(config):
         def kernel(values):
@@ -96,35 +69,18 @@ def test_another_config_or_source_is_another_file(monkeypatch):
 
         return kernels.compile_kernel(kernel, config, keep=True)
 
-    def paths():
+    def keys():
         compiled = [compile_with(config) for config in ("a", "b")]
         for function in compiled:
             function(np.zeros(1))
         codegen = next(iter(compiled[0].overloads.values())).library.codegen
-        return [function._cache._path("signature", codegen) for function in compiled]
+        return [function._cache._key("signature", codegen) for function in compiled]
 
-    first = paths()
+    first = keys()
     assert first[0] != first[1]
-    assert paths() == first
+    assert keys() == first
     monkeypatch.setattr(kernels, "SOURCES", b"other sources")
-    assert not set(paths()) & set(first)
-
-
-def test_the_oldest_files_go_when_there_are_too_many(monkeypatch, tmp_path):
-    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernels, "MOST_FILES", 3)
-    for age in range(4):
-        path = tmp_path / f"{age}{kernels.SUFFIX}"
-        path.touch()
-        os.utime(path, (1000 - age, 1000 - age))
-
-    def kernel(values):
-        values[0] = 1
-
-    kernels.compile_kernel(kernel, "config", keep=True)(np.zeros(1))
-    left = {path.name for path in tmp_path.iterdir()}
-    assert len(left) == 3
-    assert {f"0{kernels.SUFFIX}", f"1{kernels.SUFFIX}"} < left
+    assert not set(keys()) & set(first)
 
 
 def test_what_is_not_to_be_kept_is_not_kept(monkeypatch, tmp_path):
@@ -135,15 +91,6 @@ def test_what_is_not_to_be_kept_is_not_kept(monkeypatch, tmp_path):
 
     kernels.compile_kernel(kernel, "config", keep=False)(np.zeros(1))
     assert not list(tmp_path.iterdir())
-
-
-def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-    assert kernels.cache_dir() == tmp_path
-    monkeypatch.delenv("PAGEDKV_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    if sys.platform.startswith("linux"):
-        assert kernels.cache_dir() == tmp_path / "xdg" / "pagedkv" / "cpu"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def state(owner: Manager | Rows) -> dict[str, bytes]:
         elif isinstance(value, tuple):
             found[name] = b"".join(np.asarray(array).tobytes() for array in value)
         else:
-            assert isinstance(value, (int, Tally)) or name in ("_lock", "_arrays"), f"is {name} state?"
+            assert isinstance(value, (int, Tally)) or name in ("_lock", "_arrays", "_mirrors"), f"is {name} state?"
     return found
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..layouts import cache_shapes, storage_dtype
+from .arrays import Arrays
 from .checks import MAX_INT32, as_int, as_ints
+from .mirror import Mirror
 from .pool import BlockPool
 from .stats import Stats, draw
 from .table import SequenceTable
@@ -74,6 +76,8 @@ class PagedKVCache:
         tables take max_seqs * max_seq_len / P * 4 bytes.
     array_module : module or str
         Whose arrays these are: numpy, torch or cupy. NumPy takes the memory from the system as it is written to.
+    device : device of torch, or None
+        Where torch's arrays are, "cuda" for example; None for torch's default device. CuPy's are on its current one.
 
     Attributes
     ----------
@@ -117,6 +121,7 @@ class PagedKVCache:
         max_seqs: int = 256,
         max_seq_len: int | None = None,
         array_module: ModuleType | str = "numpy",
+        device: Any = None,
     ) -> None:
         num_layers = as_int("num_layers", num_layers, minimum=1)
         num_kv_heads = as_int("num_kv_heads", num_kv_heads)
@@ -128,12 +133,12 @@ class PagedKVCache:
         else:
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
         self.table = SequenceTable(self.pool, block_size, max_seqs, max_blocks)
-        self._arrays = _array_module(array_module)
+        self._arrays = Arrays(array_module, device)
         stored = storage_dtype(dtype, kv_dtype)
         k_shape, v_shape = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_dim, stored.itemsize)
-        stored = getattr(self._arrays, stored.name) if self._arrays.__name__ == "torch" else stored
-        self.k_caches = tuple(self._arrays.zeros((num_layers, *k_shape), dtype=stored))
-        self.v_caches = tuple(self._arrays.zeros((num_layers, *v_shape), dtype=stored))
+        self.k_caches = tuple(self._arrays.zeros((num_layers, *k_shape), stored))
+        self.v_caches = tuple(self._arrays.zeros((num_layers, *v_shape), stored))
+        self._mirrors = self._make_mirrors() if self._arrays.on_device else None
         self._lock = self.pool._lock
 
     def add(self, tokens: int | Sequence[int]) -> Added:
@@ -213,7 +218,10 @@ class PagedKVCache:
         return self._arrays.asarray(self.table.slots(seq, start, stop))
 
     def batch(self, seqs: Any) -> Batch:
-        """The block tables and lengths of sequences, as new arrays.
+        """The block tables and lengths of sequences.
+
+        On the host they are new arrays. On a device they are views of buffers that stay where they are, to which only
+        the rows that differ from what is there are copied; the next call changes them, in the order of the stream.
 
         Raises
         ------
@@ -221,7 +229,19 @@ class PagedKVCache:
             A sequence that was freed or never was.
         """
         block_tables, seq_lens = self.table.block_tables(seqs), self.table.seq_lens(seqs)
+        if self._mirrors is not None:
+            return self._mirrored(block_tables, seq_lens)
         return Batch(self._arrays.asarray(block_tables), self._arrays.asarray(seq_lens))
+
+    def _make_mirrors(self) -> tuple[Mirror, Mirror]:
+        rows = self.table.max_seqs
+        return Mirror(self._arrays, rows, self.table.max_blocks), Mirror(self._arrays, rows, 1)
+
+    @exclusive
+    def _mirrored(self, block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> Batch:
+        assert self._mirrors is not None
+        tables, lens = self._mirrors
+        return Batch(tables.update(block_tables), lens.update(seq_lens[:, None])[:, 0])
 
     def stats(self) -> Stats:
         """How full the pool is."""
@@ -237,10 +257,3 @@ class PagedKVCache:
 
     def _repr_html_(self) -> str:
         return f"{self.stats().to_html()}<pre>{escape(self.plot())}</pre>"
-
-
-def _array_module(module: ModuleType | str) -> ModuleType:
-    name = module if isinstance(module, str) else getattr(module, "__name__", None)
-    if name not in ("numpy", "torch", "cupy"):
-        raise ValueError(f"array_module must be numpy, torch or cupy, or the name of one, got {module!r}")
-    return import_module(name)

@@ -1,0 +1,79 @@
+"""How fast the emulator runs the kernel v1, with fewer and with more checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from ..emulator import EmulatorDevice
+from ..ops import decode_attention
+from .report import Row, median, spread
+
+NUM_HEADS, HEAD_DIM, BLOCK_SIZE, SEQ_LEN = 8, 128, 16, 256
+NUMS_SEQS = (4, 8)  # 8 sequences are 64 blocks of 128 threads
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bounds only": {"race": False, "init_check": False},
+    "default": {},
+    "global races": {"global_race": True},
+    "statistics": {"stats": True},
+    "footprint": {"footprint": True},
+    "seeded schedule": {"seed": 0},
+}
+
+
+def _problem(num_seqs: int) -> dict[str, Any]:
+    """Arguments of decode_attention in float16, in the layout of v1."""
+    rng = np.random.default_rng(0)
+    blocks = rng.permutation(num_seqs * SEQ_LEN // BLOCK_SIZE).astype(np.int32)
+    k_shape = (len(blocks), NUM_HEADS, HEAD_DIM // 8, BLOCK_SIZE, 8)
+    v_shape = (len(blocks), NUM_HEADS, HEAD_DIM, BLOCK_SIZE)
+    q, k_cache, v_cache = (
+        rng.standard_normal(shape, np.float32).astype(np.float16)
+        for shape in ((num_seqs, NUM_HEADS, HEAD_DIM), k_shape, v_shape)
+    )
+    tables, seq_lens = blocks.reshape(num_seqs, -1), np.full(num_seqs, SEQ_LEN, np.int32)
+    return {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_tables": tables, "seq_lens": seq_lens}
+
+
+def run(*, repeats: int = 9, progress: Callable[[str], Any] = print) -> list[Row]:
+    """Time decode_attention with kernel="v1" on the emulator, once its kernel is compiled.
+
+    Parameters
+    ----------
+    repeats : int
+        Calls of each kind.
+    progress : callable
+        Told what is being measured.
+
+    Returns
+    -------
+    list of dict
+        Median milliseconds of a whole call, copies of the arrays included, the distance between the quartiles over
+        the median, and thread instructions a second.
+    """
+    rows: list[Row] = []
+    for num_seqs in NUMS_SEQS:
+        problem = _problem(num_seqs)
+        for name, options in OPTIONS.items():
+            progress(f"emulator, {num_seqs} sequences, {name}")
+            devices: list[EmulatorDevice] = []
+
+            def device(options: dict[str, Any] = options, devices: list[EmulatorDevice] = devices) -> EmulatorDevice:
+                devices.append(EmulatorDevice(**options))
+                return devices[-1]
+
+            milliseconds = []
+            with patch("pagedkv.emulator.device.EmulatorDevice", device):
+                for _ in range(repeats + 1):  # the first call compiles and translates
+                    begin = perf_counter()
+                    decode_attention(**problem, layout="vllm", kernel="v1", backend="emulator")
+                    milliseconds.append(1000 * (perf_counter() - begin))
+            instructions = sum(launch.thread_instructions for launch in devices[-1].launches)
+            ms = median(milliseconds[1:])
+            row = {"emulator": name, "num_seqs": num_seqs, "ms": ms, "spread": spread(milliseconds[1:])}
+            rows.append(row | {"instructions/s": instructions / ms * 1000})
+    return rows

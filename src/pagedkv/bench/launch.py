@@ -1,0 +1,158 @@
+"""Host time of decode_attention on device arrays, up to the launch: no GPU is needed, for nothing is launched.
+
+The arrays only say where they are, and the device notes what it is asked to launch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter_ns
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from ..ops import decode_attention
+from .report import Row, median, spread
+
+NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_BLOCKS = 32, 32, 8, 128, 16, 128
+CALLS_PER_REPEAT = 500
+
+
+class RecordingDevice:
+    """A `cuda.device.Device` of an H100's measures that notes launches instead of starting them.
+
+    Attributes
+    ----------
+    launches : list of tuple
+        (kernel, grid, args, shared_bytes) of each.
+    """
+
+    capability = (9, 0)
+    max_shared_bytes = 227 * 1024
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, tuple[int, int, int], tuple[int | float, ...], int]] = []
+        self._workspaces: dict[str, int] = {}
+
+    def address(self, name: str, array: Any) -> int:
+        """The address that a shadow carries."""
+        return int(array.__array_interface__["data"][0])
+
+    def scratch(self, name: str, nbytes: int) -> int:
+        """An address for each name, with nothing there."""
+        return self._workspaces.setdefault(name, (len(self._workspaces) + 1) << 40)
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, int, int], args: Sequence[int | float], shared_bytes: int = 0
+    ) -> None:
+        """Note what would be launched."""
+        self.launches.append((kernel, grid, tuple(args), shared_bytes))
+
+
+@contextmanager
+def recording_device() -> Iterator[RecordingDevice]:
+    """One recording device in the place of every GPU and stream."""
+    device = RecordingDevice()
+    with patch("pagedkv.cuda.driver.cuda_device", lambda ordinal, stream: device):
+        yield device
+
+
+class InterfaceArray:
+    """An array of which nothing is known but its ``__cuda_array_interface__``, which is made at each access."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: Any) -> None:
+        self._address, self._shape, self._typestr = address, shape, np.dtype(dtype).str
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self._shape,
+            "typestr": self._typestr,
+            "strides": None,
+            "data": (self._address, False),
+            "stream": 1,
+            "version": 3,
+        }
+
+
+class CupyShaped:
+    """An array with the attributes of CuPy's that are looked at."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: Any) -> None:
+        like = np.lib.stride_tricks.as_strided(np.zeros((), dtype), shape, _contiguous(shape, np.dtype(dtype).itemsize))
+        self.shape, self.strides, self.dtype = like.shape, like.strides, like.dtype
+        self.data = SimpleNamespace(ptr=address, device_id=0)
+
+
+def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides = np.cumprod((itemsize, *shape[:0:-1]))[::-1]
+    return tuple(int(stride) for stride in strides)
+
+
+def _cupy() -> ModuleType:
+    module = ModuleType("cupy")
+    stream = SimpleNamespace(ptr=0)
+    vars(module).update(ndarray=CupyShaped, cuda=SimpleNamespace(get_current_stream=lambda device: stream))
+    return module
+
+
+def _call(kind: type, kernel: str) -> Callable[[], Any]:
+    """A decode call on arrays of one kind, its result's memory given."""
+    x = 8
+    k_shape = (1024, NUM_KV_HEADS, HEAD_DIM // x, BLOCK_SIZE, x)
+    q_shape = (NUM_SEQS, NUM_HEADS, HEAD_DIM)
+    shapes: list[tuple[tuple[int, ...], Any]] = [
+        (q_shape, np.float16),
+        (k_shape, np.float16),
+        ((1024, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE), np.float16),
+        ((NUM_SEQS, MAX_BLOCKS), np.int32),
+        ((NUM_SEQS,), np.int32),
+        (q_shape, np.float16),
+    ]
+    *arrays, out = [kind((i + 1) << 36, *shape) for i, shape in enumerate(shapes)]
+    return lambda: decode_attention(*arrays, layout="vllm", kernel=kernel, out=out)
+
+
+def run(*, repeats: int = 9, progress: Callable[[str], Any] = print) -> list[Row]:
+    """Time calls on arrays that only have the interface, and on arrays shaped like CuPy's.
+
+    Parameters
+    ----------
+    repeats : int
+        Medians are over as many times 500 calls.
+    progress : callable
+        Told what is being measured.
+
+    Returns
+    -------
+    list of dict
+        Microseconds of the first call with the kernel in the process' memory, median microseconds of a later one, and
+        the distance between the quartiles over the median.
+    """
+    rows: list[Row] = []
+    with recording_device() as device, patch.dict(sys.modules, {"cupy": _cupy()}):
+        for name, kind in (("interface only", InterfaceArray), ("like CuPy", CupyShaped)):
+            for kernel in ("v1", "v2"):
+                progress(f"launch, {name}, {kernel}")
+                call = _call(kind, kernel)
+                call()
+                before, times = len(device.launches), []
+                for _ in range(repeats * CALLS_PER_REPEAT):
+                    start = perf_counter_ns()
+                    call()
+                    times.append((perf_counter_ns() - start) / 1000)
+                launches = (len(device.launches) - before) / len(times)
+                rows.append(
+                    {
+                        "arrays": name,
+                        "kernel": kernel,
+                        "launches": launches,
+                        "us": median(times),
+                        "spread": spread(times),
+                    }
+                )
+    return rows

@@ -1,0 +1,96 @@
+"""What the machine code of a kernel (SASS) says about its loads from global memory.
+
+There is no public description of the encoding. From compute capability 7.0 on an instruction has 16 bytes: the low 12
+bits are the opcode; a load has its width in bits 73 to 75, and in bits 110 to 112 the scoreboard that it releases when
+its data is there; bits 116 to 121 are the scoreboards that an instruction waits for before it starts. After Jia et al.,
+"Dissecting the NVIDIA Volta GPU architecture via microbenchmarking", 2018.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+_INSTRUCTION_BYTES = 16
+_LOADS = (0x381, 0x981)  # LDG, without and with a descriptor
+_BARRIER = 0xB1D  # BAR
+_WIDTHS = (1, 1, 2, 2, 4, 8, 16)
+_NUM_SCOREBOARDS = 6
+
+
+def code_of(cubin: bytes, entry: str) -> bytes:
+    """The instructions of a kernel.
+
+    Parameters
+    ----------
+    cubin : bytes
+        A 64-bit ELF file.
+    entry : str
+        Symbol of the kernel.
+
+    Raises
+    ------
+    ValueError
+        There is no such kernel in the file.
+    """
+    (offset,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, offset + i * size) for i in range(count)]
+    wanted, text = f".text.{entry}\0".encode(), headers[names][4]
+    for name, _, _, _, start, length in headers:
+        if cubin[text + name :].startswith(wanted):
+            return cubin[start : start + length]
+    raise ValueError(f"cubin must have the kernel {entry}")
+
+
+class Loads(NamedTuple):
+    """The loads of a stretch of code.
+
+    Attributes
+    ----------
+    in_flight : int
+        The most bytes that a thread has asked for and not yet waited for.
+    narrowest, widest : int
+        Bytes of one load.
+    """
+
+    in_flight: int
+    narrowest: int
+    widest: int
+
+
+def loads_of(code: bytes, narrowest: int = 1) -> list[Loads]:
+    """The loads from global memory between barriers of the thread block.
+
+    Instructions are taken in the order of their addresses, as if no branch was taken; a load is in flight until the
+    first instruction that waits for its scoreboard. A loop whose loads go on into its next turn is counted as one turn.
+
+    Parameters
+    ----------
+    code : bytes
+    narrowest : int
+        Loads of fewer bytes do not count.
+
+    Returns
+    -------
+    list of Loads
+        One for each stretch up to a barrier or the end, in their order; those without a load are left out.
+    """
+    waiting = [0] * _NUM_SCOREBOARDS
+    result: list[Loads] = []
+    is_new = True
+    for start in range(0, len(code), _INSTRUCTION_BYTES):
+        word = int.from_bytes(code[start : start + _INSTRUCTION_BYTES], "little")
+        opcode, width, scoreboard = word & 0xFFF, word >> 73 & 7, word >> 110 & 7
+        for i in range(_NUM_SCOREBOARDS):
+            if word >> 116 + i & 1:
+                waiting[i] = 0
+        if opcode == _BARRIER:
+            is_new = True
+        elif opcode in _LOADS and _WIDTHS[width] >= narrowest and scoreboard < _NUM_SCOREBOARDS:
+            waiting[scoreboard] += _WIDTHS[width]
+            last = Loads(0, _WIDTHS[width], 0) if is_new else result.pop()
+            least, most = min(last.narrowest, _WIDTHS[width]), max(last.widest, _WIDTHS[width])
+            result.append(Loads(max(last.in_flight, sum(waiting)), least, most))
+            is_new = False
+    return result

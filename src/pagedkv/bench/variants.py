@@ -1,0 +1,193 @@
+"""Calls that use every CUDA kernel, and what each of them has to move at least.
+
+Every kernel is had from a public operation, so that it is compiled for what calls ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import cache_ops, ops
+from ..layouts import FP8_KINDS, cache_shapes, storage_dtype
+
+# The run on the emulator.
+NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048
+NUM_TOKENS = 256  # of the operations on caches
+NUM_STATES, NUM_ROWS = 8, 64
+
+DTYPES = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+
+
+def _distance_bias(score: float, q_pos: int, k_pos: int, head: int, seq: int) -> float:
+    return score - 0.01 * (q_pos - k_pos)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "ALiBi, softcap, window, sinks": {
+        "alibi_slopes": np.full(NUM_HEADS, 0.05, np.float32),
+        "softcap": 30.0,
+        "window": 512,
+        "sinks": np.zeros(NUM_HEADS, np.float32),
+    },
+    "score_mod": {"score_mod": _distance_bias},
+    "check": {"check": True},
+    "strided": {},
+    "L=999": {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One row of the report for each compute capability.
+
+    Attributes
+    ----------
+    kernel : str
+    kind : str
+        What is read: elements of the cache (v1, v2, gather_kv, copy_blocks) or of the rows (the others).
+    kv_kind : str
+        Elements of the cache; "" where there is none.
+    head_dim, block_size : int
+        block_size is 0 where there is no cache.
+    options : str
+        One of OPTIONS, a layout, or a number of states.
+    """
+
+    kernel: str
+    kind: str
+    kv_kind: str
+    head_dim: int
+    block_size: int
+    options: str = ""
+
+
+def variants() -> list[Variant]:
+    """Of v1 and v2 the grid of dtypes, D and P, and what lies beside it; of the others the usual cases."""
+    result = []
+    for kernel in ("v1", "v2"):
+        grid = [(dtype, head_dim, size) for dtype in DTYPES for head_dim in (64, 128, 256) for size in (8, 16, 32)]
+        result += [Variant(kernel, _q_kind(dtype), dtype, head_dim, size) for dtype, head_dim, size in grid]
+        usual = Variant(kernel, "float16", "float16", 128, 16)
+        result += [replace(usual, options=options) for options in OPTIONS if options]
+        result += [replace(usual, block_size=size) for size in (64, 128, 256)]
+        result += [replace(usual, head_dim=head_dim) for head_dim in (8, 72, 120, 512)]
+        result += [Variant(kernel, "float32", kv_kind, 128, 16) for kv_kind in ("bfloat16", "fp8_e4m3")]
+        result += [Variant(kernel, "float32", "float32", 512, 16), Variant(kernel, "float16", "fp8_e4m3", 512, 16)]
+    result += [Variant("v2_reduce", kind, "", head_dim, 0) for kind in DTYPES[:3] for head_dim in (64, 128, 256)]
+    for layout in ("vllm", "NHD"):
+        for kind, kv_kind in (("float16", "float16"), ("float32", "bfloat16"), ("float16", "fp8_e4m3")):
+            result.append(Variant("write_kv", kind, kv_kind, 128, 16, layout))
+            result.append(Variant("gather_kv", kv_kind, kv_kind, 128, 16, layout))
+    result += [Variant("copy_blocks", "float16", "float16", 128, 16, layout) for layout in ("vllm", "NHD")]
+    return result + [Variant("merge_states", kind, "", 128, 0, f"{n} states") for kind in DTYPES[:3] for n in (2, 8)]
+
+
+def quick_variants() -> list[Variant]:
+    """One of each kernel."""
+    wanted = [Variant("v1", "float16", "fp8_e5m2", 64, 8), Variant("v2", "float16", "float16", 128, 16)]
+    wanted += [Variant("v2_reduce", "float16", "", 128, 0), Variant("write_kv", "float16", "float16", 128, 16, "vllm")]
+    wanted += [Variant("gather_kv", "float16", "float16", 128, 16, "vllm")]
+    wanted += [Variant("copy_blocks", "float16", "float16", 128, 16, "vllm")]
+    return [*wanted, Variant("merge_states", "float16", "", 128, 0, "2 states")]
+
+
+def _q_kind(kv_kind: str) -> str:
+    return "float16" if kv_kind in FP8_KINDS else kv_kind
+
+
+class Work(NamedTuple):
+    """A call, and the bytes that it has to move: by column the names of arrays, and how many bytes of them."""
+
+    call: Callable[[], Any]
+    read: dict[str, tuple[tuple[str, ...], int]]
+    written: tuple[tuple[str, ...], int] | None = None
+
+
+def _dtype(kind: str) -> tuple[np.dtype[Any], str | None]:
+    kv_kind = kind if kind in FP8_KINDS else None
+    return storage_dtype("float32" if kv_kind else kind, kv_kind), kv_kind
+
+
+def _normal(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    rng = np.random.default_rng(0)
+    if dtype == np.uint8:
+        return rng.integers(0, 0x60, shape, np.uint8)
+    return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+def _caches(variant: Variant, layout: str, num_blocks: int, *, strided: bool = False) -> tuple[Any, Any, str | None]:
+    dtype, kv_kind = _dtype(variant.kv_kind)
+    size = variant.block_size
+    shapes = cache_shapes(layout, num_blocks, size * (1 + strided), NUM_HEADS, variant.head_dim, dtype.itemsize)
+    k_cache, v_cache = (_normal(shape, dtype) for shape in shapes)
+    return (k_cache[:, :, :, :size], v_cache[..., :size], kv_kind) if strided else (k_cache, v_cache, kv_kind)
+
+
+def _attention(variant: Variant) -> Work:
+    """Decode of 2 sequences of 1024 tokens in tables of 2048, Hq = Hkv = 2."""
+    kv_kind = variant.kv_kind or variant.kind
+    variant = replace(variant, kv_kind=kv_kind, block_size=variant.block_size or 16)
+    num_blocks = NUM_SEQS * CAPACITY // variant.block_size
+    k_cache, v_cache, fp8 = _caches(variant, "vllm", num_blocks, strided=variant.options == "strided")
+    q = _normal((NUM_SEQS, NUM_HEADS, variant.head_dim), _dtype(variant.kind)[0])
+    tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(NUM_SEQS, -1)
+    seq_len = 999 if variant.options == "L=999" else SEQ_LEN
+    options = OPTIONS[variant.options]
+    rows = NUM_SEQS * NUM_HEADS
+    visible = rows * min(seq_len, options.get("window", seq_len)) * variant.head_dim * k_cache.itemsize
+    partial_sums = rows * (SEQ_LEN // 512) * variant.head_dim * 4
+    name = variant.kernel.removesuffix("_reduce")
+    call = partial(
+        ops.decode_attention,
+        *(q, k_cache, v_cache, tables, np.full(NUM_SEQS, seq_len, np.int32)),
+        **{"layout": "vllm", "kv_dtype": fp8, "kernel": name, "backend": "emulator", **options},
+    )
+    if name == variant.kernel:
+        return Work(call, {"K": (("k_cache",), visible), "V": (("v_cache",), visible)})
+    return Work(call, {"read": (("tmp_out",), partial_sums)}, (("out",), q.nbytes))
+
+
+def _cache_work(variant: Variant) -> Work:
+    """256 consecutive tokens of 2 KV heads, their blocks in random order; copy_blocks: every other block."""
+    layout, num_blocks = variant.options, NUM_TOKENS // variant.block_size
+    k_cache, v_cache, fp8 = _caches(variant, layout, num_blocks)
+    blocks = np.random.default_rng(1).permutation(num_blocks).astype(np.int32)
+    both = ("k_cache", "v_cache")
+    call: Callable[[], Any]
+    if variant.kernel == "copy_blocks":
+        call = partial(
+            cache_ops.copy_blocks, k_cache, v_cache, blocks.reshape(-1, 2).astype(np.int64), backend="emulator"
+        )
+        names, nbytes = ("source[0]", "source[1]"), k_cache.nbytes
+        return Work(call, {"read": (names, nbytes)}, (names, nbytes))
+    place: dict[str, Any] = {"layout": layout, "kv_dtype": fp8, "backend": "emulator"}
+    cache_bytes = 2 * k_cache.nbytes
+    if variant.kernel == "gather_kv":
+        call = partial(cache_ops.gather_kv, k_cache, v_cache, blocks, NUM_TOKENS, **place)
+        return Work(call, {"read": (both, cache_bytes)}, (("k", "v"), cache_bytes * (4 if fp8 else 1)))
+    k = _normal((NUM_TOKENS, NUM_HEADS, variant.head_dim), _dtype(variant.kind)[0])
+    slots = (blocks[:, None] * np.int64(variant.block_size) + np.arange(variant.block_size)).reshape(-1)
+    call = partial(cache_ops.write_kv, k, k.copy(), k_cache, v_cache, slots, **place)
+    return Work(call, {"read": (("k", "v"), 2 * k.nbytes)}, (both, cache_bytes))
+
+
+def _merge(variant: Variant) -> Work:
+    """64 rows of 2 heads."""
+    num_states = int(variant.options.split()[0])
+    outs = [_normal((NUM_ROWS, NUM_HEADS, variant.head_dim), _dtype(variant.kind)[0]) for _ in range(num_states)]
+    lses = [np.zeros((NUM_ROWS, NUM_HEADS), np.float32) for _ in outs]
+    names = tuple(f"outs[{i}]" for i in range(num_states))
+    call = partial(ops.merge_states, outs, lses, backend="emulator")
+    return Work(call, {"read": (names, num_states * outs[0].nbytes)}, (("out",), outs[0].nbytes))
+
+
+WORK: dict[str, Callable[[Variant], Work]] = {
+    **{"v1": _attention, "v2": _attention, "v2_reduce": _attention, "merge_states": _merge},
+    **{"write_kv": _cache_work, "gather_kv": _cache_work, "copy_blocks": _cache_work},
+}

@@ -1,0 +1,294 @@
+"""A kernel factory and its config to PTX, without a driver: compiled once, then kept in the process and on disk.
+
+numba-cuda's own cache looks at the one file that a function stands in, so that a kernel would outlive a change to a
+function that it calls; this one is keyed by the sources of all kernels, the config, the versions and the device's
+compute capability. What is on disk is text and machine code, never a pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from .. import kernels
+from ..errors import BackendUnavailableError
+from ..kernels.source import KernelSource
+from ..store import Store, cache_dir, hash_of_sources
+from . import INSTALL
+
+if TYPE_CHECKING:
+    from .link import Linked
+
+Capability = tuple[int, int]
+
+SUFFIX = ".ptx"
+SOURCES = hash_of_sources(Path(kernels.__file__).parent, Path(__file__))
+
+# What makes PTX and machine code, under the names of either CUDA major version.
+_TOOLS = (
+    *("numba", "numba-cuda", "llvmlite", "numpy", "cuda-bindings", "cuda-core"),
+    *("nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
+)
+
+_lock = threading.RLock()
+_compiled: dict[Any, CompiledKernel] = {}
+
+
+class CompiledKernel:
+    """The PTX of one kernel, for one config and compute capability; equal to itself alone.
+
+    Attributes
+    ----------
+    name : str
+        For people: ``v1[head_dim=128, ...]``.
+    entry : str
+        The PTX symbol of the kernel.
+    ptx : str
+        A module with this kernel alone, and no external function.
+    num_threads : int
+        Threads of a block.
+    capability : tuple of int
+        Compute capability, (9, 0) for an H100.
+    """
+
+    def __init__(self, name: str, entry: str, ptx: str, num_threads: int, capability: Capability) -> None:
+        self.name = name
+        self.entry = entry
+        self.ptx = ptx
+        self.num_threads = num_threads
+        self.capability = capability
+
+    def __repr__(self) -> str:
+        return f"<CompiledKernel {self.name} for compute capability {self.capability[0]}.{self.capability[1]}>"
+
+    @cached_property
+    def linked(self) -> Linked:
+        """Machine code, linked when it is first asked for and kept on disk.
+
+        Raises
+        ------
+        BackendUnavailableError
+            nvJitLink is not installed, or is too old for the device.
+        """
+        from .link import load_or_link
+
+        with _lock:
+            return load_or_link(self.ptx, self.capability)
+
+    @property
+    def cubin(self) -> bytes:
+        """The machine code of `linked`."""
+        return self.linked.cubin
+
+
+def compile_kernel(
+    make: Callable[[Any], KernelSource], config: Any, capability: Capability = (9, 0), *, lineinfo: bool = True
+) -> CompiledKernel:
+    """The kernel that ``make(config)`` describes: from this process, from disk, or compiled now.
+
+    Parameters
+    ----------
+    make : callable
+        A function ``make_<kernel>(config) -> KernelSource`` of `pagedkv.kernels`.
+    config : frozen dataclass or NamedTuple
+        Ints, bools and strings, and at most a function in `score_mod`; a kernel with one is not kept on disk.
+    capability : tuple of int
+        Compute capability of the device that it is for.
+    lineinfo : bool
+        Name the Python lines in the PTX, for faults of the emulator and for profilers.
+
+    Returns
+    -------
+    CompiledKernel
+        The same object each time.
+
+    Raises
+    ------
+    TypeError
+        numba cannot compile the config's `score_mod` for (float32, int32, int32, int32, int32).
+    BackendUnavailableError
+        NVVM, which numba-cuda needs to make PTX, is not installed, or numba's CUDA simulator is on.
+    """
+    key = (make, config, capability, lineinfo)
+    kernel = _compiled.get(key)
+    if kernel is None:
+        with _lock:
+            kernel = _compiled.get(key)
+            if kernel is None:
+                kernel = _compiled[key] = _load_or_compile(make, config, capability, lineinfo)
+    return kernel
+
+
+def _load_or_compile(
+    make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool
+) -> CompiledKernel:
+    fields = _fields(config)
+    name = make.__name__.removeprefix("make_")
+    entry = f"pagedkv_{name}"
+    # Lines are named by the full path of their file, so that another copy of the package is another kernel.
+    facts = (make.__module__, make.__qualname__, fields, capability, lineinfo and __file__, versions())
+    store = Store(cache_dir("cuda") if all(map(_is_plain, fields.values())) else None, SUFFIX)
+    key = repr(facts).encode() + SOURCES
+    name = f"{name}[{', '.join(f'{field}={_shown(value)}' for field, value in fields.items())}]"
+    with suppress(ValueError, TypeError, KeyError):
+        header, ptx = (store.load(key) or b"").decode().split("\n", 1)
+        return CompiledKernel(name, entry, ptx, int(json.loads(header)["num_threads"]), capability)
+    ptx, num_threads = _compile(make, config, capability, lineinfo, entry)
+    header = json.dumps({"name": name, "num_threads": num_threads})
+    store.save(key, f"{header}\n{ptx}".encode())
+    return CompiledKernel(name, entry, ptx, num_threads, capability)
+
+
+def _compile(
+    make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
+) -> tuple[str, int]:
+    from numba.cuda.core import config as settings
+    from numba.cuda.cudadrv.error import NvvmSupportError
+
+    if settings.ENABLE_CUDASIM:
+        raise BackendUnavailableError("NUMBA_ENABLE_CUDASIM is set, and numba's simulator compiles nothing: unset it")
+    try:
+        with _current_device_is(capability):
+            return _make_ptx(make, config, capability, lineinfo, entry)
+    except NvvmSupportError as error:
+        raise BackendUnavailableError(
+            f"CUDA kernels are compiled by NVVM, which is missing or does not work: {INSTALL} (numba-cuda: {error})"
+        ) from error
+    except Exception:
+        if (score_mod := getattr(config, "score_mod", None)) is not None:
+            _refuse(score_mod, capability)
+        raise
+
+
+def _make_ptx(
+    make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
+) -> tuple[str, int]:
+    from numba import cuda
+
+    source = make(config)
+    ptx, _ = cuda.compile_ptx(
+        source.function,
+        source.signature,
+        debug=False,
+        opt=True,
+        cc=capability,
+        lineinfo=lineinfo,
+        launch_bounds=(source.num_threads, source.min_blocks),
+    )
+    return _tidy(ptx, entry), source.num_threads
+
+
+def _tidy(ptx: str, entry: str) -> str:
+    if external := external_functions(ptx):
+        raise TypeError(f"{entry} calls {', '.join(external)}, which no device has")
+    # numba's symbols carry counters of the process, which would make equal kernels differ.
+    (mangled,) = re.findall(r"^\.visible \.entry (\w+)\(", ptx, re.MULTILINE)
+    ptx = ptx.replace(mangled, entry)
+    return re.sub(r"^\.common \.global .* _ZN08NumbaEnv\w+;\n", "", ptx, flags=re.MULTILINE)
+
+
+def external_functions(ptx: str) -> list[str]:
+    """The functions that a PTX module calls and does not have."""
+    return re.findall(r"\.extern\s+\.func\s+(?:\([^)]*\)\s*)?([\w$]+)", ptx)
+
+
+def _refuse(score_mod: Callable[..., Any], capability: Capability) -> None:
+    """Raise TypeError if the user's function is what cannot be compiled."""
+    from numba import cuda, types
+
+    try:
+        function = getattr(score_mod, "py_func", score_mod)
+        with _current_device_is(capability):
+            ptx, result = cuda.compile_ptx(
+                function, (types.float32, *[types.int32] * 4), debug=False, opt=True, device=True, cc=capability
+            )
+        if not isinstance(result, types.Float | types.Integer | types.Boolean):
+            raise TypeError(f"it returns {result}, not a real number")
+        _tidy(f"{ptx}\n.visible .entry score_mod(", "score_mod")
+    except Exception as error:
+        raise TypeError(
+            "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "
+            f"four int32: math functions and closed-over numbers only; numba says: {error}"
+        ) from error
+
+
+@contextmanager
+def _current_device_is(capability: Capability) -> Iterator[None]:
+    """Answer, in this thread alone, what numba-cuda asks the current device when a kernel calls a device function.
+
+    It asks for the compute capability although it was told which one to compile for, and without a driver that is an
+    error. It also keeps the device functions of a kernel in sets, whose order changes from process to process and with
+    it the PTX: here they keep the order in which they were met. Under the lock of this module, or two threads would put
+    back each other's answers.
+    """
+    from numba.cuda import codegen, compiler, dispatcher
+
+    ask = dispatcher.get_current_device
+    thread = threading.get_ident()
+
+    def answer() -> Any:
+        return SimpleNamespace(compute_capability=capability) if threading.get_ident() == thread else ask()
+
+    dispatcher.get_current_device = compiler.get_current_device = answer
+    codegen.set = _InOrder
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = compiler.get_current_device = ask
+        del codegen.set
+
+
+class _InOrder:
+    """As much of a set as numba-cuda's code libraries use, iterated in the order of insertion."""
+
+    def __init__(self) -> None:
+        self._items: dict[Any, None] = {}
+
+    def add(self, item: Any) -> None:
+        self._items[item] = None
+
+    def update(self, items: Iterable[Any]) -> None:
+        self._items.update(dict.fromkeys(items))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(config):
+        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return dict(config._asdict())
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, str)
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "__name__", None) or str(value)
+
+
+@cache
+def versions() -> tuple[str | None, ...]:
+    """The versions of everything that makes PTX and machine code."""
+
+    def version(distribution: str) -> str | None:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return sys.version, *map(version, _TOOLS)

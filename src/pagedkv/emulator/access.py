@@ -1,0 +1,300 @@
+"""Memory instructions of one batch of thread blocks: address checks, data movement, atomics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from .errors import MemoryFault, RaceFault
+from .footprint import FootprintRecorder
+from .memory import ByteSpace, Memory
+from .parse import Instruction
+from .types import GLOBAL_BASE, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
+
+if TYPE_CHECKING:
+    from .frame import Frame
+    from .races import GlobalRaces, SharedRaces
+    from .stats import StatsRecorder
+
+Mask = np.ndarray | None  # lanes that take part; None: all of them
+Offsets = tuple[np.ndarray | None, np.ndarray | None]  # byte offsets and lane numbers of those that take part
+
+
+@dataclass(eq=False)
+class MemOp:
+    """Static description of one memory instruction."""
+
+    ins: Instruction
+    kind: str  # load, store, atomic
+    space: str
+    element: int  # bytes per element
+    count: int = 1  # elements of a vector
+    strong: bool = False  # volatile, relaxed, acquire, release, atomic: does not race with other strong accesses
+    release: bool = False
+    size: int = field(init=False)
+    shift: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = self.element * self.count
+        self.shift = self.element.bit_length() - 1
+
+
+_UFUNC: dict[str, np.ufunc] = {"add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+
+
+def _apply(what: str, old: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarray:
+    """New memory value of an atomic operation."""
+    a = values[0]
+    if what == "exch":
+        return a
+    if what == "cas":
+        return np.where(old == a, values[1], old)
+    if what == "min":
+        return np.fmin(old, a)
+    if what == "max":
+        return np.fmax(old, a)
+    if what == "inc":
+        return np.where(old >= a, 0, old + old.dtype.type(1))
+    if what == "dec":
+        return np.where((old == 0) | (old > a), a, old - old.dtype.type(1))
+    return _UFUNC[what](old, a)
+
+
+class Access:
+    """Memory methods that are bound into the generated code (ld_global, st_shared, ...)."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        memory: Memory,
+        init_check: bool,
+        shared_races: SharedRaces | None,
+        global_races: GlobalRaces | None,
+        stats: StatsRecorder,
+        footprint: FootprintRecorder | None,
+        rng: np.random.Generator | None,
+    ) -> None:
+        self.frame, self.memory, self.init_check = frame, memory, init_check
+        self.shared_races, self.global_races, self.rng = shared_races, global_races, rng
+        self.stats = stats if stats.memory else None
+        self.footprint = footprint
+
+    # -- checks
+    def check(
+        self,
+        op: MemOp,
+        name: str,
+        space: ByteSpace,
+        off: np.ndarray,
+        limit: int,
+        idx: np.ndarray | None,
+        load: bool,
+        base: np.ndarray | None = None,
+        init_check: bool | None = None,
+    ) -> None:
+        """Fault unless every access is in range, aligned and allowed; `off` counts from `base` when given."""
+        size = op.size
+        rel = (off if base is None else off - base).view(np.uint64)
+        if int(rel.max()) + size > limit:
+            bad = rel > max(limit - size, 0) if limit >= size else rel >= 0
+            self._fault("out of bounds", name, op, off, idx, bad)
+        if size > 1 and int(np.bitwise_or.reduce(off)) & (size - 1):
+            self._fault(f"misaligned ({size}-byte)", name, op, off, idx, (off & (size - 1)) != 0)
+        if not space.verify(off, size, load, self.init_check if init_check is None else init_check):
+            j, why = space.diagnose(off, size)
+            self._fault(why, name, op, off, idx, np.arange(len(off)) == j)
+
+    def _fault(
+        self, why: str, name: str, op: MemOp, off: np.ndarray, idx: np.ndarray | None, bad: np.ndarray
+    ) -> NoReturn:
+        j = int(np.argmax(bad))
+        lane = j if idx is None else int(idx[j])
+        fault = RaceFault if "flight" in why else MemoryFault
+        self.frame.fail(fault, f"{why} {name} {op.kind}", op.ins, lane, *self.frame.describe(name, int(off[j]), lane))
+
+    @staticmethod
+    def _signed(address: np.ndarray) -> np.ndarray:
+        return address.view(np.int64) if address.dtype.itemsize == 8 else address.astype(np.int64)
+
+    @staticmethod
+    def _lanes(address: np.ndarray, m: Mask) -> tuple[np.ndarray, np.ndarray | None]:
+        if m is None:
+            return address, None
+        idx = np.flatnonzero(m)
+        return address[idx], idx
+
+    def global_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
+        """Byte offsets and lanes of an access, checked and counted; offsets None when no lane takes part."""
+        a, idx = self._lanes(address, m)
+        if not len(a):
+            return None, idx
+        off = self._signed(a) - GLOBAL_BASE
+        init_check = self.init_check
+        if init_check and op.kind == "atomic" and any(buffer.zeroed for buffer in self.memory.buffers):
+            init_check = not self.memory.zeroed(off)
+        self.check(op, "global", self.memory.space, off, self.memory.extent, idx, load, None, init_check)
+        if store:
+            j = self.memory.note_store(off)
+            if j is not None:
+                self._fault("read-only", "global", op, off, idx, np.arange(len(off)) == j)
+        if self.global_races is not None:
+            self.global_races.access(self.frame, op, off, op.size, idx, store, op.kind)
+        if self.stats is not None:
+            warps = self.frame.warp if idx is None else self.frame.warp[idx]
+            self.stats.global_access(off, op.size, warps, store, load)
+        if self.footprint is not None:
+            self.footprint.access(off, op.size, load, store)
+        return off, idx
+
+    def shared_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
+        """As global_offsets, of shared memory."""
+        f = self.frame
+        a, idx = self._lanes(address, m)
+        if not len(a):
+            return None, idx
+        base = f.shared_base if idx is None else f.shared_base[idx]
+        off = self._signed(a) + base
+        self.check(op, "shared", f.shared, off, f.shared_limit, idx, load, base)
+        if self.shared_races is not None:
+            self.shared_races.access(op, off, op.size, idx, store, op.kind)
+        if self.stats is not None:
+            lanes = slice(None) if idx is None else idx
+            self.stats.shared_access(off, op.size, f.warp[lanes], f.lane[lanes])
+        return off, idx
+
+    def local_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool) -> Offsets:
+        """As global_offsets, of local memory."""
+        f = self.frame
+        a, idx = self._lanes(address, m)
+        if not len(a):
+            return None, idx
+        base = f.local_base if idx is None else f.local_base[idx]
+        off = self._signed(a) + base
+        self.check(op, "local", f.local, off, f.local_bytes, idx, load, base)
+        return off, idx
+
+    # -- data movement
+    @staticmethod
+    def _read(op: MemOp, data: np.ndarray, where: Offsets, dst: Sequence[np.ndarray | None]) -> None:
+        off, idx = where
+        if off is None:
+            return
+        element = off >> op.shift
+        for q, register in enumerate(dst):
+            if register is not None:
+                values = data[element + q if q else element]
+                if idx is None:
+                    np.copyto(register, values, casting="unsafe")
+                else:
+                    register[idx] = values
+
+    def _write(
+        self, op: MemOp, name: str, data: np.ndarray, where: Offsets, src: Sequence[np.ndarray], check_lanes: bool
+    ) -> None:
+        off, idx = where
+        if off is None:
+            return
+        element = off >> op.shift
+        for q, register in enumerate(src):
+            values = register if idx is None else register[idx]
+            data[element + q] = values
+            if check_lanes and (data[element + q] != values).any():
+                j = int(np.argmax(data[element + q] != values))
+                lane = j if idx is None else int(idx[j])
+                what = "threads store different values to one location in the same instruction"
+                self.frame.fail(RaceFault, what, op.ins, lane, *self.frame.describe(name, int(off[j]), lane))
+
+    def ld_global(self, op: MemOp, address: np.ndarray, view: str, m: Mask, dst: Any) -> None:
+        self._read(op, self.memory.space.views[view], self.global_offsets(op, address, m, True, False), dst)
+
+    def st_global(self, op: MemOp, address: np.ndarray, view: str, m: Mask, src: Any) -> None:
+        where = self.global_offsets(op, address, m, False, True)
+        self._write(op, "global", self.memory.space.views[view], where, src, self.global_races is not None)
+
+    def ld_shared(self, op: MemOp, address: np.ndarray, view: str, m: Mask, dst: Any) -> None:
+        self._read(op, self.frame.shared.views[view], self.shared_offsets(op, address, m, True, False), dst)
+
+    def st_shared(self, op: MemOp, address: np.ndarray, view: str, m: Mask, src: Any) -> None:
+        where = self.shared_offsets(op, address, m, False, True)
+        self._write(op, "shared", self.frame.shared.views[view], where, src, self.shared_races is not None)
+
+    def ld_local(self, op: MemOp, address: np.ndarray, view: str, m: Mask, dst: Any) -> None:
+        self._read(op, self.frame.local.views[view], self.local_offsets(op, address, m, True), dst)
+
+    def st_local(self, op: MemOp, address: np.ndarray, view: str, m: Mask, src: Any) -> None:
+        where = self.local_offsets(op, address, m, False)
+        self._write(op, "local", self.frame.local.views[view], where, src, False)
+
+    @staticmethod
+    def _generic(address: np.ndarray, m: Mask, *spaces: Callable[[np.ndarray, Mask], None]) -> None:
+        """Call those of `spaces` (global, shared, local) that the lanes' addresses lie in."""
+        window = np.uint64(WINDOW_BYTES)
+        bases = (np.uint64(0), np.uint64(SHARED_WINDOW), np.uint64(LOCAL_WINDOW))
+        shared, local = ((address - base) < window for base in bases[1:])
+        for base, inside, access in zip(bases, (~(shared | local), shared, local), spaces, strict=True):
+            lanes = inside if m is None else inside & m
+            if lanes.any():
+                access(address - base, None if lanes.all() else lanes)
+
+    def ld_generic(self, op: MemOp, address: np.ndarray, view: str, m: Mask, dst: Any) -> None:
+        loads = (self.ld_global, self.ld_shared, self.ld_local)
+        self._generic(address, m, *(lambda a, k, load=load: load(op, a, view, k, dst) for load in loads))
+
+    def st_generic(self, op: MemOp, address: np.ndarray, view: str, m: Mask, src: Any) -> None:
+        stores = (self.st_global, self.st_shared, self.st_local)
+        self._generic(address, m, *(lambda a, k, store=store: store(op, a, view, k, src) for store in stores))
+
+    # -- atomics
+    def atom_global(
+        self, op: MemOp, what: str, address: np.ndarray, view: str, m: Mask, dst: np.ndarray | None, values: Any
+    ) -> None:
+        where = self.global_offsets(op, address, m, True, True)
+        self._atomic(op, what, self.memory.space.views[view], where, dst, values)
+        if where[0] is not None:
+            self.memory.space.verify(where[0], op.size, False, False)  # it holds a value now
+
+    def atom_shared(
+        self, op: MemOp, what: str, address: np.ndarray, view: str, m: Mask, dst: np.ndarray | None, values: Any
+    ) -> None:
+        where = self.shared_offsets(op, address, m, True, True)
+        self._atomic(op, what, self.frame.shared.views[view], where, dst, values)
+
+    def atom_generic(
+        self, op: MemOp, what: str, address: np.ndarray, view: str, m: Mask, dst: np.ndarray | None, values: Any
+    ) -> None:
+        def local(a: np.ndarray, k: Mask) -> None:
+            self.frame.fail(MemoryFault, "atomic on local memory", op.ins, 0 if k is None else int(np.argmax(k)))
+
+        self._generic(
+            address,
+            m,
+            lambda a, k: self.atom_global(op, what, a, view, k, dst, values),
+            lambda a, k: self.atom_shared(op, what, a, view, k, dst, values),
+            local,
+        )
+
+    def _atomic(
+        self, op: MemOp, what: str, data: np.ndarray, where: Offsets, dst: np.ndarray | None, registers: Any
+    ) -> None:
+        off, idx = where
+        if off is None:
+            return
+        element = off >> op.shift
+        values = [register if idx is None else register[idx] for register in registers]
+        if len(element) == 1 or len(np.unique(element)) == len(element):
+            old = data[element]
+            data[element] = _apply(what, old, values)
+        elif dst is None and (what in _UFUNC or what in ("min", "max")):
+            ufunc = _UFUNC.get(what) or {"min": np.fmin, "max": np.fmax}[what]
+            ufunc.at(data, element, values[0])
+            return
+        else:  # several lanes on one location, and the old values are wanted
+            old = np.empty(len(element), data.dtype)
+            for j in range(len(element)) if self.rng is None else self.rng.permutation(len(element)):
+                old[j] = data[element[j]]
+                data[element[j]] = _apply(what, old[j : j + 1], [value[j : j + 1] for value in values])[0]
+        if dst is not None:
+            dst[slice(None) if idx is None else idx] = old

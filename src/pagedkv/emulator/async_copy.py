@@ -1,0 +1,109 @@
+"""cp.async: copies become visible when the thread that issued them waits for their group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .access import Access, Mask, MemOp
+from .errors import RaceFault
+from .frame import Frame
+from .memory import INITIALISED, PENDING
+from .parse import Instruction
+from .types import GLOBAL_BASE
+
+
+@dataclass
+class _Copies:
+    op: MemOp
+    lanes: np.ndarray
+    offsets: np.ndarray
+    data: np.ndarray  # (copies, bytes)
+    group: np.ndarray  # number of each copy's group in its thread
+
+    def where(self, chosen: np.ndarray) -> _Copies:
+        return _Copies(self.op, self.lanes[chosen], self.offsets[chosen], self.data[chosen], self.group[chosen])
+
+    @property
+    def destination(self) -> np.ndarray:
+        """Offset of every byte in shared memory."""
+        return self.offsets[:, None] + np.arange(self.data.shape[1])
+
+
+class AsyncCopies:
+    """Until a copy is complete, its destination bytes are PENDING: any access to them is a fault."""
+
+    def __init__(self, frame: Frame, access: Access) -> None:
+        self.frame, self.access = frame, access
+        self.open_group = np.zeros(frame.num_lanes, np.int64)
+        self.pending: list[_Copies] = []
+
+    def copy(
+        self, load: MemOp, store: MemOp, dst: np.ndarray, src: np.ndarray, limit: np.ndarray | None, m: Mask
+    ) -> None:
+        """Start a copy of each lane; `limit` says how many bytes are read, the rest is zero."""
+        f, acc = self.frame, self.access
+        lanes = f.lanes if m is None else np.flatnonzero(m)
+        off, _ = acc.shared_offsets(store, dst, m, False, True)  # checked like a store
+        if off is None:
+            return
+        size = store.size
+        amount = np.full(len(lanes), size) if limit is None else np.minimum(limit[lanes].astype(np.int64), size)
+        source = (src[lanes] - np.uint64(GLOBAL_BASE)).view(np.int64)
+        if int(np.bitwise_or.reduce(source)) & (size - 1):  # forbidden even where nothing is read
+            acc.check(load, "global", acc.memory.space, source, 1 << 62, lanes, True)
+        data = np.zeros((len(lanes), size), np.uint8)
+        full = amount == size
+        if full.any():
+            goff, _ = acc.global_offsets(load, src, self._mask(lanes[full]), True, False)
+            assert goff is not None
+            data[full] = acc.memory.space.data[goff[:, None] + np.arange(size)]
+        byte = MemOp(load.ins, "load", "global", 1)
+        for q in range(size):
+            part = ~full & (amount > q)
+            if part.any():
+                goff, _ = acc.global_offsets(byte, src + np.uint64(q), self._mask(lanes[part]), True, False)
+                assert goff is not None
+                data[part, q] = acc.memory.space.data[goff]
+        copies = _Copies(store, lanes, off, data, self.open_group[lanes])
+        self._check_overlap(copies, load.ins)
+        f.shared.shadow[copies.destination] = PENDING
+        self.pending.append(copies)
+
+    def _mask(self, lanes: np.ndarray) -> Mask:
+        mask = np.zeros(self.frame.num_lanes, np.bool_)
+        mask[lanes] = True
+        return None if mask.all() else mask
+
+    def _check_overlap(self, copies: _Copies, ins: Instruction) -> None:
+        """Two copies of one instruction with the same destination."""
+        order = np.argsort(copies.offsets, kind="stable")
+        same = np.diff(copies.offsets[order]) == 0
+        if same.any():
+            j = int(order[int(same.argmax()) + 1])
+            lane = int(copies.lanes[j])
+            where = self.frame.describe("shared", int(copies.offsets[j]), lane)
+            self.frame.fail(RaceFault, "two threads copy to one shared location", ins, lane, *where)
+
+    def commit(self, m: Mask) -> None:
+        """Close the open group of each lane."""
+        self.open_group[slice(None) if m is None else m] += 1
+
+    def wait(self, m: Mask, keep: int | None) -> None:
+        """Complete all but the last `keep` groups of each lane; None: everything, committed or not."""
+        f = self.frame
+        remaining = []
+        for copies in self.pending:
+            done = np.ones(len(copies.lanes), np.bool_) if m is None else m[copies.lanes]
+            if keep is not None:
+                done = done & (copies.group < self.open_group[copies.lanes] - keep)
+            if done.any():
+                ready = copies.where(done)
+                f.shared.data[ready.destination] = ready.data
+                f.shared.shadow[ready.destination] = INITIALISED
+                if self.access.shared_races is not None:
+                    self.access.shared_races.record_write(ready.op, ready.offsets, ready.op.size, ready.lanes)
+            if not done.all():
+                remaining.append(copies.where(~done))
+        self.pending = remaining

@@ -1,0 +1,198 @@
+"""The emulator in the place of a GPU: NumPy arrays as device arrays, each a buffer with its own bounds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+
+from .entry import Entry, Module
+from .errors import EmulatorError
+from .launch import MAX_SHARED_BYTES, Device
+from .memory import GUARD, INITIALISED, UNALLOCATED, Buffer, extent
+from .stats import LaunchStats
+from .types import GLOBAL_BASE
+
+
+class Kernel(Protocol):
+    """A compiled kernel: what the emulator needs to know of it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def entry(self) -> str: ...
+    @property
+    def ptx(self) -> str: ...
+    @property
+    def num_threads(self) -> int: ...
+
+
+@functools.lru_cache(maxsize=256)
+def _entry(ptx: str, name: str) -> Entry:
+    return Module(ptx).entry(name)
+
+
+def _large_device() -> Device:
+    try:
+        return Device(1 << 40)
+    except (OSError, MemoryError, ValueError):  # this system gives no address space without memory
+        return Device(1 << 20)
+
+
+class EmulatorDevice:
+    """Runs kernels on copies of NumPy arrays; the arrays change when the ``with`` statement ends without an exception.
+
+    Each array is a buffer of exactly its bytes, at an address that has the array's own alignment: an access between
+    the elements of a strided array, or one byte behind its end, is out of bounds even where the memory belongs to
+    another array. Arrays that overlap in part are copies apart; the same array given twice is one buffer.
+
+    Parameters
+    ----------
+    seed : int, optional
+        Run thread blocks and warps in a random order; without it all of them go in lock-step.
+    race, global_race, init_check : bool
+        Look for races on shared memory, for conflicting accesses to global memory by different thread blocks, and for
+        reads of bytes that were never written.
+    stats, footprint : bool
+        Count memory traffic; note which bytes each launch reads and writes.
+
+    Attributes
+    ----------
+    capability : tuple of int
+        Compute capability that kernels are to be compiled for.
+    max_shared_bytes : int
+        Shared memory of one thread block.
+    launches : list of LaunchStats
+        What each launch did.
+    memory : Device
+        Where the buffers are, for those that are to be made without an array.
+
+    Raises
+    ------
+    EmulatorError
+        From `launch`: what the kernel did wrong, or a launch that hardware would refuse.
+    """
+
+    capability = (9, 0)
+    max_shared_bytes = MAX_SHARED_BYTES
+
+    def __init__(
+        self,
+        *,
+        seed: int | None = None,
+        race: bool = True,
+        global_race: bool = False,
+        init_check: bool = True,
+        stats: bool = False,
+        footprint: bool = False,
+    ) -> None:
+        self._seed, self._race, self._global_race, self._init_check = seed, race, global_race, init_check
+        self._stats, self._footprint = stats, footprint
+        self.memory = _large_device()
+        self._arrays: dict[tuple[object, ...], tuple[np.ndarray, Buffer]] = {}
+        self._scratch: dict[str, Buffer] = {}
+        self.launches: list[LaunchStats] = []
+
+    def __enter__(self) -> EmulatorDevice:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            for array, buffer in self._arrays.values():
+                if buffer.written:
+                    _copy_changes(buffer.view(), array)
+
+    def address(self, name: str, array: np.ndarray) -> int:
+        """The device address of element 0 of a NumPy array; `name` is what faults call it."""
+        key = (array.__array_interface__["data"][0], array.shape, array.strides, array.dtype)
+        _, buffer = self._arrays.get(key, (None, None))
+        if buffer is None:
+            low, high = extent(array.shape, array.strides, array.itemsize)
+            self.memory.reserve(high - low + 3 * GUARD)
+            buffer = self.memory.mirror(array, name)
+            self._arrays[key] = array, buffer
+        elif buffer.read_only and array.flags.writeable:  # of two views of one array, one may be written
+            buffer.read_only = False
+            self._arrays[key] = array, buffer
+        return buffer.address
+
+    def scratch(self, name: str, nbytes: int) -> int:
+        """The address of a workspace of at least `nbytes` bytes, one for each name.
+
+        It is zero when first allocated and when it grows. A load of bytes that no kernel wrote is a fault all the
+        same; an atomic may be the first to touch them.
+        """
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.nbytes < nbytes:
+            self.memory.reserve(nbytes + 3 * GUARD)
+            if buffer is not None:
+                self.memory.free(buffer)
+            buffer = self._scratch[name] = self.memory.alloc(nbytes, name=name, poison=False)
+            buffer.zeroed = True
+        return buffer.address
+
+    def launch(
+        self, kernel: Kernel, grid: tuple[int, int, int], args: Sequence[int | float], shared_bytes: int = 0
+    ) -> None:
+        """Run a kernel to its end, and append what it did to `launches`."""
+        self.launches.append(
+            self.memory.launch(
+                _entry(kernel.ptx, kernel.entry),
+                grid,
+                kernel.num_threads,
+                args,
+                shared_bytes,
+                race=self._race,
+                init_check=self._init_check,
+                global_race=self._global_race,
+                stats=self._stats,
+                footprint=self._footprint,
+                seed=self._seed,
+                max_shared_bytes=self.max_shared_bytes,
+                name=kernel.name,
+            )
+        )
+
+    # -- copies
+    def staging(self, name: str, nbytes: int) -> np.ndarray:
+        """Host memory for copies, (nbytes,) uint8; the emulator's copies need no staging, so it is new every time."""
+        return np.empty(nbytes, np.uint8)
+
+    def copy_from_host(self, destination: int, source: np.ndarray) -> None:
+        """Copy the bytes of a C-contiguous array to a device address."""
+        buffer, where = self._span(destination, source.nbytes)
+        if buffer.read_only:
+            raise EmulatorError(f"copy into the read-only array {buffer.name}")
+        self.memory.space.data[where] = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+        self.memory.space.shadow[where] = INITIALISED
+        buffer.written = True
+
+    def copy_to_host(self, destination: np.ndarray, source: int) -> None:
+        """Fill a C-contiguous array with the bytes at a device address."""
+        _, where = self._span(source, destination.nbytes)
+        destination.reshape(-1).view(np.uint8)[:] = self.memory.space.data[where]
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: a launch and a copy end before they return."""
+
+    def _span(self, address: int, nbytes: int) -> tuple[Buffer, slice]:
+        first = address - GLOBAL_BASE
+        inside = (b for b in self.memory.buffers if b.offset <= first and first + nbytes <= b.offset + b.nbytes)
+        buffer = next((b for b in inside if not b.freed), None)
+        where = slice(first, first + nbytes)
+        if buffer is None or (self.memory.space.shadow[where] & UNALLOCATED).any():
+            place = self.memory.describe(address)
+            raise EmulatorError(f"copy of {nbytes} bytes at address {address:#x} out of bounds ({place})")
+        return buffer, where
+
+
+def _copy_changes(source: np.ndarray, destination: np.ndarray) -> None:
+    """Copy the elements whose bytes differ, and touch no other one."""
+    if source.dtype.itemsize in (1, 2, 4, 8):
+        source, destination = (x.view(f"u{source.dtype.itemsize}") for x in (source, destination))
+    np.copyto(destination, source, where=source != destination)

@@ -1,0 +1,274 @@
+"""Kernels of a module: calls inlined, shared and local memory laid out, basic blocks cut."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .errors import EmulatorError, SourceLine
+from .parse import Function, Instruction, ParsedModule, Statement
+from .types import SIZE
+
+if TYPE_CHECKING:
+    from .translate import EntryTranslator
+
+_SLOT = re.compile(r"\[\s*([\w$@]+)\s*(?:\+\s*(\d+))?\s*\]")
+_FULL_MASKS = ("-1", "0xffffffff", "4294967295", "0xFFFFFFFF", "0xFFFFFFFFU")
+_WARP_OPS = ("shfl", "vote", "match", "redux", "elect")
+_ALIGNED_OPS = ("mma", "ldmatrix", "stmatrix", "wmma", "movmatrix")
+SHARED_GAP = 128  # red zone between shared arrays; a multiple of 128 keeps bank numbers unchanged
+
+
+@dataclass
+class Block:
+    """A basic block: instructions executed together; `sync` is None, "full" or the operand with the member mask."""
+
+    instructions: list[Instruction] = field(default_factory=list)
+    sync: str | None = None
+
+
+@dataclass
+class SharedLayout:
+    """Offsets of shared arrays (with red zones) and the byte counts a real launch would use."""
+
+    offsets: dict[str, int]
+    sizes: dict[str, int]
+    dynamic_offset: int
+    static_bytes: int
+
+
+class Entry:
+    """One kernel, ready to be translated and launched; `Module.entry` makes them."""
+
+    def __init__(self, mod: ParsedModule, fn: Function) -> None:
+        self.name, self.params, self.directives = fn.name, fn.params, fn.directives
+        self.globals = mod.globals
+        self.registers: dict[str, str] = {}
+        self.local_symbols: dict[str, int] = {}
+        self.local_bytes = 0
+        self._shared = list(mod.shared)
+        self._mod = mod
+        self._inlined = 0
+        items = self._expand(fn, {}, None, (fn.name,))
+        self.blocks, self.labels = _cut(items)
+        self.shared = self._layout_shared(False)
+        self.shared_strict = self._layout_shared(True)
+        self.translator: EntryTranslator | None = None  # made on first launch
+
+    @property
+    def readable_name(self) -> str:
+        """The Python function's name out of numba's mangled symbol, or the symbol."""
+        rest, part = self.name.removeprefix("_ZN"), ""
+        while (m := re.match(r"\d+", rest)) and rest != self.name:
+            end = m.end() + int(m[0])
+            part, rest = rest[m.end() : end], rest[end:]
+        return part or self.name[:60]
+
+    def source(self, ptx_line: int) -> tuple[SourceLine, ...]:
+        """Python source line of a PTX line, then the lines that called it; empty without line information."""
+        return self._mod.lines.source(ptx_line)
+
+    def unsupported_instructions(self) -> dict[int, str]:
+        """Instructions, by PTX line, that raise UnsupportedInstructionError when they are executed."""
+        from .translate import compile_entry
+
+        return dict(compile_entry(self).unsupported)
+
+    # -- calls
+    def _expand(
+        self, fn: Function, names: dict[str, str], ret_label: str | None, stack: tuple[str, ...]
+    ) -> list[Statement]:
+        for reg, ty in fn.registers.items():
+            self.registers[names.get(reg, reg)] = ty
+        for nm, align, size in fn.locals:
+            self.local_bytes = (self.local_bytes + align - 1) // align * align
+            self.local_symbols[names.get(nm, nm)] = self.local_bytes
+            self.local_bytes += ((size or 0) + 15) // 16 * 16
+        if not ret_label or fn.shared:
+            self._shared += [v for v in fn.shared if v not in self._shared]
+        out: list[Statement] = []
+        kernel_params = {p.name for p in self.params} if not ret_label else set()
+        for st in fn.statements:
+            if isinstance(st, str):
+                out.append(names.get(st, st))
+                continue
+            ins = st.renamed(names) if names else st
+            head = ins.parts[0]
+            if head == "call":
+                out += self._call(ins, stack)
+            elif head == "ret" and ret_label:
+                out.append(ins.replaced("bra", [ret_label], ins.pred, ins.negated))
+            elif head in ("ld", "st") and len(ins.parts) > 1 and ins.parts[1].startswith("param"):
+                out += self._param_access(ins, head, kernel_params)
+            else:
+                out.append(ins)
+        return out
+
+    def _param_access(self, ins: Instruction, head: str, kernel_params: set[str]) -> list[Instruction]:
+        """Call parameters live in ordinary registers named after the slot."""
+        where, value = (ins.operands[1], ins.operands[0]) if head == "ld" else (ins.operands[0], ins.operands[1])
+        m = _SLOT.fullmatch(where)
+        if not m:
+            raise EmulatorError(f"PTX line {ins.line}: cannot address parameter {where}")
+        if m[1] in kernel_params:
+            return [ins]
+        ty = ins.parts[-1]
+        out = []
+        values = [v.strip() for v in value.strip("{}").split(",")]
+        for i, v in enumerate(values):
+            slot = f"{m[1]}+{int(m[2] or 0) + i * SIZE[ty]}"
+            known = self.registers.setdefault(slot, f"b{8 * SIZE[ty]}")
+            if SIZE[known] < SIZE[ty]:
+                raise EmulatorError(f"PTX line {ins.line}: parameter {slot} written with {known}, read as {ty}")
+            out.append(ins.replaced(f"mov.{ty}", [v, slot] if head == "ld" else [slot, v], ins.pred, ins.negated))
+        return out
+
+    def _call(self, ins: Instruction, stack: tuple[str, ...]) -> list[Statement]:
+        ops = list(ins.operands)
+        rets = _names(ops.pop(0)) if ops[0].startswith("(") else []
+        callee = ops.pop(0)
+        args = _names(ops[0]) if ops and ops[0].startswith("(") else []
+        fn = self._mod.functions.get(callee)
+        if callee == "vprintf":
+            self.registers.setdefault(f"{rets[0]}+0", "b32")
+            return [ins.replaced("mov.b32", [f"{rets[0]}+0", "0"], ins.pred, ins.negated)]
+        if callee == "__assertfail":
+            return [ins.replaced("trap", [], ins.pred, ins.negated)]
+        if fn is None or not fn.has_body or callee in stack:
+            why = "recursive call of" if callee in stack else "call of external or indirect function"
+            return [ins.replaced("unsupported", [f"{why} {callee}"], ins.pred, ins.negated)]
+        self._inlined += 1
+        tag = f"@c{self._inlined}"
+        names = {nm: nm + tag for nm in fn.registers}
+        names.update({nm: nm + tag for nm, _, _ in fn.locals})
+        names.update({st: st + tag for st in fn.statements if isinstance(st, str)})
+        names.update(zip((p.name for p in fn.params), args, strict=True))
+        names.update(zip((p.name for p in fn.returns), rets, strict=True))
+        slots = {
+            m
+            for st in fn.statements
+            if not isinstance(st, str)
+            for o in st.operands
+            for m in re.findall(r"[\w$]+\$s\d+", o)
+        }
+        names.update({nm: nm + tag for nm in slots if nm not in names})
+        end = f"$ret{tag}"
+        out = [*self._expand(fn, names, end, (*stack, callee)), end]
+        if ins.pred:
+            skip = f"$skip{tag}"
+            out = [ins.replaced("bra", [skip], ins.pred, not ins.negated), *out, skip]
+        return out
+
+    # -- memory layout
+    def _layout_shared(self, strict: bool) -> SharedLayout:
+        """Offsets in declaration order.  `strict` puts every array at an address that has no more than its declared
+        alignment, so that 16-byte accesses to an array declared with .align 4 fault instead of working by luck."""
+        offsets: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        real = padded = 0
+        dynamic, dyn_align = [], 1
+        for nm, align, size in self._shared:
+            if nm in offsets or nm in dynamic:
+                continue
+            if size is None:
+                dynamic.append(nm)
+                dyn_align = max(dyn_align, align)
+                continue
+            start = (real + align - 1) // align * align
+            padded += start - real  # keep the offset modulo 128 of the real layout
+            offsets[nm], sizes[nm] = padded + _shift(padded, align, strict), size
+            real = start + size
+            padded += size + SHARED_GAP
+        start = (real + dyn_align - 1) // dyn_align * dyn_align
+        padded += start - real
+        padded += _shift(padded, dyn_align, strict)
+        for nm in dynamic:
+            offsets[nm] = padded
+        return SharedLayout(offsets, sizes, padded, real)
+
+
+def _shift(offset: int, align: int, strict: bool) -> int:
+    return align if strict and align < 16 and offset % (2 * align) == 0 else 0
+
+
+def _names(group: str) -> list[str]:
+    return [x.strip() for x in group.strip("() ").split(",") if x.strip()]
+
+
+def _sync_kind(ins: Instruction) -> str | None:
+    head = ins.parts[0]
+    if head in _ALIGNED_OPS:
+        return "full"
+    if head in _WARP_OPS or (head in ("bar", "barrier") and ins.parts[1] == "warp"):
+        mask = ins.operands[-1]
+        return "full" if mask in _FULL_MASKS else mask
+    return None
+
+
+def _cut(items: list[Statement]) -> tuple[list[Block], dict[str, int]]:
+    """Basic blocks.  Warp-synchronous instructions start a block, unless the block began with a full-warp one."""
+    blocks: list[Block] = [Block()]
+    labels: dict[str, int] = {}
+
+    def fresh() -> None:
+        if blocks[-1].instructions:
+            blocks.append(Block())
+
+    for it in items:
+        if isinstance(it, str):
+            fresh()
+            labels[it] = len(blocks) - 1
+            continue
+        head = it.parts[0]
+        kind = _sync_kind(it)
+        if kind and not (kind == "full" and blocks[-1].sync == "full"):
+            fresh()
+            blocks[-1].sync = kind
+        blocks[-1].instructions.append(it)
+        if head in ("bra", "ret", "exit", "trap", "brx") or (head in ("bar", "barrier") and it.parts[1] != "warp"):
+            fresh()
+    if not blocks[-1].instructions:
+        blocks[-1].instructions.append(Instruction("ret", 0))
+    return blocks, labels
+
+
+class Module:
+    """A PTX module.
+
+    Parameters
+    ----------
+    ptx : str
+        PTX text, as numba-cuda's compiler gives it.
+
+    Raises
+    ------
+    EmulatorError
+        It is not PTX, or uses something that the parser does not know.
+    """
+
+    def __init__(self, ptx: str) -> None:
+        self._parsed = ParsedModule(ptx)
+        self.version, self.target = self._parsed.version, self._parsed.target
+        self._entries: dict[str, Entry] = {}
+
+    @property
+    def entry_names(self) -> list[str]:
+        """Symbols of the kernels in the module."""
+        return [function.name for function in self._parsed.functions.values() if function.is_entry]
+
+    def entry(self, name: str | None = None) -> Entry:
+        """The kernel of that symbol, or the only one whose symbol contains `name`; without a name the only one.
+
+        Raises
+        ------
+        EmulatorError
+            No kernel matches, or several do.
+        """
+        names = self.entry_names
+        hits = [n for n in names if n == name] or [n for n in names if name is None or name in n]
+        if len(hits) != 1:
+            raise EmulatorError(f"{len(hits)} entries match {name!r}; the module has {names}")
+        if hits[0] not in self._entries:
+            self._entries[hits[0]] = Entry(self._parsed, self._parsed.functions[hits[0]])
+        return self._entries[hits[0]]

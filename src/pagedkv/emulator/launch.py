@@ -1,0 +1,270 @@
+"""A device that runs kernels: checks of a launch, and its batches of thread blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import numeric
+from .access import Access, MemOp
+from .async_copy import AsyncCopies
+from .entry import Entry
+from .errors import EmulatorError, UnsupportedInstructionError
+from .footprint import FootprintRecorder
+from .frame import Frame
+from .matrix import MatrixOps
+from .memory import Buffer, Memory
+from .parse import Instruction, Param
+from .races import GlobalRaces, SharedRaces
+from .schedule import Scheduler
+from .stats import LaunchStats, StatsRecorder
+from .translate import EntryTranslator, compile_entry
+from .types import SIZE, VIEW_DTYPE, dtype_of
+from .warp import WarpOps
+
+MAX_THREADS = 1024
+MAX_SHARED_BYTES = 227 * 1024
+Dims = tuple[int, int, int]
+
+_NUMPY = (
+    "add subtract multiply divide fmin fmax minimum maximum negative absolute bitwise_and bitwise_or bitwise_xor "
+    "invert logical_and logical_or logical_xor logical_not left_shift right_shift equal not_equal less less_equal "
+    "greater greater_equal copyto"
+)
+_NUMERIC = (
+    "mulhi idiv irem add_sat bfe bfi clz bfind brev prmt lop3 funnel dp4a fma32 round32 flush flushed to_int saturate "
+    "load_narrow store_narrow pack_narrow to_tf32 fp8x2_unpack fp8x2_pack"
+)
+_WARP = "shfl vote match redux elect activemask"
+_MATRIX = "mma ldmatrix stmatrix movmatrix"
+
+
+def _blend(dst: np.ndarray, mask: np.ndarray, value: Any) -> None:
+    """dst[mask] = value[mask]; putmask is several times faster than where=."""
+    if value.dtype == dst.dtype:
+        np.putmask(dst, mask, value)
+    else:
+        np.copyto(dst, value, where=mask, casting="unsafe")
+
+
+_BASE_NAMESPACE: dict[str, Any] = {
+    "np": np,
+    "blend": _blend,
+    **{name: getattr(np, name) for name in _NUMPY.split()},
+    **{name: getattr(numeric, name) for name in _NUMERIC.split()},
+    **{name: dtype.type for name, dtype in VIEW_DTYPE.items()},
+}
+
+
+def _dims(sizes: int | Sequence[int], what: str) -> Dims:
+    given = (int(sizes),) if isinstance(sizes, (int, np.integer)) else tuple(int(size) for size in sizes)
+    if not 1 <= len(given) <= 3 or min(given) < 1:
+        raise EmulatorError(f"{what} must be one to three positive sizes, got {sizes!r}")
+    x, y, z = given + (1,) * (3 - len(given))
+    return x, y, z
+
+
+def _parameter(param: Param, value: Any) -> bytes:
+    """The bytes of one kernel parameter."""
+    if isinstance(value, Buffer):
+        if value.freed:
+            raise EmulatorError(f"parameter {param.name}: buffer {value.name!r} was freed")
+        value = value.address
+    is_float = isinstance(value, (float, np.floating))
+    if isinstance(value, bytes):
+        raw = value
+    elif param.size != SIZE[param.type]:
+        raise EmulatorError(f"parameter {param.name} is a {param.size}-byte structure: pass bytes")
+    elif is_float != (param.type[0] == "f") and param.type[0] != "b":
+        raise EmulatorError(f"parameter {param.name} is .{param.type}, got {type(value).__name__}")
+    elif is_float:
+        raw = np.array(value, f"f{param.size}").tobytes()
+    else:
+        low, high = -(1 << (8 * param.size - 1)), 1 << 8 * param.size
+        if not low <= int(value) < high:
+            raise EmulatorError(f"value {value} does not fit parameter {param.name} (.{param.type})")
+        raw = (int(value) & (high - 1)).to_bytes(param.size, "little")
+    if len(raw) != param.size:
+        raise EmulatorError(f"parameter {param.name} has {param.size} bytes, got {len(raw)}")
+    return raw
+
+
+def _granule(translator: EntryTranslator, space: str) -> int:
+    """Smallest access of a kernel to a space: the resolution of race detection."""
+    ops = (op for op in translator.objects.values() if isinstance(op, MemOp) and op.space in (space, "generic"))
+    return min([4, *(op.element for op in ops)])
+
+
+class Device(Memory):
+    """Global memory, and launches of kernels on it.
+
+    Parameters
+    ----------
+    memory_bytes : int
+        Address space. It takes memory only where it is written: hundreds of GiB are fine on Linux.
+    """
+
+    def launch(
+        self,
+        entry: Entry,
+        grid: int | Sequence[int],
+        num_threads: int | Sequence[int],
+        args: Sequence[Any],
+        shared_bytes: int = 0,
+        *,
+        race: bool = True,
+        init_check: bool = True,
+        global_race: bool = False,
+        stats: bool = False,
+        footprint: bool = False,
+        seed: int | None = None,
+        batch_threads: int = 8192,
+        step_limit: int | None = None,
+        strict_shared_alignment: bool = False,
+        max_shared_bytes: int = MAX_SHARED_BYTES,
+        name: str | None = None,
+    ) -> LaunchStats:
+        """Run a kernel to its end.
+
+        Parameters
+        ----------
+        entry : Entry
+            The kernel, from `Module.entry`.
+        grid, num_threads : int or sequence of up to three int
+            Thread blocks, and threads of a block.
+        args : sequence
+            One value for each kernel parameter: a Buffer or an address for a pointer, a number, bytes for a structure.
+        shared_bytes : int
+            Dynamic shared memory of a thread block.
+        race : bool
+            Look for races on shared memory.
+        init_check : bool
+            Fault on reads of bytes that were never written.
+        global_race : bool
+            Look for conflicting accesses to global memory by different thread blocks.
+        stats : bool
+            Count memory traffic, sectors and wavefronts.
+        footprint : bool
+            Note which bytes of which buffer are read and written.
+        seed : int, optional
+            Run thread blocks and warps in a random order; without it all of them go in lock-step.
+        batch_threads : int
+            Threads that are simulated together.
+        step_limit : int, optional
+            Give up after so many steps of a batch.
+        strict_shared_alignment : bool
+            Give shared arrays no more than their declared alignment.
+        max_shared_bytes : int
+            Static and dynamic shared memory that a thread block may have.
+        name : str, optional
+            What faults call the kernel.
+
+        Returns
+        -------
+        LaunchStats
+
+        Raises
+        ------
+        EmulatorError
+            The launch is not one that hardware would take, or one of its subclasses: what the kernel did wrong.
+        """
+        dims, threads = _dims(grid, "grid"), _dims(num_threads, "num_threads")
+        self._check(entry, dims, threads, args, shared_bytes, max_shared_bytes)
+        params = {param.name: _parameter(param, value) for param, value in zip(entry.params, args, strict=True)}
+        translator = compile_entry(entry)
+        for kind, value, _ in translator.constants:  # module variables exist before the statistics look
+            if kind == "symbol" and value[0] in entry.globals:
+                self.module_symbol(entry.globals, value[0])
+        num_ctas, per_cta = math.prod(dims), math.prod(threads)
+        rng = None if seed is None else np.random.default_rng(seed)
+        name = name or entry.readable_name
+        recorder = StatsRecorder(name, entry, self, stats)
+        tracks = FootprintRecorder(self) if footprint else None
+        global_races = GlobalRaces(self.extent, _granule(translator, "global"), num_ctas) if global_race else None
+        layout = entry.shared_strict if strict_shared_alignment else entry.shared
+        per = max(1, batch_threads // per_cta)
+        namespace: dict[str, Any] = {}
+        scheduler: Scheduler | None = None
+        order = None if rng is None else rng.permutation(num_ctas)
+        with np.errstate(all="ignore"):
+            for first in range(0, num_ctas, per):
+                ctas = np.arange(first, min(first + per, num_ctas)) if order is None else order[first : first + per]
+                frame = Frame(entry, self, dims, threads, ctas, shared_bytes, layout, name)
+                shared_races = SharedRaces(frame, _granule(translator, "shared")) if race else None
+                access = Access(frame, self, init_check, shared_races, global_races, recorder, tracks, rng)
+                reuse = scheduler is not None and scheduler.frame.num_lanes == frame.num_lanes
+                bound = _namespace(frame, access, shared_races, global_races, params)
+                bound.update(frame.namespace(translator, reuse))
+                if reuse:  # same size: keep the register arrays and compiled blocks
+                    namespace.update(bound)
+                else:
+                    namespace = {**_BASE_NAMESPACE, **bound}
+                    scheduler = Scheduler(frame, translator, namespace, recorder, rng, step_limit)
+                assert scheduler is not None
+                scheduler.run(frame, shared_races)
+        result = recorder.finish()
+        result.footprint = tracks.finish() if tracks else None
+        return result
+
+    @staticmethod
+    def _check(
+        entry: Entry, grid: Dims, threads: Dims, args: Sequence[Any], shared_bytes: int, max_shared_bytes: int
+    ) -> None:
+        if math.prod(threads) > MAX_THREADS or threads[2] > 64:
+            raise EmulatorError(f"a thread block has at most {MAX_THREADS} threads, 64 of them in z, got {threads}")
+        if grid[0] >= 1 << 31 or max(grid[1:]) > 65535:
+            raise EmulatorError(f"grid must be at most (2147483647, 65535, 65535), got {grid}")
+        for key, sizes in entry.directives.items():
+            limit, got = math.prod(sizes), math.prod(threads)
+            if (key == "maxntid" and got > limit) or (key == "reqntid" and got != limit):
+                raise EmulatorError(f"{threads} threads violate .{key} {sizes}")
+        static = entry.shared.static_bytes
+        if static + shared_bytes > max_shared_bytes:
+            raise EmulatorError(
+                f"{static} static and {shared_bytes} dynamic bytes of shared memory exceed {max_shared_bytes}"
+            )
+        if len(args) != len(entry.params):
+            raise EmulatorError(f"{entry.readable_name} takes {len(entry.params)} parameters, got {len(args)}")
+
+
+def _namespace(
+    frame: Frame,
+    access: Access,
+    shared_races: SharedRaces | None,
+    global_races: GlobalRaces | None,
+    params: dict[str, bytes],
+) -> dict[str, Any]:
+    """What the generated code calls, bound to one batch."""
+    copies = AsyncCopies(frame, access)
+    ns: dict[str, Any] = {}
+    for space in ("global", "shared", "local", "generic"):
+        for what in ("ld", "st", "atom"):
+            if (what, space) != ("atom", "local"):
+                ns[f"{what}_{space}"] = getattr(access, f"{what}_{space}")
+    for names, ops in ((_WARP, WarpOps(frame)), (_MATRIX, MatrixOps(frame, access))):
+        ns.update((name, getattr(ops, name)) for name in names.split())
+
+    def param(name: str, off: int, view: str) -> Any:
+        return np.frombuffer(params[name], dtype_of(view), 1, off)[0]
+
+    def unsupported(ins: Instruction, m: np.ndarray | None) -> None:
+        if m is None or m.any():
+            what = ins.operands[0] if ins.op == "unsupported" else f"instruction {ins.op}"
+            raise UnsupportedInstructionError(
+                f"the emulator does not model this: {what}; kernel {frame.name}; PTX line {ins.line}: {ins.text}"
+            )
+
+    def nothing(m: np.ndarray | None) -> None:
+        pass
+
+    def fence(m: np.ndarray | None) -> None:
+        if global_races is not None:
+            global_races.fence(frame.cta if m is None else frame.cta[m])
+
+    warp_sync: Callable[[np.ndarray | None], None] = nothing if shared_races is None else shared_races.warp_sync
+    ns.update(param=param, unsupported=unsupported, warp_sync=warp_sync, fence=fence)
+    ns.update(async_copy=copies.copy, async_commit=copies.commit, async_wait=copies.wait)
+    return ns

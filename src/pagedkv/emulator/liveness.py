@@ -1,0 +1,84 @@
+"""Which registers lanes that wait at a basic block still need."""
+
+from __future__ import annotations
+
+import re
+
+from .entry import Entry
+from .parse import Instruction
+
+_TOKEN = re.compile(r"%?[A-Za-z_$][\w$@+]*")
+_NO_DESTINATION = (
+    "st red bra brx bar barrier membar fence ret exit trap cp prefetch prefetchu stmatrix nanosleep unsupported "
+    "griddepcontrol setmaxnreg discard applypriority"
+)
+
+
+def _reads_writes(ins: Instruction) -> tuple[list[str], list[str]]:
+    """Identifiers that an instruction reads and writes; some of them are not registers."""
+    writes = ins.parts[0] not in _NO_DESTINATION.split() or (ins.parts[0] in ("bar", "barrier") and "red" in ins.parts)
+    writes = writes and bool(ins.operands) and "[" not in ins.operands[0]
+    reads = [token for operand in ins.operands[1 if writes else 0 :] for token in _TOKEN.findall(operand)]
+    reads += [token.partition("+")[0] for token in reads]  # "%rd1+16" in an address reads %rd1
+    if ins.pred:
+        reads.append(ins.pred)
+    return reads, _TOKEN.findall(ins.operands[0]) if writes else []
+
+
+class Liveness:
+    """Live registers of each basic block, as bit sets.
+
+    Attributes
+    ----------
+    always_flushed : set of str
+        Registers that only ever hold float32 values without subnormals.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self._bit = {register: 1 << i for i, register in enumerate(entry.registers)}
+        blocks = entry.blocks
+        uses, kills, successors = [], [], []
+        flushed: dict[str, bool] = {}
+        self._writes: list[int] = []
+        for b, block in enumerate(blocks):
+            use = write = kill = 0
+            for ins in block.instructions:
+                reads, writes = _reads_writes(ins)
+                for token in reads:
+                    use |= self._bit.get(token, 0) & ~kill
+                for token in writes:
+                    write |= self._bit.get(token, 0)
+                    kill |= 0 if ins.pred else self._bit.get(token, 0)
+                    flushed[token] = flushed.get(token, True) and "ftz" in ins.parts and ins.parts[-1] == "f32"
+            last = block.instructions[-1]
+            jumps = last.parts[0] in ("ret", "exit", "bra") and not last.pred
+            following = [b + 1] if not jumps and b + 1 < len(blocks) else []
+            if last.parts[0] == "bra":
+                following.append(entry.labels[last.operands[0]])
+            uses.append(use)
+            kills.append(kill)
+            successors.append(following)
+            self._writes.append(write)
+        self.always_flushed = {register for register, only in flushed.items() if only}
+        self._live_in = [0] * len(blocks)
+        changed = True
+        while changed:
+            changed = False
+            for b in reversed(range(len(blocks))):
+                live = uses[b] | (self._live(successors[b]) & ~kills[b])
+                changed |= live != self._live_in[b]
+                self._live_in[b] = live
+
+    def _live(self, blocks: list[int]) -> int:
+        live = 0
+        for b in blocks:
+            live |= self._live_in[b]
+        return live
+
+    def kept(self, index: int, pending: list[int]) -> int:
+        """Registers written by block `index` that lanes at the `pending` blocks still need."""
+        return self._live(pending) & self._writes[index]
+
+    def protects(self, keep: int, register: str) -> bool:
+        """Whether a register is in the set."""
+        return bool(keep & self._bit[register])

@@ -1,0 +1,335 @@
+"""Byte-addressed memory with a shadow byte for each byte, and named buffers in it."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import mmap
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import EmulatorError
+from .types import GLOBAL_BASE, VIEW_DTYPE
+
+# States of a byte. 0: allocated and never written, so that large buffers of which little is used cost nothing.
+# PENDING: destination of an unfinished cp.async.
+UNALLOCATED, INITIALISED, PENDING = 1, 2, 4
+GUARD = 256  # unallocated bytes between buffers
+_ONES: dict[int, Any] = {
+    1: np.uint8(0x01),
+    2: np.uint16(0x0101),
+    4: np.uint32(0x01010101),
+    8: np.uint64(0x0101010101010101),
+}
+_FAR = 1 << 20
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
+
+def sparse_zeros(count: int, dtype: Any = np.uint8) -> np.ndarray:
+    """Zeros that take memory only where they are written, however many there are."""
+    nbytes = count * np.dtype(dtype).itemsize
+    if nbytes < 1 << 26 or not _MAP_NORESERVE:
+        return np.zeros(count, dtype)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return np.frombuffer(pages, dtype)
+
+
+class ByteSpace:
+    """Data bytes, shadow bytes and typed views of both; `verify` is the check made on every access."""
+
+    def __init__(self, nbytes: int) -> None:
+        nbytes = (max(nbytes, 32) + 31) // 32 * 32
+        self.data = sparse_zeros(nbytes)
+        self.shadow = sparse_zeros(nbytes)
+        self.views = {name: self.data.view(dtype) for name, dtype in VIEW_DTYPE.items()}
+        self._wide = {size: self.shadow.view(f"u{size}") for size in (1, 2, 4, 8)}
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def verify(self, off: np.ndarray, size: int, load: bool, init_check: bool) -> bool:
+        """True if every access (aligned, in range) is allowed; stores also mark their bytes initialised."""
+        unit = min(size, 8)
+        group = off >> (unit.bit_length() - 1)
+        wide, one = self._wide[unit], _ONES[unit]
+        ready, blocked = one * one.dtype.type(INITIALISED), one * one.dtype.type(UNALLOCATED | PENDING)
+        for q in range(size // unit):
+            states = wide[group + q if q else group]
+            if load and init_check:
+                if not (states == ready).all():
+                    return False
+            elif np.bitwise_or.reduce(states) & blocked:
+                return False
+        if not load:
+            for q in range(size // unit):
+                wide[group + q if q else group] = ready
+        return True
+
+    def diagnose(self, off: np.ndarray, size: int) -> tuple[int, str]:
+        """Index of the first bad access and the reason."""
+        states = np.stack([self.shadow[off + q] for q in range(size)])
+        for state, reason in ((UNALLOCATED, "out of bounds"), (PENDING, "cp.async still in flight")):
+            bad = ((states & state) != 0).any(0)
+            if bad.any():
+                return int(bad.argmax()), reason
+        return int((states != INITIALISED).any(0).argmax()), "uninitialised"
+
+
+class Buffer:
+    """A named array in device memory. Bytes between its elements, where its strides leave any, are not part of it.
+
+    Attributes
+    ----------
+    name : str
+        What faults call it.
+    address : int
+        Device address of element 0: what a pointer argument receives.
+    shape, strides, dtype
+        Of the array; strides in bytes.
+    nbytes : int
+        Bytes from its lowest to its highest one.
+    read_only : bool
+        Whether a store to it is a fault.
+    zeroed : bool
+        Whether an atomic may be the first access to its bytes.
+    written : bool
+        Whether a kernel has stored to it.
+    """
+
+    def __init__(
+        self, memory: Memory, offset: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...], name: str
+    ) -> None:
+        self.memory, self.shape, self.dtype, self.strides, self.name = memory, shape, np.dtype(dtype), strides, name
+        low, high = extent(shape, strides, self.dtype.itemsize)
+        self.offset, self.nbytes, self._origin = offset, high - low, offset - low
+        self.size = math.prod(shape)
+        self.freed = self.read_only = self.zeroed = self.written = False
+
+    @property
+    def address(self) -> int:
+        return GLOBAL_BASE + self._origin
+
+    def bytes_in(self, flat: np.ndarray) -> np.ndarray:
+        """The bytes of every element, ``(*shape, itemsize)``, of a uint8 or bool array over all of device memory."""
+        if self.freed:
+            raise EmulatorError(f"buffer {self.name!r} was freed")
+        shape, strides = (*self.shape, self.dtype.itemsize), (*self.strides, 1)
+        return np.ndarray(shape, flat.dtype, flat, self._origin, strides)
+
+    def view(self) -> np.ndarray:
+        """A writable view of the device bytes; writing through it leaves the bytes as initialised as they were."""
+        if self.freed:
+            raise EmulatorError(f"buffer {self.name!r} was freed")
+        data = self.memory.space.data
+        return np.ndarray(self.shape, self.dtype, data, self._origin, self.strides)
+
+    def get(self) -> np.ndarray:
+        """A copy of the contents."""
+        return self.view().copy()
+
+    def set(self, array: Any) -> None:
+        """Fill the buffer."""
+        self.view()[...] = array
+        self.mark(True)
+
+    def initialised(self) -> np.ndarray:
+        """Boolean array of the buffer's shape: which elements have been written completely."""
+        return np.asarray((self.bytes_in(self.memory.space.shadow) == INITIALISED).all(-1))
+
+    def mark(self, initialised: bool, where: Any = ...) -> None:
+        """Say that the elements at a NumPy index hold a value, or that they hold none."""
+        if self.freed:
+            raise EmulatorError(f"buffer {self.name!r} was freed")
+        itemsize, state = self.dtype.itemsize, INITIALISED if initialised else 0
+        if itemsize not in _ONES:
+            self.bytes_in(self.memory.space.shadow)[where] = state
+        else:  # all bytes of an element at once
+            shadow = np.ndarray(self.shape, f"u{itemsize}", self.memory.space.shadow, self._origin, self.strides)
+            shadow[where] = _ONES[itemsize] * shadow.dtype.type(state)
+
+    def place(self, offset: int) -> str:
+        """Where in the buffer a byte lies, given its offset in device memory."""
+        words = f"byte {offset - self.offset} of {self.nbytes} in {'freed ' if self.freed else ''}{self.name}"
+        left, index = offset - self._origin, [0] * len(self.shape)
+        if min(self.strides, default=0) < 0 or 0 in self.shape:
+            return words
+        for axis in sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis]):
+            if self.strides[axis]:
+                index[axis] = min(left // self.strides[axis], self.shape[axis] - 1)
+                left -= index[axis] * self.strides[axis]
+        element = f"{self.name}[{', '.join(map(str, index))}]"
+        return f"{words}, {'at' if left < self.dtype.itemsize else 'in the gap after'} {element}"
+
+    def __repr__(self) -> str:
+        return f"Buffer({self.name!r}, {self.shape}, {self.dtype}, address={self.address:#x})"
+
+
+def extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Lowest byte, and the one behind the highest, of a strided array relative to its element 0."""
+    if 0 in shape:
+        return 0, 0
+    spans = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
+    return sum(min(span, 0) for span in spans), sum(max(span, 0) for span in spans) + itemsize
+
+
+def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
+
+
+class Memory:
+    """Global memory: buffers with guard zones between them.
+
+    Addresses are never used again, so that every use after free is detected.
+
+    Parameters
+    ----------
+    memory_bytes : int
+        Address space. It takes memory only where it is written: hundreds of GiB are fine on Linux.
+    """
+
+    def __init__(self, memory_bytes: int = 64 << 20) -> None:
+        self.space = ByteSpace(memory_bytes)
+        self.buffers: list[Buffer] = []
+        self._starts: list[int] = []
+        self.extent = GUARD  # bytes handed out so far; everything above is unallocated
+        self.space.shadow[: self.extent] = UNALLOCATED
+        self._symbols: dict[tuple[int, str], tuple[Buffer, Mapping[str, np.ndarray]]] = {}
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for `nbytes` more bytes of buffers, moving to a larger address space if need be."""
+        need = self.extent + nbytes
+        if need > len(self.space):
+            old, self.space = self.space, ByteSpace(max(need, 2 * len(self.space)))
+            self.space.data[: self.extent] = old.data[: self.extent]
+            self.space.shadow[: self.extent] = old.shadow[: self.extent]
+
+    def _place(
+        self, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...], name: str | None, align: int, phase: int
+    ) -> Buffer:
+        """A buffer whose lowest byte is `phase` modulo `align`; guards around it, its bytes not yet allocated."""
+        offset = self.extent + (phase - self.extent) % align
+        buffer = Buffer(self, offset, shape, dtype, strides, name or f"buffer{len(self.buffers)}")
+        end = offset + buffer.nbytes
+        if end + GUARD > len(self.space):
+            raise MemoryError(f"device memory exhausted: {buffer.name} needs {buffer.nbytes} bytes at offset {offset}")
+        self.space.shadow[self.extent : offset] = UNALLOCATED
+        self.space.shadow[end : end + GUARD] = UNALLOCATED
+        self.extent = end + GUARD
+        self.buffers.append(buffer)
+        self._starts.append(offset)
+        return buffer
+
+    def alloc(
+        self,
+        shape: int | tuple[int, ...],
+        dtype: Any = np.uint8,
+        name: str | None = None,
+        *,
+        align: int = 256,
+        poison: bool = True,
+    ) -> Buffer:
+        """A contiguous buffer of bytes that were never written.
+
+        Parameters
+        ----------
+        shape : int or tuple of int
+            Shape of the array.
+        dtype : dtype
+            Of its elements.
+        name : str, optional
+            What faults call it.
+        align : int
+            Alignment of its address in bytes.
+        poison : bool
+            Whether to fill it with 0xA5; False for one so large that it must stay untouched.
+
+        Returns
+        -------
+        Buffer
+
+        Raises
+        ------
+        MemoryError
+            It does not fit.
+        """
+        shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        dtype = np.dtype(dtype)
+        buffer = self._place(shape, dtype, _contiguous(shape, dtype.itemsize), name, align, 0)
+        if poison:
+            self.space.data[buffer.offset : buffer.offset + buffer.nbytes] = 0xA5
+        return buffer
+
+    def upload(self, array: Any, name: str | None = None, *, align: int = 256) -> Buffer:
+        """A contiguous buffer that holds a copy of an array; `name` and `align` as in `alloc`."""
+        array = np.asarray(array)
+        buffer = self.alloc(array.shape, array.dtype, name, align=align, poison=False)
+        buffer.set(array)
+        return buffer
+
+    def mirror(self, array: np.ndarray, name: str | None = None) -> Buffer:
+        """A buffer with a copy of the array, its strides, and its address modulo 256; read-only if the array is."""
+        address = array.__array_interface__["data"][0]
+        low, high = extent(array.shape, array.strides, array.itemsize)
+        buffer = self._place(array.shape, array.dtype, array.strides, name, 256, (address + low) % 256)
+        if high - low != array.nbytes:
+            self.space.shadow[buffer.offset : buffer.offset + buffer.nbytes] = UNALLOCATED
+        buffer.set(array)
+        buffer.read_only = not array.flags.writeable
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        """Give a buffer up; any later access to it is a fault."""
+        self.space.shadow[buffer.offset : buffer.offset + buffer.nbytes] = UNALLOCATED
+        buffer.freed = True
+
+    def describe(self, address: int) -> str:
+        """Where an address points, in words."""
+        offset = int(address) - GLOBAL_BASE
+        i = bisect.bisect_right(self._starts, offset) - 1
+        near: list[tuple[int, str]] = []
+        for buffer in self.buffers[max(i, 0) : i + 2]:
+            if buffer.offset <= offset < buffer.offset + buffer.nbytes:
+                return buffer.place(offset)
+            if buffer.offset <= offset:
+                near.append((offset - buffer.offset - buffer.nbytes, f"bytes past the end of {buffer.name}"))
+            else:
+                near.append((buffer.offset - offset, f"bytes before {buffer.name}"))
+        distance, words = min(near, default=(_FAR, ""))
+        return f"{distance} {words}" if distance < _FAR else "far from every buffer"
+
+    def buffer_index(self, off: np.ndarray) -> np.ndarray:
+        """Index into `buffers` for valid byte offsets."""
+        return np.searchsorted(np.asarray(self._starts), off, side="right") - 1
+
+    def note_store(self, off: np.ndarray) -> int | None:
+        """Note which buffers are stored to; returns the index of the first offset in a read-only one, or None."""
+        first = bisect.bisect_right(self._starts, int(off.min())) - 1
+        last = bisect.bisect_right(self._starts, int(off.max())) - 1
+        if first == last:
+            touched = [first]
+        else:
+            index = self.buffer_index(off)
+            touched = np.unique(index).tolist()
+        for i in touched:
+            if self.buffers[i].read_only:
+                return 0 if first == last else int((index == i).argmax())
+        for i in touched:
+            self.buffers[i].written = True
+        return None
+
+    def zeroed(self, off: np.ndarray) -> bool:
+        """Whether every offset lies in a buffer that is zero where nobody has written."""
+        return all(self.buffers[i].zeroed for i in np.unique(self.buffer_index(off)).tolist())
+
+    def module_symbol(self, variables: Mapping[str, np.ndarray], name: str) -> Buffer:
+        """The buffer behind a .global or .const variable of a module, made on first use."""
+        key = (id(variables), name)
+        if key not in self._symbols:
+            contents = variables[name]
+            self.reserve(contents.nbytes + 2 * GUARD)
+            # The mapping is kept, so that its id stays its own.
+            self._symbols[key] = (self.upload(contents, f"symbol {name[:60]}"), variables)
+        return self._symbols[key][0]

@@ -1,0 +1,127 @@
+"""Loads, stores, atomics, cp.async, fences."""
+
+from __future__ import annotations
+
+from .access import MemOp
+from .parse import Instruction
+from .translate import BlockTranslator, handles, split_group
+from .types import SIZE, bits_of, view_of
+
+_SPACES = ("global", "shared", "local", "const", "param")
+_ATOMS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+_STRONG = ("volatile", "relaxed", "acquire", "release", "acq_rel", "mmio")
+
+
+def _space(ins: Instruction) -> str:
+    s = next((q.split("::")[0] for q in ins.parts[1:] if q.split("::")[0] in _SPACES), "generic")
+    return "global" if s == "const" else s
+
+
+def _mem_op(ins: Instruction, kind: str, ty: str, count: int) -> MemOp:
+    p = ins.parts
+    strong = kind == "atomic" or any(q in _STRONG for q in p)
+    return MemOp(
+        ins,
+        kind,
+        _space(ins),
+        SIZE[ty],
+        count,
+        strong,
+        release=any(q in ("release", "acq_rel") for q in p),
+    )
+
+
+@handles("ld", "ldu")
+def _load(t: BlockTranslator, ins: Instruction) -> None:
+    o, ty = ins.operands, ins.parts[-1]
+    dests = split_group(o[0])
+    space = _space(ins)
+    if space == "param":
+        name, _, off = o[1].strip("[] ").partition("+")
+        for i, d in enumerate(dests):
+            t.put(d, ty, f"param('{name.strip()}',{int(off or 0) + i * SIZE[ty]},'{view_of(ty)}')")
+        return
+    # a load into a wider register extends by the sign of the type
+    view = view_of(ty) if ty[0] == "s" and any(d != "_" and t.width(d) > SIZE[ty] for d in dests) else bits_of(ty)
+    targets = []
+    for d in dests:
+        targets.append("None" if d == "_" else t.reg(d, f"{view[0]}{8 * t.width(d)}"))
+    op = t.object(_mem_op(ins, "load", ty, len(dests)))
+    t.emit(f"ld_{space}({op},{t.address(o[1])},'{view}',{t.mask},({','.join(targets)},))")
+
+
+@handles("st")
+def _store(t: BlockTranslator, ins: Instruction) -> None:
+    o, ty = ins.operands, ins.parts[-1]
+    u = bits_of(ty)
+    values = split_group(o[1])
+    op = t.object(_mem_op(ins, "store", ty, len(values)))
+    t.emit(f"st_{_space(ins)}({op},{t.address(o[0])},'{u}',{t.mask},({','.join(t.src(v, u) for v in values)},))")
+
+
+@handles("atom", "red")
+def _atom(t: BlockTranslator, ins: Instruction) -> None:
+    o, ty = list(ins.operands), ins.parts[-1]
+    if any(q in ("v2", "v4", "v8") for q in ins.parts) or ty in ("b128", "bf16", "f16x2", "bf16x2"):
+        raise NotImplementedError
+    what = next(q for q in ins.parts if q in _ATOMS)
+    dest = o.pop(0) if ins.parts[0] == "atom" else "_"
+    op = t.object(_mem_op(ins, "atomic", ty, 1))
+    target = "None" if dest == "_" else t.reg(dest, ty)
+    values = ",".join(t.src(v, ty) for v in o[1 : 3 if what == "cas" else 2])
+    t.emit(f"atom_{_space(ins)}({op},'{what}',{t.address(o[0])},'{view_of(ty)}',{t.mask},{target},({values},))")
+
+
+@handles("cp")
+def _cp_async(t: BlockTranslator, ins: Instruction) -> None:
+    p, o = ins.parts, ins.operands
+    if p[1] != "async" or "bulk" in p or "mbarrier" in p:
+        raise NotImplementedError
+    if p[2] == "commit_group":
+        t.emit(f"async_commit({t.mask})")
+    elif p[2] == "wait_group":
+        t.emit(f"async_wait({t.mask},{t.literal(o[0])})")
+    elif p[2] == "wait_all":
+        t.emit(f"async_wait({t.mask},None)")
+    elif p[2] in ("ca", "cg"):
+        size = t.literal(o[2])
+        if size not in (4, 8, 16) or (p[2] == "cg" and size != 16):
+            raise NotImplementedError
+        extra = o[3:-1] if "L2::cache_hint" in p else o[3:]
+        limit = "None"
+        if extra and t.owner.entry.registers.get(extra[0]) == "pred":
+            limit = f"np.where({t.src(extra[0], 'pred')},0,{size})"
+        elif extra:
+            limit = f"{t.src(extra[0], 'u32')}"
+        load = t.object(MemOp(ins, "load", "global", size))
+        store = t.object(MemOp(ins, "store", "shared", size))
+        t.emit(f"async_copy({load},{store},{t.address(o[0])},{t.address(o[1])},{limit},{t.mask})")
+    else:
+        raise NotImplementedError
+
+
+@handles("membar", "fence")
+def _fence(t: BlockTranslator, ins: Instruction) -> None:
+    if any(q in ("gl", "sys", "gpu", "cluster") for q in ins.parts):
+        t.emit(f"fence({t.mask})")
+
+
+@handles(
+    "nanosleep",
+    "prefetch",
+    "prefetchu",
+    "discard",
+    "applypriority",
+    "griddepcontrol",
+    "setmaxnreg",
+    "pmevent",
+    "cluster",
+)
+def _no_op(t: BlockTranslator, ins: Instruction) -> None:
+    if ins.parts[0] == "discard" or ins.parts[0] == "cluster":
+        raise NotImplementedError
+
+
+@handles("createpolicy")
+def _createpolicy(t: BlockTranslator, ins: Instruction) -> None:
+    t.put(ins.operands[0], "u64", t.owner.constant("int", 0, "u64"))

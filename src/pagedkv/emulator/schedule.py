@@ -1,0 +1,290 @@
+"""Runs the basic blocks of one batch: divergence and reconvergence.
+
+Every lane has a block number; the lowest runnable block executes for all lanes that are at it, which makes lanes
+reconverge in layout order. With a seed, a random subset of warps runs ahead until it blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .access import Mask
+from .barriers import Barrier, Barriers, Reduction
+from .errors import KernelFault, SyncFault, TrapFault
+from .frame import Frame
+from .parse import Instruction
+from .races import SharedRaces
+from .stats import StatsRecorder
+from .translate import BlockTranslator, EntryTranslator
+
+_REROLL = 1 / 16  # chance in each step that a seeded run picks another subset of warps
+_MOST_VARIANTS = 20_000  # remembered choices of code for masked blocks
+
+BlockCode = Callable[[Mask], None]
+
+
+@dataclass(eq=False)
+class _End:
+    """Static description of how a block ends, and of what it needs to begin."""
+
+    kind: str  # fall, bra, cbra, ret, trap, bar
+    target: int
+    pred: np.ndarray | None
+    negated: bool
+    sync: str | None
+    count: int  # instructions
+    ins: Instruction
+    barrier: Barrier | None = None
+    member: np.ndarray | None = None  # lanes that must have arrived, where the block does not need all of a warp
+
+    def taken(self, m: np.ndarray) -> np.ndarray:
+        """Lanes of `m` that take the jump, trap or barrier."""
+        return m if self.pred is None else m & (self.pred ^ self.negated)
+
+
+class Scheduler:
+    """Runs batches of one launch that have the same number of lanes."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        translator: EntryTranslator,
+        ns: dict[str, Any],
+        recorder: StatsRecorder,
+        rng: np.random.Generator | None,
+        step_limit: int | None,
+    ) -> None:
+        self.frame, self.translator, self.ns = frame, translator, ns
+        self.recorder, self.rng, self.step_limit = recorder, rng, step_limit
+        self.blocks = translator.entry.blocks
+        self.exit = len(self.blocks)  # block number of lanes that have exited
+        self._ends = [self._end(i) for i in range(len(self.blocks))]
+        self._codes: dict[tuple[int, int | None], BlockCode] = {}
+        self._masked_codes: dict[tuple[int, bytes], BlockCode] = {}
+
+    # -- static description of block ends
+    def _end(self, i: int) -> _End:
+        block, entry = self.blocks[i], self.translator.entry
+        last = block.instructions[-1]
+        head, names = last.parts[0], self.translator.python_name
+        end = _End("fall", i + 1, None, last.negated, block.sync, len(block.instructions), last)
+        if head == "bra":
+            end.kind, end.target = ("cbra" if last.pred else "bra"), entry.labels[last.operands[0]]
+        elif head in ("ret", "exit"):
+            end.kind, end.target = ("cbra" if last.pred else "ret"), self.exit
+        elif head in ("trap", "brx"):
+            end.kind = "trap"
+        elif head in ("bar", "barrier") and last.parts[1] not in ("warp", "cluster"):
+            end.kind, end.barrier = "bar", self._barrier(last)
+        if last.pred and head in ("bra", "ret", "exit", "trap", "bar", "barrier"):
+            end.pred = self.ns[f"{names[last.pred]}_p"]
+        if block.sync not in (None, "full"):
+            mask = block.sync
+            if mask in entry.registers:
+                end.member = self.ns[f"{names[mask]}_u32"]
+            else:
+                end.member = np.full(self.frame.num_lanes, int(mask, 0) & 0xFFFFFFFF, np.uint32)
+        return end
+
+    def _barrier(self, ins: Instruction) -> Barrier:
+        registers, names = self.translator.entry.registers, self.translator.python_name
+        operands = list(ins.operands)
+        reduction = None
+        if "red" in ins.parts:
+            dest, pred = operands.pop(0), operands.pop()
+            what = next(q for q in ins.parts if q in ("popc", "and", "or"))
+            target = self.ns[f"{names[dest]}_{'u32' if what == 'popc' else 'p'}"]
+            reduction = Reduction(what, target, self.ns[f"{names[pred.lstrip('!')]}_p"], pred.startswith("!"))
+
+        def read(operand: str) -> int | np.ndarray:
+            if operand in registers:
+                return self.ns[BlockTranslator(self.translator, 0, None).src(operand, "u32")]
+            return int(operand, 0)
+
+        number, count = ([read(operand) for operand in operands] + [0, 0])[:2]
+        arrive = "arrive" in ins.parts
+        fixed = isinstance(number, int) and isinstance(count, int) and count in (0, self.frame.num_threads)
+        return Barrier(number, count, arrive, reduction, fixed and not arrive)
+
+    def _code(self, i: int, keep: int | None) -> BlockCode:
+        code = self._codes.get((i, keep))
+        if code is None:
+            scope: dict[str, Any] = {}
+            exec(self.translator.code(i, keep), self.ns, scope)
+            code = self._codes[i, keep] = scope["block"]
+        return code
+
+    def _masked_code(self, i: int, lanes: int) -> BlockCode:
+        """Variant of block i for `lanes` active lanes, given the blocks that the other lanes are at."""
+        occupied = self._counts[:-1] > 0
+        occupied[i] = self._counts[i] != lanes  # lanes held back at this very block need their registers too
+        key = (i, occupied.tobytes())
+        code = self._masked_codes.get(key)
+        if code is None:
+            code = self._code(i, self.translator.liveness.kept(i, np.flatnonzero(occupied).tolist()))
+            if len(self._masked_codes) > _MOST_VARIANTS:
+                self._masked_codes.clear()
+            self._masked_codes[key] = code
+        return code
+
+    # -- execution
+    def run(self, frame: Frame, races: SharedRaces | None) -> None:
+        """Run one batch to its end."""
+        self.frame, lanes = frame, frame.num_lanes
+        self._pc = np.zeros(lanes, np.int32)
+        self._barriers = Barriers(frame, races, self._pc, self.blocks)
+        self._chosen: np.ndarray | None = None
+        self._run(lanes)
+        self.recorder.out.barriers += self._barriers.completed
+
+    def _run(self, lanes: int) -> None:
+        out, pc = self.recorder.out, self._pc
+        count_warps = self.recorder.memory
+        cur, m, steps = 0, None, 0
+        if self.rng is not None and (start := self._choose()):
+            cur, m = start
+        while True:
+            end = self._ends[cur]
+            steps += 1
+            out.blocks_executed += 1
+            if self.step_limit is not None and steps > self.step_limit:
+                self.frame.fail(KernelFault, f"step limit of {self.step_limit} reached; still running", end.ins)
+            if m is None:
+                self._code(cur, None)(None)
+                out.thread_instructions += end.count * lanes
+                if count_warps:
+                    self.recorder.block_warps[cur] += self.frame.num_warps
+                following = self._uniform_successor(end, cur) if self.rng is None else None
+                if following == self.exit:
+                    return
+                if following is not None:
+                    cur = following
+                    continue
+                pc[:] = cur
+                m = np.ones(lanes, np.bool_)
+            else:
+                active = int(np.count_nonzero(m))
+                self._masked_code(cur, active)(m)
+                out.thread_instructions += end.count * active
+                if count_warps:
+                    self.recorder.block_warps[cur] += self._active_warps(m)
+            self._advance(end, cur, m)
+            chosen = self._choose()
+            if chosen is None:
+                return
+            cur, m = chosen
+
+    def _uniform_successor(self, end: _End, cur: int) -> int | None:
+        """Next block if all lanes of the batch go the same way, else None."""
+        if end.kind == "fall":
+            return cur + 1
+        if end.kind in ("bra", "ret"):
+            return end.target
+        if end.kind == "cbra" and end.pred is not None:
+            taken = int(np.count_nonzero(end.pred))
+            taken = self.frame.num_lanes - taken if end.negated else taken
+            return cur + 1 if taken == 0 else end.target if taken == self.frame.num_lanes else None
+        if end.barrier is not None and end.barrier.simple and end.pred is None:
+            self._barriers.whole(end.barrier)
+            return cur + 1
+        return None
+
+    def _active_warps(self, m: np.ndarray) -> int:
+        if self.frame.whole_warps:
+            return int(np.count_nonzero(m.view(np.uint64).reshape(-1, 4).any(1)))
+        return len(np.unique(self.frame.warp[m]))
+
+    def _advance(self, end: _End, cur: int, m: np.ndarray) -> None:
+        """Move the lanes that have executed a block."""
+        if end.kind in ("bra", "ret"):
+            np.putmask(self._pc, m, end.target)
+            return
+        if end.kind == "cbra" and end.pred is not None:
+            np.putmask(self._pc, m, np.where(end.pred ^ end.negated, np.int32(end.target), np.int32(cur + 1)))
+            return
+        part = end.taken(m)
+        if end.kind == "trap" and part.any():
+            self.frame.fail(TrapFault, "the kernel trapped", end.ins, int(part.argmax()))
+        np.putmask(self._pc, m, cur + 1)
+        if end.barrier is not None:
+            self._barriers.reach(end.barrier, cur, part, fair=self.rng is not None)
+
+    def _choose(self) -> tuple[int, Mask] | None:
+        """Next block and its lanes (None: all of them); None when all lanes have exited."""
+        waiting = self._barriers.waiting
+        while True:
+            key = self._pc
+            self._counts = np.bincount(key, minlength=self.exit + 1)
+            if waiting.any():
+                key = np.where(waiting, np.int32(self.exit), key)
+            if self.rng is not None:
+                key = self._subset(key)
+            while (block := int(key.min())) != self.exit:
+                m = key == block
+                if self._ends[block].sync:
+                    bad = self._not_converged(block, m)
+                    if bad is not None:
+                        key = np.where(bad, np.int32(self.exit), key)
+                        m &= ~bad
+                        if not m.any():
+                            continue
+                return block, (None if self._counts[block] == self.frame.num_lanes and m.all() else m)
+            if self.rng is not None and self._someone_else_runs():
+                continue
+            if self._counts[self.exit] == self.frame.num_lanes:
+                return None
+            self._barriers.release()
+
+    def _subset(self, key: np.ndarray) -> np.ndarray:
+        """Seeded: hide the lanes of the warps that are not chosen."""
+        assert self.rng is not None
+        runnable = key != self.exit
+        if not runnable.any():
+            return key
+        keep = self._chosen is not None and self.rng.random() > _REROLL
+        while not keep or self._chosen is None or not (runnable & self._chosen).any():
+            pick = self.rng.random(self.frame.num_warps) < self.rng.choice((0.1, 0.5, 0.9))
+            self._chosen, keep = pick[self.frame.warp], True
+        return np.where(self._chosen, key, np.int32(self.exit))
+
+    def _someone_else_runs(self) -> bool:
+        """Seeded: the chosen warps are stuck; widen the choice to all warps once before giving up."""
+        if self._chosen is not None and not self._chosen.all():
+            self._chosen = np.ones(self.frame.num_lanes, np.bool_)
+            return True
+        self._chosen = None
+        return False
+
+    def _arrived(self, lanes: np.ndarray) -> np.ndarray:
+        """Lane masks of the warps: which of their lanes are in `lanes`."""
+        f = self.frame
+        masks = np.zeros(f.num_warps, np.uint32)
+        np.bitwise_or.at(masks, f.warp[lanes], np.left_shift(np.uint32(1), f.lane[lanes].astype(np.uint32)))
+        return masks
+
+    def _not_converged(self, block: int, m: np.ndarray) -> np.ndarray | None:
+        """Lanes of m whose warp operation's members have not all arrived (None if there are none)."""
+        f, member = self.frame, self._ends[block].member
+        if f.whole_warps and member is None:
+            w = m.view(np.uint64).reshape(-1, 4)
+            full = (w == 0x0101010101010101).all(1)
+            if (full == w.any(1)).all():
+                return None
+            need, ok = f.exists, np.repeat(full, 32)
+        else:
+            need = f.exists if member is None else member & f.exists
+            ok = (need & ~self._arrived(m)[f.warp]) == 0
+        bad = m & ~ok
+        if not bad.any():
+            return None
+        if self._counts[self.exit]:
+            exited = self._arrived(self._pc == self.exit)
+            missing = bad & ((need & exited[f.warp]) != 0)
+            if missing.any():
+                ins = self.blocks[block].instructions[0]
+                f.fail(SyncFault, "warp operation names lanes that have exited", ins, int(missing.argmax()))
+        return bad

@@ -1,0 +1,193 @@
+"""merge_states: partial attentions over disjoint keys into one.
+
+Grid: x over (row, group of elements), y over heads. A thread merges the same few elements of up to MAX_STATES states.
+More of them take several launches: each but the last leaves a float32 state, which is the first one of the next.
+No shared memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda, float32, int64, types, uint16, uint32, uint64
+
+from .intrinsics import (
+    ELEMENT_BITS,
+    address,
+    bits_float,
+    larger,
+    load_2,
+    load_4,
+    load_8,
+    load_16,
+    narrow,
+    store_2,
+    store_4,
+    store_8,
+    store_16,
+    unpack,
+)
+from .source import KernelSource, device_function
+
+NUM_THREADS = 128
+MAX_STATES = 8
+_LOADS = {2: load_2, 4: load_4, 8: load_8, 16: load_16}
+
+
+@dataclass(frozen=True, slots=True)
+class MergeConfig:
+    """The compile-time constants of merge_states.
+
+    Attributes
+    ----------
+    first_kind, kind, out_kind : str
+        Elements of the first state, of the others, and of the result: "float32", "float16" or "bfloat16".
+    num_states : int
+        1 to MAX_STATES.
+    head_dim : int
+        D.
+    elements : int
+        What a thread merges: a power of two that divides head_dim, and for which every address is aligned.
+    """
+
+    first_kind: str
+    kind: str
+    out_kind: str
+    num_states: int
+    head_dim: int
+    elements: int
+
+
+def make_merge_states(config: MergeConfig) -> KernelSource:
+    """The kernel of a config.
+
+    Its parameters: MAX_STATES outputs and MAX_STATES LSEs (anything where there are fewer states), out and lse
+    (C-contiguous), num_rows, num_heads, and MAX_STATES times, in bytes: row and head stride of an output, row stride of
+    an LSE, whose heads are contiguous.
+    """
+    load_first, load_other = _make_load(config.first_kind, config.elements), _make_load(config.kind, config.elements)
+    store = _make_store(config.out_kind, config.elements)
+    num_states, num_elements = config.num_states, config.elements
+    num_vectors, head_dim = uint64(config.head_dim // config.elements), int64(config.head_dim)
+    out_bytes, num_threads = int64(ELEMENT_BITS[config.out_kind] // 8), uint64(NUM_THREADS)
+    max_states = MAX_STATES
+
+    def merge_states(
+        out_0, out_1, out_2, out_3, out_4, out_5, out_6, out_7,
+        lse_0, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7,
+        out, lse, num_rows, num_heads,
+        row_0, head_0, lse_row_0, row_1, head_1, lse_row_1, row_2, head_2, lse_row_2, row_3, head_3, lse_row_3,
+        row_4, head_4, lse_row_4, row_5, head_5, lse_row_5, row_6, head_6, lse_row_6, row_7, head_7, lse_row_7,
+    ):  # fmt: skip
+        item = uint64(uint64(cuda.blockIdx.x) * num_threads + uint64(cuda.threadIdx.x))
+        row, vector = int64(item // num_vectors), int64(item % num_vectors)
+        if row >= num_rows:
+            return
+        states = cuda.local.array(max_states, int64)
+        states[0], states[1] = address(out_0) + row * row_0, address(out_1) + row * row_1
+        states[2], states[3] = address(out_2) + row * row_2, address(out_3) + row * row_3
+        states[4], states[5] = address(out_4) + row * row_4, address(out_5) + row * row_5
+        states[6], states[7] = address(out_6) + row * row_6, address(out_7) + row * row_7
+        heads = cuda.local.array(max_states, int64)
+        heads[0], heads[1], heads[2], heads[3] = head_0, head_1, head_2, head_3
+        heads[4], heads[5], heads[6], heads[7] = head_4, head_5, head_6, head_7
+        state_lses = cuda.local.array(max_states, int64)
+        state_lses[0], state_lses[1] = address(lse_0) + row * lse_row_0, address(lse_1) + row * lse_row_1
+        state_lses[2], state_lses[3] = address(lse_2) + row * lse_row_2, address(lse_3) + row * lse_row_3
+        state_lses[4], state_lses[5] = address(lse_4) + row * lse_row_4, address(lse_5) + row * lse_row_5
+        state_lses[6], state_lses[7] = address(lse_6) + row * lse_row_6, address(lse_7) + row * lse_row_7
+        lses = cuda.local.array(max_states, float32)
+        merged = cuda.local.array(num_elements, float32)
+        values = cuda.local.array(num_elements, float32)
+        head = int64(cuda.blockIdx.y)
+        while head < num_heads:
+            for i in range(num_states):
+                lses[i] = bits_float(load_4(state_lses[i] + 4 * head))
+            top = lses[0]
+            for i in range(1, num_states):
+                top = larger(top, lses[i])
+            shift = float32(0) if top == float32(-math.inf) else top
+            total = float32(0)
+            for j in range(num_elements):
+                merged[j] = float32(0)
+            for i in range(num_states):
+                weight = math.exp(float32(lses[i] - shift))
+                total = float32(total + weight)
+                if i == 0:
+                    load_first(values, states[i] + head * heads[i], vector)
+                else:
+                    load_other(values, states[i] + head * heads[i], vector)
+                for j in range(num_elements):
+                    # A state without keys may hold anything, and 0 * NaN is NaN.
+                    if weight != float32(0):
+                        merged[j] = float32(merged[j] + float32(weight * values[j]))
+            at = row * num_heads + head
+            if vector == 0:
+                lse[at] = float32(shift + math.log(total))
+            divisor = float32(1) if total == float32(0) else total
+            for j in range(num_elements):
+                values[j] = float32(merged[j] / divisor)
+            store(address(out) + (at * head_dim + vector * num_elements) * out_bytes, values)
+            head += int64(cuda.gridDim.y)
+
+    bytes_, floats = types.CPointer(types.uint8), types.CPointer(float32)
+    parameters = [bytes_] * MAX_STATES + [floats] * MAX_STATES + [bytes_, floats] + [int64] * (2 + 3 * MAX_STATES)
+    return KernelSource(merge_states, types.void(*parameters), NUM_THREADS)
+
+
+def _make_load(kind: str, num_elements: int) -> Any:
+    """The device function that fills values with the vector-th num_elements elements of a row."""
+    nbytes = num_elements * ELEMENT_BITS[kind] // 8
+    per_load = min(nbytes, 16)
+    num_loads, num_words, per_word = nbytes // per_load, max(1, per_load // 4), 32 // ELEMENT_BITS[kind]
+    load_part, is_tuple, widen = _LOADS[per_load], per_load > 4, unpack(kind)
+    last = num_elements - 1
+
+    @device_function
+    def load(values, row, vector):
+        source = row + vector * nbytes
+        for i in range(num_loads):
+            part = load_part(source + i * per_load)
+            for j in range(num_words):
+                wide = widen(part[j]) if is_tuple else widen(uint32(part))
+                for k in range(per_word):
+                    # A single half comes alone in its word.
+                    values[min((i * num_words + j) * per_word + k, last)] = wide[min(k, last)]
+
+    return load
+
+
+def _make_store(kind: str, num_elements: int) -> Any:
+    """The device function that stores values at an address as elements of a kind."""
+    itemsize = ELEMENT_BITS[kind] // 8
+    round_ = narrow(kind)
+    if itemsize == 2 and num_elements == 1:
+
+        @device_function
+        def store_half(target, values):
+            store_2(target, uint16(round_(values[0])))
+
+        return store_half
+    num_words = num_elements * itemsize // 4
+    halves = itemsize == 2
+
+    @device_function
+    def store(target, values):
+        words = cuda.local.array(num_words, uint32)
+        for i in range(num_words):
+            if halves:
+                words[i] = uint32(round_(values[2 * i]) | uint32(round_(values[2 * i + 1]) << uint32(16)))
+            else:
+                words[i] = round_(values[i])
+        if num_words == 1:
+            store_4(target, words[0])
+        elif num_words == 2:
+            store_8(target, words[0], words[1])
+        else:
+            for i in range(num_words // 4):
+                at = 4 * i
+                store_16(target + 16 * i, words[at], words[at + 1], words[at + 2], words[at + 3])
+
+    return store

@@ -1,0 +1,36 @@
+"""The device side of check=True: the first bad entry that a kernel meets, written down for the host to raise.
+
+The report buffer is int64[5] = (state, what, sequence, column, value); state is 0 until a thread claims the buffer.
+"""
+
+from __future__ import annotations
+
+from numba import cuda, int64
+
+from .intrinsics import address, compare_and_swap
+
+NUM_BYTES = 40
+BLOCK_ID, SEQ_LEN, SLOT, PAIR = 1, 2, 3, 4
+
+
+@cuda.jit(device=True, lineinfo=True)
+def record(report, what, sequence, column, value):
+    """Write a bad entry into the report buffer, a pointer to int64, unless there is one already.
+
+    Parameters
+    ----------
+    report : pointer to int64
+    what : int
+        BLOCK_ID, SEQ_LEN, SLOT, or PAIR: a block id of pairs.
+    sequence, column : int
+        Where the entry stands; column is 0 in a one-dimensional array, but sequence is -1 for
+        the block ids of one sequence.
+    value : int
+        What stands there.
+    """
+    if compare_and_swap(address(report), 0, 1) == 0:
+        report[1] = int64(what)
+        report[2] = int64(sequence)
+        report[3] = int64(column)
+        report[4] = int64(value)
+        cuda.threadfence()

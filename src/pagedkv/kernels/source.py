@@ -1,0 +1,36 @@
+"""What a kernel is made of: device functions, and what its factory returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """A kernel before it is compiled.
+
+    Attributes
+    ----------
+    function : callable
+        Device code, undecorated; its closure variables are its compile-time constants.
+    signature : numba signature
+        ``types.void(...)`` of pointers, int64 and float64 only, so that a launch passes 8 bytes per argument.
+    num_threads : int
+        Threads of a block, which is one-dimensional.
+    min_blocks : int
+        Blocks that a multiprocessor must have room for, so many that registers are saved for them.
+    """
+
+    function: Callable[..., None]
+    signature: Any
+    num_threads: int
+    min_blocks: int = 1
+
+
+def device_function(function: Callable[..., Any]) -> Any:
+    """Decorate a function that kernels call: inlined, and its lines named in the PTX like the kernel's own."""
+    return cuda.jit(device=True, forceinline=True, lineinfo=True)(function)

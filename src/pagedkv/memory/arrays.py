@@ -1,0 +1,59 @@
+"""The module whose arrays a cache consists of: numpy, torch or cupy, by the few functions that are needed of it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+
+class Arrays:
+    """New arrays of one module, all of them on one device.
+
+    Parameters
+    ----------
+    module : module or str
+        numpy, torch or cupy, or the name of one.
+    device : device of torch, or None
+        Where torch's arrays are; None for the default one, and for the other modules. CuPy's current device is used.
+
+    Raises
+    ------
+    ValueError
+        Another module, or a device for a module that has no such thing.
+    ModuleNotFoundError
+        The module is not installed.
+    """
+
+    def __init__(self, module: ModuleType | str, device: Any = None) -> None:
+        name = module if isinstance(module, str) else getattr(module, "__name__", None)
+        if name not in ("numpy", "torch", "cupy"):
+            raise ValueError(f"array_module must be numpy, torch or cupy, or the name of one, got {module!r}")
+        if device is not None and name != "torch":
+            raise ValueError(f"device is for array_module torch, got {device!r} for {name}")
+        self._module = import_module(name)
+        self._is_torch = name == "torch"
+        # What is made later belongs to the same device, whichever is current by then.
+        if self._is_torch:
+            self._device: Any = self._module.empty(0, device=device).device
+            self.on_device = bool(self._device.type != "cpu")
+        else:
+            self._device = self._module.empty(0).device if name == "cupy" else nullcontext()
+            self.on_device = name == "cupy"
+
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """A new array of zeros."""
+        if self._is_torch:
+            return self._module.zeros(shape, dtype=getattr(self._module, dtype.name), device=self._device)
+        with self._device:
+            return self._module.zeros(shape, dtype=dtype)
+
+    def asarray(self, x: Any) -> Any:
+        """A NumPy array as an array of the module: the same memory where that can be."""
+        if self._is_torch:
+            return self._module.asarray(x, device=self._device)
+        with self._device:
+            return self._module.asarray(x)

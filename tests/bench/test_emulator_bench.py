@@ -1,0 +1,23 @@
+"""The bench of the emulator: every row is there, and counts instructions of the emulator."""
+
+from pagedkv.__main__ import main
+from pagedkv.bench import emulator
+
+
+def test_rows(monkeypatch):
+    monkeypatch.setattr(emulator, "NUMS_SEQS", (1,))
+    monkeypatch.setattr(emulator, "NUM_HEADS", 1)
+    monkeypatch.setattr(emulator, "SEQ_LEN", 32)
+    told = []
+    rows = emulator.run(repeats=1, progress=told.append)
+    assert [row["emulator"] for row in rows] == list(emulator.OPTIONS)
+    assert len(told) == len(rows)
+    for row in rows:
+        assert row["num_seqs"] == 1
+        assert 1e4 < row["instructions/s"] * row["ms"] / 1000 < 1e6
+
+
+def test_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(emulator, "run", lambda *, repeats, progress: [{"repeats": repeats}])
+    assert main(["bench", "emulator", "--csv", "--repeats", "3"]) == 0
+    assert capsys.readouterr().out == "repeats\n3\n"

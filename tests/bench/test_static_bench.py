@@ -1,0 +1,172 @@
+"""The static report: what it says of one variant of each kernel, of machine code, and of what is to be reached."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pagedkv.__main__ import main
+from pagedkv.bench import static
+from pagedkv.bench.sass import Loads, code_of, loads_of
+from pagedkv.bench.variants import NUM_HEADS, WORK, Variant, quick_variants, variants
+from pagedkv.cuda.link import link
+from pagedkv.emulator import EmulatorDevice
+
+PTX = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry loads(.param .u64 p)
+{{
+    .reg .b64 %a;
+    .reg .b32 %r<17>;
+    ld.param.u64 %a, [p];
+{body}
+    st.global.v4.u32 [%a+64], {{%r1, %r2, %r3, %r4}};
+    ret;
+}}
+"""
+LOAD = "    ld.global.v4.u32 {{%r{0}, %r{1}, %r{2}, %r{3}}}, [%a+{4}];"
+LOADS = [LOAD.format(*range(4 * i + 1, 4 * i + 5), 16 * i) for i in range(4)]
+SUMS = [f"    xor.b32 %r1, %r1, %r{i};" for i in range(2, 17)]
+TOGETHER = "\n".join([*LOADS, *SUMS])
+ONE_BY_ONE = "\n".join(
+    [LOADS[0], "    cvt.u64.u32 %a, %r1;", LOADS[1], "    cvt.u64.u32 %a, %r5;", "    ld.global.u32 %r1, [%a];"]
+)
+TWO_STRETCHES = "\n".join([LOADS[0], "    xor.b32 %r1, %r1, %r4;", "    bar.sync 0;", LOADS[1], *SUMS[:7]])
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize(
+    ("body", "narrowest", "loads"),
+    [
+        (TOGETHER, 1, [Loads(64, 16, 16)]),
+        (ONE_BY_ONE, 1, [Loads(16, 4, 16)]),
+        (ONE_BY_ONE, 8, [Loads(16, 16, 16)]),
+        (TOGETHER, 17, []),
+    ],
+)
+def test_loads_in_flight_are_those_before_the_first_use(capability, body, narrowest, loads):
+    target = PTX.replace("sm_80", f"sm_{capability[0]}{capability[1]}").replace("8.0", "8.7")
+    cubin = link(target.format(body=body), capability).cubin
+    assert loads_of(code_of(cubin, "loads"), narrowest) == loads
+
+
+def test_a_barrier_ends_a_stretch():
+    cubin = link(PTX.replace("sm_80", "sm_90").format(body=TWO_STRETCHES), (9, 0)).cubin
+    assert len(loads_of(code_of(cubin, "loads"))) == 2
+
+
+def test_code_of_another_kernel_is_refused():
+    cubin = link(PTX.format(body=TOGETHER), (8, 0)).cubin
+    with pytest.raises(ValueError, match=r"cubin must have the kernel load$"):
+        code_of(cubin, "load")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    told = []
+    rows = static.run(repeats=1, progress=told.append, capabilities=[(9, 0)], quick=True, processes=1)
+    assert len(told) == len(quick_variants())
+    return rows
+
+
+def test_rows(rows):
+    kernels = {row["kernel"]: row for row in rows if "kernel" in row}
+    assert list(kernels) == [variant.kernel for variant in quick_variants()]
+    assert set(kernels) == set(WORK)
+    for row in kernels.values():
+        assert row["cc"] == "9.0"
+        assert row["external"] == row["spill B"] == row["stack B"] == 0
+        assert 16 <= row["registers"] <= 168
+        assert 1 <= row["blocks/SM"] <= 16
+        assert row["limit"]
+        assert row["disk ms"] < 30
+        assert row["instr/512B"] > 4
+
+
+@pytest.mark.parametrize(("kernel", "dynamic", "v_bytes"), [("v1", 8192, 8), ("v2", 2048, 16)])
+def test_attention_reads_what_it_needs_once(rows, kernel, dynamic, v_bytes):
+    (row,) = (row for row in rows if row.get("kernel") == kernel)
+    assert row["dynamic B"] == dynamic
+    assert row["static B"] == 4 * (row["D"] + 8)
+    assert (row["K load B"], row["V load B"]) == (16, v_bytes)
+    assert row["K sectors"] == row["V sectors"] == 1
+    assert row["wavefronts"] >= 1
+    # Each lane of 4 warps has asked for a vector, at the least.
+    assert min(row["K in flight KiB"], row["V in flight KiB"]) >= row["blocks/SM"] * 128 * v_bytes / 1024
+
+
+def test_helpers_move_what_they_need(rows):
+    for row in rows:
+        if row.get("kernel") in ("write_kv", "gather_kv", "copy_blocks", "merge_states"):
+            assert row["read load B"] == 16
+            assert 1 <= row["read sectors"] <= 2
+            assert 1 <= row["written sectors"] <= 2
+
+
+def test_targets(rows):
+    named = {row["target"]: row for row in static.targets([row for row in rows if "kernel" in row])}
+    assert named == {row["target"]: row for row in rows if "target" in row}
+    assert {"spill B", "stack B", "K sectors", "V sectors", "K load B", "external", "disk ms"} <= set(named)
+    assert {row["reached"] for row in named.values()} == {"yes"}
+    assert named["external"]["rows"] == len(WORK)
+
+
+def test_a_target_that_is_missed_is_named():
+    row = {"kernel": "v1", "q": "float16", "kv": "float16", "D": 64, "P": 8, "case": "-", "cc": "9.0"}
+    row |= {"spill B": 0, "stack B": 0, "K sectors": 1.0, "V sectors": None, "K load B": 16}
+    bad = row | {"D": 128, "spill B": 8, "K load B": 4, "K sectors": 1.06}
+    exempt = row | {"D": 512, "spill B": 16}
+    named = {row["target"]: row for row in static.targets([row, bad, exempt])}
+    assert "V sectors" not in named
+    assert (named["stack B"]["reached"], named["stack B"]["misses"], named["stack B"]["rows"]) == ("yes", 0, 2)
+    for target, worst in (("spill B", 8), ("K load B", 4), ("K sectors", 1.06)):
+        assert (named[target]["worst"], named[target]["reached"], named[target]["misses"]) == (worst, "no", 1)
+        assert named[target]["worst row"] == "v1 float16 float16 128 8 - 9.0"
+
+
+def test_a_cold_run_times_the_compiler_and_leaves_the_cache_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    one = Variant("copy_blocks", "float16", "float16", 128, 16, "NHD")
+    monkeypatch.setattr(static, "quick_variants", lambda: [one])
+    run = {"repeats": 1, "progress": print, "capabilities": [(8, 0)], "quick": True, "processes": 1}
+    (row, *_) = static.run(**run, cold=True)
+    assert row["compile s"] > 0.01
+    assert row["read sectors"] is None
+    assert not any(tmp_path.rglob("*.cubin"))
+
+
+def test_variants_are_different_and_cover_the_grid():
+    found = variants()
+    assert len(set(found)) == len(found)
+    assert {variant.kernel for variant in found} == set(WORK)
+    grid = {(v.kernel, v.kv_kind, v.head_dim, v.block_size) for v in found if v.kernel in ("v1", "v2")}
+    for kernel in ("v1", "v2"):
+        for kind in ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"):
+            assert {(kernel, kind, d, p) for d in (64, 128, 256) for p in (8, 16, 32)} <= grid
+
+
+def test_work_beside_the_grid_counts_the_bytes_that_are_visible():
+    usual = Variant("v1", "float16", "float16", 128, 16)
+    bytes_of = {
+        options: WORK["v1"](replace(usual, options=options)).read["K"][1]
+        for options in ("", "ALiBi, softcap, window, sinks", "L=999", "strided")
+    }
+    token = 2 * NUM_HEADS * 128 * 2
+    assert list(bytes_of.values()) == [1024 * token, 512 * token, 999 * token, 1024 * token]
+
+
+def test_arrays_are_aligned_as_on_a_gpu():
+    with EmulatorDevice() as device:
+        strided = static._aligned(WORK["v1"](Variant("v1", "float16", "float16", 8, 8, "strided")).call.args[1])
+        assert device.address("k_cache", strided) % 256 == 0
+
+
+def test_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(static, "run", lambda *, progress, **options: [options])
+    assert main(["bench", "static", "--json", "--cc", "8.0", "10.0", "--quick"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row == {"repeats": 9, "capabilities": [[8, 0], [10, 0]], "quick": True, "cold": False}
+    with pytest.raises(SystemExit):
+        main(["bench", "static", "--cc", "7.5"])

@@ -1,0 +1,335 @@
+"""Compiling kernels without a driver: once, from disk when it can be, and never from what does not fit."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+from numba import cuda, float32, int32, types
+
+import pagedkv.cuda.compile as compiling
+from pagedkv.cuda.compile import compile_kernel
+from pagedkv.errors import BackendUnavailableError
+from pagedkv.kernels.source import KernelSource
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    factor: int
+    score_mod: Callable | None = None
+
+
+class TupleConfig(NamedTuple):
+    factor: int
+
+
+@cuda.jit(device=True)
+def shared_by_all_kernels(x):
+    return x + float32(1)
+
+
+def make_scale(config):
+    """values[i] = (values[i] + 1) * factor, and score_mod of it."""
+    factor = float32(config.factor)
+    score_mod = getattr(config, "score_mod", None)
+    user = None if score_mod is None else cuda.jit(device=True)(getattr(score_mod, "py_func", score_mod))
+
+    @cuda.jit(device=True)
+    def scale(x):
+        return shared_by_all_kernels(x) * factor
+
+    def kernel(values, count):
+        i = cuda.grid(1)
+        if i < count:
+            value = scale(values[i])
+            if user is not None:
+                value = float32(user(value, int32(i), int32(i), int32(0), int32(0)))
+            values[i] = value
+
+    return KernelSource(kernel, types.void(types.CPointer(float32), types.int64), 64)
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "_compiled", {})
+    return tmp_path / "cuda"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """How often numba has compiled."""
+    calls = []
+    make_ptx = compiling._make_ptx
+
+    def counted(*args):
+        calls.append(args)
+        return make_ptx(*args)
+
+    monkeypatch.setattr(compiling, "_make_ptx", counted)
+    return calls
+
+
+def start_again(monkeypatch):
+    monkeypatch.setattr(compiling, "_compiled", {})
+
+
+def test_a_kernel_says_what_it_is():
+    kernel = compile_kernel(make_scale, Config(3), (8, 0))
+    assert kernel.name == "scale[factor=3, score_mod=None]"
+    assert kernel.entry == "pagedkv_scale"
+    assert kernel.num_threads == 64
+    assert kernel.capability == (8, 0)
+    assert "scale[factor=3" in repr(kernel)
+    assert kernel.ptx.count(".visible .entry pagedkv_scale(") == 1
+    assert ".target sm_80" in kernel.ptx
+    assert ".maxntid 64" in kernel.ptx
+    assert "NumbaEnv" not in kernel.ptx
+    assert compile_kernel(make_scale, TupleConfig(3)).name == "scale[factor=3]"
+
+
+def test_a_kernel_is_compiled_once(compiled):
+    kernel = compile_kernel(make_scale, Config(3))
+    assert compile_kernel(make_scale, Config(3)) is kernel
+    assert len(compiled) == 1
+
+
+def test_threads_compile_once(compiled):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(compile_kernel(make_scale, Config(5)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert len(compiled) == 1
+
+
+def test_another_process_does_not_compile(monkeypatch, compiled, directory):
+    first = compile_kernel(make_scale, Config(3))
+    assert {path.suffix for path in directory.iterdir()} == {".ptx"}
+    start_again(monkeypatch)
+    second = compile_kernel(make_scale, Config(3))
+    assert second is not first
+    assert len(compiled) == 1
+    assert vars(second) == vars(first)
+    assert first.cubin == second.cubin
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+from test_cuda_compile import Config, compile_kernel, make_scale
+sys.stdout.write(compile_kernel(make_scale, Config(3)).ptx)
+"""
+
+
+def test_processes_that_race_make_the_same_kernel(directory):
+    program = PROGRAM.format(folder=os.path.dirname(__file__))
+    running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
+    texts = [process.communicate(timeout=120)[0].decode() for process in running]
+    assert all(process.returncode == 0 for process in running)
+    assert texts[0] == texts[1]
+    assert texts[0] == compile_kernel(make_scale, Config(3)).ptx
+    assert [path.suffix for path in directory.iterdir()] == [".ptx"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda patch: compile_kernel(make_scale, Config(4)),
+        lambda patch: compile_kernel(make_scale, Config(3), (8, 0)),
+        lambda patch: compile_kernel(make_scale, Config(3), lineinfo=False),
+        lambda patch: (patch.setattr(compiling, "SOURCES", b"edited"), compile_kernel(make_scale, Config(3))),
+        lambda patch: (patch.setattr(compiling, "versions", lambda: ("9",)), compile_kernel(make_scale, Config(3))),
+    ],
+    ids=["config", "capability", "lineinfo", "sources", "versions"],
+)
+def test_what_differs_is_compiled_apart(monkeypatch, compiled, other):
+    compile_kernel(make_scale, Config(3))
+    start_again(monkeypatch)
+    other(monkeypatch)
+    assert len(compiled) == 2
+
+
+def test_the_versions_name_all_that_compiles():
+    assert compiling.versions()[0] == sys.version
+    assert all(compiling.versions()[1:5])
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"#!/bin/sh\n" * 9])
+def test_a_damaged_file_is_compiled_again(monkeypatch, compiled, directory, damage):
+    whole = compile_kernel(make_scale, Config(3))
+    whole_cubin = whole.cubin
+    for path in directory.iterdir():
+        path.write_bytes(damage(path.read_bytes()))
+    start_again(monkeypatch)
+    again = compile_kernel(make_scale, Config(3))
+    assert len(compiled) == 2
+    assert again.ptx == whole.ptx
+    assert len(again.cubin) == len(whole_cubin)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\nptx", b"[]\nptx", b"\xff\xfe", b'{"num_threads": "many"}\nptx', b"{"])
+def test_a_file_of_another_form_is_compiled_again(monkeypatch, compiled, content):
+    monkeypatch.setattr(compiling.Store, "load", lambda self, key: content)
+    assert compile_kernel(make_scale, Config(3)).num_threads == 64
+    assert len(compiled) == 1
+
+
+def test_a_directory_that_cannot_be_written_costs_nothing_but_time(monkeypatch, compiled, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(blocked))
+    assert compile_kernel(make_scale, Config(3)).cubin
+    start_again(monkeypatch)
+    compile_kernel(make_scale, Config(3))
+    assert len(compiled) == 2
+
+
+def test_nothing_on_disk_is_a_pickle(directory):
+    compile_kernel(make_scale, Config(3)).linked  # noqa: B018
+    for path in directory.iterdir():
+        header = json.loads(path.read_bytes()[32:].split(b"\n", 1)[0])
+        assert set(header) == ({"name", "num_threads"} if path.suffix == ".ptx" else {"log"})
+
+
+def test_a_score_mod_is_kept_in_the_process_alone(compiled, directory):
+    def halve(score, q_pos, k_pos, head, seq):
+        return score * 0.5 if k_pos > q_pos else math.tanh(score)
+
+    kernel = compile_kernel(make_scale, Config(3, halve))
+    assert kernel.name == "scale[factor=3, score_mod=halve]"
+    assert compile_kernel(make_scale, Config(3, halve)) is kernel
+    assert compile_kernel(make_scale, Config(3, lambda score, *rest: score)) is not kernel
+    assert len(compiled) == 2
+    assert not directory.exists()
+
+
+def test_a_score_mod_without_source_raises_no_warning():
+    scope = {}
+    exec("def double(score, q_pos, k_pos, head, seq): return score * 2", scope)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_kernel(make_scale, Config(3, scope["double"]))
+
+
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda score, q_pos, k_pos, head, seq: str(score),
+        lambda score, q_pos, k_pos, head, seq: None,
+        lambda score, q_pos, k_pos, head, seq: score * 1j,
+        lambda score, q_pos, k_pos, head, seq: print(score),
+        lambda score, q_pos, k_pos, head, seq: sorted([score])[0],
+        lambda score: score,
+        print,
+        int,
+    ],
+    ids=["a string", "nothing", "complex", "print", "a list", "one argument", "built in", "a class"],
+)
+def test_a_score_mod_that_cannot_be_used_says_so(compiled, score_mod):
+    with pytest.raises(TypeError, match="score_mod must be a function of \\(score, q_pos, k_pos, head, seq\\)"):
+        compile_kernel(make_scale, Config(3, score_mod))
+    compile_kernel(make_scale, Config(3, lambda score, q_pos, k_pos, head, seq: score))
+
+
+def make_faulty(config):
+    def kernel(values):
+        values[0] = "text"
+
+    return KernelSource(kernel, types.void(types.CPointer(float32)), 32)
+
+
+def test_an_error_of_a_kernel_is_not_blamed_on_the_score_mod():
+    with pytest.raises(Exception, match=r"text|unicode") as caught:
+        compile_kernel(make_faulty, Config(3, lambda score, q_pos, k_pos, head, seq: score))
+    assert "score_mod" not in str(caught.value)
+
+
+def make_printing(config):
+    def kernel(values):
+        print(values[0])
+
+    return KernelSource(kernel, types.void(types.CPointer(types.int64)), 32)
+
+
+def test_a_kernel_with_an_external_call_is_refused():
+    with pytest.raises(TypeError, match="pagedkv_printing calls vprintf"):
+        compile_kernel(make_printing, Config(3))
+
+
+def test_numba_has_its_own_device_back(compiled):
+    from numba.cuda import compiler, dispatcher
+
+    asked = dispatcher.get_current_device, compiler.get_current_device
+    compile_kernel(make_scale, Config(3))
+    with pytest.raises(TypeError):
+        compile_kernel(make_scale, Config(3, print))
+    assert (dispatcher.get_current_device, compiler.get_current_device) == asked
+
+
+def test_another_thread_asks_the_real_device():
+    from numba.cuda import dispatcher
+
+    real, seen = dispatcher.get_current_device, []
+
+    def device():
+        return "the real one"
+
+    def ask():
+        seen.append(dispatcher.get_current_device())
+
+    dispatcher.get_current_device = device
+    try:
+        with compiling._current_device_is((8, 6)):
+            assert dispatcher.get_current_device().compute_capability == (8, 6)
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+    finally:
+        dispatcher.get_current_device = real
+    assert seen == ["the real one"]
+
+
+def test_without_nvvm_the_message_says_what_to_install(monkeypatch):
+    from numba.cuda.cudadrv import nvvm
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nvvm, "_nvvm", None)
+        with pytest.raises(BackendUnavailableError, match=r'NVVM.*pip install "pagedkv\[cu13\]"'):
+            compile_kernel(make_scale, Config(7))
+    compile_kernel(make_scale, Config(7))
+
+
+def test_the_simulator_is_refused(monkeypatch):
+    from numba.cuda.core import config
+
+    monkeypatch.setattr(config, "ENABLE_CUDASIM", 1)
+    with pytest.raises(BackendUnavailableError, match="NUMBA_ENABLE_CUDASIM"):
+        compile_kernel(make_scale, Config(3))
+
+
+def test_without_numba_cuda_the_package_says_what_to_install():
+    program = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "numba_cuda" else find(name, *rest)
+import pagedkv
+try:
+    import pagedkv.cuda.compile
+except pagedkv.BackendUnavailableError as error:
+    print(error)
+importlib.util.find_spec = find
+import pagedkv.cuda.compile
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 'numba-cuda, which is not installed: pip install "pagedkv[cu13]"' in done.stdout

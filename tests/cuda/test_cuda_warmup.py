@@ -1,0 +1,99 @@
+"""Compiling ahead: what a call needs is there, and nothing is compiled twice."""
+
+import numpy as np
+import pytest
+
+import pagedkv
+import pagedkv.cuda.compile as compiling
+from pagedkv.cuda import driver
+from pagedkv.cuda.warmup import warmup
+from pagedkv.errors import BackendUnavailableError
+
+
+@pytest.fixture(autouse=True)
+def empty(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "_compiled", {})
+    return tmp_path / "cuda"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The entries that numba has compiled."""
+    entries = []
+    make_ptx = compiling._make_ptx
+
+    def counted(*args):
+        entries.append(args[-1])
+        return make_ptx(*args)
+
+    monkeypatch.setattr(compiling, "_make_ptx", counted)
+    return entries
+
+
+def test_calls_find_what_they_need(compiled, empty):
+    names = warmup(4, 2, 64, 16, "float16", layout="vllm", capabilities=[(9, 0)])
+    assert sorted(compiled) == sorted("pagedkv_" + name.split("[")[0] for name in names)
+    assert {"pagedkv_v1", "pagedkv_v2", "pagedkv_v2_reduce", "pagedkv_write_kv"} <= set(compiled)
+    assert all(name.endswith("] for 9.0") for name in names)
+    assert len(list(empty.glob("*.ptx"))) == len(list(empty.glob("*.cubin"))) == len(names)
+    del compiled[:]
+
+    k_cache, v_cache = np.zeros((3, 2, 8, 16, 8), np.float16), np.zeros((3, 2, 64, 16), np.float16)
+    token = np.ones((1, 2, 64), np.float16)
+    pagedkv.write_kv(token, token, k_cache, v_cache, np.array([17]), layout="vllm", backend="emulator")
+    pagedkv.copy_blocks(k_cache, v_cache, np.array([[1, 2]]), backend="emulator")
+    q, tables, lengths = np.zeros((1, 4, 64), np.float16), np.array([[2]], np.int32), np.array([2], np.int32)
+    for kernel in ("v1", "v2"):
+        out = pagedkv.decode_attention(
+            q, k_cache, v_cache, tables, lengths, layout="vllm", kernel=kernel, backend="emulator"
+        )
+        assert (out == 0.5).all()
+    table = np.array([2], np.int32)
+    pagedkv.gather_kv(k_cache, v_cache, table, 2, layout="vllm", backend="emulator")
+    assert compiled == []
+
+
+def test_capabilities_and_kernels_are_chosen(compiled):
+    names = warmup(4, 2, 64, 16, "float32", layout="vllm", kernels=["v1"], capabilities=[(8, 0), (10, 0)])
+    assert [name.split("[")[0] for name in names] == ["v1", "write_kv", "gather_kv", "copy_blocks"] * 2
+    assert [name[-3:] for name in names] == ["8.0"] * 4 + ["0.0"] * 4
+    assert len(compiled) == 8
+
+
+def test_the_default_is_the_gpus_of_the_machine(monkeypatch):
+    monkeypatch.setattr(driver, "capabilities", lambda: [(9, 0), (9, 0)])
+    names = warmup(1, 1, 64, 16, "float16", layout="vllm", kernels=["v1"], kv_dtype="fp8_e4m3")
+    assert len(names) == 4
+    assert "kv_kind=fp8_e4m3" in names[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"num_kv_heads": 3}, ValueError, "num_heads"),
+        ({"head_dim": 9}, ValueError, "head_dim"),
+        ({"block_size": 3}, ValueError, "block_size"),
+        ({"dtype": "float64"}, TypeError, "dtype must be float32, float16 or bfloat16"),
+        ({"kv_dtype": "fp8"}, ValueError, "kv_dtype"),
+        ({"layout": "other"}, ValueError, "layout"),
+        ({"kernels": ["v3"]}, ValueError, "kernel"),
+        ({"score_mod": 3}, TypeError, "score_mod"),
+        ({"check": 3}, TypeError, "check"),
+    ],
+)
+def test_wrong_arguments_are_those_of_the_calls(compiled, changed, error, message):
+    given = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16, "dtype": "float16"}
+    with pytest.raises(error, match=message):
+        warmup(**{**given, "layout": "vllm", "capabilities": [(9, 0)], **changed})
+    assert compiled == []
+
+
+def test_without_a_gpu_the_capabilities_must_be_given(monkeypatch):
+    def missing():
+        raise BackendUnavailableError("no CUDA driver")
+
+    monkeypatch.setattr(driver, "_bindings", missing)
+    monkeypatch.setattr(driver, "_gpus", {})
+    with pytest.raises(BackendUnavailableError, match="no CUDA driver"):
+        warmup(4, 2, 64, 16, "float16", layout="vllm")

@@ -1,0 +1,81 @@
+"""What a device recorded becomes an exception, once."""
+
+import numpy as np
+import pytest
+
+from pagedkv.cuda.report import raise_if_failed
+from pagedkv.kernels.report import BLOCK_ID, NUM_BYTES, PAIR, SEQ_LEN, SLOT
+
+
+class Device:
+    """A device with nothing but a report buffer, whose bytes arrive when it is synchronised."""
+
+    def __init__(self, *report):
+        self.report = np.array(report or [0] * 5, np.int64)
+        self.pending, self.num_synchronised = [], 0
+
+    def scratch(self, name, nbytes):
+        assert (name, nbytes) == ("report", NUM_BYTES)
+        return 4096
+
+    def copy_to_host(self, destination, source):
+        assert source == 4096
+        self.pending.append((destination, self.report.copy()))
+
+    def copy_from_host(self, destination, source):
+        assert destination == 4096
+        self.report[...] = source
+
+    def synchronize(self):
+        self.num_synchronised += 1
+        for destination, report in self.pending:
+            destination[...] = report
+        self.pending.clear()
+
+
+@pytest.mark.parametrize(
+    ("report", "error", "text"),
+    [
+        (
+            (1, BLOCK_ID, 3, 7, -(2**31)),
+            IndexError,
+            "block_tables must hold block ids in 0..num_blocks-1, got -2147483648 for sequence 3, column 7",
+        ),
+        (
+            (1, BLOCK_ID, -1, 2, 99),
+            IndexError,
+            "block_table must hold block ids in 0..num_blocks-1, got 99 at column 2",
+        ),
+        (
+            (1, SEQ_LEN, 65536, 0, -5),
+            ValueError,
+            "seq_lens must be in 0..max_blocks * block_size, got -5 for sequence 65536",
+        ),
+        ((1, SLOT, 12, 0, 2**40), IndexError, f"slots must be below num_blocks * block_size, got {2**40} for token 12"),
+        (
+            (1, PAIR, 4, 1, -2),
+            IndexError,
+            "pairs must hold block ids in 0..num_blocks-1, got destination -2 in pair 4",
+        ),
+    ],
+)
+def test_an_entry_is_raised_once(report, error, text):
+    device = Device(*report)
+    with pytest.raises(error) as caught:
+        raise_if_failed([device])
+    assert str(caught.value) == text
+    assert not device.report.any()
+    raise_if_failed([device])
+    assert device.num_synchronised == 2
+
+
+def test_devices_are_asked_in_order_until_one_has_failed():
+    devices = [Device(), Device(1, SLOT, 1, 0, 8), Device(1, SLOT, 2, 0, 9)]
+    for token in (1, 2):
+        with pytest.raises(IndexError, match=f"for token {token}$"):
+            raise_if_failed(devices)
+    raise_if_failed(devices)
+
+
+def test_without_devices_nothing_has_failed():
+    raise_if_failed([])

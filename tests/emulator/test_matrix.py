@@ -1,0 +1,454 @@
+"""mma, ldmatrix and cp.async written in numba through inline assembly, compared with NumPy."""
+
+import ml_dtypes
+import numpy as np
+import ptx_intrinsics as X
+import pytest
+from numba import cuda, types
+from ptx_harness import build, compile_ptx, kernel_text, run_ptx
+
+from pagedkv.emulator import Device, MemoryFault, Module, RaceFault, SyncFault
+
+u8p, u32p, f32p = (types.CPointer(t) for t in (types.uint8, types.uint32, types.float32))
+RNG = np.random.default_rng(3)
+
+
+def pairs(m):
+    """Rows of 16-bit pairs as uint32."""
+    return np.ascontiguousarray(m).view("u4")
+
+
+@pytest.mark.parametrize(
+    ("k", "kind", "mma"),
+    [
+        (16, "f16", X.mma_16816_f16),
+        (16, "bf16", X.mma_16816_bf16),
+        (8, "f16", X.mma_1688_f16),
+        (8, "bf16", X.mma_1688_bf16),
+    ],
+)
+@pytest.mark.parametrize("cc", [(8, 0), (10, 0)])
+def test_mma_fragments(k, kind, mma, cc):
+    """Fragments are filled by hand from the documented layout: thread 4g+t."""
+    K2 = k // 2
+    if k == 16:
+
+        def kernel(a, b, c, d):
+            t = cuda.threadIdx.x % 4
+            g = cuda.threadIdx.x % 32 // 4
+            A = (a[g * K2 + t], a[(g + 8) * K2 + t], a[g * K2 + t + 4], a[(g + 8) * K2 + t + 4])
+            B = (b[g * K2 + t], b[g * K2 + t + 4])  # b holds B transposed: row n, pairs along k
+            C = (c[g * 8 + 2 * t], c[g * 8 + 2 * t + 1], c[(g + 8) * 8 + 2 * t], c[(g + 8) * 8 + 2 * t + 1])
+            D = mma(A, B, C)
+            if cuda.threadIdx.x < 32:
+                d[g * 8 + 2 * t], d[g * 8 + 2 * t + 1] = D[0], D[1]
+                d[(g + 8) * 8 + 2 * t], d[(g + 8) * 8 + 2 * t + 1] = D[2], D[3]
+    else:
+
+        def kernel(a, b, c, d):
+            t = cuda.threadIdx.x % 4
+            g = cuda.threadIdx.x % 32 // 4
+            A = (a[g * K2 + t], a[(g + 8) * K2 + t])
+            B = (b[g * K2 + t],)
+            C = (c[g * 8 + 2 * t], c[g * 8 + 2 * t + 1], c[(g + 8) * 8 + 2 * t], c[(g + 8) * 8 + 2 * t + 1])
+            D = mma(A, B, C)
+            if cuda.threadIdx.x < 32:
+                d[g * 8 + 2 * t], d[g * 8 + 2 * t + 1] = D[0], D[1]
+                d[(g + 8) * 8 + 2 * t], d[(g + 8) * 8 + 2 * t + 1] = D[2], D[3]
+
+    dt = np.float16 if kind == "f16" else ml_dtypes.bfloat16
+    a, b = RNG.standard_normal((16, k)).astype(dt), RNG.standard_normal((k, 8)).astype(dt)
+    c = RNG.standard_normal((16, 8)).astype("f4")
+    dev = Device(1 << 20)
+    d = dev.alloc((16, 8), "f4")
+    dev.launch(
+        build(kernel, u32p, u32p, f32p, f32p, cc=cc),
+        1,
+        64,
+        [dev.upload(pairs(a)), dev.upload(pairs(b.T)), dev.upload(c), d],
+    )
+    np.testing.assert_allclose(d.get(), a.astype("f8") @ b.astype("f8") + c, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n", "trans", "ld"),
+    [
+        (1, False, X.ldmatrix_x1),
+        (2, False, X.ldmatrix_x2),
+        (4, False, X.ldmatrix_x4),
+        (1, True, X.ldmatrix_x1_trans),
+        (2, True, X.ldmatrix_x2_trans),
+        (4, True, X.ldmatrix_x4_trans),
+    ],
+)
+def test_ldmatrix(n, trans, ld):
+    def kernel(src, out):
+        s = cuda.shared.array(512, types.uint32)
+        t = cuda.threadIdx.x
+        for i in range(t, 512, cuda.blockDim.x):
+            s[i] = src[i]
+        cuda.syncthreads()
+        lane, w = t % 32, t // 32
+        row = X.shared_address(s) + types.uint32(w * 512 + lane * 16)
+        r = ld(row)
+        for i in range(n):
+            out[t * n + i] = r[i]
+
+    m = RNG.integers(0, 1 << 16, (2, 4, 8, 8)).astype("u2")
+    dev = Device(1 << 20)
+    out = dev.alloc(64 * n, "u4")
+    src = np.zeros(512, "u4")
+    src[:256] = m.reshape(-1).view("u4")
+    stats = dev.launch(build(kernel, u32p, u32p), 1, 64, [dev.upload(src), out], stats=True)
+    want = m[:, :n]
+    want = np.swapaxes(want, 2, 3) if trans else want
+    want = np.moveaxis(np.ascontiguousarray(want).view("u4").reshape(2, n, 32), 1, 2)
+    np.testing.assert_array_equal(out.get().reshape(2, 32, n), want)
+    assert stats.warp_instructions["shared_load"] == 2
+
+
+def test_gemm_with_cp_async_ldmatrix_mma():
+    """16x8 = 16x64 @ 64x8 per warp; A by ldmatrix.x4, B by ldmatrix.x2.trans, operands brought in by cp.async."""
+    KK = 64
+
+    def kernel(a, b, d):
+        sa = cuda.shared.array(16 * 64, types.float16)
+        sb = cuda.shared.array(64 * 8, types.float16)
+        t = cuda.threadIdx.x
+        pa, pb = X.shared_address(sa), X.shared_address(sb)
+        base = types.int64(cuda.blockIdx.x) * (16 * 64 * 2)
+        for i in range(t, 128, 32):
+            X.cp_async_16(pa + types.uint32(i * 16), a, base + i * 16)
+        for i in range(t, 64, 32):
+            X.cp_async_16(pb + types.uint32(i * 16), b, types.int64(i * 16))
+        X.cp_async_commit()
+        X.cp_async_wait_0()
+        cuda.syncwarp()
+        c = (types.float32(0), types.float32(0), types.float32(0), types.float32(0))
+        for k in range(0, KK, 16):
+            A = X.ldmatrix_x4(pa + types.uint32((t % 16) * 128 + (k + t // 16 * 8) * 2))
+            B = X.ldmatrix_x2_trans(pb + types.uint32((k + t % 16) * 16))
+            c = X.mma_16816_f16(A, B, c)
+        g, q = t // 4, t % 4
+        o = types.int64(cuda.blockIdx.x) * 128
+        d[o + g * 8 + 2 * q], d[o + g * 8 + 2 * q + 1] = c[0], c[1]
+        d[o + (g + 8) * 8 + 2 * q], d[o + (g + 8) * 8 + 2 * q + 1] = c[2], c[3]
+
+    a, b = RNG.standard_normal((5, 16, KK)).astype("f2"), RNG.standard_normal((KK, 8)).astype("f2")
+    dev = Device(1 << 20)
+    d = dev.alloc((5, 16, 8), "f4")
+    stats = dev.launch(
+        build(kernel, u8p, u8p, f32p), 5, 32, [dev.upload(a, "a"), dev.upload(b, "b"), d], stats=True, global_race=True
+    )
+    np.testing.assert_allclose(d.get(), a.astype("f8") @ b.astype("f8"), rtol=1e-5, atol=1e-5)
+    assert stats.warp_instructions["mma"] == 5 * 4
+    assert stats.buffers["a"].bytes_read == a.nbytes
+    assert stats.buffers["b"].bytes_read == 5 * b.nbytes
+
+
+def make_async(copies, wait, sync, read_other=True, wait_kind="0"):
+    wait_fn = {"0": X.cp_async_wait_0, "1": X.cp_async_wait_1, "all": X.cp_async_wait_all}[wait_kind]
+
+    def kernel(src, out):
+        s = cuda.shared.array(512, types.float32)
+        t = cuda.threadIdx.x
+        p = X.shared_address(s) + types.uint32(t * 16)
+        X.cp_async_16(p, src, types.int64(t * 16))
+        X.cp_async_commit()
+        if copies == 2:
+            X.cp_async_16(p + types.uint32(1024), src, types.int64(t * 16 + 1024))
+            X.cp_async_commit()
+        if wait:
+            wait_fn()
+        if sync:
+            cuda.syncthreads()
+        out[t] = s[(t * 4 + 4) % 256] if read_other else s[t * 4]
+
+    return kernel
+
+
+SRC = np.arange(512, dtype="f4")
+
+
+def run_async(kernel, **kw):
+    dev = Device(1 << 20)
+    out = dev.alloc(64, "f4")
+    dev.launch(build(kernel, u8p, f32p), 1, 64, [dev.upload(SRC, "src"), out], **kw)
+    return out.get()
+
+
+def test_cp_async_visibility():
+    np.testing.assert_array_equal(run_async(make_async(1, True, True)), (np.arange(64) * 4 + 4) % 256)
+    np.testing.assert_array_equal(run_async(make_async(1, True, False, read_other=False)), np.arange(64) * 4)
+    np.testing.assert_array_equal(run_async(make_async(2, True, True, wait_kind="1")), (np.arange(64) * 4 + 4) % 256)
+    np.testing.assert_array_equal(run_async(make_async(1, True, True, wait_kind="all")), (np.arange(64) * 4 + 4) % 256)
+    with pytest.raises(RaceFault, match=r"in flight.*PTX line"):
+        run_async(make_async(1, False, True))
+    with pytest.raises(RaceFault, match="in flight"):
+        run_async(make_async(1, True, True, wait_kind="1"))  # waits for the wrong group
+    with pytest.raises(RaceFault, match="no barrier"):
+        run_async(make_async(1, True, False))  # waited, but other threads did not synchronise
+
+
+def test_cp_async_zero_fill_and_bounds():
+    def kernel(src, out, n):
+        s = cuda.shared.array(256, types.float32)
+        t = cuda.threadIdx.x
+        valid = types.uint32(max(0, min(16, n - t * 16)))
+        X.cp_async_16_zfill(X.shared_address(s) + types.uint32(t * 16), src, types.int64(t * 16), valid)
+        X.cp_async_wait_all()
+        for i in range(4):
+            out[t * 4 + i] = s[t * 4 + i]
+
+    e = build(kernel, u8p, f32p, types.int32)
+    for n in (0, 36, 38, 1024):
+        dev = Device(1 << 20)
+        src = dev.upload(SRC.view("u1")[:n], "src")  # exactly n bytes exist
+        out = dev.alloc(256, "f4")
+        dev.launch(e, 1, 64, [src, out, n])
+        want = np.zeros(1024, "u1")
+        want[:n] = SRC.view("u1")[:n]
+        np.testing.assert_array_equal(out.get(), want.view("f4"))
+    dev = Device(1 << 20)
+    args = [dev.upload(SRC.view("u1")[:32], "src"), dev.alloc(256, "f4"), 64]
+    with pytest.raises(MemoryFault, match=r"out of bounds global load.*past the end of src"):
+        dev.launch(e, 1, 64, args)
+
+
+def test_cp_async_alignment():
+    def kernel(src, out, a, b):
+        s = cuda.shared.array(256, types.float32, alignment=16)
+        t = cuda.threadIdx.x
+        X.cp_async_16_zfill(
+            X.shared_address(s) + types.uint32(t * 16 + a), src, types.int64(t * 16 + b), types.uint32(0)
+        )
+        X.cp_async_wait_all()
+        out[t] = s[t * 4]
+
+    e = build(kernel, u8p, f32p, types.int32, types.int32)
+    for a, b, what in ((0, 0, None), (8, 0, "shared store"), (0, 4, "global load"), (1024, 0, "out of bounds shared")):
+        dev = Device(1 << 20)
+        args = [dev.upload(SRC, "src"), dev.alloc(32, "f4"), a, b]
+        if what is None:
+            dev.launch(e, 1, 32, args)
+        else:
+            with pytest.raises(MemoryFault, match=what):
+                dev.launch(e, 1, 32, args)
+
+
+def test_double_buffer_reuse_race():
+    """The next copy into a buffer that slower warps may still read is reported when it is issued."""
+
+    def make(barrier):
+        def kernel(src, out):
+            s = cuda.shared.array(256, types.float32)
+            t = cuda.threadIdx.x
+            p = X.shared_address(s) + types.uint32(t * 16)
+            acc = types.float32(0)
+            for _i in range(3):
+                X.cp_async_16(p, src, types.int64(t * 16))
+                X.cp_async_commit()
+                X.cp_async_wait_0()
+                cuda.syncthreads()
+                acc += s[(t * 4 + 8) % 256]
+                if barrier:
+                    cuda.syncthreads()
+            out[t] = acc
+
+        return kernel
+
+    np.testing.assert_array_equal(run_async(make(True)), 3 * ((np.arange(64) * 4 + 8) % 256))
+    with pytest.raises(RaceFault, match="store of a location read by"):
+        run_async(make(False))
+
+
+def test_mma_in_divergent_code_is_a_fault():
+    def kernel(a, d):
+        t = cuda.threadIdx.x
+        if t < 16:
+            r = X.mma_1688_f16(
+                (a[t], a[t]), (a[t],), (types.float32(0), types.float32(0), types.float32(0), types.float32(0))
+            )
+            d[t] = r[0]
+
+    dev = Device(1 << 20)
+    with pytest.raises(SyncFault):
+        dev.launch(build(kernel, u32p, f32p), 1, 32, [dev.upload(np.zeros(32, "u4")), dev.alloc(32, "f4")])
+
+
+@pytest.mark.parametrize(
+    ("name", "dt"),
+    [
+        ("f16", np.float16),
+        ("bf16", ml_dtypes.bfloat16),
+        ("e4m3", ml_dtypes.float8_e4m3fn),
+        ("e5m2", ml_dtypes.float8_e5m2),
+    ],
+)
+def test_unpack_intrinsics(name, dt):
+    unpack = getattr(X, f"unpack_{name}x2")
+    word = types.uint32 if name.endswith("16") else types.uint16
+
+    def kernel(src, out):
+        t = cuda.threadIdx.x
+        p = unpack(src[t])
+        out[2 * t], out[2 * t + 1] = p[0], p[1]
+
+    x = RNG.standard_normal(64).astype(dt)
+    dev = Device(1 << 20)
+    out = dev.alloc(64, "f4")
+    dev.launch(build(kernel, types.CPointer(word), f32p), 1, 32, [dev.upload(x), out])
+    np.testing.assert_array_equal(out.get(), x.astype("f4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "dt"), [("f16", np.float16), ("bf16", ml_dtypes.bfloat16), ("e4m3", ml_dtypes.float8_e4m3fn)]
+)
+def test_pack_intrinsics(name, dt):
+    pack = getattr(X, f"pack_{name}x2")
+    word = types.uint32 if name.endswith("16") else types.uint16
+
+    def kernel(src, out):
+        t = cuda.threadIdx.x
+        out[t] = pack(src[2 * t], src[2 * t + 1])
+
+    x = RNG.standard_normal(64).astype("f4")
+    dev = Device(1 << 20)
+    out = dev.alloc(64, dt)
+    dev.launch(build(kernel, f32p, types.CPointer(word)), 1, 32, [dev.upload(x), out])
+    np.testing.assert_array_equal(out.get().astype("f4"), x.astype(dt).astype("f4"))
+
+
+def test_load_store_16():
+    def kernel(src, dst):
+        t = types.int64(cuda.threadIdx.x)
+        v = X.load_global_16(src, t * 16)
+        X.store_global_16(dst, t * 16, v[3], v[2], v[1], v[0])
+
+    a = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype("u4")
+    dev = Device(1 << 20)
+    out = dev.alloc((32, 4), "u4")
+    ptx = compile_ptx(kernel, u8p, u8p)
+    assert "ld.global.nc.v4.u32" in ptx
+    stats = dev.launch(Module(ptx).entry(), 1, 32, [dev.upload(a), out], stats=True)
+    np.testing.assert_array_equal(out.get(), a[:, ::-1])
+    assert stats.global_sectors == stats.global_sectors_min == 32
+
+
+# ---- further matrix shapes, in raw PTX
+def _mma_ptx(k, kind, acc, na, nb):
+    load = [f"ld.param.u64 %rd1, [p0]; mul.wide.u32 %rd2, %lid, {4 * na}; add.u64 %rd1, %rd1, %rd2;"]
+    load += [f"ld.global.u32 %r{i}, [%rd1+{4 * i}];" for i in range(na)]
+    load += [f"ld.param.u64 %rd1, [p1]; mul.wide.u32 %rd2, %lid, {4 * nb}; add.u64 %rd1, %rd1, %rd2;"]
+    load += [f"ld.global.u32 %r{10 + i}, [%rd1+{4 * i}];" for i in range(nb)]
+
+    def regs(b, n):
+        return "{" + ", ".join(f"%r{b + i}" for i in range(n)) + "}"
+
+    f = acc == "f32"
+    d = "{%f0, %f1, %f2, %f3}" if f else regs(20, 4)
+    zero = "".join(f"mov.f32 %f{i}, 0f3F000000;" if f else f"mov.u32 %r{20 + i}, 5;" for i in range(4))
+    code = f"mma.sync.aligned.m16n8k{k}.row.col.{acc}.{kind}.{kind}.{acc} {d}, {regs(0, na)}, {regs(10, nb)}, {d};"
+    store = "ld.param.u64 %rd1, [dest]; mul.wide.u32 %rd2, %lid, 16; add.u64 %rd1, %rd1, %rd2;" + "".join(
+        f"st.global.{'f32' if f else 'u32'} [%rd1+{4 * i}], {'%f' if f else '%r2'}{i};" for i in range(4)
+    )
+    return "\n".join([*load, zero, code, store, "mov.u32 %o0, 0;"])
+
+
+@pytest.mark.parametrize(
+    ("k", "kind", "acc", "dt"),
+    [
+        (8, "tf32", "f32", "f4"),
+        (4, "tf32", "f32", "f4"),
+        (32, "e4m3", "f32", ml_dtypes.float8_e4m3fn),
+        (32, "e5m2", "f32", ml_dtypes.float8_e5m2),
+        (32, "s8", "s32", "i1"),
+        (16, "u8", "s32", "u1"),
+    ],
+)
+def test_mma_other_types(k, kind, acc, dt):
+    dt = np.dtype(dt)
+    per = 4 // dt.itemsize
+    if dt.kind in "iu":
+        a, b = RNG.integers(-100, 100, (16, k)).astype(dt), RNG.integers(-100, 100, (k, 8)).astype(dt)
+    else:
+        a, b = RNG.standard_normal((16, k)).astype(dt), RNG.standard_normal((k, 8)).astype(dt)
+        if kind == "tf32":
+            a, b = (np.ascontiguousarray(x).view("u4") & 0xFFFFE000 for x in (a, b))
+            a, b = a.view("f4"), b.view("f4")
+    g, t = np.arange(32) // 4, np.arange(32) % 4
+    na, nb = 16 * k // 32 // per, k * 8 // 32 // per
+    A, B = np.zeros((32, na, per), dt), np.zeros((32, nb, per), dt)
+    for r in range(na):
+        for e in range(per):
+            A[:, r, e] = a[g + 8 * (r % 2), t * per + e + 4 * per * (r // 2)]
+    for r in range(nb):
+        for e in range(per):
+            B[:, r, e] = b[t * per + e + 4 * per * r, g]
+    dev = Device(1 << 20)
+    out = dev.alloc((32, 4), "f4" if acc == "f32" else "i4")
+    text = kernel_text(_mma_ptx(k, kind, acc, na, nb), [4, 4], [4]).replace(
+        ".param .u64 p2", ".param .u64 p2,\n.param .u64 dest"
+    )
+    dev.launch(Module(text).entry(), 1, 32, [dev.upload(A), dev.upload(B), dev.alloc(32, "u4"), out])
+    D = out.get()
+    want = a.astype("f8") @ b.astype("f8") + (0.5 if acc == "f32" else 5)
+    got = np.zeros((16, 8))
+    for i in range(4):
+        got[g + 8 * (i // 2), 2 * t + i % 2] = D[:, i]
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-5)
+
+
+def test_mma_half_accumulator():
+    g, t = np.arange(32) // 4, np.arange(32) % 4
+    a, b = RNG.standard_normal((16, 8)).astype("f2"), RNG.standard_normal((8, 8)).astype("f2")
+
+    def pair(x):
+        return np.ascontiguousarray(x).view("u4").reshape(-1)
+
+    A0, A1, B0 = (pair(np.stack([m[r, 2 * t], m[r, 2 * t + 1]], 1)) for m, r in ((a, g), (a, g + 8), (b.T, g)))
+    out = run_ptx(
+        "mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%o0, %o1}, {%i0, %i1}, {%i2}, {%i3, %i3};",
+        [A0, A1, B0, np.full(32, 0x3C003C00, "u4")],
+        ["u4", "u4"],
+    )
+    want = (a.astype("f8") @ b.astype("f8") + 1).astype("f2")
+    for o, r in zip(out, (g, g + 8), strict=False):
+        np.testing.assert_array_equal(o.view("f2").reshape(32, 2), np.stack([want[r, 2 * t], want[r, 2 * t + 1]], 1))
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
+def test_stmatrix_and_movmatrix(trans):
+    m = RNG.integers(0, 1 << 32, 64, dtype=np.uint64).astype("u4")
+    shared = ".shared .align 16 .b8 buf[256];"
+    body = f"""ld.param.u64 %rd1, [p0]; shl.b64 %rd2, %gid64, 2; add.u64 %rd1, %rd1, %rd2;
+    ld.global.u32 %r2, [%rd1+128];
+    mov.u32 %r1, buf; and.b32 %r3, %lid, 15; shl.b32 %r3, %r3, 4; add.u32 %r3, %r1, %r3;
+    stmatrix.sync.aligned.m8n8.x2{trans}.shared.b16 [%r3], {{%i0, %r2}}; bar.warp.sync -1;
+    shl.b32 %r4, %lid, 2; add.u32 %r4, %r1, %r4; ld.shared.u32 %o0, [%r4]; ld.shared.u32 %o1, [%r4+128];
+    movmatrix.sync.aligned.m8n8.trans.b16 %o2, %i0;"""
+    out = run_ptx(body, [m], ["u4"] * 3, n=32, block=32, shared=shared)
+    mats = m.view("u2").reshape(2, 8, 8)
+    want = np.swapaxes(mats, 1, 2) if trans else mats
+    np.testing.assert_array_equal(np.stack(out[:2]).view("u2").reshape(2, 8, 8), want)
+    np.testing.assert_array_equal(out[2].view("u2").reshape(8, 8), mats[0].T)
+
+
+def test_copies_to_one_place():
+    def kernel(src, out):
+        s = cuda.shared.array(256, types.float32, alignment=16)
+        t = cuda.threadIdx.x
+        X.cp_async_16(X.shared_address(s) + types.uint32(t // 2 * 16), src, types.int64(t * 16))
+        X.cp_async_wait_all()
+        out[t] = s[0]
+
+    with pytest.raises(RaceFault, match=r"two threads copy to one shared location.*thread \(1, 0, 0\)"):
+        run_async(kernel, race=False)
+
+
+def test_matrix_instructions_need_a_whole_warp():
+    zero = np.zeros(48, "u4")
+    body = "mma.sync.aligned.m16n8k8.row.col.f16.f16.f16.f16 {%o0, %r1}, {%i0, %i0}, {%i0}, {%i0, %i0};"
+    assert not run_ptx(body, [zero[:32]], ["u4"])[0].any()
+    with pytest.raises(SyncFault, match="matrix instruction with 16 of 32 lanes"):
+        run_ptx(body, [zero], ["u4"], block=48)

@@ -1,0 +1,81 @@
+"""What the tests of the kernels on blocks and states share: arrays with gaps, sparse memory, code for every GPU."""
+
+import math
+
+import numpy as np
+
+from pagedkv.cuda.compile import compile_kernel
+from pagedkv.cuda.link import link
+from pagedkv.emulator import EmulatorDevice
+from problems import FLOATS
+
+CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
+STRIDES = ["own", "halves", "padded"]
+
+
+def bits(array):
+    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
+
+
+def storage(kind):
+    return FLOATS.get(kind, np.dtype(np.uint8))
+
+
+def random_bits(rng, shape, dtype):
+    """An array of random bytes: any value, NaN too."""
+    return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
+
+
+def pair_of(shapes, dtype, strides, rng):
+    """Two arrays of random bytes: apart, interleaved blocks of one array, or with gaps on every axis."""
+    if strides == "own":
+        return [random_bits(rng, shape, dtype) for shape in shapes]
+    if strides == "halves":
+        both = random_bits(rng, (shapes[0][0], 2, math.prod(shapes[0][1:])), dtype)
+        return [both[:, i].reshape(shape) for i, shape in enumerate(shapes)]
+    return [with_gaps(random_bits(rng, shape, dtype), gap) for shape, gap in zip(shapes, (1, 2), strict=True)]
+
+
+def with_gaps(array, gap):
+    """The same elements in a larger array, rows at multiples of 16 bytes."""
+    per_vector = 16 // array.itemsize
+    row = -(-array.shape[-1] // per_vector) * per_vector + gap * per_vector
+    inside = (*(slice(gap, None) for _ in array.shape[:-1]), slice(per_vector, per_vector + array.shape[-1]))
+    large = np.zeros((*(n + gap for n in array.shape[:-1]), row + per_vector), array.dtype)
+    large[inside] = array
+    return large[inside]
+
+
+class SparseDevice(EmulatorDevice):
+    """An emulator on which arrays past 4 GiB are memory that nothing has touched; what they become is in `large`."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = {}
+
+    def address(self, name, array):
+        if array.nbytes < 2**32:
+            return super().address(name, array)
+        if name not in self.large:
+            self.memory.reserve(array.nbytes + 1024)
+            self.large[name] = self.memory.alloc(array.shape, array.dtype, name, poison=False)
+        return self.large[name].address
+
+
+def every_third_for_all(configs):
+    """(config, capability) of every config for 9.0, which the emulator runs anyway, and of some for the others."""
+    return [
+        (config, capability)
+        for i, config in enumerate(configs)
+        for capability in (CAPABILITIES if i % 3 == 0 else CAPABILITIES[1:2])
+    ]
+
+
+def assert_links(make, config, capability, max_registers=64):
+    """The kernel is whole, has everything in registers, and leaves room for half of the threads that there can be."""
+    kernel = compile_kernel(make, config, capability)
+    assert ".extern" not in kernel.ptx
+    assert ".local" not in kernel.ptx
+    resources = link(kernel.ptx, capability).resources()
+    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
+    assert resources.registers <= max_registers

@@ -1,0 +1,16 @@
+"""The device that a test of a kernel runs on: the emulator, and a GPU where there is one."""
+
+import pytest
+from gpu_device import CopyingDevice
+
+from pagedkv.cuda import driver
+from pagedkv.emulator import EmulatorDevice
+
+
+@pytest.fixture(scope="session", params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def open_device(request):
+    """A function of the checks of an EmulatorDevice that makes a Device on NumPy arrays, for a `with` statement."""
+    if request.param == "emulator":
+        return EmulatorDevice
+    device = driver.cuda_device(0, 0)
+    return lambda **checks: CopyingDevice(device)

@@ -1,0 +1,79 @@
+"""What lets the tests of the kernels run on a GPU, itself run on the emulator."""
+
+import numpy as np
+import pytest
+from decode_cases import Variant, decode
+from gpu_device import CopyingDevice
+
+from pagedkv.cuda import blocks
+from pagedkv.emulator import EmulatorDevice
+from problems import assert_close, build
+
+V1 = Variant("v1", 64, 16, "float32", "float32", "strided")
+
+
+class OneMemory(EmulatorDevice):
+    """An emulator that knows workspaces alone, as a GPU does."""
+
+    def address(self, name, array):
+        raise AssertionError("an array of the host is nothing to a GPU")
+
+
+def test_what_a_kernel_writes_comes_back():
+    problem = build(V1.spec(seq_lens=(37, 0, 5)))
+    with OneMemory() as inner:
+        assert_close(problem, *decode(problem, "v1", device=CopyingDevice(inner)))
+        assert len(inner.launches) == 1
+
+
+def pairs_of_views():
+    """Elements in the middle of memory: every other row, backwards, and 8 bytes off."""
+    memory = np.arange(8 * 4 * 16 + 8, dtype=np.uint8)[8:].reshape(8, 4, 16)
+    return memory, memory[::-2, :, 4:12]
+
+
+def test_views_keep_their_gaps():
+    memory, view = pairs_of_views()
+    expected, expected_view = pairs_of_views()
+    expected_view[0] = expected_view[3]
+    with CopyingDevice(OneMemory()) as device:
+        blocks.copy_blocks(device, [view], np.array([[3, 0]]))
+    np.testing.assert_array_equal(memory, expected)
+
+
+class Scribbler(OneMemory):
+    """Writes one byte where it likes after each launch."""
+
+    def __init__(self, offset):
+        super().__init__()
+        self.offset = offset
+
+    def launch(self, kernel, grid, args, *rest):
+        super().launch(kernel, grid, args, *rest)
+        self.copy_from_host(args[0] + self.offset, np.array([77], np.uint8))
+
+
+@pytest.mark.parametrize("offset", [-1, 8, 8 * 16])
+def test_a_byte_beside_the_elements_is_noticed(offset):
+    _, view = pairs_of_views()
+    with (
+        pytest.raises(AssertionError, match=r"1 bytes beside source\[0\] were written"),
+        CopyingDevice(Scribbler(offset)) as device,
+    ):
+        blocks.copy_blocks(device, [view], np.array([[3, 0]]))
+
+
+def test_a_write_into_a_read_only_array_is_noticed():
+    _, view = pairs_of_views()
+    view.flags.writeable = False
+    with pytest.raises(AssertionError, match="beside source"), CopyingDevice(OneMemory()) as device:
+        blocks.copy_blocks(device, [view], np.array([[3, 0]]))
+
+
+def test_an_exception_leaves_the_arrays_alone():
+    memory, view = pairs_of_views()
+    expected, _ = pairs_of_views()
+    device = CopyingDevice(OneMemory())
+    blocks.copy_blocks(device, [view], np.array([[3, 0]]))
+    device.__exit__(KeyError, KeyError(), None)
+    np.testing.assert_array_equal(memory, expected)

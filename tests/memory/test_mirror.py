@@ -1,0 +1,216 @@
+"""Tables on a device: always what the host says, with only changed rows copied, in memory that stays where it is."""
+
+import sys
+from types import ModuleType
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from manager import fails_after
+
+from pagedkv.memory import PagedKVCache
+from pagedkv.memory.arrays import Arrays
+from pagedkv.memory.mirror import Mirror
+
+INT32 = np.dtype(np.int32)
+
+
+class DeviceModule(ModuleType):
+    """A module like CuPy whose device is the host; it counts what is copied to it."""
+
+    def __init__(self):
+        super().__init__("cupy")
+        self.copied = 0
+        self.current = []
+
+    class Array(np.ndarray):
+        """Takes nothing that was not copied to the device before."""
+
+        device = None
+
+        def __setitem__(self, index, value):
+            for part in (index, value):
+                assert not isinstance(part, np.ndarray) or isinstance(part, DeviceModule.Array), "not on the device"
+            super().__setitem__(index, value)
+
+    def _new(self, x):
+        array = x.view(DeviceModule.Array)
+        array.device = _Device(self)
+        return array
+
+    def empty(self, shape):
+        return self._new(np.empty(shape))
+
+    def zeros(self, shape, dtype=float):
+        assert self.current, "on whatever device is current"
+        return self._new(np.zeros(shape, dtype))
+
+    def asarray(self, x):
+        assert self.current, "on whatever device is current"
+        self.copied += x.nbytes
+        return self._new(x.copy())
+
+
+class _Device:
+    def __init__(self, module):
+        self.module = module
+
+    def __enter__(self):
+        self.module.current.append(self)
+
+    def __exit__(self, *error):
+        self.module.current.pop()
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    module = DeviceModule()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
+
+
+def table(num_rows, num_columns, start=0):
+    return np.arange(start, start + num_rows * num_columns, dtype=np.int32).reshape(num_rows, num_columns)
+
+
+def test_only_changed_rows_are_copied(cupy):
+    mirror = Mirror(Arrays("cupy"), 8, 6)
+    rows = table(8, 5)
+    assert (mirror.update(rows) == rows).all()
+    assert cupy.copied == rows.nbytes
+    assert (mirror.update(rows) == rows).all()
+    assert cupy.copied == rows.nbytes
+    rows[[2, 5], 4] = -1
+    cupy.copied = 0
+    assert (mirror.update(rows) == rows).all()
+    assert cupy.copied == 2 * (5 * 4 + 8), "two rows and their numbers"
+    cupy.copied = 0
+    assert (mirror.update(rows[:4]) == rows[:4]).all()
+    assert (mirror.update(rows[:, :3]) == rows[:, :3]).all()
+    assert (mirror.update(rows) == rows).all()
+    assert cupy.copied == 0, "shorter and narrower ones are there already"
+
+
+def test_one_column_is_sent_whole_where_that_is_less(cupy):
+    mirror = Mirror(Arrays("cupy"), 8, 1)
+    rows = table(8, 1)
+    mirror.update(rows)
+    cupy.copied = 0
+    rows[:3] += 100
+    assert (mirror.update(rows) == rows).all()
+    assert cupy.copied == rows.nbytes
+    cupy.copied = 0
+    rows[0] += 1
+    assert (mirror.update(rows) == rows).all()
+    assert cupy.copied == 12
+
+
+@given(st.data())
+def test_it_is_always_what_was_sent(data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", DeviceModule())
+        mirror = Mirror(Arrays("cupy"), 4, 3)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    for _ in range(data.draw(st.integers(1, 12))):
+        shape = data.draw(st.tuples(st.integers(0, 6), st.integers(1, 5)))
+        rows = rng.integers(-1, 2, shape, np.int32)
+        device = mirror.update(rows)
+        assert device.shape == shape
+        assert (device == rows).all()
+
+
+def test_the_memory_stays_where_it_is(cupy):
+    mirror = Mirror(Arrays("cupy"), 8, 6)
+    addresses = {mirror.update(table(n, w, start)).ctypes.data for n, w, start in ((3, 2, 0), (8, 6, 5), (1, 1, 9))}
+    assert len(addresses) == 1
+    wide = table(9, 7)
+    assert (mirror.update(wide) == wide).all()
+    assert (mirror.update(wide[:3, :2]) == wide[:3, :2]).all()
+
+
+@pytest.mark.parametrize("calls", range(3))
+def test_a_copy_that_fails_is_made_the_next_time(cupy, monkeypatch, calls):
+    mirror = Mirror(Arrays("cupy"), 8, 6)
+    rows = table(8, 6)
+    mirror.update(rows)
+    changed = rows.copy()
+    changed[3] += 1
+    names = ("asarray", "asarray", "__setitem__")
+    target, name = (DeviceModule.Array, names[calls]) if calls == 2 else (cupy, names[calls])
+    original = getattr(target, name)
+
+    def fail_after_storing(self, index, value):
+        original(self, index, value)
+        raise MemoryError
+
+    failing = fail_after_storing if calls == 2 else fails_after(calls, original, MemoryError())
+    monkeypatch.setattr(target, name, failing)
+    with pytest.raises(MemoryError):
+        mirror.update(changed)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert (mirror.update(rows) == rows).all()
+    assert (mirror.update(changed) == changed).all()
+
+
+def test_the_batch_of_a_cache_is_mirrored(cupy):
+    cache = PagedKVCache(1, 64, 4, 1, 8, array_module="cupy", max_seqs=8, max_seq_len=64)
+    assert isinstance(cache.k_caches[0], DeviceModule.Array)
+    seqs = [cache.add(n).seq for n in (5, 16, 30, 4, 1, 9, 2, 3)]
+    first = cache.batch(seqs)
+    assert isinstance(first.block_tables, DeviceModule.Array)
+    cupy.copied = 0
+    cache.append(seqs)
+    slots_bytes = cupy.copied
+    batch = cache.batch(seqs)
+    assert slots_bytes == 8 * len(seqs)
+    grown = 2  # the sequences of 16 and 4 tokens have begun another block
+    assert cupy.copied - slots_bytes == grown * (4 * batch.block_tables.shape[1] + 8) + 4 * len(seqs)
+    np.testing.assert_array_equal(batch.block_tables, cache.table.block_tables(seqs))
+    np.testing.assert_array_equal(batch.seq_lens, cache.table.seq_lens(seqs))
+    assert batch.seq_lens.shape == (8,)
+    assert batch.seq_lens.flags.c_contiguous
+    assert batch.block_tables.ctypes.data == first.block_tables.ctypes.data
+    assert batch.seq_lens.ctypes.data == first.seq_lens.ctypes.data
+    some = cache.batch(seqs[2:5])
+    np.testing.assert_array_equal(some.block_tables, cache.table.block_tables(seqs[2:5]))
+    twice = cache.batch([seqs[2]] * 20)
+    np.testing.assert_array_equal(twice.block_tables, cache.table.block_tables([seqs[2]] * 20))
+
+
+def test_copies_of_shared_blocks_on_a_device(cupy):
+    cache = PagedKVCache(2, 8, 4, 1, 8, array_module="cupy", max_seqs=4)
+    seq = cache.add(6).seq
+    cache.k_caches[1].view(np.ndarray)[1] = 7
+    cache.fork(seq)
+    cache.append(seq)
+    assert (cache.k_caches[1].view(np.ndarray)[2] == 7).all()
+
+
+def test_a_batch_in_the_middle_of_a_mutation_is_refused(cupy):
+    cache = PagedKVCache(1, 8, 4, 1, 8, array_module="cupy")
+    seq = cache.add(3).seq
+    with cache._lock, pytest.raises(RuntimeError, match="in the middle of another mutation"):
+        cache.batch(seq)
+    assert cache.batch(seq).seq_lens == [3]
+
+
+def test_arrays_on_the_host_are_new_ones():
+    for module in ("numpy", "torch"):
+        cache = PagedKVCache(1, 8, 4, 1, 8, array_module=module)
+        seq = cache.add(3).seq
+        first = cache.batch(seq)
+        cache.append(seq)
+        assert (first.seq_lens.tolist(), cache.batch(seq).seq_lens.tolist()) == ([3], [4])
+
+
+def test_the_device_of_torch():
+    assert PagedKVCache(1, 8, 4, 1, 8, array_module=torch, device="cpu").k_caches[0].device.type == "cpu"
+    with torch.device("meta"):
+        cache = PagedKVCache(1, 8, 4, 1, 8, array_module="torch")
+    assert cache.slots(cache.add(3).seq, 0, 3).device.type == "meta", "later arrays are where the first were"
+    for module in ("numpy", "cupy"):
+        with pytest.raises(ValueError, match=f"^device is for array_module torch, got 'cuda' for {module}$"):
+            PagedKVCache(1, 8, 4, 1, 8, array_module=module, device="cuda")

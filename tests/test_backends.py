@@ -1,0 +1,238 @@
+"""The public operations with the CUDA kernels: in the emulator like on the CPU, on a device without a look."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import pagedkv
+from device_fakes import ELSEWHERE, InterfaceArray, address_of, fake_cupy, fake_torch, recording
+from pagedkv.arrays import on_device
+from pagedkv.device_arrays import metadata
+from problems import FLOATS, Spec, assert_close, build, run
+from wrong_arguments import HKV, OPERATIONS, B, D, N, P, misaligned
+
+EMULATOR = {"backend": "emulator"}
+
+
+@pytest.mark.parametrize("kernel", ["v1", "v2"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(seq_lens=(37, 0, 5), layout="vllm"),
+        Spec(seq_lens=(16, 530), layout="vllm", q_dtype="bfloat16", kv_dtype="bfloat16", sinks=True, group_size=3),
+        Spec(seq_lens=(33, 17), layout="vllm", q_dtype="float16", kv_dtype="fp8_e4m3", kv_scales="scalar", window=9),
+        Spec(seq_lens=(20,), layout="vllm", kv_dtype="fp8_e5m2", kv_scales="per head", softcap=20.0, alibi=True),
+    ],
+    ids=lambda spec: spec.kv_dtype,
+)
+def test_decode_in_the_emulator(spec, kernel):
+    problem = build(spec)
+    out, lse = run(problem, **EMULATOR, kernel=kernel)
+    assert_close(problem, out, lse)
+    expected, expected_lse = run(problem, backend="cpu")
+    np.testing.assert_allclose(out.astype(np.float64), expected.astype(np.float64), atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-3)
+
+
+def test_torch_tensors_in_the_emulator():
+    problem = build(Spec(layout="vllm"))
+    args = [torch.from_numpy(np.ascontiguousarray(x)) for x in problem.args]
+    out, lse = pagedkv.decode_attention(*args, layout="vllm", return_lse=True, **EMULATOR)
+    assert isinstance(out, torch.Tensor)
+    assert_close(problem, out.numpy(), lse.numpy())
+
+
+def test_score_mod_in_the_emulator():
+    problem = build(Spec(layout="vllm", score_mod=lambda score, q_pos, k_pos, head, seq: score + 0.5 * head - k_pos))
+    out, lse = run(problem, **EMULATOR)
+    assert_close(problem, out, lse)
+
+
+def test_checked_kernels_in_the_emulator(monkeypatch):
+    problem = build(Spec(layout="vllm"))
+    expected = run(problem, **EMULATOR)
+    for got in (run(problem, **EMULATOR, check=True), run(problem, **EMULATOR, check=False)):
+        np.testing.assert_array_equal(got[0], expected[0])
+
+
+def test_no_sequences_in_the_emulator():
+    arguments = OPERATIONS["decode_attention"]()
+    arguments |= {name: arguments[name][:0] for name in ("q", "block_tables", "seq_lens")}
+    assert pagedkv.decode_attention(**arguments, **EMULATOR).shape == (0, 4, D)
+
+
+@pytest.mark.parametrize("backend", ["emulator", "cuda"])
+def test_prefill_has_a_kernel_on_the_cpu_alone(backend):
+    arguments = OPERATIONS["prefill_attention"]()
+    if backend == "cuda":
+        arguments = {name: InterfaceArray(x) for name, x in arguments.items()}
+    with pytest.raises(
+        pagedkv.BackendUnavailableError,
+        match=rf"^this version of pagedkv has no prefill kernel for the {backend} backend; move the arrays to the host",
+    ):
+        pagedkv.prefill_attention(**arguments, backend=backend)
+
+
+def test_misaligned_arrays_in_the_emulator():
+    problem = build(Spec(layout="vllm", q_dtype="float16", kv_dtype="float16"))
+    q = np.zeros((len(problem.q) + 1, 4, 64 + 4), np.float16)
+    with pytest.raises(ValueError, match=r'^q must have rows at multiples of 16 bytes for backend "emulator"'):
+        pagedkv.decode_attention(q[1:, :, :64], *problem.args[1:], layout="vllm", **EMULATOR)
+    q = np.zeros(problem.q.size + 4, np.float16)[4:].reshape(problem.q.shape)
+    with pytest.raises(ValueError, match=r'^q must begin at a multiple of 16 bytes for backend "emulator"'):
+        pagedkv.decode_attention(q, *problem.args[1:], layout="vllm", **EMULATOR)
+    pagedkv.decode_attention(q, *problem.args[1:], layout="vllm")
+
+
+def test_rows_of_8_bytes_need_no_more():
+    caches = {
+        name: np.zeros(N * P * HKV * 8 + 8, np.uint8)[8:].reshape(N, P, HKV, 8) for name in ("k_cache", "v_cache")
+    }
+    arguments = {name: np.ones((1, HKV, 8), np.float32) for name in ("k", "v")} | {"slots": np.array([5])}
+    pagedkv.write_kv(**arguments, **caches, kv_dtype="fp8_e4m3", **EMULATOR)
+    assert (caches["k_cache"].reshape(-1, HKV, 8)[5] == 0x38).all()
+
+
+def contents(rng, shape, dtype):
+    return rng.integers(0, 255, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "vllm"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8_e4m3"])
+def test_caches_in_the_emulator_are_those_of_the_cpu(layout, kind):
+    rng = np.random.default_rng(1)
+    dtype = FLOATS.get(kind, np.dtype(np.uint8))
+    shapes = pagedkv.layouts.cache_shapes(layout, 6, 8, 2, 16, dtype.itemsize)
+    caches = [np.ascontiguousarray(contents(rng, shape, dtype)) for shape in shapes]
+    options = {"layout": layout}
+    if kind.startswith("fp8"):
+        options |= {"kv_dtype": kind, "k_scale": 0.5, "v_scale": np.array([0.25, 3], np.float32)}
+    k, v = rng.standard_normal((2, 5, 2, 16)).astype(np.float32)
+    slots, table = np.array([3, -1, 47, 8, 0]), np.array([5, 0, 1, -1], np.int32)
+    pairs = np.array([[0, 2], [1, 3]])
+    results = []
+    for backend in ("cpu", "emulator"):
+        own = [cache.copy() for cache in caches]
+        other = [np.zeros_like(cache) for cache in caches]
+        pagedkv.write_kv(k, v, *own, slots, **options, backend=backend)
+        pagedkv.copy_blocks([own[0]], [own[1]], pairs, backend=backend)
+        pagedkv.swap_blocks(own, other, np.array([[5, 0], [3, 5]]), backend=backend)
+        results.append([*own, *other, *pagedkv.gather_kv(*own, table, 19, **options, backend=backend)])
+    for x, y in zip(*results, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("stacked", [True, False])
+def test_merge_states_in_the_emulator(dtype, stacked):
+    rng = np.random.default_rng(2)
+    outs = rng.standard_normal((3, 4, 2, 16)).astype(FLOATS[dtype])
+    lses = rng.standard_normal((3, 4, 2)).astype(np.float32)
+    lses[1, 2], lses[:, 3, 0] = -np.inf, -np.inf
+    given = (outs, lses) if stacked else (list(outs), list(lses))
+    out, lse = pagedkv.merge_states(*given, **EMULATOR)
+    expected, expected_lse = pagedkv.merge_states(*given)
+    np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), atol=1e-2, rtol=1e-2)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-6)
+    assert (out[3, 0] == 0).all()
+
+
+@pytest.fixture(params=["cupy", "torch"])
+def kind(request, monkeypatch):
+    module = fake_cupy() if request.param == "cupy" else fake_torch()
+    monkeypatch.setitem(sys.modules, request.param, module)
+    return module.ndarray if request.param == "cupy" else module.Tensor
+
+
+def device_arguments(operation, kind):
+    """Valid arguments of an operation on a device, of a layout that there is a kernel for."""
+    arguments = OPERATIONS[operation]()
+    if operation == "decode_attention":
+        k, v = np.zeros((N, HKV, D // 4, 8, 4), np.float32), np.zeros((N, HKV, D, 8), np.float32)
+        arguments |= {"k_cache": k, "v_cache": v, "layout": "vllm"}
+    return {name: kind(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "prefill_attention"])
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_every_operation_on_a_device(operation, backend, kind):
+    with recording() as devices:
+        results = getattr(pagedkv, operation)(**device_arguments(operation, kind), backend=backend)
+    (device,) = devices.values()
+    assert device.launches
+    results = results if isinstance(results, tuple) else (results,) if results is not None else ()
+    assert len(results) == {"decode_attention": 1, "gather_kv": 2, "merge_states": 2}.get(operation, 0)
+    for x in results:
+        assert type(x) is kind
+        shadow, _ = metadata("x", x, 0)
+        assert any(address_of(shadow) in args for _, _, args, _ in device.launches)
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "prefill_attention"])
+def test_a_device_array_that_begins_in_the_middle_of_a_vector(operation):
+    """Every array whose rows are moved in vectors; the others only need their items aligned."""
+    arguments = OPERATIONS[operation]()
+    moved = {"q", "k_cache", "v_cache", "k", "v", "source", "destination", "outs"}
+    with recording():
+        for name, x in arguments.items():
+            if not isinstance(x, np.ndarray):
+                continue
+            given = device_arguments(operation, InterfaceArray)
+            given[name].changes["data"] = (given[name].changes["data"][0] + x.itemsize, False)
+            if name in moved and x.itemsize < 16:
+                with pytest.raises(ValueError, match=rf"^{name}(\[0\])? must begin at a multiple of 16 bytes"):
+                    getattr(pagedkv, operation)(**given)
+            given[name].changes["data"] = (given[name].changes["data"][0] - 1, False)
+            with pytest.raises(ValueError, match=rf"^{name}(\[0\])? must be aligned to its item size of {x.itemsize}"):
+                getattr(pagedkv, operation)(**given)
+
+
+def test_scales_as_numbers_and_as_device_arrays(kind):
+    """Numbers are arguments of the launch: there is nothing to copy to a device."""
+    arguments = OPERATIONS["write_kv"]() | {name: np.zeros((N, P, HKV, D), np.uint8) for name in ("k_cache", "v_cache")}
+    given = {name: kind(x) for name, x in arguments.items()}
+    scale = kind(np.ones(HKV, np.float32))
+    with recording() as devices:
+        pagedkv.write_kv(**given, kv_dtype="fp8_e4m3", k_scale=0.625, v_scale=scale)
+    (device,) = devices.values()
+    (_, _, args, _) = device.launches[0]
+    assert 0.625 in args
+    assert address_of(metadata("x", scale, 0).shadow) in args
+
+
+def test_check_reaches_every_kernel_on_a_device(monkeypatch, kind):
+    operations = ("decode_attention", "write_kv", "gather_kv", "copy_blocks", "swap_blocks")
+    for operation, by in itertools.product(operations, ("argument", "environment")):
+        given = device_arguments(operation, kind)
+        for checked in (False, True):
+            monkeypatch.setenv("PAGEDKV_CHECK", "1" if checked and by == "environment" else "0")
+            if by == "argument":
+                if operation not in ("decode_attention", "write_kv"):
+                    continue
+                given["check"] = checked
+            with recording() as devices:
+                getattr(pagedkv, operation)(**given)
+            for kernel, *_ in next(iter(devices.values())).launches:
+                assert f"checked={checked}" in kernel.name
+
+
+def test_a_pool_in_which_some_layers_are_on_the_host():
+    """Each pair of caches goes its own way."""
+    arguments = OPERATIONS["swap_blocks"]()
+    source, destination = arguments["source"], arguments["destination"]
+    mixed = [source, InterfaceArray(source)]
+    assert [on_device("x", x) for x in mixed] == [False, True]
+    with recording() as devices:
+        pagedkv.swap_blocks(mixed, [destination, InterfaceArray(destination)], np.zeros((0, 2), np.int64))
+    assert not devices
+
+
+def test_nothing_is_at_the_addresses_of_these_tests():
+    x = np.zeros((B, 4), np.float32)
+    assert InterfaceArray(x).__cuda_array_interface__["data"][0] == address_of(x) + ELSEWHERE
+    assert ELSEWHERE > 2**57, "no process has memory there"
+    assert misaligned(x).ctypes.data % 2

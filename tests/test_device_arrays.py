@@ -1,0 +1,272 @@
+"""What is known of device arrays of every framework, and that nothing ever looks at their memory."""
+
+import copy
+import ctypes
+import pickle
+import sys
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from device_fakes import ELSEWHERE, InterfaceArray, fake_cupy, fake_torch
+from pagedkv import device_arrays
+from pagedkv.arrays import on_device
+from pagedkv.cuda import interop
+from pagedkv.device_arrays import Shadow, current_stream, empty, framework_of, make_shadow, metadata
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+ADDRESS = 0x7F0000000000
+DTYPES = ["float32", "float16", BF16, "uint8", "int32", "int64", ml_dtypes.float8_e4m3fn, "bool", ">f4", "float64"]
+
+
+@pytest.fixture(params=["cupy", "torch"])
+def framework(request, monkeypatch):
+    """A module like CuPy or torch, its kind of array made of a NumPy one, and the name."""
+    module = fake_cupy() if request.param == "cupy" else fake_torch()
+    monkeypatch.setitem(sys.modules, request.param, module)
+    kind = module.ndarray if request.param == "cupy" else module.Tensor
+    return SimpleNamespace(name=request.param, module=module, array=kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_shadow_has_all_metadata(dtype, read_only):
+    dtype = np.dtype(dtype)
+    shadow = make_shadow(ADDRESS, (3, 4, 8), (-4096, 64 * dtype.itemsize, dtype.itemsize), dtype, read_only)
+    assert (shadow.shape, shadow.dtype, shadow.ctypes.data) == ((3, 4, 8), dtype, ADDRESS)
+    assert shadow.strides == (-4096, 64 * dtype.itemsize, dtype.itemsize)
+    assert shadow.flags.writeable is not read_only
+    assert shadow.flags.aligned
+    assert make_shadow(ADDRESS + 1, (3,), None, np.dtype(np.float32), False).flags.aligned is False
+    assert make_shadow(ADDRESS, (3, 8), None, dtype, False).flags.c_contiguous
+    assert make_shadow(0, (3, 0, 2), None, dtype, False).shape == (3, 0, 2)
+
+
+def test_shadows_overlap_where_their_addresses_do():
+    x = make_shadow(ADDRESS, (4, 8), (64, 4), np.dtype(np.float32), False)
+    beside = make_shadow(ADDRESS + 32, (4, 8), (64, 4), np.dtype(np.float32), False)
+    across = make_shadow(ADDRESS + 16, (4, 8), (64, 4), np.dtype(np.float32), False)
+    assert np.may_share_memory(x, beside)
+    assert not np.shares_memory(x, beside)
+    assert np.shares_memory(x, across)
+    assert np.shares_memory(x, x[1:])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x + 1,
+        lambda x: x.max(),
+        lambda x: x.view(np.uint32).max(),
+        lambda x: x == 1,
+        lambda x: np.sort(x),
+        lambda x: np.zeros(4) + x,
+        lambda x: np.copyto(np.zeros(4), x),
+        lambda x: np.array_equal(x, x),
+        lambda x: np.any(x),
+        pickle.dumps,
+        copy.deepcopy,
+    ],
+)
+def test_a_shadow_is_not_read_by_mistake(read):
+    with pytest.raises(TypeError, match=r"ufunc|memory of a GPU"):
+        read(make_shadow(ADDRESS, (4,), None, np.dtype(np.float32), False))
+
+
+def test_a_shadow_can_be_printed():
+    shadow = make_shadow(ADDRESS, (4, 2), None, BF16, False)
+    for text in (repr(shadow), str(shadow), f"{shadow}", f"{[shadow]}"):
+        assert "<Shadow at 0x7f0000000000, shape (4, 2), strides (4, 2), dtype bfloat16>" in text
+
+
+def view(dtype=np.float32):
+    """An array with gaps, not C-contiguous."""
+    return np.zeros((4, 3, 16), dtype)[1:, ::2, :8]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.uint8, np.int32, np.int64], ids=str)
+def test_arrays_of_a_framework(framework, dtype):
+    x = view(dtype)
+    array = framework.array(x, device=3)
+    assert on_device("x", array)
+    shadow, ordinal = metadata("x", array, 0)
+    assert type(shadow) is Shadow
+    assert ordinal == 3
+    assert (shadow.shape, shadow.strides, shadow.dtype) == (x.shape, x.strides, x.dtype)
+    assert shadow.ctypes.data == x.ctypes.data + ELSEWHERE
+    assert shadow.flags.writeable
+    assert framework_of(framework.array) == framework.name
+
+
+def test_the_stream_is_the_current_one_of_the_framework(framework):
+    framework.module.streams = {0: 77, 2: 99}
+    assert current_stream(framework.array(view())) == 77
+    assert current_stream(framework.array(view(), device=1)) == 0
+    assert current_stream(framework.array(view(), device=2)) == 99
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
+def test_new_arrays_are_on_the_device_of_the_old(framework, dtype):
+    like = framework.array(view(), device=2)
+    new = empty("out", like, (5, 8), np.dtype(dtype), "")
+    assert type(new) is framework.array
+    shadow, ordinal = metadata("out", new, 0)
+    assert ordinal == 2
+    assert (shadow.shape, shadow.dtype) == ((5, 8), dtype)
+    assert shadow.flags.c_contiguous
+    if framework.name == "cupy":
+        assert not framework.module.device_stack
+
+
+def test_a_tensor_that_torch_has_not_negated_yet(monkeypatch):
+    module = fake_torch()
+    monkeypatch.setitem(sys.modules, "torch", module)
+    tensor = module.Tensor(view())
+    tensor.negated = True
+    with pytest.raises(TypeError, match="q must be an array as it is in memory, got a torch tensor with lazy negation"):
+        metadata("q", tensor, 0)
+    tensor = module.Tensor(view())
+    tensor.dtype = torch.quint8
+    with pytest.raises(TypeError, match=r"q must be an array that NumPy knows the dtype of, got torch\.quint8"):
+        metadata("q", tensor, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.uint8, ml_dtypes.float8_e5m2], ids=str)
+@pytest.mark.parametrize("version", [2, 3])
+def test_interface(dtype, version):
+    x = view(dtype)
+    shadow, ordinal = metadata("x", InterfaceArray(x, version=version), 0)
+    assert ordinal == 0
+    assert (shadow.shape, shadow.strides, shadow.dtype) == (x.shape, x.strides, x.dtype)
+    assert shadow.ctypes.data == x.ctypes.data + ELSEWHERE
+    contiguous = np.zeros((4, 3), dtype)
+    contiguous.flags.writeable = False
+    shadow, _ = metadata("x", InterfaceArray(contiguous, strides=None), 0)
+    assert shadow.flags.c_contiguous
+    assert not shadow.flags.writeable
+
+
+def test_interface_without_elements():
+    shadow, ordinal = metadata("x", InterfaceArray(np.zeros((0, 4), np.float32), data=(0, False)), 0)
+    assert shadow.shape == (0, 4)
+    assert ordinal is None
+    assert metadata("x", InterfaceArray(np.zeros((0, 4)), data=(None, False)), 0).shadow.size == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"mask": 1}, TypeError, "x must be an array without a mask, got a device_fakes.InterfaceArray with one"),
+        ({"data": (0, False)}, ValueError, r"x must have memory, got the address 0 with shape \(4, 3\)"),
+        ({"data": None}, TypeError, "x must have a __cuda_array_interface__ with shape, typestr and data"),
+        ({"typestr": "<f3"}, TypeError, "x must have a __cuda_array_interface__ with shape, typestr and data"),
+        ({"shape": 4}, TypeError, "x must have a __cuda_array_interface__ with shape, typestr and data"),
+        ({"typestr": "|O8"}, TypeError, "x must be an array of numbers, got dtype object"),
+        ({"typestr": "|V0"}, TypeError, "x must be an array of numbers, got dtype"),
+    ],
+)
+def test_interfaces_that_say_nothing_useful(changes, error, message):
+    with pytest.raises(error, match=message):
+        metadata("x", InterfaceArray(np.zeros((4, 3), np.float32), **changes), 0)
+
+
+@pytest.mark.parametrize(("named", "expected"), [(None, 0), (1, 1), (2, 2), (0x55AA, 0x55AA)])
+def test_the_stream_that_an_interface_names(named, expected):
+    assert current_stream(InterfaceArray(view(), stream=named)) == expected
+
+
+def test_nothing_new_beside_an_array_of_an_unknown_framework():
+    with pytest.raises(
+        ValueError,
+        match=r"^out can only be made for arrays of CuPy and torch, got a device_fakes\.InterfaceArray; give out=$",
+    ):
+        empty("out", InterfaceArray(view()), (3,), np.dtype(np.float32), "give out=")
+
+
+class Driver:
+    """As much of cuda.bindings.driver as says where an address is."""
+
+    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9)
+
+    def __init__(self, ordinals):
+        self.ordinals = ordinals
+
+    def cuPointerGetAttribute(self, attribute, address):
+        assert attribute == 9
+        return (0, self.ordinals[address]) if address in self.ordinals else (1, None)
+
+
+def test_the_driver_says_where_an_address_is(monkeypatch):
+    driver = Driver({ADDRESS: 1})
+    monkeypatch.setattr(interop, "_driver", lambda: driver)
+    assert interop.has_several_devices()
+    x = np.zeros(4, np.float32)
+    assert metadata("x", InterfaceArray(x, data=(ADDRESS, False)), 0).ordinal == 1
+    assert metadata("x", InterfaceArray(x), 0).ordinal == 0
+    monkeypatch.setattr(interop, "_driver", lambda: None)
+    assert metadata("x", InterfaceArray(x, data=(ADDRESS, False)), 0).ordinal == 0
+    assert device_arrays.ordinal_of(ADDRESS) == 0
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor of DLPack, with the fields of DLDevice and DLDataType in their places."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *(("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32)),
+        *(("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)),
+        *(("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64))),
+        ("byte_offset", ctypes.c_uint64),
+        *(("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p)),
+    )
+
+
+class DlpackArray:
+    """An array that has DLPack and nothing else."""
+
+    def __init__(self, code=2, bits=32, device=(2, 1)):
+        self.shape, self.strides = (ctypes.c_int64 * 2)(3, 4), (ctypes.c_int64 * 2)(8, 1)
+        self.device, self.streams = device, []
+        self.tensor = _Tensor(ADDRESS, *device, 2, code, bits, 1, self.shape, self.strides, 0, None, None)
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, *, stream=None, **options):
+        self.streams.append(stream)
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return make(ctypes.addressof(self.tensor), b"dltensor", None)
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "dtype"), [(2, 32, np.float32), (2, 16, np.float16), (4, 16, BF16), (1, 8, np.uint8)]
+)
+def test_dlpack(code, bits, dtype):
+    array = DlpackArray(code, bits)
+    assert on_device("x", array)
+    shadow, ordinal = metadata("x", array, 0x77)
+    assert (shadow.shape, shadow.dtype, shadow.ctypes.data, ordinal) == ((3, 4), dtype, ADDRESS, 1)
+    assert shadow.strides == (8 * bits // 8, bits // 8)
+    assert array.streams == [0x77]
+    metadata("x", array, 0)
+    assert array.streams == [0x77, 1], "the legacy default stream is 1 in DLPack"
+
+
+def test_dlpack_of_something_else():
+    with pytest.raises(TypeError, match="x must be an array that DLPack can show"):
+        metadata("x", DlpackArray(code=17, bits=8), 0)
+    for device in ((1, 0), (10, 0), None):
+        with pytest.raises(TypeError, match=r"x must be an array \(NumPy, CuPy or torch\)"):
+            on_device("x", DlpackArray(device=device) if device else SimpleNamespace(__dlpack_device__=lambda: 3))
+
+
+def test_dlpack_without_cuda_core(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core.utils", None)
+    from pagedkv.errors import BackendUnavailableError
+
+    with pytest.raises(BackendUnavailableError, match=r"x only speaks DLPack, which needs cuda-core: pip install"):
+        metadata("x", DlpackArray(), 0)

@@ -1,0 +1,58 @@
+"""Compiling ahead, and raising what kernels on any device have skipped."""
+
+import inspect
+import sys
+
+import numpy as np
+import pytest
+
+import pagedkv
+from pagedkv.bench.launch import RecordingDevice
+from pagedkv.cuda import driver
+from pagedkv.cuda.warmup import warmup
+
+
+class ReportingDevice(RecordingDevice):
+    """Has a report buffer with an entry in it, if there is one."""
+
+    def __init__(self, *entry):
+        super().__init__()
+        self.report = np.array([1, *entry] if entry else [0] * 5, np.int64)
+        self.synchronised = 0
+
+    def copy_to_host(self, destination, source):
+        destination[...] = self.report
+
+    def copy_from_host(self, destination, source):
+        self.report[...] = source
+
+    def synchronize(self):
+        self.synchronised += 1
+
+
+def test_what_any_device_has_skipped_is_raised_once(monkeypatch):
+    devices = [ReportingDevice(), ReportingDevice(1, 3, 2, 99), ReportingDevice(2, 4, 0, -7)]
+    monkeypatch.setattr(driver, "cuda_devices", lambda: devices)
+    with pytest.raises(IndexError, match=r"block_tables .* got 99 for sequence 3, column 2"):
+        pagedkv.raise_if_failed()
+    with pytest.raises(ValueError, match=r"seq_lens .* got -7 for sequence 4"):
+        pagedkv.raise_if_failed()
+    pagedkv.raise_if_failed()
+    assert [device.synchronised for device in devices] == [3, 3, 2]
+
+
+def test_nothing_has_failed_where_nothing_has_run(monkeypatch):
+    monkeypatch.delitem(sys.modules, "pagedkv.cuda.driver")
+    pagedkv.raise_if_failed()
+
+
+def test_warmup_compiles_for_a_gpu_that_is_not_here():
+    names = pagedkv.warmup(4, 2, 64, 16, "float16", layout="vllm", kernels=("v1",), capabilities=[(9, 0)])
+    assert any(name.startswith("v1[") and name.endswith("for 9.0") for name in names)
+    with pytest.raises(ValueError, match="head_dim must be a multiple of 8"):
+        pagedkv.warmup(4, 2, 12, 16, "float16", layout="vllm", capabilities=[(9, 0)])
+
+
+def test_the_public_warmup_has_every_parameter():
+    defaults = [{x.name: x.default for x in inspect.signature(f).parameters.values()} for f in (pagedkv.warmup, warmup)]
+    assert defaults[0] == defaults[1]

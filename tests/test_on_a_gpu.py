@@ -1,0 +1,163 @@
+"""The public operations on CuPy and torch arrays; on NumPy's, in the emulator, to see that these tests are right."""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import pagedkv
+from problems import Spec, as_torch, assert_close, build
+
+SPECS = [
+    Spec(seq_lens=(37, 0, 600), layout="vllm", group_size=3, sinks=True, alibi=True),
+    Spec(seq_lens=(33, 530), layout="vllm", q_dtype="float16", kv_dtype="float16", window=100, softcap=5.0),
+    Spec(seq_lens=(20, 513), layout="vllm", q_dtype="float16", kv_dtype="fp8_e4m3", kv_scales="per head"),
+]
+
+
+class Framework(NamedTuple):
+    """How arrays get to a device and back, a stream other than the default one, and options of every call."""
+
+    send: Any
+    fetch: Any
+    stream: Any
+    options: dict[str, Any]
+
+
+def numpy_frame():
+    return Framework(np.array, np.asarray, contextlib.nullcontext, {"backend": "emulator"})
+
+
+def cupy_frame():
+    cupy = pytest.importorskip("cupy")
+    return Framework(cupy.asarray, cupy.asnumpy, lambda: cupy.cuda.Stream(non_blocking=True), {})
+
+
+def torch_frame():
+    def fetch(x):
+        return x.cpu().numpy()
+
+    return Framework(lambda x: as_torch(x).cuda(), fetch, lambda: torch.cuda.stream(torch.cuda.Stream()), {})
+
+
+GPU_FRAMES = [pytest.param(cupy_frame, marks=pytest.mark.gpu), pytest.param(torch_frame, marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=[numpy_frame, *GPU_FRAMES])
+def framework(request):
+    return request.param()
+
+
+@pytest.fixture(params=GPU_FRAMES)
+def gpu_framework(request):
+    return request.param()
+
+
+def sent(framework, options):
+    return {name: framework.send(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "v1", "v2"])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kv_dtype)
+def test_decode(framework, spec, kernel):
+    problem = build(spec)
+    args, options = [framework.send(x) for x in problem.args], sent(framework, problem.options)
+    for _ in range(2):  # the second call is a known one
+        out = framework.send(np.zeros(problem.q.shape, problem.q.dtype))
+        result, lse = pagedkv.decode_attention(
+            *args, **options, **framework.options, kernel=kernel, out=out, return_lse=True
+        )
+        assert result is out
+        assert_close(problem, framework.fetch(out), framework.fetch(lse))
+
+
+def test_decode_on_another_stream(framework):
+    problem = build(SPECS[0])
+    with framework.stream():
+        args, options = [framework.send(x) for x in problem.args], sent(framework, problem.options)
+        out, lse = pagedkv.decode_attention(*args, **options, **framework.options, kernel="v2", return_lse=True)
+        assert_close(problem, framework.fetch(out), framework.fetch(lse))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "vllm"])
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+def test_caches(framework, layout, kv_dtype):
+    rng = np.random.default_rng(0)
+    dtype = np.dtype(np.uint8 if kv_dtype else np.float32)
+    shapes = pagedkv.layouts.cache_shapes(layout, 6, 8, 2, 16, dtype.itemsize)
+    caches = [rng.integers(0, 100, shape).astype(dtype) for shape in shapes]
+    k, v = rng.standard_normal((2, 5, 2, 16)).astype(np.float32)
+    slots, table = np.array([3, -1, 47, 8, 0]), np.array([5, 0, 1, -1], np.int32)
+    options = {"layout": layout, "kv_dtype": kv_dtype}
+    pairs, there, back = np.array([[0, 2], [1, 3]]), np.array([[5, 0], [3, 5]]), np.array([[0, 4]])
+    results = []
+    for on in (framework, None):
+        send, fetch = (on.send, on.fetch) if on else (np.array, np.asarray)
+        more = framework.options if on else {}
+        own, host = [send(x) for x in caches], [np.zeros_like(x) for x in caches]
+        pagedkv.write_kv(send(k), send(v), *own, send(slots), **options, **more)
+        pagedkv.copy_blocks(own[0], own[1], send(pairs), **more)
+        if not isinstance(own[0], torch.Tensor):
+            pagedkv.swap_blocks(own, host, there, **more)
+            pagedkv.swap_blocks(host, own, back, **more)
+        dense = pagedkv.gather_kv(*own, send(table), 19, **options, **more)
+        results.append([fetch(x) for x in (*own, *dense)])  # waits for the copies to the host as well
+        results[-1] += host if not isinstance(own[0], torch.Tensor) else []
+    for x, y in zip(*results, strict=False):
+        np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
+
+
+def test_merge(framework):
+    rng = np.random.default_rng(0)
+    outs, lses = rng.standard_normal((9, 4, 2, 16)).astype(np.float32), rng.standard_normal((9, 4, 2), np.float32)
+    lses[1, 2], lses[:, 3, 0], outs[:, 3, 0] = -np.inf, -np.inf, np.nan
+    out, lse = pagedkv.merge_states(framework.send(outs), framework.send(lses), **framework.options)
+    expected, expected_lse = pagedkv.merge_states(outs, lses)
+    np.testing.assert_allclose(framework.fetch(out), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(framework.fetch(lse), expected_lse, rtol=1e-6, atol=1e-6)
+
+
+def test_a_bad_entry_is_raised_when_it_is_asked_for(gpu_framework):
+    problem = build(SPECS[0])
+    problem.block_tables[2, 7] = 10**6
+    args, options = [gpu_framework.send(x) for x in problem.args], sent(gpu_framework, problem.options)
+    pagedkv.decode_attention(*args, **options, check=True)
+    with pytest.raises(IndexError, match="got 1000000 for sequence 2, column 7"):
+        pagedkv.raise_if_failed()
+    pagedkv.raise_if_failed()
+
+
+def capture(framework, call):
+    """A function that replays the call, which has run once before."""
+    if framework.send.__module__.startswith("cupy"):
+        cupy = pytest.importorskip("cupy")
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            call()
+            stream.begin_capture()
+            call()
+            graph = stream.end_capture()
+        return lambda: (graph.launch(stream), stream.synchronize())
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return lambda: (graph.replay(), torch.cuda.synchronize())
+
+
+@pytest.mark.parametrize("kernel", ["v1", "v2"])
+def test_a_captured_call_reads_what_is_in_its_buffers(gpu_framework, kernel):
+    problem = build(SPECS[1])
+    args, options = [gpu_framework.send(x) for x in problem.args], sent(gpu_framework, problem.options)
+    out = gpu_framework.send(np.zeros(problem.q.shape, problem.q.dtype))
+    replay = capture(
+        gpu_framework, lambda: pagedkv.decode_attention(*args, **options, kernel=kernel, out=out, check=False)
+    )
+    shorter = build(SPECS[1])
+    shorter.seq_lens[...] = (20, 120)
+    expected = pagedkv.decode_attention(*shorter.args, **shorter.options)
+    args[4][...] = gpu_framework.send(shorter.seq_lens)
+    replay()
+    np.testing.assert_allclose(gpu_framework.fetch(out), expected, atol=0.01)
