@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from numba import cuda
-
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
@@ -33,4 +31,6 @@ class KernelSource:
 
 def device_function(function: Callable[..., Any]) -> Any:
     """Decorate a function that kernels call: inlined, and its lines named in the PTX like the kernel's own."""
+    from numba import cuda
+
     return cuda.jit(device=True, forceinline=True, lineinfo=True)(function)
