@@ -20,6 +20,7 @@ SPECS = [
 class Framework(NamedTuple):
     """How arrays get to a device and back, a stream other than the default one, and options of every call."""
 
+    name: str
     send: Any
     fetch: Any
     stream: Any
@@ -27,19 +28,22 @@ class Framework(NamedTuple):
 
 
 def numpy_frame():
-    return Framework(np.array, np.asarray, contextlib.nullcontext, {"backend": "emulator"})
+    return Framework("numpy", np.array, np.asarray, contextlib.nullcontext, {"backend": "emulator"})
 
 
 def cupy_frame():
     cupy = pytest.importorskip("cupy")
-    return Framework(cupy.asarray, cupy.asnumpy, lambda: cupy.cuda.Stream(non_blocking=True), {})
+    return Framework("cupy", cupy.asarray, cupy.asnumpy, lambda: cupy.cuda.Stream(non_blocking=True), {})
 
 
 def torch_frame():
     def fetch(x):
         return x.cpu().numpy()
 
-    return Framework(lambda x: as_torch(x).cuda(), fetch, lambda: torch.cuda.stream(torch.cuda.Stream()), {})
+    def stream():
+        return torch.cuda.stream(torch.cuda.Stream())
+
+    return Framework("torch", lambda x: as_torch(x).cuda(), fetch, stream, {})
 
 
 GPU_FRAMES = [pytest.param(cupy_frame, marks=pytest.mark.gpu), pytest.param(torch_frame, marks=pytest.mark.gpu)]
@@ -99,13 +103,11 @@ def test_caches(framework, layout, kv_dtype):
         own, host = [send(x) for x in caches], [np.zeros_like(x) for x in caches]
         pagedkv.write_kv(send(k), send(v), *own, send(slots), **options, **more)
         pagedkv.copy_blocks(own[0], own[1], send(pairs), **more)
-        if not isinstance(own[0], torch.Tensor):
-            pagedkv.swap_blocks(own, host, there, **more)
-            pagedkv.swap_blocks(host, own, back, **more)
+        pagedkv.swap_blocks(own, host, there, **more)
+        pagedkv.swap_blocks(host, own, back, **more)
         dense = pagedkv.gather_kv(*own, send(table), 19, **options, **more)
-        results.append([fetch(x) for x in (*own, *dense)])  # waits for the copies to the host as well
-        results[-1] += host if not isinstance(own[0], torch.Tensor) else []
-    for x, y in zip(*results, strict=False):
+        results.append([*map(fetch, (*own, *dense)), *host])  # fetching waits for the copies to the host as well
+    for x, y in zip(*results, strict=True):
         np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
@@ -131,7 +133,7 @@ def test_a_bad_entry_is_raised_when_it_is_asked_for(gpu_framework):
 
 def capture(framework, call):
     """A function that replays the call, which has run once before."""
-    if framework.send.__module__.startswith("cupy"):
+    if framework.name == "cupy":
         cupy = pytest.importorskip("cupy")
         with cupy.cuda.Stream(non_blocking=True) as stream:
             call()
@@ -149,15 +151,15 @@ def capture(framework, call):
 
 @pytest.mark.parametrize("kernel", ["v1", "v2"])
 def test_a_captured_call_reads_what_is_in_its_buffers(gpu_framework, kernel):
-    problem = build(SPECS[1])
+    problem = build(SPECS[0])
     args, options = [gpu_framework.send(x) for x in problem.args], sent(gpu_framework, problem.options)
     out = gpu_framework.send(np.zeros(problem.q.shape, problem.q.dtype))
     replay = capture(
         gpu_framework, lambda: pagedkv.decode_attention(*args, **options, kernel=kernel, out=out, check=False)
     )
-    shorter = build(SPECS[1])
-    shorter.seq_lens[...] = (20, 120)
+    shorter = build(SPECS[0])
+    shorter.seq_lens[...] = (20, 0, 513)
     expected = pagedkv.decode_attention(*shorter.args, **shorter.options)
     args[4][...] = gpu_framework.send(shorter.seq_lens)
     replay()
-    np.testing.assert_allclose(gpu_framework.fetch(out), expected, atol=0.01)
+    np.testing.assert_allclose(gpu_framework.fetch(out), expected, rtol=1e-4, atol=1e-5)

@@ -310,6 +310,29 @@ def test_without_nvvm_the_message_says_what_to_install(monkeypatch):
     compile_kernel(make_scale, Config(7))
 
 
+@pytest.mark.parametrize("library", ["nvvm", "nvrtc"])
+def test_a_library_of_the_compiler_that_is_not_there_is_named(library, tmp_path):
+    # numba-cuda alone brings the bindings of the compiler, and the compiler only by its extras.
+    program = f"""
+import cuda.pathfinder as pathfinder
+load = pathfinder.load_nvidia_dynamic_lib
+def without(name):
+    if name == {library!r}:
+        raise pathfinder.DynamicLibNotFoundError(f"no such file: lib{{name}}.so\\n  listdir of many folders")
+    return load(name)
+pathfinder.load_nvidia_dynamic_lib = without
+import pagedkv
+try:
+    pagedkv.warmup(8, 2, 64, 16, "float16", layout="vllm", kernels=["v1"], capabilities=[(9, 0)])
+except pagedkv.BackendUnavailableError as error:
+    print(error)
+"""
+    environment = {**os.environ, "PAGEDKV_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith("CUDA kernels are compiled by NVVM, which is missing or does not work: pip install")
+    assert done.stdout.endswith(f"(numba-cuda: no such file: lib{library}.so)\n")
+
+
 def test_the_simulator_is_refused(monkeypatch):
     from numba.cuda.core import config
 

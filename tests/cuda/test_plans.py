@@ -221,6 +221,21 @@ def test_addresses_in_the_middle_of_a_vector(kind):
             decode(kind, q=q)
 
 
+def test_an_array_that_has_lost_its_memory_is_no_repetition(kind):
+    given = {name: kind(x) for name, x in host_arguments().items()}
+    pagedkv.decode_attention(**given, layout="vllm")
+    for name, lost in given.items():
+        if kind is InterfaceArray:
+            lost = InterfaceArray(host_arguments()[name], data=(0, False))
+        elif hasattr(lost, "address"):
+            lost.address = 0
+        else:
+            lost.data.ptr = 0
+        with pytest.raises(ValueError, match=f"^{name} must have memory, got the address 0"):
+            pagedkv.decode_attention(**given | {name: lost}, layout="vllm")
+        given[name] = kind(host_arguments()[name])
+
+
 def test_out_is_compared_with_the_inputs_each_time(validations, devices):
     both = np.zeros((2 * B, HQ, D), np.float16)
     decode(q=both[:B], out=both[B:])

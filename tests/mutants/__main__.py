@@ -3,7 +3,7 @@
     python tests/mutants [part of a name]
 
 Each mutant is applied to a copy of src/, which is what its tests import. Exits with 1 if a mutant survives, cannot
-be applied, or its tests do not pass without it.
+be applied or compiled, or its tests do not pass without it.
 """
 
 import os
@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 PROCESSES = 2
 TIMEOUT_S = 300
 PASSED, FAILED = 0, 1
+COMPILE_ERROR = "core.errors.TypingError"  # numba's: the mutant says nothing about the tests
 # Runs inside of pytest, before any test. The copy is what is tested, though the package may be installed too; the
 # examples are the same every time, and a failing one is reported without looking for the smallest.
 PLUGIN = """
@@ -76,6 +77,8 @@ def verdict(mutant: Mutant) -> tuple[bool, str]:
         return True, f"caught    {mutant.name}  (killed by signal {-status})"
     if status not in (FAILED, None):
         return False, f"BROKEN    {mutant.name}: pytest exited with {status}\n{output}"
+    if COMPILE_ERROR in output:
+        return False, f"BROKEN    {mutant.name}: it does not compile\n{output}"
     failed = [line for line in output.splitlines() if line.startswith("FAILED")]
     by = failed[0].removeprefix("FAILED ").split(" - ")[0] if failed else "taking too long"
     return True, f"caught    {mutant.name}  ({by})"
@@ -83,7 +86,7 @@ def verdict(mutant: Mutant) -> tuple[bool, str]:
 
 def collect(part: str) -> list[Mutant]:
     """The mutants with this in their names."""
-    modules = [import_module(name) for name in ("allocator", "kernels") if find_spec(name)]
+    modules = [import_module(name) for name in ("allocator", "device", "kernels") if find_spec(name)]
     mutants = [mutant for module in modules for mutant in module.MUTANTS]
     assert len({mutant.name for mutant in mutants}) == len(mutants), "two mutants of one name"
     return [mutant for mutant in mutants if part in mutant.name]

@@ -152,6 +152,7 @@ def _load_or_compile(
 def _compile(
     make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
 ) -> tuple[str, int]:
+    from cuda.pathfinder import DynamicLibNotFoundError
     from numba.cuda.core import config as settings
     from numba.cuda.cudadrv.error import NvvmSupportError
 
@@ -160,9 +161,10 @@ def _compile(
     try:
         with _current_device_is(capability):
             return _make_ptx(make, config, capability, lineinfo, entry)
-    except NvvmSupportError as error:
+    except (NvvmSupportError, DynamicLibNotFoundError) as error:
+        reason = str(error).split("\n", 1)[0]  # what follows lists folders
         raise BackendUnavailableError(
-            f"CUDA kernels are compiled by NVVM, which is missing or does not work: {INSTALL} (numba-cuda: {error})"
+            f"CUDA kernels are compiled by NVVM, which is missing or does not work: {INSTALL} (numba-cuda: {reason})"
         ) from error
     except Exception:
         if (score_mod := getattr(config, "score_mod", None)) is not None:

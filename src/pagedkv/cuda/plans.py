@@ -215,6 +215,11 @@ def reader(kind: type) -> Callable[[Any], Read]:
     return _read_cupy if framework == "cupy" else _read_torch if framework == "torch" else _read_interface
 
 
+def _low_bits(address: int) -> int:
+    """Where in a vector an address is; -1 if there is no memory, which is not like any."""
+    return address & _LOW_BITS if address else -1
+
+
 def _read_number(x: Any) -> Read:
     return 0, (x, type(x))
 
@@ -222,14 +227,14 @@ def _read_number(x: Any) -> Read:
 def _read_cupy(x: Any) -> Read:
     data = x.data
     address = data.ptr
-    return address, (x.shape, x.strides, x.dtype, data.device_id, address & _LOW_BITS)
+    return address, (x.shape, x.strides, x.dtype, data.device_id, _low_bits(address))
 
 
 def _read_torch(x: Any) -> Read:
     if not x.is_cuda:
         raise ValueError("not on a device")
     address = x.data_ptr()
-    return address, (x.shape, x.stride(), x.dtype, x.device, x.layout, x.is_neg(), address & _LOW_BITS)
+    return address, (x.shape, x.stride(), x.dtype, x.device, x.layout, x.is_neg(), _low_bits(address))
 
 
 def _read_interface(x: Any) -> Read:
@@ -239,4 +244,4 @@ def _read_interface(x: Any) -> Read:
     own = x.dtype if typestr[1] == "V" else None
     ordinal = interop.ordinal_of(address) if interop.has_several_devices() else 0
     key = (interface["shape"], interface.get("strides"), typestr, own, interface.get("mask"), read_only, ordinal)
-    return address, (key, address & _LOW_BITS)
+    return address, (key, _low_bits(address))

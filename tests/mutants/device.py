@@ -1,0 +1,472 @@
+"""Mutants of the CUDA kernels and of their planning; the tests run in the emulator."""
+
+from mutant import Mutant
+
+V1_V2 = "tests/kernels/test_v1_v2.py::"
+OPTIONS = "tests/kernels/test_v1_v2_options.py::"
+LENGTHS = (V1_V2 + "test_lengths_at_the_boundaries[emulator-v1-D64-P16-float32-float32]",)
+V2_LENGTHS = (V1_V2 + "test_lengths_at_the_boundaries[emulator-v2-D64-P8-float16-float16]",)
+NEEDLE = (V1_V2 + "test_a_needle_is_found_wherever_it_lies[emulator-v1-D64-P16-float32-float32]",)
+LARGE = (V1_V2 + "test_caches_of_more_than_4_gib[v1-D64-P16-float32-float32]",)
+LONG_BLOCKS = (V1_V2 + "test_every_variant_meets_the_error_bound[emulator-v1-D8-P64-bfloat16-bfloat16]",)
+STRIDED = (V1_V2 + "test_every_variant_meets_the_error_bound[emulator-v1-D24-P8-float32-float32-strided]",)
+BAD_BLOCK = (V1_V2 + "test_a_bad_block_id_is_skipped_and_recorded[emulator--1-v1-D64-P16-float32-float32]",)
+BAD_LENGTH = (V1_V2 + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-v2-D64-P8-float16-float16]",)
+EACH_OPTION = (OPTIONS + "test_each_option_alone_and_all_of_them[emulator-v1]",)
+V2_EACH_OPTION = (OPTIONS + "test_each_option_alone_and_all_of_them[emulator-v2]",)
+WINDOWS = (OPTIONS + "test_windows_over_the_edges_of_chunks_and_partitions[emulator-v1]",)
+V2_WINDOWS = (OPTIONS + "test_windows_over_the_edges_of_chunks_and_partitions[emulator-v2]",)
+STRIDES = (OPTIONS + "test_q_and_out_have_strides_of_their_own[emulator-v1]",)
+SCALES = (OPTIONS + "test_scales_of_fp8[emulator-v1]",)
+PARTITIONS = (OPTIONS + "test_more_partitions_than_the_reduction_has_threads[emulator]",)
+WRITE = "tests/kernels/test_write_kv_kernel.py::"
+SKIPPED_SLOT = (WRITE + "test_a_slot_that_is_not_there_is_skipped_and_reported_once[emulator]",)
+LARGE_WRITE = (WRITE + "test_slots_past_2_31_elements[HND]",)
+HEADS = (WRITE + "test_more_heads_than_a_grid_has_rows[emulator-NHD]",)
+FP8_CODES = (WRITE + "test_fp8_codes_of_every_16_bit_pattern[emulator-fp8_e4m3-bfloat16]",)
+HALVES = (WRITE + "test_float32_is_rounded_to_nearest_even[emulator-bfloat16]",)
+COPY = ("tests/kernels/test_copy_blocks_kernel.py::test_many_layers_take_few_launches[emulator]",)
+GATHER = "tests/kernels/test_gather_kv_kernel.py::"
+FP8_GATHER = (GATHER + "test_every_fp8_code[emulator-fp8_e4m3]",)
+SKIPPED_BLOCK = (GATHER + "test_a_block_that_is_not_there_is_skipped_and_reported[emulator-4]",)
+NO_KEYS = ("tests/kernels/test_merge_states_kernel.py::test_states_without_keys[emulator-2]",)
+MANY_STATES = ("tests/kernels/test_merge_states_kernel.py::test_states_without_keys[emulator-9]",)
+
+# What follows the barrier in block_max and block_sum.
+ACROSS_WARPS = """\
+    value = red_smem[lane % NUM_WARPS]
+    mask = NUM_WARPS // 2
+    while mask >= 1:
+        value = """
+
+MUTANTS = [
+    # ---- barriers
+    Mutant(
+        "v1: no barrier after q is in shared memory",
+        "kernels/attention.py",
+        "cuda.threadIdx.x)\n        cuda.syncthreads()\n",
+        "cuda.threadIdx.x)\n",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: no barrier in the maximum, after the logits",
+        "kernels/softmax.py",
+        f"    cuda.syncthreads()\n{ACROSS_WARPS}larger",
+        f"{ACROSS_WARPS}larger",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: no barrier in the sum",
+        "kernels/softmax.py",
+        f"    cuda.syncthreads()\n{ACROSS_WARPS}float32",
+        f"{ACROSS_WARPS}float32",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: no barrier after the softmax",
+        "kernels/softmax.py",
+        "    cuda.syncthreads()\n    return exp_sum",
+        "    return exp_sum",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: sum and maximum in the same shared memory",
+        "kernels/attention.py",
+        "sink, red_smem[NUM_WARPS:])",
+        "sink, red_smem)",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: outputs overwrite logits that others still read",
+        "kernels/values.py",
+        "        cuda.syncthreads()  # every warp has read its logits\n",
+        "",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: no barrier before the sums of other warps are read",
+        "kernels/values.py",
+        "            cuda.syncthreads()\n            if warp_idx < mid and is_first:",
+        "            if warp_idx < mid and is_first:",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: no barrier before the sums of other warps are overwritten",
+        "kernels/values.py",
+        "            cuda.syncthreads()\n            mid //= 2",
+        "            mid //= 2",
+        LENGTHS,
+    ),
+    Mutant(
+        "v2: the reduction has no barrier before its weights are read",
+        "kernels/reduction.py",
+        "            weights[thread_idx] = weight\n            cuda.syncthreads()\n",
+        "            weights[thread_idx] = weight\n",
+        V2_LENGTHS,
+    ),
+    Mutant(
+        "v2: the reduction has no barrier before its weights are overwritten",
+        "kernels/reduction.py",
+        "            cuda.syncthreads()\n        exp_sum = ",
+        "        exp_sum = ",
+        PARTITIONS,
+    ),
+    # ---- q . k
+    Mutant(
+        "v1: one token past the end is visible",
+        "kernels/attention.py",
+        "token_idx < last_token and physical_block_number >= 0\n            qk",
+        "token_idx <= last_token and physical_block_number >= 0\n            qk",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: all tokens of the last block are visible",
+        "kernels/attention.py",
+        "first_token <= token_idx and token_idx < last_token and physical_block_number >= 0\n            qk",
+        "first_token <= token_idx and physical_block_number >= 0\n            qk",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: KV head of the wrong group",
+        "kernels/attention.py",
+        "uint32(head_idx) // uint32(group_size)",
+        "uint32(head_idx) % uint32(group_size)",
+        NEEDLE,
+    ),
+    Mutant(
+        "v1: offsets of K in 32 bits",
+        "kernels/attention.py",
+        "k = address(k_cache) + physical_block_number * k_block_stride",
+        "k = address(k_cache) + int64(int32(physical_block_number * k_block_stride))",
+        LARGE,
+    ),
+    Mutant(
+        "v1: offsets of V in 32 bits",
+        "kernels/attention.py",
+        "v = address(v_cache) + physical_block_number * v_block_stride",
+        "v = address(v_cache) + int64(int32(physical_block_number * v_block_stride))",
+        LARGE,
+    ),
+    Mutant(
+        "v1: rows of q with the strides of out",
+        "kernels/attention.py",
+        "seq_idx * q_seq_stride + head_idx * q_head_stride",
+        "seq_idx * out_seq_stride + head_idx * out_head_stride",
+        STRIDES,
+    ),
+    Mutant(
+        "v1: the last shuffle of a thread group is left out",
+        "kernels/keys.py",
+        "while mask >= 1:",
+        "while mask > 1:",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: the first shuffle of a thread group is left out",
+        "kernels/keys.py",
+        "mask = THREAD_GROUP_SIZE // 2",
+        "mask = THREAD_GROUP_SIZE // 4",
+        STRIDED,
+    ),
+    Mutant(
+        "v1: positions in a long block start again in every chunk",
+        "kernels/attention.py",
+        "k += token_idx % BLOCK_SIZE * k_token_stride",
+        "k += token_idx % CHUNK_SIZE * k_token_stride",
+        LONG_BLOCKS,
+    ),
+    Mutant(
+        "v1: a window of one key less",
+        "kernels/attention.py",
+        "max(seq_len - window, 0), seq_len",
+        "max(seq_len - window + 1, 0), seq_len",
+        WINDOWS,
+    ),
+    Mutant(
+        "v1: a window of one key more",
+        "kernels/attention.py",
+        "max(seq_len - window, 0), seq_len",
+        "max(seq_len - window - 1, 0), seq_len",
+        WINDOWS,
+    ),
+    # ---- logits and softmax
+    Mutant(
+        "v1: the scale of K is left out",
+        "kernels/attention.py",
+        "float32(float32(scale) * k_factor)",
+        "float32(float32(scale) * float32(k_number))",
+        SCALES,
+    ),
+    Mutant(
+        "v1: ALiBi counts from behind the query",
+        "kernels/logits.py",
+        "float32(k_pos - q_pos)",
+        "float32(k_pos - q_pos - 1)",
+        EACH_OPTION,
+    ),
+    Mutant(
+        "v1: a softcap that does not grow again",
+        "kernels/logits.py",
+        "float32(softcap * float32(math.tanh(float32(score / softcap))))",
+        "float32(math.tanh(float32(score / softcap)))",
+        EACH_OPTION,
+    ),
+    Mutant(
+        "v1: the maximum of half of each warp",
+        "kernels/softmax.py",
+        "    mask = WARP_SIZE // 2\n    while mask >= 1:\n        value = larger",
+        "    mask = WARP_SIZE // 4\n    while mask >= 1:\n        value = larger",
+        NEEDLE,
+    ),
+    Mutant(
+        "v1: the maximum of two warps for each two",
+        "kernels/softmax.py",
+        "    mask = NUM_WARPS // 2\n    while mask >= 1:\n        value = larger",
+        "    mask = NUM_WARPS // 4\n    while mask >= 1:\n        value = larger",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: the sink is left out of the denominator",
+        "kernels/softmax.py",
+        "block_sum(red_smem, exp_sum) + exp_minus(sink, qk_max)",
+        "block_sum(red_smem, exp_sum)",
+        EACH_OPTION,
+    ),
+    Mutant(
+        "v2: every partition counts the sink",
+        "kernels/attention.py",
+        "if not PARTITION_SIZE and address(sinks) != 0 and seq_len > 0:",
+        "if address(sinks) != 0 and seq_len > 0:",
+        V2_EACH_OPTION,
+    ),
+    Mutant(
+        "v1: no logit at all is not a number",
+        "kernels/softmax.py",
+        "float32(0) if maximum == NONE else maximum",
+        "maximum",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: the LSE in base 2",
+        "kernels/attention.py",
+        "qk_max + math.log(exp_sum)",
+        "qk_max + math.log2(exp_sum)",
+        LENGTHS,
+    ),
+    # ---- values
+    Mutant(
+        "v1: values past the end are multiplied by 0",
+        "kernels/values.py",
+        "select(load_vec(v + row_idx * v_row_stride), masks)",
+        "load_vec(v + row_idx * v_row_stride)",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: values before the window are selected",
+        "kernels/values.py",
+        "make_masks(first * BITS, last * BITS)",
+        "make_masks(last * 0, last * BITS)",
+        WINDOWS,
+    ),
+    Mutant(
+        "v1: the first shuffle over the lanes of a row is left out",
+        "kernels/values.py",
+        "mask = NUM_V_VECS_PER_ROW // 2",
+        "mask = NUM_V_VECS_PER_ROW // 4",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: rows past the head dimension are handed on",
+        "kernels/values.py",
+        "if row_idx < HEAD_DIM:\n            out_smem",
+        "if row_idx >= 0:\n            out_smem",
+        STRIDED,
+    ),
+    Mutant(
+        "v1: the scale of V is left out",
+        "kernels/values.py",
+        "float32(accs[i] * v_scale)",
+        "float32(accs[i])",
+        SCALES,
+    ),
+    # ---- partitions
+    Mutant(
+        "v2: a partition ends one token early",
+        "kernels/attention.py",
+        "min(seq_len, start + PARTITION_SIZE)",
+        "min(seq_len, start + PARTITION_SIZE - 1)",
+        V2_LENGTHS,
+    ),
+    Mutant(
+        "v2: a full last partition counts as one more",
+        "kernels/reduction.py",
+        "(seq_len + PARTITION_SIZE - 1) // PARTITION_SIZE - ",
+        "(seq_len // PARTITION_SIZE + 1) - ",
+        V2_LENGTHS,
+    ),
+    Mutant(
+        "v2: partitions weigh their sums, whatever their maximum",
+        "kernels/reduction.py",
+        "exp_sums[partition] * exp_minus(max_logits[partition], qk_max)",
+        "exp_sums[partition]",
+        V2_LENGTHS,
+    ),
+    Mutant(
+        "v2: the first partitions come again after 128",
+        "kernels/reduction.py",
+        "tmp_out[(first_partition + first + j) * HEAD_DIM",
+        "tmp_out[(first_partition + j) * HEAD_DIM",
+        PARTITIONS,
+    ),
+    # ---- check=True
+    Mutant(
+        "v1: a bad block id is recorded with its token for its column",
+        "kernels/attention.py",
+        "record(report, BLOCK_ID, seq_idx, column, block)",
+        "record(report, BLOCK_ID, seq_idx, token_idx, block)",
+        BAD_BLOCK,
+    ),
+    Mutant(
+        "v1: negative block ids pass",
+        "kernels/attention.py",
+        "(block < 0 or block >= num_blocks)",
+        "block >= num_blocks",
+        BAD_BLOCK,
+    ),
+    Mutant(
+        "v2: the reduction believes any length",
+        "kernels/reduction.py",
+        "if seq_len < 0 or seq_len > capacity:",
+        "if seq_len < 0:",
+        BAD_LENGTH,
+    ),
+    # ---- planning
+    Mutant(
+        "v1: shared memory for a window that begins with a chunk",
+        "cuda/attention.py",
+        "((window + chunk - 2) // chunk + 1) * chunk",
+        "((window + chunk - 1) // chunk) * chunk",
+        WINDOWS,
+    ),
+    Mutant(
+        "v2: partitions for a window that begins with one",
+        "cuda/attention.py",
+        "(window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1)",
+        "(window + PARTITION_SIZE - 1) // PARTITION_SIZE)",
+        V2_WINDOWS,
+    ),
+    Mutant(
+        "v1: rows of the table are max_blocks apart",
+        "cuda/attention.py",
+        "call.block_tables.strides[0] // call.block_tables.itemsize",
+        "call.block_tables.shape[1]",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: every cache is contiguous inside of a head",
+        "cuda/attention.py",
+        "packed=(*call.k_cache.strides[2:4], call.v_cache.strides[2]) == inner",
+        "packed=inner is not None",
+        STRIDED,
+    ),
+    # ---- write_kv
+    Mutant(
+        "write_kv: slots of 31 bits",
+        "kernels/write_kv.py",
+        "slot = slots[token]\n",
+        "slot = slots[token] & 0x7FFFFFFF\n",
+        SKIPPED_SLOT,
+    ),
+    Mutant(
+        "write_kv: a negative slot is written",
+        "kernels/write_kv.py",
+        "if slot < 0:\n            return\n",
+        "slot = max(slot, 0)\n",
+        SKIPPED_SLOT,
+    ),
+    Mutant(
+        "write_kv: one slot too many passes",
+        "kernels/write_kv.py",
+        "if checked and slot >= num_slots:",
+        "if checked and slot > num_slots:",
+        SKIPPED_SLOT,
+    ),
+    Mutant(
+        "write_kv: offsets in 32 bits",
+        "kernels/write_kv.py",
+        "target = address(k_cache) + block * k_block_stride",
+        "target = address(k_cache) + int64(types.int32(block * k_block_stride))",
+        LARGE_WRITE,
+    ),
+    Mutant(
+        "write_kv: V's heads as far apart as K's columns",
+        "kernels/write_kv.py",
+        "position * v_position_stride + head * v_cache_head_stride",
+        "position * v_position_stride + head * k_column_stride",
+        HEADS,
+    ),
+    Mutant(
+        "write_kv: values that are too large for fp8 become NaN",
+        "kernels/intrinsics.py",
+        '            builder.fcmp_ordered("<", size, ir.Constant(F32, largest)), size, ir.Constant(F32, largest)\n',
+        '            builder.fcmp_ordered("<", size, ir.Constant(F32, largest)), size, ir.Constant(F32, 480.0)\n',
+        FP8_CODES,
+    ),
+    Mutant(
+        "write_kv: fp8 is rounded to the next one up from halfway",
+        "kernels/intrinsics.py",
+        "odd = builder.and_(builder.lshr(bits, I32(shift)), I32(1))",
+        "odd = I32(1)",
+        FP8_CODES,
+    ),
+    Mutant(
+        "write_kv: bfloat16 is cut off",
+        "kernels/intrinsics.py",
+        "cvt.rn.bf16.f32",
+        "cvt.rz.bf16.f32",
+        HALVES,
+    ),
+    # ---- copy_blocks, gather_kv, merge_states
+    Mutant(
+        "copy_blocks: the last vector is left out",
+        "kernels/copy_blocks.py",
+        "if first + i * num_threads < num_vectors:",
+        "if first + i * num_threads < num_vectors - 1:",
+        COPY,
+    ),
+    Mutant(
+        "gather_kv: fp8 codes without their scale",
+        "kernels/gather_kv.py",
+        "float_bits(float32(d * scale))",
+        "float_bits(float32(d))",
+        FP8_GATHER,
+    ),
+    Mutant(
+        "gather_kv: block num_blocks passes",
+        "kernels/gather_kv.py",
+        "(block < 0 or block >= num_blocks)",
+        "(block < 0 or block > num_blocks)",
+        SKIPPED_BLOCK,
+    ),
+    Mutant(
+        "merge_states: outputs of states without keys are multiplied by 0",
+        "kernels/merge_states.py",
+        "if weight != float32(0):",
+        "if weight >= float32(0):",
+        NO_KEYS,
+    ),
+    Mutant(
+        "merge_states: no key at all is not a number",
+        "kernels/merge_states.py",
+        "float32(0) if top == float32(-math.inf) else top",
+        "top",
+        NO_KEYS,
+    ),
+    Mutant(
+        "merge_states: the result of a launch is not among the states of the next",
+        "cuda/merge.py",
+        "states = [target, *states]",
+        "states = [states[0], *states]",
+        MANY_STATES,
+    ),
+]
