@@ -197,6 +197,16 @@ def current_stream(x: Any) -> int:
     return int(interface.get("stream") or 0) if interface else 0
 
 
+def current_streams() -> list[int]:
+    """The current stream of every framework that is loaded and uses a GPU, as pointers."""
+    streams = []
+    if cupy := sys.modules.get("cupy"):
+        streams.append(int(cupy.cuda.get_current_stream().ptr))
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+        streams.append(int(torch.cuda.current_stream().cuda_stream))
+    return streams
+
+
 def empty(name: str, like: Any, shape: tuple[int, ...], dtype: np.dtype[Any], remedy: str) -> Any:
     """A new array beside another, in its framework and on its device.
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .device_arrays import current_streams
+
 
 def raise_if_failed() -> None:
     """Wait for the GPUs that calls of this process went to, and raise the first bad entry that a kernel has skipped.
@@ -20,11 +22,14 @@ def raise_if_failed() -> None:
         A block id outside 0..num_blocks-1, or a slot at or past num_blocks * block_size.
     ValueError
         A sequence length below 0 or beyond the table's capacity.
+    RuntimeError
+        The current stream is being captured in a CUDA graph, which cannot wait.
     """
     driver = sys.modules.get("pagedkv.cuda.driver")
     if driver is not None:  # otherwise no call has gone to a device
         from .cuda.report import raise_if_failed as look
 
+        driver.refuse_capture(current_streams(), "raise_if_failed waits for the GPU: call it after the replay")
         look(driver.cuda_devices())
 
 

@@ -152,6 +152,8 @@ def decode_attention(
     -----
     After any exception nothing has been written. The bits of a sequence's result do not depend on the other
     sequences of the batch, on where its blocks lie, on the block size, on NHD or HND, or on the number of threads.
+    CUDA calls in layout vllm are the exception: v1 and v2 round differently, also from block size to block size, and
+    "auto" chooses by the number of sequences and the width of the table; a kernel that is named keeps its bits.
 
     References
     ----------

@@ -41,6 +41,8 @@ class Side(NamedTuple):
     def device(self) -> Iterator[Device]:
         """What launches the kernels of a call that does not run on the CPU; imported when it is first needed.
 
+        On CUDA no other thread launches on the stream until the ``with`` statement ends.
+
         Raises
         ------
         BackendUnavailableError
@@ -54,7 +56,9 @@ class Side(NamedTuple):
         else:
             from .cuda.driver import cuda_device
 
-            yield cuda_device(self.ordinal, self.stream)
+            gpu = cuda_device(self.ordinal, self.stream)
+            with gpu.lock:
+                yield gpu
 
     def new_array(
         self, name: str, like: Any, shape: tuple[int, ...], dtype: np.dtype[Any], remedy: str

@@ -127,10 +127,14 @@ def test_machine_code_is_kept(monkeypatch, tmp_path):
     load_or_link(SMALL, (8, 0))
     load_or_link(SMALL + "\n", (9, 0))
     assert len(calls) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(linking, "SOURCE", b"another version of the code that links")
+        load_or_link(SMALL, (9, 0))
+    assert len(calls) == 4
     for path in (tmp_path / "cuda").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     assert load_or_link(SMALL, (9, 0)).resources() == first.resources()
-    assert len(calls) == 4
+    assert len(calls) == 5
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\ncubin", b"[]\ncubin", b"\xff\ncubin", b"{"])

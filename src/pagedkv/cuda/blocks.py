@@ -1,6 +1,7 @@
 """Launching the kernels on the contents of caches: write_kv, gather_kv, copy_blocks, swap_blocks.
 
-Arguments have been checked. Nothing here reads an array of the device, or synchronises.
+Arguments have been checked. Nothing here reads an array of the device, or synchronises, but for swap_blocks from a
+device into memory that is not pinned.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def swap_blocks(
 
     From device to device it launches the kernel of `copy_blocks`; pairs on the host are copied to the device first.
     Between host and device every run of consecutive blocks is one copy on the stream, or, where blocks are not
-    contiguous, every contiguous part of a block: to and from pinned host memory without waiting.
+    contiguous, every contiguous part of a block; see `copies`.
 
     Parameters
     ----------
@@ -176,7 +177,7 @@ def swap_blocks(
         else:
             pairs = np.ascontiguousarray(pairs)
             address, stride = device.scratch("pairs", pairs.nbytes), pairs.strides[0]
-            device.copy_from_host(address, pairs)
+            device.copy_from_host([(address, pairs)])
         _launch_copies(device, within, address, len(pairs), stride, checked)
     for source, destination in copies:
         if isinstance(source, Shadow) == isinstance(destination, Shadow):
@@ -184,12 +185,12 @@ def swap_blocks(
                 destination[pairs[:, 1]] = source[pairs[:, 0]]
         elif isinstance(destination, Shadow):
             base = device.address("destination", destination)
-            for part in _parts(source, destination, pairs):
-                device.copy_from_host(base + part.destination_offset, source[part.source])
+            parts = _parts(source, destination, pairs)
+            device.copy_from_host([(base + part.destination_offset, source[part.source]) for part in parts])
         else:
             base = device.address("source", source)
-            for part in _parts(source, destination, pairs):
-                device.copy_to_host(destination[part.destination], base + part.source_offset)
+            parts = _parts(source, destination, pairs)
+            device.copy_to_host([(destination[part.destination], base + part.source_offset) for part in parts])
 
 
 def _token_strides(layout: str, cache: Array) -> tuple[int, int, int, int]:

@@ -7,13 +7,16 @@ compute capability. What is on disk is text and machine code, never a pickle.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.metadata
+import inspect
 import json
 import re
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from pathlib import Path
@@ -187,16 +190,47 @@ def _make_ptx(
         lineinfo=lineinfo,
         launch_bounds=(source.num_threads, source.min_blocks),
     )
-    return _tidy(ptx, entry), source.num_threads
+    return _tidy(ptx, entry, _shared_arrays(source.function)), source.num_threads
 
 
-def _tidy(ptx: str, entry: str) -> str:
+def _tidy(ptx: str, entry: str, shared_arrays: Sequence[str] = ()) -> str:
     if external := external_functions(ptx):
         raise TypeError(f"{entry} calls {', '.join(external)}, which no device has")
-    # numba's symbols carry counters of the process, which would make equal kernels differ.
+    # numba's symbols carry counters of the process, which would make equal kernels differ, and faults would name them.
     (mangled,) = re.findall(r"^\.visible \.entry (\w+)\(", ptx, re.MULTILINE)
     ptx = ptx.replace(mangled, entry)
+    counters = sorted({int(counter) for counter in re.findall(r"\b_cudapy_smem_(\d+)\b", ptx)})
+    names = shared_arrays if len(shared_arrays) == len(counters) else range(len(counters))
+    symbols = {str(counter): f"shared_{name}" for counter, name in zip(counters, names, strict=True)}
+    ptx = re.sub(r"\b_cudapy_smem_(\d+)\b", lambda match: symbols[match[1]], ptx)
     return re.sub(r"^\.common \.global .* _ZN08NumbaEnv\w+;\n", "", ptx, flags=re.MULTILINE)
+
+
+def _shared_arrays(function: Callable[..., None]) -> list[str]:
+    """What a kernel calls its shared arrays, in their order; those of device functions are not among them."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):  # no file has the source, as of a function typed into a prompt
+        return []
+    assigned = [
+        (target, value)
+        for statement in ast.walk(tree)
+        if isinstance(statement, ast.Assign)
+        for target, value in _pairs(statement.targets[0], statement.value)
+    ]
+    named = [
+        (call.lineno, call.col_offset, target.id)
+        for target, value in assigned
+        for call in ast.walk(value)
+        if isinstance(target, ast.Name) and isinstance(call, ast.Call) and ast.unparse(call.func) == "cuda.shared.array"
+    ]
+    return [name for *_, name in sorted(named)]
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(target, value)]
 
 
 def external_functions(ptx: str) -> list[str]:
