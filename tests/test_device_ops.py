@@ -1,6 +1,5 @@
 """Compiling ahead, and raising what kernels on any device have skipped."""
 
-import inspect
 import sys
 
 import numpy as np
@@ -10,7 +9,6 @@ import pagedkv
 from device_fakes import fake_cupy, fake_torch
 from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda import driver
-from pagedkv.cuda.warmup import warmup
 from pagedkv.device_arrays import current_streams
 
 
@@ -63,8 +61,3 @@ def test_warmup_compiles_for_a_gpu_that_is_not_here():
     assert any(name.startswith("v1[") and name.endswith("for 9.0") for name in names)
     with pytest.raises(ValueError, match="head_dim must be a multiple of 8"):
         pagedkv.warmup(4, 2, 12, 16, "float16", layout="vllm", capabilities=[(9, 0)])
-
-
-def test_the_public_warmup_has_every_parameter():
-    defaults = [{x.name: x.default for x in inspect.signature(f).parameters.values()} for f in (pagedkv.warmup, warmup)]
-    assert defaults[0] == defaults[1]
