@@ -116,8 +116,9 @@ def decode_attention(
     sinks : (num_heads,) float32 array, optional
         The logit of one more term in the denominator and in the LSE, which has no value.
     score_mod : callable, optional
-        ``score_mod(score, q_pos, k_pos, head, seq) -> score``, a plain function of a float32 score and int32
-        positions, using ``math`` and numbers it closes over; the backend compiles it. -inf masks a key.
+        ``score_mod(score, q_pos, k_pos, head, seq) -> score``, a function (def or lambda) of a float32 score and
+        int32 positions, using ``math``, and numbers and arrays it closes over; the backend compiles it. -inf masks a
+        key.
     kernel : {"auto", "v1", "v2", "split"}
         Which CUDA kernel: v1 and v2 for layout vllm, split for NHD and HND. The CPU backend checks it and ignores it.
     backend : {"auto", "cpu", "cuda", "emulator"}

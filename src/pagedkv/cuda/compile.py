@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from .. import kernels
 from ..errors import BackendUnavailableError
 from ..kernels.source import KernelSource
+from ..options import refusal
 from ..store import Store, cache_dir, hash_of_sources
 from . import INSTALL
 
@@ -243,19 +244,15 @@ def _refuse(score_mod: Callable[..., Any], capability: Capability) -> None:
     from numba import cuda, types
 
     try:
-        function = getattr(score_mod, "py_func", score_mod)
         with _current_device_is(capability):
             ptx, result = cuda.compile_ptx(
-                function, (types.float32, *[types.int32] * 4), debug=False, opt=True, device=True, cc=capability
+                score_mod, (types.float32, *[types.int32] * 4), debug=False, opt=True, device=True, cc=capability
             )
         if not isinstance(result, types.Float | types.Integer | types.Boolean):
             raise TypeError(f"it returns {result}, not a real number")
         _tidy(f"{ptx}\n.visible .entry score_mod(", "score_mod")
     except Exception as error:
-        raise TypeError(
-            "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "
-            f"four int32: math functions and closed-over numbers only; numba says: {error}"
-        ) from error
+        raise refusal(error) from error
 
 
 @contextmanager
