@@ -90,16 +90,20 @@ def test_no_sequences_in_the_emulator():
     assert pagedkv.decode_attention(**arguments, **EMULATOR).shape == (0, 4, D)
 
 
-@pytest.mark.parametrize("backend", ["emulator", "cuda"])
-def test_prefill_has_a_kernel_on_the_cpu_alone(backend):
+@pytest.mark.parametrize(
+    ("backend", "remedy"),
+    [
+        ("emulator", 'use backend "cpu"'),
+        ("cuda", 'copy all arrays to the host, as torch\'s cpu() and cupy.asnumpy do, and use backend "cpu"'),
+    ],
+)
+def test_prefill_has_a_kernel_on_the_cpu_alone(backend, remedy):
     arguments = OPERATIONS["prefill_attention"]()
     if backend == "cuda":
         arguments = {name: InterfaceArray(x) for name, x in arguments.items()}
-    with pytest.raises(
-        pagedkv.BackendUnavailableError,
-        match=rf"^this version of pagedkv has no prefill kernel for the {backend} backend; move the arrays to the host",
-    ):
+    with pytest.raises(pagedkv.BackendUnavailableError) as caught:
         pagedkv.prefill_attention(**arguments, backend=backend)
+    assert str(caught.value) == f"this version of pagedkv has no prefill kernel for the {backend} backend; {remedy}"
 
 
 def test_misaligned_arrays_in_the_emulator():

@@ -314,9 +314,10 @@ def prefill_attention(
         check=check,
     )
     if call.side.backend != "cpu":
+        remedy = "" if call.side.on_host else "copy all arrays to the host, as torch's cpu() and cupy.asnumpy do, and "
         raise BackendUnavailableError(
             f"this version of pagedkv has no prefill kernel for the {call.side.backend} backend; "
-            'move the arrays to the host and use backend "cpu"'
+            f'{remedy}use backend "cpu"'
         )
     returned, result, lse = _results(q, call, out, return_lse)
     if len(call.q) and len(call.seq_lens):
