@@ -325,6 +325,7 @@ def test_shared_memory_limit_and_grid_limits(copy_rows):
         ((1, 1, 1), device.max_shared_bytes + 1, "bytes of shared memory exceed 232448"),
         ((1 << 31, 1, 1), 0, r"grid must be at most \(2147483647, 65535, 65535\), got"),
         ((1, 65536, 1), 0, "grid must be"),
+        ((1, 1, 65536), 0, "grid must be"),
         ((1, 1, 0), 0, "grid must be one to three positive sizes"),
     ):
         with pytest.raises(EmulatorError, match=message):
