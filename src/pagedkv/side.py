@@ -132,7 +132,7 @@ def _place_on_device(
         raise ValueError(f"all arrays of a call must be on one side, got {first} on a device and {other} on the host")
     if backend in ("cpu", "emulator"):
         raise ValueError(f'backend "{backend}" needs arrays on the host, got {first} on a device')
-    stream = current_stream(like)
+    stream = current_stream(like, first)
     views: list[Array] = []
     place_of_first = None
     for (name, x), device in zip(named, on_devices, strict=True):
