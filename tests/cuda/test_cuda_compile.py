@@ -333,7 +333,7 @@ def test_numba_has_its_own_device_back(compiled):
 
 
 def test_another_thread_asks_the_real_device():
-    from numba.cuda import dispatcher
+    from numba.cuda import codegen, dispatcher
 
     real, seen = dispatcher.get_current_device, []
 
@@ -342,6 +342,7 @@ def test_another_thread_asks_the_real_device():
 
     def ask():
         seen.append(dispatcher.get_current_device())
+        seen.append(codegen.set([1, 1]))
 
     dispatcher.get_current_device = device
     try:
@@ -350,9 +351,20 @@ def test_another_thread_asks_the_real_device():
             thread = threading.Thread(target=ask)
             thread.start()
             thread.join()
+            assert not isinstance(codegen.set(), set), "one without an order"
     finally:
         dispatcher.get_current_device = real
-    assert seen == ["the real one"]
+    assert seen == ["the real one", {1}]
+    assert not hasattr(codegen, "set")
+
+
+def test_the_oldest_kernels_are_forgotten(monkeypatch):
+    monkeypatch.setattr(compiling, "_compiled", {})
+    monkeypatch.setattr(compiling, "MOST_KERNELS", 2)
+    kernels = [compile_kernel(make_scale, Config(factor)) for factor in (2, 3, 4)]
+    assert list(compiling._compiled.values()) == kernels[1:]
+    assert compile_kernel(make_scale, Config(4)) is kernels[2]
+    assert compile_kernel(make_scale, Config(2)).ptx == kernels[0].ptx
 
 
 def test_without_nvvm_the_message_says_what_to_install(monkeypatch):

@@ -44,6 +44,8 @@ _TOOLS = (
     *("nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
 )
 
+MOST_KERNELS = 256  # in this process: a score_mod made for each call would fill its memory
+
 _lock = threading.RLock()
 _compiled: dict[Any, CompiledKernel] = {}
 
@@ -114,7 +116,7 @@ def compile_kernel(
     Returns
     -------
     CompiledKernel
-        The same object each time.
+        The same object each time, unless MOST_KERNELS others have been compiled meanwhile.
 
     Raises
     ------
@@ -130,6 +132,8 @@ def compile_kernel(
             kernel = _compiled.get(key)
             if kernel is None:
                 kernel = _compiled[key] = _load_or_compile(make, config, capability, lineinfo)
+                if len(_compiled) > MOST_KERNELS:
+                    del _compiled[next(iter(_compiled))]  # the oldest one
     return kernel
 
 
@@ -262,7 +266,7 @@ def _current_device_is(capability: Capability) -> Iterator[None]:
     It asks for the compute capability although it was told which one to compile for, and without a driver that is an
     error. It also keeps the device functions of a kernel in sets, whose order changes from process to process and with
     it the PTX: here they keep the order in which they were met. Under the lock of this module, or two threads would put
-    back each other's answers.
+    back each other's answers. What other threads compile with numba-cuda meanwhile is left as it is.
     """
     from numba.cuda import codegen, compiler, dispatcher
 
@@ -272,13 +276,16 @@ def _current_device_is(capability: Capability) -> Iterator[None]:
     def answer() -> Any:
         return SimpleNamespace(compute_capability=capability) if threading.get_ident() == thread else ask()
 
-    dispatcher.get_current_device = compiler.get_current_device = answer
-    codegen.set = _InOrder
+    def make_set(*items: Any) -> Any:
+        return _InOrder() if threading.get_ident() == thread else set(*items)
+
     try:
+        dispatcher.get_current_device = compiler.get_current_device = answer
+        codegen.set = make_set
         yield
     finally:
         dispatcher.get_current_device = compiler.get_current_device = ask
-        del codegen.set
+        vars(codegen).pop("set", None)
 
 
 class _InOrder:

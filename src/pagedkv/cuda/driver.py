@@ -163,6 +163,7 @@ class Gpu:
                 f'{FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} (Ampere) or newer: use backend="cpu" on host arrays'
             )
         self.max_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        # Never forgotten: a captured CUDA graph, or a launch that has not run yet, may need any of them.
         self._kernels: dict[CompiledKernel, Any] = {}
         self._opted_in: dict[CompiledKernel, int] = {}
 
