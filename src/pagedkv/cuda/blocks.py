@@ -22,6 +22,7 @@ from ..kernels.gather_kv import GatherConfig, make_gather_kv
 from ..kernels.report import NUM_BYTES
 from ..kernels.tokens import NUM_THREADS, num_items
 from ..kernels.write_kv import WriteConfig, make_write_kv
+from .attention import FIRST_WITH_FP8
 from .compile import compile_kernel
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def write_kv(device: Device, call: WriteCall) -> None:
         k_per_head=_is_per_head(spec.kind, call.k_scale),
         v_per_head=_is_per_head(spec.kind, call.v_scale),
         checked=call.checked,
+        hardware_fp8=spec.kind.startswith("fp8") and device.capability >= FIRST_WITH_FP8,
     )
     (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, spec.kind, call.k_scale, call.v_scale)
     arguments = (
@@ -103,6 +105,7 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array, *, checked: 
         k_per_head=_is_per_head(spec.kind, call.k_scale),
         v_per_head=_is_per_head(spec.kind, call.v_scale),
         checked=checked,
+        hardware_fp8=spec.kind == "fp8_e4m3" and device.capability >= FIRST_WITH_FP8,
     )
     (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, spec.kind, call.k_scale, call.v_scale)
     arguments = (
