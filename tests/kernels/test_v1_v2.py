@@ -232,6 +232,23 @@ def test_a_bad_block_id_is_skipped_and_recorded(variant, bad, open_device):
 
 
 @BOTH
+def test_a_negative_block_id_is_skipped_without_a_check_as_with_one(variant, open_device):
+    problem = build(variant.spec(seq_lens=(40, 3, 90)))
+    call = checked_call(problem, variant.kernel)
+    problem.block_tables[2, 64 // variant.block_size] = -1
+    results = []
+    for checked in (False, True):
+        out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+        with open_device() as device:
+            attention.decode_attention(device, call, out, lse, kernel=variant.kernel, checked=checked)
+            if checked:
+                with pytest.raises(IndexError, match="got -1 for sequence 2"):
+                    raise_if_failed([device])
+        results.append((out, lse))
+    assert_same_bits(*results)
+
+
+@BOTH
 @pytest.mark.parametrize("bad", [-1, 10**6])
 def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
     spec = variant.spec(seq_lens=(40, 3, 90), sinks=True)

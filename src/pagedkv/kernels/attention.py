@@ -15,6 +15,10 @@ NUM_ROWS_PER_ITER-th row (of head_dim), summed over lanes and warps at the end.
 Shared memory. Static: q_vecs, head_dim float32, and red_smem, 8 float32. Dynamic, see `shared_bytes`: the logits of
 the thread block's tokens, and later out_smem, 2 * head_dim float32, in the same place.
 
+Bad values. A kernel that is not `checked` trusts seq_lens and block_tables: an id at or past num_blocks is memory that
+is not the cache's. A negative id is skipped, without a word: its tokens count as masked ones. A `checked` kernel skips
+both, and a length that is out of range, and records the first.
+
 v2 is v1 over a partition. It leaves a float32 output, the largest logit and the sum of exponentials of every partition
 to `make_v2_reduce` of reduction.py.
 """
