@@ -267,7 +267,7 @@ def test_no_pairs_launch_nothing():
 
 
 def test_more_pieces_than_a_grid_has_rows(monkeypatch, open_device):
-    monkeypatch.setattr(blocks, "MAX_GRID_Y", 2)
+    monkeypatch.setattr(blocks, "LARGEST_GRID_Y", 2)
     rng = np.random.default_rng(0)
     cache = random_bits(rng, (3, 64, 4, 130), np.dtype(np.float32))
     expected = cache.copy()

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 import pagedkv
 from pagedkv import cache_validation, reference
 from pagedkv.cuda import blocks
-from pagedkv.cuda.attention import FIRST_WITH_FP8
+from pagedkv.cuda.device import FIRST_WITH_FP8
 from pagedkv.cuda.report import raise_if_failed
 from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.gather_kv import GatherConfig, make_gather_kv
@@ -170,7 +170,7 @@ def test_no_tokens_launch_nothing():
 
 
 def test_more_heads_than_a_grid_has_rows(monkeypatch, open_device):
-    monkeypatch.setattr(blocks, "MAX_GRID_Y", 2)
+    monkeypatch.setattr(blocks, "LARGEST_GRID_Y", 2)
     call = small_call()
     results = new_results(call)
     with open_device(global_race=True) as device:

@@ -23,8 +23,8 @@ from hypothesis import given, settings
 import pagedkv
 from pagedkv import cache_validation, reference
 from pagedkv.cuda import blocks
-from pagedkv.cuda.attention import FIRST_WITH_FP8
 from pagedkv.cuda.compile import compile_kernel
+from pagedkv.cuda.device import FIRST_WITH_FP8
 from pagedkv.cuda.report import raise_if_failed
 from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.tokens import NUM_THREADS
@@ -210,7 +210,7 @@ def test_no_tokens_launch_nothing():
 
 @pytest.mark.parametrize("layout", ["NHD", "vllm"])
 def test_more_heads_than_a_grid_has_rows(layout, monkeypatch, open_device):
-    monkeypatch.setattr(blocks, "MAX_GRID_Y", 2)
+    monkeypatch.setattr(blocks, "LARGEST_GRID_Y", 2)
     call, options = small_call(layout, num_kv_heads=5)
     expected = [call.k_cache.copy(), call.v_cache.copy()]
     reference.write_kv(call.k, call.v, *expected, call.slots, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +22,9 @@ from ..kernels.gather_kv import GatherConfig, make_gather_kv
 from ..kernels.report import NUM_BYTES
 from ..kernels.tokens import NUM_THREADS, num_items
 from ..kernels.write_kv import WriteConfig, make_write_kv
-from .attention import FIRST_WITH_FP8
+from ..layouts import VECTOR_BYTES
 from .compile import compile_kernel
-
-if TYPE_CHECKING:
-    from .device import Device
-
-MAX_GRID_Y = 65535
-_VECTOR_BYTES = 16
+from .device import FIRST_WITH_FP8, LARGEST_GRID_Y, Device
 
 
 def write_kv(device: Device, call: WriteCall) -> None:
@@ -208,7 +203,7 @@ def _token_strides(layout: str, cache: Array) -> tuple[int, int, int, int]:
 
 def _token_grid(num_tokens: int, num_kv_heads: int, kind: str, head_dim: int, *, is_vllm: bool) -> tuple[int, int, int]:
     items = num_items(num_tokens, kind, head_dim, is_vllm=is_vllm)
-    return -(-items // NUM_THREADS), min(num_kv_heads, MAX_GRID_Y), 2
+    return -(-items // NUM_THREADS), min(num_kv_heads, LARGEST_GRID_Y), 2
 
 
 def _is_per_head(kind: str, scale: float | Array) -> bool:
@@ -320,13 +315,13 @@ def _launch_copies(
             some = addresses[first : first + MAX_CACHES]
             filled = some + some[-1:] * (MAX_CACHES - len(some))
             sources, destinations = zip(*filled, strict=True)
-            grid = num_pairs, min(-(-num_vectors // PIECE), MAX_GRID_Y), len(some)
+            grid = num_pairs, min(-(-num_vectors // PIECE), LARGEST_GRID_Y), len(some)
             device.launch(kernel, grid, (*sources, *destinations, pairs, report, *scalars))
 
 
 def _alignment(*numbers: int) -> int:
     """The largest power of two up to 16 that divides all of the numbers."""
-    bits = _VECTOR_BYTES
+    bits = VECTOR_BYTES
     for number in numbers:
         bits |= number
     return bits & -bits

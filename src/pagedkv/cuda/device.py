@@ -13,6 +13,10 @@ from ..arrays import Array
 if TYPE_CHECKING:
     from .compile import CompiledKernel
 
+# Thread blocks of a launch in x, and in each of y and z; the first compute capability with instructions for fp8.
+LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
+FIRST_WITH_FP8 = (8, 9)
+
 
 class Device(Protocol):
     """Memory and launches of one GPU and one stream, or of the emulator.
