@@ -32,13 +32,6 @@ SKIPPED_BLOCK = (GATHER + "test_a_block_that_is_not_there_is_skipped_and_reporte
 NO_KEYS = ("tests/kernels/test_merge_states_kernel.py::test_states_without_keys[emulator-2]",)
 MANY_STATES = ("tests/kernels/test_merge_states_kernel.py::test_states_without_keys[emulator-9]",)
 
-# What follows the barrier in block_max and block_sum.
-ACROSS_WARPS = """\
-    value = red_smem[lane % NUM_WARPS]
-    mask = NUM_WARPS // 2
-    while mask >= 1:
-        value = """
-
 MUTANTS = [
     # ---- barriers
     Mutant(
@@ -49,17 +42,17 @@ MUTANTS = [
         LENGTHS,
     ),
     Mutant(
-        "v1: no barrier in the maximum, after the logits",
+        "v1: no barrier in the maximum, after the logits, and in the sum",
         "kernels/softmax.py",
-        f"    cuda.syncthreads()\n{ACROSS_WARPS}larger",
-        f"{ACROSS_WARPS}larger",
+        "        cuda.syncthreads()\n        value = red_smem[lane % NUM_WARPS]\n",
+        "        value = red_smem[lane % NUM_WARPS]\n",
         LENGTHS,
     ),
     Mutant(
-        "v1: no barrier in the sum",
+        "v1: the sum is the maximum",
         "kernels/softmax.py",
-        f"    cuda.syncthreads()\n{ACROSS_WARPS}float32",
-        f"{ACROSS_WARPS}float32",
+        "_make_over_block(larger), _make_over_block(_plus)",
+        "_make_over_block(larger), _make_over_block(larger)",
         LENGTHS,
     ),
     Mutant(
@@ -142,7 +135,7 @@ MUTANTS = [
     ),
     Mutant(
         "v1: a window of one key less",
-        "kernels/attention.py",
+        "kernels/tables.py",
         "max(seq_len - window, 0), seq_len",
         "max(seq_len - window + 1, 0), seq_len",
         WINDOWS,
@@ -170,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         "v2: a partition ends one token early",
-        "kernels/attention.py",
+        "kernels/tables.py",
         "min(seq_len, start + PARTITION_SIZE)",
         "min(seq_len, start + PARTITION_SIZE - 1)",
         V2_LENGTHS,
@@ -184,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "v1: negative block ids pass",
-        "kernels/attention.py",
+        "kernels/tables.py",
         "(block < 0 or block >= num_blocks)",
         "block >= num_blocks",
         BAD_BLOCK,

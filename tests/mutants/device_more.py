@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "v1: a window of one key more",
-        "kernels/attention.py",
+        "kernels/tables.py",
         "max(seq_len - window, 0), seq_len",
         "max(seq_len - window - 1, 0), seq_len",
         WINDOWS,
@@ -95,17 +95,17 @@ MUTANTS = [
         EACH_OPTION,
     ),
     Mutant(
-        "v1: the maximum of half of each warp",
+        "v1: the maximum and the sum of half of each warp",
         "kernels/softmax.py",
-        "    mask = WARP_SIZE // 2\n    while mask >= 1:\n        value = larger",
-        "    mask = WARP_SIZE // 4\n    while mask >= 1:\n        value = larger",
+        "        mask = WARP_SIZE // 2\n",
+        "        mask = WARP_SIZE // 4\n",
         NEEDLE,
     ),
     Mutant(
-        "v1: the maximum of two warps for each two",
+        "v1: the maximum and the sum of two warps for each two",
         "kernels/softmax.py",
-        "    mask = NUM_WARPS // 2\n    while mask >= 1:\n        value = larger",
-        "    mask = NUM_WARPS // 4\n    while mask >= 1:\n        value = larger",
+        "        mask = NUM_WARPS // 2\n",
+        "        mask = NUM_WARPS // 4\n",
         LENGTHS,
     ),
     Mutant(
@@ -169,7 +169,7 @@ MUTANTS = [
     # ---- check=True
     Mutant(
         "v1: a bad block id is recorded with its token for its column",
-        "kernels/attention.py",
+        "kernels/tables.py",
         "record(report, BLOCK_ID, seq_idx, column, block)",
         "record(report, BLOCK_ID, seq_idx, token_idx, block)",
         BAD_BLOCK,
