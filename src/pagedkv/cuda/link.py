@@ -109,8 +109,9 @@ def link(ptx: str, capability: Capability) -> Linked:
         version = ".".join(map(str, nvjitlink.version()))
     except (ImportError, RuntimeError) as error:
         # Without nvJitLink, cuda.core would warn and ask the driver, which may be older than the PTX.
+        reason = str(error).split("\n", 1)[0]  # what follows lists folders
         raise BackendUnavailableError(
-            f"CUDA kernels are linked by nvJitLink, which is missing or does not work ({error}): {INSTALL}"
+            f"CUDA kernels are linked by nvJitLink, which is missing or does not work ({reason}): {INSTALL}"
         ) from error
     arch = f"sm_{capability[0]}{capability[1]}"
     try:
