@@ -12,7 +12,9 @@ from . import cache_validation, checks, merge_validation, validation
 from .device_arrays import current_streams
 from .layouts import cache_shapes, storage_dtype
 
-_KERNELS = {"vllm": ("v1", "v2")}
+_KERNELS = {"vllm": ("v1", "v2"), "NHD": ("split",), "HND": ("split",)}
+# Kernel "split" is compiled with or without softcap and ALiBi; v1 and v2 decide when they run.
+_SOFTCAPS = {"vllm": (None,), "NHD": (None, 1.0), "HND": (None, 1.0)}
 
 
 def raise_if_failed() -> None:
@@ -61,8 +63,8 @@ def warmup(
 
     These are decode_attention, write_kv, gather_kv, copy_blocks and swap_blocks within a device, and merge_states with
     `num_states`. What is compiled is kept on disk as well (see ``PAGEDKV_CACHE_DIR``): this can run where there is no
-    GPU, while an image is built. Calls whose arrays are not contiguous, or only as aligned as they have to be, may need
-    kernels of their own.
+    GPU, while an image is built. Calls whose arrays are not contiguous, or only as aligned as they have to be, or whose
+    caches are larger than 64 GiB, may need kernels of their own.
 
     Parameters
     ----------
@@ -101,7 +103,7 @@ def warmup(
     TypeError, ValueError
         As the calls would; `capabilities` are not such pairs, or name one below (8, 0).
     BackendUnavailableError
-        There is no compiler; there is no kernel for the layout; `capabilities` is not given, and there is no GPU.
+        There is no compiler; `capabilities` is not given, and there is no GPU.
     """
     q_dtype = storage_dtype(dtype, None)
     stored = storage_dtype(dtype if cache_dtype is None else cache_dtype, kv_dtype)
@@ -115,12 +117,15 @@ def warmup(
     table, lengths, slots = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.zeros(1, np.int64)
     scales = np.ones(num_kv_heads, np.float32) if per_head_scales else None
     cache: dict[str, Any] = {"layout": layout, "kv_dtype": kv_dtype, "k_scale": scales, "v_scale": scales}
-    options: dict[str, Any] = dict.fromkeys(("scale", "alibi_slopes", "window", "softcap", "sinks", "out"))
+    options: dict[str, Any] = dict.fromkeys(("scale", "alibi_slopes", "window", "sinks", "out"))
     options |= {"ragged": False, "causal": True, "score_mod": score_mod, "return_lse": False}
     options |= {"backend": "emulator", "check": check, **cache}
     arrays = q, k_cache, v_cache, table, lengths, None
-    names = _KERNELS.get(layout, ("auto",)) if kernels is None else kernels
-    decodes = [validation.attention(*arrays, kernel=kernel, **options) for kernel in names]
+    decodes = [
+        validation.attention(*arrays, kernel=kernel, softcap=softcap, **options)
+        for kernel in (_KERNELS[layout] if kernels is None else kernels)
+        for softcap in _SOFTCAPS[layout]
+    ]
     write = cache_validation.write(k, v, k_cache, v_cache, slots, backend="emulator", check=check, **cache)
     gather = cache_validation.gather(k_cache, v_cache, table[0], 1, backend="emulator", **cache)
     copy = cache_validation.copy(k_cache, v_cache, np.array([[0, 1]]), backend="emulator")
