@@ -216,6 +216,14 @@ def _halves_of_e4m3(upper: bool) -> Any:
 
 halves_of_lower_e4m3, halves_of_upper_e4m3 = _halves_of_e4m3(False), _halves_of_e4m3(True)
 
+reciprocal = declare(
+    "reciprocal",
+    "1 / x of a float32, to one unit in the last place (rcp.approx.ftz); without the branch of an exact division.",
+    float32,
+    [float32],
+    lambda builder, x: emit_asm(builder, F32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x]),
+)
+
 log2 = declare(
     "log2",
     "The logarithm to base 2 of a float32, to an error of about 2**-22 (lg2.approx.ftz).",
