@@ -60,6 +60,11 @@ class SplitConfig:
         return self.kv_kind != "float32"
 
     @property
+    def through_shared(self) -> bool:
+        """Lanes hand words to each other through shared memory; see split_lanes.py."""
+        return self.on_tensor_cores and self.architecture < 9
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of an element of the caches."""
         return ELEMENT_BITS[self.kv_kind] // 8
