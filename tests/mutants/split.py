@@ -26,11 +26,6 @@ FRAGMENTS, SOFTMAX, SUMS = "kernels/split_fragments.py", "kernels/split_softmax.
 TENSOR, CORES, MERGE = "kernels/split_tensor.py", "kernels/split_cuda_cores.py", "kernels/split_merge.py"
 KERNEL, LANES, QUERY = "kernels/decode_split.py", "kernels/split_lanes.py", "kernels/split_query.py"
 PLAN = "cuda/split.py"
-    "kernels/decode_split.py",
-    "kernels/split_lanes.py",
-    "kernels/split_query.py",
-    "cuda/split.py",
-)
 
 MUTANTS = [
     # ---- fragments and lanes
