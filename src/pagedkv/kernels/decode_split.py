@@ -26,7 +26,7 @@ from .intrinsics import address, load_4, shared_address
 from .report import BLOCK_ID, SEQ_LEN, record
 from .softmax import NONE
 from .source import KernelSource, device_function
-from .split_config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SplitConfig
+from .split_config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .split_cuda_cores import RowShape, make_attend_on_cuda_cores
 from .split_fragments import FRAGMENT_BYTES, TensorShape
 from .split_merge import make_finish, make_store_pair
@@ -55,9 +55,11 @@ def make_split(config: SplitConfig) -> KernelSource:
     @device_function
     def split_size(num_tokens):
         """As SplitConfig.split_size."""
-        size = uint32(LONG_SPLIT) if num_tokens >= uint32(LONG) else uint32(SHORTEST_SPLIT)
-        most = uint32(size * uint32(MOST_SPLITS))
-        return uint32(size * uint32(uint32(uint32(num_tokens - uint32(1)) // most) + uint32(1)))
+        if num_tokens < uint32(LONG):
+            return uint32(SHORTEST_SPLIT)
+        count = min(max(uint32(num_tokens // uint32(LONG_SPLIT)), uint32(1)), uint32(MOST_SPLITS))
+        unit = uint32(count * uint32(SPLIT_UNIT))
+        return uint32(uint32(uint32(uint32(num_tokens - uint32(1)) // unit) + uint32(1)) * uint32(SPLIT_UNIT))
 
     @device_function
     def store_nothing(out, out_head_stride, lse, row, num_heads, thread):

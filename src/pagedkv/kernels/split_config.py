@@ -11,6 +11,7 @@ from .intrinsics import ELEMENT_BITS
 
 SHORTEST_SPLIT = 256  # tokens
 MOST_SPLITS = 64  # of a sequence; two for each lane of a warp
+SPLIT_UNIT = 128  # tokens that all warps together take at once, at most: splits are multiples of it
 LONG = 2048  # tokens from which splits are long enough to keep partial results below 4 % of the traffic
 VECTOR_BYTES = 16
 WARP_SIZE = 32
@@ -37,7 +38,7 @@ class SplitConfig:
     hardware_fp8 : bool
         The device converts e4m3.
     architecture : int
-        Major compute capability. Before 9, shuffles in loops take registers, so that fewer thread blocks have room.
+        Major compute capability. Before 9, shuffles in loops take many registers; see split_lanes.py.
     score_mod : callable or None
     """
 
@@ -57,6 +58,11 @@ class SplitConfig:
     def on_tensor_cores(self) -> bool:
         """Caches of float32 are for CUDA cores."""
         return self.kv_kind != "float32"
+
+    @property
+    def through_shared(self) -> bool:
+        """Lanes hand words to each other through shared memory; see split_lanes.py."""
+        return self.on_tensor_cores and self.architecture < 9
 
     @property
     def kv_bytes(self) -> int:
@@ -83,7 +89,7 @@ class SplitConfig:
         """Thread blocks, side by side, that share the query heads of a KV head."""
         most = 8 if self.head_dim > 128 else 16
         if not self.on_tensor_cores:
-            most = 2 if self.head_dim > 256 else 4
+            most = 2 if self.head_dim > 256 or self.architecture < 9 else 4
         return -(-self.group_size // most)
 
     @property
@@ -103,25 +109,24 @@ class SplitConfig:
 
     @property
     def long_split(self) -> int:
-        """Tokens of a split of a sequence of LONG tokens.
+        """The fewest tokens of a split of a sequence of LONG tokens or more.
 
-        A partial result is written and read once, in float32: at most 4 % of the bytes of the split's keys and values,
-        for up to 10 heads of 16 bits. And they are at least 128 KiB, so that the beginning and end of a block's work
-        count little.
+        A partial result is written and read once, in float32: at most 4 % of the bytes of the split's keys and values.
+        And they are at least 128 KiB, so that the beginning and end of a block's work count little. More heads do not
+        mean fewer thread blocks, since they come in tiles of 16.
         """
-        needed = max(100 * self.group_size / self.kv_bytes, 2**16 / self.row_bytes)
-        size = SHORTEST_SPLIT
-        while size < needed and size < 4 * SHORTEST_SPLIT:
-            size *= 2
-        return size
+        traffic = 2 * 4 * self.group_size * (self.head_dim + 2)
+        needed = max(25 * traffic / (2 * self.row_bytes), 2**16 / self.row_bytes)
+        return -(-math.ceil(needed) // SHORTEST_SPLIT) * SHORTEST_SPLIT
 
     def split_size(self, num_tokens: int) -> int:
         """Tokens of each split but the last, of a sequence with this many visible tokens."""
-        size = self.long_split if num_tokens >= LONG else SHORTEST_SPLIT
-        return size * max(1, -(-num_tokens // (size * MOST_SPLITS)))
+        if num_tokens < LONG:
+            return SHORTEST_SPLIT
+        count = min(max(num_tokens // self.long_split, 1), MOST_SPLITS)
+        return -(-num_tokens // (count * SPLIT_UNIT)) * SPLIT_UNIT
 
     def most_splits(self, capacity: int) -> int:
         """Splits of the sequence that has the most, of those with up to `capacity` visible tokens."""
         short = -(-min(capacity, LONG - 1) // SHORTEST_SPLIT)
-        long = min(MOST_SPLITS, -(-capacity // self.long_split))
-        return max(1, short, long if capacity >= LONG else 0)
+        return max(1, short, min(capacity // self.long_split, MOST_SPLITS) if capacity >= LONG else 0)

@@ -16,7 +16,7 @@ from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
 from .split_sums import make_pair_address
-from .tensor_intrinsics import count_up, exchange, fence, load_l2_2, load_shared_2, log2
+from .tensor_intrinsics import count_up, exchange, fence, load_l2_2, load_shared_2, log2, reciprocal
 
 LN2 = float32(0.6931471805599453)
 
@@ -57,7 +57,7 @@ def store_lse(lse, row, maximum, total):
 @device_function
 def inverse(total):
     """1 / total, or 0 for an empty sum, whose values are 0 too."""
-    return float32(0) if total == float32(0) else float32(float32(1) / total)
+    return float32(0) if total == float32(0) else reciprocal(total)
 
 
 def make_finish(config: SplitConfig) -> Any:

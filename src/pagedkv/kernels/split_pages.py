@@ -15,7 +15,7 @@ from .intrinsics import load_4
 from .report import BLOCK_ID, record
 from .source import device_function
 from .split_config import SplitConfig
-from .tensor_intrinsics import shuffle
+from .split_lanes import make_fetch
 
 
 def make_find_token(config: SplitConfig) -> Any:
@@ -58,15 +58,13 @@ def make_row_offset(config: SplitConfig) -> Any:
 
 
 def make_row_address(config: SplitConfig) -> Any:
-    """The device function ``row_address(base, offset, lane)``: the row whose offset that lane holds."""
-    WIDE, VECTOR_BYTES = config.wide, config.vector_bytes
+    """The device function ``row_address(base, offset, lane)``: the row whose offset that lane has shared."""
+    WIDE, VECTOR_BYTES, fetch = config.wide, config.vector_bytes, make_fetch(config)
 
     @device_function
     def row_address(base, offset, lane):
         if WIDE:
-            low = shuffle(uint32(offset), lane)
-            high = shuffle(uint32(offset >> 32), lane)
-            return base + (int64(high) << 32 | int64(low))
-        return base + int64(shuffle(offset, lane)) * VECTOR_BYTES
+            return base + (int64(fetch(offset, lane, 1)) << 32 | int64(fetch(offset, lane, 0)))
+        return base + int64(fetch(offset, lane, 0)) * VECTOR_BYTES
 
     return row_address

@@ -16,7 +16,8 @@ from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import SplitConfig
 from .split_fragments import TILE, TensorShape
-from .tensor_intrinsics import any_lane, exchange, pack_bfloat16, pack_float16, shuffle_float
+from .split_lanes import make_any_of_warp, make_largest_of_head, make_of_heads
+from .tensor_intrinsics import pack_bfloat16, pack_float16
 
 
 def bias(shape: TensorShape) -> float:
@@ -73,8 +74,8 @@ def make_mask(shape: TensorShape) -> Any:
     return mask
 
 
-def make_soften(shape: TensorShape) -> Any:
-    """The device function ``soften(s, maxima, sums, o, p, p_rest, t)``: s to P, with m, l and O rescaled if need be.
+def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``soften(s, maxima, sums, o, p, p_rest, slot, g, t)``: s to P; m, l, O rescaled if need be.
 
     Rescaling by 1 and not at all are the same bits, so it is skipped unless a maximum of the warp grew. `sums` are over
     the tokens of this lane alone.
@@ -83,6 +84,8 @@ def make_soften(shape: TensorShape) -> Any:
     PAIRS = 2 * shape.tiles * shape.head_tiles
     pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
     widen = unpack(shape.operand)
+    largest_of_head, of_heads = make_largest_of_head(config), make_of_heads(config)
+    any_of_warp = make_any_of_warp(config)
 
     @device_function
     def raise_maximum(i, new, s):
@@ -95,15 +98,14 @@ def make_soften(shape: TensorShape) -> Any:
         o[at + 2], o[at + 3] = float32(o[at + 2] * even), float32(o[at + 3] * odd)
 
     @device_function
-    def rescale(maxima, sums, o, new, t):
+    def rescale(maxima, sums, o, new, slot, t):
         for h in range(HEAD_TILES):
             pivot = float32(0) if new[h] == NONE else new[h]
             factor = exp2(float32(maxima[h] - pivot))
             sums[h] = float32(sums[h] * factor)
             maxima[h] = new[h]
             # O has heads 2t and 2t + 1 of this lane; their maxima are with lanes g = 2t and 2t + 1.
-            even = shuffle_float(factor, uint32(t << 3))
-            odd = shuffle_float(factor, uint32(uint32(t << 3) + uint32(4)))
+            even, odd = of_heads(slot, factor, t)
             for_each(rescale_product, PRODUCTS, (o, h, even, odd))
 
     @device_function
@@ -120,18 +122,17 @@ def make_soften(shape: TensorShape) -> Any:
         p[into], p_rest[into] = word, pack(float32(first - low), float32(second - high))
 
     @device_function
-    def soften(s, maxima, sums, o, p, p_rest, t):
+    def soften(s, maxima, sums, o, p, p_rest, slot, g, t):
         new = cuda.local.array(HEAD_TILES, float32)
         for h in range(HEAD_TILES):
             new[h] = maxima[h]
         for_each(raise_maximum, PAIRS, (new, s))
         grew = False
         for h in range(HEAD_TILES):
-            new[h] = larger(new[h], exchange(new[h], 1))
-            new[h] = larger(new[h], exchange(new[h], 2))
+            new[h] = largest_of_head(slot, new[h], g)
             grew = grew or new[h] > maxima[h]
-        if any_lane(grew):
-            rescale(maxima, sums, o, new, t)
+        if any_of_warp(grew):
+            rescale(maxima, sums, o, new, slot, t)
         for_each(weigh, PAIRS, (s, maxima, sums, p, p_rest))
 
     return soften

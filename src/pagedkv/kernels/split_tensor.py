@@ -38,7 +38,7 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from .intrinsics import address, for_each
+from .intrinsics import address, for_each, shared_address
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import SplitConfig
@@ -51,11 +51,12 @@ from .split_fragments import (
     make_zero_values,
     software_factor,
 )
+from .split_lanes import OTHERS, SLOT_BYTES, VALUES, WARP_BYTES, make_bits_of_warp, make_share, slots_bytes
 from .split_pages import make_find_token, make_row_address, make_row_offset
 from .split_query import make_stage_query
 from .split_softmax import make_logits, make_mask, make_soften
 from .split_sums import make_put_sums
-from .tensor_intrinsics import ballot, low_bits, shuffle
+from .tensor_intrinsics import low_bits, shuffle
 
 
 def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
@@ -71,13 +72,15 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
     NUM_BUFFERED, NUM_Q = 2 * shape.buffer, 4 if shape.q_in_shared else 4 * shape.q_fragments
     NUM_RAW, NUM_S = 8 * shape.tiles * shape.score_sets, 4 * shape.tiles * shape.head_tiles
     NUM_P, NUM_O = 2 * shape.tiles * shape.head_tiles, 4 * shape.num_products * shape.head_tiles
+    THROUGH_SHARED, NUM_SLOT_WORDS = config.through_shared, slots_bytes(config) // 4
     ALL = uint32(0xFFFFFFFF)
+    share, bits_of_warp = make_share(config), make_bits_of_warp(config)
     find_token, row_offset, row_address = make_find_token(config), make_row_offset(config), make_row_address(config)
     load_keys = make_load_keys(config, shape, row_address)
     load_values, zero_values = make_load_values(config, shape, row_address), make_zero_values(shape)
     stage_query = make_stage_query(config, shape)
     multiply_keys, multiply_values = make_multiply_keys(config, shape), make_multiply_values(config, shape)
-    logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(shape)
+    logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(config, shape)
     put_sums = make_put_sums(config, shape)
 
     @device_function
@@ -133,6 +136,12 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         k_lane, v_lane, room = k_head + int64(t) * 16, v_head + v_first, ROW_BYTES - v_first
         q_shared = uint32(shared + uint32(lane * uint32(16)))
+        keys = values = both_values = others = uint32(0)
+        if THROUGH_SHARED:
+            slots = shared_address(cuda.shared.array(NUM_SLOT_WORDS, uint32, alignment=16))
+            keys = uint32(slots + uint32(warp * uint32(WARP_BYTES)))
+            values, others = uint32(keys + uint32(VALUES * SLOT_BYTES)), uint32(keys + uint32(OTHERS * SLOT_BYTES))
+            both_values = uint32(uint32(values + values) + uint32(SLOT_BYTES))
         buffers, q_frags = cuda.local.array(NUM_BUFFERED, uint32), cuda.local.array(NUM_Q, uint32)
         raw, s, o = (
             cuda.local.array(NUM_RAW, float32),
@@ -149,9 +158,9 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         # The longest chain first: table entries of the first two steps, and the first keys.
         base, mine = uint32(first + uint32(team * uint32(STEP))), uint32(lane & uint32(STEP - 1))
         block, position, good = find_token(table, uint32(base + mine), last, num_blocks, report, seq)
-        k_offset = row_offset(block, position, k_block_stride, k_token_stride)
-        v_offset = row_offset(block, position, v_block_stride, v_token_stride)
-        valid = ballot(good) if CHECKED else ALL
+        k_offset = share(keys, row_offset(block, position, k_block_stride, k_token_stride))
+        v_offset = share(values, row_offset(block, position, v_block_stride, v_token_stride))
+        valid = bits_of_warp(others, good) if CHECKED else ALL
         token = uint32(uint32(base + mine) + uint32(NUM_TEAMS * STEP))
         block, position, good = find_token(table, token, last, num_blocks, report, seq)
         load_keys(0, buffers, 0, k_lane, k_offset, g, t)
@@ -175,9 +184,10 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
                 for_each(
                     use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t)
                 )
-                k_offset = row_offset(block, position, k_block_stride, k_token_stride)
-                next_v = row_offset(block, position, v_block_stride, v_token_stride)
-                next_valid = ballot(good) if CHECKED else ALL
+                k_offset = share(keys, row_offset(block, position, k_block_stride, k_token_stride))
+                values = uint32(both_values - values)
+                next_v = share(values, row_offset(block, position, v_block_stride, v_token_stride))
+                next_valid = bits_of_warp(others, good) if CHECKED else ALL
                 token = uint32(uint32(base + mine) + uint32(2 * NUM_TEAMS * STEP))
                 block, position, good = find_token(table, token, last, num_blocks, report, seq)
                 if CHUNKS == 1:
@@ -186,7 +196,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
                 logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
                 if CHECKED and valid != ALL:
                     mask(s, valid, t)
-                soften(s, maxima, sums, o, p, p_rest, t)
+                soften(s, maxima, sums, o, p, p_rest, others, g, t)
                 for_each(
                     use_values,
                     CHUNKS,
@@ -202,7 +212,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
             here = uint32(base + uint32(t << uint32(2)))
             logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
             mask(s, valid, t)
-            soften(s, maxima, sums, o, p, p_rest, t)
+            soften(s, maxima, sums, o, p, p_rest, others, g, t)
             for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
         if Q_IN_SHARED:
             cuda.syncthreads()  # the sums take the place of Q

@@ -77,6 +77,8 @@ load_l2, load_l2_2 = _shared_by_blocks(1), _shared_by_blocks(2)
 load_shared_2 = make_load("load_shared_2", "Two float32 at a shared address.", FLOATS_2, uint32, F32)
 store_shared_2 = make_store("store_shared_2", "Store two float32 at a shared address.", uint32, float32, 2, F32)
 store_shared_4 = make_store("store_shared_4", "Store four float32 at a shared address.", uint32, float32, 4, F32)
+load_shared_word = make_load("load_shared_word", "A word at a shared address.", uint32, uint32, I32)
+store_shared_word = make_store("store_shared_word", "Store a word at a shared address.", uint32, uint32, 1, I32)
 load_shared_words = make_load("load_shared_words", "Four words at a shared address.", WORDS_4, uint32, I32)
 store_shared_words = make_store("store_shared_words", "Store four words at a shared address.", uint32, uint32, 4, I32)
 
@@ -104,6 +106,19 @@ count_up = declare(
 )
 
 # ---- warps
+
+sync_warp = declare(
+    "sync_warp",
+    "What lanes of this warp wrote before is there for all of them. The whole warp calls it.",
+    types.void,
+    [],
+    lambda builder: _sync_warp(builder),
+)
+
+
+def _sync_warp(builder: Any) -> None:
+    _warp_wide(builder, ir.VoidType(), f"bar.warp.sync {WHOLE_WARP};", "~{memory}", [])
+
 
 shuffle = declare(
     "shuffle",
@@ -215,6 +230,14 @@ def _halves_of_e4m3(upper: bool) -> Any:
 
 
 halves_of_lower_e4m3, halves_of_upper_e4m3 = _halves_of_e4m3(False), _halves_of_e4m3(True)
+
+reciprocal = declare(
+    "reciprocal",
+    "1 / x of a float32, to one unit in the last place (rcp.approx.ftz); without the branch of an exact division.",
+    float32,
+    [float32],
+    lambda builder, x: emit_asm(builder, F32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x]),
+)
 
 log2 = declare(
     "log2",
