@@ -11,6 +11,7 @@ import torch
 from fake_gpu import COPY_MS, FakeGpu
 
 import pagedkv
+from device_fakes import InterfaceArray, recording
 from pagedkv.__main__ import main
 from pagedkv.bench import decode, peers
 from pagedkv.bench.cells import Cell, HostProblem
@@ -135,6 +136,19 @@ def test_kernels_of_pagedkv_get_each_layout(cell, framework):
     for row in rows.values():
         assert row["note"] is None
         assert 0 <= row["error"] < decode.TOLERANCE[cell.dtype]
+
+
+@pytest.mark.parametrize(("name", "launches"), [("v1", 1), ("v2", 2)])
+def test_kernels_of_pagedkv_are_launched_for_device_arrays(monkeypatch, name, launches):
+    def on_device(*args, out, **options):
+        return pagedkv.decode_attention(*map(InterfaceArray, args), out=InterfaceArray(out), **options)
+
+    monkeypatch.setattr(peers, "decode_attention", on_device)
+    call = SUBJECTS[name](Problem(FakeGpu(), HostProblem(EQUAL)))
+    with recording() as devices:
+        call()
+    (device,) = devices.values()
+    assert [kernel.name.partition("[")[0] for kernel, *_ in device.launches] == [name, "v2_reduce"][:launches]
 
 
 def test_torch_peers_without_torch():
@@ -262,9 +276,21 @@ def test_a_quick_run_has_everything(fake_gpu):
     rows = decode.run(repeats=1, progress=quietly, quick=True)
     kinds = [next(iter(row)) for row in rows]
     assert kinds == ["device"] + ["decode"] * 4 * len(SUBJECTS) + ["launch"] * len(peers.OURS)
+    assert list(rows[1])[-1] == "note"
     assert rows[0]["copy GB/s"] == pytest.approx(2 * fake_gpu.copy_bytes / COPY_MS / 1e6)
     assert rows[0]["empty us"] == 0
     assert {row["note"] for row in rows if row.get("subject") in peers.OURS} == {None}
+
+
+def test_what_is_not_installed_is_said_once(fake_gpu, monkeypatch):
+    monkeypatch.setattr(fake_gpu, "framework", "torch")
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    rows = decode.run(repeats=1, progress=quietly, quick=True, groups=["lengths"], subjects=["v1", "FlashInfer"])
+    assert [(row["subject"], row["note"]) for row in rows[1:]] == [
+        ("v1", None),
+        ("FlashInfer", "flashinfer is not installed"),
+        ("v1", None),
+    ]
 
 
 def test_groups_and_subjects_are_chosen(fake_gpu):

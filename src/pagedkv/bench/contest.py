@@ -11,6 +11,7 @@ from .report import Row, median, spread
 
 REASON_LENGTH = 160
 COPY = "copy"
+NOT_INSTALLED = " is not installed"
 
 
 class Refused(Exception):
@@ -20,7 +21,7 @@ class Refused(Exception):
 def reason(error: Exception) -> str:
     """The first line of what went wrong, and what kind of exception it was unless that says nothing."""
     if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed"
+        return f"{error.name}{NOT_INSTALLED}"
     first = (str(error).strip().splitlines() or [""])[0]
     text = (
         first if type(error).__name__ in ("Refused", "BackendUnavailableError") else f"{type(error).__name__}: {first}"
@@ -56,7 +57,7 @@ class Contest:
         return median([each.milliseconds for each in self.samples[name]]) / 1e3
 
     def columns(self, name: str, num_bytes: int) -> Row:
-        """Time and bandwidth of a subject that has to move so many bytes, and what is said about it."""
+        """Time and bandwidth of a subject that has to move so many bytes, and its error."""
         seconds, copied = self.seconds(name), self.seconds(COPY)
         samples = self.samples.get(name)
         bandwidth = num_bytes / seconds / 1e9 if seconds else None
@@ -70,8 +71,11 @@ class Contest:
             "share": bandwidth / copy_bandwidth if bandwidth and copy_bandwidth else None,
             "late": sum(each.late for each in samples) / len(samples) if samples else None,
             "error": self.errors.get(name),
-            "note": self.notes.get(name),
         }
+
+    def note(self, name: str) -> Row:
+        """The last column: why a subject has no time, or None."""
+        return {"note": self.notes.get(name)}
 
 
 def contest(

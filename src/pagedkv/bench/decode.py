@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .cells import GROUPS, Cell, HostProblem, cells, only, quick_cells
-from .contest import contest, reason
+from .contest import NOT_INSTALLED, contest, reason
 from .gpu import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, interleaved, launches_for, open_gpu, sample
 from .peers import FIRST, OURS, PACKAGES, PEERS, SUBJECTS, Problem
 from .report import Row, median, spread
@@ -60,7 +60,7 @@ def measure(
     for name in subjects:
         own = result.seconds(name)
         compared = {f"x {FIRST}": own / first if own and first else None}
-        rows.append(_shape(cell) | result.columns(name, cell.num_bytes) | compared)
+        rows.append(_shape(cell) | result.columns(name, cell.num_bytes) | compared | result.note(name))
     del problem
     gpu.release()
     return rows
@@ -196,7 +196,8 @@ def run(
     Returns
     -------
     list of dict
-        Device and versions; a row for each cell and subject; launches; geometric means; targets.
+        Device and versions; a row for each cell and subject, of one that is not installed in the first cell only;
+        launches; geometric means; targets.
 
     Raises
     ------
@@ -210,6 +211,8 @@ def run(
     rows: list[Row] = []
     for cell in only(groups, quick_cells() if quick else cells()):
         rows += measure(gpu, cell, chosen, repeats, progress)
+        missing = {row["subject"] for row in rows if (row["note"] or "").endswith(NOT_INSTALLED)}
+        chosen = {name: subject for name, subject in chosen.items() if name not in missing}
     launches: list[Row] = []
     if groups is None or "launch" in groups:
         progress("launch")

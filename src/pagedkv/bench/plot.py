@@ -54,10 +54,8 @@ def draw(rows: Sequence[Row], path: str) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for name, points in lines.items():
-        is_copy = name == "copy"
-        axes.plot(
-            *zip(*points, strict=True), label=name, marker="" if is_copy else "o", color="0.5" if is_copy else None
-        )
+        style = {"color": "black", "linestyle": "--"} if name == "copy" else {"marker": "o"}
+        axes.plot(*zip(*points, strict=True), label=name, **style)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     cell = next(row for row in rows if row.get("decode") == GROUP)

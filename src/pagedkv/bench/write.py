@@ -115,7 +115,7 @@ def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) 
     )
     shape = {"write": case.name, "T": case.num_tokens, "Hkv": NUM_KV_HEADS, "D": HEAD_DIM, "P": BLOCK_SIZE}
     shape |= {"of": DTYPE.name, "kv": case.kv_dtype or DTYPE.name}
-    return [shape | result.columns(name, case.num_bytes) for name in (*subjects, "torch index")]
+    return [shape | result.columns(name, case.num_bytes) | result.note(name) for name in (*subjects, "torch index")]
 
 
 def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool = False) -> list[Row]:
