@@ -18,7 +18,7 @@ from pagedkv.bench.cells import Cell, HostProblem
 from pagedkv.bench.contest import Refused, reason
 from pagedkv.bench.peers import FIRST, SUBJECTS, Problem
 
-CELL = Cell("x", (40, 3, 17), 4, 2, 64, dtype="bfloat16")
+CELL = Cell("x", (40, 3, 32), 4, 2, 64, dtype="bfloat16")
 EQUAL = Cell("x", (40, 40), 4, 2, 64)
 FP8 = Cell("x", (40, 3), 4, 2, 64, kv_dtype="fp8_e4m3")
 
