@@ -51,7 +51,8 @@ def warmup(
     """Compile what CUDA calls with these shapes and options need, so that the first of them starts at once.
 
     What is compiled is kept on disk as well (see ``PAGEDKV_CACHE_DIR``): this can run where there is no GPU, while an
-    image is built. Calls whose arrays are not contiguous may need kernels of their own.
+    image is built. Calls whose arrays are not contiguous, or whose caches are larger than 64 GiB, may need kernels of
+    their own.
 
     Parameters
     ----------
@@ -84,7 +85,7 @@ def warmup(
     TypeError, ValueError
         As the calls would.
     BackendUnavailableError
-        There is no compiler; there is no kernel for the layout; `capabilities` is not given, and there is no GPU.
+        There is no compiler; `capabilities` is not given, and there is no GPU.
     """
     from .cuda.warmup import warmup as compile_ahead
 

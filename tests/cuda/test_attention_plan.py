@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from pagedkv import validation
 from pagedkv.cuda import attention
-from pagedkv.errors import BackendUnavailableError
 from pagedkv.kernels.config import PARTITION_SIZE
 
 FACTS = {"checked": False, "capability": (9, 0), "max_shared_bytes": 232_448}
@@ -136,9 +135,10 @@ def test_strides_inside_of_a_block_choose_the_config():
     assert attention.attention_config(call._replace(k_cache=halves), **facts).packed
 
 
-def test_other_layouts_wait_for_their_kernel():
-    with pytest.raises(BackendUnavailableError, match='layout "vllm" only, got NHD'):
-        plan_of(layout="NHD")
+@pytest.mark.parametrize("kernel", ["auto", "split"])
+def test_other_layouts_have_a_kernel_of_their_own(kernel):
+    (launch,) = plan_of(kernel, layout="NHD").launches
+    assert launch.kernel.entry == "pagedkv_split"
 
 
 def test_no_sequences_launch_nothing():

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import BackendUnavailableError
-
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -89,8 +87,6 @@ def decode_attention(
 
     Raises
     ------
-    BackendUnavailableError
-        A layout that has no CUDA kernel.
     ValueError
         Kernel "v1" is asked for and the logits of the longest sequence exceed the device's shared memory.
     """
@@ -124,15 +120,14 @@ def plan(
 
     Raises
     ------
-    BackendUnavailableError, ValueError
-        As `decode_attention`.
+    ValueError
+        As `decode_attention`; more thread blocks than a grid has.
     """
     from ..kernels.report import NUM_BYTES
+    from . import split
 
-    if call.spec.layout != "vllm":  # kernel "split" will be planned here
-        raise BackendUnavailableError(
-            f'this version\'s CUDA kernels take layout "vllm" only, got {call.spec.layout}; use backend="cpu"'
-        )
+    if call.spec.layout != "vllm":
+        return split.plan(call, out, checked=checked, capability=capability)
     num_rows = call.q.shape[0] * call.q.shape[1]
     if num_rows > LARGEST_GRID_X:
         raise ValueError(f"num_seqs * num_heads must be below 2**31 on a device, got {num_rows}")

@@ -14,7 +14,9 @@ from .attention import decode_attention
 from .blocks import copy_blocks, gather_kv, write_kv
 from .compile import Capability, CompiledKernel
 
-_KERNELS = {"vllm": ("v1", "v2")}
+_KERNELS = {"vllm": ("v1", "v2"), "NHD": ("split",), "HND": ("split",)}
+# Kernel "split" is compiled with or without softcap and ALiBi; v1 and v2 decide when they run.
+_SOFTCAPS = {"vllm": (None,), "NHD": (None, 1.0), "HND": (None, 1.0)}
 
 
 class _Compiler:
@@ -57,7 +59,8 @@ def warmup(
     """Compile what CUDA calls with these shapes and options need, so that the first of them starts at once.
 
     What is compiled is kept on disk as well (see ``PAGEDKV_CACHE_DIR``): this can run where there is no GPU, while an
-    image is built. Calls whose arrays are not contiguous may need kernels of their own.
+    image is built. Calls whose arrays are not contiguous, or whose caches are larger than 64 GiB, may need kernels of
+    their own.
 
     Parameters
     ----------
@@ -90,7 +93,7 @@ def warmup(
     TypeError, ValueError
         As the calls would.
     BackendUnavailableError
-        There is no compiler; there is no kernel for the layout; `capabilities` is not given, and there is no GPU.
+        There is no compiler; `capabilities` is not given, and there is no GPU.
     """
     q_dtype = storage_dtype(dtype, None)
     stored = storage_dtype(dtype if cache_dtype is None else cache_dtype, kv_dtype)
@@ -101,7 +104,7 @@ def warmup(
     table, lengths, slots = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.zeros(1, np.int64)
     pairs = np.array([[0, 1]])
     place: dict[str, Any] = {"layout": layout, "kv_dtype": kv_dtype, "k_scale": None, "v_scale": None}
-    options: dict[str, Any] = dict.fromkeys(("scale", "alibi_slopes", "window", "softcap", "sinks", "out"))
+    options: dict[str, Any] = dict.fromkeys(("scale", "alibi_slopes", "window", "sinks", "out"))
     options |= {"ragged": False, "causal": True, "score_mod": score_mod, "return_lse": False}
     calls = [
         validation.attention(
@@ -114,10 +117,12 @@ def warmup(
             kernel=kernel,
             backend="emulator",
             check=check,
+            softcap=softcap,
             **options,
             **place,
         )
-        for kernel in (_KERNELS.get(layout, ("auto",)) if kernels is None else kernels)
+        for kernel in (_KERNELS[layout] if kernels is None else kernels)
+        for softcap in _SOFTCAPS[layout]
     ]
     write = cache_validation.write(k, k.copy(), k_cache, v_cache, slots, backend="emulator", check=check, **place)
     gather = cache_validation.gather(k_cache, v_cache, table[0], 1, backend="emulator", **place)

@@ -1,4 +1,4 @@
-"""Device functions that are one instruction or a few: the only file of the CUDA backend that knows llvmlite.
+"""Device functions that are one instruction or a few; this file and tensor_intrinsics.py alone know llvmlite.
 
 Global memory is named by an int64 address in bytes, shared memory by a uint32 one. An access of n bytes needs an
 address that is a multiple of n. Elements of a cache travel as the 32-bit words that hold them and become float32 in
@@ -30,7 +30,7 @@ FLOATS_2, FLOATS_4 = types.UniTuple(float32, 2), types.UniTuple(float32, 4)
 ELEMENT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8}
 
 
-def _device(name: str, doc: str, result: Any, arguments: list[Any], emit: Callable[..., Any]) -> Any:
+def declare(name: str, doc: str, result: Any, arguments: list[Any], emit: Callable[..., Any]) -> Any:
     """A device function of exactly these types; ``emit(builder, *values)`` gives its LLVM value, or a list of them."""
 
     def typing(typingctx: Any, *given: Any) -> Any:
@@ -58,11 +58,13 @@ def _suits(given: Any, expected: Any) -> bool:
     return given == expected or (isinstance(given, types.IntegerLiteral) and isinstance(expected, types.Integer))
 
 
-def _asm(builder: Any, result: Any, text: str, constraints: str, args: list[Any], *, side_effect: bool = False) -> Any:
+def emit_asm(
+    builder: Any, result: Any, text: str, constraints: str, args: list[Any], *, side_effect: bool = False
+) -> Any:
     return builder.asm(ir.FunctionType(result, [arg.type for arg in args]), text, constraints, args, side_effect)
 
 
-def _parts(builder: Any, struct: Any, count: int) -> list[Any]:
+def parts_of(builder: Any, struct: Any, count: int) -> list[Any]:
     return [builder.extract_value(struct, i) for i in range(count)]
 
 
@@ -82,7 +84,7 @@ def for_each(typingctx: Any, body: Any, count: Any, args: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         function = context.get_function(body, call)
-        items = _parts(builder, values[2], len(args.types))
+        items = parts_of(builder, values[2], len(args.types))
         for i in range(count.literal_value):
             function(builder, [I64(i), *items])
         return context.get_dummy_value()
@@ -90,18 +92,18 @@ def for_each(typingctx: Any, body: Any, count: Any, args: Any) -> Any:
     return types.void(body, count, args), codegen
 
 
-opaque = _device(
+opaque = declare(
     "opaque",
     "The same number, unknown to the compiler: a loop up to it is not unrolled.",
     int64,
     [int64],
-    lambda builder, x: _asm(builder, I64, "mov.b64 $0, $1;", "=l,l", [x]),
+    lambda builder, x: emit_asm(builder, I64, "mov.b64 $0, $1;", "=l,l", [x]),
 )
 
 # ---- memory
 
 
-def _make_load(name: str, doc: str, result: Any, address: Any, element: Any, *, readonly: bool = False) -> Any:
+def make_load(name: str, doc: str, result: Any, address: Any, element: Any, *, readonly: bool = False) -> Any:
     count = result.count if isinstance(result, types.UniTuple) else 1
     space = GLOBAL if address == int64 else SHARED
 
@@ -113,10 +115,10 @@ def _make_load(name: str, doc: str, result: Any, address: Any, element: Any, *, 
             value.set_metadata("invariant.load", builder.module.add_metadata([]))
         return value if count == 1 else [builder.extract_element(value, I32(i)) for i in range(count)]
 
-    return _device(name, doc, result, [address], emit)
+    return declare(name, doc, result, [address], emit)
 
 
-def _make_store(name: str, doc: str, address: Any, value: Any, count: int, element: Any) -> Any:
+def make_store(name: str, doc: str, address: Any, value: Any, count: int, element: Any) -> Any:
     space = GLOBAL if address == int64 else SHARED
 
     def emit(builder: Any, where: Any, *values: Any) -> None:
@@ -129,7 +131,7 @@ def _make_store(name: str, doc: str, address: Any, value: Any, count: int, eleme
         store = builder.store(stored, builder.inttoptr(where, kind.as_pointer(space)))
         store.align = count * (4 if element == F32 else element.width // 8)
 
-    return _device(name, doc, types.void, [address] + [value] * count, emit)
+    return declare(name, doc, types.void, [address] + [value] * count, emit)
 
 
 _LOADED = {1: (uint8, I8), 2: (uint16, I16), 4: (uint32, I32), 8: (WORDS_2, I32), 16: (WORDS_4, I32)}
@@ -137,18 +139,18 @@ _LOADED = {1: (uint8, I8), 2: (uint16, I16), 4: (uint32, I32), 8: (WORDS_2, I32)
 
 def _load(nbytes: int) -> Any:
     doc = f"{nbytes} bytes of global memory that no thread writes during the launch (ld.global.nc)."
-    return _make_load(f"load_{nbytes}", doc, _LOADED[nbytes][0], int64, _LOADED[nbytes][1], readonly=True)
+    return make_load(f"load_{nbytes}", doc, _LOADED[nbytes][0], int64, _LOADED[nbytes][1], readonly=True)
 
 
 def _load_written(nbytes: int) -> Any:
     doc = f"{nbytes} bytes of global memory that this launch may write, too."
-    return _make_load(f"load_written_{nbytes}", doc, _LOADED[nbytes][0], int64, _LOADED[nbytes][1])
+    return make_load(f"load_written_{nbytes}", doc, _LOADED[nbytes][0], int64, _LOADED[nbytes][1])
 
 
 def _store(nbytes: int) -> Any:
     value, element = {1: (uint8, I8), 2: (uint16, I16)}.get(nbytes, (uint32, I32))
     doc = f"Store {nbytes} bytes, as one value or as 32-bit words, at a global address."
-    return _make_store(f"store_{nbytes}", doc, int64, value, max(1, nbytes // 4), element)
+    return make_store(f"store_{nbytes}", doc, int64, value, max(1, nbytes // 4), element)
 
 
 load_1, load_2, load_4, load_8, load_16 = (_load(n) for n in (1, 2, 4, 8, 16))
@@ -171,7 +173,7 @@ def load_shared(count: int) -> Any:
             values += [builder.extract_element(four, I32(i)) for i in range(4)]
         return values
 
-    return _device("load_shared", f"{count} float32 in shared memory.", types.UniTuple(float32, count), [uint32], emit)
+    return declare("load_shared", f"{count} float32 in shared memory.", types.UniTuple(float32, count), [uint32], emit)
 
 
 @lru_cache
@@ -179,7 +181,7 @@ def store_shared(count: int) -> Any:
     """The device function (address, values) of a tuple of `count` float32, a multiple of 4, stored as `load_shared`."""
 
     def emit(builder: Any, where: Any, values: Any) -> None:
-        parts = _parts(builder, values, count)
+        parts = parts_of(builder, values, count)
         for start in range(0, count, 4):
             four = ir.Constant(ir.VectorType(F32, 4), ir.Undefined)
             for i in range(4):
@@ -188,7 +190,7 @@ def store_shared(count: int) -> Any:
             builder.store(four, pointer).align = 16
 
     arguments = [uint32, types.UniTuple(float32, count)]
-    return _device("store_shared", f"Store {count} float32 in shared memory.", types.void, arguments, emit)
+    return declare("store_shared", f"Store {count} float32 in shared memory.", types.void, arguments, emit)
 
 
 @intrinsic
@@ -217,22 +219,22 @@ def shared_address(typingctx: Any, array: Any) -> Any:
     return uint32(array), codegen
 
 
-compare_and_swap = _device(
+compare_and_swap = declare(
     "compare_and_swap",
     "The int64 at a global address, replaced by `new` if it was `old`, in one atomic step: (address, old, new).",
     int64,
     [int64, int64, int64],
-    lambda builder, where, old, new: _asm(
+    lambda builder, where, old, new: emit_asm(
         builder, I64, "atom.global.cas.b64 $0, [$1], $2, $3;", "=l,l,l,l,~{memory}", [where, old, new], side_effect=True
     ),
 )
 
 # ---- float32
 
-float_bits = _device("float_bits", "The bits of a float32.", uint32, [float32], lambda b, x: b.bitcast(x, I32))
-bits_float = _device("bits_float", "The float32 of these bits.", float32, [uint32], lambda b, x: b.bitcast(x, F32))
+float_bits = declare("float_bits", "The bits of a float32.", uint32, [float32], lambda b, x: b.bitcast(x, I32))
+bits_float = declare("bits_float", "The float32 of these bits.", float32, [uint32], lambda b, x: b.bitcast(x, F32))
 
-exp2 = _device(
+exp2 = declare(
     "exp2",
     """2 to the power of a float32, to about 2 units in the last place (ex2.approx.ftz).
 
@@ -240,15 +242,15 @@ exp2 = _device(
     """,
     float32,
     [float32],
-    lambda builder, x: _asm(builder, F32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x]),
+    lambda builder, x: emit_asm(builder, F32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x]),
 )
 
-larger = _device(
+larger = declare(
     "larger",
     "The larger of two float32; a number wins over a NaN (max.f32).",
     float32,
     [float32, float32],
-    lambda builder, x, y: _asm(builder, F32, "max.f32 $0, $1, $2;", "=f,f,f", [x, y]),
+    lambda builder, x, y: emit_asm(builder, F32, "max.f32 $0, $1, $2;", "=f,f,f", [x, y]),
 )
 
 # ---- conversions
@@ -263,7 +265,7 @@ _UNPACK_E4M3 = (
 
 def _floats_of_halves(builder: Any, word: Any) -> list[Any]:
     struct = ir.LiteralStructType([F32, F32])
-    return _parts(builder, _asm(builder, struct, _UNPACK_FLOAT16, "=f,=f,r", [word]), 2)
+    return parts_of(builder, emit_asm(builder, struct, _UNPACK_FLOAT16, "=f,=f,r", [word]), 2)
 
 
 def _floats_of_bfloat16(builder: Any, word: Any) -> list[Any]:
@@ -273,7 +275,9 @@ def _floats_of_bfloat16(builder: Any, word: Any) -> list[Any]:
 
 def _bytes_on_top(builder: Any, word: Any) -> list[Any]:
     """Two words with bytes 0, 1 and 2, 3 of `word` as the upper bytes of their halves, the lower ones 0."""
-    return [_asm(builder, I32, f"prmt.b32 $0, $1, 0, {selector};", "=r,r", [word]) for selector in ("0x1404", "0x3424")]
+    return [
+        emit_asm(builder, I32, f"prmt.b32 $0, $1, 0, {selector};", "=r,r", [word]) for selector in ("0x1404", "0x3424")
+    ]
 
 
 def _floats_of_e5m2(builder: Any, word: Any) -> list[Any]:
@@ -301,7 +305,7 @@ def _e4m3_value(builder: Any, scaled: Any) -> Any:
 
 def _floats_of_e4m3_by_hardware(builder: Any, word: Any) -> list[Any]:
     struct = ir.LiteralStructType([F32] * 4)
-    return _parts(builder, _asm(builder, struct, _UNPACK_E4M3, "=f,=f,=f,=f,r", [word]), 4)
+    return parts_of(builder, emit_asm(builder, struct, _UNPACK_E4M3, "=f,=f,=f,=f,r", [word]), 4)
 
 
 @lru_cache
@@ -317,7 +321,7 @@ def unpack(kind: str, hardware_fp8: bool = False) -> Any:
     """
     doc = f"The {kind} elements of a word as float32, exactly."
     result = types.UniTuple(float32, 32 // ELEMENT_BITS[kind])
-    return _device(f"unpack_{kind}", doc, result, [uint32], _widen(kind, hardware_fp8))
+    return declare(f"unpack_{kind}", doc, result, [uint32], _widen(kind, hardware_fp8))
 
 
 def _widen(kind: str, hardware_fp8: bool) -> Callable[[Any, Any], list[Any]]:
@@ -336,14 +340,14 @@ def _bits_of_half(builder: Any, x: Any) -> Any:
 
 
 def _bits_of_bfloat16(builder: Any, x: Any) -> Any:
-    return builder.zext(_asm(builder, I16, "cvt.rn.bf16.f32 $0, $1;", "=h,f", [x]), I32)
+    return builder.zext(emit_asm(builder, I16, "cvt.rn.bf16.f32 $0, $1;", "=h,f", [x]), I32)
 
 
 def _code_by_hardware(name: str) -> Callable[[Any, Any], Any]:
     def emit(builder: Any, x: Any) -> Any:
         # The first source operand is the upper half of the pair.
         text = f"cvt.rn.satfinite.{name}x2.f32 $0, $1, $2;"
-        return builder.zext(_asm(builder, I16, text, "=h,f,f", [ir.Constant(F32, 0.0), x]), I32)
+        return builder.zext(emit_asm(builder, I16, text, "=h,f,f", [ir.Constant(F32, 0.0), x]), I32)
 
     return emit
 
@@ -396,7 +400,7 @@ def narrow(kind: str, hardware_fp8: bool = False) -> Any:
         "fp8_e4m3": _code_by_hardware("e4m3") if hardware_fp8 else _code_by_bits(3, 7, 448.0),
         "fp8_e5m2": _code_by_hardware("e5m2") if hardware_fp8 else _code_by_bits(2, 15, 57344.0),
     }[kind]
-    return _device(f"narrow_{kind}", f"The bits of a float32 rounded to {kind}.", uint32, [float32], emit)
+    return declare(f"narrow_{kind}", f"The bits of a float32 rounded to {kind}.", uint32, [float32], emit)
 
 
 # ---- vectors
@@ -412,13 +416,13 @@ def multiply_add(kind: str, num_words: int, hardware_fp8: bool = False) -> Any:
     widen, weights = _widen(kind, hardware_fp8), num_words * 32 // ELEMENT_BITS[kind]
 
     def emit(builder: Any, total: Any, words: Any, factors: Any) -> Any:
-        values = [x for word in _parts(builder, words, num_words) for x in widen(builder, word)]
-        for value, factor in zip(values, _parts(builder, factors, weights), strict=True):
+        values = [x for word in parts_of(builder, words, num_words) for x in widen(builder, word)]
+        for value, factor in zip(values, parts_of(builder, factors, weights), strict=True):
             total = builder.fadd(total, builder.fmul(value, factor, flags=("contract",)), flags=("contract",))
         return total
 
     arguments = [float32, types.UniTuple(uint32, num_words), types.UniTuple(float32, weights)]
-    return _device(f"multiply_add_{kind}", "The sum with one vector's products added.", float32, arguments, emit)
+    return declare(f"multiply_add_{kind}", "The sum with one vector's products added.", float32, arguments, emit)
 
 
 @lru_cache
@@ -427,10 +431,10 @@ def masked(num_words: int) -> Any:
     words = types.UniTuple(uint32, num_words)
 
     def emit(builder: Any, values: Any, masks: Any) -> list[Any]:
-        pairs = zip(_parts(builder, values, num_words), _parts(builder, masks, num_words), strict=True)
+        pairs = zip(parts_of(builder, values, num_words), parts_of(builder, masks, num_words), strict=True)
         return [builder.and_(value, mask) for value, mask in pairs]
 
-    return _device("masked", "The words without the bits that are not in the masks.", words, [words, words], emit)
+    return declare("masked", "The words without the bits that are not in the masks.", words, [words, words], emit)
 
 
 _LOW_BITS = "{ .reg .b32 n; max.s32 n, $1, 0; shl.b32 n, 1, n; sub.u32 $0, n, 1; }"  # shl makes 0 of 1 << 32
@@ -445,7 +449,7 @@ def bit_masks(num_words: int) -> Any:
 
     def low_bits(builder: Any, count: Any, word: int) -> Any:
         count = builder.sub(builder.trunc(count, I32), I32(32 * word))
-        return _asm(builder, I32, _LOW_BITS, "=r,r", [count])
+        return emit_asm(builder, I32, _LOW_BITS, "=r,r", [count])
 
     def emit(builder: Any, first: Any, last: Any) -> list[Any]:
         return [
@@ -453,7 +457,7 @@ def bit_masks(num_words: int) -> Any:
             for w in range(num_words)
         ]
 
-    return _device(
+    return declare(
         "bit_masks", "Masks of the bits first..last-1.", types.UniTuple(uint32, num_words), [int64] * 2, emit
     )
 
@@ -464,7 +468,7 @@ def unpack_words(kind: str, num_words: int, hardware_fp8: bool = False) -> Any:
     widen, count = _widen(kind, hardware_fp8), num_words * 32 // ELEMENT_BITS[kind]
 
     def emit(builder: Any, words: Any) -> list[Any]:
-        return [x for word in _parts(builder, words, num_words) for x in widen(builder, word)]
+        return [x for word in parts_of(builder, words, num_words) for x in widen(builder, word)]
 
     arguments = [types.UniTuple(uint32, num_words)]
-    return _device(f"unpack_words_{kind}", "All elements of a vector.", types.UniTuple(float32, count), arguments, emit)
+    return declare(f"unpack_words_{kind}", "All elements of a vector.", types.UniTuple(float32, count), arguments, emit)

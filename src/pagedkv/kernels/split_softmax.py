@@ -1,0 +1,138 @@
+"""Steps of the split kernel on tensor cores: products to logits, the online softmax, and P as fragments.
+
+A lane has the logits of head g + 8h for tokens 4t .. 4t + 3 of each tile: two for each n, the tile's half, at
+``2 * (n * head_tiles + h)``. Logits are in units of log(2): the softmax is one of powers of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda, float32, int64, uint32
+
+from .intrinsics import exp2, for_each, larger, unpack
+from .logits import make_modify
+from .softmax import LOG2E, NONE
+from .source import device_function
+from .split_config import SplitConfig
+from .split_fragments import TILE, TensorShape
+from .split_lanes import make_any_of_warp, make_largest_of_head, make_of_heads
+from .tensor_intrinsics import pack_bfloat16, pack_float16
+
+
+def bias(shape: TensorShape) -> float:
+    """The exponent of the power of two that P is multiplied with, so that float16 underflows at 2**-39."""
+    return 14.0 if shape.operand == "float16" else 0.0
+
+
+def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``logits(s, raw, factors, softcap, slopes, position, q_pos, head, seq)``: from products.
+
+    position is that of the lane's first token, head that of heads g; factors and slopes have one element for each h.
+    """
+    FOLD, HEAD_TILES, MODIFIED = shape.fold, shape.head_tiles, config.modified
+    SCORES = 4 * shape.tiles * shape.head_tiles
+    modify = make_modify(config.score_mod)
+
+    @device_function
+    def logit(i, s, raw, factors, softcap, slopes, position, q_pos, head, seq):
+        n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
+        if FOLD:  # the even steps of rows g, and the odd ones of rows g + 8
+            x = float32(raw[8 * n + k] + raw[8 * n + 6 + k])
+        elif HEAD_TILES == 1:  # the terms of q
+            x = float32(raw[4 * n + k] + raw[4 * n + 2 + k])
+        else:
+            x = raw[4 * n + 2 * h + k]
+        x = float32(x * factors[h])
+        if MODIFIED:
+            k_pos = int64(position) + (TILE * (n // 2) + 2 * (n % 2) + k)
+            modified = modify(x, softcap, slopes[h], int64(q_pos), k_pos, int64(head) + 8 * h, seq)
+            x = float32(modified * LOG2E)
+        s[i] = x
+
+    @device_function
+    def logits(s, raw, factors, softcap, slopes, position, q_pos, head, seq):
+        for_each(logit, SCORES, (s, raw, factors, softcap, slopes, position, q_pos, head, seq))
+
+    return logits
+
+
+def make_mask(shape: TensorShape) -> Any:
+    """The device function ``mask(s, valid, t)``: -inf for tokens of the step whose bit in `valid` is not set."""
+    HEAD_TILES, SCORES = shape.head_tiles, 4 * shape.tiles * shape.head_tiles
+
+    @device_function
+    def mask_score(i, s, mine):
+        n, k = i // (2 * HEAD_TILES), i % 2
+        is_valid = uint32(mine & uint32(1 << (TILE * (n // 2) + 2 * (n % 2) + k))) != 0
+        s[i] = s[i] if is_valid else NONE
+
+    @device_function
+    def mask(s, valid, t):
+        for_each(mask_score, SCORES, (s, uint32(valid >> uint32(t << 2))))
+
+    return mask
+
+
+def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``soften(s, maxima, sums, o, p, p_rest, slot, g, t)``: s to P; m, l, O rescaled if need be.
+
+    Rescaling by 1 and not at all are the same bits, so it is skipped unless a maximum of the warp grew. `sums` are over
+    the tokens of this lane alone.
+    """
+    HEAD_TILES, PRODUCTS, BIAS = shape.head_tiles, shape.num_products, float32(bias(shape))
+    PAIRS = 2 * shape.tiles * shape.head_tiles
+    pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
+    widen = unpack(shape.operand)
+    largest_of_head, of_heads = make_largest_of_head(config), make_of_heads(config)
+    any_of_warp = make_any_of_warp(config)
+
+    @device_function
+    def raise_maximum(i, new, s):
+        new[i % HEAD_TILES] = larger(new[i % HEAD_TILES], larger(s[2 * i], s[2 * i + 1]))
+
+    @device_function
+    def rescale_product(i, o, h, even, odd):
+        at = 4 * (i * HEAD_TILES + h)
+        o[at], o[at + 1] = float32(o[at] * even), float32(o[at + 1] * odd)
+        o[at + 2], o[at + 3] = float32(o[at + 2] * even), float32(o[at + 3] * odd)
+
+    @device_function
+    def rescale(maxima, sums, o, new, slot, t):
+        for h in range(HEAD_TILES):
+            pivot = float32(0) if new[h] == NONE else new[h]
+            factor = exp2(float32(maxima[h] - pivot))
+            sums[h] = float32(sums[h] * factor)
+            maxima[h] = new[h]
+            # O has heads 2t and 2t + 1 of this lane; their maxima are with lanes g = 2t and 2t + 1.
+            even, odd = of_heads(slot, factor, t)
+            for_each(rescale_product, PRODUCTS, (o, h, even, odd))
+
+    @device_function
+    def weigh(i, s, maxima, sums, p, p_rest):
+        """Two probabilities as both terms of a word of P."""
+        n, h = i // HEAD_TILES, i % HEAD_TILES
+        pivot = float32(maxima[h] - BIAS)
+        pivot = float32(0) if pivot == NONE else pivot
+        first, second = exp2(float32(s[2 * i] - pivot)), exp2(float32(s[2 * i + 1] - pivot))
+        sums[h] = float32(sums[h] + float32(first + second))
+        word = pack(first, second)
+        low, high = widen(word)
+        into = 2 * ((n // 2) * HEAD_TILES + h) + n % 2
+        p[into], p_rest[into] = word, pack(float32(first - low), float32(second - high))
+
+    @device_function
+    def soften(s, maxima, sums, o, p, p_rest, slot, g, t):
+        new = cuda.local.array(HEAD_TILES, float32)
+        for h in range(HEAD_TILES):
+            new[h] = maxima[h]
+        for_each(raise_maximum, PAIRS, (new, s))
+        grew = False
+        for h in range(HEAD_TILES):
+            new[h] = largest_of_head(slot, new[h], g)
+            grew = grew or new[h] > maxima[h]
+        if any_of_warp(grew):
+            rescale(maxima, sums, o, new, slot, t)
+        for_each(weigh, PAIRS, (s, maxima, sums, p, p_rest))
+
+    return soften

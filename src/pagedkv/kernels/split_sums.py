@@ -1,0 +1,87 @@
+"""Where the teams of warps of the split kernel leave their sums: in shared memory, without bank conflicts.
+
+Row ``team * num_heads + head`` has the sums of one head, in pairs of float32: pair u is for dims 2u and 2u + 1. On
+tensor cores the 16 lanes that store together have g = 0..3 or 4..7 and all t; lane (g, t) stores pair
+``dims / 2 * g + j`` of head 2t, or 2t + 1, where dims is what a vector of V has. Pairs of a row change places so that
+these 16 lie in 16 different banks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import float32, uint32
+
+from .intrinsics import for_each
+from .source import device_function
+from .split_config import SplitConfig
+from .split_fragments import TensorShape
+from .split_softmax import bias
+from .tensor_intrinsics import exchange, store_shared_2
+
+BANK_PAIRS = 16  # float32 pairs in one pass over the banks
+
+
+def row_pairs(config: SplitConfig) -> int:
+    """Pairs of a row in shared memory: whole passes over the banks."""
+    return -(-config.head_dim // (2 * BANK_PAIRS)) * BANK_PAIRS
+
+
+def sums_bytes(config: SplitConfig) -> int:
+    """Shared memory of the sums of all teams."""
+    return 8 * row_pairs(config) * config.num_heads * config.num_teams
+
+
+def make_pair_address(config: SplitConfig) -> Any:
+    """The device function ``pair_address(shared, team, head, pair)`` -> shared address."""
+    ROW_BYTES, NUM_HEADS = 8 * row_pairs(config), config.num_heads
+    DIMS = TensorShape(config).v_dims if config.on_tensor_cores else 0
+
+    @device_function
+    def pair_address(shared, team, head, pair):
+        t = uint32(uint32(head >> 1) & uint32(3))
+        if DIMS == 4:  # bits 1 and 2 of the pair are g's
+            pair = uint32(pair ^ uint32(uint32(t & uint32(1)) | uint32(uint32(t & uint32(2)) << uint32(2))))
+        elif DIMS == 8:  # bits 2 and 3
+            pair = uint32(pair ^ t)
+        elif DIMS == 16:  # bits 3 and 4, of which the banks see one
+            pair = uint32(uint32(pair ^ t) ^ uint32(uint32(uint32(pair >> 4) & uint32(1)) << uint32(2)))
+        row = uint32(uint32(team * uint32(NUM_HEADS)) + head)
+        return uint32(uint32(shared + uint32(row * uint32(ROW_BYTES))) + uint32(pair << 3))
+
+    return pair_address
+
+
+def make_put_sums(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``put_sums(...)`` of the tensor cores.
+
+    Into shared memory go this team's maxima and sums of exponentials, and the dims of O of this member of it.
+    """
+    HEAD_TILES, NUM_HEADS, HEAD_DIM, BIAS = shape.head_tiles, config.num_heads, config.head_dim, float32(bias(shape))
+    PRODUCTS, PER_VECTOR = shape.num_products, shape.v_dims // 2
+    PER_MEMBER = shape.v_vectors * 8 * PER_VECTOR
+    pair_address = make_pair_address(config)
+
+    @device_function
+    def put_pairs(i, shared, o, num_heads, g, t, team, member):
+        vector, j = i // PER_VECTOR, i % PER_VECTOR
+        first = uint32(member * uint32(PER_MEMBER))
+        pair = uint32(uint32(uint32(PER_VECTOR * 8 * vector + j) + uint32(g * uint32(PER_VECTOR))) + first)
+        for h in range(HEAD_TILES):
+            for k in range(2):
+                head, at = uint32(uint32(t << 1) + uint32(8 * h + k)), 4 * (i * HEAD_TILES + h) + k
+                if head < num_heads and pair < uint32(HEAD_DIM // 2):
+                    store_shared_2(pair_address(shared, team, head, pair), o[at], o[at + 2])
+
+    @device_function
+    def put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, g, t, team, member):
+        for h in range(HEAD_TILES):
+            total = float32(sums[h] + exchange(sums[h], 1))
+            total = float32(total + exchange(total, 2))
+            head = uint32(g + uint32(8 * h))
+            if member == 0 and t == 0 and head < num_heads:
+                at = uint32(uint32(team * uint32(NUM_HEADS)) + head)
+                maxima_shared[at], sums_shared[at] = float32(maxima[h] - BIAS), total
+        for_each(put_pairs, PRODUCTS, (shared, o, num_heads, g, t, team, member))
+
+    return put_sums

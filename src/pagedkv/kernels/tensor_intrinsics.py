@@ -1,0 +1,258 @@
+"""Device functions of one instruction or a few for the split kernel: warps, tensor cores, memory that blocks share.
+
+With intrinsics.py the only file of the CUDA backend that knows llvmlite. Addresses and types are as there: int64 for
+global memory, uint32 for shared memory and for words. A function that a whole warp must call says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from .intrinsics import (
+    F32,
+    FLOATS_2,
+    FLOATS_4,
+    I32,
+    WORDS_2,
+    WORDS_4,
+    declare,
+    emit_asm,
+    float32,
+    int64,
+    make_load,
+    make_store,
+    parts_of,
+    uint32,
+)
+
+I1 = ir.IntType(1)
+WHOLE_WARP = "0xffffffff"
+
+
+def _warp_wide(builder: Any, result: Any, text: str, constraints: str, args: list[Any]) -> Any:
+    """Assembly that LLVM must neither move nor copy across branches."""
+    call = emit_asm(builder, result, text, constraints, args, side_effect=True)
+    call.attributes.add("convergent")
+    return call
+
+
+# ---- memory
+
+
+def _stream(count: int) -> Any:
+    """Loads of the caches: read once, so past L1; in the order of the program as far as LLVM goes."""
+    struct = ir.LiteralStructType([I32] * count)
+    registers = ",".join(f"${i}" for i in range(count))
+    text = f"ld.global.nc.L1::no_allocate.L2::128B.v{count}.u32 {{{registers}}}, [${count}];"
+
+    def emit(builder: Any, where: Any) -> Any:
+        constraints = "=r," * count + "l"
+        return parts_of(builder, emit_asm(builder, struct, text, constraints, [where], side_effect=True), count)
+
+    doc = f"{4 * count} bytes of global memory that no thread writes during the launch and that are read once."
+    return declare(f"stream_{4 * count}", doc, WORDS_4 if count == 4 else WORDS_2, [int64], emit)
+
+
+stream_16, stream_8 = _stream(4), _stream(2)
+
+
+def _shared_by_blocks(count: int) -> Any:
+    struct = ir.LiteralStructType([F32] * 2)
+    text = "ld.global.cg.f32 $0, [$1];" if count == 1 else "ld.global.cg.v2.f32 {$0,$1}, [$2];"
+
+    def emit(builder: Any, where: Any) -> Any:
+        if count == 1:
+            return emit_asm(builder, F32, text, "=f,l,~{memory}", [where], side_effect=True)
+        return parts_of(builder, emit_asm(builder, struct, text, "=f,=f,l,~{memory}", [where], side_effect=True), 2)
+
+    doc = "float32 that other thread blocks wrote in this launch: from L2, never from a stale line of L1."
+    return declare(f"load_l2_{count}", doc, float32 if count == 1 else FLOATS_2, [int64], emit)
+
+
+load_l2, load_l2_2 = _shared_by_blocks(1), _shared_by_blocks(2)
+
+load_shared_2 = make_load("load_shared_2", "Two float32 at a shared address.", FLOATS_2, uint32, F32)
+store_shared_2 = make_store("store_shared_2", "Store two float32 at a shared address.", uint32, float32, 2, F32)
+store_shared_4 = make_store("store_shared_4", "Store four float32 at a shared address.", uint32, float32, 4, F32)
+load_shared_word = make_load("load_shared_word", "A word at a shared address.", uint32, uint32, I32)
+store_shared_word = make_store("store_shared_word", "Store a word at a shared address.", uint32, uint32, 1, I32)
+load_shared_words = make_load("load_shared_words", "Four words at a shared address.", WORDS_4, uint32, I32)
+store_shared_words = make_store("store_shared_words", "Store four words at a shared address.", uint32, uint32, 4, I32)
+
+fence = declare(
+    "fence",
+    "What this thread wrote before is there, for all threads of the device, before what it writes afterwards.",
+    types.void,
+    [],
+    lambda builder: _fence(builder),
+)
+
+
+def _fence(builder: Any) -> None:
+    emit_asm(builder, ir.VoidType(), "fence.acq_rel.gpu;", "~{memory}", [], side_effect=True)
+
+
+count_up = declare(
+    "count_up",
+    "The uint32 at a global address, then increased by 1 in one atomic step, or 0 if it was `last`: (address, last).",
+    uint32,
+    [int64, uint32],
+    lambda builder, where, last: emit_asm(
+        builder, I32, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r,~{memory}", [where, last], side_effect=True
+    ),
+)
+
+# ---- warps
+
+sync_warp = declare(
+    "sync_warp",
+    "What lanes of this warp wrote before is there for all of them. The whole warp calls it.",
+    types.void,
+    [],
+    lambda builder: _sync_warp(builder),
+)
+
+
+def _sync_warp(builder: Any) -> None:
+    _warp_wide(builder, ir.VoidType(), f"bar.warp.sync {WHOLE_WARP};", "~{memory}", [])
+
+
+shuffle = declare(
+    "shuffle",
+    "The word of another lane: (word, lane). The whole warp calls it.",
+    uint32,
+    [uint32, uint32],
+    lambda builder, x, lane: _warp_wide(
+        builder, I32, f"shfl.sync.idx.b32 $0, $1, $2, 0x1f, {WHOLE_WARP};", "=r,r,r", [x, lane]
+    ),
+)
+
+shuffle_float = declare(
+    "shuffle_float",
+    "The float32 of another lane: (x, lane). The whole warp calls it.",
+    float32,
+    [float32, uint32],
+    lambda builder, x, lane: _warp_wide(
+        builder, F32, f"shfl.sync.idx.b32 $0, $1, $2, 0x1f, {WHOLE_WARP};", "=f,f,r", [x, lane]
+    ),
+)
+
+exchange = declare(
+    "exchange",
+    "The float32 of the lane whose number differs in the bits of `mask`: (x, mask). The whole warp calls it.",
+    float32,
+    [float32, uint32],
+    lambda builder, x, mask: _warp_wide(
+        builder, F32, f"shfl.sync.bfly.b32 $0, $1, $2, 0x1f, {WHOLE_WARP};", "=f,f,r", [x, mask]
+    ),
+)
+
+
+def _vote(builder: Any, condition: Any, name: str, result: Any) -> Any:
+    kind = ir.FunctionType(result, [I32, I1])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    return builder.call(
+        function, [I32(0xFFFFFFFF), builder.trunc(condition, I1) if condition.type != I1 else condition]
+    )
+
+
+any_lane = declare(
+    "any_lane",
+    "True if the condition holds in a lane of the warp. The whole warp calls it.",
+    types.boolean,
+    [types.boolean],
+    lambda builder, condition: _vote(builder, condition, "llvm.nvvm.vote.any.sync", I1),
+)
+
+ballot = declare(
+    "ballot",
+    "The word whose bit i says whether the condition holds in lane i. The whole warp calls it.",
+    uint32,
+    [types.boolean],
+    lambda builder, condition: _vote(builder, condition, "llvm.nvvm.vote.ballot.sync", I32),
+)
+
+# ---- tensor cores
+
+
+def _mma(kind: str) -> Any:
+    struct = ir.LiteralStructType([F32] * 4)
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
+
+    def emit(builder: Any, *args: Any) -> Any:
+        return parts_of(builder, _warp_wide(builder, struct, text, constraints, list(args)), 4)
+
+    doc = f"A B + C of {kind} matrices of 16 x 16 and 16 x 8: (a0..a3, b0, b1, c0..c3). The whole warp calls it."
+    return declare(f"mma_{kind}", doc, FLOATS_4, [uint32] * 6 + [float32] * 4, emit)
+
+
+mma_float16, mma_bfloat16 = _mma("f16"), _mma("bf16")
+
+# ---- bits and conversions
+
+permute = declare(
+    "permute",
+    "Bytes of two words, chosen by the four low nibbles of a selector: (x, y, selector) (prmt).",
+    uint32,
+    [uint32, uint32, uint32],
+    lambda builder, x, y, selector: emit_asm(builder, I32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector]),
+)
+
+
+def _pack(kind: str) -> Any:
+    def emit(builder: Any, low: Any, high: Any) -> Any:
+        # The first source operand is the upper half of the pair.
+        return emit_asm(builder, I32, f"cvt.rn.{kind}x2.f32 $0, $1, $2;", "=r,f,f", [high, low])
+
+    doc = f"Two float32, rounded to nearest even, as the {kind} halves of a word: (low, high)."
+    return declare(f"pack_{kind}", doc, uint32, [float32, float32], emit)
+
+
+pack_float16, pack_bfloat16 = _pack("f16"), _pack("bf16")
+
+
+def _halves_of_e4m3(upper: bool) -> Any:
+    def emit(builder: Any, word: Any) -> Any:
+        half = "b" if upper else "a"
+        text = f"{{ .reg .b16 a, b; mov.b32 {{a, b}}, $1; cvt.rn.f16x2.e4m3x2 $0, {half}; }}"
+        return emit_asm(builder, I32, text, "=r,r", [word])
+
+    which = "upper" if upper else "lower"
+    doc = f"The two {which} e4m3 of a word as float16 halves; needs compute capability 8.9."
+    return declare(f"halves_of_{which}_e4m3", doc, uint32, [uint32], emit)
+
+
+halves_of_lower_e4m3, halves_of_upper_e4m3 = _halves_of_e4m3(False), _halves_of_e4m3(True)
+
+reciprocal = declare(
+    "reciprocal",
+    "1 / x of a float32, to one unit in the last place (rcp.approx.ftz); without the branch of an exact division.",
+    float32,
+    [float32],
+    lambda builder, x: emit_asm(builder, F32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x]),
+)
+
+log2 = declare(
+    "log2",
+    "The logarithm to base 2 of a float32, to an error of about 2**-22 (lg2.approx.ftz).",
+    float32,
+    [float32],
+    lambda builder, x: emit_asm(builder, F32, "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x]),
+)
+
+low_bits = declare(
+    "low_bits",
+    "A word with its lowest `count` bits set, all from 32 on.",
+    uint32,
+    [uint32],
+    lambda builder, count: emit_asm(
+        builder, I32, "{ .reg .b32 n; shl.b32 n, 1, $1; sub.u32 $0, n, 1; }", "=r,r", [count]
+    ),
+)

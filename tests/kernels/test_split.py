@@ -1,0 +1,240 @@
+"""The split kernel in the emulator, with all of its checks on, against the oracle."""
+
+import math
+
+import numpy as np
+import pytest
+from decode_cases import assert_same_bits, checked_call
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from split_cases import CUDA_CORES, TENSOR, VARIANTS, Variant, decode, launch, specs
+
+from pagedkv import reference
+from pagedkv.cuda.report import raise_if_failed
+from pagedkv.emulator import EmulatorDevice
+from pagedkv.kernels.split_config import LONG, MOST_SPLITS, SHORTEST_SPLIT
+from problems import POISONS, assert_close, build, expect
+
+BOTH = pytest.mark.parametrize("variant", [TENSOR, CUDA_CORES], ids=["tensor cores", "CUDA cores"])
+WIDE = [TENSOR, Variant(64, 8, 16, "float16", "fp8_e4m3"), CUDA_CORES]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_every_variant_meets_the_error_bound(variant, data, open_device):
+    problem = build(data.draw(specs(variant)))
+    assert_close(problem, *decode(problem, open_device, capability=variant.capability))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+def test_float32_queries_lose_nothing_to_16_bit_operands(kv_dtype, open_device):
+    for scale in (None, 0.25):
+        variant = Variant(128, 5, 24, "float32", kv_dtype)
+        problem = build(variant.spec(seq_lens=(2, 3, 17, 300), num_kv_heads=2, scale=scale))
+        out, _ = decode(problem, open_device)
+        assert np.abs(out - expect(problem)[0]).max() <= 1e-5
+
+
+@BOTH
+def test_lengths_at_the_boundaries(variant, open_device):
+    size = SHORTEST_SPLIT
+    lengths = (0, 1, 2, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, size - 1, size, size + 1, 2 * size + 1)
+    problem = build(variant.spec(seq_lens=lengths, num_kv_heads=1))
+    assert_close(problem, *decode(problem, open_device))
+
+
+@BOTH
+@pytest.mark.parametrize("length", [LONG - 1, LONG, SHORTEST_SPLIT * MOST_SPLITS + 1])
+def test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges(variant, length, open_device):
+    problem = build(variant.spec(seq_lens=(length, 7), num_kv_heads=1))
+    assert_close(problem, *decode(problem, open_device))
+
+
+@pytest.mark.parametrize("variant", WIDE, ids=str)
+def test_a_needle_is_found_at_every_position_of_a_step(variant, open_device):
+    """Eight KV heads have a needle each; its value, which says where it lies, is all of the output."""
+    size = SHORTEST_SPLIT
+    for first in (0, 8, 16, 24, size - 4):
+        needles = tuple(range(first, first + 8))
+        for length in (32, 2 * size) if first < 32 else (2 * size, size + 4):
+            spec = variant.spec(seq_lens=(length,), num_kv_heads=8, needles=needles, fingerprint=True, group_size=1)
+            spec = spec.replace(group_size=variant.group_size)
+            problem = build(spec)
+            out, lse = decode(problem, open_device)
+            assert_close(problem, out, lse)
+            np.testing.assert_array_equal(out.astype(np.float32), np.round(expect(problem)[0]))
+
+
+@pytest.mark.parametrize("variant", WIDE, ids=str)
+def test_what_is_not_used_does_not_change_a_bit(variant, open_device):
+    spec = variant.spec(seq_lens=(37, 1, 600, 0), window=300, sinks=True)
+    expected = decode(build(spec.replace(poison="zero")), open_device)
+    for poison in POISONS:
+        assert_same_bits(decode(build(spec.replace(poison=poison)), open_device), expected)
+
+
+@BOTH
+def test_the_bits_are_the_same_in_any_batch_placement_layout_block_size_and_schedule(variant, open_device):
+    spec = variant.spec(seq_lens=(700, 3, 65, LONG + 5))
+    out, lse = decode(build(spec), open_device)
+    for block_size in (1, 3, 16, 256):
+        for placement, order, layout in ((5, (2, 0), "HND"), (6, (3, 1, 0, 2, 0), "NHD")):
+            other = spec.replace(
+                seq_lens=tuple(spec.seq_lens[i] for i in order),
+                ids=order,
+                placement_seed=placement,
+                layout=layout,
+                block_size=block_size,
+                strides="strided" if layout == "HND" else "own",
+            )
+            assert_same_bits(decode(build(other), open_device), (out[list(order)], lse[list(order)]))
+    for i in range(len(spec.seq_lens)):
+        alone = spec.replace(seq_lens=spec.seq_lens[i : i + 1], ids=(i,))
+        assert_same_bits(decode(build(alone), open_device), (out[i : i + 1], lse[i : i + 1]))
+    for seed in range(3):
+        assert_same_bits(decode(build(spec), device=open_device(seed=seed, global_race=True)), (out, lse))
+
+
+@BOTH
+def test_counters_are_ready_for_the_next_launch(variant, open_device):
+    problem = build(variant.spec(seq_lens=(700, 3, 300), sinks=True))
+    expected = decode(problem, open_device)
+    call = checked_call(problem, "split")
+    outs = [(np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)) for _ in range(3)]
+    with open_device(seed=1) as device:
+        for out, lse in outs:
+            launch(device, call, out, lse)
+    for result in outs:
+        assert_same_bits(result, expected)
+
+
+@BOTH
+def test_every_key_masked(variant, open_device):
+    """Heads whose scores are all -inf: 0 and -inf, or the sink's logit."""
+    masking = variant._replace(score_mod=nothing_for_head_1)
+    for sinks in (False, True):
+        problem = build(masking.spec(seq_lens=(1, 40, 600, 0), num_kv_heads=2, sinks=sinks))
+        out, lse = decode(problem, open_device)
+        assert_close(problem, out, lse)
+        assert (out[:, 1] == 0).all()
+        np.testing.assert_array_equal(lse[:3, 1], problem.options["sinks"][1] if sinks else np.float32(-math.inf))
+
+
+def nothing_for_head_1(score, q_pos, k_pos, head, seq):
+    return -math.inf if head == 1 else score
+
+
+def test_score_mod_sees_positions_heads_and_sequences(open_device):
+    for variant in (TENSOR, Variant(64, 12, 16, "float32", "bfloat16"), CUDA_CORES):
+        seeing = variant._replace(score_mod=all_of_it, group_size=variant.group_size)
+        problem = build(seeing.spec(seq_lens=(70, 1, 300), num_kv_heads=2, window=150))
+        assert_close(problem, *decode(problem, open_device))
+
+
+def all_of_it(score, q_pos, k_pos, head, seq):
+    return 0.5 * score + math.sin(0.37 * k_pos + head) + 0.3 * seq - 0.01 * (q_pos - k_pos)
+
+
+@BOTH
+def test_only_visible_rows_are_read_and_each_sector_once(variant):
+    window, p = 300, variant.block_size
+    problem = build(variant.spec(seq_lens=(607, 40), window=window, num_kv_heads=1))
+    device = EmulatorDevice(footprint=True)
+    decode(problem, device=device)
+    lengths = problem.spec.seq_lens
+    seq = np.repeat(np.arange(len(lengths)), [min(window, n) for n in lengths])
+    position = np.concatenate([np.arange(max(0, n - window), n) for n in lengths])
+    rows = np.zeros(problem.k_cache.shape, bool)
+    rows[problem.block_tables[seq, position // p], position % p] = True
+    for name in ("k_cache", "v_cache"):
+        device.launches[0].footprint.expect(name, read=rows, written=False)
+    device.launches[0].footprint.expect("seq_lens", read=True)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("kind", reference.FP8_DTYPES)
+def test_every_fp8_code_is_its_value(kind, capability, open_device):
+    """As a value: the output of one token. As a key: the LSE of one token."""
+    codes = np.arange(256, dtype=np.uint8)
+    values = codes.view(reference.FP8_DTYPES[kind]).astype(np.float32)
+    problem = build(Variant(64, 1, 1, "float32", kind).spec(seq_lens=(1,) * 256, num_kv_heads=1, scale=1.0))
+    block = problem.block_tables[:, 0]
+    problem.q[...] = 0
+    problem.q[:, 0, 5] = 1
+    problem.k_cache[block] = 0
+    problem.k_cache[block, 0, 0, 5] = codes
+    problem.v_cache[block, 0, 0] = codes.reshape(4, 64)[np.arange(256) % 4]
+    out, lse = decode(problem, open_device, capability=capability)
+    finite = np.isfinite(values)
+    np.testing.assert_allclose(lse[finite, 0], values[finite], rtol=3e-7, atol=2e-6)
+    assert np.isnan(lse[~finite, 0]).all()
+    # Infinite values meet the second term of P, which is 0.
+    expected = np.where(np.isinf(values), np.nan, values).reshape(4, 64)
+    for i in np.flatnonzero(finite)[:8]:
+        np.testing.assert_array_equal(out[i, 0], expected[i % 4])
+
+
+@BOTH
+def test_caches_whose_strides_are_negative(variant, open_device):
+    spec = variant.spec(seq_lens=(70, 300))
+    expected = decode(build(spec), open_device)
+    problem = build(spec)
+    for name in ("k_cache", "v_cache"):
+        setattr(problem, name, np.ascontiguousarray(getattr(problem, name)[::-1])[::-1])
+    assert_same_bits(decode(problem, open_device), expected)
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [-1, 10**6, 2**31 - 1])
+def test_a_bad_block_id_is_skipped_and_recorded(variant, bad, open_device):
+    spec = variant.spec(seq_lens=(40, 3, 600))
+    problem = build(spec)
+    expected = decode(build(spec), open_device)
+    call = checked_call(problem, "split", check=True)
+    problem.block_tables[2, 4] = bad
+    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+    with open_device() as device:
+        launch(device, call, out, lse, check=True)
+        with pytest.raises(IndexError, match=rf"got {bad} for sequence 2, column 4"):
+            raise_if_failed([device])
+        raise_if_failed([device])
+    assert_same_bits((out[:2], lse[:2]), (expected[0][:2], expected[1][:2]))
+    # The block's tokens are not there: as if all of its keys were masked.
+    keys = np.delete(np.arange(600), np.arange(64, 80))
+    k, v = (x[build(spec).block_tables[2, keys // 16], keys % 16] for x in (problem.k_cache, problem.v_cache))
+    for h in range(problem.spec.num_heads):
+        kv = h // problem.spec.group_size
+        s = k[:, kv].astype(float) @ problem.q[2, h].astype(float) / math.sqrt(variant.head_dim)
+        weights = np.exp(s - s.max())
+        np.testing.assert_allclose(
+            out[2, h].astype(float), weights @ v[:, kv].astype(float) / weights.sum(), atol=1e-3, rtol=0
+        )
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [-1, 10**6])
+def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
+    spec = variant.spec(seq_lens=(40, 3, 600), sinks=True)
+    problem = build(spec)
+    expected = decode(build(spec), open_device)
+    call = checked_call(problem, "split", check=True)
+    problem.seq_lens[1] = bad
+    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+    with open_device() as device:
+        launch(device, call, out, lse, check=True)
+        with pytest.raises(ValueError, match=rf"got {bad} for sequence 1"):
+            raise_if_failed([device])
+    assert_same_bits((out[::2], lse[::2]), (expected[0][::2], expected[1][::2]))
+    assert (out[1] == 0).all()
+    assert (lse[1] == -np.inf).all()
+
+
+@BOTH
+def test_without_an_lse(variant, open_device):
+    problem = build(variant.spec(seq_lens=(0, 40, 600)))
+    expected, _ = decode(problem, open_device)
+    out = np.zeros_like(problem.q)
+    with open_device() as device:
+        launch(device, checked_call(problem, "split"), out, None)
+    assert_same_bits((out,), (expected,))

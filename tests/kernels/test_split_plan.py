@@ -1,0 +1,103 @@
+"""What the split kernel is compiled for and how it is launched, from metadata alone."""
+
+import numpy as np
+import pytest
+from decode_cases import checked_call
+from split_cases import VARIANTS, Variant
+
+from pagedkv.cuda import split
+from pagedkv.cuda.compile import compile_kernel
+from pagedkv.cuda.link import link, occupancy
+from pagedkv.kernels.decode_split import make_split
+from pagedkv.kernels.split_config import LONG, MOST_SPLITS, SHORTEST_SPLIT, SPLIT_UNIT, VECTOR_BYTES, SplitConfig
+from problems import build
+
+USUAL = SplitConfig(128, 8, 16, "float16", "float16")
+# Before 9.0, ptxas keeps registers free for lanes that part in the middle of a loop, and most variants spill.
+IN_REGISTERS_ON_AMPERE = (
+    USUAL,
+    SplitConfig(64, 8, 16, "float16", "fp8_e4m3"),
+    SplitConfig(128, 1, 16, "float32", "float32"),
+)
+
+
+def config_of(variant, capability, **fields):
+    problem = build(variant.spec(seq_lens=(1,), **fields))
+    return split.split_config(checked_call(problem, "split"), checked=False, capability=capability)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.capability == (9, 0) and v.head_dim <= 256], ids=str)
+def test_every_variant_has_everything_in_registers(variant, capability):
+    check_registers(config_of(variant, capability, softcap=2.0 if variant.modified else None), capability)
+
+
+@pytest.mark.parametrize("usual", IN_REGISTERS_ON_AMPERE, ids=str)
+def test_variants_for_ampere_that_have_everything_in_registers(usual):
+    variant = Variant(usual.head_dim, usual.group_size, usual.block_size, usual.q_kind, usual.kv_kind)
+    check_registers(config_of(variant, (8, 0)), (8, 0))
+
+
+def check_registers(config, capability):
+    kernel = compile_kernel(make_split, config, capability)
+    assert ".extern .func" not in kernel.ptx
+    assert ".local" not in kernel.ptx
+    resources = link(kernel.ptx, capability).resources()
+    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
+    assert resources.shared_bytes <= 48 * 1024
+    assert capability < (9, 0) or occupancy(capability, resources.registers, 128, resources.shared_bytes) >= 2
+
+
+@pytest.mark.parametrize("group_size", [1, 4, 8, 16, 48])
+@pytest.mark.parametrize("kind", ["float32", "float16", "fp8_e4m3"])
+def test_splits_cover_a_sequence_and_never_outnumber_the_grid(group_size, kind):
+    config = SplitConfig(128, group_size, 16, "float32", kind)
+    most = 0
+    for n in sorted([*range(1, 5 * LONG, 37), LONG - 1, LONG, 10**5, 10**6, 2**31 - 1]):
+        size = config.split_size(n)
+        assert size % SPLIT_UNIT == 0
+        count = -(-n // size)
+        most = max(most, count)
+        assert most <= config.most_splits(n) <= MOST_SPLITS
+        if n >= LONG:
+            traffic = 2 * count * group_size * (config.head_dim + 2) * 4
+            assert count == 1 or traffic <= 0.04 * 2 * n * config.row_bytes
+
+
+def plan_of(variant, **fields):
+    problem = build(variant.spec(**fields))
+    call = checked_call(problem, "split")
+    return split.plan(call, problem.out, checked=False, capability=(9, 0)), call
+
+
+def test_the_grid_follows_from_capacity_and_window():
+    variant = Variant(64, 4, 16, "float16", "float16")
+    plan, call = plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3)
+    capacity = call.block_tables.shape[1] * 16
+    assert plan.launches[0].grid == (6, -(-capacity // SHORTEST_SPLIT), 1)
+    assert plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3, window=300)[0].launches[0].grid == (6, 2, 1)
+    assert plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0].launches[0].grid == (6, 1, 1)
+    tiles = plan_of(Variant(72, 48, 16, "float16", "fp8_e5m2"), seq_lens=(9, 3), num_kv_heads=3)[0]
+    assert tiles.launches[0].grid == (6 * 3, 1, 1)
+
+
+@pytest.mark.parametrize(("head_dim", "kind", "vector"), [(64, "float16", 16), (8, "fp8_e4m3", 8)])
+def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(head_dim, kind, vector):
+    assert SplitConfig(head_dim, 1, 16, "float32", kind).vector_bytes == vector <= VECTOR_BYTES
+    problem = build(Variant(head_dim, 1, 16, "float32", kind).spec(seq_lens=(5,), num_kv_heads=1))
+    call = checked_call(problem, "split")
+    row = call.k_cache.strides[0]
+    for num_blocks, is_wide in ((2**32 * vector // row, False), (2**32 * vector // row + 1, True)):
+        shape = (num_blocks, *call.k_cache.shape[1:])
+        large = np.lib.stride_tricks.as_strided(call.k_cache, shape, call.k_cache.strides)
+        spec = type(call.spec)("NHD", call.spec.kind, num_blocks, 16, 1, head_dim)
+        wide = call._replace(k_cache=large, v_cache=large, spec=spec)
+        assert split.split_config(wide, checked=False, capability=(9, 0)).wide == is_wide
+
+
+def test_more_thread_blocks_than_a_grid_has():
+    problem = build(Variant(64, 4, 16, "float16", "float16").spec(seq_lens=(5,)))
+    call = checked_call(problem, "split")
+    many = call._replace(q=np.broadcast_to(call.q, (2**30, *call.q.shape[1:])))
+    with pytest.raises(ValueError, match=r"must be below 2\*\*31 on a device, got 2147483648"):
+        split.plan(many, many.q, checked=False, capability=(9, 0))
