@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     modules = (cpu, memory, launch, emulator, static, decode, write)
     benches: dict[str, Any] = dict(zip(BENCHES, modules, strict=True))
     own: dict[str, Any] = {}
+    code = 0
     if options.what == "static":
         capabilities = [(int(major), int(minor)) for major, minor in (cc.split(".") for cc in options.cc)]
         own = {"capabilities": capabilities, "quick": options.quick, "cold": options.cold}
@@ -71,18 +72,19 @@ def main(arguments: list[str] | None = None) -> int:
         if options.plot:
             plot.require()
         rows = benches[options.what].run(repeats=options.repeats, progress=_progress, **own)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         print("\ninterrupted", file=sys.stderr)
-        return 130
+        code, rows = 130, interruption.rows if isinstance(interruption, report.Interrupted) else []
     except BackendUnavailableError as error:
         print(error, file=sys.stderr)
         return 1
     _progress("")
     form = report.as_json if options.json else report.as_csv if options.csv else report.as_table
-    print(form(rows))
-    if options.plot:
+    if rows:
+        print(form(rows))
+    if options.plot and not code:
         plot.draw(rows, options.plot)
-    return 0
+    return code
 
 
 if __name__ == "__main__":

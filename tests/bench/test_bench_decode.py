@@ -138,7 +138,10 @@ def test_kernels_of_pagedkv_get_each_layout(cell, framework):
         assert 0 <= row["error"] < decode.TOLERANCE[cell.dtype]
 
 
-@pytest.mark.parametrize(("name", "launches"), [("v1", 1), ("v2", 2)])
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [("v1", ["v1"]), ("v2", ["v2", "v2_reduce"]), ("split NHD", ["split"]), ("split HND", ["split"])],
+)
 def test_kernels_of_pagedkv_are_launched_for_device_arrays(monkeypatch, name, launches):
     def on_device(*args, out, **options):
         return pagedkv.decode_attention(*map(InterfaceArray, args), out=InterfaceArray(out), **options)
@@ -148,7 +151,7 @@ def test_kernels_of_pagedkv_are_launched_for_device_arrays(monkeypatch, name, la
     with recording() as devices:
         call()
     (device,) = devices.values()
-    assert [kernel.name.partition("[")[0] for kernel, *_ in device.launches] == [name, "v2_reduce"][:launches]
+    assert [kernel.name.partition("[")[0] for kernel, *_ in device.launches] == launches
 
 
 def test_torch_peers_without_torch():
@@ -304,6 +307,22 @@ def test_command_line(fake_gpu, capsys):
     assert main(["bench", "decode", "--quick", "--repeats", "1", "--json", "--only", "ragged", "--subjects", "v2"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row.get("subject") for row in rows] == [None, "v2"]
+
+
+def test_ctrl_c_leaves_what_has_been_measured(fake_gpu, monkeypatch, capsys):
+    measure, done = decode.measure, []
+
+    def interrupted(*arguments):
+        if done:
+            raise KeyboardInterrupt
+        done.append(True)
+        return measure(*arguments)
+
+    monkeypatch.setattr(decode, "measure", interrupted)
+    assert main(["bench", "decode", "--quick", "--repeats", "1", "--json", "--subjects", "v1", "v2"]) == 130
+    captured = capsys.readouterr()
+    assert [row.get("subject") for row in json.loads(captured.out)["rows"]] == [None, "v1", "v2"]
+    assert "interrupted" in captured.err
 
 
 @pytest.mark.parametrize("what", ["decode", "write"])

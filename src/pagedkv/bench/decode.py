@@ -20,7 +20,7 @@ from .cells import GROUPS, Cell, HostProblem, cells, only, quick_cells
 from .contest import NOT_INSTALLED, contest, reason
 from .gpu import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, interleaved, launches_for, open_gpu, sample
 from .peers import FIRST, OURS, PACKAGES, PEERS, SUBJECTS, Problem
-from .report import Row, median, spread
+from .report import Interrupted, Row, median, spread
 
 # Largest error of a result, over the largest magnitude in what is expected.
 TOLERANCE = {"float16": 5e-3, "bfloat16": 2e-2}
@@ -203,21 +203,27 @@ def run(
     ------
     BackendUnavailableError
         There is no GPU, or what is needed on one is not installed.
+    Interrupted
+        By Ctrl-C, with the rows of the cells before.
     """
     gpu = open_gpu(QUICK_COPY_BYTES if quick else COPY_BYTES)
     chosen = {name: SUBJECTS[name] for name in SUBJECTS if subjects is None or name in subjects}
     progress("copy")
     first = header(gpu, repeats)
     rows: list[Row] = []
-    for cell in only(groups, quick_cells() if quick else cells()):
-        rows += measure(gpu, cell, chosen, repeats, progress)
-        missing = {row["subject"] for row in rows if (row["note"] or "").endswith(NOT_INSTALLED)}
-        chosen = {name: subject for name, subject in chosen.items() if name not in missing}
     launches: list[Row] = []
-    if groups is None or "launch" in groups:
-        progress("launch")
-        problem = Problem(gpu, HostProblem((quick_cells() if quick else cells())[0]))
-        launches = [launch_row(gpu, name, problem, repeats) for name in OURS if name in chosen]
+    among = quick_cells() if quick else cells()
+    try:
+        for cell in only(groups, among):
+            rows += measure(gpu, cell, chosen, repeats, progress)
+            missing = {row["subject"] for row in rows if (row["note"] or "").endswith(NOT_INSTALLED)}
+            chosen = {name: subject for name, subject in chosen.items() if name not in missing}
+        if groups is None or "launch" in groups:
+            progress("launch")
+            problem = Problem(gpu, HostProblem(among[0]))
+            launches += [launch_row(gpu, name, problem, repeats) for name in OURS if name in chosen]
+    except KeyboardInterrupt:
+        raise Interrupted([first, *rows, *means(rows)]) from None
     return [first, *rows, *launches, *means(rows), *([] if quick else targets(rows, launches))]
 
 
