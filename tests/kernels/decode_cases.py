@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
+from block_cases import SparseDevice
 
 from pagedkv import validation
 from pagedkv.cuda import attention
@@ -117,6 +118,35 @@ def assert_same_bits(actual: tuple[np.ndarray, ...], expected: tuple[np.ndarray,
     """Equal outputs and LSEs, bit by bit."""
     for x, y in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(x.view(f"u{x.itemsize}"), y.view(f"u{y.itemsize}"))
+
+
+class LargeCaches(SparseDevice):
+    """Holds the last blocks of caches past 4 GiB, and nothing of the rest."""
+
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.num_blocks = num_blocks
+
+    def address(self, name, array):
+        is_new = name not in self.large
+        where = super().address(name, array)
+        if is_new and name in self.large:
+            used = slice(len(array) - self.num_blocks, None)
+            self.large[name].view()[used] = array[used]
+            self.large[name].mark(True, used)
+        return where
+
+
+def move_past_4_gib(problem):
+    """Move a problem's blocks to the end of caches that are larger than 2**32 bytes and take no memory else."""
+    first = 2**32 // problem.k_cache[0].nbytes + 1
+    used = np.arange(problem.block_tables.shape[1]) < -(-problem.seq_lens[:, None] // problem.spec.block_size)
+    problem.block_tables = np.where(used, problem.block_tables + np.int32(first) * used, problem.block_tables)
+    for name in ("k_cache", "v_cache"):
+        small = getattr(problem, name)
+        large = np.empty((first + len(small), *small.shape[1:]), small.dtype)
+        large[first:] = small
+        setattr(problem, name, large)
 
 
 @st.composite

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from decode_cases import assert_same_bits, checked_call
+from decode_cases import LargeCaches, assert_same_bits, checked_call, move_past_4_gib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_cases import CUDA_CORES, TENSOR, VARIANTS, Variant, decode, launch, specs
@@ -47,7 +47,7 @@ def test_lengths_at_the_boundaries(variant, open_device):
 @BOTH
 @pytest.mark.parametrize("length", [LONG - 1, LONG, SHORTEST_SPLIT * MOST_SPLITS + 1])
 def test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges(variant, length, open_device):
-    problem = build(variant.spec(seq_lens=(length, 7), num_kv_heads=1))
+    problem = build(variant.spec(seq_lens=(length, 7), num_kv_heads=1, sinks=True))
     assert_close(problem, *decode(problem, open_device))
 
 
@@ -109,31 +109,61 @@ def test_counters_are_ready_for_the_next_launch(variant, open_device):
         assert_same_bits(result, expected)
 
 
-@BOTH
-def test_every_key_masked(variant, open_device):
-    """Heads whose scores are all -inf: 0 and -inf, or the sink's logit."""
-    masking = variant._replace(score_mod=nothing_for_head_1)
+def seeing(score, q_pos, k_pos, head, seq):
+    """Every argument counts; head 1 sees nothing."""
+    if head == 1:
+        return -math.inf
+    return 0.5 * score + (0.7 if k_pos % 3 == 1 else 0.0) + 0.1 * head + 0.3 * seq - 0.01 * (q_pos - k_pos)
+
+
+@pytest.mark.parametrize("variant", [TENSOR, Variant(64, 12, 16, "bfloat16", "bfloat16"), CUDA_CORES], ids=str)
+def test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key(variant, open_device):
+    variant = variant._replace(score_mod=seeing)
     for sinks in (False, True):
-        problem = build(masking.spec(seq_lens=(1, 40, 600, 0), num_kv_heads=2, sinks=sinks))
+        problem = build(variant.spec(seq_lens=(1, 40, 600, 0), num_kv_heads=2, sinks=sinks, window=450))
         out, lse = decode(problem, open_device)
         assert_close(problem, out, lse)
         assert (out[:, 1] == 0).all()
         np.testing.assert_array_equal(lse[:3, 1], problem.options["sinks"][1] if sinks else np.float32(-math.inf))
 
 
-def nothing_for_head_1(score, q_pos, k_pos, head, seq):
-    return -math.inf if head == 1 else score
-
-
-def test_score_mod_sees_positions_heads_and_sequences(open_device):
-    for variant in (TENSOR, Variant(64, 12, 16, "float32", "bfloat16"), CUDA_CORES):
-        seeing = variant._replace(score_mod=all_of_it, group_size=variant.group_size)
-        problem = build(seeing.spec(seq_lens=(70, 1, 300), num_kv_heads=2, window=150))
+@BOTH
+def test_windows_over_the_edges_of_splits(variant, open_device):
+    size = SHORTEST_SPLIT
+    for window in (1, 2, 17, size - 1, size, size + 1, 2**31 - 1, 2**32, 2**40 + 1):
+        problem = build(variant.spec(seq_lens=(0, 1, 2, 18, size, size + 1, 2 * size + 100), window=window))
         assert_close(problem, *decode(problem, open_device))
 
 
-def all_of_it(score, q_pos, k_pos, head, seq):
-    return 0.5 * score + math.sin(0.37 * k_pos + head) + 0.3 * seq - 0.01 * (q_pos - k_pos)
+@BOTH
+def test_q_and_out_have_strides_of_their_own(variant, open_device):
+    problem = build(variant.spec(seq_lens=(37, 5, 600)))
+    problem.q = np.ascontiguousarray(problem.q[:, ::-1])[:, ::-1]
+    assert problem.q.strides != problem.out.strides
+    assert_close(problem, *decode(problem, open_device))
+
+
+@pytest.mark.parametrize("variant", WIDE, ids=str)
+def test_caches_of_more_than_4_gib(variant):
+    problem = build(variant.spec(seq_lens=(70, 3)))
+    num_blocks = len(problem.k_cache)
+    expected = decode(build(problem.spec))
+    move_past_4_gib(problem)
+    assert_same_bits(decode(problem, device=LargeCaches(num_blocks)), expected)
+
+
+@BOTH
+def test_infinite_and_nan_queries_stay_in_their_heads(variant, open_device):
+    spec = variant.spec(seq_lens=(37, 300), num_kv_heads=1)
+    expected, expected_lse = decode(build(spec), open_device)
+    for value in (np.nan, np.inf):
+        problem = build(spec)
+        problem.q[0, 1, 3] = value
+        out, lse = decode(problem, open_device)
+        assert np.isnan(out[0, 1].astype(np.float32)).all()
+        others = np.ones(lse.shape, bool)
+        others[0, 1] = False
+        assert_same_bits((out[others], lse[others]), (expected[others], expected_lse[others]))
 
 
 @BOTH
@@ -152,8 +182,7 @@ def test_only_visible_rows_are_read_and_each_sector_once(variant):
     device.launches[0].footprint.expect("seq_lens", read=True)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-@pytest.mark.parametrize("kind", reference.FP8_DTYPES)
+@pytest.mark.parametrize(("kind", "capability"), [("fp8_e4m3", (8, 0)), ("fp8_e4m3", (9, 0)), ("fp8_e5m2", (9, 0))])
 def test_every_fp8_code_is_its_value(kind, capability, open_device):
     """As a value: the output of one token. As a key: the LSE of one token."""
     codes = np.arange(256, dtype=np.uint8)

@@ -5,8 +5,18 @@ import re
 
 import numpy as np
 import pytest
-from block_cases import SparseDevice, every_third_for_all
-from decode_cases import PARTITION, VARIANTS, Variant, assert_same_bits, checked_call, decode, specs
+from block_cases import every_third_for_all
+from decode_cases import (
+    PARTITION,
+    VARIANTS,
+    LargeCaches,
+    Variant,
+    assert_same_bits,
+    checked_call,
+    decode,
+    move_past_4_gib,
+    specs,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,35 +163,6 @@ def test_more_partitions_than_the_grid_has_in_one_dimension(monkeypatch, open_de
     problem = build(V2.spec(seq_lens=(5 * PARTITION + 9, 3)))
     device = open_device(global_race=True)
     assert_close(problem, *decode(problem, "v2", device=device))
-
-
-class LargeCaches(SparseDevice):
-    """Holds the last blocks of caches past 4 GiB, and nothing of the rest."""
-
-    def __init__(self, num_blocks):
-        super().__init__()
-        self.num_blocks = num_blocks
-
-    def address(self, name, array):
-        is_new = name not in self.large
-        where = super().address(name, array)
-        if is_new and name in self.large:
-            used = slice(len(array) - self.num_blocks, None)
-            self.large[name].view()[used] = array[used]
-            self.large[name].mark(True, used)
-        return where
-
-
-def move_past_4_gib(problem):
-    """Move a problem's blocks to the end of caches that are larger than 2**32 bytes and take no memory else."""
-    first = 2**32 // problem.k_cache[0].nbytes + 1
-    used = np.arange(problem.block_tables.shape[1]) < -(-problem.seq_lens[:, None] // problem.spec.block_size)
-    problem.block_tables = np.where(used, problem.block_tables + np.int32(first) * used, problem.block_tables)
-    for name in ("k_cache", "v_cache"):
-        small = getattr(problem, name)
-        large = np.empty((first + len(small), *small.shape[1:]), small.dtype)
-        large[first:] = small
-        setattr(problem, name, large)
 
 
 @BOTH

@@ -94,7 +94,7 @@ def collect(part: str, names: tuple[str, ...]) -> list[Mutant]:
 
 def main() -> int:
     arguments = [argument for argument in sys.argv[1:] if argument != "--all"]
-    names = ("allocator", "device", "kernels", *(("device_more",) if "--all" in sys.argv else ()))
+    names = ("allocator", "device", "kernels", "split", *(("device_more",) if "--all" in sys.argv else ()))
     mutants = collect(" ".join(arguments), names)
     if not mutants:
         print("no such mutant")

@@ -38,7 +38,7 @@ class SplitConfig:
     hardware_fp8 : bool
         The device converts e4m3.
     architecture : int
-        Major compute capability. Before 9, shuffles in loops take registers, so that fewer thread blocks have room.
+        Major compute capability. Before 9, shuffles in loops take many registers; see split_lanes.py.
     score_mod : callable or None
     """
 
@@ -89,7 +89,7 @@ class SplitConfig:
         """Thread blocks, side by side, that share the query heads of a KV head."""
         most = 8 if self.head_dim > 128 else 16
         if not self.on_tensor_cores:
-            most = 2 if self.head_dim > 256 else 4
+            most = 2 if self.head_dim > 256 or self.architecture < 9 else 4
         return -(-self.group_size // most)
 
     @property

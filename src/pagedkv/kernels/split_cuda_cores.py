@@ -64,7 +64,8 @@ class RowShape:
     @property
     def requests(self) -> int:
         """Tokens of a lane and step."""
-        return min(MOST_REQUESTS // self.vectors, self.lanes)
+        most = MOST_REQUESTS if self.config.architecture >= 9 else MOST_REQUESTS // 2
+        return min(most // self.vectors, self.lanes)
 
     @property
     def step(self) -> int:

@@ -174,7 +174,7 @@ class TensorShape:
         blocks = 4 if registers <= 80 and is_hopper else 3 if registers <= most else 2
         config = self.config
         if config.architecture < 9:
-            return 1
+            return 3 if registers <= 112 and not config.modified else 2
         is_plain = config.row_bytes % K_VECTOR == 0 and not (config.modified or config.checked or config.wide)
         return blocks if is_plain else max(1, blocks - 1)
 
