@@ -17,6 +17,14 @@ from typing import Any
 Row = dict[str, Any]
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a long bench; `rows` are what had been measured before."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__()
+        self.rows = rows
+
+
 def machine() -> dict[str, str]:
     """What the measurements were taken on."""
     versions = {}

@@ -1,0 +1,230 @@
+"""decode_attention on a GPU: bandwidth of every kernel and of peers, against a copy in the same turns, and launches.
+
+How it measures: `gpu.sample` says what is timed, `cells.Cell.num_bytes` what counts as traffic. Bandwidth is these
+bytes over the median time. A copy of 1 GiB within the device takes turns with the subjects of each cell; its bandwidth
+counts what it reads and what it writes, and a subject's *share* is the quotient of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .cells import GROUPS, Cell, HostProblem, cells, only, quick_cells
+from .contest import NOT_INSTALLED, contest, reason
+from .gpu import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, interleaved, launches_for, open_gpu, sample
+from .peers import FIRST, OURS, PACKAGES, PEERS, SUBJECTS, Problem
+from .report import Interrupted, Row, median, spread
+
+# Largest error of a result, over the largest magnitude in what is expected.
+TOLERANCE = {"float16": 5e-3, "bfloat16": 2e-2}
+CALLS_OF_A_GRAPH = 20
+
+
+def error_of(gpu: Gpu, result: Any, expected: npt.NDArray[np.float32]) -> float:
+    """The largest difference over the largest magnitude that is expected; infinite where something is not finite."""
+    difference = np.abs(gpu.numpy(result).reshape(expected.shape) - expected).max()
+    return float(difference / np.abs(expected).max()) if np.isfinite(difference) else math.inf
+
+
+def measure(
+    gpu: Gpu,
+    cell: Cell,
+    subjects: Mapping[str, Callable[[Problem], Call]],
+    repeats: int,
+    progress: Callable[[str], Any],
+) -> list[Row]:
+    """A row for each subject of a cell.
+
+    A subject that is refused, or whose result is not the CPU backend's, has the reason in its row and no time.
+    """
+    where = f"decode {cell.group}, B={len(cell.seq_lens)} L={cell.length}"
+    progress(where)
+    host = HostProblem(cell)
+    problem = Problem(gpu, host)
+    result = contest(
+        gpu,
+        {name: partial(subject, problem) for name, subject in subjects.items()},
+        lambda out: error_of(gpu, out, host.expected),
+        TOLERANCE[cell.dtype],
+        repeats,
+        lambda name: progress(f"{where}: {name}"),
+    )
+    first, rows = result.seconds(FIRST), []
+    for name in subjects:
+        own = result.seconds(name)
+        compared = {f"x {FIRST}": own / first if own and first else None}
+        rows.append(_shape(cell) | result.columns(name, cell.num_bytes) | compared | result.note(name))
+    del problem
+    gpu.release()
+    return rows
+
+
+def _shape(cell: Cell) -> Row:
+    return {
+        "decode": cell.group,
+        "B": len(cell.seq_lens),
+        "Hq": cell.num_heads,
+        "Hkv": cell.num_kv_heads,
+        "D": cell.head_dim,
+        "L": cell.length,
+        "P": cell.block_size,
+        "q": cell.dtype,
+        "kv": cell.kv_dtype or cell.dtype,
+    }
+
+
+def launch_row(gpu: Gpu, name: str, problem: Problem, repeats: int) -> Row:
+    """What a launch costs beside the kernel: a row of its own for each kernel of pagedkv.
+
+    *host us* is the time of a call on the host; *call us* is between two events around a call, *replay us* around the
+    replay of a graph with one call, *kernel us* around the replay of a graph with 20, over 20. All behind a flush. The
+    cache of the problem has to be larger than the GPU's, so that the 20 find it as cold as the first does.
+    """
+    row: Row = {"launch": name, **dict.fromkeys(("host us", "call us", "replay us", "kernel us", "replay adds us"))}
+    try:
+        call = SUBJECTS[name](problem)
+        call()
+        one, many = gpu.capture(call, 1), gpu.capture(call, CALLS_OF_A_GRAPH)
+        samples = interleaved(gpu, {"call": call, "replay": one, "kernel": many}, repeats)
+    except Exception as error:  # as in `measure`
+        return row | {"note": reason(error)}
+    microseconds = {key: median([each.milliseconds for each in values]) * 1e3 for key, values in samples.items()}
+    kernel = microseconds["kernel"] / CALLS_OF_A_GRAPH
+    return row | {
+        "host us": median([each.host_us for each in samples["call"]]),
+        "call us": microseconds["call"],
+        "replay us": microseconds["replay"],
+        "kernel us": kernel,
+        "replay adds us": microseconds["replay"] - kernel,
+        "note": None,
+    }
+
+
+def header(gpu: Gpu, repeats: int) -> Row:
+    """Device, driver, versions, the copy bandwidth, and the time between two events with nothing between them."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    launches = launches_for(gpu, gpu.copy)
+    copies = [sample(gpu, gpu.copy, launches).milliseconds for _ in range(repeats)]
+    nothing = [sample(gpu, lambda: None, 1).milliseconds * 1e3 for _ in range(repeats)]
+    measured = {
+        "copy MiB": gpu.copy_bytes / 2**20,
+        "copy GB/s": 2 * gpu.copy_bytes / median(copies) / 1e6,
+        "spread": spread(copies),
+        "empty us": median(nothing),
+    }
+    return {**gpu.facts, **versions, **measured}
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+    """Geometric means of the shares over KernelBench-Hard's five shapes, of subjects that were timed in all of them."""
+    result: list[Row] = []
+    of_group = [row for row in rows if row["decode"] == "kernelbench"]
+    for name in dict.fromkeys(row["subject"] for row in of_group):
+        shares = [row["share"] for row in of_group if row["subject"] == name]
+        timed = [share for share in shares if share is not None]
+        mean = math.exp(sum(map(math.log, timed)) / len(timed)) if len(timed) == len(shares) else None
+        result.append({"geometric mean": "kernelbench", "subject": name, "timed": len(timed), "share": mean})
+    return result
+
+
+def targets(rows: Sequence[Row], launches: Sequence[Row]) -> list[Row]:
+    """What `split` is to reach, what it did, and whether that is enough; nothing about what was not measured."""
+    own = [row for row in rows if row["subject"] == FIRST and row["us"] is not None]
+    rivals = [row for row in rows if row["subject"] in PEERS and row[f"x {FIRST}"] is not None]
+    pages = {row["P"]: row["us"] for row in own if row["decode"] == "pages"}
+    mean = [row["share"] for row in means(rows) if row["subject"] == FIRST and row["share"] is not None]
+    launch = [row for row in launches if row["launch"] == FIRST and row["note"] is None]
+    found: list[tuple[str, str, float, list[float]]] = [
+        ("headline, least share", ">=", 0.92, [row["share"] for row in own if row["decode"] == "headline"]),
+        ("kernelbench, geometric mean of shares", ">=", 0.80, mean),
+        ("time of P = 1 over P = 16", "<=", 1.10, [pages[1] / pages[16]] if {1, 16} <= set(pages) else []),
+        ("host us of a call", "<=", 15.0, [row["host us"] for row in launch]),
+        ("us that a replay adds", "<=", 3.0, [row["replay adds us"] for row in launch]),
+    ]
+    result: list[Row] = []
+    for name, sign, limit, values in found:
+        if values:
+            worst = max(values) if sign == "<=" else min(values)
+            reached = worst <= limit if sign == "<=" else worst >= limit
+            result.append(_target(name, f"{sign} {limit:g}", worst, reached, "-"))
+    if rivals:
+        best = min(rivals, key=lambda row: row[f"x {FIRST}"])
+        least, where = best[f"x {FIRST}"], " ".join(f"{best[key]}" for key in ("subject", *list(best)[:9]))
+        result.append(_target(f"least time of a peer over {FIRST}'s", "> 1", least, least > 1, where))
+    return result
+
+
+def _target(name: str, limit: str, measured: float, reached: bool, where: str) -> Row:
+    return {"target": name, "limit": limit, "measured": measured, "reached": "yes" if reached else "no", "where": where}
+
+
+def run(
+    *,
+    repeats: int = 9,
+    progress: Callable[[str], Any] = print,
+    quick: bool = False,
+    groups: Sequence[str] | None = None,
+    subjects: Sequence[str] | None = None,
+) -> list[Row]:
+    """Measure on the first GPU.
+
+    Parameters
+    ----------
+    repeats : int
+        Samples of each subject of a cell.
+    progress : callable
+        Told what is being measured.
+    quick : bool
+        Three small cells: that everything runs.
+    groups : sequence of str, optional
+        Of `cells.GROUPS`, and "launch"; all if None.
+    subjects : sequence of str, optional
+        Of `peers.SUBJECTS`; all if None.
+
+    Returns
+    -------
+    list of dict
+        Device and versions; a row for each cell and subject, of one that is not installed in the first cell only;
+        launches; geometric means; targets.
+
+    Raises
+    ------
+    BackendUnavailableError
+        There is no GPU, or what is needed on one is not installed.
+    Interrupted
+        By Ctrl-C, with the rows of the cells before.
+    """
+    gpu = open_gpu(QUICK_COPY_BYTES if quick else COPY_BYTES)
+    chosen = {name: SUBJECTS[name] for name in SUBJECTS if subjects is None or name in subjects}
+    progress("copy")
+    first = header(gpu, repeats)
+    rows: list[Row] = []
+    launches: list[Row] = []
+    among = quick_cells() if quick else cells()
+    try:
+        for cell in only(groups, among):
+            rows += measure(gpu, cell, chosen, repeats, progress)
+            missing = {row["subject"] for row in rows if (row["note"] or "").endswith(NOT_INSTALLED)}
+            chosen = {name: subject for name, subject in chosen.items() if name not in missing}
+        if groups is None or "launch" in groups:
+            progress("launch")
+            problem = Problem(gpu, HostProblem(among[0]))
+            launches += [launch_row(gpu, name, problem, repeats) for name in OURS if name in chosen]
+    except KeyboardInterrupt:
+        raise Interrupted([first, *rows, *means(rows)]) from None
+    return [first, *rows, *launches, *means(rows), *([] if quick else targets(rows, launches))]
+
+
+CHOICES = (*GROUPS, "launch")

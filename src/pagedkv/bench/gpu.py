@@ -1,0 +1,290 @@
+"""A GPU to measure on, through torch or CuPy: arrays, events, a cold cache, graphs, and samples of calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from time import perf_counter
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import as_kind_of
+from ..errors import BackendUnavailableError
+from .report import Row
+
+Call = Callable[[], Any]
+
+COPY_BYTES = 2**30
+QUICK_COPY_BYTES = 2**26
+FLUSH_BYTES = 2**28
+FLUSH_L2 = 8
+SAMPLE_MS = 1.0
+MOST_LAUNCHES = 50
+ELSEWHERE = "`python -m pagedkv bench static` and `bench cpu` need none"
+
+
+class Gpu(Protocol):
+    """What the benches ask of a GPU; work goes to the framework's current stream.
+
+    Attributes
+    ----------
+    framework : str
+        "torch" or "cupy".
+    facts : dict
+        Device, driver and versions.
+    num_multiprocessors : int
+    copy_bytes : int
+        What one `copy` copies.
+    """
+
+    framework: str
+    facts: Row
+    num_multiprocessors: int
+    copy_bytes: int
+
+    def array(self, x: npt.NDArray[Any]) -> Any:
+        """A copy on the GPU."""
+
+    def arranged(self, x: Any, axes: tuple[int, ...]) -> Any:
+        """A contiguous copy with the axes in this order."""
+
+    def numpy(self, x: Any) -> npt.NDArray[np.float32]:
+        """A copy on the host, in float32."""
+
+    def record(self) -> Any:
+        """A new event behind everything so far."""
+
+    def passed(self, event: Any) -> bool:
+        """Whether the GPU has come past the event."""
+
+    def milliseconds(self, start: Any, stop: Any) -> float:
+        """The time between two events that have passed."""
+
+    def flush(self) -> None:
+        """Read a buffer of 8 times the L2 cache, and at least 256 MiB: nothing else, and nothing to write back, is left
+        in the cache, and the host has time to ask for more."""
+
+    def copy(self) -> None:
+        """Copy `copy_bytes` from one buffer to another by cudaMemcpyAsync."""
+
+    def capture(self, call: Call, times: int) -> Call:
+        """A CUDA graph of so many calls, to be replayed by calling it; the call has run before."""
+
+    def synchronize(self) -> None:
+        """Wait."""
+
+    def release(self) -> None:
+        """Give back the memory of arrays that are gone."""
+
+
+class TorchGpu:
+    """The first GPU, by torch."""
+
+    framework = "torch"
+
+    def __init__(self, torch: ModuleType, copy_bytes: int = COPY_BYTES) -> None:
+        self._torch, self.copy_bytes = torch, copy_bytes
+        properties = torch.cuda.get_device_properties(0)
+        self.num_multiprocessors = properties.multi_processor_count
+        self.facts = _facts(properties.name, properties.L2_cache_size, torch.__version__, str(torch.version.cuda))
+        self._source, self._target = (torch.zeros(copy_bytes // 4, dtype=torch.int32, device="cuda") for _ in range(2))
+        nbytes = max(FLUSH_BYTES, FLUSH_L2 * properties.L2_cache_size)
+        self._read = torch.zeros(nbytes // 4, dtype=torch.int32, device="cuda")
+
+    def array(self, x: npt.NDArray[Any]) -> Any:
+        return as_kind_of(self._read, x).cuda()
+
+    def arranged(self, x: Any, axes: tuple[int, ...]) -> Any:
+        return x.permute(axes).contiguous()
+
+    def numpy(self, x: Any) -> npt.NDArray[np.float32]:
+        result: npt.NDArray[np.float32] = x.float().cpu().numpy()
+        return result
+
+    def record(self) -> Any:
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def milliseconds(self, start: Any, stop: Any) -> float:
+        return float(start.elapsed_time(stop))
+
+    def flush(self) -> None:
+        self._read.sum()
+
+    def copy(self) -> None:
+        self._target.copy_(self._source)
+
+    def capture(self, call: Call, times: int) -> Call:
+        cuda = self._torch.cuda
+        graph, stream = cuda.CUDAGraph(), cuda.Stream()
+        self.synchronize()
+        with cuda.stream(stream):
+            call()
+        self.synchronize()
+        with cuda.graph(graph, stream=stream):
+            for _ in range(times):
+                call()
+        replay: Call = graph.replay
+        return replay
+
+    def synchronize(self) -> None:
+        self._torch.cuda.synchronize()
+
+    def release(self) -> None:
+        self._torch.cuda.empty_cache()
+
+
+class CupyGpu:
+    """The first GPU, by CuPy."""
+
+    framework = "cupy"
+
+    def __init__(self, cupy: ModuleType, copy_bytes: int = COPY_BYTES) -> None:
+        self._cupy, self.copy_bytes = cupy, copy_bytes
+        runtime = cupy.cuda.runtime
+        properties, cuda = runtime.getDeviceProperties(0), runtime.runtimeGetVersion()
+        self.num_multiprocessors = int(properties["multiProcessorCount"])
+        name, l2_bytes = properties["name"].decode(), int(properties["l2CacheSize"])
+        self.facts = _facts(name, l2_bytes, cupy.__version__, f"{cuda // 1000}.{cuda % 1000 // 10}", "CuPy")
+        self._source, self._target = (cupy.zeros(copy_bytes // 4, np.int32) for _ in range(2))
+        self._read = cupy.zeros(max(FLUSH_BYTES, FLUSH_L2 * l2_bytes) // 4, np.int32)
+
+    def array(self, x: npt.NDArray[Any]) -> Any:
+        return self._cupy.asarray(x)
+
+    def arranged(self, x: Any, axes: tuple[int, ...]) -> Any:
+        return self._cupy.ascontiguousarray(x.transpose(axes))
+
+    def numpy(self, x: Any) -> npt.NDArray[np.float32]:
+        result: npt.NDArray[np.float32] = self._cupy.asnumpy(x).astype(np.float32)
+        return result
+
+    def record(self) -> Any:
+        event = self._cupy.cuda.Event()
+        event.record()
+        return event
+
+    def passed(self, event: Any) -> bool:
+        return bool(event.done)
+
+    def milliseconds(self, start: Any, stop: Any) -> float:
+        return float(self._cupy.cuda.get_elapsed_time(start, stop))
+
+    def flush(self) -> None:
+        self._read.sum()
+
+    def copy(self) -> None:
+        self._target.data.copy_from_device_async(self._source.data, self.copy_bytes)
+
+    def capture(self, call: Call, times: int) -> Call:
+        self.synchronize()
+        with self._cupy.cuda.Stream(non_blocking=True) as stream:
+            call()
+            stream.synchronize()
+            stream.begin_capture()
+            for _ in range(times):
+                call()
+            graph = stream.end_capture()
+        return lambda: graph.launch(self._cupy.cuda.get_current_stream())
+
+    def synchronize(self) -> None:
+        self._cupy.cuda.runtime.deviceSynchronize()
+
+    def release(self) -> None:
+        self._cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _facts(device: str, l2_bytes: int, version: str, cuda: str, framework: str = "torch") -> Row:
+    driver = "unknown"
+    with suppress(OSError), open("/proc/driver/nvidia/version") as file:
+        driver = driver_version(file.read())
+    versions = {framework: version, "CUDA": cuda}
+    return {"device": device, "driver": driver, **versions, "L2 MiB": l2_bytes / 2**20}
+
+
+def driver_version(text: str) -> str:
+    """The version of the driver in what /proc/driver/nvidia/version says; "unknown" if it says none."""
+    found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", text)
+    return found.group() if found else "unknown"
+
+
+def open_gpu(copy_bytes: int = COPY_BYTES) -> Gpu:
+    """The first GPU, by torch if it is installed with CUDA, and by CuPy if it is not.
+
+    Raises
+    ------
+    BackendUnavailableError
+        There is no GPU, or no CUDA driver, or what pagedkv or the arrays need on it is not installed.
+    """
+    try:
+        from ..cuda import driver
+
+        driver.capabilities()
+    except BackendUnavailableError as error:
+        raise BackendUnavailableError(f"this bench measures a GPU, and {error}; {ELSEWHERE}") from error
+    with suppress(ImportError, OSError):
+        import torch
+
+        if torch.cuda.is_available():
+            return TorchGpu(torch, copy_bytes)
+    with suppress(ImportError, OSError):
+        import cupy
+
+        return CupyGpu(cupy, copy_bytes)
+    raise BackendUnavailableError(
+        'arrays on the GPU are made by CuPy, pip install "pagedkv[cu13]" or "pagedkv[cu12]", or by torch with CUDA; '
+        f"there is neither. Without a GPU, {ELSEWHERE}"
+    )
+
+
+class Sample(NamedTuple):
+    """Milliseconds of one launch, the mean of a few; microseconds that the host took to ask for one; and the share of
+    them that the GPU was ready for before the host had asked, whose times hold waiting for the host."""
+
+    milliseconds: float
+    host_us: float
+    late: float
+
+
+def sample(gpu: Gpu, call: Call, launches: int) -> Sample:
+    """Time launches one by one between two events each, each after a flush that is not timed, and wait at the end.
+
+    The GPU is busy with the flush while the host asks for what is timed, so the host's time is not in it.
+    """
+    intervals, late, seconds = [], 0, 0.0
+    for _ in range(launches):
+        gpu.flush()
+        start = gpu.record()
+        begin = perf_counter()
+        call()
+        seconds += perf_counter() - begin
+        stop = gpu.record()
+        late += gpu.passed(start)
+        intervals.append((start, stop))
+    gpu.synchronize()
+    total = sum(gpu.milliseconds(*interval) for interval in intervals)
+    return Sample(total / launches, seconds / launches * 1e6, late / launches)
+
+
+def launches_for(gpu: Gpu, call: Call) -> int:
+    """How many launches take about a millisecond, by a sample after one to warm up; from 1 to 50."""
+    sample(gpu, call, 1)
+    return max(1, min(MOST_LAUNCHES, round(SAMPLE_MS / max(sample(gpu, call, 2).milliseconds, 1e-6))))
+
+
+def interleaved(gpu: Gpu, contestants: Mapping[str, Call], repeats: int) -> dict[str, list[Sample]]:
+    """Samples of calls that take turns, `repeats` times: drift of the device hits all alike."""
+    launches = {name: launches_for(gpu, call) for name, call in contestants.items()}
+    samples: dict[str, list[Sample]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        for name, call in contestants.items():
+            samples[name].append(sample(gpu, call, launches[name]))
+    return samples

@@ -1,0 +1,67 @@
+"""Bandwidth over length as a PNG, drawn by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from ..errors import BackendUnavailableError
+from .report import Row
+
+GROUP = "lengths"
+
+
+def require() -> None:
+    """Raise BackendUnavailableError unless matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        raise BackendUnavailableError(
+            'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[bench]"'
+        )
+
+
+def series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
+    """(length, GB/s) of each subject and of the copy, by length, over the cells that differ in length alone."""
+    points: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.get("decode") == GROUP:
+            for name, value in ((row["subject"], row["GB/s"]), ("copy", row["copy GB/s"])):
+                if value is not None:
+                    points.setdefault(name, {})[int(row["L"])] = value
+    return {name: sorted(values.items()) for name, values in points.items()}
+
+
+def draw(rows: Sequence[Row], path: str) -> None:
+    """Write the PNG.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        Of `decode.measure`.
+    path : str
+        Written over if it is there.
+
+    Raises
+    ------
+    ValueError
+        No cell of the group "lengths" is among the rows: there is nothing to draw.
+    """
+    lines = series(rows)
+    if not lines:
+        raise ValueError(f'there is nothing to draw: no cell of the group "{GROUP}" was measured')
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, points in lines.items():
+        style = {"color": "black", "linestyle": "--"} if name == "copy" else {"marker": "o"}
+        axes.plot(*zip(*points, strict=True), label=name, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    cell = next(row for row in rows if row.get("decode") == GROUP)
+    axes.set_title(" ".join(f"{key}={cell[key]}" for key in ("B", "Hq", "Hkv", "D", "P", "kv")))
+    axes.set_xlabel("tokens of each sequence")
+    axes.set_ylabel("GB/s of K and V")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    FigureCanvasAgg(figure).print_figure(path, format="png", dpi=150)

@@ -1,0 +1,131 @@
+"""write_kv on a GPU against a copy in the same turns, and against assignment by index in torch.
+
+Traffic is what has to move: K and V of the new tokens read once in their dtype, and written once in the cache's. Slots,
+8 bytes a token, are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cache_ops import write_kv
+from ..layouts import LAYOUTS, cache_shapes, storage_dtype
+from .contest import Refused, contest
+from .gpu import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
+from .report import Row
+
+NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE = 8, 128, 16, np.dtype(np.float16)
+
+
+class Case(NamedTuple):
+    """`num_tokens` tokens, one in each block as in a decode step, or in whole blocks as of prompts."""
+
+    name: str
+    num_tokens: int
+    kv_dtype: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of K and V, read and written."""
+        itemsize = DTYPE.itemsize + storage_dtype(DTYPE, self.kv_dtype).itemsize
+        return 2 * self.num_tokens * NUM_KV_HEADS * HEAD_DIM * itemsize
+
+    def slots(self) -> npt.NDArray[np.int64]:
+        """Slots in random blocks."""
+        rng = np.random.default_rng(0)
+        if self.name == "step":
+            return rng.permutation(self.num_tokens) * BLOCK_SIZE + rng.integers(0, BLOCK_SIZE, self.num_tokens)
+        blocks = rng.permutation(self.num_blocks)[:, None]
+        return (blocks * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)[: self.num_tokens]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_tokens if self.name == "step" else -(-self.num_tokens // BLOCK_SIZE)
+
+
+CASES = tuple(Case(name, n, kv) for kv in (None, "fp8_e4m3") for name, n in (("step", 256), ("prompt", 8192)))
+QUICK_CASES = (Case("step", 8), Case("prompt", 40, "fp8_e4m3"))
+
+
+class _Problem:
+    """New tokens and slots, on the host and on the GPU."""
+
+    def __init__(self, gpu: Gpu, case: Case) -> None:
+        self.gpu, self.case = gpu, case
+        shape = (2, case.num_tokens, NUM_KV_HEADS, HEAD_DIM)
+        self.host = (*np.random.default_rng(1).standard_normal(shape, np.float32).astype(DTYPE), case.slots())
+        self.k, self.v, self.slots = map(gpu.array, self.host)
+
+    def new_caches(self, layout: str) -> list[npt.NDArray[Any]]:
+        dtype = storage_dtype(DTYPE, self.case.kv_dtype)
+        shapes = cache_shapes(layout, self.case.num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, dtype.itemsize)
+        return [np.zeros(shape, dtype) for shape in shapes]
+
+    def differing(self, layout: str, caches: Any) -> int:
+        """Elements of caches on the GPU that are not those that the CPU backend writes."""
+        expected = self.new_caches(layout)
+        k, v, slots = self.host
+        write_kv(k, v, expected[0], expected[1], slots, layout=layout, kv_dtype=self.case.kv_dtype)
+        pairs = zip(map(self.gpu.numpy, caches), expected, strict=True)
+        return sum(int((own != other.astype(np.float32)).sum()) for own, other in pairs)
+
+
+def _pagedkv(problem: _Problem, layout: str) -> Call:
+    k_cache, v_cache = map(problem.gpu.array, problem.new_caches(layout))
+
+    def call() -> Any:
+        write_kv(problem.k, problem.v, k_cache, v_cache, problem.slots, layout=layout, kv_dtype=problem.case.kv_dtype)
+        return layout, (k_cache, v_cache)
+
+    return call
+
+
+def _torch_index(problem: _Problem) -> Call:
+    """``cache[slots] = new`` for K and for V in layout NHD."""
+    if problem.gpu.framework != "torch":
+        raise Refused("needs torch with CUDA")
+    if problem.case.kv_dtype:
+        raise Refused("no conversion to fp8")
+    caches = [problem.gpu.array(x) for x in problem.new_caches("NHD")]
+    flat = [x.view(-1, NUM_KV_HEADS, HEAD_DIM) for x in caches]
+
+    def call() -> Any:
+        flat[0][problem.slots], flat[1][problem.slots] = problem.k, problem.v
+        return "NHD", caches
+
+    return call
+
+
+def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) -> list[Row]:
+    """A row for each layout, and one for torch; *error* counts wrong elements."""
+    problem = _Problem(gpu, case)
+    subjects = {layout: partial(_pagedkv, problem, layout) for layout in LAYOUTS}
+    result = contest(
+        gpu,
+        {**subjects, "torch index": partial(_torch_index, problem)},
+        lambda written: problem.differing(*written),
+        0,
+        repeats,
+        lambda name: progress(f"write, {case.name}: {name}"),
+    )
+    shape = {"write": case.name, "T": case.num_tokens, "Hkv": NUM_KV_HEADS, "D": HEAD_DIM, "P": BLOCK_SIZE}
+    shape |= {"of": DTYPE.name, "kv": case.kv_dtype or DTYPE.name}
+    return [shape | result.columns(name, case.num_bytes) | result.note(name) for name in (*subjects, "torch index")]
+
+
+def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool = False) -> list[Row]:
+    """Measure on the first GPU; rows as those of `decode.run`.
+
+    Raises
+    ------
+    BackendUnavailableError
+        There is no GPU, or what is needed on one is not installed.
+    """
+    gpu = open_gpu(QUICK_COPY_BYTES if quick else COPY_BYTES)
+    rows = [row for case in (QUICK_CASES if quick else CASES) for row in measure(gpu, case, repeats, progress)]
+    return [gpu.facts, *rows]

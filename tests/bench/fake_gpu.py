@@ -1,0 +1,70 @@
+"""A GPU for the benches where there is none: arrays on the host, and a clock that only moves when it is told to."""
+
+import numpy as np
+import torch
+
+from problems import as_torch
+
+COLD_MS, COPY_MS = 100.0, 2.0
+
+
+class FakeGpu:
+    """`bench.gpu.Gpu` with NumPy arrays, or with torch's CPU tensors if the framework is "torch".
+
+    `trace` names what was asked for, in order; `host_is_slow` is whether events have passed when they are asked.
+    """
+
+    num_multiprocessors = 4
+
+    def __init__(self, framework="numpy", copy_bytes=10**9, host_is_slow=False):
+        self.framework, self.copy_bytes, self.host_is_slow = framework, copy_bytes, host_is_slow
+        self.facts = {"device": "fake"}
+        self.clock, self.trace, self.released = 0.0, [], 0
+
+    def subject(self, name, milliseconds, result=None):
+        """A call that takes so long."""
+
+        def call():
+            self.trace.append(name)
+            self.clock += milliseconds
+            return result
+
+        return call
+
+    def array(self, x):
+        return as_torch(x) if self.framework == "torch" else x.copy()
+
+    def arranged(self, x, axes):
+        if self.framework == "torch":
+            return x.permute(axes).contiguous()
+        return np.ascontiguousarray(x.transpose(axes))
+
+    def numpy(self, x):
+        return x.float().numpy() if isinstance(x, torch.Tensor) else x.astype(np.float32)
+
+    def record(self):
+        self.trace.append("event")
+        return self.clock
+
+    def passed(self, event):
+        return self.host_is_slow
+
+    def milliseconds(self, start, stop):
+        return stop - start
+
+    def flush(self):
+        self.trace.append("flush")
+        self.clock += COLD_MS
+
+    def copy(self):
+        self.trace.append("copy")
+        self.clock += COPY_MS
+
+    def capture(self, call, times):
+        return lambda: [call() for _ in range(times)]
+
+    def synchronize(self):
+        self.trace.append("wait")
+
+    def release(self):
+        self.released += 1

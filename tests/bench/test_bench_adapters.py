@@ -1,0 +1,123 @@
+"""The adapters of torch and CuPy: what they ask of modules that stand in for the two."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from pagedkv.bench import gpu as bench_gpu
+from pagedkv.bench.gpu import CupyGpu, TorchGpu
+
+L2_BYTES = 1000
+
+
+@pytest.fixture(autouse=True)
+def small_flush(monkeypatch):
+    monkeypatch.setattr(bench_gpu, "FLUSH_BYTES", 400)
+
+
+@pytest.fixture
+def of_torch():
+    properties = SimpleNamespace(name="a GPU", L2_cache_size=L2_BYTES, multi_processor_count=132)
+    cuda = MagicMock()
+    cuda.get_device_properties.return_value = properties
+    zeros = MagicMock(side_effect=lambda n, dtype, device: torch.zeros(n, dtype=dtype))
+    module = SimpleNamespace(
+        cuda=cuda, zeros=zeros, int32=torch.int32, __version__="2.9", version=SimpleNamespace(cuda="13.0")
+    )
+    return TorchGpu(module, 64), module
+
+
+@pytest.fixture
+def of_cupy():
+    module = MagicMock(__version__="14.2")
+    properties = {"name": b"a GPU", "l2CacheSize": L2_BYTES, "multiProcessorCount": 132}
+    module.cuda.runtime.getDeviceProperties.return_value = properties
+    module.cuda.runtime.runtimeGetVersion.return_value = 13010
+    module.ascontiguousarray, module.asnumpy = np.ascontiguousarray, np.asarray
+    return CupyGpu(module, 64), module
+
+
+def test_facts(of_torch, of_cupy):
+    for (gpu, module), versions in (
+        (of_torch, {"torch": "2.9", "CUDA": "13.0"}),
+        (of_cupy, {"CuPy": "14.2", "CUDA": "13.1"}),
+    ):
+        facts = {key: value for key, value in gpu.facts.items() if key != "driver"}
+        assert facts == {"device": "a GPU", **versions, "L2 MiB": L2_BYTES / 2**20}
+        assert gpu.num_multiprocessors == 132
+        # Two buffers to copy between, and one of 8 times the cache to read.
+        assert [call.args[0] for call in module.zeros.call_args_list] == [16, 16, 8 * L2_BYTES // 4]
+
+
+def test_arrays_of_torch(of_torch):
+    gpu, _ = of_torch
+    x = torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4)
+    turned = gpu.arranged(x, (2, 0, 1))
+    assert turned.is_contiguous()
+    np.testing.assert_array_equal(
+        gpu.numpy(turned), np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(2, 0, 1)
+    )
+
+
+def test_arrays_of_cupy(of_cupy):
+    gpu, module = of_cupy
+    x = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
+    turned = gpu.arranged(x, (2, 0, 1))
+    assert turned.flags.c_contiguous
+    assert gpu.numpy(turned).dtype == np.float32
+    np.testing.assert_array_equal(gpu.numpy(turned), x.transpose(2, 0, 1))
+    assert gpu.array(x) is module.asarray.return_value
+
+
+def test_torch_copies_and_captures(of_torch):
+    gpu, module = of_torch
+    gpu._source.fill_(7)
+    gpu.copy()
+    assert (gpu._target == 7).all()
+    trace = []
+    module.cuda.graph.return_value.__enter__.side_effect = lambda *args: trace.append("capture")
+    module.cuda.stream.return_value.__enter__.side_effect = lambda *args: trace.append("stream")
+    module.cuda.synchronize.side_effect = lambda: trace.append("wait")
+    replay = gpu.capture(lambda: trace.append("call"), 3)
+    # Once on the stream of the capture, for workspaces and kernels, and all else has come to an end.
+    assert trace == ["wait", "stream", "call", "wait", "capture", *["call"] * 3]
+    stream = module.cuda.Stream.return_value
+    module.cuda.stream.assert_called_once_with(stream)
+    module.cuda.graph.assert_called_once_with(module.cuda.CUDAGraph.return_value, stream=stream)
+    assert replay is module.cuda.CUDAGraph.return_value.replay
+
+
+def test_cupy_copies_and_captures(of_cupy):
+    gpu, module = of_cupy
+    gpu.copy()
+    gpu._target.data.copy_from_device_async.assert_called_once_with(gpu._source.data, 64)
+    trace = []
+    stream = module.cuda.Stream.return_value.__enter__.return_value
+    stream.begin_capture.side_effect = lambda: trace.append("capture")
+    stream.synchronize.side_effect = lambda: trace.append("wait")
+    replay = gpu.capture(lambda: trace.append("call"), 3)
+    assert trace == ["call", "wait", "capture", *["call"] * 3]
+    module.cuda.Stream.assert_called_once_with(non_blocking=True)
+    replay()
+    stream.end_capture.return_value.launch.assert_called_once_with(module.cuda.get_current_stream.return_value)
+
+
+def test_events(of_torch, of_cupy):
+    gpu, module = of_torch
+    event = gpu.record()
+    module.cuda.Event.assert_called_once_with(enable_timing=True)
+    event.record.assert_called_once_with()
+    event.query.return_value, event.elapsed_time.return_value = True, 2.5
+    assert gpu.passed(event) is True
+    assert gpu.milliseconds(event, "stop") == 2.5
+    event.elapsed_time.assert_called_once_with("stop")
+    gpu, module = of_cupy
+    event = gpu.record()
+    event.record.assert_called_once_with()
+    event.done, module.cuda.get_elapsed_time.return_value = False, 3.5
+    assert gpu.passed(event) is False
+    assert gpu.milliseconds(event, "stop") == 3.5
+    module.cuda.get_elapsed_time.assert_called_once_with(event, "stop")

@@ -1,0 +1,106 @@
+"""What bench decode --plot draws, and when it refuses to."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from pagedkv.__main__ import main
+from pagedkv.bench import decode, plot
+from pagedkv.errors import BackendUnavailableError
+
+
+def row(length, subject, bandwidth, copied=3000.0, group="lengths"):
+    shape = {"decode": group, "B": 8, "Hq": 32, "Hkv": 8, "D": 128, "L": str(length), "P": 16, "kv": "float16"}
+    return shape | {"subject": subject, "GB/s": bandwidth, "copy GB/s": copied}
+
+
+ROWS = [
+    {"device": "a GPU"},
+    row(2048, "split NHD", 2000.0),
+    row(2048, "v1", None),
+    row(128, "split NHD", 500.0, 2900.0),
+    row(128, "v1", 100.0, 2900.0),
+    row(64, "split NHD", 9.0, group="pages"),
+    row(8192, "v1", None, None),
+    {"launch": "v1"},
+]
+
+
+class Drawn:
+    """Stands in for matplotlib: notes every call of anything."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, *args, **options):
+        return self
+
+    def __getattr__(self, name):
+        def note(*args, **options):
+            self.calls.append((name, args, options))
+            return self
+
+        return note
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    calls = []
+    for name, attribute in (("backend_agg", "FigureCanvasAgg"), ("figure", "Figure")):
+        module = ModuleType(name)
+        setattr(module, attribute, Drawn(calls))
+        package = "matplotlib.backends." if name == "backend_agg" else "matplotlib."
+        monkeypatch.setitem(sys.modules, package + name, module)
+    for name in ("matplotlib", "matplotlib.backends"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    return calls
+
+
+def test_bandwidth_by_length_of_cells_that_differ_in_nothing_else():
+    assert plot.series(ROWS) == {
+        "split NHD": [(128, 500.0), (2048, 2000.0)],
+        "copy": [(128, 2900.0), (2048, 3000.0)],
+        "v1": [(128, 100.0)],
+    }
+
+
+def test_every_series_is_a_line(drawn):
+    plot.draw(ROWS, "here.png")
+    lines = {options["label"]: args for name, args, options in drawn if name == "plot"}
+    assert lines == {
+        "split NHD": ((128, 2048), (500.0, 2000.0)),
+        "copy": ((128, 2048), (2900.0, 3000.0)),
+        "v1": ((128,), (100.0,)),
+    }
+    (written,) = [(args, options["format"]) for name, args, options in drawn if name == "print_figure"]
+    assert written == (("here.png",), "png")
+
+
+def test_nothing_to_draw():
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot.draw([row(64, "v1", 1.0, group="pages")], "here.png")
+
+
+def test_matplotlib_is_asked_for_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    with pytest.raises(BackendUnavailableError, match=r'pip install "pagedkv\[bench\]"'):
+        plot.require()
+    monkeypatch.setattr(decode, "run", lambda **options: pytest.fail("measured"))
+    assert main(["bench", "decode", "--plot", "here.png"]) == 1
+    assert "matplotlib" in capsys.readouterr().err
+
+
+def test_rows_are_printed_before_they_are_drawn(monkeypatch, capsys):
+    printed = []
+    monkeypatch.setattr(plot, "find_spec", lambda name: True)
+    monkeypatch.setattr(decode, "run", lambda **options: [{"decode": "lengths"}])
+    monkeypatch.setattr(plot, "draw", lambda rows, path: printed.append((capsys.readouterr().out, rows, path)))
+    assert main(["bench", "decode", "--csv", "--plot", "here.png", "--only", "lengths"]) == 0
+    assert printed == [("decode\nlengths\n", [{"decode": "lengths"}], "here.png")]
+
+
+@pytest.mark.parametrize("arguments", [["cpu", "--plot", "x"], ["decode", "--plot", "x", "--only", "pages"]])
+def test_a_plot_of_something_else_is_refused(arguments, capsys):
+    assert main(["bench", *arguments]) == 2
+    assert "--plot" in capsys.readouterr().err
