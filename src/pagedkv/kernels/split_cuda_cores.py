@@ -180,8 +180,9 @@ def make_load_rows(shape: RowShape) -> Any:
         for n in range(VECTORS):
             is_inside = n < FULL or sub < ROW_VECTORS - n * LANES
             x = stream_16(row + 16 * LANES * n if is_inside else row - 16 * int64(sub))
-            for j in range(VECTOR):
-                buffer[(u * VECTORS + n) * VECTOR + j] = x[j] if is_inside else uint32(0)
+            at, zero = (u * VECTORS + n) * VECTOR, uint32(0)
+            buffer[at], buffer[at + 1] = x[0] if is_inside else zero, x[1] if is_inside else zero
+            buffer[at + 2], buffer[at + 3] = x[2] if is_inside else zero, x[3] if is_inside else zero
 
     @device_function
     def load_rows(buffer, base, offset, group, sub):
@@ -200,8 +201,11 @@ def make_load_query(shape: RowShape) -> Any:
         h, n = i // VECTORS, i % VECTORS
         is_inside = h < num_heads and sub < ROW_VECTORS - n * LANES
         x = load_16(q + (h * head_stride + 16 * (int64(sub) + LANES * n) if is_inside else int64(0)))
-        for j in range(VECTOR):
-            query[i * VECTOR + j] = float32(bits_float(x[j]) * scale) if is_inside else float32(0)
+        at, zero = i * VECTOR, float32(0)
+        query[at] = float32(bits_float(x[0]) * scale) if is_inside else zero
+        query[at + 1] = float32(bits_float(x[1]) * scale) if is_inside else zero
+        query[at + 2] = float32(bits_float(x[2]) * scale) if is_inside else zero
+        query[at + 3] = float32(bits_float(x[3]) * scale) if is_inside else zero
 
     @device_function
     def load_query(query, q, head_stride, num_heads, scale, sub):

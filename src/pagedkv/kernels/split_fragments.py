@@ -219,8 +219,11 @@ def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) ->
                 x, y = load(first + K_VECTOR * vector), load(second + K_VECTOR * vector)
             else:
                 x, y = load_part(first, vector, t), load_part(second, vector, t)
-            for j in range(4):
-                buffers[at + 8 * c + j], buffers[at + 8 * c + 4 + j] = x[j], y[j]
+            first_word, second_word = at + 8 * c, at + 8 * c + 4
+            buffers[first_word], buffers[first_word + 1] = x[0], x[1]
+            buffers[first_word + 2], buffers[first_word + 3] = x[2], x[3]
+            buffers[second_word], buffers[second_word + 1] = y[0], y[1]
+            buffers[second_word + 2], buffers[second_word + 3] = y[2], y[3]
 
     @device_function
     def load_keys(chunk, buffers, at, base, offset, g, t):
@@ -254,8 +257,10 @@ def make_load_values(config: SplitConfig, shape: TensorShape, row_address: Any) 
             vector = chunk * PER_CHUNK + c
             if vector < VECTORS:
                 x = load(row + (STRIDE * vector if IS_WHOLE else min(STRIDE * vector, room - V_VECTOR)))
-                for j in range(WORDS):
-                    buffers[at + ((i * PER_CHUNK + c) * 4 + k) * WORDS + j] = x[j]
+                word = at + ((i * PER_CHUNK + c) * 4 + k) * WORDS
+                buffers[word], buffers[word + 1] = x[0], x[1]
+                if WORDS == 4:
+                    buffers[word + 2], buffers[word + 3] = x[2], x[3]
 
     @device_function
     def load_values(chunk, buffers, at, base, offset, room, t):
@@ -362,8 +367,7 @@ def make_accumulate(shape: TensorShape) -> Any:
     @device_function
     def accumulate(c, at, a, b0, b1):
         d = mma(a[0], a[1], a[2], a[3], b0, b1, c[at], c[at + 1], c[at + 2], c[at + 3])
-        for i in range(4):
-            c[at + i] = d[i]
+        c[at], c[at + 1], c[at + 2], c[at + 3] = d[0], d[1], d[2], d[3]
 
     return accumulate
 

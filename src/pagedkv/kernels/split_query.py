@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import float32, int64, uint32
+from numba import cuda, float32, int64, uint32
 
 from .intrinsics import bits_float, float_bits, for_each, larger, load_8, load_16, unpack
 from .source import device_function
@@ -30,18 +30,21 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
     Q_IN_SHARED, IS_NORMALISED = shape.q_in_shared, shape.is_normalised
     FOLD, TERMS, K_STEPS, Q_PER_VECTOR = shape.fold, shape.terms, shape.k_steps, shape.q_per_vector
     PER_STEP = 1 if shape.fold else shape.q_per_vector // shape.k_steps
-    NUM_QUADS = shape.k_vectors * shape.k_steps
+    K_VECTORS, NUM_QUADS = shape.k_vectors, shape.k_vectors * shape.k_steps
     load_quad, split_pair = make_load_quad(config, shape), make_split_pair(shape)
+
+    @device_function
+    def raise_largest(quad, largest, q, exists, t):
+        x = load_quad(q, quad // K_STEPS, quad % K_STEPS, exists, t)
+        largest[0] = larger(largest[0], larger(larger(abs(x[0]), abs(x[1])), larger(abs(x[2]), abs(x[3]))))
 
     @device_function
     def normaliser(q, exists, t):
         """The power of two that q is to be divided by, as an exponent."""
-        largest = float32(0)
-        for quad in range(NUM_QUADS):
-            x = load_quad(q, quad // K_STEPS, quad % K_STEPS, exists, t)
-            for i in range(4):
-                largest = larger(largest, abs(x[i]))
-        largest = larger(largest, exchange(largest, 1))
+        of_lane = cuda.local.array(1, float32)
+        of_lane[0] = float32(0)
+        for_each(raise_largest, NUM_QUADS, (of_lane, q, exists, t))
+        largest = larger(of_lane[0], exchange(of_lane[0], 1))
         largest = larger(largest, exchange(largest, 2))
         return max(int64(float_bits(largest) >> 23) - 127 - LARGEST_EXPONENT, SMALLEST_SHIFT)
 
@@ -60,27 +63,34 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
         return split_pair(x[0], x[1], term), split_pair(x[2], x[3], term)
 
     @device_function
-    def fragment(f, q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t):
-        """The registers a0..a3 of a fragment: what is in rows g, and in rows g + 8, is by the table of split_tensor."""
-        vector, part = f // Q_PER_VECTOR, f % Q_PER_VECTOR
+    def fragment(f, vector, q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t):
+        """Registers a0..a3 of a vector's fragment f, a constant.
+
+        What is in rows g, and in rows g + 8, is by the table of split_tensor.
+        """
         if FOLD:
-            above = words(q_first, vector, 2 * part, 0, inverse_first, first_exists, t)
-            below = words(q_first, vector, 2 * part + 1, 0, inverse_first, first_exists, t)
+            above = words(q_first, vector, 2 * f, 0, inverse_first, first_exists, t)
+            below = words(q_first, vector, 2 * f + 1, 0, inverse_first, first_exists, t)
         elif HEAD_TILES == 1:
-            step, term = part // PER_STEP, 2 * (part % PER_STEP)
+            step, term = f // PER_STEP, 2 * (f % PER_STEP)
             above = words(q_first, vector, step, term, inverse_first, first_exists, t)
             below = words(q_first, vector, step, term + 1, inverse_first, first_exists, t)
         else:
-            step, term = part // PER_STEP, part % PER_STEP
+            step, term = f // PER_STEP, f % PER_STEP
             above = words(q_first, vector, step, term, inverse_first, first_exists, t)
             below = words(q_second, vector, step, term, inverse_second, second_exists, t)
         return above[0], below[0], above[1], below[1]
 
     @device_function
-    def keep(f, q_frags, q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t):
-        a = fragment(f, q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t)
-        for i in range(4):
-            q_frags[4 * f + i] = a[i]
+    def keep(f, q_frags, rows):
+        a = fragment(f % Q_PER_VECTOR, f // Q_PER_VECTOR, *rows)
+        q_frags[4 * f], q_frags[4 * f + 1], q_frags[4 * f + 2], q_frags[4 * f + 3] = a[0], a[1], a[2], a[3]
+
+    @device_function
+    def put(f, vector, q_shared, rows):
+        a = fragment(f, vector, *rows)
+        where = uint32(q_shared + uint32(FRAGMENT_BYTES * (vector * Q_PER_VECTOR + f)))
+        store_shared_words(where, a[0], a[1], a[2], a[3])
 
     @device_function
     def stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, g, t, warp):
@@ -97,15 +107,14 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
             if IS_NORMALISED:
                 exponent = normaliser(q_second, second_exists, t)
                 inverse_second, factors[1] = power_of_two(-exponent), power_of_two(exponent)
+        rows = (q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t)
         if Q_IN_SHARED:
-            f = int64(warp)
-            while f < FRAGMENTS:
-                a = fragment(f, q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t)
-                store_shared_words(uint32(q_shared + uint32(FRAGMENT_BYTES * f)), a[0], a[1], a[2], a[3])
-                f += NUM_WARPS
+            vector = int64(warp)
+            while vector < K_VECTORS:
+                for_each(put, Q_PER_VECTOR, (vector, q_shared, rows))
+                vector += NUM_WARPS
         else:
-            args = (q_frags, q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t)
-            for_each(keep, FRAGMENTS, args)
+            for_each(keep, FRAGMENTS, (q_frags, rows))
 
     return stage_query
 
