@@ -168,10 +168,11 @@ def test_readme_runs_the_call_of_a_gpu_in_the_emulator():
     assert 'backend="emulator"' in emulated
 
 
-def test_drawings_are_what_the_kernels_do(monkeypatch):
+@pytest.mark.parametrize("module", ["draw_kernels", "draw_split"])
+def test_drawings_are_what_the_kernels_do(monkeypatch, module):
     monkeypatch.syspath_prepend(ROOT / "docs")
-    for file, draw in importlib.import_module("draw_kernels").DRAWINGS.items():
-        assert (ROOT / "docs" / "images" / file).read_text(encoding="utf-8") == draw(), "run docs/draw_kernels.py"
+    for file, draw in importlib.import_module(module).DRAWINGS.items():
+        assert (ROOT / "docs" / "images" / file).read_text(encoding="utf-8") == draw(), f"run docs/{module}.py"
 
 
 def test_messages_are_quoted_as_they_are():
