@@ -102,7 +102,7 @@ def measure(variant: Variant, capability: compiling.Capability, repeats: int = 9
     static, warps = resources.shared_bytes, kernel.num_threads // 32
     blocks, limit = _occupancy(kernel, resources.registers, static + dynamic)
     code = code_of(kernel.cubin, entry)
-    loads = _loads(code, "K" in work.read)
+    loads = _loads(code, tuple(work.read))
     stats = device.launches[at] if device.launches else None
     row: Row = {
         "kernel": variant.kernel,
@@ -145,14 +145,14 @@ def _occupancy(kernel: compiling.CompiledKernel, registers: int, shared_bytes: i
     return blocks, "+".join(name for name, most in alone.items() if most == blocks)
 
 
-def _loads(code: bytes, is_attention: bool) -> list[tuple[int, int]]:
-    """Bytes of one load, and of all in flight in a thread: the narrowest of K and of V; of other kernels, the widest.
+def _loads(code: bytes, columns: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Bytes of one load, and of all in flight in a thread, for each column: the narrowest of K and of V; else the widest.
 
-    v1 and v2 read q, K and V with loads of at least 8 bytes, and nothing else; barriers stand between the three. What
-    is not so is 0.
+    v1, v2 and split read q, K and V with loads of at least 8 bytes. v1 and v2 read nothing else so, and barriers stand
+    between the three; what is not so is 0.
     """
-    if not is_attention:
-        loads = loads_of(code)
+    if columns != ("K", "V"):
+        loads = loads_of(code, NARROWEST if columns == ("KV",) else 1)
         return [(max(x.widest for x in loads), max(x.in_flight for x in loads))]
     loads = loads_of(code, NARROWEST)
     return [(x.narrowest, x.in_flight) for x in loads[1:]] if len(loads) == 3 else [(0, 0)] * 2
@@ -258,9 +258,7 @@ def targets(rows: list[Row]) -> list[Row]:
     """
     grid = [row for row in rows if row["kernel"] in ("v1", "v2") and row["P"] <= 32 and row["D"] <= 256]
     most = {"spill B": 0, "stack B": 0, "K sectors": 1.05, "V sectors": 1.05}
-    wanted: list[tuple[str, list[Row], str, float, int]] = [
-        (name, grid, name, limit, 1) for name, limit in most.items()
-    ]
+    wanted = [(name, grid, name, float(limit), 1) for name, limit in most.items()]
     wanted += [("K load B", grid, "K load B", 16, -1), *_split_targets(rows)]
     wanted += [("external", rows, "external", 0, 1), ("disk ms", rows, "disk ms", 30.0, 1)]
     wanted += [("compile s", [row for row in rows if row["kernel"] != "split"], "compile s", 3.0, 1)]

@@ -96,15 +96,14 @@ def _split_variants() -> list[Variant]:
     def split(q: str, kv: str, head_dim: int, group_size: int, block_size: int = 16, options: str = "") -> Variant:
         return Variant("split", q, kv, head_dim, block_size, options, group_size)
 
-    dims, kinds = (64, 128, 256), DTYPES[1:]
-    result = [split(_q_kind(kv), kv, d, g) for kv in kinds for d in dims for g in (1, 8, 16)]
+    dims, cases = (64, 128, 256), [options for options in OPTIONS if options]
+    result = [split(_q_kind(kv), kv, d, g) for kv in DTYPES[1:4] for d in dims for g in (1, 8, 16)]
+    result += [split("float16", "fp8_e5m2", 128, g) for g in (1, 8, 16)]
     result += [split("float32", "float32", d, g) for d in dims for g in (1, 4)]
     result += [split("float32", kv, d, g) for kv in DTYPES[1:4] for d in dims for g in (8, 16)]
     result += [split("float16", "float16", 128, 8, p) for p in (1, 3, 256)]
-    result += [
-        split("float16", kv, 128, 8, 16, options) for kv in ("float16", "fp8_e4m3") for options in OPTIONS if options
-    ]
-    result += [split("float32", "float32", 128, 4, 16, options) for options in OPTIONS if options]
+    result += [split("float16", kv, 128, 8, 16, options) for kv in ("float16", "fp8_e4m3") for options in cases]
+    result += [split("float32", "float32", 128, 4, 16, options) for options in cases]
     result += [split("float16", "float16", 128, g) for g in (5, 7, 12, 48)]
     result += [split(_q_kind(kv), kv, d, 8) for kv in ("float16", "fp8_e4m3") for d in (8, 24, 40, 72, 192, 384, 512)]
     return result + [split("float32", "float32", d, 4) for d in (8, 24, 40, 72, 192, 384, 512)]
