@@ -12,13 +12,12 @@ from pagedkv.kernels.decode_split import make_split
 from pagedkv.kernels.split_config import LONG, MOST_SPLITS, SHORTEST_SPLIT, SPLIT_UNIT, VECTOR_BYTES, SplitConfig
 from problems import build
 
-USUAL = SplitConfig(128, 8, 16, "float16", "float16")
-# Before 9.0, ptxas keeps registers free for lanes that part in the middle of a loop, and most variants spill.
-IN_REGISTERS_ON_AMPERE = (
-    USUAL,
-    SplitConfig(64, 8, 16, "float16", "fp8_e4m3"),
-    SplitConfig(128, 1, 16, "float32", "float32"),
-)
+# What is compiled for 9.0 has been compiled by the tests in the emulator; of the others there are the largest ones.
+LARGEST = [
+    *(VARIANTS[i] for i in (0, 3, 6, 8)),
+    Variant(256, 8, 16, "float32", "bfloat16"),
+    Variant(256, 4, 16, "float32", "float32", modified=True),
+]
 
 
 def config_of(variant, capability, **fields):
@@ -26,16 +25,15 @@ def config_of(variant, capability, **fields):
     return split.split_config(checked_call(problem, "split"), checked=False, capability=capability)
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.capability == (9, 0) and v.head_dim <= 256], ids=str)
-def test_every_variant_has_everything_in_registers(variant, capability):
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.capability == (9, 0)], ids=str)
+def test_every_variant_has_everything_in_registers(variant):
+    check_registers(config_of(variant, (9, 0), softcap=2.0 if variant.modified else None), (9, 0))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+@pytest.mark.parametrize("variant", LARGEST, ids=str)
+def test_variants_for_other_gpus_have_everything_in_registers(variant, capability):
     check_registers(config_of(variant, capability, softcap=2.0 if variant.modified else None), capability)
-
-
-@pytest.mark.parametrize("usual", IN_REGISTERS_ON_AMPERE, ids=str)
-def test_variants_for_ampere_that_have_everything_in_registers(usual):
-    variant = Variant(usual.head_dim, usual.group_size, usual.block_size, usual.q_kind, usual.kv_kind)
-    check_registers(config_of(variant, (8, 0)), (8, 0))
 
 
 def check_registers(config, capability):
@@ -45,7 +43,7 @@ def check_registers(config, capability):
     resources = link(kernel.ptx, capability).resources()
     assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
     assert resources.shared_bytes <= 48 * 1024
-    assert capability < (9, 0) or occupancy(capability, resources.registers, 128, resources.shared_bytes) >= 2
+    assert occupancy(capability, resources.registers, 128, resources.shared_bytes) >= 2
 
 
 @pytest.mark.parametrize("group_size", [1, 4, 8, 16, 48])

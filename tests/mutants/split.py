@@ -116,11 +116,11 @@ MUTANTS = [
         LENGTHS,
     ),
     Mutant(
-        "split: no rescaling when the second head's maximum alone has grown",
+        "split: O is rescaled, and the maximum stays",
         SOFTMAX,
-        "grew = grew or new[h] > maxima[h]",
-        "grew = grew if h else new[h] > maxima[h]",
-        TWO_HEAD_TILES,
+        "            maxima[h] = new[h]\n",
+        "",
+        LENGTHS,
     ),
     Mutant(
         "split: tokens past the end are not selected away",

@@ -22,7 +22,7 @@ from ..cuda import link as linking
 from ..emulator import EmulatorDevice
 from ..emulator.stats import BufferTraffic, LaunchStats
 from .report import Row, median
-from .sass import code_of, loads_of
+from .sass import code_of, loads_of, loop_of
 from .variants import WORK, Variant, Work, quick_variants, variants
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
@@ -31,6 +31,7 @@ SECTOR_BYTES = 32
 ALIGNMENT = 256
 UNIT_BYTES = 512  # of what a kernel reads: one 16-byte load of each lane of a warp
 NARROWEST = 8  # bytes of a load of q, K or V
+ATTENTION = ("v1", "v2", "split")
 
 
 def _aligned(array: Any) -> Any:
@@ -100,14 +101,15 @@ def measure(variant: Variant, capability: compiling.Capability, repeats: int = 9
     seconds = [time for args, time in compiled if args[-1] == entry] + [time for _, time in linked]
     static, warps = resources.shared_bytes, kernel.num_threads // 32
     blocks, limit = _occupancy(kernel, resources.registers, static + dynamic)
-    is_attention = "K" in work.read
-    loads = _loads(code_of(kernel.cubin, entry), is_attention)
+    code = code_of(kernel.cubin, entry)
+    loads = _loads(code, tuple(work.read))
     stats = device.launches[at] if device.launches else None
     row: Row = {
         "kernel": variant.kernel,
-        "q" if is_attention else "of": variant.kind,
+        "q" if variant.kernel in ATTENTION else "of": variant.kind,
         **({"kv": variant.kv_kind} if variant.kv_kind else {}),
         "D": variant.head_dim,
+        **({"G": variant.group_size} if variant.kernel == "split" else {}),
         **({"P": variant.block_size} if variant.block_size else {}),
         "case": variant.options or "-",
         "cc": f"{capability[0]}.{capability[1]}",
@@ -124,6 +126,9 @@ def measure(variant: Variant, capability: compiling.Capability, repeats: int = 9
         row[f"{name} load B"], per_thread = loads[i]
         row[f"{name} in flight KiB"] = per_thread * 32 * warps * blocks / 1024
     row |= _counts(stats, work)
+    if variant.kernel == "split":
+        row["loop instr/512B"] = _loop_instructions(code, capability)
+        row["partials"] = stats and _partials(stats) / work.read["KV"][1]
     row["compile s"] = sum(seconds) if compiled and linked else None
     return row | {"disk ms": _milliseconds_from_disk(kernel, repeats)}
 
@@ -140,17 +145,29 @@ def _occupancy(kernel: compiling.CompiledKernel, registers: int, shared_bytes: i
     return blocks, "+".join(name for name, most in alone.items() if most == blocks)
 
 
-def _loads(code: bytes, is_attention: bool) -> list[tuple[int, int]]:
-    """Bytes of one load, and of all in flight in a thread: the narrowest of K and of V; of other kernels, the widest.
+def _loads(code: bytes, columns: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Bytes of one load, and of all in flight in a thread, for each column: the narrowest of K and of V; else the widest.
 
-    v1 and v2 read q, K and V with loads of at least 8 bytes, and nothing else; barriers stand between the three. What
-    is not so is 0.
+    v1, v2 and split read q, K and V with loads of at least 8 bytes. v1 and v2 read nothing else so, and barriers stand
+    between the three; what is not so is 0.
     """
-    if not is_attention:
-        loads = loads_of(code)
+    if columns != ("K", "V"):
+        loads = loads_of(code, NARROWEST if columns == ("KV",) else 1)
         return [(max(x.widest for x in loads), max(x.in_flight for x in loads))]
     loads = loads_of(code, NARROWEST)
     return [(x.narrowest, x.in_flight) for x in loads[1:]] if len(loads) == 3 else [(0, 0)] * 2
+
+
+def _loop_instructions(code: bytes, capability: compiling.Capability) -> float | None:
+    """Warp instructions for each 512 bytes that the inner loop asks for."""
+    loop = loop_of(code, capability, NARROWEST)
+    return loop and loop.instructions * UNIT_BYTES / (32 * loop.bytes_loaded)
+
+
+def _partials(stats: LaunchStats) -> int:
+    """Bytes of partial results that kernel split writes and reads."""
+    buffers = [stats.buffers.get(name, BufferTraffic()) for name in ("split_sums", "split_states")]
+    return sum(buffer.bytes_read + buffer.bytes_written for buffer in buffers)
 
 
 def _counts(stats: LaunchStats | None, work: Work) -> Row:
@@ -208,24 +225,55 @@ def _fresh_row() -> Row:
     return {"new process": "v1", "import s": imported, "compile s": compiled, "disk ms": loaded}
 
 
+def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
+    """Of kernel split: a name, the rows, a column, its limit, and 1 where that is the most and -1 where the least."""
+    split = [row for row in rows if row["kernel"] == "split"]
+    usual = [row for row in split if row["cc"] == "9.0" and row["D"] in (64, 128, 256) and row["case"] == "-"]
+    half = [row for row in usual if row["kv"] in ("float16", "bfloat16")]
+    fp8, single = ([row for row in usual if row["kv"].startswith(kind)] for kind in ("fp8", "float32"))
+    loops = [
+        *(("16 bits, G 1 to 8", half, 0, 8, 14.0), ("16 bits, G 9 to 16", half, 8, 16, 20.0)),
+        *(("fp8, G 1 to 8", fp8, 0, 8, 34.0), ("fp8, G 9 to 16", fp8, 8, 16, 45.0)),
+        *(("float32, G 1", single, 0, 1, 18.0), ("float32, G 4", single, 1, 4, 55.0)),
+    ]
+    return [
+        *((f"split: {name}", split, name, 0, 1) for name in ("spill B", "stack B")),
+        ("split: KV sectors", usual, "KV sectors", 1.01, 1),
+        ("split: wavefronts", usual, "wavefronts", 1.1, 1),
+        *(
+            (f"split: loop, {name}", [row for row in among if low < row["G"] <= high], "loop instr/512B", limit, 1)
+            for name, among, low, high, limit in loops
+        ),
+        ("split: all, 16 bits", half, "instr/512B", 30.0, 1),
+        ("split: KV in flight KiB", usual, "KV in flight KiB", 64, -1),
+        ("split: partials", usual, "partials", 0.04, 1),
+        ("split: compile s", split, "compile s", 5.0, 1),
+    ]
+
+
 def targets(rows: list[Row]) -> list[Row]:
-    """What is to be reached by v1 and v2 at P in {8, 16, 32} and D <= 256, the worst row, and whether it does."""
+    """What is to be reached, the worst row, and whether it does.
+
+    By v1 and v2 at P in {8, 16, 32} and D <= 256; by split for 9.0 at D in {64, 128, 256}, in machine code and PTX.
+    """
     grid = [row for row in rows if row["kernel"] in ("v1", "v2") and row["P"] <= 32 and row["D"] <= 256]
     most = {"spill B": 0, "stack B": 0, "K sectors": 1.05, "V sectors": 1.05}
-    wanted = [(grid, name, limit, 1) for name, limit in most.items()] + [(grid, "K load B", 16, -1)]
-    wanted += [(rows, "external", 0, 1), (rows, "compile s", 3.0, 1), (rows, "disk ms", 30.0, 1)]
+    wanted = [(name, grid, name, float(limit), 1) for name, limit in most.items()]
+    wanted += [("K load B", grid, "K load B", 16, -1), *_split_targets(rows)]
+    wanted += [("external", rows, "external", 0, 1), ("disk ms", rows, "disk ms", 30.0, 1)]
+    wanted += [("compile s", [row for row in rows if row["kernel"] != "split"], "compile s", 3.0, 1)]
     result = []
-    for among, name, limit, sign in wanted:
+    for label, among, name, limit, sign in wanted:
         having = [row for row in among if row.get(name) is not None]
         worst = max(having, key=lambda row: sign * row[name], default=None)
         if worst is not None:
             reached = "yes" if sign * worst[name] <= sign * limit else "no"
             misses = sum(sign * row[name] > sign * limit for row in having)
             where = " ".join(
-                str(worst[key]) for key in ("kernel", "q", "of", "kv", "D", "P", "case", "cc") if key in worst
+                str(worst[key]) for key in ("kernel", "q", "of", "kv", "D", "G", "P", "case", "cc") if key in worst
             )
             result.append(
-                {"target": name, "limit": limit, "worst": worst[name], "reached": reached, "misses": misses}
+                {"target": label, "limit": limit, "worst": worst[name], "reached": reached, "misses": misses}
                 | {"rows": len(having), "worst row": where}
             )
     return result

@@ -16,7 +16,8 @@ from .. import cache_ops, ops
 from ..layouts import FP8_KINDS, cache_shapes, storage_dtype
 
 # The run on the emulator.
-NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048
+NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS is that of the KV heads
+SPLIT_LEN = 4096
 NUM_TOKENS = 256  # of the operations on caches
 NUM_STATES, NUM_ROWS = 8, 64
 
@@ -57,6 +58,8 @@ class Variant:
         block_size is 0 where there is no cache.
     options : str
         One of OPTIONS, a layout, or a number of states.
+    group_size : int
+        Query heads of a KV head, 1 but in kernel split.
     """
 
     kernel: str
@@ -65,11 +68,12 @@ class Variant:
     head_dim: int
     block_size: int
     options: str = ""
+    group_size: int = 1
 
 
 def variants() -> list[Variant]:
-    """Of v1 and v2 the grid of dtypes, D and P, and what lies beside it; of the others the usual cases."""
-    result = []
+    """Of v1, v2 and split the grid of dtypes, D and P or G, and what lies beside it; of the others the usual cases."""
+    result = _split_variants()
     for kernel in ("v1", "v2"):
         grid = [(dtype, head_dim, size) for dtype in DTYPES for head_dim in (64, 128, 256) for size in (8, 16, 32)]
         result += [Variant(kernel, _q_kind(dtype), dtype, head_dim, size) for dtype, head_dim, size in grid]
@@ -88,9 +92,27 @@ def variants() -> list[Variant]:
     return result + [Variant("merge_states", kind, "", 128, 0, f"{n} states") for kind in DTYPES[:3] for n in (2, 8)]
 
 
+def _split_variants() -> list[Variant]:
+    def split(q: str, kv: str, head_dim: int, group_size: int, block_size: int = 16, options: str = "") -> Variant:
+        return Variant("split", q, kv, head_dim, block_size, options, group_size)
+
+    dims, cases = (64, 128, 256), [options for options in OPTIONS if options]
+    result = [split(_q_kind(kv), kv, d, g) for kv in DTYPES[1:4] for d in dims for g in (1, 8, 16)]
+    result += [split("float16", "fp8_e5m2", 128, g) for g in (1, 8, 16)]
+    result += [split("float32", "float32", d, g) for d in dims for g in (1, 4)]
+    result += [split("float32", kv, d, g) for kv in DTYPES[1:4] for d in dims for g in (8, 16)]
+    result += [split("float16", "float16", 128, 8, p) for p in (1, 3, 256)]
+    result += [split("float16", kv, 128, 8, 16, options) for kv in ("float16", "fp8_e4m3") for options in cases]
+    result += [split("float32", "float32", 128, 4, 16, options) for options in cases]
+    result += [split("float16", "float16", 128, g) for g in (5, 7, 12, 48)]
+    result += [split(_q_kind(kv), kv, d, 8) for kv in ("float16", "fp8_e4m3") for d in (8, 24, 40, 72, 192, 384, 512)]
+    return result + [split("float32", "float32", d, 4) for d in (8, 24, 40, 72, 192, 384, 512)]
+
+
 def quick_variants() -> list[Variant]:
     """One of each kernel."""
-    wanted = [Variant("v1", "float16", "fp8_e5m2", 64, 8), Variant("v2", "float16", "float16", 128, 16)]
+    wanted = [Variant("split", "float16", "float16", 128, 16, "", 8)]
+    wanted += [Variant("v1", "float16", "fp8_e5m2", 64, 8), Variant("v2", "float16", "float16", 128, 16)]
     wanted += [Variant("v2_reduce", "float16", "", 128, 0), Variant("write_kv", "float16", "float16", 128, 16, "vllm")]
     wanted += [Variant("gather_kv", "float16", "float16", 128, 16, "vllm")]
     wanted += [Variant("copy_blocks", "float16", "float16", 128, 16, "vllm")]
@@ -119,6 +141,28 @@ def _normal(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     if dtype == np.uint8:
         return rng.integers(0, 0x60, shape, np.uint8)
     return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+def _split(variant: Variant) -> Work:
+    """Decode of one sequence of 4096 tokens, Hkv = 2, NHD."""
+    num_blocks, num_heads = -(-SPLIT_LEN // variant.block_size), NUM_HEADS * variant.group_size
+    k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
+    if variant.options == "strided":  # halves of one array
+        k_cache, v_cache = np.stack([k_cache, v_cache], 1).swapaxes(0, 1)
+    q = _normal((1, num_heads, variant.head_dim), _dtype(variant.kind)[0])
+    tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(1, -1)
+    seq_len = 999 if variant.options == "L=999" else SPLIT_LEN
+    options = dict(OPTIONS[variant.options])
+    for name in ("alibi_slopes", "sinks"):
+        if name in options:
+            options[name] = np.repeat(options[name], variant.group_size)
+    visible = 2 * NUM_HEADS * min(seq_len, options.get("window", seq_len)) * variant.head_dim * k_cache.itemsize
+    call = partial(
+        ops.decode_attention,
+        *(q, k_cache, v_cache, tables, np.array([seq_len], np.int32)),
+        **{"kv_dtype": fp8, "backend": "emulator", **options},
+    )
+    return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
 
 
 def _caches(variant: Variant, layout: str, num_blocks: int, *, strided: bool = False) -> tuple[Any, Any, str | None]:
@@ -188,6 +232,6 @@ def _merge(variant: Variant) -> Work:
 
 
 WORK: dict[str, Callable[[Variant], Work]] = {
-    **{"v1": _attention, "v2": _attention, "v2_reduce": _attention, "merge_states": _merge},
+    **{"split": _split, "v1": _attention, "v2": _attention, "v2_reduce": _attention, "merge_states": _merge},
     **{"write_kv": _cache_work, "gather_kv": _cache_work, "copy_blocks": _cache_work},
 }
