@@ -205,7 +205,7 @@ MUTANTS = [
         MERGE,
         "if last[0] != uint32(num_splits - uint32(1)):",
         "if last[0] != uint32(num_splits - uint32(2)):",
-        LENGTHS,
+        COUNTERS,
     ),
     Mutant(
         "split: the last partial result is left out",
