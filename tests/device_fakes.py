@@ -99,7 +99,7 @@ def fake_cupy():
         device = cupy.device_stack[-1] if cupy.device_stack else 0
         return ndarray(np.empty(shape, dtype), device, next(_new_addresses))
 
-    def get_current_stream(device):
+    def get_current_stream(device=0):
         return SimpleNamespace(ptr=cupy.streams.get(device, 0))
 
     cupy.ndarray, cupy.empty = ndarray, empty
@@ -138,11 +138,11 @@ def fake_torch():
     def empty(shape, *, dtype, device):
         return Tensor(np.empty(shape, numpy_dtype(dtype)), device.index, next(_new_addresses))
 
-    def current_stream(device):
-        return SimpleNamespace(cuda_stream=fake.streams.get(device.index, 0))
+    def current_stream(device=None):
+        return SimpleNamespace(cuda_stream=fake.streams.get(device.index if device else 0, 0))
 
     fake.Tensor, fake.empty = Tensor, empty
     for name in ("float32", "float16", "bfloat16"):
         setattr(fake, name, getattr(torch, name))
-    fake.cuda = SimpleNamespace(current_stream=current_stream)
+    fake.cuda = SimpleNamespace(current_stream=current_stream, is_initialized=lambda: bool(fake.streams))
     return fake

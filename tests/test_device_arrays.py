@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from device_fakes import ELSEWHERE, InterfaceArray, fake_cupy, fake_torch
 from pagedkv import device_arrays
@@ -161,9 +163,20 @@ def test_interface_without_elements():
     [
         ({"mask": 1}, TypeError, "x must be an array without a mask, got a device_fakes.InterfaceArray with one"),
         ({"data": (0, False)}, ValueError, r"x must have memory, got the address 0 with shape \(4, 3\)"),
-        ({"data": None}, TypeError, "x must have a __cuda_array_interface__ with shape, typestr and data"),
-        ({"typestr": "<f3"}, TypeError, "x must have a __cuda_array_interface__ with shape, typestr and data"),
-        ({"shape": 4}, TypeError, "x must have a __cuda_array_interface__ with shape, typestr and data"),
+        ({"data": None}, TypeError, r"x must have .* with data as \(address, read-only flag\), got None"),
+        ({"data": (16,)}, TypeError, r"x must have .* with data as \(address, read-only flag\), got \(16,\)"),
+        ({"data": (16.0, False)}, TypeError, r"x must have .* with data as \(address, read-only flag\), got \(16.0, "),
+        ({"data": (-16, False)}, ValueError, r"x must have .* with an address in 0..2\*\*64-1, got -16"),
+        ({"typestr": "<f3"}, TypeError, "x must have .* with a typestr such as \"<f4\", got '<f3'"),
+        ({"typestr": None}, TypeError, 'x must have .* with a typestr such as "<f4", got None'),
+        ({"typestr": "<f4,<f4"}, TypeError, 'x must have .* with a typestr such as "<f4", got'),
+        ({"shape": 4}, TypeError, "x must have a __cuda_array_interface__ with shape as a tuple of int, got 4"),
+        ({"shape": (4, 3.0)}, TypeError, r"x must have .* with shape as a tuple of int, got \(4, 3.0\)"),
+        ({"shape": (4, -3)}, ValueError, r"x must have .* with a shape without negative numbers, got \(4, -3\)"),
+        ({"shape": (2**40, 2**40)}, ValueError, "x must be an array that NumPy can describe: "),
+        ({"shape": (2**80, 3)}, ValueError, "x must have .* with numbers that fit in 64 bits, got {"),
+        ({"strides": (4,)}, ValueError, r"x must have .* with a stride for each of 2 axes, got \(4,\)"),
+        ({"strides": "ab"}, TypeError, "x must have .* with strides as a tuple of int, got 'ab'"),
         ({"typestr": "|O8"}, TypeError, "x must be an array of numbers, got dtype object"),
         ({"typestr": "|V0"}, TypeError, "x must be an array of numbers, got dtype"),
     ],
@@ -171,6 +184,58 @@ def test_interface_without_elements():
 def test_interfaces_that_say_nothing_useful(changes, error, message):
     with pytest.raises(error, match=message):
         metadata("x", InterfaceArray(np.zeros((4, 3), np.float32), **changes), 0)
+
+
+def remove(array, key):
+    array.interface.pop(key, None)
+    array.changes.pop(key, None)
+
+
+@pytest.mark.parametrize("key", ["shape", "typestr", "data"])
+def test_interfaces_without_what_they_must_have(key):
+    array = InterfaceArray(np.zeros((4, 3), np.float32))
+    remove(array, key)
+    with pytest.raises(TypeError, match=f"x must have a __cuda_array_interface__ with shape, .* data, got no {key}"):
+        metadata("x", array, 0)
+
+
+_NUMBERS = st.integers() | st.sampled_from([-1, 0, 3, 2**31, 2**62, 2**63, 2**64, True, 1.0, np.int64(4)])
+_ANYTHING = st.recursive(
+    st.none() | _NUMBERS | st.text("<>|=biufcV0123456789,?", max_size=6) | st.floats() | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.lists(inner, max_size=3) | st.just({}),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300)
+@given(
+    changes=st.dictionaries(st.sampled_from(["shape", "typestr", "data", "strides", "stream"]), _ANYTHING, max_size=3),
+    missing=st.sets(st.sampled_from(["shape", "typestr", "data", "strides", "stream"]), max_size=1),
+)
+def test_any_interface_is_an_array_or_an_error_about_it(changes, missing):
+    array = InterfaceArray(np.zeros((4, 3), np.float32), **changes)
+    for key in missing:
+        remove(array, key)
+    message = None
+    try:
+        stream, shadow = current_stream(array, "x"), metadata("x", array, 0).shadow
+    except (TypeError, ValueError) as error:
+        message = str(error)
+    if message is not None:
+        assert message.startswith("x must ")
+        return
+    interface = array.__cuda_array_interface__
+    assert stream == (interface.get("stream") or 0)
+    assert shadow.shape == tuple(interface["shape"])
+    assert not shadow.size or shadow.ctypes.data == interface["data"][0]
+
+
+@pytest.mark.parametrize("stream", ["1", -1, 2.0, True])
+def test_what_is_no_stream(stream):
+    with pytest.raises(
+        TypeError, match=f"q must have a __cuda_array_interface__ with a stream that is .* got {stream!r}"
+    ):
+        current_stream(InterfaceArray(view(), stream=stream), "q")
 
 
 @pytest.mark.parametrize(("named", "expected"), [(None, 0), (1, 1), (2, 2), (0x55AA, 0x55AA)])

@@ -1,15 +1,15 @@
 """Compiling ahead, and raising what kernels on any device have skipped."""
 
-import inspect
 import sys
 
 import numpy as np
 import pytest
 
 import pagedkv
+from device_fakes import fake_cupy, fake_torch
 from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda import driver
-from pagedkv.cuda.warmup import warmup
+from pagedkv.device_arrays import current_streams
 
 
 class ReportingDevice(RecordingDevice):
@@ -18,16 +18,10 @@ class ReportingDevice(RecordingDevice):
     def __init__(self, *entry):
         super().__init__()
         self.report = np.array([1, *entry] if entry else [0] * 5, np.int64)
-        self.synchronised = 0
 
-    def copy_to_host(self, destination, source):
-        destination[...] = self.report
-
-    def copy_from_host(self, destination, source):
-        self.report[...] = source
-
-    def synchronize(self):
-        self.synchronised += 1
+    def take(self, name):
+        content, self.report = self.report.view(np.uint8), np.zeros(5, np.int64)
+        return content
 
 
 def test_what_any_device_has_skipped_is_raised_once(monkeypatch):
@@ -38,7 +32,23 @@ def test_what_any_device_has_skipped_is_raised_once(monkeypatch):
     with pytest.raises(ValueError, match=r"seq_lens .* got -7 for sequence 4"):
         pagedkv.raise_if_failed()
     pagedkv.raise_if_failed()
-    assert [device.synchronised for device in devices] == [3, 3, 2]
+
+
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_nothing_is_waited_for_in_a_capture(monkeypatch, framework):
+    module = fake_cupy() if framework == "cupy" else fake_torch()
+    module.streams[0] = 7
+    monkeypatch.setitem(sys.modules, framework, module)
+    refused = []
+    monkeypatch.setattr(driver, "refuse_capture", lambda streams, reason: refused.extend(streams))
+    monkeypatch.setattr(driver, "cuda_devices", lambda: [])
+    pagedkv.raise_if_failed()
+    assert 7 in refused
+
+
+def test_torch_that_uses_no_gpu_has_no_stream(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch())
+    assert current_streams() == []
 
 
 def test_nothing_has_failed_where_nothing_has_run(monkeypatch):
@@ -51,8 +61,3 @@ def test_warmup_compiles_for_a_gpu_that_is_not_here():
     assert any(name.startswith("v1[") and name.endswith("for 9.0") for name in names)
     with pytest.raises(ValueError, match="head_dim must be a multiple of 8"):
         pagedkv.warmup(4, 2, 12, 16, "float16", layout="vllm", capabilities=[(9, 0)])
-
-
-def test_the_public_warmup_has_every_parameter():
-    defaults = [{x.name: x.default for x in inspect.signature(f).parameters.values()} for f in (pagedkv.warmup, warmup)]
-    assert defaults[0] == defaults[1]

@@ -14,6 +14,7 @@ from hypothesis import given
 import pagedkv
 from pagedkv import reference
 from problems import FLOATS, error_bound
+from strategies import own_parity
 from wrong_arguments import BF16, HKV, HQ, B, D, N, P, attention_arguments, fp8, ragged_arguments, read_only, vllm
 
 
@@ -79,12 +80,12 @@ def test_defaults(kernel):
 
 def test_options_reach_the_kernel(kernel):
     vectors = {name: np.arange(HQ, dtype=np.float32) for name in ("alibi_slopes", "sinks")}
-    prefill(scale=np.float32(0.5), causal=False, window=np.int64(2**40), softcap=3, score_mod=abs, **vectors)
+    prefill(scale=np.float32(0.5), causal=False, window=np.int64(2**40), softcap=3, score_mod=own_parity, **vectors)
     options = kernel.options
     assert (options.scale, options.softcap, options.window) == (0.5, 3.0, 2**31 - 1)
     assert [type(x) for x in (options.scale, options.softcap, options.window)] == [float, float, int]
     assert options.causal is False
-    assert options.score_mod is abs
+    assert options.score_mod is own_parity
     assert options.sinks is vectors["sinks"]
     assert options.alibi_slopes is vectors["alibi_slopes"]
 

@@ -1,6 +1,7 @@
 """Every wrong argument of attention, on every side: which exception, which words, and that nothing has changed."""
 
 import math
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -41,6 +42,21 @@ def out_overlapping_q():
     return {"q": buffer[:B], "out": buffer[B - 1 : 2 * B - 1]}
 
 
+class Scorer:
+    """Can be called like a score_mod, and has no hash."""
+
+    __hash__ = None
+
+    def __call__(self, score, q_pos, k_pos, head, seq):
+        return score
+
+    def method(self, score, q_pos, k_pos, head, seq):
+        return score
+
+
+OTHER_PARAMETERS = (
+    "score_mod must be a function of (score, q_pos, k_pos, head, seq) without other parameters, got one of "
+)
 Q = "(num_seqs, num_heads, head_dim)"
 FINITE = 3.4028235677973366e38  # rounds to infinity in float32
 
@@ -276,7 +292,19 @@ DECODE = [
     ({"softcap": math.inf}, ValueError, "softcap must be positive and finite in float32, got inf"),
     ({"softcap": 1e-50}, ValueError, "softcap must be positive and finite in float32, got 1e-50"),
     ({"softcap": False}, TypeError, "softcap must be a number, got bool"),
-    ({"score_mod": 3}, TypeError, "score_mod must be a function, got int"),
+    ({"score_mod": 3}, TypeError, "score_mod must be a function made by def or lambda, got int"),
+    ({"score_mod": Scorer()}, TypeError, "score_mod must be a function made by def or lambda, got Scorer"),
+    ({"score_mod": Scorer().method}, TypeError, "score_mod must be a function made by def or lambda, got method"),
+    ({"score_mod": partial(Scorer())}, TypeError, "score_mod must be a function made by def or lambda, got partial"),
+    (
+        {"score_mod": max},
+        TypeError,
+        "score_mod must be a function made by def or lambda, got builtin_function_or_method",
+    ),
+    ({"score_mod": lambda score, q_pos: score}, TypeError, OTHER_PARAMETERS + "(score, q_pos)"),
+    ({"score_mod": lambda a, b, c, d, e, f=1: a}, TypeError, OTHER_PARAMETERS + "(a, b, c, d, e, f)"),
+    ({"score_mod": lambda a, b, c, d, e, *, f=1: a}, TypeError, OTHER_PARAMETERS + "(a, b, c, d, e, f)"),
+    ({"score_mod": lambda *numbers: 1.0}, TypeError, OTHER_PARAMETERS + "(numbers)"),
     ({"return_lse": 1}, TypeError, "return_lse must be True or False, got 1"),
     ({"check": 1}, TypeError, "check must be None, True or False, got 1"),
     ({"kernel": "v3"}, ValueError, 'kernel must be "auto", "v1", "v2" or "split", got \'v3\''),

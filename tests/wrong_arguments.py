@@ -190,7 +190,7 @@ def is_about_values(message: str) -> bool:
 
 NO_PREFILL = (
     "this version of pagedkv has no prefill kernel for the cuda backend; "
-    'move the arrays to the host and use backend "cpu"'
+    'copy all arrays to the host, as torch\'s cpu() and cupy.asnumpy do, and use backend "cpu"'
 )
 NO_MEMORY = (
     "k can only be made for arrays of CuPy and torch, got a device_fakes.InterfaceArray; "

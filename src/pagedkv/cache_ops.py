@@ -225,6 +225,10 @@ def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "au
     Notes
     -----
     After any exception nothing has been written.
+
+    Between host and device the copies are in the order of the stream. Those to or from pinned memory are not waited
+    for: synchronise the stream before you read such a destination, or write to such a source. Any other array of the
+    host is done with when this returns. A CUDA graph cannot capture them, nor pairs on the host: RuntimeError.
     """
     call = cache_validation.swap(source, destination, pairs, backend=backend)
     if call.side.backend == "cpu":

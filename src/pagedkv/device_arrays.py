@@ -9,6 +9,7 @@ is refused with a TypeError, but not its methods that read (copy, tolist, item) 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ import numpy as np
 from .arrays import has_interface, is_cupy_array, is_torch_tensor, kind_of, numpy_dtype
 
 LEGACY_STREAM = 1  # what DLPack and the CUDA array interface call the legacy default stream
+_PAST_ADDRESSES = 1 << 64
+_TYPESTR = re.compile(r"[<>|=][biufcmMOSUV][0-9]+")
 _HARMLESS = (np.shares_memory, np.may_share_memory)
 
 
@@ -104,7 +107,7 @@ def metadata(name: str, x: Any, stream: int) -> Metadata:
     TypeError
         An interface that does not say what it should, or says what an array here cannot be (a mask, lazy negation).
     ValueError
-        An array with elements but without memory.
+        An array with elements but without memory, or with numbers that no array has.
     BackendUnavailableError
         The array only speaks DLPack, and cuda-core, which reads it, is not installed.
     """
@@ -134,7 +137,10 @@ def _metadata(
         raise TypeError(f"{name} must be an array of numbers, got dtype {dtype}")
     if not address and all(shape):
         raise ValueError(f"{name} must have memory, got the address 0 with shape {shape}")
-    return Metadata(make_shadow(address, shape, strides, dtype, read_only), ordinal)
+    try:
+        return Metadata(make_shadow(address, shape, strides, dtype, read_only), ordinal)
+    except ValueError as error:  # what no memory can hold
+        raise ValueError(f"{name} must be an array that NumPy can describe: {error}") from error
 
 
 def _torch_metadata(name: str, x: Any) -> Metadata:
@@ -152,20 +158,59 @@ def _interface_metadata(name: str, x: Any) -> Metadata:
     interface = x.__cuda_array_interface__
     if interface.get("mask") is not None:
         raise TypeError(f"{name} must be an array without a mask, got a {kind_of(x)} with one")
+    for key in ("shape", "typestr", "data"):
+        if key not in interface:
+            raise TypeError(f"{name} must have a __cuda_array_interface__ with shape, typestr and data, got no {key}")
+    shape, strides = _integers(name, "shape", interface["shape"]), interface.get("strides")
+    if shape and min(shape) < 0:
+        raise _wrong(name, "a shape without negative numbers", shape, ValueError)
+    if strides is not None:
+        strides = _integers(name, "strides", strides)
+        if len(strides) != len(shape):
+            raise _wrong(name, f"a stride for each of {len(shape)} axes", strides, ValueError)
+    address, read_only = _data(name, interface["data"])
+    dtype = _interface_dtype(name, interface["typestr"], getattr(x, "dtype", None))
     try:
-        address, read_only = interface["data"]
-        shape = tuple(interface["shape"])
-        strides = interface.get("strides")
-        # A type string cannot tell bfloat16 and fp8 from other things of their size; the array itself may.
-        own, typestr = getattr(x, "dtype", None), interface["typestr"]
-        dtype = own if isinstance(own, np.dtype) and own.str == typestr else np.dtype(typestr)
-    except (KeyError, TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} must have a __cuda_array_interface__ with shape, typestr and data, got a {kind_of(x)} "
-            f"where {type(error).__name__}: {error}"
-        ) from error
-    strides = None if strides is None else tuple(strides)
-    return _metadata(name, address or 0, shape, strides, dtype, bool(read_only), ordinal_of(address))
+        return _metadata(name, address, shape, strides, dtype, read_only, ordinal_of(address))
+    except OverflowError as error:
+        raise _wrong(name, "numbers that fit in 64 bits", interface, ValueError) from error
+
+
+def _wrong(name: str, what: str, got: object, error: type[Exception] = TypeError) -> Exception:
+    return error(f"{name} must have a __cuda_array_interface__ with {what}, got {got!r}")
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _integers(name: str, key: str, given: Any) -> tuple[int, ...]:
+    if not isinstance(given, (tuple, list)) or not all(map(_is_integer, given)):
+        raise _wrong(name, f"{key} as a tuple of int", given)
+    return tuple(map(int, given))
+
+
+def _data(name: str, data: Any) -> tuple[int, bool]:
+    """The address and the read-only flag; 0 for the address None, which arrays without elements may have."""
+    if isinstance(data, (tuple, list)) and len(data) == 2:
+        address, read_only = data
+        if (address is None or _is_integer(address)) and isinstance(read_only, (bool, int, np.bool_)):
+            if not 0 <= (address or 0) < _PAST_ADDRESSES:
+                raise _wrong(name, "an address in 0..2**64-1", address, ValueError)
+            return int(address or 0), bool(read_only)
+    raise _wrong(name, "data as (address, read-only flag)", data)
+
+
+def _interface_dtype(name: str, typestr: Any, own: Any) -> np.dtype[Any]:
+    # A type string cannot tell bfloat16 and fp8 from other things of their size; the array itself may.
+    if isinstance(own, np.dtype) and own.str == typestr:
+        return own
+    try:
+        if isinstance(typestr, str) and _TYPESTR.fullmatch(typestr):
+            return np.dtype(typestr)
+    except (OverflowError, TypeError, ValueError):
+        pass
+    raise _wrong(name, 'a typestr such as "<f4"', typestr)
 
 
 def ordinal_of(address: int | None) -> int | None:
@@ -184,17 +229,35 @@ def framework_of(kind: type) -> str | None:
     return None
 
 
-def current_stream(x: Any) -> int:
+def current_stream(x: Any, name: str = "the array") -> int:
     """The stream that work on a device array goes to, as a pointer: its framework's current one.
 
     Of an array that only has an interface, the stream that it names; 0, the legacy default stream, where none is named.
+
+    Raises
+    ------
+    TypeError
+        The interface names something else as its stream; the message calls the array `name`.
     """
     if is_cupy_array(x):
         return int(sys.modules["cupy"].cuda.get_current_stream(x.data.device_id).ptr)
     if is_torch_tensor(x):
         return int(sys.modules["torch"].cuda.current_stream(x.device).cuda_stream)
     interface = getattr(x, "__cuda_array_interface__", None)
-    return int(interface.get("stream") or 0) if interface else 0
+    stream = interface.get("stream") if isinstance(interface, dict) else None
+    if stream is not None and (not _is_integer(stream) or stream < 0):
+        raise _wrong(name, "a stream that is None or a pointer", stream)
+    return int(stream or 0)
+
+
+def current_streams() -> list[int]:
+    """The current stream of every framework that is loaded and uses a GPU, as pointers."""
+    streams = []
+    if cupy := sys.modules.get("cupy"):
+        streams.append(int(cupy.cuda.get_current_stream().ptr))
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+        streams.append(int(torch.cuda.current_stream().cuda_stream))
+    return streams
 
 
 def empty(name: str, like: Any, shape: tuple[int, ...], dtype: np.dtype[Any], remedy: str) -> Any:

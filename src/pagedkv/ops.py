@@ -116,8 +116,9 @@ def decode_attention(
     sinks : (num_heads,) float32 array, optional
         The logit of one more term in the denominator and in the LSE, which has no value.
     score_mod : callable, optional
-        ``score_mod(score, q_pos, k_pos, head, seq) -> score``, a plain function of a float32 score and int32
-        positions, using ``math`` and numbers it closes over; the backend compiles it. -inf masks a key.
+        ``score_mod(score, q_pos, k_pos, head, seq) -> score``, a function (def or lambda) of a float32 score and
+        int32 positions, using ``math``, and numbers and arrays it closes over; the backend compiles it. -inf masks a
+        key.
     kernel : {"auto", "v1", "v2", "split"}
         Which CUDA kernel: v1 and v2 for layout vllm, split for NHD and HND. The CPU backend checks it and ignores it.
     backend : {"auto", "cpu", "cuda", "emulator"}
@@ -152,6 +153,8 @@ def decode_attention(
     -----
     After any exception nothing has been written. The bits of a sequence's result do not depend on the other
     sequences of the batch, on where its blocks lie, on the block size, on NHD or HND, or on the number of threads.
+    CUDA calls in layout vllm are the exception: v1 and v2 round differently, also from block size to block size, and
+    "auto" chooses by the number of sequences and the width of the table; a kernel that is named keeps its bits.
 
     References
     ----------
@@ -311,9 +314,10 @@ def prefill_attention(
         check=check,
     )
     if call.side.backend != "cpu":
+        remedy = "" if call.side.on_host else "copy all arrays to the host, as torch's cpu() and cupy.asnumpy do, and "
         raise BackendUnavailableError(
             f"this version of pagedkv has no prefill kernel for the {call.side.backend} backend; "
-            'move the arrays to the host and use backend "cpu"'
+            f'{remedy}use backend "cpu"'
         )
     returned, result, lse = _results(q, call, out, return_lse)
     if len(call.q) and len(call.seq_lens):

@@ -37,3 +37,11 @@ class AttentionOptions:
     alibi_slopes: npt.NDArray[np.float32] | None
     sinks: npt.NDArray[np.float32] | None
     score_mod: Callable[..., Any] | None
+
+
+def refusal(score_mod_error: Exception) -> TypeError:
+    """What to raise about a score_mod that numba does not compile, from what numba says."""
+    return TypeError(
+        "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "
+        f"four int32: math functions, closed-over numbers and arrays of them only; numba says: {score_mod_error}"
+    )

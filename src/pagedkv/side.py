@@ -41,6 +41,8 @@ class Side(NamedTuple):
     def device(self) -> Iterator[Device]:
         """What launches the kernels of a call that does not run on the CPU; imported when it is first needed.
 
+        On CUDA no other thread launches on the stream until the ``with`` statement ends.
+
         Raises
         ------
         BackendUnavailableError
@@ -54,7 +56,9 @@ class Side(NamedTuple):
         else:
             from .cuda.driver import cuda_device
 
-            yield cuda_device(self.ordinal, self.stream)
+            gpu = cuda_device(self.ordinal, self.stream)
+            with gpu.lock:
+                yield gpu
 
     def new_array(
         self, name: str, like: Any, shape: tuple[int, ...], dtype: np.dtype[Any], remedy: str
@@ -128,7 +132,7 @@ def _place_on_device(
         raise ValueError(f"all arrays of a call must be on one side, got {first} on a device and {other} on the host")
     if backend in ("cpu", "emulator"):
         raise ValueError(f'backend "{backend}" needs arrays on the host, got {first} on a device')
-    stream = current_stream(like)
+    stream = current_stream(like, first)
     views: list[Array] = []
     place_of_first = None
     for (name, x), device in zip(named, on_devices, strict=True):

@@ -5,8 +5,11 @@ All shapes are checked before all dtypes, then strides, then options, then value
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -274,10 +277,20 @@ def _window(window: object) -> int:
     return min(width, _INT32_MAX)
 
 
-def _score_mod(score_mod: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod must be a function, got {type(score_mod).__name__}")
-    return score_mod
+def _score_mod(score_mod: Any) -> Callable[..., Any] | None:
+    """The Python function that every backend compiles for itself, also of one that numba has decorated."""
+    if score_mod is None:
+        return None
+    function = getattr(score_mod, "py_func", score_mod)
+    if not isinstance(function, FunctionType):
+        raise TypeError(f"score_mod must be a function made by def or lambda, got {type(score_mod).__name__}")
+    code = function.__code__
+    if code.co_argcount != 5 or code.co_kwonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
+        raise TypeError(
+            "score_mod must be a function of (score, q_pos, k_pos, head, seq) without other parameters, got one of "
+            f"({', '.join(inspect.signature(function).parameters)})"
+        )
+    return function
 
 
 def check_lengths(seq_lens: Array, capacity: int) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -93,6 +94,60 @@ def test_a_kernel_says_what_it_is():
     assert ".maxntid 64" in kernel.ptx
     assert "NumbaEnv" not in kernel.ptx
     assert compile_kernel(make_scale, TupleConfig(3)).name == "scale[factor=3]"
+
+
+def make_shared(config):
+    """values[i] = values[63 - i] * factor, through shared arrays; for factor 0, one is a device function's."""
+    factor = config.factor
+
+    @cuda.jit(device=True)
+    def reverse(mirror, values, i):
+        more = cuda.shared.array(64, float32)
+        more[i] = mirror[63 - i]
+        return more[i]
+
+    if factor:
+
+        def kernel(values):
+            mirror, scaled = cuda.shared.array(64, float32), cuda.shared.array(64, float32)
+            i = cuda.grid(1)
+            mirror[i] = values[i]
+            cuda.syncthreads()
+            scaled[i] = mirror[63 - i] * factor
+            values[i] = scaled[i]
+    else:
+
+        def kernel(values):
+            mirror = cuda.shared.array(64, float32)
+            i = cuda.grid(1)
+            mirror[i] = values[i]
+            cuda.syncthreads()
+            values[i] = reverse(mirror, values, i)
+
+    return KernelSource(kernel, types.void(types.CPointer(float32)), 64)
+
+
+def shared_arrays(kernel):
+    return re.findall(r"\.shared .* (\w+)\[256\]", kernel.ptx)
+
+
+def test_shared_arrays_have_their_names(monkeypatch):
+    kernel = compile_kernel(make_shared, Config(3))
+    assert shared_arrays(kernel) == ["shared_mirror", "shared_scaled"]
+    # The one of a device function has no name of the kernel's, so that none has.
+    assert sorted(shared_arrays(compile_kernel(make_shared, Config(0)))) == ["shared_0", "shared_1"]
+    monkeypatch.setattr(compiling.inspect, "getsource", lambda function: "(typed into a prompt)(")
+    assert shared_arrays(compile_kernel(make_shared, Config(4))) == ["shared_0", "shared_1"]
+
+
+def test_a_kernel_is_the_same_whatever_was_compiled_before(monkeypatch):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", os.devnull)
+    kernels = []
+    for _ in range(2):
+        start_again(monkeypatch)
+        kernels.append(compile_kernel(make_shared, Config(3)))
+    assert kernels[0] is not kernels[1]
+    assert kernels[0].ptx == kernels[1].ptx
 
 
 def test_a_kernel_is_compiled_once(compiled):
@@ -278,7 +333,7 @@ def test_numba_has_its_own_device_back(compiled):
 
 
 def test_another_thread_asks_the_real_device():
-    from numba.cuda import dispatcher
+    from numba.cuda import codegen, dispatcher
 
     real, seen = dispatcher.get_current_device, []
 
@@ -287,6 +342,7 @@ def test_another_thread_asks_the_real_device():
 
     def ask():
         seen.append(dispatcher.get_current_device())
+        seen.append(codegen.set([1, 1]))
 
     dispatcher.get_current_device = device
     try:
@@ -295,9 +351,20 @@ def test_another_thread_asks_the_real_device():
             thread = threading.Thread(target=ask)
             thread.start()
             thread.join()
+            assert not isinstance(codegen.set(), set), "one without an order"
     finally:
         dispatcher.get_current_device = real
-    assert seen == ["the real one"]
+    assert seen == ["the real one", {1}]
+    assert not hasattr(codegen, "set")
+
+
+def test_the_oldest_kernels_are_forgotten(monkeypatch):
+    monkeypatch.setattr(compiling, "_compiled", {})
+    monkeypatch.setattr(compiling, "MOST_KERNELS", 2)
+    kernels = [compile_kernel(make_scale, Config(factor)) for factor in (2, 3, 4)]
+    assert list(compiling._compiled.values()) == kernels[1:]
+    assert compile_kernel(make_scale, Config(4)) is kernels[2]
+    assert compile_kernel(make_scale, Config(2)).ptx == kernels[0].ptx
 
 
 def test_without_nvvm_the_message_says_what_to_install(monkeypatch):

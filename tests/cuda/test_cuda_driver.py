@@ -30,6 +30,9 @@ class Recorder:
     """The functions of cuda.bindings.driver and cuda.core that driver.py uses; `calls` has those with an effect."""
 
     CUresult = SimpleNamespace(CUDA_ERROR_OUT_OF_MEMORY=2)
+    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1)
+    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_MEMORY_TYPE="memory type")
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CUdevice_attribute = SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
@@ -46,6 +49,7 @@ class Recorder:
         self.context = 1000  # the primary context of GPU 0; that of GPU 1 is 1001
         self.contexts = []
         self.capturing = False
+        self.content = b""
         self.fail = {}
         self.next_address = 1 << 20
         self.pinned = []
@@ -81,7 +85,7 @@ class Recorder:
         return Code(0), popped
 
     def cuStreamIsCapturing(self, stream):
-        return Code(0), int(self.capturing)
+        return Code(0), int(self.capturing is True or self.capturing == stream)
 
     def cuMemAlloc(self, nbytes):
         code = self._effect("alloc", nbytes)
@@ -101,8 +105,29 @@ class Recorder:
     def cuMemcpyDtoHAsync(self, destination, source, nbytes, stream):
         return (self._effect("to host", destination, source, nbytes, stream),)
 
-    def cuStreamSynchronize(self, stream):
-        return (self._effect("wait", stream),)
+    def cuPointerGetAttribute(self, attribute, address):
+        assert attribute == "memory type"
+        return Code(0 if address in map(ctypes.addressof, self.pinned) else 1), 1
+
+    def cuEventCreate(self, flags):
+        return self._effect("event", flags), "event"
+
+    def cuEventRecord(self, event, stream):
+        return (self._effect("record", event, stream),)
+
+    def cuEventSynchronize(self, event):
+        return (self._effect("wait for", event),)
+
+    def cuCtxSynchronize(self):
+        return (self._effect("wait"),)
+
+    def cuMemcpyDtoH(self, destination, source, nbytes):
+        ctypes.memmove(destination, self.content.ljust(nbytes, b"\0"), nbytes)
+        return (self._effect("read", source, nbytes),)
+
+    def cuMemsetD8(self, address, value, nbytes):
+        self.content = b""
+        return (self._effect("set", address, value, nbytes),)
 
     def cuKernelSetAttribute(self, attribute, value, kernel, device):
         return (self._effect("allow", attribute, value, kernel, device),)
@@ -220,28 +245,31 @@ def test_work_of_another_gpu_leaves_the_current_one_as_it_was(cuda):
     device = cuda_device(1, 5)
     device.launch(kernel(), (1, 1, 1), (), 64)
     device.scratch("tmp", 10)
-    device.staging("pairs", 10)
-    device.copy_from_host(4096, np.zeros(3))
-    device.copy_to_host(np.zeros(3), 4096)
-    device.synchronize()
+    device.copy_from_host([(4096, np.zeros(3))])
+    device.copy_to_host([(np.zeros(3), 4096)])
+    device.take("tmp")
     assert {call[1] for call in cuda.calls} == {1001}
     assert cuda.context == 1000
     assert cuda.contexts == []
 
 
 def test_a_failure_leaves_the_current_gpu_as_it_was(cuda):
-    cuda.fail = {"alloc": 2, "wait": 1, "pin": 2}
+    cuda.fail = {"alloc": 2, "wait": 1, "pin": 2, "to host": 1}
     device = cuda_device(1, 5)
     with pytest.raises(MemoryError, match="cuMemAlloc failed on GPU 1: CUDA_ERROR_OUT_OF_MEMORY"):
         device.scratch("tmp", 10)
     with pytest.raises(MemoryError, match="cuMemHostAlloc"):
-        device.staging("tmp", 10)
-    with pytest.raises(RuntimeError, match="cuStreamSynchronize failed on GPU 1: CUDA_ERROR_INVALID_VALUE"):
-        device.synchronize()
+        device.copy_from_host([(4096, np.zeros(3))])
+    del cuda.fail["pin"], cuda.fail["alloc"]
+    with pytest.raises(RuntimeError, match="cuMemcpyDtoHAsync failed on GPU 1: CUDA_ERROR_INVALID_VALUE"):
+        device.copy_to_host([(np.zeros(3), 4096)])
+    device.scratch("tmp", 10)
+    with pytest.raises(RuntimeError, match="cuCtxSynchronize failed on GPU 1: CUDA_ERROR_INVALID_VALUE"):
+        device.take("tmp")
     assert (cuda.context, cuda.contexts) == (1000, [])
     cuda.fail = {}
-    assert device.scratch("tmp", 10)
-    assert len(device.staging("tmp", 10)) == 10
+    device.copy_to_host([(np.zeros(3), 4096)])
+    assert device.take("tmp") is not None
 
 
 def test_many_grids_do_not_fill_the_host(cuda, monkeypatch):
@@ -301,29 +329,54 @@ def test_nothing_is_made_during_a_capture(cuda):
     device.launch(k, (1, 1, 1), (device.scratch("tmp", 2000),))
 
 
-def test_staging_is_pinned_and_only_grows(cuda):
-    device = cuda_device(0, 5)
-    first = device.staging("pairs", 1000)
-    assert (first.shape, first.dtype) == ((1000,), np.uint8)
-    first[:] = 7
-    again = device.staging("pairs", 10)
-    assert again.ctypes.data == first.ctypes.data
-    assert (again == 7).all()
-    assert device.staging("pairs", 3000).nbytes == 3000
-    assert cuda.calls == [("pin", 1000, 1024, 1), ("pin", 1000, 3072, 1)]
-    assert (first == 7).all()
-
-
 def test_copies_are_on_the_stream(cuda):
     device, array = cuda_device(0, 5), np.zeros((2, 3), np.int64)
-    device.copy_from_host(4096, array)
-    device.copy_to_host(array, 8192)
-    device.synchronize()
+    pinned = np.frombuffer(ctypes.create_string_buffer(48), np.int64)
+    cuda.pinned.append(pinned.base)
+    device.copy_from_host([(4096, pinned)])
+    device.copy_to_host([(pinned, 8192)])
     assert cuda.calls == [
-        ("to device", 1000, 4096, array.ctypes.data, 48, 5),
-        ("to host", 1000, array.ctypes.data, 8192, 48, 5),
-        ("wait", 1000, 5),
+        ("to device", 1000, 4096, pinned.ctypes.data, 48, 5),
+        ("to host", 1000, pinned.ctypes.data, 8192, 48, 5),
     ]
+    device.copy_from_host([(4096, array)])
+    assert names(cuda)[2:] == ["pin", "event", "pin", "event", "to device"]
+    device.copy_to_host([(array, 4096)])
+    assert names(cuda)[7:] == ["to host", "record", "wait for", "record", "wait for"]
+
+
+def test_copies_are_not_captured(cuda):
+    device = cuda_device(0, 5)
+    cuda.capturing = True
+    for copy in (
+        lambda: device.copy_from_host([(4096, np.zeros(3))]),
+        lambda: device.copy_to_host([(np.zeros(3), 4096)]),
+    ):
+        with pytest.raises(RuntimeError, match=r"captured by a CUDA graph, and copies .* make them before the capture"):
+            copy()
+    assert cuda.calls == []
+
+
+def test_a_workspace_is_taken_when_all_of_the_gpu_is_done(cuda):
+    device = cuda_device(1, 5)
+    assert device.take("report") is None
+    address = device.scratch("report", 40)
+    before = len(cuda.calls)
+    assert not device.take("report").any()
+    assert cuda.calls[before:] == [("wait", 1001), ("read", 1001, address, 256)]
+    cuda.content, before = b"\1\2", len(cuda.calls)
+    assert device.take("report")[:3].tolist() == [1, 2, 0]
+    assert [call[0] for call in cuda.calls[before:]] == ["wait", "read", "set", "wait"]
+    assert not device.take("report").any()
+
+
+def test_a_capture_on_any_of_the_streams_is_refused(cuda):
+    cuda.capturing = 7
+    drivers.refuse_capture([7], "this waits")  # no GPU has been used
+    cuda_device(0, 5)
+    drivers.refuse_capture([0, 5], "this waits")
+    with pytest.raises(RuntimeError, match=r"^the stream is being captured by a CUDA graph, and this waits$"):
+        drivers.refuse_capture([5, 7], "this waits")
 
 
 def test_a_gpu_that_is_not_there(cuda):

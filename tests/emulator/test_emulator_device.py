@@ -184,7 +184,7 @@ def test_a_store_to_a_read_only_array_is_a_fault(copy_rows, read_only):
         ):
             copy(device, copy_rows[4], **arrays)
         with EmulatorDevice() as device, pytest.raises(EmulatorError, match="copy into the read-only array target"):
-            device.copy_from_host(device.address("target", arrays["target"]), arrays["source"])
+            device.copy_from_host([(device.address("target", arrays["target"]), arrays["source"])])
 
 
 def test_a_writable_view_of_a_read_only_one(copy_rows):
@@ -248,7 +248,7 @@ def test_workspaces():
         assert device.scratch("counter", 8) == counter != device.scratch("other", 8)
         launch(device, counter, 0)  # zero, so an atomic may be the first
         value = np.empty(4, np.int32)
-        device.copy_to_host(value, counter)
+        device.copy_to_host([(value, counter)])
         assert value.tolist() == [64, 0, 0, 0]
         with pytest.raises(MemoryFault, match=r"uninitialised global load; .* in counter"):
             launch(device, counter, 1)
@@ -264,20 +264,27 @@ def test_copies():
     x = np.arange(16, dtype=np.int64)
     with EmulatorDevice() as device:
         address = device.address("x", x)
-        device.copy_from_host(address + 8, np.array([7, 8], np.int64))
-        got = np.empty((2, 2), np.int64)
-        device.copy_to_host(got, address)
-        assert got.tolist() == [[0, 7], [8, 3]]
-        staging = device.staging("s", 24)
-        assert (staging.shape, staging.dtype) == ((24,), np.uint8)
-        device.synchronize()
+        device.copy_from_host([(address + 8, np.array([7, 8], np.int64)), (address + 24, np.array([9], np.int64))])
+        got, last = np.empty((2, 2), np.int64), np.empty(1, np.int64)
+        device.copy_to_host([(got, address), (last, address + 15 * 8)])
+        assert (got.tolist(), last) == ([[0, 7], [8, 9]], 15)
         for offset in (-8, 15 * 8, 1 << 30):
             with pytest.raises(EmulatorError, match=r"copy of 16 bytes at address .* out of bounds"):
-                device.copy_to_host(np.empty(2, np.int64), address + offset)
+                device.copy_to_host([(np.empty(2, np.int64), address + offset)])
         strided = device.address("strided", np.zeros((4, 4), np.int64)[:, :2])
         with pytest.raises(EmulatorError, match="out of bounds"):
-            device.copy_from_host(strided, np.zeros(4, np.int64))
-    assert x[:4].tolist() == [0, 7, 8, 3]
+            device.copy_from_host([(strided, np.zeros(4, np.int64))])
+    assert x[:4].tolist() == [0, 7, 8, 9]
+
+
+def test_a_workspace_is_taken_once():
+    with EmulatorDevice() as device:
+        assert device.take("report") is None
+        address = device.scratch("report", 4)
+        assert device.take("report").tolist() == [0, 0, 0, 0]
+        device.copy_from_host([(address, np.array([1, 0, 0, 2], np.uint8))])
+        assert device.take("report").tolist() == [1, 0, 0, 2]
+        assert device.take("report").tolist() == [0, 0, 0, 0]
 
 
 def _race(o):
@@ -318,6 +325,7 @@ def test_shared_memory_limit_and_grid_limits(copy_rows):
         ((1, 1, 1), device.max_shared_bytes + 1, "bytes of shared memory exceed 232448"),
         ((1 << 31, 1, 1), 0, r"grid must be at most \(2147483647, 65535, 65535\), got"),
         ((1, 65536, 1), 0, "grid must be"),
+        ((1, 1, 65536), 0, "grid must be"),
         ((1, 1, 0), 0, "grid must be one to three positive sizes"),
     ):
         with pytest.raises(EmulatorError, match=message):

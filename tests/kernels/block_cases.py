@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 
 from pagedkv.cuda.compile import compile_kernel
 from pagedkv.cuda.link import link
@@ -60,6 +61,17 @@ class SparseDevice(EmulatorDevice):
             self.memory.reserve(array.nbytes + 1024)
             self.large[name] = self.memory.alloc(array.shape, array.dtype, name, poison=False)
         return self.large[name].address
+
+
+# Without instructions for fp8, and with them.
+BOTH_FP8 = pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids="cc{0[0]}.{0[1]}".format)
+
+
+def with_capability(device, capability):
+    """The device; an emulator is said to have this compute capability, and a GPU has its own."""
+    if isinstance(device, EmulatorDevice):
+        device.capability = capability
+    return device
 
 
 def every_third_for_all(configs):

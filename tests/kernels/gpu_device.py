@@ -43,8 +43,7 @@ class CopyingDevice:
             sent = np.full(first + high - low + GUARD, FILL, np.uint8)
             sent[first : first + high - low] = _bytes_at(host + low, high - low)
             address = self._device.scratch(f"array {len(self._arrays)}", sent.nbytes)
-            self._device.copy_from_host(address, sent)
-            self._device.synchronize()
+            self._device.copy_from_host([(address, sent)])
             copy = SimpleNamespace(array=array, name=name, address=address, sent=sent, element_0=first - low)
             self._arrays[key] = copy
         elif array.flags.writeable:  # of two views of one array, one may be written
@@ -53,8 +52,7 @@ class CopyingDevice:
 
     def _copy_back(self, copy):
         received = np.empty_like(copy.sent)
-        self._device.copy_to_host(received, copy.address)
-        self._device.synchronize()
+        self._device.copy_to_host([(received, copy.address)])
         is_element = np.zeros(len(received), bool)
         _elements(is_element, copy)[...] = copy.array.flags.writeable
         strays = np.flatnonzero((received != copy.sent) & ~is_element)
@@ -69,17 +67,18 @@ class CopyingDevice:
 
     def launch(self, *launch):
         self._device.launch(*launch)
-        self._device.synchronize()  # an error is that of this launch
+        # Waits, so that an error is that of this launch.
+        self._device.copy_to_host([(np.empty(1, np.uint8), self._device.scratch("waited for", 1))])
         self.launches.append(SimpleNamespace(kernel=launch[0].name, footprint=None))
 
-    def copy_from_host(self, destination, source):
-        self._device.copy_from_host(destination, source)
+    def copy_from_host(self, parts):
+        self._device.copy_from_host(parts)
 
-    def copy_to_host(self, destination, source):
-        self._device.copy_to_host(destination, source)
+    def copy_to_host(self, parts):
+        self._device.copy_to_host(parts)
 
-    def synchronize(self):
-        self._device.synchronize()
+    def take(self, name):
+        return self._device.take(name)
 
 
 def _bytes_at(address, nbytes):

@@ -140,15 +140,15 @@ class Journal(EmulatorDevice):
         self.kernels.append(kernel.name)
         super().launch(kernel, *rest)
 
-    def copy_from_host(self, destination, source):
-        assert source.flags.c_contiguous
-        self.num_copies += 1
-        super().copy_from_host(destination, source)
+    def copy_from_host(self, parts):
+        assert all(source.flags.c_contiguous for _, source in parts)
+        self.num_copies += len(parts)
+        super().copy_from_host(parts)
 
-    def copy_to_host(self, destination, source):
-        assert destination.flags.c_contiguous
-        self.num_copies += 1
-        super().copy_to_host(destination, source)
+    def copy_to_host(self, parts):
+        assert all(destination.flags.c_contiguous for destination, _ in parts)
+        self.num_copies += len(parts)
+        super().copy_to_host(parts)
 
 
 def shadow_of(array):
@@ -267,7 +267,7 @@ def test_no_pairs_launch_nothing():
 
 
 def test_more_pieces_than_a_grid_has_rows(monkeypatch, open_device):
-    monkeypatch.setattr(blocks, "MAX_GRID_Y", 2)
+    monkeypatch.setattr(blocks, "LARGEST_GRID_Y", 2)
     rng = np.random.default_rng(0)
     cache = random_bits(rng, (3, 64, 4, 130), np.dtype(np.float32))
     expected = cache.copy()

@@ -1,14 +1,27 @@
 """The kernel of gather_kv on the emulator, bit by bit against the CPU's."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from block_cases import STRIDES, SparseDevice, assert_links, bits, every_third_for_all, pair_of, storage
+from block_cases import (
+    BOTH_FP8,
+    STRIDES,
+    SparseDevice,
+    assert_links,
+    bits,
+    every_third_for_all,
+    pair_of,
+    storage,
+    with_capability,
+)
 from hypothesis import given, settings
 
 import pagedkv
 from pagedkv import cache_validation, reference
 from pagedkv.cuda import blocks
+from pagedkv.cuda.device import FIRST_WITH_FP8
 from pagedkv.cuda.report import raise_if_failed
 from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.gather_kv import GatherConfig, make_gather_kv
@@ -99,16 +112,19 @@ def test_dense_rows_have_the_bits_of_the_cpu(gather, open_device):
 @pytest.mark.parametrize(("config", "capability"), every_third_for_all(CONFIGS), ids=str)
 def test_configs_link_without_spills(config, capability):
     assert_links(make_gather_kv, config, capability)
+    if config.kind == "fp8_e4m3" and capability >= FIRST_WITH_FP8:
+        assert_links(make_gather_kv, replace(config, hardware_fp8=True), capability)
 
 
+@BOTH_FP8
 @pytest.mark.parametrize("kind", reference.FP8_DTYPES)
-def test_every_fp8_code(kind, open_device):
+def test_every_fp8_code(kind, capability, open_device):
     codes = np.arange(256, dtype=np.uint8).reshape(1, 32, 1, 8)
     block_table, scale = np.zeros(1, np.int32), np.array([0.3], np.float32)
     options = {"layout": "NHD", "kv_dtype": kind, "k_scale": scale, "v_scale": 1.0}
     call = cache_validation.gather(codes, codes, block_table, 32, backend="emulator", **options)
     results = new_results(call)
-    with open_device() as device:
+    with with_capability(open_device(), capability) as device:
         blocks.gather_kv(device, call, *results)
     exact = codes.view(reference.FP8_DTYPES[kind]).astype(np.float32).reshape(results[0].shape)
     assert_same(results[0], exact * np.float32(0.3))
@@ -154,7 +170,7 @@ def test_no_tokens_launch_nothing():
 
 
 def test_more_heads_than_a_grid_has_rows(monkeypatch, open_device):
-    monkeypatch.setattr(blocks, "MAX_GRID_Y", 2)
+    monkeypatch.setattr(blocks, "LARGEST_GRID_Y", 2)
     call = small_call()
     results = new_results(call)
     with open_device(global_race=True) as device:

@@ -50,7 +50,7 @@ class Scribbler(OneMemory):
 
     def launch(self, kernel, grid, args, *rest):
         super().launch(kernel, grid, args, *rest)
-        self.copy_from_host(args[0] + self.offset, np.array([77], np.uint8))
+        self.copy_from_host([(args[0] + self.offset, np.array([77], np.uint8))])
 
 
 @pytest.mark.parametrize("offset", [-1, 8, 8 * 16])

@@ -144,7 +144,7 @@ def test_nothing_is_launched_for_no_rows_and_no_heads():
 
 
 def test_more_heads_than_a_grid_has_rows(monkeypatch, open_device):
-    monkeypatch.setattr(merge, "MAX_GRID_Y", 2)
+    monkeypatch.setattr(merge, "LARGEST_GRID_Y", 2)
     outs, lses = states_of(9, (2, 5, 64), FLOATS["float32"], np.random.default_rng(0))
     assert_merged(outs, lses, *run(outs, lses, open_device))
 

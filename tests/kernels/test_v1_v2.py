@@ -165,6 +165,25 @@ def test_more_partitions_than_the_grid_has_in_one_dimension(monkeypatch, open_de
     assert_close(problem, *decode(problem, "v2", device=device))
 
 
+@pytest.mark.parametrize(
+    "variant", [Variant("v1", 8, 64, "bfloat16", "bfloat16"), Variant("v2", 8, 32, "float32", "float32")], ids=str
+)
+def test_more_sequences_than_a_grid_has_in_y_or_z(variant, open_device):
+    spec = variant.spec(seq_lens=(1, 3, 8, 5), num_kv_heads=1, group_size=1)
+    few, many = build(spec), build(spec)
+    where = np.array([0, 65_535, 65_536, 65_539])  # all others are empty
+    for name in ("q", "block_tables", "seq_lens"):
+        rows = np.zeros((where[-1] + 1, *getattr(few, name).shape[1:]), getattr(few, name).dtype)
+        rows[where] = getattr(few, name)
+        setattr(many, name, rows)
+    many.out_buffer = many.out = np.empty_like(many.q)
+    expected = [np.zeros(many.q.shape, many.q.dtype), np.full(many.q.shape[:2], -np.inf, np.float32)]
+    for rows, values in zip(expected, decode(few, variant.kernel, open_device), strict=True):
+        rows[where] = values
+    device = open_device(race=False, init_check=False)  # which the other tests look at, and which take their time
+    assert_same_bits(decode(many, variant.kernel, device=device), tuple(expected))
+
+
 @BOTH
 def test_caches_of_more_than_4_gib(variant):
     problem = build(variant.spec(seq_lens=(70, 3)))
@@ -191,6 +210,23 @@ def test_a_bad_block_id_is_skipped_and_recorded(variant, bad, open_device):
         raise_if_failed([device])
     assert_same_bits((out[:2], lse[:2]), (expected[0][:2], expected[1][:2]))
     assert np.isfinite(out[2].astype(np.float32)).all()
+
+
+@BOTH
+def test_a_negative_block_id_is_skipped_without_a_check_as_with_one(variant, open_device):
+    problem = build(variant.spec(seq_lens=(40, 3, 90)))
+    call = checked_call(problem, variant.kernel)
+    problem.block_tables[2, 64 // variant.block_size] = -1
+    results = []
+    for checked in (False, True):
+        out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+        with open_device() as device:
+            attention.decode_attention(device, call, out, lse, kernel=variant.kernel, checked=checked)
+            if checked:
+                with pytest.raises(IndexError, match="got -1 for sequence 2"):
+                    raise_if_failed([device])
+        results.append((out, lse))
+    assert_same_bits(*results)
 
 
 @BOTH

@@ -1,9 +1,12 @@
 """The kernel of write_kv on the emulator, bit by bit against the oracle."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from block_cases import (
+    BOTH_FP8,
     STRIDES,
     SparseDevice,
     assert_links,
@@ -12,6 +15,7 @@ from block_cases import (
     pair_of,
     random_bits,
     storage,
+    with_capability,
     with_gaps,
 )
 from hypothesis import given, settings
@@ -20,6 +24,7 @@ import pagedkv
 from pagedkv import cache_validation, reference
 from pagedkv.cuda import blocks
 from pagedkv.cuda.compile import compile_kernel
+from pagedkv.cuda.device import FIRST_WITH_FP8
 from pagedkv.cuda.report import raise_if_failed
 from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.tokens import NUM_THREADS
@@ -114,11 +119,14 @@ def test_exactly_the_named_slots_get_the_oracle_s_bits(write, open_device):
 @pytest.mark.parametrize(("config", "capability"), every_third_for_all(CONFIGS), ids=str)
 def test_configs_link_without_spills(config, capability):
     assert_links(make_write_kv, config, capability)
+    if config.kind.startswith("fp8") and capability >= FIRST_WITH_FP8:
+        assert_links(make_write_kv, replace(config, hardware_fp8=True), capability)
 
 
+@BOTH_FP8
 @pytest.mark.parametrize("token_kind", FLOATS)
 @pytest.mark.parametrize("kind", reference.FP8_DTYPES)
-def test_fp8_codes_of_every_16_bit_pattern(kind, token_kind, open_device):
+def test_fp8_codes_of_every_16_bit_pattern(kind, token_kind, capability, open_device):
     """The CPU's own codes; for float32 also those of values just beside, and halfway to, what 16 bits can say."""
     patterns = np.arange(2**16, dtype=np.uint16)
     x = patterns.view(FLOATS[token_kind]) if token_kind != "float32" else None
@@ -132,7 +140,7 @@ def test_fp8_codes_of_every_16_bit_pattern(kind, token_kind, open_device):
     call = cache_validation.write(
         x, x, *caches, slots, layout="NHD", backend="emulator", check=None, k_scale=None, **options
     )
-    with open_device(race=False) as device:
+    with with_capability(open_device(race=False), capability) as device:
         blocks.write_kv(device, call)
     np.testing.assert_array_equal(caches, expected)
 
@@ -202,7 +210,7 @@ def test_no_tokens_launch_nothing():
 
 @pytest.mark.parametrize("layout", ["NHD", "vllm"])
 def test_more_heads_than_a_grid_has_rows(layout, monkeypatch, open_device):
-    monkeypatch.setattr(blocks, "MAX_GRID_Y", 2)
+    monkeypatch.setattr(blocks, "LARGEST_GRID_Y", 2)
     call, options = small_call(layout, num_kv_heads=5)
     expected = [call.k_cache.copy(), call.v_cache.copy()]
     reference.write_kv(call.k, call.v, *expected, call.slots, **options)

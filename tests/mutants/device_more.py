@@ -26,6 +26,8 @@ from device import (
 )
 from mutant import Mutant
 
+PLANS, COPIES = "tests/cuda/test_plans.py::", "tests/cuda/test_copies.py::"
+
 MUTANTS = [
     # ---- barriers
     Mutant(
@@ -65,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "v1: a window of one key more",
-        "kernels/attention.py",
+        "kernels/tables.py",
         "max(seq_len - window, 0), seq_len",
         "max(seq_len - window - 1, 0), seq_len",
         WINDOWS,
@@ -93,17 +95,17 @@ MUTANTS = [
         EACH_OPTION,
     ),
     Mutant(
-        "v1: the maximum of half of each warp",
+        "v1: the maximum and the sum of half of each warp",
         "kernels/softmax.py",
-        "    mask = WARP_SIZE // 2\n    while mask >= 1:\n        value = larger",
-        "    mask = WARP_SIZE // 4\n    while mask >= 1:\n        value = larger",
+        "        mask = WARP_SIZE // 2\n",
+        "        mask = WARP_SIZE // 4\n",
         NEEDLE,
     ),
     Mutant(
-        "v1: the maximum of two warps for each two",
+        "v1: the maximum and the sum of two warps for each two",
         "kernels/softmax.py",
-        "    mask = NUM_WARPS // 2\n    while mask >= 1:\n        value = larger",
-        "    mask = NUM_WARPS // 4\n    while mask >= 1:\n        value = larger",
+        "        mask = NUM_WARPS // 2\n",
+        "        mask = NUM_WARPS // 4\n",
         LENGTHS,
     ),
     Mutant(
@@ -167,7 +169,7 @@ MUTANTS = [
     # ---- check=True
     Mutant(
         "v1: a bad block id is recorded with its token for its column",
-        "kernels/attention.py",
+        "kernels/tables.py",
         "record(report, BLOCK_ID, seq_idx, column, block)",
         "record(report, BLOCK_ID, seq_idx, token_idx, block)",
         BAD_BLOCK,
@@ -265,5 +267,41 @@ MUTANTS = [
         "states = [target, *states]",
         "states = [states[0], *states]",
         MANY_STATES,
+    ),
+    # ---- streams, copies between host and device
+    Mutant(
+        "a call's launches are mixed with those of another thread",
+        "side.py",
+        "with gpu.lock:",
+        "if gpu.lock:",
+        (PLANS + "test_the_launches_of_a_call_follow_each_other[merge]",),
+    ),
+    Mutant(
+        "a repeated call's launches are mixed with those of another thread",
+        "cuda/plans.py",
+        "with device.lock:",
+        "if device.lock:",
+        (PLANS + "test_the_launches_of_a_call_follow_each_other[decode]",),
+    ),
+    Mutant(
+        "pinned memory is filled again while the GPU reads it",
+        "cuda/copies.py",
+        "        self._gpu.call(driver.cuEventSynchronize, half.event)\n",
+        "",
+        (COPIES + "test_what_is_sent_is_what_was_there_at_the_call",),
+    ),
+    Mutant(
+        "what has arrived in one half of the pinned memory is forgotten",
+        "cuda/copies.py",
+        "for _ in self._halves:",
+        "for _ in self._halves[:1]:",
+        (COPIES + "test_pageable_memory_is_filled_when_the_call_returns",),
+    ),
+    Mutant(
+        "copies are captured",
+        "cuda/driver.py",
+        '            self._gpu.refuse_capture(\n                self._handle, "copies',
+        '            str(\n                "copies',
+        ("tests/cuda/test_cuda_driver.py::test_copies_are_not_captured",),
     ),
 ]

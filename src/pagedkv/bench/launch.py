@@ -6,6 +6,7 @@ The arrays only say where they are, and the device notes what it is asked to lau
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
@@ -29,6 +30,8 @@ class RecordingDevice:
     ----------
     launches : list of tuple
         (kernel, grid, args, shared_bytes) of each.
+    lock : threading.RLock
+        As a CUDA device has it.
     """
 
     capability = (9, 0)
@@ -37,6 +40,7 @@ class RecordingDevice:
     def __init__(self) -> None:
         self.launches: list[tuple[Any, tuple[int, int, int], tuple[int | float, ...], int]] = []
         self._workspaces: dict[str, int] = {}
+        self.lock = threading.RLock()
 
     def address(self, name: str, array: Any) -> int:
         """The address that a shadow carries."""

@@ -10,6 +10,7 @@ import numpy as np
 from numba import float32, int32, njit, types
 from numba.core.errors import NumbaError
 
+from ..options import refusal
 from .compile import device
 from .simd import get_float, put_float
 from .tiles import FLOAT_BYTES
@@ -46,17 +47,12 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
 def _compile_score_mod(score_mod: Callable[..., Any] | None) -> Callable[..., Any] | None:
     if score_mod is None:
         return None
-    user: Any = score_mod
+    user: Any = njit(error_model="numpy")(score_mod)
     try:
-        if not hasattr(user, "py_func"):
-            user = njit(error_model="numpy")(score_mod)
         user.compile(SIGNATURE)
         result = user.overloads[SIGNATURE].signature.return_type
         if not isinstance(result, (types.Float, types.Integer, types.Boolean)):
             raise TypeError(f"it returns {result}, not a real number")
     except (NumbaError, TypeError) as error:
-        raise TypeError(
-            "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "
-            f"four int32: math functions and closed-over numbers only; numba says: {error}"
-        ) from error
+        raise refusal(error) from error
     return user

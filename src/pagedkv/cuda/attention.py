@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..layouts import VECTOR_BYTES
+from .device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, Device
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -18,18 +21,13 @@ if TYPE_CHECKING:
     from ..kernels.config import AttentionConfig
     from ..validation import AttentionCall
     from .compile import Capability, CompiledKernel
-    from .device import Device
 
 Workspaces = tuple[tuple[str, int], ...]
 
 LONGEST_V1 = 8192  # tokens, of vLLM's rule
 MANY_ROWS = 512  # query heads of the batch from which it finds enough work in v1
-LARGEST_GRID_X = 2**31 - 1
-LARGEST_GRID_Y = 65535
 NO_WINDOW = 2**31 - 1
-VECTOR_BYTES = 16
 FLOAT_BYTES = 4
-FIRST_WITH_FP8 = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)

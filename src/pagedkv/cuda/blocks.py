@@ -1,6 +1,7 @@
 """Launching the kernels on the contents of caches: write_kv, gather_kv, copy_blocks, swap_blocks.
 
-Arguments have been checked. Nothing here reads an array of the device, or synchronises.
+Arguments have been checked. Nothing here reads an array of the device, or synchronises, but for swap_blocks from a
+device into memory that is not pinned.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +22,9 @@ from ..kernels.gather_kv import GatherConfig, make_gather_kv
 from ..kernels.report import NUM_BYTES
 from ..kernels.tokens import NUM_THREADS, num_items
 from ..kernels.write_kv import WriteConfig, make_write_kv
+from ..layouts import VECTOR_BYTES
 from .compile import compile_kernel
-
-if TYPE_CHECKING:
-    from .device import Device
-
-MAX_GRID_Y = 65535
-_VECTOR_BYTES = 16
+from .device import FIRST_WITH_FP8, LARGEST_GRID_Y, Device
 
 
 def write_kv(device: Device, call: WriteCall) -> None:
@@ -53,6 +50,7 @@ def write_kv(device: Device, call: WriteCall) -> None:
         k_per_head=_is_per_head(spec.kind, call.k_scale),
         v_per_head=_is_per_head(spec.kind, call.v_scale),
         checked=call.checked,
+        hardware_fp8=spec.kind.startswith("fp8") and device.capability >= FIRST_WITH_FP8,
     )
     (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, spec.kind, call.k_scale, call.v_scale)
     arguments = (
@@ -102,6 +100,7 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array, *, checked: 
         k_per_head=_is_per_head(spec.kind, call.k_scale),
         v_per_head=_is_per_head(spec.kind, call.v_scale),
         checked=checked,
+        hardware_fp8=spec.kind == "fp8_e4m3" and device.capability >= FIRST_WITH_FP8,
     )
     (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, spec.kind, call.k_scale, call.v_scale)
     arguments = (
@@ -154,7 +153,7 @@ def swap_blocks(
 
     From device to device it launches the kernel of `copy_blocks`; pairs on the host are copied to the device first.
     Between host and device every run of consecutive blocks is one copy on the stream, or, where blocks are not
-    contiguous, every contiguous part of a block: to and from pinned host memory without waiting.
+    contiguous, every contiguous part of a block; see `copies`.
 
     Parameters
     ----------
@@ -176,7 +175,7 @@ def swap_blocks(
         else:
             pairs = np.ascontiguousarray(pairs)
             address, stride = device.scratch("pairs", pairs.nbytes), pairs.strides[0]
-            device.copy_from_host(address, pairs)
+            device.copy_from_host([(address, pairs)])
         _launch_copies(device, within, address, len(pairs), stride, checked)
     for source, destination in copies:
         if isinstance(source, Shadow) == isinstance(destination, Shadow):
@@ -184,12 +183,12 @@ def swap_blocks(
                 destination[pairs[:, 1]] = source[pairs[:, 0]]
         elif isinstance(destination, Shadow):
             base = device.address("destination", destination)
-            for part in _parts(source, destination, pairs):
-                device.copy_from_host(base + part.destination_offset, source[part.source])
+            parts = _parts(source, destination, pairs)
+            device.copy_from_host([(base + part.destination_offset, source[part.source]) for part in parts])
         else:
             base = device.address("source", source)
-            for part in _parts(source, destination, pairs):
-                device.copy_to_host(destination[part.destination], base + part.source_offset)
+            parts = _parts(source, destination, pairs)
+            device.copy_to_host([(destination[part.destination], base + part.source_offset) for part in parts])
 
 
 def _token_strides(layout: str, cache: Array) -> tuple[int, int, int, int]:
@@ -204,7 +203,7 @@ def _token_strides(layout: str, cache: Array) -> tuple[int, int, int, int]:
 
 def _token_grid(num_tokens: int, num_kv_heads: int, kind: str, head_dim: int, *, is_vllm: bool) -> tuple[int, int, int]:
     items = num_items(num_tokens, kind, head_dim, is_vllm=is_vllm)
-    return -(-items // NUM_THREADS), min(num_kv_heads, MAX_GRID_Y), 2
+    return -(-items // NUM_THREADS), min(num_kv_heads, LARGEST_GRID_Y), 2
 
 
 def _is_per_head(kind: str, scale: float | Array) -> bool:
@@ -316,13 +315,13 @@ def _launch_copies(
             some = addresses[first : first + MAX_CACHES]
             filled = some + some[-1:] * (MAX_CACHES - len(some))
             sources, destinations = zip(*filled, strict=True)
-            grid = num_pairs, min(-(-num_vectors // PIECE), MAX_GRID_Y), len(some)
+            grid = num_pairs, min(-(-num_vectors // PIECE), LARGEST_GRID_Y), len(some)
             device.launch(kernel, grid, (*sources, *destinations, pairs, report, *scalars))
 
 
 def _alignment(*numbers: int) -> int:
     """The largest power of two up to 16 that divides all of the numbers."""
-    bits = _VECTOR_BYTES
+    bits = VECTOR_BYTES
     for number in numbers:
         bits |= number
     return bits & -bits

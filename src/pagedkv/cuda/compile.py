@@ -7,13 +7,16 @@ compute capability. What is on disk is text and machine code, never a pickle.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.metadata
+import inspect
 import json
 import re
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from .. import kernels
 from ..errors import BackendUnavailableError
 from ..kernels.source import KernelSource
+from ..options import refusal
 from ..store import Store, cache_dir, hash_of_sources
 from . import INSTALL
 
@@ -39,6 +43,8 @@ _TOOLS = (
     *("numba", "numba-cuda", "llvmlite", "numpy", "cuda-bindings", "cuda-core"),
     *("nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
 )
+
+MOST_KERNELS = 256  # in this process: a score_mod made for each call would fill its memory
 
 _lock = threading.RLock()
 _compiled: dict[Any, CompiledKernel] = {}
@@ -110,7 +116,7 @@ def compile_kernel(
     Returns
     -------
     CompiledKernel
-        The same object each time.
+        The same object each time, unless MOST_KERNELS others have been compiled meanwhile.
 
     Raises
     ------
@@ -126,6 +132,8 @@ def compile_kernel(
             kernel = _compiled.get(key)
             if kernel is None:
                 kernel = _compiled[key] = _load_or_compile(make, config, capability, lineinfo)
+                if len(_compiled) > MOST_KERNELS:
+                    del _compiled[next(iter(_compiled))]  # the oldest one
     return kernel
 
 
@@ -187,16 +195,47 @@ def _make_ptx(
         lineinfo=lineinfo,
         launch_bounds=(source.num_threads, source.min_blocks),
     )
-    return _tidy(ptx, entry), source.num_threads
+    return _tidy(ptx, entry, _shared_arrays(source.function)), source.num_threads
 
 
-def _tidy(ptx: str, entry: str) -> str:
+def _tidy(ptx: str, entry: str, shared_arrays: Sequence[str] = ()) -> str:
     if external := external_functions(ptx):
         raise TypeError(f"{entry} calls {', '.join(external)}, which no device has")
-    # numba's symbols carry counters of the process, which would make equal kernels differ.
+    # numba's symbols carry counters of the process, which would make equal kernels differ, and faults would name them.
     (mangled,) = re.findall(r"^\.visible \.entry (\w+)\(", ptx, re.MULTILINE)
     ptx = ptx.replace(mangled, entry)
+    counters = sorted({int(counter) for counter in re.findall(r"\b_cudapy_smem_(\d+)\b", ptx)})
+    names = shared_arrays if len(shared_arrays) == len(counters) else range(len(counters))
+    symbols = {str(counter): f"shared_{name}" for counter, name in zip(counters, names, strict=True)}
+    ptx = re.sub(r"\b_cudapy_smem_(\d+)\b", lambda match: symbols[match[1]], ptx)
     return re.sub(r"^\.common \.global .* _ZN08NumbaEnv\w+;\n", "", ptx, flags=re.MULTILINE)
+
+
+def _shared_arrays(function: Callable[..., None]) -> list[str]:
+    """What a kernel calls its shared arrays, in their order; those of device functions are not among them."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):  # no file has the source, as of a function typed into a prompt
+        return []
+    assigned = [
+        (target, value)
+        for statement in ast.walk(tree)
+        if isinstance(statement, ast.Assign)
+        for target, value in _pairs(statement.targets[0], statement.value)
+    ]
+    named = [
+        (call.lineno, call.col_offset, target.id)
+        for target, value in assigned
+        for call in ast.walk(value)
+        if isinstance(target, ast.Name) and isinstance(call, ast.Call) and ast.unparse(call.func) == "cuda.shared.array"
+    ]
+    return [name for *_, name in sorted(named)]
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(target, value)]
 
 
 def external_functions(ptx: str) -> list[str]:
@@ -209,19 +248,15 @@ def _refuse(score_mod: Callable[..., Any], capability: Capability) -> None:
     from numba import cuda, types
 
     try:
-        function = getattr(score_mod, "py_func", score_mod)
         with _current_device_is(capability):
             ptx, result = cuda.compile_ptx(
-                function, (types.float32, *[types.int32] * 4), debug=False, opt=True, device=True, cc=capability
+                score_mod, (types.float32, *[types.int32] * 4), debug=False, opt=True, device=True, cc=capability
             )
         if not isinstance(result, types.Float | types.Integer | types.Boolean):
             raise TypeError(f"it returns {result}, not a real number")
         _tidy(f"{ptx}\n.visible .entry score_mod(", "score_mod")
     except Exception as error:
-        raise TypeError(
-            "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "
-            f"four int32: math functions and closed-over numbers only; numba says: {error}"
-        ) from error
+        raise refusal(error) from error
 
 
 @contextmanager
@@ -231,7 +266,7 @@ def _current_device_is(capability: Capability) -> Iterator[None]:
     It asks for the compute capability although it was told which one to compile for, and without a driver that is an
     error. It also keeps the device functions of a kernel in sets, whose order changes from process to process and with
     it the PTX: here they keep the order in which they were met. Under the lock of this module, or two threads would put
-    back each other's answers.
+    back each other's answers. What other threads compile with numba-cuda meanwhile is left as it is.
     """
     from numba.cuda import codegen, compiler, dispatcher
 
@@ -241,13 +276,16 @@ def _current_device_is(capability: Capability) -> Iterator[None]:
     def answer() -> Any:
         return SimpleNamespace(compute_capability=capability) if threading.get_ident() == thread else ask()
 
-    dispatcher.get_current_device = compiler.get_current_device = answer
-    codegen.set = _InOrder
+    def make_set(*items: Any) -> Any:
+        return _InOrder() if threading.get_ident() == thread else set(*items)
+
     try:
+        dispatcher.get_current_device = compiler.get_current_device = answer
+        codegen.set = make_set
         yield
     finally:
         dispatcher.get_current_device = compiler.get_current_device = ask
-        del codegen.set
+        vars(codegen).pop("set", None)
 
 
 class _InOrder:

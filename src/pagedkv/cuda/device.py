@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from ..arrays import Array
 
 if TYPE_CHECKING:
     from .compile import CompiledKernel
+
+# Thread blocks of a launch in x, and in each of y and z; the first compute capability with instructions for fp8.
+LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
+FIRST_WITH_FP8 = (8, 9)
 
 
 class Device(Protocol):
@@ -80,31 +87,41 @@ class Device(Protocol):
         """
         ...
 
-    def staging(self, name: str, nbytes: int) -> Array:
-        """Host memory that copies go through at full speed (pinned, on CUDA), one for each name; it only grows.
+    def copy_from_host(self, parts: Sequence[tuple[int, Array]]) -> None:
+        """Copy arrays of the host to the device, in the order of the stream.
 
-        Returns
-        -------
-        numpy.ndarray
-            (nbytes,) uint8, contents unspecified. It is written and read by the host only between `synchronize` and
-            the next copy that names it.
+        Parameters
+        ----------
+        parts : sequence of (int, numpy.ndarray)
+            Where each array goes, C-contiguous. One in pinned memory must not change before the stream has come so
+            far; any other array may change when this returns.
+
+        Raises
+        ------
+        RuntimeError
+            The stream is being captured in a CUDA graph.
         """
         ...
 
-    def copy_from_host(self, destination: int, source: Array) -> None:
-        """Copy the bytes of a C-contiguous host array to a device address, in the order of the stream.
+    def copy_to_host(self, parts: Sequence[tuple[Array, int]]) -> None:
+        """Fill arrays of the host from the device, in the order of the stream.
 
-        A `staging` array must not change until `synchronize`; any other array may change when this returns.
+        Parameters
+        ----------
+        parts : sequence of (numpy.ndarray, int)
+            Each array, C-contiguous, and where its bytes are. One in pinned memory is filled when the stream has come
+            so far; any other array is when this returns.
+
+        Raises
+        ------
+        RuntimeError
+            The stream is being captured in a CUDA graph.
         """
         ...
 
-    def copy_to_host(self, destination: Array, source: int) -> None:
-        """Fill a C-contiguous host array from a device address, in the order of the stream.
+    def take(self, name: str) -> npt.NDArray[np.uint8] | None:
+        """The bytes of a workspace once all work of the GPU is done; from then on they are zero.
 
-        The bytes are there after `synchronize`.
+        None if `scratch` was never asked for it.
         """
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until everything on the stream is done."""
         ...

@@ -9,23 +9,26 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Array
 from ..errors import BackendUnavailableError
 from . import INSTALL
 from .compile import Capability, CompiledKernel
+from .copies import Copies
 
 # The default stream is named by what it always is, not by 0, which an environment variable can redefine.
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
 FIRST_CAPABILITY = (8, 0)
 MOST_PREPARED = 1024
 _NO_GPU = 'or use backend="emulator" on host arrays'
+_BEFORE_CAPTURE = "make one call with the largest shapes on this stream before the capture"
 
 _lock = threading.RLock()
 _gpus: dict[int, Gpu] = {}
@@ -61,6 +64,21 @@ def cuda_device(ordinal: int, stream: int) -> CudaDevice:
 def cuda_devices() -> list[CudaDevice]:
     """Every device that `cuda_device` has given out, in that order."""
     return list(_devices.values())
+
+
+def refuse_capture(streams: Iterable[int], reason: str) -> None:
+    """Raise RuntimeError if one of the streams is being captured; none is before `cuda_device` has given out a device.
+
+    Parameters
+    ----------
+    streams : iterable of int
+        As in `cuda_device`.
+    reason : str
+        What a CUDA graph cannot capture, and what to do instead.
+    """
+    if gpu := next(iter(_gpus.values()), None):
+        for stream in streams:
+            gpu.refuse_capture(stream or LEGACY_STREAM, reason)
 
 
 def capabilities() -> list[Capability]:
@@ -145,6 +163,7 @@ class Gpu:
                 f'{FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} (Ampere) or newer: use backend="cpu" on host arrays'
             )
         self.max_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        # Never forgotten: a captured CUDA graph, or a launch that has not run yet, may need any of them.
         self._kernels: dict[CompiledKernel, Any] = {}
         self._opted_in: dict[CompiledKernel, int] = {}
 
@@ -186,7 +205,7 @@ class Gpu:
         """The kernel, loaded and allowed as much dynamic shared memory; this GPU must be current."""
         kernel = self._kernels.get(compiled)
         if kernel is None:
-            self.refuse_capture(stream, f"kernel {compiled.name} has to be loaded")
+            self.refuse_capture(stream, f"kernel {compiled.name} has to be loaded: {_BEFORE_CAPTURE}")
             code = self.core.ObjectCode.from_cubin(compiled.cubin, name=compiled.name)
             kernel = self._kernels[compiled] = code.get_kernel(compiled.entry)
         if shared_bytes > self._opted_in.get(compiled, 0):
@@ -199,10 +218,18 @@ class Gpu:
         """Raise RuntimeError if the stream is being captured."""
         status = self.call(self.driver.cuStreamIsCapturing, stream)
         if status != self.driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
-            raise RuntimeError(
-                f"{reason}, which a CUDA graph cannot capture: make one call with the largest shapes on this stream "
-                "before the capture"
-            )
+            raise RuntimeError(f"the stream is being captured by a CUDA graph, and {reason}")
+
+    def is_pinned(self, address: int) -> bool:
+        """True if memory of the host is known to the driver, so that the GPU copies to and from it by itself."""
+        attribute = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        error, kind = self.driver.cuPointerGetAttribute(attribute, address)
+        return int(error) == 0 and int(kind) == int(self.driver.CUmemorytype.CU_MEMORYTYPE_HOST)
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """New pinned memory of the host, which is never given back; this GPU must be current."""
+        address = int(self.call(self.driver.cuMemHostAlloc, nbytes, self.driver.CU_MEMHOSTALLOC_PORTABLE))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 class CudaDevice:
@@ -216,6 +243,12 @@ class CudaDevice:
     gpu : Gpu
     stream : int
         Not 0.
+
+    Attributes
+    ----------
+    lock : threading.RLock
+        Of the thread whose launches follow each other on the stream: those of a call share workspaces, and another
+        call on the stream, from another thread, must not come between them.
     """
 
     def __init__(self, gpu: Gpu, stream: int) -> None:
@@ -229,7 +262,8 @@ class CudaDevice:
         self._context = int(gpu.context)
         self._prepared: dict[tuple[CompiledKernel, tuple[int, int, int], int], tuple[Any, Any]] = {}
         self._workspaces: dict[str, tuple[int, int]] = {}
-        self._staging: dict[str, Array] = {}
+        self._copies = Copies(gpu, stream)
+        self.lock = threading.RLock()
 
     def address(self, name: str, array: Array) -> int:
         """The address that the array, which is never read, carries."""
@@ -256,7 +290,8 @@ class CudaDevice:
     def _allocate(self, name: str, nbytes: int, before: int) -> tuple[int, int]:
         nbytes = _grown(nbytes, before)
         with self._gpu.current():
-            self._gpu.refuse_capture(self._handle, f"workspace {name} has to grow to {nbytes} bytes")
+            reason = f"workspace {name} has to grow to {nbytes} bytes: {_BEFORE_CAPTURE}"
+            self._gpu.refuse_capture(self._handle, reason)
             address = int(self._gpu.call(self._gpu.driver.cuMemAlloc, nbytes))
             self._gpu.call(self._gpu.driver.cuMemsetD8Async, address, 0, nbytes, self._handle)
         return address, nbytes
@@ -289,43 +324,52 @@ class CudaDevice:
             self._prepared[kernel, grid, shared_bytes] = prepared
         return prepared
 
-    def staging(self, name: str, nbytes: int) -> Array:
-        """Pinned host memory, (nbytes,) uint8; see `Device`.
+    def copy_from_host(self, parts: Sequence[tuple[int, Array]]) -> None:
+        """Copy arrays of the host to addresses, in the order of the stream; see `Device`.
 
         Raises
         ------
+        RuntimeError
+            The stream is being captured.
         MemoryError
-            The host has no room for it.
+            The host has no room for pinned memory.
         """
-        with _lock:
-            held = self._staging.get(name)
-            if held is None or held.nbytes < nbytes:
-                size = _grown(nbytes, held.nbytes if held is not None else 0)
-                portable = self._gpu.driver.CU_MEMHOSTALLOC_PORTABLE
-                with self._gpu.current():
-                    address = int(self._gpu.call(self._gpu.driver.cuMemHostAlloc, size, portable))
-                held = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-                self._staging[name] = held
-        return held[:nbytes]
+        with self._copying() as copies:
+            copies.to_device(parts)
 
-    def copy_from_host(self, destination: int, source: Array) -> None:
-        """Copy a C-contiguous host array to a device address, in the order of the stream; see `Device`."""
+    def copy_to_host(self, parts: Sequence[tuple[Array, int]]) -> None:
+        """Fill arrays of the host from addresses, in the order of the stream; see `Device`.
+
+        Raises
+        ------
+        RuntimeError, MemoryError
+            As `copy_from_host`.
+        """
+        with self._copying() as copies:
+            copies.to_host(parts)
+
+    @contextmanager
+    def _copying(self) -> Iterator[Copies]:
         with self._gpu.current():
-            self._gpu.call(
-                self._gpu.driver.cuMemcpyHtoDAsync, destination, source.ctypes.data, source.nbytes, self._handle
+            self._gpu.refuse_capture(
+                self._handle, "copies between host and device are not for a replay: make them before the capture"
             )
+            yield self._copies
 
-    def copy_to_host(self, destination: Array, source: int) -> None:
-        """Fill a C-contiguous host array from a device address; it is there after `synchronize`; see `Device`."""
+    def take(self, name: str) -> npt.NDArray[np.uint8] | None:
+        """The bytes of a workspace once all work of the GPU is done, and zero from then on; see `Device`."""
+        held = self._workspaces.get(name)
+        if held is None:
+            return None
+        content = np.empty(held[1], np.uint8)
         with self._gpu.current():
-            self._gpu.call(
-                self._gpu.driver.cuMemcpyDtoHAsync, destination.ctypes.data, source, destination.nbytes, self._handle
-            )
-
-    def synchronize(self) -> None:
-        """Wait until everything on the stream is done."""
-        with self._gpu.current():
-            self._gpu.call(self._gpu.driver.cuStreamSynchronize, self._handle)
+            # Of the whole GPU: the stream may have been destroyed since.
+            self._gpu.call(self._gpu.driver.cuCtxSynchronize)
+            self._gpu.call(self._gpu.driver.cuMemcpyDtoH, content.ctypes.data, held[0], held[1])
+            if content.any():
+                self._gpu.call(self._gpu.driver.cuMemsetD8, held[0], 0, held[1])
+                self._gpu.call(self._gpu.driver.cuCtxSynchronize)
+        return content
 
 
 def _grown(nbytes: int, before: int) -> int:

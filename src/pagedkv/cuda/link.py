@@ -8,14 +8,16 @@ import struct
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..errors import BackendUnavailableError
-from ..store import Store, cache_dir
+from ..store import Store, cache_dir, hash_of_sources
 from . import INSTALL
 from .compile import Capability, external_functions, versions
 
 SUFFIX = ".cubin"
+SOURCE = hash_of_sources(Path(__file__))
 # The system's part of each block's shared memory; from 9.0 on, a cubin counts it as static.
 SYSTEM_SHARED_BYTES = 1024
 
@@ -79,7 +81,7 @@ class Linked:
 def load_or_link(ptx: str, capability: Capability) -> Linked:
     """The machine code of a PTX module: from disk, or linked now and kept."""
     store = Store(cache_dir("cuda"), SUFFIX)
-    key = repr((capability, versions())).encode() + ptx.encode()
+    key = repr((capability, versions())).encode() + SOURCE + ptx.encode()
     with suppress(ValueError, TypeError, KeyError):
         header, cubin = (store.load(key) or b"").split(b"\n", 1)
         return Linked(capability, cubin, json.loads(header)["log"])
@@ -107,8 +109,9 @@ def link(ptx: str, capability: Capability) -> Linked:
         version = ".".join(map(str, nvjitlink.version()))
     except (ImportError, RuntimeError) as error:
         # Without nvJitLink, cuda.core would warn and ask the driver, which may be older than the PTX.
+        reason = str(error).split("\n", 1)[0]  # what follows lists folders
         raise BackendUnavailableError(
-            f"CUDA kernels are linked by nvJitLink, which is missing or does not work ({error}): {INSTALL}"
+            f"CUDA kernels are linked by nvJitLink, which is missing or does not work ({reason}): {INSTALL}"
         ) from error
     arch = f"sm_{capability[0]}{capability[1]}"
     try:

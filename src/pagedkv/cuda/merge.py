@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Array
 from ..kernels.merge_states import MAX_STATES, NUM_THREADS, MergeConfig, make_merge_states
+from ..layouts import VECTOR_BYTES
 from .compile import compile_kernel
-
-if TYPE_CHECKING:
-    from .device import Device
-
-MAX_GRID_Y = 65535
-_VECTOR_BYTES = 16
+from .device import LARGEST_GRID_Y, Device
 
 
 class _State(NamedTuple):
@@ -87,14 +83,14 @@ def merge_states(
             num_heads,
             *(stride for state in filled for stride in state.strides),
         )
-        grid = -(-num_rows * (head_dim // elements) // NUM_THREADS), min(num_heads, MAX_GRID_Y), 1
+        grid = -(-num_rows * (head_dim // elements) // NUM_THREADS), min(num_heads, LARGEST_GRID_Y), 1
         device.launch(compile_kernel(make_merge_states, config, device.capability), grid, arguments)
         turn += 1
 
 
 def _elements(itemsize: int, head_dim: int, states: Sequence[_State]) -> int:
     """Elements of a vector for which every address of every state is aligned."""
-    bits = _VECTOR_BYTES | head_dim * itemsize
+    bits = VECTOR_BYTES | head_dim * itemsize
     for state in states:
         bits |= state.out | state.strides[0] | state.strides[1]
     return (bits & -bits) // itemsize

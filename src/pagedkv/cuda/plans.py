@@ -28,7 +28,7 @@ from .attention import Plan, plan
 
 if TYPE_CHECKING:
     from ..validation import AttentionCall
-    from .device import Device
+    from .driver import CudaDevice
 
 MAX_PLANS = 1024
 _LOW_BITS = VECTOR_BYTES - 1
@@ -84,12 +84,13 @@ class Known:
                 return False
         return True
 
-    def run(self, device: Device, addresses: tuple[int, ...], lse: int) -> None:
+    def run(self, device: CudaDevice, addresses: tuple[int, ...], lse: int) -> None:
         """Launch, with these addresses of the arguments and of the LSE (0 if there is none)."""
-        scratch = [device.scratch(name, nbytes) for name, nbytes in self._workspaces]
-        addresses = (*addresses, lse, *scratch, 0)
-        for kernel, grid, pointers, scalars, shared_bytes in self._launches:
-            device.launch(kernel, grid, pointers(addresses) + scalars, shared_bytes)
+        with device.lock:
+            scratch = [device.scratch(name, nbytes) for name, nbytes in self._workspaces]
+            addresses = (*addresses, lse, *scratch, 0)
+            for kernel, grid, pointers, scalars, shared_bytes in self._launches:
+                device.launch(kernel, grid, pointers(addresses) + scalars, shared_bytes)
 
 
 def _span(x: Any) -> tuple[int, int]:

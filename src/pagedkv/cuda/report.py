@@ -29,13 +29,9 @@ def raise_if_failed(devices: Iterable[Device]) -> None:
         A sequence length below 0 or beyond the table's capacity.
     """
     for device in devices:
-        report = np.zeros(NUM_BYTES // 8, np.int64)
-        address = device.scratch("report", NUM_BYTES)
-        device.copy_to_host(report, address)
-        device.synchronize()
-        if report[0]:
-            device.copy_from_host(address, np.zeros_like(report))
-            raise exception(*map(int, report[1:]))
+        content = device.take("report")
+        if content is not None and content.any():
+            raise exception(*map(int, content[8:NUM_BYTES].view(np.int64)))
 
 
 def exception(what: int, sequence: int, column: int, value: int) -> IndexError | ValueError:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .attention import FIRST_WITH_FP8, FLOAT_BYTES, LARGEST_GRID_X, NO_WINDOW, Launch, Plan
+from .attention import FLOAT_BYTES, NO_WINDOW, Launch, Plan
+from .device import FIRST_WITH_FP8, LARGEST_GRID_X
 
 if TYPE_CHECKING:
     from ..arrays import Array

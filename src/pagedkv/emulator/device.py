@@ -159,26 +159,30 @@ class EmulatorDevice:
         )
 
     # -- copies
-    def staging(self, name: str, nbytes: int) -> np.ndarray:
-        """Host memory for copies, (nbytes,) uint8; the emulator's copies need no staging, so it is new every time."""
-        return np.empty(nbytes, np.uint8)
+    def copy_from_host(self, parts: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Copy C-contiguous arrays to device addresses."""
+        for address, source in parts:
+            buffer, where = self._span(address, source.nbytes)
+            if buffer.read_only:
+                raise EmulatorError(f"copy into the read-only array {buffer.name}")
+            self.memory.space.data[where] = source.reshape(-1).view(np.uint8)
+            self.memory.space.shadow[where] = INITIALISED
+            buffer.written = True
 
-    def copy_from_host(self, destination: int, source: np.ndarray) -> None:
-        """Copy the bytes of a C-contiguous array to a device address."""
-        buffer, where = self._span(destination, source.nbytes)
-        if buffer.read_only:
-            raise EmulatorError(f"copy into the read-only array {buffer.name}")
-        self.memory.space.data[where] = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-        self.memory.space.shadow[where] = INITIALISED
-        buffer.written = True
+    def copy_to_host(self, parts: Sequence[tuple[np.ndarray, int]]) -> None:
+        """Fill C-contiguous arrays with the bytes at device addresses."""
+        for destination, address in parts:
+            _, where = self._span(address, destination.nbytes)
+            destination.reshape(-1).view(np.uint8)[:] = self.memory.space.data[where]
 
-    def copy_to_host(self, destination: np.ndarray, source: int) -> None:
-        """Fill a C-contiguous array with the bytes at a device address."""
-        _, where = self._span(source, destination.nbytes)
-        destination.reshape(-1).view(np.uint8)[:] = self.memory.space.data[where]
-
-    def synchronize(self) -> None:
-        """Nothing to wait for: a launch and a copy end before they return."""
+    def take(self, name: str) -> np.ndarray | None:
+        """The bytes of a workspace, which are zero from then on; None if `scratch` was never asked for it."""
+        buffer = self._scratch.get(name)
+        if buffer is None:
+            return None
+        content = buffer.view().copy()
+        buffer.view()[...] = 0
+        return content
 
     def _span(self, address: int, nbytes: int) -> tuple[Buffer, slice]:
         first = address - GLOBAL_BASE

@@ -15,6 +15,10 @@ NUM_ROWS_PER_ITER-th row (of head_dim), summed over lanes and warps at the end.
 Shared memory. Static: q_vecs, head_dim float32, and red_smem, 8 float32. Dynamic, see `shared_bytes`: the logits of
 the thread block's tokens, and later out_smem, 2 * head_dim float32, in the same place.
 
+Bad values. A kernel that is not `checked` trusts seq_lens and block_tables: an id at or past num_blocks is memory that
+is not the cache's. A negative id is skipped, without a word: its tokens count as masked ones. A `checked` kernel skips
+both, and a length that is out of range, and records the first.
+
 v2 is v1 over a partition. It leaves a float32 output, the largest logit and the sum of exponentials of every partition
 to `make_v2_reduce` of reduction.py.
 """
@@ -30,9 +34,9 @@ from .config import NUM_THREADS, NUM_WARPS, WARP_SIZE, AttentionConfig
 from .intrinsics import address, larger, shared_address
 from .keys import make_query_key, make_stage_query, make_sum_of_group
 from .logits import make_modify
-from .report import BLOCK_ID, SEQ_LEN, record
 from .softmax import NONE, block_max, softmax
-from .source import KernelSource, device_function
+from .source import KernelSource
+from .tables import make_block_of, make_length_of, make_tokens_of
 from .values import make_reduce_rows, make_weigh_values, make_write_row
 
 BYTES, INTS, FLOATS = types.CPointer(types.uint8), types.CPointer(int32), types.CPointer(float32)
@@ -71,21 +75,12 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
     THREAD_GROUP_SIZE, V_VEC_SIZE, V_CHUNK_SIZE = config.thread_group_size, config.v_vec_size, config.v_chunk_size
     NUM_V_VECS_PER_ROW, NUM_ROWS_PER_THREAD = config.num_v_vecs_per_row, config.num_rows_per_thread
     NUM_SUMS = 2 * NUM_WARPS
-    KV_BYTES, PACKED, CHECKED = config.kv_bytes, config.packed, config.checked
+    KV_BYTES, PACKED = config.kv_bytes, config.packed
     stage_query, query_key, modify = make_stage_query(config), make_query_key(config), make_modify(config.score_mod)
+    length_of, block_of, tokens_of = make_length_of(config), make_block_of(config), make_tokens_of(PARTITION_SIZE)
     sum_of_group = make_sum_of_group(config)
     weigh_values, reduce_rows = make_weigh_values(config), make_reduce_rows(config)
     write_row = make_write_row(config, "float32" if PARTITION_SIZE else config.q_kind)
-
-    @device_function
-    def block_of(token_idx, block_tables, row, num_blocks, report, seq_idx):
-        """The physical block that holds a token, or -1 for an entry of the table that check=True refuses."""
-        column = token_idx // BLOCK_SIZE
-        block = int64(block_tables[row + column])
-        if CHECKED and (block < 0 or block >= num_blocks):
-            record(report, BLOCK_ID, seq_idx, column, block)
-            block = int64(-1)
-        return block
 
     def paged_attention(
         out, lse, exp_sums, max_logits, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, sinks, k_scale,
@@ -105,17 +100,11 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
         if PACKED:
             k_vec_stride, k_token_stride, v_row_stride = BLOCK_SIZE * 16, 16, BLOCK_SIZE * KV_BYTES
 
-        seq_len = int64(seq_lens[seq_idx])
-        if CHECKED and (seq_len < 0 or seq_len > max_blocks * BLOCK_SIZE):
-            record(report, SEQ_LEN, seq_idx, 0, seq_len)
-            seq_len = int64(0)
         # The thread block's tokens are first_token to last_token - 1, in chunks.
-        first_token, last_token = max(seq_len - window, 0), seq_len
-        if PARTITION_SIZE:
-            start = (first_token // PARTITION_SIZE + partition_idx) * PARTITION_SIZE
-            first_token, last_token = max(first_token, start), min(seq_len, start + PARTITION_SIZE)
-            if first_token >= last_token:
-                return
+        seq_len = length_of(seq_lens, seq_idx, max_blocks, report)
+        first_token, last_token = tokens_of(seq_len, window, partition_idx)
+        if PARTITION_SIZE and first_token >= last_token:
+            return
         start_token = first_token // CHUNK_SIZE * CHUNK_SIZE
         num_tokens = (last_token - start_token + CHUNK_SIZE - 1) // CHUNK_SIZE * CHUNK_SIZE
 

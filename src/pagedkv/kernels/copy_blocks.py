@@ -64,7 +64,7 @@ def make_copy_blocks(config: CopyConfig) -> KernelSource:
     stride and those of the axes 0 to 2 of the sources, and of the destinations.
     """
     load, store, num_words = _make_moves(config.vector_bytes)
-    place = _make_place(config)
+    offset_of = _make_offset_of(config)
     checked, num_vectors_each, num_threads, piece = config.checked, VECTORS_PER_THREAD, NUM_THREADS, PIECE
     num_buffered = VECTORS_PER_THREAD * num_words
 
@@ -99,13 +99,13 @@ def make_copy_blocks(config: CopyConfig) -> KernelSource:
         while first < num_vectors:
             for i in range(num_vectors_each):
                 vector = uint32(min(first + i * num_threads, num_vectors - 1))
-                offset = place(
+                offset = offset_of(
                     vector, row_vectors, length_1, length_2, source_stride_0, source_stride_1, source_stride_2
                 )
                 load(words, i * num_words, source + offset)
             for i in range(num_vectors_each):
                 if first + i * num_threads < num_vectors:
-                    offset = place(
+                    offset = offset_of(
                         uint32(first + i * num_threads), row_vectors, length_1, length_2,
                         destination_stride_0, destination_stride_1, destination_stride_2,
                     )  # fmt: skip
@@ -129,12 +129,12 @@ def pick(p0, p1, p2, p3, p4, p5, p6, p7):
     return address(p7) if cuda.blockIdx.z == 7 else where
 
 
-def _make_place(config: CopyConfig) -> Any:
+def _make_offset_of(config: CopyConfig) -> Any:
     """The device function (index of a vector, ...) -> its byte offset in a block."""
     num_axes, vector_bytes = config.num_axes, int64(config.vector_bytes)
 
     @device_function
-    def place(vector, row_vectors, length_1, length_2, stride_0, stride_1, stride_2):
+    def offset_of(vector, row_vectors, length_1, length_2, stride_0, stride_1, stride_2):
         if num_axes == 0:
             return int64(vector) * vector_bytes
         row = uint32(vector // uint32(row_vectors))
@@ -149,7 +149,7 @@ def _make_place(config: CopyConfig) -> Any:
         offset += int64(uint32(row_1 - uint32(row_0 * uint32(length_1)))) * stride_1
         return offset + int64(row_0) * stride_0
 
-    return place
+    return offset_of
 
 
 def _make_moves(vector_bytes: int) -> tuple[Any, Any, int]:

@@ -44,6 +44,8 @@ class GatherConfig:
         The scale comes from an array, not from a number.
     checked : bool
         Skip and record block ids outside 0..num_blocks-1.
+    hardware_fp8 : bool
+        The device has instructions for fp8, which e4m3 is widened with.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class GatherConfig:
     k_per_head: bool = False
     v_per_head: bool = False
     checked: bool = False
+    hardware_fp8: bool = False
 
 
 def make_gather_kv(config: GatherConfig) -> KernelSource:
@@ -64,7 +67,7 @@ def make_gather_kv(config: GatherConfig) -> KernelSource:
     """
     k_row = row_shape(config.kind, config.head_dim, is_vllm=config.is_vllm, is_v=False)
     v_row = row_shape(config.kind, config.head_dim, is_vllm=config.is_vllm, is_v=True)
-    gather_k, gather_v = _make_gather(config.kind, k_row), _make_gather(config.kind, v_row)
+    gather_k, gather_v = (_make_gather(config.kind, row, config.hardware_fp8) for row in (k_row, v_row))
     item = make_item(k_row)
     row_bytes = int64(config.head_dim * (4 if config.kind.startswith("fp8") else k_row.itemsize))
     block_size, checked = uint64(config.block_size), config.checked
@@ -106,12 +109,12 @@ def make_gather_kv(config: GatherConfig) -> KernelSource:
     return KernelSource(gather_kv, types.void(*parameters), NUM_THREADS)
 
 
-def _make_gather(kind: str, row: RowShape) -> Any:
+def _make_gather(kind: str, row: RowShape, hardware_fp8: bool) -> Any:
     """The device function (address of the cache row, address of the dense row, column stride, first element, scale)."""
     load = _make_load(row)
     is_fp8 = kind.startswith("fp8")
     num_words, chunk, itemsize = row.elements * row.itemsize // 4, uint32(row.chunk), uint32(row.itemsize)
-    widen = unpack(kind)
+    widen = unpack(kind, hardware_fp8)
 
     @device_function
     def gather(source, target, column_stride, first, scale):

@@ -347,13 +347,15 @@ def _code_by_hardware(name: str) -> Callable[[Any, Any], Any]:
     def emit(builder: Any, x: Any) -> Any:
         # The first source operand is the upper half of the pair.
         text = f"cvt.rn.satfinite.{name}x2.f32 $0, $1, $2;"
-        return builder.zext(emit_asm(builder, I16, text, "=h,f,f", [ir.Constant(F32, 0.0), x]), I32)
+        code = builder.zext(emit_asm(builder, I16, text, "=h,f,f", [ir.Constant(F32, 0.0), x]), I32)
+        # NaN becomes the code of all ones, which is the only one of e4m3.
+        return code if name == "e4m3" else builder.select(builder.fcmp_unordered("uno", x, x), I32(0x7E), code)
 
     return emit
 
 
-def _code_by_bits(mantissa_bits: int, bias: int, largest: float) -> Callable[[Any, Any], Any]:
-    """Round a float32 to an fp8 code in integer arithmetic: nearest even, saturating, NaN as all ones."""
+def _code_by_bits(mantissa_bits: int, bias: int, largest: float, nan: int) -> Callable[[Any, Any], Any]:
+    """Round a float32 to an fp8 code in integer arithmetic: nearest even, saturating, NaN as the code `nan`."""
     shift = 23 - mantissa_bits
     smallest_normal = 2.0 ** (1 - bias)
     # Adding this number leaves the multiple of the subnormals' step in the lowest bits, rounded by the hardware.
@@ -375,7 +377,7 @@ def _code_by_bits(mantissa_bits: int, bias: int, largest: float) -> Callable[[An
         subnormal = builder.and_(steps, I32(0xFF))
         is_small = builder.fcmp_ordered("<", size, ir.Constant(F32, smallest_normal))
         code = builder.select(is_small, subnormal, normal)
-        return builder.or_(sign, builder.select(is_nan, I32(0x7F), code))
+        return builder.or_(sign, builder.select(is_nan, I32(nan), code))
 
     return emit
 
@@ -384,7 +386,8 @@ def _code_by_bits(mantissa_bits: int, bias: int, largest: float) -> Callable[[An
 def narrow(kind: str, hardware_fp8: bool = False) -> Any:
     """The device function that rounds a float32 to a kind, nearest even: float32 -> its bits in a uint32.
 
-    fp8 saturates at its largest finite value, infinities too; NaN stays NaN.
+    fp8 saturates at its largest finite value, infinities too. NaN stays NaN, in fp8 with the code that ml_dtypes writes
+    but for its sign, which need not be that of the float32.
 
     Parameters
     ----------
@@ -397,8 +400,8 @@ def narrow(kind: str, hardware_fp8: bool = False) -> Any:
         "float32": lambda builder, x: builder.bitcast(x, I32),
         "float16": _bits_of_half,
         "bfloat16": _bits_of_bfloat16,
-        "fp8_e4m3": _code_by_hardware("e4m3") if hardware_fp8 else _code_by_bits(3, 7, 448.0),
-        "fp8_e5m2": _code_by_hardware("e5m2") if hardware_fp8 else _code_by_bits(2, 15, 57344.0),
+        "fp8_e4m3": _code_by_hardware("e4m3") if hardware_fp8 else _code_by_bits(3, 7, 448.0, 0x7F),
+        "fp8_e5m2": _code_by_hardware("e5m2") if hardware_fp8 else _code_by_bits(2, 15, 57344.0, 0x7E),
     }[kind]
     return declare(f"narrow_{kind}", f"The bits of a float32 rounded to {kind}.", uint32, [float32], emit)
 

@@ -16,7 +16,7 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Any:
 
     A softcap of 0 is none.
     """
-    user = None if score_mod is None else cuda.jit(device=True)(getattr(score_mod, "py_func", score_mod))
+    user = None if score_mod is None else cuda.jit(device=True)(score_mod)
 
     @device_function
     def modify(score, softcap, slope, q_pos, k_pos, head, seq):

@@ -3,53 +3,51 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from numba import cuda, float32
 
 from .config import NUM_THREADS, NUM_WARPS, WARP_SIZE
 from .intrinsics import exp2, larger
+from .source import device_function
 
 ALL_LANES = 0xFFFFFFFF
 LOG2E = float32(1.4426950408889634)
 NONE = float32(-math.inf)
 
 
-@cuda.jit(device=True, lineinfo=True)
-def block_max(red_smem, value):
-    """The largest float32 of all threads of the block; red_smem holds one float32 per warp."""
-    warp_idx, lane = cuda.threadIdx.x // WARP_SIZE, cuda.threadIdx.x % WARP_SIZE
-    mask = WARP_SIZE // 2
-    while mask >= 1:
-        value = larger(value, cuda.shfl_xor_sync(ALL_LANES, value, mask))
-        mask //= 2
-    if lane == 0:
-        red_smem[warp_idx] = value
-    cuda.syncthreads()
-    value = red_smem[lane % NUM_WARPS]
-    mask = NUM_WARPS // 2
-    while mask >= 1:
-        value = larger(value, cuda.shfl_xor_sync(ALL_LANES, value, mask))
-        mask //= 2
-    return value
+def _make_over_block(combine: Any) -> Any:
+    """The device function (red_smem, value): the float32 of all threads of the block combined, in every thread.
+
+    red_smem holds one float32 per warp.
+    """
+
+    @cuda.jit(device=True, lineinfo=True)
+    def over_block(red_smem, value):
+        warp_idx, lane = cuda.threadIdx.x // WARP_SIZE, cuda.threadIdx.x % WARP_SIZE
+        mask = WARP_SIZE // 2
+        while mask >= 1:
+            value = combine(value, cuda.shfl_xor_sync(ALL_LANES, value, mask))
+            mask //= 2
+        if lane == 0:
+            red_smem[warp_idx] = value
+        cuda.syncthreads()
+        value = red_smem[lane % NUM_WARPS]
+        mask = NUM_WARPS // 2
+        while mask >= 1:
+            value = combine(value, cuda.shfl_xor_sync(ALL_LANES, value, mask))
+            mask //= 2
+        return value
+
+    return over_block
 
 
-@cuda.jit(device=True, lineinfo=True)
-def block_sum(red_smem, value):
-    """The sum of a float32 over all threads of the block, in every thread; as `block_max`."""
-    warp_idx, lane = cuda.threadIdx.x // WARP_SIZE, cuda.threadIdx.x % WARP_SIZE
-    mask = WARP_SIZE // 2
-    while mask >= 1:
-        value = float32(value + cuda.shfl_xor_sync(ALL_LANES, value, mask))
-        mask //= 2
-    if lane == 0:
-        red_smem[warp_idx] = value
-    cuda.syncthreads()
-    value = red_smem[lane % NUM_WARPS]
-    mask = NUM_WARPS // 2
-    while mask >= 1:
-        value = float32(value + cuda.shfl_xor_sync(ALL_LANES, value, mask))
-        mask //= 2
-    return value
+@device_function
+def _plus(x, y):
+    return float32(x + y)
+
+
+block_max, block_sum = _make_over_block(larger), _make_over_block(_plus)
 
 
 @cuda.jit(device=True, lineinfo=True)

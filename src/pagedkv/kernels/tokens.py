@@ -16,7 +16,6 @@ from .intrinsics import ELEMENT_BITS
 from .source import device_function
 
 NUM_THREADS = 128
-VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ def row_shape(kind: str, head_dim: int, *, is_vllm: bool, is_v: bool) -> RowShap
     elements = 4 if itemsize == 4 else 8
     if not is_vllm:
         return RowShape(itemsize, elements, head_dim // elements, head_dim, 1)
-    return RowShape(itemsize, elements, head_dim // elements, 1 if is_v else VECTOR_BYTES // itemsize, 32)
+    return RowShape(itemsize, elements, head_dim // elements, 1 if is_v else 16 // itemsize, 32)
 
 
 def num_items(num_tokens: int, kind: str, head_dim: int, *, is_vllm: bool) -> int:

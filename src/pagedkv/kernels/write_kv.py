@@ -28,8 +28,8 @@ from .report import SLOT, record
 from .source import KernelSource, device_function
 from .tokens import NUM_THREADS, RowShape, make_item, row_shape
 
-# NaN by kind, without its sign, as the CPU's conversions write it; float16 keeps as much of the payload as it holds.
-_NAN = {"float16": 0x7C00, "bfloat16": 0x7FC0, "fp8_e4m3": 0x7F, "fp8_e5m2": 0x7E}
+# NaN without its sign, as the CPU's conversions write it; float16 keeps as much of the payload as it holds.
+_NAN = {"float16": 0x7C00, "bfloat16": 0x7FC0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class WriteConfig:
         The scale comes from an array, not from a number.
     checked : bool
         Skip and record slots at or past num_slots.
+    hardware_fp8 : bool
+        The device has instructions for fp8.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class WriteConfig:
     k_per_head: bool = False
     v_per_head: bool = False
     checked: bool = False
+    hardware_fp8: bool = False
 
 
 def make_write_kv(config: WriteConfig) -> KernelSource:
@@ -72,8 +75,8 @@ def make_write_kv(config: WriteConfig) -> KernelSource:
     """
     k_row = row_shape(config.kind, config.head_dim, is_vllm=config.is_vllm, is_v=False)
     v_row = row_shape(config.kind, config.head_dim, is_vllm=config.is_vllm, is_v=True)
-    write_k = _make_write(config.k_kind, config.kind, k_row)
-    write_v = _make_write(config.v_kind, config.kind, v_row)
+    write_k = _make_write(config.k_kind, config.kind, k_row, config.hardware_fp8)
+    write_v = _make_write(config.v_kind, config.kind, v_row, config.hardware_fp8)
     k_size, v_size = (uint32(4 if kind == "float32" else 2) for kind in (config.k_kind, config.v_kind))
     item = make_item(k_row)
     block_size, checked = uint64(config.block_size), config.checked
@@ -120,9 +123,9 @@ def make_write_kv(config: WriteConfig) -> KernelSource:
     return KernelSource(write_kv, types.void(*parameters), NUM_THREADS)
 
 
-def _make_write(source_kind: str, kind: str, row: RowShape) -> Any:
+def _make_write(source_kind: str, kind: str, row: RowShape, hardware_fp8: bool) -> Any:
     """The device function (source address, address of the row, column stride, first element, scale)."""
-    encode = _make_encode(source_kind, kind, row.elements)
+    encode = _make_encode(source_kind, kind, row.elements, hardware_fp8)
     store = _make_store(row)
     num_elements, chunk, itemsize = row.elements, uint32(row.chunk), uint32(row.itemsize)
 
@@ -136,13 +139,13 @@ def _make_write(source_kind: str, kind: str, row: RowShape) -> Any:
     return write
 
 
-def _make_encode(source_kind: str, kind: str, num_elements: int) -> Any:
+def _make_encode(source_kind: str, kind: str, num_elements: int, hardware_fp8: bool) -> Any:
     """The device function that fills codes with the elements at an address as the bits that the cache stores."""
     if source_kind == "float32":
         num_loads, halves = num_elements // 4, False
     else:
         num_loads, halves = num_elements // 8, True
-    convert = _make_convert(kind)
+    convert = _make_convert(kind, hardware_fp8)
     widen = unpack(source_kind)
     as_is = source_kind == kind
 
@@ -169,22 +172,27 @@ def _make_encode(source_kind: str, kind: str, num_elements: int) -> Any:
     return encode
 
 
-def _make_convert(kind: str) -> Any:
+def _make_convert(kind: str, hardware_fp8: bool) -> Any:
     """The device function (float32, scale) -> bits of an element; only fp8 has a scale."""
     if kind == "float32":
         return None
-    is_fp8, is_float16, itemsize_bits = kind.startswith("fp8"), kind == "float16", 8 if kind.startswith("fp8") else 16
-    nan, sign_shift = uint32(_NAN[kind]), uint32(32 - itemsize_bits)
-    sign_bit = uint32(1 << (itemsize_bits - 1))
-    round_ = narrow(kind)
+    round_ = narrow(kind, hardware_fp8)
+    # The arithmetic of a GPU loses the sign of a NaN.
+    if kind.startswith("fp8"):
+
+        @device_function
+        def divide_and_round(x, scale):
+            return uint32(round_(float32(x / scale)) | uint32(float_bits(x) >> uint32(24)) & uint32(0x80))
+
+        return divide_and_round
+    is_float16, nan = kind == "float16", uint32(_NAN[kind])
 
     @device_function
     def convert(x, scale):
-        code = round_(float32(x / scale)) if is_fp8 else round_(x)
+        code = round_(x)
         bits = float_bits(x)
-        # The arithmetic of a GPU loses the sign of a NaN.
         if uint32(bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000):
-            code = uint32(uint32(bits >> sign_shift) & sign_bit | nan)
+            code = uint32(uint32(bits >> uint32(16)) & uint32(0x8000) | nan)
             if is_float16:
                 code = uint32(code | max(uint32(uint32(bits >> uint32(13)) & uint32(0x3FF)), uint32(1)))
         return code

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .arrays import Arrays
+
 _NOT_SENT = -(2**31)  # neither a length nor an entry of a block table, used or not
 _INDEX_BYTES = 8
-
-
-class Arrays(Protocol):
-    """What is needed of the module whose arrays are on the device."""
-
-    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any: ...
-
-    def asarray(self, x: Any) -> Any: ...
 
 
 class Mirror:
