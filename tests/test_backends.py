@@ -39,6 +39,25 @@ def test_decode_in_the_emulator(spec, kernel):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "split"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(seq_lens=(37, 0, 300), q_dtype="float16", kv_dtype="float16", group_size=3, sinks=True, window=280),
+        Spec(seq_lens=(20, 1), layout="HND", softcap=20.0, alibi=True, block_size=3),
+        Spec(seq_lens=(33,), q_dtype="bfloat16", kv_dtype="fp8_e4m3", kv_scales="per head", layout="HND"),
+    ],
+    ids=lambda spec: spec.kv_dtype,
+)
+def test_decode_of_nhd_and_hnd_in_the_emulator(spec, kernel):
+    problem = build(spec)
+    out, lse = run(problem, **EMULATOR, kernel=kernel)
+    assert_close(problem, out, lse)
+    checked, checked_lse = run(problem, **EMULATOR, kernel=kernel, check=True)
+    np.testing.assert_array_equal(checked, out)
+    np.testing.assert_array_equal(checked_lse, lse)
+
+
 def test_torch_tensors_in_the_emulator():
     problem = build(Spec(layout="vllm"))
     args = [torch.from_numpy(np.ascontiguousarray(x)) for x in problem.args]

@@ -16,6 +16,12 @@ SPECS = [
     Spec(seq_lens=(20, 513), layout="vllm", q_dtype="float16", kv_dtype="fp8_e4m3", kv_scales="per head"),
 ]
 
+SPLIT_SPECS = [
+    Spec(seq_lens=(37, 0, 600), group_size=3, sinks=True, alibi=True),
+    Spec(seq_lens=(33, 530, 5000), layout="HND", q_dtype="float16", kv_dtype="float16", window=2100, group_size=8),
+    Spec(seq_lens=(20, 513), q_dtype="bfloat16", kv_dtype="fp8_e4m3", kv_scales="per head", softcap=5.0),
+]
+
 
 class Framework(NamedTuple):
     """How arrays get to a device and back, a stream other than the default one, and options of every call."""
@@ -63,8 +69,14 @@ def sent(framework, options):
     return {name: framework.send(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
 
 
-@pytest.mark.parametrize("kernel", ["auto", "v1", "v2"])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kv_dtype)
+@pytest.mark.parametrize(
+    ("spec", "kernel"),
+    [
+        *((spec, kernel) for spec in SPECS for kernel in ("auto", "v1", "v2")),
+        *((spec, kernel) for spec in SPLIT_SPECS for kernel in ("auto", "split")),
+    ],
+    ids=lambda x: f"{x.layout}-{x.kv_dtype}" if isinstance(x, Spec) else x,
+)
 def test_decode(framework, spec, kernel):
     problem = build(spec)
     args, options = [framework.send(x) for x in problem.args], sent(framework, problem.options)
@@ -149,15 +161,16 @@ def capture(framework, call):
     return lambda: (graph.replay(), torch.cuda.synchronize())
 
 
-@pytest.mark.parametrize("kernel", ["v1", "v2"])
+@pytest.mark.parametrize("kernel", ["v1", "v2", "split"])
 def test_a_captured_call_reads_what_is_in_its_buffers(gpu_framework, kernel):
-    problem = build(SPECS[0])
+    spec = SPLIT_SPECS[0] if kernel == "split" else SPECS[0]
+    problem = build(spec)
     args, options = [gpu_framework.send(x) for x in problem.args], sent(gpu_framework, problem.options)
     out = gpu_framework.send(np.zeros(problem.q.shape, problem.q.dtype))
     replay = capture(
         gpu_framework, lambda: pagedkv.decode_attention(*args, **options, kernel=kernel, out=out, check=False)
     )
-    shorter = build(SPECS[0])
+    shorter = build(spec)
     shorter.seq_lens[...] = (20, 0, 513)
     expected = pagedkv.decode_attention(*shorter.args, **shorter.options)
     args[4][...] = gpu_framework.send(shorter.seq_lens)

@@ -53,6 +53,18 @@ def test_calls_find_what_they_need(compiled, empty):
     assert compiled == []
 
 
+def test_calls_of_nhd_find_what_they_need_with_and_without_softcap(compiled):
+    names = pagedkv.warmup(4, 2, 64, 16, "float16", capabilities=[(9, 0)])
+    assert [name.split("[")[0] for name in names] == ["split", "split", "write_kv", "gather_kv", "copy_blocks"]
+    del compiled[:]
+    cache, q = np.ones((3, 16, 2, 64), np.float16), np.zeros((1, 4, 64), np.float16)
+    tables, lengths = np.array([[2]], np.int32), np.array([2], np.int32)
+    for options in ({}, {"softcap": 5.0}, {"alibi_slopes": np.ones(4, np.float32)}, {"window": 1}):
+        out = pagedkv.decode_attention(q, cache, cache.copy(), tables, lengths, **options, backend="emulator")
+        assert (out == 1).all()
+    assert compiled == []
+
+
 def test_capabilities_and_kernels_are_chosen(compiled):
     names = pagedkv.warmup(4, 2, 64, 16, "float32", layout="vllm", kernels=["v1"], capabilities=[(8, 0), (10, 0)])
     assert [name.split("[")[0] for name in names] == ["v1", "write_kv", "gather_kv", "copy_blocks"] * 2

@@ -94,6 +94,24 @@ def test_a_repeated_call_launches_the_same(kind, devices, validations, kernel, o
     assert list(map(repr, device.launches[:half])) == list(map(repr, device.launches[half:]))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 5, "sinks": np.ones(HQ, np.float32)}, {"check": True}])
+def test_a_repeated_call_of_kernel_split_launches_the_same(kind, devices, validations, options):
+    caches = {name: np.zeros((N, P, HKV, D), np.float16) for name in ("k_cache", "v_cache")}
+    first = host_arguments() | caches | {"layout": "NHD"} | options
+    decode(kind, **first, kernel="auto")
+    decode(kind, **first, kernel="auto")
+    assert len(validations) == 1
+    (device,) = devices.values()
+    once, again = device.launches
+    assert once[0].entry == "pagedkv_split"
+    assert repr(once) == repr(again)
+    decode(kind, **first, kernel="split")
+    halves = np.zeros((N, P, 2, HKV, D), np.float16)
+    decode(kind, **first | {"k_cache": halves[:, :, 0], "v_cache": halves[:, :, 1]}, kernel="auto")
+    assert len(validations) == 3
+    assert device.launches[-1][2] != once[2]
+
+
 def test_a_repetition_has_its_own_addresses(kind, devices, validations):
     for _ in range(3):
         arguments = host_arguments() | {"sinks": np.ones(HQ, np.float32)}

@@ -102,7 +102,7 @@ def test_counters_are_ready_for_the_next_launch(variant, open_device):
     expected = decode(problem, open_device)
     call = checked_call(problem, "split")
     outs = [(np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)) for _ in range(3)]
-    with open_device(seed=1) as device:
+    with open_device(seed=1, global_race=True) as device:
         for out, lse in outs:
             launch(device, call, out, lse)
     for result in outs:
@@ -141,6 +141,13 @@ def test_q_and_out_have_strides_of_their_own(variant, open_device):
     problem.q = np.ascontiguousarray(problem.q[:, ::-1])[:, ::-1]
     assert problem.q.strides != problem.out.strides
     assert_close(problem, *decode(problem, open_device))
+
+
+@BOTH
+def test_k_and_v_have_strides_of_their_own(variant, open_device):
+    for layout in ("NHD", "HND"):
+        problem = build(variant.spec(seq_lens=(37, 5, 300), strides="strided", layout=layout))
+        assert_close(problem, *decode(problem, open_device))
 
 
 @pytest.mark.parametrize("variant", WIDE, ids=str)

@@ -146,7 +146,7 @@ def _occupancy(kernel: compiling.CompiledKernel, registers: int, shared_bytes: i
 
 
 def _loads(code: bytes, columns: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Bytes of one load, and of all in flight in a thread, for each column: the narrowest of K and of V; else the widest.
+    """Bytes of one load, and of all in flight in a thread, by column: the narrowest of K and of V, else the widest.
 
     v1, v2 and split read q, K and V with loads of at least 8 bytes. v1 and v2 read nothing else so, and barriers stand
     between the three; what is not so is 0.

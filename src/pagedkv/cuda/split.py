@@ -58,7 +58,7 @@ def plan(call: AttentionCall, out: Array, *, checked: bool, capability: Capabili
             f"num_seqs * num_kv_heads, times the number of thread blocks that share a KV head, must be below 2**31 "
             f"on a device, got {num_columns}"
         )
-    window = min(options.window or NO_WINDOW, NO_WINDOW)
+    window = options.window or NO_WINDOW
     most_splits = config.most_splits(min(call.block_tables.shape[1] * spec.block_size, window))
     launch = Launch(
         compile_kernel(make_split, config, capability),

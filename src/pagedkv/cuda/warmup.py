@@ -68,7 +68,7 @@ def compile_ahead(
     TypeError, ValueError
         `capabilities` are not pairs of ints, or name one that kernels do not run on.
     BackendUnavailableError
-        There is no compiler; there is no kernel for the layout; `capabilities` is None, and there is no GPU.
+        There is no compiler; `capabilities` is None, and there is no GPU.
     """
     names = []
     for capability in sorted(set(driver.capabilities())) if capabilities is None else _pairs(capabilities):
