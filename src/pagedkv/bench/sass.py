@@ -108,14 +108,17 @@ class Loop(NamedTuple):
     instructions : int
     bytes_loaded : int
         Of global memory, by a thread.
+    widest : int
+        Bytes of one load.
     """
 
     instructions: int
     bytes_loaded: int
+    widest: int
 
 
 def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | None:
-    """The loop that loads most, in a turn that takes every branch which makes it shorter.
+    """The loop with the widest loads, and of these the most, in a turn that takes every branch which makes it shorter.
 
     Parameters
     ----------
@@ -134,7 +137,7 @@ def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | 
     targets = {at: _target(at, word, capability) for at, word in enumerate(words) if word & 0xFFF == _BRANCH}
     loops = [_shortest(words, targets, first, last, narrowest) for last, first in targets.items() if 0 <= first < last]
     loading = [loop for loop in loops if loop.bytes_loaded]
-    return min(loading, key=lambda loop: (-loop.bytes_loaded, loop.instructions), default=None)
+    return min(loading, key=lambda loop: (-loop.widest, -loop.bytes_loaded, loop.instructions), default=None)
 
 
 def _target(at: int, word: int, capability: tuple[int, int]) -> int:
@@ -147,17 +150,18 @@ def _target(at: int, word: int, capability: tuple[int, int]) -> int:
 
 
 def _shortest(words: list[int], targets: dict[int, int], first: int, last: int, narrowest: int) -> Loop:
-    ways: dict[int, Loop] = {first: Loop(0, 0)}  # the shortest way to an instruction
+    ways: dict[int, Loop] = {first: Loop(0, 0, 0)}  # the shortest way to an instruction
     for at in range(first, last):
         if at not in ways:
             continue
         word, way = words[at], ways[at]
         width = _WIDTHS[word >> 73 & 7] if word & 0xFFF in _LOADS else 0
-        after = Loop(way.instructions + 1, way.bytes_loaded + (width if width >= narrowest else 0))
+        width = width if width >= narrowest else 0
+        after = Loop(way.instructions + 1, way.bytes_loaded + width, max(way.widest, width))
         following = [at + 1]
         if first < targets.get(at, first) <= last and targets[at] > at:
             following = [targets[at]] if word >> 12 & 15 == _ALWAYS else [at + 1, targets[at]]
         for then in following:
             ways[then] = min(ways.get(then, after), after)
-    way = ways.get(last, Loop(0, 0))
-    return Loop(way.instructions + 1, way.bytes_loaded)
+    way = ways.get(last, Loop(0, 0, 0))
+    return way._replace(instructions=way.instructions + 1)
