@@ -164,7 +164,7 @@ def test_readme_runs_the_call_of_a_gpu_in_the_emulator():
     *_, on_gpu, emulated = blocks(ROOT / "README.md", "python")
     assert on_gpu.startswith(f"{NEEDS_GPU}import cupy as xp\n")
     on_host = on_gpu.removeprefix(NEEDS_GPU).replace("import cupy as xp", "import numpy as xp")
-    assert emulated == on_host.replace('layout="vllm")', 'layout="vllm", backend="emulator")')
+    assert emulated == on_host.replace("seq_lens)", 'seq_lens, backend="emulator")')
     assert 'backend="emulator"' in emulated
 
 
