@@ -61,8 +61,12 @@ class SplitConfig:
 
     @property
     def through_shared(self) -> bool:
-        """Lanes hand words to each other through shared memory; see split_lanes.py."""
-        return self.on_tensor_cores and self.architecture < 9
+        """Lanes hand words to each other through shared memory; see split_lanes.py.
+
+        For 10 that saves the last registers of options where O takes most of them.
+        """
+        is_full = self.head_dim > 256 and (self.modified or self.checked or self.wide)
+        return self.on_tensor_cores and (self.architecture < 9 or (self.architecture > 9 and is_full))
 
     @property
     def kv_bytes(self) -> int:

@@ -3,7 +3,7 @@
 Row ``team * num_heads + head`` has the sums of one head, in pairs of float32: pair u is for dims 2u and 2u + 1. On
 tensor cores the 16 lanes that store together have g = 0..3 or 4..7 and all t; lane (g, t) stores pair
 ``dims / 2 * g + j`` of head 2t, or 2t + 1, where dims is what a vector of V has. Pairs of a row change places so that
-these 16 lie in 16 different banks, and so do the 8 of a single head.
+these 16 lie in 16 different banks.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ def make_pair_address(config: SplitConfig) -> Any:
         t = uint32(uint32(head >> 1) & uint32(3))
         if DIMS == 4:  # bits 1 and 2 of the pair are g's
             pair = uint32(pair ^ uint32(uint32(t & uint32(1)) | uint32(uint32(t & uint32(2)) << uint32(2))))
-        elif DIMS == 8:  # bits 2, 3 and 4, of which the banks see two
-            pair = uint32(uint32(pair ^ t) ^ uint32(uint32(pair >> 4) & uint32(1)))
-        elif DIMS == 16:  # bits 3, 4 and 5, of which the banks see one
+        elif DIMS == 8:  # bits 2 and 3
+            pair = uint32(pair ^ t)
+        elif DIMS == 16:  # bits 3 and 4, of which the banks see one
             pair = uint32(uint32(pair ^ t) ^ uint32(uint32(uint32(pair >> 4) & uint32(1)) << uint32(2)))
-            pair = uint32(pair ^ uint32(uint32(pair >> 5) & uint32(1)))
         row = uint32(uint32(team * uint32(NUM_HEADS)) + head)
         return uint32(uint32(shared + uint32(row * uint32(ROW_BYTES))) + uint32(pair << 3))
 
