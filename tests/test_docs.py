@@ -148,7 +148,7 @@ def test_readme_has_two_set_up_commands():
     run, test = blocks(ROOT / "README.md", "sh")
     install = "python3 -m venv .venv && .venv/bin/pip install -e "
     assert run == f'{install}. && .venv/bin/python examples/generate.py "def main("\n'
-    assert test == f'{install}".[test]" && .venv/bin/pytest\n'
+    assert test == f'{install}".[test]" && .venv/bin/pytest -n auto\n'
     assert (ROOT / "examples" / "generate.py").is_file()
     assert "test" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 

@@ -2,7 +2,7 @@
 
     python tests/mutants [--all] [part of a name]
 
-Without --all those of device_more.py are left out, which take some minutes more. Each mutant is applied to a copy of
+Without --all those of device_more.py and split_more.py are left out, which take some minutes more. Each mutant is applied to a copy of
 src/, which is what its tests import. Exits with 1 if a mutant survives, cannot be applied or compiled, or its tests do
 not pass without it.
 """
@@ -94,7 +94,7 @@ def collect(part: str, names: tuple[str, ...]) -> list[Mutant]:
 
 def main() -> int:
     arguments = [argument for argument in sys.argv[1:] if argument != "--all"]
-    names = ("allocator", "device", "kernels", "split", *(("device_more",) if "--all" in sys.argv else ()))
+    names = ("allocator", "device", "kernels", "split", *(("device_more", "split_more") if "--all" in sys.argv else ()))
     mutants = collect(" ".join(arguments), names)
     if not mutants:
         print("no such mutant")
