@@ -2,9 +2,9 @@
 
     python tests/mutants [--all] [part of a name]
 
-Without --all those of device_more.py and split_more.py are left out, which take some minutes more. Each mutant is applied to a copy of
-src/, which is what its tests import. Exits with 1 if a mutant survives, cannot be applied or compiled, or its tests do
-not pass without it.
+Without --all those of device_more.py and split_more.py are left out, which take some minutes more. Each mutant is
+applied to a copy of src/, which is what its tests import. Exits with 1 if a mutant survives, cannot be applied or
+compiled, or its tests do not pass without it.
 """
 
 import os
