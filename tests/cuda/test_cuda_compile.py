@@ -367,6 +367,17 @@ def test_the_oldest_kernels_are_forgotten(monkeypatch):
     assert compile_kernel(make_scale, Config(2)).ptx == kernels[0].ptx
 
 
+def test_what_nvvm_cannot_compile_is_named_with_what_to_do(monkeypatch):
+    from cuda.bindings.nvvm import nvvmError
+
+    def fail(*args):
+        raise nvvmError(9)
+
+    monkeypatch.setattr(compiling, "_make_ptx", fail)
+    with pytest.raises(BackendUnavailableError, match=r"pagedkv_scale.*factor=77.*ERROR_COMPILATION.*backend=.cpu"):
+        compile_kernel(make_scale, Config(77))
+
+
 def test_without_nvvm_the_message_says_what_to_install(monkeypatch):
     from numba.cuda.cudadrv import nvvm
 

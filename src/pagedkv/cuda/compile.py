@@ -123,7 +123,7 @@ def compile_kernel(
     TypeError
         numba cannot compile the config's `score_mod` for (float32, int32, int32, int32, int32).
     BackendUnavailableError
-        NVVM, which numba-cuda needs to make PTX, is not installed, or numba's CUDA simulator is on.
+        NVVM, which numba-cuda needs to make PTX, is not installed or fails, or numba's CUDA simulator is on.
     """
     key = (make, config, capability, lineinfo)
     kernel = _compiled.get(key)
@@ -160,6 +160,7 @@ def _load_or_compile(
 def _compile(
     make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
 ) -> tuple[str, int]:
+    from cuda.bindings.nvvm import nvvmError
     from cuda.pathfinder import DynamicLibNotFoundError
     from numba.cuda.core import config as settings
     from numba.cuda.cudadrv.error import NvvmSupportError
@@ -174,9 +175,14 @@ def _compile(
         raise BackendUnavailableError(
             f"CUDA kernels are compiled by NVVM, which is missing or does not work: {INSTALL} (numba-cuda: {reason})"
         ) from error
-    except Exception:
+    except Exception as error:
         if (score_mod := getattr(config, "score_mod", None)) is not None:
             _refuse(score_mod, capability)
+        if isinstance(error, nvvmError):
+            raise BackendUnavailableError(
+                f"NVVM cannot compile {entry} for {config} ({error}): use other options (a score_mod in float32, if "
+                'there is one), or backend="cpu" on host arrays, and report it'
+            ) from error
         raise
 
 
