@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .parse import Instruction
-from .translate import BlockTranslator, handles
+from .translate import BlockTranslator, UntranslatedError, handles
 from .types import NARROW_FLOATS, SIZE, bits_of
 
 FLOATS = ("f32", "f64")
@@ -57,7 +57,7 @@ def _narrow(t: BlockTranslator, ins: Instruction, ty: str, expr: str, args: list
     if "sat" in ins.parts:
         e = f"saturate({e})"
     if ty == "f32x2" and ("ftz" in ins.parts or _directed(ins)):
-        raise NotImplementedError
+        raise UntranslatedError
     t.put(ins.operands[0], bits_of(ty), f"store_narrow({e},'{ty}')")
 
 
@@ -73,7 +73,7 @@ def _arith(t: BlockTranslator, ins: Instruction) -> None:
         if "NaN" in p:
             name = {"fmin": "minimum", "fmax": "maximum"}[name]
         if "xorsign" in p:
-            raise NotImplementedError
+            raise UntranslatedError
         if ty in NARROW_FLOATS:
             _narrow(t, ins, ty, f"{name}({{0}},{{1}})", o[1:3])
             return
@@ -84,7 +84,7 @@ def _arith(t: BlockTranslator, ins: Instruction) -> None:
         if mode and ty == "f32":
             t.put(o[0], ty, f"round32({name}({args[0]}.astype(f64),{args[1]}.astype(f64)),'{mode}')")
         elif mode:
-            raise NotImplementedError
+            raise UntranslatedError
         else:
             _result(t, ins, ty, name, *args)
         return
@@ -188,7 +188,7 @@ def _fma(t: BlockTranslator, ins: Instruction) -> None:
     mode = _directed(ins)
     if ty == "f64":
         if mode:
-            raise NotImplementedError
+            raise UntranslatedError
         t.put(o[0], ty, f"{a}*{b}+{c}")
     else:
         e = f"round32(fma32({a},{b},{c}),'{mode}')" if mode else f"fma32({a},{b},{c})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .parse import Instruction
-from .translate import BlockTranslator, handles
+from .translate import BlockTranslator, UntranslatedError, handles
 from .types import LOCAL_WINDOW, NARROW_FLOATS, SHARED_WINDOW, bits_of, view_of
 
 _TO_INTEGER = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ceil"}
@@ -14,18 +14,18 @@ _FP8 = ("e4m3x2", "e5m2x2")
 def _cvt(t: BlockTranslator, ins: Instruction) -> None:
     p, o = ins.parts, ins.operands
     if p[1] == "pack":
-        raise NotImplementedError
+        raise UntranslatedError
     d, s = p[-2], p[-1]
     mode = "rz" if "rz" in p else "rn"
     if ("satfinite" in p and d not in _FP8) or "rs" in p:
-        raise NotImplementedError
+        raise UntranslatedError
     if d in ("f16x2", "bf16x2"):
         if s in _FP8:
             t.put(o[0], "u32", f"fp8x2_unpack({t.src(o[1], 'u16')},'{s[:4]}','{d}')")
         elif s == "f32" and len(o) == 3:
             t.put(o[0], "u32", f"pack_narrow({t.src(o[1], s)},{t.src(o[2], s)},'{d}','{mode}',{'relu' in p})")
         else:
-            raise NotImplementedError
+            raise UntranslatedError
     elif d in _FP8:
         if s == "f32":
             hi, lo = t.src(o[1], s), t.src(o[2], s)
@@ -36,10 +36,10 @@ def _cvt(t: BlockTranslator, ins: Instruction) -> None:
             t.emit(f"t=load_narrow({t.src(o[1], 'u32')},'{s}')")
             t.put(o[0], "u16", f"fp8x2_pack(t[1::2],t[::2],'{d[:4]}')")
         else:
-            raise NotImplementedError
+            raise UntranslatedError
     elif d == "tf32":
         if "rna" not in p:
-            raise NotImplementedError
+            raise UntranslatedError
         t.put(o[0], "u32", f"to_tf32({t.src(o[1], 'f32')})")
     else:
         _scalar(t, ins, d, s, mode)
@@ -89,7 +89,7 @@ def _cvta(t: BlockTranslator, ins: Instruction) -> None:
         (p[2] if to else p[1]).split("::")[0]
     ]
     if base is None:
-        raise NotImplementedError
+        raise UntranslatedError
     x = t.src(o[1], "u64")
     if base == 0:
         t.put(o[0], "u64", x)

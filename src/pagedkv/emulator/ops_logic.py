@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .ops_arith import FLOATS, float_source
 from .parse import Instruction
-from .translate import BlockTranslator, handles, split_group
+from .translate import BlockTranslator, UntranslatedError, handles, split_group
 from .types import NARROW_FLOATS, SIZE, bits_of, view_of
 
 _LOGIC = {"and": "and", "or": "or", "xor": "xor"}
@@ -63,7 +63,7 @@ def _funnel(t: BlockTranslator, ins: Instruction) -> None:
 def _lop3(t: BlockTranslator, ins: Instruction) -> None:
     o = ins.operands
     if ins.parts[1] != "b32":
-        raise NotImplementedError
+        raise UntranslatedError
     t.put(o[0], "u32", f"lop3({','.join(t.src(x, 'u32') for x in o[1:4])},{t.literal(o[4])})")
 
 
@@ -71,7 +71,7 @@ def _lop3(t: BlockTranslator, ins: Instruction) -> None:
 def _prmt(t: BlockTranslator, ins: Instruction) -> None:
     o = ins.operands
     if ins.parts[-1] != "b32":
-        raise NotImplementedError
+        raise UntranslatedError
     a, b = t.src(o[1], "u32"), t.src(o[2], "u32")
     sel = t.literal(o[3])
     if sel is not None and not sel & 0x8888:  # constant selector: shifts and masks
@@ -133,7 +133,7 @@ def _comparison(t: BlockTranslator, ins: Instruction, ty: str, cmp: str) -> str:
 def _setp(t: BlockTranslator, ins: Instruction) -> None:
     p, o, ty = ins.parts, ins.operands, ins.parts[-1]
     if ty.endswith("x2"):
-        raise NotImplementedError
+        raise UntranslatedError
     e = _comparison(t, ins, ty, p[1])
     bool_op = next((q for q in p[2:] if q in _LOGIC), None)
     if p[0] == "set":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .access import MemOp
 from .parse import Instruction
-from .translate import BlockTranslator, handles, split_group
+from .translate import BlockTranslator, UntranslatedError, handles, split_group
 from .types import SIZE, bits_of, view_of
 
 _SPACES = ("global", "shared", "local", "const", "param")
@@ -63,7 +63,7 @@ def _store(t: BlockTranslator, ins: Instruction) -> None:
 def _atom(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = list(ins.operands), ins.parts[-1]
     if any(q in ("v2", "v4", "v8") for q in ins.parts) or ty in ("b128", "bf16", "f16x2", "bf16x2"):
-        raise NotImplementedError
+        raise UntranslatedError
     what = next(q for q in ins.parts if q in _ATOMS)
     dest = o.pop(0) if ins.parts[0] == "atom" else "_"
     op = t.object(_mem_op(ins, "atomic", ty, 1))
@@ -76,7 +76,7 @@ def _atom(t: BlockTranslator, ins: Instruction) -> None:
 def _cp_async(t: BlockTranslator, ins: Instruction) -> None:
     p, o = ins.parts, ins.operands
     if p[1] != "async" or "bulk" in p or "mbarrier" in p:
-        raise NotImplementedError
+        raise UntranslatedError
     if p[2] == "commit_group":
         t.emit(f"async_commit({t.mask})")
     elif p[2] == "wait_group":
@@ -86,7 +86,7 @@ def _cp_async(t: BlockTranslator, ins: Instruction) -> None:
     elif p[2] in ("ca", "cg"):
         size = t.literal(o[2])
         if size not in (4, 8, 16) or (p[2] == "cg" and size != 16):
-            raise NotImplementedError
+            raise UntranslatedError
         extra = o[3:-1] if "L2::cache_hint" in p else o[3:]
         limit = "None"
         if extra and t.owner.entry.registers.get(extra[0]) == "pred":
@@ -97,7 +97,7 @@ def _cp_async(t: BlockTranslator, ins: Instruction) -> None:
         store = t.object(MemOp(ins, "store", "shared", size))
         t.emit(f"async_copy({load},{store},{t.address(o[0])},{t.address(o[1])},{limit},{t.mask})")
     else:
-        raise NotImplementedError
+        raise UntranslatedError
 
 
 @handles("membar", "fence")
@@ -119,7 +119,7 @@ def _fence(t: BlockTranslator, ins: Instruction) -> None:
 )
 def _no_op(t: BlockTranslator, ins: Instruction) -> None:
     if ins.parts[0] == "discard" or ins.parts[0] == "cluster":
-        raise NotImplementedError
+        raise UntranslatedError
 
 
 @handles("createpolicy")

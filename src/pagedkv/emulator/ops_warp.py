@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .access import MemOp
 from .parse import Instruction
-from .translate import BlockTranslator, handles, split_group
+from .translate import BlockTranslator, UntranslatedError, handles, split_group
 
 
 @handles("shfl")
@@ -61,7 +61,7 @@ def _bar(t: BlockTranslator, ins: Instruction) -> None:
     if ins.parts[1] == "warp":
         t.emit(f"warp_sync({t.mask})")
     elif ins.parts[1] == "cluster":
-        raise NotImplementedError
+        raise UntranslatedError
     elif "red" in ins.parts:  # the scheduler does the rest; make the operands reachable
         t.reg(ins.operands[0], "u32" if "popc" in ins.parts else "pred")
         t.src(ins.operands[-1], "pred")
@@ -77,7 +77,7 @@ def _mma(t: BlockTranslator, ins: Instruction) -> None:
     shape = next(q for q in ins.parts if q.startswith("m16n8k"))
     d, a, b, c = ins.parts[-4:]
     if a != b or d != c or ins.parts[4:6] != ["row", "col"] or d not in ("f32", "f16", "s32") or len(ins.parts) != 10:
-        raise NotImplementedError  # len: no .satfinite, .sp, .kind, .xor
+        raise UntranslatedError  # len: no .satfinite, .sp, .kind, .xor
     k = int(shape[6:])
     legal = {
         ("f16", 8),
@@ -96,7 +96,7 @@ def _mma(t: BlockTranslator, ins: Instruction) -> None:
         ("u8", 32),
     }
     if (a, k) not in legal:
-        raise NotImplementedError
+        raise UntranslatedError
     view = "f32" if d == "f32" else "u32"
     groups = []
     for o, v in zip(ins.operands, (view, "u32", "u32", view), strict=True):
@@ -111,7 +111,7 @@ def _mma(t: BlockTranslator, ins: Instruction) -> None:
 def _ldmatrix(t: BlockTranslator, ins: Instruction) -> None:
     p = ins.parts
     if "m8n8" not in p or p[-1] != "b16":
-        raise NotImplementedError
+        raise UntranslatedError
     n = int(next(q for q in p if q in ("x1", "x2", "x4"))[1])
     op = t.object(MemOp(ins, "load", "shared", 16))
     t.emit(f"v=ldmatrix({op},{t.address(ins.operands[1])},{n},{'trans' in p},{t.mask})")
@@ -123,7 +123,7 @@ def _ldmatrix(t: BlockTranslator, ins: Instruction) -> None:
 def _stmatrix(t: BlockTranslator, ins: Instruction) -> None:
     p = ins.parts
     if "m8n8" not in p or p[-1] != "b16":
-        raise NotImplementedError
+        raise UntranslatedError
     regs = split_group(ins.operands[1])
     op = t.object(MemOp(ins, "store", "shared", 16))
     values = "".join(f"{t.src(r, 'u32')}," for r in regs)
@@ -138,4 +138,4 @@ def _movmatrix(t: BlockTranslator, ins: Instruction) -> None:
 
 @handles("unsupported")
 def _unsupported(t: BlockTranslator, ins: Instruction) -> None:
-    raise NotImplementedError
+    raise UntranslatedError

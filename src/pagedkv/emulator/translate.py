@@ -30,6 +30,10 @@ SPECIAL |= {f"%{name}": f"S_{name}" for name in _SPECIAL_NAMES.split()}
 SPECIAL64 = ("%clock64", "%globaltimer")
 
 
+class UntranslatedError(Exception):
+    """A form of an instruction that the emulator does not know: it is an UnsupportedInstructionError if executed."""
+
+
 def handles(*heads: str) -> Callable[[Handler], Handler]:
     def register(fn: Handler) -> Handler:
         for h in heads:
@@ -105,9 +109,9 @@ class BlockTranslator:
         start = len(self.lines)
         try:
             if handler is None:
-                raise NotImplementedError
+                raise UntranslatedError
             handler(self, ins)
-        except (NotImplementedError, KeyError, IndexError, StopIteration):
+        except (UntranslatedError, KeyError, IndexError, StopIteration):
             del self.lines[start:]
             self.owner.unsupported[ins.line] = ins.text
             self.emit(f"unsupported({self.object(ins)},{self.mask})")
@@ -130,7 +134,7 @@ class BlockTranslator:
         """Writable view of a register whose width equals that of `ty`."""
         py = self.owner.python_name[name]
         if ty != "pred" and SIZE[ty] > 8:
-            raise NotImplementedError
+            raise UntranslatedError
         view = "p" if self.owner.entry.registers[name] == "pred" else view_of(ty)
         if view != "p" and SIZE[ty] != self.width(name):
             raise EmulatorError(f"register {name} accessed with type {ty}")
@@ -166,7 +170,7 @@ class BlockTranslator:
             return self.owner.constant("bits" if ty[0] in "fb" else "int", value, view_of(ty))
         m = re.fullmatch(r"([\w$@]+)\s*(?:\+\s*(-?\d+))?", o)
         if not m or o.startswith("%") or (ty != "pred" and SIZE[ty] < 4):
-            raise NotImplementedError
+            raise UntranslatedError
         return self.owner.constant("symbol", (m[1], int(m[2] or 0)), bits_of(ty))
 
     def literal(self, o: str) -> int | None:
@@ -175,7 +179,7 @@ class BlockTranslator:
     def address(self, o: str) -> str:
         m = re.fullmatch(r"\[\s*(%?[\w$@]+)\s*(?:\+\s*(-?\w+))?\s*\]", o)
         if m is None:
-            raise NotImplementedError
+            raise UntranslatedError
         base, off = m[1], int(m[2] or "0", 0)
         if base not in self.owner.entry.registers:
             if re.match(r"\d", base):
@@ -204,7 +208,7 @@ class BlockTranslator:
             if view_of(ty)[0] == "f":
                 expr = f"({expr}).view({bits_of(ty)})"
         else:
-            raise NotImplementedError
+            raise UntranslatedError
         c = self.condition(dst)
         self.emit(f"copyto({target},{expr},casting='unsafe')" if c is None else f"blend({target},{c},{expr})")
 

@@ -5,12 +5,14 @@
                        head_dim), by their strides
 
 Grid. x is seq * (num_kv_heads * num_tiles) + kv_head * num_tiles + tile: neighbours read neighbouring heads of the
-same tokens. A tile is up to 16 of the query heads that share a KV head. y is the split.
+same tokens. A tile is here the part of the query heads that share a KV head which one thread block takes
+(`SplitConfig.num_heads`). y is the split.
 
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
 their number alone; thread blocks past the last split end at once. A thread block owns a split of one KV head for all
-heads of the tile, and a warp every fourth step of its tokens: split_tensor.py, or split_cuda_cores.py for caches
-of float32. Then split_merge.py adds the warps, and in the last block of a sequence the splits.
+heads of the tile, and a warp every fourth step of its tokens (a pair of warps every second one, of more than 256 dims
+on tensor cores): split_tensor.py, or split_cuda_cores.py for caches of float32. Then split_merge.py adds the warps, and
+in the thread block that is the last one of its sequence, KV head and tile the splits.
 
 Shared memory. Static: the sums of all warps, where Q may have been before; their maxima and sums of exponentials; and
 the weights of the splits.

@@ -32,7 +32,7 @@ class SplitConfig:
     modified : bool
         Logits are changed by a softcap, ALiBi slopes or `score_mod`.
     wide : bool
-        A cache reaches beyond 2**32 vectors, or has a negative stride.
+        A cache reaches beyond 2**32 vectors, or has a negative block or token stride.
     checked : bool
         Skip and record lengths and block ids that are out of range.
     hardware_fp8 : bool

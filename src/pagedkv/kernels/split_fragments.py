@@ -26,7 +26,7 @@ from .tensor_intrinsics import (
 
 TILE = 16  # tokens
 K_VECTOR = 64  # bytes of a row that the four lanes of a token load at once
-FRAGMENT_BYTES = 512  # of a warp, in shared memory
+FRAGMENT_BYTES = 512  # of all lanes of a warp; in shared memory there is one copy for all warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class TensorShape:
 
     @property
     def q_in_shared(self) -> bool:
-        """Q takes too many registers, and each step loads it from shared memory."""
+        """Q takes too many registers, or compute capability is below 9: each step loads it from shared memory."""
         return self.q_fragments > 4 or self.config.architecture < 9
 
     # ---- accumulators

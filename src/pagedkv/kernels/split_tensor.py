@@ -25,7 +25,7 @@ Rows 8..15 of Q. With 9 to 16 heads they are heads 8..15. With fewer they would 
 hold the k16 step after that of rows 0..7 ("fold"): the fragment serves both steps, each with accumulators of its own of
 which half is wanted. If q is float32, it is a sum of 2 or 3 terms of 16 bits, and they hold the second term.
 
-P has two terms of 16 bits, so that rounding it costs no accuracy (but infinite values come out as NaN).
+P has two terms of 16 bits, so that rounding it costs little accuracy (but infinite values may come out as NaN).
 
 Two buffers of registers are in flight. The chunks of K and then of V that make a step take them in turns: when one
 has been used, it is filled with what comes two later. Loads are never conditional: past the end they are of the last

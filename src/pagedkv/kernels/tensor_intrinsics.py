@@ -59,20 +59,18 @@ def _stream(count: int) -> Any:
 stream_16, stream_8 = _stream(4), _stream(2)
 
 
-def _shared_by_blocks(count: int) -> Any:
-    struct = ir.LiteralStructType([F32] * 2)
-    text = "ld.global.cg.f32 $0, [$1];" if count == 1 else "ld.global.cg.v2.f32 {$0,$1}, [$2];"
-
-    def emit(builder: Any, where: Any) -> Any:
-        if count == 1:
-            return emit_asm(builder, F32, text, "=f,l,~{memory}", [where], side_effect=True)
-        return parts_of(builder, emit_asm(builder, struct, text, "=f,=f,l,~{memory}", [where], side_effect=True), 2)
-
-    doc = "float32 that other thread blocks wrote in this launch: from L2, never from a stale line of L1."
-    return declare(f"load_l2_{count}", doc, float32 if count == 1 else FLOATS_2, [int64], emit)
+def _load_l2_2(builder: Any, where: Any) -> Any:
+    struct, text = ir.LiteralStructType([F32] * 2), "ld.global.cg.v2.f32 {$0,$1}, [$2];"
+    return parts_of(builder, emit_asm(builder, struct, text, "=f,=f,l,~{memory}", [where], side_effect=True), 2)
 
 
-load_l2, load_l2_2 = _shared_by_blocks(1), _shared_by_blocks(2)
+load_l2_2 = declare(
+    "load_l2_2",
+    "Two float32 that other thread blocks wrote in this launch: from L2, never from a stale line of L1.",
+    FLOATS_2,
+    [int64],
+    _load_l2_2,
+)
 
 load_shared_2 = make_load("load_shared_2", "Two float32 at a shared address.", FLOATS_2, uint32, F32)
 store_shared_2 = make_store("store_shared_2", "Store two float32 at a shared address.", uint32, float32, 2, F32)
