@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedkv import validation
+from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda import attention
 from pagedkv.kernels.config import PARTITION_SIZE
-
-FACTS = {"checked": False, "capability": (9, 0), "max_shared_bytes": 232_448}
 
 
 def call_of(num_seqs=2, num_heads=4, max_blocks=4, block_size=16, head_dim=64, layout="vllm", **options):
@@ -37,7 +36,7 @@ def call_of(num_seqs=2, num_heads=4, max_blocks=4, block_size=16, head_dim=64, l
 
 def plan_of(kernel="auto", **sizes):
     call, out = call_of(**sizes)
-    return attention.plan(call, out, kernel=kernel, **FACTS)
+    return attention.plan(RecordingDevice(), call, out, kernel=kernel, checked=False)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +98,7 @@ def test_logits_that_exceed_shared_memory_are_an_error_with_v1_alone():
 
 
 def test_null_pointers_and_numbers_stand_for_what_is_not_given():
-    class Recorder:
-        capability = (9, 0)
-        max_shared_bytes = 232_448
+    class Recorder(RecordingDevice):
         names: ClassVar[list[str]] = []
         args: ClassVar[list[list[int | float]]] = []
 

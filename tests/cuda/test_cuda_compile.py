@@ -1,5 +1,7 @@
 """Compiling kernels without a driver: once, from disk when it can be, and never from what does not fit."""
 
+import gc
+import inspect
 import json
 import math
 import os
@@ -16,9 +18,13 @@ import pytest
 from numba import cuda, float32, int32, types
 
 import pagedkv.cuda.compile as compiling
-from pagedkv.cuda.compile import compile_kernel
+from pagedkv.bench.launch import RecordingDevice
+from pagedkv.bench.sass import code_of
+from pagedkv.cuda.compile import compile_for, compile_kernel
+from pagedkv.cuda.driver import wants_lineinfo
+from pagedkv.emulator import EmulatorDevice
 from pagedkv.errors import BackendUnavailableError
-from pagedkv.kernels.source import KernelSource
+from pagedkv.kernels.source import KernelSource, device_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,21 @@ def make_scale(config):
             if user is not None:
                 value = float32(user(value, int32(i), int32(i), int32(0), int32(0)))
             values[i] = value
+
+    return KernelSource(kernel, types.void(types.CPointer(float32), types.int64), 64)
+
+
+def make_squares(config):
+    """values[i] *= values[i], by a device function."""
+
+    @device_function
+    def square(x):
+        return x * x
+
+    def kernel(values, count):
+        i = cuda.grid(1)
+        if i < count:
+            values[i] = square(values[i])
 
     return KernelSource(kernel, types.void(types.CPointer(float32), types.int64), 64)
 
@@ -202,7 +223,7 @@ def test_processes_that_race_make_the_same_kernel(directory):
     [
         lambda patch: compile_kernel(make_scale, Config(4)),
         lambda patch: compile_kernel(make_scale, Config(3), (8, 0)),
-        lambda patch: compile_kernel(make_scale, Config(3), lineinfo=False),
+        lambda patch: compile_kernel(make_scale, Config(3), lineinfo=True),
         lambda patch: (patch.setattr(compiling, "SOURCES", b"edited"), compile_kernel(make_scale, Config(3))),
         lambda patch: (patch.setattr(compiling, "versions", lambda: ("9",)), compile_kernel(make_scale, Config(3))),
     ],
@@ -434,3 +455,35 @@ import pagedkv.cuda.compile
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 'numba-cuda, which is not installed: pip install "pagedkv[cu13]"' in done.stdout
+
+
+def test_lines_are_named_on_request_and_change_no_machine_code(compiled):
+    lined, plain = (compile_for(device, make_squares, Config(3)) for device in (EmulatorDevice(), RecordingDevice()))
+    lines = [{int(line) for line in re.findall(r"^\s*\.loc\s+\d+ (\d+)", x.ptx, re.MULTILINE)} for x in (lined, plain)]
+    code, first = inspect.getsourcelines(make_squares)
+    (square,) = (first + i for i, line in enumerate(code) if "return x * x" in line)
+    assert square in lines[0]
+    assert lines[1] == set()
+    assert len({code_of(x.cubin, x.entry) for x in (lined, plain)}) == 1
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_as_before_a_compilation(monkeypatch, enabled):
+    during = []
+    monkeypatch.setattr(compiling, "_tidy", lambda ptx, *names: ptx)
+    monkeypatch.setattr("numba.cuda.compile_ptx", lambda *args, **options: (during.append(gc.isenabled()) or "", None))
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        compiling._make_ptx(make_scale, Config(3), (9, 0), False, "scale")
+        assert (during, gc.isenabled()) == ([False], enabled)
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), (None, False)])
+def test_an_environment_variable_asks_for_lines(monkeypatch, value, wanted):
+    monkeypatch.delenv("PAGEDKV_LINEINFO", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PAGEDKV_LINEINFO", value)
+    assert wants_lineinfo() == wanted

@@ -6,6 +6,7 @@ import pytest
 import pagedkv
 import pagedkv.cuda.compile as compiling
 from pagedkv.cuda import driver
+from pagedkv.emulator import EmulatorDevice
 from pagedkv.errors import BackendUnavailableError
 
 
@@ -18,7 +19,8 @@ def empty(monkeypatch, tmp_path):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The entries that numba has compiled."""
+    """The entries that numba has compiled; the emulator, in the place of a GPU, asks for the same ones."""
+    monkeypatch.setattr(EmulatorDevice, "lineinfo", False)
     entries = []
     make_ptx = compiling._make_ptx
 

@@ -105,7 +105,7 @@ def decode(
     lse = np.full(problem.q.shape[:2], np.nan, np.float32)
     device = open_device(global_race=True) if device is None else device
     if isinstance(device, EmulatorDevice):
-        device.capability = capability
+        device.capability, device.lineinfo = capability, False  # the kernels that a GPU gets
     with device:
         attention.decode_attention(device, call, problem.out, lse, kernel=kernel, checked=call.checked)
     written = problem.out.copy()

@@ -22,6 +22,7 @@ class CopyingDevice:
     def __init__(self, device):
         self._device = device
         self.capability, self.max_shared_bytes = device.capability, device.max_shared_bytes
+        self.lineinfo = device.lineinfo
         self.launches = []
         self._arrays = {}
 

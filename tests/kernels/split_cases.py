@@ -79,7 +79,7 @@ def decode(
     lse = np.full(problem.q.shape[:2], np.nan, np.float32)
     device = open_device(global_race=True) if device is None else device
     if isinstance(device, EmulatorDevice):
-        device.capability = capability
+        device.capability, device.lineinfo = capability, False  # the kernels that a GPU gets
     with device:
         launch(device, call, problem.out, lse, check=check)
     written = problem.out.copy()
@@ -90,7 +90,7 @@ def decode(
 
 def launch(device: Any, call: Any, out: np.ndarray, lse: np.ndarray | None, *, check: bool = False) -> None:
     """Plan a call for a device and run it there."""
-    attention.run(device, split.plan(call, out, checked=check, capability=device.capability), call, out, lse)
+    attention.run(device, split.plan(device, call, out, checked=check), call, out, lse)
 
 
 @st.composite

@@ -5,6 +5,7 @@ import pytest
 from decode_cases import checked_call
 from split_cases import VARIANTS, Variant
 
+from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda import split
 from pagedkv.cuda.compile import compile_kernel
 from pagedkv.cuda.link import link, occupancy
@@ -66,7 +67,7 @@ def test_splits_cover_a_sequence_and_never_outnumber_the_grid(group_size, kind):
 def plan_of(variant, **fields):
     problem = build(variant.spec(**fields))
     call = checked_call(problem, "split")
-    return split.plan(call, problem.out, checked=False, capability=(9, 0)), call
+    return split.plan(RecordingDevice(), call, problem.out, checked=False), call
 
 
 def test_the_grid_follows_from_capacity_and_window():
@@ -99,4 +100,4 @@ def test_more_thread_blocks_than_a_grid_has():
     call = checked_call(problem, "split")
     many = call._replace(q=np.broadcast_to(call.q, (2**30, *call.q.shape[1:])))
     with pytest.raises(ValueError, match=r"must be below 2\*\*31 on a device, got 2147483648"):
-        split.plan(many, many.q, checked=False, capability=(9, 0))
+        split.plan(RecordingDevice(), many, many.q, checked=False)

@@ -223,6 +223,7 @@ class Recorder:
     """A device that only takes launches down."""
 
     capability = (9, 0)
+    lineinfo = False
 
     def __init__(self):
         self.grids = []

@@ -36,6 +36,7 @@ class RecordingDevice:
 
     capability = (9, 0)
     max_shared_bytes = 227 * 1024
+    lineinfo = False
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, tuple[int, int, int], tuple[int | float, ...], int]] = []

@@ -46,6 +46,8 @@ def _aligned(array: Any) -> Any:
 class _Device(EmulatorDevice):
     """Notes launches, and runs them on aligned copies if it has the emulator's own compute capability."""
 
+    lineinfo = False  # as a GPU has them
+
     def __init__(self, capability: compiling.Capability) -> None:
         super().__init__(race=False, init_check=False, stats=True)
         self.capability = capability

@@ -89,31 +89,10 @@ def decode_attention(
         Kernel "v1" is asked for and the logits of the longest sequence exceed the device's shared memory.
     """
     if len(call.q):
-        run(
-            device,
-            plan(
-                call,
-                out,
-                kernel=kernel,
-                checked=checked,
-                capability=device.capability,
-                max_shared_bytes=device.max_shared_bytes,
-            ),
-            call,
-            out,
-            lse,
-        )
+        run(device, plan(device, call, out, kernel=kernel, checked=checked), call, out, lse)
 
 
-def plan(
-    call: AttentionCall,
-    out: Array,
-    *,
-    kernel: str,
-    checked: bool,
-    capability: Capability,
-    max_shared_bytes: int,
-) -> Plan:
+def plan(device: Device, call: AttentionCall, out: Array, *, kernel: str, checked: bool) -> Plan:
     """What a call launches, from its shapes, strides, dtypes and options alone; compiles the kernels if need be.
 
     Raises
@@ -125,17 +104,17 @@ def plan(
     from . import split
 
     if call.spec.layout != "vllm":
-        return split.plan(call, out, checked=checked, capability=capability)
+        return split.plan(device, call, out, checked=checked)
     num_rows = call.q.shape[0] * call.q.shape[1]
     if num_rows > LARGEST_GRID_X:
         raise ValueError(f"num_seqs * num_heads must be below 2**31 on a device, got {num_rows}")
-    config = attention_config(call, checked=checked, capability=capability)
+    config = attention_config(call, checked=checked, capability=device.capability)
     capacity = call.block_tables.shape[1] * call.spec.block_size
     if choose(kernel, capacity, num_rows) == "v1":
-        launches: tuple[Launch, ...] = (_v1(call, out, config, capacity, capability, max_shared_bytes),)
+        launches: tuple[Launch, ...] = (_v1(device, call, out, config, capacity),)
         workspaces: Workspaces = ()
     else:
-        launches, workspaces = _v2(call, out, config, capacity, capability)
+        launches, workspaces = _v2(device, call, out, config, capacity)
     return Plan(launches, (*workspaces, *((("report", NUM_BYTES),) if checked else ())))
 
 
@@ -174,13 +153,11 @@ def num_partitions(capacity: int, window: int) -> int:
     return max(1, min(-(-capacity // PARTITION_SIZE), (window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1))
 
 
-def _v1(
-    call: AttentionCall, out: Array, config: AttentionConfig, capacity: int, capability: Capability, limit: int
-) -> Launch:
+def _v1(device: Device, call: AttentionCall, out: Array, config: AttentionConfig, capacity: int) -> Launch:
     from ..kernels.attention import make_v1, shared_bytes, static_shared_bytes
-    from .compile import compile_kernel
+    from .compile import compile_for
 
-    chunk, window = config.chunk_size, _window(call)
+    chunk, window, limit = config.chunk_size, _window(call), device.max_shared_bytes
     num_tokens = min(capacity, ((window + chunk - 2) // chunk + 1) * chunk)
     dynamic = shared_bytes(config, num_tokens)
     if dynamic + static_shared_bytes(config) > limit:
@@ -190,7 +167,7 @@ def _v1(
         )
     num_rows = call.q.shape[0] * call.q.shape[1]
     return Launch(
-        compile_kernel(make_v1, config, capability),
+        compile_for(device, make_v1, config),
         (num_rows, 1, 1),
         ("out", "lse", "", "", *_INPUTS),
         _scalars(call, out.strides[:2]),
@@ -199,12 +176,12 @@ def _v1(
 
 
 def _v2(
-    call: AttentionCall, out: Array, config: AttentionConfig, capacity: int, capability: Capability
+    device: Device, call: AttentionCall, out: Array, config: AttentionConfig, capacity: int
 ) -> tuple[tuple[Launch, ...], Workspaces]:
     from ..kernels.attention import make_v2, shared_bytes
     from ..kernels.config import PARTITION_SIZE
     from ..kernels.reduction import ReductionConfig, make_v2_reduce
-    from .compile import compile_kernel
+    from .compile import compile_for
 
     num_seqs, num_heads, head_dim = call.q.shape
     num_rows, needed = num_seqs * num_heads, num_partitions(capacity, _window(call))
@@ -212,14 +189,14 @@ def _v2(
     most = grid[1] * grid[2]
     tmp_strides = (num_heads * most * head_dim * FLOAT_BYTES, most * head_dim * FLOAT_BYTES)
     partitions = Launch(
-        compile_kernel(make_v2, config, capability),
+        compile_for(device, make_v2, config),
         grid,
         ("tmp_out", "", "exp_sums", "max_logits", *_INPUTS),
         _scalars(call, tmp_strides),
         shared_bytes(config, PARTITION_SIZE),
     )
     reduction = Launch(
-        compile_kernel(make_v2_reduce, ReductionConfig(head_dim, config.q_kind), capability),
+        compile_for(device, make_v2_reduce, ReductionConfig(head_dim, config.q_kind)),
         (num_rows, 1, 1),
         ("out", "lse", "tmp_out", "exp_sums", "max_logits", "seq_lens", "sinks"),
         (num_heads, capacity, _window(call), most, *out.strides[:2]),

@@ -23,7 +23,7 @@ from ..kernels.report import NUM_BYTES
 from ..kernels.tokens import NUM_THREADS, num_items
 from ..kernels.write_kv import WriteConfig, make_write_kv
 from ..layouts import VECTOR_BYTES
-from .compile import compile_kernel
+from .compile import compile_for
 from .device import FIRST_WITH_FP8, LARGEST_GRID_Y, Device
 
 
@@ -73,7 +73,7 @@ def write_kv(device: Device, call: WriteCall) -> None:
         v_scale,
     )
     grid = _token_grid(len(call.slots), spec.num_kv_heads, spec.kind, spec.head_dim, is_vllm=config.is_vllm)
-    device.launch(compile_kernel(make_write_kv, config, device.capability), grid, arguments)
+    device.launch(compile_for(device, make_write_kv, config), grid, arguments)
 
 
 def gather_kv(device: Device, call: GatherCall, k: Array, v: Array, *, checked: bool = False) -> None:
@@ -121,7 +121,7 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array, *, checked: 
         v_scale,
     )
     grid = _token_grid(call.seq_len, spec.num_kv_heads, spec.kind, spec.head_dim, is_vllm=config.is_vllm)
-    device.launch(compile_kernel(make_gather_kv, config, device.capability), grid, arguments)
+    device.launch(compile_for(device, make_gather_kv, config), grid, arguments)
 
 
 def copy_blocks(
@@ -310,7 +310,7 @@ def _launch_copies(
         alike.setdefault((config, scalars, num_vectors), []).append((from_address, to_address))
     report = _report(device, checked)
     for (config, scalars, num_vectors), addresses in alike.items():
-        kernel = compile_kernel(make_copy_blocks, config, device.capability)
+        kernel = compile_for(device, make_copy_blocks, config)
         for first in range(0, len(addresses), MAX_CACHES):
             some = addresses[first : first + MAX_CACHES]
             filled = some + some[-1:] * (MAX_CACHES - len(some))

@@ -27,6 +27,8 @@ class Device(Protocol):
         Compute capability, (9, 0) for an H100.
     max_shared_bytes : int
         Shared memory that one block can have when it opts in.
+    lineinfo : bool
+        Kernels are to be compiled with the lines of their source.
     """
 
     @property
@@ -34,6 +36,9 @@ class Device(Protocol):
 
     @property
     def max_shared_bytes(self) -> int: ...
+
+    @property
+    def lineinfo(self) -> bool: ...
 
     def address(self, name: str, array: Array) -> int:
         """The device address of element 0 of an array.

@@ -7,6 +7,7 @@ kernel, its launch configuration and its workspaces are made by the first call l
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,6 +60,11 @@ def cuda_device(ordinal: int, stream: int) -> CudaDevice:
             if device is None:
                 device = _devices[key] = CudaDevice(_gpu(ordinal), key[1])
     return device
+
+
+def wants_lineinfo() -> bool:
+    """True if ``PAGEDKV_LINEINFO=1`` asks for kernels with the lines of their source, which profilers show."""
+    return os.environ.get("PAGEDKV_LINEINFO") == "1"
 
 
 def cuda_devices() -> list[CudaDevice]:
@@ -254,6 +260,7 @@ class CudaDevice:
     def __init__(self, gpu: Gpu, stream: int) -> None:
         self.capability = gpu.capability
         self.max_shared_bytes = gpu.max_shared_bytes
+        self.lineinfo = wants_lineinfo()
         self._gpu = gpu
         self._handle = stream
         self._stream = gpu.core.Stream.from_handle(stream)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..arrays import Array
 from ..kernels.merge_states import MAX_STATES, NUM_THREADS, MergeConfig, make_merge_states
 from ..layouts import VECTOR_BYTES
-from .compile import compile_kernel
+from .compile import compile_for
 from .device import LARGEST_GRID_Y, Device
 
 
@@ -84,7 +84,7 @@ def merge_states(
             *(stride for state in filled for stride in state.strides),
         )
         grid = -(-num_rows * (head_dim // elements) // NUM_THREADS), min(num_heads, LARGEST_GRID_Y), 1
-        device.launch(compile_kernel(make_merge_states, config, device.capability), grid, arguments)
+        device.launch(compile_for(device, make_merge_states, config), grid, arguments)
         turn += 1
 
 

@@ -171,14 +171,7 @@ def remember(
     found = _read(arguments, options, return_lse)
     if found:
         device = driver.cuda_device(call.side.ordinal, call.side.stream)
-        launches = plan(
-            call,
-            out,
-            kernel=call.kernel,
-            checked=call.checked,
-            capability=device.capability,
-            max_shared_bytes=device.max_shared_bytes,
-        )
+        launches = plan(device, call, out, kernel=call.kernel, checked=call.checked)
         _plans.add(found[1], Known(launches, call, out))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .attention import FLOAT_BYTES, NO_WINDOW, Launch, Plan
-from .device import FIRST_WITH_FP8, LARGEST_GRID_X
+from .device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
 
 if TYPE_CHECKING:
     from ..arrays import Array
@@ -26,19 +26,18 @@ _POINTERS = (
 )
 
 
-def plan(call: AttentionCall, out: Array, *, checked: bool, capability: Capability) -> Plan:
+def plan(device: Device, call: AttentionCall, out: Array, *, checked: bool) -> Plan:
     """What a call launches, from its shapes, strides, dtypes and options alone; compiles the kernel if need be.
 
     Parameters
     ----------
+    device : Device
     call : AttentionCall
         Of decode_attention, in layout NHD or HND, of at least one sequence.
     out : (num_seqs, num_heads, head_dim) array
         Its strides matter.
     checked : bool
         Skip and record entries of block_tables and seq_lens that are out of range.
-    capability : tuple of int
-        Compute capability of the device.
 
     Raises
     ------
@@ -47,11 +46,11 @@ def plan(call: AttentionCall, out: Array, *, checked: bool, capability: Capabili
     """
     from ..kernels.decode_split import make_split
     from ..kernels.report import NUM_BYTES
-    from .compile import compile_kernel
+    from .compile import compile_for
 
     spec, options = call.spec, call.options
     num_seqs, num_heads, head_dim = call.q.shape
-    config = split_config(call, checked=checked, capability=capability)
+    config = split_config(call, checked=checked, capability=device.capability)
     num_columns = num_seqs * spec.num_kv_heads * config.num_tiles
     if num_columns > LARGEST_GRID_X:
         raise ValueError(
@@ -61,7 +60,7 @@ def plan(call: AttentionCall, out: Array, *, checked: bool, capability: Capabili
     window = options.window or NO_WINDOW
     most_splits = config.most_splits(min(call.block_tables.shape[1] * spec.block_size, window))
     launch = Launch(
-        compile_kernel(make_split, config, capability),
+        compile_for(device, make_split, config),
         (num_columns, most_splits, 1),
         _POINTERS,
         (

@@ -26,6 +26,7 @@ class _Compiler:
 
     def __init__(self, capability: Capability) -> None:
         self.capability = capability
+        self.lineinfo = driver.wants_lineinfo()
         self.kernels: list[CompiledKernel] = []
 
     def address(self, name: str, array: Array) -> int:

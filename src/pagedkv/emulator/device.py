@@ -65,6 +65,8 @@ class EmulatorDevice:
         Compute capability that kernels are to be compiled for.
     max_shared_bytes : int
         Shared memory of one thread block.
+    lineinfo : bool
+        True: kernels are to be compiled with the lines of their source, which faults then name.
     launches : list of LaunchStats
         What each launch did.
     memory : Device
@@ -78,6 +80,7 @@ class EmulatorDevice:
 
     capability = (9, 0)
     max_shared_bytes = MAX_SHARED_BYTES
+    lineinfo = True
 
     def __init__(
         self,

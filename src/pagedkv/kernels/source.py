@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +31,24 @@ class KernelSource:
     min_blocks: int = 1
 
 
+_lineinfo = ContextVar("lineinfo", default=True)
+
+
+@contextmanager
+def with_lineinfo(lineinfo: bool) -> Iterator[None]:
+    """Whether kernels that are made here name the lines of their device functions in the PTX."""
+    token = _lineinfo.set(lineinfo)
+    try:
+        yield
+    finally:
+        _lineinfo.reset(token)
+
+
 def device_function(function: Callable[..., Any]) -> Any:
-    """Decorate a function that kernels call: inlined, and its lines named in the PTX like the kernel's own."""
+    """Decorate a function that kernels call: inlined, and its lines named in the PTX if the kernel's own are.
+
+    Those of one that stands at the top of a file, which all kernels share, are always named.
+    """
     from numba import cuda
 
-    return cuda.jit(device=True, forceinline=True, lineinfo=True)(function)
+    return cuda.jit(device=True, forceinline=True, lineinfo=_lineinfo.get())(function)
