@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from .arrays import Array
 from .checks import FLOAT32
 from .errors import BackendUnavailableError
 from .validation import per_head
+
+if TYPE_CHECKING:
+    from .cuda.attention import Plan
 
 
 def _results(q: Any, call: validation.AttentionCall, out: Any, return_lse: bool) -> tuple[Any, Array, Array | None]:
@@ -28,8 +31,11 @@ def _results(q: Any, call: validation.AttentionCall, out: Any, return_lse: bool)
     return (out, lse), result, lse_result
 
 
-def _decode(call: validation.AttentionCall, out: Array, lse: Array | None) -> None:
-    """Run a checked decode call; the module of its kernel, and numba with it, is imported when it is first needed."""
+def _decode(call: validation.AttentionCall, out: Array, lse: Array | None) -> Plan | None:
+    """Run a checked decode call, and say what was launched on a device, if anything.
+
+    The module of its kernel, and numba with it, is imported when it is first needed.
+    """
     if call.side.backend == "cpu":
         from .cpu.decode import decode_attention as decode
 
@@ -38,11 +44,11 @@ def _decode(call: validation.AttentionCall, out: Array, lse: Array | None) -> No
         # An infinity in a result is a value like any other: it comes back without a warning, as from a device.
         with np.errstate(over="ignore", invalid="ignore"):
             decode(q, k_cache, v_cache, tables, seq_lens, out, lse, spec, *scales, options)
-    else:
-        from .cuda.attention import decode_attention as launch
+        return None
+    from .cuda.attention import decode_attention as launch
 
-        with call.side.device() as device:
-            launch(device, call, out, lse, kernel=call.kernel, checked=call.checked)
+    with call.side.device() as device:
+        return launch(device, call, out, lse)
 
 
 def _prefill(call: validation.AttentionCall, out: Array, lse: Array | None) -> None:
@@ -206,11 +212,11 @@ def decode_attention(
     )
     returned, result, lse = _results(q, call, out, return_lse)
     if len(call.q):
-        _decode(call, result, lse)
-        if call.side.backend == "cuda":
+        launched = _decode(call, result, lse)
+        if launched and call.side.backend == "cuda":
             from .cuda.plans import remember
 
-            remember(arguments, options, return_lse, call, result)
+            remember(arguments, options, return_lse, call, result, launched)
     return returned
 
 

@@ -13,7 +13,7 @@ from pagedkv.cuda import attention
 from pagedkv.kernels.config import PARTITION_SIZE
 
 
-def call_of(num_seqs=2, num_heads=4, max_blocks=4, block_size=16, head_dim=64, layout="vllm", **options):
+def call_of(kernel="auto", num_seqs=2, num_heads=4, max_blocks=4, block_size=16, head_dim=64, layout="vllm", **options):
     """A checked call over empty sequences; block_tables repeat one row, so that wide ones take little memory."""
     shapes = {
         "vllm": ((3, 2, head_dim // 4, block_size, 4), (3, 2, head_dim, block_size)),
@@ -26,7 +26,7 @@ def call_of(num_seqs=2, num_heads=4, max_blocks=4, block_size=16, head_dim=64, l
         np.broadcast_to(np.zeros(max_blocks, np.int32), (num_seqs, max_blocks)),
         np.zeros(num_seqs, np.int32),
         None,
-        **{"ragged": False, "causal": True, "layout": layout, "kernel": "auto", "backend": "emulator"},
+        **{"ragged": False, "causal": True, "layout": layout, "kernel": kernel, "backend": "emulator"},
         **{"out": None, "return_lse": True, "check": None, "score_mod": None},
         **{name: options.get(name) for name in ("scale", "kv_dtype", "k_scale", "v_scale")},
         **{name: options.get(name) for name in ("alibi_slopes", "window", "softcap", "sinks")},
@@ -35,8 +35,8 @@ def call_of(num_seqs=2, num_heads=4, max_blocks=4, block_size=16, head_dim=64, l
 
 
 def plan_of(kernel="auto", **sizes):
-    call, out = call_of(**sizes)
-    return attention.plan(RecordingDevice(), call, out, kernel=kernel, checked=False)
+    call, out = call_of(kernel, **sizes)
+    return attention.plan(RecordingDevice(), call, out)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_null_pointers_and_numbers_stand_for_what_is_not_given():
         def launch(self, kernel, grid, args, shared_bytes=0):
             self.args.append(args)
 
-    call, out = call_of(scale=0.5, softcap=30.0)
+    call, out = call_of("v1", scale=0.5, softcap=30.0)
     device = Recorder()
-    attention.decode_attention(device, call, out, None, kernel="v1", checked=False)
+    attention.decode_attention(device, call, out, None)
     assert sorted(device.names) == ["block_tables", "k_cache", "out", "q", "seq_lens", "v_cache"]
     (args,) = device.args
     assert [x == 0 for x in args[:14]] == [False, *[True] * 3, *[False] * 5, *[True] * 5]
@@ -124,20 +124,14 @@ def test_null_pointers_and_numbers_stand_for_what_is_not_given():
 
 def test_strides_inside_of_a_block_choose_the_config():
     call, _ = call_of()
-    facts = {"checked": False, "capability": (9, 0)}
-    assert attention.attention_config(call, **facts).packed
+    assert attention.attention_config(call, capability=(9, 0)).packed
     spread = np.zeros((3, 2, 16, 17, 4), np.float32)[:, :, :, 1:]
-    assert not attention.attention_config(call._replace(k_cache=spread), **facts).packed
+    assert not attention.attention_config(call._replace(k_cache=spread), capability=(9, 0)).packed
     halves = np.zeros((3, 2, 2, 16, 16, 4), np.float32)[:, 0]
-    assert attention.attention_config(call._replace(k_cache=halves), **facts).packed
+    assert attention.attention_config(call._replace(k_cache=halves), capability=(9, 0)).packed
 
 
 @pytest.mark.parametrize("kernel", ["auto", "split"])
 def test_other_layouts_have_a_kernel_of_their_own(kernel):
     (launch,) = plan_of(kernel, layout="NHD").launches
     assert launch.kernel.entry == "pagedkv_split"
-
-
-def test_no_sequences_launch_nothing():
-    call, out = call_of(num_seqs=0)
-    attention.decode_attention(None, call, out, None, kernel="auto", checked=False)

@@ -103,11 +103,13 @@ def decode(
     call = checked_call(problem, kernel)
     problem.out_buffer[...] = np.nan
     lse = np.full(problem.q.shape[:2], np.nan, np.float32)
-    device = open_device(global_race=True) if device is None else device
+    if device is None:
+        device = open_device(global_race=True)
+        device.lineinfo = False  # the kernels that a GPU gets
     if isinstance(device, EmulatorDevice):
-        device.capability, device.lineinfo = capability, False  # the kernels that a GPU gets
+        device.capability = capability
     with device:
-        attention.decode_attention(device, call, problem.out, lse, kernel=kernel, checked=call.checked)
+        attention.decode_attention(device, call, problem.out, lse)
     written = problem.out.copy()
     problem.out[...] = np.nan
     assert np.isnan(problem.out_buffer.astype(np.float32)).all()

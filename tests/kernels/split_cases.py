@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 from decode_cases import checked_call
 
-from pagedkv.cuda import attention, split
+from pagedkv.cuda import attention
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.kernels.split_config import SHORTEST_SPLIT
 from problems import Problem, Spec
@@ -77,20 +77,17 @@ def decode(
     call = checked_call(problem, "split", check)
     problem.out_buffer[...] = np.nan
     lse = np.full(problem.q.shape[:2], np.nan, np.float32)
-    device = open_device(global_race=True) if device is None else device
+    if device is None:
+        device = open_device(global_race=True)
+        device.lineinfo = False  # the kernels that a GPU gets
     if isinstance(device, EmulatorDevice):
-        device.capability, device.lineinfo = capability, False  # the kernels that a GPU gets
+        device.capability = capability
     with device:
-        launch(device, call, problem.out, lse, check=check)
+        attention.decode_attention(device, call, problem.out, lse)
     written = problem.out.copy()
     problem.out[...] = np.nan
     assert np.isnan(problem.out_buffer.astype(np.float32)).all()
     return written, lse
-
-
-def launch(device: Any, call: Any, out: np.ndarray, lse: np.ndarray | None, *, check: bool = False) -> None:
-    """Plan a call for a device and run it there."""
-    attention.run(device, split.plan(device, call, out, checked=check), call, out, lse)
 
 
 @st.composite

@@ -83,7 +83,7 @@ def test_the_line_that_does_it_is_named(edit, tmp_path, monkeypatch):
     problem, own = build(SPEC), attention.make_v1
     monkeypatch.setattr(attention, "make_v1", edited(edit, tmp_path))
     with pytest.raises(edit.fault, match=edit.message) as caught:
-        decode(problem, "v1")
+        decode(problem, "v1", device=EmulatorDevice(global_race=True))
     monkeypatch.setattr(attention, "make_v1", own)
     fault = caught.value
     assert fault.kernel.startswith("v1[head_dim=64, block_size=16, ")
@@ -105,7 +105,7 @@ def test_a_block_id_that_is_not_there_is_out_of_the_bounds_of_its_cache(bad):
     tables[1, 0] = bad
     call = checked_call(problem, "v1")._replace(block_tables=tables)  # as on a device, where nobody looks at the values
     with pytest.raises(MemoryFault, match="out of bounds global load") as caught, EmulatorDevice() as device:
-        launching.decode_attention(device, call, problem.out, None, kernel="v1", checked=False)
+        launching.decode_attention(device, call, problem.out, None)
     fault = caught.value
     assert fault.thread_block[0] // problem.q.shape[1] == 1
     assert "qk = query_key(" in str(fault)

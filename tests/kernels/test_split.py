@@ -7,9 +7,10 @@ import pytest
 from decode_cases import LargeCaches, assert_same_bits, checked_call, move_past_4_gib
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_cases import CUDA_CORES, TENSOR, VARIANTS, Variant, decode, launch, specs
+from split_cases import CUDA_CORES, TENSOR, VARIANTS, Variant, decode, specs
 
 from pagedkv import reference
+from pagedkv.cuda import attention
 from pagedkv.cuda.report import raise_if_failed
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.kernels.split_config import LONG, MOST_SPLITS, SHORTEST_SPLIT
@@ -104,7 +105,7 @@ def test_counters_are_ready_for_the_next_launch(variant, open_device):
     outs = [(np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)) for _ in range(3)]
     with open_device(seed=1, global_race=True) as device:
         for out, lse in outs:
-            launch(device, call, out, lse)
+            attention.decode_attention(device, call, out, lse)
     for result in outs:
         assert_same_bits(result, expected)
 
@@ -231,7 +232,7 @@ def test_a_bad_block_id_is_skipped_and_recorded(variant, bad, open_device):
     problem.block_tables[2, 4] = bad
     out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
     with open_device() as device:
-        launch(device, call, out, lse, check=True)
+        attention.decode_attention(device, call, out, lse)
         with pytest.raises(IndexError, match=rf"got {bad} for sequence 2, column 4"):
             raise_if_failed([device])
         raise_if_failed([device])
@@ -258,7 +259,7 @@ def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
     problem.seq_lens[1] = bad
     out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
     with open_device() as device:
-        launch(device, call, out, lse, check=True)
+        attention.decode_attention(device, call, out, lse)
         with pytest.raises(ValueError, match=rf"got {bad} for sequence 1"):
             raise_if_failed([device])
     assert_same_bits((out[::2], lse[::2]), (expected[0][::2], expected[1][::2]))
@@ -272,5 +273,5 @@ def test_without_an_lse(variant, open_device):
     expected, _ = decode(problem, open_device)
     out = np.zeros_like(problem.q)
     with open_device() as device:
-        launch(device, checked_call(problem, "split"), out, None)
+        attention.decode_attention(device, checked_call(problem, "split"), out, None)
     assert_same_bits((out,), (expected,))

@@ -23,7 +23,7 @@ LARGEST = [
 
 def config_of(variant, capability, **fields):
     problem = build(variant.spec(seq_lens=(1,), **fields))
-    return split.split_config(checked_call(problem, "split"), checked=False, capability=capability)
+    return split.split_config(checked_call(problem, "split"), capability=capability)
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.capability == (9, 0)], ids=str)
@@ -67,7 +67,7 @@ def test_splits_cover_a_sequence_and_never_outnumber_the_grid(group_size, kind):
 def plan_of(variant, **fields):
     problem = build(variant.spec(**fields))
     call = checked_call(problem, "split")
-    return split.plan(RecordingDevice(), call, problem.out, checked=False), call
+    return split.plan(RecordingDevice(), call, problem.out), call
 
 
 def test_the_grid_follows_from_capacity_and_window():
@@ -92,7 +92,7 @@ def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(head_dim, kind,
         large = np.lib.stride_tricks.as_strided(call.k_cache, shape, call.k_cache.strides)
         spec = type(call.spec)("NHD", call.spec.kind, num_blocks, 16, 1, head_dim)
         wide = call._replace(k_cache=large, v_cache=large, spec=spec)
-        assert split.split_config(wide, checked=False, capability=(9, 0)).wide == is_wide
+        assert split.split_config(wide, capability=(9, 0)).wide == is_wide
 
 
 def test_more_thread_blocks_than_a_grid_has():
@@ -100,4 +100,4 @@ def test_more_thread_blocks_than_a_grid_has():
     call = checked_call(problem, "split")
     many = call._replace(q=np.broadcast_to(call.q, (2**30, *call.q.shape[1:])))
     with pytest.raises(ValueError, match=r"must be below 2\*\*31 on a device, got 2147483648"):
-        split.plan(RecordingDevice(), many, many.q, checked=False)
+        split.plan(RecordingDevice(), many, many.q)

@@ -204,7 +204,7 @@ def test_a_bad_block_id_is_skipped_and_recorded(variant, bad, open_device):
     problem.block_tables[2, column] = bad
     out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
     with open_device() as device:
-        attention.decode_attention(device, call, out, lse, kernel=variant.kernel, checked=True)
+        attention.decode_attention(device, call, out, lse)
         with pytest.raises(IndexError, match=rf"got {bad} for sequence 2, column {column}"):
             raise_if_failed([device])
         raise_if_failed([device])
@@ -221,7 +221,7 @@ def test_a_negative_block_id_is_skipped_without_a_check_as_with_one(variant, ope
     for checked in (False, True):
         out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
         with open_device() as device:
-            attention.decode_attention(device, call, out, lse, kernel=variant.kernel, checked=checked)
+            attention.decode_attention(device, call._replace(checked=checked), out, lse)
             if checked:
                 with pytest.raises(IndexError, match="got -1 for sequence 2"):
                     raise_if_failed([device])
@@ -239,7 +239,7 @@ def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
     problem.seq_lens[1] = bad
     out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
     with open_device() as device:
-        attention.decode_attention(device, call, out, lse, kernel=variant.kernel, checked=True)
+        attention.decode_attention(device, call, out, lse)
         with pytest.raises(ValueError, match=rf"got {bad} for sequence 1"):
             raise_if_failed([device])
     assert_same_bits((out[::2], lse[::2]), (expected[0][::2], expected[1][::2]))
@@ -250,7 +250,7 @@ def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
 @pytest.mark.parametrize(("variant", "capability"), every_third_for_all(VARIANTS), ids=str)
 def test_every_variant_has_everything_in_registers(variant, capability):
     problem = build(variant.spec(seq_lens=(1,)))
-    config = attention.attention_config(checked_call(problem), checked=False, capability=capability)
+    config = attention.attention_config(checked_call(problem), capability=capability)
     kernel = compile_kernel(make_v1 if variant.kernel == "v1" else make_v2, config, capability)
     assert ".extern .func" not in kernel.ptx
     resources = link(kernel.ptx, capability).resources()

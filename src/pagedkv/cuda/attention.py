@@ -60,16 +60,8 @@ class Plan:
     workspaces: Workspaces
 
 
-def decode_attention(
-    device: Device,
-    call: AttentionCall,
-    out: Array,
-    lse: npt.NDArray[np.float32] | None,
-    *,
-    kernel: str,
-    checked: bool,
-) -> None:
-    """Run the checked call on a device, into `out` and `lse`.
+def decode_attention(device: Device, call: AttentionCall, out: Array, lse: npt.NDArray[np.float32] | None) -> Plan:
+    """Run the checked call, of at least one sequence, on a device, into `out` and `lse`.
 
     Parameters
     ----------
@@ -78,21 +70,23 @@ def decode_attention(
         Of decode_attention.
     out : (num_seqs, num_heads, head_dim) array of q's dtype
     lse : (num_seqs, num_heads) float32 array, C-contiguous, or None
-    kernel : str
-        "auto", "v1", "v2" or "split".
-    checked : bool
-        Skip entries of block_tables and seq_lens that are out of range, and record the first one.
+
+    Returns
+    -------
+    Plan
+        What has been launched.
 
     Raises
     ------
     ValueError
         Kernel "v1" is asked for and the logits of the longest sequence exceed the device's shared memory.
     """
-    if len(call.q):
-        run(device, plan(device, call, out, kernel=kernel, checked=checked), call, out, lse)
+    launches = plan(device, call, out)
+    run(device, launches, call, out, lse)
+    return launches
 
 
-def plan(device: Device, call: AttentionCall, out: Array, *, kernel: str, checked: bool) -> Plan:
+def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     """What a call launches, from its shapes, strides, dtypes and options alone; compiles the kernels if need be.
 
     Raises
@@ -104,21 +98,21 @@ def plan(device: Device, call: AttentionCall, out: Array, *, kernel: str, checke
     from . import split
 
     if call.spec.layout != "vllm":
-        return split.plan(device, call, out, checked=checked)
+        return split.plan(device, call, out)
     num_rows = call.q.shape[0] * call.q.shape[1]
     if num_rows > LARGEST_GRID_X:
         raise ValueError(f"num_seqs * num_heads must be below 2**31 on a device, got {num_rows}")
-    config = attention_config(call, checked=checked, capability=device.capability)
+    config = attention_config(call, capability=device.capability)
     capacity = call.block_tables.shape[1] * call.spec.block_size
-    if choose(kernel, capacity, num_rows) == "v1":
+    if choose(call.kernel, capacity, num_rows) == "v1":
         launches: tuple[Launch, ...] = (_v1(device, call, out, config, capacity),)
         workspaces: Workspaces = ()
     else:
         launches, workspaces = _v2(device, call, out, config, capacity)
-    return Plan(launches, (*workspaces, *((("report", NUM_BYTES),) if checked else ())))
+    return Plan(launches, (*workspaces, *((("report", NUM_BYTES),) if call.checked else ())))
 
 
-def attention_config(call: AttentionCall, *, checked: bool, capability: Capability) -> AttentionConfig:
+def attention_config(call: AttentionCall, *, capability: Capability) -> AttentionConfig:
     """What v1 or v2 is compiled for in a call on a device of this compute capability."""
     from ..kernels.config import AttentionConfig
 
@@ -130,7 +124,7 @@ def attention_config(call: AttentionCall, *, checked: bool, capability: Capabili
         q_kind=call.q.dtype.name,
         kv_kind=spec.kind,
         packed=(*call.k_cache.strides[2:4], call.v_cache.strides[2]) == inner,
-        checked=checked,
+        checked=call.checked,
         hardware_fp8=spec.kind == "fp8_e4m3" and capability >= FIRST_WITH_FP8,
         score_mod=call.options.score_mod,
     )

@@ -24,10 +24,10 @@ from ..checks import FLOAT32, address_of
 from ..device_arrays import current_stream, empty, framework_of
 from ..layouts import VECTOR_BYTES
 from . import driver, interop
-from .attention import Plan, plan
 
 if TYPE_CHECKING:
     from ..validation import AttentionCall
+    from .attention import Plan
     from .driver import CudaDevice
 
 MAX_PLANS = 1024
@@ -165,14 +165,16 @@ def repeat(arguments: tuple[Any, ...], options: tuple[Any, ...], return_lse: boo
 
 
 def remember(
-    arguments: tuple[Any, ...], options: tuple[Any, ...], return_lse: bool, call: AttentionCall, out: Array
+    arguments: tuple[Any, ...],
+    options: tuple[Any, ...],
+    return_lse: bool,
+    call: AttentionCall,
+    out: Array,
+    launched: Plan,
 ) -> None:
     """Keep the plan of a call that has been launched, for `repeat`; the first three as there."""
-    found = _read(arguments, options, return_lse)
-    if found:
-        device = driver.cuda_device(call.side.ordinal, call.side.stream)
-        launches = plan(device, call, out, kernel=call.kernel, checked=call.checked)
-        _plans.add(found[1], Known(launches, call, out))
+    if found := _read(arguments, options, return_lse):
+        _plans.add(found[1], Known(launched, call, out))
 
 
 def _read(

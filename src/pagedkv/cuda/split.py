@@ -26,7 +26,7 @@ _POINTERS = (
 )
 
 
-def plan(device: Device, call: AttentionCall, out: Array, *, checked: bool) -> Plan:
+def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     """What a call launches, from its shapes, strides, dtypes and options alone; compiles the kernel if need be.
 
     Parameters
@@ -36,8 +36,6 @@ def plan(device: Device, call: AttentionCall, out: Array, *, checked: bool) -> P
         Of decode_attention, in layout NHD or HND, of at least one sequence.
     out : (num_seqs, num_heads, head_dim) array
         Its strides matter.
-    checked : bool
-        Skip and record entries of block_tables and seq_lens that are out of range.
 
     Raises
     ------
@@ -50,7 +48,7 @@ def plan(device: Device, call: AttentionCall, out: Array, *, checked: bool) -> P
 
     spec, options = call.spec, call.options
     num_seqs, num_heads, head_dim = call.q.shape
-    config = split_config(call, checked=checked, capability=device.capability)
+    config = split_config(call, capability=device.capability)
     num_columns = num_seqs * spec.num_kv_heads * config.num_tiles
     if num_columns > LARGEST_GRID_X:
         raise ValueError(
@@ -77,12 +75,12 @@ def plan(device: Device, call: AttentionCall, out: Array, *, checked: bool) -> P
         ("split_sums", num_partials * head_dim * FLOAT_BYTES),
         ("split_states", num_partials * 2 * FLOAT_BYTES),
         ("split_counters", num_columns * 4),
-        *((("report", NUM_BYTES),) if checked else ()),
+        *((("report", NUM_BYTES),) if call.checked else ()),
     )
     return Plan((launch,), workspaces)
 
 
-def split_config(call: AttentionCall, *, checked: bool, capability: Capability) -> SplitConfig:
+def split_config(call: AttentionCall, *, capability: Capability) -> SplitConfig:
     """What the kernel is compiled for in a call on a device of this compute capability."""
     from ..kernels.split_config import SplitConfig
 
@@ -95,7 +93,7 @@ def split_config(call: AttentionCall, *, checked: bool, capability: Capability) 
         kv_kind=spec.kind,
         modified=bool(options.softcap or options.alibi_slopes is not None or options.score_mod),
         wide=any(_is_wide(call, cache) for cache in (call.k_cache, call.v_cache)),
-        checked=checked,
+        checked=call.checked,
         hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
         architecture=capability[0],
         score_mod=options.score_mod,

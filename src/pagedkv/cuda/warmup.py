@@ -75,7 +75,7 @@ def compile_ahead(
     for capability in sorted(set(driver.capabilities())) if capabilities is None else _pairs(capabilities):
         device: Any = _Compiler(capability)
         for call in decodes:
-            decode_attention(device, call, call.q.copy(), None, kernel=call.kernel, checked=call.checked)
+            decode_attention(device, call, call.q.copy(), None)
         write_kv(device, write)
         dense = np.zeros(write.k.shape, np.float32 if gather.spec.kind.startswith("fp8") else gather.k_cache.dtype)
         gather_kv(device, gather, dense, dense.copy(), checked=gather.checked)
