@@ -7,7 +7,7 @@ import pytest
 
 from pagedkv.__main__ import main
 from pagedkv.bench import static
-from pagedkv.bench.sass import Loads, code_of, loads_of, loop_of
+from pagedkv.bench.sass import Loads, code_of, copies_of, loads_of, loop_of
 from pagedkv.bench.variants import NUM_HEADS, WORK, Variant, quick_variants, variants
 from pagedkv.cuda.link import link
 from pagedkv.emulator import EmulatorDevice
@@ -55,6 +55,31 @@ def test_loads_in_flight_are_those_before_the_first_use(capability, body, narrow
 def test_a_barrier_ends_a_stretch():
     cubin = link(PTX.replace("sm_80", "sm_90").format(body=TWO_STRETCHES), (9, 0)).cubin
     assert len(loads_of(code_of(cubin, "loads"))) == 2
+
+
+COPIES = """
+    .shared .align 16 .b8 copied[128];
+    mov.u32 %r1, copied;
+    cp.async.cg.shared.global [%r1+0], [%a], 16;
+    cp.async.cg.shared.global [%r1+16], [%a+16], 16;
+    cp.async.commit_group;
+    cp.async.ca.shared.global [%r1+32], [%a+32], 8;
+    cp.async.commit_group;
+    cp.async.wait_group 1;
+    cp.async.cg.shared.global [%r1+48], [%a+48], 16;
+    cp.async.cg.shared.global [%r1+64], [%a+64], 16;
+    cp.async.ca.shared.global [%r1+80], [%a+80], 4;
+    cp.async.commit_group;
+    cp.async.wait_group 0;
+"""
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_copies_are_in_flight_until_their_group_is_waited_for(capability):
+    target = PTX.replace("sm_80", f"sm_{capability[0]}{capability[1]}").replace("8.0", "8.7")
+    code = code_of(link(target.format(body=COPIES), capability).cubin, "loads")
+    assert copies_of(code, capability) == Loads(8 + 16 + 16 + 4, 4, 16)
+    assert copies_of(code_of(link(target.format(body=TOGETHER), capability).cubin, "loads"), capability) is None
 
 
 LOOP = """
@@ -133,6 +158,22 @@ def test_split_is_within_its_targets(rows):
     assert row["loop instr/512B"] <= 14
     assert row["instr/512B"] <= 30
     assert 0 < row["partials"] <= 0.04
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [Variant("split", "float16", "fp8_e4m3", 64, 1, "", 24), Variant("split", "float16", "float16", 256, 16, "", 48)],
+    ids=["G24-fp8-D64-P1", "G48-float16-D256-P16"],
+)
+def test_many_query_heads_ask_for_each_row_once(variant):
+    row = static.measure(variant, (9, 0), 1)
+    assert row["spill B"] == row["stack B"] == 0
+    assert row["KV sectors"] <= 1.01
+    assert row["KV in flight KiB"] >= 64
+    assert row["KV load B"] == 16
+    assert row["wavefronts"] <= 1.1
+    assert row["loop instr/512B"] <= 120
+    assert row["partials"] <= 0.04
 
 
 @pytest.mark.parametrize(("kernel", "dynamic", "v_bytes"), [("v1", 8192, 8), ("v2", 2048, 16)])

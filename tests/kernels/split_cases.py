@@ -7,10 +7,10 @@ import hypothesis.strategies as st
 import numpy as np
 from decode_cases import checked_call
 
-from pagedkv.cuda import attention
+from pagedkv.cuda import attention, split
 from pagedkv.emulator import EmulatorDevice
-from pagedkv.kernels.split_config import SHORTEST_SPLIT
-from problems import Problem, Spec
+from pagedkv.kernels.split_config import SHORTEST_SPLIT, SplitConfig
+from problems import Problem, Spec, build
 from strategies import fade, own_parity
 
 
@@ -40,7 +40,7 @@ class Variant(NamedTuple):
 
 
 # Every pair of dtypes; folded fragments, two head tiles, blocks side by side; rows of one chunk, of several, shared by
-# pairs of warps, that fill no vector, of 8 bytes.
+# pairs of warps, that fill no vector, of 8 bytes; heads shared by two and by four warps, alone and side by side.
 VARIANTS = [
     Variant(128, 8, 16, "float16", "float16"),
     Variant(64, 1, 1, "bfloat16", "bfloat16", modified=True),
@@ -61,8 +61,23 @@ VARIANTS = [
     Variant(504, 1, 16, "float32", "float32"),
     Variant(64, 8, 16, "float16", "float16", score_mod=own_parity),
     Variant(96, 2, 16, "float32", "float32", score_mod=fade),
+    Variant(128, 24, 16, "bfloat16", "bfloat16"),
+    Variant(256, 48, 3, "float16", "float16"),
+    Variant(64, 71, 1, "float16", "fp8_e4m3", modified=True),
+    Variant(256, 17, 16, "bfloat16", "fp8_e5m2"),
+    Variant(128, 64, 256, "float32", "bfloat16"),
+    Variant(256, 20, 16, "float32", "bfloat16"),
+    Variant(128, 32, 16, "float16", "fp8_e4m3", modified=True, capability=(8, 0)),
+    Variant(112, 18, 16, "float16", "float16", score_mod=own_parity),
 ]
 TENSOR, CUDA_CORES = Variant(64, 4, 16, "float16", "float16"), Variant(64, 3, 16, "float32", "float32")
+MANY_HEADS = Variant(64, 17, 16, "float16", "float16")
+
+
+def config_of(variant: Variant, capability: tuple[int, int], **fields: Any) -> SplitConfig:
+    """What the kernel is compiled for in a call of this variant."""
+    problem = build(variant.spec(seq_lens=(1,), **fields))
+    return split.split_config(checked_call(problem, "split"), capability=capability)
 
 
 def decode(

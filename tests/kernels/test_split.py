@@ -7,7 +7,7 @@ import pytest
 from decode_cases import LargeCaches, assert_same_bits, checked_call, move_past_4_gib
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_cases import CUDA_CORES, TENSOR, VARIANTS, Variant, decode, specs
+from split_cases import CUDA_CORES, MANY_HEADS, TENSOR, VARIANTS, Variant, decode, specs
 
 from pagedkv import reference
 from pagedkv.cuda import attention
@@ -16,8 +16,10 @@ from pagedkv.emulator import EmulatorDevice
 from pagedkv.kernels.split_config import LONG, MOST_SPLITS, SHORTEST_SPLIT
 from problems import POISONS, assert_close, build, expect
 
-BOTH = pytest.mark.parametrize("variant", [TENSOR, CUDA_CORES], ids=["tensor cores", "CUDA cores"])
-WIDE = [TENSOR, Variant(64, 8, 16, "float16", "fp8_e4m3"), CUDA_CORES]
+ALL = pytest.mark.parametrize(
+    "variant", [TENSOR, CUDA_CORES, MANY_HEADS], ids=["tensor cores", "CUDA cores", "many heads"]
+)
+WIDE = [TENSOR, Variant(64, 8, 16, "float16", "fp8_e4m3"), CUDA_CORES, MANY_HEADS]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -37,7 +39,7 @@ def test_float32_queries_lose_nothing_to_16_bit_operands(kv_dtype, open_device):
         assert np.abs(out - expect(problem)[0]).max() <= 1e-5
 
 
-@BOTH
+@ALL
 def test_lengths_at_the_boundaries(variant, open_device):
     size = SHORTEST_SPLIT
     lengths = (0, 1, 2, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, size - 1, size, size + 1, 2 * size + 1)
@@ -45,7 +47,7 @@ def test_lengths_at_the_boundaries(variant, open_device):
     assert_close(problem, *decode(problem, open_device))
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("length", [LONG - 1, LONG, SHORTEST_SPLIT * MOST_SPLITS + 1])
 def test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges(variant, length, open_device):
     problem = build(variant.spec(seq_lens=(length, 7), num_kv_heads=1, sinks=True))
@@ -75,7 +77,7 @@ def test_what_is_not_used_does_not_change_a_bit(variant, open_device):
         assert_same_bits(decode(build(spec.replace(poison=poison)), open_device), expected)
 
 
-@BOTH
+@ALL
 def test_the_bits_are_the_same_in_any_batch_placement_layout_block_size_and_schedule(variant, open_device):
     spec = variant.spec(seq_lens=(700, 3, 65, LONG + 5))
     out, lse = decode(build(spec), open_device)
@@ -97,7 +99,7 @@ def test_the_bits_are_the_same_in_any_batch_placement_layout_block_size_and_sche
         assert_same_bits(decode(build(spec), device=open_device(seed=seed, global_race=True)), (out, lse))
 
 
-@BOTH
+@ALL
 def test_counters_are_ready_for_the_next_launch(variant, open_device):
     problem = build(variant.spec(seq_lens=(700, 3, 300), sinks=True))
     expected = decode(problem, open_device)
@@ -128,7 +130,7 @@ def test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key(var
         np.testing.assert_array_equal(lse[:3, 1], problem.options["sinks"][1] if sinks else np.float32(-math.inf))
 
 
-@BOTH
+@ALL
 def test_windows_over_the_edges_of_splits(variant, open_device):
     size = SHORTEST_SPLIT
     for window in (1, 2, 17, size - 1, size, size + 1, 2**31 - 1, 2**32, 2**40 + 1):
@@ -136,7 +138,7 @@ def test_windows_over_the_edges_of_splits(variant, open_device):
         assert_close(problem, *decode(problem, open_device))
 
 
-@BOTH
+@ALL
 def test_q_and_out_have_strides_of_their_own(variant, open_device):
     problem = build(variant.spec(seq_lens=(37, 5, 600)))
     problem.q = np.ascontiguousarray(problem.q[:, ::-1])[:, ::-1]
@@ -144,7 +146,7 @@ def test_q_and_out_have_strides_of_their_own(variant, open_device):
     assert_close(problem, *decode(problem, open_device))
 
 
-@BOTH
+@ALL
 def test_k_and_v_have_strides_of_their_own(variant, open_device):
     for layout in ("NHD", "HND"):
         problem = build(variant.spec(seq_lens=(37, 5, 300), strides="strided", layout=layout))
@@ -160,7 +162,7 @@ def test_caches_of_more_than_4_gib(variant):
     assert_same_bits(decode(problem, device=LargeCaches(num_blocks)), expected)
 
 
-@BOTH
+@ALL
 def test_infinite_and_nan_queries_stay_in_their_heads(variant, open_device):
     spec = variant.spec(seq_lens=(37, 300), num_kv_heads=1)
     expected, expected_lse = decode(build(spec), open_device)
@@ -174,7 +176,7 @@ def test_infinite_and_nan_queries_stay_in_their_heads(variant, open_device):
         assert_same_bits((out[others], lse[others]), (expected[others], expected_lse[others]))
 
 
-@BOTH
+@ALL
 def test_only_visible_rows_are_read_and_each_sector_once(variant):
     window, p = 300, variant.block_size
     problem = build(variant.spec(seq_lens=(607, 40), window=window, num_kv_heads=1))
@@ -212,7 +214,7 @@ def test_every_fp8_code_is_its_value(kind, capability, open_device):
         np.testing.assert_array_equal(out[i, 0], expected[i % 4])
 
 
-@BOTH
+@ALL
 def test_caches_whose_strides_are_negative(variant, open_device):
     spec = variant.spec(seq_lens=(70, 300))
     expected = decode(build(spec), open_device)
@@ -222,7 +224,7 @@ def test_caches_whose_strides_are_negative(variant, open_device):
     assert_same_bits(decode(problem, open_device), expected)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("bad", [-1, 10**6, 2**31 - 1])
 def test_a_bad_block_id_is_skipped_and_recorded(variant, bad, open_device):
     spec = variant.spec(seq_lens=(40, 3, 600))
@@ -249,7 +251,7 @@ def test_a_bad_block_id_is_skipped_and_recorded(variant, bad, open_device):
         )
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("bad", [-1, 10**6])
 def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
     spec = variant.spec(seq_lens=(40, 3, 600), sinks=True)
@@ -267,7 +269,7 @@ def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
     assert (lse[1] == -np.inf).all()
 
 
-@BOTH
+@ALL
 def test_without_an_lse(variant, open_device):
     problem = build(variant.spec(seq_lens=(0, 40, 600)))
     expected, _ = decode(problem, open_device)

@@ -1,16 +1,20 @@
 """What the split kernel is compiled for and how it is launched, from metadata alone."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from decode_cases import checked_call
-from split_cases import VARIANTS, Variant
+from split_cases import MANY_HEADS, VARIANTS, Variant, config_of
 
 from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda import split
 from pagedkv.cuda.compile import compile_kernel
 from pagedkv.cuda.link import link, occupancy
-from pagedkv.kernels.decode_split import make_split
+from pagedkv.kernels.decode_split import dynamic_bytes, make_split
 from pagedkv.kernels.split_config import LONG, MOST_SPLITS, SHORTEST_SPLIT, SPLIT_UNIT, VECTOR_BYTES, SplitConfig
+from pagedkv.kernels.split_lanes import slots_bytes
+from pagedkv.kernels.split_stages import StageShape
 from problems import build
 
 # What is compiled for 9.0 has been compiled by the tests in the emulator; of the others there are the largest ones.
@@ -18,12 +22,10 @@ LARGEST = [
     *(VARIANTS[i] for i in (0, 3, 6, 8)),
     Variant(256, 8, 16, "float32", "bfloat16"),
     Variant(256, 4, 16, "float32", "float32", modified=True),
+    Variant(128, 24, 16, "float16", "fp8_e4m3"),
+    Variant(256, 48, 16, "float16", "float16", modified=True),
 ]
-
-
-def config_of(variant, capability, **fields):
-    problem = build(variant.spec(seq_lens=(1,), **fields))
-    return split.split_config(checked_call(problem, "split"), capability=capability)
+MOST_SHARED = 99 * 1024  # of a thread block on GPUs of compute capability 8.6, 8.9 and 12.0
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.capability == (9, 0)], ids=str)
@@ -44,8 +46,22 @@ def check_registers(config, capability):
     assert ".local" not in kernel.ptx
     resources = link(kernel.ptx, capability).resources()
     assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
+    dynamic = dynamic_bytes(config)
     assert resources.shared_bytes <= 48 * 1024
-    assert occupancy(capability, resources.registers, 128, resources.shared_bytes) >= 2
+    assert resources.shared_bytes + dynamic <= MOST_SHARED
+    least = 1 if dynamic and capability < (9, 0) else 2
+    assert occupancy(capability, resources.registers, 128, resources.shared_bytes + dynamic) >= least
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_rows_and_queries_of_many_heads_fit_into_the_shared_memory_of_every_gpu(head_dim):
+    for group_size, q_kind, kv_kind, architecture in product(
+        (17, 32, 33, 64, 71), ("float32", "float16", "bfloat16"), ("float16", "bfloat16", "fp8_e4m3"), (8, 9)
+    ):
+        config = SplitConfig(head_dim, group_size, 16, q_kind, kv_kind, architecture=architecture)
+        states = 2 * 4 * config.num_teams * config.num_heads
+        assert dynamic_bytes(config) + slots_bytes(config) + states + 128 <= MOST_SHARED
+        assert SPLIT_UNIT % StageShape(config).tokens == 0
 
 
 @pytest.mark.parametrize("group_size", [1, 4, 8, 16, 48])
@@ -77,8 +93,9 @@ def test_the_grid_follows_from_capacity_and_window():
     assert plan.launches[0].grid == (6, -(-capacity // SHORTEST_SPLIT), 1)
     assert plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3, window=300)[0].launches[0].grid == (6, 2, 1)
     assert plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0].launches[0].grid == (6, 1, 1)
-    tiles = plan_of(Variant(72, 48, 16, "float16", "fp8_e5m2"), seq_lens=(9, 3), num_kv_heads=3)[0]
-    assert tiles.launches[0].grid == (6 * 3, 1, 1)
+    for variant, num_tiles in ((MANY_HEADS, 1), (Variant(72, 71, 16, "float16", "fp8_e5m2"), 2)):
+        tiles = plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0]
+        assert tiles.launches[0].grid == (6 * num_tiles, 1, 1)
 
 
 @pytest.mark.parametrize(("head_dim", "kind", "vector"), [(64, "float16", 16), (8, "fp8_e4m3", 8)])

@@ -18,14 +18,19 @@ BAD_LENGTH = (SPLIT + "test_a_bad_length_is_skipped_and_recorded[emulator-100000
 LARGE = (SPLIT + "test_caches_of_more_than_4_gib[D64-G4-P16-float16-float16]",)
 BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-"
 TWO_HEAD_TILES = (BOUND + "D128-G16-P16-bfloat16-bfloat16]",)
-SIDE_BY_SIDE = (BOUND + "D40-G48-P1-float32-float16]",)
+SIDE_BY_SIDE = (BOUND + "D64-G71-P1-float16-fp8_e4m3-modified]",)
 THROUGH_SHARED = (BOUND + "D128-G16-P16-float16-float16-modified-cc8.0]",)
+MANY = "tests/kernels/test_split_many.py::"
+TAILS = (MANY + "test_the_last_stage_may_have_any_number_of_tokens[emulator-D64-G17-P16-float16-float16]",)
+STAGE_NEEDLE = (MANY + "test_a_needle_is_found_at_every_position_of_a_stage[emulator-D64-G17-P16-float16-float16]",)
+HEADS_OF_WARPS = (MANY + "test_the_heads_of_every_warp[emulator-17]",)
+BANKS = (MANY + "test_lanes_keep_out_of_each_others_banks[D64-G17-P16-float16-float16]",)
 STRIDED = (SPLIT + "test_k_and_v_have_strides_of_their_own[emulator-tensor cores]",)
 
 FRAGMENTS, SOFTMAX, SUMS = "kernels/split_fragments.py", "kernels/split_softmax.py", "kernels/split_sums.py"
 TENSOR, CORES, MERGE = "kernels/split_tensor.py", "kernels/split_cuda_cores.py", "kernels/split_merge.py"
 KERNEL, LANES, QUERY = "kernels/decode_split.py", "kernels/split_lanes.py", "kernels/split_query.py"
-PLAN = "cuda/split.py"
+MANY_HEADS, STAGES, PLAN = "kernels/split_many.py", "kernels/split_stages.py", "cuda/split.py"
 
 MUTANTS = [
     Mutant(
@@ -38,8 +43,8 @@ MUTANTS = [
     Mutant(
         "split: lanes take their K tokens in the order of lanes",
         FRAGMENTS,
-        "token = uint32(uint32(uint32(g >> 1) << uint32(2)) + uint32(g & 1))",
-        "token = uint32(g << 1)",
+        "return uint32(uint32(uint32(g >> 1) << uint32(2)) + uint32(g & 1))",
+        "return uint32(g << 1)",
         NEEDLE,
     ),
     Mutant(

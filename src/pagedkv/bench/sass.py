@@ -2,10 +2,11 @@
 
 There is no public description of the encoding. From compute capability 7.0 on an instruction has 16 bytes: the low 12
 bits are the opcode; a load has its width in bits 73 to 75, and in bits 110 to 112 the scoreboard that it releases when
-its data is there; bits 116 to 121 are the scoreboards that an instruction waits for before it starts. A branch has the
-predicate that it depends on in bits 12 to 15, and in bits 34 to 81 how far it goes, in words of 4 bytes from its end;
-from 9.0 on the lowest 8 bits of that are bits 16 to 23. After Jia et al., "Dissecting the NVIDIA Volta GPU architecture
-via microbenchmarking", 2018.
+its data is there; bits 116 to 121 are the scoreboards that an instruction waits for before it starts. A copy from
+global to shared memory has its width where a load has it, or one bit higher from 10.0 on; who waits for all groups of
+copies but the last n has n in bits 38 to 43. A branch has the predicate that it depends on in bits 12 to 15, and in
+bits 34 to 81 how far it goes, in words of 4 bytes from its end; from 9.0 on the lowest 8 bits of that are bits 16 to
+23. After Jia et al., "Dissecting the NVIDIA Volta GPU architecture via microbenchmarking", 2018.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 _INSTRUCTION_BYTES = 16
 _LOADS = (0x381, 0x981)  # LDG, without and with a descriptor
+_COPY, _END_OF_GROUP, _WAIT = 0xFAE, 0x9AF, 0x91A  # LDGSTS, LDGDEPBAR, DEPBAR
 _BARRIER = 0xB1D  # BAR
 _BRANCH = 0x947  # BRA
 _ALWAYS = 7
@@ -100,6 +102,41 @@ def loads_of(code: bytes, narrowest: int = 1) -> list[Loads]:
     return result
 
 
+def copies_of(code: bytes, capability: tuple[int, int]) -> Loads | None:
+    """The copies from global to shared memory (cp.async), as `loads_of`: in flight until their group is waited for.
+
+    Parameters
+    ----------
+    code : bytes
+    capability : tuple of int
+        Compute capability.
+
+    Returns
+    -------
+    Loads or None
+        None if there are no copies.
+    """
+    groups, widths, most = [0], [], 0
+    for start in range(0, len(code), _INSTRUCTION_BYTES):
+        word = int.from_bytes(code[start : start + _INSTRUCTION_BYTES], "little")
+        if word & 0xFFF == _COPY:
+            widths.append(_width(word, capability))
+            groups[-1] += widths[-1]
+            most = max(most, sum(groups))
+        elif word & 0xFFF == _END_OF_GROUP:
+            groups.append(0)
+        elif word & 0xFFF == _WAIT:
+            groups = groups[-1 - (word >> 38 & 63) :]
+    return Loads(most, min(widths), max(widths)) if widths else None
+
+
+def _width(word: int, capability: tuple[int, int]) -> int:
+    """Bytes that a load or a copy asks for; 0 for other instructions."""
+    if word & 0xFFF == _COPY:
+        return _WIDTHS[word >> (74 if capability >= (10, 0) else 73) & 7]
+    return _WIDTHS[word >> 73 & 7] if word & 0xFFF in _LOADS else 0
+
+
 class Loop(NamedTuple):
     """A loop, on the shortest way through it.
 
@@ -135,7 +172,11 @@ def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | 
     """
     words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
     targets = {at: _target(at, word, capability) for at, word in enumerate(words) if word & 0xFFF == _BRANCH}
-    loops = [_shortest(words, targets, first, last, narrowest) for last, first in targets.items() if 0 <= first < last]
+    loops = [
+        _shortest(words, targets, first, last, narrowest, capability)
+        for last, first in targets.items()
+        if 0 <= first < last
+    ]
     loading = [loop for loop in loops if loop.bytes_loaded]
     return min(loading, key=lambda loop: (-loop.widest, -loop.bytes_loaded, loop.instructions), default=None)
 
@@ -149,13 +190,15 @@ def _target(at: int, word: int, capability: tuple[int, int]) -> int:
     return at + 1 + 4 * distance // _INSTRUCTION_BYTES
 
 
-def _shortest(words: list[int], targets: dict[int, int], first: int, last: int, narrowest: int) -> Loop:
+def _shortest(
+    words: list[int], targets: dict[int, int], first: int, last: int, narrowest: int, capability: tuple[int, int]
+) -> Loop:
     ways: dict[int, Loop] = {first: Loop(0, 0, 0)}  # the shortest way to an instruction
     for at in range(first, last):
         if at not in ways:
             continue
         word, way = words[at], ways[at]
-        width = _WIDTHS[word >> 73 & 7] if word & 0xFFF in _LOADS else 0
+        width = _width(word, capability)
         width = width if width >= narrowest else 0
         after = Loop(way.instructions + 1, way.bytes_loaded + width, max(way.widest, width))
         following = [at + 1]

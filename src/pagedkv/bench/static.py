@@ -22,7 +22,7 @@ from ..cuda import link as linking
 from ..emulator import EmulatorDevice
 from ..emulator.stats import BufferTraffic, LaunchStats
 from .report import Row, median
-from .sass import code_of, loads_of, loop_of
+from .sass import code_of, copies_of, loads_of, loop_of
 from .variants import WORK, Variant, Work, quick_variants, variants
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
@@ -104,7 +104,7 @@ def measure(variant: Variant, capability: compiling.Capability, repeats: int = 9
     static, warps = resources.shared_bytes, kernel.num_threads // 32
     blocks, limit = _occupancy(kernel, resources.registers, static + dynamic)
     code = code_of(kernel.cubin, entry)
-    loads = _loads(code, tuple(work.read))
+    loads = _loads(code, tuple(work.read), capability)
     stats = device.launches[at] if device.launches else None
     row: Row = {
         "kernel": variant.kernel,
@@ -147,12 +147,15 @@ def _occupancy(kernel: compiling.CompiledKernel, registers: int, shared_bytes: i
     return blocks, "+".join(name for name, most in alone.items() if most == blocks)
 
 
-def _loads(code: bytes, columns: tuple[str, ...]) -> list[tuple[int, int]]:
+def _loads(code: bytes, columns: tuple[str, ...], capability: compiling.Capability) -> list[tuple[int, int]]:
     """Bytes of one load, and of all in flight in a thread, by column: the narrowest of K and of V, else the widest.
 
-    v1, v2 and split read q, K and V with loads of at least 8 bytes. v1 and v2 read nothing else so, and barriers stand
-    between the three; what is not so is 0.
+    Copies to shared memory, where there are any, are all of K and V. v1, v2 and split read q, K and V with loads of at
+    least 8 bytes. v1 and v2 read nothing else so, and barriers stand between the three; what is not so is 0.
     """
+    copies = copies_of(code, capability)
+    if copies is not None:
+        return [(copies.widest, copies.in_flight)]
     if columns != ("K", "V"):
         loads = loads_of(code, NARROWEST if columns == ("KV",) else 1)
         return [(max(x.widest for x in loads), max(x.in_flight for x in loads))]

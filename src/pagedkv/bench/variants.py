@@ -104,7 +104,8 @@ def _split_variants() -> list[Variant]:
     result += [split("float16", "float16", 128, 8, p) for p in (1, 3, 256)]
     result += [split("float16", kv, 128, 8, 16, options) for kv in ("float16", "fp8_e4m3") for options in cases]
     result += [split("float32", "float32", 128, 4, 16, options) for options in cases]
-    result += [split("float16", "float16", 128, g) for g in (5, 7, 12, 48)]
+    result += [split("float16", "float16", 128, g) for g in (5, 7, 12, 24)]
+    result += [split("float16", kv, d, 48) for kv in ("float16", "fp8_e4m3") for d in dims]
     result += [split(_q_kind(kv), kv, d, 8) for kv in ("float16", "fp8_e4m3") for d in (8, 24, 40, 72, 192, 384, 512)]
     return result + [split("float32", "float32", d, 4) for d in (8, 24, 40, 72, 192, 384, 512)]
 

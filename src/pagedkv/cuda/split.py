@@ -42,7 +42,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     ValueError
         More thread blocks than a grid has.
     """
-    from ..kernels.decode_split import make_split
+    from ..kernels.decode_split import dynamic_bytes, make_split
     from ..kernels.report import NUM_BYTES
     from .compile import compile_for
 
@@ -69,6 +69,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
             *(float(options.scale), float(options.softcap or 0.0)),
             *(1.0 if isinstance(x, np.ndarray) else float(x) for x in (call.k_scale, call.v_scale)),
         ),
+        dynamic_bytes(config),
     )
     num_partials = num_seqs * num_heads * most_splits if most_splits > 1 else 1
     workspaces = (

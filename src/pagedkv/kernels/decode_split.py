@@ -11,11 +11,12 @@ same tokens. A tile is here the part of the query heads that share a KV head whi
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
 their number alone; thread blocks past the last split end at once. A thread block owns a split of one KV head for all
 heads of the tile, and a warp every fourth step of its tokens (a pair of warps every second one, of more than 256 dims
-on tensor cores): split_tensor.py, or split_cuda_cores.py for caches of float32. Then split_merge.py adds the warps, and
-in the thread block that is the last one of its sequence, KV head and tile the splits.
+on tensor cores): split_tensor.py, or split_cuda_cores.py for caches of float32. Of more than 16 heads on tensor cores,
+two or four warps take the same tokens, each with its share of the heads: split_many.py. Then split_merge.py adds the
+warps, and in the thread block that is the last one of its sequence, KV head and tile the splits.
 
 Shared memory. Static: the sums of all warps, where Q may have been before; their maxima and sums of exponentials; and
-the weights of the splits.
+the weights of the splits. Of more than 16 heads, sums and weights are dynamic: rows of the caches and Q before them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from .source import KernelSource, device_function
 from .split_config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .split_cuda_cores import RowShape, make_attend_on_cuda_cores
 from .split_fragments import FRAGMENT_BYTES, TensorShape
-from .split_merge import make_finish, make_store_pair
+from .split_many import make_attend_with_many_heads
+from .split_merge import make_finish, make_store_pair, weights_bytes
+from .split_stages import StageShape
 from .split_sums import sums_bytes
 from .split_tensor import make_attend_on_tensor_cores
 
@@ -51,7 +54,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
     PAIRS, BLOCK_SIZE = config.head_dim // 2, config.block_size
     NUM_STATES, LONG_SPLIT, CHECKED = config.num_teams * config.num_heads, config.long_split, config.checked
-    NUM_FLOATS = _shared_bytes(config) // 4
+    NUM_FLOATS = 0 if config.staged else _shared_bytes(config) // 4
     attend, finish, store_pair = make_attend(config), make_finish(config), make_store_pair(config)
 
     @device_function
@@ -139,6 +142,8 @@ def make_split(config: SplitConfig) -> KernelSource:
 
 def make_attend(config: SplitConfig) -> Any:
     """The inner loop of a config."""
+    if config.staged:
+        return make_attend_with_many_heads(config)
     return make_attend_on_tensor_cores(config) if config.on_tensor_cores else make_attend_on_cuda_cores(config)
 
 
@@ -147,9 +152,16 @@ def _min_blocks(config: SplitConfig) -> int:
     return TensorShape(config).min_blocks if config.on_tensor_cores else RowShape(config).min_blocks
 
 
+def dynamic_bytes(config: SplitConfig) -> int:
+    """Dynamic shared memory of a launch."""
+    return _shared_bytes(config) if config.staged else 0
+
+
 def _shared_bytes(config: SplitConfig) -> int:
-    """Of the sums, or of Q before them."""
+    """Of the sums, or of Q before them; staged, of the sums and the weights, or of rows and Q before them."""
     if not config.on_tensor_cores:
         return sums_bytes(config)
+    if config.staged:
+        return max(sums_bytes(config) + weights_bytes(config), StageShape(config).nbytes)
     shape = TensorShape(config)
     return max(sums_bytes(config), FRAGMENT_BYTES * shape.q_fragments * shape.q_in_shared)

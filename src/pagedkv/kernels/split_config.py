@@ -89,10 +89,21 @@ class SplitConfig:
         return math.gcd(self.row_bytes, VECTOR_BYTES)
 
     @property
+    def staged(self) -> bool:
+        """Warps with query heads of their own share rows, which wait in shared memory; see split_stages.py.
+
+        Of more than 128 dims, the terms of a float32 q would take too much of it.
+        """
+        most_dims = 256 if self.q_bytes == 2 else 128
+        return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= most_dims
+
+    @property
     def num_tiles(self) -> int:
-        """Thread blocks, side by side, that share the query heads of a KV head."""
+        """Thread blocks, side by side, that share the query heads of a KV head: as many as need no spills."""
         most = 8 if self.head_dim > 128 else 16
-        if not self.on_tensor_cores:
+        if self.staged:
+            most = 32 if self.head_dim > 128 and self.architecture < 9 else 64
+        elif not self.on_tensor_cores:
             most = 2 if self.head_dim > 256 or self.architecture < 9 else 4
         return -(-self.group_size // most)
 
@@ -102,22 +113,33 @@ class SplitConfig:
         return -(-self.group_size // self.num_tiles)
 
     @property
-    def warps_of_team(self) -> int:
+    def head_shares(self) -> int:
+        """Warps that take the same tokens, each with its share of the query heads: at most 16."""
+        if not self.staged:
+            return 1
+        return 4 if self.num_heads > 32 or self.head_dim > 128 else 2
+
+    @property
+    def heads_of_warp(self) -> int:
+        """Query heads of a warp; the last one of a team may have fewer."""
+        return -(-self.num_heads // self.head_shares)
+
+    @property
+    def dim_shares(self) -> int:
         """Warps that take the same tokens, each with its share of the values' dims: O of more takes all registers."""
         return 2 if self.on_tensor_cores and self.head_dim > 256 else 1
 
     @property
     def num_teams(self) -> int:
-        """Teams of a thread block, each with tokens of its own."""
-        return NUM_WARPS // self.warps_of_team
+        """Teams of a thread block, each with tokens of its own: the warps that take the same ones."""
+        return NUM_WARPS // (self.head_shares * self.dim_shares)
 
     @property
     def long_split(self) -> int:
         """The fewest tokens of a split of a sequence of LONG tokens or more.
 
         A partial result is written and read once, in float32: at most 4 % of the bytes of the split's keys and values.
-        And they are at least 128 KiB, so that the beginning and end of a block's work count little. More heads do not
-        mean fewer thread blocks, since they come in tiles of 16.
+        And they are at least 128 KiB, so that the beginning and end of a block's work count little.
         """
         traffic = 2 * 4 * self.group_size * (self.head_dim + 2)
         needed = max(25 * traffic / (2 * self.row_bytes), 2**16 / self.row_bytes)

@@ -76,7 +76,7 @@ class TensorShape:
     @property
     def v_vectors(self) -> int:
         """Vectors of V per lane and row that a warp has; the last one may reach past the row."""
-        return -(-self.config.row_bytes // (8 * self.v_vector * self.config.warps_of_team))
+        return -(-self.config.row_bytes // (8 * self.v_vector * self.config.dim_shares))
 
     @property
     def v_dims(self) -> int:
@@ -85,8 +85,8 @@ class TensorShape:
 
     @property
     def chunk(self) -> int:
-        """Bytes of a row of K that one buffer holds."""
-        return 256
+        """Bytes of a row that one buffer holds; rows that wait in shared memory need no buffers for long."""
+        return 128 if self.config.staged else 256
 
     @property
     def num_chunks(self) -> int:
@@ -110,7 +110,7 @@ class TensorShape:
     @property
     def head_tiles(self) -> int:
         """Groups of 8 heads: heads g, and g + 8."""
-        return 1 if self.config.num_heads <= 8 else 2
+        return 1 if self.config.heads_of_warp <= 8 else 2
 
     @property
     def terms(self) -> int:
@@ -165,6 +165,10 @@ class TensorShape:
     @property
     def min_blocks(self) -> int:
         """Thread blocks on a multiprocessor: as many as need no spills."""
+        config = self.config
+        is_plain = config.row_bytes % K_VECTOR == 0 and not (config.modified or config.checked or config.wide)
+        if config.staged:
+            return 3 if is_plain and config.head_dim <= 128 and self.terms == 1 and not self.is_fp8 else 2
         o, q = 4 * self.num_products * self.head_tiles, 4 if self.q_in_shared else 4 * self.q_fragments
         registers = o + q + 2 * self.buffer
         is_hopper = self.config.architecture == 9
@@ -172,11 +176,15 @@ class TensorShape:
         if self.is_fp8:
             most = 96 if is_hopper else 72
         blocks = 4 if registers <= 80 and is_hopper else 3 if registers <= most else 2
-        config = self.config
         if config.architecture < 9:
             return 3 if registers <= 112 and not config.modified else 2
-        is_plain = config.row_bytes % K_VECTOR == 0 and not (config.modified or config.checked or config.wide)
         return blocks if is_plain else max(1, blocks - 1)
+
+
+@device_function
+def key_token(g):
+    """The token of a tile that lanes (g, t) load for one product; for the other it is two later."""
+    return uint32(uint32(uint32(g >> 1) << uint32(2)) + uint32(g & 1))
 
 
 def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) -> Any:
@@ -227,7 +235,7 @@ def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) ->
 
     @device_function
     def load_keys(chunk, buffers, at, base, offset, g, t):
-        token = uint32(uint32(uint32(g >> 1) << uint32(2)) + uint32(g & 1))
+        token = key_token(g)
         for i in range(TILES):
             first = row_address(base, offset, uint32(token + uint32(TILE * i)))
             second = row_address(base, offset, uint32(token + uint32(TILE * i + 2)))
@@ -246,7 +254,7 @@ def make_load_values(config: SplitConfig, shape: TensorShape, row_address: Any) 
     PER_CHUNK, VECTORS = shape.v_per_chunk, shape.v_vectors
     V_VECTOR, WORDS, STRIDE = shape.v_vector, shape.v_vector // 4, 8 * shape.v_vector
     ROWS = 4 * shape.tiles
-    IS_WHOLE = VECTORS * STRIDE * config.warps_of_team == config.row_bytes
+    IS_WHOLE = VECTORS * STRIDE * config.dim_shares == config.row_bytes
     load = stream_16 if V_VECTOR == VECTOR_BYTES else stream_8
 
     @device_function

@@ -15,7 +15,7 @@ from .intrinsics import ELEMENT_BITS, address, exp2, float_bits, larger, narrow,
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
-from .split_sums import make_pair_address
+from .split_sums import make_pair_address, sums_bytes
 from .tensor_intrinsics import count_up, exchange, fence, load_l2_2, load_shared_2, log2, reciprocal
 
 LN2 = float32(0.6931471805599453)
@@ -60,6 +60,11 @@ def inverse(total):
     return float32(0) if total == float32(0) else reciprocal(total)
 
 
+def weights_bytes(config: SplitConfig) -> int:
+    """Shared memory of the weights of all splits."""
+    return 4 * config.num_heads * MOST_SPLITS
+
+
 def make_finish(config: SplitConfig) -> Any:
     """The device function ``finish(...)``, which every thread of a block calls when all warps have put their sums.
 
@@ -68,7 +73,7 @@ def make_finish(config: SplitConfig) -> Any:
     """
     NUM_HEADS, NUM_TEAMS, PAIRS = config.num_heads, config.num_teams, config.head_dim // 2
     ROW_BYTES = 4 * config.head_dim
-    NUM_WEIGHTS = config.num_heads * MOST_SPLITS
+    NUM_WEIGHTS, NUM_SUMS, STAGED = weights_bytes(config) // 4, sums_bytes(config) // 4, config.staged
     pair_address, store_pair, merge_splits = make_pair_address(config), make_store_pair(config), make_merge(config)
 
     @device_function
@@ -76,7 +81,11 @@ def make_finish(config: SplitConfig) -> Any:
         out, out_head_stride, lse, row, sinks, head, v_factor, partial_sums, partial_states, counter,
         shared, maxima, sums, num_heads, split, num_splits, most_splits, thread,
     ):  # fmt: skip
-        weights, last = cuda.shared.array(NUM_WEIGHTS, float32), cuda.shared.array(1, uint32)
+        last = cuda.shared.array(1, uint32)
+        if STAGED:  # behind the sums
+            weights = cuda.shared.array(0, float32, alignment=16)[NUM_SUMS:]
+        else:
+            weights = cuda.shared.array(NUM_WEIGHTS, float32)
         is_only = num_splits == uint32(1)
         partial = row * most_splits + split
 

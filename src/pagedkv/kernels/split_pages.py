@@ -57,6 +57,17 @@ def make_row_offset(config: SplitConfig) -> Any:
     return row_offset
 
 
+def make_address_at(config: SplitConfig) -> Any:
+    """The device function ``address_at(base, offset)``: the row at an offset."""
+    WIDE, VECTOR_BYTES = config.wide, config.vector_bytes
+
+    @device_function
+    def address_at(base, offset):
+        return base + (offset if WIDE else int64(offset) * VECTOR_BYTES)
+
+    return address_at
+
+
 def make_row_address(config: SplitConfig) -> Any:
     """The device function ``row_address(base, offset, lane)``: the row whose offset that lane has shared."""
     WIDE, VECTOR_BYTES, fetch = config.wide, config.vector_bytes, make_fetch(config)

@@ -21,12 +21,13 @@ SMALLEST_SHIFT = -120
 
 
 def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, lane, warp)``.
+    """The device function ``stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, g, t, worker)``.
 
-    q is the address of the tile's first head, q_shared that of this lane's part of fragment 0; factors[h] becomes what
-    the scores of head g + 8h have to be multiplied with. A tile may have fewer heads: their rows are zero.
+    q is the address of the warp's first head, q_shared that of this lane's part of fragment 0; factors[h] becomes what
+    the scores of head g + 8h have to be multiplied with. A warp may have fewer heads: their rows are zero. `worker`
+    numbers the warps that have the same heads.
     """
-    HEAD_TILES, FRAGMENTS = shape.head_tiles, shape.q_fragments
+    HEAD_TILES, FRAGMENTS, NUM_WORKERS = shape.head_tiles, shape.q_fragments, NUM_WARPS // config.head_shares
     Q_IN_SHARED, IS_NORMALISED = shape.q_in_shared, shape.is_normalised
     FOLD, TERMS, K_STEPS, Q_PER_VECTOR = shape.fold, shape.terms, shape.k_steps, shape.q_per_vector
     PER_STEP = 1 if shape.fold else shape.q_per_vector // shape.k_steps
@@ -93,7 +94,7 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
         store_shared_words(where, a[0], a[1], a[2], a[3])
 
     @device_function
-    def stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, g, t, warp):
+    def stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, g, t, worker):
         first_exists, second_exists = g < num_heads, g + 8 < num_heads
         q_first = q + (int64(g) * head_stride if first_exists else int64(0))
         q_second = q + (int64(g + 8) * head_stride if second_exists else int64(0))
@@ -109,10 +110,10 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
                 inverse_second, factors[1] = power_of_two(-exponent), power_of_two(exponent)
         rows = (q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t)
         if Q_IN_SHARED:
-            vector = int64(warp)
+            vector = worker
             while vector < K_VECTORS:
                 for_each(put, Q_PER_VECTOR, (vector, q_shared, rows))
-                vector += NUM_WARPS
+                vector += NUM_WORKERS
         else:
             for_each(keep, FRAGMENTS, (q_frags, rows))
 

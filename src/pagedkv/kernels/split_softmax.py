@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from .intrinsics import exp2, for_each, larger, unpack
+from .intrinsics import address, exp2, for_each, larger, unpack
 from .logits import make_modify
 from .softmax import LOG2E, NONE
 from .source import device_function
@@ -23,6 +23,28 @@ from .tensor_intrinsics import pack_bfloat16, pack_float16
 def bias(shape: TensorShape) -> float:
     """The exponent of the power of two that P is multiplied with, so that float16 underflows at 2**-39."""
     return 14.0 if shape.operand == "float16" else 0.0
+
+
+def make_start(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``start(o, maxima, sums, slope, slopes, head, num_heads, g)``: before the first step.
+
+    slope[h] becomes that of head g + 8h from `head` on.
+    """
+    HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, config.modified, 4 * shape.num_products * shape.head_tiles
+
+    @device_function
+    def start_head(h, maxima, sums, slope, slopes, head, num_heads, g):
+        maxima[h], sums[h] = NONE, float32(0)
+        has_slope = MODIFIED and address(slopes) != 0 and int64(g) + 8 * h < int64(num_heads)
+        slope[h] = slopes[int64(head) + int64(g) + 8 * h] if has_slope else float32(0)
+
+    @device_function
+    def start(o, maxima, sums, slope, slopes, head, num_heads, g):
+        for i in range(NUM_O):
+            o[i] = float32(0)
+        for_each(start_head, HEAD_TILES, (maxima, sums, slope, slopes, head, num_heads, g))
+
+    return start
 
 
 def make_logits(config: SplitConfig, shape: TensorShape) -> Any:

@@ -55,7 +55,8 @@ def make_pair_address(config: SplitConfig) -> Any:
 def make_put_sums(config: SplitConfig, shape: TensorShape) -> Any:
     """The device function ``put_sums(...)`` of the tensor cores.
 
-    Into shared memory go this team's maxima and sums of exponentials, and the dims of O of this member of it.
+    Into shared memory go this team's maxima and sums of exponentials, and the dims of O of this member of it, for
+    num_heads heads from first_head on.
     """
     HEAD_TILES, NUM_HEADS, HEAD_DIM, BIAS = shape.head_tiles, config.num_heads, config.head_dim, float32(bias(shape))
     PRODUCTS, PER_VECTOR = shape.num_products, shape.v_dims // 2
@@ -63,25 +64,25 @@ def make_put_sums(config: SplitConfig, shape: TensorShape) -> Any:
     pair_address = make_pair_address(config)
 
     @device_function
-    def put_pairs(i, shared, o, num_heads, g, t, team, member):
+    def put_pairs(i, shared, o, num_heads, first_head, g, t, team, member):
         vector, j = i // PER_VECTOR, i % PER_VECTOR
-        first = uint32(member * uint32(PER_MEMBER))
-        pair = uint32(uint32(uint32(PER_VECTOR * 8 * vector + j) + uint32(g * uint32(PER_VECTOR))) + first)
+        first_pair = uint32(member * uint32(PER_MEMBER))
+        pair = uint32(uint32(uint32(PER_VECTOR * 8 * vector + j) + uint32(g * uint32(PER_VECTOR))) + first_pair)
         for h in range(HEAD_TILES):
             for k in range(2):
                 head, at = uint32(uint32(t << 1) + uint32(8 * h + k)), 4 * (i * HEAD_TILES + h) + k
                 if head < num_heads and pair < uint32(HEAD_DIM // 2):
-                    store_shared_2(pair_address(shared, team, head, pair), o[at], o[at + 2])
+                    store_shared_2(pair_address(shared, team, uint32(first_head + head), pair), o[at], o[at + 2])
 
     @device_function
-    def put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, g, t, team, member):
+    def put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, first_head, g, t, team, member):
         for h in range(HEAD_TILES):
             total = float32(sums[h] + exchange(sums[h], 1))
             total = float32(total + exchange(total, 2))
             head = uint32(g + uint32(8 * h))
             if member == 0 and t == 0 and head < num_heads:
-                at = uint32(uint32(team * uint32(NUM_HEADS)) + head)
+                at = uint32(uint32(uint32(team * uint32(NUM_HEADS)) + first_head) + head)
                 maxima_shared[at], sums_shared[at] = float32(maxima[h] - BIAS), total
-        for_each(put_pairs, PRODUCTS, (shared, o, num_heads, g, t, team, member))
+        for_each(put_pairs, PRODUCTS, (shared, o, num_heads, first_head, g, t, team, member))
 
     return put_sums

@@ -38,8 +38,8 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from .intrinsics import address, for_each, shared_address
-from .softmax import LOG2E, NONE
+from .intrinsics import for_each, shared_address
+from .softmax import LOG2E
 from .source import device_function
 from .split_config import SplitConfig
 from .split_fragments import (
@@ -54,7 +54,7 @@ from .split_fragments import (
 from .split_lanes import OTHERS, SLOT_BYTES, VALUES, WARP_BYTES, make_bits_of_warp, make_share, slots_bytes
 from .split_pages import make_find_token, make_row_address, make_row_offset
 from .split_query import make_stage_query
-from .split_softmax import make_logits, make_mask, make_soften
+from .split_softmax import make_logits, make_mask, make_soften, make_start
 from .split_sums import make_put_sums
 from .tensor_intrinsics import low_bits, shuffle
 
@@ -67,7 +67,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
     shape = TensorShape(config)
     CHUNKS, BUFFER, STEP, NUM_TEAMS = shape.num_chunks, shape.buffer, shape.step, config.num_teams
     HEAD_TILES, MODIFIED, CHECKED, Q_IN_SHARED = shape.head_tiles, config.modified, config.checked, shape.q_in_shared
-    FACTOR, WARPS_OF_TEAM = float32(software_factor(config)), config.warps_of_team
+    FACTOR, DIM_SHARES = float32(software_factor(config)), config.dim_shares
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     NUM_BUFFERED, NUM_Q = 2 * shape.buffer, 4 if shape.q_in_shared else 4 * shape.q_fragments
     NUM_RAW, NUM_S = 8 * shape.tiles * shape.score_sets, 4 * shape.tiles * shape.head_tiles
@@ -81,7 +81,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
     stage_query = make_stage_query(config, shape)
     multiply_keys, multiply_values = make_multiply_keys(config, shape), make_multiply_values(config, shape)
     logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(config, shape)
-    put_sums = make_put_sums(config, shape)
+    start, put_sums = make_start(config, shape), make_put_sums(config, shape)
 
     @device_function
     def use_keys(i, raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t):
@@ -117,12 +117,6 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
             load_values(i + 2, buffers, at, v_lane, v_offset, room, t)
 
     @device_function
-    def start_head(h, maxima, sums, slope, slopes, head, num_heads, g):
-        maxima[h], sums[h] = NONE, float32(0)
-        has_slope = MODIFIED and address(slopes) != 0 and int64(g) + 8 * h < int64(num_heads)
-        slope[h] = slopes[int64(head) + int64(g) + 8 * h] if has_slope else float32(0)
-
-    @device_function
     def attend(
         shared, maxima_shared, sums_shared, q, q_head_stride, num_heads, k_head, v_head, table, first, last,
         k_block_stride, k_token_stride, v_block_stride, v_token_stride, num_blocks, report, seq, q_pos, head,
@@ -131,7 +125,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         lane = uint32(thread & uint32(31))
         # Said to be the same in all lanes, so that loops over steps need no code for lanes that part.
         warp = shuffle(uint32(thread >> uint32(5)), 0)
-        team, member = uint32(warp // uint32(WARPS_OF_TEAM)), uint32(warp % uint32(WARPS_OF_TEAM))
+        team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
         g, t = uint32(lane >> 2), uint32(lane & uint32(3))
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         k_lane, v_lane, room = k_head + int64(t) * 16, v_head + v_first, ROW_BYTES - v_first
@@ -151,9 +145,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         p, p_rest = cuda.local.array(NUM_P, uint32), cuda.local.array(NUM_P, uint32)
         maxima, sums = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
         factors, slope = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
-        for i in range(NUM_O):
-            o[i] = float32(0)
-        for_each(start_head, HEAD_TILES, (maxima, sums, slope, slopes, head, num_heads, g))
+        start(o, maxima, sums, slope, slopes, head, num_heads, g)
 
         # The longest chain first: table entries of the first two steps, and the first keys.
         base, mine = uint32(first + uint32(team * uint32(STEP))), uint32(lane & uint32(STEP - 1))
@@ -167,7 +159,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         if CHUNKS > 1:
             load_keys(1, buffers, BUFFER, k_lane, k_offset, g, t)
 
-        stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, warp)
+        stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(warp))
         for h in range(HEAD_TILES):
             factors[h] = float32(factors[h] * float32(scale * FACTOR))
             if not MODIFIED:
@@ -216,7 +208,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
             for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
         if Q_IN_SHARED:
             cuda.syncthreads()  # the sums take the place of Q
-        put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, g, t, team, member)
+        put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, uint32(0), g, t, team, member)
         return FACTOR
 
     return attend

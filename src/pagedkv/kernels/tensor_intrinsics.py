@@ -6,6 +6,7 @@ global memory, uint32 for shared memory and for words. A function that a whole w
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from llvmlite import ir
@@ -16,6 +17,7 @@ from .intrinsics import (
     FLOATS_2,
     FLOATS_4,
     I32,
+    VOID,
     WORDS_2,
     WORDS_4,
     declare,
@@ -59,6 +61,42 @@ def _stream(count: int) -> Any:
 stream_16, stream_8 = _stream(4), _stream(2)
 
 
+def _copy(nbytes: int) -> Any:
+    past_l1 = "cg" if nbytes == 16 else "ca"
+    text = f"cp.async.{past_l1}.shared.global.L2::128B [$0], [$1], {nbytes}, $2;"
+
+    def emit(builder: Any, target: Any, source: Any, count: Any) -> Any:
+        return emit_asm(builder, VOID, text, "r,l,r,~{memory}", [target, source, count], side_effect=True)
+
+    doc = f"""Start to copy from global to shared memory: (target, source, count).
+
+    {nbytes} bytes are written: the first `count` of the source, and zeros. What is not read need not be there.
+    """
+    return declare(f"copy_{nbytes}", doc, types.void, [uint32, int64, uint32], emit)
+
+
+copy_16, copy_8 = _copy(16), _copy(8)
+
+end_group = declare(
+    "end_group",
+    "The copies that this thread has started since the last call are a group, which may be empty.",
+    types.void,
+    [],
+    lambda builder: emit_asm(builder, VOID, "cp.async.commit_group;", "~{memory}", [], side_effect=True),
+)
+
+
+@lru_cache
+def wait_but(count: int) -> Any:
+    """The device function that waits for this thread's groups of copies, all but the last `count` of them."""
+    text = f"cp.async.wait_group {count};"
+
+    def emit(builder: Any) -> Any:
+        return emit_asm(builder, VOID, text, "~{memory}", [], side_effect=True)
+
+    return declare(f"wait_but_{count}", f"Wait for all groups but the last {count}.", types.void, [], emit)
+
+
 def _load_l2_2(builder: Any, where: Any) -> Any:
     struct, text = ir.LiteralStructType([F32] * 2), "ld.global.cg.v2.f32 {$0,$1}, [$2];"
     return parts_of(builder, emit_asm(builder, struct, text, "=f,=f,l,~{memory}", [where], side_effect=True), 2)
@@ -76,6 +114,7 @@ load_shared_2 = make_load("load_shared_2", "Two float32 at a shared address.", F
 store_shared_2 = make_store("store_shared_2", "Store two float32 at a shared address.", uint32, float32, 2, F32)
 store_shared_4 = make_store("store_shared_4", "Store four float32 at a shared address.", uint32, float32, 4, F32)
 load_shared_word = make_load("load_shared_word", "A word at a shared address.", uint32, uint32, I32)
+load_shared_pair = make_load("load_shared_pair", "Two words at a shared address.", WORDS_2, uint32, I32)
 store_shared_word = make_store("store_shared_word", "Store a word at a shared address.", uint32, uint32, 1, I32)
 load_shared_words = make_load("load_shared_words", "Four words at a shared address.", WORDS_4, uint32, I32)
 store_shared_words = make_store("store_shared_words", "Store four words at a shared address.", uint32, uint32, 4, I32)
