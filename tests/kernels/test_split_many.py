@@ -1,4 +1,4 @@
-"""Many query heads: the split kernel with rows in shared memory, where all tests of every form are in test_split.py."""
+"""Many query heads: the split kernel with rows in shared memory; what every form has to do is in test_split.py."""
 
 import numpy as np
 import pytest
