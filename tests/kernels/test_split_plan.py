@@ -1,5 +1,7 @@
 """What the split kernel is compiled for and how it is launched, from metadata alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from decode_cases import checked_call
@@ -16,6 +18,7 @@ from problems import build
 LARGEST = [
     *(VARIANTS[i] for i in (0, 3, 6, 8)),
     Variant(256, 8, 16, "float32", "bfloat16"),
+    Variant(256, 16, 16, "float32", "float16"),
     Variant(256, 4, 16, "float32", "float32", modified=True),
 ]
 
@@ -45,6 +48,19 @@ def check_registers(config, capability):
     assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
     assert resources.shared_bytes <= 48 * 1024
     assert occupancy(capability, resources.registers, 128, resources.shared_bytes) >= 2
+
+
+@pytest.mark.parametrize(("q_kind", "kv_kind"), [("bfloat16", "bfloat16"), ("float32", "fp8_e4m3")])
+def test_caches_beyond_64_gib_leave_16_heads_of_256_dims_in_registers(q_kind, kv_kind):
+    check_registers(SplitConfig(256, 16, 16, q_kind, kv_kind, wide=True), (9, 0))
+
+
+def test_up_to_16_heads_share_a_thread_block_if_registers_are_enough():
+    config = SplitConfig(256, 16, 16, "float16", "float16", wide=True)
+    assert config.num_tiles == 1
+    for fields in ({"head_dim": 264}, {"modified": True}, {"checked": True}, {"architecture": 10}):
+        assert replace(config, **fields).num_tiles == 2
+        assert replace(config, **{**fields, "head_dim": 128}).num_tiles == 1
 
 
 @pytest.mark.parametrize("group_size", [1, 4, 8, 16, 48])

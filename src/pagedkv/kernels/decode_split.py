@@ -14,8 +14,8 @@ heads of the tile, and a warp every fourth step of its tokens (a pair of warps e
 on tensor cores): split_tensor.py, or split_cuda_cores.py for caches of float32. Then split_merge.py adds the warps, and
 in the thread block that is the last one of its sequence, KV head and tile the splits.
 
-Shared memory. Static: the sums of all warps, where Q may have been before; their maxima and sums of exponentials; and
-the weights of the splits.
+Shared memory. Static: the sums of all warps, where Q may have been before; their maxima and sums of exponentials; the
+weights of the splits. Where O takes nearly all registers, also what the end of the work needs of its beginning.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from .split_config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_
 from .split_cuda_cores import RowShape, make_attend_on_cuda_cores
 from .split_fragments import FRAGMENT_BYTES, TensorShape
 from .split_merge import make_finish, make_store_pair
-from .split_sums import sums_bytes
+from .split_sums import sums_bytes, teams_left
 from .split_tensor import make_attend_on_tensor_cores
+from .tensor_intrinsics import load_shared_words, store_shared_words
 
 BYTES, INTS, FLOATS = types.CPointer(types.uint8), types.CPointer(int32), types.CPointer(float32)
 WORDS, LONGS = types.CPointer(uint32), types.CPointer(int64)
@@ -50,8 +51,8 @@ def make_split(config: SplitConfig) -> KernelSource:
     """Attention of all query heads over all splits of all sequences."""
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
     PAIRS, BLOCK_SIZE = config.head_dim // 2, config.block_size
-    NUM_STATES, LONG_SPLIT, CHECKED = config.num_teams * config.num_heads, config.long_split, config.checked
-    NUM_FLOATS = _shared_bytes(config) // 4
+    NUM_STATES, LONG_SPLIT, CHECKED = teams_left(config) * config.num_heads, config.long_split, config.checked
+    NUM_FLOATS, IS_FULL = _shared_bytes(config) // 4, teams_left(config) < config.num_teams
     attend, finish, store_pair = make_attend(config), make_finish(config), make_store_pair(config)
 
     @device_function
@@ -110,6 +111,11 @@ def make_split(config: SplitConfig) -> KernelSource:
                 target = address(out) + int64(seq) * out_seq_stride + int64(head) * out_head_stride
                 store_nothing(target, out_head_stride, lse, row, num_heads, thread)
             return
+        num_splits = uint32(uint32(uint32(visible - uint32(1)) // size) + uint32(1))
+        if IS_FULL:
+            kept = shared_address(cuda.shared.array(4, uint32, alignment=16))
+            if thread == 0:
+                store_shared_words(kept, seq, head, num_splits, 0)
         first = uint32(uint32(length - visible) + start)
         k_factor = k_scale[kv_head] if address(k_scale) != 0 else float32(k_number)
         factor = attend(
@@ -124,14 +130,16 @@ def make_split(config: SplitConfig) -> KernelSource:
         )  # fmt: skip
         cuda.syncthreads()
 
+        if IS_FULL:
+            seq, head, num_splits, _ = load_shared_words(kept)
+            kv_head = uint32(head // uint32(GROUP_SIZE))
         v_factor = v_scale[kv_head] if address(v_scale) != 0 else float32(v_number)
         row = int64(seq) * (num_kv_heads * GROUP_SIZE) + int64(head)
         finish(
             address(out) + int64(seq) * out_seq_stride + int64(head) * out_head_stride, out_head_stride, lse, row,
             sinks, head, float32(factor * v_factor), partial_sums, partial_states,
             address(counters) + int64(cuda.blockIdx.x) * 4, shared, maxima, sums, num_heads,
-            int64(cuda.blockIdx.y), uint32(uint32(uint32(visible - uint32(1)) // size) + uint32(1)),
-            int64(cuda.gridDim.y), thread,
+            int64(cuda.blockIdx.y), num_splits, int64(cuda.gridDim.y), thread,
         )  # fmt: skip
 
     return KernelSource(split, SIGNATURE, NUM_THREADS, _min_blocks(config))

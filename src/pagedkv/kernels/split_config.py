@@ -90,8 +90,12 @@ class SplitConfig:
 
     @property
     def num_tiles(self) -> int:
-        """Thread blocks, side by side, that share the query heads of a KV head."""
-        most = 8 if self.head_dim > 128 else 16
+        """Thread blocks, side by side, that share the query heads of a KV head.
+
+        O of 16 heads and more than 128 dims leaves registers for neither options nor another architecture's code.
+        """
+        has_room = self.architecture == 9 and not (self.modified or self.checked)
+        most = 16 if self.head_dim <= (256 if has_room else 128) else 8
         if not self.on_tensor_cores:
             most = 2 if self.head_dim > 256 or self.architecture < 9 else 4
         return -(-self.group_size // most)

@@ -15,7 +15,7 @@ from .intrinsics import ELEMENT_BITS, address, exp2, float_bits, larger, narrow,
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
-from .split_sums import make_pair_address
+from .split_sums import make_pair_address, teams_left
 from .tensor_intrinsics import count_up, exchange, fence, load_l2_2, load_shared_2, log2, reciprocal
 
 LN2 = float32(0.6931471805599453)
@@ -66,7 +66,7 @@ def make_finish(config: SplitConfig) -> Any:
     `row` is that of the tile's first head in lse; a partial result lies at its head's row times most_splits, plus the
     split: head_dim sums in partial_sums, and maximum and sum of exponentials in partial_states.
     """
-    NUM_HEADS, NUM_TEAMS, PAIRS = config.num_heads, config.num_teams, config.head_dim // 2
+    NUM_HEADS, NUM_TEAMS, PAIRS = config.num_heads, teams_left(config), config.head_dim // 2
     ROW_BYTES = 4 * config.head_dim
     NUM_WEIGHTS = config.num_heads * MOST_SPLITS
     pair_address, store_pair, merge_splits = make_pair_address(config), make_store_pair(config), make_merge(config)

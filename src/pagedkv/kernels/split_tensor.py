@@ -216,6 +216,9 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
             for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
         if Q_IN_SHARED:
             cuda.syncthreads()  # the sums take the place of Q
+        # Not from `warp`, which a register would hold through the loop.
+        warp = uint32(thread >> uint32(5))
+        team, member = uint32(warp // uint32(WARPS_OF_TEAM)), uint32(warp % uint32(WARPS_OF_TEAM))
         put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, g, t, team, member)
         return FACTOR
 
