@@ -20,7 +20,6 @@ from split import (
     MERGE,
     NEEDLE,
     NEGATIVE,
-    OWN_HEADS,
     PLAN,
     QUERY,
     RISING,
@@ -115,7 +114,7 @@ MUTANTS = [
         SOFTMAX,
         "maximum = new[h] if exceeds(new[h], maxima[h]) else maxima[h]",
         "maximum = new[h]",
-        OWN_HEADS,
+        RISING,
     ),
     Mutant(
         "split: CUDA cores do not select tokens past the end away",
