@@ -94,7 +94,8 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
 
     @device_function
     def raise_maximum(i, new, s):
-        new[i % HEAD_TILES] = larger(new[i % HEAD_TILES], larger(s[2 * i], s[2 * i + 1]))
+        x = larger(s[2 * i], s[2 * i + 1])
+        new[i % HEAD_TILES] = x if i < HEAD_TILES else larger(new[i % HEAD_TILES], x)
 
     @device_function
     def exceeds(x, maximum):
@@ -133,8 +134,6 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
     @device_function
     def soften(s, maxima, sums, o, p, p_rest, slot, g, t):
         new = cuda.local.array(HEAD_TILES, float32)
-        for h in range(HEAD_TILES):
-            new[h] = NONE
         for_each(raise_maximum, PAIRS, (new, s))
         grew = False
         for h in range(HEAD_TILES):
