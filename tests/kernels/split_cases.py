@@ -40,7 +40,8 @@ class Variant(NamedTuple):
 
 
 # Every pair of dtypes; folded fragments, two head tiles, blocks side by side; rows of one chunk, of several, shared by
-# pairs of warps, that fill no vector, of 8 bytes; heads shared by two and by four warps, alone and side by side.
+# pairs of warps, that fill no vector, of 8 bytes; sums in dynamic shared memory; heads shared by two and by four warps,
+# alone and side by side.
 VARIANTS = [
     Variant(128, 8, 16, "float16", "float16"),
     Variant(64, 1, 1, "bfloat16", "bfloat16", modified=True),
@@ -55,6 +56,7 @@ VARIANTS = [
     Variant(264, 2, 16, "float32", "fp8_e5m2"),
     Variant(40, 48, 1, "float32", "float16"),
     Variant(128, 16, 16, "float16", "float16", modified=True, capability=(8, 0)),
+    Variant(256, 12, 16, "float32", "float16"),
     Variant(64, 4, 3, "float32", "float32", capability=(8, 0)),
     Variant(128, 4, 16, "float32", "float32", modified=True),
     Variant(24, 7, 3, "float32", "float32"),

@@ -130,6 +130,23 @@ def test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key(var
         np.testing.assert_array_equal(lse[:3, 1], problem.options["sinks"][1] if sinks else np.float32(-math.inf))
 
 
+def rising(score, q_pos, k_pos, head, seq):
+    """About two powers of two from one step of a warp to the next, for head 1; the others fall."""
+    return score + (0.012 if head == 1 else -0.012) * k_pos
+
+
+@pytest.mark.parametrize("variant", [TENSOR, Variant(64, 12, 16, "bfloat16", "bfloat16")], ids=str)
+def test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone(variant, open_device):
+    problem = build(variant._replace(score_mod=rising).spec(seq_lens=(2100,), num_kv_heads=1))
+    out, lse = decode(problem, open_device)
+    assert_close(problem, out, lse)
+    problem.q[:, 1] = np.nan  # whose maximum never grows
+    others = np.arange(problem.spec.num_heads) != 1
+    expected = out[:, others], lse[:, others]
+    out, lse = decode(problem, open_device)
+    assert_same_bits((out[:, others], lse[:, others]), expected)
+
+
 @ALL
 def test_windows_over_the_edges_of_splits(variant, open_device):
     size = SHORTEST_SPLIT

@@ -1,5 +1,6 @@
 """What the split kernel is compiled for and how it is launched, from metadata alone."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -21,6 +22,7 @@ from problems import build
 LARGEST = [
     *(VARIANTS[i] for i in (0, 3, 6, 8)),
     Variant(256, 8, 16, "float32", "bfloat16"),
+    Variant(256, 16, 16, "float32", "float16"),
     Variant(256, 4, 16, "float32", "float32", modified=True),
     Variant(128, 24, 16, "float16", "fp8_e4m3"),
     Variant(256, 48, 16, "float16", "float16", modified=True),
@@ -62,6 +64,19 @@ def test_rows_and_queries_of_many_heads_fit_into_the_shared_memory_of_every_gpu(
         states = 2 * 4 * config.num_teams * config.num_heads
         assert dynamic_bytes(config) + slots_bytes(config) + states + 128 <= MOST_SHARED
         assert SPLIT_UNIT % StageShape(config).tokens == 0
+
+
+@pytest.mark.parametrize(("q_kind", "kv_kind"), [("bfloat16", "bfloat16"), ("float32", "fp8_e4m3")])
+def test_caches_beyond_64_gib_leave_16_heads_of_256_dims_in_registers(q_kind, kv_kind):
+    check_registers(SplitConfig(256, 16, 16, q_kind, kv_kind, wide=True), (9, 0))
+
+
+def test_up_to_16_heads_share_a_thread_block_if_registers_are_enough():
+    config = SplitConfig(256, 16, 16, "float16", "float16", wide=True)
+    assert config.num_tiles == 1
+    for fields in ({"head_dim": 264}, {"modified": True}, {"checked": True}, {"architecture": 10}):
+        assert replace(config, **fields).num_tiles == 2
+        assert replace(config, **{**fields, "head_dim": 128}).num_tiles == 1
 
 
 @pytest.mark.parametrize("group_size", [1, 4, 8, 16, 48])

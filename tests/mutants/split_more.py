@@ -13,6 +13,7 @@ from split import (
     EXACT,
     FP8_NEEDLE,
     FRAGMENTS,
+    FULL,
     HEADS_OF_WARPS,
     KERNEL,
     LANES,
@@ -25,6 +26,7 @@ from split import (
     NEGATIVE,
     PLAN,
     QUERY,
+    RISING,
     SOFTMAX,
     STAGE_NEEDLE,
     STAGES,
@@ -103,9 +105,23 @@ MUTANTS = [
     Mutant(
         "split: O is rescaled, and the maximum stays",
         SOFTMAX,
-        "            maxima[h] = new[h]\n",
+        "            maxima[h] = maximum\n",
         "",
         LENGTHS,
+    ),
+    Mutant(
+        "split: the maximum may be exceeded by more than float16 has",
+        SOFTMAX,
+        "SLACK = float32(3)",
+        "SLACK = float32(6)",
+        RISING,
+    ),
+    Mutant(
+        "split: the maximum of a head grows when that of another one does",
+        SOFTMAX,
+        "maximum = new[h] if exceeds(new[h], maxima[h]) else maxima[h]",
+        "maximum = new[h]",
+        RISING,
     ),
     Mutant(
         "split: CUDA cores do not select tokens past the end away",
@@ -323,5 +339,12 @@ MUTANTS = [
         "return 4 * self.v_stride + (BANKS_BYTES // 4 - 4 * self.v_stride) % BANKS_BYTES",
         "return 4 * self.v_stride",
         BANKS,
+    ),
+    Mutant(
+        "split: what waits in shared memory comes back in another order",
+        KERNEL,
+        "seq, head, num_splits, _ = load_shared_words(kept)",
+        "head, seq, num_splits, _ = load_shared_words(kept)",
+        FULL,
     ),
 ]

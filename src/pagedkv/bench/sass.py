@@ -157,6 +157,8 @@ class Loop(NamedTuple):
 def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | None:
     """The loop with the widest loads, and of these the most, in a turn that takes every branch which makes it shorter.
 
+    Of several such loops it is the longest: the one that does most with what it loads.
+
     Parameters
     ----------
     code : bytes
@@ -178,7 +180,7 @@ def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | 
         if 0 <= first < last
     ]
     loading = [loop for loop in loops if loop.bytes_loaded]
-    return min(loading, key=lambda loop: (-loop.widest, -loop.bytes_loaded, loop.instructions), default=None)
+    return min(loading, key=lambda loop: (-loop.widest, -loop.bytes_loaded, -loop.instructions), default=None)
 
 
 def _target(at: int, word: int, capability: tuple[int, int]) -> int:

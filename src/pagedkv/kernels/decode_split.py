@@ -15,8 +15,9 @@ on tensor cores): split_tensor.py, or split_cuda_cores.py for caches of float32.
 two or four warps take the same tokens, each with its share of the heads: split_many.py. Then split_merge.py adds the
 warps, and in the thread block that is the last one of its sequence, KV head and tile the splits.
 
-Shared memory. Static: the sums of all warps, where Q may have been before; their maxima and sums of exponentials; and
-the weights of the splits. Of more than 16 heads, sums and weights are dynamic: rows of the caches and Q before them.
+Shared memory. The sums of all warps, where Q, or rows of the caches and Q, may have been before, and the weights of the
+splits: static, or dynamic where that is too small. Static are the maxima and sums of exponentials of all warps, and,
+where O takes nearly all registers, what the end of the work needs of its beginning.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from .split_fragments import FRAGMENT_BYTES, TensorShape
 from .split_many import make_attend_with_many_heads
 from .split_merge import make_finish, make_store_pair, weights_bytes
 from .split_stages import StageShape
-from .split_sums import sums_bytes
+from .split_sums import are_dynamic, sums_bytes
 from .split_tensor import make_attend_on_tensor_cores
+from .tensor_intrinsics import load_shared_words, store_shared_words
 
 BYTES, INTS, FLOATS = types.CPointer(types.uint8), types.CPointer(int32), types.CPointer(float32)
 WORDS, LONGS = types.CPointer(uint32), types.CPointer(int64)
@@ -54,7 +56,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
     PAIRS, BLOCK_SIZE = config.head_dim // 2, config.block_size
     NUM_STATES, LONG_SPLIT, CHECKED = config.num_teams * config.num_heads, config.long_split, config.checked
-    NUM_FLOATS = 0 if config.staged else _shared_bytes(config) // 4
+    NUM_FLOATS, IS_FULL = 0 if are_dynamic(config) else _shared_bytes(config) // 4, config.is_full
     attend, finish, store_pair = make_attend(config), make_finish(config), make_store_pair(config)
 
     @device_function
@@ -113,6 +115,11 @@ def make_split(config: SplitConfig) -> KernelSource:
                 target = address(out) + int64(seq) * out_seq_stride + int64(head) * out_head_stride
                 store_nothing(target, out_head_stride, lse, row, num_heads, thread)
             return
+        num_splits = uint32(uint32(uint32(visible - uint32(1)) // size) + uint32(1))
+        if IS_FULL:
+            kept = shared_address(cuda.shared.array(4, uint32, alignment=16))
+            if thread == 0:
+                store_shared_words(kept, seq, head, num_splits, 0)
         first = uint32(uint32(length - visible) + start)
         k_factor = k_scale[kv_head] if address(k_scale) != 0 else float32(k_number)
         factor = attend(
@@ -127,14 +134,16 @@ def make_split(config: SplitConfig) -> KernelSource:
         )  # fmt: skip
         cuda.syncthreads()
 
+        if IS_FULL:
+            seq, head, num_splits, _ = load_shared_words(kept)
+            kv_head = uint32(head // uint32(GROUP_SIZE))
         v_factor = v_scale[kv_head] if address(v_scale) != 0 else float32(v_number)
         row = int64(seq) * (num_kv_heads * GROUP_SIZE) + int64(head)
         finish(
             address(out) + int64(seq) * out_seq_stride + int64(head) * out_head_stride, out_head_stride, lse, row,
             sinks, head, float32(factor * v_factor), partial_sums, partial_states,
             address(counters) + int64(cuda.blockIdx.x) * 4, shared, maxima, sums, num_heads,
-            int64(cuda.blockIdx.y), uint32(uint32(uint32(visible - uint32(1)) // size) + uint32(1)),
-            int64(cuda.gridDim.y), thread,
+            int64(cuda.blockIdx.y), num_splits, int64(cuda.gridDim.y), thread,
         )  # fmt: skip
 
     return KernelSource(split, SIGNATURE, NUM_THREADS, _min_blocks(config))
@@ -154,14 +163,14 @@ def _min_blocks(config: SplitConfig) -> int:
 
 def dynamic_bytes(config: SplitConfig) -> int:
     """Dynamic shared memory of a launch."""
-    return _shared_bytes(config) if config.staged else 0
+    return _shared_bytes(config) if are_dynamic(config) else 0
 
 
 def _shared_bytes(config: SplitConfig) -> int:
-    """Of the sums, or of Q before them; staged, of the sums and the weights, or of rows and Q before them."""
+    """Of the sums, and of the weights if these are dynamic too; or of Q before them, or of rows and Q."""
+    nbytes = sums_bytes(config) + weights_bytes(config) * are_dynamic(config)
     if not config.on_tensor_cores:
-        return sums_bytes(config)
-    if config.staged:
-        return max(sums_bytes(config) + weights_bytes(config), StageShape(config).nbytes)
+        return nbytes
     shape = TensorShape(config)
-    return max(sums_bytes(config), FRAGMENT_BYTES * shape.q_fragments * shape.q_in_shared)
+    q_bytes = FRAGMENT_BYTES * shape.q_fragments * shape.q_in_shared
+    return max(nbytes, StageShape(config).nbytes if config.staged else q_bytes)

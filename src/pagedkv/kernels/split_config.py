@@ -99,8 +99,12 @@ class SplitConfig:
 
     @property
     def num_tiles(self) -> int:
-        """Thread blocks, side by side, that share the query heads of a KV head: as many as need no spills."""
-        most = 8 if self.head_dim > 128 else 16
+        """Thread blocks, side by side, that share the query heads of a KV head: as many as need no spills.
+
+        O of 16 heads and more than 128 dims leaves registers for neither options nor another architecture's code.
+        """
+        has_room = self.architecture == 9 and not (self.modified or self.checked)
+        most = 16 if self.head_dim <= (256 if has_room else 128) else 8
         if self.staged:
             most = 32 if self.head_dim > 128 and self.architecture < 9 else 64
         elif not self.on_tensor_cores:
@@ -118,6 +122,11 @@ class SplitConfig:
         if not self.staged:
             return 1
         return 4 if self.num_heads > 32 or self.head_dim > 128 else 2
+
+    @property
+    def is_full(self) -> bool:
+        """O takes nearly all registers: what only the end of the work needs waits in shared memory."""
+        return self.on_tensor_cores and self.heads_of_warp > 8 and self.head_dim > 128
 
     @property
     def heads_of_warp(self) -> int:

@@ -15,8 +15,8 @@ from .intrinsics import ELEMENT_BITS, address, exp2, float_bits, larger, narrow,
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
-from .split_sums import make_pair_address, sums_bytes
-from .tensor_intrinsics import count_up, exchange, fence, load_l2_2, load_shared_2, log2, reciprocal
+from .split_sums import are_dynamic, make_pair_address, sums_bytes
+from .tensor_intrinsics import count_up, exchange, fence, load_l2_2, load_l2_4, load_shared_2, log2, reciprocal
 
 LN2 = float32(0.6931471805599453)
 
@@ -73,7 +73,7 @@ def make_finish(config: SplitConfig) -> Any:
     """
     NUM_HEADS, NUM_TEAMS, PAIRS = config.num_heads, config.num_teams, config.head_dim // 2
     ROW_BYTES = 4 * config.head_dim
-    NUM_WEIGHTS, NUM_SUMS, STAGED = weights_bytes(config) // 4, sums_bytes(config) // 4, config.staged
+    NUM_WEIGHTS, NUM_SUMS, DYNAMIC = weights_bytes(config) // 4, sums_bytes(config) // 4, are_dynamic(config)
     pair_address, store_pair, merge_splits = make_pair_address(config), make_store_pair(config), make_merge(config)
 
     @device_function
@@ -82,7 +82,7 @@ def make_finish(config: SplitConfig) -> Any:
         shared, maxima, sums, num_heads, split, num_splits, most_splits, thread,
     ):  # fmt: skip
         last = cuda.shared.array(1, uint32)
-        if STAGED:  # behind the sums
+        if DYNAMIC:  # behind the sums
             weights = cuda.shared.array(0, float32, alignment=16)[NUM_SUMS:]
         else:
             weights = cuda.shared.array(NUM_WEIGHTS, float32)
@@ -147,9 +147,9 @@ def make_finish(config: SplitConfig) -> Any:
 def make_merge(config: SplitConfig) -> Any:
     """The device function ``merge_splits(...)``: the partial results of a sequence to rows of `out` and `lse`.
 
-    A warp per head and a lane per split find the weights; then a thread per pair of dims adds.
+    A warp per head and a lane for each two splits find the weights; then a thread for each four dims adds.
     """
-    PAIRS, ROW_BYTES = config.head_dim // 2, 4 * config.head_dim
+    QUADS, ROW_BYTES = config.head_dim // 4, 4 * config.head_dim
     store_pair = make_store_pair(config)
 
     @device_function
@@ -157,6 +157,11 @@ def make_merge(config: SplitConfig) -> Any:
         if split < num_splits:
             return load_l2_2(address(partial_states) + (partial + split) * 8)
         return NONE, float32(0)
+
+    @device_function
+    def add(sums, weight, x):
+        sums[0], sums[1] = float32(sums[0] + weight * x[0]), float32(sums[1] + weight * x[1])
+        sums[2], sums[3] = float32(sums[2] + weight * x[2]), float32(sums[3] + weight * x[3])
 
     @device_function
     def merge_splits(
@@ -186,27 +191,30 @@ def make_merge(config: SplitConfig) -> Any:
             h += NUM_WARPS
         cuda.syncthreads()
 
+        sums = cuda.local.array(4, float32)
         i = thread
-        while i < uint32(num_heads * uint32(PAIRS)):
-            h, pair = int64(uint32(i // uint32(PAIRS))), uint32(i % uint32(PAIRS))
-            where = address(partial_sums) + (row + h) * most_splits * ROW_BYTES + int64(pair) * 8
-            x, y = float32(0), float32(0)
+        while i < uint32(num_heads * uint32(QUADS)):
+            h, quad = int64(uint32(i // uint32(QUADS))), uint32(i % uint32(QUADS))
+            where = address(partial_sums) + (row + h) * most_splits * ROW_BYTES + int64(quad) * 16
+            for k in range(4):
+                sums[k] = float32(0)
             at, split = h * MOST_SPLITS, int64(0)
             while split + 4 <= num_splits:
-                a, b = load_l2_2(where), load_l2_2(where + ROW_BYTES)
-                c, d = load_l2_2(where + 2 * ROW_BYTES), load_l2_2(where + 3 * ROW_BYTES)
-                x, y = float32(x + weights[at] * a[0]), float32(y + weights[at] * a[1])
-                x, y = float32(x + weights[at + 1] * b[0]), float32(y + weights[at + 1] * b[1])
-                x, y = float32(x + weights[at + 2] * c[0]), float32(y + weights[at + 2] * c[1])
-                x, y = float32(x + weights[at + 3] * d[0]), float32(y + weights[at + 3] * d[1])
+                a, b = load_l2_4(where), load_l2_4(where + ROW_BYTES)
+                c, d = load_l2_4(where + 2 * ROW_BYTES), load_l2_4(where + 3 * ROW_BYTES)
+                add(sums, weights[at], a)
+                add(sums, weights[at + 1], b)
+                add(sums, weights[at + 2], c)
+                add(sums, weights[at + 3], d)
                 where += 4 * ROW_BYTES
                 at, split = at + 4, split + 4
             while split < num_splits:
-                a = load_l2_2(where)
-                x, y = float32(x + weights[at] * a[0]), float32(y + weights[at] * a[1])
+                add(sums, weights[at], load_l2_4(where))
                 where += ROW_BYTES
                 at, split = at + 1, split + 1
-            store_pair(out + h * out_head_stride, pair, x, y)
+            target, pair = out + h * out_head_stride, uint32(quad << 1)
+            store_pair(target, pair, sums[0], sums[1])
+            store_pair(target, uint32(pair + uint32(1)), sums[2], sums[3])
             i = uint32(i + uint32(NUM_THREADS))
 
     return merge_splits

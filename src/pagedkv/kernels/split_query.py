@@ -32,6 +32,7 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
     FOLD, TERMS, K_STEPS, Q_PER_VECTOR = shape.fold, shape.terms, shape.k_steps, shape.q_per_vector
     PER_STEP = 1 if shape.fold else shape.q_per_vector // shape.k_steps
     K_VECTORS, NUM_QUADS = shape.k_vectors, shape.k_vectors * shape.k_steps
+    IS_EXACT, load_words = config.q_kind == shape.operand, make_load_words(config, shape)
     load_quad, split_pair = make_load_quad(config, shape), make_split_pair(shape)
 
     @device_function
@@ -58,6 +59,8 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
         """A term of a quad: the words of its first two and of its last two elements."""
         if term >= TERMS:
             return uint32(0), uint32(0)
+        if IS_EXACT:
+            return load_words(q, vector, step, exists, t)
         x = load_quad(q, vector, step, exists, t)
         if IS_NORMALISED:
             return split_pair(x[0] * inverse, x[1] * inverse, term), split_pair(x[2] * inverse, x[3] * inverse, term)
@@ -118,6 +121,20 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
             for_each(keep, FRAGMENTS, (q_frags, rows))
 
     return stage_query
+
+
+def make_load_words(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``load_words(q, vector, step, exists, t)``: a quad of 16-bit elements as two words."""
+    HEAD_DIM, K_STEPS = config.head_dim, shape.k_steps
+
+    @device_function
+    def load_words(q, vector, step, exists, t):
+        first = 4 * ((4 * vector + int64(t)) * K_STEPS + step)
+        is_inside = exists and first < HEAD_DIM
+        x = load_8(q + (first * 2 if is_inside else int64(0)))
+        return x[0] if is_inside else uint32(0), x[1] if is_inside else uint32(0)
+
+    return load_words
 
 
 def make_load_quad(config: SplitConfig, shape: TensorShape) -> Any:

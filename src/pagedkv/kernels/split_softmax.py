@@ -19,10 +19,15 @@ from .split_fragments import TILE, TensorShape
 from .split_lanes import make_any_of_warp, make_largest_of_head, make_of_heads
 from .tensor_intrinsics import pack_bfloat16, pack_float16
 
+SLACK = float32(3)  # powers of two by which a logit may exceed the maximum that exponents are measured from
+
 
 def bias(shape: TensorShape) -> float:
-    """The exponent of the power of two that P is multiplied with, so that float16 underflows at 2**-39."""
-    return 14.0 if shape.operand == "float16" else 0.0
+    """The exponent of the power of two that P is multiplied with, so that float16 underflows at 2**-37.
+
+    With SLACK that is 2**15 at most, which float16 has.
+    """
+    return 12.0 if shape.operand == "float16" else 0.0
 
 
 def make_start(config: SplitConfig, shape: TensorShape) -> Any:
@@ -99,8 +104,8 @@ def make_mask(shape: TensorShape) -> Any:
 def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
     """The device function ``soften(s, maxima, sums, o, p, p_rest, slot, g, t)``: s to P; m, l, O rescaled if need be.
 
-    Rescaling by 1 and not at all are the same bits, so it is skipped unless a maximum of the warp grew. `sums` are over
-    the tokens of this lane alone.
+    A maximum stays until a logit exceeds it by more than SLACK. Rescaling by 1 and not at all are the same bits, so it
+    is skipped unless a maximum of the warp grew. `sums` are over the tokens of this lane alone.
     """
     HEAD_TILES, PRODUCTS, BIAS = shape.head_tiles, shape.num_products, float32(bias(shape))
     PAIRS = 2 * shape.tiles * shape.head_tiles
@@ -111,7 +116,12 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
 
     @device_function
     def raise_maximum(i, new, s):
-        new[i % HEAD_TILES] = larger(new[i % HEAD_TILES], larger(s[2 * i], s[2 * i + 1]))
+        x = larger(s[2 * i], s[2 * i + 1])
+        new[i % HEAD_TILES] = x if i < HEAD_TILES else larger(new[i % HEAD_TILES], x)
+
+    @device_function
+    def exceeds(x, maximum):
+        return x > float32(maximum + SLACK)
 
     @device_function
     def rescale_product(i, o, h, even, odd):
@@ -122,10 +132,10 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
     @device_function
     def rescale(maxima, sums, o, new, slot, t):
         for h in range(HEAD_TILES):
-            pivot = float32(0) if new[h] == NONE else new[h]
-            factor = exp2(float32(maxima[h] - pivot))
+            maximum = new[h] if exceeds(new[h], maxima[h]) else maxima[h]
+            factor = exp2(float32(maxima[h] - (float32(0) if maximum == NONE else maximum)))
             sums[h] = float32(sums[h] * factor)
-            maxima[h] = new[h]
+            maxima[h] = maximum
             # O has heads 2t and 2t + 1 of this lane; their maxima are with lanes g = 2t and 2t + 1.
             even, odd = of_heads(slot, factor, t)
             for_each(rescale_product, PRODUCTS, (o, h, even, odd))
@@ -146,13 +156,11 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
     @device_function
     def soften(s, maxima, sums, o, p, p_rest, slot, g, t):
         new = cuda.local.array(HEAD_TILES, float32)
-        for h in range(HEAD_TILES):
-            new[h] = maxima[h]
         for_each(raise_maximum, PAIRS, (new, s))
         grew = False
         for h in range(HEAD_TILES):
             new[h] = largest_of_head(slot, new[h], g)
-            grew = grew or new[h] > maxima[h]
+            grew = grew or exceeds(new[h], maxima[h])
         if any_of_warp(grew):
             rescale(maxima, sums, o, new, slot, t)
         for_each(weigh, PAIRS, (s, maxima, sums, p, p_rest))

@@ -20,6 +20,7 @@ from .split_softmax import bias
 from .tensor_intrinsics import exchange, store_shared_2
 
 BANK_PAIRS = 16  # float32 pairs in one pass over the banks
+MOST_STATIC = 40 * 1024  # bytes of sums, beside what else is in 48 KiB of static shared memory
 
 
 def row_pairs(config: SplitConfig) -> int:
@@ -30,6 +31,11 @@ def row_pairs(config: SplitConfig) -> int:
 def sums_bytes(config: SplitConfig) -> int:
     """Shared memory of the sums of all teams."""
     return 8 * row_pairs(config) * config.num_heads * config.num_teams
+
+
+def are_dynamic(config: SplitConfig) -> bool:
+    """The sums are in dynamic shared memory: rows were there before, or static shared memory is too small."""
+    return config.staged or sums_bytes(config) > MOST_STATIC
 
 
 def make_pair_address(config: SplitConfig) -> Any:

@@ -129,7 +129,8 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         g, t = uint32(lane >> 2), uint32(lane & uint32(3))
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         k_lane, v_lane, room = k_head + int64(t) * 16, v_head + v_first, ROW_BYTES - v_first
-        q_shared = uint32(shared + uint32(lane * uint32(16)))
+        # Through a shuffle, so that ptxas keeps it instead of finding it again in each step.
+        q_shared = shuffle(uint32(shared + uint32(lane * uint32(16))), lane)
         keys = values = both_values = others = uint32(0)
         if THROUGH_SHARED:
             slots = shared_address(cuda.shared.array(NUM_SLOT_WORDS, uint32, alignment=16))
@@ -208,6 +209,9 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
             for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
         if Q_IN_SHARED:
             cuda.syncthreads()  # the sums take the place of Q
+        # Not from `warp`, which a register would hold through the loop.
+        warp = uint32(thread >> uint32(5))
+        team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
         put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, uint32(0), g, t, team, member)
         return FACTOR
 

@@ -97,18 +97,19 @@ def wait_but(count: int) -> Any:
     return declare(f"wait_but_{count}", f"Wait for all groups but the last {count}.", types.void, [], emit)
 
 
-def _load_l2_2(builder: Any, where: Any) -> Any:
-    struct, text = ir.LiteralStructType([F32] * 2), "ld.global.cg.v2.f32 {$0,$1}, [$2];"
-    return parts_of(builder, emit_asm(builder, struct, text, "=f,=f,l,~{memory}", [where], side_effect=True), 2)
+def _load_l2(count: int) -> Any:
+    struct = ir.LiteralStructType([F32] * count)
+    registers = ",".join(f"${i}" for i in range(count))
+    text, constraints = f"ld.global.cg.v{count}.f32 {{{registers}}}, [${count}];", "=f," * count + "l,~{memory}"
+
+    def emit(builder: Any, where: Any) -> Any:
+        return parts_of(builder, emit_asm(builder, struct, text, constraints, [where], side_effect=True), count)
+
+    doc = f"{count} float32 that other thread blocks wrote in this launch: from L2, never from a stale line of L1."
+    return declare(f"load_l2_{count}", doc, FLOATS_4 if count == 4 else FLOATS_2, [int64], emit)
 
 
-load_l2_2 = declare(
-    "load_l2_2",
-    "Two float32 that other thread blocks wrote in this launch: from L2, never from a stale line of L1.",
-    FLOATS_2,
-    [int64],
-    _load_l2_2,
-)
+load_l2_2, load_l2_4 = _load_l2(2), _load_l2(4)
 
 load_shared_2 = make_load("load_shared_2", "Two float32 at a shared address.", FLOATS_2, uint32, F32)
 store_shared_2 = make_store("store_shared_2", "Store two float32 at a shared address.", uint32, float32, 2, F32)
