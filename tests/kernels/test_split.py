@@ -147,6 +147,13 @@ def test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone(va
     assert_same_bits((out[:, others], lse[:, others]), expected)
 
 
+@pytest.mark.parametrize("variant", [TENSOR, MANY_HEADS, Variant(256, 12, 16, "float32", "float16")], ids=str)
+def test_scales_that_are_not_positive(variant, open_device):
+    for scale in (-0.2, 0.0):
+        problem = build(variant.spec(seq_lens=(70, 5), num_kv_heads=1, scale=scale))
+        assert_close(problem, *decode(problem, open_device))
+
+
 @ALL
 def test_windows_over_the_edges_of_splits(variant, open_device):
     size = SHORTEST_SPLIT

@@ -18,6 +18,7 @@ BAD_LENGTH = (SPLIT + "test_a_bad_length_is_skipped_and_recorded[emulator-100000
 LARGE = (SPLIT + "test_caches_of_more_than_4_gib[D64-G4-P16-float16-float16]",)
 BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-"
 TWO_HEAD_TILES = (BOUND + "D128-G16-P16-bfloat16-bfloat16]",)
+NO_POSITIVE_SCALE = (SPLIT + "test_scales_that_are_not_positive[emulator-D64-G4-P16-float16-float16]",)
 FULL = (BOUND + "D256-G12-P16-float32-float16]",)
 SIDE_BY_SIDE = (BOUND + "D64-G71-P1-float16-fp8_e4m3-modified]",)
 THROUGH_SHARED = (BOUND + "D128-G16-P16-float16-float16-modified-cc8.0]",)

@@ -147,8 +147,12 @@ class TensorShape:
 
     @property
     def q_in_shared(self) -> bool:
-        """Q takes too many registers, or compute capability is below 9: each step loads it from shared memory."""
-        return self.q_fragments > 4 or self.config.architecture < 9
+        """Q takes too many registers, or compute capability is below 9: each step loads it from shared memory.
+
+        The terms of a float32 q are worth a thread block less, where 16-bit caches have enough in flight without it.
+        """
+        most = 16 if self.terms > 1 and not (self.is_fp8 or self.config.staged) else 4
+        return self.q_fragments > most or self.config.architecture < 9
 
     # ---- accumulators
 
@@ -172,7 +176,7 @@ class TensorShape:
         o, q = 4 * self.num_products * self.head_tiles, 4 if self.q_in_shared else 4 * self.q_fragments
         registers = o + q + 2 * self.buffer
         is_hopper = self.config.architecture == 9
-        most = 132 if self.terms == 1 and self.num_chunks == 1 else 112  # for three blocks
+        most = 132 if self.terms == 1 and self.num_chunks == 1 else 90  # for three blocks
         if self.is_fp8:
             most = 96 if is_hopper else 72
         blocks = 4 if registers <= 80 and is_hopper else 3 if registers <= most else 2

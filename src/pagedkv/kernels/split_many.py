@@ -17,14 +17,13 @@ from typing import Any
 from numba import boolean, cuda, float32, int64, uint32
 
 from .intrinsics import for_each, shared_address
-from .softmax import LOG2E
 from .source import device_function
 from .split_config import SplitConfig
 from .split_fragments import TensorShape, make_multiply_keys, make_multiply_values, software_factor
 from .split_lanes import OTHERS, SLOT_BYTES, WARP_BYTES, make_bits_of_warp, slots_bytes
 from .split_pages import make_find_token
 from .split_query import make_stage_query
-from .split_softmax import make_logits, make_mask, make_soften, make_start
+from .split_softmax import make_logits, make_mask, make_set_units, make_soften, make_start
 from .split_stages import (
     StageShape,
     make_copy_rows,
@@ -42,7 +41,7 @@ def make_attend_with_many_heads(config: SplitConfig) -> Any:
     """The device function ``attend(...)``, as that of split_tensor.py."""
     shape, stage = TensorShape(config), StageShape(config)
     CHUNKS, STEP, HEAD_TILES, NUM_HEADS = shape.num_chunks, shape.step, shape.head_tiles, config.heads_of_warp
-    MODIFIED, CHECKED, Q_IN_SHARED = config.modified, config.checked, shape.q_in_shared
+    CHECKED, Q_IN_SHARED = config.checked, shape.q_in_shared
     FACTOR, MEMBERS, VECTOR_BYTES = float32(software_factor(config)), config.head_shares, config.vector_bytes
     TOKENS, ROWS, LANES, AHEAD = stage.tokens, stage.rows_of_lane, stage.lanes, stage.num_stages - 1
     STAGE_BYTES, RING_BYTES, Q_BYTES = stage.stage_bytes, stage.ring_bytes, stage.q_bytes
@@ -59,7 +58,7 @@ def make_attend_with_many_heads(config: SplitConfig) -> Any:
     stage_query = make_stage_query(config, shape)
     multiply_keys, multiply_values = make_multiply_keys(config, shape), make_multiply_values(config, shape)
     logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(config, shape)
-    start, put_sums = make_start(config, shape), make_put_sums(config, shape)
+    start, set_units, put_sums = make_start(config, shape), make_set_units(config, shape), make_put_sums(config, shape)
 
     @device_function
     def use_keys(i, raw, words, q_frags, q_shared, where):
@@ -111,11 +110,12 @@ def make_attend_with_many_heads(config: SplitConfig) -> Any:
             cuda.local.array(NUM_O, float32),
         )
         p, p_rest = cuda.local.array(NUM_P, uint32), cuda.local.array(NUM_P, uint32)
-        maxima, sums = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
+        pivots, sums = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
         factors, slope = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
+        units = cuda.local.array(HEAD_TILES, float32)
         blocks, positions = cuda.local.array(NUM_FOUND, uint32), cuda.local.array(NUM_FOUND, uint32)
         goods = cuda.local.array(NUM_FOUND, boolean)
-        start(o, maxima, sums, slope, slopes, head, num_heads, g)
+        start(o, pivots, sums, slope, slopes, head, num_heads, g)
 
         # The longest chain first: table entries of the first stages, and their rows.
         row, piece = uint32(thread // uint32(LANES)), uint32(thread % uint32(LANES))
@@ -128,11 +128,8 @@ def make_attend_with_many_heads(config: SplitConfig) -> Any:
         token = uint32(token + uint32(AHEAD * TOKENS))
         find_rows(blocks, positions, goods, 0, token, table, last, num_blocks, report, seq)
 
-        stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(team))
-        for h in range(HEAD_TILES):
-            factors[h] = float32(factors[h] * float32(scale * FACTOR))
-            if not MODIFIED:
-                factors[h] = float32(factors[h] * LOG2E)
+        stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(team), scale < float32(0))
+        set_units(units, factors, float32(scale * FACTOR))
 
         base = uint32(first + uint32(team * uint32(STEP)))
         k_from, v_from = places(team, g, t)
@@ -160,7 +157,7 @@ def make_attend_with_many_heads(config: SplitConfig) -> Any:
                 valid = uint32(valid & low_bits(left))
             if valid != ALL:
                 mask(s, valid, t)
-            soften(s, maxima, sums, o, p, p_rest, others, g, t)
+            soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
             for_each(use_values, CHUNKS, (o, words, p, p_rest, uint32(oldest + v_from)))
             youngest = oldest
             oldest = uint32(oldest + uint32(STAGE_BYTES))
@@ -168,7 +165,7 @@ def make_attend_with_many_heads(config: SplitConfig) -> Any:
             first, base = uint32(first + uint32(TOKENS)), uint32(base + uint32(TOKENS))
         wait_for_all()
         cuda.syncthreads()  # the sums take the place of rows and Q
-        put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, first_head, g, t, team, uint32(0))
+        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, num_heads, first_head, g, t, team, uint32(0))
         return FACTOR
 
     return attend

@@ -16,24 +16,27 @@ from .split_config import NUM_WARPS, SplitConfig
 from .split_fragments import FRAGMENT_BYTES, TensorShape
 from .tensor_intrinsics import exchange, pack_bfloat16, pack_float16, store_shared_words
 
+SIGN = 0x80008000  # of both halves of a word
 LARGEST_EXPONENT = 14  # of a normalised head's largest element
 SMALLEST_SHIFT = -120
 
 
 def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, g, t, worker)``.
+    """The device function ``stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, ...)``.
 
     q is the address of the warp's first head, q_shared that of this lane's part of fragment 0; factors[h] becomes what
     the scores of head g + 8h have to be multiplied with. A warp may have fewer heads: their rows are zero. `worker`
-    numbers the warps that have the same heads.
+    numbers the warps that have the same heads. If `is_negative`, fragments are those of -q.
     """
-    HEAD_TILES, FRAGMENTS, NUM_WORKERS = shape.head_tiles, shape.q_fragments, NUM_WARPS // config.head_shares
+    HEAD_TILES, NUM_WORKERS, NUM_WORDS = shape.head_tiles, NUM_WARPS // config.head_shares, 4 * shape.q_fragments
     Q_IN_SHARED, IS_NORMALISED = shape.q_in_shared, shape.is_normalised
-    FOLD, TERMS, K_STEPS, Q_PER_VECTOR = shape.fold, shape.terms, shape.k_steps, shape.q_per_vector
-    PER_STEP = 1 if shape.fold else shape.q_per_vector // shape.k_steps
+    FOLD, K_STEPS, Q_PER_VECTOR = shape.fold, shape.k_steps, shape.q_per_vector
+    PER_VECTOR = shape.k_steps // 2 if shape.fold else shape.k_steps  # groups of fragments with the same elements of q
+    NUM_GROUPS = shape.k_vectors * PER_VECTOR
+    TERM_FRAGMENTS, BELOW = shape.q_per_vector // PER_VECTOR, 0 if shape.head_tiles == 1 and not shape.fold else 4
     K_VECTORS, NUM_QUADS = shape.k_vectors, shape.k_vectors * shape.k_steps
     IS_EXACT, load_words = config.q_kind == shape.operand, make_load_words(config, shape)
-    load_quad, split_pair = make_load_quad(config, shape), make_split_pair(shape)
+    load_quad, next_term = make_load_quad(config, shape), make_next_term(shape)
 
     @device_function
     def raise_largest(quad, largest, q, exists, t):
@@ -55,49 +58,65 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
         return bits_float(uint32(uint32(exponent + 127) << uint32(23)))
 
     @device_function
-    def words(q, vector, step, term, inverse, exists, t):
-        """A term of a quad: the words of its first two and of its last two elements."""
-        if term >= TERMS:
-            return uint32(0), uint32(0)
-        if IS_EXACT:
-            return load_words(q, vector, step, exists, t)
+    def load_scaled(rest, at, q, vector, step, inverse, exists, t):
         x = load_quad(q, vector, step, exists, t)
-        if IS_NORMALISED:
-            return split_pair(x[0] * inverse, x[1] * inverse, term), split_pair(x[2] * inverse, x[3] * inverse, term)
-        return split_pair(x[0], x[1], term), split_pair(x[2], x[3], term)
+        rest[at], rest[at + 1] = float32(x[0] * inverse), float32(x[1] * inverse)
+        rest[at + 2], rest[at + 3] = float32(x[2] * inverse), float32(x[3] * inverse)
 
     @device_function
-    def fragment(f, vector, q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t):
-        """Registers a0..a3 of a vector's fragment f, a constant.
-
-        What is in rows g, and in rows g + 8, is by the table of split_tensor.
-        """
+    def exact_fragment(f, vector, rows):
+        """Registers a0..a3 of fragment f of a vector, a constant: q as it stands."""
+        q_first, q_second, _, _, first_exists, second_exists, t = rows
         if FOLD:
-            above = words(q_first, vector, 2 * f, 0, inverse_first, first_exists, t)
-            below = words(q_first, vector, 2 * f + 1, 0, inverse_first, first_exists, t)
-        elif HEAD_TILES == 1:
-            step, term = f // PER_STEP, 2 * (f % PER_STEP)
-            above = words(q_first, vector, step, term, inverse_first, first_exists, t)
-            below = words(q_first, vector, step, term + 1, inverse_first, first_exists, t)
+            above = load_words(q_first, vector, 2 * f, first_exists, t)
+            below = load_words(q_first, vector, 2 * f + 1, first_exists, t)
         else:
-            step, term = f // PER_STEP, f % PER_STEP
-            above = words(q_first, vector, step, term, inverse_first, first_exists, t)
-            below = words(q_second, vector, step, term, inverse_second, second_exists, t)
+            above = load_words(q_first, vector, f, first_exists, t)
+            below = load_words(q_second, vector, f, second_exists, t)
         return above[0], below[0], above[1], below[1]
 
     @device_function
-    def keep(f, q_frags, rows):
-        a = fragment(f % Q_PER_VECTOR, f // Q_PER_VECTOR, *rows)
-        q_frags[4 * f], q_frags[4 * f + 1], q_frags[4 * f + 2], q_frags[4 * f + 3] = a[0], a[1], a[2], a[3]
+    def next_fragment(rest):
+        """A term of what is left of two quads, or two terms of one."""
+        a0, a2 = next_term(rest, 0), next_term(rest, 2)
+        return a0, next_term(rest, BELOW), a2, next_term(rest, BELOW + 2)
 
     @device_function
-    def put(f, vector, q_shared, rows):
-        a = fragment(f, vector, *rows)
-        where = uint32(q_shared + uint32(FRAGMENT_BYTES * (vector * Q_PER_VECTOR + f)))
-        store_shared_words(where, a[0], a[1], a[2], a[3])
+    def load_rest(i, rest, vector, rows):
+        """What fragments i * TERM_FRAGMENTS and the next ones of a vector are made from, i a constant."""
+        q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t = rows
+        if FOLD:
+            load_scaled(rest, 0, q_first, vector, 2 * i, inverse_first, first_exists, t)
+            load_scaled(rest, 4, q_first, vector, 2 * i + 1, inverse_first, first_exists, t)
+        else:
+            load_scaled(rest, 0, q_first, vector, i, inverse_first, first_exists, t)
+            if HEAD_TILES == 2:
+                load_scaled(rest, 4, q_second, vector, i, inverse_second, second_exists, t)
 
     @device_function
-    def stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, g, t, worker):
+    def keep(i, q_frags, rows):
+        vector, first = i // PER_VECTOR, i % PER_VECTOR
+        rest = cuda.local.array(8, float32)
+        if not IS_EXACT:
+            load_rest(first, rest, vector, rows)
+        for f in range(TERM_FRAGMENTS):
+            a = exact_fragment(first, vector, rows) if IS_EXACT else next_fragment(rest)
+            at = 4 * (i * TERM_FRAGMENTS + f)
+            q_frags[at], q_frags[at + 1], q_frags[at + 2], q_frags[at + 3] = a[0], a[1], a[2], a[3]
+
+    @device_function
+    def put(i, vector, q_shared, sign, rows):
+        rest = cuda.local.array(8, float32)
+        if not IS_EXACT:
+            load_rest(i, rest, vector, rows)
+        for f in range(TERM_FRAGMENTS):
+            a = exact_fragment(i, vector, rows) if IS_EXACT else next_fragment(rest)
+            a = (uint32(a[0] ^ sign), uint32(a[1] ^ sign), uint32(a[2] ^ sign), uint32(a[3] ^ sign))
+            fragment = vector * Q_PER_VECTOR + (i * TERM_FRAGMENTS + f)
+            store_shared_words(uint32(q_shared + uint32(FRAGMENT_BYTES * fragment)), a[0], a[1], a[2], a[3])
+
+    @device_function
+    def stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, g, t, worker, is_negative):
         first_exists, second_exists = g < num_heads, g + 8 < num_heads
         q_first = q + (int64(g) * head_stride if first_exists else int64(0))
         q_second = q + (int64(g + 8) * head_stride if second_exists else int64(0))
@@ -112,13 +131,17 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
                 exponent = normaliser(q_second, second_exists, t)
                 inverse_second, factors[1] = power_of_two(-exponent), power_of_two(exponent)
         rows = (q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t)
+        sign = uint32(SIGN) if is_negative else uint32(0)
         if Q_IN_SHARED:
             vector = worker
             while vector < K_VECTORS:
-                for_each(put, Q_PER_VECTOR, (vector, q_shared, rows))
+                for_each(put, PER_VECTOR, (vector, q_shared, sign, rows))
                 vector += NUM_WORKERS
         else:
-            for_each(keep, FRAGMENTS, (q_frags, rows))
+            for_each(keep, NUM_GROUPS, (q_frags, rows))
+            if is_negative:
+                for i in range(NUM_WORDS):
+                    q_frags[i] = uint32(q_frags[i] ^ uint32(SIGN))
 
     return stage_query
 
@@ -160,21 +183,16 @@ def make_load_quad(config: SplitConfig, shape: TensorShape) -> Any:
     return load_quad
 
 
-def make_split_pair(shape: TensorShape) -> Any:
-    """The device function ``split_pair(x, y, term)``: that term of two float32 as the halves of a word.
-
-    Term 0 is the value rounded to 16 bits; each further one is the rest rounded to 16 bits.
-    """
+def make_next_term(shape: TensorShape) -> Any:
+    """The device function ``next_term(rest, at)``: two float32 rounded to the halves of a word, and subtracted."""
     pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
     widen = unpack(shape.operand)
 
     @device_function
-    def split_pair(x, y, term):
-        word = pack(x, y)
-        for _ in range(term):
-            low, high = widen(word)
-            x, y = float32(x - low), float32(y - high)
-            word = pack(x, y)
+    def next_term(rest, at):
+        word = pack(rest[at], rest[at + 1])
+        low, high = widen(word)
+        rest[at], rest[at + 1] = float32(rest[at] - low), float32(rest[at + 1] - high)
         return word
 
-    return split_pair
+    return next_term

@@ -19,7 +19,9 @@ from .split_fragments import TILE, TensorShape
 from .split_lanes import make_any_of_warp, make_largest_of_head, make_of_heads
 from .tensor_intrinsics import pack_bfloat16, pack_float16
 
-SLACK = float32(3)  # powers of two by which a logit may exceed the maximum that exponents are measured from
+SMALLEST = float32(2.0**-126)  # positive and normal
+LOWEST = float32(-3.4028234663852886e38)  # the pivot of a head that has seen nothing but -inf
+MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that its pivot was made from
 
 
 def bias(shape: TensorShape) -> float:
@@ -31,23 +33,23 @@ def bias(shape: TensorShape) -> float:
 
 
 def make_start(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``start(o, maxima, sums, slope, slopes, head, num_heads, g)``: before the first step.
+    """The device function ``start(o, pivots, sums, slope, slopes, head, num_heads, g)``: before the first step.
 
     slope[h] becomes that of head g + 8h from `head` on.
     """
     HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, config.modified, 4 * shape.num_products * shape.head_tiles
 
     @device_function
-    def start_head(h, maxima, sums, slope, slopes, head, num_heads, g):
-        maxima[h], sums[h] = NONE, float32(0)
+    def start_head(h, pivots, sums, slope, slopes, head, num_heads, g):
+        pivots[h], sums[h] = LOWEST, float32(0)
         has_slope = MODIFIED and address(slopes) != 0 and int64(g) + 8 * h < int64(num_heads)
         slope[h] = slopes[int64(head) + int64(g) + 8 * h] if has_slope else float32(0)
 
     @device_function
-    def start(o, maxima, sums, slope, slopes, head, num_heads, g):
+    def start(o, pivots, sums, slope, slopes, head, num_heads, g):
         for i in range(NUM_O):
             o[i] = float32(0)
-        for_each(start_head, HEAD_TILES, (maxima, sums, slope, slopes, head, num_heads, g))
+        for_each(start_head, HEAD_TILES, (pivots, sums, slope, slopes, head, num_heads, g))
 
     return start
 
@@ -57,7 +59,7 @@ def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
 
     position is that of the lane's first token, head that of heads g; factors and slopes have one element for each h.
     """
-    FOLD, HEAD_TILES, MODIFIED = shape.fold, shape.head_tiles, config.modified
+    FOLD, HEAD_TILES, MODIFIED, IS_FULL = shape.fold, shape.head_tiles, config.modified, config.is_full
     SCORES = 4 * shape.tiles * shape.head_tiles
     modify = make_modify(config.score_mod)
 
@@ -70,11 +72,12 @@ def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
             x = float32(raw[4 * n + k] + raw[4 * n + 2 + k])
         else:
             x = raw[4 * n + 2 * h + k]
-        x = float32(x * factors[h])
         if MODIFIED:
             k_pos = int64(position) + (TILE * (n // 2) + 2 * (n % 2) + k)
-            modified = modify(x, softcap, slopes[h], int64(q_pos), k_pos, int64(head) + 8 * h, seq)
-            x = float32(modified * LOG2E)
+            x = float32(x * factors[h])
+            x = modify(x, softcap, slopes[h], int64(q_pos), k_pos, int64(head) + 8 * h, seq)
+        elif IS_FULL:
+            x = float32(x * factors[h])
         s[i] = x
 
     @device_function
@@ -82,6 +85,27 @@ def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
         for_each(logit, SCORES, (s, raw, factors, softcap, slopes, position, q_pos, head, seq))
 
     return logits
+
+
+def make_set_units(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``set_units(units, factors, scale)``.
+
+    factors[h] becomes what products are to be multiplied with before logits are modified, and units[h] what logits are
+    to be multiplied with to be in units of log(2); both at once beforehand where registers are scarce, which takes more
+    instructions. Neither is negative: the sign of the scale is q's.
+    """
+    HEAD_TILES, MODIFIED, IS_FULL = shape.head_tiles, config.modified, config.is_full
+
+    @device_function
+    def set_units(units, factors, scale):
+        for h in range(HEAD_TILES):
+            factors[h] = float32(factors[h] * abs(scale))
+            unit = LOG2E if MODIFIED else float32(factors[h] * LOG2E)
+            if IS_FULL:
+                factors[h], unit = unit, float32(1)
+            units[h] = SMALLEST if unit == float32(0) else unit  # times -inf, 0 would be NaN
+
+    return set_units
 
 
 def make_mask(shape: TensorShape) -> Any:
@@ -102,12 +126,15 @@ def make_mask(shape: TensorShape) -> Any:
 
 
 def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``soften(s, maxima, sums, o, p, p_rest, slot, g, t)``: s to P; m, l, O rescaled if need be.
+    """The device function ``soften(s, units, pivots, sums, o, p, p_rest, slot, g, t)``.
 
+    s, times units[h], becomes P; m, l and O are rescaled if need be. The product is taken with the subtraction of m,
+    in one instruction; units are positive, so that the maximum can be found before.
     A maximum stays until a logit exceeds it by more than SLACK. Rescaling by 1 and not at all are the same bits, so it
     is skipped unless a maximum of the warp grew. `sums` are over the tokens of this lane alone.
     """
     HEAD_TILES, PRODUCTS, BIAS = shape.head_tiles, shape.num_products, float32(bias(shape))
+    SLACK = float32(bias(shape) + MOST_EXCESS)
     PAIRS = 2 * shape.tiles * shape.head_tiles
     pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
     widen = unpack(shape.operand)
@@ -120,33 +147,28 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
         new[i % HEAD_TILES] = x if i < HEAD_TILES else larger(new[i % HEAD_TILES], x)
 
     @device_function
-    def exceeds(x, maximum):
-        return x > float32(maximum + SLACK)
-
-    @device_function
     def rescale_product(i, o, h, even, odd):
         at = 4 * (i * HEAD_TILES + h)
         o[at], o[at + 1] = float32(o[at] * even), float32(o[at + 1] * odd)
         o[at + 2], o[at + 3] = float32(o[at + 2] * even), float32(o[at + 3] * odd)
 
     @device_function
-    def rescale(maxima, sums, o, new, slot, t):
+    def rescale(pivots, sums, o, new, slot, t):
         for h in range(HEAD_TILES):
-            maximum = new[h] if exceeds(new[h], maxima[h]) else maxima[h]
-            factor = exp2(float32(maxima[h] - (float32(0) if maximum == NONE else maximum)))
+            pivot = float32(new[h] - BIAS) if new[h] > float32(pivots[h] + SLACK) else pivots[h]
+            factor = exp2(float32(pivots[h] - pivot))
             sums[h] = float32(sums[h] * factor)
-            maxima[h] = maximum
+            pivots[h] = pivot
             # O has heads 2t and 2t + 1 of this lane; their maxima are with lanes g = 2t and 2t + 1.
             even, odd = of_heads(slot, factor, t)
             for_each(rescale_product, PRODUCTS, (o, h, even, odd))
 
     @device_function
-    def weigh(i, s, maxima, sums, p, p_rest):
+    def weigh(i, s, units, pivots, sums, p, p_rest):
         """Two probabilities as both terms of a word of P."""
         n, h = i // HEAD_TILES, i % HEAD_TILES
-        pivot = float32(maxima[h] - BIAS)
-        pivot = float32(0) if pivot == NONE else pivot
-        first, second = exp2(float32(s[2 * i] - pivot)), exp2(float32(s[2 * i + 1] - pivot))
+        first = exp2(float32(s[2 * i] * units[h] - pivots[h]))
+        second = exp2(float32(s[2 * i + 1] * units[h] - pivots[h]))
         sums[h] = float32(sums[h] + float32(first + second))
         word = pack(first, second)
         low, high = widen(word)
@@ -154,15 +176,15 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
         p[into], p_rest[into] = word, pack(float32(first - low), float32(second - high))
 
     @device_function
-    def soften(s, maxima, sums, o, p, p_rest, slot, g, t):
+    def soften(s, units, pivots, sums, o, p, p_rest, slot, g, t):
         new = cuda.local.array(HEAD_TILES, float32)
         for_each(raise_maximum, PAIRS, (new, s))
         grew = False
         for h in range(HEAD_TILES):
-            new[h] = largest_of_head(slot, new[h], g)
-            grew = grew or exceeds(new[h], maxima[h])
+            new[h] = float32(largest_of_head(slot, new[h], g) * units[h])
+            grew = grew or new[h] > float32(pivots[h] + SLACK)
         if any_of_warp(grew):
-            rescale(maxima, sums, o, new, slot, t)
-        for_each(weigh, PAIRS, (s, maxima, sums, p, p_rest))
+            rescale(pivots, sums, o, new, slot, t)
+        for_each(weigh, PAIRS, (s, units, pivots, sums, p, p_rest))
 
     return soften

@@ -3,7 +3,8 @@
 Row ``team * num_heads + head`` has the sums of one head, in pairs of float32: pair u is for dims 2u and 2u + 1. On
 tensor cores the 16 lanes that store together have g = 0..3 or 4..7 and all t; lane (g, t) stores pair
 ``dims / 2 * g + j`` of head 2t, or 2t + 1, where dims is what a vector of V has. Pairs of a row change places so that
-these 16 lie in 16 different banks.
+these 16 lie in 16 different banks. Where half of the lanes or more have no head, the others are in both halves of the
+warp, which would store one after the other: then float32 are stored one by one, by all g at once.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from typing import Any
 
 from numba import float32, uint32
 
-from .intrinsics import for_each
+from .intrinsics import float_bits, for_each
 from .source import device_function
 from .split_config import SplitConfig
 from .split_fragments import TensorShape
-from .split_softmax import bias
-from .tensor_intrinsics import exchange, store_shared_2
+from .tensor_intrinsics import exchange, store_shared_2, store_shared_word
 
 BANK_PAIRS = 16  # float32 pairs in one pass over the banks
 MOST_STATIC = 40 * 1024  # bytes of sums, beside what else is in 48 KiB of static shared memory
@@ -49,9 +49,10 @@ def make_pair_address(config: SplitConfig) -> Any:
         if DIMS == 4:  # bits 1 and 2 of the pair are g's
             pair = uint32(pair ^ uint32(uint32(t & uint32(1)) | uint32(uint32(t & uint32(2)) << uint32(2))))
         elif DIMS == 8:  # bits 2 and 3
-            pair = uint32(pair ^ t)
+            pair = uint32(uint32(pair ^ t) ^ uint32(uint32(uint32(pair >> 4) & uint32(1)) << uint32(1)))
         elif DIMS == 16:  # bits 3 and 4, of which the banks see one
-            pair = uint32(uint32(pair ^ t) ^ uint32(uint32(uint32(pair >> 4) & uint32(1)) << uint32(2)))
+            g1, g2 = uint32(uint32(pair >> 4) & uint32(1)), uint32(uint32(pair >> 5) & uint32(1))
+            pair = uint32(uint32(pair ^ t) ^ uint32(uint32(g1 << uint32(2)) | uint32(g2 << uint32(1))))
         row = uint32(uint32(team * uint32(NUM_HEADS)) + head)
         return uint32(uint32(shared + uint32(row * uint32(ROW_BYTES))) + uint32(pair << 3))
 
@@ -64,9 +65,9 @@ def make_put_sums(config: SplitConfig, shape: TensorShape) -> Any:
     Into shared memory go this team's maxima and sums of exponentials, and the dims of O of this member of it, for
     num_heads heads from first_head on.
     """
-    HEAD_TILES, NUM_HEADS, HEAD_DIM, BIAS = shape.head_tiles, config.num_heads, config.head_dim, float32(bias(shape))
+    HEAD_TILES, NUM_HEADS, HEAD_DIM = shape.head_tiles, config.num_heads, config.head_dim
     PRODUCTS, PER_VECTOR = shape.num_products, shape.v_dims // 2
-    PER_MEMBER = shape.v_vectors * 8 * PER_VECTOR
+    PER_MEMBER, HEADS_OF_WARP = shape.v_vectors * 8 * PER_VECTOR, config.heads_of_warp
     pair_address = make_pair_address(config)
 
     @device_function
@@ -78,17 +79,22 @@ def make_put_sums(config: SplitConfig, shape: TensorShape) -> Any:
             for k in range(2):
                 head, at = uint32(uint32(t << 1) + uint32(8 * h + k)), 4 * (i * HEAD_TILES + h) + k
                 if head < num_heads and pair < uint32(HEAD_DIM // 2):
-                    store_shared_2(pair_address(shared, team, uint32(first_head + head), pair), o[at], o[at + 2])
+                    where = pair_address(shared, team, uint32(first_head + head), pair)
+                    if HEADS_OF_WARP - 8 * h - k > 4:
+                        store_shared_2(where, o[at], o[at + 2])
+                    else:
+                        store_shared_word(where, float_bits(o[at]))
+                        store_shared_word(uint32(where + uint32(4)), float_bits(o[at + 2]))
 
     @device_function
-    def put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, first_head, g, t, team, member):
+    def put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, num_heads, first_head, g, t, team, member):
         for h in range(HEAD_TILES):
             total = float32(sums[h] + exchange(sums[h], 1))
             total = float32(total + exchange(total, 2))
             head = uint32(g + uint32(8 * h))
             if member == 0 and t == 0 and head < num_heads:
                 at = uint32(uint32(uint32(team * uint32(NUM_HEADS)) + first_head) + head)
-                maxima_shared[at], sums_shared[at] = float32(maxima[h] - BIAS), total
+                maxima_shared[at], sums_shared[at] = pivots[h], total
         for_each(put_pairs, PRODUCTS, (shared, o, num_heads, first_head, g, t, team, member))
 
     return put_sums

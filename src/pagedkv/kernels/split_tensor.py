@@ -23,7 +23,8 @@ with more than 256 dims, a pair of warps takes every second step: each has all o
 
 Rows 8..15 of Q. With 9 to 16 heads they are heads 8..15. With fewer they would be free. If q is exact in 16 bits, they
 hold the k16 step after that of rows 0..7 ("fold"): the fragment serves both steps, each with accumulators of its own of
-which half is wanted. If q is float32, it is a sum of 2 or 3 terms of 16 bits, and they hold the second term.
+which half is wanted. If q is float32, it is a sum of 2 or 3 terms of 16 bits, and they hold the second term (and what
+is left beside the third one).
 
 P has two terms of 16 bits, so that rounding it costs little accuracy (but infinite values may come out as NaN).
 
@@ -39,7 +40,6 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from .intrinsics import for_each, shared_address
-from .softmax import LOG2E
 from .source import device_function
 from .split_config import SplitConfig
 from .split_fragments import (
@@ -54,7 +54,7 @@ from .split_fragments import (
 from .split_lanes import OTHERS, SLOT_BYTES, VALUES, WARP_BYTES, make_bits_of_warp, make_share, slots_bytes
 from .split_pages import make_find_token, make_row_address, make_row_offset
 from .split_query import make_stage_query
-from .split_softmax import make_logits, make_mask, make_soften, make_start
+from .split_softmax import make_logits, make_mask, make_set_units, make_soften, make_start
 from .split_sums import make_put_sums
 from .tensor_intrinsics import low_bits, shuffle
 
@@ -66,7 +66,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
     """
     shape = TensorShape(config)
     CHUNKS, BUFFER, STEP, NUM_TEAMS = shape.num_chunks, shape.buffer, shape.step, config.num_teams
-    HEAD_TILES, MODIFIED, CHECKED, Q_IN_SHARED = shape.head_tiles, config.modified, config.checked, shape.q_in_shared
+    HEAD_TILES, CHECKED, Q_IN_SHARED = shape.head_tiles, config.checked, shape.q_in_shared
     FACTOR, DIM_SHARES = float32(software_factor(config)), config.dim_shares
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     NUM_BUFFERED, NUM_Q = 2 * shape.buffer, 4 if shape.q_in_shared else 4 * shape.q_fragments
@@ -81,7 +81,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
     stage_query = make_stage_query(config, shape)
     multiply_keys, multiply_values = make_multiply_keys(config, shape), make_multiply_values(config, shape)
     logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(config, shape)
-    start, put_sums = make_start(config, shape), make_put_sums(config, shape)
+    start, set_units, put_sums = make_start(config, shape), make_set_units(config, shape), make_put_sums(config, shape)
 
     @device_function
     def use_keys(i, raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t):
@@ -126,10 +126,10 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         # Said to be the same in all lanes, so that loops over steps need no code for lanes that part.
         warp = shuffle(uint32(thread >> uint32(5)), 0)
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
-        g, t = uint32(lane >> 2), uint32(lane & uint32(3))
+        # Through a shuffle, so that ptxas keeps it instead of finding what comes of it again in each step.
+        g, t = uint32(lane >> 2), shuffle(uint32(lane & uint32(3)), lane)
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         k_lane, v_lane, room = k_head + int64(t) * 16, v_head + v_first, ROW_BYTES - v_first
-        # Through a shuffle, so that ptxas keeps it instead of finding it again in each step.
         q_shared = shuffle(uint32(shared + uint32(lane * uint32(16))), lane)
         keys = values = both_values = others = uint32(0)
         if THROUGH_SHARED:
@@ -144,9 +144,10 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
             cuda.local.array(NUM_O, float32),
         )
         p, p_rest = cuda.local.array(NUM_P, uint32), cuda.local.array(NUM_P, uint32)
-        maxima, sums = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
+        pivots, sums = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
         factors, slope = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
-        start(o, maxima, sums, slope, slopes, head, num_heads, g)
+        units = cuda.local.array(HEAD_TILES, float32)
+        start(o, pivots, sums, slope, slopes, head, num_heads, g)
 
         # The longest chain first: table entries of the first two steps, and the first keys.
         base, mine = uint32(first + uint32(team * uint32(STEP))), uint32(lane & uint32(STEP - 1))
@@ -160,11 +161,8 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         if CHUNKS > 1:
             load_keys(1, buffers, BUFFER, k_lane, k_offset, g, t)
 
-        stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(warp))
-        for h in range(HEAD_TILES):
-            factors[h] = float32(factors[h] * float32(scale * FACTOR))
-            if not MODIFIED:
-                factors[h] = float32(factors[h] * LOG2E)
+        stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(warp), scale < float32(0))
+        set_units(units, factors, float32(scale * FACTOR))
         if Q_IN_SHARED:
             cuda.syncthreads()
 
@@ -189,7 +187,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
                 logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
                 if CHECKED and valid != ALL:
                     mask(s, valid, t)
-                soften(s, maxima, sums, o, p, p_rest, others, g, t)
+                soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
                 for_each(
                     use_values,
                     CHUNKS,
@@ -205,14 +203,14 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
             here = uint32(base + uint32(t << uint32(2)))
             logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
             mask(s, valid, t)
-            soften(s, maxima, sums, o, p, p_rest, others, g, t)
+            soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
             for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
         if Q_IN_SHARED:
             cuda.syncthreads()  # the sums take the place of Q
         # Not from `warp`, which a register would hold through the loop.
         warp = uint32(thread >> uint32(5))
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
-        put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, uint32(0), g, t, team, member)
+        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, num_heads, uint32(0), g, t, team, member)
         return FACTOR
 
     return attend
