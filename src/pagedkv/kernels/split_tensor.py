@@ -67,7 +67,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
     shape = TensorShape(config)
     CHUNKS, BUFFER, STEP, NUM_TEAMS = shape.num_chunks, shape.buffer, shape.step, config.num_teams
     HEAD_TILES, CHECKED, Q_IN_SHARED = shape.head_tiles, config.checked, shape.q_in_shared
-    FACTOR, DIM_SHARES = float32(software_factor(config)), config.dim_shares
+    FACTOR, DIM_SHARES, HAS_TERMS = float32(software_factor(config)), config.dim_shares, shape.terms > 1
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     NUM_BUFFERED, NUM_Q = 2 * shape.buffer, 4 if shape.q_in_shared else 4 * shape.q_fragments
     NUM_RAW, NUM_S = 8 * shape.tiles * shape.score_sets, 4 * shape.tiles * shape.head_tiles
@@ -126,8 +126,10 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         # Said to be the same in all lanes, so that loops over steps need no code for lanes that part.
         warp = shuffle(uint32(thread >> uint32(5)), 0)
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
-        # Through a shuffle, so that ptxas keeps it instead of finding what comes of it again in each step.
-        g, t = uint32(lane >> 2), shuffle(uint32(lane & uint32(3)), lane)
+        g, t = uint32(lane >> 2), uint32(lane & uint32(3))
+        # Through a shuffle, so that ptxas keeps what it comes to instead of finding it again in each step.
+        if HAS_TERMS:
+            t = shuffle(t, lane)
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         k_lane, v_lane, room = k_head + int64(t) * 16, v_head + v_first, ROW_BYTES - v_first
         q_shared = shuffle(uint32(shared + uint32(lane * uint32(16))), lane)
