@@ -9,8 +9,11 @@ from pagedkv.__main__ import main
 from pagedkv.bench import static
 from pagedkv.bench.sass import Loads, code_of, copies_of, loads_of, loop_of
 from pagedkv.bench.variants import NUM_HEADS, WORK, Variant, quick_variants, variants
+from pagedkv.cuda.compile import compile_kernel
 from pagedkv.cuda.link import link
 from pagedkv.emulator import EmulatorDevice
+from pagedkv.kernels.decode_split import make_split
+from pagedkv.kernels.split_config import SplitConfig
 
 PTX = """
 .version 8.0
@@ -120,6 +123,12 @@ def test_a_loop_is_counted_on_its_shortest_way(capability):
     )
     assert 5 <= loop.instructions <= whole.instructions - 4
     assert loop_of(code, capability, 17) is None
+
+
+def test_the_loop_of_tensor_cores_is_told_from_one_that_loads_more():
+    kernel = compile_kernel(make_split, SplitConfig(64, 48, 16, "float16", "fp8_e4m3"))
+    loop = loop_of(code_of(kernel.cubin, kernel.entry), (9, 0), 8)
+    assert (loop.bytes_loaded, loop.widest) == (32, 16)  # the loop that adds splits loads 128
 
 
 def test_code_of_another_kernel_is_refused():

@@ -19,6 +19,7 @@ _LOADS = (0x381, 0x981)  # LDG, without and with a descriptor
 _COPY, _END_OF_GROUP, _WAIT = 0xFAE, 0x9AF, 0x91A  # LDGSTS, LDGDEPBAR, DEPBAR
 _BARRIER = 0xB1D  # BAR
 _BRANCH = 0x947  # BRA
+_MMA = 0x23C  # HMMA
 _ALWAYS = 7
 _WIDTHS = (1, 1, 2, 2, 4, 8, 16)
 _NUM_SCOREBOARDS = 6
@@ -157,7 +158,8 @@ class Loop(NamedTuple):
 def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | None:
     """The loop with the widest loads, and of these the most, in a turn that takes every branch which makes it shorter.
 
-    Of several such loops it is the longest: the one that does most with what it loads.
+    If there are loops with products of tensor cores, it is one of these. Of several such loops it is the longest: the
+    one that does most with what it loads.
 
     Parameters
     ----------
@@ -174,11 +176,9 @@ def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | 
     """
     words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
     targets = {at: _target(at, word, capability) for at, word in enumerate(words) if word & 0xFFF == _BRANCH}
-    loops = [
-        _shortest(words, targets, first, last, narrowest, capability)
-        for last, first in targets.items()
-        if 0 <= first < last
-    ]
+    ranges = [(first, last) for last, first in targets.items() if 0 <= first < last]
+    multiplying = [(first, last) for first, last in ranges if any(x & 0xFFF == _MMA for x in words[first:last])]
+    loops = [_shortest(words, targets, *range_, narrowest, capability) for range_ in multiplying or ranges]
     loading = [loop for loop in loops if loop.bytes_loaded]
     return min(loading, key=lambda loop: (-loop.widest, -loop.bytes_loaded, -loop.instructions), default=None)
 
