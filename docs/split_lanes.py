@@ -73,7 +73,7 @@ def make_probe(_config: Probe) -> KernelSource:
                 b = key_fragment(buffer, 4 * n, step)
                 put(out, at + 16 + 4 * n + 2 * step, b[0])
                 put(out, at + 16 + 4 * n + 2 * step + 1, b[1])
-        stage_query(q_frags, uint32(0), factors, address(q), ROW_BYTES, uint32(GROUP_SIZE), g, t, uint32(0))
+        stage_query(q_frags, uint32(0), factors, address(q), ROW_BYTES, uint32(GROUP_SIZE), g, t, uint32(0), False)
         for i in range(4):
             put(out, at + 24 + i, q_frags[i])
 
