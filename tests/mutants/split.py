@@ -56,7 +56,7 @@ MUTANTS = [
         SOFTMAX,
         "            sums[h] = float32(sums[h] * factor)\n",
         "",
-        LENGTHS,
+        RISING,
     ),
     Mutant(
         "split: tokens past the end are not selected away",

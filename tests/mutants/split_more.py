@@ -72,7 +72,7 @@ MUTANTS = [
         LANES,
         "return shuffle_float(x, even), shuffle_float(x, odd)",
         "return shuffle_float(x, odd), shuffle_float(x, even)",
-        LENGTHS,
+        RISING,
     ),
     Mutant(
         "split: e4m3 without the instruction knows no NaN",
