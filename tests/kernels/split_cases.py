@@ -71,6 +71,7 @@ VARIANTS = [
     Variant(256, 20, 16, "float32", "bfloat16"),
     Variant(128, 32, 16, "float16", "fp8_e4m3", modified=True, capability=(8, 0)),
     Variant(112, 18, 16, "float16", "float16", score_mod=own_parity),
+    Variant(192, 48, 64, "float16", "fp8_e5m2", modified=True),
 ]
 TENSOR, CUDA_CORES = Variant(64, 4, 16, "float16", "float16"), Variant(64, 3, 16, "float32", "float32")
 MANY_HEADS = Variant(64, 17, 16, "float16", "float16")

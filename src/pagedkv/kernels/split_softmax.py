@@ -59,7 +59,8 @@ def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
 
     position is that of the lane's first token, head that of heads g; factors and slopes have one element for each h.
     """
-    FOLD, HEAD_TILES, MODIFIED, IS_FULL = shape.fold, shape.head_tiles, config.modified, config.is_full
+    FOLD, HEAD_TILES, MODIFIED = shape.fold, shape.head_tiles, config.modified
+    IS_FULL = config.is_full and not config.modified
     SCORES = 4 * shape.tiles * shape.head_tiles
     modify = make_modify(config.score_mod)
 
@@ -94,7 +95,7 @@ def make_set_units(config: SplitConfig, shape: TensorShape) -> Any:
     to be multiplied with to be in units of log(2); both at once beforehand where registers are scarce, which takes more
     instructions. Neither is negative: the sign of the scale is q's.
     """
-    HEAD_TILES, MODIFIED, IS_FULL = shape.head_tiles, config.modified, config.is_full
+    HEAD_TILES, MODIFIED, IS_FULL = shape.head_tiles, config.modified, config.is_full and not config.modified
 
     @device_function
     def set_units(units, factors, scale):
