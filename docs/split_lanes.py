@@ -19,16 +19,10 @@ from pagedkv.emulator.matrix import _fragments
 from pagedkv.kernels.intrinsics import address
 from pagedkv.kernels.source import KernelSource, device_function
 from pagedkv.kernels.split_config import WARP_SIZE, SplitConfig
-from pagedkv.kernels.split_fragments import (
-    TILE,
-    TensorShape,
-    make_key_fragment,
-    make_load_keys,
-    make_load_values,
-    make_value_fragment,
-)
+from pagedkv.kernels.split_fragments import make_key_fragment, make_load_keys, make_load_values, make_value_fragment
 from pagedkv.kernels.split_pages import make_row_address
 from pagedkv.kernels.split_query import make_stage_query
+from pagedkv.kernels.split_shape import TILE, TensorShape
 
 CONFIG = SplitConfig(head_dim=128, group_size=8, block_size=16, q_kind="float16", kv_kind="float16")
 SHAPE = TensorShape(CONFIG)

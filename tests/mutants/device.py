@@ -198,7 +198,7 @@ MUTANTS = [
     ),
     Mutant(
         "write_kv: values that are too large for fp8 become NaN",
-        "kernels/intrinsics.py",
+        "kernels/conversions.py",
         '            builder.fcmp_ordered("<", size, ir.Constant(F32, largest)), size, ir.Constant(F32, largest)\n',
         '            builder.fcmp_ordered("<", size, ir.Constant(F32, largest)), size, ir.Constant(F32, 480.0)\n',
         FP8_CODES,

@@ -234,14 +234,14 @@ MUTANTS = [
     ),
     Mutant(
         "write_kv: fp8 is rounded to the next one up from halfway",
-        "kernels/intrinsics.py",
+        "kernels/conversions.py",
         "odd = builder.and_(builder.lshr(bits, I32(shift)), I32(1))",
         "odd = I32(1)",
         FP8_CODES,
     ),
     Mutant(
         "write_kv: bfloat16 is cut off",
-        "kernels/intrinsics.py",
+        "kernels/conversions.py",
         "cvt.rn.bf16.f32",
         "cvt.rz.bf16.f32",
         HALVES,

@@ -32,9 +32,9 @@ from .softmax import NONE
 from .source import KernelSource, device_function
 from .split_config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .split_cuda_cores import RowShape, make_attend_on_cuda_cores
-from .split_fragments import FRAGMENT_BYTES, TensorShape
 from .split_many import make_attend_with_many_heads
 from .split_merge import make_finish, make_store_pair, weights_bytes
+from .split_shape import FRAGMENT_BYTES, TensorShape
 from .split_stages import StageShape
 from .split_sums import are_dynamic, sums_bytes
 from .split_tensor import make_attend_on_tensor_cores

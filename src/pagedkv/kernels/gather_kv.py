@@ -11,17 +11,8 @@ from typing import Any
 
 from numba import cuda, float32, int64, types, uint32, uint64
 
-from .intrinsics import (
-    address,
-    float_bits,
-    load_1,
-    load_2,
-    load_4,
-    load_8,
-    load_16,
-    store_16,
-    unpack,
-)
+from .conversions import unpack
+from .intrinsics import address, float_bits, load_1, load_2, load_4, load_8, load_16, store_16
 from .report import BLOCK_ID, record
 from .source import KernelSource, device_function
 from .tokens import NUM_THREADS, RowShape, make_item, row_shape

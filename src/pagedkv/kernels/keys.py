@@ -7,7 +7,8 @@ from typing import Any
 from numba import cuda, float32, uint32
 
 from .config import NUM_THREADS, AttentionConfig
-from .intrinsics import for_each, load_16, load_shared, multiply_add, opaque, store_shared, unpack_words
+from .conversions import multiply_add, unpack_words
+from .intrinsics import for_each, load_16, load_shared, opaque, store_shared
 from .softmax import ALL_LANES
 from .source import device_function
 

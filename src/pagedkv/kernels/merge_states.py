@@ -13,6 +13,7 @@ from typing import Any
 
 from numba import cuda, float32, int64, types, uint16, uint32, uint64
 
+from .conversions import narrow, unpack
 from .intrinsics import (
     ELEMENT_BITS,
     address,
@@ -22,12 +23,10 @@ from .intrinsics import (
     load_4,
     load_8,
     load_16,
-    narrow,
     store_2,
     store_4,
     store_8,
     store_16,
-    unpack,
 )
 from .source import KernelSource, device_function
 

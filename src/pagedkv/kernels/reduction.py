@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from numba import cuda, float32, int32, int64, types, uint16, uint32
 
 from .config import NUM_THREADS, NUM_WARPS, PARTITION_SIZE
-from .intrinsics import ELEMENT_BITS, address, larger, narrow, store_2, store_4
+from .conversions import narrow
+from .intrinsics import ELEMENT_BITS, address, larger, store_2, store_4
 from .softmax import NONE, block_max, block_sum, exp_minus
 from .source import KernelSource
 

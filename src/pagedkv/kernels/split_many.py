@@ -19,10 +19,11 @@ from numba import boolean, cuda, float32, int64, uint32
 from .intrinsics import for_each, shared_address
 from .source import device_function
 from .split_config import SplitConfig
-from .split_fragments import TensorShape, make_multiply_keys, make_multiply_values, software_factor
+from .split_fragments import make_multiply_keys, make_multiply_values, software_factor
 from .split_lanes import OTHERS, SLOT_BYTES, WARP_BYTES, make_bits_of_warp, slots_bytes
 from .split_pages import make_find_token
 from .split_query import make_stage_query
+from .split_shape import TensorShape
 from .split_softmax import make_logits, make_mask, make_set_units, make_soften, make_start
 from .split_stages import (
     StageShape,

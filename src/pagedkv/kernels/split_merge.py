@@ -11,7 +11,8 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from .intrinsics import ELEMENT_BITS, address, exp2, float_bits, larger, narrow, store_4, store_8
+from .conversions import narrow
+from .intrinsics import ELEMENT_BITS, address, exp2, float_bits, larger, store_4, store_8
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig

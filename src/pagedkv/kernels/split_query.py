@@ -10,10 +10,11 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from .intrinsics import bits_float, float_bits, for_each, larger, load_8, load_16, unpack
+from .conversions import unpack
+from .intrinsics import bits_float, float_bits, for_each, larger, load_8, load_16
 from .source import device_function
 from .split_config import NUM_WARPS, SplitConfig
-from .split_fragments import FRAGMENT_BYTES, TensorShape
+from .split_shape import FRAGMENT_BYTES, TensorShape
 from .tensor_intrinsics import exchange, pack_bfloat16, pack_float16, store_shared_words
 
 SIGN = 0x80008000  # of both halves of a word

@@ -10,13 +10,14 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from .intrinsics import address, exp2, for_each, larger, unpack
+from .conversions import unpack
+from .intrinsics import address, exp2, for_each, larger
 from .logits import make_modify
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import SplitConfig
-from .split_fragments import TILE, TensorShape
 from .split_lanes import make_any_of_warp, make_largest_of_head, make_of_heads
+from .split_shape import TILE, TensorShape
 from .tensor_intrinsics import pack_bfloat16, pack_float16
 
 SMALLEST = float32(2.0**-126)  # positive and normal
@@ -59,8 +60,7 @@ def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
 
     position is that of the lane's first token, head that of heads g; factors and slopes have one element for each h.
     """
-    FOLD, HEAD_TILES, MODIFIED = shape.fold, shape.head_tiles, config.modified
-    IS_FULL = config.is_full and not config.modified
+    FOLD, HEAD_TILES, MODIFIED, SCALED = shape.fold, shape.head_tiles, config.modified, shape.scales_logits
     SCORES = 4 * shape.tiles * shape.head_tiles
     modify = make_modify(config.score_mod)
 
@@ -77,7 +77,7 @@ def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
             k_pos = int64(position) + (TILE * (n // 2) + 2 * (n % 2) + k)
             x = float32(x * factors[h])
             x = modify(x, softcap, slopes[h], int64(q_pos), k_pos, int64(head) + 8 * h, seq)
-        elif IS_FULL:
+        elif SCALED:
             x = float32(x * factors[h])
         s[i] = x
 
@@ -95,14 +95,14 @@ def make_set_units(config: SplitConfig, shape: TensorShape) -> Any:
     to be multiplied with to be in units of log(2); both at once beforehand where registers are scarce, which takes more
     instructions. Neither is negative: the sign of the scale is q's.
     """
-    HEAD_TILES, MODIFIED, IS_FULL = shape.head_tiles, config.modified, config.is_full and not config.modified
+    HEAD_TILES, MODIFIED, SCALED = shape.head_tiles, config.modified, shape.scales_logits
 
     @device_function
     def set_units(units, factors, scale):
         for h in range(HEAD_TILES):
             factors[h] = float32(factors[h] * abs(scale))
             unit = LOG2E if MODIFIED else float32(factors[h] * LOG2E)
-            if IS_FULL:
+            if SCALED:
                 factors[h], unit = unit, float32(1)
             units[h] = SMALLEST if unit == float32(0) else unit  # times -inf, 0 would be NaN
 

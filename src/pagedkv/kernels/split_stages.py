@@ -19,8 +19,9 @@ from numba import cuda, uint32
 from .intrinsics import for_each
 from .source import device_function
 from .split_config import NUM_THREADS, VECTOR_BYTES, WARP_SIZE, SplitConfig
-from .split_fragments import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape, key_token
+from .split_fragments import key_token
 from .split_pages import make_address_at, make_find_token, make_row_offset
+from .split_shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape
 from .tensor_intrinsics import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
 
 BANKS_BYTES = 128  # of one pass over the banks

@@ -16,7 +16,7 @@ from numba import float32, uint32
 from .intrinsics import float_bits, for_each
 from .source import device_function
 from .split_config import SplitConfig
-from .split_fragments import TensorShape
+from .split_shape import TensorShape
 from .tensor_intrinsics import exchange, store_shared_2, store_shared_word
 
 BANK_PAIRS = 16  # float32 pairs in one pass over the banks

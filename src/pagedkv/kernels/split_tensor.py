@@ -43,7 +43,6 @@ from .intrinsics import for_each, shared_address
 from .source import device_function
 from .split_config import SplitConfig
 from .split_fragments import (
-    TensorShape,
     make_load_keys,
     make_load_values,
     make_multiply_keys,
@@ -54,6 +53,7 @@ from .split_fragments import (
 from .split_lanes import OTHERS, SLOT_BYTES, VALUES, WARP_BYTES, make_bits_of_warp, make_share, slots_bytes
 from .split_pages import make_find_token, make_row_address, make_row_offset
 from .split_query import make_stage_query
+from .split_shape import TensorShape
 from .split_softmax import make_logits, make_mask, make_set_units, make_soften, make_start
 from .split_sums import make_put_sums
 from .tensor_intrinsics import low_bits, shuffle

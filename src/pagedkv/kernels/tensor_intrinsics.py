@@ -1,7 +1,7 @@
 """Device functions of one instruction or a few for the split kernel: warps, tensor cores, memory that blocks share.
 
-With intrinsics.py the only file of the CUDA backend that knows llvmlite. Addresses and types are as there: int64 for
-global memory, uint32 for shared memory and for words. A function that a whole warp must call says so.
+Addresses and types are as in intrinsics.py: int64 for global memory, uint32 for shared memory and for words. A function
+that a whole warp must call says so.
 """
 
 from __future__ import annotations

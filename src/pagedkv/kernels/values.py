@@ -11,19 +11,8 @@ from typing import Any
 from numba import cuda, float32, uint16
 
 from .config import NUM_WARPS, AttentionConfig
-from .intrinsics import (
-    ELEMENT_BITS,
-    bit_masks,
-    for_each,
-    load_8,
-    load_16,
-    load_shared,
-    masked,
-    multiply_add,
-    narrow,
-    store_2,
-    store_4,
-)
+from .conversions import multiply_add, narrow
+from .intrinsics import ELEMENT_BITS, bit_masks, for_each, load_8, load_16, load_shared, masked, store_2, store_4
 from .softmax import ALL_LANES
 from .source import device_function
 

@@ -11,19 +11,8 @@ from typing import Any
 
 from numba import cuda, float32, int64, types, uint8, uint16, uint32, uint64
 
-from .intrinsics import (
-    address,
-    bits_float,
-    float_bits,
-    load_16,
-    narrow,
-    store_1,
-    store_2,
-    store_4,
-    store_8,
-    store_16,
-    unpack,
-)
+from .conversions import narrow, unpack
+from .intrinsics import address, bits_float, float_bits, load_16, store_1, store_2, store_4, store_8, store_16
 from .report import SLOT, record
 from .source import KernelSource, device_function
 from .tokens import NUM_THREADS, RowShape, make_item, row_shape
