@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from function_cases import all_floats, run
-from numba import cuda, float32, uint32
+from numba import boolean, cuda, float32, uint32
 from numba.core.errors import TypingError as CpuTypingError
 from numba.cuda.core.errors import TypingError
 
@@ -94,6 +94,23 @@ def test_for_each_counts_and_opaque_changes_nothing():
     np.testing.assert_array_equal(result, np.arange(10) ** 2 + 4)
 
 
+def test_a_local_array_holds_what_was_assigned():
+    def turn(source, result, i):
+        words = device.local_array(6, uint32)
+        for j in range(6):
+            words[j] = uint32(j)
+        device.assign(words, i % 3, device.load_8(source + i % 3 * 8))
+        for j in range(6):
+            device.store_4(result + (i * 6 + j) * 4, words[j])
+
+    source = np.array([[10, 11], [20, 21], [30, 31]], np.uint32)
+    result = run(turn, source, np.zeros((6, 6), np.uint32))
+    expected = np.tile(np.arange(6, dtype=np.uint32), (6, 1))
+    for i in range(6):
+        expected[i, i % 3 : i % 3 + 2] = source[i % 3]
+    np.testing.assert_array_equal(result, expected)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -107,6 +124,11 @@ def test_for_each_counts_and_opaque_changes_nothing():
         lambda source, result, i: device.load_shared(4)(result),
         lambda source, result, i: device.larger(float32(1), 2),
         lambda source, result, i: device.for_each(device.exp2, i, (float32(1),)),
+        lambda source, result, i: device.local_array(i, uint32),
+        lambda source, result, i: device.local_array(4, boolean),
+        lambda source, result, i: device.assign(device.local_array(4, uint32), 0, (i, i)),
+        lambda source, result, i: device.assign(device.local_array(4, uint32), 0, uint32(i)),
+        lambda source, result, i: device.assign(device.local_array(4, uint32), float32(i), (uint32(i), uint32(i))),
     ],
 )
 def test_a_wrong_type_is_a_typing_error(wrong):

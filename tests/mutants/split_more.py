@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant(
         "split: the second term of P is left out",
         FRAGMENTS,
-        "                    accumulate(o, into, a, p_rest[b], p_rest[b + 1])\n",
+        "        mma(o, into, a, p_rest[b], p_rest[b + 1])\n",
         "",
         EXACT,
     ),

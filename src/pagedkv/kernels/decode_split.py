@@ -36,7 +36,7 @@ from .split_many import make_attend_with_many_heads
 from .split_merge import make_finish, make_store_pair, weights_bytes
 from .split_shape import FRAGMENT_BYTES, TensorShape
 from .split_stages import StageShape
-from .split_sums import are_dynamic, sums_bytes
+from .split_sums import are_dynamic, make_pair_address, sums_bytes
 from .split_tensor import make_attend_on_tensor_cores
 from .tensor_intrinsics import load_shared_words, store_shared_words
 
@@ -57,7 +57,8 @@ def make_split(config: SplitConfig) -> KernelSource:
     PAIRS, BLOCK_SIZE = config.head_dim // 2, config.block_size
     NUM_STATES, LONG_SPLIT, CHECKED = config.num_teams * config.num_heads, config.long_split, config.checked
     NUM_FLOATS, IS_FULL = 0 if are_dynamic(config) else _shared_bytes(config) // 4, config.is_full
-    attend, finish, store_pair = make_attend(config), make_finish(config), make_store_pair(config)
+    pair_address, store_pair = make_pair_address(config), make_store_pair(config)
+    attend, finish = make_attend(config, pair_address), make_finish(config, pair_address, store_pair)
 
     @device_function
     def split_size(num_tokens):
@@ -149,11 +150,12 @@ def make_split(config: SplitConfig) -> KernelSource:
     return KernelSource(split, SIGNATURE, NUM_THREADS, _min_blocks(config))
 
 
-def make_attend(config: SplitConfig) -> Any:
+def make_attend(config: SplitConfig, pair_address: Any) -> Any:
     """The inner loop of a config."""
     if config.staged:
-        return make_attend_with_many_heads(config)
-    return make_attend_on_tensor_cores(config) if config.on_tensor_cores else make_attend_on_cuda_cores(config)
+        return make_attend_with_many_heads(config, pair_address)
+    make = make_attend_on_tensor_cores if config.on_tensor_cores else make_attend_on_cuda_cores
+    return make(config, pair_address)
 
 
 def _min_blocks(config: SplitConfig) -> int:

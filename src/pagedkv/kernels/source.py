@@ -47,7 +47,8 @@ def with_lineinfo(lineinfo: bool) -> Iterator[None]:
 def device_function(function: Callable[..., Any]) -> Any:
     """Decorate a function that kernels call: inlined, and its lines named in the PTX if the kernel's own are.
 
-    Those of one that stands at the top of a file, which all kernels share, are always named.
+    Those of one that stands at the top of a file, which all kernels share, are always named. A constant that it is
+    called with is written int64(0): a literal is a type of its own, for which it would be compiled once more.
     """
     from numba import cuda
 

@@ -14,15 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numba import cuda, float32, int64, uint32
+from numba import float32, int64, uint32
 
-from .intrinsics import address, bits_float, exp2, for_each, larger, load_16
+from .intrinsics import address, assign, bits_float, exp2, for_each, larger, load_16, local_array
 from .logits import make_modify
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import NUM_WARPS, WARP_SIZE, SplitConfig
 from .split_pages import make_find_token, make_row_address, make_row_offset
-from .split_sums import make_pair_address
 from .tensor_intrinsics import ballot, exchange, low_bits, shuffle, store_shared_4, stream_16
 
 VECTOR = 4  # elements
@@ -81,7 +80,7 @@ class RowShape:
         return 1 if config.architecture < 9 else max(1, blocks - (config.modified or config.checked or config.wide))
 
 
-def make_attend_on_cuda_cores(config: SplitConfig) -> Any:
+def make_attend_on_cuda_cores(config: SplitConfig, pair_address: Any) -> Any:
     """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory.
 
     It returns what the values are to be multiplied with: 1.
@@ -96,7 +95,7 @@ def make_attend_on_cuda_cores(config: SplitConfig) -> Any:
     find_token, row_offset = make_find_token(config), make_row_offset(config)
     load_rows, load_query = make_load_rows(shape), make_load_query(shape)
     dot, sum_of_lanes, mask = make_dot(shape), make_sum_of_lanes(shape), make_mask(shape)
-    logits, update, put_sums = make_logits(shape), make_update(shape), make_put_sums(shape)
+    logits, update, put_sums = make_logits(shape), make_update(shape), make_put_sums(shape, pair_address)
 
     @device_function
     def start_head(h, maxima, sums, slope, slopes, head, num_heads):
@@ -114,10 +113,10 @@ def make_attend_on_cuda_cores(config: SplitConfig) -> Any:
         warp = shuffle(uint32(thread >> uint32(5)), 0)
         sub, group = uint32(lane & uint32(LANES - 1)), uint32(lane >> uint32(SHIFT))
         k_lane, v_lane = k_head + int64(sub) * 16, v_head + int64(sub) * 16
-        keys, values = cuda.local.array(NUM_BUFFERED, uint32), cuda.local.array(NUM_BUFFERED, uint32)
-        s, slope = cuda.local.array(NUM_SCORES, float32), cuda.local.array(HEADS, float32)
-        query, o = cuda.local.array(NUM_SUMS, float32), cuda.local.array(NUM_SUMS, float32)
-        maxima, sums = cuda.local.array(HEADS, float32), cuda.local.array(HEADS, float32)
+        keys, values = local_array(NUM_BUFFERED, uint32), local_array(NUM_BUFFERED, uint32)
+        s, slope = local_array(NUM_SCORES, float32), local_array(HEADS, float32)
+        query, o = local_array(NUM_SUMS, float32), local_array(NUM_SUMS, float32)
+        maxima, sums = local_array(HEADS, float32), local_array(HEADS, float32)
         for i in range(NUM_SUMS):
             o[i] = float32(0)
         for_each(start_head, HEADS, (maxima, sums, slope, slopes, head, num_heads))
@@ -181,9 +180,8 @@ def make_load_rows(shape: RowShape) -> Any:
         for n in range(VECTORS):
             is_inside = n < FULL or sub < ROW_VECTORS - n * LANES
             x = stream_16(row + 16 * LANES * n if is_inside else row - 16 * int64(sub))
-            at, zero = (u * VECTORS + n) * VECTOR, uint32(0)
-            buffer[at], buffer[at + 1] = x[0] if is_inside else zero, x[1] if is_inside else zero
-            buffer[at + 2], buffer[at + 3] = x[2] if is_inside else zero, x[3] if is_inside else zero
+            zero = uint32(0)
+            assign(buffer, (u * VECTORS + n) * VECTOR, x if is_inside else (zero, zero, zero, zero))
 
     @device_function
     def load_rows(buffer, base, offset, group, sub):
@@ -202,11 +200,8 @@ def make_load_query(shape: RowShape) -> Any:
         h, n = i // VECTORS, i % VECTORS
         is_inside = h < num_heads and sub < ROW_VECTORS - n * LANES
         x = load_16(q + (h * head_stride + 16 * (int64(sub) + LANES * n) if is_inside else int64(0)))
-        at, zero = i * VECTOR, float32(0)
-        query[at] = float32(bits_float(x[0]) * scale) if is_inside else zero
-        query[at + 1] = float32(bits_float(x[1]) * scale) if is_inside else zero
-        query[at + 2] = float32(bits_float(x[2]) * scale) if is_inside else zero
-        query[at + 3] = float32(bits_float(x[3]) * scale) if is_inside else zero
+        for j in range(VECTOR):
+            query[i * VECTOR + j] = float32(bits_float(x[j]) * scale) if is_inside else float32(0)
 
     @device_function
     def load_query(query, q, head_stride, num_heads, scale, sub):
@@ -322,7 +317,7 @@ def make_update(shape: RowShape) -> Any:
 
     @device_function
     def update(s, values, maxima, sums, o):
-        new = cuda.local.array(HEADS, float32)
+        new = local_array(HEADS, float32)
         for h in range(HEADS):
             new[h] = maxima[h]
         for_each(raise_maximum, SCORES, (new, s))
@@ -333,11 +328,10 @@ def make_update(shape: RowShape) -> Any:
     return update
 
 
-def make_put_sums(shape: RowShape) -> Any:
+def make_put_sums(shape: RowShape, pair_address: Any) -> Any:
     """The device function ``put_sums(...)``: the sums of the warp's groups of lanes, added up, to shared memory."""
     HEADS, VECTORS, LANES, ROW_VECTORS = shape.config.num_heads, shape.vectors, shape.lanes, shape.row_vectors
     FIRST = shape.lanes.bit_length() - 1
-    pair_address = make_pair_address(shape.config)
 
     @device_function
     def sum_of_groups(x):

@@ -9,7 +9,7 @@ from typing import Any
 
 from numba import uint32
 
-from .intrinsics import for_each
+from .intrinsics import assign, for_each
 from .source import device_function
 from .split_config import VECTOR_BYTES, SplitConfig
 from .split_shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape
@@ -71,11 +71,8 @@ def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) ->
                 x, y = load(first + K_VECTOR * vector), load(second + K_VECTOR * vector)
             else:
                 x, y = load_part(first, vector, t), load_part(second, vector, t)
-            first_word, second_word = at + 8 * c, at + 8 * c + 4
-            buffers[first_word], buffers[first_word + 1] = x[0], x[1]
-            buffers[first_word + 2], buffers[first_word + 3] = x[2], x[3]
-            buffers[second_word], buffers[second_word + 1] = y[0], y[1]
-            buffers[second_word + 2], buffers[second_word + 3] = y[2], y[3]
+            assign(buffers, at + 8 * c, x)
+            assign(buffers, at + (8 * c + 4), y)
 
     @device_function
     def load_keys(chunk, buffers, at, base, offset, g, t):
@@ -109,10 +106,7 @@ def make_load_values(config: SplitConfig, shape: TensorShape, row_address: Any) 
             vector = chunk * PER_CHUNK + c
             if vector < VECTORS:
                 x = load(row + (STRIDE * vector if IS_WHOLE else min(STRIDE * vector, room - V_VECTOR)))
-                word = at + ((i * PER_CHUNK + c) * 4 + k) * WORDS
-                buffers[word], buffers[word + 1] = x[0], x[1]
-                if WORDS == 4:
-                    buffers[word + 2], buffers[word + 3] = x[2], x[3]
+                assign(buffers, at + ((i * PER_CHUNK + c) * 4 + k) * WORDS, x)
 
     @device_function
     def load_values(chunk, buffers, at, base, offset, room, t):
@@ -150,9 +144,9 @@ def make_multiply_keys(config: SplitConfig, shape: TensorShape) -> Any:
     """
     TILES, PER_CHUNK, VECTORS = shape.tiles, shape.k_per_chunk, shape.k_vectors
     FOLD, SETS, Q_PER_VECTOR, Q_IN_SHARED = shape.fold, shape.score_sets, shape.q_per_vector, shape.q_in_shared
-    FRAGMENTS, STEPS_OF_FRAGMENT = shape.k_per_chunk * shape.q_per_vector, 2 if shape.fold else 1
+    FRAGMENTS, PRODUCTS = shape.k_per_chunk * shape.q_per_vector, (4 if shape.fold else 2) * shape.tiles
     FRAGMENTS_OF_STEP = 1 if shape.fold else shape.q_per_vector // shape.k_steps
-    accumulate, key_fragment = make_accumulate(shape), make_key_fragment(config, shape)
+    mma, key_fragment = make_mma(shape), make_key_fragment(config, shape)
 
     @device_function
     def q_fragment(fragment, q_frags, q_shared):
@@ -162,17 +156,20 @@ def make_multiply_keys(config: SplitConfig, shape: TensorShape) -> Any:
         return q_frags[at], q_frags[at + 1], q_frags[at + 2], q_frags[at + 3]
 
     @device_function
+    def multiply_step(i, f, c, raw, buffers, at, a):
+        e, n = i // (2 * TILES), i % (2 * TILES)
+        step = 2 * f + e if FOLD else f // FRAGMENTS_OF_STEP
+        words = at + 8 * ((n // 2) * PER_CHUNK + c) + 4 * (n % 2)
+        b = key_fragment(buffers, words, step)
+        mma(raw, 4 * (n * SETS + e), a, b[0], b[1])
+
+    @device_function
     def multiply_fragment(fragment, chunk, raw, buffers, at, q_frags, q_shared):
         c, f = fragment // Q_PER_VECTOR, fragment % Q_PER_VECTOR
         vector = chunk * PER_CHUNK + c
         if vector < VECTORS:
             a = q_fragment(vector * Q_PER_VECTOR + f, q_frags, q_shared)
-            for e in range(STEPS_OF_FRAGMENT):
-                step = 2 * f + e if FOLD else f // FRAGMENTS_OF_STEP
-                for n in range(2 * TILES):
-                    words = at + 8 * ((n // 2) * PER_CHUNK + c) + 4 * (n % 2)
-                    b = key_fragment(buffers, words, step)
-                    accumulate(raw, 4 * (n * SETS + e), a, b[0], b[1])
+            for_each(multiply_step, PRODUCTS, (f, c, raw, buffers, at, a))
 
     @device_function
     def multiply_keys(chunk, raw, buffers, at, q_frags, q_shared):
@@ -189,7 +186,18 @@ def make_multiply_values(config: SplitConfig, shape: TensorShape) -> Any:
     PER_CHUNK, VECTORS, WORDS = shape.v_per_chunk, shape.v_vectors, shape.v_vector // 4
     ALL_WORDS = shape.tiles * shape.v_per_chunk * WORDS
     EXPAND, HEAD_TILES = shape.v_dims // (2 * WORDS), shape.head_tiles
-    accumulate, value_fragment = make_accumulate(shape), make_value_fragment(config, shape)
+    mma, value_fragment = make_mma(shape), make_value_fragment(config, shape)
+
+    @device_function
+    def multiply_heads(h, product, i, o, a, p, p_rest):
+        into, b = 4 * (product * HEAD_TILES + h), 2 * (i * HEAD_TILES + h)
+        mma(o, into, a, p[b], p[b + 1])
+        mma(o, into, a, p_rest[b], p_rest[b + 1])
+
+    @device_function
+    def multiply_half(z, v, product, i, o, buffers, p, p_rest):
+        a = value_fragment(buffers[v], buffers[v + WORDS], buffers[v + 2 * WORDS], buffers[v + 3 * WORDS], z)
+        for_each(multiply_heads, HEAD_TILES, (product + z, i, o, a, p, p_rest))
 
     @device_function
     def multiply_word(word, chunk, o, buffers, at, p, p_rest):
@@ -197,13 +205,7 @@ def make_multiply_values(config: SplitConfig, shape: TensorShape) -> Any:
         vector = chunk * PER_CHUNK + c
         if vector < VECTORS:
             v = at + (i * PER_CHUNK + c) * 4 * WORDS + j
-            for z in range(EXPAND):
-                a = value_fragment(buffers[v], buffers[v + WORDS], buffers[v + 2 * WORDS], buffers[v + 3 * WORDS], z)
-                for h in range(HEAD_TILES):
-                    into = 4 * (((vector * WORDS + j) * EXPAND + z) * HEAD_TILES + h)
-                    b = 2 * (i * HEAD_TILES + h)
-                    accumulate(o, into, a, p[b], p[b + 1])
-                    accumulate(o, into, a, p_rest[b], p_rest[b + 1])
+            for_each(multiply_half, EXPAND, (v, (vector * WORDS + j) * EXPAND, i, o, buffers, p, p_rest))
 
     @device_function
     def multiply_values(chunk, o, buffers, at, p, p_rest):
@@ -212,16 +214,9 @@ def make_multiply_values(config: SplitConfig, shape: TensorShape) -> Any:
     return multiply_values
 
 
-def make_accumulate(shape: TensorShape) -> Any:
-    """The device function ``accumulate(c, at, a, b0, b1)``: c[at : at + 4] += A B."""
-    mma = mma_bfloat16 if shape.operand == "bfloat16" else mma_float16
-
-    @device_function
-    def accumulate(c, at, a, b0, b1):
-        d = mma(a[0], a[1], a[2], a[3], b0, b1, c[at], c[at + 1], c[at + 2], c[at + 3])
-        c[at], c[at + 1], c[at + 2], c[at + 3] = d[0], d[1], d[2], d[3]
-
-    return accumulate
+def make_mma(shape: TensorShape) -> Any:
+    """The device function ``mma(c, at, a, b0, b1)``: c[at : at + 4] += A B."""
+    return mma_bfloat16 if shape.operand == "bfloat16" else mma_float16
 
 
 def make_key_fragment(config: SplitConfig, shape: TensorShape) -> Any:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import boolean, cuda, float32, int64, uint32
+from numba import cuda, float32, int64, uint32
 
-from .intrinsics import for_each, shared_address
+from .intrinsics import for_each, local_array, shared_address
 from .source import device_function
 from .split_config import SplitConfig
 from .split_fragments import make_multiply_keys, make_multiply_values, software_factor
@@ -38,7 +38,7 @@ from .split_sums import make_put_sums
 from .tensor_intrinsics import end_group, low_bits, shuffle, wait_but
 
 
-def make_attend_with_many_heads(config: SplitConfig) -> Any:
+def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
     """The device function ``attend(...)``, as that of split_tensor.py."""
     shape, stage = TensorShape(config), StageShape(config)
     CHUNKS, STEP, HEAD_TILES, NUM_HEADS = shape.num_chunks, shape.step, shape.head_tiles, config.heads_of_warp
@@ -59,7 +59,8 @@ def make_attend_with_many_heads(config: SplitConfig) -> Any:
     stage_query = make_stage_query(config, shape)
     multiply_keys, multiply_values = make_multiply_keys(config, shape), make_multiply_values(config, shape)
     logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(config, shape)
-    start, set_units, put_sums = make_start(config, shape), make_set_units(config, shape), make_put_sums(config, shape)
+    start, set_units = make_start(config, shape), make_set_units(config, shape)
+    put_sums = make_put_sums(config, shape, pair_address)
 
     @device_function
     def use_keys(i, raw, words, q_frags, q_shared, where):
@@ -104,18 +105,18 @@ def make_attend_with_many_heads(config: SplitConfig) -> Any:
         if THROUGH_SHARED:
             slots = shared_address(cuda.shared.array(NUM_SLOT_WORDS, uint32, alignment=16))
             others = uint32(uint32(slots + uint32(warp * uint32(WARP_BYTES))) + uint32(OTHERS * SLOT_BYTES))
-        words, q_frags = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(NUM_Q, uint32)
+        words, q_frags = local_array(NUM_WORDS, uint32), local_array(NUM_Q, uint32)
         raw, s, o = (
-            cuda.local.array(NUM_RAW, float32),
-            cuda.local.array(NUM_S, float32),
-            cuda.local.array(NUM_O, float32),
+            local_array(NUM_RAW, float32),
+            local_array(NUM_S, float32),
+            local_array(NUM_O, float32),
         )
-        p, p_rest = cuda.local.array(NUM_P, uint32), cuda.local.array(NUM_P, uint32)
-        pivots, sums = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
-        factors, slope = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
-        units = cuda.local.array(HEAD_TILES, float32)
-        blocks, positions = cuda.local.array(NUM_FOUND, uint32), cuda.local.array(NUM_FOUND, uint32)
-        goods = cuda.local.array(NUM_FOUND, boolean)
+        p, p_rest = local_array(NUM_P, uint32), local_array(NUM_P, uint32)
+        pivots, sums = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, float32)
+        factors, slope = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, float32)
+        units = local_array(HEAD_TILES, float32)
+        blocks, positions = local_array(NUM_FOUND, uint32), local_array(NUM_FOUND, uint32)
+        goods = local_array(NUM_FOUND, uint32)
         start(o, pivots, sums, slope, slopes, head, num_heads, g)
 
         # The longest chain first: table entries of the first stages, and their rows.
@@ -127,7 +128,7 @@ def make_attend_with_many_heads(config: SplitConfig) -> Any:
         zero_ring(shared, thread)
         for_each(copy_stage, AHEAD, (shared, blocks, positions, goods, token, last, rows))
         token = uint32(token + uint32(AHEAD * TOKENS))
-        find_rows(blocks, positions, goods, 0, token, table, last, num_blocks, report, seq)
+        find_rows(blocks, positions, goods, int64(0), token, table, last, num_blocks, report, seq)
 
         stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(team), scale < float32(0))
         set_units(units, factors, float32(scale * FACTOR))
@@ -142,10 +143,10 @@ def make_attend_with_many_heads(config: SplitConfig) -> Any:
                 _, _, good = find_token(table, mine, last, num_blocks, report, seq)
             wait_for_oldest()
             cuda.syncthreads()
-            copy_rows(youngest, blocks, positions, goods, 0, token, last, *rows)
+            copy_rows(youngest, blocks, positions, goods, int64(0), token, last, *rows)
             end_group()
             token = uint32(token + uint32(TOKENS))
-            find_rows(blocks, positions, goods, 0, token, table, last, num_blocks, report, seq)
+            find_rows(blocks, positions, goods, int64(0), token, table, last, num_blocks, report, seq)
 
             for i in range(NUM_RAW):
                 raw[i] = float32(0)

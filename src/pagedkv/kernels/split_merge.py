@@ -12,11 +12,11 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from .conversions import narrow
-from .intrinsics import ELEMENT_BITS, address, exp2, float_bits, larger, store_4, store_8
+from .intrinsics import ELEMENT_BITS, address, exp2, float_bits, larger, local_array, store_4, store_8
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
-from .split_sums import are_dynamic, make_pair_address, sums_bytes
+from .split_sums import are_dynamic, sums_bytes
 from .tensor_intrinsics import count_up, exchange, fence, load_l2_2, load_l2_4, load_shared_2, log2, reciprocal
 
 LN2 = float32(0.6931471805599453)
@@ -66,7 +66,7 @@ def weights_bytes(config: SplitConfig) -> int:
     return 4 * config.num_heads * MOST_SPLITS
 
 
-def make_finish(config: SplitConfig) -> Any:
+def make_finish(config: SplitConfig, pair_address: Any, store_pair: Any) -> Any:
     """The device function ``finish(...)``, which every thread of a block calls when all warps have put their sums.
 
     `row` is that of the tile's first head in lse; a partial result lies at its head's row times most_splits, plus the
@@ -75,7 +75,7 @@ def make_finish(config: SplitConfig) -> Any:
     NUM_HEADS, NUM_TEAMS, PAIRS = config.num_heads, config.num_teams, config.head_dim // 2
     ROW_BYTES = 4 * config.head_dim
     NUM_WEIGHTS, NUM_SUMS, DYNAMIC = weights_bytes(config) // 4, sums_bytes(config) // 4, are_dynamic(config)
-    pair_address, store_pair, merge_splits = make_pair_address(config), make_store_pair(config), make_merge(config)
+    merge_splits = make_merge(config, store_pair)
 
     @device_function
     def finish(
@@ -145,13 +145,12 @@ def make_finish(config: SplitConfig) -> Any:
     return finish
 
 
-def make_merge(config: SplitConfig) -> Any:
+def make_merge(config: SplitConfig, store_pair: Any) -> Any:
     """The device function ``merge_splits(...)``: the partial results of a sequence to rows of `out` and `lse`.
 
     A warp per head and a lane for each two splits find the weights; then a thread for each four dims adds.
     """
     QUADS, ROW_BYTES = config.head_dim // 4, 4 * config.head_dim
-    store_pair = make_store_pair(config)
 
     @device_function
     def state_of(partial_states, partial, split, num_splits):
@@ -192,7 +191,7 @@ def make_merge(config: SplitConfig) -> Any:
             h += NUM_WARPS
         cuda.syncthreads()
 
-        sums = cuda.local.array(4, float32)
+        sums = local_array(4, float32)
         i = thread
         while i < uint32(num_heads * uint32(QUADS)):
             h, quad = int64(uint32(i // uint32(QUADS))), uint32(i % uint32(QUADS))

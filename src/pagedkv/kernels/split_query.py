@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, int64, uint32
+from numba import float32, int64, uint32
 
 from .conversions import unpack
-from .intrinsics import bits_float, float_bits, for_each, larger, load_8, load_16
+from .intrinsics import assign, bits_float, float_bits, for_each, larger, load_8, load_16, local_array
 from .source import device_function
 from .split_config import NUM_WARPS, SplitConfig
 from .split_shape import FRAGMENT_BYTES, TensorShape
@@ -47,7 +47,7 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
     @device_function
     def normaliser(q, exists, t):
         """The power of two that q is to be divided by, as an exponent."""
-        of_lane = cuda.local.array(1, float32)
+        of_lane = local_array(1, float32)
         of_lane[0] = float32(0)
         for_each(raise_largest, NUM_QUADS, (of_lane, q, exists, t))
         largest = larger(of_lane[0], exchange(of_lane[0], 1))
@@ -61,8 +61,8 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
     @device_function
     def load_scaled(rest, at, q, vector, step, inverse, exists, t):
         x = load_quad(q, vector, step, exists, t)
-        rest[at], rest[at + 1] = float32(x[0] * inverse), float32(x[1] * inverse)
-        rest[at + 2], rest[at + 3] = float32(x[2] * inverse), float32(x[3] * inverse)
+        scaled = (float32(x[0] * inverse), float32(x[1] * inverse), float32(x[2] * inverse), float32(x[3] * inverse))
+        assign(rest, at, scaled)
 
     @device_function
     def exact_fragment(f, vector, rows):
@@ -79,35 +79,34 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
     @device_function
     def next_fragment(rest):
         """A term of what is left of two quads, or two terms of one."""
-        a0, a2 = next_term(rest, 0), next_term(rest, 2)
-        return a0, next_term(rest, BELOW), a2, next_term(rest, BELOW + 2)
+        a0, a2 = next_term(rest, int64(0)), next_term(rest, int64(2))
+        return a0, next_term(rest, int64(BELOW)), a2, next_term(rest, int64(BELOW + 2))
 
     @device_function
     def load_rest(i, rest, vector, rows):
         """What fragments i * TERM_FRAGMENTS and the next ones of a vector are made from, i a constant."""
         q_first, q_second, inverse_first, inverse_second, first_exists, second_exists, t = rows
         if FOLD:
-            load_scaled(rest, 0, q_first, vector, 2 * i, inverse_first, first_exists, t)
-            load_scaled(rest, 4, q_first, vector, 2 * i + 1, inverse_first, first_exists, t)
+            load_scaled(rest, int64(0), q_first, vector, 2 * i, inverse_first, first_exists, t)
+            load_scaled(rest, int64(4), q_first, vector, 2 * i + 1, inverse_first, first_exists, t)
         else:
-            load_scaled(rest, 0, q_first, vector, i, inverse_first, first_exists, t)
+            load_scaled(rest, int64(0), q_first, vector, i, inverse_first, first_exists, t)
             if HEAD_TILES == 2:
-                load_scaled(rest, 4, q_second, vector, i, inverse_second, second_exists, t)
+                load_scaled(rest, int64(4), q_second, vector, i, inverse_second, second_exists, t)
 
     @device_function
     def keep(i, q_frags, rows):
         vector, first = i // PER_VECTOR, i % PER_VECTOR
-        rest = cuda.local.array(8, float32)
+        rest = local_array(8, float32)
         if not IS_EXACT:
             load_rest(first, rest, vector, rows)
         for f in range(TERM_FRAGMENTS):
             a = exact_fragment(first, vector, rows) if IS_EXACT else next_fragment(rest)
-            at = 4 * (i * TERM_FRAGMENTS + f)
-            q_frags[at], q_frags[at + 1], q_frags[at + 2], q_frags[at + 3] = a[0], a[1], a[2], a[3]
+            assign(q_frags, 4 * (i * TERM_FRAGMENTS + f), a)
 
     @device_function
     def put(i, vector, q_shared, sign, rows):
-        rest = cuda.local.array(8, float32)
+        rest = local_array(8, float32)
         if not IS_EXACT:
             load_rest(i, rest, vector, rows)
         for f in range(TERM_FRAGMENTS):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, int64, uint32
+from numba import float32, int64, uint32
 
 from .conversions import unpack
-from .intrinsics import address, exp2, for_each, larger
+from .intrinsics import address, exp2, for_each, larger, local_array
 from .logits import make_modify
 from .softmax import LOG2E, NONE
 from .source import device_function
@@ -178,7 +178,7 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
 
     @device_function
     def soften(s, units, pivots, sums, o, p, p_rest, slot, g, t):
-        new = cuda.local.array(HEAD_TILES, float32)
+        new = local_array(HEAD_TILES, float32)
         for_each(raise_maximum, PAIRS, (new, s))
         grew = False
         for h in range(HEAD_TILES):

@@ -16,7 +16,7 @@ from typing import Any
 
 from numba import cuda, uint32
 
-from .intrinsics import for_each
+from .intrinsics import assign, for_each
 from .source import device_function
 from .split_config import NUM_THREADS, VECTOR_BYTES, WARP_SIZE, SplitConfig
 from .split_fragments import key_token
@@ -243,7 +243,7 @@ def make_read_keys(stage: StageShape) -> Any:
         vector = chunk * PER_CHUNK + c
         if vector < VECTORS:
             x = load_shared_words(uint32(where + uint32(K_STRIDE * token + K_VECTOR * vector)))
-            words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = x[0], x[1], x[2], x[3]
+            assign(words, 4 * i, x)
 
     @device_function
     def read_keys(chunk, words, where):
@@ -268,9 +268,7 @@ def make_read_values(stage: StageShape) -> Any:
         vector = chunk * PER_CHUNK + c
         if vector < VECTORS:
             x = load(uint32(where + uint32(at + 8 * V_VECTOR * vector)))
-            words[WORDS * i], words[WORDS * i + 1] = x[0], x[1]
-            if WORDS == 4:
-                words[4 * i + 2], words[4 * i + 3] = x[2], x[3]
+            assign(words, WORDS * i, x)
 
     @device_function
     def read_values(chunk, words, where):

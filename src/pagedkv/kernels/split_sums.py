@@ -59,7 +59,7 @@ def make_pair_address(config: SplitConfig) -> Any:
     return pair_address
 
 
-def make_put_sums(config: SplitConfig, shape: TensorShape) -> Any:
+def make_put_sums(config: SplitConfig, shape: TensorShape, pair_address: Any) -> Any:
     """The device function ``put_sums(...)`` of the tensor cores.
 
     Into shared memory go this team's maxima and sums of exponentials, and the dims of O of this member of it, for
@@ -68,7 +68,6 @@ def make_put_sums(config: SplitConfig, shape: TensorShape) -> Any:
     HEAD_TILES, NUM_HEADS, HEAD_DIM = shape.head_tiles, config.num_heads, config.head_dim
     PRODUCTS, PER_VECTOR = shape.num_products, shape.v_dims // 2
     PER_MEMBER, HEADS_OF_WARP = shape.v_vectors * 8 * PER_VECTOR, config.heads_of_warp
-    pair_address = make_pair_address(config)
 
     @device_function
     def put_pairs(i, shared, o, num_heads, first_head, g, t, team, member):

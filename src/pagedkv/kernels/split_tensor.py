@@ -39,7 +39,7 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from .intrinsics import for_each, shared_address
+from .intrinsics import for_each, local_array, shared_address
 from .source import device_function
 from .split_config import SplitConfig
 from .split_fragments import (
@@ -59,7 +59,7 @@ from .split_sums import make_put_sums
 from .tensor_intrinsics import low_bits, shuffle
 
 
-def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
+def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory.
 
     It returns what the values are to be multiplied with.
@@ -81,7 +81,8 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
     stage_query = make_stage_query(config, shape)
     multiply_keys, multiply_values = make_multiply_keys(config, shape), make_multiply_values(config, shape)
     logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(config, shape)
-    start, set_units, put_sums = make_start(config, shape), make_set_units(config, shape), make_put_sums(config, shape)
+    start, set_units = make_start(config, shape), make_set_units(config, shape)
+    put_sums = make_put_sums(config, shape, pair_address)
 
     @device_function
     def use_keys(i, raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t):
@@ -139,16 +140,16 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
             keys = uint32(slots + uint32(warp * uint32(WARP_BYTES)))
             values, others = uint32(keys + uint32(VALUES * SLOT_BYTES)), uint32(keys + uint32(OTHERS * SLOT_BYTES))
             both_values = uint32(uint32(values + values) + uint32(SLOT_BYTES))
-        buffers, q_frags = cuda.local.array(NUM_BUFFERED, uint32), cuda.local.array(NUM_Q, uint32)
+        buffers, q_frags = local_array(NUM_BUFFERED, uint32), local_array(NUM_Q, uint32)
         raw, s, o = (
-            cuda.local.array(NUM_RAW, float32),
-            cuda.local.array(NUM_S, float32),
-            cuda.local.array(NUM_O, float32),
+            local_array(NUM_RAW, float32),
+            local_array(NUM_S, float32),
+            local_array(NUM_O, float32),
         )
-        p, p_rest = cuda.local.array(NUM_P, uint32), cuda.local.array(NUM_P, uint32)
-        pivots, sums = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
-        factors, slope = cuda.local.array(HEAD_TILES, float32), cuda.local.array(HEAD_TILES, float32)
-        units = cuda.local.array(HEAD_TILES, float32)
+        p, p_rest = local_array(NUM_P, uint32), local_array(NUM_P, uint32)
+        pivots, sums = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, float32)
+        factors, slope = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, float32)
+        units = local_array(HEAD_TILES, float32)
         start(o, pivots, sums, slope, slopes, head, num_heads, g)
 
         # The longest chain first: table entries of the first two steps, and the first keys.
@@ -159,9 +160,9 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         valid = bits_of_warp(others, good) if CHECKED else ALL
         token = uint32(uint32(base + mine) + uint32(NUM_TEAMS * STEP))
         block, position, good = find_token(table, token, last, num_blocks, report, seq)
-        load_keys(0, buffers, 0, k_lane, k_offset, g, t)
+        load_keys(int64(0), buffers, int64(0), k_lane, k_offset, g, t)
         if CHUNKS > 1:
-            load_keys(1, buffers, BUFFER, k_lane, k_offset, g, t)
+            load_keys(int64(1), buffers, int64(BUFFER), k_lane, k_offset, g, t)
 
         stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(warp), scale < float32(0))
         set_units(units, factors, float32(scale * FACTOR))
@@ -170,7 +171,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
 
         if base <= last:
             if CHUNKS == 1:
-                load_values(0, buffers, BUFFER, v_lane, v_offset, room, t)
+                load_values(int64(0), buffers, int64(BUFFER), v_lane, v_offset, room, t)
             while uint32(base + uint32(NUM_TEAMS * STEP)) <= last:
                 for i in range(NUM_RAW):
                     raw[i] = float32(0)
@@ -184,7 +185,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
                 token = uint32(uint32(base + mine) + uint32(2 * NUM_TEAMS * STEP))
                 block, position, good = find_token(table, token, last, num_blocks, report, seq)
                 if CHUNKS == 1:
-                    load_keys(0, buffers, 0, k_lane, k_offset, g, t)
+                    load_keys(int64(0), buffers, int64(0), k_lane, k_offset, g, t)
                 here = uint32(base + uint32(t << uint32(2)))
                 logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
                 if CHECKED and valid != ALL:

@@ -21,6 +21,7 @@ from .intrinsics import (
     WORDS_2,
     WORDS_4,
     declare,
+    element,
     emit_asm,
     float32,
     int64,
@@ -224,11 +225,18 @@ def _mma(kind: str) -> Any:
     )
     constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
 
-    def emit(builder: Any, *args: Any) -> Any:
-        return parts_of(builder, _warp_wide(builder, struct, text, constraints, list(args)), 4)
+    def emit(builder: Any, array: Any, at: Any, a: Any, *b: Any) -> None:
+        c = [element(builder, array, at, i) for i in range(4)]
+        operands = [*parts_of(builder, a, 4), *b, *map(builder.load, c)]
+        d = parts_of(builder, _warp_wide(builder, struct, text, constraints, operands), 4)
+        for where, value in zip(c, d, strict=True):
+            builder.store(value, where)
 
-    doc = f"A B + C of {kind} matrices of 16 x 16 and 16 x 8: (a0..a3, b0, b1, c0..c3). The whole warp calls it."
-    return declare(f"mma_{kind}", doc, FLOATS_4, [uint32] * 6 + [float32] * 4, emit)
+    doc = f"""C += A B of {kind} matrices of 16 x 16 and 16 x 8: (c, at, a, b0, b1). The whole warp calls it.
+
+    C is c[at : at + 4] of a local array, and A a tuple of four words.
+    """
+    return declare(f"mma_{kind}", doc, types.void, [types.CPointer(float32), int64, WORDS_4, uint32, uint32], emit)
 
 
 mma_float16, mma_bfloat16 = _mma("f16"), _mma("bf16")
