@@ -10,12 +10,11 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
-from numba import cuda, float32, int32, types
+from compile_cases import Config, make_scale
+from numba import cuda, float32, types
 
 import pagedkv.cuda.compile as compiling
 from pagedkv.bench.launch import RecordingDevice
@@ -23,44 +22,13 @@ from pagedkv.bench.sass import code_of
 from pagedkv.cuda.compile import compile_for, compile_kernel
 from pagedkv.cuda.driver import wants_lineinfo
 from pagedkv.emulator import EmulatorDevice
-from pagedkv.errors import BackendUnavailableError
 from pagedkv.kernels.source import KernelSource, device_function
 
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    factor: int
-    score_mod: Callable | None = None
+pytestmark = pytest.mark.usefixtures("directory")
 
 
 class TupleConfig(NamedTuple):
     factor: int
-
-
-@cuda.jit(device=True)
-def shared_by_all_kernels(x):
-    return x + float32(1)
-
-
-def make_scale(config):
-    """values[i] = (values[i] + 1) * factor, and score_mod of it."""
-    factor = float32(config.factor)
-    score_mod = getattr(config, "score_mod", None)
-    user = None if score_mod is None else cuda.jit(device=True)(getattr(score_mod, "py_func", score_mod))
-
-    @cuda.jit(device=True)
-    def scale(x):
-        return shared_by_all_kernels(x) * factor
-
-    def kernel(values, count):
-        i = cuda.grid(1)
-        if i < count:
-            value = scale(values[i])
-            if user is not None:
-                value = float32(user(value, int32(i), int32(i), int32(0), int32(0)))
-            values[i] = value
-
-    return KernelSource(kernel, types.void(types.CPointer(float32), types.int64), 64)
 
 
 def make_squares(config):
@@ -76,13 +44,6 @@ def make_squares(config):
             values[i] = square(values[i])
 
     return KernelSource(kernel, types.void(types.CPointer(float32), types.int64), 64)
-
-
-@pytest.fixture(autouse=True)
-def directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiling, "_compiled", {})
-    return tmp_path / "cuda"
 
 
 @pytest.fixture
@@ -203,7 +164,8 @@ def test_another_process_does_not_compile(monkeypatch, compiled, directory):
 PROGRAM = """
 import sys
 sys.path.insert(0, {folder!r})
-from test_cuda_compile import Config, compile_kernel, make_scale
+from compile_cases import Config, make_scale
+from pagedkv.cuda.compile import compile_kernel
 sys.stdout.write(compile_kernel(make_scale, Config(3)).ptx)
 """
 
@@ -386,75 +348,6 @@ def test_the_oldest_kernels_are_forgotten(monkeypatch):
     assert list(compiling._compiled.values()) == kernels[1:]
     assert compile_kernel(make_scale, Config(4)) is kernels[2]
     assert compile_kernel(make_scale, Config(2)).ptx == kernels[0].ptx
-
-
-def test_what_nvvm_cannot_compile_is_named_with_what_to_do(monkeypatch):
-    from cuda.bindings.nvvm import nvvmError
-
-    def fail(*args):
-        raise nvvmError(9)
-
-    monkeypatch.setattr(compiling, "_make_ptx", fail)
-    with pytest.raises(BackendUnavailableError, match=r"pagedkv_scale.*factor=77.*ERROR_COMPILATION.*backend=.cpu"):
-        compile_kernel(make_scale, Config(77))
-
-
-def test_without_nvvm_the_message_says_what_to_install(monkeypatch):
-    from numba.cuda.cudadrv import nvvm
-
-    with monkeypatch.context() as patch:
-        patch.setattr(nvvm, "_nvvm", None)
-        with pytest.raises(BackendUnavailableError, match=r'NVVM.*pip install "pagedkv\[cu13\]"'):
-            compile_kernel(make_scale, Config(7))
-    compile_kernel(make_scale, Config(7))
-
-
-@pytest.mark.parametrize("library", ["nvvm", "nvrtc"])
-def test_a_library_of_the_compiler_that_is_not_there_is_named(library, tmp_path):
-    # numba-cuda alone brings the bindings of the compiler, and the compiler only by its extras.
-    program = f"""
-import cuda.pathfinder as pathfinder
-load = pathfinder.load_nvidia_dynamic_lib
-def without(name):
-    if name == {library!r}:
-        raise pathfinder.DynamicLibNotFoundError(f"no such file: lib{{name}}.so\\n  listdir of many folders")
-    return load(name)
-pathfinder.load_nvidia_dynamic_lib = without
-import pagedkv
-try:
-    pagedkv.warmup(8, 2, 64, 16, "float16", layout="vllm", kernels=["v1"], capabilities=[(9, 0)])
-except pagedkv.BackendUnavailableError as error:
-    print(error)
-"""
-    environment = {**os.environ, "PAGEDKV_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.startswith("CUDA kernels are compiled by NVVM, which is missing or does not work: pip install")
-    assert done.stdout.endswith(f"(numba-cuda: no such file: lib{library}.so)\n")
-
-
-def test_the_simulator_is_refused(monkeypatch):
-    from numba.cuda.core import config
-
-    monkeypatch.setattr(config, "ENABLE_CUDASIM", 1)
-    with pytest.raises(BackendUnavailableError, match="NUMBA_ENABLE_CUDASIM"):
-        compile_kernel(make_scale, Config(3))
-
-
-def test_without_numba_cuda_the_package_says_what_to_install():
-    program = """
-import importlib.util
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "numba_cuda" else find(name, *rest)
-import pagedkv
-try:
-    import pagedkv.cuda.compile
-except pagedkv.BackendUnavailableError as error:
-    print(error)
-importlib.util.find_spec = find
-import pagedkv.cuda.compile
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert 'numba-cuda, which is not installed: pip install "pagedkv[cu13]"' in done.stdout
 
 
 def test_lines_are_named_on_request_and_change_no_machine_code(compiled):

@@ -9,12 +9,7 @@ from pagedkv.cuda import driver
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.errors import BackendUnavailableError
 
-
-@pytest.fixture(autouse=True)
-def empty(monkeypatch, tmp_path):
-    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiling, "_compiled", {})
-    return tmp_path / "cuda"
+pytestmark = pytest.mark.usefixtures("directory")
 
 
 @pytest.fixture
@@ -32,12 +27,12 @@ def compiled(monkeypatch):
     return entries
 
 
-def test_calls_find_what_they_need(compiled, empty):
+def test_calls_find_what_they_need(compiled, directory):
     names = pagedkv.warmup(4, 2, 64, 16, "float16", layout="vllm", capabilities=[(9, 0)])
     assert sorted(compiled) == sorted("pagedkv_" + name.split("[")[0] for name in names)
     assert {"pagedkv_v1", "pagedkv_v2", "pagedkv_v2_reduce", "pagedkv_write_kv"} <= set(compiled)
     assert all(name.endswith("] for 9.0") for name in names)
-    assert len(list(empty.glob("*.ptx"))) == len(list(empty.glob("*.cubin"))) == len(names)
+    assert len(list(directory.glob("*.ptx"))) == len(list(directory.glob("*.cubin"))) == len(names)
     del compiled[:]
 
     k_cache, v_cache = np.zeros((3, 2, 8, 16, 8), np.float16), np.zeros((3, 2, 64, 16), np.float16)

@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 POOL = ("tests/memory/test_pool.py",)
-TABLE = ("tests/memory/test_table.py",)
+TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
 MACHINE = ("tests/memory/test_manager_machine.py",)
 TRANSACTION = ("tests/memory/test_transaction.py",)
 CACHE = ("tests/memory/test_cache.py",)

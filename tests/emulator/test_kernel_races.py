@@ -1,0 +1,244 @@
+"""Races in shared and global memory are detected, and nothing that is synchronised is taken for one."""
+
+import numpy as np
+import ptx_intrinsics as X
+import pytest
+from numba import cuda, types
+from ptx_harness import array_arguments, build, run, run_ptx
+
+from pagedkv.emulator import Device, EmulatorError, RaceFault
+
+f32, i64, u8, u16 = types.float32, types.int64, types.uint8, types.uint16
+P = types.CPointer
+
+Z = np.zeros(64, "f4")
+T = np.arange(64)
+
+
+def shared_exchange(sync):
+    def kernel(o):
+        s = cuda.shared.array(64, f32)
+        t = cuda.threadIdx.x
+        s[t] = t
+        if sync:
+            cuda.syncthreads()
+        o[t] = s[63 - t]
+
+    return kernel
+
+
+def test_read_after_write_race():
+    np.testing.assert_array_equal(run(shared_exchange(True), [P(f32)], [Z])[0], T[::-1])
+    with pytest.raises(
+        RaceFault,
+        match=r"load of a location written by thread .*byte \d+ of 256 in .*thread block \(0, 0, 0\).*PTX line \d+: ld",
+    ):
+        run(shared_exchange(False), [P(f32)], [Z])
+
+
+def test_write_after_read_race():
+    def kernel(o):
+        s = cuda.shared.array(64, f32)
+        t = cuda.threadIdx.x
+        s[t] = t
+        cuda.syncthreads()
+        x = s[63 - t]
+        s[t] = x + 1
+        cuda.syncthreads()
+        o[t] = s[t]
+
+    with pytest.raises(RaceFault, match="store of a location read by"):
+        run(kernel, [P(f32)], [Z])
+
+
+def test_broadcast_read_then_write_race():
+    def kernel(o):
+        s = cuda.shared.array(4, f32)
+        t = cuda.threadIdx.x
+        if t < 4:
+            s[t] = t
+        cuda.syncthreads()
+        o[t] = s[0]
+        if t == 40:
+            s[0] = f32(9)
+
+    with pytest.raises(RaceFault, match="read by several threads"):
+        run(kernel, [P(f32)], [Z])
+
+
+def test_same_instruction_write_conflict():
+    def kernel(o, same):
+        s = cuda.shared.array(4, f32)
+        t = cuda.threadIdx.x
+        s[0] = f32(1) if same else f32(t)
+        cuda.syncthreads()
+        o[t] = s[0]
+
+    with pytest.raises(RaceFault):
+        run(kernel, [P(f32), types.int32], [Z, 0])
+    np.testing.assert_array_equal(run(kernel, [P(f32), types.int32], [Z, 1], block=32)[0][:32], 1)
+
+
+def test_warp_level_sync():
+    def make(sync):
+        def kernel(o):
+            s = cuda.shared.array(64, f32)
+            t = cuda.threadIdx.x
+            for i in range(3):
+                s[t] = t + i
+                if sync:
+                    cuda.syncwarp()
+                o[t] = s[t ^ 1]
+                if sync:
+                    cuda.syncwarp()
+
+        return kernel
+
+    np.testing.assert_array_equal(run(make(True), [P(f32)], [Z])[0], (T ^ 1) + 2)
+    with pytest.raises(RaceFault):
+        run(make(False), [P(f32)], [Z])
+
+
+def test_halfword_stores_to_one_word_are_not_a_race():
+    def kernel(o):
+        s = cuda.shared.array(64, u16)
+        b = cuda.shared.array(64, u8)
+        t = cuda.threadIdx.x
+        s[t] = t
+        b[t] = 255 - t
+        cuda.syncthreads()
+        o[t] = s[63 - t] + b[t]
+
+    np.testing.assert_array_equal(run(kernel, [P(f32)], [Z])[0], T[::-1] + 255 - T)
+
+
+def test_race_between_ctas():
+    def kernel(o):
+        o[cuda.threadIdx.x] = cuda.blockIdx.x
+
+    run(kernel, [P(f32)], [Z], grid=3)
+    with pytest.raises(RaceFault, match="global-memory race: store of a location written by thread block"):
+        run(kernel, [P(f32)], [Z], grid=3, global_race=True)
+
+    def reads(o):
+        b, t = cuda.blockIdx.x, cuda.threadIdx.x
+        o[b * 32 + t] = o[(1 - b) * 32 + t] + 1
+
+    for batch in (8192, 32):
+        with pytest.raises(RaceFault, match="global-memory race"):
+            run(reads, [P(f32)], [Z], grid=2, block=32, global_race=True, batch_threads=batch)
+
+    def disjoint(o):
+        o[cuda.grid(1)] = 1
+
+    run(disjoint, [P(f32)], [Z], grid=2, block=32, global_race=True)
+
+
+def test_read_only_load_of_written_data():
+    def kernel(a, o):
+        t = cuda.threadIdx.x
+        a[t * 4] = types.uint32(t)
+        cuda.syncthreads()
+        o[t] = X.load_global_16(a, i64(t) * 16)[0]
+
+    args = [np.zeros(256, "u4"), np.zeros(64, "u4")]
+    run(kernel, [P(types.uint32)] * 2, args)
+    with pytest.raises(RaceFault, match="read-only"):
+        run(kernel, [P(types.uint32)] * 2, args, global_race=True)
+
+
+@pytest.mark.parametrize("fence", [True, False])
+def test_last_cta_pattern(fence):
+    """The last thread block to arrive reads what the others wrote: needs a fence before the counter."""
+
+    def make():
+        def kernel(part, counter, o):
+            b, t = cuda.blockIdx.x, cuda.threadIdx.x
+            last = cuda.shared.array(1, types.int32)
+            part[b * 32 + t] = f32(b + t)
+            if fence:
+                cuda.threadfence()
+            cuda.syncthreads()
+            if t == 0:
+                last[0] = cuda.atomic.add(counter, 0, 1)
+            cuda.syncthreads()
+            if last[0] == 3:
+                if fence:
+                    cuda.threadfence()
+                s = f32(0)
+                for i in range(4):
+                    s += part[i * 32 + t]
+                o[t] = s
+
+        return kernel
+
+    i32a = types.Array(types.int32, 1, "C")
+    e = build(make(), P(f32), i32a, P(f32))
+
+    def go(**kw):
+        dev = Device(1 << 20)
+        part, counter, o = (
+            dev.alloc(128, "f4", "part"),
+            dev.upload(np.zeros(1, "i4"), "counter"),
+            dev.alloc(32, "f4", "o"),
+        )
+        dev.launch(e, 4, 32, [part, *array_arguments(counter), o], global_race=True, **kw)
+        return o.get()
+
+    for kw in ({}, {"seed": 1}, {"seed": 2, "batch_threads": 32}):
+        if fence:
+            np.testing.assert_array_equal(go(**kw), 4 * T[:32] + 6)
+        else:
+            with pytest.raises(RaceFault, match="load of a location written by thread block"):
+                go(**kw)
+
+
+def test_schedule_permutation_shows_missing_barrier():
+    """Without the race detector, a missing barrier gives different results under different seeds."""
+    seen = set()
+    for seed in range(6):
+        out = run(shared_exchange(False), [P(f32)], [Z], race=False, init_check=False, seed=seed)[0]
+        seen.add(out.tobytes())
+    assert len(seen) > 1
+    seen = {run(shared_exchange(True), [P(f32)], [Z], seed=s)[0].tobytes() for s in range(6)}
+    assert len(seen) == 1
+
+
+def test_waiting_for_another_cta():
+    """Thread block 0 spins until 1 has published a value: needs a seeded schedule, lock-step starves block 1."""
+    body = """ld.param.u64 %rd1, [p0]; setp.eq.u32 %p1, %ct, 1; @%p1 bra $writer;
+    $spin: ld.acquire.gpu.global.u32 %r1, [%rd1+512]; setp.eq.u32 %p2, %r1, 0; @%p2 bra $spin;
+    ld.global.u32 %o0, [%rd1+640]; bra $end;
+    $writer: mov.u32 %o0, 0; setp.eq.u32 %p3, %lid, 0; @%p3 st.global.u32 [%rd1+640], 42; bar.sync 0;
+    @%p3 st.release.gpu.global.u32 [%rd1+512], 1;
+    $end:"""
+    out = run_ptx(body, [np.zeros(256, "u4")], ["u4"], n=64, grid=2, seed=1, global_race=True, step_limit=100_000)[0]
+    assert (out[:32] == 42).all()
+    with pytest.raises(RaceFault, match="load of a location written by thread block"):
+        run_ptx(
+            body.replace("st.release.gpu", "st.relaxed.gpu"),
+            [np.zeros(256, "u4")],
+            ["u4"],
+            n=64,
+            grid=2,
+            seed=1,
+            global_race=True,
+            step_limit=100_000,
+        )
+    with pytest.raises(EmulatorError, match="step limit"):
+        run_ptx(body, [np.zeros(256, "u4")], ["u4"], n=64, grid=2, step_limit=2000)
+
+
+@pytest.mark.parametrize("barrier", ["bar.sync 0;", ""])
+def test_readers_that_come_one_after_the_other(barrier):
+    """The same load by two warps in turn: a store has to wait for both."""
+    body = f"""setp.eq.u32 %p3, %lid, 0; @%p3 st.shared.u32 [buf], 7; bar.sync 0; shr.u32 %r2, %lid, 5; mov.u32 %r1, 0;
+    $loop: setp.ne.u32 %p1, %r2, %r1; @%p1 bra $skip; ld.shared.u32 %o0, [buf];
+    $skip: add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 2; @%p2 bra $loop;
+    bar.warp.sync -1; {barrier} @%p3 st.shared.u32 [buf], 9;"""
+    options = {"shared": ".shared .align 16 .b8 buf[16];"}
+    if barrier:
+        assert (run_ptx(body, [np.zeros(64, "u4")], ["u4"], **options)[0] == 7).all()
+    else:
+        with pytest.raises(RaceFault, match="store of a location read by several threads"):
+            run_ptx(body, [np.zeros(64, "u4")], ["u4"], **options)
