@@ -133,8 +133,15 @@ class TensorShape:
 
         The terms of a float32 q are worth a thread block less, where 16-bit caches have enough in flight without it.
         """
-        most = 16 if self.terms > 1 and not (self.is_fp8 or self.config.staged) else 4
+        has_room = self.is_plain or self.config.head_dim <= 128
+        most = 16 if self.terms > 1 and has_room and not (self.is_fp8 or self.config.staged) else 4
         return self.q_fragments > most or self.config.architecture < 9
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither options nor a part of a vector at the end of a row take registers."""
+        config = self.config
+        return config.row_bytes % K_VECTOR == 0 and not (config.modified or config.checked or config.wide)
 
     # ---- accumulators
 
@@ -156,8 +163,7 @@ class TensorShape:
     @property
     def min_blocks(self) -> int:
         """Thread blocks on a multiprocessor: as many as need no spills."""
-        config = self.config
-        is_plain = config.row_bytes % K_VECTOR == 0 and not (config.modified or config.checked or config.wide)
+        config, is_plain = self.config, self.is_plain
         if config.staged:
             return 3 if is_plain and config.head_dim <= 128 and self.terms == 1 and not self.is_fp8 else 2
         o, q = 4 * self.num_products * self.head_tiles, 4 if self.q_in_shared else 4 * self.q_fragments
