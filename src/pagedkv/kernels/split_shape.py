@@ -136,6 +136,21 @@ class TensorShape:
         most = 16 if self.terms > 1 and not (self.is_fp8 or self.config.staged) else 4
         return self.q_fragments > most or self.config.architecture < 9
 
+    @property
+    def is_exact(self) -> bool:
+        """Elements of q are operands as they stand."""
+        return self.config.q_kind == self.operand
+
+    @property
+    def q_is_shared(self) -> bool:
+        """Warps make the fragments of Q together, in shared memory, though each may load them to registers then."""
+        return self.q_in_shared or not self.is_exact
+
+    @property
+    def q_bytes(self) -> int:
+        """Shared memory of the fragments of a warp's heads."""
+        return FRAGMENT_BYTES * self.q_fragments * self.q_is_shared
+
     # ---- accumulators
 
     @property

@@ -66,13 +66,14 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
     """
     shape = TensorShape(config)
     CHUNKS, BUFFER, STEP, NUM_TEAMS = shape.num_chunks, shape.buffer, shape.step, config.num_teams
-    HEAD_TILES, CHECKED, Q_IN_SHARED = shape.head_tiles, config.checked, shape.q_in_shared
+    HEAD_TILES, CHECKED = shape.head_tiles, config.checked
+    Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
     FACTOR, DIM_SHARES, HAS_TERMS = float32(software_factor(config)), config.dim_shares, shape.terms > 1
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     NUM_BUFFERED, NUM_Q = 2 * shape.buffer, 4 if shape.q_in_shared else 4 * shape.q_fragments
     NUM_RAW, NUM_S = 8 * shape.tiles * shape.score_sets, 4 * shape.tiles * shape.head_tiles
     NUM_P, NUM_O = 2 * shape.tiles * shape.head_tiles, 4 * shape.num_products * shape.head_tiles
-    THROUGH_SHARED, NUM_SLOT_WORDS = config.through_shared, slots_bytes(config) // 4
+    THROUGH_SHARED, NUM_SLOT_WORDS, NUM_HEADS = config.through_shared, slots_bytes(config) // 4, config.num_heads
     ALL = uint32(0xFFFFFFFF)
     share, bits_of_warp = make_share(config), make_bits_of_warp(config)
     find_token, row_offset, row_address = make_find_token(config), make_row_offset(config), make_row_address(config)
@@ -207,12 +208,12 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
             mask(s, valid, t)
             soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
             for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
-        if Q_IN_SHARED:
+        if Q_IS_SHARED:
             cuda.syncthreads()  # the sums take the place of Q
-        # Not from `warp`, which a register would hold through the loop.
-        warp = uint32(thread >> uint32(5))
+        # Not from `warp`, which a register would hold through the loop; nor from t, whose range a shuffle hides.
+        warp, t = uint32(thread >> uint32(5)), uint32(thread & uint32(3))
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
-        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, num_heads, uint32(0), g, t, team, member)
+        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, uint32(NUM_HEADS), uint32(0), g, t, team, member)
         return FACTOR
 
     return attend
