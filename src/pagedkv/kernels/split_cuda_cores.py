@@ -362,7 +362,7 @@ def make_put_sums(shape: RowShape) -> Any:
             c, d = sum_of_groups(float32(o[at + 2] * factor)), sum_of_groups(float32(o[at + 3] * factor))
             vector = uint32(sub + uint32(LANES * n))
             if group == 0 and vector < ROW_VECTORS and h < num_heads:
-                store_shared_4(pair_address(shared, uint32(h), uint32(vector << 1)), a, b, c, d)
+                store_shared_4(pair_address(shared, uint32(h), uint32(vector << 1), 0), a, b, c, d)
 
     @device_function
     def put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, group, sub, warp):

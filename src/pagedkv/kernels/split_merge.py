@@ -122,7 +122,7 @@ def make_finish(config: SplitConfig) -> Any:
         i = thread
         while i < uint32(num_heads * uint32(QUADS)):
             h, pair = uint32(i // uint32(QUADS)), uint32(uint32(i % uint32(QUADS)) << 1)
-            where = pair_address(shared, h, pair)
+            where = pair_address(shared, h, pair, 0)
             for k in range(4):
                 quad[k] = float32(0)
             for w in range(NUM_TEAMS):

@@ -44,12 +44,15 @@ def team_bytes(config: SplitConfig) -> int:
 
 
 def make_pair_address(config: SplitConfig) -> Any:
-    """The device function ``pair_address(shared, head, pair)`` -> shared address for team 0."""
+    """The device function ``pair_address(shared, head, pair, j)`` -> shared address of pair + j for team 0.
+
+    `pair` is a multiple of what a lane has of a vector, and j less than that; or `pair` is even, and j is 0.
+    """
     ROW_BYTES = 8 * row_pairs(config)
     DIMS = TensorShape(config).v_dims if config.on_tensor_cores else 0
 
     @device_function
-    def pair_address(shared, head, pair):
+    def pair_address(shared, head, pair, j):
         t = uint32(uint32(head >> 1) & uint32(3))
         upper, highest = uint32(uint32(pair >> 4) & uint32(1)), uint32(uint32(pair >> 5) & uint32(1))
         if DIMS == 4:  # bits 1 to 3 of the pair are g's
@@ -59,7 +62,7 @@ def make_pair_address(config: SplitConfig) -> Any:
             pair = uint32(uint32(pair ^ t) ^ uint32(upper * uint32(3)))
         elif DIMS == 16:  # bits 3 to 5, of which the banks see one
             pair = uint32(uint32(pair ^ t) ^ uint32(uint32(upper * uint32(5)) | uint32(highest << uint32(1))))
-        return uint32(uint32(shared + uint32(head * uint32(ROW_BYTES))) + uint32(pair << 3))
+        return uint32(uint32(shared + uint32(head * uint32(ROW_BYTES))) + uint32(uint32(pair << 3) ^ uint32(8 * j)))
 
     return pair_address
 
@@ -94,12 +97,12 @@ def make_put_sums(config: SplitConfig, shape: TensorShape) -> Any:
     def put_pairs(i, shared, o, num_heads, first_head, g, t, member):
         vector, j = i // PER_VECTOR, i % PER_VECTOR
         first_pair = uint32(member * uint32(PER_MEMBER))
-        pair = uint32(uint32(uint32(PER_VECTOR * 8 * vector + j) + uint32(g * uint32(PER_VECTOR))) + first_pair)
+        pair = uint32(uint32(uint32(PER_VECTOR * 8 * vector) + uint32(g * uint32(PER_VECTOR))) + first_pair)
         for h in range(HEAD_TILES):
             for k in range(2):
                 head, at = uint32(uint32(t << 1) + uint32(8 * h + k)), 4 * (i * HEAD_TILES + h) + k
                 if head < num_heads and pair < uint32(HEAD_DIM // 2):
-                    where = pair_address(shared, uint32(first_head + head), pair)
+                    where = pair_address(shared, uint32(first_head + head), pair, j)
                     if HEADS_OF_WARP - 8 * h - k > 4:
                         store_shared_2(where, o[at], o[at + 2])
                     else:

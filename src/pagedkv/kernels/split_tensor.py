@@ -112,7 +112,8 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
     def use_last_values(i, o, buffers, p, p_rest, v_lane, v_offset, valid, room, t):
         """Chunk i of V in the warp's last step."""
         at = ((CHUNKS + i) % 2) * BUFFER
-        zero_values(buffers, at, valid, t)
+        if valid != ALL:
+            zero_values(buffers, at, valid, t)
         multiply_values(i, o, buffers, at, p, p_rest)
         if i + 2 < CHUNKS:
             load_values(i + 2, buffers, at, v_lane, v_offset, room, t)
@@ -163,51 +164,51 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         load_keys(0, buffers, 0, k_lane, k_offset, g, t)
         if CHUNKS > 1:
             load_keys(1, buffers, BUFFER, k_lane, k_offset, g, t)
+        else:
+            load_values(0, buffers, BUFFER, v_lane, v_offset, room, t)
 
         stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(warp), scale < float32(0))
         set_units(units, factors, float32(scale * FACTOR))
         if Q_IN_SHARED:
             cuda.syncthreads()
 
-        if base <= last:
-            if CHUNKS == 1:
-                load_values(0, buffers, BUFFER, v_lane, v_offset, room, t)
-            while uint32(base + uint32(NUM_TEAMS * STEP)) <= last:
-                for i in range(NUM_RAW):
-                    raw[i] = float32(0)
-                for_each(
-                    use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t)
-                )
-                k_offset = share(keys, row_offset(block, position, k_block_stride, k_token_stride))
-                values = uint32(both_values - values)
-                next_v = share(values, row_offset(block, position, v_block_stride, v_token_stride))
-                next_valid = bits_of_warp(others, good) if CHECKED else ALL
-                token = uint32(uint32(base + mine) + uint32(2 * NUM_TEAMS * STEP))
-                block, position, good = find_token(table, token, last, num_blocks, report, seq)
-                if CHUNKS == 1:
-                    load_keys(0, buffers, 0, k_lane, k_offset, g, t)
-                here = uint32(base + uint32(t << uint32(2)))
-                logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
-                if CHECKED and valid != ALL:
-                    mask(s, valid, t)
-                soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
-                for_each(
-                    use_values,
-                    CHUNKS,
-                    (o, buffers, p, p_rest, k_lane, v_lane, k_offset, v_offset, next_v, valid, room, g, t),
-                )
-                base, v_offset, valid = uint32(base + uint32(NUM_TEAMS * STEP)), next_v, next_valid
+        while uint32(base + uint32(NUM_TEAMS * STEP)) <= last:
             for i in range(NUM_RAW):
                 raw[i] = float32(0)
             for_each(
                 use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t)
             )
-            valid = uint32(valid & low_bits(uint32(uint32(last - base) + uint32(1))))
+            k_offset = share(keys, row_offset(block, position, k_block_stride, k_token_stride))
+            values = uint32(both_values - values)
+            next_v = share(values, row_offset(block, position, v_block_stride, v_token_stride))
+            next_valid = bits_of_warp(others, good) if CHECKED else ALL
+            token = uint32(uint32(base + mine) + uint32(2 * NUM_TEAMS * STEP))
+            block, position, good = find_token(table, token, last, num_blocks, report, seq)
+            if CHUNKS == 1:
+                load_keys(0, buffers, 0, k_lane, k_offset, g, t)
             here = uint32(base + uint32(t << uint32(2)))
             logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
-            mask(s, valid, t)
+            if CHECKED and valid != ALL:
+                mask(s, valid, t)
             soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
-            for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
+            for_each(
+                use_values,
+                CHUNKS,
+                (o, buffers, p, p_rest, k_lane, v_lane, k_offset, v_offset, next_v, valid, room, g, t),
+            )
+            base, v_offset, valid = uint32(base + uint32(NUM_TEAMS * STEP)), next_v, next_valid
+        for i in range(NUM_RAW):
+            raw[i] = float32(0)
+        for_each(use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t))
+        if uint32(base + uint32(STEP - 1)) > last:
+            left = uint32(uint32(last - base) + uint32(1)) if base <= last else uint32(0)
+            valid = uint32(valid & low_bits(left))
+        here = uint32(base + uint32(t << uint32(2)))
+        logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
+        if valid != ALL:
+            mask(s, valid, t)
+        soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
+        for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
         if Q_IS_SHARED:
             cuda.syncthreads()  # the sums take the place of Q
         # Not from `warp`, which a register would hold through the loop; nor from t, whose range a shuffle hides.
