@@ -238,7 +238,7 @@ MUTANTS = [
     Mutant(
         "split: tokens of a bad block are seen",
         TENSOR,
-        "                if CHECKED and valid != ALL:\n                    mask(s, valid, t)\n",
+        "            if CHECKED and valid != ALL:\n                mask(s, valid, t)\n",
         "",
         BAD_BLOCK,
     ),
