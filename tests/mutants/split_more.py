@@ -208,10 +208,10 @@ MUTANTS = [
         LONG,
     ),
     Mutant(
-        "split: tokens are looked up one step ahead instead of two",
+        "split: the tokens that are looked up do not move on",
         TENSOR,
-        "token = uint32(uint32(base + mine) + uint32(2 * NUM_TEAMS * STEP))",
-        "token = uint32(uint32(base + mine) + uint32(NUM_TEAMS * STEP))",
+        "            token = uint32(token + uint32(NUM_TEAMS * STEP))\n",
+        "",
         LONG,
     ),
     Mutant(
@@ -238,7 +238,7 @@ MUTANTS = [
     Mutant(
         "split: tokens of a bad block are seen",
         TENSOR,
-        "                if CHECKED and valid != ALL:\n                    mask(s, valid, t)\n",
+        "            if CHECKED and valid != ALL:\n                mask(s, valid, t)\n",
         "",
         BAD_BLOCK,
     ),

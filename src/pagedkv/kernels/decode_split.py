@@ -34,7 +34,7 @@ from .split_config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_
 from .split_cuda_cores import RowShape, make_attend_on_cuda_cores
 from .split_many import make_attend_with_many_heads
 from .split_merge import make_finish, make_store_pair, weights_bytes
-from .split_shape import FRAGMENT_BYTES, TensorShape
+from .split_shape import TensorShape
 from .split_stages import StageShape
 from .split_sums import are_dynamic, make_pair_address, sums_bytes
 from .split_tensor import make_attend_on_tensor_cores
@@ -173,6 +173,4 @@ def _shared_bytes(config: SplitConfig) -> int:
     nbytes = sums_bytes(config) + weights_bytes(config) * are_dynamic(config)
     if not config.on_tensor_cores:
         return nbytes
-    shape = TensorShape(config)
-    q_bytes = FRAGMENT_BYTES * shape.q_fragments * shape.q_in_shared
-    return max(nbytes, StageShape(config).nbytes if config.staged else q_bytes)
+    return max(nbytes, StageShape(config).nbytes if config.staged else TensorShape(config).q_bytes)

@@ -22,6 +22,7 @@ from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import NUM_WARPS, WARP_SIZE, SplitConfig
 from .split_pages import make_find_token, make_row_address, make_row_offset
+from .split_sums import team_bytes
 from .tensor_intrinsics import ballot, exchange, low_bits, shuffle, store_shared_4, stream_16
 
 VECTOR = 4  # elements
@@ -332,6 +333,7 @@ def make_put_sums(shape: RowShape, pair_address: Any) -> Any:
     """The device function ``put_sums(...)``: the sums of the warp's groups of lanes, added up, to shared memory."""
     HEADS, VECTORS, LANES, ROW_VECTORS = shape.config.num_heads, shape.vectors, shape.lanes, shape.row_vectors
     FIRST = shape.lanes.bit_length() - 1
+    TEAM_BYTES = team_bytes(shape.config)
 
     @device_function
     def sum_of_groups(x):
@@ -356,10 +358,11 @@ def make_put_sums(shape: RowShape, pair_address: Any) -> Any:
             c, d = sum_of_groups(float32(o[at + 2] * factor)), sum_of_groups(float32(o[at + 3] * factor))
             vector = uint32(sub + uint32(LANES * n))
             if group == 0 and vector < ROW_VECTORS and h < num_heads:
-                store_shared_4(pair_address(shared, warp, uint32(h), uint32(vector << 1)), a, b, c, d)
+                store_shared_4(pair_address(shared, uint32(h), uint32(vector << 1), int64(0)), a, b, c, d)
 
     @device_function
     def put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, group, sub, warp):
+        shared = uint32(shared + uint32(warp * uint32(TEAM_BYTES)))
         args = (shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, group, sub, warp)
         for_each(put_head, HEADS, args)
 

@@ -45,7 +45,7 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
     CHECKED, Q_IN_SHARED = config.checked, shape.q_in_shared
     FACTOR, MEMBERS, VECTOR_BYTES = float32(software_factor(config)), config.head_shares, config.vector_bytes
     TOKENS, ROWS, LANES, AHEAD = stage.tokens, stage.rows_of_lane, stage.lanes, stage.num_stages - 1
-    STAGE_BYTES, RING_BYTES, Q_BYTES = stage.stage_bytes, stage.ring_bytes, stage.q_bytes
+    STAGE_BYTES, RING_BYTES, Q_BYTES = stage.stage_bytes, stage.ring_bytes, shape.q_bytes
     NUM_FOUND, NUM_WORDS, NUM_Q = ROWS * AHEAD, shape.buffer, 4 if Q_IN_SHARED else 4 * shape.q_fragments
     NUM_RAW, NUM_S = 8 * shape.tiles * shape.score_sets, 4 * shape.tiles * shape.head_tiles
     NUM_P, NUM_O = 2 * shape.tiles * shape.head_tiles, 4 * shape.num_products * shape.head_tiles

@@ -12,12 +12,12 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from .conversions import narrow
-from .intrinsics import ELEMENT_BITS, address, exp2, float_bits, larger, local_array, store_4, store_8
+from .intrinsics import ELEMENT_BITS, address, exp2, float_bits, larger, local_array, store_4, store_8, store_16
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
-from .split_sums import are_dynamic, sums_bytes
-from .tensor_intrinsics import count_up, exchange, fence, load_l2_2, load_l2_4, load_shared_2, log2, reciprocal
+from .split_sums import are_dynamic, make_load_quad, sums_bytes, team_bytes
+from .tensor_intrinsics import count_up, exchange, fence, load_l2_2, load_l2_4, log2, reciprocal
 
 LN2 = float32(0.6931471805599453)
 
@@ -61,6 +61,13 @@ def inverse(total):
     return float32(0) if total == float32(0) else reciprocal(total)
 
 
+@device_function
+def add(sums, weight, x):
+    """Four sums, each increased by a weight times another number."""
+    sums[0], sums[1] = float32(sums[0] + weight * x[0]), float32(sums[1] + weight * x[1])
+    sums[2], sums[3] = float32(sums[2] + weight * x[2]), float32(sums[3] + weight * x[3])
+
+
 def weights_bytes(config: SplitConfig) -> int:
     """Shared memory of the weights of all splits."""
     return 4 * config.num_heads * MOST_SPLITS
@@ -72,17 +79,17 @@ def make_finish(config: SplitConfig, pair_address: Any, store_pair: Any) -> Any:
     `row` is that of the tile's first head in lse; a partial result lies at its head's row times most_splits, plus the
     split: head_dim sums in partial_sums, and maximum and sum of exponentials in partial_states.
     """
-    NUM_HEADS, NUM_TEAMS, PAIRS = config.num_heads, config.num_teams, config.head_dim // 2
-    ROW_BYTES = 4 * config.head_dim
+    NUM_HEADS, NUM_TEAMS, QUADS = config.num_heads, config.num_teams, config.head_dim // 4
+    ROW_BYTES, TEAM_BYTES = 4 * config.head_dim, team_bytes(config)
     NUM_WEIGHTS, NUM_SUMS, DYNAMIC = weights_bytes(config) // 4, sums_bytes(config) // 4, are_dynamic(config)
-    merge_splits = make_merge(config, store_pair)
+    load_quad, merge_splits = make_load_quad(config), make_merge(config, store_pair)
 
     @device_function
     def finish(
         out, out_head_stride, lse, row, sinks, head, v_factor, partial_sums, partial_states, counter,
         shared, maxima, sums, num_heads, split, num_splits, most_splits, thread,
     ):  # fmt: skip
-        last = cuda.shared.array(1, uint32)
+        last, quad = cuda.shared.array(1, uint32), local_array(4, float32)
         if DYNAMIC:  # behind the sums
             weights = cuda.shared.array(0, float32, alignment=16)[NUM_SUMS:]
         else:
@@ -112,18 +119,22 @@ def make_finish(config: SplitConfig, pair_address: Any, store_pair: Any) -> Any:
         cuda.syncthreads()
 
         i = thread
-        while i < uint32(num_heads * uint32(PAIRS)):
-            h, pair = uint32(i // uint32(PAIRS)), uint32(i % uint32(PAIRS))
-            x, y = float32(0), float32(0)
+        while i < uint32(num_heads * uint32(QUADS)):
+            h, pair = uint32(i // uint32(QUADS)), uint32(uint32(i % uint32(QUADS)) << 1)
+            where = pair_address(shared, h, pair, int64(0))
+            for k in range(4):
+                quad[k] = float32(0)
             for w in range(NUM_TEAMS):
-                weight = weights[w * NUM_HEADS + int64(h)]
-                a, b = load_shared_2(pair_address(shared, uint32(w), h, pair))
-                x, y = float32(x + weight * a), float32(y + weight * b)
+                x = load_quad(uint32(where + uint32(w * TEAM_BYTES)))
+                add(quad, weights[w * NUM_HEADS + int64(h)], x)
             if is_only:
-                store_pair(out + int64(h) * out_head_stride, pair, x, y)
+                target = out + int64(h) * out_head_stride
+                store_pair(target, pair, quad[0], quad[1])
+                store_pair(target, uint32(pair + uint32(1)), quad[2], quad[3])
             else:
                 target = address(partial_sums) + (partial + int64(h) * most_splits) * ROW_BYTES
-                store_8(target + int64(pair) * 8, float_bits(x), float_bits(y))
+                words = float_bits(quad[0]), float_bits(quad[1]), float_bits(quad[2]), float_bits(quad[3])
+                store_16(target + int64(pair) * 8, words[0], words[1], words[2], words[3])
             i = uint32(i + uint32(NUM_THREADS))
         if is_only:
             return
@@ -157,11 +168,6 @@ def make_merge(config: SplitConfig, store_pair: Any) -> Any:
         if split < num_splits:
             return load_l2_2(address(partial_states) + (partial + split) * 8)
         return NONE, float32(0)
-
-    @device_function
-    def add(sums, weight, x):
-        sums[0], sums[1] = float32(sums[0] + weight * x[0]), float32(sums[1] + weight * x[1])
-        sums[2], sums[3] = float32(sums[2] + weight * x[2]), float32(sums[3] + weight * x[3])
 
     @device_function
     def merge_splits(

@@ -52,7 +52,7 @@ def make_row_offset(config: SplitConfig) -> Any:
         if WIDE:
             return int64(block) * block_stride + int64(position) * token_stride
         block_vectors, token_vectors = uint32(block_stride >> SHIFT), uint32(token_stride >> SHIFT)
-        return uint32(block * block_vectors + position * token_vectors)
+        return uint32(uint32(block * block_vectors) + uint32(position * token_vectors))
 
     return row_offset
 

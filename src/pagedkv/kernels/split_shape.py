@@ -143,6 +143,21 @@ class TensorShape:
         config = self.config
         return config.row_bytes % K_VECTOR == 0 and not (config.modified or config.checked or config.wide)
 
+    @property
+    def is_exact(self) -> bool:
+        """Elements of q are operands as they stand."""
+        return self.config.q_kind == self.operand
+
+    @property
+    def q_is_shared(self) -> bool:
+        """Warps make the fragments of Q together, in shared memory, though each may load them to registers then."""
+        return self.q_in_shared or not self.is_exact
+
+    @property
+    def q_bytes(self) -> int:
+        """Shared memory of the fragments of a warp's heads."""
+        return FRAGMENT_BYTES * self.q_fragments * self.q_is_shared
+
     # ---- accumulators
 
     @property

@@ -21,7 +21,7 @@ from .source import device_function
 from .split_config import NUM_THREADS, VECTOR_BYTES, WARP_SIZE, SplitConfig
 from .split_fragments import key_token
 from .split_pages import make_address_at, make_find_token, make_row_offset
-from .split_shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape
+from .split_shape import K_VECTOR, TILE, TensorShape
 from .tensor_intrinsics import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
 
 BANKS_BYTES = 128  # of one pass over the banks
@@ -83,14 +83,9 @@ class StageShape:
         return self.num_stages * self.stage_bytes
 
     @property
-    def q_bytes(self) -> int:
-        """Of the heads of a warp."""
-        return FRAGMENT_BYTES * self.shape.q_fragments * self.shape.q_in_shared
-
-    @property
     def nbytes(self) -> int:
         """Of the ring and Q."""
-        return self.ring_bytes + self.config.head_shares * self.q_bytes
+        return self.ring_bytes + self.config.head_shares * self.shape.q_bytes
 
     @property
     def is_padded(self) -> bool:

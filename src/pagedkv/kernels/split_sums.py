@@ -13,11 +13,11 @@ from typing import Any
 
 from numba import float32, uint32
 
-from .intrinsics import float_bits, for_each
+from .intrinsics import float_bits, for_each, load_shared
 from .source import device_function
 from .split_config import SplitConfig
 from .split_shape import TensorShape
-from .tensor_intrinsics import exchange, store_shared_2, store_shared_word
+from .tensor_intrinsics import exchange, load_shared_2, store_shared_2, store_shared_word
 
 BANK_PAIRS = 16  # float32 pairs in one pass over the banks
 MOST_STATIC = 40 * 1024  # bytes of sums, beside what else is in 48 KiB of static shared memory
@@ -38,25 +38,48 @@ def are_dynamic(config: SplitConfig) -> bool:
     return config.staged or sums_bytes(config) > MOST_STATIC
 
 
+def team_bytes(config: SplitConfig) -> int:
+    """From a pair of one team to that of the next."""
+    return 8 * row_pairs(config) * config.num_heads
+
+
 def make_pair_address(config: SplitConfig) -> Any:
-    """The device function ``pair_address(shared, team, head, pair)`` -> shared address."""
-    ROW_BYTES, NUM_HEADS = 8 * row_pairs(config), config.num_heads
+    """The device function ``pair_address(shared, head, pair, j)`` -> shared address of pair + j for team 0.
+
+    `pair` is a multiple of what a lane has of a vector, and j less than that; or `pair` is even, and j is 0.
+    """
+    ROW_BYTES = 8 * row_pairs(config)
     DIMS = TensorShape(config).v_dims if config.on_tensor_cores else 0
 
     @device_function
-    def pair_address(shared, team, head, pair):
+    def pair_address(shared, head, pair, j):
         t = uint32(uint32(head >> 1) & uint32(3))
-        if DIMS == 4:  # bits 1 and 2 of the pair are g's
-            pair = uint32(pair ^ uint32(uint32(t & uint32(1)) | uint32(uint32(t & uint32(2)) << uint32(2))))
-        elif DIMS == 8:  # bits 2 and 3
-            pair = uint32(uint32(pair ^ t) ^ uint32(uint32(uint32(pair >> 4) & uint32(1)) << uint32(1)))
-        elif DIMS == 16:  # bits 3 and 4, of which the banks see one
-            g1, g2 = uint32(uint32(pair >> 4) & uint32(1)), uint32(uint32(pair >> 5) & uint32(1))
-            pair = uint32(uint32(pair ^ t) ^ uint32(uint32(g1 << uint32(2)) | uint32(g2 << uint32(1))))
-        row = uint32(uint32(team * uint32(NUM_HEADS)) + head)
-        return uint32(uint32(shared + uint32(row * uint32(ROW_BYTES))) + uint32(pair << 3))
+        upper, highest = uint32(uint32(pair >> 4) & uint32(1)), uint32(uint32(pair >> 5) & uint32(1))
+        if DIMS == 4:  # bits 1 to 3 of the pair are g's
+            t = uint32(uint32(t & uint32(1)) | uint32(uint32(t & uint32(2)) << uint32(2)))
+            pair = uint32(uint32(pair ^ t) ^ upper)
+        elif DIMS == 8:  # bits 2 to 4, of which the banks see two
+            pair = uint32(uint32(pair ^ t) ^ uint32(upper * uint32(3)))
+        elif DIMS == 16:  # bits 3 to 5, of which the banks see one
+            pair = uint32(uint32(pair ^ t) ^ uint32(uint32(upper * uint32(5)) | uint32(highest << uint32(1))))
+        return uint32(uint32(shared + uint32(head * uint32(ROW_BYTES))) + uint32(uint32(pair << 3) ^ uint32(8 * j)))
 
     return pair_address
+
+
+def make_load_quad(config: SplitConfig) -> Any:
+    """The device function ``load_quad(where)``: the sums of two pairs, the first of them even and at `where`."""
+    ON_TENSOR_CORES, load_4 = config.on_tensor_cores, load_shared(4)
+
+    @device_function
+    def load_quad(where):
+        if ON_TENSOR_CORES:  # where pairs of a row have changed places
+            a, b = load_shared_2(where)
+            c, d = load_shared_2(uint32(where ^ uint32(8)))
+            return a, b, c, d
+        return load_4(where)
+
+    return load_quad
 
 
 def make_put_sums(config: SplitConfig, shape: TensorShape, pair_address: Any) -> Any:
@@ -68,17 +91,18 @@ def make_put_sums(config: SplitConfig, shape: TensorShape, pair_address: Any) ->
     HEAD_TILES, NUM_HEADS, HEAD_DIM = shape.head_tiles, config.num_heads, config.head_dim
     PRODUCTS, PER_VECTOR = shape.num_products, shape.v_dims // 2
     PER_MEMBER, HEADS_OF_WARP = shape.v_vectors * 8 * PER_VECTOR, config.heads_of_warp
+    TEAM_BYTES = team_bytes(config)
 
     @device_function
-    def put_pairs(i, shared, o, num_heads, first_head, g, t, team, member):
+    def put_pairs(i, shared, o, num_heads, first_head, g, t, member):
         vector, j = i // PER_VECTOR, i % PER_VECTOR
         first_pair = uint32(member * uint32(PER_MEMBER))
-        pair = uint32(uint32(uint32(PER_VECTOR * 8 * vector + j) + uint32(g * uint32(PER_VECTOR))) + first_pair)
+        pair = uint32(uint32(uint32(PER_VECTOR * 8 * vector) + uint32(g * uint32(PER_VECTOR))) + first_pair)
         for h in range(HEAD_TILES):
             for k in range(2):
                 head, at = uint32(uint32(t << 1) + uint32(8 * h + k)), 4 * (i * HEAD_TILES + h) + k
                 if head < num_heads and pair < uint32(HEAD_DIM // 2):
-                    where = pair_address(shared, team, uint32(first_head + head), pair)
+                    where = pair_address(shared, uint32(first_head + head), pair, j)
                     if HEADS_OF_WARP - 8 * h - k > 4:
                         store_shared_2(where, o[at], o[at + 2])
                     else:
@@ -94,6 +118,7 @@ def make_put_sums(config: SplitConfig, shape: TensorShape, pair_address: Any) ->
             if member == 0 and t == 0 and head < num_heads:
                 at = uint32(uint32(uint32(team * uint32(NUM_HEADS)) + first_head) + head)
                 maxima_shared[at], sums_shared[at] = pivots[h], total
-        for_each(put_pairs, PRODUCTS, (shared, o, num_heads, first_head, g, t, team, member))
+        shared = uint32(shared + uint32(team * uint32(TEAM_BYTES)))
+        for_each(put_pairs, PRODUCTS, (shared, o, num_heads, first_head, g, t, member))
 
     return put_sums

@@ -66,13 +66,14 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     """
     shape = TensorShape(config)
     CHUNKS, BUFFER, STEP, NUM_TEAMS = shape.num_chunks, shape.buffer, shape.step, config.num_teams
-    HEAD_TILES, CHECKED, Q_IN_SHARED = shape.head_tiles, config.checked, shape.q_in_shared
+    HEAD_TILES, CHECKED = shape.head_tiles, config.checked
+    Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
     FACTOR, DIM_SHARES, HAS_TERMS = float32(software_factor(config)), config.dim_shares, shape.terms > 1
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     NUM_BUFFERED, NUM_Q = 2 * shape.buffer, 4 if shape.q_in_shared else 4 * shape.q_fragments
     NUM_RAW, NUM_S = 8 * shape.tiles * shape.score_sets, 4 * shape.tiles * shape.head_tiles
     NUM_P, NUM_O = 2 * shape.tiles * shape.head_tiles, 4 * shape.num_products * shape.head_tiles
-    THROUGH_SHARED, NUM_SLOT_WORDS = config.through_shared, slots_bytes(config) // 4
+    THROUGH_SHARED, NUM_SLOT_WORDS, NUM_HEADS = config.through_shared, slots_bytes(config) // 4, config.num_heads
     ALL = uint32(0xFFFFFFFF)
     share, bits_of_warp = make_share(config), make_bits_of_warp(config)
     find_token, row_offset, row_address = make_find_token(config), make_row_offset(config), make_row_address(config)
@@ -112,7 +113,8 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     def use_last_values(i, o, buffers, p, p_rest, v_lane, v_offset, valid, room, t):
         """Chunk i of V in the warp's last step."""
         at = ((CHUNKS + i) % 2) * BUFFER
-        zero_values(buffers, at, valid, t)
+        if valid != ALL:
+            zero_values(buffers, at, valid, t)
         multiply_values(i, o, buffers, at, p, p_rest)
         if i + 2 < CHUNKS:
             load_values(i + 2, buffers, at, v_lane, v_offset, room, t)
@@ -163,57 +165,57 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         load_keys(int64(0), buffers, int64(0), k_lane, k_offset, g, t)
         if CHUNKS > 1:
             load_keys(int64(1), buffers, int64(BUFFER), k_lane, k_offset, g, t)
+        else:
+            load_values(int64(0), buffers, int64(BUFFER), v_lane, v_offset, room, t)
 
         stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(warp), scale < float32(0))
         set_units(units, factors, float32(scale * FACTOR))
         if Q_IN_SHARED:
             cuda.syncthreads()
 
-        if base <= last:
-            if CHUNKS == 1:
-                load_values(int64(0), buffers, int64(BUFFER), v_lane, v_offset, room, t)
-            while uint32(base + uint32(NUM_TEAMS * STEP)) <= last:
-                for i in range(NUM_RAW):
-                    raw[i] = float32(0)
-                for_each(
-                    use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t)
-                )
-                k_offset = share(keys, row_offset(block, position, k_block_stride, k_token_stride))
-                values = uint32(both_values - values)
-                next_v = share(values, row_offset(block, position, v_block_stride, v_token_stride))
-                next_valid = bits_of_warp(others, good) if CHECKED else ALL
-                token = uint32(uint32(base + mine) + uint32(2 * NUM_TEAMS * STEP))
-                block, position, good = find_token(table, token, last, num_blocks, report, seq)
-                if CHUNKS == 1:
-                    load_keys(int64(0), buffers, int64(0), k_lane, k_offset, g, t)
-                here = uint32(base + uint32(t << uint32(2)))
-                logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
-                if CHECKED and valid != ALL:
-                    mask(s, valid, t)
-                soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
-                for_each(
-                    use_values,
-                    CHUNKS,
-                    (o, buffers, p, p_rest, k_lane, v_lane, k_offset, v_offset, next_v, valid, room, g, t),
-                )
-                base, v_offset, valid = uint32(base + uint32(NUM_TEAMS * STEP)), next_v, next_valid
+        while uint32(base + uint32(NUM_TEAMS * STEP)) <= last:
             for i in range(NUM_RAW):
                 raw[i] = float32(0)
             for_each(
                 use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t)
             )
-            valid = uint32(valid & low_bits(uint32(uint32(last - base) + uint32(1))))
+            k_offset = share(keys, row_offset(block, position, k_block_stride, k_token_stride))
+            values = uint32(both_values - values)
+            next_v = share(values, row_offset(block, position, v_block_stride, v_token_stride))
+            next_valid = bits_of_warp(others, good) if CHECKED else ALL
+            token = uint32(token + uint32(NUM_TEAMS * STEP))
+            block, position, good = find_token(table, token, last, num_blocks, report, seq)
+            if CHUNKS == 1:
+                load_keys(int64(0), buffers, int64(0), k_lane, k_offset, g, t)
             here = uint32(base + uint32(t << uint32(2)))
             logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
-            mask(s, valid, t)
+            if CHECKED and valid != ALL:
+                mask(s, valid, t)
             soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
-            for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
-        if Q_IN_SHARED:
+            for_each(
+                use_values,
+                CHUNKS,
+                (o, buffers, p, p_rest, k_lane, v_lane, k_offset, v_offset, next_v, valid, room, g, t),
+            )
+            base, v_offset, valid = uint32(base + uint32(NUM_TEAMS * STEP)), next_v, next_valid
+        for i in range(NUM_RAW):
+            raw[i] = float32(0)
+        for_each(use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t))
+        if uint32(base + uint32(STEP - 1)) > last:
+            left = uint32(uint32(last - base) + uint32(1)) if base <= last else uint32(0)
+            valid = uint32(valid & low_bits(left))
+        here = uint32(base + uint32(t << uint32(2)))
+        logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
+        if valid != ALL:
+            mask(s, valid, t)
+        soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
+        for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
+        if Q_IS_SHARED:
             cuda.syncthreads()  # the sums take the place of Q
-        # Not from `warp`, which a register would hold through the loop.
-        warp = uint32(thread >> uint32(5))
+        # Not from `warp`, which a register would hold through the loop; nor from t, whose range a shuffle hides.
+        warp, t = uint32(thread >> uint32(5)), uint32(thread & uint32(3))
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
-        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, num_heads, uint32(0), g, t, team, member)
+        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, uint32(NUM_HEADS), uint32(0), g, t, team, member)
         return FACTOR
 
     return attend
