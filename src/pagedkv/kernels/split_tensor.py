@@ -30,7 +30,8 @@ P has two terms of 16 bits, so that rounding it costs little accuracy (but infin
 
 Two buffers of registers are in flight. The chunks of K and then of V that make a step take them in turns: when one
 has been used, it is filled with what comes two later. Loads are never conditional: past the end they are of the last
-token. The last step of a warp stands behind the loop; there alone, tokens past the end are masked.
+token. The last step of a warp stands behind the loop; there alone, tokens past the end are masked: all of them, in a
+warp that has none.
 """
 
 from __future__ import annotations
