@@ -167,7 +167,8 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
             first, base = uint32(first + uint32(TOKENS)), uint32(base + uint32(TOKENS))
         wait_for_all()
         cuda.syncthreads()  # the sums take the place of rows and Q
-        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, num_heads, first_head, g, t, team, uint32(0))
+        row = uint32(member * uint32(NUM_HEADS))
+        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, row, g, t, team, uint32(0))
         return FACTOR
 
     return attend

@@ -87,40 +87,48 @@ def make_load_quad(config: SplitConfig) -> Any:
 def make_put_sums(config: SplitConfig, shape: TensorShape, pair_address: Any) -> Any:
     """The device function ``put_sums(...)`` of the tensor cores.
 
-    Into shared memory go this team's maxima and sums of exponentials, and the dims of O of this member of it, for
-    num_heads heads from first_head on.
+    Into shared memory go this team's maxima and sums of exponentials, and the dims of O of this member of it, for the
+    heads of the warp from first_head on.
     """
     HEAD_TILES, NUM_HEADS, HEAD_DIM = shape.head_tiles, config.num_heads, config.head_dim
-    PRODUCTS, PER_VECTOR = shape.num_products, shape.v_dims // 2
+    PRODUCTS, PER_VECTOR, HEADS_IN_TURN = shape.num_products, shape.v_dims // 2, 2 * shape.head_tiles
     PER_MEMBER, HEADS_OF_WARP = shape.v_vectors * 8 * PER_VECTOR, config.heads_of_warp
-    TEAM_BYTES = team_bytes(config)
+    IS_EVEN, TEAM_BYTES = config.num_heads == config.head_shares * config.heads_of_warp, team_bytes(config)
 
     @device_function
-    def put_pairs(i, shared, o, num_heads, first_head, g, t, member):
+    def has_row(head, first_head):
+        return head < uint32(HEADS_OF_WARP) and (IS_EVEN or uint32(first_head + head) < uint32(NUM_HEADS))
+
+    @device_function
+    def put_pair(i, h, k, shared, o, head, g, member):
         vector, j = i // PER_VECTOR, i % PER_VECTOR
         first_pair = uint32(member * uint32(PER_MEMBER))
         pair = uint32(uint32(uint32(PER_VECTOR * 8 * vector) + uint32(g * uint32(PER_VECTOR))) + first_pair)
-        for h in range(HEAD_TILES):
-            for k in range(2):
-                head, at = uint32(uint32(t << 1) + uint32(8 * h + k)), 4 * (i * HEAD_TILES + h) + k
-                if head < num_heads and pair < uint32(HEAD_DIM // 2):
-                    where = pair_address(shared, uint32(first_head + head), pair, j)
-                    if HEADS_OF_WARP - 8 * h - k > 4:
-                        store_shared_2(where, o[at], o[at + 2])
-                    else:
-                        store_shared_word(where, float_bits(o[at]))
-                        store_shared_word(uint32(where + uint32(4)), float_bits(o[at + 2]))
+        if pair < uint32(HEAD_DIM // 2):
+            where, at = pair_address(shared, head, pair, j), 4 * (i * HEAD_TILES + h) + k
+            if HEADS_OF_WARP - 8 * h - k > 4:
+                store_shared_2(where, o[at], o[at + 2])
+            else:
+                store_shared_word(where, float_bits(o[at]))
+                store_shared_word(uint32(where + uint32(4)), float_bits(o[at + 2]))
 
     @device_function
-    def put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, num_heads, first_head, g, t, team, member):
+    def put_head(i, shared, o, first_head, g, t, member):
+        h, k = i // 2, i % 2
+        head = uint32(uint32(t << 1) + uint32(8 * h + k))
+        if has_row(head, first_head):
+            for_each(put_pair, PRODUCTS, (h, k, shared, o, uint32(first_head + head), g, member))
+
+    @device_function
+    def put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, first_head, g, t, team, member):
         for h in range(HEAD_TILES):
             total = float32(sums[h] + exchange(sums[h], 1))
             total = float32(total + exchange(total, 2))
             head = uint32(g + uint32(8 * h))
-            if member == 0 and t == 0 and head < num_heads:
+            if member == 0 and t == 0 and has_row(head, first_head):
                 at = uint32(uint32(uint32(team * uint32(NUM_HEADS)) + first_head) + head)
                 maxima_shared[at], sums_shared[at] = pivots[h], total
         shared = uint32(shared + uint32(team * uint32(TEAM_BYTES)))
-        for_each(put_pairs, PRODUCTS, (shared, o, num_heads, first_head, g, t, member))
+        for_each(put_head, HEADS_IN_TURN, (shared, o, first_head, g, t, member))
 
     return put_sums

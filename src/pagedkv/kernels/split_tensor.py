@@ -74,7 +74,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     NUM_BUFFERED, NUM_Q = 2 * shape.buffer, 4 if shape.q_in_shared else 4 * shape.q_fragments
     NUM_RAW, NUM_S = 8 * shape.tiles * shape.score_sets, 4 * shape.tiles * shape.head_tiles
     NUM_P, NUM_O = 2 * shape.tiles * shape.head_tiles, 4 * shape.num_products * shape.head_tiles
-    THROUGH_SHARED, NUM_SLOT_WORDS, NUM_HEADS = config.through_shared, slots_bytes(config) // 4, config.num_heads
+    THROUGH_SHARED, NUM_SLOT_WORDS = config.through_shared, slots_bytes(config) // 4
     ALL = uint32(0xFFFFFFFF)
     share, bits_of_warp = make_share(config), make_bits_of_warp(config)
     find_token, row_offset, row_address = make_find_token(config), make_row_offset(config), make_row_address(config)
@@ -216,7 +216,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         # Not from `warp`, which a register would hold through the loop; nor from t, whose range a shuffle hides.
         warp, t = uint32(thread >> uint32(5)), uint32(thread & uint32(3))
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
-        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, uint32(NUM_HEADS), uint32(0), g, t, team, member)
+        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, uint32(0), g, t, team, member)
         return FACTOR
 
     return attend
