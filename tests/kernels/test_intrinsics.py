@@ -62,6 +62,18 @@ def test_exp2_of_every_kind_of_number():
     np.testing.assert_array_equal(result[1001:], np.array([np.inf, 0, np.nan, np.inf, 0], np.float32))
 
 
+def test_divide_is_within_two_units_of_the_quotient():
+    def divide(source, result, i):
+        if i % 2 == 0:
+            a, b = device.load_8(source + i * 4)
+            quotient = device.divide(device.bits_float(a), device.bits_float(b))
+            device.store_4(result + i * 2, device.float_bits(quotient))
+
+    pairs = np.random.default_rng(2).normal(size=(500, 2)).astype(np.float32)
+    quotients = run(divide, pairs, np.zeros(500, np.float32))
+    np.testing.assert_allclose(quotients, pairs[:, 0] / pairs[:, 1], rtol=2.5e-7)
+
+
 def test_the_larger_number_wins_over_nan():
     def larger(source, result, i):
         a, b = device.load_8(source + i // 2 * 8)
@@ -123,6 +135,7 @@ def test_a_local_array_holds_what_was_assigned():
         lambda source, result, i: device.shared_address(i),
         lambda source, result, i: device.load_shared(4)(result),
         lambda source, result, i: device.larger(float32(1), 2),
+        lambda source, result, i: device.divide(float32(1), 2),
         lambda source, result, i: device.for_each(device.exp2, i, (float32(1),)),
         lambda source, result, i: device.local_array(i, uint32),
         lambda source, result, i: device.local_array(4, boolean),

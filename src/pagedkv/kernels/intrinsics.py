@@ -289,6 +289,14 @@ exp2 = declare(
     lambda builder, x: emit_asm(builder, F32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x]),
 )
 
+divide = declare(
+    "divide",
+    "x / y of float32, to two units in the last place (div.full.ftz); without the branch of an exact division.",
+    float32,
+    [float32, float32],
+    lambda builder, x, y: emit_asm(builder, F32, "div.full.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y]),
+)
+
 larger = declare(
     "larger",
     "The larger of two float32; a number wins over a NaN (max.f32).",

@@ -8,6 +8,7 @@ from typing import Any
 
 from numba import cuda, float32, int32
 
+from .intrinsics import divide
 from .source import device_function
 
 
@@ -21,7 +22,7 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Any:
     @device_function
     def modify(score, softcap, slope, q_pos, k_pos, head, seq):
         if softcap != float32(0):
-            score = float32(softcap * float32(math.tanh(float32(score / softcap))))
+            score = float32(softcap * float32(math.tanh(divide(score, softcap))))
         score = float32(score + slope * float32(k_pos - q_pos))
         if user is not None:
             score = float32(user(score, int32(q_pos), int32(k_pos), int32(head), int32(seq)))

@@ -135,8 +135,12 @@ class SplitConfig:
 
     @property
     def dim_shares(self) -> int:
-        """Warps that take the same tokens, each with its share of the values' dims: O of more takes all registers."""
-        return 2 if self.on_tensor_cores and self.head_dim > 256 else 1
+        """Warps that take the same tokens, each with its share of the values' dims: O of more takes all registers.
+
+        Before 9, that of more than 128 dims leaves none for options of a float32 q.
+        """
+        most_dims = 128 if self.architecture < 9 and self.modified and self.q_bytes == 4 else 256
+        return 2 if self.on_tensor_cores and self.head_dim > most_dims else 1
 
     @property
     def num_teams(self) -> int:
