@@ -151,9 +151,9 @@ def make_copy_rows(config: SplitConfig, stage: StageShape) -> Any:
     @device_function
     def copy_pieces(i, k_target, v_target, k_row, v_row, piece, count):
         at = NBYTES * LANES * i
-        if PIECES % LANES == 0 or piece < PIECES - LANES * i:
-            copy(uint32(k_target + uint32(at)), k_row + at, count)
-            copy(uint32(v_target + uint32(at)), v_row + at, count)
+        is_inside = PIECES % LANES == 0 or piece < PIECES - LANES * i
+        copy(uint32(k_target + uint32(at)), k_row + at, count, is_inside)
+        copy(uint32(v_target + uint32(at)), v_row + at, count, is_inside)
 
     @device_function
     def copy_row(

@@ -64,16 +64,22 @@ stream_16, stream_8 = _stream(4), _stream(2)
 
 def _copy(nbytes: int) -> Any:
     past_l1 = "cg" if nbytes == 16 else "ca"
-    text = f"cp.async.{past_l1}.shared.global.L2::128B [$0], [$1], {nbytes}, $2;"
+    # A predicate and no branch: beside one, NVVM left jumps to a block that it had removed, named "$L__BB0_-1", and
+    # gave up ("Symbol name with unsupported characters").
+    text = (
+        "{ .reg .pred p; setp.ne.u32 p, $3, 0; "
+        f"@p cp.async.{past_l1}.shared.global.L2::128B [$0], [$1], {nbytes}, $2; }}"
+    )
 
-    def emit(builder: Any, target: Any, source: Any, count: Any) -> Any:
-        return emit_asm(builder, VOID, text, "r,l,r,~{memory}", [target, source, count], side_effect=True)
+    def emit(builder: Any, target: Any, source: Any, count: Any, is_wanted: Any) -> Any:
+        args = [target, source, count, builder.zext(is_wanted, I32)]
+        return emit_asm(builder, VOID, text, "r,l,r,r,~{memory}", args, side_effect=True)
 
-    doc = f"""Start to copy from global to shared memory: (target, source, count).
+    doc = f"""Start to copy from global to shared memory, if that is wanted: (target, source, count, is_wanted).
 
     {nbytes} bytes are written: the first `count` of the source, and zeros. What is not read need not be there.
     """
-    return declare(f"copy_{nbytes}", doc, types.void, [uint32, int64, uint32], emit)
+    return declare(f"copy_{nbytes}", doc, types.void, [uint32, int64, uint32, types.boolean], emit)
 
 
 copy_16, copy_8 = _copy(16), _copy(8)
