@@ -101,10 +101,9 @@ class SplitConfig:
     def num_tiles(self) -> int:
         """Thread blocks, side by side, that share the query heads of a KV head: as many as need no spills.
 
-        O of 16 heads and more than 128 dims leaves registers for neither options nor another architecture's code.
+        O of 16 heads and more than 128 dims leaves no registers for another architecture's code.
         """
-        has_room = self.architecture == 9 and not (self.modified or self.checked)
-        most = 16 if self.head_dim <= (256 if has_room else 128) else 8
+        most = 16 if self.head_dim <= (256 if self.architecture == 9 else 128) else 8
         if self.staged:
             most = 32 if self.head_dim > 128 and self.architecture < 9 else 64
         elif not self.on_tensor_cores:

@@ -69,7 +69,8 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     CHUNKS, BUFFER, STEP, NUM_TEAMS = shape.num_chunks, shape.buffer, shape.step, config.num_teams
     HEAD_TILES, CHECKED = shape.head_tiles, config.checked
     Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
-    FACTOR, DIM_SHARES, HAS_TERMS = float32(software_factor(config)), config.dim_shares, shape.terms > 1
+    FACTOR, DIM_SHARES = float32(software_factor(config)), config.dim_shares
+    KEEP_T = shape.terms > 1 and shape.head_tiles == 2 and shape.is_plain
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     NUM_BUFFERED, NUM_Q = 2 * shape.buffer, 4 if shape.q_in_shared else 4 * shape.q_fragments
     NUM_RAW, NUM_S = 8 * shape.tiles * shape.score_sets, 4 * shape.tiles * shape.head_tiles
@@ -131,8 +132,9 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         warp = shuffle(uint32(thread >> uint32(5)), 0)
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
         g, t = uint32(lane >> 2), uint32(lane & uint32(3))
-        # Through a shuffle, so that ptxas keeps what it comes to instead of finding it again in each step.
-        if HAS_TERMS:
+        # Through a shuffle, so that ptxas keeps what it comes to instead of finding it again in each step. Up to 8
+        # heads gain nothing, and of 256 dims have no registers for it, nor have options.
+        if KEEP_T:
             t = shuffle(t, lane)
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         k_lane, v_lane, room = k_head + int64(t) * 16, v_head + v_first, ROW_BYTES - v_first
@@ -166,14 +168,14 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         load_keys(int64(0), buffers, int64(0), k_lane, k_offset, g, t)
         if CHUNKS > 1:
             load_keys(int64(1), buffers, int64(BUFFER), k_lane, k_offset, g, t)
-        else:
-            load_values(int64(0), buffers, int64(BUFFER), v_lane, v_offset, room, t)
 
         stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(warp), scale < float32(0))
         set_units(units, factors, float32(scale * FACTOR))
         if Q_IN_SHARED:
             cuda.syncthreads()
 
+        if CHUNKS == 1:
+            load_values(int64(0), buffers, int64(BUFFER), v_lane, v_offset, room, t)
         while uint32(base + uint32(NUM_TEAMS * STEP)) <= last:
             for i in range(NUM_RAW):
                 raw[i] = float32(0)
@@ -213,8 +215,8 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
         if Q_IS_SHARED:
             cuda.syncthreads()  # the sums take the place of Q
-        # Not from `warp`, which a register would hold through the loop; nor from t, whose range a shuffle hides.
-        warp, t = uint32(thread >> uint32(5)), uint32(thread & uint32(3))
+        # Not those from before, which registers would hold through the loop; and a shuffle has hidden the range of t.
+        warp, g, t = uint32(thread >> uint32(5)), uint32(uint32(thread >> 2) & uint32(7)), uint32(thread & uint32(3))
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
         put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, uint32(0), g, t, team, member)
         return FACTOR
