@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "v1: a softcap that does not grow again",
         "kernels/logits.py",
-        "float32(softcap * float32(math.tanh(float32(score / softcap))))",
-        "float32(math.tanh(float32(score / softcap)))",
+        "float32(softcap * float32(math.tanh(divide(score, softcap))))",
+        "float32(math.tanh(divide(score, softcap)))",
         EACH_OPTION,
     ),
     Mutant(
