@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         "split: tokens past the end are not selected away",
         TENSOR,
-        "            mask(s, valid, t)\n            soften(",
-        "            soften(",
+        "        if valid != ALL:\n            mask(s, valid, t)\n",
+        "",
         LENGTHS,
     ),
     Mutant(

@@ -1,5 +1,7 @@
 """Steps of the split kernel on tensor cores: q as fragments of 16-bit terms, in registers or in shared memory.
 
+Terms take many instructions: the warps that have the same heads make each a part of them, in shared memory.
+
 A quad is 4 neighbouring elements of a head: lane (g, t) has quad s of vector v of heads g and g + 8, elements
 4 * ((v * 4 + t) * k_steps + s) and the next three, which are the reduction indices of one k16 step.
 """
@@ -109,10 +111,13 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
         if not IS_EXACT:
             load_rest(rest, group, rows)
         for f in range(TERM_FRAGMENTS):
-            a = exact_fragment(group, rows) if IS_EXACT else next_fragment(rest)
-            a = (uint32(a[0] ^ sign), uint32(a[1] ^ sign), uint32(a[2] ^ sign), uint32(a[3] ^ sign))
-            fragment = group * TERM_FRAGMENTS + f
-            store_shared_words(uint32(q_shared + uint32(FRAGMENT_BYTES * fragment)), a[0], a[1], a[2], a[3])
+            where = uint32(q_shared + uint32(FRAGMENT_BYTES * (group * TERM_FRAGMENTS + f)))
+            if IS_EXACT:
+                a = exact_fragment(group, rows)
+                a = (uint32(a[0] ^ sign), uint32(a[1] ^ sign), uint32(a[2] ^ sign), uint32(a[3] ^ sign))
+            else:
+                a = next_fragment(rest)
+            store_shared_words(where, a[0], a[1], a[2], a[3])
 
     @device_function
     def put_turn(i, worker, q_shared, sign, rows):
@@ -124,16 +129,16 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
     def stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, g, t, worker, is_negative):
         q_first = q + (int64(g) * head_stride if g < num_heads else int64(0))
         q_second = q + (int64(g + 8) * head_stride if g + 8 < num_heads else int64(0))
-        inverse_first, inverse_second = float32(1), float32(1)
-        factors[0] = float32(1)
+        side = float32(-1) if is_negative else float32(1)
+        inverse_first, inverse_second, factors[0] = side, side, float32(1)
         if IS_NORMALISED:
             exponent = normaliser(q_first, t)
-            inverse_first, factors[0] = power_of_two(-exponent), power_of_two(exponent)
+            inverse_first, factors[0] = float32(side * power_of_two(-exponent)), power_of_two(exponent)
         if HEAD_TILES == 2:
             factors[1] = float32(1)
             if IS_NORMALISED:
                 exponent = normaliser(q_second, t)
-                inverse_second, factors[1] = power_of_two(-exponent), power_of_two(exponent)
+                inverse_second, factors[1] = float32(side * power_of_two(-exponent)), power_of_two(exponent)
         rows = (q_first, q_second, inverse_first, inverse_second, t)
         if Q_IS_SHARED:
             sign = uint32(SIGN) if is_negative else uint32(0)

@@ -4,7 +4,9 @@ Row ``team * num_heads + head`` has the sums of one head, in pairs of float32: p
 tensor cores the 16 lanes that store together have g = 0..3 or 4..7 and all t; lane (g, t) stores pair
 ``dims / 2 * g + j`` of head 2t, or 2t + 1, where dims is what a vector of V has. Pairs of a row change places so that
 these 16 lie in 16 different banks. Where half of the lanes or more have no head, the others are in both halves of the
-warp, which would store one after the other: then float32 are stored one by one, by all g at once.
+warp, which would store one after the other: then float32 are stored one by one, by all g at once. Who adds the teams up
+reads an even pair and then the next one; so that 16 lanes find 16 banks, these two have changed places in every second
+32 dims.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ P has two terms of 16 bits, so that rounding it costs little accuracy (but infin
 
 Two buffers of registers are in flight. The chunks of K and then of V that make a step take them in turns: when one
 has been used, it is filled with what comes two later. Loads are never conditional: past the end they are of the last
-token. The last step of a warp stands behind the loop; there alone, tokens past the end are masked.
+token. The last step of a warp stands behind the loop; there alone, tokens past the end are masked: all of them, in a
+warp that has none.
 """
 
 from __future__ import annotations
@@ -164,14 +165,14 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         load_keys(0, buffers, 0, k_lane, k_offset, g, t)
         if CHUNKS > 1:
             load_keys(1, buffers, BUFFER, k_lane, k_offset, g, t)
-        else:
-            load_values(0, buffers, BUFFER, v_lane, v_offset, room, t)
 
         stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(warp), scale < float32(0))
         set_units(units, factors, float32(scale * FACTOR))
         if Q_IN_SHARED:
             cuda.syncthreads()
 
+        if CHUNKS == 1:
+            load_values(0, buffers, BUFFER, v_lane, v_offset, room, t)
         while uint32(base + uint32(NUM_TEAMS * STEP)) <= last:
             for i in range(NUM_RAW):
                 raw[i] = float32(0)
@@ -211,8 +212,8 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
         if Q_IS_SHARED:
             cuda.syncthreads()  # the sums take the place of Q
-        # Not from `warp`, which a register would hold through the loop; nor from t, whose range a shuffle hides.
-        warp, t = uint32(thread >> uint32(5)), uint32(thread & uint32(3))
+        # Not those from before, which registers would hold through the loop; and a shuffle has hidden the range of t.
+        warp, g, t = uint32(thread >> uint32(5)), uint32(uint32(thread >> 2) & uint32(7)), uint32(thread & uint32(3))
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
         put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, uint32(NUM_HEADS), uint32(0), g, t, team, member)
         return FACTOR
