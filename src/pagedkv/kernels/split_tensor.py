@@ -130,8 +130,9 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
         warp = shuffle(uint32(thread >> uint32(5)), 0)
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
         g, t = uint32(lane >> 2), uint32(lane & uint32(3))
-        # Through a shuffle, so that ptxas keeps what it comes to instead of finding it again in each step.
-        if HAS_TERMS:
+        # Through a shuffle, so that ptxas keeps what it comes to instead of finding it again in each step. Up to 8
+        # heads gain nothing, and of 256 dims have no registers for it.
+        if HAS_TERMS and HEAD_TILES == 2:
             t = shuffle(t, lane)
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         k_lane, v_lane, room = k_head + int64(t) * 16, v_head + v_first, ROW_BYTES - v_first
