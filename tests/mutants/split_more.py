@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant(
         "split: tokens are looked up one step ahead instead of two",
         TENSOR,
-        "token = uint32(token + uint32(NUM_TEAMS * STEP))",
+        "token = uint32(uint32(base + mine) + uint32(2 * NUM_TEAMS * STEP))",
         "token = uint32(uint32(base + mine) + uint32(NUM_TEAMS * STEP))",
         LONG,
     ),

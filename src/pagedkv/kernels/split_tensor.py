@@ -184,7 +184,7 @@ def make_attend_on_tensor_cores(config: SplitConfig) -> Any:
             values = uint32(both_values - values)
             next_v = share(values, row_offset(block, position, v_block_stride, v_token_stride))
             next_valid = bits_of_warp(others, good) if CHECKED else ALL
-            token = uint32(token + uint32(NUM_TEAMS * STEP))
+            token = uint32(uint32(base + mine) + uint32(2 * NUM_TEAMS * STEP))
             block, position, good = find_token(table, token, last, num_blocks, report, seq)
             if CHUNKS == 1:
                 load_keys(0, buffers, 0, k_lane, k_offset, g, t)
