@@ -138,7 +138,8 @@ class SplitConfig:
 
         Before 9, that of more than 128 dims leaves none for options of a float32 q.
         """
-        most_dims = 128 if self.architecture < 9 and self.modified and self.q_bytes == 4 else 256
+        has_options = self.modified or self.checked
+        most_dims = 128 if self.architecture < 9 and has_options and self.q_bytes == 4 else 256
         return 2 if self.on_tensor_cores and self.head_dim > most_dims else 1
 
     @property
