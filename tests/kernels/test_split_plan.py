@@ -78,7 +78,7 @@ def test_caches_beyond_64_gib_leave_16_heads_of_256_dims_in_registers(q_kind, kv
         (16, "float32", "float16", (9, 0)),
         (16, "float16", "fp8_e4m3", (9, 0)),
         (48, "float16", "fp8_e4m3", (9, 0)),
-        (8, "float32", "float16", (8, 0)),
+        (8, "float32", "bfloat16", (8, 0)),
     ],
 )
 def test_options_leave_256_dims_in_registers(group_size, q_kind, kv_kind, capability):

@@ -136,10 +136,10 @@ class SplitConfig:
     def dim_shares(self) -> int:
         """Warps that take the same tokens, each with its share of the values' dims: O of more takes all registers.
 
-        Before 9, that of more than 128 dims leaves none for options of a float32 q.
+        Before 9, that of more than 128 dims leaves none for a check and for what changes logits.
         """
-        has_options = self.modified or self.checked
-        most_dims = 128 if self.architecture < 9 and has_options and self.q_bytes == 4 else 256
+        is_full = self.architecture < 9 and (self.modified or self.checked) and not self.staged
+        most_dims = 128 if is_full else 256
         return 2 if self.on_tensor_cores and self.head_dim > most_dims else 1
 
     @property

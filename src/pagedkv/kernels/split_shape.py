@@ -190,5 +190,5 @@ class TensorShape:
             most = 96 if is_hopper else 72
         blocks = 4 if registers <= 80 and is_hopper else 3 if registers <= most else 2
         if config.architecture < 9:
-            return 3 if registers <= 112 and not config.modified else 2
+            return 3 if registers <= 112 and not (config.modified or config.checked) else 2
         return blocks if is_plain else max(1, blocks - 1)
