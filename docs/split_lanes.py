@@ -16,7 +16,7 @@ from numba import cuda, types, uint32
 from pagedkv.cuda.compile import compile_kernel
 from pagedkv.emulator import Device, Module
 from pagedkv.emulator.matrix import _fragments
-from pagedkv.kernels.intrinsics import address
+from pagedkv.kernels.intrinsics import address, local_array
 from pagedkv.kernels.source import KernelSource, device_function
 from pagedkv.kernels.split_config import WARP_SIZE, SplitConfig
 from pagedkv.kernels.split_fragments import make_key_fragment, make_load_keys, make_load_values, make_value_fragment
@@ -53,8 +53,8 @@ def make_probe(_config: Probe) -> KernelSource:
         lane = uint32(cuda.threadIdx.x)
         g, t = uint32(lane >> 2), uint32(lane & uint32(3))
         at, offset = lane * NUM_WORDS, uint32(uint32(lane & uint32(TILE - 1)) * uint32(ROW_VECTORS))
-        buffer, q_frags = cuda.local.array(NUM_BUFFERED, types.uint32), cuda.local.array(NUM_Q, types.uint32)
-        factors = cuda.local.array(1, types.float32)
+        buffer, q_frags = local_array(NUM_BUFFERED, types.uint32), local_array(NUM_Q, types.uint32)
+        factors = local_array(1, types.float32)
         v_first = g * V_VECTOR
         load_values(0, buffer, 0, address(v) + v_first, offset, ROW_BYTES - v_first, t)
         for j in range(WORDS):

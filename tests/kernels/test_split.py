@@ -131,6 +131,21 @@ def test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key(var
         np.testing.assert_array_equal(lse[:3, 1], problem.options["sinks"][1] if sinks else np.float32(-math.inf))
 
 
+BIAS_OF_POSITION, BIAS_OF_HEAD = np.linspace(-1, 1, 33, dtype=np.float32), np.linspace(1, 2, 71, dtype=np.float32)
+
+
+def biased(score, q_pos, k_pos, head, seq):
+    """From arrays that end with the sequence and with the heads."""
+    return score + BIAS_OF_POSITION[k_pos] + BIAS_OF_HEAD[head]
+
+
+@pytest.mark.parametrize("variant", [TENSOR, TENSOR._replace(head_dim=264), CUDA_CORES], ids=str)
+def test_score_mod_sees_no_position_past_the_end_and_no_head_that_does_not_exist(variant, open_device):
+    variant = variant._replace(score_mod=biased, group_size=len(BIAS_OF_HEAD))
+    problem = build(variant.spec(seq_lens=(len(BIAS_OF_POSITION), 1), num_kv_heads=1))
+    assert_close(problem, *decode(problem, open_device))
+
+
 def rising(score, q_pos, k_pos, head, seq):
     """About two powers of two from one step of a warp to the next, for head 1; the others fall."""
     return score + (0.012 if head == 1 else -0.012) * k_pos

@@ -182,7 +182,7 @@ MUTANTS = [
     ),
     Mutant(
         "split: a warp without tokens sees the last one",
-        TENSOR,
+        SOFTMAX,
         "uint32(uint32(last - base) + uint32(1)) if base <= last else uint32(0)",
         "uint32(uint32(last - base) + uint32(1))",
         LENGTHS,
@@ -322,7 +322,7 @@ MUTANTS = [
     ),
     Mutant(
         "split: a team past the end is not masked",
-        MANY_HEADS,
+        SOFTMAX,
         "if base <= last else uint32(0)",
         "if base <= last else uint32(STEP)",
         TAILS,
@@ -344,9 +344,37 @@ MUTANTS = [
     Mutant(
         "split: score_mod is told the heads of the team's first warp",
         MANY_HEADS,
-        "        head = uint32(head + first_head)\n",
-        "",
+        "uint32(head + first_head)",
+        "head",
         (BOUND + "D112-G18-P16-float16-float16-own_parity]",),
+    ),
+    Mutant(
+        "split: warps of a team leave sums of heads that do not exist",
+        SUMS,
+        "(IS_EVEN or uint32(first_head + head) < uint32(NUM_HEADS))",
+        "True",
+        HEADS_OF_WARPS,
+    ),
+    Mutant(
+        "split: terms of q have the sign of q where the scale is negative",
+        QUERY,
+        "side = float32(-1) if is_negative else float32(1)",
+        "side = float32(1)",
+        NO_POSITIVE_SCALE,
+    ),
+    Mutant(
+        "split: score_mod sees positions past the end",
+        SOFTMAX,
+        "min(uint32(position + uint32(TILE * (n // 2) + 2 * (n % 2) + k)), q_pos)",
+        "uint32(position + uint32(TILE * (n // 2) + 2 * (n % 2) + k))",
+        ("test_split.py::test_score_mod_sees_no_position_past_the_end_and_no_head_that_does_not_exist",),
+    ),
+    Mutant(
+        "split: score_mod sees heads that do not exist",
+        SOFTMAX,
+        "uint32(head + mine) if mine < num_heads else head",
+        "uint32(head + mine)",
+        ("test_split.py::test_score_mod_sees_no_position_past_the_end_and_no_head_that_does_not_exist",),
     ),
     Mutant(
         "split: all teams read the values of the first one",

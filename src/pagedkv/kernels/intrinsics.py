@@ -139,6 +139,20 @@ def assign(typingctx: Any, array: Any, at: Any, values: Any) -> Any:
     return types.void(array, at, values), codegen
 
 
+@intrinsic
+def clear(typingctx: Any, array: Any, count: Any) -> Any:
+    """``array[i] = 0`` for i from 0 to count - 1, a constant, without a loop."""
+    if not isinstance(array, types.CPointer) or not isinstance(count, types.IntegerLiteral):
+        return None
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for i in range(count.literal_value):
+            builder.store(context.get_constant(array.dtype, 0), element(builder, args[0], I64(0), i))
+        return context.get_dummy_value()
+
+    return types.void(array, count), codegen
+
+
 def element(builder: Any, array: Any, at: Any, i: int) -> Any:
     """The LLVM pointer to ``array[at + i]``."""
     return builder.gep(array, [builder.add(at, I64(i))])
@@ -291,10 +305,10 @@ exp2 = declare(
 
 divide = declare(
     "divide",
-    "x / y of float32, to two units in the last place (div.full.ftz); without the branch of an exact division.",
+    "x / y of float32, to two units in the last place (div.full); without the branch of an exact division.",
     float32,
     [float32, float32],
-    lambda builder, x, y: emit_asm(builder, F32, "div.full.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y]),
+    lambda builder, x, y: emit_asm(builder, F32, "div.full.f32 $0, $1, $2;", "=f,f,f", [x, y]),
 )
 
 larger = declare(

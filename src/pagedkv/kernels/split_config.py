@@ -65,8 +65,8 @@ class SplitConfig:
 
         For 10 that saves the last registers of options where O takes most of them.
         """
-        is_full = self.head_dim > 256 and (self.modified or self.checked or self.wide)
-        return self.on_tensor_cores and (self.architecture < 9 or (self.architecture > 9 and is_full))
+        is_short = self.head_dim > 256 and (self.modified or self.checked or self.wide)
+        return self.on_tensor_cores and (self.architecture < 9 or (self.architecture > 9 and is_short))
 
     @property
     def kv_bytes(self) -> int:
@@ -136,10 +136,11 @@ class SplitConfig:
     def dim_shares(self) -> int:
         """Warps that take the same tokens, each with its share of the values' dims: O of more takes all registers.
 
-        Before 9, that of more than 128 dims leaves none for a check and for what changes logits.
+        Before 9, that of more than 128 dims leaves none for a check and for what changes logits. (Never by what
+        strides or placement decide, such as `wide`, or these would decide the order of additions too.)
         """
-        is_full = self.architecture < 9 and (self.modified or self.checked) and not self.staged
-        most_dims = 128 if is_full else 256
+        is_short = self.architecture < 9 and (self.modified or self.checked) and not self.staged
+        most_dims = 128 if is_short else 256
         return 2 if self.on_tensor_cores and self.head_dim > most_dims else 1
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 from numba import float32, int64, uint32
 
-from .intrinsics import address, assign, bits_float, exp2, for_each, larger, load_16, local_array
+from .intrinsics import address, assign, bits_float, clear, exp2, for_each, larger, load_16, local_array
 from .logits import make_modify
 from .softmax import LOG2E, NONE
 from .source import device_function
@@ -118,8 +118,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, pair_address: Any) -> Any:
         s, slope = local_array(NUM_SCORES, float32), local_array(HEADS, float32)
         query, o = local_array(NUM_SUMS, float32), local_array(NUM_SUMS, float32)
         maxima, sums = local_array(HEADS, float32), local_array(HEADS, float32)
-        for i in range(NUM_SUMS):
-            o[i] = float32(0)
+        clear(o, NUM_SUMS)
         for_each(start_head, HEADS, (maxima, sums, slope, slopes, head, num_heads))
 
         # The longest chain first: table entries of the first two steps, and the first keys.
@@ -146,7 +145,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, pair_address: Any) -> Any:
                 sum_of_lanes(s)
                 if MODIFIED:
                     here = uint32(base + group)
-                    logits(s, softcap, slope, here, q_pos, head, seq)
+                    logits(s, softcap, slope, here, q_pos, head, num_heads, seq)
                 if CHECKED and valid != ALL:
                     mask(s, values, valid, group)
                 update(s, values, maxima, sums, o)
@@ -156,7 +155,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, pair_address: Any) -> Any:
             sum_of_lanes(s)
             if MODIFIED:
                 here = uint32(base + group)
-                logits(s, softcap, slope, here, q_pos, head, seq)
+                logits(s, softcap, slope, here, q_pos, head, num_heads, seq)
             valid = uint32(valid & low_bits(uint32(uint32(last - base) + uint32(1))))
             mask(s, values, valid, group)
             update(s, values, maxima, sums, o)
@@ -176,13 +175,16 @@ def make_load_rows(shape: RowShape) -> Any:
     row_address = make_row_address(shape.config)
 
     @device_function
+    def load_vector(n, u, buffer, row, sub):
+        is_inside = n < FULL or sub < ROW_VECTORS - n * LANES
+        x = stream_16(row + 16 * LANES * n if is_inside else row - 16 * int64(sub))
+        zero = uint32(0)
+        assign(buffer, (u * VECTORS + n) * VECTOR, x if is_inside else (zero, zero, zero, zero))
+
+    @device_function
     def load_row(u, buffer, base, offset, group, sub):
         row = row_address(base, offset, uint32(group + uint32(u * TOKENS)))
-        for n in range(VECTORS):
-            is_inside = n < FULL or sub < ROW_VECTORS - n * LANES
-            x = stream_16(row + 16 * LANES * n if is_inside else row - 16 * int64(sub))
-            zero = uint32(0)
-            assign(buffer, (u * VECTORS + n) * VECTOR, x if is_inside else (zero, zero, zero, zero))
+        for_each(load_vector, VECTORS, (u, buffer, row, sub))
 
     @device_function
     def load_rows(buffer, base, offset, group, sub):
@@ -201,8 +203,11 @@ def make_load_query(shape: RowShape) -> Any:
         h, n = i // VECTORS, i % VECTORS
         is_inside = h < num_heads and sub < ROW_VECTORS - n * LANES
         x = load_16(q + (h * head_stride + 16 * (int64(sub) + LANES * n) if is_inside else int64(0)))
-        for j in range(VECTOR):
-            query[i * VECTOR + j] = float32(bits_float(x[j]) * scale) if is_inside else float32(0)
+        factor, zero = scale if is_inside else float32(0), uint32(0)
+        x = x if is_inside else (zero, zero, zero, zero)
+        a, b = float32(bits_float(x[0]) * factor), float32(bits_float(x[1]) * factor)
+        c, d = float32(bits_float(x[2]) * factor), float32(bits_float(x[3]) * factor)
+        assign(query, i * VECTOR, (a, b, c, d))
 
     @device_function
     def load_query(query, q, head_stride, num_heads, scale, sub):
@@ -217,12 +222,14 @@ def make_dot(shape: RowShape) -> Any:
     SCORES = shape.requests * shape.config.num_heads
 
     @device_function
-    def dot_one(i, s, keys, query):
+    def add_product(j, i, s, keys, query):
         u, h = i // HEADS, i % HEADS
-        d = float32(0)
-        for j in range(ELEMENTS):
-            d = float32(d + bits_float(keys[u * ELEMENTS + j]) * query[h * ELEMENTS + j])
-        s[i] = d
+        s[i] = float32(s[i] + bits_float(keys[u * ELEMENTS + j]) * query[h * ELEMENTS + j])
+
+    @device_function
+    def dot_one(i, s, keys, query):
+        s[i] = float32(0)
+        for_each(add_product, ELEMENTS, (i, s, keys, query))
 
     @device_function
     def dot(s, keys, query):
@@ -249,19 +256,23 @@ def make_sum_of_lanes(shape: RowShape) -> Any:
 
 
 def make_logits(shape: RowShape) -> Any:
-    """The device function ``logits(s, softcap, slope, position, q_pos, head, seq)``: with the options, in log(2)."""
+    """The device function ``logits(s, softcap, slope, position, q_pos, head, num_heads, seq)``: modified, in log(2).
+
+    A score_mod sees neither tokens past the last one nor heads that do not exist: others stand for them.
+    """
     HEADS, TOKENS, SCORES = shape.config.num_heads, shape.tokens, shape.requests * shape.config.num_heads
     modify = make_modify(shape.config.score_mod)
 
     @device_function
-    def logit(i, s, softcap, slope, position, q_pos, head, seq):
+    def logit(i, s, softcap, slope, position, q_pos, head, num_heads, seq):
         u, h = i // HEADS, i % HEADS
-        k_pos = int64(position) + u * TOKENS
-        s[i] = float32(modify(s[i], softcap, slope[h], int64(q_pos), k_pos, int64(head) + h, seq) * LOG2E)
+        k_pos = min(uint32(position + uint32(u * TOKENS)), q_pos)
+        mine = uint32(head + min(uint32(h), uint32(num_heads - uint32(1))))
+        s[i] = float32(modify(s[i], softcap, slope[h], int64(q_pos), int64(k_pos), mine, seq) * LOG2E)
 
     @device_function
-    def logits(s, softcap, slope, position, q_pos, head, seq):
-        for_each(logit, SCORES, (s, softcap, slope, position, q_pos, head, seq))
+    def logits(s, softcap, slope, position, q_pos, head, num_heads, seq):
+        for_each(logit, SCORES, (s, softcap, slope, position, q_pos, head, num_heads, seq))
 
     return logits
 
@@ -297,11 +308,14 @@ def make_update(shape: RowShape) -> Any:
         new[i % HEADS] = larger(new[i % HEADS], s[i])
 
     @device_function
+    def rescale_one(j, h, o, factor):
+        o[h * ELEMENTS + j] = float32(o[h * ELEMENTS + j] * factor)
+
+    @device_function
     def rescale(h, maxima, sums, new, o):
         factor = exp2(float32(maxima[h] - (float32(0) if new[h] == NONE else new[h])))
         maxima[h], sums[h] = new[h], float32(sums[h] * factor)
-        for j in range(ELEMENTS):
-            o[h * ELEMENTS + j] = float32(o[h * ELEMENTS + j] * factor)
+        for_each(rescale_one, ELEMENTS, (h, o, factor))
 
     @device_function
     def weigh(i, s, maxima, sums):
@@ -310,11 +324,14 @@ def make_update(shape: RowShape) -> Any:
         sums[h] = float32(sums[h] + s[i])
 
     @device_function
-    def add_values(i, s, values, o):
+    def add_value(j, i, s, values, o):
         u, h = i // HEADS, i % HEADS
-        for j in range(ELEMENTS):
-            at = h * ELEMENTS + j
-            o[at] = float32(o[at] + s[i] * bits_float(values[u * ELEMENTS + j]))
+        at = h * ELEMENTS + j
+        o[at] = float32(o[at] + s[i] * bits_float(values[u * ELEMENTS + j]))
+
+    @device_function
+    def add_values(i, s, values, o):
+        for_each(add_value, ELEMENTS, (i, s, values, o))
 
     @device_function
     def update(s, values, maxima, sums, o):
@@ -342,6 +359,15 @@ def make_put_sums(shape: RowShape, pair_address: Any) -> Any:
         return x
 
     @device_function
+    def put_vector(n, h, shared, o, factor, num_heads, group, sub):
+        at = (h * VECTORS + n) * VECTOR
+        a, b = sum_of_groups(float32(o[at] * factor)), sum_of_groups(float32(o[at + 1] * factor))
+        c, d = sum_of_groups(float32(o[at + 2] * factor)), sum_of_groups(float32(o[at + 3] * factor))
+        vector = uint32(sub + uint32(LANES * n))
+        if group == 0 and vector < ROW_VECTORS and h < num_heads:
+            store_shared_4(pair_address(shared, uint32(h), uint32(vector << 1), int64(0)), a, b, c, d)
+
+    @device_function
     def put_head(h, shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, group, sub, warp):
         maximum = maxima[h]
         for b in range(FIRST, 5):
@@ -352,13 +378,7 @@ def make_put_sums(shape: RowShape, pair_address: Any) -> Any:
         if group == 0 and sub == 0 and h < num_heads:
             at = int64(warp) * HEADS + h
             maxima_shared[at], sums_shared[at] = maximum, total
-        for n in range(VECTORS):
-            at = (h * VECTORS + n) * VECTOR
-            a, b = sum_of_groups(float32(o[at] * factor)), sum_of_groups(float32(o[at + 1] * factor))
-            c, d = sum_of_groups(float32(o[at + 2] * factor)), sum_of_groups(float32(o[at + 3] * factor))
-            vector = uint32(sub + uint32(LANES * n))
-            if group == 0 and vector < ROW_VECTORS and h < num_heads:
-                store_shared_4(pair_address(shared, uint32(h), uint32(vector << 1), int64(0)), a, b, c, d)
+        for_each(put_vector, VECTORS, (h, shared, o, factor, num_heads, group, sub))
 
     @device_function
     def put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, group, sub, warp):

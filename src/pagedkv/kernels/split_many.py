@@ -16,7 +16,7 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from .intrinsics import for_each, local_array, shared_address
+from .intrinsics import clear, for_each, local_array, shared_address
 from .source import device_function
 from .split_config import SplitConfig
 from .split_fragments import make_multiply_keys, make_multiply_values, software_factor
@@ -24,7 +24,7 @@ from .split_lanes import OTHERS, SLOT_BYTES, WARP_BYTES, make_bits_of_warp, slot
 from .split_pages import make_find_token
 from .split_query import make_stage_query
 from .split_shape import TensorShape
-from .split_softmax import make_logits, make_mask, make_set_units, make_soften, make_start
+from .split_softmax import make_logits, make_mask, make_set_units, make_soften, make_start, make_until_last
 from .split_stages import (
     StageShape,
     make_copy_rows,
@@ -35,20 +35,19 @@ from .split_stages import (
     make_zero_ring,
 )
 from .split_sums import make_put_sums
-from .tensor_intrinsics import end_group, low_bits, shuffle, wait_but
+from .tensor_intrinsics import end_group, shuffle, wait_but
 
 
 def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
     """The device function ``attend(...)``, as that of split_tensor.py."""
     shape, stage = TensorShape(config), StageShape(config)
     CHUNKS, STEP, HEAD_TILES, NUM_HEADS = shape.num_chunks, shape.step, shape.head_tiles, config.heads_of_warp
-    CHECKED, Q_IN_SHARED = config.checked, shape.q_in_shared
+    CHECKED = config.checked
     FACTOR, MEMBERS, VECTOR_BYTES = float32(software_factor(config)), config.head_shares, config.vector_bytes
     TOKENS, ROWS, LANES, AHEAD = stage.tokens, stage.rows_of_lane, stage.lanes, stage.num_stages - 1
     STAGE_BYTES, RING_BYTES, Q_BYTES = stage.stage_bytes, stage.ring_bytes, shape.q_bytes
-    NUM_FOUND, NUM_WORDS, NUM_Q = ROWS * AHEAD, shape.buffer, 4 if Q_IN_SHARED else 4 * shape.q_fragments
-    NUM_RAW, NUM_S = 8 * shape.tiles * shape.score_sets, 4 * shape.tiles * shape.head_tiles
-    NUM_P, NUM_O = 2 * shape.tiles * shape.head_tiles, 4 * shape.num_products * shape.head_tiles
+    NUM_FOUND, NUM_WORDS, NUM_Q, NUM_RAW = ROWS * AHEAD, shape.buffer, shape.num_q, shape.num_raw
+    NUM_S, NUM_P, NUM_O = shape.num_scores, shape.num_p, shape.num_o
     THROUGH_SHARED, NUM_SLOT_WORDS = config.through_shared, slots_bytes(config) // 4
     ALL = uint32(0xFFFFFFFF)
     find_token, bits_of_warp = make_find_token(config), make_bits_of_warp(config)
@@ -59,18 +58,18 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
     stage_query = make_stage_query(config, shape)
     multiply_keys, multiply_values = make_multiply_keys(config, shape), make_multiply_values(config, shape)
     logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(config, shape)
-    start, set_units = make_start(config, shape), make_set_units(config, shape)
+    start, set_units, until_last = make_start(config, shape), make_set_units(config, shape), make_until_last(shape)
     put_sums = make_put_sums(config, shape, pair_address)
 
     @device_function
     def use_keys(i, raw, words, q_frags, q_shared, where):
         read_keys(i, words, where)
-        multiply_keys(i, raw, words, 0, q_frags, q_shared)
+        multiply_keys(i, raw, words, int64(0), q_frags, q_shared)
 
     @device_function
     def use_values(i, o, words, p, p_rest, where):
         read_values(i, words, where)
-        multiply_values(i, o, words, 0, p, p_rest)
+        multiply_values(i, o, words, int64(0), p, p_rest)
 
     @device_function
     def find_stage(i, blocks, positions, goods, token, table, last, num_blocks, report, seq):
@@ -97,8 +96,8 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
         # The last members of the last tile may have no heads: nobody asks for what they find.
         first_head = min(uint32(member * uint32(NUM_HEADS)), num_heads)
         num_heads = min(uint32(NUM_HEADS), uint32(num_heads - first_head))
-        q = q + (int64(first_head) * q_head_stride if num_heads > 0 else int64(0))
-        head = uint32(head + first_head)
+        first_head = first_head if num_heads > 0 else uint32(0)
+        q, head = q + int64(first_head) * q_head_stride, uint32(head + first_head)
         q_shared = uint32(uint32(shared + uint32(RING_BYTES)) + uint32(member * uint32(Q_BYTES)))
         q_shared = uint32(q_shared + uint32(lane << 4))
         others = uint32(0)
@@ -114,10 +113,10 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
         p, p_rest = local_array(NUM_P, uint32), local_array(NUM_P, uint32)
         pivots, sums = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, float32)
         factors, slope = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, float32)
-        units = local_array(HEAD_TILES, float32)
+        units, heads = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, uint32)
         blocks, positions = local_array(NUM_FOUND, uint32), local_array(NUM_FOUND, uint32)
         goods = local_array(NUM_FOUND, uint32)
-        start(o, pivots, sums, slope, slopes, head, num_heads, g)
+        start(o, pivots, sums, heads, slope, slopes, head, num_heads, g)
 
         # The longest chain first: table entries of the first stages, and their rows.
         row, piece = uint32(thread // uint32(LANES)), uint32(thread % uint32(LANES))
@@ -148,15 +147,12 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
             token = uint32(token + uint32(TOKENS))
             find_rows(blocks, positions, goods, int64(0), token, table, last, num_blocks, report, seq)
 
-            for i in range(NUM_RAW):
-                raw[i] = float32(0)
+            clear(raw, NUM_RAW)
             for_each(use_keys, CHUNKS, (raw, words, q_frags, q_shared, uint32(oldest + k_from)))
             here = uint32(base + uint32(t << uint32(2)))
-            logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
+            logits(s, raw, factors, softcap, heads, slope, here, q_pos, seq)
             valid = bits_of_warp(others, good) if CHECKED else ALL
-            if uint32(base + uint32(STEP - 1)) > last:
-                left = uint32(uint32(last - base) + uint32(1)) if base <= last else uint32(0)
-                valid = uint32(valid & low_bits(left))
+            valid = until_last(valid, base, last)
             if valid != ALL:
                 mask(s, valid, t)
             soften(s, units, pivots, sums, o, p, p_rest, others, g, t)

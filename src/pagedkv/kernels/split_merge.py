@@ -12,7 +12,7 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from .conversions import narrow
-from .intrinsics import ELEMENT_BITS, address, exp2, float_bits, larger, local_array, store_4, store_8, store_16
+from .intrinsics import ELEMENT_BITS, address, clear, exp2, float_bits, larger, local_array, store_4, store_8, store_16
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
@@ -122,8 +122,7 @@ def make_finish(config: SplitConfig, pair_address: Any, store_pair: Any) -> Any:
         while i < uint32(num_heads * uint32(QUADS)):
             h, pair = uint32(i // uint32(QUADS)), uint32(uint32(i % uint32(QUADS)) << 1)
             where = pair_address(shared, h, pair, int64(0))
-            for k in range(4):
-                quad[k] = float32(0)
+            clear(quad, 4)
             for w in range(NUM_TEAMS):
                 x = load_quad(uint32(where + uint32(w * TEAM_BYTES)))
                 add(quad, weights[w * NUM_HEADS + int64(h)], x)
@@ -202,8 +201,7 @@ def make_merge(config: SplitConfig, store_pair: Any) -> Any:
         while i < uint32(num_heads * uint32(QUADS)):
             h, quad = int64(uint32(i // uint32(QUADS))), uint32(i % uint32(QUADS))
             where = address(partial_sums) + (row + h) * most_splits * ROW_BYTES + int64(quad) * 16
-            for k in range(4):
-                sums[k] = float32(0)
+            clear(sums, 4)
             at, split = h * MOST_SPLITS, int64(0)
             while split + 4 <= num_splits:
                 a, b = load_l2_4(where), load_l2_4(where + ROW_BYTES)

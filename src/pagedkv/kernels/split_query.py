@@ -13,7 +13,7 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from .conversions import unpack
-from .intrinsics import assign, bits_float, float_bits, for_each, larger, load_8, load_16, local_array
+from .intrinsics import assign, bits_float, clear, float_bits, for_each, larger, load_8, load_16, local_array
 from .source import device_function
 from .split_config import NUM_WARPS, SplitConfig
 from .split_shape import FRAGMENT_BYTES, K_VECTOR, TensorShape
@@ -52,7 +52,7 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
     def normaliser(q, t):
         """The power of two that q is to be divided by, as an exponent."""
         of_lane = local_array(1, float32)
-        of_lane[0] = float32(0)
+        clear(of_lane, 1)
         for_each(raise_largest, NUM_QUADS, (of_lane, q, t))
         largest = larger(of_lane[0], exchange(of_lane[0], 1))
         largest = larger(largest, exchange(largest, 2))
@@ -106,17 +106,18 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
 
     @device_function
     def put(group, q_shared, sign, rows):
-        rest = local_array(8, float32)
-        if not IS_EXACT:
+        where = uint32(q_shared + uint32(FRAGMENT_BYTES * TERM_FRAGMENTS * group))
+        if IS_EXACT:
+            a = exact_fragment(group, rows)
+            store_shared_words(
+                where, uint32(a[0] ^ sign), uint32(a[1] ^ sign), uint32(a[2] ^ sign), uint32(a[3] ^ sign)
+            )
+        else:
+            rest = local_array(8, float32)
             load_rest(rest, group, rows)
-        for f in range(TERM_FRAGMENTS):
-            where = uint32(q_shared + uint32(FRAGMENT_BYTES * (group * TERM_FRAGMENTS + f)))
-            if IS_EXACT:
-                a = exact_fragment(group, rows)
-                a = (uint32(a[0] ^ sign), uint32(a[1] ^ sign), uint32(a[2] ^ sign), uint32(a[3] ^ sign))
-            else:
+            for f in range(TERM_FRAGMENTS):
                 a = next_fragment(rest)
-            store_shared_words(where, a[0], a[1], a[2], a[3])
+                store_shared_words(uint32(where + uint32(FRAGMENT_BYTES * f)), a[0], a[1], a[2], a[3])
 
     @device_function
     def put_turn(i, worker, q_shared, sign, rows):

@@ -8,7 +8,7 @@ from .split_config import VECTOR_BYTES, SplitConfig
 
 TILE = 16  # tokens
 K_VECTOR = 64  # bytes of a row that the four lanes of a token load at once
-FRAGMENT_BYTES = 512  # of all lanes of a warp; in shared memory there is one copy for all warps
+FRAGMENT_BYTES = 512  # of all lanes of a warp; in shared memory there is one copy for all warps with the same heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +176,37 @@ class TensorShape:
         """mma of O^T for 8 heads: 16 dims each."""
         return self.v_vectors * self.v_dims // 2
 
+    # ---- arrays of a lane: how many elements
+
+    @property
+    def num_q(self) -> int:
+        """Words of the fragments of Q that registers hold."""
+        return 4 if self.q_in_shared else 4 * self.q_fragments
+
+    @property
+    def num_raw(self) -> int:
+        return 8 * self.tiles * self.score_sets
+
+    @property
+    def num_scores(self) -> int:
+        return 4 * self.tiles * self.head_tiles
+
+    @property
+    def num_p(self) -> int:
+        """Words of each of the two terms of P."""
+        return 2 * self.tiles * self.head_tiles
+
+    @property
+    def num_o(self) -> int:
+        return 4 * self.num_products * self.head_tiles
+
     @property
     def min_blocks(self) -> int:
         """Thread blocks on a multiprocessor: as many as need no spills."""
         config, is_plain = self.config, self.is_plain
         if config.staged:
             return 3 if is_plain and config.head_dim <= 128 and self.terms == 1 and not self.is_fp8 else 2
-        o, q = 4 * self.num_products * self.head_tiles, 4 if self.q_in_shared else 4 * self.q_fragments
-        registers = o + q + 2 * self.buffer
+        registers = self.num_o + self.num_q + 2 * self.buffer
         is_hopper = self.config.architecture == 9
         most = 132 if self.terms == 1 and self.num_chunks == 1 else 90  # for three blocks
         if self.is_fp8:

@@ -11,14 +11,14 @@ from typing import Any
 from numba import float32, int64, uint32
 
 from .conversions import unpack
-from .intrinsics import address, exp2, for_each, larger, local_array
+from .intrinsics import address, clear, exp2, for_each, larger, local_array
 from .logits import make_modify
 from .softmax import LOG2E, NONE
 from .source import device_function
 from .split_config import SplitConfig
 from .split_lanes import make_any_of_warp, make_largest_of_head, make_of_heads
 from .split_shape import TILE, TensorShape
-from .tensor_intrinsics import pack_bfloat16, pack_float16
+from .tensor_intrinsics import low_bits, pack_bfloat16, pack_float16
 
 SMALLEST = float32(2.0**-126)  # positive and normal
 LOWEST = float32(-3.4028234663852886e38)  # the pivot of a head that has seen nothing but -inf
@@ -34,38 +34,40 @@ def bias(shape: TensorShape) -> float:
 
 
 def make_start(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``start(o, pivots, sums, slope, slopes, head, num_heads, g)``: before the first step.
+    """The device function ``start(o, pivots, sums, heads, slope, slopes, head, num_heads, g)``: before the first step.
 
-    slope[h] becomes that of head g + 8h from `head` on.
+    heads[h] becomes the number of head g + 8h from `head` on, or of the first one if there are fewer, so that no
+    score_mod sees a head that does not exist. slope[h] becomes its slope.
     """
-    HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, config.modified, 4 * shape.num_products * shape.head_tiles
+    HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, config.modified, shape.num_o
 
     @device_function
-    def start_head(h, pivots, sums, slope, slopes, head, num_heads, g):
+    def start_head(h, pivots, sums, heads, slope, slopes, head, num_heads, g):
         pivots[h], sums[h] = LOWEST, float32(0)
-        has_slope = MODIFIED and address(slopes) != 0 and int64(g) + 8 * h < int64(num_heads)
-        slope[h] = slopes[int64(head) + int64(g) + 8 * h] if has_slope else float32(0)
+        mine = uint32(g + uint32(8 * h))
+        heads[h] = uint32(head + mine) if mine < num_heads else head
+        slope[h] = slopes[heads[h]] if MODIFIED and address(slopes) != 0 else float32(0)
 
     @device_function
-    def start(o, pivots, sums, slope, slopes, head, num_heads, g):
-        for i in range(NUM_O):
-            o[i] = float32(0)
-        for_each(start_head, HEAD_TILES, (pivots, sums, slope, slopes, head, num_heads, g))
+    def start(o, pivots, sums, heads, slope, slopes, head, num_heads, g):
+        clear(o, NUM_O)
+        for_each(start_head, HEAD_TILES, (pivots, sums, heads, slope, slopes, head, num_heads, g))
 
     return start
 
 
 def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``logits(s, raw, factors, softcap, slopes, position, q_pos, head, seq)``: from products.
+    """The device function ``logits(s, raw, factors, softcap, heads, slopes, position, q_pos, seq)``: from products.
 
-    position is that of the lane's first token, head that of heads g; factors and slopes have one element for each h.
+    position is that of the lane's first token, q_pos that of the last one, which stands for those past it; factors,
+    heads and slopes have one element for each h.
     """
     FOLD, HEAD_TILES, MODIFIED, SCALED = shape.fold, shape.head_tiles, config.modified, shape.scales_logits
-    SCORES = 4 * shape.tiles * shape.head_tiles
+    SCORES = shape.num_scores
     modify = make_modify(config.score_mod)
 
     @device_function
-    def logit(i, s, raw, factors, softcap, slopes, position, q_pos, head, seq):
+    def logit(i, s, raw, factors, softcap, heads, slopes, position, q_pos, seq):
         n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
         if FOLD:  # the even steps of rows g, and the odd ones of rows g + 8
             x = float32(raw[8 * n + k] + raw[8 * n + 6 + k])
@@ -74,16 +76,16 @@ def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
         else:
             x = raw[4 * n + 2 * h + k]
         if MODIFIED:
-            k_pos = int64(position) + (TILE * (n // 2) + 2 * (n % 2) + k)
+            k_pos = min(uint32(position + uint32(TILE * (n // 2) + 2 * (n % 2) + k)), q_pos)
             x = float32(x * factors[h])
-            x = modify(x, softcap, slopes[h], int64(q_pos), k_pos, int64(head) + 8 * h, seq)
+            x = modify(x, softcap, slopes[h], int64(q_pos), int64(k_pos), heads[h], seq)
         elif SCALED:
             x = float32(x * factors[h])
         s[i] = x
 
     @device_function
-    def logits(s, raw, factors, softcap, slopes, position, q_pos, head, seq):
-        for_each(logit, SCORES, (s, raw, factors, softcap, slopes, position, q_pos, head, seq))
+    def logits(s, raw, factors, softcap, heads, slopes, position, q_pos, seq):
+        for_each(logit, SCORES, (s, raw, factors, softcap, heads, slopes, position, q_pos, seq))
 
     return logits
 
@@ -111,7 +113,7 @@ def make_set_units(config: SplitConfig, shape: TensorShape) -> Any:
 
 def make_mask(shape: TensorShape) -> Any:
     """The device function ``mask(s, valid, t)``: -inf for tokens of the step whose bit in `valid` is not set."""
-    HEAD_TILES, SCORES = shape.head_tiles, 4 * shape.tiles * shape.head_tiles
+    HEAD_TILES, SCORES = shape.head_tiles, shape.num_scores
 
     @device_function
     def mask_score(i, s, mine):
@@ -124,6 +126,20 @@ def make_mask(shape: TensorShape) -> Any:
         for_each(mask_score, SCORES, (s, uint32(valid >> uint32(t << 2))))
 
     return mask
+
+
+def make_until_last(shape: TensorShape) -> Any:
+    """The device function ``until_last(valid, base, last)``: `valid` without the tokens of the step past the last."""
+    STEP = shape.step
+
+    @device_function
+    def until_last(valid, base, last):
+        if uint32(base + uint32(STEP - 1)) > last:
+            left = uint32(uint32(last - base) + uint32(1)) if base <= last else uint32(0)
+            valid = uint32(valid & low_bits(left))
+        return valid
+
+    return until_last
 
 
 def make_soften(config: SplitConfig, shape: TensorShape) -> Any:

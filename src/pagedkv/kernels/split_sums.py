@@ -71,7 +71,7 @@ def make_pair_address(config: SplitConfig) -> Any:
 
 def make_load_quad(config: SplitConfig) -> Any:
     """The device function ``load_quad(where)``: the sums of two pairs, the first of them even and at `where`."""
-    ON_TENSOR_CORES, load_4 = config.on_tensor_cores, load_shared(4)
+    ON_TENSOR_CORES, load_floats = config.on_tensor_cores, load_shared(4)
 
     @device_function
     def load_quad(where):
@@ -79,7 +79,7 @@ def make_load_quad(config: SplitConfig) -> Any:
             a, b = load_shared_2(where)
             c, d = load_shared_2(uint32(where ^ uint32(8)))
             return a, b, c, d
-        return load_4(where)
+        return load_floats(where)
 
     return load_quad
 

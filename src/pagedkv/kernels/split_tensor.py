@@ -40,7 +40,7 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from .intrinsics import for_each, local_array, shared_address
+from .intrinsics import clear, for_each, local_array, shared_address
 from .source import device_function
 from .split_config import SplitConfig
 from .split_fragments import (
@@ -55,9 +55,9 @@ from .split_lanes import OTHERS, SLOT_BYTES, VALUES, WARP_BYTES, make_bits_of_wa
 from .split_pages import make_find_token, make_row_address, make_row_offset
 from .split_query import make_stage_query
 from .split_shape import TensorShape
-from .split_softmax import make_logits, make_mask, make_set_units, make_soften, make_start
+from .split_softmax import make_logits, make_mask, make_set_units, make_soften, make_start, make_until_last
 from .split_sums import make_put_sums
-from .tensor_intrinsics import low_bits, shuffle
+from .tensor_intrinsics import shuffle
 
 
 def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
@@ -72,9 +72,8 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     FACTOR, DIM_SHARES = float32(software_factor(config)), config.dim_shares
     KEEP_T = shape.terms > 1 and shape.head_tiles == 2 and shape.is_plain
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
-    NUM_BUFFERED, NUM_Q = 2 * shape.buffer, 4 if shape.q_in_shared else 4 * shape.q_fragments
-    NUM_RAW, NUM_S = 8 * shape.tiles * shape.score_sets, 4 * shape.tiles * shape.head_tiles
-    NUM_P, NUM_O = 2 * shape.tiles * shape.head_tiles, 4 * shape.num_products * shape.head_tiles
+    NUM_BUFFERED, NUM_Q, NUM_RAW = 2 * shape.buffer, shape.num_q, shape.num_raw
+    NUM_S, NUM_P, NUM_O = shape.num_scores, shape.num_p, shape.num_o
     THROUGH_SHARED, NUM_SLOT_WORDS = config.through_shared, slots_bytes(config) // 4
     ALL = uint32(0xFFFFFFFF)
     share, bits_of_warp = make_share(config), make_bits_of_warp(config)
@@ -84,7 +83,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     stage_query = make_stage_query(config, shape)
     multiply_keys, multiply_values = make_multiply_keys(config, shape), make_multiply_values(config, shape)
     logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(config, shape)
-    start, set_units = make_start(config, shape), make_set_units(config, shape)
+    start, set_units, until_last = make_start(config, shape), make_set_units(config, shape), make_until_last(shape)
     put_sums = make_put_sums(config, shape, pair_address)
 
     @device_function
@@ -154,8 +153,8 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         p, p_rest = local_array(NUM_P, uint32), local_array(NUM_P, uint32)
         pivots, sums = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, float32)
         factors, slope = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, float32)
-        units = local_array(HEAD_TILES, float32)
-        start(o, pivots, sums, slope, slopes, head, num_heads, g)
+        units, heads = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, uint32)
+        start(o, pivots, sums, heads, slope, slopes, head, num_heads, g)
 
         # The longest chain first: table entries of the first two steps, and the first keys.
         base, mine = uint32(first + uint32(team * uint32(STEP))), uint32(lane & uint32(STEP - 1))
@@ -177,8 +176,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         if CHUNKS == 1:
             load_values(int64(0), buffers, int64(BUFFER), v_lane, v_offset, room, t)
         while uint32(base + uint32(NUM_TEAMS * STEP)) <= last:
-            for i in range(NUM_RAW):
-                raw[i] = float32(0)
+            clear(raw, NUM_RAW)
             for_each(
                 use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t)
             )
@@ -191,7 +189,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
             if CHUNKS == 1:
                 load_keys(int64(0), buffers, int64(0), k_lane, k_offset, g, t)
             here = uint32(base + uint32(t << uint32(2)))
-            logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
+            logits(s, raw, factors, softcap, heads, slope, here, q_pos, seq)
             if CHECKED and valid != ALL:
                 mask(s, valid, t)
             soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
@@ -201,14 +199,11 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
                 (o, buffers, p, p_rest, k_lane, v_lane, k_offset, v_offset, next_v, valid, room, g, t),
             )
             base, v_offset, valid = uint32(base + uint32(NUM_TEAMS * STEP)), next_v, next_valid
-        for i in range(NUM_RAW):
-            raw[i] = float32(0)
+        clear(raw, NUM_RAW)
         for_each(use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t))
-        if uint32(base + uint32(STEP - 1)) > last:
-            left = uint32(uint32(last - base) + uint32(1)) if base <= last else uint32(0)
-            valid = uint32(valid & low_bits(left))
+        valid = until_last(valid, base, last)
         here = uint32(base + uint32(t << uint32(2)))
-        logits(s, raw, factors, softcap, slope, here, q_pos, uint32(head + g), seq)
+        logits(s, raw, factors, softcap, heads, slope, here, q_pos, seq)
         if valid != ALL:
             mask(s, valid, t)
         soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
