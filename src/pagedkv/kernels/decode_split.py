@@ -10,10 +10,11 @@ same tokens. A tile is here the part of the query heads that share a KV head whi
 
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
 their number alone; thread blocks past the last split end at once. A thread block owns a split of one KV head for all
-heads of the tile, and a warp every fourth step of its tokens (a pair of warps every second one, of more than 256 dims
-on tensor cores): split_tensor.py, or split_cuda_cores.py for caches of float32. Of more than 16 heads on tensor cores,
-two or four warps take the same tokens, each with its share of the heads: split_many.py. Then split_merge.py adds the
-warps, and in the thread block that is the last one of its sequence, KV head and tile the splits.
+heads of the tile, and a warp every fourth step of its tokens (on tensor cores, of more than 256 dims or where options
+take registers, a pair of warps every second one): split_tensor.py, or split_cuda_cores.py for caches of float32. Of
+more than 16 heads on tensor cores, two or four warps take the same tokens, each with its share of the heads:
+split_many.py. Then split_merge.py adds the warps, and in the thread block that is the last one of its sequence, KV head
+and tile the splits.
 
 Shared memory. The sums of all warps, where Q, or rows of the caches and Q, may have been before, and the weights of the
 splits: static, or dynamic where that is too small. Static are the maxima and sums of exponentials of all warps, and,

@@ -2,8 +2,9 @@
 
 No shared memory, no barrier, no ldmatrix. The order of an mma's reduction index is free as long as both operands
 agree, and so is the order of its rows and columns; so every lane loads 16 contiguous bytes of a row and hands the
-pieces to several mma. A step is one or two tiles of 16 tokens; a warp takes every fourth step of its split. Of heads
-with more than 256 dims, a pair of warps takes every second step: each has all of S, and half of the dims of O.
+pieces to several mma. A step is one or two tiles of 16 tokens; a warp takes every fourth step of its split. Where O of
+all dims takes too many registers (`SplitConfig.dim_shares`), a pair of warps takes every second step: each has all of
+S, and half of the dims of O.
 
     lane = 4 g + t, g = 0..7, t = 0..3                        m16n8k16: A 16 x 16, B 16 x 8, C 16 x 8
 
