@@ -139,9 +139,13 @@ def biased(score, q_pos, k_pos, head, seq):
     return score + BIAS_OF_POSITION[k_pos] + BIAS_OF_HEAD[head]
 
 
-@pytest.mark.parametrize("variant", [TENSOR, TENSOR._replace(head_dim=264), CUDA_CORES], ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [v._replace(group_size=len(BIAS_OF_HEAD)) for v in (TENSOR, TENSOR._replace(head_dim=264), CUDA_CORES)],
+    ids=str,
+)
 def test_score_mod_sees_no_position_past_the_end_and_no_head_that_does_not_exist(variant, open_device):
-    variant = variant._replace(score_mod=biased, group_size=len(BIAS_OF_HEAD))
+    variant = variant._replace(score_mod=biased)
     problem = build(variant.spec(seq_lens=(len(BIAS_OF_POSITION), 1), num_kv_heads=1))
     assert_close(problem, *decode(problem, open_device))
 
