@@ -66,24 +66,28 @@ def test_rows_and_queries_of_many_heads_fit_into_the_shared_memory_of_every_gpu(
         assert SPLIT_UNIT % StageShape(config).tokens == 0
 
 
-@pytest.mark.parametrize(("q_kind", "kv_kind"), [("bfloat16", "bfloat16"), ("float32", "fp8_e4m3")])
-def test_caches_beyond_64_gib_leave_16_heads_of_256_dims_in_registers(q_kind, kv_kind):
-    check_registers(SplitConfig(256, 16, 16, q_kind, kv_kind, wide=True), (9, 0))
+@pytest.mark.parametrize(
+    ("group_size", "q_kind", "kv_kind"),
+    [(16, "bfloat16", "bfloat16"), (16, "float32", "fp8_e4m3"), (8, "float32", "float16")],
+)
+def test_caches_beyond_64_gib_leave_256_dims_in_registers(group_size, q_kind, kv_kind):
+    check_registers(SplitConfig(256, group_size, 16, q_kind, kv_kind, wide=True), (9, 0))
 
 
 @pytest.mark.parametrize(
-    ("group_size", "q_kind", "kv_kind", "capability"),
+    ("head_dim", "group_size", "q_kind", "kv_kind", "capability"),
     [
-        (8, "float32", "float16", (9, 0)),
-        (16, "float32", "float16", (9, 0)),
-        (16, "float16", "fp8_e4m3", (9, 0)),
-        (48, "float16", "fp8_e4m3", (9, 0)),
-        (8, "float32", "bfloat16", (8, 0)),
+        (256, 8, "float32", "float16", (9, 0)),
+        (128, 16, "float32", "float16", (9, 0)),
+        (256, 16, "float32", "float16", (9, 0)),
+        (256, 16, "float16", "fp8_e4m3", (9, 0)),
+        (256, 48, "float16", "fp8_e4m3", (9, 0)),
+        (256, 8, "float32", "bfloat16", (8, 0)),
     ],
 )
-def test_options_leave_256_dims_in_registers(group_size, q_kind, kv_kind, capability):
+def test_options_leave_everything_in_registers(head_dim, group_size, q_kind, kv_kind, capability):
     for fields in ({"modified": True}, {"checked": True}):
-        config = SplitConfig(256, group_size, 16, q_kind, kv_kind, architecture=capability[0], **fields)
+        config = SplitConfig(head_dim, group_size, 16, q_kind, kv_kind, architecture=capability[0], **fields)
         check_registers(config, capability)
 
 

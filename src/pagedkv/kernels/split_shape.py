@@ -132,10 +132,10 @@ class TensorShape:
         """Q takes too many registers, or compute capability is below 9: each step loads it from shared memory.
 
         The terms of a float32 q are worth a thread block less, where 16-bit caches have enough in flight without it.
-        Beside what changes logits, the most of them have no room.
+        Beside options, the most of them have no room.
         """
         has_room = self.terms > 1 and not (self.is_fp8 or self.config.staged)
-        most = (12 if self.config.modified else 16) if has_room else 4
+        most = (16 if self.is_plain else 12) if has_room else 4
         return self.q_fragments > most or self.config.architecture < 9
 
     @property
