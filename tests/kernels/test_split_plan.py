@@ -101,7 +101,8 @@ def test_up_to_16_heads_share_a_thread_block_if_registers_are_enough():
     config = SplitConfig(256, 16, 16, "float16", "float16", wide=True)
     assert config.num_tiles == 1
     assert replace(config, modified=True, checked=True).num_tiles == 1
-    for fields in ({"head_dim": 264}, {"architecture": 8}, {"architecture": 10}):
+    no_room = {"q_kind": "float32", "modified": True}
+    for fields in ({"head_dim": 264}, {"architecture": 8}, {"architecture": 10}, no_room):
         assert replace(config, **fields).num_tiles == 2
         assert replace(config, **{**fields, "head_dim": 128}).num_tiles == 1
 

@@ -101,9 +101,11 @@ class SplitConfig:
     def num_tiles(self) -> int:
         """Thread blocks, side by side, that share the query heads of a KV head: as many as need no spills.
 
-        O of 16 heads and more than 128 dims leaves no registers for another architecture's code.
+        O of 16 heads and more than 128 dims leaves no registers for another architecture's code, nor, with a float32
+        q, for what changes logits.
         """
-        most = 16 if self.head_dim <= (256 if self.architecture == 9 else 128) else 8
+        has_room = self.architecture == 9 and not (self.modified and self.q_bytes == 4)
+        most = 16 if self.head_dim <= (256 if has_room else 128) else 8
         if self.staged:
             most = 32 if self.head_dim > 128 and self.architecture < 9 else 64
         elif not self.on_tensor_cores:

@@ -71,7 +71,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     HEAD_TILES, CHECKED = shape.head_tiles, config.checked
     Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
     FACTOR, DIM_SHARES = float32(software_factor(config)), config.dim_shares
-    KEEP_T = shape.terms > 1 and shape.head_tiles == 2 and shape.is_plain
+    KEEP_Q, KEEP_T = shape.is_plain, shape.is_plain and shape.terms > 1 and shape.head_tiles == 2
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     NUM_BUFFERED, NUM_Q, NUM_RAW = 2 * shape.buffer, shape.num_q, shape.num_raw
     NUM_S, NUM_P, NUM_O = shape.num_scores, shape.num_p, shape.num_o
@@ -132,13 +132,15 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         warp = shuffle(uint32(thread >> uint32(5)), 0)
         team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
         g, t = uint32(lane >> 2), uint32(lane & uint32(3))
-        # Through a shuffle, so that ptxas keeps what it comes to instead of finding it again in each step. Up to 8
-        # heads gain nothing, and of 256 dims have no registers for it, nor have options.
+        # Through a shuffle, so that ptxas keeps what it comes to instead of finding it again in each step. Options have
+        # no registers for it, nor have up to 8 heads of 256 dims for t, and other ones gain nothing.
+        q_shared = uint32(shared + uint32(lane * uint32(16)))
         if KEEP_T:
             t = shuffle(t, lane)
+        if KEEP_Q:
+            q_shared = shuffle(q_shared, lane)
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         k_lane, v_lane, room = k_head + int64(t) * 16, v_head + v_first, ROW_BYTES - v_first
-        q_shared = shuffle(uint32(shared + uint32(lane * uint32(16))), lane)
         keys = values = both_values = others = uint32(0)
         if THROUGH_SHARED:
             slots = shared_address(cuda.shared.array(NUM_SLOT_WORDS, uint32, alignment=16))
