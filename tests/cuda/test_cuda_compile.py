@@ -1,6 +1,5 @@
 """Compiling kernels without a driver: once, from disk when it can be, and never from what does not fit."""
 
-import gc
 import inspect
 import json
 import math
@@ -305,42 +304,6 @@ def test_a_kernel_with_an_external_call_is_refused():
         compile_kernel(make_printing, Config(3))
 
 
-def test_numba_has_its_own_device_back(compiled):
-    from numba.cuda import compiler, dispatcher
-
-    asked = dispatcher.get_current_device, compiler.get_current_device
-    compile_kernel(make_scale, Config(3))
-    with pytest.raises(TypeError):
-        compile_kernel(make_scale, Config(3, print))
-    assert (dispatcher.get_current_device, compiler.get_current_device) == asked
-
-
-def test_another_thread_asks_the_real_device():
-    from numba.cuda import codegen, dispatcher
-
-    real, seen = dispatcher.get_current_device, []
-
-    def device():
-        return "the real one"
-
-    def ask():
-        seen.append(dispatcher.get_current_device())
-        seen.append(codegen.set([1, 1]))
-
-    dispatcher.get_current_device = device
-    try:
-        with compiling._current_device_is((8, 6)):
-            assert dispatcher.get_current_device().compute_capability == (8, 6)
-            thread = threading.Thread(target=ask)
-            thread.start()
-            thread.join()
-            assert not isinstance(codegen.set(), set), "one without an order"
-    finally:
-        dispatcher.get_current_device = real
-    assert seen == ["the real one", {1}]
-    assert not hasattr(codegen, "set")
-
-
 def test_the_oldest_kernels_are_forgotten(monkeypatch):
     monkeypatch.setattr(compiling, "_compiled", {})
     monkeypatch.setattr(compiling, "MOST_KERNELS", 2)
@@ -358,20 +321,6 @@ def test_lines_are_named_on_request_and_change_no_machine_code(compiled):
     assert square in lines[0]
     assert lines[1] == set()
     assert len({code_of(x.cubin, x.entry) for x in (lined, plain)}) == 1
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_is_collected_as_before_a_compilation(monkeypatch, enabled):
-    during = []
-    monkeypatch.setattr(compiling, "_tidy", lambda ptx, *names: ptx)
-    monkeypatch.setattr("numba.cuda.compile_ptx", lambda *args, **options: (during.append(gc.isenabled()) or "", None))
-    was_enabled = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        compiling._make_ptx(make_scale, Config(3), (9, 0), False, "scale")
-        assert (during, gc.isenabled()) == ([False], enabled)
-    finally:
-        (gc.enable if was_enabled else gc.disable)()
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), (None, False)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import gc
 import importlib.metadata
 import inspect
 import json
@@ -17,11 +16,10 @@ import re
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .. import kernels
@@ -29,7 +27,8 @@ from ..errors import BackendUnavailableError
 from ..kernels.source import KernelSource, with_lineinfo
 from ..options import refusal
 from ..store import Store, cache_dir, hash_of_sources
-from . import INSTALL
+from . import INSTALL, numba_overrides
+from .numba_overrides import overridden
 
 if TYPE_CHECKING:
     from .device import Device
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 Capability = tuple[int, int]
 
 SUFFIX = ".ptx"
-SOURCES = hash_of_sources(Path(kernels.__file__).parent, Path(__file__))
+SOURCES = hash_of_sources(Path(kernels.__file__).parent, Path(__file__), Path(numba_overrides.__file__))
 
 # What makes PTX and machine code, under the names of either CUDA major version.
 _TOOLS = (
@@ -176,7 +175,7 @@ def _compile(
     if settings.ENABLE_CUDASIM:
         raise BackendUnavailableError("NUMBA_ENABLE_CUDASIM is set, and numba's simulator compiles nothing: unset it")
     try:
-        with _current_device_is(capability):
+        with overridden(capability):
             return _make_ptx(make, config, capability, lineinfo, entry)
     except (NvvmSupportError, DynamicLibNotFoundError) as error:
         reason = str(error).split("\n", 1)[0]  # what follows lists folders
@@ -201,29 +200,16 @@ def _make_ptx(
 
     with with_lineinfo(lineinfo):
         source = make(config)
-    with _no_collection():
-        ptx, _ = cuda.compile_ptx(
-            source.function,
-            source.signature,
-            debug=False,
-            opt=True,
-            cc=capability,
-            lineinfo=lineinfo,
-            launch_bounds=(source.num_threads, source.min_blocks),
-        )
+    ptx, _ = cuda.compile_ptx(
+        source.function,
+        source.signature,
+        debug=False,
+        opt=True,
+        cc=capability,
+        lineinfo=lineinfo,
+        launch_bounds=(source.num_threads, source.min_blocks),
+    )
     return _tidy(ptx, entry, _shared_arrays(source.function)), source.num_threads
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection: it would go through all objects of the process, again and again, to find next to none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _tidy(ptx: str, entry: str, shared_arrays: Sequence[str] = ()) -> str:
@@ -276,7 +262,7 @@ def _refuse(score_mod: Callable[..., Any], capability: Capability) -> None:
     from numba import cuda, types
 
     try:
-        with _current_device_is(capability):
+        with overridden(capability):
             ptx, result = cuda.compile_ptx(
                 score_mod, (types.float32, *[types.int32] * 4), debug=False, opt=True, device=True, cc=capability
             )
@@ -285,54 +271,6 @@ def _refuse(score_mod: Callable[..., Any], capability: Capability) -> None:
         _tidy(f"{ptx}\n.visible .entry score_mod(", "score_mod")
     except Exception as error:
         raise refusal(error) from error
-
-
-@contextmanager
-def _current_device_is(capability: Capability) -> Iterator[None]:
-    """Answer, in this thread alone, what numba-cuda asks the current device when a kernel calls a device function.
-
-    It asks for the compute capability although it was told which one to compile for, and without a driver that is an
-    error. It also keeps the device functions of a kernel in sets, whose order changes from process to process and with
-    it the PTX: here they keep the order in which they were met. Under the lock of this module, or two threads would put
-    back each other's answers. What other threads compile with numba-cuda meanwhile is left as it is.
-    """
-    from numba.cuda import codegen, compiler, dispatcher
-
-    ask = dispatcher.get_current_device
-    thread = threading.get_ident()
-
-    def answer() -> Any:
-        return SimpleNamespace(compute_capability=capability) if threading.get_ident() == thread else ask()
-
-    def make_set(*items: Any) -> Any:
-        return _InOrder() if threading.get_ident() == thread else set(*items)
-
-    try:
-        dispatcher.get_current_device = compiler.get_current_device = answer
-        codegen.set = make_set
-        yield
-    finally:
-        dispatcher.get_current_device = compiler.get_current_device = ask
-        vars(codegen).pop("set", None)
-
-
-class _InOrder:
-    """As much of a set as numba-cuda's code libraries use, iterated in the order of insertion."""
-
-    def __init__(self) -> None:
-        self._items: dict[Any, None] = {}
-
-    def add(self, item: Any) -> None:
-        self._items[item] = None
-
-    def update(self, items: Iterable[Any]) -> None:
-        self._items.update(dict.fromkeys(items))
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
 
 
 def _fields(config: Any) -> dict[str, Any]:
