@@ -82,7 +82,7 @@ def operators_typed_once() -> Iterator[None]:
 
     context = cuda_target.typing_context
     resolve: Callable[..., Any] = context.resolve_function_type
-    scalars = (types.Number, types.Boolean, types.Literal)
+    scalars = (types.Number, types.Boolean)  # literals of them, too
     operators = {bool, *filter(callable, vars(operator).values())}
     known: dict[Any, Any] = {}
 
@@ -94,7 +94,7 @@ def operators_typed_once() -> Iterator[None]:
             or not all(isinstance(arg, scalars) for arg in args)
         ):
             return resolve(function, args, kwargs)
-        key = function, args
+        key = function, tuple(args)
         if key not in known:
             known[key] = resolve(function, args, kwargs)
         return known[key]

@@ -63,10 +63,10 @@ class SplitConfig:
     def through_shared(self) -> bool:
         """Lanes hand words to each other through shared memory; see split_lanes.py.
 
-        For 10 that saves the last registers of options where O takes most of them.
+        For 10 that saves the last registers where O takes most of them.
         """
-        is_short = self.head_dim > 256 and (self.modified or self.checked or self.wide)
-        return self.on_tensor_cores and (self.architecture < 9 or (self.architecture > 9 and is_short))
+        is_short = self.architecture > 9 and self.head_dim > 256
+        return self.on_tensor_cores and (self.architecture < 9 or is_short)
 
     @property
     def kv_bytes(self) -> int:

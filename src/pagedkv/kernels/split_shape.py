@@ -135,7 +135,7 @@ class TensorShape:
         Beside options, the most of them have no room.
         """
         has_room = self.terms > 1 and not (self.is_fp8 or self.config.staged)
-        most = (16 if self.is_plain else 12) if has_room else 4
+        most = (16 if self.is_plain and self.config.architecture == 9 else 12) if has_room else 4
         return self.q_fragments > most or self.config.architecture < 9
 
     @property
