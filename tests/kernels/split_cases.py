@@ -73,6 +73,7 @@ VARIANTS = [
     Variant(112, 18, 16, "float16", "float16", score_mod=own_parity),
     Variant(192, 48, 64, "float16", "fp8_e5m2", modified=True),
     Variant(200, 3, 5, "float32", "bfloat16", modified=True, capability=(8, 0)),
+    Variant(320, 2, 16, "float32", "float16", capability=(10, 0)),
 ]
 TENSOR, CUDA_CORES = Variant(64, 4, 16, "float16", "float16"), Variant(64, 3, 16, "float32", "float32")
 MANY_HEADS = Variant(64, 17, 16, "float16", "float16")
