@@ -43,11 +43,8 @@ def current_device_is(capability: Capability) -> Iterator[None]:
     def answer() -> Any:
         return SimpleNamespace(compute_capability=capability) if threading.get_ident() == thread else ask()
 
-    try:
-        dispatcher.get_current_device = compiler.get_current_device = answer
+    with _replaced(dispatcher, "get_current_device", answer), _replaced(compiler, "get_current_device", answer):
         yield
-    finally:
-        dispatcher.get_current_device = compiler.get_current_device = ask
 
 
 @contextmanager
@@ -63,11 +60,8 @@ def functions_in_order() -> Iterator[None]:
     def make_set(*items: Any) -> Any:
         return _InOrder() if threading.get_ident() == thread else set(*items)
 
-    try:
-        codegen.set = make_set
+    with _replaced(codegen, "set", make_set):
         yield
-    finally:
-        vars(codegen).pop("set", None)
 
 
 @contextmanager
@@ -99,11 +93,8 @@ def operators_typed_once() -> Iterator[None]:
             known[key] = resolve(function, args, kwargs)
         return known[key]
 
-    try:
-        context.resolve_function_type = resolve_once
+    with _replaced(context, "resolve_function_type", resolve_once):
         yield
-    finally:
-        vars(context).pop("resolve_function_type", None)
 
 
 @contextmanager
@@ -116,6 +107,18 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value of a module's or an object's attribute, which may be its class's or a builtin else."""
+    own = {name: vars(owner)[name]} if name in vars(owner) else {}
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        vars(owner).update(own)
 
 
 class _InOrder:
