@@ -71,6 +71,7 @@ def test_another_thread_asks_the_real_device(monkeypatch):
 @pytest.fixture
 def asked(monkeypatch):
     """What numba is asked the type of: functions, and their numbers of arguments."""
+    CONTEXT.refresh()  # as the first compilation does, to know any function
     calls = []
     resolve = type(CONTEXT).resolve_function_type
 

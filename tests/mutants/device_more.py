@@ -27,6 +27,7 @@ from device import (
 from mutant import Mutant
 
 PLANS, COPIES = "tests/cuda/test_plans.py::", "tests/cuda/test_copies.py::"
+OVERRIDES = "tests/cuda/test_numba_overrides.py::"
 
 MUTANTS = [
     # ---- barriers
@@ -303,5 +304,26 @@ MUTANTS = [
         '            self._gpu.refuse_capture(\n                self._handle, "copies',
         '            str(\n                "copies',
         ("tests/cuda/test_cuda_driver.py::test_copies_are_not_captured",),
+    ),
+    Mutant(
+        "an operator has the type that it had for other scalars",
+        "cuda/numba_overrides.py",
+        "key = function, tuple(args)",
+        "key = function",
+        (OVERRIDES + "test_an_operator_is_typed_once_for_the_same_scalars",),
+    ),
+    Mutant(
+        "arrays are taken for scalars",
+        "cuda/numba_overrides.py",
+        "            or not all(isinstance(arg, scalars) for arg in args)\n",
+        "",
+        (OVERRIDES + "test_what_is_no_operator_on_scalars_is_typed_each_time",),
+    ),
+    Mutant(
+        "numba-cuda keeps an override",
+        "cuda/numba_overrides.py",
+        "        vars(owner).update(own)\n",
+        "        setattr(owner, name, value)\n",
+        (OVERRIDES + "test_numba_is_itself_after_a_compilation_and_after_an_error",),
     ),
 ]
