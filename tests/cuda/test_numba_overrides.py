@@ -29,13 +29,21 @@ CONTEXT = cuda_target.typing_context
 
 def state():
     """Everything that is overridden."""
-    devices = dispatcher.get_current_device, compiler.get_current_device
-    return devices, "set" in vars(codegen), "resolve_function_type" in vars(CONTEXT)
+    return (
+        *(dispatcher.get_current_device, compiler.get_current_device),
+        *("set" in vars(codegen), "resolve_function_type" in vars(CONTEXT), gc.isenabled()),
+    )
 
 
 def interrupt(override):
     with override:
         raise KeyboardInterrupt
+
+
+def test_a_compilation_has_every_override():
+    before = state()
+    with overridden((9, 0)):
+        assert all(during != outside for during, outside in zip(state(), before, strict=True))
 
 
 @pytest.mark.usefixtures("directory")

@@ -1,14 +1,12 @@
 """What the emulator's tests share: PTX of one-off kernels, kernels compiled by numba-cuda, and launches of both."""
 
 import linecache
-from contextlib import contextmanager
 from itertools import count
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 from numba import cuda, types
 
+from pagedkv.cuda.numba_overrides import current_device_is
 from pagedkv.emulator import Buffer, Device, Module
 
 _BITS = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}
@@ -75,20 +73,9 @@ def stats_of(body, inputs, out_dtypes, **options):
     return launch_ptx(body, inputs, out_dtypes, stats=True, **options)[1]
 
 
-@contextmanager
-def _current_device(cc):
-    """Answer numba's question for the current device, which the call of a device function asks."""
-    answer = mock.Mock(return_value=SimpleNamespace(compute_capability=cc))
-    with (
-        mock.patch("numba.cuda.dispatcher.get_current_device", answer),
-        mock.patch("numba.cuda.compiler.get_current_device", answer),
-    ):
-        yield
-
-
 def compile_ptx(function, *signature, cc=(9, 0), **options):
     """PTX of a Python function or a cuda.jit object."""
-    with _current_device(cc):
+    with current_device_is(cc):
         function = getattr(function, "py_func", function)
         return cuda.compile_ptx(function, types.void(*signature), cc=cc, **options)[0]
 

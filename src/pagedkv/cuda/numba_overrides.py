@@ -11,25 +11,20 @@ import gc
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .compile import Capability
+from typing import Any
 
 
 @contextmanager
-def overridden(capability: Capability) -> Iterator[None]:
+def overridden(capability: tuple[int, int]) -> Iterator[None]:
     """numba-cuda with the overrides of this file, to compile for `capability`."""
-    with ExitStack() as overrides:
-        for override in (current_device_is(capability), functions_in_order(), operators_typed_once(), no_collection()):
-            overrides.enter_context(override)
+    with current_device_is(capability), functions_in_order(), operators_typed_once(), no_collection():
         yield
 
 
 @contextmanager
-def current_device_is(capability: Capability) -> Iterator[None]:
+def current_device_is(capability: tuple[int, int]) -> Iterator[None]:
     """Answer, in this thread alone, what numba-cuda asks the current device when a kernel calls a device function.
 
     It asks for the compute capability although it was told which one to compile for, and without a driver that is an
@@ -71,7 +66,7 @@ def operators_typed_once() -> Iterator[None]:
     For each `a + b` of two integers numba-cuda tries some twenty implementations, those for strings and arrays among
     them, and compares all options of the compiler for each. Nothing that scalars depend on changes meanwhile.
     """
-    from numba.core import types
+    from numba import types
     from numba.cuda.descriptor import cuda_target
 
     context = cuda_target.typing_context

@@ -132,10 +132,11 @@ class TensorShape:
         """Q takes too many registers, or compute capability is below 9: each step loads it from shared memory.
 
         The terms of a float32 q are worth a thread block less, where 16-bit caches have enough in flight without it.
-        Beside options, the most of them have no room.
+        Beside options, and for other architectures than 9, the most of them have no room.
         """
-        has_room = self.terms > 1 and not (self.is_fp8 or self.config.staged)
-        most = (16 if self.is_plain and self.config.architecture == 9 else 12) if has_room else 4
+        most = 4
+        if self.terms > 1 and not (self.is_fp8 or self.config.staged):
+            most = 16 if self.is_plain and self.config.architecture == 9 else 12
         return self.q_fragments > most or self.config.architecture < 9
 
     @property
