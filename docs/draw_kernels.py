@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pagedkv.cuda.attention import num_partitions
-from pagedkv.kernels.config import PARTITION_SIZE, WARP_SIZE, AttentionConfig
+from pagedkv.cuda.plans.attention import num_partitions
+from pagedkv.kernels.paged.config import PARTITION_SIZE, WARP_SIZE, AttentionConfig
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH = 760

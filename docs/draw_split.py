@@ -12,8 +12,8 @@ from dataclasses import replace
 from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, PALE, SHADE, WHITE, arrow, box, drawing, text, title
 from split_lanes import CONFIG, SHAPE, key, logits_of, place_in_a, place_in_c, query, rows_of_values, value
 
-from pagedkv.kernels.split_config import NUM_WARPS, WARP_SIZE
-from pagedkv.kernels.split_shape import K_VECTOR, TILE, TensorShape
+from pagedkv.kernels.split.config import NUM_WARPS, WARP_SIZE
+from pagedkv.kernels.split.shape import K_VECTOR, TILE, TensorShape
 
 CAPACITY, LENGTHS = 2560, (2300, 600, 21)
 LANE, WORD = 6, 1  # whose registers are shown in detail, and of which word of its vectors of V

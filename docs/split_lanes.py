@@ -13,16 +13,16 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda, types, uint32
 
-from pagedkv.cuda.compile import compile_kernel
+from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.emulator import Device, Module
 from pagedkv.emulator.matrix import _fragments
-from pagedkv.kernels.intrinsics import address, local_array
-from pagedkv.kernels.source import KernelSource, device_function
-from pagedkv.kernels.split_config import WARP_SIZE, SplitConfig
-from pagedkv.kernels.split_fragments import make_key_fragment, make_load_keys, make_load_values, make_value_fragment
-from pagedkv.kernels.split_pages import make_row_address
-from pagedkv.kernels.split_query import make_stage_query
-from pagedkv.kernels.split_shape import TILE, TensorShape
+from pagedkv.kernels.device.intrinsics import address, local_array
+from pagedkv.kernels.device.source import KernelSource, device_function
+from pagedkv.kernels.split.config import WARP_SIZE, SplitConfig
+from pagedkv.kernels.split.fragments import make_key_fragment, make_load_keys, make_load_values, make_value_fragment
+from pagedkv.kernels.split.pages import make_row_address
+from pagedkv.kernels.split.query import make_stage_query
+from pagedkv.kernels.split.shape import TILE, TensorShape
 
 CONFIG = SplitConfig(head_dim=128, group_size=8, block_size=16, q_kind="float16", kv_kind="float16")
 SHAPE = TensorShape(CONFIG)

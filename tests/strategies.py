@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 
-from problems import FLOATS, Spec
+from .problems import FLOATS, Spec
 
 SPLIT = 512  # tokens; test_decode asserts that it is the CPU kernel's own
 

@@ -9,12 +9,13 @@ import torch
 from numba import njit
 
 import pagedkv
-from device_fakes import ELSEWHERE, InterfaceArray, address_of, fake_cupy, fake_torch, recording
 from pagedkv.arrays import on_device
 from pagedkv.device_arrays import metadata
-from problems import FLOATS, Spec, assert_close, build, run
-from strategies import own_parity
-from wrong_arguments import HKV, OPERATIONS, B, D, N, P, misaligned
+
+from .device_fakes import ELSEWHERE, InterfaceArray, address_of, fake_cupy, fake_torch, recording
+from .problems import FLOATS, Spec, assert_close, build, run
+from .strategies import own_parity
+from .wrong_arguments import HKV, OPERATIONS, B, D, N, P, misaligned
 
 EMULATOR = {"backend": "emulator"}
 

@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_fakes import ELSEWHERE, InterfaceArray, fake_cupy, fake_torch
 from pagedkv import device_arrays
 from pagedkv.arrays import on_device
 from pagedkv.cuda import interop
 from pagedkv.device_arrays import Shadow, current_stream, empty, framework_of, make_shadow, metadata
+
+from .device_fakes import ELSEWHERE, InterfaceArray, fake_cupy, fake_torch
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ADDRESS = 0x7F0000000000

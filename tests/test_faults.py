@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import pagedkv
-from problems import Spec, build
-from strategies import SPLIT
+
+from .problems import Spec, build
+from .strategies import SPLIT
 
 
 def everything(x):

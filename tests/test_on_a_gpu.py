@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pagedkv
-from problems import Spec, as_torch, assert_close, build
+
+from .problems import Spec, as_torch, assert_close, build
 
 SPECS = [
     Spec(seq_lens=(37, 0, 600), layout="vllm", group_size=3, sinks=True, alibi=True),

@@ -13,9 +13,10 @@ from hypothesis import given
 
 import pagedkv
 from pagedkv import reference
-from problems import FLOATS, error_bound
-from strategies import own_parity
-from wrong_arguments import BF16, HKV, HQ, B, D, N, P, attention_arguments, fp8, ragged_arguments, read_only, vllm
+
+from .problems import FLOATS, error_bound
+from .strategies import own_parity
+from .wrong_arguments import BF16, HKV, HQ, B, D, N, P, attention_arguments, fp8, ragged_arguments, read_only, vllm
 
 
 class Kernel:

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 
 from pagedkv import reference
-from problems import FLOATS, Spec, build, expect, in_layout
-from strategies import DECODE_KERNELS, PREFILL_KERNELS, own_parity, specs
+
+from .problems import FLOATS, Spec, build, expect, in_layout
+from .strategies import DECODE_KERNELS, PREFILL_KERNELS, own_parity, specs
 
 
 def attention_by_numbers(problem):

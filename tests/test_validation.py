@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import pagedkv
-from wrong_arguments import (
+
+from .wrong_arguments import (
     BF16,
     HKV,
     HQ,

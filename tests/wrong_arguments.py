@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import pagedkv
-from device_fakes import NO_DRIVER, InterfaceArray, no_driver
+
+from .device_fakes import NO_DRIVER, InterfaceArray, no_driver
 
 B, HQ, HKV, D, P, N, M = 3, 4, 2, 16, 4, 8, 3  # M is max_blocks
 BF16 = ml_dtypes.bfloat16

@@ -4,12 +4,13 @@ Importing it imports NumPy and ml_dtypes alone; numba comes with the first atten
 one on a device or in the emulator.
 """
 
+from .bad_entries import raise_if_failed
 from .cache_ops import copy_blocks, gather_kv, swap_blocks, write_kv
 from .cpu.threads import get_num_threads, set_num_threads
-from .device_ops import raise_if_failed, warmup
 from .errors import BackendUnavailableError, CapacityError, OutOfBlocksError
 from .memory import BlockPool, PagedKVCache, SequenceTable
 from .ops import decode_attention, merge_states, prefill_attention
+from .warmup import warmup
 
 __all__ = [
     "BackendUnavailableError",

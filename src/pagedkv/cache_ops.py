@@ -80,7 +80,7 @@ def write_kv(
         scales = per_head(k_scale, spec.num_kv_heads), per_head(v_scale, spec.num_kv_heads)
         blocks.write_kv(k, v, k_cache, v_cache, slots, spec, *scales)
     elif len(call.slots):
-        from .cuda.blocks import write_kv as launch
+        from .cuda.plans.blocks import write_kv as launch
 
         with call.side.device() as device:
             launch(device, call)
@@ -149,7 +149,7 @@ def gather_kv(
     k, k_result = side.new_array("k", k_cache, shape, dtype, remedy)
     v, v_result = side.new_array("v", k_cache, shape, dtype, remedy)
     if call.seq_len:
-        from .cuda.blocks import gather_kv as launch
+        from .cuda.plans.blocks import gather_kv as launch
 
         with side.device() as device:
             launch(device, call, k_result, v_result, checked=call.checked)
@@ -190,7 +190,7 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto"
     if call.side.backend == "cpu":
         blocks.copy_blocks([(cache, cache) for cache in call.caches], call.pairs)
     elif len(call.pairs):
-        from .cuda.blocks import copy_blocks as launch
+        from .cuda.plans.blocks import copy_blocks as launch
 
         with call.side.device() as device:
             launch(device, call.caches, call.pairs, checked=call.checked)
@@ -234,7 +234,7 @@ def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "au
     if call.side.backend == "cpu":
         blocks.copy_blocks(call.copies, call.pairs)
     elif len(call.pairs):
-        from .cuda.blocks import swap_blocks as launch
+        from .cuda.plans.blocks import swap_blocks as launch
 
         with call.side.device() as device:
             launch(device, call.copies, call.pairs, checked=call.checked)

@@ -17,7 +17,7 @@ from .arrays import Array
 from .checks import FLOAT32, INT32, INT64
 from .device_arrays import Shadow
 from .layouts import FLOAT_DTYPES, CacheSpec, cache_geometry, cache_spec, check_kv_dtype, check_layout
-from .side import Side, place
+from .placement import Side, place
 from .validation import ROWS, Scale, cache_kind, check_tables, scale_arrays, scale_checks, scales
 
 _STORED_DTYPES = (*FLOAT_DTYPES, np.dtype(np.uint8))

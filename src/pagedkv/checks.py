@@ -16,7 +16,7 @@ import numpy as np
 
 from .arrays import Array
 from .layouts import FLOAT_DTYPES, VECTOR_BYTES
-from .side import Side
+from .placement import Side
 
 INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from . import checks
 from .arrays import Array
 from .checks import FLOAT32
-from .side import Side, place
+from .placement import Side, place
 
 
 class MergeCall(NamedTuple):

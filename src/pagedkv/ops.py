@@ -15,7 +15,7 @@ from .errors import BackendUnavailableError
 from .validation import per_head
 
 if TYPE_CHECKING:
-    from .cuda.attention import Plan
+    from .cuda.plans.attention import Plan
 
 
 def _results(q: Any, call: validation.AttentionCall, out: Any, return_lse: bool) -> tuple[Any, Array, Array | None]:
@@ -45,7 +45,7 @@ def _decode(call: validation.AttentionCall, out: Array, lse: Array | None) -> Pl
         with np.errstate(over="ignore", invalid="ignore"):
             decode(q, k_cache, v_cache, tables, seq_lens, out, lse, spec, *scales, options)
         return None
-    from .cuda.attention import decode_attention as launch
+    from .cuda.plans.attention import decode_attention as launch
 
     with call.side.device() as device:
         return launch(device, call, out, lse)
@@ -181,7 +181,7 @@ def decode_attention(
     arguments = (q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, sinks, k_scale, v_scale, out)
     options = (scale, layout, kv_dtype, window, softcap, score_mod, kernel, backend, check)
     # There are plans to repeat once a call has run on a device.
-    plans = sys.modules.get("pagedkv.cuda.plans") if type(q) is not np.ndarray else None
+    plans = sys.modules.get("pagedkv.cuda.plan_cache") if type(q) is not np.ndarray else None
     repeated = None if plans is None else plans.repeat(arguments, options, return_lse)
     if repeated is not None:
         return repeated
@@ -214,7 +214,7 @@ def decode_attention(
     if len(call.q):
         launched = _decode(call, result, lse)
         if launched and call.side.backend == "cuda":
-            from .cuda.plans import remember
+            from .cuda.plan_cache import remember
 
             remember(arguments, options, return_lse, call, result, launched)
     return returned
@@ -378,7 +378,7 @@ def merge_states(outs: Any, lses: Any, *, backend: str = "auto") -> tuple[Any, A
 
         merge(states, state_lses, result, lse_result)
     elif lse_result.size:
-        from .cuda.merge import merge_states as launch
+        from .cuda.plans.merge import merge_states as launch
 
         with side.device() as device:
             launch(device, states, state_lses, result, lse_result)

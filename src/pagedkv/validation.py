@@ -28,7 +28,7 @@ from .layouts import (
     check_layout,
 )
 from .options import AttentionOptions
-from .side import Side, place
+from .placement import Side, place
 
 KERNELS = ("auto", "v1", "v2", "split")
 # The arrays whose rows kernels move in vectors of 16 bytes.

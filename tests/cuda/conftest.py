@@ -2,7 +2,7 @@
 
 import pytest
 
-import pagedkv.cuda.compile as compiling
+import pagedkv.cuda.compiler.compile as compiling
 
 
 @pytest.fixture

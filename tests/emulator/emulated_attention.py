@@ -3,11 +3,12 @@
 import math
 
 import numpy as np
-import ptx_intrinsics as X
 from numba import cuda, types
-from ptx_harness import build_source
 
 from pagedkv.emulator import Device
+
+from . import ptx_intrinsics as X
+from .ptx_harness import build_source
 
 SOURCE = """
 def paged(q, k, v, table, lens, out, scale, heads, kv_heads, max_blocks):

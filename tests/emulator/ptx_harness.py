@@ -6,7 +6,7 @@ from itertools import count
 import numpy as np
 from numba import cuda, types
 
-from pagedkv.cuda.numba_overrides import current_device_is
+from pagedkv.cuda.compiler.numba_overrides import current_device_is
 from pagedkv.emulator import Buffer, Device, Module
 
 _BITS = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}

@@ -1,12 +1,13 @@
 """cp.async written in numba through inline assembly: when its bytes are there, and what it may not do."""
 
 import numpy as np
-import ptx_intrinsics as X
 import pytest
 from numba import cuda, types
-from ptx_harness import build
 
 from pagedkv.emulator import Device, MemoryFault, RaceFault
+
+from . import ptx_intrinsics as X
+from .ptx_harness import build
 
 u8p, f32p = types.CPointer(types.uint8), types.CPointer(types.float32)
 SRC = np.arange(512, dtype="f4")

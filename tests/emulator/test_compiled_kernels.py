@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from numba import cuda, types
 from numba.cuda import libdevice
-from ptx_harness import run_arrays
 
 from pagedkv.emulator import UnsupportedInstructionError
+
+from .ptx_harness import run_arrays
 
 f32, i32, f16 = types.float32, types.int32, types.float16
 N = 64

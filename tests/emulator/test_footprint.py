@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from ptx_harness import kernel_text
 
 from pagedkv.emulator import Device, EmulatorError, Module
+
+from .ptx_harness import kernel_text
 
 T = np.arange(32)
 COPY = "mov.b32 %o0, %i0;"

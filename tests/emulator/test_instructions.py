@@ -3,9 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from ptx_harness import kernel_text, launch_ptx, run_ptx
 
 from pagedkv.emulator import Module, UnsupportedInstructionError
+
+from .ptx_harness import kernel_text, launch_ptx, run_ptx
 
 N = 64
 RNG = np.random.default_rng(7)

@@ -1,12 +1,13 @@
 """Every kind of fault but races is detected, and its message says where."""
 
 import numpy as np
-import ptx_intrinsics as X
 import pytest
 from numba import cuda, types
-from ptx_harness import build, compile_ptx, run, run_ptx
 
 from pagedkv.emulator import Device, EmulatorError, MemoryFault, SyncFault
+
+from . import ptx_intrinsics as X
+from .ptx_harness import build, compile_ptx, run, run_ptx
 
 f32, i64, u8, u16 = types.float32, types.int64, types.uint8, types.uint16
 P = types.CPointer

@@ -1,12 +1,13 @@
 """Races in shared and global memory are detected, and nothing that is synchronised is taken for one."""
 
 import numpy as np
-import ptx_intrinsics as X
 import pytest
 from numba import cuda, types
-from ptx_harness import array_arguments, build, run, run_ptx
 
 from pagedkv.emulator import Device, EmulatorError, RaceFault
+
+from . import ptx_intrinsics as X
+from .ptx_harness import array_arguments, build, run, run_ptx
 
 f32, i64, u8, u16 = types.float32, types.int64, types.uint8, types.uint16
 P = types.CPointer

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from numba import cuda, types
-from ptx_harness import build, kernel_text, run_arrays, run_ptx
 
 from pagedkv.emulator import Device, EmulatorError, Module
+
+from .ptx_harness import build, kernel_text, run_arrays, run_ptx
 
 P = types.CPointer
 U = np.arange(32, dtype="u4")

@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numba import cuda, types
-from ptx_harness import build, compile_ptx
 
 from pagedkv.emulator import Device, MemoryFault, Module, RaceFault, SourceLine
 from pagedkv.emulator.lines import LineTable
+
+from .ptx_harness import build, compile_ptx
 
 f32, i64 = types.float32, types.int64
 P = types.CPointer

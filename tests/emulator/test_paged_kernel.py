@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from emulated_attention import SOURCE, Problem, build
 
 from pagedkv.emulator import EmulatorError, MemoryFault, RaceFault, SyncFault
+
+from .emulated_attention import SOURCE, Problem, build
 
 TOL = 1e-6
 
@@ -37,9 +38,9 @@ def test_results_do_not_depend_on_the_schedule(kernel):
 
 def test_huge_block_numbers(kernel):
     """Byte offsets beyond 2**31: the pools are mostly untouched virtual memory."""
-    from emulated_attention import BS, HD
-
     from pagedkv.emulator import Device
+
+    from .emulated_attention import BS, HD
 
     p = Problem(lens=(20,), heads=1, kv_heads=1)
     dev = Device(6 << 30)

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from ptx_harness import run_ptx
 
 from pagedkv.emulator import RaceFault, SyncFault
+
+from .ptx_harness import run_ptx
 
 N = 64
 RNG = np.random.default_rng(5)

@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from pagedkv.cuda.compile import compile_kernel
-from pagedkv.cuda.link import link
+from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.cuda.compiler.link import link
 from pagedkv.emulator import EmulatorDevice
-from problems import FLOATS
+
+from ..problems import FLOATS
 
 CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
 STRIDES = ["own", "halves", "padded"]

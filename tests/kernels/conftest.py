@@ -1,10 +1,11 @@
 """The device that a test of a kernel runs on: the emulator, and a GPU where there is one."""
 
 import pytest
-from gpu_device import CopyingDevice
 
 from pagedkv.cuda import driver
 from pagedkv.emulator import EmulatorDevice
+
+from .gpu_device import CopyingDevice
 
 
 @pytest.fixture(scope="session", params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
-from block_cases import SparseDevice
 
 from pagedkv import validation
-from pagedkv.cuda import attention
+from pagedkv.cuda.plans import attention
 from pagedkv.emulator import EmulatorDevice
-from problems import Problem, Spec
-from strategies import fade, own_parity
+
+from ..problems import Problem, Spec
+from ..strategies import fade, own_parity
+from .block_cases import SparseDevice
 
 PARTITION = 512
 

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from decode_cases import Variant, checked_call, decode
 
 from pagedkv import kernels
-from pagedkv.cuda import attention as launching
+from pagedkv.cuda.plans import attention as launching
 from pagedkv.emulator import EmulatorDevice, MemoryFault, RaceFault, SyncFault
-from pagedkv.kernels import attention
-from problems import assert_close, build
+from pagedkv.kernels.paged import attention
+
+from ..problems import assert_close, build
+from .decode_cases import Variant, checked_call, decode
 
 V1 = Variant("v1", 64, 16, "float32", "float32")
 SPEC = V1.spec(seq_lens=(37, 5))
@@ -32,7 +33,7 @@ class Edit(NamedTuple):
 
 EDITS = [
     Edit(
-        "attention.py",
+        "paged/attention.py",
         "cuda.threadIdx.x)\n        cuda.syncthreads()",
         "cuda.threadIdx.x)",
         RaceFault,
@@ -40,7 +41,7 @@ EDITS = [
         "q_vec = load_q(",
     ),
     Edit(
-        "attention.py",
+        "paged/attention.py",
         "seq_idx * out_seq_stride + head_idx * out_head_stride",
         "seq_idx * out_seq_stride",
         RaceFault,
@@ -48,7 +49,7 @@ EDITS = [
         "store_4(out + row_idx * 4, bits)",
     ),
     Edit(
-        "attention.py",
+        "paged/attention.py",
         "logits[token_idx - start_token] = qk",
         "pass",
         MemoryFault,
@@ -56,7 +57,7 @@ EDITS = [
         "val = exp_minus(logits[i], qk_max)",
     ),
     Edit(
-        "attention.py",
+        "paged/attention.py",
         "        reduce_rows(accs",
         "        if lane < 7:\n            cuda.syncthreads()\n        reduce_rows(accs",
         SyncFault,
@@ -73,7 +74,7 @@ def edited(edit, directory):
     text = (package / edit.file).read_text()
     assert text.count(edit.old) == 1
     (package / edit.file).write_text(text.replace(edit.old, edit.new))
-    return importlib.import_module(f"{package.name}.attention").make_v1
+    return importlib.import_module(f"{package.name}.paged.attention").make_v1
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.line)
@@ -87,7 +88,7 @@ def test_the_line_that_does_it_is_named(edit, tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "make_v1", own)
     fault = caught.value
     assert fault.kernel.startswith("v1[head_dim=64, block_size=16, ")
-    assert Path(fault.source.file).parent == tmp_path / tmp_path.name
+    assert Path(fault.source.file).parent.parent == tmp_path / tmp_path.name
     assert fault.source.text == Path(fault.source.file).read_text().splitlines()[fault.source.line - 1].strip()
     assert fault.source.text.startswith(edit.line)
     assert f"at {fault.source}" in str(fault)

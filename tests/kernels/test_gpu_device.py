@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from decode_cases import Variant, decode
-from gpu_device import CopyingDevice
 
-from pagedkv.cuda import blocks
+from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import EmulatorDevice
-from problems import assert_close, build
+
+from ..problems import assert_close, build
+from .decode_cases import Variant, decode
+from .gpu_device import CopyingDevice
 
 V1 = Variant("v1", 64, 16, "float32", "float32", "strided")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagedkv.memory import BlockPool, PagedKVCache, SequenceTable
-from pagedkv.memory.rows import Rows
+from pagedkv.memory.handles import Rows
 from pagedkv.memory.transaction import Tally
 
 Manager = BlockPool | SequenceTable | PagedKVCache

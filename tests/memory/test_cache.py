@@ -7,10 +7,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from manager import refused
 
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import Batch, PagedKVCache, Stats
+
+from .manager import refused
 
 LAYERS, BLOCKS, P, HEADS, DIM = 3, 10, 8, 2, 16
 ARRAYS = {"numpy": np.ndarray, "torch": torch.Tensor}

@@ -12,10 +12,11 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from manager import refused
 
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable
+
+from .manager import refused
 
 FEW = st.integers(1, 2)
 ALL = st.just(99)

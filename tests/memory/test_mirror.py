@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from manager import fails_after
 
 from pagedkv.memory import PagedKVCache
 from pagedkv.memory.arrays import Arrays
 from pagedkv.memory.mirror import Mirror
+
+from .manager import fails_after
 
 INT32 = np.dtype(np.int32)
 

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from manager import refused
 
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import BlockPool
+
+from .manager import refused
 
 
 def test_a_fresh_pool_hands_out_blocks_in_order():

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from manager import refused
 
 from pagedkv.memory import BlockPool, SequenceTable
+
+from .manager import refused
 
 
 def lens(table, seqs):

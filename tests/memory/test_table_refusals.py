@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from manager import refused
 
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable
+
+from .manager import refused
 
 REFUSALS = [
     (lambda t, a, b: t.add(21), ValueError, r"^num_tokens must be at most max_blocks \* block_size = 20, got 21$"),

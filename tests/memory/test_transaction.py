@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from manager import fails_after, interrupted_at, state
 
 from pagedkv.errors import OutOfBlocksError
 from pagedkv.memory import BlockPool, PagedKVCache
 from pagedkv.memory.transaction import Tally
+
+from .manager import fails_after, interrupted_at, state
 
 
 class Scene:

@@ -1,6 +1,6 @@
 """A test of the tests: every mutant must make one of its tests fail.
 
-    python tests/mutants [--all] [part of a name]
+    python -m tests.mutants [--all] [part of a name]
 
 Without --all only those of the allocator and the ones of the CUDA kernels that matter most are run: CI has no time for
 all of them. Each mutant is applied to a copy of src/, which is what its tests import. Exits with 1 if one survives,
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
-from mutant import Mutant
+from .mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
@@ -86,7 +86,7 @@ def verdict(mutant: Mutant) -> tuple[bool, str]:
 
 def collect(part: str, names: tuple[str, ...]) -> list[Mutant]:
     """The mutants of these modules with `part` in their names."""
-    modules = [import_module(name) for name in names]
+    modules = [import_module(f"{__package__}.{name}") for name in names]
     mutants = [mutant for module in modules for mutant in module.MUTANTS]
     assert len({mutant.name for mutant in mutants}) == len(mutants), "two mutants of one name"
     return [mutant for mutant in mutants if part in mutant.name]

@@ -1,6 +1,6 @@
 """Mutants of the memory manager."""
 
-from mutant import Mutant
+from .mutant import Mutant
 
 POOL = ("tests/memory/test_pool.py",)
 TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
@@ -207,28 +207,28 @@ MUTANTS = [
     ),
     Mutant(
         "a handle is used again",
-        "memory/rows.py",
+        "memory/handles.py",
         "self._generations[rows] + 1",
         "self._generations[rows]",
         MACHINE,
     ),
     Mutant(
         "a freed handle stays valid",
-        "memory/rows.py",
+        "memory/handles.py",
         "            (self._handles, rows, NO_HANDLE),\n",
         "",
         MACHINE,
     ),
     Mutant(
         "handles of no row are looked up in the last one",
-        "memory/rows.py",
+        "memory/handles.py",
         "        self._handles[max_rows] = 0\n",
         "",
         TABLE,
     ),
     Mutant(
         "a sequence may be named twice",
-        "memory/rows.py",
+        "memory/handles.py",
         "repeated = self._tally.repeated(rows)",
         "repeated = np.zeros(len(rows), bool)",
         MACHINE,

@@ -1,6 +1,6 @@
 """More mutants of the CUDA kernels, for `--all`."""
 
-from device import (
+from .device import (
     BAD_BLOCK,
     BAD_LENGTH,
     EACH_OPTION,
@@ -24,51 +24,51 @@ from device import (
     V2_WINDOWS,
     WINDOWS,
 )
-from mutant import Mutant
+from .mutant import Mutant
 
-PLANS, COPIES = "tests/cuda/test_plans.py::", "tests/cuda/test_copies.py::"
-OVERRIDES = "tests/cuda/test_numba_overrides.py::"
+PLANS, COPIES = "tests/cuda/test_plan_cache.py::", "tests/cuda/plans/test_copies.py::"
+OVERRIDES = "tests/cuda/compiler/test_numba_overrides.py::"
 
 MUTANTS = [
     # ---- barriers
     Mutant(
         "v1: all tokens of the last block are visible",
-        "kernels/attention.py",
+        "kernels/paged/attention.py",
         "first_token <= token_idx and token_idx < last_token and physical_block_number >= 0\n            qk",
         "first_token <= token_idx and physical_block_number >= 0\n            qk",
         LENGTHS,
     ),
     Mutant(
         "v1: offsets of V in 32 bits",
-        "kernels/attention.py",
+        "kernels/paged/attention.py",
         "v = address(v_cache) + physical_block_number * v_block_stride",
         "v = address(v_cache) + int64(int32(physical_block_number * v_block_stride))",
         LARGE,
     ),
     Mutant(
         "v1: rows of q with the strides of out",
-        "kernels/attention.py",
+        "kernels/paged/attention.py",
         "seq_idx * q_seq_stride + head_idx * q_head_stride",
         "seq_idx * out_seq_stride + head_idx * out_head_stride",
         STRIDES,
     ),
     Mutant(
         "v1: the last shuffle of a thread group is left out",
-        "kernels/keys.py",
+        "kernels/paged/keys.py",
         "while mask >= 1:",
         "while mask > 1:",
         LENGTHS,
     ),
     Mutant(
         "v1: positions in a long block start again in every chunk",
-        "kernels/attention.py",
+        "kernels/paged/attention.py",
         "k += token_idx % BLOCK_SIZE * k_token_stride",
         "k += token_idx % CHUNK_SIZE * k_token_stride",
         LONG_BLOCKS,
     ),
     Mutant(
         "v1: a window of one key more",
-        "kernels/tables.py",
+        "kernels/paged/tables.py",
         "max(seq_len - window, 0), seq_len",
         "max(seq_len - window - 1, 0), seq_len",
         WINDOWS,
@@ -76,49 +76,49 @@ MUTANTS = [
     # ---- logits and softmax
     Mutant(
         "v1: the scale of K is left out",
-        "kernels/attention.py",
+        "kernels/paged/attention.py",
         "float32(float32(scale) * k_factor)",
         "float32(float32(scale) * float32(k_number))",
         SCALES,
     ),
     Mutant(
         "v1: ALiBi counts from behind the query",
-        "kernels/logits.py",
+        "kernels/device/logits.py",
         "float32(k_pos - q_pos)",
         "float32(k_pos - q_pos - 1)",
         EACH_OPTION,
     ),
     Mutant(
         "v1: a softcap that does not grow again",
-        "kernels/logits.py",
+        "kernels/device/logits.py",
         "float32(softcap * float32(math.tanh(divide(score, softcap))))",
         "float32(math.tanh(divide(score, softcap)))",
         EACH_OPTION,
     ),
     Mutant(
         "v1: the maximum and the sum of half of each warp",
-        "kernels/softmax.py",
+        "kernels/paged/softmax.py",
         "        mask = WARP_SIZE // 2\n",
         "        mask = WARP_SIZE // 4\n",
         NEEDLE,
     ),
     Mutant(
         "v1: the maximum and the sum of two warps for each two",
-        "kernels/softmax.py",
+        "kernels/paged/softmax.py",
         "        mask = NUM_WARPS // 2\n",
         "        mask = NUM_WARPS // 4\n",
         LENGTHS,
     ),
     Mutant(
         "v2: every partition counts the sink",
-        "kernels/attention.py",
+        "kernels/paged/attention.py",
         "if not PARTITION_SIZE and address(sinks) != 0 and seq_len > 0:",
         "if address(sinks) != 0 and seq_len > 0:",
         V2_EACH_OPTION,
     ),
     Mutant(
         "v1: the LSE in base 2",
-        "kernels/attention.py",
+        "kernels/paged/attention.py",
         "qk_max + math.log(exp_sum)",
         "qk_max + math.log2(exp_sum)",
         LENGTHS,
@@ -126,28 +126,28 @@ MUTANTS = [
     # ---- values
     Mutant(
         "v1: values before the window are selected",
-        "kernels/values.py",
+        "kernels/paged/values.py",
         "make_masks(first * BITS, last * BITS)",
         "make_masks(last * 0, last * BITS)",
         WINDOWS,
     ),
     Mutant(
         "v1: the first shuffle over the lanes of a row is left out",
-        "kernels/values.py",
+        "kernels/paged/values.py",
         "mask = NUM_V_VECS_PER_ROW // 2",
         "mask = NUM_V_VECS_PER_ROW // 4",
         LENGTHS,
     ),
     Mutant(
         "v1: rows past the head dimension are handed on",
-        "kernels/values.py",
+        "kernels/paged/values.py",
         "if row_idx < HEAD_DIM:\n            out_smem",
         "if row_idx >= 0:\n            out_smem",
         STRIDED,
     ),
     Mutant(
         "v1: the scale of V is left out",
-        "kernels/values.py",
+        "kernels/paged/values.py",
         "float32(accs[i] * v_scale)",
         "float32(accs[i])",
         SCALES,
@@ -155,14 +155,14 @@ MUTANTS = [
     # ---- partitions
     Mutant(
         "v2: a full last partition counts as one more",
-        "kernels/reduction.py",
+        "kernels/paged/reduction.py",
         "(seq_len + PARTITION_SIZE - 1) // PARTITION_SIZE - ",
         "(seq_len // PARTITION_SIZE + 1) - ",
         V2_LENGTHS,
     ),
     Mutant(
         "v2: the first partitions come again after 128",
-        "kernels/reduction.py",
+        "kernels/paged/reduction.py",
         "tmp_out[(first_partition + first + j) * HEAD_DIM",
         "tmp_out[(first_partition + j) * HEAD_DIM",
         PARTITIONS,
@@ -170,14 +170,14 @@ MUTANTS = [
     # ---- check=True
     Mutant(
         "v1: a bad block id is recorded with its token for its column",
-        "kernels/tables.py",
+        "kernels/paged/tables.py",
         "record(report, BLOCK_ID, seq_idx, column, block)",
         "record(report, BLOCK_ID, seq_idx, token_idx, block)",
         BAD_BLOCK,
     ),
     Mutant(
         "v2: the reduction believes any length",
-        "kernels/reduction.py",
+        "kernels/paged/reduction.py",
         "if seq_len < 0 or seq_len > capacity:",
         "if seq_len < 0:",
         BAD_LENGTH,
@@ -185,28 +185,28 @@ MUTANTS = [
     # ---- planning
     Mutant(
         "v1: shared memory for a window that begins with a chunk",
-        "cuda/attention.py",
+        "cuda/plans/attention.py",
         "((window + chunk - 2) // chunk + 1) * chunk",
         "((window + chunk - 1) // chunk) * chunk",
         WINDOWS,
     ),
     Mutant(
         "v2: partitions for a window that begins with one",
-        "cuda/attention.py",
+        "cuda/plans/attention.py",
         "(window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1)",
         "(window + PARTITION_SIZE - 1) // PARTITION_SIZE)",
         V2_WINDOWS,
     ),
     Mutant(
         "v1: rows of the table are max_blocks apart",
-        "cuda/attention.py",
+        "cuda/plans/attention.py",
         "call.block_tables.strides[0] // call.block_tables.itemsize",
         "call.block_tables.shape[1]",
         LENGTHS,
     ),
     Mutant(
         "v1: every cache is contiguous inside of a head",
-        "cuda/attention.py",
+        "cuda/plans/attention.py",
         "packed=(*call.k_cache.strides[2:4], call.v_cache.strides[2]) == inner",
         "packed=inner is not None",
         STRIDED,
@@ -214,35 +214,35 @@ MUTANTS = [
     # ---- write_kv
     Mutant(
         "write_kv: slots of 31 bits",
-        "kernels/write_kv.py",
+        "kernels/blocks/write_kv.py",
         "slot = slots[token]\n",
         "slot = slots[token] & 0x7FFFFFFF\n",
         SKIPPED_SLOT,
     ),
     Mutant(
         "write_kv: one slot too many passes",
-        "kernels/write_kv.py",
+        "kernels/blocks/write_kv.py",
         "if checked and slot >= num_slots:",
         "if checked and slot > num_slots:",
         SKIPPED_SLOT,
     ),
     Mutant(
         "write_kv: V's heads as far apart as K's columns",
-        "kernels/write_kv.py",
+        "kernels/blocks/write_kv.py",
         "position * v_position_stride + head * v_cache_head_stride",
         "position * v_position_stride + head * k_column_stride",
         HEADS,
     ),
     Mutant(
         "write_kv: fp8 is rounded to the next one up from halfway",
-        "kernels/conversions.py",
+        "kernels/device/conversions.py",
         "odd = builder.and_(builder.lshr(bits, I32(shift)), I32(1))",
         "odd = I32(1)",
         FP8_CODES,
     ),
     Mutant(
         "write_kv: bfloat16 is cut off",
-        "kernels/conversions.py",
+        "kernels/device/conversions.py",
         "cvt.rn.bf16.f32",
         "cvt.rz.bf16.f32",
         HALVES,
@@ -250,7 +250,7 @@ MUTANTS = [
     # ---- copy_blocks, gather_kv, merge_states
     Mutant(
         "gather_kv: block num_blocks passes",
-        "kernels/gather_kv.py",
+        "kernels/blocks/gather_kv.py",
         "(block < 0 or block >= num_blocks)",
         "(block < 0 or block > num_blocks)",
         SKIPPED_BLOCK,
@@ -264,7 +264,7 @@ MUTANTS = [
     ),
     Mutant(
         "merge_states: the result of a launch is not among the states of the next",
-        "cuda/merge.py",
+        "cuda/plans/merge.py",
         "states = [target, *states]",
         "states = [states[0], *states]",
         MANY_STATES,
@@ -272,28 +272,28 @@ MUTANTS = [
     # ---- streams, copies between host and device
     Mutant(
         "a call's launches are mixed with those of another thread",
-        "side.py",
+        "placement.py",
         "with gpu.lock:",
         "if gpu.lock:",
         (PLANS + "test_the_launches_of_a_call_follow_each_other[merge]",),
     ),
     Mutant(
         "a repeated call's launches are mixed with those of another thread",
-        "cuda/plans.py",
+        "cuda/plan_cache.py",
         "with device.lock:",
         "if device.lock:",
         (PLANS + "test_the_launches_of_a_call_follow_each_other[decode]",),
     ),
     Mutant(
         "pinned memory is filled again while the GPU reads it",
-        "cuda/copies.py",
+        "cuda/plans/copies.py",
         "        self._gpu.call(driver.cuEventSynchronize, half.event)\n",
         "",
         (COPIES + "test_what_is_sent_is_what_was_there_at_the_call",),
     ),
     Mutant(
         "what has arrived in one half of the pinned memory is forgotten",
-        "cuda/copies.py",
+        "cuda/plans/copies.py",
         "for _ in self._halves:",
         "for _ in self._halves[:1]:",
         (COPIES + "test_pageable_memory_is_filled_when_the_call_returns",),
@@ -303,25 +303,25 @@ MUTANTS = [
         "cuda/driver.py",
         '            self._gpu.refuse_capture(\n                self._handle, "copies',
         '            str(\n                "copies',
-        ("tests/cuda/test_cuda_driver.py::test_copies_are_not_captured",),
+        ("tests/cuda/test_driver.py::test_copies_are_not_captured",),
     ),
     Mutant(
         "an operator has the type that it had for other scalars",
-        "cuda/numba_overrides.py",
+        "cuda/compiler/numba_overrides.py",
         "key = function, tuple(args)",
         "key = function",
         (OVERRIDES + "test_an_operator_is_typed_once_for_the_same_scalars",),
     ),
     Mutant(
         "arrays are taken for scalars",
-        "cuda/numba_overrides.py",
+        "cuda/compiler/numba_overrides.py",
         "            or not all(isinstance(arg, scalars) for arg in args)\n",
         "",
         (OVERRIDES + "test_what_is_no_operator_on_scalars_is_typed_each_time",),
     ),
     Mutant(
         "numba-cuda keeps an override",
-        "cuda/numba_overrides.py",
+        "cuda/compiler/numba_overrides.py",
         "        vars(owner).update(own)\n",
         "        setattr(owner, name, value)\n",
         (OVERRIDES + "test_numba_is_itself_after_a_compilation_and_after_an_error",),

@@ -1,6 +1,6 @@
 """Mutants of the CPU kernels and of the operations around them."""
 
-from mutant import Mutant
+from .mutant import Mutant
 
 ORACLE = ("tests/test_decode.py::test_oracle[float32-64]",)
 FP8_ORACLE = ("tests/test_decode.py::test_oracle[fp8_e4m3-32]",)

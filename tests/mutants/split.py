@@ -1,8 +1,8 @@
 """Mutants of kernel split; the tests run in the emulator."""
 
-from mutant import Mutant
+from .mutant import Mutant
 
-SPLIT = "tests/kernels/test_split.py::"
+SPLIT = "tests/kernels/split/test_split.py::"
 LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]",)
 CORES_LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-CUDA cores]",)
 LONG = (SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-2048-tensor cores]",)
@@ -25,7 +25,7 @@ NOTHING_PAST_THE_END = (SPLIT + PAST_THE_END + "[emulator-D264-G71-P16-float16-f
 FULL = (BOUND + "D256-G12-P16-float32-float16]",)
 SIDE_BY_SIDE = (BOUND + "D64-G71-P1-float16-fp8_e4m3-modified]",)
 THROUGH_SHARED = (BOUND + "D128-G16-P16-float16-float16-modified-cc8.0]",)
-MANY = "tests/kernels/test_split_many.py::"
+MANY = "tests/kernels/split/test_many.py::"
 TAILS = (MANY + "test_the_last_stage_may_have_any_number_of_tokens[emulator-D64-G17-P16-float16-float16]",)
 STAGE_NEEDLE = (MANY + "test_a_needle_is_found_at_every_position_of_a_stage[emulator-D64-G17-P16-float16-float16]",)
 HEADS_OF_WARPS = (MANY + "test_the_heads_of_every_warp[emulator-17]",)
@@ -34,10 +34,10 @@ SLOWLY = "test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_al
 RISING = (SPLIT + SLOWLY + "[emulator-D64-G4-P16-float16-float16]",)
 STRIDED = (SPLIT + "test_k_and_v_have_strides_of_their_own[emulator-tensor cores]",)
 
-FRAGMENTS, SOFTMAX, SUMS = "kernels/split_fragments.py", "kernels/split_softmax.py", "kernels/split_sums.py"
-TENSOR, CORES, MERGE = "kernels/split_tensor.py", "kernels/split_cuda_cores.py", "kernels/split_merge.py"
-KERNEL, LANES, QUERY = "kernels/decode_split.py", "kernels/split_lanes.py", "kernels/split_query.py"
-MANY_HEADS, STAGES, PLAN = "kernels/split_many.py", "kernels/split_stages.py", "cuda/split.py"
+FRAGMENTS, SOFTMAX, SUMS = "kernels/split/fragments.py", "kernels/split/softmax.py", "kernels/split/sums.py"
+TENSOR, CORES, MERGE = "kernels/split/tensor.py", "kernels/split/cuda_cores.py", "kernels/split/merge.py"
+KERNEL, LANES, QUERY = "kernels/split/kernel.py", "kernels/split/lanes.py", "kernels/split/query.py"
+MANY_HEADS, STAGES, PLAN = "kernels/split/many.py", "kernels/split/stages.py", "cuda/plans/split.py"
 
 MUTANTS = [
     Mutant(

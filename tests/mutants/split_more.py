@@ -1,7 +1,7 @@
 """More mutants of kernel split, and of its planning, for `--all`."""
 
-from mutant import Mutant
-from split import (
+from .mutant import Mutant
+from .split import (
     BAD_BLOCK,
     BAD_LENGTH,
     BANKS,
@@ -194,7 +194,7 @@ MUTANTS = [
         SUMS,
         "uint32(upper * uint32(3))",
         "uint32(upper << 1)",
-        ("tests/bench/test_static_bench.py::test_split_is_within_its_targets",),
+        ("tests/bench/test_static.py::test_split_is_within_its_targets",),
     ),
     Mutant(
         "split: no barrier of the warp before its lanes read from each other",
@@ -261,7 +261,7 @@ MUTANTS = [
     ),
     Mutant(
         "split: the vectors of a row are counted in 31 bits",
-        "kernels/split_pages.py",
+        "kernels/split/pages.py",
         "return base + int64(fetch(offset, lane, 0)) * VECTOR_BYTES",
         "return base + int64(uint32(fetch(offset, lane, 0) << uint32(4)))",
         LARGE,

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .cells import GROUPS, Cell, HostProblem, cells, only, quick_cells
-from .contest import NOT_INSTALLED, contest, reason
 from .gpu import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, interleaved, launches_for, open_gpu, sample
 from .peers import FIRST, OURS, PACKAGES, PEERS, SUBJECTS, Problem
 from .report import Interrupted, Row, median, spread
+from .timing import NOT_INSTALLED, contest, reason
+from .workloads import GROUPS, Cell, HostProblem, cells, only, quick_cells
 
 # Largest error of a result, over the largest magnitude in what is expected.
 TOLERANCE = {"float16": 5e-3, "bfloat16": 2e-2}

@@ -14,10 +14,10 @@ import numpy as np
 
 from ..layouts import cache_shapes
 from ..ops import decode_attention
-from .cells import HostProblem
-from .contest import Refused
 from .gpu import Call, Gpu, sample
 from .report import median
+from .timing import Refused
+from .workloads import HostProblem
 
 # Triton: tokens of a step, and programs of the grid for each multiprocessor.
 TRITON_TILES = (32, 64, 128)

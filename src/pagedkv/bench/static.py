@@ -17,8 +17,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ..cuda import compile as compiling
-from ..cuda import link as linking
+from ..cuda.compiler import compile as compiling
+from ..cuda.compiler import link as linking
+from ..cuda.compiler.occupancy import occupancy
+from ..cuda.compiler.ptx import TOOLS, Capability, external_functions, versions
 from ..emulator import EmulatorDevice
 from ..emulator.stats import BufferTraffic, LaunchStats
 from .report import Row, median
@@ -48,7 +50,7 @@ class _Device(EmulatorDevice):
 
     lineinfo = False  # as a GPU has them
 
-    def __init__(self, capability: compiling.Capability) -> None:
+    def __init__(self, capability: Capability) -> None:
         super().__init__(race=False, init_check=False, stats=True)
         self.capability = capability
         self.noted: list[tuple[compiling.CompiledKernel, int]] = []
@@ -79,7 +81,7 @@ def _timed(module: Any, name: str) -> Iterator[list[tuple[tuple[Any, ...], float
         yield calls
 
 
-def measure(variant: Variant, capability: compiling.Capability, repeats: int = 9) -> Row:
+def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
     """One row: a kernel for one compute capability.
 
     Parameters
@@ -122,7 +124,7 @@ def measure(variant: Variant, capability: compiling.Capability, repeats: int = 9
         "dynamic B": dynamic,
         "blocks/SM": blocks,
         "limit": limit,
-        "external": len(compiling.external_functions(kernel.ptx)),
+        "external": len(external_functions(kernel.ptx)),
     }
     for i, name in enumerate(work.read):
         row[f"{name} load B"], per_thread = loads[i]
@@ -139,15 +141,15 @@ def _occupancy(kernel: compiling.CompiledKernel, registers: int, shared_bytes: i
     """Resident blocks of a multiprocessor, and what allows no more of them."""
     capability, num_threads = kernel.capability, kernel.num_threads
     alone = {
-        "registers": linking.occupancy(capability, registers, num_threads, 0),
-        "shared": linking.occupancy(capability, 1, num_threads, shared_bytes),
-        "threads": linking.occupancy(capability, 1, num_threads, 0),
+        "registers": occupancy(capability, registers, num_threads, 0),
+        "shared": occupancy(capability, 1, num_threads, shared_bytes),
+        "threads": occupancy(capability, 1, num_threads, 0),
     }
-    blocks = linking.occupancy(capability, registers, num_threads, shared_bytes)
+    blocks = occupancy(capability, registers, num_threads, shared_bytes)
     return blocks, "+".join(name for name, most in alone.items() if most == blocks)
 
 
-def _loads(code: bytes, columns: tuple[str, ...], capability: compiling.Capability) -> list[tuple[int, int]]:
+def _loads(code: bytes, columns: tuple[str, ...], capability: Capability) -> list[tuple[int, int]]:
     """Bytes of one load, and of all in flight in a thread, by column: the narrowest of K and of V, else the widest.
 
     Copies to shared memory, where there are any, are all of K and V. v1, v2 and split read q, K and V with loads of at
@@ -163,7 +165,7 @@ def _loads(code: bytes, columns: tuple[str, ...], capability: compiling.Capabili
     return [(x.narrowest, x.in_flight) for x in loads[1:]] if len(loads) == 3 else [(0, 0)] * 2
 
 
-def _loop_instructions(code: bytes, capability: compiling.Capability) -> float | None:
+def _loop_instructions(code: bytes, capability: Capability) -> float | None:
     """Warp instructions for each 512 bytes that the inner loop asks for."""
     loop = loop_of(code, capability, NARROWEST)
     return loop and loop.instructions * UNIT_BYTES / (32 * loop.bytes_loaded)
@@ -288,7 +290,7 @@ def run(
     *,
     repeats: int = 9,
     progress: Callable[[str], Any] = print,
-    capabilities: Sequence[compiling.Capability] = CAPABILITIES,
+    capabilities: Sequence[Capability] = CAPABILITIES,
     quick: bool = False,
     cold: bool = False,
     processes: int = 2,
@@ -323,15 +325,15 @@ def run(
         environment = {"PAGEDKV_CACHE_DIR": directory} if cold else {}
         with patch.dict(os.environ, environment), patch.dict(compiling._compiled, {}, clear=cold):
             rows = _measure_all(jobs, repeats, progress, processes)
-    tools = zip(compiling._TOOLS, compiling.versions()[1:], strict=True)
-    versions: list[Row] = [{"compiler": tool, "version": version} for tool, version in tools if version]
-    return rows + ([] if quick else [_fresh_row()]) + targets(rows) + versions
+    tools = zip(TOOLS, versions()[1:], strict=True)
+    compilers: list[Row] = [{"compiler": tool, "version": version} for tool, version in tools if version]
+    return rows + ([] if quick else [_fresh_row()]) + targets(rows) + compilers
 
 
 def _measure_all(
-    jobs: list[tuple[Variant, compiling.Capability]], repeats: int, progress: Callable[[str], Any], processes: int
+    jobs: list[tuple[Variant, Capability]], repeats: int, progress: Callable[[str], Any], processes: int
 ) -> list[Row]:
-    def tell(done: int, job: tuple[Variant, compiling.Capability]) -> None:
+    def tell(done: int, job: tuple[Variant, Capability]) -> None:
         progress(f"static, {done + 1} of {len(jobs)}: {job[0].kernel} for {job[1][0]}.{job[1][1]}")
 
     if processes == 1:

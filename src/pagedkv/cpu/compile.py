@@ -18,7 +18,7 @@ import numba
 import numpy as np
 from numba.core.compiler import CompileResult
 
-from ..store import Store, cache_dir, hash_of_sources
+from ..kernel_cache import Store, cache_dir, hash_of_sources
 
 SUFFIX = ".kernel"
 SOURCES = hash_of_sources(Path(__file__).parent)

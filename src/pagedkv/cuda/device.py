@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..arrays import Array
 
 if TYPE_CHECKING:
-    from .compile import CompiledKernel
+    from .compiler.compile import CompiledKernel
 
 # Thread blocks of a launch in x, and in each of y and z; the first compute capability with instructions for fp8.
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from ..arrays import Array
 from ..errors import BackendUnavailableError
 from . import INSTALL
-from .compile import Capability, CompiledKernel
-from .copies import Copies
+from .compiler.compile import Capability, CompiledKernel
+from .plans.copies import Copies
 
 # The default stream is named by what it always is, not by 0, which an environment variable can redefine.
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2

@@ -13,10 +13,10 @@ from ..cache_validation import CopyCall, GatherCall, WriteCall
 from ..merge_validation import MergeCall
 from ..validation import AttentionCall
 from . import driver
-from .attention import decode_attention
-from .blocks import copy_blocks, gather_kv, write_kv
-from .compile import Capability, CompiledKernel
-from .merge import merge_states
+from .compiler.compile import Capability, CompiledKernel
+from .plans.attention import decode_attention
+from .plans.blocks import copy_blocks, gather_kv, write_kv
+from .plans.merge import merge_states
 
 
 class _Compiler:

@@ -13,8 +13,8 @@ from typing import Any
 
 from numba import cuda, float32, int64, types, uint16, uint32, uint64
 
-from .conversions import narrow, unpack
-from .intrinsics import (
+from .device.conversions import narrow, unpack
+from .device.intrinsics import (
     ELEMENT_BITS,
     address,
     bits_float,
@@ -28,7 +28,7 @@ from .intrinsics import (
     store_8,
     store_16,
 )
-from .source import KernelSource, device_function
+from .device.source import KernelSource, device_function
 
 NUM_THREADS = 128
 MAX_STATES = 8

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .checks import MAX_INT32, MAX_INT64, as_int, as_ints, require
+from .handles import Int64Array, Rows
 from .pool import BlockPool
-from .rows import Int64Array, Rows
 from .transaction import Array, Write, commit, exclusive
 
 UNUSED = -1

@@ -1,0 +1,31 @@
+"""The bad entries that checked kernels have skipped, raised on the host."""
+
+from __future__ import annotations
+
+import sys
+
+from .device_arrays import current_streams
+
+
+def raise_if_failed() -> None:
+    """Wait for the GPUs that calls of this process went to, and raise the first bad entry that a kernel has skipped.
+
+    Kernels look at the values of block tables, lengths, slots and pairs on a device when they are called with
+    ``check=True``, or under ``PAGEDKV_CHECK=1``; they skip a bad entry, note the first one, and go on. It is raised
+    once. Values in host arrays are checked, and raise, in the call itself.
+
+    Raises
+    ------
+    IndexError
+        A block id outside 0..num_blocks-1, or a slot at or past num_blocks * block_size.
+    ValueError
+        A sequence length below 0 or beyond the table's capacity.
+    RuntimeError
+        The current stream is being captured in a CUDA graph, which cannot wait.
+    """
+    driver = sys.modules.get("pagedkv.cuda.driver")
+    if driver is not None:  # otherwise no call has gone to a device
+        from .cuda.bad_entries import raise_if_failed as look
+
+        driver.refuse_capture(current_streams(), "raise_if_failed waits for the GPU: call it after the replay")
+        look(driver.cuda_devices())

@@ -1,0 +1,48 @@
+"""What kernels compiled with `checked` wrote down, as exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..kernels.device.bad_entries import BLOCK_ID, NUM_BYTES, PAIR, SEQ_LEN
+
+if TYPE_CHECKING:
+    from .device import Device
+
+
+def raise_if_failed(devices: Iterable[Device]) -> None:
+    """Wait for the devices, raise the first bad entry that a kernel on them skipped, and forget it.
+
+    Parameters
+    ----------
+    devices : iterable of Device
+        In the order in which their entries are raised, one a call.
+
+    Raises
+    ------
+    IndexError
+        A block id outside 0..num_blocks-1, or a slot at or past num_blocks * block_size.
+    ValueError
+        A sequence length below 0 or beyond the table's capacity.
+    """
+    for device in devices:
+        content = device.take("report")
+        if content is not None and content.any():
+            raise exception(*map(int, content[8:NUM_BYTES].view(np.int64)))
+
+
+def exception(what: int, sequence: int, column: int, value: int) -> IndexError | ValueError:
+    """The exception for an entry of the report buffer (see kernels/device/bad_entries.py)."""
+    if what == BLOCK_ID:
+        name = "block_tables" if sequence >= 0 else "block_table"
+        where = f"for sequence {sequence}, column {column}" if sequence >= 0 else f"at column {column}"
+        return IndexError(f"{name} must hold block ids in 0..num_blocks-1, got {value} {where}")
+    if what == SEQ_LEN:
+        return ValueError(f"seq_lens must be in 0..max_blocks * block_size, got {value} for sequence {sequence}")
+    if what == PAIR:
+        side = "destination" if column else "source"
+        return IndexError(f"pairs must hold block ids in 0..num_blocks-1, got {side} {value} in pair {sequence}")
+    return IndexError(f"slots must be below num_blocks * block_size, got {value} for token {sequence}")

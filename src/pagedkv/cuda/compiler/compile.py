@@ -1,0 +1,271 @@
+"""A kernel factory and its config to PTX, without a driver: compiled once, then kept in the process and on disk.
+
+numba-cuda's own cache looks at the one file that a function stands in, so that a kernel would outlive a change to a
+function that it calls; this one is keyed by the sources of all kernels, the config, the versions and the device's
+compute capability. What is on disk is text and machine code, never a pickle.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import kernels
+from ...errors import BackendUnavailableError
+from ...kernel_cache import Store, cache_dir, hash_of_sources
+from ...kernels.device.source import KernelSource, with_lineinfo
+from ...options import refusal
+from .. import INSTALL
+from .link import Linked, load_or_link
+from .numba_overrides import overridden
+from .ptx import Capability, external_functions, versions
+
+if TYPE_CHECKING:
+    from ..device import Device
+
+SUFFIX = ".ptx"
+SOURCES = hash_of_sources(Path(kernels.__file__).parent, Path(__file__).parent)
+
+MOST_KERNELS = 256  # in this process: a score_mod made for each call would fill its memory
+
+_lock = threading.RLock()
+_compiled: dict[Any, CompiledKernel] = {}
+
+
+class CompiledKernel:
+    """The PTX of one kernel, for one config and compute capability; equal to itself alone.
+
+    Attributes
+    ----------
+    name : str
+        For people: ``v1[head_dim=128, ...]``.
+    entry : str
+        The PTX symbol of the kernel.
+    ptx : str
+        A module with this kernel alone, and no external function.
+    num_threads : int
+        Threads of a block.
+    capability : tuple of int
+        Compute capability, (9, 0) for an H100.
+    """
+
+    def __init__(self, name: str, entry: str, ptx: str, num_threads: int, capability: Capability) -> None:
+        self.name = name
+        self.entry = entry
+        self.ptx = ptx
+        self.num_threads = num_threads
+        self.capability = capability
+
+    def __repr__(self) -> str:
+        return f"<CompiledKernel {self.name} for compute capability {self.capability[0]}.{self.capability[1]}>"
+
+    @cached_property
+    def linked(self) -> Linked:
+        """Machine code, linked when it is first asked for and kept on disk.
+
+        Raises
+        ------
+        BackendUnavailableError
+            nvJitLink is not installed, or is too old for the device.
+        """
+        with _lock:
+            return load_or_link(self.ptx, self.capability)
+
+    @property
+    def cubin(self) -> bytes:
+        """The machine code of `linked`."""
+        return self.linked.cubin
+
+
+def compile_kernel(
+    make: Callable[[Any], KernelSource], config: Any, capability: Capability = (9, 0), *, lineinfo: bool = False
+) -> CompiledKernel:
+    """The kernel that ``make(config)`` describes: from this process, from disk, or compiled now.
+
+    Parameters
+    ----------
+    make : callable
+        A function ``make_<kernel>(config) -> KernelSource`` of `pagedkv.kernels`.
+    config : frozen dataclass or NamedTuple
+        Ints, bools and strings, and at most a function in `score_mod`; a kernel with one is not kept on disk.
+    capability : tuple of int
+        Compute capability of the device that it is for.
+    lineinfo : bool
+        Name the Python lines in the PTX, for faults of the emulator and for profilers; compilation takes a fifth
+        longer, and the machine code is the same.
+
+    Returns
+    -------
+    CompiledKernel
+        The same object each time, unless MOST_KERNELS others have been compiled meanwhile.
+
+    Raises
+    ------
+    TypeError
+        numba cannot compile the config's `score_mod` for (float32, int32, int32, int32, int32).
+    BackendUnavailableError
+        NVVM, which numba-cuda needs to make PTX, is not installed or fails, or numba's CUDA simulator is on.
+    """
+    key = (make, config, capability, lineinfo)
+    kernel = _compiled.get(key)
+    if kernel is None:
+        with _lock:
+            kernel = _compiled.get(key)
+            if kernel is None:
+                kernel = _compiled[key] = _load_or_compile(make, config, capability, lineinfo)
+                if len(_compiled) > MOST_KERNELS:
+                    del _compiled[next(iter(_compiled))]  # the oldest one
+    return kernel
+
+
+def compile_for(device: Device, make: Callable[[Any], KernelSource], config: Any) -> CompiledKernel:
+    """`compile_kernel` as a device wants it."""
+    return compile_kernel(make, config, device.capability, lineinfo=device.lineinfo)
+
+
+def _load_or_compile(
+    make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool
+) -> CompiledKernel:
+    fields = _fields(config)
+    name = make.__name__.removeprefix("make_")
+    entry = f"pagedkv_{name}"
+    # Lines are named by the full path of their file, so that another copy of the package is another kernel.
+    facts = (make.__module__, make.__qualname__, fields, capability, lineinfo and __file__, versions())
+    store = Store(cache_dir("cuda") if all(map(_is_plain, fields.values())) else None, SUFFIX)
+    key = repr(facts).encode() + SOURCES
+    name = f"{name}[{', '.join(f'{field}={_shown(value)}' for field, value in fields.items())}]"
+    with suppress(ValueError, TypeError, KeyError):
+        header, ptx = (store.load(key) or b"").decode().split("\n", 1)
+        return CompiledKernel(name, entry, ptx, int(json.loads(header)["num_threads"]), capability)
+    ptx, num_threads = _compile(make, config, capability, lineinfo, entry)
+    header = json.dumps({"name": name, "num_threads": num_threads})
+    store.save(key, f"{header}\n{ptx}".encode())
+    return CompiledKernel(name, entry, ptx, num_threads, capability)
+
+
+def _compile(
+    make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
+) -> tuple[str, int]:
+    from cuda.bindings.nvvm import nvvmError
+    from cuda.pathfinder import DynamicLibNotFoundError
+    from numba.cuda.core import config as settings
+    from numba.cuda.cudadrv.error import NvvmSupportError
+
+    if settings.ENABLE_CUDASIM:
+        raise BackendUnavailableError("NUMBA_ENABLE_CUDASIM is set, and numba's simulator compiles nothing: unset it")
+    try:
+        with overridden(capability):
+            return _make_ptx(make, config, capability, lineinfo, entry)
+    except (NvvmSupportError, DynamicLibNotFoundError) as error:
+        reason = str(error).split("\n", 1)[0]  # what follows lists folders
+        raise BackendUnavailableError(
+            f"CUDA kernels are compiled by NVVM, which is missing or does not work: {INSTALL} (numba-cuda: {reason})"
+        ) from error
+    except Exception as error:
+        if (score_mod := getattr(config, "score_mod", None)) is not None:
+            _refuse(score_mod, capability)
+        if isinstance(error, nvvmError):
+            raise BackendUnavailableError(
+                f"NVVM cannot compile {entry} for {config} ({error}): use other options (a score_mod in float32, if "
+                'there is one), or backend="cpu" on host arrays, and report it'
+            ) from error
+        raise
+
+
+def _make_ptx(
+    make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
+) -> tuple[str, int]:
+    from numba import cuda
+
+    with with_lineinfo(lineinfo):
+        source = make(config)
+    ptx, _ = cuda.compile_ptx(
+        source.function,
+        source.signature,
+        debug=False,
+        opt=True,
+        cc=capability,
+        lineinfo=lineinfo,
+        launch_bounds=(source.num_threads, source.min_blocks),
+    )
+    return _tidy(ptx, entry, _shared_arrays(source.function)), source.num_threads
+
+
+def _tidy(ptx: str, entry: str, shared_arrays: Sequence[str] = ()) -> str:
+    if external := external_functions(ptx):
+        raise TypeError(f"{entry} calls {', '.join(external)}, which no device has")
+    # numba's symbols carry counters of the process, which would make equal kernels differ, and faults would name them.
+    (mangled,) = re.findall(r"^\.visible \.entry (\w+)\(", ptx, re.MULTILINE)
+    ptx = ptx.replace(mangled, entry)
+    counters = sorted({int(counter) for counter in re.findall(r"\b_cudapy_smem_(\d+)\b", ptx)})
+    names = shared_arrays if len(shared_arrays) == len(counters) else range(len(counters))
+    symbols = {str(counter): f"shared_{name}" for counter, name in zip(counters, names, strict=True)}
+    ptx = re.sub(r"\b_cudapy_smem_(\d+)\b", lambda match: symbols[match[1]], ptx)
+    return re.sub(r"^\.common \.global .* _ZN08NumbaEnv\w+;\n", "", ptx, flags=re.MULTILINE)
+
+
+def _shared_arrays(function: Callable[..., None]) -> list[str]:
+    """What a kernel calls its shared arrays, in their order; those of device functions are not among them."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):  # no file has the source, as of a function typed into a prompt
+        return []
+    assigned = [
+        (target, value)
+        for statement in ast.walk(tree)
+        if isinstance(statement, ast.Assign)
+        for target, value in _pairs(statement.targets[0], statement.value)
+    ]
+    named = [
+        (call.lineno, call.col_offset, target.id)
+        for target, value in assigned
+        for call in ast.walk(value)
+        if isinstance(target, ast.Name) and isinstance(call, ast.Call) and ast.unparse(call.func) == "cuda.shared.array"
+    ]
+    return [name for *_, name in sorted(named)]
+
+
+def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(target, value)]
+
+
+def _refuse(score_mod: Callable[..., Any], capability: Capability) -> None:
+    """Raise TypeError if the user's function is what cannot be compiled."""
+    from numba import cuda, types
+
+    try:
+        with overridden(capability):
+            ptx, result = cuda.compile_ptx(
+                score_mod, (types.float32, *[types.int32] * 4), debug=False, opt=True, device=True, cc=capability
+            )
+        if not isinstance(result, types.Float | types.Integer | types.Boolean):
+            raise TypeError(f"it returns {result}, not a real number")
+        _tidy(f"{ptx}\n.visible .entry score_mod(", "score_mod")
+    except Exception as error:
+        raise refusal(error) from error
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(config):
+        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return dict(config._asdict())
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, str)
+
+
+def _shown(value: Any) -> str:
+    return getattr(value, "__name__", None) or str(value)

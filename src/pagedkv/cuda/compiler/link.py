@@ -1,0 +1,135 @@
+"""PTX to machine code (a cubin) without a driver, and what the machine code asks of a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import BackendUnavailableError
+from ...kernel_cache import Store, cache_dir, hash_of_sources
+from .. import INSTALL
+from .occupancy import SYSTEM_SHARED_BYTES
+from .ptx import Capability, external_functions, versions
+
+SUFFIX = ".cubin"
+SOURCE = hash_of_sources(Path(__file__))
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a kernel asks of a GPU.
+
+    Attributes
+    ----------
+    registers : int
+        Of a thread.
+    stack_bytes, spill_bytes : int
+        Local memory of a thread, and bytes that the code stores to and loads from it for want of registers.
+    shared_bytes : int
+        Static shared memory of a block.
+    code_bytes : int
+        Machine code of the module.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+    code_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """Machine code of a PTX module with one kernel, and ptxas's log of it.
+
+    Attributes
+    ----------
+    capability : tuple of int
+    cubin : bytes
+    log : str
+    """
+
+    capability: Capability
+    cubin: bytes
+    log: str
+
+    def resources(self) -> Resources:
+        """What the kernel asks of a GPU; spills are those of all functions of the module."""
+        spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", self.log)
+        stacks = re.findall(r"(\d+) bytes stack frame", self.log)
+        registers = re.findall(r"Used (\d+) registers", self.log)
+        if not stacks or len(registers) != 1:
+            raise RuntimeError(f"ptxas's log is not as expected: {self.log}")
+        sections = _sections(self.cubin)
+        system = SYSTEM_SHARED_BYTES if self.capability >= (9, 0) else 0
+        return Resources(
+            registers=int(registers[0]),
+            stack_bytes=max(map(int, stacks)),
+            spill_bytes=sum(map(int, spills)),
+            shared_bytes=max(0, _total(sections, ".nv.shared.") - system),
+            code_bytes=_total(sections, ".text."),
+        )
+
+
+def load_or_link(ptx: str, capability: Capability) -> Linked:
+    """The machine code of a PTX module: from disk, or linked now and kept."""
+    store = Store(cache_dir("cuda"), SUFFIX)
+    key = repr((capability, versions())).encode() + SOURCE + ptx.encode()
+    with suppress(ValueError, TypeError, KeyError):
+        header, cubin = (store.load(key) or b"").split(b"\n", 1)
+        return Linked(capability, cubin, json.loads(header)["log"])
+    linked = link(ptx, capability)
+    store.save(key, json.dumps({"log": linked.log}).encode() + b"\n" + linked.cubin)
+    return linked
+
+
+def link(ptx: str, capability: Capability) -> Linked:
+    """Link a PTX module into a cubin.
+
+    Raises
+    ------
+    BackendUnavailableError
+        nvJitLink is not installed, or does not know the device or the PTX.
+    ValueError
+        The module calls a function that it does not have; nvJitLink would leave that to the launch.
+    """
+    if external := external_functions(ptx):
+        raise ValueError(f"ptx must have all functions that it calls, got calls of {', '.join(external)}")
+    try:
+        from cuda.bindings import nvjitlink
+        from cuda.core import Linker, LinkerOptions, ObjectCode
+
+        version = ".".join(map(str, nvjitlink.version()))
+    except (ImportError, RuntimeError) as error:
+        # Without nvJitLink, cuda.core would warn and ask the driver, which may be older than the PTX.
+        reason = str(error).split("\n", 1)[0]  # what follows lists folders
+        raise BackendUnavailableError(
+            f"CUDA kernels are linked by nvJitLink, which is missing or does not work ({reason}): {INSTALL}"
+        ) from error
+    arch = f"sm_{capability[0]}{capability[1]}"
+    try:
+        code: Any = ObjectCode.from_ptx(ptx.encode())
+        linker = Linker(code, options=LinkerOptions(arch=arch, ptxas_options=["-v"]))
+        return Linked(capability, bytes(linker.link("cubin").code), linker.get_info_log().rstrip("\0"))
+    except nvjitlink.nvJitLinkError as error:
+        raise BackendUnavailableError(
+            f"nvJitLink {version} cannot make code for {arch}, update it with: {INSTALL} ({error})"
+        ) from error
+
+
+def _sections(elf: bytes) -> dict[str, int]:
+    """Bytes of each section of a 64-bit ELF file."""
+    (offset,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, offset + i * size) for i in range(count)]
+    text = headers[names][4]
+    return {elf[text + h[0] : elf.index(b"\0", text + h[0])].decode(): h[5] for h in headers}
+
+
+def _total(sections: dict[str, int], prefix: str) -> int:
+    return sum(size for name, size in sections.items() if name.startswith(prefix))

@@ -1,0 +1,44 @@
+"""How many blocks of a kernel a multiprocessor has room for."""
+
+from __future__ import annotations
+
+from .ptx import Capability
+
+# The system's part of each block's shared memory; from 9.0 on, a cubin counts it as static.
+SYSTEM_SHARED_BYTES = 1024
+
+# Shared memory of a multiprocessor and the most that a block may have: CUDA C++ Programming Guide, technical
+# specifications per compute capability.
+_SHARED_BYTES = {
+    (8, 0): (164 * 1024, 163 * 1024),
+    (9, 0): (228 * 1024, 227 * 1024),
+    (10, 0): (228 * 1024, 227 * 1024),
+}
+
+
+def occupancy(capability: Capability, registers: int, num_threads: int, shared_bytes: int) -> int:
+    """Blocks of a kernel that are resident on a multiprocessor at once; 0 if it cannot run.
+
+    The rules of cuda_occupancy.h of the CUDA toolkit (cudaOccMaxActiveBlocksPerMultiprocessor): registers are given to
+    whole warps, 256 at a time, in 4 partitions of 16384; shared memory in units of 128 bytes, 1 KiB of each block's for
+    the system.
+
+    Parameters
+    ----------
+    capability : tuple of int
+        (8, 0), (9, 0) or (10, 0).
+    registers : int
+        Of a thread.
+    num_threads : int
+        Of a block.
+    shared_bytes : int
+        Of a block, static and dynamic.
+    """
+    most_shared, most_of_block = _SHARED_BYTES[capability]
+    warps = -(-num_threads // 32)
+    warp_registers = -(-registers * 32 // 256) * 256
+    if num_threads > 1024 or shared_bytes > most_of_block:
+        return 0
+    by_registers = 16384 // warp_registers * 4 // warps
+    by_shared = most_shared // (-(-(shared_bytes + SYSTEM_SHARED_BYTES) // 128) * 128)
+    return min(by_registers, by_shared, 64 // warps, 32)

@@ -1,0 +1,45 @@
+"""What compiling and linking share: the target, the versions of the tools, and what a PTX module calls and loads."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections import Counter
+from functools import cache
+
+Capability = tuple[int, int]
+
+# What makes PTX and machine code, under the names of either CUDA major version.
+TOOLS = (
+    *("numba", "numba-cuda", "llvmlite", "numpy", "cuda-bindings", "cuda-core"),
+    *("nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
+)
+
+
+@cache
+def versions() -> tuple[str | None, ...]:
+    """The versions of everything that makes PTX and machine code."""
+
+    def version(distribution: str) -> str | None:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return sys.version, *map(version, TOOLS)
+
+
+def external_functions(ptx: str) -> list[str]:
+    """The functions that a PTX module calls and does not have."""
+    return re.findall(r"\.extern\s+\.func\s+(?:\([^)]*\)\s*)?([\w$]+)", ptx)
+
+
+_LOAD = re.compile(r"\bld\.(?:[\w:]+\.)*?global\.((?:[\w:]+\.)*?)(?:(v[24])\.)?[busf](8|16|32|64)\b")
+_ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w:.]*\s*\[[^\]]*\], \[[^\]]*\], (\d+)")
+
+
+def global_loads(ptx: str) -> Counter[int]:
+    """How many instructions of a PTX module load how many bytes each from global memory."""
+    loads = Counter(int(size) // 8 * int((vector or "v1")[1]) for _, vector, size in _LOAD.findall(ptx))
+    return loads + Counter(map(int, _ASYNC_COPY.findall(ptx)))

@@ -1,0 +1,1 @@
+"""What a checked call launches on a device."""

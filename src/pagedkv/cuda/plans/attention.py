@@ -1,0 +1,240 @@
+"""Decode attention on a device: which kernel, compiled for what, launched how.
+
+A plan follows from shapes, strides, dtypes and options alone; a call adds addresses to it. So a repeated call can
+look its plan up. Nothing here reads an array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...layouts import VECTOR_BYTES
+from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, Device
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ...arrays import Array
+    from ...kernels.paged.config import AttentionConfig
+    from ...validation import AttentionCall
+    from ..compiler.compile import Capability, CompiledKernel
+
+Workspaces = tuple[tuple[str, int], ...]
+
+LONGEST_V1 = 8192  # tokens, of vLLM's rule
+MANY_ROWS = 512  # query heads of the batch from which it finds enough work in v1
+NO_WINDOW = 2**31 - 1
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a plan: its arguments are the addresses of `pointers`, then `scalars`.
+
+    Attributes
+    ----------
+    kernel : CompiledKernel
+    grid : tuple of int
+    pointers : tuple of str
+        Names of arrays and workspaces; an argument that the call has not is the null pointer.
+    scalars : tuple of int and float
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+
+    kernel: CompiledKernel
+    grid: tuple[int, int, int]
+    pointers: tuple[str, ...]
+    scalars: tuple[int | float, ...]
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The launches of a call, in order, and the workspaces that they share as (name, bytes)."""
+
+    launches: tuple[Launch, ...]
+    workspaces: Workspaces
+
+
+def decode_attention(device: Device, call: AttentionCall, out: Array, lse: npt.NDArray[np.float32] | None) -> Plan:
+    """Run the checked call, of at least one sequence, on a device, into `out` and `lse`.
+
+    Parameters
+    ----------
+    device : Device
+    call : AttentionCall
+        Of decode_attention.
+    out : (num_seqs, num_heads, head_dim) array of q's dtype
+    lse : (num_seqs, num_heads) float32 array, C-contiguous, or None
+
+    Returns
+    -------
+    Plan
+        What has been launched.
+
+    Raises
+    ------
+    ValueError
+        Kernel "v1" is asked for and the logits of the longest sequence exceed the device's shared memory.
+    """
+    launches = plan(device, call, out)
+    run(device, launches, call, out, lse)
+    return launches
+
+
+def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
+    """What a call launches, from its shapes, strides, dtypes and options alone; compiles the kernels if need be.
+
+    Raises
+    ------
+    ValueError
+        As `decode_attention`; more thread blocks than a grid has.
+    """
+    from ...kernels.device.bad_entries import NUM_BYTES
+    from . import split
+
+    if call.spec.layout != "vllm":
+        return split.plan(device, call, out)
+    num_rows = call.q.shape[0] * call.q.shape[1]
+    if num_rows > LARGEST_GRID_X:
+        raise ValueError(f"num_seqs * num_heads must be below 2**31 on a device, got {num_rows}")
+    config = attention_config(call, capability=device.capability)
+    capacity = call.block_tables.shape[1] * call.spec.block_size
+    if choose(call.kernel, capacity, num_rows) == "v1":
+        launches: tuple[Launch, ...] = (_v1(device, call, out, config, capacity),)
+        workspaces: Workspaces = ()
+    else:
+        launches, workspaces = _v2(device, call, out, config, capacity)
+    return Plan(launches, (*workspaces, *((("report", NUM_BYTES),) if call.checked else ())))
+
+
+def attention_config(call: AttentionCall, *, capability: Capability) -> AttentionConfig:
+    """What v1 or v2 is compiled for in a call on a device of this compute capability."""
+    from ...kernels.paged.config import AttentionConfig
+
+    spec, itemsize = call.spec, call.k_cache.itemsize
+    inner = (spec.block_size * VECTOR_BYTES, VECTOR_BYTES, spec.block_size * itemsize)
+    return AttentionConfig(
+        head_dim=spec.head_dim,
+        block_size=spec.block_size,
+        q_kind=call.q.dtype.name,
+        kv_kind=spec.kind,
+        packed=(*call.k_cache.strides[2:4], call.v_cache.strides[2]) == inner,
+        checked=call.checked,
+        hardware_fp8=spec.kind == "fp8_e4m3" and capability >= FIRST_WITH_FP8,
+        score_mod=call.options.score_mod,
+    )
+
+
+def choose(kernel: str, capacity: int, num_rows: int) -> str:
+    """The kernel for num_rows = num_seqs * num_heads and tables of `capacity` tokens: vLLM's rule if "auto"."""
+    if kernel != "auto":
+        return kernel
+    from ...kernels.paged.config import PARTITION_SIZE
+
+    is_short = capacity <= LONGEST_V1
+    return "v1" if is_short and (capacity <= PARTITION_SIZE or num_rows > MANY_ROWS) else "v2"
+
+
+def num_partitions(capacity: int, window: int) -> int:
+    """Partitions that the visible tokens of one sequence can lie in, at least 1."""
+    from ...kernels.paged.config import PARTITION_SIZE
+
+    return max(1, min(-(-capacity // PARTITION_SIZE), (window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1))
+
+
+def _v1(device: Device, call: AttentionCall, out: Array, config: AttentionConfig, capacity: int) -> Launch:
+    from ...kernels.paged.attention import make_v1, shared_bytes, static_shared_bytes
+    from ..compiler.compile import compile_for
+
+    chunk, window, limit = config.chunk_size, _window(call), device.max_shared_bytes
+    num_tokens = min(capacity, ((window + chunk - 2) // chunk + 1) * chunk)
+    dynamic = shared_bytes(config, num_tokens)
+    if dynamic + static_shared_bytes(config) > limit:
+        raise ValueError(
+            f'kernel "v1" keeps the logits of max_blocks * block_size = {capacity} tokens in shared memory, '
+            f'and {limit} bytes have no room for {dynamic}: use kernel "v2"'
+        )
+    num_rows = call.q.shape[0] * call.q.shape[1]
+    return Launch(
+        compile_for(device, make_v1, config),
+        (num_rows, 1, 1),
+        ("out", "lse", "", "", *_INPUTS),
+        _scalars(call, out.strides[:2]),
+        dynamic,
+    )
+
+
+def _v2(
+    device: Device, call: AttentionCall, out: Array, config: AttentionConfig, capacity: int
+) -> tuple[tuple[Launch, ...], Workspaces]:
+    from ...kernels.paged.attention import make_v2, shared_bytes
+    from ...kernels.paged.config import PARTITION_SIZE
+    from ...kernels.paged.reduction import ReductionConfig, make_v2_reduce
+    from ..compiler.compile import compile_for
+
+    num_seqs, num_heads, head_dim = call.q.shape
+    num_rows, needed = num_seqs * num_heads, num_partitions(capacity, _window(call))
+    grid = (num_rows, min(needed, LARGEST_GRID_Y), -(-needed // LARGEST_GRID_Y))
+    most = grid[1] * grid[2]
+    tmp_strides = (num_heads * most * head_dim * FLOAT_BYTES, most * head_dim * FLOAT_BYTES)
+    partitions = Launch(
+        compile_for(device, make_v2, config),
+        grid,
+        ("tmp_out", "", "exp_sums", "max_logits", *_INPUTS),
+        _scalars(call, tmp_strides),
+        shared_bytes(config, PARTITION_SIZE),
+    )
+    reduction = Launch(
+        compile_for(device, make_v2_reduce, ReductionConfig(head_dim, config.q_kind)),
+        (num_rows, 1, 1),
+        ("out", "lse", "tmp_out", "exp_sums", "max_logits", "seq_lens", "sinks"),
+        (num_heads, capacity, _window(call), most, *out.strides[:2]),
+    )
+    sizes = (("tmp_out", head_dim), ("exp_sums", 1), ("max_logits", 1))
+    workspaces = tuple((name, num_rows * most * per_row * FLOAT_BYTES) for name, per_row in sizes)
+    return (partitions, reduction), workspaces
+
+
+# What v1 and v2 read, in the order of their parameters.
+_INPUTS = (
+    *("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
+    *("alibi_slopes", "sinks", "k_scale", "v_scale", "report"),
+)
+
+
+def _scalars(call: AttentionCall, out_strides: tuple[int, ...]) -> tuple[int | float, ...]:
+    num_heads, spec, options = call.q.shape[1], call.spec, call.options
+    return (
+        *(num_heads, num_heads // spec.num_kv_heads, spec.num_blocks, call.block_tables.shape[1], _window(call)),
+        call.block_tables.strides[0] // call.block_tables.itemsize,
+        *(*call.q.strides[:2], *out_strides),
+        *(*call.k_cache.strides[:4], *call.v_cache.strides[:3]),
+        *(float(options.scale), float(options.softcap or 0.0)),
+        *(1.0 if isinstance(x, np.ndarray) else float(x) for x in (call.k_scale, call.v_scale)),
+    )
+
+
+def _window(call: AttentionCall) -> int:
+    return call.options.window or NO_WINDOW
+
+
+def run(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: npt.NDArray[np.float32] | None) -> None:
+    """Launch a plan with the addresses of a call."""
+    options = call.options
+    arrays = {
+        **{"out": out, "lse": lse, "q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache},
+        **{"block_tables": call.block_tables, "seq_lens": call.seq_lens},
+        **{"alibi_slopes": options.alibi_slopes, "sinks": options.sinks},
+        **{"k_scale": call.k_scale, "v_scale": call.v_scale},
+    }
+    addresses = {name: device.address(name, x) for name, x in arrays.items() if isinstance(x, np.ndarray)}
+    for name, nbytes in plan.workspaces:
+        addresses[name] = device.scratch(name, nbytes)
+    for launch in plan.launches:
+        args = [addresses.get(name, 0) for name in launch.pointers]
+        device.launch(launch.kernel, launch.grid, [*args, *launch.scalars], launch.shared_bytes)

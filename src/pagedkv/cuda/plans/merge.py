@@ -1,0 +1,96 @@
+"""Launching merge_states. Arguments have been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...arrays import Array
+from ...kernels.merge_states import MAX_STATES, NUM_THREADS, MergeConfig, make_merge_states
+from ...layouts import VECTOR_BYTES
+from ..compiler.compile import compile_for
+from ..device import LARGEST_GRID_Y, Device
+
+
+class _State(NamedTuple):
+    """Addresses and, in bytes, row and head stride of an output and row stride of an LSE."""
+
+    out: int
+    lse: int
+    strides: tuple[int, int, int]
+    kind: str
+
+
+def merge_states(
+    device: Device,
+    outs: Sequence[Array],
+    lses: Sequence[npt.NDArray[np.float32]],
+    out: Array,
+    lse: npt.NDArray[np.float32],
+) -> None:
+    """Fill out and lse with the attention over all keys of the states.
+
+    Up to 8 states take one launch. Each further launch takes the result so far, in float32, and up to 7 more.
+
+    Parameters
+    ----------
+    device : Device
+        Where all arrays are.
+    outs : sequence of (rows, num_heads, head_dim) array
+        All of one dtype.
+    lses : sequence of (rows, num_heads) float32 array
+    out : (rows, num_heads, head_dim) array, C-contiguous
+        Of the dtype of `outs`.
+    lse : (rows, num_heads) float32 array, C-contiguous
+    """
+    num_rows, num_heads, head_dim = out.shape
+    if not lse.size:
+        return
+    kind = out.dtype.name
+    states = [
+        _State(
+            device.address(f"outs[{i}]", state),
+            device.address(f"lses[{i}]", state_lse),
+            (state.strides[0], state.strides[1], state_lse.strides[0]),
+            kind,
+        )
+        for i, (state, state_lse) in enumerate(zip(outs, lses, strict=True))
+    ]
+    result = _State(device.address("out", out), device.address("lse", lse), (0, 0, 0), kind)
+    elements = _elements(out.itemsize, head_dim, [*states, result])
+    sizes = num_rows * num_heads * head_dim * 4, num_rows * num_heads * 4
+    turn = 0
+    while states:
+        now, states = states[:MAX_STATES], states[MAX_STATES:]
+        target = result
+        if states:
+            strides = num_heads * head_dim * 4, head_dim * 4, num_heads * 4
+            # Another workspace each time: a launch reads the last one while it writes.
+            names = f"merge_out_{turn % 2}", f"merge_lse_{turn % 2}"
+            target = _State(device.scratch(names[0], sizes[0]), device.scratch(names[1], sizes[1]), strides, "float32")
+            states = [target, *states]
+        config = MergeConfig(now[0].kind, kind, target.kind, len(now), head_dim, elements)
+        filled = now + now[-1:] * (MAX_STATES - len(now))
+        arguments = (
+            *(state.out for state in filled),
+            *(state.lse for state in filled),
+            target.out,
+            target.lse,
+            num_rows,
+            num_heads,
+            *(stride for state in filled for stride in state.strides),
+        )
+        grid = -(-num_rows * (head_dim // elements) // NUM_THREADS), min(num_heads, LARGEST_GRID_Y), 1
+        device.launch(compile_for(device, make_merge_states, config), grid, arguments)
+        turn += 1
+
+
+def _elements(itemsize: int, head_dim: int, states: Sequence[_State]) -> int:
+    """Elements of a vector for which every address of every state is aligned."""
+    bits = VECTOR_BYTES | head_dim * itemsize
+    for state in states:
+        bits |= state.out | state.strides[0] | state.strides[1]
+    return (bits & -bits) // itemsize

@@ -1,0 +1,115 @@
+"""Planning of kernel "split": decode attention for NHD and HND in one launch.
+
+The grid follows from the capacity of the block tables and the window, never from lengths: those of a device are not
+read on the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
+from .attention import FLOAT_BYTES, NO_WINDOW, Launch, Plan
+
+if TYPE_CHECKING:
+    from ...arrays import Array
+    from ...kernels.split.config import SplitConfig
+    from ...validation import AttentionCall
+    from ..compiler.compile import Capability
+
+_POINTERS = (
+    *("out", "lse", "split_sums", "split_states", "split_counters"),
+    *("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
+    *("alibi_slopes", "sinks", "k_scale", "v_scale", "report"),
+)
+
+
+def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
+    """What a call launches, from its shapes, strides, dtypes and options alone; compiles the kernel if need be.
+
+    Parameters
+    ----------
+    device : Device
+    call : AttentionCall
+        Of decode_attention, in layout NHD or HND, of at least one sequence.
+    out : (num_seqs, num_heads, head_dim) array
+        Its strides matter.
+
+    Raises
+    ------
+    ValueError
+        More thread blocks than a grid has.
+    """
+    from ...kernels.device.bad_entries import NUM_BYTES
+    from ...kernels.split.kernel import dynamic_bytes, make_split
+    from ..compiler.compile import compile_for
+
+    spec, options = call.spec, call.options
+    num_seqs, num_heads, head_dim = call.q.shape
+    config = split_config(call, capability=device.capability)
+    num_columns = num_seqs * spec.num_kv_heads * config.num_tiles
+    if num_columns > LARGEST_GRID_X:
+        raise ValueError(
+            f"num_seqs * num_kv_heads, times the number of thread blocks that share a KV head, must be below 2**31 "
+            f"on a device, got {num_columns}"
+        )
+    window = options.window or NO_WINDOW
+    most_splits = config.most_splits(min(call.block_tables.shape[1] * spec.block_size, window))
+    launch = Launch(
+        compile_for(device, make_split, config),
+        (num_columns, most_splits, 1),
+        _POINTERS,
+        (
+            *(spec.num_kv_heads, spec.num_blocks, call.block_tables.shape[1], window),
+            call.block_tables.strides[0] // call.block_tables.itemsize,
+            *(*call.q.strides[:2], *out.strides[:2]),
+            *(*_strides(call, call.k_cache), *_strides(call, call.v_cache)),
+            *(float(options.scale), float(options.softcap or 0.0)),
+            *(1.0 if isinstance(x, np.ndarray) else float(x) for x in (call.k_scale, call.v_scale)),
+        ),
+        dynamic_bytes(config),
+    )
+    num_partials = num_seqs * num_heads * most_splits if most_splits > 1 else 1
+    workspaces = (
+        ("split_sums", num_partials * head_dim * FLOAT_BYTES),
+        ("split_states", num_partials * 2 * FLOAT_BYTES),
+        ("split_counters", num_columns * 4),
+        *((("report", NUM_BYTES),) if call.checked else ()),
+    )
+    return Plan((launch,), workspaces)
+
+
+def split_config(call: AttentionCall, *, capability: Capability) -> SplitConfig:
+    """What the kernel is compiled for in a call on a device of this compute capability."""
+    from ...kernels.split.config import SplitConfig
+
+    spec, options = call.spec, call.options
+    return SplitConfig(
+        head_dim=spec.head_dim,
+        group_size=call.q.shape[1] // spec.num_kv_heads,
+        block_size=spec.block_size,
+        q_kind=call.q.dtype.name,
+        kv_kind=spec.kind,
+        modified=bool(options.softcap or options.alibi_slopes is not None or options.score_mod),
+        wide=any(_is_wide(call, cache) for cache in (call.k_cache, call.v_cache)),
+        checked=call.checked,
+        hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
+        architecture=capability[0],
+        score_mod=options.score_mod,
+    )
+
+
+def _strides(call: AttentionCall, cache: Array) -> tuple[int, int, int]:
+    """The block, token and head stride of a cache in bytes, 0 for an axis of one element."""
+    block, token, head = (0 if n == 1 else stride for n, stride in zip(cache.shape[:3], cache.strides[:3], strict=True))
+    return (block, token, head) if call.spec.layout == "NHD" else (block, head, token)
+
+
+def _is_wide(call: AttentionCall, cache: Array) -> bool:
+    """True where 32 bits do not count the vectors up to the last row of a KV head."""
+    block, token, _ = _strides(call, cache)
+    vector = min(16, call.spec.head_dim * cache.itemsize & -(call.spec.head_dim * cache.itemsize))
+    last = max(call.spec.num_blocks - 1, 0) * block + (call.spec.block_size - 1) * token
+    return min(block, token) < 0 or last // vector >= 2**32

@@ -1,0 +1,1 @@
+"""The kernels on the contents of caches: write, gather, copy."""

@@ -1,0 +1,74 @@
+"""How the kernels that move tokens between dense rows and caches cut their work.
+
+A thread moves `elements` neighbouring elements of one row: one (token, KV head) of k or v. Rows of a cache in the
+layouts NHD and HND are contiguous. In the layout vllm those of K are chunks of 16 bytes, a column stride apart, and
+those of V single elements; neighbouring tokens are neighbours in memory there, so 32 of them share a warp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numba import cuda, types
+
+from ..device.intrinsics import ELEMENT_BITS
+from ..device.source import device_function
+
+NUM_THREADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """Where the elements of one cache row are.
+
+    Attributes
+    ----------
+    itemsize : int
+        Bytes of an element of the cache.
+    elements : int
+        Elements that a thread moves; a row is a multiple of them, and they are 8 or 16 bytes of a contiguous row.
+    num_vectors : int
+        Such groups in a row.
+    chunk : int
+        Contiguous elements of the row; chunks are a column stride apart.
+    tile : int
+        Tokens whose group of the same index neighbouring threads move.
+    """
+
+    itemsize: int
+    elements: int
+    num_vectors: int
+    chunk: int
+    tile: int
+
+
+def row_shape(kind: str, head_dim: int, *, is_vllm: bool, is_v: bool) -> RowShape:
+    """The RowShape of K or V in a cache of a kind."""
+    itemsize = ELEMENT_BITS[kind] // 8
+    elements = 4 if itemsize == 4 else 8
+    if not is_vllm:
+        return RowShape(itemsize, elements, head_dim // elements, head_dim, 1)
+    return RowShape(itemsize, elements, head_dim // elements, 1 if is_v else 16 // itemsize, 32)
+
+
+def num_items(num_tokens: int, kind: str, head_dim: int, *, is_vllm: bool) -> int:
+    """Threads that the tokens of one KV head need."""
+    shape = row_shape(kind, head_dim, is_vllm=is_vllm, is_v=False)
+    return -(-num_tokens // shape.tile) * shape.tile * shape.num_vectors
+
+
+def make_item(shape: RowShape) -> Any:
+    """The device function () -> (token, first element): what this thread moves, as uint64 and uint32."""
+    uint32, uint64 = types.uint32, types.uint64
+    tile, num_vectors, elements = uint64(shape.tile), uint64(shape.num_vectors), uint32(shape.elements)
+    num_threads = uint64(NUM_THREADS)
+
+    @device_function
+    def item() -> Any:
+        index = uint64(uint64(cuda.blockIdx.x) * num_threads + uint64(cuda.threadIdx.x))
+        group = uint64(index // tile)
+        token = uint64(uint64(group // num_vectors) * tile + index % tile)
+        return token, uint32(uint32(group % num_vectors) * elements)
+
+    return item

@@ -1,0 +1,34 @@
+"""What happens to a logit between q . k and the softmax: softcap, ALiBi, score_mod."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from numba import cuda, float32, int32
+
+from .intrinsics import divide
+from .source import device_function
+
+LOG2E = float32(1.4426950408889634)
+NONE = float32(-math.inf)  # the maximum of no logits
+
+
+def make_modify(score_mod: Callable[..., Any] | None) -> Any:
+    """The device function ``modify(score, softcap, slope, q_pos, k_pos, head, seq)``: softcap, ALiBi, score_mod.
+
+    A softcap of 0 is none.
+    """
+    user = None if score_mod is None else cuda.jit(device=True)(score_mod)
+
+    @device_function
+    def modify(score, softcap, slope, q_pos, k_pos, head, seq):
+        if softcap != float32(0):
+            score = float32(softcap * float32(math.tanh(divide(score, softcap))))
+        score = float32(score + slope * float32(k_pos - q_pos))
+        if user is not None:
+            score = float32(user(score, int32(q_pos), int32(k_pos), int32(head), int32(seq)))
+        return score
+
+    return modify

@@ -1,0 +1,62 @@
+"""Steps of v1 and v2: the length of a sequence, the tokens of a thread block, and the blocks that hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import int64
+
+from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
+from ..device.source import device_function
+from .config import AttentionConfig
+
+
+def make_length_of(config: AttentionConfig) -> Any:
+    """The device function (seq_lens, seq_idx, max_blocks, report): a length, 0 for one that check=True refuses."""
+    BLOCK_SIZE, CHECKED = config.block_size, config.checked
+
+    @device_function
+    def length_of(seq_lens, seq_idx, max_blocks, report):
+        seq_len = int64(seq_lens[seq_idx])
+        if CHECKED and (seq_len < 0 or seq_len > max_blocks * BLOCK_SIZE):
+            record(report, SEQ_LEN, seq_idx, 0, seq_len)
+            seq_len = int64(0)
+        return seq_len
+
+    return length_of
+
+
+def make_tokens_of(PARTITION_SIZE: int) -> Any:
+    """The device function (seq_len, window, partition_idx): the first token of a thread block, and the one behind it.
+
+    With a PARTITION_SIZE of 0 they are all that the window leaves.
+    """
+
+    @device_function
+    def tokens_of(seq_len, window, partition_idx):
+        first_token, last_token = max(seq_len - window, 0), seq_len
+        if PARTITION_SIZE:
+            start = (first_token // PARTITION_SIZE + partition_idx) * PARTITION_SIZE
+            first_token, last_token = max(first_token, start), min(seq_len, start + PARTITION_SIZE)
+        return first_token, last_token
+
+    return tokens_of
+
+
+def make_block_of(config: AttentionConfig) -> Any:
+    """The device function (token_idx, block_tables, row, num_blocks, report, seq_idx): the block that holds a token.
+
+    It is -1 for an entry of the table that check=True refuses; `row` is where the sequence's entries begin.
+    """
+    BLOCK_SIZE, CHECKED = config.block_size, config.checked
+
+    @device_function
+    def block_of(token_idx, block_tables, row, num_blocks, report, seq_idx):
+        column = token_idx // BLOCK_SIZE
+        block = int64(block_tables[row + column])
+        if CHECKED and (block < 0 or block >= num_blocks):
+            record(report, BLOCK_ID, seq_idx, column, block)
+            block = int64(-1)
+        return block
+
+    return block_of

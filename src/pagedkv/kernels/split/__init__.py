@@ -1,0 +1,1 @@
+"""Kernel split: flash-decoding for NHD and HND in one launch."""

@@ -1,0 +1,174 @@
+"""What the split kernel is compiled for, and how it divides the tokens of a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..device.intrinsics import ELEMENT_BITS
+
+SHORTEST_SPLIT = 256  # tokens
+MOST_SPLITS = 64  # of a sequence; two for each lane of a warp
+SPLIT_UNIT = 128  # tokens that all warps together take at once, at most: splits are multiples of it
+LONG = 2048  # tokens from which splits are long enough to keep partial results below 4 % of the traffic
+VECTOR_BYTES = 16
+WARP_SIZE = 32
+NUM_WARPS = 4
+NUM_THREADS = WARP_SIZE * NUM_WARPS
+
+
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """The compile-time constants of the split kernel; everything else is an argument of the launch.
+
+    Attributes
+    ----------
+    head_dim, group_size, block_size : int
+        D, G and P.
+    q_kind, kv_kind : str
+        Elements of q and `out`, and of the caches: "float32", "float16", "bfloat16"; "fp8_e4m3", "fp8_e5m2".
+    modified : bool
+        Logits are changed by a softcap, ALiBi slopes or `score_mod`.
+    wide : bool
+        A cache reaches beyond 2**32 vectors, or has a negative block or token stride.
+    checked : bool
+        Skip and record lengths and block ids that are out of range.
+    hardware_fp8 : bool
+        The device converts e4m3.
+    architecture : int
+        Major compute capability. Before 9, shuffles in loops take many registers; see lanes.py.
+    score_mod : callable or None
+    """
+
+    head_dim: int
+    group_size: int
+    block_size: int
+    q_kind: str
+    kv_kind: str
+    modified: bool = False
+    wide: bool = False
+    checked: bool = False
+    hardware_fp8: bool = True
+    architecture: int = 9
+    score_mod: Callable[..., Any] | None = None
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Caches of float32 are for CUDA cores."""
+        return self.kv_kind != "float32"
+
+    @property
+    def through_shared(self) -> bool:
+        """Lanes hand words to each other through shared memory; see lanes.py.
+
+        For 10 that saves the last registers where O takes most of them.
+        """
+        is_short = self.architecture > 9 and self.head_dim > 256
+        return self.on_tensor_cores and (self.architecture < 9 or is_short)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of an element of the caches."""
+        return ELEMENT_BITS[self.kv_kind] // 8
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of an element of q and `out`."""
+        return ELEMENT_BITS[self.q_kind] // 8
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token's row in a cache."""
+        return self.head_dim * self.kv_bytes
+
+    @property
+    def vector_bytes(self) -> int:
+        """What all addresses of rows are multiples of: 16, or 8 for some fp8 rows."""
+        return math.gcd(self.row_bytes, VECTOR_BYTES)
+
+    @property
+    def staged(self) -> bool:
+        """Warps with query heads of their own share rows, which wait in shared memory; see stages.py.
+
+        Of more than 128 dims, the terms of a float32 q would take too much of it.
+        """
+        most_dims = 256 if self.q_bytes == 2 else 128
+        return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= most_dims
+
+    @property
+    def num_tiles(self) -> int:
+        """Thread blocks, side by side, that share the query heads of a KV head: as many as need no spills.
+
+        O of 16 heads and more than 128 dims leaves no registers for another architecture's code, nor, with a float32
+        q, for what changes logits.
+        """
+        has_room = self.architecture == 9 and not (self.modified and self.q_bytes == 4)
+        most = 16 if self.head_dim <= (256 if has_room else 128) else 8
+        if self.staged:
+            most = 32 if self.head_dim > 128 and self.architecture < 9 else 64
+        elif not self.on_tensor_cores:
+            most = 2 if self.head_dim > 256 or self.architecture < 9 else 4
+        return -(-self.group_size // most)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a thread block; the last tile may have fewer."""
+        return -(-self.group_size // self.num_tiles)
+
+    @property
+    def head_shares(self) -> int:
+        """Warps that take the same tokens, each with its share of the query heads: at most 16."""
+        if not self.staged:
+            return 1
+        return 4 if self.num_heads > 32 or self.head_dim > 128 else 2
+
+    @property
+    def is_full(self) -> bool:
+        """O takes nearly all registers: what only the end of the work needs waits in shared memory."""
+        return self.on_tensor_cores and self.heads_of_warp > 8 and self.head_dim > 128
+
+    @property
+    def heads_of_warp(self) -> int:
+        """Query heads of a warp; the last one of a team may have fewer."""
+        return -(-self.num_heads // self.head_shares)
+
+    @property
+    def dim_shares(self) -> int:
+        """Warps that take the same tokens, each with its share of the values' dims: O of more takes all registers.
+
+        Before 9, that of more than 128 dims leaves none for a check and for what changes logits. (Never by what
+        strides or placement decide, such as `wide`, or these would decide the order of additions too.)
+        """
+        is_short = self.architecture < 9 and (self.modified or self.checked) and not self.staged
+        most_dims = 128 if is_short else 256
+        return 2 if self.on_tensor_cores and self.head_dim > most_dims else 1
+
+    @property
+    def num_teams(self) -> int:
+        """Teams of a thread block, each with tokens of its own: the warps that take the same ones."""
+        return NUM_WARPS // (self.head_shares * self.dim_shares)
+
+    @property
+    def long_split(self) -> int:
+        """The fewest tokens of a split of a sequence of LONG tokens or more.
+
+        A partial result is written and read once, in float32: at most 4 % of the bytes of the split's keys and values.
+        And they are at least 128 KiB, so that the beginning and end of a block's work count little.
+        """
+        traffic = 2 * 4 * self.group_size * (self.head_dim + 2)
+        needed = max(25 * traffic / (2 * self.row_bytes), 2**16 / self.row_bytes)
+        return -(-math.ceil(needed) // SHORTEST_SPLIT) * SHORTEST_SPLIT
+
+    def split_size(self, num_tokens: int) -> int:
+        """Tokens of each split but the last, of a sequence with this many visible tokens."""
+        if num_tokens < LONG:
+            return SHORTEST_SPLIT
+        count = min(max(num_tokens // self.long_split, 1), MOST_SPLITS)
+        return -(-num_tokens // (count * SPLIT_UNIT)) * SPLIT_UNIT
+
+    def most_splits(self, capacity: int) -> int:
+        """Splits of the sequence that has the most, of those with up to `capacity` visible tokens."""
+        short = -(-min(capacity, LONG - 1) // SHORTEST_SPLIT)
+        return max(1, short, min(capacity // self.long_split, MOST_SPLITS) if capacity >= LONG else 0)

@@ -1,0 +1,290 @@
+"""Steps of the split kernel on tensor cores: rows of the caches to fragments, and both products.
+
+Which lane has what of a tile is drawn at the top of tensor.py; the names g, t, v, j and z are from there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import uint32
+
+from ..device.intrinsics import assign, for_each
+from ..device.source import device_function
+from ..device.tensor_intrinsics import (
+    halves_of_lower_e4m3,
+    halves_of_upper_e4m3,
+    load_shared_words,
+    mma_bfloat16,
+    mma_float16,
+    permute,
+    stream_8,
+    stream_16,
+)
+from .config import VECTOR_BYTES, SplitConfig
+from .shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape
+
+
+@device_function
+def key_token(g):
+    """The token of a tile that lanes (g, t) load for one product; for the other it is two later."""
+    return uint32(uint32(uint32(g >> 1) << uint32(2)) + uint32(g & 1))
+
+
+def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) -> Any:
+    """The device function ``load_keys(chunk, buffers, at, base, offset, g, t)``: a chunk of K for a step.
+
+    `base` is the address of the lane's vector 0 in the row at offset 0. Register j of vector c of tile i lies at
+    ``at + 8 (i * k_per_chunk + c) + j``; j from 4 on is the token two later. What lies past the row becomes 0.
+    """
+    TILES, PER_CHUNK, VECTORS, ROW_BYTES = shape.tiles, shape.k_per_chunk, shape.k_vectors, config.row_bytes
+    FULL, ALIGNED = ROW_BYTES // K_VECTOR, config.vector_bytes == VECTOR_BYTES
+
+    @device_function
+    def pair(x, y):
+        return x[0], x[1], y[0], y[1]
+
+    @device_function
+    def load(where):
+        if ALIGNED:
+            return stream_16(where)
+        return pair(stream_8(where), stream_8(where + 8))
+
+    @device_function
+    def load_part(row, vector, t):
+        """The vector of a lane that may be past the row: then the row's first bytes are loaded, and selected away."""
+        left = ROW_BYTES - K_VECTOR * vector - 16 * t
+        start, inside = row - 16 * t, row + K_VECTOR * vector
+        if ALIGNED:
+            x = stream_16(inside if left > 0 else start)
+        else:
+            x = pair(stream_8(inside if left > 0 else start), stream_8(inside + 8 if left > 8 else start))
+        low, high = left > 0, left > (0 if ALIGNED else 8)
+        zero = uint32(0)
+        return x[0] if low else zero, x[1] if low else zero, x[2] if high else zero, x[3] if high else zero
+
+    @device_function
+    def load_vector(c, chunk, buffers, at, first, second, t):
+        vector = chunk * PER_CHUNK + c
+        if vector < VECTORS:
+            if vector < FULL:
+                x, y = load(first + K_VECTOR * vector), load(second + K_VECTOR * vector)
+            else:
+                x, y = load_part(first, vector, t), load_part(second, vector, t)
+            assign(buffers, at + 8 * c, x)
+            assign(buffers, at + (8 * c + 4), y)
+
+    @device_function
+    def load_keys(chunk, buffers, at, base, offset, g, t):
+        token = key_token(g)
+        for i in range(TILES):
+            first = row_address(base, offset, uint32(token + uint32(TILE * i)))
+            second = row_address(base, offset, uint32(token + uint32(TILE * i + 2)))
+            for_each(load_vector, PER_CHUNK, (chunk, buffers, at + 8 * PER_CHUNK * i, first, second, t))
+
+    return load_keys
+
+
+def make_load_values(config: SplitConfig, shape: TensorShape, row_address: Any) -> Any:
+    """The device function ``load_values(chunk, buffers, at, base, offset, room, t)``: a chunk of V for a step.
+
+    `base` is the address of the lane's vector 0 in the row at offset 0, and `room` what the row has from there.
+    Register j of vector c of token 4t + k of tile i lies at ``at + ((i * v_per_chunk + c) * 4 + k) * words + j``. A
+    lane past the row gets the row's last vector: rows of the product that nobody stores.
+    """
+    PER_CHUNK, VECTORS = shape.v_per_chunk, shape.v_vectors
+    V_VECTOR, WORDS, STRIDE = shape.v_vector, shape.v_vector // 4, 8 * shape.v_vector
+    ROWS = 4 * shape.tiles
+    IS_WHOLE = VECTORS * STRIDE * config.dim_shares == config.row_bytes
+    load = stream_16 if V_VECTOR == VECTOR_BYTES else stream_8
+
+    @device_function
+    def load_row(row_of_lane, chunk, buffers, at, base, offset, room, token):
+        i, k = row_of_lane // 4, row_of_lane % 4
+        row = row_address(base, offset, uint32(token + uint32(TILE * i + k)))
+        for c in range(PER_CHUNK):
+            vector = chunk * PER_CHUNK + c
+            if vector < VECTORS:
+                x = load(row + (STRIDE * vector if IS_WHOLE else min(STRIDE * vector, room - V_VECTOR)))
+                assign(buffers, at + ((i * PER_CHUNK + c) * 4 + k) * WORDS, x)
+
+    @device_function
+    def load_values(chunk, buffers, at, base, offset, room, t):
+        for_each(load_row, ROWS, (chunk, buffers, at, base, offset, room, uint32(t << 2)))
+
+    return load_values
+
+
+def make_zero_values(shape: TensorShape) -> Any:
+    """The device function ``zero_values(buffers, at, valid, t)``: select away tokens whose bit in `valid` is not set.
+
+    A value past the end may be NaN, and a probability of 0 would not remove it.
+    """
+    PER_CHUNK, WORDS = shape.v_per_chunk, shape.v_vector // 4
+    ALL_WORDS = shape.tiles * shape.v_per_chunk * 4 * WORDS
+
+    @device_function
+    def zero_word(word, buffers, at, mine):
+        i, k = word // (PER_CHUNK * 4 * WORDS), word // WORDS % 4
+        is_valid = uint32(mine & uint32(1 << (TILE * i + k))) != 0
+        buffers[at + word] = buffers[at + word] if is_valid else uint32(0)
+
+    @device_function
+    def zero_values(buffers, at, valid, t):
+        for_each(zero_word, ALL_WORDS, (buffers, at, uint32(valid >> uint32(t << 2))))
+
+    return zero_values
+
+
+def make_multiply_keys(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``multiply_keys(chunk, raw, buffers, at, q_frags, q_shared)``: raw += Q K^T over a chunk.
+
+    raw has 4 accumulators for each tile, token row and set; q_shared is the shared address of this lane's part of
+    fragment 0, if Q is in shared memory.
+    """
+    TILES, PER_CHUNK, VECTORS = shape.tiles, shape.k_per_chunk, shape.k_vectors
+    FOLD, SETS, Q_PER_VECTOR, Q_IN_SHARED = shape.fold, shape.score_sets, shape.q_per_vector, shape.q_in_shared
+    FRAGMENTS, PRODUCTS = shape.k_per_chunk * shape.q_per_vector, (4 if shape.fold else 2) * shape.tiles
+    FRAGMENTS_OF_STEP = 1 if shape.fold else shape.q_per_vector // shape.k_steps
+    mma, key_fragment = make_mma(shape), make_key_fragment(config, shape)
+
+    @device_function
+    def q_fragment(fragment, q_frags, q_shared):
+        if Q_IN_SHARED:
+            return load_shared_words(uint32(q_shared + uint32(FRAGMENT_BYTES * fragment)))
+        at = 4 * fragment
+        return q_frags[at], q_frags[at + 1], q_frags[at + 2], q_frags[at + 3]
+
+    @device_function
+    def multiply_step(i, f, c, raw, buffers, at, a):
+        e, n = i // (2 * TILES), i % (2 * TILES)
+        step = 2 * f + e if FOLD else f // FRAGMENTS_OF_STEP
+        words = at + 8 * ((n // 2) * PER_CHUNK + c) + 4 * (n % 2)
+        b = key_fragment(buffers, words, step)
+        mma(raw, 4 * (n * SETS + e), a, b[0], b[1])
+
+    @device_function
+    def multiply_fragment(fragment, chunk, raw, buffers, at, q_frags, q_shared):
+        c, f = fragment // Q_PER_VECTOR, fragment % Q_PER_VECTOR
+        vector = chunk * PER_CHUNK + c
+        if vector < VECTORS:
+            a = q_fragment(vector * Q_PER_VECTOR + f, q_frags, q_shared)
+            for_each(multiply_step, PRODUCTS, (f, c, raw, buffers, at, a))
+
+    @device_function
+    def multiply_keys(chunk, raw, buffers, at, q_frags, q_shared):
+        for_each(multiply_fragment, FRAGMENTS, (chunk, raw, buffers, at, q_frags, q_shared))
+
+    return multiply_keys
+
+
+def make_multiply_values(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``multiply_values(chunk, o, buffers, at, p, p_rest)``: o += V^T P^T over a chunk.
+
+    o has 4 accumulators for each product of 16 dims and 8 heads; p and p_rest hold two words for each tile and 8 heads.
+    """
+    PER_CHUNK, VECTORS, WORDS = shape.v_per_chunk, shape.v_vectors, shape.v_vector // 4
+    ALL_WORDS = shape.tiles * shape.v_per_chunk * WORDS
+    EXPAND, HEAD_TILES = shape.v_dims // (2 * WORDS), shape.head_tiles
+    mma, value_fragment = make_mma(shape), make_value_fragment(config, shape)
+
+    @device_function
+    def multiply_heads(h, product, i, o, a, p, p_rest):
+        into, b = 4 * (product * HEAD_TILES + h), 2 * (i * HEAD_TILES + h)
+        mma(o, into, a, p[b], p[b + 1])
+        mma(o, into, a, p_rest[b], p_rest[b + 1])
+
+    @device_function
+    def multiply_half(z, v, product, i, o, buffers, p, p_rest):
+        a = value_fragment(buffers[v], buffers[v + WORDS], buffers[v + 2 * WORDS], buffers[v + 3 * WORDS], z)
+        for_each(multiply_heads, HEAD_TILES, (product + z, i, o, a, p, p_rest))
+
+    @device_function
+    def multiply_word(word, chunk, o, buffers, at, p, p_rest):
+        i, c, j = word // (PER_CHUNK * WORDS), word // WORDS % PER_CHUNK, word % WORDS
+        vector = chunk * PER_CHUNK + c
+        if vector < VECTORS:
+            v = at + (i * PER_CHUNK + c) * 4 * WORDS + j
+            for_each(multiply_half, EXPAND, (v, (vector * WORDS + j) * EXPAND, i, o, buffers, p, p_rest))
+
+    @device_function
+    def multiply_values(chunk, o, buffers, at, p, p_rest):
+        for_each(multiply_word, ALL_WORDS, (chunk, o, buffers, at, p, p_rest))
+
+    return multiply_values
+
+
+def make_mma(shape: TensorShape) -> Any:
+    """The device function ``mma(c, at, a, b0, b1)``: c[at : at + 4] += A B."""
+    return mma_bfloat16 if shape.operand == "bfloat16" else mma_float16
+
+
+def make_key_fragment(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``key_fragment(words, at, step) -> b0, b1``: a k16 step of the four words at `at`."""
+    IS_FP8 = shape.is_fp8
+    lower, upper = make_halves(config)
+
+    @device_function
+    def key_fragment(words, at, step):
+        if IS_FP8:
+            return lower(words[at + step]), upper(words[at + step])
+        return words[at + 2 * step], words[at + 2 * step + 1]
+
+    return key_fragment
+
+
+def make_value_fragment(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``value_fragment(v0, v1, v2, v3, z) -> a0, a1, a2, a3``.
+
+    From one word of each of a lane's four tokens: dims in rows, pairs of tokens in halves of a register.
+    """
+    IS_FP8 = shape.is_fp8
+    lower, upper = make_halves(config)
+
+    @device_function
+    def value_fragment(v0, v1, v2, v3, z):
+        if IS_FP8:
+            # Bytes 2z and 2z + 1 of both tokens: dim 4j + 2z below, the next one above.
+            selector = uint32(0x7362) if z else uint32(0x5140)
+            x, y = permute(v0, v1, selector), permute(v2, v3, selector)
+            return lower(x), upper(x), lower(y), upper(y)
+        return permute(v0, v1, 0x5410), permute(v0, v1, 0x7632), permute(v2, v3, 0x5410), permute(v2, v3, 0x7632)
+
+    return value_fragment
+
+
+def make_halves(config: SplitConfig) -> tuple[Any, Any]:
+    """Device functions that widen the lower and the upper two fp8 of a word to float16 halves.
+
+    Without the instruction for it, e4m3 comes out as 2**-8 of the value; `software_factor` makes good for that.
+    """
+    if config.kv_kind == "fp8_e4m3" and config.hardware_fp8:
+        return halves_of_lower_e4m3, halves_of_upper_e4m3
+    IS_E4M3 = config.kv_kind == "fp8_e4m3"
+
+    @device_function
+    def widen(halves):
+        """Codes in the upper bytes of both halves: of e5m2, that is the float16."""
+        if IS_E4M3:
+            # One bit to the right, exponent and mantissa are those of 2**-8 the value. All ones are NaN: adding
+            # one to such a code reaches the sign's bit, which then fills the exponent.
+            magnitude = uint32(halves & uint32(0x7F007F00))
+            nan = uint32(uint32(magnitude + uint32(0x01000100)) & uint32(0x80008000))
+            value = uint32(uint32(magnitude >> 1) | uint32(nan >> 1))
+            return uint32(uint32(halves & uint32(0x80008000)) | value)
+        return halves
+
+    @device_function
+    def lower(word):
+        return widen(permute(word, 0, 0x1404))
+
+    @device_function
+    def upper(word):
+        return widen(permute(word, 0, 0x3424))
+
+    return lower, upper
+
+
+def software_factor(config: SplitConfig) -> float:
+    """What the caches' values are to be multiplied with after `make_halves`."""
+    return 256.0 if config.kv_kind == "fp8_e4m3" and not config.hardware_fp8 else 1.0

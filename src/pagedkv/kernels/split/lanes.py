@@ -1,0 +1,134 @@
+"""Steps of the split kernel: what the lanes of a warp hand to each other inside of loops.
+
+By shuffles and votes. But for compute capability 8, ptxas puts a branch for lanes that have parted in front of each
+shuffle in a loop, and keeps so many registers free for it that most variants on tensor cores spill. There, words go
+through shared memory: every warp has a slot of its own for each kind of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda, uint32
+
+from ..device.intrinsics import bits_float, float_bits, larger
+from ..device.source import device_function
+from ..device.tensor_intrinsics import (
+    any_lane,
+    ballot,
+    exchange,
+    load_shared_word,
+    load_shared_words,
+    shuffle,
+    shuffle_float,
+    store_shared_word,
+    sync_warp,
+)
+from .config import NUM_WARPS, WARP_SIZE, SplitConfig
+
+SLOT_BYTES = 2 * 4 * WARP_SIZE  # two words of each lane
+VALUES, OTHERS, NUM_SLOTS = 2, 1, 4  # keys have slot 0; values have 2 and 3, in turns
+WARP_BYTES = NUM_SLOTS * SLOT_BYTES
+
+
+def slots_bytes(config: SplitConfig) -> int:
+    """Shared memory of the slots of all warps."""
+    return NUM_WARPS * WARP_BYTES if config.through_shared else 0
+
+
+@device_function
+def share_word(slot, x):
+    """Lay out a uint32 of this lane in a slot of its warp."""
+    where = uint32(slot + uint32(uint32(uint32(cuda.threadIdx.x) & uint32(31)) * uint32(4)))
+    sync_warp()  # what was there has been read
+    store_shared_word(where, x)
+    sync_warp()
+
+
+def make_share(config: SplitConfig) -> Any:
+    """The device function ``share(slot, x)``: lay out a uint32 (int64 if wide) of this lane for `make_fetch`."""
+    THROUGH_SHARED, WIDE = config.through_shared, config.wide
+
+    @device_function
+    def share(slot, x):
+        if THROUGH_SHARED:
+            if WIDE:
+                share_word(uint32(slot + uint32(4 * WARP_SIZE)), uint32(x >> 32))
+            share_word(slot, uint32(x))
+            return slot
+        return x
+
+    return share
+
+
+def make_fetch(config: SplitConfig) -> Any:
+    """The device function ``fetch(shared, lane, half)``: a half of what a lane gave to `share`, which returned it."""
+    THROUGH_SHARED = config.through_shared
+
+    @device_function
+    def fetch(shared, lane, half):
+        if THROUGH_SHARED:
+            return load_shared_word(uint32(shared + uint32(uint32(lane * uint32(4)) + uint32(4 * WARP_SIZE * half))))
+        return shuffle(uint32(shared >> (32 * half)), lane)
+
+    return fetch
+
+
+def make_largest_of_head(config: SplitConfig) -> Any:
+    """The device function ``largest_of_head(slot, x, g)``: the largest float32 of lanes (g, 0) .. (g, 3)."""
+    THROUGH_SHARED = config.through_shared
+
+    @device_function
+    def largest_of_head(slot, x, g):
+        if THROUGH_SHARED:
+            share_word(slot, float_bits(x))
+            y = load_shared_words(uint32(slot + uint32(g * uint32(16))))
+            return larger(larger(bits_float(y[0]), bits_float(y[1])), larger(bits_float(y[2]), bits_float(y[3])))
+        x = larger(x, exchange(x, 1))
+        return larger(x, exchange(x, 2))
+
+    return largest_of_head
+
+
+def make_of_heads(config: SplitConfig) -> Any:
+    """The device function ``of_heads(slot, x, t)``: the float32 of lanes g = 2t and g = 2t + 1."""
+    THROUGH_SHARED = config.through_shared
+
+    @device_function
+    def of_heads(slot, x, t):
+        even, odd = uint32(t << 3), uint32(uint32(t << 3) + uint32(4))
+        if THROUGH_SHARED:
+            share_word(slot, float_bits(x))
+            even, odd = uint32(slot + uint32(even * uint32(4))), uint32(slot + uint32(odd * uint32(4)))
+            return bits_float(load_shared_word(even)), bits_float(load_shared_word(odd))
+        return shuffle_float(x, even), shuffle_float(x, odd)
+
+    return of_heads
+
+
+def make_any_of_warp(config: SplitConfig) -> Any:
+    """The device function ``any_of_warp(condition)``: False only if the condition holds in no lane of the warp."""
+    THROUGH_SHARED = config.through_shared
+
+    @device_function
+    def any_of_warp(condition):
+        return True if THROUGH_SHARED else any_lane(condition)
+
+    return any_of_warp
+
+
+def make_bits_of_warp(config: SplitConfig) -> Any:
+    """The device function ``bits_of_warp(slot, condition)``: the word whose bit i is the condition of lane i."""
+    THROUGH_SHARED = config.through_shared
+
+    @device_function
+    def bits_of_warp(slot, condition):
+        if THROUGH_SHARED:
+            share_word(slot, uint32(1) if condition else uint32(0))
+            bits = uint32(0)
+            for i in range(WARP_SIZE):
+                bits = uint32(bits | uint32(load_shared_word(uint32(slot + uint32(4 * i))) << uint32(i)))
+            return bits
+        return ballot(condition)
+
+    return bits_of_warp

@@ -1,0 +1,81 @@
+"""Steps of the split kernel: from tokens to the addresses of their rows.
+
+Each lane looks up one token of a step, two steps ahead, whatever the block size; a shuffle hands the offset of its
+row to the lanes that load it. Offsets count vectors of 16 bytes (8 where rows are no multiples of 16) in 32 bits, or
+bytes in 64 bits where that does not reach.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import int32, int64, uint32
+
+from ..device.bad_entries import BLOCK_ID, record
+from ..device.intrinsics import load_4
+from ..device.source import device_function
+from .config import SplitConfig
+from .lanes import make_fetch
+
+
+def make_find_token(config: SplitConfig) -> Any:
+    """The device function ``find_token(table, token, last, num_blocks, report, seq) -> block, position, good``.
+
+    `table` is the address of the sequence's row of block_tables; `last` stands for a token past it, so that
+    every lane has a row to load. A block id that check=True refuses is recorded; block 0 stands for it, and `good` is
+    False.
+    """
+    BLOCK_SIZE, CHECKED = config.block_size, config.checked
+
+    @device_function
+    def find_token(table, token, last, num_blocks, report, seq):
+        token = min(token, last)
+        column = uint32(token // uint32(BLOCK_SIZE))
+        block = load_4(table + int64(column) * 4)
+        good = True
+        if CHECKED:
+            good = block < num_blocks
+            if not good:
+                record(report, BLOCK_ID, seq, column, int64(int32(block)))
+                block = uint32(0)
+        return block, uint32(token - uint32(column * uint32(BLOCK_SIZE))), good
+
+    return find_token
+
+
+def make_row_offset(config: SplitConfig) -> Any:
+    """The device function ``row_offset(block, position, block_stride, token_stride)``, from strides in bytes."""
+    WIDE, SHIFT = config.wide, config.vector_bytes.bit_length() - 1
+
+    @device_function
+    def row_offset(block, position, block_stride, token_stride):
+        if WIDE:
+            return int64(block) * block_stride + int64(position) * token_stride
+        block_vectors, token_vectors = uint32(block_stride >> SHIFT), uint32(token_stride >> SHIFT)
+        return uint32(uint32(block * block_vectors) + uint32(position * token_vectors))
+
+    return row_offset
+
+
+def make_address_at(config: SplitConfig) -> Any:
+    """The device function ``address_at(base, offset)``: the row at an offset."""
+    WIDE, VECTOR_BYTES = config.wide, config.vector_bytes
+
+    @device_function
+    def address_at(base, offset):
+        return base + (offset if WIDE else int64(offset) * VECTOR_BYTES)
+
+    return address_at
+
+
+def make_row_address(config: SplitConfig) -> Any:
+    """The device function ``row_address(base, offset, lane)``: the row whose offset that lane has shared."""
+    WIDE, VECTOR_BYTES, fetch = config.wide, config.vector_bytes, make_fetch(config)
+
+    @device_function
+    def row_address(base, offset, lane):
+        if WIDE:
+            return base + (int64(fetch(offset, lane, 1)) << 32 | int64(fetch(offset, lane, 0)))
+        return base + int64(fetch(offset, lane, 0)) * VECTOR_BYTES
+
+    return row_address

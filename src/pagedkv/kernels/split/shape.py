@@ -1,0 +1,218 @@
+"""How rows, steps and query heads of the split kernel on tensor cores are cut into fragments: numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import VECTOR_BYTES, SplitConfig
+
+TILE = 16  # tokens
+K_VECTOR = 64  # bytes of a row that the four lanes of a token load at once
+FRAGMENT_BYTES = 512  # of all lanes of a warp; in shared memory there is one copy for all warps with the same heads
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """How a row, a step and the query heads are cut into fragments.
+
+    Attributes
+    ----------
+    config : SplitConfig
+    """
+
+    config: SplitConfig
+
+    @property
+    def operand(self) -> str:
+        """What the tensor cores multiply; fp8 is exact in float16."""
+        return "bfloat16" if self.config.kv_kind == "bfloat16" else "float16"
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.config.kv_bytes == 1
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a step."""
+        return 2 if self.config.row_bytes <= 128 else 1
+
+    @property
+    def step(self) -> int:
+        """Tokens of a step."""
+        return TILE * self.tiles
+
+    # ---- rows
+
+    @property
+    def k_vectors(self) -> int:
+        """Vectors of K per lane and row; the last one may reach past the row."""
+        return -(-self.config.row_bytes // K_VECTOR)
+
+    @property
+    def v_vector(self) -> int:
+        """Bytes of a vector of V: 16, or 8 where that wastes less."""
+        padded = -(-self.config.row_bytes // 128) * 128
+        is_whole = self.config.vector_bytes == VECTOR_BYTES and padded == self.k_vectors * K_VECTOR
+        return 16 if is_whole else 8
+
+    @property
+    def v_vectors(self) -> int:
+        """Vectors of V per lane and row that a warp has; the last one may reach past the row."""
+        return -(-self.config.row_bytes // (8 * self.v_vector * self.config.dim_shares))
+
+    @property
+    def v_dims(self) -> int:
+        """Elements of a vector of V."""
+        return self.v_vector // self.config.kv_bytes
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of a row that one buffer holds; rows that wait in shared memory need no buffers for long."""
+        return 128 if self.config.staged else 256
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.config.row_bytes // self.chunk)
+
+    @property
+    def k_per_chunk(self) -> int:
+        return self.k_vectors if self.num_chunks == 1 else self.chunk // K_VECTOR
+
+    @property
+    def v_per_chunk(self) -> int:
+        return -(-self.v_vectors // self.num_chunks)
+
+    @property
+    def buffer(self) -> int:
+        """Registers of a buffer."""
+        return self.tiles * max(8 * self.k_per_chunk, self.v_vector * self.v_per_chunk)
+
+    # ---- query heads
+
+    @property
+    def head_tiles(self) -> int:
+        """Groups of 8 heads: heads g, and g + 8."""
+        return 1 if self.config.heads_of_warp <= 8 else 2
+
+    @property
+    def terms(self) -> int:
+        """Terms of 16 bits that q is the sum of."""
+        if self.config.q_kind != "float32":
+            return 1
+        return 3 if self.operand == "bfloat16" else 2
+
+    @property
+    def is_normalised(self) -> bool:
+        """q is brought into the range of float16 by a power of two for each head."""
+        return self.operand == "float16" and self.config.q_kind != "float16"
+
+    @property
+    def fold(self) -> bool:
+        """A fragment of Q holds two k16 steps."""
+        return self.head_tiles == 1 and self.terms == 1
+
+    @property
+    def k_steps(self) -> int:
+        """k16 steps in a vector of K."""
+        return 4 if self.is_fp8 else 2
+
+    @property
+    def q_per_vector(self) -> int:
+        """Fragments of Q for a vector of K."""
+        if self.fold:
+            return self.k_steps // 2
+        return self.k_steps * (-(-self.terms // 2) if self.head_tiles == 1 else self.terms)
+
+    @property
+    def q_fragments(self) -> int:
+        return self.k_vectors * self.q_per_vector
+
+    @property
+    def q_in_shared(self) -> bool:
+        """Q takes too many registers, or compute capability is below 9: each step loads it from shared memory.
+
+        The terms of a float32 q are worth a thread block less, where 16-bit caches have enough in flight without it.
+        Beside options, and for other architectures than 9, the most of them have no room.
+        """
+        most = 4
+        if self.terms > 1 and not (self.is_fp8 or self.config.staged):
+            most = 16 if self.is_plain and self.config.architecture == 9 else 12
+        return self.q_fragments > most or self.config.architecture < 9
+
+    @property
+    def is_plain(self) -> bool:
+        """Neither options nor a part of a vector at the end of a row take registers."""
+        config = self.config
+        return config.row_bytes % K_VECTOR == 0 and not (config.modified or config.checked or config.wide)
+
+    @property
+    def is_exact(self) -> bool:
+        """Elements of q are operands as they stand."""
+        return self.config.q_kind == self.operand
+
+    @property
+    def q_is_shared(self) -> bool:
+        """Warps make the fragments of Q together, in shared memory, though each may load them to registers then."""
+        return self.q_in_shared or not self.is_exact
+
+    @property
+    def q_bytes(self) -> int:
+        """Shared memory of the fragments of a warp's heads."""
+        return FRAGMENT_BYTES * self.q_fragments * self.q_is_shared
+
+    # ---- accumulators
+
+    @property
+    def score_sets(self) -> int:
+        """Accumulators for each product of S."""
+        return 2 if self.fold else 1
+
+    @property
+    def scales_logits(self) -> bool:
+        """Logits are in units of log(2) before their maximum is found: beside a full O the units have no registers."""
+        return self.config.is_full and not self.config.modified
+
+    @property
+    def num_products(self) -> int:
+        """mma of O^T for 8 heads: 16 dims each."""
+        return self.v_vectors * self.v_dims // 2
+
+    # ---- arrays of a lane: how many elements
+
+    @property
+    def num_q(self) -> int:
+        """Words of the fragments of Q that registers hold."""
+        return 4 if self.q_in_shared else 4 * self.q_fragments
+
+    @property
+    def num_raw(self) -> int:
+        return 8 * self.tiles * self.score_sets
+
+    @property
+    def num_scores(self) -> int:
+        return 4 * self.tiles * self.head_tiles
+
+    @property
+    def num_p(self) -> int:
+        """Words of each of the two terms of P."""
+        return 2 * self.tiles * self.head_tiles
+
+    @property
+    def num_o(self) -> int:
+        return 4 * self.num_products * self.head_tiles
+
+    @property
+    def min_blocks(self) -> int:
+        """Thread blocks on a multiprocessor: as many as need no spills."""
+        config, is_plain = self.config, self.is_plain
+        if config.staged:
+            return 3 if is_plain and config.head_dim <= 128 and self.terms == 1 and not self.is_fp8 else 2
+        registers = self.num_o + self.num_q + 2 * self.buffer
+        is_hopper = self.config.architecture == 9
+        most = 132 if self.terms == 1 and self.num_chunks == 1 else 90  # for three blocks
+        if self.is_fp8:
+            most = 96 if is_hopper else 72
+        blocks = 4 if registers <= 80 and is_hopper else 3 if registers <= most else 2
+        if config.architecture < 9:
+            return 3 if registers <= 112 and not (config.modified or config.checked) else 2
+        return blocks if is_plain else max(1, blocks - 1)

@@ -1,0 +1,206 @@
+"""Steps of the split kernel on tensor cores: products to logits, the online softmax, and P as fragments.
+
+A lane has the logits of head g + 8h for tokens 4t .. 4t + 3 of each tile: two for each n, the tile's half, at
+``2 * (n * head_tiles + h)``. Logits are in units of log(2): the softmax is one of powers of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import float32, int64, uint32
+
+from ..device.conversions import unpack
+from ..device.intrinsics import address, clear, exp2, for_each, larger, local_array
+from ..device.logits import LOG2E, NONE, make_modify
+from ..device.source import device_function
+from ..device.tensor_intrinsics import low_bits, pack_bfloat16, pack_float16
+from .config import SplitConfig
+from .lanes import make_any_of_warp, make_largest_of_head, make_of_heads
+from .shape import TILE, TensorShape
+
+SMALLEST = float32(2.0**-126)  # positive and normal
+LOWEST = float32(-3.4028234663852886e38)  # the pivot of a head that has seen nothing but -inf
+MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that its pivot was made from
+
+
+def bias(shape: TensorShape) -> float:
+    """The exponent of the power of two that P is multiplied with, so that float16 underflows at 2**-37.
+
+    With SLACK that is 2**15 at most, which float16 has.
+    """
+    return 12.0 if shape.operand == "float16" else 0.0
+
+
+def make_start(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``start(o, pivots, sums, heads, slope, slopes, head, num_heads, g)``: before the first step.
+
+    heads[h] becomes the number of head g + 8h from `head` on, or of the first one if there are fewer, so that no
+    score_mod sees a head that does not exist. slope[h] becomes its slope.
+    """
+    HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, config.modified, shape.num_o
+
+    @device_function
+    def start_head(h, pivots, sums, heads, slope, slopes, head, num_heads, g):
+        pivots[h], sums[h] = LOWEST, float32(0)
+        mine = uint32(g + uint32(8 * h))
+        heads[h] = uint32(head + mine) if mine < num_heads else head
+        slope[h] = slopes[heads[h]] if MODIFIED and address(slopes) != 0 else float32(0)
+
+    @device_function
+    def start(o, pivots, sums, heads, slope, slopes, head, num_heads, g):
+        clear(o, NUM_O)
+        for_each(start_head, HEAD_TILES, (pivots, sums, heads, slope, slopes, head, num_heads, g))
+
+    return start
+
+
+def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``logits(s, raw, factors, softcap, heads, slopes, position, q_pos, seq)``: from products.
+
+    position is that of the lane's first token, q_pos that of the last one, which stands for those past it; factors,
+    heads and slopes have one element for each h.
+    """
+    FOLD, HEAD_TILES, MODIFIED, SCALED = shape.fold, shape.head_tiles, config.modified, shape.scales_logits
+    SCORES = shape.num_scores
+    modify = make_modify(config.score_mod)
+
+    @device_function
+    def logit(i, s, raw, factors, softcap, heads, slopes, position, q_pos, seq):
+        n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
+        if FOLD:  # the even steps of rows g, and the odd ones of rows g + 8
+            x = float32(raw[8 * n + k] + raw[8 * n + 6 + k])
+        elif HEAD_TILES == 1:  # the terms of q
+            x = float32(raw[4 * n + k] + raw[4 * n + 2 + k])
+        else:
+            x = raw[4 * n + 2 * h + k]
+        if MODIFIED:
+            k_pos = min(uint32(position + uint32(TILE * (n // 2) + 2 * (n % 2) + k)), q_pos)
+            x = float32(x * factors[h])
+            x = modify(x, softcap, slopes[h], int64(q_pos), int64(k_pos), heads[h], seq)
+        elif SCALED:
+            x = float32(x * factors[h])
+        s[i] = x
+
+    @device_function
+    def logits(s, raw, factors, softcap, heads, slopes, position, q_pos, seq):
+        for_each(logit, SCORES, (s, raw, factors, softcap, heads, slopes, position, q_pos, seq))
+
+    return logits
+
+
+def make_set_units(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``set_units(units, factors, scale)``.
+
+    factors[h] becomes what products are to be multiplied with before logits are modified, and units[h] what logits are
+    to be multiplied with to be in units of log(2); both at once beforehand where registers are scarce, which takes more
+    instructions. Neither is negative: the sign of the scale is q's.
+    """
+    HEAD_TILES, MODIFIED, SCALED = shape.head_tiles, config.modified, shape.scales_logits
+
+    @device_function
+    def set_units(units, factors, scale):
+        for h in range(HEAD_TILES):
+            factors[h] = float32(factors[h] * abs(scale))
+            unit = LOG2E if MODIFIED else float32(factors[h] * LOG2E)
+            if SCALED:
+                factors[h], unit = unit, float32(1)
+            units[h] = SMALLEST if unit == float32(0) else unit  # times -inf, 0 would be NaN
+
+    return set_units
+
+
+def make_mask(shape: TensorShape) -> Any:
+    """The device function ``mask(s, valid, t)``: -inf for tokens of the step whose bit in `valid` is not set."""
+    HEAD_TILES, SCORES = shape.head_tiles, shape.num_scores
+
+    @device_function
+    def mask_score(i, s, mine):
+        n, k = i // (2 * HEAD_TILES), i % 2
+        is_valid = uint32(mine & uint32(1 << (TILE * (n // 2) + 2 * (n % 2) + k))) != 0
+        s[i] = s[i] if is_valid else NONE
+
+    @device_function
+    def mask(s, valid, t):
+        for_each(mask_score, SCORES, (s, uint32(valid >> uint32(t << 2))))
+
+    return mask
+
+
+def make_until_last(shape: TensorShape) -> Any:
+    """The device function ``until_last(valid, base, last)``: `valid` without the tokens of the step past the last."""
+    STEP = shape.step
+
+    @device_function
+    def until_last(valid, base, last):
+        if uint32(base + uint32(STEP - 1)) > last:
+            left = uint32(uint32(last - base) + uint32(1)) if base <= last else uint32(0)
+            valid = uint32(valid & low_bits(left))
+        return valid
+
+    return until_last
+
+
+def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
+    """The device function ``soften(s, units, pivots, sums, o, p, p_rest, slot, g, t)``.
+
+    s, times units[h], becomes P; m, l and O are rescaled if need be. The product is taken with the subtraction of m,
+    in one instruction; units are positive, so that the maximum can be found before.
+    A maximum stays until a logit exceeds it by more than SLACK. Rescaling by 1 and not at all are the same bits, so it
+    is skipped unless a maximum of the warp grew. `sums` are over the tokens of this lane alone.
+    """
+    HEAD_TILES, PRODUCTS, BIAS = shape.head_tiles, shape.num_products, float32(bias(shape))
+    SLACK = float32(bias(shape) + MOST_EXCESS)
+    PAIRS = 2 * shape.tiles * shape.head_tiles
+    pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
+    widen = unpack(shape.operand)
+    largest_of_head, of_heads = make_largest_of_head(config), make_of_heads(config)
+    any_of_warp = make_any_of_warp(config)
+
+    @device_function
+    def raise_maximum(i, new, s):
+        x = larger(s[2 * i], s[2 * i + 1])
+        new[i % HEAD_TILES] = x if i < HEAD_TILES else larger(new[i % HEAD_TILES], x)
+
+    @device_function
+    def rescale_product(i, o, h, even, odd):
+        at = 4 * (i * HEAD_TILES + h)
+        o[at], o[at + 1] = float32(o[at] * even), float32(o[at + 1] * odd)
+        o[at + 2], o[at + 3] = float32(o[at + 2] * even), float32(o[at + 3] * odd)
+
+    @device_function
+    def rescale(pivots, sums, o, new, slot, t):
+        for h in range(HEAD_TILES):
+            pivot = float32(new[h] - BIAS) if new[h] > float32(pivots[h] + SLACK) else pivots[h]
+            factor = exp2(float32(pivots[h] - pivot))
+            sums[h] = float32(sums[h] * factor)
+            pivots[h] = pivot
+            # O has heads 2t and 2t + 1 of this lane; their maxima are with lanes g = 2t and 2t + 1.
+            even, odd = of_heads(slot, factor, t)
+            for_each(rescale_product, PRODUCTS, (o, h, even, odd))
+
+    @device_function
+    def weigh(i, s, units, pivots, sums, p, p_rest):
+        """Two probabilities as both terms of a word of P."""
+        n, h = i // HEAD_TILES, i % HEAD_TILES
+        first = exp2(float32(s[2 * i] * units[h] - pivots[h]))
+        second = exp2(float32(s[2 * i + 1] * units[h] - pivots[h]))
+        sums[h] = float32(sums[h] + float32(first + second))
+        word = pack(first, second)
+        low, high = widen(word)
+        into = 2 * ((n // 2) * HEAD_TILES + h) + n % 2
+        p[into], p_rest[into] = word, pack(float32(first - low), float32(second - high))
+
+    @device_function
+    def soften(s, units, pivots, sums, o, p, p_rest, slot, g, t):
+        new = local_array(HEAD_TILES, float32)
+        for_each(raise_maximum, PAIRS, (new, s))
+        grew = False
+        for h in range(HEAD_TILES):
+            new[h] = float32(largest_of_head(slot, new[h], g) * units[h])
+            grew = grew or new[h] > float32(pivots[h] + SLACK)
+        if any_of_warp(grew):
+            rescale(pivots, sums, o, new, slot, t)
+        for_each(weigh, PAIRS, (s, units, pivots, sums, p, p_rest))
+
+    return soften

@@ -1,0 +1,134 @@
+"""Where the teams of warps of the split kernel leave their sums: in shared memory, without bank conflicts.
+
+Row ``team * num_heads + head`` has the sums of one head, in pairs of float32: pair u is for dims 2u and 2u + 1. On
+tensor cores the 16 lanes that store together have g = 0..3 or 4..7 and all t; lane (g, t) stores pair
+``dims / 2 * g + j`` of head 2t, or 2t + 1, where dims is what a vector of V has. Pairs of a row change places so that
+these 16 lie in 16 different banks. Where half of the lanes or more have no head, the others are in both halves of the
+warp, which would store one after the other: then float32 are stored one by one, by all g at once. Who adds the teams up
+reads an even pair and then the next one; so that 16 lanes find 16 banks, these two have changed places in every second
+32 dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import float32, uint32
+
+from ..device.intrinsics import float_bits, for_each, load_shared
+from ..device.source import device_function
+from ..device.tensor_intrinsics import exchange, load_shared_2, store_shared_2, store_shared_word
+from .config import SplitConfig
+from .shape import TensorShape
+
+BANK_PAIRS = 16  # float32 pairs in one pass over the banks
+MOST_STATIC = 40 * 1024  # bytes of sums, beside what else is in 48 KiB of static shared memory
+
+
+def row_pairs(config: SplitConfig) -> int:
+    """Pairs of a row in shared memory: whole passes over the banks."""
+    return -(-config.head_dim // (2 * BANK_PAIRS)) * BANK_PAIRS
+
+
+def sums_bytes(config: SplitConfig) -> int:
+    """Shared memory of the sums of all teams."""
+    return 8 * row_pairs(config) * config.num_heads * config.num_teams
+
+
+def are_dynamic(config: SplitConfig) -> bool:
+    """The sums are in dynamic shared memory: rows were there before, or static shared memory is too small."""
+    return config.staged or sums_bytes(config) > MOST_STATIC
+
+
+def team_bytes(config: SplitConfig) -> int:
+    """From a pair of one team to that of the next."""
+    return 8 * row_pairs(config) * config.num_heads
+
+
+def make_pair_address(config: SplitConfig) -> Any:
+    """The device function ``pair_address(shared, head, pair, j)`` -> shared address of pair + j for team 0.
+
+    `pair` is a multiple of what a lane has of a vector, and j less than that; or `pair` is even, and j is 0.
+    """
+    ROW_BYTES = 8 * row_pairs(config)
+    DIMS = TensorShape(config).v_dims if config.on_tensor_cores else 0
+
+    @device_function
+    def pair_address(shared, head, pair, j):
+        t = uint32(uint32(head >> 1) & uint32(3))
+        upper, highest = uint32(uint32(pair >> 4) & uint32(1)), uint32(uint32(pair >> 5) & uint32(1))
+        if DIMS == 4:  # bits 1 to 3 of the pair are g's
+            t = uint32(uint32(t & uint32(1)) | uint32(uint32(t & uint32(2)) << uint32(2)))
+            pair = uint32(uint32(pair ^ t) ^ upper)
+        elif DIMS == 8:  # bits 2 to 4, of which the banks see two
+            pair = uint32(uint32(pair ^ t) ^ uint32(upper * uint32(3)))
+        elif DIMS == 16:  # bits 3 to 5, of which the banks see one
+            pair = uint32(uint32(pair ^ t) ^ uint32(uint32(upper * uint32(5)) | uint32(highest << uint32(1))))
+        return uint32(uint32(shared + uint32(head * uint32(ROW_BYTES))) + uint32(uint32(pair << 3) ^ uint32(8 * j)))
+
+    return pair_address
+
+
+def make_load_quad(config: SplitConfig) -> Any:
+    """The device function ``load_quad(where)``: the sums of two pairs, the first of them even and at `where`."""
+    ON_TENSOR_CORES, load_floats = config.on_tensor_cores, load_shared(4)
+
+    @device_function
+    def load_quad(where):
+        if ON_TENSOR_CORES:  # where pairs of a row have changed places
+            a, b = load_shared_2(where)
+            c, d = load_shared_2(uint32(where ^ uint32(8)))
+            return a, b, c, d
+        return load_floats(where)
+
+    return load_quad
+
+
+def make_put_sums(config: SplitConfig, shape: TensorShape, pair_address: Any) -> Any:
+    """The device function ``put_sums(...)`` of the tensor cores.
+
+    Into shared memory go this team's maxima and sums of exponentials, and the dims of O of this member of it, for the
+    heads of the warp from first_head on.
+    """
+    HEAD_TILES, NUM_HEADS, HEAD_DIM = shape.head_tiles, config.num_heads, config.head_dim
+    PRODUCTS, PER_VECTOR, HEADS_IN_TURN = shape.num_products, shape.v_dims // 2, 2 * shape.head_tiles
+    PER_MEMBER, HEADS_OF_WARP = shape.v_vectors * 8 * PER_VECTOR, config.heads_of_warp
+    IS_EVEN, TEAM_BYTES = config.num_heads == config.head_shares * config.heads_of_warp, team_bytes(config)
+
+    @device_function
+    def has_row(head, first_head):
+        return head < uint32(HEADS_OF_WARP) and (IS_EVEN or uint32(first_head + head) < uint32(NUM_HEADS))
+
+    @device_function
+    def put_pair(i, h, k, shared, o, head, g, member):
+        vector, j = i // PER_VECTOR, i % PER_VECTOR
+        first_pair = uint32(member * uint32(PER_MEMBER))
+        pair = uint32(uint32(uint32(PER_VECTOR * 8 * vector) + uint32(g * uint32(PER_VECTOR))) + first_pair)
+        if pair < uint32(HEAD_DIM // 2):
+            where, at = pair_address(shared, head, pair, j), 4 * (i * HEAD_TILES + h) + k
+            if HEADS_OF_WARP - 8 * h - k > 4:
+                store_shared_2(where, o[at], o[at + 2])
+            else:
+                store_shared_word(where, float_bits(o[at]))
+                store_shared_word(uint32(where + uint32(4)), float_bits(o[at + 2]))
+
+    @device_function
+    def put_head(i, shared, o, first_head, g, t, member):
+        h, k = i // 2, i % 2
+        head = uint32(uint32(t << 1) + uint32(8 * h + k))
+        if has_row(head, first_head):
+            for_each(put_pair, PRODUCTS, (h, k, shared, o, uint32(first_head + head), g, member))
+
+    @device_function
+    def put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, first_head, g, t, team, member):
+        for h in range(HEAD_TILES):
+            total = float32(sums[h] + exchange(sums[h], 1))
+            total = float32(total + exchange(total, 2))
+            head = uint32(g + uint32(8 * h))
+            if member == 0 and t == 0 and has_row(head, first_head):
+                at = uint32(uint32(uint32(team * uint32(NUM_HEADS)) + first_head) + head)
+                maxima_shared[at], sums_shared[at] = pivots[h], total
+        shared = uint32(shared + uint32(team * uint32(TEAM_BYTES)))
+        for_each(put_head, HEADS_IN_TURN, (shared, o, first_head, g, t, member))
+
+    return put_sums

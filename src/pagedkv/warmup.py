@@ -1,0 +1,115 @@
+"""Compiling kernels ahead of the calls that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import cache_validation, checks, merge_validation, validation
+from .layouts import cache_shapes, storage_dtype
+
+_KERNELS = {"vllm": ("v1", "v2"), "NHD": ("split",), "HND": ("split",)}
+# Kernel "split" is compiled with or without softcap and ALiBi; v1 and v2 decide when they run.
+_SOFTCAPS = {"vllm": (None,), "NHD": (None, 1.0), "HND": (None, 1.0)}
+
+
+def warmup(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: Any,
+    *,
+    layout: str = "NHD",
+    cache_dtype: Any = None,
+    kv_dtype: str | None = None,
+    token_dtype: Any = None,
+    per_head_scales: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    kernels: Sequence[str] | None = None,
+    num_states: int | None = None,
+    check: bool | None = None,
+    capabilities: Sequence[tuple[int, int]] | None = None,
+) -> list[str]:
+    """Compile what CUDA calls with these shapes and options need, so that the first of them starts at once.
+
+    These are decode_attention, write_kv, gather_kv, copy_blocks and swap_blocks within a device, and merge_states with
+    `num_states`. What is compiled is kept on disk as well (see ``PAGEDKV_CACHE_DIR``): this can run where there is no
+    GPU, while an image is built. Calls whose arrays are not contiguous, or only as aligned as they have to be, or whose
+    caches are larger than 64 GiB, may need kernels of their own.
+
+    Parameters
+    ----------
+    num_heads, num_kv_heads, head_dim, block_size : int
+        Hq, Hkv, D and P.
+    dtype : dtype-like
+        Of q: float32, float16 or bfloat16; a name, or a dtype of NumPy, CuPy or torch.
+    layout : str
+        "NHD", "HND" or "vllm".
+    cache_dtype : dtype-like, optional
+        Of the caches; that of q by default.
+    kv_dtype : str, optional
+        "fp8_e4m3" or "fp8_e5m2", for caches in uint8.
+    token_dtype : dtype-like, optional
+        Of k and v in write_kv; by default that of the caches, and that of q for fp8 caches.
+    per_head_scales : bool
+        k_scale and v_scale are arrays rather than numbers, of fp8 caches.
+    score_mod : callable, optional
+        The very function that calls will pass; its kernels live in this process alone.
+    kernels : sequence of str, optional
+        What calls will pass as `kernel`; all of the layout's by default.
+    num_states : int, optional
+        How many states merge_states will get, with outputs of q's dtype; by default its kernel is not compiled.
+    check : bool, optional
+        As in the calls.
+    capabilities : sequence of (int, int), optional
+        Compute capabilities of the GPUs, ``[(9, 0)]`` for an H100. By default those of the GPUs of this machine.
+
+    Returns
+    -------
+    list of str
+        Names of the kernels.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the calls would; `capabilities` are not such pairs, or name one below (8, 0).
+    BackendUnavailableError
+        There is no compiler; `capabilities` is not given, and there is no GPU.
+    """
+    q_dtype = storage_dtype(dtype, None)
+    stored = storage_dtype(dtype if cache_dtype is None else cache_dtype, kv_dtype)
+    token = (q_dtype if kv_dtype else stored) if token_dtype is None else storage_dtype(token_dtype, None)
+    if kernels is not None and (isinstance(kernels, str) or not isinstance(kernels, Sequence)):
+        raise TypeError(f'kernels must be a sequence of names, such as ["v1"], got {kernels!r}')
+    checks.boolean("per_head_scales", per_head_scales)
+    shapes = cache_shapes(layout, 2, block_size, num_kv_heads, head_dim, stored.itemsize)
+    k_cache, v_cache = (np.zeros(shape, stored) for shape in shapes)
+    q, (k, v) = np.zeros((1, num_heads, head_dim), q_dtype), np.zeros((2, 1, num_kv_heads, head_dim), token)
+    table, lengths, slots = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.zeros(1, np.int64)
+    scales = np.ones(num_kv_heads, np.float32) if per_head_scales else None
+    cache: dict[str, Any] = {"layout": layout, "kv_dtype": kv_dtype, "k_scale": scales, "v_scale": scales}
+    options: dict[str, Any] = dict.fromkeys(("scale", "alibi_slopes", "window", "sinks", "out"))
+    options |= {"ragged": False, "causal": True, "score_mod": score_mod, "return_lse": False}
+    options |= {"backend": "emulator", "check": check, **cache}
+    arrays = q, k_cache, v_cache, table, lengths, None
+    decodes = [
+        validation.attention(*arrays, kernel=kernel, softcap=softcap, **options)
+        for kernel in (_KERNELS[layout] if kernels is None else kernels)
+        for softcap in _SOFTCAPS[layout]
+    ]
+    write = cache_validation.write(k, v, k_cache, v_cache, slots, backend="emulator", check=check, **cache)
+    gather = cache_validation.gather(k_cache, v_cache, table[0], 1, backend="emulator", **cache)
+    copy = cache_validation.copy(k_cache, v_cache, np.array([[0, 1]]), backend="emulator")
+    merge = None
+    if num_states is not None:
+        count = checks.integer("num_states", num_states)
+        if count < 1:
+            raise ValueError(f"num_states must be at least 1, got {count}")
+        lses = np.zeros((count, *q.shape[:2]), np.float32)
+        merge = merge_validation.merge([q] * count, list(lses), backend="emulator")
+    from .cuda.warmup import compile_ahead
+
+    return compile_ahead(decodes, write, gather, copy, merge, capabilities)

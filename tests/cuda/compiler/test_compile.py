@@ -1,0 +1,355 @@
+"""Compiling kernels without a driver: once, from disk when it can be, and never from what does not fit."""
+
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from numba import cuda, float32, types
+
+import pagedkv
+import pagedkv.cuda.compiler.compile as compiling
+from pagedkv.bench.launch import RecordingDevice
+from pagedkv.bench.sass import code_of
+from pagedkv.cuda.compiler.compile import compile_for, compile_kernel
+from pagedkv.cuda.driver import wants_lineinfo
+from pagedkv.emulator import EmulatorDevice
+from pagedkv.kernels.device.source import KernelSource, device_function
+
+from .compile_cases import Config, make_scale
+
+pytestmark = pytest.mark.usefixtures("directory")
+
+
+class TupleConfig(NamedTuple):
+    factor: int
+
+
+def make_squares(config):
+    """values[i] *= values[i], by a device function."""
+
+    @device_function
+    def square(x):
+        return x * x
+
+    def kernel(values, count):
+        i = cuda.grid(1)
+        if i < count:
+            values[i] = square(values[i])
+
+    return KernelSource(kernel, types.void(types.CPointer(float32), types.int64), 64)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """How often numba has compiled."""
+    calls = []
+    make_ptx = compiling._make_ptx
+
+    def counted(*args):
+        calls.append(args)
+        return make_ptx(*args)
+
+    monkeypatch.setattr(compiling, "_make_ptx", counted)
+    return calls
+
+
+def start_again(monkeypatch):
+    monkeypatch.setattr(compiling, "_compiled", {})
+
+
+def test_a_kernel_says_what_it_is():
+    kernel = compile_kernel(make_scale, Config(3), (8, 0))
+    assert kernel.name == "scale[factor=3, score_mod=None]"
+    assert kernel.entry == "pagedkv_scale"
+    assert kernel.num_threads == 64
+    assert kernel.capability == (8, 0)
+    assert "scale[factor=3" in repr(kernel)
+    assert kernel.ptx.count(".visible .entry pagedkv_scale(") == 1
+    assert ".target sm_80" in kernel.ptx
+    assert ".maxntid 64" in kernel.ptx
+    assert "NumbaEnv" not in kernel.ptx
+    assert compile_kernel(make_scale, TupleConfig(3)).name == "scale[factor=3]"
+
+
+def make_shared(config):
+    """values[i] = values[63 - i] * factor, through shared arrays; for factor 0, one is a device function's."""
+    factor = config.factor
+
+    @cuda.jit(device=True)
+    def reverse(mirror, values, i):
+        more = cuda.shared.array(64, float32)
+        more[i] = mirror[63 - i]
+        return more[i]
+
+    if factor:
+
+        def kernel(values):
+            mirror, scaled = cuda.shared.array(64, float32), cuda.shared.array(64, float32)
+            i = cuda.grid(1)
+            mirror[i] = values[i]
+            cuda.syncthreads()
+            scaled[i] = mirror[63 - i] * factor
+            values[i] = scaled[i]
+    else:
+
+        def kernel(values):
+            mirror = cuda.shared.array(64, float32)
+            i = cuda.grid(1)
+            mirror[i] = values[i]
+            cuda.syncthreads()
+            values[i] = reverse(mirror, values, i)
+
+    return KernelSource(kernel, types.void(types.CPointer(float32)), 64)
+
+
+def shared_arrays(kernel):
+    return re.findall(r"\.shared .* (\w+)\[256\]", kernel.ptx)
+
+
+def test_shared_arrays_have_their_names(monkeypatch):
+    kernel = compile_kernel(make_shared, Config(3))
+    assert shared_arrays(kernel) == ["shared_mirror", "shared_scaled"]
+    # The one of a device function has no name of the kernel's, so that none has.
+    assert sorted(shared_arrays(compile_kernel(make_shared, Config(0)))) == ["shared_0", "shared_1"]
+    monkeypatch.setattr(compiling.inspect, "getsource", lambda function: "(typed into a prompt)(")
+    assert shared_arrays(compile_kernel(make_shared, Config(4))) == ["shared_0", "shared_1"]
+
+
+def test_a_kernel_is_the_same_whatever_was_compiled_before(monkeypatch):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", os.devnull)
+    kernels = []
+    for _ in range(2):
+        start_again(monkeypatch)
+        kernels.append(compile_kernel(make_shared, Config(3)))
+    assert kernels[0] is not kernels[1]
+    assert kernels[0].ptx == kernels[1].ptx
+
+
+def test_a_kernel_is_compiled_once(compiled):
+    kernel = compile_kernel(make_scale, Config(3))
+    assert compile_kernel(make_scale, Config(3)) is kernel
+    assert len(compiled) == 1
+
+
+def test_threads_compile_once(compiled):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(compile_kernel(make_scale, Config(5)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert len(compiled) == 1
+
+
+def test_another_process_does_not_compile(monkeypatch, compiled, directory):
+    first = compile_kernel(make_scale, Config(3))
+    assert {path.suffix for path in directory.iterdir()} == {".ptx"}
+    start_again(monkeypatch)
+    second = compile_kernel(make_scale, Config(3))
+    assert second is not first
+    assert len(compiled) == 1
+    assert vars(second) == vars(first)
+    assert first.cubin == second.cubin
+
+
+PROGRAM = """
+import sys
+from tests.cuda.compiler.compile_cases import Config, make_scale
+from pagedkv.cuda.compiler.compile import compile_kernel
+sys.stdout.write(compile_kernel(make_scale, Config(3)).ptx)
+"""
+
+
+def test_processes_that_race_make_the_same_kernel(directory):
+    running = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+        for _ in range(2)
+    ]
+    texts = [process.communicate(timeout=120)[0].decode() for process in running]
+    assert all(process.returncode == 0 for process in running)
+    assert texts[0] == texts[1]
+    assert texts[0] == compile_kernel(make_scale, Config(3)).ptx
+    assert [path.suffix for path in directory.iterdir()] == [".ptx"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda patch: compile_kernel(make_scale, Config(4)),
+        lambda patch: compile_kernel(make_scale, Config(3), (8, 0)),
+        lambda patch: compile_kernel(make_scale, Config(3), lineinfo=True),
+        lambda patch: (patch.setattr(compiling, "SOURCES", b"edited"), compile_kernel(make_scale, Config(3))),
+        lambda patch: (patch.setattr(compiling, "versions", lambda: ("9",)), compile_kernel(make_scale, Config(3))),
+    ],
+    ids=["config", "capability", "lineinfo", "sources", "versions"],
+)
+def test_what_differs_is_compiled_apart(monkeypatch, compiled, other):
+    compile_kernel(make_scale, Config(3))
+    start_again(monkeypatch)
+    other(monkeypatch)
+    assert len(compiled) == 2
+
+
+def test_the_versions_name_all_that_compiles():
+    assert compiling.versions()[0] == sys.version
+    assert all(compiling.versions()[1:5])
+
+
+def test_an_edit_in_any_room_of_the_kernels_is_compiled_again(tmp_path, directory):
+    package = tmp_path / "src" / "pagedkv"
+    shutil.copytree(Path(pagedkv.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    program = (
+        "import numpy as np, pagedkv; cache = np.zeros((2, 8, 1, 8), np.float32); "
+        "pagedkv.copy_blocks(cache, cache.copy(), np.array([[0, 1]]), backend='emulator')"
+    )
+
+    def num_kernels():
+        environment = os.environ | {"PYTHONPATH": str(package.parent)}
+        subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True)
+        return len(list(directory.glob("*.ptx")))
+
+    assert [num_kernels(), num_kernels()] == [1, 1]
+    with (package / "kernels" / "split" / "lanes.py").open("a") as file:
+        file.write("# edited\n")
+    assert num_kernels() == 2
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"#!/bin/sh\n" * 9])
+def test_a_damaged_file_is_compiled_again(monkeypatch, compiled, directory, damage):
+    whole = compile_kernel(make_scale, Config(3))
+    whole_cubin = whole.cubin
+    for path in directory.iterdir():
+        path.write_bytes(damage(path.read_bytes()))
+    start_again(monkeypatch)
+    again = compile_kernel(make_scale, Config(3))
+    assert len(compiled) == 2
+    assert again.ptx == whole.ptx
+    assert len(again.cubin) == len(whole_cubin)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\nptx", b"[]\nptx", b"\xff\xfe", b'{"num_threads": "many"}\nptx', b"{"])
+def test_a_file_of_another_form_is_compiled_again(monkeypatch, compiled, content):
+    monkeypatch.setattr(compiling.Store, "load", lambda self, key: content)
+    assert compile_kernel(make_scale, Config(3)).num_threads == 64
+    assert len(compiled) == 1
+
+
+def test_a_directory_that_cannot_be_written_costs_nothing_but_time(monkeypatch, compiled, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(blocked))
+    assert compile_kernel(make_scale, Config(3)).cubin
+    start_again(monkeypatch)
+    compile_kernel(make_scale, Config(3))
+    assert len(compiled) == 2
+
+
+def test_nothing_on_disk_is_a_pickle(directory):
+    compile_kernel(make_scale, Config(3)).linked  # noqa: B018
+    for path in directory.iterdir():
+        header = json.loads(path.read_bytes()[32:].split(b"\n", 1)[0])
+        assert set(header) == ({"name", "num_threads"} if path.suffix == ".ptx" else {"log"})
+
+
+def test_a_score_mod_is_kept_in_the_process_alone(compiled, directory):
+    def halve(score, q_pos, k_pos, head, seq):
+        return score * 0.5 if k_pos > q_pos else math.tanh(score)
+
+    kernel = compile_kernel(make_scale, Config(3, halve))
+    assert kernel.name == "scale[factor=3, score_mod=halve]"
+    assert compile_kernel(make_scale, Config(3, halve)) is kernel
+    assert compile_kernel(make_scale, Config(3, lambda score, *rest: score)) is not kernel
+    assert len(compiled) == 2
+    assert not directory.exists()
+
+
+def test_a_score_mod_without_source_raises_no_warning():
+    scope = {}
+    exec("def double(score, q_pos, k_pos, head, seq): return score * 2", scope)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_kernel(make_scale, Config(3, scope["double"]))
+
+
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        lambda score, q_pos, k_pos, head, seq: str(score),
+        lambda score, q_pos, k_pos, head, seq: None,
+        lambda score, q_pos, k_pos, head, seq: score * 1j,
+        lambda score, q_pos, k_pos, head, seq: print(score),
+        lambda score, q_pos, k_pos, head, seq: sorted([score])[0],
+        lambda score: score,
+        print,
+        int,
+    ],
+    ids=["a string", "nothing", "complex", "print", "a list", "one argument", "built in", "a class"],
+)
+def test_a_score_mod_that_cannot_be_used_says_so(compiled, score_mod):
+    with pytest.raises(TypeError, match="score_mod must be a function of \\(score, q_pos, k_pos, head, seq\\)"):
+        compile_kernel(make_scale, Config(3, score_mod))
+    compile_kernel(make_scale, Config(3, lambda score, q_pos, k_pos, head, seq: score))
+
+
+def make_faulty(config):
+    def kernel(values):
+        values[0] = "text"
+
+    return KernelSource(kernel, types.void(types.CPointer(float32)), 32)
+
+
+def test_an_error_of_a_kernel_is_not_blamed_on_the_score_mod():
+    with pytest.raises(Exception, match=r"text|unicode") as caught:
+        compile_kernel(make_faulty, Config(3, lambda score, q_pos, k_pos, head, seq: score))
+    assert "score_mod" not in str(caught.value)
+
+
+def make_printing(config):
+    def kernel(values):
+        print(values[0])
+
+    return KernelSource(kernel, types.void(types.CPointer(types.int64)), 32)
+
+
+def test_a_kernel_with_an_external_call_is_refused():
+    with pytest.raises(TypeError, match="pagedkv_printing calls vprintf"):
+        compile_kernel(make_printing, Config(3))
+
+
+def test_the_oldest_kernels_are_forgotten(monkeypatch):
+    monkeypatch.setattr(compiling, "_compiled", {})
+    monkeypatch.setattr(compiling, "MOST_KERNELS", 2)
+    kernels = [compile_kernel(make_scale, Config(factor)) for factor in (2, 3, 4)]
+    assert list(compiling._compiled.values()) == kernels[1:]
+    assert compile_kernel(make_scale, Config(4)) is kernels[2]
+    assert compile_kernel(make_scale, Config(2)).ptx == kernels[0].ptx
+
+
+def test_lines_are_named_on_request_and_change_no_machine_code(compiled):
+    lined, plain = (compile_for(device, make_squares, Config(3)) for device in (EmulatorDevice(), RecordingDevice()))
+    lines = [{int(line) for line in re.findall(r"^\s*\.loc\s+\d+ (\d+)", x.ptx, re.MULTILINE)} for x in (lined, plain)]
+    code, first = inspect.getsourcelines(make_squares)
+    (square,) = (first + i for i, line in enumerate(code) if "return x * x" in line)
+    assert square in lines[0]
+    assert lines[1] == set()
+    assert len({code_of(x.cubin, x.entry) for x in (lined, plain)}) == 1
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), (None, False)])
+def test_an_environment_variable_asks_for_lines(monkeypatch, value, wanted):
+    monkeypatch.delenv("PAGEDKV_LINEINFO", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PAGEDKV_LINEINFO", value)
+    assert wants_lineinfo() == wanted

@@ -1,0 +1,84 @@
+"""What is said where kernels cannot be compiled: which library is missing or fails, and what to do."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import pagedkv.cuda.compiler.compile as compiling
+from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.errors import BackendUnavailableError
+
+from .compile_cases import Config, make_scale
+
+pytestmark = pytest.mark.usefixtures("directory")
+
+
+def test_what_nvvm_cannot_compile_is_named_with_what_to_do(monkeypatch):
+    from cuda.bindings.nvvm import nvvmError
+
+    def fail(*args):
+        raise nvvmError(9)
+
+    monkeypatch.setattr(compiling, "_make_ptx", fail)
+    with pytest.raises(BackendUnavailableError, match=r"pagedkv_scale.*factor=77.*ERROR_COMPILATION.*backend=.cpu"):
+        compile_kernel(make_scale, Config(77))
+
+
+def test_without_nvvm_the_message_says_what_to_install(monkeypatch):
+    from numba.cuda.cudadrv import nvvm
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nvvm, "_nvvm", None)
+        with pytest.raises(BackendUnavailableError, match=r'NVVM.*pip install "pagedkv\[cu13\]"'):
+            compile_kernel(make_scale, Config(7))
+    compile_kernel(make_scale, Config(7))
+
+
+@pytest.mark.parametrize("library", ["nvvm", "nvrtc"])
+def test_a_library_of_the_compiler_that_is_not_there_is_named(library, tmp_path):
+    # numba-cuda alone brings the bindings of the compiler, and the compiler only by its extras.
+    program = f"""
+import cuda.pathfinder as pathfinder
+load = pathfinder.load_nvidia_dynamic_lib
+def without(name):
+    if name == {library!r}:
+        raise pathfinder.DynamicLibNotFoundError(f"no such file: lib{{name}}.so\\n  listdir of many folders")
+    return load(name)
+pathfinder.load_nvidia_dynamic_lib = without
+import pagedkv
+try:
+    pagedkv.warmup(8, 2, 64, 16, "float16", layout="vllm", kernels=["v1"], capabilities=[(9, 0)])
+except pagedkv.BackendUnavailableError as error:
+    print(error)
+"""
+    environment = {**os.environ, "PAGEDKV_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith("CUDA kernels are compiled by NVVM, which is missing or does not work: pip install")
+    assert done.stdout.endswith(f"(numba-cuda: no such file: lib{library}.so)\n")
+
+
+def test_the_simulator_is_refused(monkeypatch):
+    from numba.cuda.core import config
+
+    monkeypatch.setattr(config, "ENABLE_CUDASIM", 1)
+    with pytest.raises(BackendUnavailableError, match="NUMBA_ENABLE_CUDASIM"):
+        compile_kernel(make_scale, Config(3))
+
+
+def test_without_numba_cuda_the_package_says_what_to_install():
+    program = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "numba_cuda" else find(name, *rest)
+import pagedkv
+try:
+    import pagedkv.cuda.compiler.compile
+except pagedkv.BackendUnavailableError as error:
+    print(error)
+importlib.util.find_spec = find
+import pagedkv.cuda.compiler.compile
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 'numba-cuda, which is not installed: pip install "pagedkv[cu13]"' in done.stdout

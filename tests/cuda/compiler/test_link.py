@@ -1,0 +1,191 @@
+"""PTX to machine code without a driver, and what is read out of both."""
+
+import pytest
+
+from pagedkv.cuda.compiler import link as linking
+from pagedkv.cuda.compiler.link import link, load_or_link
+from pagedkv.cuda.compiler.occupancy import occupancy
+from pagedkv.cuda.compiler.ptx import global_loads
+from pagedkv.errors import BackendUnavailableError
+
+HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
+# 256 bytes of static shared memory, one 16-byte load.
+SMALL = f"""{HEAD}
+.visible .entry small(.param .u64 p)
+{{
+    .reg .b64 %rd<3>; .reg .b32 %r<6>;
+    .shared .align 16 .b8 buffer[256];
+    ld.param.u64 %rd1, [p];
+    ld.global.v4.u32 {{%r1, %r2, %r3, %r4}}, [%rd1];
+    st.shared.v4.u32 [buffer], {{%r1, %r2, %r3, %r4}};
+    bar.sync 0;
+    ld.shared.u32 %r5, [buffer + 8];
+    st.global.u32 [%rd1], %r5;
+    ret;
+}}
+"""
+# An array of local memory with an index that is not known: 400 bytes of stack.
+STACK = f"""{HEAD}
+.visible .entry stack(.param .u64 p)
+{{
+    .local .align 4 .b8 depot[400];
+    .reg .b64 %rd<6>; .reg .b32 %r<5>;
+    ld.param.u64 %rd1, [p];
+    ld.global.u32 %r1, [%rd1];
+    mov.u64 %rd2, depot;
+    mul.wide.u32 %rd3, %r1, 4;
+    add.u64 %rd4, %rd2, %rd3;
+    st.local.u32 [%rd4], %r1;
+    ld.global.u32 %r2, [%rd1 + 4];
+    mul.wide.u32 %rd3, %r2, 4;
+    add.u64 %rd5, %rd2, %rd3;
+    ld.local.u32 %r3, [%rd5];
+    st.global.u32 [%rd1], %r3;
+    ret;
+}}
+"""
+UNKNOWN = f"""{HEAD}
+.extern .func nobody();
+.visible .entry caller() {{ call nobody, (); ret; }}
+"""
+
+
+def crowded():
+    """A kernel with 400 values alive at once, and at most 255 registers for them."""
+    count = 400
+    loads = "\n".join(f"ld.volatile.global.u32 %r{i}, [%rd1 + {4 * i}];" for i in range(count))
+    stores = "\n".join(f"st.volatile.global.u32 [%rd1 + {4 * i}], %r{i};" for i in reversed(range(count)))
+    return f"""{HEAD}
+.visible .entry crowded(.param .u64 p)
+{{
+    .reg .b64 %rd<2>; .reg .b32 %r<{count}>;
+    ld.param.u64 %rd1, [p];
+    {loads}
+    bar.sync 0;
+    {stores}
+    ret;
+}}
+"""
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_resources_are_those_of_the_kernel(capability):
+    found = link(SMALL, capability).resources()
+    assert 4 <= found.registers <= 32
+    assert (found.stack_bytes, found.spill_bytes, found.shared_bytes) == (0, 0, 256)
+    assert 100 < found.code_bytes < 10_000
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_stack_and_spills_are_seen(capability):
+    assert link(STACK, capability).resources().stack_bytes >= 400
+    found = link(crowded(), capability).resources()
+    assert found.spill_bytes > 400
+    assert found.registers >= 250
+    assert found.shared_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("ptx", "capability", "reason"),
+    [
+        ("not PTX", (9, 0), "sm_90"),
+        (SMALL, (3, 0), "sm_30"),
+        (SMALL.replace("sm_80", "sm_90"), (8, 0), "sm_80"),
+        (SMALL.replace(".version 8.0", ".version 99.0"), (9, 0), "sm_90"),
+    ],
+    ids=["garbage", "old device", "PTX of a newer device", "PTX of a newer toolkit"],
+)
+def test_what_cannot_be_linked_says_why(ptx, capability, reason):
+    with pytest.raises(BackendUnavailableError, match=rf"nvJitLink \d+\.\d+ cannot make code for (.|\n)*{reason}"):
+        link(ptx, capability)
+    assert link(SMALL, (9, 0)).cubin
+
+
+@pytest.mark.parametrize("result", ["", "(.param .b32 result) "])
+def test_a_call_of_an_external_function_is_refused(result):
+    with pytest.raises(ValueError, match="got calls of nobody"):
+        link(UNKNOWN.replace("nobody()", f"{result}nobody()"), (9, 0))
+
+
+def test_without_nvjitlink_the_message_says_what_to_install(monkeypatch):
+    from cuda.bindings import nvjitlink
+
+    def missing():
+        raise RuntimeError("libnvJitLink.so was not found\n  listdir of many folders")
+
+    monkeypatch.setattr(nvjitlink, "version", missing)
+    with pytest.raises(BackendUnavailableError, match=r'nvJitLink.*was not found\): pip install "pagedkv\[cu13\]"'):
+        link(SMALL, (9, 0))
+
+
+def test_machine_code_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    calls = []
+    monkeypatch.setattr(linking, "link", lambda *args: calls.append(args) or link(*args))
+    first = load_or_link(SMALL, (9, 0))
+    assert load_or_link(SMALL, (9, 0)) == first
+    assert first.resources().shared_bytes == 256
+    assert len(calls) == 1
+    load_or_link(SMALL, (8, 0))
+    load_or_link(SMALL + "\n", (9, 0))
+    assert len(calls) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(linking, "SOURCE", b"another version of the code that links")
+        load_or_link(SMALL, (9, 0))
+    assert len(calls) == 4
+    for path in (tmp_path / "cuda").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert load_or_link(SMALL, (9, 0)).resources() == first.resources()
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\ncubin", b"[]\ncubin", b"\xff\ncubin", b"{"])
+def test_a_file_of_another_form_is_linked_again(monkeypatch, content):
+    monkeypatch.setattr(linking.Store, "load", lambda self, key: content)
+    monkeypatch.setattr(linking.Store, "save", lambda self, key, body: None)
+    assert load_or_link(SMALL, (9, 0)).resources().shared_bytes == 256
+
+
+@pytest.mark.parametrize(
+    ("registers", "num_threads", "shared_bytes", "blocks"),
+    [
+        # By the formulas of cuda_occupancy.h, by hand, for 8.0, 9.0 and 10.0.
+        (32, 128, 0, (16, 16, 16)),  # warps: 64 / 4
+        (32, 32, 0, (32, 32, 32)),  # blocks
+        (33, 128, 0, (12, 12, 12)),  # 33 * 32 -> 1280 a warp: 12 warps in each partition
+        (128, 128, 0, (4, 4, 4)),
+        (168, 128, 0, (3, 3, 3)),
+        (255, 256, 0, (1, 1, 1)),
+        (64, 1024, 0, (1, 1, 1)),
+        (65, 1024, 0, (0, 0, 0)),  # 2304 * 32 registers are more than 65536
+        (168, 96, 0, (4, 4, 4)),  # 12 warps / 3
+        (32, 128, 48 * 1024, (3, 4, 4)),
+        (32, 128, 40 * 1024, (4, 5, 5)),  # 41 KiB each of 164, 228
+        (32, 128, 40 * 1024 + 1, (3, 5, 5)),  # 41 KiB and 128 bytes
+        (32, 128, 163 * 1024, (1, 1, 1)),
+        (32, 128, 163 * 1024 + 1, (0, 1, 1)),
+        (32, 128, 227 * 1024, (0, 1, 1)),
+        (32, 128, 227 * 1024 + 1, (0, 0, 0)),
+        (32, 1056, 0, (0, 0, 0)),
+    ],
+)
+def test_occupancy(registers, num_threads, shared_bytes, blocks):
+    devices = [(8, 0), (9, 0), (10, 0)]
+    assert tuple(occupancy(device, registers, num_threads, shared_bytes) for device in devices) == blocks
+
+
+def test_global_loads_are_counted_by_width():
+    ptx = """
+    ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];
+    ld.global.v2.f32 {%f1, %f2}, [%rd1];
+    ld.global.u16 %rs1, [%rd1];
+    ld.volatile.global.b64 %rd2, [%rd1];
+    ld.relaxed.gpu.global.f64 %fd1, [%rd1];
+    ld.shared.v4.u32 {%r1, %r2, %r3, %r4}, [%r5];
+    ld.param.u64 %rd1, [p];
+    st.global.v4.u32 [%rd1], {%r1, %r2, %r3, %r4};
+    cp.async.cg.shared.global [%r1], [%rd1], 16;
+    cp.async.ca.shared.global.L2::128B [%r1], [%rd1], 8, %r2;
+    """
+    assert global_loads(ptx) == {16: 2, 8: 4, 2: 1}
+    assert global_loads(SMALL) == {16: 1}

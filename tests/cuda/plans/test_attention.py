@@ -1,0 +1,137 @@
+"""Plans of decode_attention: what is launched follows from metadata alone."""
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedkv import validation
+from pagedkv.bench.launch import RecordingDevice
+from pagedkv.cuda.plans import attention
+from pagedkv.kernels.paged.config import PARTITION_SIZE
+
+
+def call_of(kernel="auto", num_seqs=2, num_heads=4, max_blocks=4, block_size=16, head_dim=64, layout="vllm", **options):
+    """A checked call over empty sequences; block_tables repeat one row, so that wide ones take little memory."""
+    shapes = {
+        "vllm": ((3, 2, head_dim // 4, block_size, 4), (3, 2, head_dim, block_size)),
+        "NHD": ((3, block_size, 2, head_dim),) * 2,
+    }[layout]
+    q = np.broadcast_to(np.zeros((1, num_heads, head_dim), np.float32), (num_seqs, num_heads, head_dim))
+    call = validation.attention(
+        q,
+        *(np.zeros(shape, np.float32) for shape in shapes),
+        np.broadcast_to(np.zeros(max_blocks, np.int32), (num_seqs, max_blocks)),
+        np.zeros(num_seqs, np.int32),
+        None,
+        **{"ragged": False, "causal": True, "layout": layout, "kernel": kernel, "backend": "emulator"},
+        **{"out": None, "return_lse": True, "check": None, "score_mod": None},
+        **{name: options.get(name) for name in ("scale", "kv_dtype", "k_scale", "v_scale")},
+        **{name: options.get(name) for name in ("alibi_slopes", "window", "softcap", "sinks")},
+    )
+    return call, np.zeros(q.shape, np.float32)
+
+
+def plan_of(kernel="auto", **sizes):
+    call, out = call_of(kernel, **sizes)
+    return attention.plan(RecordingDevice(), call, out)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "num_rows", "expected"),
+    [
+        (0, 1, "v1"),
+        (512, 1, "v1"),
+        (513, 512, "v2"),
+        (513, 513, "v1"),
+        (8192, 513, "v1"),
+        (8193, 10**6, "v2"),
+        (8193, 1, "v2"),
+    ],
+)
+def test_auto_is_the_rule_of_vllm(capacity, num_rows, expected):
+    assert attention.choose("auto", capacity, num_rows) == expected
+    assert [attention.choose(name, capacity, num_rows) for name in ("v1", "v2")] == ["v1", "v2"]
+
+
+@given(capacity=st.integers(0, 10**5), window=st.integers(1, 10**5), seq_len=st.integers(0, 10**5))
+def test_every_visible_token_has_its_partition(capacity, window, seq_len):
+    seq_len = min(seq_len, capacity)
+    first = max(0, seq_len - window) // PARTITION_SIZE
+    needed = -(-seq_len // PARTITION_SIZE) - first
+    given_ = attention.num_partitions(capacity, window)
+    assert max(needed, 1) <= given_ <= max(1, -(-capacity // PARTITION_SIZE))
+
+
+def test_v1_is_one_launch_with_a_thread_block_for_each_head_of_each_sequence():
+    (launch,) = plan_of("v1", num_seqs=70_000, num_heads=2, max_blocks=1).launches
+    assert launch.grid == (140_000, 1, 1)
+
+
+def test_v2_is_two_launches_and_its_workspaces():
+    plan = plan_of("v2", num_seqs=3, num_heads=4, max_blocks=100, head_dim=64)
+    partitions, reduction = plan.launches
+    assert (partitions.grid, reduction.grid) == ((12, 4, 1), (12, 1, 1))
+    assert dict(plan.workspaces) == {"tmp_out": 12 * 4 * 64 * 4, "exp_sums": 12 * 4 * 4, "max_logits": 12 * 4 * 4}
+
+
+def test_partitions_beyond_the_grids_second_dimension_use_the_third():
+    partitions, reduction = plan_of("v2", num_seqs=1, num_heads=2, max_blocks=70_000 * 32).launches
+    assert partitions.grid == (2, 65_535, 2)
+    assert reduction.scalars[3] == 2 * 65_535
+
+
+def test_a_window_needs_few_logits_and_partitions():
+    (launch,) = plan_of("v1", max_blocks=10**6, window=100).launches
+    assert launch.shared_bytes == 4 * 128  # 100 tokens touch 8 blocks of 16 at most
+    assert plan_of("v2", max_blocks=10**6, window=100).launches[0].grid[1:] == (2, 1)
+
+
+def test_logits_that_exceed_shared_memory_are_an_error_with_v1_alone():
+    sizes = {"max_blocks": 4096, "block_size": 16}
+    with pytest.raises(ValueError, match=r'kernel "v1" .* = 65536 tokens .* 232448 .* 262144: use kernel "v2"'):
+        plan_of("v1", **sizes)
+    assert len(plan_of("auto", num_seqs=200, **sizes).launches) == 2
+    assert len(plan_of("v1", max_blocks=3600).launches) == 1
+
+
+def test_null_pointers_and_numbers_stand_for_what_is_not_given():
+    class Recorder(RecordingDevice):
+        names: ClassVar[list[str]] = []
+        args: ClassVar[list[list[int | float]]] = []
+
+        def address(self, name, array):
+            self.names.append(name)
+            return 1000 + len(self.names)
+
+        def scratch(self, name, nbytes):
+            return self.address(name, None)
+
+        def launch(self, kernel, grid, args, shared_bytes=0):
+            self.args.append(args)
+
+    call, out = call_of("v1", scale=0.5, softcap=30.0)
+    device = Recorder()
+    attention.decode_attention(device, call, out, None)
+    assert sorted(device.names) == ["block_tables", "k_cache", "out", "q", "seq_lens", "v_cache"]
+    (args,) = device.args
+    assert [x == 0 for x in args[:14]] == [False, *[True] * 3, *[False] * 5, *[True] * 5]
+    assert args[-4:] == [0.5, 30.0, 1.0, 1.0]
+    assert {type(x) for x in args} == {int, float}
+
+
+def test_strides_inside_of_a_block_choose_the_config():
+    call, _ = call_of()
+    assert attention.attention_config(call, capability=(9, 0)).packed
+    spread = np.zeros((3, 2, 16, 17, 4), np.float32)[:, :, :, 1:]
+    assert not attention.attention_config(call._replace(k_cache=spread), capability=(9, 0)).packed
+    halves = np.zeros((3, 2, 2, 16, 16, 4), np.float32)[:, 0]
+    assert attention.attention_config(call._replace(k_cache=halves), capability=(9, 0)).packed
+
+
+@pytest.mark.parametrize("kernel", ["auto", "split"])
+def test_other_layouts_have_a_kernel_of_their_own(kernel):
+    (launch,) = plan_of(kernel, layout="NHD").launches
+    assert launch.kernel.entry == "pagedkv_split"

@@ -1,0 +1,339 @@
+"""The CUDA driver as a Device, on a driver that records its calls: which, in what order, with what."""
+
+import ctypes
+import inspect
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from pagedkv.cuda import driver as drivers
+from pagedkv.cuda.compiler.compile import CompiledKernel
+from pagedkv.cuda.compiler.link import Linked
+from pagedkv.cuda.device import Device
+from pagedkv.cuda.driver import CudaDevice, cuda_device, cuda_devices
+from pagedkv.errors import BackendUnavailableError
+
+from .driver_fakes import Code, Recorder
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(drivers, "_bindings", lambda: (recorder, recorder))
+    monkeypatch.setattr(drivers, "_gpus", {})
+    monkeypatch.setattr(drivers, "_devices", {})
+    return recorder
+
+
+def kernel(name="k"):
+    made = CompiledKernel(f"{name}[]", f"pagedkv_{name}", "PTX", 128, (9, 0))
+    made.__dict__["linked"] = Linked((9, 0), b"cubin", "")
+    return made
+
+
+def names(cuda):
+    return [call[0] for call in cuda.calls]
+
+
+def test_a_device_has_all_that_the_protocol_asks_for(cuda):
+    device: Device = cuda_device(0, 0)
+    assert device.capability == (9, 0)
+    assert device.max_shared_bytes == 232448
+    for name, function in vars(Device).items():
+        if inspect.isfunction(function) and not name.startswith("_"):
+            mine = inspect.signature(getattr(CudaDevice, name))
+            assert list(mine.parameters) == list(inspect.signature(function).parameters), name
+
+
+def test_a_device_is_one_for_each_gpu_and_stream(cuda):
+    device = cuda_device(0, 7)
+    assert cuda_device(0, 7) is device
+    assert cuda_device(0, 8) is not device
+    assert cuda_device(1, 7) is not device
+    assert cuda_device(0, 0) is cuda_device(0, 1)  # two names of the legacy default stream
+    assert len(cuda_devices()) == 4
+    assert cuda_devices()[0] is device
+    assert cuda.calls == []
+
+
+def test_the_per_thread_stream_has_workspaces_of_its_own_in_each_thread(cuda):
+    found = [cuda_device(0, 2)]
+    thread = threading.Thread(target=lambda: found.append(cuda_device(0, 2)))
+    thread.start()
+    thread.join()
+    assert found[0] is cuda_device(0, 2)
+    assert found[0] is not found[1]
+
+
+def test_threads_get_one_device(cuda):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(cuda_device(0, 9))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+
+
+def test_an_address_is_that_of_element_0(cuda):
+    array = np.zeros((4, 6), np.float32)
+    assert cuda_device(0, 0).address("q", array) == array.ctypes.data
+    assert cuda_device(0, 0).address("q", array[2:, ::-1]) == array.ctypes.data + 4 * (12 + 5)
+
+
+def test_the_first_launch_loads_and_the_next_one_only_launches(cuda):
+    device, k = cuda_device(0, 5), kernel()
+    device.launch(k, (3, 2, 1), (10, 2.5), 4096)
+    device.launch(k, (3, 2, 1), [11, 3.5], 4096)
+    config = ((3, 2, 1), 128, 4096)
+    assert cuda.calls == [
+        ("load", 1000, b"cubin", "k[]"),
+        ("allow", 1000, "dynamic", 4096, "handle of pagedkv_k", "gpu 0"),
+        ("launch", 1000, "stream 5", config, "pagedkv_k", (10, 2.5)),
+        ("launch", 1000, "stream 5", config, "pagedkv_k", (11, 3.5)),
+    ]
+
+
+def test_shared_memory_is_allowed_once_and_more_only_when_more_is_needed(cuda):
+    device, k = cuda_device(0, 5), kernel()
+    for nbytes in (0, 50_000, 40_000, 60_000, 50_000):
+        device.launch(k, (1, 1, 1), (), nbytes)
+    cuda_device(0, 6).launch(k, (1, 1, 1), (), 60_000)
+    assert [call[3] for call in cuda.calls if call[0] == "allow"] == [50_000, 60_000]
+    assert names(cuda).count("load") == 1
+    cuda_device(1, 6).launch(k, (1, 1, 1), (), 60_000)
+    assert [call[1] for call in cuda.calls if call[0] == "allow"] == [1000, 1000, 1001]
+
+
+def test_work_of_another_gpu_leaves_the_current_one_as_it_was(cuda):
+    device = cuda_device(1, 5)
+    device.launch(kernel(), (1, 1, 1), (), 64)
+    device.scratch("tmp", 10)
+    device.copy_from_host([(4096, np.zeros(3))])
+    device.copy_to_host([(np.zeros(3), 4096)])
+    device.take("tmp")
+    assert {call[1] for call in cuda.calls} == {1001}
+    assert cuda.context == 1000
+    assert cuda.contexts == []
+
+
+def test_a_failure_leaves_the_current_gpu_as_it_was(cuda):
+    cuda.fail = {"alloc": 2, "wait": 1, "pin": 2, "to host": 1}
+    device = cuda_device(1, 5)
+    with pytest.raises(MemoryError, match="cuMemAlloc failed on GPU 1: CUDA_ERROR_OUT_OF_MEMORY"):
+        device.scratch("tmp", 10)
+    with pytest.raises(MemoryError, match="cuMemHostAlloc"):
+        device.copy_from_host([(4096, np.zeros(3))])
+    del cuda.fail["pin"], cuda.fail["alloc"]
+    with pytest.raises(RuntimeError, match="cuMemcpyDtoHAsync failed on GPU 1: CUDA_ERROR_INVALID_VALUE"):
+        device.copy_to_host([(np.zeros(3), 4096)])
+    device.scratch("tmp", 10)
+    with pytest.raises(RuntimeError, match="cuCtxSynchronize failed on GPU 1: CUDA_ERROR_INVALID_VALUE"):
+        device.take("tmp")
+    assert (cuda.context, cuda.contexts) == (1000, [])
+    cuda.fail = {}
+    device.copy_to_host([(np.zeros(3), 4096)])
+    assert device.take("tmp") is not None
+
+
+def test_many_grids_do_not_fill_the_host(cuda, monkeypatch):
+    monkeypatch.setattr(drivers, "MOST_PREPARED", 4)
+    device, k = cuda_device(0, 5), kernel()
+    for x in range(1, 20):
+        device.launch(k, (x, 1, 1), ())
+    assert len(device._prepared) <= 4
+    assert names(cuda) == ["load"] + ["launch"] * 19
+
+
+def test_a_workspace_is_zeroed_on_the_stream_and_only_grows(cuda):
+    device = cuda_device(0, 5)
+    first = device.scratch("tmp", 1000)
+    assert device.scratch("tmp", 1000) == device.scratch("tmp", 1) == first
+    assert first % 256 == 0
+    second = device.scratch("tmp", 1025)
+    assert second >= first + 1024
+    third = device.scratch("tmp", 100_000)
+    other = device.scratch("report", 40)
+    assert cuda.calls == [
+        ("alloc", 1000, 1024),
+        ("zero", 1000, first, 0, 1024, 5),
+        ("alloc", 1000, 1536),
+        ("zero", 1000, second, 0, 1536, 5),
+        ("alloc", 1000, 100_096),
+        ("zero", 1000, third, 0, 100_096, 5),
+        ("alloc", 1000, 256),
+        ("zero", 1000, other, 0, 256, 5),
+    ]
+    assert cuda_device(0, 6).scratch("tmp", 10) not in (first, second, third, other)
+
+
+def test_what_was_made_before_can_be_captured(cuda):
+    device, k = cuda_device(0, 5), kernel()
+    tmp = device.scratch("tmp", 1000)
+    device.launch(k, (1, 1, 1), (tmp,), 100)
+    before = len(cuda.calls)
+    cuda.capturing = True
+    assert device.scratch("tmp", 900) == tmp
+    device.launch(k, (1, 1, 1), (tmp,), 100)
+    device.launch(k, (2, 1, 1), (tmp,), 100)
+    assert names(cuda)[before:] == ["launch", "launch"]
+
+
+def test_nothing_is_made_during_a_capture(cuda):
+    device, k = cuda_device(0, 5), kernel()
+    device.scratch("tmp", 1000)
+    before = len(cuda.calls)
+    cuda.capturing = True
+    with pytest.raises(RuntimeError, match=r"workspace tmp has to grow to 2048 bytes.*before the capture"):
+        device.scratch("tmp", 2000)
+    with pytest.raises(RuntimeError, match=r"kernel k\[\] has to be loaded.*before the capture"):
+        device.launch(k, (1, 1, 1), ())
+    assert len(cuda.calls) == before
+    cuda.capturing = False
+    device.launch(k, (1, 1, 1), (device.scratch("tmp", 2000),))
+
+
+def test_copies_are_on_the_stream(cuda):
+    device, array = cuda_device(0, 5), np.zeros((2, 3), np.int64)
+    pinned = np.frombuffer(ctypes.create_string_buffer(48), np.int64)
+    cuda.pinned.append(pinned.base)
+    device.copy_from_host([(4096, pinned)])
+    device.copy_to_host([(pinned, 8192)])
+    assert cuda.calls == [
+        ("to device", 1000, 4096, pinned.ctypes.data, 48, 5),
+        ("to host", 1000, pinned.ctypes.data, 8192, 48, 5),
+    ]
+    device.copy_from_host([(4096, array)])
+    assert names(cuda)[2:] == ["pin", "event", "pin", "event", "to device"]
+    device.copy_to_host([(array, 4096)])
+    assert names(cuda)[7:] == ["to host", "record", "wait for", "record", "wait for"]
+
+
+def test_copies_are_not_captured(cuda):
+    device = cuda_device(0, 5)
+    cuda.capturing = True
+    for copy in (
+        lambda: device.copy_from_host([(4096, np.zeros(3))]),
+        lambda: device.copy_to_host([(np.zeros(3), 4096)]),
+    ):
+        with pytest.raises(RuntimeError, match=r"captured by a CUDA graph, and copies .* make them before the capture"):
+            copy()
+    assert cuda.calls == []
+
+
+def test_a_workspace_is_taken_when_all_of_the_gpu_is_done(cuda):
+    device = cuda_device(1, 5)
+    assert device.take("report") is None
+    address = device.scratch("report", 40)
+    before = len(cuda.calls)
+    assert not device.take("report").any()
+    assert cuda.calls[before:] == [("wait", 1001), ("read", 1001, address, 256)]
+    cuda.content, before = b"\1\2", len(cuda.calls)
+    assert device.take("report")[:3].tolist() == [1, 2, 0]
+    assert [call[0] for call in cuda.calls[before:]] == ["wait", "read", "set", "wait"]
+    assert not device.take("report").any()
+
+
+def test_a_capture_on_any_of_the_streams_is_refused(cuda):
+    cuda.capturing = 7
+    drivers.refuse_capture([7], "this waits")  # no GPU has been used
+    cuda_device(0, 5)
+    drivers.refuse_capture([0, 5], "this waits")
+    with pytest.raises(RuntimeError, match=r"^the stream is being captured by a CUDA graph, and this waits$"):
+        drivers.refuse_capture([5, 7], "this waits")
+
+
+def test_a_gpu_that_is_not_there(cuda):
+    with pytest.raises(BackendUnavailableError, match="there is no GPU 2: the CUDA driver sees 2"):
+        cuda_device(2, 0)
+    assert cuda_device(1, 0)
+
+
+def test_a_gpu_that_is_too_old(cuda):
+    cuda.attributes.update(major=7, minor=5)
+    with pytest.raises(BackendUnavailableError, match=r"GPU 0 has compute capability 7\.5.*need 8\.0"):
+        cuda_device(0, 0)
+    assert cuda_devices() == []
+
+
+def test_capabilities_are_asked_for_without_a_context(cuda, monkeypatch):
+    monkeypatch.setattr(Recorder, "cuDevicePrimaryCtxRetain", None)
+    assert drivers.capabilities() == [(9, 0), (9, 0)]
+
+
+@pytest.fixture
+def bindings(monkeypatch):
+    """cuda.bindings.driver, as if there were a driver for CUDA 13.0; the rest of it is there."""
+    from cuda.bindings import driver
+
+    drivers._bindings.cache_clear()
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (Code(0), 13000))
+    monkeypatch.setattr(driver, "cuInit", lambda flags: (Code(0),))
+    yield driver
+    drivers._bindings.cache_clear()
+
+
+def test_a_driver_that_starts(bindings):
+    import cuda.core
+
+    assert drivers._bindings() == (bindings, cuda.core)
+
+
+def test_without_a_driver_the_message_says_what_to_install(bindings, monkeypatch):
+    def missing():
+        raise RuntimeError("libcuda.so.1: cannot open shared object file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bindings, "cuDriverGetVersion", missing)
+        with pytest.raises(BackendUnavailableError, match=r'no CUDA driver.*driver >= 580, or use backend="emulator"'):
+            cuda_device(0, 0)
+    assert drivers._bindings()
+
+
+def test_an_old_driver_is_named(bindings, monkeypatch):
+    monkeypatch.setattr(bindings, "cuDriverGetVersion", lambda: (Code(0), 12040))
+    with pytest.raises(BackendUnavailableError, match=r'for CUDA 12\.4, and the CUDA 13.*>= 580.*"pagedkv\[cu12\]"'):
+        cuda_device(0, 0)
+
+
+def test_no_gpu_is_named(bindings, monkeypatch):
+    error = bindings.CUresult.CUDA_ERROR_NO_DEVICE
+    monkeypatch.setattr(bindings, "cuInit", lambda flags: (error,))
+    with pytest.raises(BackendUnavailableError, match=r"no GPU that it can use \(CUDA_ERROR_NO_DEVICE\)"):
+        cuda_device(0, 0)
+
+
+def test_without_cuda_core_the_message_says_what_to_install():
+    program = """
+import sys
+sys.modules["cuda.core"] = None
+from pagedkv.cuda.driver import cuda_device
+from pagedkv import BackendUnavailableError
+try:
+    cuda_device(0, 0)
+except BackendUnavailableError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "cuda-core, which cannot be imported" in done.stdout
+    assert 'pip install "pagedkv[cu13]"' in done.stdout
+
+
+def test_the_names_that_are_used_exist():
+    """What the recorder has under these names, the real modules have too."""
+    import cuda.core as core
+    from cuda.bindings import driver
+
+    own = {name for name in dir(Recorder) if name.startswith(("cu", "CU")) and not name.startswith("context")}
+    assert len(own) >= 17
+    assert all(hasattr(driver, name) for name in own)
+    for name in ("CUresult", "CUdevice_attribute", "CUfunction_attribute", "CUstreamCaptureStatus"):
+        assert set(vars(getattr(Recorder, name))) <= set(dir(getattr(driver, name))), name
+    assert core.Stream.from_handle(5) is not None
+    assert core.ObjectCode.from_cubin
+    config = core.LaunchConfig(grid=(3, 2, 1), block=128, shmem_size=4096)
+    assert (config.grid, config.block, config.shmem_size) == ((3, 2, 1), (128, 1, 1), 4096)
+    assert callable(core.launch)

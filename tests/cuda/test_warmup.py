@@ -1,0 +1,145 @@
+"""Compiling ahead: what a call needs is there, and nothing is compiled twice."""
+
+import numpy as np
+import pytest
+
+import pagedkv
+import pagedkv.cuda.compiler.compile as compiling
+from pagedkv.cuda import driver
+from pagedkv.emulator import EmulatorDevice
+from pagedkv.errors import BackendUnavailableError
+
+pytestmark = pytest.mark.usefixtures("directory")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The entries that numba has compiled; the emulator, in the place of a GPU, asks for the same ones."""
+    monkeypatch.setattr(EmulatorDevice, "lineinfo", False)
+    entries = []
+    make_ptx = compiling._make_ptx
+
+    def counted(*args):
+        entries.append(args[-1])
+        return make_ptx(*args)
+
+    monkeypatch.setattr(compiling, "_make_ptx", counted)
+    return entries
+
+
+def test_calls_find_what_they_need(compiled, directory):
+    names = pagedkv.warmup(4, 2, 64, 16, "float16", layout="vllm", capabilities=[(9, 0)])
+    assert sorted(compiled) == sorted("pagedkv_" + name.split("[")[0] for name in names)
+    assert {"pagedkv_v1", "pagedkv_v2", "pagedkv_v2_reduce", "pagedkv_write_kv"} <= set(compiled)
+    assert all(name.endswith("] for 9.0") for name in names)
+    assert len(list(directory.glob("*.ptx"))) == len(list(directory.glob("*.cubin"))) == len(names)
+    del compiled[:]
+
+    k_cache, v_cache = np.zeros((3, 2, 8, 16, 8), np.float16), np.zeros((3, 2, 64, 16), np.float16)
+    token = np.ones((1, 2, 64), np.float16)
+    pagedkv.write_kv(token, token, k_cache, v_cache, np.array([17]), layout="vllm", backend="emulator")
+    pagedkv.copy_blocks(k_cache, v_cache, np.array([[1, 2]]), backend="emulator")
+    q, tables, lengths = np.zeros((1, 4, 64), np.float16), np.array([[2]], np.int32), np.array([2], np.int32)
+    for kernel in ("v1", "v2"):
+        out = pagedkv.decode_attention(
+            q, k_cache, v_cache, tables, lengths, layout="vllm", kernel=kernel, backend="emulator"
+        )
+        assert (out == 0.5).all()
+    table = np.array([2], np.int32)
+    pagedkv.gather_kv(k_cache, v_cache, table, 2, layout="vllm", backend="emulator")
+    assert compiled == []
+
+
+def test_calls_of_nhd_find_what_they_need_with_and_without_softcap(compiled):
+    names = pagedkv.warmup(4, 2, 64, 16, "float16", capabilities=[(9, 0)])
+    assert [name.split("[")[0] for name in names] == ["split", "split", "write_kv", "gather_kv", "copy_blocks"]
+    del compiled[:]
+    cache, q = np.ones((3, 16, 2, 64), np.float16), np.zeros((1, 4, 64), np.float16)
+    tables, lengths = np.array([[2]], np.int32), np.array([2], np.int32)
+    for options in ({}, {"softcap": 5.0}, {"alibi_slopes": np.ones(4, np.float32)}, {"window": 1}):
+        out = pagedkv.decode_attention(q, cache, cache.copy(), tables, lengths, **options, backend="emulator")
+        assert (out == 1).all()
+    assert compiled == []
+
+
+def test_capabilities_and_kernels_are_chosen(compiled):
+    names = pagedkv.warmup(4, 2, 64, 16, "float32", layout="vllm", kernels=["v1"], capabilities=[(8, 0), (10, 0)])
+    assert [name.split("[")[0] for name in names] == ["v1", "write_kv", "gather_kv", "copy_blocks"] * 2
+    assert [name[-3:] for name in names] == ["8.0"] * 4 + ["0.0"] * 4
+    assert len(compiled) == 8
+
+
+def test_calls_with_options_find_what_they_need(compiled):
+    names = pagedkv.warmup(
+        *(2, 2, 16, 16, "float16"),
+        **{"layout": "vllm", "kv_dtype": "fp8_e5m2", "kernels": ["v1"], "capabilities": [(np.int64(9), 0)]},
+        **{"token_dtype": "float32", "per_head_scales": True, "num_states": 3},
+    )
+    assert any(name.startswith("merge_states[") and "num_states=3" in name for name in names)
+    del compiled[:]
+    cache, scales = {"layout": "vllm", "kv_dtype": "fp8_e5m2", "backend": "emulator"}, np.ones(2, np.float32)
+    k_cache, v_cache = np.zeros((3, 2, 1, 16, 16), np.uint8), np.zeros((3, 2, 16, 16), np.uint8)
+    token = np.ones((1, 2, 16), np.float32)
+    pagedkv.write_kv(token, token, k_cache, v_cache, np.array([17]), k_scale=scales, v_scale=scales, **cache)
+    table = np.array([1], np.int32)
+    pagedkv.gather_kv(k_cache, v_cache, table, 2, k_scale=scales, v_scale=scales, **cache)
+    out = np.zeros((1, 2, 16), np.float16)
+    pagedkv.merge_states([out] * 3, [np.zeros((1, 2), np.float32)] * 3, backend="emulator")
+    assert compiled == []
+
+
+def test_the_default_is_the_gpus_of_the_machine(monkeypatch):
+    monkeypatch.setattr(driver, "capabilities", lambda: [(9, 0), (9, 0)])
+    names = pagedkv.warmup(1, 1, 64, 16, "float16", layout="vllm", kernels=["v1"], kv_dtype="fp8_e4m3")
+    assert len(names) == 4
+    assert "kv_kind=fp8_e4m3" in names[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"num_kv_heads": 3}, ValueError, "num_heads"),
+        ({"head_dim": 9}, ValueError, "head_dim"),
+        ({"block_size": 3}, ValueError, "block_size"),
+        ({"dtype": "float64"}, TypeError, "dtype must be float32, float16 or bfloat16"),
+        ({"kv_dtype": "fp8"}, ValueError, "kv_dtype"),
+        ({"layout": "other"}, ValueError, "layout"),
+        ({"kernels": ["v3"]}, ValueError, "kernel"),
+        ({"score_mod": 3}, TypeError, "score_mod"),
+        ({"check": 3}, TypeError, "check"),
+        ({"kernels": "v1"}, TypeError, r'kernels must be a sequence of names, such as \["v1"\]'),
+        ({"token_dtype": "int8"}, TypeError, "dtype"),
+        ({"token_dtype": "bfloat16"}, TypeError, "k must have dtype float16"),
+        ({"per_head_scales": 1}, TypeError, "per_head_scales"),
+        ({"per_head_scales": True}, ValueError, "k_scale needs an fp8 cache"),
+        ({"num_states": 0}, ValueError, "num_states must be at least 1"),
+        ({"num_states": 2.0}, TypeError, "num_states must be an int"),
+        ({"capabilities": ["9.0"]}, TypeError, r"such as \[\(9, 0\)\], got \['9.0'\]"),
+        ({"capabilities": (9, 0)}, TypeError, r"such as \[\(9, 0\)\], got \(9, 0\)"),
+        ({"capabilities": "9.0"}, TypeError, r"such as \[\(9, 0\)\], got '9.0'"),
+        ({"capabilities": []}, TypeError, r"such as \[\(9, 0\)\], got \[\]"),
+        ({"capabilities": 9}, TypeError, r"such as \[\(9, 0\)\], got 9"),
+        ({"capabilities": [(9, 0.0)]}, TypeError, "capabilities must be an int, got float"),
+        (
+            {"capabilities": [(9, 0), (7, 0)]},
+            ValueError,
+            r"\(8, 0\) \(Ampere\) or newer, which kernels need, got \(7, 0\)",
+        ),
+        ({"capabilities": [(9, -1)]}, ValueError, r"capabilities must be \(8, 0\)"),
+    ],
+)
+def test_wrong_arguments_are_those_of_the_calls(compiled, changed, error, message):
+    given = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 16, "dtype": "float16"}
+    with pytest.raises(error, match=message):
+        pagedkv.warmup(**{**given, "layout": "vllm", "capabilities": [(9, 0)], **changed})
+    assert compiled == []
+
+
+def test_without_a_gpu_the_capabilities_must_be_given(monkeypatch):
+    def missing():
+        raise BackendUnavailableError("no CUDA driver")
+
+    monkeypatch.setattr(driver, "_bindings", missing)
+    monkeypatch.setattr(driver, "_gpus", {})
+    with pytest.raises(BackendUnavailableError, match="no CUDA driver"):
+        pagedkv.warmup(4, 2, 64, 16, "float16", layout="vllm")

@@ -1,0 +1,87 @@
+"""Each conversion between float32 and a cache's elements in the emulator, against NumPy and ml_dtypes."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numba import float32
+
+from pagedkv.kernels.device import conversions
+from pagedkv.kernels.device import intrinsics as device
+
+from .function_cases import all_floats, run
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+BY_BITS = [(kind, False, (8, 0)) for kind in DTYPES]
+BY_HARDWARE = [(kind, True, (9, 0)) for kind in ("fp8_e4m3", "fp8_e5m2")]
+
+
+def assert_equal_or_nan(actual, expected):
+    is_nan = np.isnan(expected.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(actual.astype(np.float32)), is_nan)
+    bits = f"u{expected.itemsize}"
+    np.testing.assert_array_equal(actual.view(bits)[~is_nan], expected.view(bits)[~is_nan])
+
+
+@pytest.mark.parametrize(("kind", "hardware", "capability"), BY_BITS + BY_HARDWARE)
+def test_unpack_is_exact(kind, hardware, capability):
+    widen, per_word = conversions.unpack(kind, hardware), 4 // DTYPES[kind].itemsize
+
+    def unpack(source, result, i):
+        values = widen(device.load_4(source + i * 4))
+        for e in range(per_word):
+            device.store_4(result + (i * per_word + e) * 4, device.float_bits(values[e]))
+
+    size = DTYPES[kind].itemsize
+    codes = all_floats() if size == 4 else np.arange(2 ** (8 * size)).astype(f"u{size}")
+    values = run(unpack, codes.view(np.uint32), np.zeros(len(codes), np.float32), capability)
+    assert_equal_or_nan(values, codes.view(DTYPES[kind]).astype(np.float32))
+
+
+@pytest.mark.parametrize(("kind", "hardware", "capability"), BY_BITS + BY_HARDWARE)
+def test_narrow_rounds_to_nearest_even_and_saturates_fp8(kind, hardware, capability):
+    round_to = conversions.narrow(kind, hardware)
+
+    def narrow(source, result, i):
+        device.store_4(result + i * 4, round_to(device.bits_float(device.load_4(source + i * 4))))
+
+    source = all_floats()
+    bits = run(narrow, source, np.zeros(len(source), np.uint32), capability)
+    x, dtype = source.view(np.float32), DTYPES[kind]
+    assert (bits.astype(np.uint64) < 2 ** (8 * dtype.itemsize)).all()
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype.itemsize == 1:
+            largest = float(ml_dtypes.finfo(dtype).max)
+            x = np.clip(x, -largest, largest)
+        expected = x.astype(dtype)
+    assert_equal_or_nan(bits.astype(f"u{dtype.itemsize}").view(dtype), expected)
+    if dtype.itemsize == 1:
+        np.testing.assert_array_equal(bits & 0x7F, expected.view(np.uint8) & 0x7F)
+
+
+def test_vectors_of_elements():
+    """unpack_words, and multiply_add of masked words, add what NumPy adds."""
+    rng = np.random.default_rng(1)
+    for kind in ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"):
+        for num_words, load in ((2, device.load_8), (4, device.load_16)):
+            count, bits = num_words * 4 // DTYPES[kind].itemsize, 8 * DTYPES[kind].itemsize
+            widen, add = conversions.unpack_words(kind, num_words), conversions.multiply_add(kind, num_words)
+            select, masks = device.masked(num_words), device.bit_masks(num_words)
+
+            def sums(source, result, i, load=load, widen=widen, add=add, select=select, masks=masks, bits=bits):
+                if i < 8:
+                    words = load(source)
+                    kept = select(words, masks((i - 2) * bits, (2 * i - 3) * bits))
+                    device.store_4(result + i * 4, device.float_bits(add(float32(0.5), kept, widen(words))))
+
+            values = rng.integers(-4, 5, count).astype(DTYPES[kind])
+            source = np.resize(values.view(np.uint32), 16)
+            result = run(sums, source, np.zeros(8, np.float32))
+            position, x = np.arange(count), values.astype(np.float32)
+            expected = [0.5 + (x * x)[(position >= i - 2) & (position < 2 * i - 3)].sum() for i in range(8)]
+            np.testing.assert_array_equal(result, np.array(expected, np.float32))

@@ -1,0 +1,153 @@
+"""Each intrinsic in the emulator, against NumPy."""
+
+import numpy as np
+import pytest
+from numba import boolean, cuda, float32, uint32
+from numba.core.errors import TypingError as CpuTypingError
+from numba.cuda.core.errors import TypingError
+
+from pagedkv.kernels.device import intrinsics as device
+
+from .function_cases import all_floats, run
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("read", ["load", "load_written"])
+def test_loads_and_stores_move_bytes(nbytes, read):
+    load, store = getattr(device, f"{read}_{nbytes}"), getattr(device, f"store_{nbytes}")
+
+    def copy_1(source, result, i):
+        for part in range(4 // nbytes):
+            where = i * 4 + part * nbytes
+            store(result + where, load(source + where))
+
+    def copy_8(source, result, i):
+        if i % 2 == 0:
+            a, b = load(source + i * 4)
+            store(result + i * 4, a, b)
+
+    def copy_16(source, result, i):
+        if i % 4 == 0:
+            a, b, c, d = load(source + i * 4)
+            store(result + i * 4, a, b, c, d)
+
+    source = all_floats()[-256:]
+    copied = run({8: copy_8, 16: copy_16}.get(nbytes, copy_1), source, np.zeros_like(source))
+    np.testing.assert_array_equal(copied, source)
+
+
+def test_shared_memory_holds_what_was_stored():
+    store, load = device.store_shared(4), device.load_shared(4)
+
+    def turn(source, result, i):
+        tile = device.shared_address(cuda.shared.array(512, float32, alignment=16))
+        if i % 4 == 0:
+            a, b, c, d = device.load_16(source + i * 4)
+            values = (device.bits_float(d), device.bits_float(c), device.bits_float(b), device.bits_float(a))
+            store(uint32(tile + uint32(4 * (i % 128))), values)
+        cuda.syncwarp()
+        values = load(uint32(tile + uint32(4 * (i % 128 // 4 * 4))))
+        device.store_4(result + i * 4, device.float_bits(values[i % 4]))
+
+    source = np.arange(128, dtype=np.uint32)
+    np.testing.assert_array_equal(run(turn, source, np.zeros_like(source)), source.reshape(-1, 4)[:, ::-1].reshape(-1))
+
+
+def test_exp2_of_every_kind_of_number():
+    def exp2(source, result, i):
+        device.store_4(result + i * 4, device.float_bits(device.exp2(device.bits_float(device.load_4(source + i * 4)))))
+
+    x = np.concatenate([np.linspace(-125, 127, 1000), [0, np.inf, -np.inf, np.nan, 200, -200]]).astype(np.float32)
+    result = run(exp2, x, np.zeros_like(x))
+    np.testing.assert_allclose(result[:1001], np.exp2(x[:1001].astype(np.float64)), rtol=3e-7)
+    np.testing.assert_array_equal(result[1001:], np.array([np.inf, 0, np.nan, np.inf, 0], np.float32))
+
+
+def test_divide_is_within_two_units_of_the_quotient():
+    def divide(source, result, i):
+        if i % 2 == 0:
+            a, b = device.load_8(source + i * 4)
+            quotient = device.divide(device.bits_float(a), device.bits_float(b))
+            device.store_4(result + i * 2, device.float_bits(quotient))
+
+    pairs = np.random.default_rng(2).normal(size=(500, 2)).astype(np.float32)
+    pairs[:100, 1] *= np.float32(1e38)  # quotients below 2**-126 are not 0
+    quotients = run(divide, pairs, np.zeros(500, np.float32))
+    np.testing.assert_allclose(quotients, pairs[:, 0] / pairs[:, 1], rtol=2.5e-7, atol=3e-45)
+
+
+def test_the_larger_number_wins_over_nan():
+    def larger(source, result, i):
+        a, b = device.load_8(source + i // 2 * 8)
+        device.store_4(result + i * 4, device.float_bits(device.larger(device.bits_float(a), device.bits_float(b))))
+
+    pairs = np.array([1, 2, np.nan, 3, 4, np.nan, -np.inf, np.nan, np.nan, np.nan, -1, -2], np.float32)
+    result = run(larger, pairs, np.zeros_like(pairs))[::2]
+    np.testing.assert_array_equal(result, np.array([2, 3, 4, -np.inf, np.nan, -1], np.float32))
+
+
+def test_compare_and_swap_lets_one_thread_in():
+    def enter(source, result, i):
+        if device.compare_and_swap(result, 0, i + 1) == 0:
+            device.store_4(result + 8, uint32(i + 1))
+
+    result = run(enter, np.zeros(300, np.uint32), np.zeros(4, np.uint32))
+    assert result[0] == result[2] > 0
+
+
+def test_for_each_counts_and_opaque_changes_nothing():
+    @cuda.jit(device=True, forceinline=True)
+    def put(j, result, i):
+        device.store_4(result + i * 4, uint32(j + i * i))
+
+    def last(source, result, i):
+        for _ in range(device.opaque(2)):
+            device.for_each(put, 5, (result, i))
+
+    result = run(last, np.zeros(10, np.uint32), np.zeros(10, np.uint32))
+    np.testing.assert_array_equal(result, np.arange(10) ** 2 + 4)
+
+
+def test_a_local_array_holds_what_was_assigned():
+    def turn(source, result, i):
+        words = device.local_array(6, uint32)
+        for j in range(6):
+            words[j] = uint32(j)
+        device.assign(words, i % 3, device.load_8(source + i % 3 * 8))
+        for j in range(6):
+            device.store_4(result + (i * 6 + j) * 4, words[j])
+
+    source = np.array([[10, 11], [20, 21], [30, 31]], np.uint32)
+    result = run(turn, source, np.zeros((6, 6), np.uint32))
+    expected = np.tile(np.arange(6, dtype=np.uint32), (6, 1))
+    for i in range(6):
+        expected[i, i % 3 : i % 3 + 2] = source[i % 3]
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda source, result, i: device.load_4(float32(i)),
+        lambda source, result, i: device.store_4(result, i),
+        lambda source, result, i: device.store_2(result, uint32(1)),
+        lambda source, result, i: device.exp2(1.0),
+        lambda source, result, i: device.float_bits(i),
+        lambda source, result, i: device.address(i),
+        lambda source, result, i: device.shared_address(i),
+        lambda source, result, i: device.load_shared(4)(result),
+        lambda source, result, i: device.larger(float32(1), 2),
+        lambda source, result, i: device.divide(float32(1), 2),
+        lambda source, result, i: device.for_each(device.exp2, i, (float32(1),)),
+        lambda source, result, i: device.local_array(i, uint32),
+        lambda source, result, i: device.local_array(4, boolean),
+        lambda source, result, i: device.clear(device.local_array(4, uint32), i),
+        lambda source, result, i: device.assign(device.local_array(4, uint32), 0, (i, i)),
+        lambda source, result, i: device.assign(device.local_array(4, uint32), 0, uint32(i)),
+        lambda source, result, i: device.assign(device.local_array(4, uint32), float32(i), (uint32(i), uint32(i))),
+    ],
+)
+def test_a_wrong_type_is_a_typing_error(wrong):
+    words = np.zeros(4, np.uint32)
+    with pytest.raises((TypingError, CpuTypingError)):
+        run(wrong, words, words.copy())

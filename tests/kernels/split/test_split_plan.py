@@ -1,0 +1,164 @@
+"""What the split kernel is compiled for and how it is launched, from metadata alone."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from pagedkv.bench.launch import RecordingDevice
+from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.cuda.compiler.link import link
+from pagedkv.cuda.compiler.occupancy import occupancy
+from pagedkv.cuda.plans import split
+from pagedkv.kernels.split.config import LONG, MOST_SPLITS, SHORTEST_SPLIT, SPLIT_UNIT, VECTOR_BYTES, SplitConfig
+from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
+from pagedkv.kernels.split.lanes import slots_bytes
+from pagedkv.kernels.split.stages import StageShape
+
+from ...problems import build
+from ..decode_cases import checked_call
+from .split_cases import MANY_HEADS, VARIANTS, Variant, config_of
+
+# What is compiled for 9.0 has been compiled by the tests in the emulator; of the others there are the largest ones.
+LARGEST = [
+    *(VARIANTS[i] for i in (0, 3, 6, 8)),
+    Variant(256, 8, 16, "float32", "bfloat16"),
+    Variant(256, 16, 16, "float32", "float16"),
+    Variant(256, 4, 16, "float32", "float32", modified=True),
+    Variant(128, 24, 16, "float16", "fp8_e4m3"),
+    Variant(256, 48, 16, "float16", "float16", modified=True),
+    Variant(512, 8, 16, "float16", "float16"),
+]
+MOST_SHARED = 99 * 1024  # of a thread block on GPUs of compute capability 8.6, 8.9 and 12.0
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.capability == (9, 0)], ids=str)
+def test_every_variant_has_everything_in_registers(variant):
+    check_registers(config_of(variant, (9, 0), softcap=2.0 if variant.modified else None), (9, 0))
+
+
+@pytest.mark.parametrize(("variant", "capability"), [*product(LARGEST, [(8, 0), (10, 0)])], ids=str)
+def test_variants_for_other_gpus_have_everything_in_registers(variant, capability):
+    check_registers(config_of(variant, capability, softcap=2.0 if variant.modified else None), capability)
+
+
+def check_registers(config, capability):
+    kernel = compile_kernel(make_split, config, capability)
+    assert ".extern .func" not in kernel.ptx
+    assert ".local" not in kernel.ptx
+    resources = link(kernel.ptx, capability).resources()
+    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
+    dynamic = dynamic_bytes(config)
+    assert resources.shared_bytes <= 48 * 1024
+    assert resources.shared_bytes + dynamic <= MOST_SHARED
+    least = 1 if dynamic and capability < (9, 0) else 2
+    assert occupancy(capability, resources.registers, 128, resources.shared_bytes + dynamic) >= least
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_rows_and_queries_of_many_heads_fit_into_the_shared_memory_of_every_gpu(head_dim):
+    for group_size, q_kind, kv_kind, architecture in product(
+        (17, 32, 33, 64, 71), ("float32", "float16", "bfloat16"), ("float16", "bfloat16", "fp8_e4m3"), (8, 9)
+    ):
+        config = SplitConfig(head_dim, group_size, 16, q_kind, kv_kind, architecture=architecture)
+        states = 2 * 4 * config.num_teams * config.num_heads
+        assert dynamic_bytes(config) + slots_bytes(config) + states + 128 <= MOST_SHARED
+        assert SPLIT_UNIT % StageShape(config).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("group_size", "q_kind", "kv_kind"),
+    [(16, "bfloat16", "bfloat16"), (16, "float32", "fp8_e4m3"), (8, "float32", "float16")],
+)
+def test_caches_beyond_64_gib_leave_256_dims_in_registers(group_size, q_kind, kv_kind):
+    check_registers(SplitConfig(256, group_size, 16, q_kind, kv_kind, wide=True), (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group_size", "q_kind", "kv_kind", "capability"),
+    [
+        (256, 8, "float32", "float16", (9, 0)),
+        (128, 16, "float32", "float16", (9, 0)),
+        (256, 16, "float32", "float16", (9, 0)),
+        (256, 16, "float16", "fp8_e4m3", (9, 0)),
+        (256, 48, "float16", "fp8_e4m3", (9, 0)),
+        (256, 8, "float32", "bfloat16", (8, 0)),
+    ],
+)
+def test_options_leave_everything_in_registers(head_dim, group_size, q_kind, kv_kind, capability):
+    for fields in ({"modified": True}, {"checked": True}):
+        config = SplitConfig(head_dim, group_size, 16, q_kind, kv_kind, architecture=capability[0], **fields)
+        check_registers(config, capability)
+
+
+def test_rows_that_are_no_power_of_two_compile_with_lines_too():
+    """NVVM has left jumps to a block that it had removed, for 9 pieces of a row and kernels with lines."""
+    for group_size, q_kind, kv_kind in ((33, "bfloat16", "bfloat16"), (17, "float32", "fp8_e5m2")):
+        compile_kernel(make_split, SplitConfig(72, group_size, 17, q_kind, kv_kind), (9, 0), lineinfo=True)
+
+
+def test_up_to_16_heads_share_a_thread_block_if_registers_are_enough():
+    config = SplitConfig(256, 16, 16, "float16", "float16", wide=True)
+    assert config.num_tiles == 1
+    assert replace(config, modified=True, checked=True).num_tiles == 1
+    no_room = {"q_kind": "float32", "modified": True}
+    for fields in ({"head_dim": 264}, {"architecture": 8}, {"architecture": 10}, no_room):
+        assert replace(config, **fields).num_tiles == 2
+        assert replace(config, **{**fields, "head_dim": 128}).num_tiles == 1
+
+
+@pytest.mark.parametrize("group_size", [1, 4, 8, 16, 48])
+@pytest.mark.parametrize("kind", ["float32", "float16", "fp8_e4m3"])
+def test_splits_cover_a_sequence_and_never_outnumber_the_grid(group_size, kind):
+    config = SplitConfig(128, group_size, 16, "float32", kind)
+    most = 0
+    for n in sorted([*range(1, 5 * LONG, 37), LONG - 1, LONG, 10**5, 10**6, 2**31 - 1]):
+        size = config.split_size(n)
+        assert size % SPLIT_UNIT == 0
+        count = -(-n // size)
+        most = max(most, count)
+        assert most <= config.most_splits(n) <= MOST_SPLITS
+        if n >= LONG:
+            traffic = 2 * count * group_size * (config.head_dim + 2) * 4
+            assert count == 1 or traffic <= 0.04 * 2 * n * config.row_bytes
+
+
+def plan_of(variant, **fields):
+    problem = build(variant.spec(**fields))
+    call = checked_call(problem, "split")
+    return split.plan(RecordingDevice(), call, problem.out), call
+
+
+def test_the_grid_follows_from_capacity_and_window():
+    variant = Variant(64, 4, 16, "float16", "float16")
+    plan, call = plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3)
+    capacity = call.block_tables.shape[1] * 16
+    assert plan.launches[0].grid == (6, -(-capacity // SHORTEST_SPLIT), 1)
+    assert plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3, window=300)[0].launches[0].grid == (6, 2, 1)
+    assert plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0].launches[0].grid == (6, 1, 1)
+    for variant, num_tiles in ((MANY_HEADS, 1), (Variant(72, 71, 16, "float16", "fp8_e5m2"), 2)):
+        tiles = plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0]
+        assert tiles.launches[0].grid == (6 * num_tiles, 1, 1)
+
+
+@pytest.mark.parametrize(("head_dim", "kind", "vector"), [(64, "float16", 16), (8, "fp8_e4m3", 8)])
+def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(head_dim, kind, vector):
+    assert SplitConfig(head_dim, 1, 16, "float32", kind).vector_bytes == vector <= VECTOR_BYTES
+    problem = build(Variant(head_dim, 1, 16, "float32", kind).spec(seq_lens=(5,), num_kv_heads=1))
+    call = checked_call(problem, "split")
+    row = call.k_cache.strides[0]
+    for num_blocks, is_wide in ((2**32 * vector // row, False), (2**32 * vector // row + 1, True)):
+        shape = (num_blocks, *call.k_cache.shape[1:])
+        large = np.lib.stride_tricks.as_strided(call.k_cache, shape, call.k_cache.strides)
+        spec = type(call.spec)("NHD", call.spec.kind, num_blocks, 16, 1, head_dim)
+        wide = call._replace(k_cache=large, v_cache=large, spec=spec)
+        assert split.split_config(wide, capability=(9, 0)).wide == is_wide
+
+
+def test_more_thread_blocks_than_a_grid_has():
+    problem = build(Variant(64, 4, 16, "float16", "float16").spec(seq_lens=(5,)))
+    call = checked_call(problem, "split")
+    many = call._replace(q=np.broadcast_to(call.q, (2**30, *call.q.shape[1:])))
+    with pytest.raises(ValueError, match=r"must be below 2\*\*31 on a device, got 2147483648"):
+        split.plan(RecordingDevice(), many, many.q)

@@ -1,0 +1,57 @@
+"""Raising what kernels on any device have skipped."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import pagedkv
+from pagedkv.bench.launch import RecordingDevice
+from pagedkv.cuda import driver
+from pagedkv.device_arrays import current_streams
+
+from .device_fakes import fake_cupy, fake_torch
+
+
+class ReportingDevice(RecordingDevice):
+    """Has a report buffer with an entry in it, if there is one."""
+
+    def __init__(self, *entry):
+        super().__init__()
+        self.report = np.array([1, *entry] if entry else [0] * 5, np.int64)
+
+    def take(self, name):
+        content, self.report = self.report.view(np.uint8), np.zeros(5, np.int64)
+        return content
+
+
+def test_what_any_device_has_skipped_is_raised_once(monkeypatch):
+    devices = [ReportingDevice(), ReportingDevice(1, 3, 2, 99), ReportingDevice(2, 4, 0, -7)]
+    monkeypatch.setattr(driver, "cuda_devices", lambda: devices)
+    with pytest.raises(IndexError, match=r"block_tables .* got 99 for sequence 3, column 2"):
+        pagedkv.raise_if_failed()
+    with pytest.raises(ValueError, match=r"seq_lens .* got -7 for sequence 4"):
+        pagedkv.raise_if_failed()
+    pagedkv.raise_if_failed()
+
+
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_nothing_is_waited_for_in_a_capture(monkeypatch, framework):
+    module = fake_cupy() if framework == "cupy" else fake_torch()
+    module.streams[0] = 7
+    monkeypatch.setitem(sys.modules, framework, module)
+    refused = []
+    monkeypatch.setattr(driver, "refuse_capture", lambda streams, reason: refused.extend(streams))
+    monkeypatch.setattr(driver, "cuda_devices", lambda: [])
+    pagedkv.raise_if_failed()
+    assert 7 in refused
+
+
+def test_torch_that_uses_no_gpu_has_no_stream(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch())
+    assert current_streams() == []
+
+
+def test_nothing_has_failed_where_nothing_has_run(monkeypatch):
+    monkeypatch.delitem(sys.modules, "pagedkv.cuda.driver")
+    pagedkv.raise_if_failed()

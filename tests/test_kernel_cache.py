@@ -1,0 +1,271 @@
+"""The store of compiled kernels: gives back what was saved, whole, or nothing."""
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedkv import kernel_cache as stores
+from pagedkv.kernel_cache import Store, cache_dir, hash_of_sources
+
+posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes of directories are POSIX")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "blobs", ".blob")
+
+
+@pytest.fixture
+def warnings_logged(caplog):
+    stores._say_refused.cache_clear()
+    with caplog.at_level(logging.WARNING, "pagedkv"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_what_is_saved_is_loaded(store):
+    assert store.load(b"key") is None
+    store.save(b"key", b"body")
+    store.save(b"other", b"")
+    assert store.load(b"key") == b"body"
+    assert store.load(b"other") == b""
+    store.save(b"key", b"new body")
+    assert store.load(b"key") == b"new body"
+    assert len(list(store.directory.iterdir())) == 2
+
+
+@posix
+def test_the_directory_and_its_files_are_for_the_user_alone(store):
+    store.save(b"key", b"body")
+    (file,) = store.directory.iterdir()
+    assert stat.S_IMODE(store.directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@given(damage=st.data())
+def test_no_damaged_file_is_loaded(tmp_path_factory, damage):
+    store = Store(tmp_path_factory.mktemp("blobs"), ".blob")
+    store.save(b"key", b"some body")
+    (file,) = store.directory.iterdir()
+    whole = file.read_bytes()
+    cut = damage.draw(st.integers(0, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[cut] ^= damage.draw(st.integers(1, 255))
+    tail = damage.draw(st.binary(min_size=1))
+    for content in (whole[:cut], bytes(flipped), whole + tail, tail):
+        file.write_bytes(content)
+        assert store.load(b"key") is None
+    store.save(b"key", b"again")
+    assert store.load(b"key") == b"again"
+
+
+def test_a_whole_file_of_another_key_is_not_loaded(store):
+    store.save(b"key", b"body")
+    (file,) = store.directory.iterdir()
+    store.save(b"other", b"other body")
+    (other,) = set(store.directory.iterdir()) - {file}
+    os.replace(other, file)
+    assert store.load(b"key") is None
+
+
+def test_a_folder_in_the_place_of_a_file_is_not_loaded(store):
+    store.save(b"key", b"body")
+    (file,) = store.directory.iterdir()
+    file.unlink()
+    file.mkdir()
+    assert store.load(b"key") is None
+    store.save(b"key", b"body")
+    assert list(store.directory.iterdir()) == [file]
+
+
+def test_a_directory_that_cannot_be_made_keeps_nothing(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    for directory in (blocked, blocked / "below", None):
+        store = Store(directory, ".blob")
+        store.save(b"key", b"body")
+        assert store.load(b"key") is None
+    assert blocked.read_text() == "not a directory"
+
+
+@pytest.mark.parametrize("name", ["os.replace", "tempfile.NamedTemporaryFile", "os.utime"])
+def test_a_full_disk_leaves_nothing_half_written(monkeypatch, store, name):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    store.save(b"key", b"old")
+    monkeypatch.setattr(name, full)
+    store.save(b"key", b"new")
+    monkeypatch.undo()
+    assert store.load(b"key") == (b"new" if name == "os.utime" else b"old")
+    assert len(list(store.directory.iterdir())) == 1
+
+
+def test_a_file_that_cannot_be_touched_is_loaded(monkeypatch, store):
+    def read_only(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    store.save(b"key", b"body")
+    monkeypatch.setattr(os, "utime", read_only)
+    assert store.load(b"key") == b"body"
+
+
+def test_an_interrupted_save_leaves_nothing(monkeypatch, store):
+    def interrupt(*paths):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(b"key", b"body")
+    assert not list(store.directory.iterdir())
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_a_directory_that_others_may_write_is_not_used(store, warnings_logged, mode):
+    store.save(b"key", b"body")
+    os.chmod(store.directory, mode)
+    assert store.load(b"key") is None
+    store.save(b"other", b"body")
+    assert len(list(store.directory.iterdir())) == 1
+    assert warnings_logged() == [f"compiled kernels are not kept in {store.directory}: others may write to it"]
+    os.chmod(store.directory, 0o755)
+    assert store.load(b"key") == b"body"
+
+
+@posix
+def test_a_directory_of_another_user_is_not_used(monkeypatch, store, warnings_logged):
+    store.save(b"key", b"body")
+    monkeypatch.setattr(os, "geteuid", lambda: store.directory.stat().st_uid + 1)
+    assert store.load(b"key") is None
+    store.save(b"other", b"body")
+    assert len(list(store.directory.iterdir())) == 1
+    assert warnings_logged() == [f"compiled kernels are not kept in {store.directory}: it belongs to another user"]
+
+
+def _age(store, name, seconds):
+    path = store.directory / name
+    os.utime(path, (1_000_000 - seconds, 1_000_000 - seconds))
+    return path
+
+
+def _names(store):
+    return {path.name for path in store.directory.iterdir()}
+
+
+def test_the_oldest_files_go_when_there_are_too_many(tmp_path):
+    store = Store(tmp_path, ".blob", most_files=3)
+    for age in range(4):
+        (tmp_path / f"{age}.blob").touch()
+        _age(store, f"{age}.blob", age)
+    (tmp_path / "foreign.txt").touch()
+    _age(store, "foreign.txt", 99)
+    store.save(b"key", b"body")
+    assert {"0.blob", "1.blob", "foreign.txt"} < _names(store)
+    assert len(_names(store)) == 4
+    assert store.load(b"key") == b"body"
+
+
+def test_the_oldest_files_go_when_they_are_too_large(tmp_path):
+    store = Store(tmp_path, ".blob", most_bytes=250)
+    for age in range(3):
+        (tmp_path / f"{age}.blob").write_bytes(bytes(100))
+        _age(store, f"{age}.blob", age)
+    store.save(b"key", bytes(10))
+    assert {"0.blob", "1.blob"} < _names(store)
+    assert len(_names(store)) == 3
+
+
+def test_the_newest_stays_even_when_it_is_too_large_or_looks_old(tmp_path):
+    store = Store(tmp_path, ".blob", most_files=1)
+    (tmp_path / "future.blob").touch()
+    os.utime(tmp_path / "future.blob", (2**32, 2**32))
+    store.save(b"key", b"body")
+    assert store.load(b"key") == b"body"
+    assert len(_names(store)) == 1
+
+
+def test_a_blob_that_is_used_is_not_the_oldest(tmp_path):
+    store = Store(tmp_path, ".blob", most_files=2)
+    for seconds, key in ((1000, b"used"), (2000, b"unused")):
+        store.save(key, key)
+        path = max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)
+        os.utime(path, (seconds, seconds))
+    assert store.load(b"used") == b"used"
+    store.save(b"new", b"new")
+    assert store.load(b"unused") is None
+    assert store.load(b"used") == b"used"
+
+
+RACE = """
+import sys
+from pathlib import Path
+from pagedkv.kernel_cache import Store
+store = Store(Path(sys.argv[1]), ".blob", most_files=3)
+for step in range(300):
+    key = b"%d" % (step % 5)
+    body = store.load(key)
+    assert body is None or body == key * 1000, body
+    store.save(key, key * 1000)
+"""
+
+
+def test_processes_that_race_see_whole_blobs(tmp_path):
+    running = [subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)], stderr=subprocess.PIPE) for _ in range(3)]
+    for process in running:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors.decode()
+    assert len(list(tmp_path.iterdir())) <= 5
+    assert not list(tmp_path.glob("new-*"))
+
+
+def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    assert cache_dir("cuda") == tmp_path / "cuda"
+    monkeypatch.delenv("PAGEDKV_CACHE_DIR")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir("cpu") == tmp_path / "xdg" / "pagedkv" / "cpu"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir("cpu") == Path.home() / ".cache" / "pagedkv" / "cpu"
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
+    assert cache_dir("cpu") == tmp_path / "local" / "pagedkv" / "cpu"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert cache_dir("cpu") == Path.home() / "Library" / "Caches" / "pagedkv" / "cpu"
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PAGEDKV_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_dir("cpu") is None
+
+
+def test_the_hash_of_sources_sees_names_and_contents(tmp_path):
+    hashes = [hash_of_sources(tmp_path)]
+    (tmp_path / "a.py").write_text("one")
+    hashes.append(hash_of_sources(tmp_path))
+    (tmp_path / "a.py").write_text("two")
+    hashes.append(hash_of_sources(tmp_path))
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    hashes.append(hash_of_sources(tmp_path))
+    (tmp_path / "room").mkdir()
+    (tmp_path / "b.py").rename(tmp_path / "room" / "b.py")
+    hashes.append(hash_of_sources(tmp_path))
+    (tmp_path / "room" / "b.py").write_text("three")
+    hashes.append(hash_of_sources(tmp_path))
+    assert len(set(hashes)) == 6
+    (tmp_path / "notes.txt").write_text("three")
+    assert hash_of_sources(tmp_path) == hashes[-1]
+    assert hash_of_sources(tmp_path / "room" / "b.py") == hash_of_sources(tmp_path / "room")
