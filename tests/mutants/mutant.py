@@ -17,6 +17,8 @@ class Mutant:
         The text to replace, which occurs exactly once in the file, and what replaces it.
     tests : tuple of str
         Arguments of pytest: tests of which at least one must fail.
+    ci : bool
+        Whether CI runs it, too: it has no time for all of them.
     """
 
     name: str
@@ -24,3 +26,4 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+    ci: bool = False

@@ -1,4 +1,4 @@
-"""Mutants of kernel split; the tests run in the emulator."""
+"""Kernel split, from a warp's operands to its sums; the tests run in the emulator."""
 
 from .mutant import Mutant
 
@@ -8,44 +8,63 @@ CORES_LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-CUDA cores]",)
 LONG = (SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-2048-tensor cores]",)
 NEEDLE = (SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-D64-G4-P16-float16-float16]",)
 FP8_NEEDLE = (SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-D64-G8-P16-float16-fp8_e4m3]",)
-COUNTERS = (SPLIT + "test_counters_are_ready_for_the_next_launch[emulator-tensor cores]",)
-WINDOWS = (SPLIT + "test_windows_over_the_edges_of_splits[emulator-tensor cores]",)
 EXACT = (SPLIT + "test_float32_queries_lose_nothing_to_16_bit_operands[emulator-float16]",)
 CODES = (SPLIT + "test_every_fp8_code_is_its_value[emulator-fp8_e4m3-capability0]",)
-NEGATIVE = (SPLIT + "test_caches_whose_strides_are_negative[emulator-tensor cores]",)
 BAD_BLOCK = (SPLIT + "test_a_bad_block_id_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
-BAD_LENGTH = (SPLIT + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
-LARGE = (SPLIT + "test_caches_of_more_than_4_gib[D64-G4-P16-float16-float16]",)
 BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-"
 TWO_HEAD_TILES = (BOUND + "D128-G16-P16-bfloat16-bfloat16]",)
 NO_POSITIVE_SCALE = (SPLIT + "test_scales_that_are_not_positive[emulator-D64-G4-P16-float16-float16]",)
 NO_POSITIVE_SCALE_OF_TERMS = (SPLIT + "test_scales_that_are_not_positive[emulator-D256-G12-P16-float32-float16]",)
 PAST_THE_END = "test_score_mod_sees_no_position_past_the_end_and_no_head_that_does_not_exist"
 NOTHING_PAST_THE_END = (SPLIT + PAST_THE_END + "[emulator-D264-G71-P16-float16-float16]",)
-FULL = (BOUND + "D256-G12-P16-float32-float16]",)
-SIDE_BY_SIDE = (BOUND + "D64-G71-P1-float16-fp8_e4m3-modified]",)
 THROUGH_SHARED = (BOUND + "D128-G16-P16-float16-float16-modified-cc8.0]",)
-MANY = "tests/kernels/split/test_many.py::"
-TAILS = (MANY + "test_the_last_stage_may_have_any_number_of_tokens[emulator-D64-G17-P16-float16-float16]",)
-STAGE_NEEDLE = (MANY + "test_a_needle_is_found_at_every_position_of_a_stage[emulator-D64-G17-P16-float16-float16]",)
-HEADS_OF_WARPS = (MANY + "test_the_heads_of_every_warp[emulator-17]",)
-BANKS = (MANY + "test_lanes_keep_out_of_each_others_banks[D64-G17-P16-float16-float16]",)
 SLOWLY = "test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone"
 RISING = (SPLIT + SLOWLY + "[emulator-D64-G4-P16-float16-float16]",)
-STRIDED = (SPLIT + "test_k_and_v_have_strides_of_their_own[emulator-tensor cores]",)
 
-FRAGMENTS, SOFTMAX, SUMS = "kernels/split/fragments.py", "kernels/split/softmax.py", "kernels/split/sums.py"
-TENSOR, CORES, MERGE = "kernels/split/tensor.py", "kernels/split/cuda_cores.py", "kernels/split/merge.py"
-KERNEL, LANES, QUERY = "kernels/split/kernel.py", "kernels/split/lanes.py", "kernels/split/query.py"
-MANY_HEADS, STAGES, PLAN = "kernels/split/many.py", "kernels/split/stages.py", "cuda/plans/split.py"
+FRAGMENTS = "kernels/split/fragments.py"
+SOFTMAX = "kernels/split/softmax.py"
+SUMS = "kernels/split/sums.py"
+TENSOR = "kernels/split/tensor.py"
+CORES = "kernels/split/cuda_cores.py"
+LANES = "kernels/split/lanes.py"
+QUERY = "kernels/split/query.py"
 
 MUTANTS = [
+    Mutant(
+        "split: the second term of q is the first one again",
+        QUERY,
+        "        rest[at], rest[at + 1] = float32(rest[at] - low), float32(rest[at + 1] - high)\n",
+        "",
+        EXACT,
+    ),
+    Mutant(
+        "split: fragments of q have the sign of q where the scale is negative",
+        QUERY,
+        "q_frags[i] = uint32(q_frags[i] ^ uint32(SIGN))",
+        "q_frags[i] = uint32(q_frags[i])",
+        NO_POSITIVE_SCALE,
+    ),
+    Mutant(
+        "split: no barrier before terms are loaded",
+        QUERY,
+        "                cuda.syncthreads()\n                for_each(take",
+        "                for_each(take",
+        EXACT,
+    ),
+    Mutant(
+        "split: terms of q have the sign of q where the scale is negative",
+        QUERY,
+        "side = float32(-1) if is_negative else float32(1)",
+        "side = float32(1)",
+        NO_POSITIVE_SCALE_OF_TERMS,
+    ),
     Mutant(
         "split: dims of V in the wrong rows of a fragment",
         FRAGMENTS,
         "return permute(v0, v1, 0x5410), permute(v0, v1, 0x7632), ",
         "return permute(v0, v1, 0x7632), permute(v0, v1, 0x5410), ",
         NEEDLE,
+        ci=True,
     ),
     Mutant(
         "split: lanes take their K tokens in the order of lanes",
@@ -53,6 +72,63 @@ MUTANTS = [
         "return uint32(uint32(uint32(g >> 1) << uint32(2)) + uint32(g & 1))",
         "return uint32(g << 1)",
         NEEDLE,
+        ci=True,
+    ),
+    Mutant(
+        "split: pairs of fp8 of V exchanged",
+        FRAGMENTS,
+        "uint32(0x7362) if z else uint32(0x5140)",
+        "uint32(0x5140) if z else uint32(0x7362)",
+        FP8_NEEDLE,
+    ),
+    Mutant(
+        "split: halves of a k16 step of K exchanged",
+        FRAGMENTS,
+        "return words[at + 2 * step], words[at + 2 * step + 1]",
+        "return words[at + 2 * step + 1], words[at + 2 * step]",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: the second K token is the next one",
+        FRAGMENTS,
+        "uint32(token + uint32(TILE * i + 2))",
+        "uint32(token + uint32(TILE * i + 1))",
+        NEEDLE,
+    ),
+    Mutant(
+        "split: e4m3 without the instruction knows no NaN",
+        FRAGMENTS,
+        "uint32(magnitude + uint32(0x01000100))",
+        "uint32(magnitude + uint32(0x00000000))",
+        CODES,
+    ),
+    Mutant(
+        "split: the second term of P is left out",
+        FRAGMENTS,
+        "        mma(o, into, a, p_rest[b], p_rest[b + 1])\n",
+        "",
+        EXACT,
+    ),
+    Mutant(
+        "split: O is rescaled by another head's factor",
+        LANES,
+        "return shuffle_float(x, even), shuffle_float(x, odd)",
+        "return shuffle_float(x, odd), shuffle_float(x, even)",
+        RISING,
+    ),
+    Mutant(
+        "split: no barrier of the warp before its lanes read from each other",
+        LANES,
+        "    store_shared_word(where, x)\n    sync_warp()\n",
+        "    store_shared_word(where, x)\n",
+        THROUGH_SHARED,
+    ),
+    Mutant(
+        "split: no barrier of the warp before what lanes have read is replaced",
+        LANES,
+        "    sync_warp()  # what was there has been read\n",
+        "",
+        THROUGH_SHARED,
     ),
     Mutant(
         "split: rescaling leaves out the sum of exponentials",
@@ -60,6 +136,63 @@ MUTANTS = [
         "            sums[h] = float32(sums[h] * factor)\n",
         "",
         RISING,
+        ci=True,
+    ),
+    Mutant(
+        "split: odd steps of folded fragments read from the wrong rows",
+        SOFTMAX,
+        "raw[8 * n + k] + raw[8 * n + 6 + k]",
+        "raw[8 * n + k] + raw[8 * n + 4 + k]",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: a scale of 0 leaves masked logits NaN",
+        SOFTMAX,
+        "units[h] = SMALLEST if unit == float32(0) else unit",
+        "units[h] = unit",
+        NO_POSITIVE_SCALE,
+    ),
+    Mutant(
+        "split: O is rescaled, and the maximum stays",
+        SOFTMAX,
+        "            pivots[h] = pivot\n",
+        "",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: the maximum may be exceeded by more than float16 has",
+        SOFTMAX,
+        "MOST_EXCESS = 3",
+        "MOST_EXCESS = 6",
+        RISING,
+    ),
+    Mutant(
+        "split: the maximum of a head grows when that of another one does",
+        SOFTMAX,
+        "float32(new[h] - BIAS) if new[h] > float32(pivots[h] + SLACK) else pivots[h]",
+        "float32(new[h] - BIAS)",
+        RISING,
+    ),
+    Mutant(
+        "split: a warp without tokens sees the last one",
+        SOFTMAX,
+        "uint32(uint32(last - base) + uint32(1)) if base <= last else uint32(0)",
+        "uint32(uint32(last - base) + uint32(1))",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: score_mod sees positions past the end",
+        SOFTMAX,
+        "min(uint32(position + uint32(TILE * (n // 2) + 2 * (n % 2) + k)), q_pos)",
+        "uint32(position + uint32(TILE * (n // 2) + 2 * (n % 2) + k))",
+        NOTHING_PAST_THE_END,
+    ),
+    Mutant(
+        "split: score_mod sees heads that do not exist",
+        SOFTMAX,
+        "uint32(head + mine) if mine < num_heads else head",
+        "uint32(head + mine)",
+        NOTHING_PAST_THE_END,
     ),
     Mutant(
         "split: tokens past the end are not selected away",
@@ -67,47 +200,69 @@ MUTANTS = [
         "        if valid != ALL:\n            mask(s, valid, t)\n",
         "",
         LENGTHS,
+        ci=True,
     ),
     Mutant(
-        "split: no barrier before warps are added up",
-        KERNEL,
-        "        cuda.syncthreads()\n\n        if IS_FULL:",
-        "\n        if IS_FULL:",
-        LENGTHS,
+        "split: no barrier after Q is in shared memory",
+        TENSOR,
+        "        if Q_IN_SHARED:\n            cuda.syncthreads()\n\n",
+        "\n",
+        TWO_HEAD_TILES,
     ),
     Mutant(
-        "split: no fence after a partial result",
-        MERGE,
-        "        fence()\n        cuda.syncthreads()\n",
-        "        cuda.syncthreads()\n",
-        COUNTERS,
+        "split: no barrier before the sums take the place of Q",
+        TENSOR,
+        "            cuda.syncthreads()  # the sums take the place of Q\n",
+        "            pass\n",
+        TWO_HEAD_TILES,
     ),
     Mutant(
-        "split: the counter is not reset",
-        MERGE,
-        "count_up(counter, uint32(num_splits - uint32(1)))",
-        "count_up(counter, uint32(0xFFFFFFFF))",
-        COUNTERS,
+        "split: sums take the place of terms that are still to be loaded",
+        TENSOR,
+        "        if Q_IS_SHARED:\n",
+        "        if Q_IN_SHARED:\n",
+        EXACT,
     ),
     Mutant(
-        "split: a split takes the next one's first token, too",
-        KERNEL,
-        "min(uint32(first + uint32(size - uint32(1))), ",
-        "min(uint32(first + size), ",
-        LENGTHS,
+        "split: tokens are looked up one step ahead instead of two",
+        TENSOR,
+        "token = uint32(uint32(base + mine) + uint32(2 * NUM_TEAMS * STEP))",
+        "token = uint32(uint32(base + mine) + uint32(NUM_TEAMS * STEP))",
+        LONG,
     ),
     Mutant(
-        "split: a window of one token more",
-        KERNEL,
-        "visible = min(length, uint32(window))",
-        "visible = min(length, uint32(uint32(window) + uint32(1)))",
-        WINDOWS,
+        "split: tokens of a bad block are seen",
+        TENSOR,
+        "            if CHECKED and valid != ALL:\n                mask(s, valid, t)\n",
+        "",
+        BAD_BLOCK,
     ),
     Mutant(
-        "split: tiles of heads overlap",
-        KERNEL,
-        "uint32(kv_head * uint32(GROUP_SIZE)) + uint32(tile * uint32(NUM_HEADS))",
-        "uint32(kv_head * uint32(GROUP_SIZE)) + uint32(tile * uint32(NUM_HEADS - 1))",
-        SIDE_BY_SIDE,
+        "split: CUDA cores do not select tokens past the end away",
+        CORES,
+        "            mask(s, values, valid, group)\n            update(",
+        "            update(",
+        CORES_LENGTHS,
+    ),
+    Mutant(
+        "split: CUDA cores do not rescale O",
+        CORES,
+        "o[h * ELEMENTS + j] = float32(o[h * ELEMENTS + j] * factor)",
+        "o[h * ELEMENTS + j] = float32(o[h * ELEMENTS + j])",
+        CORES_LENGTHS,
+    ),
+    Mutant(
+        "split: the last step of adding up groups of lanes is left out",
+        CORES,
+        "        for b in range(FIRST, 5):\n            x = ",
+        "        for b in range(FIRST, 4):\n            x = ",
+        CORES_LENGTHS,
+    ),
+    Mutant(
+        "split: lanes that add up warps meet in banks",
+        SUMS,
+        "uint32(upper * uint32(3))",
+        "uint32(upper << 1)",
+        ("tests/bench/test_static.py::test_split_is_within_its_targets",),
     ),
 ]

@@ -1,4 +1,4 @@
-"""Mutants of the memory manager."""
+"""The memory manager."""
 
 from .mutant import Mutant
 
@@ -15,6 +15,7 @@ MUTANTS = [
         "self._refs[blocks] + times * counts[last]",
         "self._refs[blocks] + times",
         POOL,
+        ci=True,
     ),
     Mutant(
         "release counts a block that is named twice once",
@@ -22,6 +23,7 @@ MUTANTS = [
         "left = self._refs[blocks] - counts[last]",
         "left = self._refs[blocks] - 1",
         POOL,
+        ci=True,
     ),
     Mutant(
         "a block that is named twice is freed twice",
@@ -29,6 +31,7 @@ MUTANTS = [
         "(left == 0) & (counts > 0)",
         "left == 0",
         POOL,
+        ci=True,
     ),
     Mutant(
         "release of a free block passes",
@@ -36,6 +39,7 @@ MUTANTS = [
         "if (left < 0).any():",
         "if (left < -1).any():",
         POOL,
+        ci=True,
     ),
     Mutant(
         "retain of a free block passes",
@@ -43,6 +47,7 @@ MUTANTS = [
         "dead = self._refs[blocks] < 1",
         "dead = self._refs[blocks] < 0",
         POOL,
+        ci=True,
     ),
     Mutant(
         "negative blocks count from the end",
@@ -50,6 +55,7 @@ MUTANTS = [
         "(ids < 0) | (ids >= self.num_blocks)",
         "ids >= self.num_blocks",
         POOL,
+        ci=True,
     ),
     Mutant(
         "released blocks come back in reverse",
@@ -57,6 +63,7 @@ MUTANTS = [
         "(counts > 0)][::-1]",
         "(counts > 0)]",
         POOL,
+        ci=True,
     ),
     Mutant(
         "allocate hands out one block more than there is",
@@ -64,6 +71,7 @@ MUTANTS = [
         "if n > num_free:",
         "if n > num_free + 1:",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "allocate hands out the same blocks again",
@@ -71,6 +79,7 @@ MUTANTS = [
         "(self._num_free, 0, num_free - n)",
         "(self._num_free, 0, num_free)",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "the last owner copies too",
@@ -78,6 +87,7 @@ MUTANTS = [
         "gives_up = ~(nobody_else & (last == np.arange(len(blocks))))",
         "gives_up = np.full(len(blocks), True)",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "nobody copies where all sharers append",
@@ -85,6 +95,7 @@ MUTANTS = [
         "~(nobody_else & (last == np.arange(len(blocks))))",
         "~nobody_else",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "one keeps the block that others still share",
@@ -92,6 +103,7 @@ MUTANTS = [
         "nobody_else = sharers == self._refs[blocks]",
         "nobody_else = sharers <= self._refs[blocks]",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "references of a block that was given up stay",
@@ -99,6 +111,7 @@ MUTANTS = [
         "self._refs[blocks] - sharers + nobody_else",
         "self._refs[blocks]",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "no copy-on-write between two",
@@ -106,6 +119,7 @@ MUTANTS = [
         "(self.pool._refs[blocks] > 1)",
         "(self.pool._refs[blocks] > 2)",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "entries without a block are copied on write",
@@ -113,6 +127,7 @@ MUTANTS = [
         "(self.pool._refs[blocks] > 1) & ~replaced",
         "(self.pool._refs[blocks] > 1)",
         TABLE,
+        ci=True,
     ),
     Mutant(
         "fork takes no references",
@@ -120,6 +135,7 @@ MUTANTS = [
         "                *self.pool._plan_retain(blocks, times=len(rows)),\n",
         "",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "fork takes one reference for all",
@@ -127,6 +143,7 @@ MUTANTS = [
         "self.pool._plan_retain(blocks, times=len(rows))",
         "self.pool._plan_retain(blocks)",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "fork takes no reference to the partial last block",
@@ -134,6 +151,7 @@ MUTANTS = [
         "blocks = self._blocks[row, : self._num_blocks(length)]",
         "blocks = self._blocks[row, : length // self.block_size]",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "a full last block counts as one more",
@@ -141,6 +159,7 @@ MUTANTS = [
         "return (length + (self.block_size - 1)) // self.block_size",
         "return length // self.block_size + 1",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "one token past the capacity passes",
@@ -148,6 +167,7 @@ MUTANTS = [
         "too_long = num_new > room",
         "too_long = num_new > room + 1",
         TABLE,
+        ci=True,
     ),
     Mutant(
         "sequences that add nothing copy their shared block",
@@ -155,6 +175,7 @@ MUTANTS = [
         "np.where(num_new > 0, self._num_blocks(ends) - first, 0)",
         "self._num_blocks(ends) - first",
         TABLE,
+        ci=True,
     ),
     Mutant(
         "slots in the first new block only",
@@ -162,6 +183,7 @@ MUTANTS = [
         "(first_entry - first)[owners] + positions // self.block_size",
         "first_entry[owners]",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "appended slots in 32 bits",
@@ -169,6 +191,7 @@ MUTANTS = [
         "blocks = self._entries[entries].astype(np.int64)",
         "blocks = self._entries[entries]",
         TABLE,
+        ci=True,
     ),
     Mutant(
         "slots of a range in 32 bits",
@@ -176,6 +199,7 @@ MUTANTS = [
         "np.int64(self.block_size) + offset",
         "np.int32(self.block_size) + offset",
         TABLE,
+        ci=True,
     ),
     Mutant(
         "truncate keeps a block too many",
@@ -183,6 +207,7 @@ MUTANTS = [
         "self._plan_drop(rows, self._num_blocks(length))",
         "self._plan_drop(rows, np.minimum(self._num_blocks(length) + 1, self._num_blocks(lens)))",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "truncate releases a block too many",
@@ -190,6 +215,7 @@ MUTANTS = [
         "self._plan_drop(rows, self._num_blocks(length))",
         "self._plan_drop(rows, length // self.block_size)",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "released blocks stay in the table",
@@ -197,6 +223,7 @@ MUTANTS = [
         ", (self._entries, entries, UNUSED)]",
         "]",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "free keeps the length",
@@ -204,6 +231,7 @@ MUTANTS = [
         "commit([*dropped, (self._lens, rows, 0), *",
         "commit([*dropped, *",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "a handle is used again",
@@ -211,6 +239,7 @@ MUTANTS = [
         "self._generations[rows] + 1",
         "self._generations[rows]",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "a freed handle stays valid",
@@ -218,6 +247,7 @@ MUTANTS = [
         "            (self._handles, rows, NO_HANDLE),\n",
         "",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "handles of no row are looked up in the last one",
@@ -225,6 +255,7 @@ MUTANTS = [
         "        self._handles[max_rows] = 0\n",
         "",
         TABLE,
+        ci=True,
     ),
     Mutant(
         "a sequence may be named twice",
@@ -232,6 +263,7 @@ MUTANTS = [
         "repeated = self._tally.repeated(rows)",
         "repeated = np.zeros(len(rows), bool)",
         MACHINE,
+        ci=True,
     ),
     Mutant(
         "tally counts at the first place but says the last",
@@ -239,6 +271,7 @@ MUTANTS = [
         "np.bincount(last, minlength=len(values))",
         "np.bincount(last, minlength=len(values))[::-1]",
         TRANSACTION,
+        ci=True,
     ),
     Mutant(
         "allocate takes blocks before the commit",
@@ -246,6 +279,7 @@ MUTANTS = [
         "        blocks = self._free[num_free - n : num_free][::-1].copy()\n",
         "        blocks = self._free[num_free - n : num_free][::-1].copy()\n        self._num_free[0] = num_free - n\n",
         TRANSACTION,
+        ci=True,
     ),
     Mutant(
         "add takes a row before it has blocks",
@@ -253,6 +287,7 @@ MUTANTS = [
         "        blocks, allocation = self.pool._plan_allocate(self._num_blocks(num_tokens))\n",
         "        commit(writes)\n        blocks, allocation = self.pool._plan_allocate(self._num_blocks(num_tokens))\n",
         TRANSACTION,
+        ci=True,
     ),
     Mutant(
         "append drops references before it has blocks",
@@ -260,6 +295,7 @@ MUTANTS = [
         "            copied = owners[gives_up]\n",
         "            copied = owners[gives_up]\n            commit(writes)\n",
         TRANSACTION,
+        ci=True,
     ),
     Mutant(
         "Ctrl-C between two writes",
@@ -267,6 +303,7 @@ MUTANTS = [
         "    deque(starmap(setitem, writes), maxlen=0)\n",
         "    for array, index, value in writes:\n        array[index] = value\n",
         TRANSACTION,
+        ci=True,
     ),
     Mutant(
         "a second thread waits",
@@ -274,6 +311,7 @@ MUTANTS = [
         "if self._lock.locked():",
         "if self._lock is None:",
         TRANSACTION,
+        ci=True,
     ),
     Mutant(
         "a second thread comes in",
@@ -281,6 +319,7 @@ MUTANTS = [
         "        with self._lock:\n",
         "        if self._lock:\n",
         TRANSACTION,
+        ci=True,
     ),
     Mutant(
         "copies after the commit",
@@ -288,6 +327,7 @@ MUTANTS = [
         "        if len(appended.copies):\n",
         "        commit(writes)\n        if len(appended.copies):\n",
         TRANSACTION,
+        ci=True,
     ),
     Mutant(
         "V is not copied on write",
@@ -295,6 +335,7 @@ MUTANTS = [
         "for cache in (*self.k_caches, *self.v_caches):",
         "for cache in self.k_caches:",
         CACHE,
+        ci=True,
     ),
     Mutant(
         "the first layer is not copied on write",
@@ -302,6 +343,7 @@ MUTANTS = [
         "for cache in (*self.k_caches, *self.v_caches):",
         "for cache in (*self.k_caches[1:], *self.v_caches):",
         CACHE,
+        ci=True,
     ),
     Mutant(
         "copies go the other way",
@@ -309,6 +351,7 @@ MUTANTS = [
         "sources, destinations = (",
         "destinations, sources = (",
         CACHE,
+        ci=True,
     ),
     Mutant(
         "shared tokens count as stored twice",
@@ -316,5 +359,6 @@ MUTANTS = [
         "np.maximum.at(fills,",
         "np.add.at(fills,",
         CACHE,
+        ci=True,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Mutants of the CPU kernels and of the operations around them."""
+"""The CPU kernels, and what the CPU backend does around them."""
 
 from .mutant import Mutant
 

@@ -1,0 +1,134 @@
+"""Kernel split, from a sequence to its splits and back; the tests run in the emulator."""
+
+from .mutant import Mutant
+
+SPLIT = "tests/kernels/split/test_split.py::"
+LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]",)
+LONG = (SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-2048-tensor cores]",)
+COUNTERS = (SPLIT + "test_counters_are_ready_for_the_next_launch[emulator-tensor cores]",)
+WINDOWS = (SPLIT + "test_windows_over_the_edges_of_splits[emulator-tensor cores]",)
+NEGATIVE = (SPLIT + "test_caches_whose_strides_are_negative[emulator-tensor cores]",)
+BAD_LENGTH = (SPLIT + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
+LARGE = (SPLIT + "test_caches_of_more_than_4_gib[D64-G4-P16-float16-float16]",)
+BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-"
+FULL = (BOUND + "D256-G12-P16-float32-float16]",)
+SIDE_BY_SIDE = (BOUND + "D64-G71-P1-float16-fp8_e4m3-modified]",)
+STRIDED = (SPLIT + "test_k_and_v_have_strides_of_their_own[emulator-tensor cores]",)
+
+MERGE = "kernels/split/merge.py"
+KERNEL = "kernels/split/kernel.py"
+PLAN = "cuda/plans/split.py"
+
+MUTANTS = [
+    Mutant(
+        "split: no barrier before warps are added up",
+        KERNEL,
+        "        cuda.syncthreads()\n\n        if IS_FULL:",
+        "\n        if IS_FULL:",
+        LENGTHS,
+        ci=True,
+    ),
+    Mutant(
+        "split: a split takes the next one's first token, too",
+        KERNEL,
+        "min(uint32(first + uint32(size - uint32(1))), ",
+        "min(uint32(first + size), ",
+        LENGTHS,
+        ci=True,
+    ),
+    Mutant(
+        "split: a window of one token more",
+        KERNEL,
+        "visible = min(length, uint32(window))",
+        "visible = min(length, uint32(uint32(window) + uint32(1)))",
+        WINDOWS,
+        ci=True,
+    ),
+    Mutant(
+        "split: tiles of heads overlap",
+        KERNEL,
+        "uint32(kv_head * uint32(GROUP_SIZE)) + uint32(tile * uint32(NUM_HEADS))",
+        "uint32(kv_head * uint32(GROUP_SIZE)) + uint32(tile * uint32(NUM_HEADS - 1))",
+        SIDE_BY_SIDE,
+        ci=True,
+    ),
+    Mutant(
+        "split: splits of long sequences begin as if they were short",
+        KERNEL,
+        "start = uint32(uint32(cuda.blockIdx.y) * size)",
+        "start = uint32(uint32(cuda.blockIdx.y) * uint32(SHORTEST_SPLIT))",
+        LONG,
+    ),
+    Mutant(
+        "split: values are read with the head stride of K",
+        KERNEL,
+        "address(v_cache) + int64(kv_head) * v_head_stride",
+        "address(v_cache) + int64(kv_head) * k_head_stride",
+        STRIDED,
+    ),
+    Mutant(
+        "split: a bad length is not looked at",
+        KERNEL,
+        "if seq_len < 0 or seq_len > max_blocks * BLOCK_SIZE:",
+        "if seq_len < 0:",
+        BAD_LENGTH,
+    ),
+    Mutant(
+        "split: what waits in shared memory comes back in another order",
+        KERNEL,
+        "seq, head, num_splits, _ = load_shared_words(kept)",
+        "head, seq, num_splits, _ = load_shared_words(kept)",
+        FULL,
+    ),
+    Mutant(
+        "split: the vectors of a row are counted in 31 bits",
+        "kernels/split/pages.py",
+        "return base + int64(fetch(offset, lane, 0)) * VECTOR_BYTES",
+        "return base + int64(uint32(fetch(offset, lane, 0) << uint32(4)))",
+        LARGE,
+    ),
+    Mutant(
+        "split: no fence after a partial result",
+        MERGE,
+        "        fence()\n        cuda.syncthreads()\n",
+        "        cuda.syncthreads()\n",
+        COUNTERS,
+        ci=True,
+    ),
+    Mutant(
+        "split: the counter is not reset",
+        MERGE,
+        "count_up(counter, uint32(num_splits - uint32(1)))",
+        "count_up(counter, uint32(0xFFFFFFFF))",
+        COUNTERS,
+        ci=True,
+    ),
+    Mutant(
+        "split: the last but one to finish merges",
+        MERGE,
+        "if last[0] != uint32(num_splits - uint32(1)):",
+        "if last[0] != uint32(num_splits - uint32(2)):",
+        COUNTERS,
+    ),
+    Mutant(
+        "split: the last partial result is left out",
+        MERGE,
+        "            while split < num_splits:",
+        "            while split + 1 < num_splits:",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: sequences of several splits have no sink",
+        MERGE,
+        "            sink = sink_of(sinks, head + h)\n",
+        "            sink = NONE\n",
+        LONG,
+    ),
+    Mutant(
+        "split: offsets are never wide",
+        PLAN,
+        "return min(block, token) < 0 or last // vector >= 2**32",
+        "return False",
+        NEGATIVE,
+    ),
+]
