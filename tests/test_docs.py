@@ -86,7 +86,7 @@ def test_snippets_on_a_gpu(path):
 def test_the_snippets_that_must_be_there():
     with_snippets = {name(path) for path in PAGES if "```python" in path.read_text()}
     assert {"README.md", "docs/index.md", "docs/memory.md", "docs/howto/prefill.md"} <= with_snippets
-    assert {"README.md", "docs/howto/device-arrays.md"} <= {name(path) for path in GPU_PAGES}
+    assert {"docs/howto/device-arrays.md", "docs/howto/testing-on-a-gpu.md"} <= {name(path) for path in GPU_PAGES}
 
 
 def test_a_block_that_needs_a_gpu_is_compiled(tmp_path, monkeypatch):
@@ -153,26 +153,58 @@ def test_readme_has_two_set_up_commands():
     assert "test" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def test_readme_example_changes_one_line_for_torch():
-    with_numpy, with_torch, *_ = blocks(ROOT / "README.md", "python")
-    assert len(with_numpy.splitlines()) == 10
-    assert with_torch == with_numpy.replace("import numpy as xp\n", "import torch as xp\n")
-    assert with_torch != with_numpy
+def readme_program():
+    """The README prints one program, and says in words what changes for other arrays and for the emulator."""
+    [program] = blocks(ROOT / "README.md", "python")
+    assert len(program.splitlines()) == 10
+    assert program.startswith("import numpy as xp\n")
+    return program
 
 
-def test_readme_runs_the_call_of_a_gpu_in_the_emulator():
-    *_, on_gpu, emulated = blocks(ROOT / "README.md", "python")
-    assert on_gpu.startswith(f"{NEEDS_GPU}import cupy as xp\n")
-    on_host = on_gpu.removeprefix(NEEDS_GPU).replace("import cupy as xp", "import numpy as xp")
-    assert emulated == on_host.replace("seq_lens)", 'seq_lens, backend="emulator")')
-    assert 'backend="emulator"' in emulated
+def changed(program, old, new):
+    """The program with one place replaced, and what it prints."""
+    assert program.count(old) == 1
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        exec(compile(program.replace(old, new), "README.md", "exec"), {"__name__": "__main__"})
+    return stdout.getvalue()
 
 
-@pytest.mark.parametrize("module", ["draw_kernels", "draw_split"])
-def test_drawings_are_what_the_kernels_do(monkeypatch, module):
+def says(words):
+    """Whether the README tells its readers about a change, wherever its lines break."""
+    return words in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_readme_program_with_torch():
+    assert says("For torch, change the first line to `import torch as xp`")
+    assert changed(readme_program(), "import numpy as xp", "import torch as xp") == "torch.Size([1, 8, 64])\n"
+
+
+def test_readme_program_in_the_emulator():
+    assert says('`backend="emulator"` in the last call')
+    emulated = changed(readme_program(), "batch.seq_lens)", 'batch.seq_lens, backend="emulator")')
+    assert emulated == "(1, 8, 64)\n"
+
+
+@pytest.mark.gpu
+def test_readme_program_with_cupy():
+    pytest.importorskip("cupy")
+    assert says("for CuPy to `import cupy as xp`")
+    assert changed(readme_program(), "import numpy as xp", "import cupy as xp") == "(1, 8, 64)\n"
+
+
+@pytest.mark.parametrize("module", ["draw_kernels", "draw_split", "draw_performance"])
+def test_drawings_are_up_to_date(monkeypatch, module):
     monkeypatch.syspath_prepend(ROOT / "docs")
     for file, draw in importlib.import_module(module).DRAWINGS.items():
         assert (ROOT / "docs" / "images" / file).read_text(encoding="utf-8") == draw(), f"run docs/{module}.py"
+
+
+def test_figures_are_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    drawn = importlib.import_module("draw_performance")
+    assert {match[2] for match in drawn.TABLE.finditer(page)} == set(drawn.TABLES)
+    assert drawn.with_tables(page) == page, "run docs/draw_performance.py"
 
 
 def test_messages_are_quoted_as_they_are():
