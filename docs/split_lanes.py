@@ -15,7 +15,7 @@ from numba import cuda, types, uint32
 
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.emulator import Device, Module
-from pagedkv.emulator.matrix import _fragments
+from pagedkv.emulator.machine.matrix import _fragments
 from pagedkv.kernels.device.intrinsics import address, local_array
 from pagedkv.kernels.device.source import KernelSource, device_function
 from pagedkv.kernels.split.config import WARP_SIZE, SplitConfig

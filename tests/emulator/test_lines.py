@@ -7,7 +7,7 @@ import pytest
 from numba import cuda, types
 
 from pagedkv.emulator import Device, MemoryFault, Module, RaceFault, SourceLine
-from pagedkv.emulator.lines import LineTable
+from pagedkv.emulator.ptx.lines import LineTable
 
 from .ptx_harness import build, compile_ptx
 

@@ -8,7 +8,7 @@ from numba import cuda, types
 
 from pagedkv.emulator import Device, EmulatorDevice, EmulatorError, MemoryFault
 from pagedkv.emulator import device as emulator_device
-from pagedkv.emulator.memory import GUARD
+from pagedkv.emulator.state.memory import GUARD
 
 from .ptx_harness import build
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from pagedkv.emulator.memory import extent
+from pagedkv.emulator.state.memory import extent
 
 GUARD = 256
 FILL = 0xA5

@@ -22,7 +22,7 @@ from ..cuda.compiler import link as linking
 from ..cuda.compiler.occupancy import occupancy
 from ..cuda.compiler.ptx import TOOLS, Capability, external_functions, versions
 from ..emulator import EmulatorDevice
-from ..emulator.stats import BufferTraffic, LaunchStats
+from ..emulator.state.stats import BufferTraffic, LaunchStats
 from .report import Row, median
 from .sass import code_of, copies_of, loads_of, loop_of
 from .variants import WORK, Variant, Work, quick_variants, variants

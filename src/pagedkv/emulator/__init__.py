@@ -1,7 +1,6 @@
 """Runs the PTX that numba.cuda emits on NumPy memory, and checks every access and every synchronisation."""
 
 from .device import EmulatorDevice
-from .entry import Entry, Module
 from .errors import (
     EmulatorError,
     KernelFault,
@@ -12,10 +11,11 @@ from .errors import (
     TrapFault,
     UnsupportedInstructionError,
 )
-from .footprint import Footprint
-from .launch import Device
-from .memory import Buffer
-from .stats import BufferTraffic, LaunchStats
+from .machine.launch import Device
+from .state.footprint import Footprint
+from .state.memory import Buffer
+from .state.stats import BufferTraffic, LaunchStats
+from .translation.entry import Entry, Module
 
 __all__ = [
     "Buffer",

@@ -9,12 +9,12 @@ from typing import Protocol
 
 import numpy as np
 
-from .entry import Entry, Module
 from .errors import EmulatorError
-from .launch import MAX_SHARED_BYTES, Device
-from .memory import GUARD, INITIALISED, UNALLOCATED, Buffer, extent
-from .stats import LaunchStats
-from .types import GLOBAL_BASE
+from .machine.launch import MAX_SHARED_BYTES, Device
+from .ptx.types import GLOBAL_BASE
+from .state.memory import GUARD, INITIALISED, UNALLOCATED, Buffer, extent
+from .state.stats import LaunchStats
+from .translation.entry import Entry, Module
 
 
 class Kernel(Protocol):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from .access import MemOp
-from .parse import Instruction
-from .translate import BlockTranslator, UntranslatedError, handles, split_group
-from .types import SIZE, bits_of, view_of
+from ..ptx.instruction import Instruction, split_group
+from ..ptx.types import SIZE, bits_of, view_of
+from .block import BlockTranslator, Handlers, UntranslatedError
+from .mem_op import MemOp
+
+HANDLERS = Handlers()
 
 _SPACES = ("global", "shared", "local", "const", "param")
 _ATOMS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
@@ -31,7 +33,7 @@ def _mem_op(ins: Instruction, kind: str, ty: str, count: int) -> MemOp:
     )
 
 
-@handles("ld", "ldu")
+@HANDLERS.of("ld", "ldu")
 def _load(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = ins.operands, ins.parts[-1]
     dests = split_group(o[0])
@@ -50,7 +52,7 @@ def _load(t: BlockTranslator, ins: Instruction) -> None:
     t.emit(f"ld_{space}({op},{t.address(o[1])},'{view}',{t.mask},({','.join(targets)},))")
 
 
-@handles("st")
+@HANDLERS.of("st")
 def _store(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = ins.operands, ins.parts[-1]
     u = bits_of(ty)
@@ -59,7 +61,7 @@ def _store(t: BlockTranslator, ins: Instruction) -> None:
     t.emit(f"st_{_space(ins)}({op},{t.address(o[0])},'{u}',{t.mask},({','.join(t.src(v, u) for v in values)},))")
 
 
-@handles("atom", "red")
+@HANDLERS.of("atom", "red")
 def _atom(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = list(ins.operands), ins.parts[-1]
     if any(q in ("v2", "v4", "v8") for q in ins.parts) or ty in ("b128", "bf16", "f16x2", "bf16x2"):
@@ -72,7 +74,7 @@ def _atom(t: BlockTranslator, ins: Instruction) -> None:
     t.emit(f"atom_{_space(ins)}({op},'{what}',{t.address(o[0])},'{view_of(ty)}',{t.mask},{target},({values},))")
 
 
-@handles("cp")
+@HANDLERS.of("cp")
 def _cp_async(t: BlockTranslator, ins: Instruction) -> None:
     p, o = ins.parts, ins.operands
     if p[1] != "async" or "bulk" in p or "mbarrier" in p:
@@ -89,7 +91,7 @@ def _cp_async(t: BlockTranslator, ins: Instruction) -> None:
             raise UntranslatedError
         extra = o[3:-1] if "L2::cache_hint" in p else o[3:]
         limit = "None"
-        if extra and t.owner.entry.registers.get(extra[0]) == "pred":
+        if extra and t.scope.registers.get(extra[0]) == "pred":
             limit = f"np.where({t.src(extra[0], 'pred')},0,{size})"
         elif extra:
             limit = f"{t.src(extra[0], 'u32')}"
@@ -100,13 +102,13 @@ def _cp_async(t: BlockTranslator, ins: Instruction) -> None:
         raise UntranslatedError
 
 
-@handles("membar", "fence")
+@HANDLERS.of("membar", "fence")
 def _fence(t: BlockTranslator, ins: Instruction) -> None:
     if any(q in ("gl", "sys", "gpu", "cluster") for q in ins.parts):
         t.emit(f"fence({t.mask})")
 
 
-@handles(
+@HANDLERS.of(
     "nanosleep",
     "prefetch",
     "prefetchu",
@@ -122,6 +124,6 @@ def _no_op(t: BlockTranslator, ins: Instruction) -> None:
         raise UntranslatedError
 
 
-@handles("createpolicy")
+@HANDLERS.of("createpolicy")
 def _createpolicy(t: BlockTranslator, ins: Instruction) -> None:
-    t.put(ins.operands[0], "u64", t.owner.constant("int", 0, "u64"))
+    t.put(ins.operands[0], "u64", t.scope.constant("int", 0, "u64"))

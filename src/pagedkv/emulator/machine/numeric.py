@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .types import VIEW_DTYPE
+from ..ptx.types import VIEW_DTYPE
 
 U32, U64 = np.uint32, np.uint64
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .access import Access, Mask, MemOp
-from .errors import RaceFault
-from .frame import Frame
-from .memory import INITIALISED, PENDING
-from .parse import Instruction
-from .types import GLOBAL_BASE
+from ..errors import RaceFault
+from ..ptx.instruction import Instruction
+from ..ptx.types import GLOBAL_BASE
+from ..state.frame import Frame, Mask
+from ..state.memory import INITIALISED, PENDING
+from ..translation.mem_op import MemOp
+from .access import Access
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""PTX text to functions made of statements. No semantics here; entry.py has calls and basic blocks."""
+"""PTX text to functions made of statements; what they mean is for others to say."""
 
 from __future__ import annotations
 
@@ -8,52 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .errors import EmulatorError
+from ..errors import EmulatorError
+from .instruction import Instruction
 from .lines import LineTable
 from .types import SIZE
 
-_IDENT = re.compile(r"%?[A-Za-z_$][\w$]*")
 _LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*)\s*:(?!:)")
-_PRED = re.compile(r"@(!?)(%?[\w$]+)\s+(.*)", re.S)
-
-
-class Instruction:
-    """One PTX instruction: `op` split at dots in `parts`, operand strings, guard predicate, source line."""
-
-    __slots__ = ("line", "negated", "op", "operands", "parts", "pred", "text")
-
-    def __init__(self, text: str, line: int) -> None:
-        self.text, self.line = text, line
-        self.pred: str | None = None
-        self.negated = False
-        m = _PRED.match(text)
-        if m:
-            self.negated, self.pred, text = m[1] == "!", m[2], m[3]
-        self.op, _, rest = text.partition(" ")
-        self.parts = self.op.split(".")
-        self.operands = split_operands(rest)
-
-    def renamed(self, names: dict[str, str]) -> Instruction:
-        """Copy with identifiers replaced (scoped registers, inlined functions)."""
-
-        def sub(s: str) -> str:
-            return _IDENT.sub(lambda m: names.get(m[0], m[0]), s)
-
-        new = object.__new__(Instruction)
-        new.op, new.parts, new.text, new.line, new.negated = self.op, self.parts, self.text, self.line, self.negated
-        new.pred = sub(self.pred) if self.pred else None
-        new.operands = [sub(o) for o in self.operands]
-        return new
-
-    def replaced(self, op: str, operands: list[str], pred: str | None = None, negated: bool = False) -> Instruction:
-        """Synthetic instruction that reports this one's line and text."""
-        new = object.__new__(Instruction)
-        new.op, new.parts, new.operands, new.pred, new.negated = op, op.split("."), operands, pred, negated
-        new.text, new.line = self.text, self.line
-        return new
-
-    def __repr__(self) -> str:
-        return f"{self.line}: {self.text}"
 
 
 Statement = Instruction | str  # or a label
@@ -79,25 +39,6 @@ class Function:
     locals: list[tuple[str, int, int | None]] = field(default_factory=list)  # name, align, bytes
     shared: list[tuple[str, int, int | None]] = field(default_factory=list)  # None: dynamic
     has_body: bool = False
-
-
-def split_operands(s: str) -> list[str]:
-    """Operands at commas outside brackets."""
-    out: list[str] = []
-    cur: list[str] = []
-    depth = 0
-    for ch in s:
-        if ch in "{[(":
-            depth += 1
-        elif ch in "}])":
-            depth -= 1
-        if ch == "," and depth == 0:
-            out.append("".join(cur).strip())
-            cur = []
-        else:
-            cur.append(ch)
-    last = "".join(cur).strip()
-    return [*out, last] if last else out
 
 
 def _blank(m: re.Match[str]) -> str:

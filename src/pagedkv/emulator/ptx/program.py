@@ -1,17 +1,14 @@
-"""Kernels of a module: calls inlined, shared and local memory laid out, basic blocks cut."""
+"""A kernel as basic blocks: its calls inlined, its shared and local memory laid out."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from .errors import EmulatorError, SourceLine
-from .parse import Function, Instruction, ParsedModule, Statement
+from ..errors import EmulatorError, SourceLine
+from .instruction import Instruction
+from .parse import Function, ParsedModule, Statement
 from .types import SIZE
-
-if TYPE_CHECKING:
-    from .translate import EntryTranslator
 
 _SLOT = re.compile(r"\[\s*([\w$@]+)\s*(?:\+\s*(\d+))?\s*\]")
 _FULL_MASKS = ("-1", "0xffffffff", "4294967295", "0xFFFFFFFF", "0xFFFFFFFFU")
@@ -38,8 +35,8 @@ class SharedLayout:
     static_bytes: int
 
 
-class Entry:
-    """One kernel, ready to be translated and launched; `Module.entry` makes them."""
+class Program:
+    """One kernel as basic blocks."""
 
     def __init__(self, mod: ParsedModule, fn: Function) -> None:
         self.name, self.params, self.directives = fn.name, fn.params, fn.directives
@@ -54,7 +51,6 @@ class Entry:
         self.blocks, self.labels = _cut(items)
         self.shared = self._layout_shared(False)
         self.shared_strict = self._layout_shared(True)
-        self.translator: EntryTranslator | None = None  # made on first launch
 
     @property
     def readable_name(self) -> str:
@@ -68,12 +64,6 @@ class Entry:
     def source(self, ptx_line: int) -> tuple[SourceLine, ...]:
         """Python source line of a PTX line, then the lines that called it; empty without line information."""
         return self._mod.lines.source(ptx_line)
-
-    def unsupported_instructions(self) -> dict[int, str]:
-        """Instructions, by PTX line, that raise UnsupportedInstructionError when they are executed."""
-        from .translate import compile_entry
-
-        return dict(compile_entry(self).unsupported)
 
     # -- calls
     def _expand(
@@ -231,44 +221,3 @@ def _cut(items: list[Statement]) -> tuple[list[Block], dict[str, int]]:
     if not blocks[-1].instructions:
         blocks[-1].instructions.append(Instruction("ret", 0))
     return blocks, labels
-
-
-class Module:
-    """A PTX module.
-
-    Parameters
-    ----------
-    ptx : str
-        PTX text, as numba-cuda's compiler gives it.
-
-    Raises
-    ------
-    EmulatorError
-        It is not PTX, or uses something that the parser does not know.
-    """
-
-    def __init__(self, ptx: str) -> None:
-        self._parsed = ParsedModule(ptx)
-        self.version, self.target = self._parsed.version, self._parsed.target
-        self._entries: dict[str, Entry] = {}
-
-    @property
-    def entry_names(self) -> list[str]:
-        """Symbols of the kernels in the module."""
-        return [function.name for function in self._parsed.functions.values() if function.is_entry]
-
-    def entry(self, name: str | None = None) -> Entry:
-        """The kernel of that symbol, or the only one whose symbol contains `name`; without a name the only one.
-
-        Raises
-        ------
-        EmulatorError
-            No kernel matches, or several do.
-        """
-        names = self.entry_names
-        hits = [n for n in names if n == name] or [n for n in names if name is None or name in n]
-        if len(hits) != 1:
-            raise EmulatorError(f"{len(hits)} entries match {name!r}; the module has {names}")
-        if hits[0] not in self._entries:
-            self._entries[hits[0]] = Entry(self._parsed, self._parsed.functions[hits[0]])
-        return self._entries[hits[0]]

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .access import Mask
-from .errors import SyncFault
-from .frame import Frame
-from .parse import Instruction
+from ..errors import SyncFault
+from ..ptx.instruction import Instruction
+from ..state.frame import Frame, Mask
 
 U32 = np.uint32
 _REDUCTIONS = {

@@ -7,11 +7,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from .entry import Block
-from .errors import SyncFault
-from .frame import Frame
-from .parse import Instruction
-from .races import SharedRaces
+from ..errors import SyncFault
+from ..ptx.instruction import Instruction
+from ..ptx.program import Block
+from ..state.frame import Frame
+from ..state.races import SharedRaces
 
 
 @dataclass(eq=False)

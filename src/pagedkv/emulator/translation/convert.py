@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from .parse import Instruction
-from .translate import BlockTranslator, UntranslatedError, handles
-from .types import LOCAL_WINDOW, NARROW_FLOATS, SHARED_WINDOW, bits_of, view_of
+from ..ptx.instruction import Instruction
+from ..ptx.types import LOCAL_WINDOW, NARROW_FLOATS, SHARED_WINDOW, bits_of, view_of
+from .block import BlockTranslator, Handlers, UntranslatedError
+
+HANDLERS = Handlers()
 
 _TO_INTEGER = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ceil"}
 _FP8 = ("e4m3x2", "e5m2x2")
 
 
-@handles("cvt")
+@HANDLERS.of("cvt")
 def _cvt(t: BlockTranslator, ins: Instruction) -> None:
     p, o = ins.parts, ins.operands
     if p[1] == "pack":
@@ -81,7 +83,7 @@ def _scalar(t: BlockTranslator, ins: Instruction, d: str, s: str, mode: str) -> 
     t.put(o[0], d, f"flush({x})" if ftz and d == "f32" and s != "f32" else x)
 
 
-@handles("cvta")
+@HANDLERS.of("cvta")
 def _cvta(t: BlockTranslator, ins: Instruction) -> None:
     p, o = ins.parts, ins.operands
     to = p[1] == "to"
@@ -94,16 +96,16 @@ def _cvta(t: BlockTranslator, ins: Instruction) -> None:
     if base == 0:
         t.put(o[0], "u64", x)
     else:
-        t.ufunc("subtract" if to else "add", o[0], "u64", x, t.owner.constant("int", base, "u64"))
+        t.ufunc("subtract" if to else "add", o[0], "u64", x, t.scope.constant("int", base, "u64"))
 
 
-@handles("isspacep")
+@HANDLERS.of("isspacep")
 def _isspacep(t: BlockTranslator, ins: Instruction) -> None:
     o = ins.operands
     space = ins.parts[1].split("::")[0]
     x = t.src(o[1], "u64")
     inside = {
-        w: f"(({x}-{t.owner.constant('int', b, 'u64')})<u64({1 << 24}))"
+        w: f"(({x}-{t.scope.constant('int', b, 'u64')})<u64({1 << 24}))"
         for w, b in (("shared", SHARED_WINDOW), ("local", LOCAL_WINDOW))
     }
     t.put(o[0], "pred", inside[space] if space in inside else f"~({inside['shared']}|{inside['local']})")

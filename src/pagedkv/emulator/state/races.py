@@ -13,9 +13,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from .access import Mask, MemOp
-from .errors import RaceFault
-from .frame import Frame
+from ..errors import RaceFault
+from ..translation.mem_op import MemOp
+from .frame import Frame, Mask
 from .memory import sparse_zeros
 
 # Records hold time << _TIME | op << _OP | thread << 1 | strong; of reads, the lowest bit is not used.
@@ -185,7 +185,7 @@ class SharedRaces:
         f, who = self.frame, record >> 1 & _MANY
         other = "several threads" if who == _MANY else f"thread {f.thread_coordinates(who)}"
         ins = self._ops[record >> _OP & _MOST_OPS].ins
-        where = next(map(str, f.entry.source(ins.line)), f"PTX line {ins.line}: {ins.text}")
+        where = next(map(str, f.program.source(ins.line)), f"PTX line {ins.line}: {ins.text}")
         words = f"shared-memory race: {what} of a location {did} by {other} with no barrier in between ({where})"
         f.fail(RaceFault, words, op.ins, lane, *f.describe("shared", off, lane))
 

@@ -7,7 +7,7 @@ import linecache
 import os
 import re
 
-from .errors import SourceLine
+from ..errors import SourceLine
 
 _FILE = re.compile(r'^[ \t]*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
 _LOC = re.compile(

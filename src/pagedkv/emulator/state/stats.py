@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .entry import Entry
+from ..ptx.instruction import Instruction
+from ..ptx.program import Program
 from .footprint import Footprint
 from .memory import Memory, sparse_zeros
-from .parse import Instruction
 
 _HEADS_OF_CLASS = {
     "fma": "fma",
@@ -137,13 +137,13 @@ def _starts(keys: np.ndarray) -> np.ndarray:
 class StatsRecorder:
     """Collects LaunchStats; the memory hooks are called for each access with byte offsets and warp numbers."""
 
-    def __init__(self, kernel: str, entry: Entry, space: Memory, memory: bool) -> None:
+    def __init__(self, kernel: str, program: Program, space: Memory, memory: bool) -> None:
         self.out = LaunchStats(kernel)
         self.memory, self._space = memory, space
-        self.block_warps = np.zeros(len(entry.blocks), np.int64)
-        self._classes = np.zeros((len(entry.blocks), len(CLASSES)), np.int64)
+        self.block_warps = np.zeros(len(program.blocks), np.int64)
+        self._classes = np.zeros((len(program.blocks), len(CLASSES)), np.int64)
         if memory:
-            for b, block in enumerate(entry.blocks):
+            for b, block in enumerate(program.blocks):
                 for ins in block.instructions:
                     self._classes[b, CLASSES.index(classify(ins))] += 1
         self._per_buffer = np.zeros((5, len(space.buffers)), np.int64)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from .ops_arith import FLOATS, float_source
-from .parse import Instruction
-from .translate import BlockTranslator, UntranslatedError, handles, split_group
-from .types import NARROW_FLOATS, SIZE, bits_of, view_of
+from ..ptx.instruction import Instruction, split_group
+from ..ptx.types import NARROW_FLOATS, SIZE, bits_of, view_of
+from .arith import FLOATS, float_source
+from .block import BlockTranslator, Handlers, UntranslatedError
+
+HANDLERS = Handlers()
 
 _LOGIC = {"and": "and", "or": "or", "xor": "xor"}
 _COMPARE = {
@@ -22,7 +24,7 @@ _COMPARE = {
 }
 
 
-@handles("and", "or", "xor", "not")
+@HANDLERS.of("and", "or", "xor", "not")
 def _logic(t: BlockTranslator, ins: Instruction) -> None:
     h, o, ty = ins.parts[0], ins.operands, ins.parts[-1]
     if ty == "pred":
@@ -32,14 +34,14 @@ def _logic(t: BlockTranslator, ins: Instruction) -> None:
         t.ufunc("invert" if h == "not" else "bitwise_" + h, o[0], u, *(t.src(x, u) for x in o[1:]))
 
 
-@handles("shl", "shr")
+@HANDLERS.of("shl", "shr")
 def _shift(t: BlockTranslator, ins: Instruction) -> None:
     h, o, ty = ins.parts[0], ins.operands, ins.parts[-1]
     v = ty if h == "shr" and ty[0] == "s" else bits_of(ty)
     # NumPy shifts by counts >= width give 0 (or the sign), as PTX does
     n = t.literal(o[2])
     count = (
-        t.owner.constant("int", min(n, 255), v)
+        t.scope.constant("int", min(n, 255), v)
         if n is not None
         else (
             t.src(o[2], "u32")
@@ -52,14 +54,14 @@ def _shift(t: BlockTranslator, ins: Instruction) -> None:
     t.ufunc("left_shift" if h == "shl" else "right_shift", o[0], v, t.src(o[1], v), count)
 
 
-@handles("shf")
+@HANDLERS.of("shf")
 def _funnel(t: BlockTranslator, ins: Instruction) -> None:
     o = ins.operands
     a = ",".join(t.src(x, "u32") for x in o[1:4])
     t.put(o[0], "u32", f"funnel({a},{'l' in ins.parts},{'clamp' in ins.parts})")
 
 
-@handles("lop3")
+@HANDLERS.of("lop3")
 def _lop3(t: BlockTranslator, ins: Instruction) -> None:
     o = ins.operands
     if ins.parts[1] != "b32":
@@ -67,7 +69,7 @@ def _lop3(t: BlockTranslator, ins: Instruction) -> None:
     t.put(o[0], "u32", f"lop3({','.join(t.src(x, 'u32') for x in o[1:4])},{t.literal(o[4])})")
 
 
-@handles("prmt")
+@HANDLERS.of("prmt")
 def _prmt(t: BlockTranslator, ins: Instruction) -> None:
     o = ins.operands
     if ins.parts[-1] != "b32":
@@ -86,7 +88,7 @@ def _prmt(t: BlockTranslator, ins: Instruction) -> None:
         t.put(o[0], "u32", f"prmt({a},{b},{t.src(o[3], 'u32')})")
 
 
-@handles("bfe", "bfi", "popc", "clz", "brev", "bfind")
+@HANDLERS.of("bfe", "bfi", "popc", "clz", "brev", "bfind")
 def _bits(t: BlockTranslator, ins: Instruction) -> None:
     h, o, ty = ins.parts[0], ins.operands, ins.parts[-1]
     u = bits_of(ty)
@@ -103,7 +105,7 @@ def _bits(t: BlockTranslator, ins: Instruction) -> None:
         t.put(o[0], "u32", f"clz({x})" if h == "clz" else f"np.bitwise_count({x}).astype(u32)")
 
 
-@handles("dp4a")
+@HANDLERS.of("dp4a")
 def _dp4a(t: BlockTranslator, ins: Instruction) -> None:
     o = ins.operands
     a = ",".join(t.src(x, "u32") for x in o[1:4])
@@ -129,7 +131,7 @@ def _comparison(t: BlockTranslator, ins: Instruction, ty: str, cmp: str) -> str:
     return f"({e}&~{nan})" if is_float and cmp == "ne" else e
 
 
-@handles("setp", "set")
+@HANDLERS.of("setp", "set")
 def _setp(t: BlockTranslator, ins: Instruction) -> None:
     p, o, ty = ins.parts, ins.operands, ins.parts[-1]
     if ty.endswith("x2"):
@@ -153,13 +155,13 @@ def _setp(t: BlockTranslator, ins: Instruction) -> None:
     t.put(d, "pred", f"logical_{bool_op}(t,{t.src(o[3], 'pred')})" if bool_op else "t")
 
 
-@handles("selp")
+@HANDLERS.of("selp")
 def _selp(t: BlockTranslator, ins: Instruction) -> None:
     o, u = ins.operands, bits_of(ins.parts[-1])
     t.put(o[0], u, f"np.where({t.src(o[3], 'pred')},{t.src(o[1], u)},{t.src(o[2], u)})")
 
 
-@handles("mov")
+@HANDLERS.of("mov")
 def _mov(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = ins.operands, ins.parts[-1]
     if ty == "pred":

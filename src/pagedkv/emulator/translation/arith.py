@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from .parse import Instruction
-from .translate import BlockTranslator, UntranslatedError, handles
-from .types import NARROW_FLOATS, SIZE, bits_of
+from ..ptx.instruction import Instruction
+from ..ptx.types import NARROW_FLOATS, SIZE, bits_of
+from .block import BlockTranslator, Handlers, UntranslatedError
+
+HANDLERS = Handlers()
 
 FLOATS = ("f32", "f64")
 _BINARY = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "min": "fmin", "max": "fmax"}
@@ -43,7 +45,7 @@ def _result(t: BlockTranslator, ins: Instruction, ty: str, name: str, *args: str
 
 def float_source(t: BlockTranslator, ins: Instruction, o: str, ty: str) -> str:
     e = t.src(o, ty)
-    if "ftz" in ins.parts and ty == "f32" and o.startswith("%") and o not in t.owner.liveness.always_flushed:
+    if "ftz" in ins.parts and ty == "f32" and o.startswith("%") and o not in t.liveness.always_flushed:
         return f"flushed({e})"
     return e
 
@@ -65,7 +67,7 @@ def _directed(ins: Instruction) -> str | None:
     return next((q for q in ins.parts[1:] if q in ("rz", "rm", "rp")), None)
 
 
-@handles("add", "sub", "mul", "div", "min", "max")
+@HANDLERS.of("add", "sub", "mul", "div", "min", "max")
 def _arith(t: BlockTranslator, ins: Instruction) -> None:
     h, p, o, ty = ins.parts[0], ins.parts, ins.operands, ins.parts[-1]
     if ty in FLOATS or ty in NARROW_FLOATS:
@@ -123,7 +125,7 @@ def _multiply(t: BlockTranslator, ins: Instruction) -> None:
         t.ufunc("multiply", o[0], u, t.src(o[1], u), t.src(o[2], u))
 
 
-@handles("mad", "madc")
+@HANDLERS.of("mad", "madc")
 def _mad(t: BlockTranslator, ins: Instruction) -> None:
     p, o, ty = ins.parts, ins.operands, ins.parts[-1]
     if ty in FLOATS:
@@ -152,7 +154,7 @@ def _mad(t: BlockTranslator, ins: Instruction) -> None:
         t.emit("cc=k")
 
 
-@handles("addc", "subc")
+@HANDLERS.of("addc", "subc")
 def _carry(t: BlockTranslator, ins: Instruction) -> None:
     o, u = ins.operands, bits_of(ins.parts[-1])
     a, b = t.src(o[1], u), t.src(o[2], u)
@@ -165,20 +167,20 @@ def _carry(t: BlockTranslator, ins: Instruction) -> None:
     t.put(o[0], u, "t1")
 
 
-@handles("rem")
+@HANDLERS.of("rem")
 def _rem(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = ins.operands, ins.parts[-1]
     t.put(o[0], ty, f"irem({t.src(o[1], ty)},{t.src(o[2], ty)})")
 
 
-@handles("sad")
+@HANDLERS.of("sad")
 def _sad(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = ins.operands, ins.parts[-1]
     a, b = t.src(o[1], ty), t.src(o[2], ty)
     t.put(o[0], ty, f"(maximum({a},{b})-minimum({a},{b})+{t.src(o[3], ty)})")
 
 
-@handles("fma")
+@HANDLERS.of("fma")
 def _fma(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = ins.operands, ins.parts[-1]
     if ty in NARROW_FLOATS:
@@ -197,14 +199,14 @@ def _fma(t: BlockTranslator, ins: Instruction) -> None:
         _finish(t, ins, ty, e)
 
 
-@handles("ex2", "lg2", "sqrt", "sin", "cos", "tanh", "neg", "abs")
+@HANDLERS.of("ex2", "lg2", "sqrt", "sin", "cos", "tanh", "neg", "abs")
 def _unary(t: BlockTranslator, ins: Instruction) -> None:
     h, o, ty = ins.parts[0], ins.operands, ins.parts[-1]
     if ty in NARROW_FLOATS:
         if h in ("neg", "abs"):
             sign = {"f16": 0x8000, "bf16": 0x8000}.get(ty, 0x80008000)
             u = bits_of(ty)
-            mask = t.owner.constant("int", sign if h == "neg" else ~sign, u)
+            mask = t.scope.constant("int", sign if h == "neg" else ~sign, u)
             t.ufunc("bitwise_xor" if h == "neg" else "bitwise_and", o[0], u, t.src(o[1], u), mask)
         else:
             _narrow(t, ins, ty, f"{_UNARY[h]}({{0}})", o[1:2])
@@ -214,21 +216,21 @@ def _unary(t: BlockTranslator, ins: Instruction) -> None:
         t.ufunc(_UNARY[h], o[0], ty, t.src(o[1], ty))
 
 
-@handles("rcp", "rsqrt")
+@HANDLERS.of("rcp", "rsqrt")
 def _reciprocal(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = ins.operands, ins.parts[-1]
     x = float_source(t, ins, o[1], ty)
-    one = t.owner.constant("int", 1, ty)
+    one = t.scope.constant("int", 1, ty)
     _result(t, ins, ty, "divide", one, x if ins.parts[0] == "rcp" else f"np.sqrt({x})")
 
 
-@handles("copysign")
+@HANDLERS.of("copysign")
 def _copysign(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = ins.operands, ins.parts[-1]
     t.ufunc("np.copysign", o[0], ty, t.src(o[2], ty), t.src(o[1], ty))
 
 
-@handles("testp")
+@HANDLERS.of("testp")
 def _testp(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = ins.operands, ins.parts[-1]
     x = t.src(o[1], ty)

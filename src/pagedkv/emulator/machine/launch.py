@@ -8,21 +8,23 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import EmulatorError, UnsupportedInstructionError
+from ..ptx.instruction import Instruction
+from ..ptx.parse import Param
+from ..ptx.types import SIZE, VIEW_DTYPE, dtype_of
+from ..state.footprint import FootprintRecorder
+from ..state.frame import Frame
+from ..state.memory import Buffer, Memory
+from ..state.races import GlobalRaces, SharedRaces
+from ..state.stats import LaunchStats, StatsRecorder
+from ..translation.entry import Entry
+from ..translation.mem_op import MemOp
+from ..translation.scope import Scope
 from . import numeric
-from .access import Access, MemOp
+from .access import Access
 from .async_copy import AsyncCopies
-from .entry import Entry
-from .errors import EmulatorError, UnsupportedInstructionError
-from .footprint import FootprintRecorder
-from .frame import Frame
 from .matrix import MatrixOps
-from .memory import Buffer, Memory
-from .parse import Instruction, Param
-from .races import GlobalRaces, SharedRaces
 from .schedule import Scheduler
-from .stats import LaunchStats, StatsRecorder
-from .translate import EntryTranslator, compile_entry
-from .types import SIZE, VIEW_DTYPE, dtype_of
 from .warp import WarpOps
 
 MAX_THREADS = 1024
@@ -92,9 +94,9 @@ def _parameter(param: Param, value: Any) -> bytes:
     return raw
 
 
-def _granule(translator: EntryTranslator, space: str) -> int:
+def _granule(scope: Scope, space: str) -> int:
     """Smallest access of a kernel to a space: the resolution of race detection."""
-    ops = (op for op in translator.objects.values() if isinstance(op, MemOp) and op.space in (space, "generic"))
+    ops = (op for op in scope.objects.values() if isinstance(op, MemOp) and op.space in (space, "generic"))
     return min([4, *(op.element for op in ops)])
 
 
@@ -174,8 +176,9 @@ class Device(Memory):
         dims, threads = _dims(grid, "grid"), _dims(num_threads, "num_threads")
         self._check(entry, dims, threads, args, shared_bytes, max_shared_bytes)
         params = {param.name: _parameter(param, value) for param, value in zip(entry.params, args, strict=True)}
-        translator = compile_entry(entry)
-        for kind, value, _ in translator.constants:  # module variables exist before the statistics look
+        translation = entry.translation
+        scope = translation.scope
+        for kind, value, _ in scope.constants:  # module variables exist before the statistics look
             if kind == "symbol" and value[0] in entry.globals:
                 self.module_symbol(entry.globals, value[0])
         num_ctas, per_cta = math.prod(dims), math.prod(threads)
@@ -183,7 +186,7 @@ class Device(Memory):
         name = name or entry.readable_name
         recorder = StatsRecorder(name, entry, self, stats)
         tracks = FootprintRecorder(self) if footprint else None
-        global_races = GlobalRaces(self.extent, _granule(translator, "global"), num_ctas) if global_race else None
+        global_races = GlobalRaces(self.extent, _granule(scope, "global"), num_ctas) if global_race else None
         layout = entry.shared_strict if strict_shared_alignment else entry.shared
         per = max(1, batch_threads // per_cta)
         namespace: dict[str, Any] = {}
@@ -193,16 +196,16 @@ class Device(Memory):
             for first in range(0, num_ctas, per):
                 ctas = np.arange(first, min(first + per, num_ctas)) if order is None else order[first : first + per]
                 frame = Frame(entry, self, dims, threads, ctas, shared_bytes, layout, name)
-                shared_races = SharedRaces(frame, _granule(translator, "shared")) if race else None
+                shared_races = SharedRaces(frame, _granule(scope, "shared")) if race else None
                 access = Access(frame, self, init_check, shared_races, global_races, recorder, tracks, rng)
                 reuse = scheduler is not None and scheduler.frame.num_lanes == frame.num_lanes
                 bound = _namespace(frame, access, shared_races, global_races, params)
-                bound.update(frame.namespace(translator, reuse))
+                bound.update(frame.namespace(scope, reuse))
                 if reuse:  # same size: keep the register arrays and compiled blocks
                     namespace.update(bound)
                 else:
                     namespace = {**_BASE_NAMESPACE, **bound}
-                    scheduler = Scheduler(frame, translator, namespace, recorder, rng, step_limit)
+                    scheduler = Scheduler(frame, translation, namespace, recorder, rng, step_limit)
                 assert scheduler is not None
                 scheduler.run(frame, shared_races)
         result = recorder.finish()

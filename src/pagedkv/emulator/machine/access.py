@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
-from .errors import MemoryFault, RaceFault
-from .footprint import FootprintRecorder
-from .memory import ByteSpace, Memory
-from .parse import Instruction
-from .types import GLOBAL_BASE, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
+from ..errors import MemoryFault, RaceFault
+from ..ptx.types import GLOBAL_BASE, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
+from ..state.footprint import FootprintRecorder
+from ..state.frame import Frame, Mask
+from ..state.memory import ByteSpace, Memory
+from ..state.races import GlobalRaces, SharedRaces
+from ..state.stats import StatsRecorder
+from ..translation.mem_op import MemOp
 
-if TYPE_CHECKING:
-    from .frame import Frame
-    from .races import GlobalRaces, SharedRaces
-    from .stats import StatsRecorder
-
-Mask = np.ndarray | None  # lanes that take part; None: all of them
 Offsets = tuple[np.ndarray | None, np.ndarray | None]  # byte offsets and lane numbers of those that take part
-
-
-@dataclass(eq=False)
-class MemOp:
-    """Static description of one memory instruction."""
-
-    ins: Instruction
-    kind: str  # load, store, atomic
-    space: str
-    element: int  # bytes per element
-    count: int = 1  # elements of a vector
-    strong: bool = False  # volatile, relaxed, acquire, release, atomic: does not race with other strong accesses
-    release: bool = False
-    size: int = field(init=False)
-    shift: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size = self.element * self.count
-        self.shift = self.element.bit_length() - 1
 
 
 _UFUNC: dict[str, np.ufunc] = {"add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}

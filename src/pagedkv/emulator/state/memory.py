@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .errors import EmulatorError
-from .types import GLOBAL_BASE, VIEW_DTYPE
+from ..errors import EmulatorError
+from ..ptx.types import GLOBAL_BASE, VIEW_DTYPE
 
 # States of a byte. 0: allocated and never written, so that large buffers of which little is used cost nothing.
 # PENDING: destination of an unfinished cp.async.

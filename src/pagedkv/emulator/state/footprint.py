@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import EmulatorError
+from ..errors import EmulatorError
 from .memory import Buffer, Memory, sparse_zeros
 
 

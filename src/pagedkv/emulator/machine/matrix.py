@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .access import Access, Mask, MemOp
-from .errors import SyncFault
-from .frame import Frame
+from ..errors import SyncFault
+from ..ptx.instruction import Instruction
+from ..state.frame import Frame, Mask
+from ..translation.mem_op import MemOp
+from .access import Access
 from .numeric import FP8_VALUES, load_narrow
-from .parse import Instruction
 
 U32 = np.uint32
 

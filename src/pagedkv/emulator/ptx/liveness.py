@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from .entry import Entry
-from .parse import Instruction
+from .instruction import Instruction
+from .program import Program
 
 _TOKEN = re.compile(r"%?[A-Za-z_$][\w$@+]*")
 _NO_DESTINATION = (
@@ -34,9 +34,9 @@ class Liveness:
         Registers that only ever hold float32 values without subnormals.
     """
 
-    def __init__(self, entry: Entry) -> None:
-        self._bit = {register: 1 << i for i, register in enumerate(entry.registers)}
-        blocks = entry.blocks
+    def __init__(self, program: Program) -> None:
+        self._bit = {register: 1 << i for i, register in enumerate(program.registers)}
+        blocks = program.blocks
         uses, kills, successors = [], [], []
         flushed: dict[str, bool] = {}
         self._writes: list[int] = []
@@ -54,7 +54,7 @@ class Liveness:
             jumps = last.parts[0] in ("ret", "exit", "bra") and not last.pred
             following = [b + 1] if not jumps and b + 1 < len(blocks) else []
             if last.parts[0] == "bra":
-                following.append(entry.labels[last.operands[0]])
+                following.append(program.labels[last.operands[0]])
             uses.append(use)
             kills.append(kill)
             successors.append(following)

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from .access import Mask
+from ..errors import KernelFault, SyncFault, TrapFault
+from ..ptx.instruction import Instruction
+from ..state.frame import Frame, Mask
+from ..state.races import SharedRaces
+from ..state.stats import StatsRecorder
+from ..translation.translate import Translation
 from .barriers import Barrier, Barriers, Reduction
-from .errors import KernelFault, SyncFault, TrapFault
-from .frame import Frame
-from .parse import Instruction
-from .races import SharedRaces
-from .stats import StatsRecorder
-from .translate import BlockTranslator, EntryTranslator
 
 _REROLL = 1 / 16  # chance in each step that a seeded run picks another subset of warps
 _MOST_VARIANTS = 20_000  # remembered choices of code for masked blocks
@@ -52,15 +51,15 @@ class Scheduler:
     def __init__(
         self,
         frame: Frame,
-        translator: EntryTranslator,
+        translation: Translation,
         ns: dict[str, Any],
         recorder: StatsRecorder,
         rng: np.random.Generator | None,
         step_limit: int | None,
     ) -> None:
-        self.frame, self.translator, self.ns = frame, translator, ns
+        self.frame, self.translation, self.ns = frame, translation, ns
         self.recorder, self.rng, self.step_limit = recorder, rng, step_limit
-        self.blocks = translator.entry.blocks
+        self.blocks = translation.program.blocks
         self.exit = len(self.blocks)  # block number of lanes that have exited
         self._ends = [self._end(i) for i in range(len(self.blocks))]
         self._codes: dict[tuple[int, int | None], BlockCode] = {}
@@ -68,12 +67,12 @@ class Scheduler:
 
     # -- static description of block ends
     def _end(self, i: int) -> _End:
-        block, entry = self.blocks[i], self.translator.entry
+        block, program = self.blocks[i], self.translation.program
         last = block.instructions[-1]
-        head, names = last.parts[0], self.translator.python_name
+        head, names = last.parts[0], self.translation.scope.python_name
         end = _End("fall", i + 1, None, last.negated, block.sync, len(block.instructions), last)
         if head == "bra":
-            end.kind, end.target = ("cbra" if last.pred else "bra"), entry.labels[last.operands[0]]
+            end.kind, end.target = ("cbra" if last.pred else "bra"), program.labels[last.operands[0]]
         elif head in ("ret", "exit"):
             end.kind, end.target = ("cbra" if last.pred else "ret"), self.exit
         elif head in ("trap", "brx"):
@@ -84,14 +83,14 @@ class Scheduler:
             end.pred = self.ns[f"{names[last.pred]}_p"]
         if block.sync not in (None, "full"):
             mask = block.sync
-            if mask in entry.registers:
+            if mask in program.registers:
                 end.member = self.ns[f"{names[mask]}_u32"]
             else:
                 end.member = np.full(self.frame.num_lanes, int(mask, 0) & 0xFFFFFFFF, np.uint32)
         return end
 
     def _barrier(self, ins: Instruction) -> Barrier:
-        registers, names = self.translator.entry.registers, self.translator.python_name
+        names = self.translation.scope.python_name
         operands = list(ins.operands)
         reduction = None
         if "red" in ins.parts:
@@ -101,9 +100,7 @@ class Scheduler:
             reduction = Reduction(what, target, self.ns[f"{names[pred.lstrip('!')]}_p"], pred.startswith("!"))
 
         def read(operand: str) -> int | np.ndarray:
-            if operand in registers:
-                return self.ns[BlockTranslator(self.translator, 0, None).src(operand, "u32")]
-            return int(operand, 0)
+            return self.ns[f"{names[operand]}_u32"] if operand in names else int(operand, 0)
 
         number, count = ([read(operand) for operand in operands] + [0, 0])[:2]
         arrive = "arrive" in ins.parts
@@ -114,7 +111,7 @@ class Scheduler:
         code = self._codes.get((i, keep))
         if code is None:
             scope: dict[str, Any] = {}
-            exec(self.translator.code(i, keep), self.ns, scope)
+            exec(self.translation.code(i, keep), self.ns, scope)
             code = self._codes[i, keep] = scope["block"]
         return code
 
@@ -125,7 +122,7 @@ class Scheduler:
         key = (i, occupied.tobytes())
         code = self._masked_codes.get(key)
         if code is None:
-            code = self._code(i, self.translator.liveness.kept(i, np.flatnonzero(occupied).tolist()))
+            code = self._code(i, self.translation.liveness.kept(i, np.flatnonzero(occupied).tolist()))
             if len(self._masked_codes) > _MOST_VARIANTS:
                 self._masked_codes.clear()
             self._masked_codes[key] = code

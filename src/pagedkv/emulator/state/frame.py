@@ -10,12 +10,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from .entry import Entry, SharedLayout
-from .errors import Coordinates, EmulatorError, KernelFault
+from ..errors import Coordinates, EmulatorError, KernelFault
+from ..ptx.instruction import Instruction
+from ..ptx.program import Program, SharedLayout
+from ..ptx.types import GLOBAL_BASE, VIEW_DTYPE
+from ..translation.scope import Scope
 from .memory import UNALLOCATED, ByteSpace, Memory
-from .parse import Instruction
-from .translate import EntryTranslator
-from .types import GLOBAL_BASE, VIEW_DTYPE
+
+Mask = np.ndarray | None  # lanes of a batch that take part; None: all of them
 
 
 def _coordinates(number: int, sizes: Coordinates) -> Coordinates:
@@ -27,7 +29,7 @@ class Frame:
 
     def __init__(
         self,
-        entry: Entry,
+        program: Program,
         memory: Memory,
         grid: Coordinates,
         block: Coordinates,
@@ -36,7 +38,7 @@ class Frame:
         layout: SharedLayout,
         name: str,
     ) -> None:
-        self.entry, self.memory, self.layout, self.name = entry, memory, layout, name
+        self.program, self.memory, self.layout, self.name = program, memory, layout, name
         self.grid, self.block = grid, block
         self.num_threads = threads = block[0] * block[1] * block[2]
         self.num_ctas = len(ctas)
@@ -73,7 +75,7 @@ class Frame:
         self.shared_base = self.cta_slot * stride
 
     def _make_local(self) -> None:
-        self.local_bytes = self.entry.local_bytes
+        self.local_bytes = self.program.local_bytes
         stride = (max(self.local_bytes, 16) + 15) // 16 * 16
         self.local_base = self.lanes * stride
         if not self.local_bytes:
@@ -85,19 +87,19 @@ class Frame:
         self.local.data[:] = 0xA5
 
     # -- namespace of the generated code
-    def namespace(self, translator: EntryTranslator, reuse: bool) -> dict[str, Any]:
+    def namespace(self, scope: Scope, reuse: bool) -> dict[str, Any]:
         """Arrays by the names that the generated code uses; `reuse`: only what differs from the batch before."""
         ns: dict[str, Any] = {}
-        for name in translator.specials:
+        for name in scope.specials:
             if not reuse or name.startswith("ctaid"):
                 value = self._special(name)
                 ns[f"S_{name}"] = np.ascontiguousarray(np.broadcast_to(value, (self.num_lanes,)), np.uint32)
         if reuse:
             return ns
-        self._registers(translator, ns)
-        for (kind, value, view), name in translator.constants.items():
+        self._registers(scope, ns)
+        for (kind, value, view), name in scope.constants.items():
             ns[name] = self._constant(kind, value, view)
-        ns.update(translator.objects)
+        ns.update(scope.objects)
         ns["cc"] = np.zeros(self.num_lanes, np.uint32)
         return ns
 
@@ -126,10 +128,10 @@ class Frame:
         }
         return values.get(name, lambda: 0)()  # clock, smid and gridid are 0
 
-    def _registers(self, translator: EntryTranslator, ns: dict[str, Any]) -> None:
+    def _registers(self, scope: Scope, ns: dict[str, Any]) -> None:
         # All registers of one kind are in one array: its pages are there once they are written.
         kinds: dict[Any, list[tuple[str, str]]] = {}
-        for name, view in translator.views:
+        for name, view in scope.views:
             kinds.setdefault("p" if view == "p" else VIEW_DTYPE[view].itemsize, []).append((name, view))
         for kind, used in kinds.items():
             rows = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in used))}
@@ -150,11 +152,11 @@ class Frame:
         return np.full(self.num_lanes, bits, f"u{dtype.itemsize}").view(dtype)
 
     def _symbol(self, name: str) -> int:
-        for offsets in (self.layout.offsets, self.entry.local_symbols):
+        for offsets in (self.layout.offsets, self.program.local_symbols):
             if name in offsets:
                 return offsets[name]
-        if name in self.entry.globals:
-            return self.memory.module_symbol(self.entry.globals, name).address
+        if name in self.program.globals:
+            return self.memory.module_symbol(self.program.globals, name).address
         raise EmulatorError(f"unknown symbol {name}")
 
     # -- faults
@@ -173,7 +175,7 @@ class Frame:
             kernel=self.name,
             line=ins.line,
             text=ins.text,
-            source=self.entry.source(ins.line),
+            source=self.program.source(ins.line),
             thread_block=None if lane is None else self.cta_coordinates(int(self.cta[lane])),
             thread=None if lane is None else self.thread_coordinates(lane),
             address=address,

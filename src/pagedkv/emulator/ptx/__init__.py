@@ -1,0 +1,1 @@
+"""Reads PTX: text to instructions, and kernels to basic blocks."""

@@ -1,0 +1,64 @@
+"""Kernels of a PTX module, each translated when it is first launched."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from ..errors import EmulatorError
+from ..ptx.parse import ParsedModule
+from ..ptx.program import Program
+from .translate import Translation
+
+
+class Entry(Program):
+    """One kernel, ready to be launched; `Module.entry` makes them."""
+
+    @cached_property
+    def translation(self) -> Translation:
+        """Its Python code."""
+        return Translation(self)
+
+    def unsupported_instructions(self) -> dict[int, str]:
+        """Instructions, by PTX line, that raise UnsupportedInstructionError when they are executed."""
+        return dict(self.translation.unsupported)
+
+
+class Module:
+    """A PTX module.
+
+    Parameters
+    ----------
+    ptx : str
+        PTX text, as numba-cuda's compiler gives it.
+
+    Raises
+    ------
+    EmulatorError
+        It is not PTX, or uses something that the parser does not know.
+    """
+
+    def __init__(self, ptx: str) -> None:
+        self._parsed = ParsedModule(ptx)
+        self.version, self.target = self._parsed.version, self._parsed.target
+        self._entries: dict[str, Entry] = {}
+
+    @property
+    def entry_names(self) -> list[str]:
+        """Symbols of the kernels in the module."""
+        return [function.name for function in self._parsed.functions.values() if function.is_entry]
+
+    def entry(self, name: str | None = None) -> Entry:
+        """The kernel of that symbol, or the only one whose symbol contains `name`; without a name the only one.
+
+        Raises
+        ------
+        EmulatorError
+            No kernel matches, or several do.
+        """
+        names = self.entry_names
+        hits = [n for n in names if n == name] or [n for n in names if name is None or name in n]
+        if len(hits) != 1:
+            raise EmulatorError(f"{len(hits)} entries match {name!r}; the module has {names}")
+        if hits[0] not in self._entries:
+            self._entries[hits[0]] = Entry(self._parsed, self._parsed.functions[hits[0]])
+        return self._entries[hits[0]]
