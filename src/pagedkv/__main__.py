@@ -16,7 +16,7 @@ def _progress(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from .bench.decode import CHOICES, SUBJECTS
+    from .bench.gpu.decode import CHOICES, SUBJECTS
 
     parser = argparse.ArgumentParser(prog="python -m pagedkv", description="Paged KV cache and paged attention.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -54,7 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.plot and (options.what != "decode" or "lengths" not in (options.only or ["lengths"])):
         print("--plot draws the group lengths of bench decode", file=sys.stderr)
         return 2
-    from .bench import cpu, decode, emulator, launch, memory, plot, report, static, write
+    from .bench import cpu, emulator, launch, memory, report
+    from .bench.gpu import decode, plot, write
+    from .bench.static import run as static
     from .errors import BackendUnavailableError
 
     modules = (cpu, memory, launch, emulator, static, decode, write)

@@ -263,6 +263,6 @@ MUTANTS = [
         SUMS,
         "uint32(upper * uint32(3))",
         "uint32(upper << 1)",
-        ("tests/bench/test_static.py::test_split_is_within_its_targets",),
+        ("tests/bench/static/test_run.py::test_split_is_within_its_targets",),
     ),
 ]

@@ -19,7 +19,7 @@ from numba import cuda, float32, types
 import pagedkv
 import pagedkv.cuda.compiler.compile as compiling
 from pagedkv.bench.launch import RecordingDevice
-from pagedkv.bench.sass import code_of
+from pagedkv.bench.static.sass import code_of
 from pagedkv.cuda.compiler.compile import compile_for, compile_kernel
 from pagedkv.cuda.driver import wants_lineinfo
 from pagedkv.emulator import EmulatorDevice

@@ -17,7 +17,9 @@ from .block import BlockTranslator, Handler, UntranslatedError
 from .scope import Scope
 
 _HANDLERS: dict[str, Handler] = {
-    name: handler for module in (arith, convert, logic, memory, warp, matrix) for name, handler in module.HANDLERS.items()
+    name: handler
+    for module in (arith, convert, logic, memory, warp, matrix)
+    for name, handler in module.HANDLERS.items()
 }
 _JUMPS = ("bra", "ret", "exit", "trap")
 _BARRIERS = ("bar", "barrier")

@@ -11,12 +11,12 @@ import torch
 
 import pagedkv
 from pagedkv.__main__ import main
-from pagedkv.bench import decode, peers
-from pagedkv.bench.peers import FIRST, SUBJECTS, Problem
-from pagedkv.bench.timing import Refused, reason
-from pagedkv.bench.workloads import Cell, HostProblem
+from pagedkv.bench.gpu import decode, peers
+from pagedkv.bench.gpu.peers import FIRST, SUBJECTS, Problem
+from pagedkv.bench.gpu.timing import Refused, reason
+from pagedkv.bench.gpu.workloads import Cell, HostProblem
 
-from ..device_fakes import InterfaceArray, recording
+from ...device_fakes import InterfaceArray, recording
 from .fake_gpu import COPY_MS, FakeGpu
 
 CELL = Cell("x", (40, 3, 32), 4, 2, 64, dtype="bfloat16")

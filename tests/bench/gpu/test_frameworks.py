@@ -1,5 +1,6 @@
-"""The adapters of torch and CuPy: what they ask of modules that stand in for the two."""
+"""torch and CuPy: what is asked of modules that stand in for the two, and what is said where there is no GPU."""
 
+import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -7,15 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.bench import gpu as bench_gpu
-from pagedkv.bench.gpu import CupyGpu, TorchGpu
+from pagedkv.bench.gpu import frameworks
+from pagedkv.bench.gpu.frameworks import CupyGpu, TorchGpu, driver_version, open_gpu
+from pagedkv.cuda import driver
+from pagedkv.errors import BackendUnavailableError
 
 L2_BYTES = 1000
 
 
 @pytest.fixture(autouse=True)
 def small_flush(monkeypatch):
-    monkeypatch.setattr(bench_gpu, "FLUSH_BYTES", 400)
+    monkeypatch.setattr(frameworks, "FLUSH_BYTES", 400)
 
 
 @pytest.fixture
@@ -121,3 +124,40 @@ def test_events(of_torch, of_cupy):
     assert gpu.passed(event) is False
     assert gpu.milliseconds(event, "stop") == 3.5
     module.cuda.get_elapsed_time.assert_called_once_with(event, "stop")
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build", "580.82.07"),
+        ("", "unknown"),
+    ],
+)
+def test_the_driver_says_its_version(text, version):
+    assert driver_version(text) == version
+
+
+def test_no_gpu_is_said_with_what_works_without_one(monkeypatch):
+    def capabilities():
+        raise BackendUnavailableError("no CUDA driver was found: install it")
+
+    monkeypatch.setattr(driver, "capabilities", capabilities)
+    with pytest.raises(BackendUnavailableError, match=r"was found: install it; .*bench static"):
+        open_gpu()
+
+
+def test_a_framework_that_makes_arrays_is_needed(monkeypatch):
+    monkeypatch.setattr(driver, "capabilities", lambda: [(9, 0)])
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BackendUnavailableError, match=r"CuPy.*torch with CUDA.*bench static"):
+        open_gpu()
+
+
+def test_torch_without_cuda_leaves_it_to_cupy(monkeypatch):
+    monkeypatch.setattr(driver, "capabilities", lambda: [(9, 0)])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "cupy", "the module")
+    monkeypatch.setattr(frameworks, "CupyGpu", lambda cupy, copy_bytes: (cupy, copy_bytes))
+    assert open_gpu(5) == ("the module", 5)

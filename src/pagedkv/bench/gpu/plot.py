@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ..errors import BackendUnavailableError
-from .report import Row
+from ...errors import BackendUnavailableError
+from ..report import Row
 
 GROUP = "lengths"
 

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from pagedkv.__main__ import main
-from pagedkv.bench import decode, plot
+from pagedkv.bench.gpu import decode, plot
 from pagedkv.errors import BackendUnavailableError
 
 

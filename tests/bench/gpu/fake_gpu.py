@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 
-from ..problems import as_torch
+from ...problems import as_torch
 
 COLD_MS, COPY_MS = 100.0, 2.0
 
 
 class FakeGpu:
-    """`bench.gpu.Gpu` with NumPy arrays, or with torch's CPU tensors if the framework is "torch".
+    """`frameworks.Gpu` with NumPy arrays, or with torch's CPU tensors if the framework is "torch".
 
     `trace` names what was asked for, in order; `host_is_slow` is whether events have passed when they are asked.
     """

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..cache_ops import write_kv
-from ..layouts import LAYOUTS, cache_shapes, storage_dtype
-from .gpu import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
-from .report import Row
+from ...cache_ops import write_kv
+from ...layouts import LAYOUTS, cache_shapes, storage_dtype
+from ..report import Row
+from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
 from .timing import Refused, contest
 
 NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE = 8, 128, 16, np.dtype(np.float16)

@@ -1,8 +1,8 @@
 """decode_attention on a GPU: bandwidth of every kernel and of peers, against a copy in the same turns, and launches.
 
-How it measures: `gpu.sample` says what is timed, `cells.Cell.num_bytes` what counts as traffic. Bandwidth is these
-bytes over the median time. A copy of 1 GiB within the device takes turns with the subjects of each cell; its bandwidth
-counts what it reads and what it writes, and a subject's *share* is the quotient of the two.
+`samples.sample` documents what is timed, `workloads.Cell.num_bytes` what counts as traffic. Bandwidth is those bytes
+over the median time. A copy of 1 GiB within the device takes turns with the subjects of each cell. Its bandwidth counts
+reads and writes, and a subject's *share* is its own bandwidth over the copy's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .gpu import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, interleaved, launches_for, open_gpu, sample
+from ..report import Interrupted, Row, median, spread
+from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
 from .peers import FIRST, OURS, PACKAGES, PEERS, SUBJECTS, Problem
-from .report import Interrupted, Row, median, spread
+from .samples import interleaved, launches_for, sample
 from .timing import NOT_INSTALLED, contest, reason
 from .workloads import GROUPS, Cell, HostProblem, cells, only, quick_cells
 
@@ -189,7 +190,7 @@ def run(
     quick : bool
         Three small cells: that everything runs.
     groups : sequence of str, optional
-        Of `cells.GROUPS`, and "launch"; all if None.
+        Of `workloads.GROUPS`, and "launch"; all if None.
     subjects : sequence of str, optional
         Of `peers.SUBJECTS`; all if None.
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..layouts import cache_shapes
-from ..ops import decode_attention
-from .gpu import Call, Gpu, sample
-from .report import median
+from ...layouts import cache_shapes
+from ...ops import decode_attention
+from ..report import median
+from .frameworks import Call, Gpu
+from .samples import sample
 from .timing import Refused
 from .workloads import HostProblem
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pagedkv import reference
-from pagedkv.bench.workloads import GROUPS, Cell, HostProblem, cells, only, quick_cells
+from pagedkv.bench.gpu.workloads import GROUPS, Cell, HostProblem, cells, only, quick_cells
 
 SMALL = [Cell("x", (70, 1, 33), 8, 2, 64), Cell("x", (40,), 4, 4, 32, 1, "bfloat16", "fp8_e5m2")]
 

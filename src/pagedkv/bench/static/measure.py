@@ -1,15 +1,8 @@
-"""What can be counted about the CUDA kernels without a GPU: of their machine code, and of runs on the emulator."""
+"""One kernel for one compute capability: what its machine code says, and its run on the emulator."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import process_time
 from typing import Any
@@ -17,17 +10,16 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ..cuda.compiler import compile as compiling
-from ..cuda.compiler import link as linking
-from ..cuda.compiler.occupancy import occupancy
-from ..cuda.compiler.ptx import TOOLS, Capability, external_functions, versions
-from ..emulator import EmulatorDevice
-from ..emulator.state.stats import BufferTraffic, LaunchStats
-from .report import Row, median
+from ...cuda.compiler import compile as compiling
+from ...cuda.compiler import link as linking
+from ...cuda.compiler.occupancy import occupancy
+from ...cuda.compiler.ptx import Capability, external_functions
+from ...emulator import EmulatorDevice
+from ...emulator.state.stats import BufferTraffic, LaunchStats
+from ..report import Row, median
 from .sass import code_of, copies_of, loads_of, loop_of
-from .variants import WORK, Variant, Work, quick_variants, variants
+from .variants import WORK, Variant, Work
 
-CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 COUNTED = EmulatorDevice.capability
 SECTOR_BYTES = 32
 ALIGNMENT = 256
@@ -208,145 +200,3 @@ def _milliseconds_from_disk(kernel: compiling.CompiledKernel, repeats: int) -> f
         compiling._load_or_compile(*key).linked  # noqa: B018
         times.append((process_time() - start) * 1000)
     return median(times)
-
-
-# A new process: seconds to import the compiler, to get a first call's kernels, and the times of measure().
-FRESH = """
-import json, time
-start = time.process_time()
-import numba.cuda, cuda.core
-from pagedkv.bench import static
-imported = time.process_time()
-row = static.measure(static.Variant("v1", "float16", "float16", 128, 16), (9, 0), 1)
-print(json.dumps([imported - start, row["compile s"], row["disk ms"]]))
-"""
-
-
-def _fresh_row() -> Row:
-    """The first kernel of a new process, with nothing on disk."""
-    with tempfile.TemporaryDirectory() as directory:
-        environment = {**os.environ, "PAGEDKV_CACHE_DIR": directory}
-        command = [sys.executable, "-c", FRESH]
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    imported, compiled, loaded = json.loads(output)
-    return {"new process": "v1", "import s": imported, "compile s": compiled, "disk ms": loaded}
-
-
-def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
-    """Of kernel split: a name, the rows, a column, its limit, and 1 where that is the most and -1 where the least."""
-    split = [row for row in rows if row["kernel"] == "split"]
-    usual = [row for row in split if row["cc"] == "9.0" and row["D"] in (64, 128, 256) and row["case"] == "-"]
-    half = [row for row in usual if row["kv"] in ("float16", "bfloat16")]
-    fp8, single = ([row for row in usual if row["kv"].startswith(kind)] for kind in ("fp8", "float32"))
-    loops = [
-        *(("16 bits, G 1 to 8", half, 0, 8, 14.0), ("16 bits, G 9 to 16", half, 8, 16, 20.0)),
-        *(("fp8, G 1 to 8", fp8, 0, 8, 34.0), ("fp8, G 9 to 16", fp8, 8, 16, 45.0)),
-        *(("float32, G 1", single, 0, 1, 18.0), ("float32, G 4", single, 1, 4, 55.0)),
-    ]
-    return [
-        *((f"split: {name}", split, name, 0, 1) for name in ("spill B", "stack B")),
-        ("split: KV sectors", usual, "KV sectors", 1.01, 1),
-        ("split: wavefronts", usual, "wavefronts", 1.1, 1),
-        *(
-            (f"split: loop, {name}", [row for row in among if low < row["G"] <= high], "loop instr/512B", limit, 1)
-            for name, among, low, high, limit in loops
-        ),
-        ("split: all, 16 bits, G 1 to 16", [row for row in half if row["G"] <= 16], "instr/512B", 30.0, 1),
-        ("split: KV in flight KiB", usual, "KV in flight KiB", 64, -1),
-        ("split: partials", usual, "partials", 0.04, 1),
-        ("split: compile s", split, "compile s", 5.0, 1),
-    ]
-
-
-def targets(rows: list[Row]) -> list[Row]:
-    """What is to be reached, the worst row, and whether it does.
-
-    By v1 and v2 at P in {8, 16, 32} and D <= 256; by split for 9.0 at D in {64, 128, 256}, in machine code and PTX.
-    """
-    grid = [row for row in rows if row["kernel"] in ("v1", "v2") and row["P"] <= 32 and row["D"] <= 256]
-    most = {"spill B": 0, "stack B": 0, "K sectors": 1.05, "V sectors": 1.05}
-    wanted = [(name, grid, name, float(limit), 1) for name, limit in most.items()]
-    wanted += [("K load B", grid, "K load B", 16, -1), *_split_targets(rows)]
-    wanted += [("external", rows, "external", 0, 1), ("disk ms", rows, "disk ms", 30.0, 1)]
-    wanted += [("compile s", [row for row in rows if row["kernel"] != "split"], "compile s", 3.0, 1)]
-    result = []
-    for label, among, name, limit, sign in wanted:
-        having = [row for row in among if row.get(name) is not None]
-        worst = max(having, key=lambda row: sign * row[name], default=None)
-        if worst is not None:
-            reached = "yes" if sign * worst[name] <= sign * limit else "no"
-            misses = sum(sign * row[name] > sign * limit for row in having)
-            where = " ".join(
-                str(worst[key]) for key in ("kernel", "q", "of", "kv", "D", "G", "P", "case", "cc") if key in worst
-            )
-            result.append(
-                {"target": label, "limit": limit, "worst": worst[name], "reached": reached, "misses": misses}
-                | {"rows": len(having), "worst row": where}
-            )
-    return result
-
-
-def run(
-    *,
-    repeats: int = 9,
-    progress: Callable[[str], Any] = print,
-    capabilities: Sequence[Capability] = CAPABILITIES,
-    quick: bool = False,
-    cold: bool = False,
-    processes: int = 2,
-) -> list[Row]:
-    """Compile the kernels, count them, and run those for 9.0 on the emulator; no GPU is used.
-
-    Parameters
-    ----------
-    repeats : int
-        Loads of each kernel from disk that are timed.
-    progress : callable
-        Told what is being measured.
-    capabilities : sequence of (int, int)
-    quick : bool
-        One variant of each kernel.
-    cold : bool
-        Compile everything, in an empty cache directory, instead of taking what is on disk.
-    processes : int
-        1 for none but this one.
-
-    Returns
-    -------
-    list of dict
-        Of each variant and compute capability: registers, bytes of spills, of the stack and of shared memory, resident
-        blocks of a multiprocessor and what limits them, bytes of a load, KiB of loads in flight on a multiprocessor,
-        sectors and shared wavefronts over the minimum, warp instructions for each 512 bytes that are read, processor
-        time to compile and to load; then, unless `quick`, the first kernel of a new process; then what `targets` says,
-        and the versions of the compiler.
-    """
-    jobs = [(variant, cc) for variant in (quick_variants() if quick else variants()) for cc in capabilities]
-    with tempfile.TemporaryDirectory() as directory:
-        environment = {"PAGEDKV_CACHE_DIR": directory} if cold else {}
-        with patch.dict(os.environ, environment), patch.dict(compiling._compiled, {}, clear=cold):
-            rows = _measure_all(jobs, repeats, progress, processes)
-    tools = zip(TOOLS, versions()[1:], strict=True)
-    compilers: list[Row] = [{"compiler": tool, "version": version} for tool, version in tools if version]
-    return rows + ([] if quick else [_fresh_row()]) + targets(rows) + compilers
-
-
-def _measure_all(
-    jobs: list[tuple[Variant, Capability]], repeats: int, progress: Callable[[str], Any], processes: int
-) -> list[Row]:
-    def tell(done: int, job: tuple[Variant, Capability]) -> None:
-        progress(f"static, {done + 1} of {len(jobs)}: {job[0].kernel} for {job[1][0]}.{job[1][1]}")
-
-    if processes == 1:
-        rows = []
-        for i, job in enumerate(jobs):
-            tell(i, job)
-            rows.append(measure(*job, repeats))
-        return rows
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
-    try:
-        futures = {pool.submit(measure, *job, repeats): job for job in jobs}
-        for i, future in enumerate(as_completed(futures)):
-            tell(i, futures[future])
-        return [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .gpu import Call, Gpu, Sample, interleaved
-from .report import Row, median, spread
+from ..report import Row, median, spread
+from .frameworks import Call, Gpu
+from .samples import Sample, interleaved
 
 REASON_LENGTH = 160
 COPY = "copy"

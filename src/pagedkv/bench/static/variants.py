@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import cache_ops, ops
-from ..layouts import FP8_KINDS, cache_shapes, storage_dtype
+from ... import cache_ops, ops
+from ...layouts import FP8_KINDS, cache_shapes, storage_dtype
 
 # The run on the emulator.
 NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS is that of the KV heads

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pagedkv.__main__ import main
-from pagedkv.bench import write
-from pagedkv.bench.write import BLOCK_SIZE, CASES, QUICK_CASES, Case
+from pagedkv.bench.gpu import write
+from pagedkv.bench.gpu.write import BLOCK_SIZE, CASES, QUICK_CASES, Case
 
 from .fake_gpu import FakeGpu
 

@@ -1,0 +1,1 @@
+"""What can be counted of the CUDA kernels without a GPU."""

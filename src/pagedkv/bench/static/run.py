@@ -1,0 +1,109 @@
+"""What can be counted about the CUDA kernels without a GPU: of their machine code, and of runs on the emulator."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
+from unittest.mock import patch
+
+from ...cuda.compiler import compile as compiling
+from ...cuda.compiler.ptx import TOOLS, Capability, versions
+from ..report import Row
+from .measure import measure
+from .targets import targets
+from .variants import Variant, quick_variants, variants
+
+CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+# A new process: seconds to import the compiler, to get a first call's kernels, and the times of measure().
+FRESH = """
+import json, time
+start = time.process_time()
+import numba.cuda, cuda.core
+from pagedkv.bench.static.measure import Variant, measure
+imported = time.process_time()
+row = measure(Variant("v1", "float16", "float16", 128, 16), (9, 0), 1)
+print(json.dumps([imported - start, row["compile s"], row["disk ms"]]))
+"""
+
+
+def _fresh_row() -> Row:
+    """The first kernel of a new process, with nothing on disk."""
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {**os.environ, "PAGEDKV_CACHE_DIR": directory}
+        command = [sys.executable, "-c", FRESH]
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    imported, compiled, loaded = json.loads(output)
+    return {"new process": "v1", "import s": imported, "compile s": compiled, "disk ms": loaded}
+
+
+def run(
+    *,
+    repeats: int = 9,
+    progress: Callable[[str], Any] = print,
+    capabilities: Sequence[Capability] = CAPABILITIES,
+    quick: bool = False,
+    cold: bool = False,
+    processes: int = 2,
+) -> list[Row]:
+    """Compile the kernels, count them, and run those for 9.0 on the emulator; no GPU is used.
+
+    Parameters
+    ----------
+    repeats : int
+        Loads of each kernel from disk that are timed.
+    progress : callable
+        Told what is being measured.
+    capabilities : sequence of (int, int)
+    quick : bool
+        One variant of each kernel.
+    cold : bool
+        Compile everything, in an empty cache directory, instead of taking what is on disk.
+    processes : int
+        1 for none but this one.
+
+    Returns
+    -------
+    list of dict
+        Of each variant and compute capability: registers, bytes of spills, of the stack and of shared memory, resident
+        blocks of a multiprocessor and what limits them, bytes of a load, KiB of loads in flight on a multiprocessor,
+        sectors and shared wavefronts over the minimum, warp instructions for each 512 bytes that are read, processor
+        time to compile and to load; then, unless `quick`, the first kernel of a new process; then what `targets` says,
+        and the versions of the compiler.
+    """
+    jobs = [(variant, cc) for variant in (quick_variants() if quick else variants()) for cc in capabilities]
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {"PAGEDKV_CACHE_DIR": directory} if cold else {}
+        with patch.dict(os.environ, environment), patch.dict(compiling._compiled, {}, clear=cold):
+            rows = _measure_all(jobs, repeats, progress, processes)
+    tools = zip(TOOLS, versions()[1:], strict=True)
+    compilers: list[Row] = [{"compiler": tool, "version": version} for tool, version in tools if version]
+    return rows + ([] if quick else [_fresh_row()]) + targets(rows) + compilers
+
+
+def _measure_all(
+    jobs: list[tuple[Variant, Capability]], repeats: int, progress: Callable[[str], Any], processes: int
+) -> list[Row]:
+    def tell(done: int, job: tuple[Variant, Capability]) -> None:
+        progress(f"static, {done + 1} of {len(jobs)}: {job[0].kernel} for {job[1][0]}.{job[1][1]}")
+
+    if processes == 1:
+        rows = []
+        for i, job in enumerate(jobs):
+            tell(i, job)
+            rows.append(measure(*job, repeats))
+        return rows
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    try:
+        futures = {pool.submit(measure, *job, repeats): job for job in jobs}
+        for i, future in enumerate(as_completed(futures)):
+            tell(i, futures[future])
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(cancel_futures=True)

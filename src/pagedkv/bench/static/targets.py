@@ -1,0 +1,59 @@
+"""What the counts of the kernels are to reach."""
+
+from __future__ import annotations
+
+from ..report import Row
+
+
+def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
+    """Of kernel split: a name, the rows, a column, its limit, and 1 where that is the most and -1 where the least."""
+    split = [row for row in rows if row["kernel"] == "split"]
+    usual = [row for row in split if row["cc"] == "9.0" and row["D"] in (64, 128, 256) and row["case"] == "-"]
+    half = [row for row in usual if row["kv"] in ("float16", "bfloat16")]
+    fp8, single = ([row for row in usual if row["kv"].startswith(kind)] for kind in ("fp8", "float32"))
+    loops = [
+        *(("16 bits, G 1 to 8", half, 0, 8, 14.0), ("16 bits, G 9 to 16", half, 8, 16, 20.0)),
+        *(("fp8, G 1 to 8", fp8, 0, 8, 34.0), ("fp8, G 9 to 16", fp8, 8, 16, 45.0)),
+        *(("float32, G 1", single, 0, 1, 18.0), ("float32, G 4", single, 1, 4, 55.0)),
+    ]
+    return [
+        *((f"split: {name}", split, name, 0, 1) for name in ("spill B", "stack B")),
+        ("split: KV sectors", usual, "KV sectors", 1.01, 1),
+        ("split: wavefronts", usual, "wavefronts", 1.1, 1),
+        *(
+            (f"split: loop, {name}", [row for row in among if low < row["G"] <= high], "loop instr/512B", limit, 1)
+            for name, among, low, high, limit in loops
+        ),
+        ("split: all, 16 bits, G 1 to 16", [row for row in half if row["G"] <= 16], "instr/512B", 30.0, 1),
+        ("split: KV in flight KiB", usual, "KV in flight KiB", 64, -1),
+        ("split: partials", usual, "partials", 0.04, 1),
+        ("split: compile s", split, "compile s", 5.0, 1),
+    ]
+
+
+def targets(rows: list[Row]) -> list[Row]:
+    """What is to be reached, the worst row, and whether it does.
+
+    By v1 and v2 at P in {8, 16, 32} and D <= 256; by split for 9.0 at D in {64, 128, 256}, in machine code and PTX.
+    """
+    grid = [row for row in rows if row["kernel"] in ("v1", "v2") and row["P"] <= 32 and row["D"] <= 256]
+    most = {"spill B": 0, "stack B": 0, "K sectors": 1.05, "V sectors": 1.05}
+    wanted = [(name, grid, name, float(limit), 1) for name, limit in most.items()]
+    wanted += [("K load B", grid, "K load B", 16, -1), *_split_targets(rows)]
+    wanted += [("external", rows, "external", 0, 1), ("disk ms", rows, "disk ms", 30.0, 1)]
+    wanted += [("compile s", [row for row in rows if row["kernel"] != "split"], "compile s", 3.0, 1)]
+    result = []
+    for label, among, name, limit, sign in wanted:
+        having = [row for row in among if row.get(name) is not None]
+        worst = max(having, key=lambda row: sign * row[name], default=None)
+        if worst is not None:
+            reached = "yes" if sign * worst[name] <= sign * limit else "no"
+            misses = sum(sign * row[name] > sign * limit for row in having)
+            where = " ".join(
+                str(worst[key]) for key in ("kernel", "q", "of", "kv", "D", "G", "P", "case", "cc") if key in worst
+            )
+            result.append(
+                {"target": label, "limit": limit, "worst": worst[name], "reached": reached, "misses": misses}
+                | {"rows": len(having), "worst row": where}
+            )
+    return result

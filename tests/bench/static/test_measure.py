@@ -1,0 +1,29 @@
+"""One row of the static report, and the arrays that its kernel runs on."""
+
+import pytest
+
+from pagedkv.bench.static.measure import _aligned, measure
+from pagedkv.bench.static.variants import WORK, Variant
+from pagedkv.emulator import EmulatorDevice
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [Variant("split", "float16", "fp8_e4m3", 64, 1, "", 24), Variant("split", "float16", "float16", 256, 16, "", 48)],
+    ids=["G24-fp8-D64-P1", "G48-float16-D256-P16"],
+)
+def test_many_query_heads_ask_for_each_row_once(variant):
+    row = measure(variant, (9, 0), 1)
+    assert row["spill B"] == row["stack B"] == 0
+    assert row["KV sectors"] <= 1.01
+    assert row["KV in flight KiB"] >= 64
+    assert row["KV load B"] == 16
+    assert row["wavefronts"] <= 1.1
+    assert row["loop instr/512B"] <= 120
+    assert row["partials"] <= 0.04
+
+
+def test_arrays_are_aligned_as_on_a_gpu():
+    with EmulatorDevice() as device:
+        strided = _aligned(WORK["v1"](Variant("v1", "float16", "float16", 8, 8, "strided")).call.args[1])
+        assert device.address("k_cache", strided) % 256 == 0

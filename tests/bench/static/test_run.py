@@ -1,0 +1,91 @@
+"""The static report: what it says of one variant of each kernel, and its command line."""
+
+import json
+
+import pytest
+
+from pagedkv.__main__ import main
+from pagedkv.bench.static import run
+from pagedkv.bench.static.targets import targets
+from pagedkv.bench.static.variants import WORK, Variant, quick_variants
+
+
+@pytest.fixture(scope="module")
+def rows():
+    told = []
+    rows = run.run(repeats=1, progress=told.append, capabilities=[(9, 0)], quick=True, processes=1)
+    assert len(told) == len(quick_variants())
+    return rows
+
+
+def test_rows(rows):
+    kernels = {row["kernel"]: row for row in rows if "kernel" in row}
+    assert list(kernels) == [variant.kernel for variant in quick_variants()]
+    assert set(kernels) == set(WORK)
+    for row in kernels.values():
+        assert row["cc"] == "9.0"
+        assert row["external"] == row["spill B"] == row["stack B"] == 0
+        assert 16 <= row["registers"] <= 168
+        assert 1 <= row["blocks/SM"] <= 16
+        assert row["limit"]
+        assert row["disk ms"] < 30
+        assert row["instr/512B"] > 4
+
+
+def test_split_is_within_its_targets(rows):
+    (row,) = (row for row in rows if row.get("kernel") == "split")
+    assert row["KV sectors"] == 1
+    assert row["KV in flight KiB"] == row["blocks/SM"] * 32
+    assert row["wavefronts"] <= 1.1
+    assert row["loop instr/512B"] <= 14
+    assert row["instr/512B"] <= 30
+    assert 0 < row["partials"] <= 0.04
+
+
+@pytest.mark.parametrize(("kernel", "dynamic", "v_bytes"), [("v1", 8192, 8), ("v2", 2048, 16)])
+def test_attention_reads_what_it_needs_once(rows, kernel, dynamic, v_bytes):
+    (row,) = (row for row in rows if row.get("kernel") == kernel)
+    assert row["dynamic B"] == dynamic
+    assert row["static B"] == 4 * (row["D"] + 8)
+    assert (row["K load B"], row["V load B"]) == (16, v_bytes)
+    assert row["K sectors"] == row["V sectors"] == 1
+    assert row["wavefronts"] >= 1
+    # Each lane of 4 warps has asked for a vector, at the least.
+    assert min(row["K in flight KiB"], row["V in flight KiB"]) >= row["blocks/SM"] * 128 * v_bytes / 1024
+
+
+def test_helpers_move_what_they_need(rows):
+    for row in rows:
+        if row.get("kernel") in ("write_kv", "gather_kv", "copy_blocks", "merge_states"):
+            assert row["read load B"] == 16
+            assert 1 <= row["read sectors"] <= 2
+            assert 1 <= row["written sectors"] <= 2
+
+
+def test_targets(rows):
+    named = {row["target"]: row for row in targets([row for row in rows if "kernel" in row])}
+    assert named == {row["target"]: row for row in rows if "target" in row}
+    assert {"spill B", "stack B", "K sectors", "V sectors", "K load B", "external", "disk ms"} <= set(named)
+    # Seconds are those of a machine that may be busy.
+    assert {row["reached"] for name, row in named.items() if not name.endswith("compile s")} == {"yes"}
+    assert named["external"]["rows"] == len(WORK)
+
+
+def test_a_cold_run_times_the_compiler_and_leaves_the_cache_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+    one = Variant("copy_blocks", "float16", "float16", 128, 16, "NHD")
+    monkeypatch.setattr(run, "quick_variants", lambda: [one])
+    options = {"repeats": 1, "progress": print, "capabilities": [(8, 0)], "quick": True, "processes": 1}
+    (row, *_) = run.run(**options, cold=True)
+    assert row["compile s"] > 0.01
+    assert row["read sectors"] is None
+    assert not any(tmp_path.rglob("*.cubin"))
+
+
+def test_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(run, "run", lambda *, progress, **options: [options])
+    assert main(["bench", "static", "--json", "--cc", "8.0", "10.0", "--quick"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row == {"repeats": 9, "capabilities": [[8, 0], [10, 0]], "quick": True, "cold": False}
+    with pytest.raises(SystemExit):
+        main(["bench", "static", "--cc", "7.5"])

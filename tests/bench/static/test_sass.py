@@ -1,0 +1,130 @@
+"""What machine code says of loads, copies and loops."""
+
+import pytest
+
+from pagedkv.bench.static.sass import Loads, code_of, copies_of, loads_of, loop_of
+from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.cuda.compiler.link import link
+from pagedkv.kernels.split.config import SplitConfig
+from pagedkv.kernels.split.kernel import make_split
+
+PTX = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry loads(.param .u64 p)
+{{
+    .reg .b64 %a;
+    .reg .b32 %r<17>;
+    ld.param.u64 %a, [p];
+{body}
+    st.global.v4.u32 [%a+64], {{%r1, %r2, %r3, %r4}};
+    ret;
+}}
+"""
+LOAD = "    ld.global.v4.u32 {{%r{0}, %r{1}, %r{2}, %r{3}}}, [%a+{4}];"
+LOADS = [LOAD.format(*range(4 * i + 1, 4 * i + 5), 16 * i) for i in range(4)]
+SUMS = [f"    xor.b32 %r1, %r1, %r{i};" for i in range(2, 17)]
+TOGETHER = "\n".join([*LOADS, *SUMS])
+ONE_BY_ONE = "\n".join(
+    [LOADS[0], "    cvt.u64.u32 %a, %r1;", LOADS[1], "    cvt.u64.u32 %a, %r5;", "    ld.global.u32 %r1, [%a];"]
+)
+TWO_STRETCHES = "\n".join([LOADS[0], "    xor.b32 %r1, %r1, %r4;", "    bar.sync 0;", LOADS[1], *SUMS[:7]])
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize(
+    ("body", "narrowest", "loads"),
+    [
+        (TOGETHER, 1, [Loads(64, 16, 16)]),
+        (ONE_BY_ONE, 1, [Loads(16, 4, 16)]),
+        (ONE_BY_ONE, 8, [Loads(16, 16, 16)]),
+        (TOGETHER, 17, []),
+    ],
+)
+def test_loads_in_flight_are_those_before_the_first_use(capability, body, narrowest, loads):
+    target = PTX.replace("sm_80", f"sm_{capability[0]}{capability[1]}").replace("8.0", "8.7")
+    cubin = link(target.format(body=body), capability).cubin
+    assert loads_of(code_of(cubin, "loads"), narrowest) == loads
+
+
+def test_a_barrier_ends_a_stretch():
+    cubin = link(PTX.replace("sm_80", "sm_90").format(body=TWO_STRETCHES), (9, 0)).cubin
+    assert len(loads_of(code_of(cubin, "loads"))) == 2
+
+
+COPIES = """
+    .shared .align 16 .b8 copied[128];
+    mov.u32 %r1, copied;
+    cp.async.cg.shared.global [%r1+0], [%a], 16;
+    cp.async.cg.shared.global [%r1+16], [%a+16], 16;
+    cp.async.commit_group;
+    cp.async.ca.shared.global [%r1+32], [%a+32], 8;
+    cp.async.commit_group;
+    cp.async.wait_group 1;
+    cp.async.cg.shared.global [%r1+48], [%a+48], 16;
+    cp.async.cg.shared.global [%r1+64], [%a+64], 16;
+    cp.async.ca.shared.global [%r1+80], [%a+80], 4;
+    cp.async.commit_group;
+    cp.async.wait_group 0;
+"""
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_copies_are_in_flight_until_their_group_is_waited_for(capability):
+    target = PTX.replace("sm_80", f"sm_{capability[0]}{capability[1]}").replace("8.0", "8.7")
+    code = code_of(link(target.format(body=COPIES), capability).cubin, "loads")
+    assert copies_of(code, capability) == Loads(8 + 16 + 16 + 4, 4, 16)
+    assert copies_of(code_of(link(target.format(body=TOGETHER), capability).cubin, "loads"), capability) is None
+
+
+LOOP = """
+again:
+    ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%a];
+    ld.global.v2.u32 {%r5, %r6}, [%a+16];
+    xor.b32 %r1, %r1, %r5;
+    setp.eq.u32 %q, %r1, %r6;
+    @%q bra onward;
+    st.global.u32 [%a+8], %r3;
+    atom.global.add.u32 %r9, [%a+12], %r4;
+    add.u32 %r3, %r3, %r9;
+    st.global.u32 [%a+128], %r3;
+    atom.global.add.u32 %r9, [%a+32], %r3;
+    st.global.u32 [%a+256], %r9;
+onward:
+    setp.ne.u32 %q, %r2, 7;
+    @%q bra again;
+"""
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_a_loop_is_counted_on_its_shortest_way(capability):
+    target = PTX.replace("sm_80", f"sm_{capability[0]}{capability[1]}").replace("8.0", "8.7")
+    body = "    .reg .pred %q;\n" + LOOP
+    code = code_of(link(target.replace("{body}", "@").format().replace("@", body), capability).cubin, "loads")
+    loop = loop_of(code, capability, 8)
+    assert (loop.bytes_loaded, loop.widest) == (24, 16)
+    whole = loop_of(
+        code_of(
+            link(
+                target.replace("{body}", "@").format().replace("@", body.replace("@%q bra onward;", "")), capability
+            ).cubin,
+            "loads",
+        ),
+        capability,
+        8,
+    )
+    assert 5 <= loop.instructions <= whole.instructions - 4
+    assert loop_of(code, capability, 17) is None
+
+
+def test_the_loop_of_tensor_cores_is_told_from_one_that_loads_more():
+    kernel = compile_kernel(make_split, SplitConfig(64, 48, 16, "float16", "fp8_e4m3"))
+    loop = loop_of(code_of(kernel.cubin, kernel.entry), (9, 0), 8)
+    assert (loop.bytes_loaded, loop.widest) == (32, 16)  # the loop that adds splits loads 128
+
+
+def test_code_of_another_kernel_is_refused():
+    cubin = link(PTX.format(body=TOGETHER), (8, 0)).cubin
+    with pytest.raises(ValueError, match=r"cubin must have the kernel load$"):
+        code_of(cubin, "load")
