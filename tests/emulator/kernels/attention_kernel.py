@@ -7,8 +7,8 @@ from numba import cuda, types
 
 from pagedkv.emulator import Device
 
-from . import ptx_intrinsics as X
-from .ptx_harness import build_source
+from .. import ptx_intrinsics as X
+from ..ptx_harness import build_source
 
 SOURCE = """
 def paged(q, k, v, table, lens, out, scale, heads, kv_heads, max_blocks):

@@ -10,8 +10,8 @@ from numba.cuda.extending import intrinsic
 
 from pagedkv.emulator import Device, EmulatorError, MemoryFault
 
-from .ptx_harness import array_arguments, build_source, run_arrays
-from .ptx_intrinsics import unpack_f16x2
+from ..ptx_harness import array_arguments, build_source, run_arrays
+from ..ptx_intrinsics import unpack_f16x2
 
 f32, f16, i32, i64 = types.float32, types.float16, types.int32, types.int64
 HD, BS, NT = 128, 16, 128

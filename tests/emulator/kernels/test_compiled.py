@@ -9,7 +9,7 @@ from numba.cuda import libdevice
 
 from pagedkv.emulator import UnsupportedInstructionError
 
-from .ptx_harness import run_arrays
+from ..ptx_harness import run_arrays
 
 f32, i32, f16 = types.float32, types.int32, types.float16
 N = 64

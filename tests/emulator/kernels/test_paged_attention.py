@@ -5,7 +5,7 @@ import pytest
 
 from pagedkv.emulator import EmulatorError, MemoryFault, RaceFault, SyncFault
 
-from .emulated_attention import SOURCE, Problem, build
+from .attention_kernel import SOURCE, Problem, build
 
 TOL = 1e-6
 
@@ -40,7 +40,7 @@ def test_huge_block_numbers(kernel):
     """Byte offsets beyond 2**31: the pools are mostly untouched virtual memory."""
     from pagedkv.emulator import Device
 
-    from .emulated_attention import BS, HD
+    from .attention_kernel import BS, HD
 
     p = Problem(lens=(20,), heads=1, kv_heads=1)
     dev = Device(6 << 30)

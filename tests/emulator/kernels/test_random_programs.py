@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from .ptx_harness import run_ptx
+from ..ptx_harness import run_ptx
 
 M = 0xFFFFFFFF
 REGS = 6

@@ -6,8 +6,8 @@ from numba import cuda, types
 
 from pagedkv.emulator import Device, MemoryFault, RaceFault
 
-from . import ptx_intrinsics as X
-from .ptx_harness import build
+from .. import ptx_intrinsics as X
+from ..ptx_harness import build
 
 u8p, f32p = types.CPointer(types.uint8), types.CPointer(types.float32)
 SRC = np.arange(512, dtype="f4")

@@ -6,7 +6,7 @@ from numba import cuda, types
 
 from pagedkv.emulator import Device, EmulatorError, Module
 
-from .ptx_harness import build, kernel_text, run_arrays, run_ptx
+from ..ptx_harness import build, kernel_text, run_arrays, run_ptx
 
 P = types.CPointer
 U = np.arange(32, dtype="u4")

@@ -7,8 +7,8 @@ from numba import cuda, types
 
 from pagedkv.emulator import Device, Module, SyncFault
 
-from . import ptx_intrinsics as X
-from .ptx_harness import build, compile_ptx, kernel_text, run_ptx
+from .. import ptx_intrinsics as X
+from ..ptx_harness import build, compile_ptx, kernel_text, run_ptx
 
 u8p, u32p, f32p = (types.CPointer(t) for t in (types.uint8, types.uint32, types.float32))
 RNG = np.random.default_rng(3)

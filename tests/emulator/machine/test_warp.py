@@ -5,7 +5,7 @@ import pytest
 
 from pagedkv.emulator import RaceFault, SyncFault
 
-from .ptx_harness import run_ptx
+from ..ptx_harness import run_ptx
 
 N = 64
 RNG = np.random.default_rng(5)

@@ -9,7 +9,7 @@ from numba import cuda, types
 from pagedkv.emulator import Device, MemoryFault, Module, RaceFault, SourceLine
 from pagedkv.emulator.ptx.lines import LineTable
 
-from .ptx_harness import build, compile_ptx
+from ..ptx_harness import build, compile_ptx
 
 f32, i64 = types.float32, types.int64
 P = types.CPointer

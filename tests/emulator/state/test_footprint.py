@@ -5,7 +5,7 @@ import pytest
 
 from pagedkv.emulator import Device, EmulatorError, Module
 
-from .ptx_harness import kernel_text
+from ..ptx_harness import kernel_text
 
 T = np.arange(32)
 COPY = "mov.b32 %o0, %i0;"

@@ -10,7 +10,7 @@ from pagedkv.emulator import Device, EmulatorDevice, EmulatorError, MemoryFault
 from pagedkv.emulator import device as emulator_device
 from pagedkv.emulator.state.memory import GUARD
 
-from .ptx_harness import build
+from ..ptx_harness import build
 
 i64, u8 = types.int64, types.uint8
 P = types.CPointer

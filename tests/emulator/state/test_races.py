@@ -6,8 +6,8 @@ from numba import cuda, types
 
 from pagedkv.emulator import Device, EmulatorError, RaceFault
 
-from . import ptx_intrinsics as X
-from .ptx_harness import array_arguments, build, run, run_ptx
+from .. import ptx_intrinsics as X
+from ..ptx_harness import array_arguments, build, run, run_ptx
 
 f32, i64, u8, u16 = types.float32, types.int64, types.uint8, types.uint16
 P = types.CPointer

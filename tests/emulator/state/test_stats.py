@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from .ptx_harness import stats_of
+from ..ptx_harness import stats_of
 
 U = np.arange(64, dtype="u4")
 

@@ -6,7 +6,7 @@ import pytest
 
 from pagedkv.emulator import Module, UnsupportedInstructionError
 
-from .ptx_harness import kernel_text, launch_ptx, run_ptx
+from ..ptx_harness import kernel_text, launch_ptx, run_ptx
 
 N = 64
 RNG = np.random.default_rng(7)
