@@ -1,0 +1,210 @@
+"""Imports go one way: no circles, and no module imports from a room that stands above or beside its own."""
+
+import ast
+import graphlib
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import pagedkv
+
+PACKAGE = Path(pagedkv.__file__).parent
+
+
+# -- what is imported
+def import_statements(node):
+    """Import statements below a node, in functions too, but for those of ``if TYPE_CHECKING:``, which never run."""
+    types_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    for child in node.orelse if types_only else ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        else:
+            yield from import_statements(child)
+
+
+def imports(text, package):
+    """(module, name) of everything that a text in `package` imports; the name is "" for ``import module``."""
+    for statement in import_statements(ast.parse(text)):
+        if isinstance(statement, ast.Import):
+            yield from ((alias.name, "") for alias in statement.names)
+        else:
+            parents = package.split(".")
+            base = parents[: len(parents) + 1 - statement.level] if statement.level else []
+            module = ".".join([*base, statement.module] if statement.module else base)
+            yield from ((module, alias.name) for alias in statement.names)
+
+
+def import_graph(root):
+    """By the dotted name of each module below `root`, the modules that it imports; of other packages, names too."""
+    paths = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {module: set() for module in paths}
+    for module, path in paths.items():
+        package = module if path.stem == "__init__" else module.rpartition(".")[0]
+        for imported, name in imports(path.read_text(), package):
+            member = f"{imported}.{name}" if name else imported
+            graph[module].add(imported if imported in paths and member not in paths else member)
+    return graph
+
+
+def circle(graph):
+    """Nodes along a circle, the first one again at the end; empty if there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+GRAPH = import_graph(PACKAGE)
+TOP = {module.split(".")[1] for module in GRAPH if "." in module}  # what stands directly in the package
+
+
+# -- what may be imported
+def within(module, rooms):
+    return any(module == room or module.startswith(f"{room}.") for room in rooms)
+
+
+class Rule(NamedTuple):
+    """What modules of `rooms` import from those of `among` is in the `allowed` ones."""
+
+    rooms: tuple[str, ...]
+    among: tuple[str, ...]
+    allowed: tuple[str, ...]
+
+    def breaches(self, graph):
+        return [
+            f"{module} imports {imported}"
+            for module in sorted(graph)
+            if within(module, self.rooms)
+            for imported in sorted(graph[module])
+            if within(imported, self.among) and not within(imported, self.allowed)
+        ]
+
+
+def ours(*rooms):
+    return tuple(f"pagedkv.{room}" for room in rooms)
+
+
+BACKENDS = ("cpu", "cuda", "emulator")
+OF_KERNELS = ("device", "paged", "split", "blocks", "merge_states")
+OF_THE_EMULATOR = ("errors", "ptx", "translation", "state", "machine", "device")  # from the ground up
+RULES = {
+    **{
+        f"kernels/{x} shares kernels/device": Rule(
+            ours(f"kernels.{x}"), ours("kernels"), ours("kernels.device", f"kernels.{x}")
+        )
+        for x in OF_KERNELS
+    },
+    **{f"{x} knows no other backend": Rule(ours(x), ours(*BACKENDS), ours(x)) for x in BACKENDS},
+    "emulator stands alone": Rule(ours("emulator"), ours(*TOP - {"emulator"}), ()),
+    **{
+        f"emulator/{x} knows what is below": Rule(
+            ours(f"emulator.{x}"), ours("emulator"), ours(*(f"emulator.{y}" for y in OF_THE_EMULATOR[: i + 1]))
+        )
+        for i, x in enumerate(OF_THE_EMULATOR)
+    },
+    "memory knows no operation and no backend": Rule(
+        ours("memory"), ours("ops", "cache_ops", "kernels", *BACKENDS, "bench"), ()
+    ),
+    "kernels are device code": Rule(ours("kernels"), ours("ops", "cache_ops", "memory", *BACKENDS), ()),
+    "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),
+    "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
+    "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
+    "bench/gpu needs no static count": Rule(ours("bench.gpu"), ours("bench.static"), ()),
+    "bench/static needs no GPU": Rule(ours("bench.static"), ours("bench.gpu"), ()),
+    # A move to the successor of numba-cuda touches nothing else.
+    "numba-cuda is for cuda and kernels": Rule(ours(*TOP - {"cuda", "kernels"}), ("numba.cuda",), ()),
+    "cuda-core is for cuda": Rule(ours(*TOP - {"cuda"}), ("cuda",), ()),
+}
+over_rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    found = circle(GRAPH)
+    assert not found, " imports ".join(found)
+
+
+@over_rules
+def test_modules_import_what_they_may(rule):
+    assert not rule.breaches(GRAPH)
+
+
+# -- the tests above can fail
+@over_rules
+def test_a_made_up_import_breaks_the_rule(rule):
+    for module in GRAPH:
+        if within(module, rule.rooms):
+            for room in rule.among:
+                wrong = f"{room}.made_up"
+                expected = [] if within(wrong, rule.allowed) else [f"{module} imports {wrong}"]
+                assert rule.breaches({module: {"numpy", wrong}}) == expected
+
+
+@over_rules
+def test_rules_are_about_rooms_that_are_there(rule):
+    for room in (*rule.rooms, *rule.among, *rule.allowed):
+        assert not within(room, ["pagedkv"]) or any(within(module, [room]) for module in GRAPH), room
+
+
+@pytest.mark.parametrize(
+    ("graph", "found"),
+    [
+        ({"a": {"b", "c"}, "b": {"c", "numpy"}, "c": set()}, set()),
+        ({"a": {"a"}}, {"a"}),
+        ({"a": {"b"}, "b": {"c"}, "c": {"b"}}, {"b", "c"}),
+        ({"a": {"b"}, "b": {"c"}, "c": {"d", "a"}, "d": {"numpy"}}, {"a", "b", "c"}),
+    ],
+)
+def test_circles_are_found(graph, found):
+    path = circle(graph)
+    assert set(path) == found
+    assert all(after in graph[before] for before, after in pairwise(path))
+
+
+def test_imports_are_found_wherever_they_stand():
+    text = """
+import numpy as np, pagedkv.ops
+from . import sibling
+from .sibling import name
+from ...layouts import LAYOUTS, cache_shapes
+if TYPE_CHECKING:
+    from .types import alone
+else:
+    from .run import time
+class A:
+    def method(self):
+        if self:
+            from .. import late
+"""
+    assert list(imports(text, "pagedkv.cuda.plans")) == [
+        ("numpy", ""),
+        ("pagedkv.ops", ""),
+        ("pagedkv.cuda.plans", "sibling"),
+        ("pagedkv.cuda.plans.sibling", "name"),
+        ("pagedkv.layouts", "LAYOUTS"),
+        ("pagedkv.layouts", "cache_shapes"),
+        ("pagedkv.cuda.plans.run", "time"),
+        ("pagedkv.cuda", "late"),
+    ]
+
+
+def test_modules_and_names_are_told_apart(tmp_path):
+    for path, text in {
+        "p/__init__.py": "from .room.a import f",
+        "p/room/__init__.py": "VALUE = 1",
+        "p/room/a.py": "from . import b, VALUE\nfrom .b import g\nfrom numba import cuda\nimport numpy.linalg",
+        "p/room/b.py": "",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert import_graph(tmp_path / "p") == {
+        "p": {"p.room.a"},
+        "p.room": set(),
+        "p.room.a": {"p.room.b", "p.room", "numba.cuda", "numpy.linalg"},
+        "p.room.b": set(),
+    }
