@@ -1,4 +1,4 @@
-"""Runs the PTX that numba.cuda emits on NumPy memory, and checks every access and every synchronisation."""
+"""Runs PTX from numba-cuda on NumPy memory, and checks every access and every synchronisation."""
 
 from .device import EmulatorDevice
 from .errors import (

@@ -1,4 +1,4 @@
-"""The emulator in the place of a GPU: NumPy arrays as device arrays, each a buffer with its own bounds."""
+"""The emulator in place of a GPU: each NumPy array is a device buffer with bounds of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .translation.entry import Entry, Module
 
 
 class Kernel(Protocol):
-    """A compiled kernel: what the emulator needs to know of it."""
+    """What the emulator needs to know about a compiled kernel."""
 
     @property
     def name(self) -> str: ...
@@ -38,44 +38,44 @@ def _entry(ptx: str, name: str) -> Entry:
 def _large_device() -> Device:
     try:
         return Device(1 << 40)
-    except (OSError, MemoryError, ValueError):  # this system gives no address space without memory
+    except (OSError, MemoryError, ValueError):  # no overcommit: this system backs address space with memory
         return Device(1 << 20)
 
 
 class EmulatorDevice:
-    """Runs kernels on copies of NumPy arrays; the arrays change when the ``with`` statement ends without an exception.
+    """Runs kernels on copies of NumPy arrays; results are copied back when the ``with`` statement ends without an error.
 
-    Each array is a buffer of exactly its bytes, at an address that has the array's own alignment: an access between
-    the elements of a strided array, or one byte behind its end, is out of bounds even where the memory belongs to
-    another array. Arrays that overlap in part are copies apart; the same array given twice is one buffer.
+    Each array becomes a buffer of exactly its bytes, with the array's own alignment. An access between the elements of
+    a strided array, or one byte past its end, is out of bounds even if another array owns that memory. Arrays that
+    overlap in part become separate copies; the same array passed twice is one buffer.
 
     Parameters
     ----------
     seed : int, optional
-        Run thread blocks and warps in a random order; without it all of them go in lock-step.
+        Run thread blocks and warps in a random order; without a seed they run in lock-step.
     race, global_race, init_check : bool
         Look for races on shared memory, for conflicting accesses to global memory by different thread blocks, and for
-        reads of bytes that were never written.
+        loads of bytes that nothing has written.
     stats, footprint : bool
-        Count memory traffic; note which bytes each launch reads and writes.
+        Count memory traffic; record which bytes each launch reads and writes.
 
     Attributes
     ----------
     capability : tuple of int
-        Compute capability that kernels are to be compiled for.
+        Compute capability to compile kernels for.
     max_shared_bytes : int
         Shared memory of one thread block.
     lineinfo : bool
-        True: kernels are to be compiled with the lines of their source, which faults then name.
+        True: compile kernels with line information, so that faults name Python lines.
     launches : list of LaunchStats
         What each launch did.
     memory : Device
-        Where the buffers are, for those that are to be made without an array.
+        The memory that holds the buffers; allocate from it for buffers without an array.
 
     Raises
     ------
     EmulatorError
-        From `launch`: what the kernel did wrong, or a launch that hardware would refuse.
+        By `launch`: the kernel's fault, or a launch that hardware would refuse.
     """
 
     capability = (9, 0)
@@ -119,7 +119,7 @@ class EmulatorDevice:
             self.memory.reserve(high - low + 3 * GUARD)
             buffer = self.memory.mirror(array, name)
             self._arrays[key] = array, buffer
-        elif buffer.read_only and array.flags.writeable:  # of two views of one array, one may be written
+        elif buffer.read_only and array.flags.writeable:  # another view of the same array is writable
             buffer.read_only = False
             self._arrays[key] = array, buffer
         return buffer.address
@@ -127,8 +127,8 @@ class EmulatorDevice:
     def scratch(self, name: str, nbytes: int) -> int:
         """The address of a workspace of at least `nbytes` bytes, one for each name.
 
-        It is zero when first allocated and when it grows. A load of bytes that no kernel wrote is a fault all the
-        same; an atomic may be the first to touch them.
+        It is zero when allocated, and zero again when it grows. Still, a load of bytes that no kernel wrote is a
+        fault; only an atomic may be the first to touch them.
         """
         buffer = self._scratch.get(name)
         if buffer is None or buffer.nbytes < nbytes:
@@ -142,7 +142,7 @@ class EmulatorDevice:
     def launch(
         self, kernel: Kernel, grid: tuple[int, int, int], args: Sequence[int | float], shared_bytes: int = 0
     ) -> None:
-        """Run a kernel to its end, and append what it did to `launches`."""
+        """Run a kernel to completion, and append its statistics to `launches`."""
         self.launches.append(
             self.memory.launch(
                 _entry(kernel.ptx, kernel.entry),
@@ -179,7 +179,7 @@ class EmulatorDevice:
             destination.reshape(-1).view(np.uint8)[:] = self.memory.space.data[where]
 
     def take(self, name: str) -> np.ndarray | None:
-        """The bytes of a workspace, which are zero from then on; None if `scratch` was never asked for it."""
+        """Read a workspace's bytes and zero it; None if `scratch` has not been asked for it."""
         buffer = self._scratch.get(name)
         if buffer is None:
             return None
@@ -199,7 +199,7 @@ class EmulatorDevice:
 
 
 def _copy_changes(source: np.ndarray, destination: np.ndarray) -> None:
-    """Copy the elements whose bytes differ, and touch no other one."""
+    """Copy only elements whose bytes differ: arrays that overlap must not undo each other's results."""
     if source.dtype.itemsize in (1, 2, 4, 8):
         source, destination = (x.view(f"u{source.dtype.itemsize}") for x in (source, destination))
     np.copyto(destination, source, where=source != destination)

@@ -19,7 +19,7 @@ class SourceLine(NamedTuple):
 
 
 class EmulatorError(RuntimeError):
-    """What the emulator cannot parse or start, and the base class of everything it raises."""
+    """The emulator cannot parse or start this; base class of everything it raises."""
 
 
 class UnsupportedInstructionError(EmulatorError):
@@ -27,26 +27,26 @@ class UnsupportedInstructionError(EmulatorError):
 
 
 class KernelFault(EmulatorError):
-    """A running kernel did what it must not do.
+    """A running kernel did something illegal.
 
     Attributes
     ----------
     what : str
-        The fault in a few words.
+        A short description of the fault.
     kernel : str
         Name of the kernel.
     source : SourceLine or None
-        The Python line that the instruction comes from; None without line information in the PTX.
+        The Python line of the instruction; None if the PTX has no line information.
     callers : tuple of SourceLine
-        The lines that called it, from the inside out, where it was inlined from a device function.
+        If it was inlined from a device function: the calling lines, innermost first.
     line, text : int and str
         Line number and text of the PTX instruction.
     thread_block, thread : tuple of int, or None
-        Coordinates (x, y, z) of the thread, where one is to blame.
+        Coordinates (x, y, z) of the thread, if a single one is to blame.
     address : int or None
-        The address it used.
+        The offending address.
     place : str
-        Where that address points: the array, and the byte or element of it.
+        What that address points at: an array, and a byte or element in it.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class KernelFault(EmulatorError):
 
 
 class MemoryFault(KernelFault):
-    """An access out of bounds, misaligned, to freed or never written bytes, or a store to a read-only array."""
+    """An access out of bounds, misaligned, or to freed or uninitialised bytes; a store to a read-only array."""
 
 
 class RaceFault(KernelFault):
-    """Two conflicting accesses that nothing orders, or use of data of an unfinished cp.async."""
+    """Two conflicting accesses that nothing orders, or use of data that a cp.async is still copying."""
 
 
 class SyncFault(KernelFault):
-    """Barrier divergence, deadlock, or a warp operation whose named lanes are not there."""
+    """Barrier divergence, a deadlock, or a warp operation that names lanes which are absent."""
 
 
 class TrapFault(KernelFault):
-    """The kernel executed a trap: an assertion that failed."""
+    """The kernel executed a trap, as a failed assertion does."""

@@ -1,1 +1,1 @@
-"""Runs translated kernels: the operations that their code calls, barriers, and the order of warps."""
+"""Runs translated kernels: the operations that their code calls, barriers, scheduling, launches."""

@@ -1,4 +1,4 @@
-"""Memory instructions of one batch of thread blocks: address checks, data movement, atomics."""
+"""Loads, stores and atomics of one batch: address checks, and movement of data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import StatsRecorder
 from ..translation.mem_op import MemOp
 
-Offsets = tuple[np.ndarray | None, np.ndarray | None]  # byte offsets and lane numbers of those that take part
+Offsets = tuple[np.ndarray | None, np.ndarray | None]  # byte offsets of the active lanes, and their numbers
 
 
 _UFUNC: dict[str, np.ufunc] = {"add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def _apply(what: str, old: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarray:
-    """New memory value of an atomic operation."""
+    """The value that an atomic operation leaves in memory."""
     a = values[0]
     if what == "exch":
         return a
@@ -41,7 +41,7 @@ def _apply(what: str, old: np.ndarray, values: Sequence[np.ndarray]) -> np.ndarr
 
 
 class Access:
-    """Memory methods that are bound into the generated code (ld_global, st_shared, ...)."""
+    """The memory operations that generated code calls, such as ld_global."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Access:
         base: np.ndarray | None = None,
         init_check: bool | None = None,
     ) -> None:
-        """Fault unless every access is in range, aligned and allowed; `off` counts from `base` when given."""
+        """Fault unless every access is in range, aligned and allowed; offsets are relative to `base` if given."""
         size = op.size
         rel = (off if base is None else off - base).view(np.uint64)
         if int(rel.max()) + size > limit:
@@ -104,7 +104,7 @@ class Access:
         return address[idx], idx
 
     def global_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
-        """Byte offsets and lanes of an access, checked and counted; offsets None when no lane takes part."""
+        """Byte offsets and lanes of an access, checked and counted; offsets are None if no lane is active."""
         a, idx = self._lanes(address, m)
         if not len(a):
             return None, idx
@@ -127,7 +127,7 @@ class Access:
         return off, idx
 
     def shared_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
-        """As global_offsets, of shared memory."""
+        """As `global_offsets`, in shared memory."""
         f = self.frame
         a, idx = self._lanes(address, m)
         if not len(a):
@@ -143,7 +143,7 @@ class Access:
         return off, idx
 
     def local_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool) -> Offsets:
-        """As global_offsets, of local memory."""
+        """As `global_offsets`, in local memory."""
         f = self.frame
         a, idx = self._lanes(address, m)
         if not len(a):
@@ -207,7 +207,7 @@ class Access:
 
     @staticmethod
     def _generic(address: np.ndarray, m: Mask, *spaces: Callable[[np.ndarray, Mask], None]) -> None:
-        """Call those of `spaces` (global, shared, local) that the lanes' addresses lie in."""
+        """Dispatch lanes to the functions `spaces` (global, shared, local) by the window of their addresses."""
         window = np.uint64(WINDOW_BYTES)
         bases = (np.uint64(0), np.uint64(SHARED_WINDOW), np.uint64(LOCAL_WINDOW))
         shared, local = ((address - base) < window for base in bases[1:])
@@ -231,7 +231,7 @@ class Access:
         where = self.global_offsets(op, address, m, True, True)
         self._atomic(op, what, self.memory.space.views[view], where, dst, values)
         if where[0] is not None:
-            self.memory.space.verify(where[0], op.size, False, False)  # it holds a value now
+            self.memory.space.verify(where[0], op.size, False, False)  # initialised from now on
 
     def atom_shared(
         self, op: MemOp, what: str, address: np.ndarray, view: str, m: Mask, dst: np.ndarray | None, values: Any
@@ -268,7 +268,7 @@ class Access:
             ufunc = _UFUNC.get(what) or {"min": np.fmin, "max": np.fmax}[what]
             ufunc.at(data, element, values[0])
             return
-        else:  # several lanes on one location, and the old values are wanted
+        else:  # lanes share a location and want its old values: one after the other
             old = np.empty(len(element), data.dtype)
             for j in range(len(element)) if self.rng is None else self.rng.permutation(len(element)):
                 old[j] = data[element[j]]

@@ -1,4 +1,4 @@
-"""cp.async: copies become visible when the thread that issued them waits for their group."""
+"""cp.async: a copy becomes visible when the thread that issued it waits for its group."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class _Copies:
     lanes: np.ndarray
     offsets: np.ndarray
     data: np.ndarray  # (copies, bytes)
-    group: np.ndarray  # number of each copy's group in its thread
+    group: np.ndarray  # of each copy, counted by its thread
 
     def where(self, chosen: np.ndarray) -> _Copies:
         return _Copies(self.op, self.lanes[chosen], self.offsets[chosen], self.data[chosen], self.group[chosen])
 
     @property
     def destination(self) -> np.ndarray:
-        """Offset of every byte in shared memory."""
+        """The offset in shared memory of every byte."""
         return self.offsets[:, None] + np.arange(self.data.shape[1])
 
 
 class AsyncCopies:
-    """Until a copy is complete, its destination bytes are PENDING: any access to them is a fault."""
+    """Unfinished copies: their destination bytes are PENDING, and any access to them is a fault."""
 
     def __init__(self, frame: Frame, access: Access) -> None:
         self.frame, self.access = frame, access
@@ -43,16 +43,16 @@ class AsyncCopies:
     def copy(
         self, load: MemOp, store: MemOp, dst: np.ndarray, src: np.ndarray, limit: np.ndarray | None, m: Mask
     ) -> None:
-        """Start a copy of each lane; `limit` says how many bytes are read, the rest is zero."""
+        """Start a copy for each lane; it reads `limit` bytes and fills the rest with zeros."""
         f, acc = self.frame, self.access
         lanes = f.lanes if m is None else np.flatnonzero(m)
-        off, _ = acc.shared_offsets(store, dst, m, False, True)  # checked like a store
+        off, _ = acc.shared_offsets(store, dst, m, False, True)  # checked as a store
         if off is None:
             return
         size = store.size
         amount = np.full(len(lanes), size) if limit is None else np.minimum(limit[lanes].astype(np.int64), size)
         source = (src[lanes] - np.uint64(GLOBAL_BASE)).view(np.int64)
-        if int(np.bitwise_or.reduce(source)) & (size - 1):  # forbidden even where nothing is read
+        if int(np.bitwise_or.reduce(source)) & (size - 1):  # must be aligned even where nothing is read
             acc.check(load, "global", acc.memory.space, source, 1 << 62, lanes, True)
         data = np.zeros((len(lanes), size), np.uint8)
         full = amount == size
@@ -78,7 +78,7 @@ class AsyncCopies:
         return None if mask.all() else mask
 
     def _check_overlap(self, copies: _Copies, ins: Instruction) -> None:
-        """Two copies of one instruction with the same destination."""
+        """Fault if two copies of one instruction have the same destination."""
         order = np.argsort(copies.offsets, kind="stable")
         same = np.diff(copies.offsets[order]) == 0
         if same.any():
@@ -92,7 +92,7 @@ class AsyncCopies:
         self.open_group[slice(None) if m is None else m] += 1
 
     def wait(self, m: Mask, keep: int | None) -> None:
-        """Complete all but the last `keep` groups of each lane; None: everything, committed or not."""
+        """Complete all but the last `keep` groups of each lane; with None everything, committed or not."""
         f = self.frame
         remaining = []
         for copies in self.pending:

@@ -1,4 +1,4 @@
-"""Barriers of thread blocks: bar.sync, bar.arrive, bar.red, named and counted ones, and the faults of their misuse."""
+"""Barriers of thread blocks: bar.sync, bar.arrive and bar.red, named and counted, and the faults of misuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..state.races import SharedRaces
 
 @dataclass(eq=False)
 class Reduction:
-    """bar.red: `dest` of every thread receives the popc, and or or of the threads' predicate."""
+    """A bar.red, which gives every thread the count, conjunction or disjunction of the threads' predicates."""
 
     what: str
     dest: np.ndarray
@@ -24,27 +24,27 @@ class Reduction:
     negated: bool
 
     def apply(self, lanes: slice, votes: np.ndarray, part: np.ndarray) -> None:
-        """Reduce over each row of `part` (thread blocks, threads); its lanes lie at `lanes` of the batch."""
+        """Reduce each row of `part` (thread blocks, threads), which covers the slice `lanes` of the batch."""
         result = (votes | ~part).all(1) if self.what == "and" else (votes & part).sum(1)
         dest = self.dest[lanes]
-        full = np.broadcast_to(result[:, None], part.shape).astype(dest.dtype)  # a count is true as a predicate
+        full = np.broadcast_to(result[:, None], part.shape).astype(dest.dtype)  # bar.red.or casts the count to bool
         np.putmask(dest, part.reshape(-1), full.reshape(-1))
 
 
 @dataclass(eq=False)
 class Barrier:
-    """Static description of a barrier instruction; number and count may be registers."""
+    """A barrier instruction; its number and count may be registers."""
 
     number: int | np.ndarray
     count: int | np.ndarray
     arrive: bool
     reduction: Reduction | None
-    simple: bool  # of all threads of the thread block
+    simple: bool  # constant, not an arrive, and for the whole thread block
 
 
 @dataclass
 class _Arrivals:
-    """bar.arrive at one barrier so far: threads, and what their warps {warp: (time, what it had seen)} bring."""
+    """The bar.arrives at one barrier so far, and by warp their time and what it had seen."""
 
     threads: int = 0
     count: int = 0
@@ -52,7 +52,7 @@ class _Arrivals:
 
 
 class Barriers:
-    """Threads of one batch that wait at barriers; `pc` is the scheduler's, with every waiting lane one block on."""
+    """The threads of a batch that wait at barriers; in the scheduler's `pc` they are one block on already."""
 
     def __init__(self, frame: Frame, races: SharedRaces | None, pc: np.ndarray, blocks: list[Block]) -> None:
         self.frame, self.races, self.pc, self.blocks = frame, races, pc, blocks
@@ -67,7 +67,7 @@ class Barriers:
         self.completed = 0
 
     def whole(self, barrier: Barrier) -> None:
-        """All lanes of the batch are at the same simple barrier."""
+        """The whole batch passes one simple barrier."""
         f = self.frame
         self.completed += f.num_ctas
         if self.races is not None:
@@ -77,7 +77,7 @@ class Barriers:
             red.apply(slice(None), (red.pred ^ red.negated).reshape(shape), np.ones(shape, np.bool_))
 
     def reach(self, barrier: Barrier, block: int, part: np.ndarray, fair: bool) -> None:
-        """The lanes of `part` come to the barrier that ends a block; `fair`: open all that can be at once."""
+        """The lanes of `part` reach the barrier that ends a block; with `fair`, open every barrier that can be."""
         f = self.frame
         number, count = barrier.number, barrier.count
         self._number[part] = number if isinstance(number, int) else number[part]
@@ -89,16 +89,16 @@ class Barriers:
             self._arrive(part)
         else:
             self.waiting |= part
-        if not (isinstance(count, int) and count == 0) and part.any():  # counted barriers open at once
+        if not (isinstance(count, int) and count == 0) and part.any():  # a counted barrier opens at once
             for cta, b in set(zip(f.cta_slot[part].tolist(), self._number[part].tolist(), strict=True)):
                 self._try_open(cta, b)
-        elif fair:  # do not make a thread block wait for a spinning one
+        elif fair:  # or a thread block would wait for one that spins until this one is done
             blocked = (self.waiting | (self.pc == self.exit)).reshape(f.num_ctas, -1).all(1)
             for cta in np.flatnonzero(blocked & part.reshape(f.num_ctas, -1).any(1)).tolist():
                 self._open_cta(cta)
 
     def release(self) -> None:
-        """Nothing can run: open every barrier that is complete; otherwise the kernel is stuck."""
+        """Nothing can run: open every complete barrier, or report the deadlock."""
         opened = [self._open_cta(cta) for cta in np.unique(self.frame.cta_slot[self.waiting]).tolist()]
         if not any(opened):
             self._deadlock()
@@ -126,7 +126,7 @@ class Barriers:
         return sum(self._try_open(cta, b) for b in numbers) > 0
 
     def _try_open(self, cta: int, b: int) -> bool:
-        """Open barrier b of a thread block if all threads it expects have arrived."""
+        """Open barrier b of a thread block if every thread it expects has arrived."""
         f, s = self.frame, self._lanes(cta)
         lanes = np.flatnonzero(self.waiting[s] & (self._number[s] == b)) + s.start
         state = self._arrivals.get((cta, b)) or _Arrivals()
@@ -147,7 +147,7 @@ class Barriers:
         return True
 
     def _instruction(self, lane: int) -> Instruction:
-        """The barrier that a lane waits at."""
+        """The barrier instruction that a lane waits at."""
         return self.blocks[max(int(self.pc[lane]) - 1, 0)].instructions[-1]
 
     def _open(self, cta: int, lanes: np.ndarray, want: int, state: _Arrivals) -> None:

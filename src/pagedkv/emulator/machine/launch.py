@@ -1,4 +1,4 @@
-"""A device that runs kernels: checks of a launch, and its batches of thread blocks."""
+"""A device that runs kernels: checks a launch, and runs its thread blocks in batches."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _dims(sizes: int | Sequence[int], what: str) -> Dims:
 
 
 def _parameter(param: Param, value: Any) -> bytes:
-    """The bytes of one kernel parameter."""
+    """A kernel parameter as bytes."""
     if isinstance(value, Buffer):
         if value.freed:
             raise EmulatorError(f"parameter {param.name}: buffer {value.name!r} was freed")
@@ -95,7 +95,7 @@ def _parameter(param: Param, value: Any) -> bytes:
 
 
 def _granule(scope: Scope, space: str) -> int:
-    """Smallest access of a kernel to a space: the resolution of race detection."""
+    """The kernel's smallest access to a space, which is the resolution of race detection."""
     ops = (op for op in scope.objects.values() if isinstance(op, MemOp) and op.space in (space, "generic"))
     return min([4, *(op.element for op in ops)])
 
@@ -129,16 +129,16 @@ class Device(Memory):
         max_shared_bytes: int = MAX_SHARED_BYTES,
         name: str | None = None,
     ) -> LaunchStats:
-        """Run a kernel to its end.
+        """Run a kernel to completion.
 
         Parameters
         ----------
         entry : Entry
             The kernel, from `Module.entry`.
         grid, num_threads : int or sequence of up to three int
-            Thread blocks, and threads of a block.
+            Sizes of the grid and of a thread block.
         args : sequence
-            One value for each kernel parameter: a Buffer or an address for a pointer, a number, bytes for a structure.
+            A value for each parameter: a Buffer or an address for a pointer, a number, bytes for a structure.
         shared_bytes : int
             Dynamic shared memory of a thread block.
         race : bool
@@ -150,19 +150,19 @@ class Device(Memory):
         stats : bool
             Count memory traffic, sectors and wavefronts.
         footprint : bool
-            Note which bytes of which buffer are read and written.
+            Record which bytes of which buffer are read and written.
         seed : int, optional
-            Run thread blocks and warps in a random order; without it all of them go in lock-step.
+            Run thread blocks and warps in a random order; without a seed they run in lock-step.
         batch_threads : int
-            Threads that are simulated together.
+            Threads to simulate together.
         step_limit : int, optional
-            Give up after so many steps of a batch.
+            Fault after this many steps of a batch.
         strict_shared_alignment : bool
             Give shared arrays no more than their declared alignment.
         max_shared_bytes : int
-            Static and dynamic shared memory that a thread block may have.
+            Limit on a thread block's static and dynamic shared memory.
         name : str, optional
-            What faults call the kernel.
+            The kernel's name in faults.
 
         Returns
         -------
@@ -171,14 +171,14 @@ class Device(Memory):
         Raises
         ------
         EmulatorError
-            The launch is not one that hardware would take, or one of its subclasses: what the kernel did wrong.
+            Hardware would refuse the launch; or, as a subclass, the kernel's fault.
         """
         dims, threads = _dims(grid, "grid"), _dims(num_threads, "num_threads")
         self._check(entry, dims, threads, args, shared_bytes, max_shared_bytes)
         params = {param.name: _parameter(param, value) for param, value in zip(entry.params, args, strict=True)}
         translation = entry.translation
         scope = translation.scope
-        for kind, value, _ in scope.constants:  # module variables exist before the statistics look
+        for kind, value, _ in scope.constants:  # make module variables before statistics size their counters
             if kind == "symbol" and value[0] in entry.globals:
                 self.module_symbol(entry.globals, value[0])
         num_ctas, per_cta = math.prod(dims), math.prod(threads)
@@ -201,7 +201,7 @@ class Device(Memory):
                 reuse = scheduler is not None and scheduler.frame.num_lanes == frame.num_lanes
                 bound = _namespace(frame, access, shared_races, global_races, params)
                 bound.update(frame.namespace(scope, reuse))
-                if reuse:  # same size: keep the register arrays and compiled blocks
+                if reuse:  # same number of lanes: keep register arrays and compiled blocks
                     namespace.update(bound)
                 else:
                     namespace = {**_BASE_NAMESPACE, **bound}

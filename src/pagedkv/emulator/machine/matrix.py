@@ -1,4 +1,4 @@
-"""Matrix instructions of a warp that are bound into the generated code: mma, ldmatrix, stmatrix, movmatrix."""
+"""The matrix instructions that generated code calls: mma, ldmatrix, stmatrix, movmatrix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ U32 = np.uint32
 
 @functools.cache
 def _fragments(k: int, per: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where matrix element (row, column) of A, B, C lies among the registers, flattened as (register, lane, element).
+    """Where elements (row, column) of A, B and C lie among the registers, as flat (register, lane, element) indices.
 
     With g = lane // 4, t = lane % 4 and `per` elements in a register: register r of A holds row g + 8 * (r & 1),
     columns t * per + e + 4 * per * (r >> 1); register r of B holds rows t * per + e + 4 * per * r of column g;
@@ -37,7 +37,7 @@ def _fragments(k: int, per: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _elements(registers: Sequence[np.ndarray], rows: np.ndarray, kind: str) -> np.ndarray:
-    """Registers to float64 values, shape (registers, warps, 32, elements of a register)."""
+    """The registers' values in float64, shape (registers, warps, 32, elements of a register)."""
     bits = np.stack([register[rows] for register in registers])
     if kind in ("f16", "bf16"):
         values = load_narrow(bits.view(np.uint16), kind)
@@ -51,13 +51,13 @@ def _elements(registers: Sequence[np.ndarray], rows: np.ndarray, kind: str) -> n
 
 
 class MatrixOps:
-    """Matrix instructions of one batch."""
+    """The matrix instructions of one batch."""
 
     def __init__(self, frame: Frame, access: Access) -> None:
         self.frame, self.access = frame, access
 
     def _warps(self, ins: Instruction, m: Mask) -> np.ndarray:
-        """Lane numbers of the warps that take part, shape (warps, 32)."""
+        """Lane numbers of the active warps, shape (warps, 32)."""
         f = self.frame
         if m is None and f.whole_warps:
             return f.lanes.reshape(-1, 32)
@@ -82,7 +82,7 @@ class MatrixOps:
         c: Sequence[np.ndarray],
         m: Mask,
     ) -> np.ndarray:
-        """d = a @ b + c for m16n8k{k}; sums in float64, one rounding to the accumulator type."""
+        """d = a @ b + c for m16n8k{k}, summed in float64 and rounded once to the accumulator's type."""
         rows = self._warps(ins, m)
         num_warps = len(rows)
         in_a, in_b = _elements(a, rows, kind), _elements(b, rows, kind)
@@ -113,7 +113,7 @@ class MatrixOps:
         return result
 
     def _rows_in_shared(self, op: MemOp, address: np.ndarray, rows: np.ndarray, count: int, load: bool) -> np.ndarray:
-        """Where the 16-byte rows of `count` 8x8 matrices lie, as indices of 16-bit elements, shape (rows, 8)."""
+        """The rows of `count` 8x8 matrices as indices of 16-bit elements, shape (rows, 8)."""
         part = np.zeros(self.frame.num_lanes, np.bool_)
         part[rows[:, : 8 * count]] = True
         off, _ = self.access.shared_offsets(op, address, None if part.all() else part, load, not load)
@@ -121,7 +121,7 @@ class MatrixOps:
         return (off >> 1)[:, None] + np.arange(8)
 
     def ldmatrix(self, op: MemOp, address: np.ndarray, count: int, trans: bool, m: Mask) -> np.ndarray:
-        """`count` 8x8 matrices of 16-bit elements; lanes 8i to 8i + 7 hold the row addresses of matrix i."""
+        """Load `count` 8x8 matrices of 16-bit elements; lanes 8i to 8i + 7 hold the row addresses of matrix i."""
         rows = self._warps(op.ins, m)
         where = self._rows_in_shared(op, address, rows, count, True)
         data = self.frame.shared.views["u16"][where].reshape(-1, count, 8, 8)
@@ -134,7 +134,7 @@ class MatrixOps:
         return out
 
     def stmatrix(self, op: MemOp, address: np.ndarray, values: Sequence[np.ndarray], trans: bool, m: Mask) -> None:
-        """The reverse of ldmatrix."""
+        """Store matrices, as `ldmatrix` loads them."""
         rows, count = self._warps(op.ins, m), len(values)
         where = self._rows_in_shared(op, address, rows, count, False)
         data = np.stack([value[rows] for value in values], 1).view(np.uint16).reshape(-1, count, 8, 8)
@@ -143,7 +143,7 @@ class MatrixOps:
         self.frame.shared.views["u16"][where] = data.reshape(-1, 8)
 
     def movmatrix(self, ins: Instruction, a: np.ndarray, m: Mask) -> np.ndarray:
-        """The transpose of an 8x8 matrix that lies in the registers of a warp."""
+        """Transpose the 8x8 matrix in a warp's registers."""
         rows = self._warps(ins, m)
         data = np.swapaxes(np.ascontiguousarray(a[rows]).view(np.uint16).reshape(-1, 8, 8), 1, 2)
         out = np.zeros(self.frame.num_lanes, U32)

@@ -1,4 +1,4 @@
-"""Arithmetic that the generated code calls; every function works on one array element for each lane."""
+"""The arithmetic that generated code calls, on arrays with an element for each lane."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mulhi(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def idiv(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Truncating division; a division by zero, which PTX leaves open, gives all ones."""
+    """Truncating division; by zero, which PTX leaves undefined, it gives all ones."""
     zero = b == 0
     d = np.where(zero, b.dtype.type(1), b)
     if a.dtype.kind == "u":
@@ -72,7 +72,7 @@ def bfi(a: np.ndarray, b: np.ndarray, pos: np.ndarray, length: np.ndarray) -> np
 
 
 def bit_length(u: np.ndarray) -> np.ndarray:
-    """Position of the highest set bit plus one, for unsigned arrays."""
+    """The position of the highest set bit, plus one, in unsigned integers."""
     if u.dtype.itemsize < 8:
         return np.frexp(u.astype(np.float64))[1].astype(np.uint32)
     top = np.frexp((u >> U64(32)).astype(np.float64))[1]
@@ -115,7 +115,7 @@ def prmt(a: np.ndarray, b: np.ndarray, sel: np.ndarray) -> np.ndarray:
 
 
 def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, lut: int) -> np.ndarray:
-    """Any three-input boolean function, as a sum of minterms."""
+    """Any boolean function of three inputs, as a sum of minterms."""
     invert = bin(lut & 255).count("1") > 4
     table = (~lut if invert else lut) & 255
     out = np.zeros_like(a)
@@ -126,7 +126,7 @@ def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, lut: int) -> np.ndarray:
 
 
 def funnel(a: np.ndarray, b: np.ndarray, c: np.ndarray, left: bool, clamp: bool) -> np.ndarray:
-    """shf: shift the 64-bit value {b, a} and keep the upper (left) or lower (right) half."""
+    """shf: shift the 64 bits {b, a}, and keep the upper half (left) or the lower one (right)."""
     n = (np.minimum(c, U32(32)) if clamp else c & U32(31)).astype(U64)
     w = (b.astype(U64) << U64(32)) | a
     return ((w << n) >> U64(32) if left else w >> n).astype(U32)
@@ -144,11 +144,11 @@ def saturate(x: np.ndarray) -> np.ndarray:
 
 
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    return a.astype(np.float64) * b + c  # exact product; the sum is rounded twice
+    return a.astype(np.float64) * b + c  # The product is exact; the sum is rounded twice.
 
 
 def round32(x64: np.ndarray, mode: str) -> np.ndarray:
-    """float64 -> float32 with directed rounding (rz, rm, rp)."""
+    """Round float64 to float32 in direction rz, rm or rp."""
     f = x64.astype(np.float32)
     back = f.astype(np.float64)
     inf = np.float32(np.inf)
@@ -160,7 +160,7 @@ def round32(x64: np.ndarray, mode: str) -> np.ndarray:
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """Replace float32 subnormals by zeros of the same sign, in place; returns x."""
+    """Flush float32 subnormals to zeros of their sign, in place; returns x."""
     t = np.bitwise_and(x.view(U32), U32(0x7FFFFFFF))
     np.subtract(t, U32(1), t)
     sub = np.less(t, U32(0x7FFFFF))
@@ -170,7 +170,7 @@ def flush(x: np.ndarray) -> np.ndarray:
 
 
 def flushed(x: np.ndarray) -> np.ndarray:
-    """Copy-on-demand version of flush for operands."""
+    """As `flush`, but leaves x alone: copies it if there is a subnormal."""
     t = np.bitwise_and(x.view(U32), U32(0x7FFFFFFF))
     np.subtract(t, U32(1), t)
     sub = np.less(t, U32(0x7FFFFF))
@@ -178,7 +178,7 @@ def flushed(x: np.ndarray) -> np.ndarray:
 
 
 def to_int(x: np.ndarray, ty: str) -> np.ndarray:
-    """Float (already rounded to an integer value) -> saturated integer, NaN -> 0."""
+    """Convert floats of integer value, saturating; NaN becomes 0."""
     dt = VIEW_DTYPE[ty]
     i = np.iinfo(dt)
     y = np.where(np.isnan(x), 0, x).astype(np.float64)
@@ -187,10 +187,10 @@ def to_int(x: np.ndarray, ty: str) -> np.ndarray:
 
 
 def bf16_bits(x: np.ndarray, mode: str = "rn") -> np.ndarray:
-    """float32/float64 -> bfloat16 bits."""
+    """Round float32 or float64 to the bits of bfloat16."""
     if x.dtype != np.float32:
         f = x.astype(np.float32)
-        odd = f.astype(np.float64) != x  # round to odd, so that the next rounding is right
+        odd = f.astype(np.float64) != x  # round to odd first: two roundings to nearest could err
         u = f.view(U32) - ((np.abs(f) > np.abs(x)) & odd).astype(U32)
         u = np.where(odd & np.isfinite(f), u | U32(1), u)
     else:
@@ -201,7 +201,7 @@ def bf16_bits(x: np.ndarray, mode: str = "rn") -> np.ndarray:
 
 
 def load_narrow(bits: np.ndarray, ty: str) -> np.ndarray:
-    """Register bits of f16/bf16(x2)/f32x2 -> float32 lanes (two per register for x2, low half first)."""
+    """Widen f16, bf16 or packed bits to float32, the low half of a packed register first."""
     if ty == "f32x2":
         return bits.view(np.float32)
     if ty[0] == "f":
@@ -224,14 +224,14 @@ def store_narrow(val: np.ndarray, ty: str, mode: str = "rn") -> np.ndarray:
 
 
 def pack_narrow(hi: np.ndarray, lo: np.ndarray, ty: str, mode: str = "rn", relu: bool = False) -> np.ndarray:
-    """cvt.*x2.f32 d, hi, lo."""
+    """cvt.*x2.f32 d, hi, lo"""
     if relu:
         hi, lo = np.fmax(hi, np.float32(0)), np.fmax(lo, np.float32(0))
     return store_narrow(np.stack([lo, hi], 1).reshape(-1), ty, mode)
 
 
 def to_tf32(x: np.ndarray) -> np.ndarray:
-    """Round to nearest, ties away (cvt.rna.tf32)."""
+    """cvt.rna.tf32: round to nearest, ties away from zero."""
     return (x.view(U32) + U32(0x1000)) & U32(0xFFFFE000)
 
 
@@ -253,7 +253,7 @@ FP8_VALUES = {"e4m3": _fp8_table(4, 3), "e5m2": _fp8_table(5, 2)}
 
 
 def fp8_encode(x: np.ndarray, kind: str) -> np.ndarray:
-    """float -> fp8 codes, round to nearest even, saturating to the largest finite value."""
+    """Round to the nearest fp8 code, ties to even, saturating at the largest finite value."""
     man, bias, top_code = (3, 7, 0x7E) if kind == "e4m3" else (2, 15, 0x7B)
     table = FP8_VALUES[kind][: top_code + 1].astype(np.float64)
     a = np.minimum(np.abs(x.astype(np.float64)), table[-1])
@@ -265,10 +265,10 @@ def fp8_encode(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def fp8x2_unpack(bits: np.ndarray, kind: str, ty: str) -> np.ndarray:
-    """cvt.rn.f16x2.e4m3x2."""
+    """cvt.rn.f16x2.e4m3x2"""
     return store_narrow(FP8_VALUES[kind][bits.view(np.uint8)], ty)
 
 
 def fp8x2_pack(hi: np.ndarray, lo: np.ndarray, kind: str) -> np.ndarray:
-    """cvt.rn.satfinite.e4m3x2.f32 d, hi, lo."""
+    """cvt.rn.satfinite.e4m3x2.f32 d, hi, lo"""
     return (fp8_encode(hi, kind).astype(np.uint16) << np.uint16(8)) | fp8_encode(lo, kind)

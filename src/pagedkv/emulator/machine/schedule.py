@@ -1,7 +1,7 @@
-"""Runs the basic blocks of one batch: divergence and reconvergence.
+"""Schedules the basic blocks of a batch, through divergence and reconvergence.
 
-Every lane has a block number; the lowest runnable block executes for all lanes that are at it, which makes lanes
-reconverge in layout order. With a seed, a random subset of warps runs ahead until it blocks.
+Every lane has a block number. The lowest runnable block executes for all lanes at it, so lanes reconverge in layout
+order. With a seed, random subsets of warps run ahead until they block.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ..state.stats import StatsRecorder
 from ..translation.translate import Translation
 from .barriers import Barrier, Barriers, Reduction
 
-_REROLL = 1 / 16  # chance in each step that a seeded run picks another subset of warps
-_MOST_VARIANTS = 20_000  # remembered choices of code for masked blocks
+_REROLL = 1 / 16  # a seeded run's chance, at each step, to pick another subset of warps
+_MOST_VARIANTS = 20_000  # cached lookups of masked code
 
 BlockCode = Callable[[Mask], None]
 
 
 @dataclass(eq=False)
 class _End:
-    """Static description of how a block ends, and of what it needs to begin."""
+    """How a block ends, and which lanes it waits for before it begins."""
 
     kind: str  # fall, bra, cbra, ret, trap, bar
     target: int
@@ -38,15 +38,15 @@ class _End:
     count: int  # instructions
     ins: Instruction
     barrier: Barrier | None = None
-    member: np.ndarray | None = None  # lanes that must have arrived, where the block does not need all of a warp
+    member: np.ndarray | None = None  # member mask of a block that does not wait for the full warp
 
     def taken(self, m: np.ndarray) -> np.ndarray:
-        """Lanes of `m` that take the jump, trap or barrier."""
+        """The lanes of `m` that take the jump, trap or barrier."""
         return m if self.pred is None else m & (self.pred ^ self.negated)
 
 
 class Scheduler:
-    """Runs batches of one launch that have the same number of lanes."""
+    """Runs those batches of a launch that have the same number of lanes."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Scheduler:
         self._codes: dict[tuple[int, int | None], BlockCode] = {}
         self._masked_codes: dict[tuple[int, bytes], BlockCode] = {}
 
-    # -- static description of block ends
+    # -- ends of blocks
     def _end(self, i: int) -> _End:
         block, program = self.blocks[i], self.translation.program
         last = block.instructions[-1]
@@ -116,9 +116,9 @@ class Scheduler:
         return code
 
     def _masked_code(self, i: int, lanes: int) -> BlockCode:
-        """Variant of block i for `lanes` active lanes, given the blocks that the other lanes are at."""
+        """The variant of block i for `lanes` active lanes, given where the other lanes are."""
         occupied = self._counts[:-1] > 0
-        occupied[i] = self._counts[i] != lanes  # lanes held back at this very block need their registers too
+        occupied[i] = self._counts[i] != lanes  # lanes held back at this block need their registers too
         key = (i, occupied.tobytes())
         code = self._masked_codes.get(key)
         if code is None:
@@ -130,7 +130,7 @@ class Scheduler:
 
     # -- execution
     def run(self, frame: Frame, races: SharedRaces | None) -> None:
-        """Run one batch to its end."""
+        """Run one batch to completion."""
         self.frame, lanes = frame, frame.num_lanes
         self._pc = np.zeros(lanes, np.int32)
         self._barriers = Barriers(frame, races, self._pc, self.blocks)
@@ -176,7 +176,7 @@ class Scheduler:
             cur, m = chosen
 
     def _uniform_successor(self, end: _End, cur: int) -> int | None:
-        """Next block if all lanes of the batch go the same way, else None."""
+        """The next block if the whole batch goes there, else None."""
         if end.kind == "fall":
             return cur + 1
         if end.kind in ("bra", "ret"):
@@ -196,7 +196,7 @@ class Scheduler:
         return len(np.unique(self.frame.warp[m]))
 
     def _advance(self, end: _End, cur: int, m: np.ndarray) -> None:
-        """Move the lanes that have executed a block."""
+        """Move the lanes that executed a block to their next ones."""
         if end.kind in ("bra", "ret"):
             np.putmask(self._pc, m, end.target)
             return
@@ -211,7 +211,7 @@ class Scheduler:
             self._barriers.reach(end.barrier, cur, part, fair=self.rng is not None)
 
     def _choose(self) -> tuple[int, Mask] | None:
-        """Next block and its lanes (None: all of them); None when all lanes have exited."""
+        """The next block and its lanes, whose mask is None for all; None once every lane has exited."""
         waiting = self._barriers.waiting
         while True:
             key = self._pc
@@ -237,7 +237,7 @@ class Scheduler:
             self._barriers.release()
 
     def _subset(self, key: np.ndarray) -> np.ndarray:
-        """Seeded: hide the lanes of the warps that are not chosen."""
+        """Hide the lanes of warps outside the random subset."""
         assert self.rng is not None
         runnable = key != self.exit
         if not runnable.any():
@@ -249,7 +249,7 @@ class Scheduler:
         return np.where(self._chosen, key, np.int32(self.exit))
 
     def _someone_else_runs(self) -> bool:
-        """Seeded: the chosen warps are stuck; widen the choice to all warps once before giving up."""
+        """The subset is stuck: try once with all warps before giving up."""
         if self._chosen is not None and not self._chosen.all():
             self._chosen = np.ones(self.frame.num_lanes, np.bool_)
             return True
@@ -257,14 +257,14 @@ class Scheduler:
         return False
 
     def _arrived(self, lanes: np.ndarray) -> np.ndarray:
-        """Lane masks of the warps: which of their lanes are in `lanes`."""
+        """For each warp, the bit mask of its lanes in `lanes`."""
         f = self.frame
         masks = np.zeros(f.num_warps, np.uint32)
         np.bitwise_or.at(masks, f.warp[lanes], np.left_shift(np.uint32(1), f.lane[lanes].astype(np.uint32)))
         return masks
 
     def _not_converged(self, block: int, m: np.ndarray) -> np.ndarray | None:
-        """Lanes of m whose warp operation's members have not all arrived (None if there are none)."""
+        """The lanes of `m` whose warp operation still waits for members; None if there are none."""
         f, member = self.frame, self._ends[block].member
         if f.whole_warps and member is None:
             w = m.view(np.uint64).reshape(-1, 4)

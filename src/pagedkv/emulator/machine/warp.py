@@ -1,4 +1,4 @@
-"""Operations of a warp that are bound into the generated code: shuffles, votes, matches, reductions."""
+"""The warp operations that generated code calls: shuffles, votes, matches, reductions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REDUCTIONS = {
 
 
 class _Route(NamedTuple):
-    """Where the lanes of a shuffle read, whether they are in range, and whether they name each other."""
+    """Where each lane of a shuffle reads, whether that is in range, and whether both lanes are members."""
 
     source: np.ndarray  # lane of the warp
     in_range: np.ndarray
@@ -31,7 +31,7 @@ class _Route(NamedTuple):
 
 
 class WarpOps:
-    """Warp operations of one batch."""
+    """The warp operations of one batch."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
@@ -40,7 +40,7 @@ class WarpOps:
         self._routes: dict[Instruction, _Route] = {}
 
     def _ballot(self, p: np.ndarray) -> np.ndarray:
-        """For each lane the lanes of its warp where `p` is true."""
+        """For each lane, the lanes of its warp where `p` holds."""
         f = self.frame
         if f.whole_warps:
             return np.repeat(np.packbits(p.reshape(-1, 32), axis=1, bitorder="little").view(U32).reshape(-1), 32)
@@ -71,7 +71,7 @@ class WarpOps:
         mask: np.ndarray,
         m: Mask,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """shfl.sync; `fixed`: b, c and mask are constants of the instruction."""
+        """shfl.sync; `fixed` if b, c and mask are constants, whose route is kept."""
         f = self.frame
         route = self._routes.get(ins) if fixed else None
         if route is None:

@@ -1,1 +1,1 @@
-"""Reads PTX: text to instructions, and kernels to basic blocks."""
+"""Reads PTX: text into instructions, kernels into basic blocks."""

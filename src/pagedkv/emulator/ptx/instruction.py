@@ -9,7 +9,18 @@ _PRED = re.compile(r"@(!?)(%?[\w$]+)\s+(.*)", re.S)
 
 
 class Instruction:
-    """One PTX instruction: `op` split at dots in `parts`, operand strings, guard predicate, source line."""
+    """One PTX instruction.
+
+    Attributes
+    ----------
+    op, parts : str and list of str
+        The opcode, and the same split at its dots.
+    operands : list of str
+    pred, negated : str or None, and bool
+        The guard predicate, and whether the guard is its negation.
+    line, text : int and str
+        Line number and text in the module, for messages.
+    """
 
     __slots__ = ("line", "negated", "op", "operands", "parts", "pred", "text")
 
@@ -25,7 +36,7 @@ class Instruction:
         self.operands = split_operands(rest)
 
     def renamed(self, names: dict[str, str]) -> Instruction:
-        """Copy with identifiers replaced (scoped registers, inlined functions)."""
+        """A copy with identifiers replaced, for nested scopes and inlined functions."""
 
         def sub(s: str) -> str:
             return _IDENT.sub(lambda m: names.get(m[0], m[0]), s)
@@ -37,7 +48,7 @@ class Instruction:
         return new
 
     def replaced(self, op: str, operands: list[str], pred: str | None = None, negated: bool = False) -> Instruction:
-        """Synthetic instruction that reports this one's line and text."""
+        """Another instruction that reports this one's line and text."""
         new = object.__new__(Instruction)
         new.op, new.parts, new.operands, new.pred, new.negated = op, op.split("."), operands, pred, negated
         new.text, new.line = self.text, self.line
@@ -48,7 +59,7 @@ class Instruction:
 
 
 def split_operands(s: str) -> list[str]:
-    """Operands at commas outside brackets."""
+    """Split at the commas outside brackets."""
     out: list[str] = []
     cur: list[str] = []
     depth = 0
@@ -67,5 +78,5 @@ def split_operands(s: str) -> list[str]:
 
 
 def split_group(operand: str) -> list[str]:
-    """Elements of a "{a, b}" operand, or the operand itself."""
+    """The elements of an operand "{a, b}"; of any other, itself."""
     return [x.strip() for x in operand[1:-1].split(",")] if operand.startswith("{") else [operand]

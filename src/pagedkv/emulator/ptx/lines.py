@@ -1,4 +1,4 @@
-"""Which Python line each PTX instruction comes from: the .file and .loc directives of a module."""
+"""The Python line of each PTX instruction, from the .file and .loc directives of a module."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Position = tuple[int, int, int]  # file number, line, column
 
 
 class LineTable:
-    """Source lines of the instructions of a PTX text, by PTX line number."""
+    """Looks up Python lines by PTX line number."""
 
     def __init__(self, ptx: str) -> None:
         self._files = {int(m[1]): m[2] for m in _FILE.finditer(ptx)}
@@ -46,7 +46,7 @@ class LineTable:
         self._starts = [line for line, _ in self._marks]
 
     def source(self, ptx_line: int) -> tuple[SourceLine, ...]:
-        """Source line of the instruction at `ptx_line`, then the lines that called it; empty if not known."""
+        """The source line of the instruction at `ptx_line`, then its callers' lines; empty if unknown."""
         i = bisect.bisect_right(self._starts, ptx_line) - 1
         if i < 0:
             return ()
@@ -54,7 +54,7 @@ class LineTable:
 
     def _line(self, file: int, line: int) -> SourceLine:
         path = self._files.get(file, "?")
-        # numba puts a directory before names like "<stdin>", under which no source is to be found.
+        # numba prefixes names like "<stdin>" with a directory, where linecache finds nothing.
         for name in (path, os.path.basename(path)):
             if text := linecache.getline(name, line).strip():
                 return SourceLine(name, line, text)

@@ -1,4 +1,4 @@
-"""Which registers lanes that wait at a basic block still need."""
+"""Liveness: the registers that lanes waiting at a basic block still need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_DESTINATION = (
 
 
 def _reads_writes(ins: Instruction) -> tuple[list[str], list[str]]:
-    """Identifiers that an instruction reads and writes; some of them are not registers."""
+    """The identifiers that an instruction reads and writes; not all of them are registers."""
     writes = ins.parts[0] not in _NO_DESTINATION.split() or (ins.parts[0] in ("bar", "barrier") and "red" in ins.parts)
     writes = writes and bool(ins.operands) and "[" not in ins.operands[0]
     reads = [token for operand in ins.operands[1 if writes else 0 :] for token in _TOKEN.findall(operand)]
@@ -31,7 +31,7 @@ class Liveness:
     Attributes
     ----------
     always_flushed : set of str
-        Registers that only ever hold float32 values without subnormals.
+        Registers whose every write is a float32 with .ftz: they never hold subnormals.
     """
 
     def __init__(self, program: Program) -> None:
@@ -76,9 +76,9 @@ class Liveness:
         return live
 
     def kept(self, index: int, pending: list[int]) -> int:
-        """Registers written by block `index` that lanes at the `pending` blocks still need."""
+        """The registers that block `index` writes and lanes at the `pending` blocks still need."""
         return self._live(pending) & self._writes[index]
 
     def protects(self, keep: int, register: str) -> bool:
-        """Whether a register is in the set."""
+        """Whether a register is in the set `keep`."""
         return bool(keep & self._bit[register])

@@ -1,4 +1,4 @@
-"""PTX text to functions made of statements; what they mean is for others to say."""
+"""Parses PTX text into functions made of statements, without interpreting them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .types import SIZE
 _LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*)\s*:(?!:)")
 
 
-Statement = Instruction | str  # or a label
+Statement = Instruction | str  # a str is a label
 
 
 @dataclass
 class Param:
     name: str
     type: str
-    size: int  # bytes (type size, or the byte-array size)
+    size: int  # in bytes, of the type or of the byte array
     align: int = 1
 
 
@@ -36,8 +36,8 @@ class Function:
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
     statements: list[Statement] = field(default_factory=list)
     registers: dict[str, str] = field(default_factory=dict)
-    locals: list[tuple[str, int, int | None]] = field(default_factory=list)  # name, align, bytes
-    shared: list[tuple[str, int, int | None]] = field(default_factory=list)  # None: dynamic
+    locals: list[tuple[str, int, int | None]] = field(default_factory=list)  # name, alignment, bytes
+    shared: list[tuple[str, int, int | None]] = field(default_factory=list)  # bytes None: dynamic
     has_body: bool = False
 
 
@@ -191,7 +191,7 @@ def _array_bytes(ty: str, dims: str) -> int | None:
 
 
 class _Body:
-    """Parses one function body; registers and labels of nested `{ }` scopes get unique names."""
+    """Parses one function body, and gives registers and labels of nested `{ }` scopes unique names."""
 
     def __init__(self, mod: ParsedModule, fn: Function, src: str, start: int, end: int) -> None:
         self.mod, self.fn, self.src, self.pos, self.end = mod, fn, src, start, end
@@ -276,4 +276,4 @@ class _Body:
         elif text.startswith(".param") and len(self.scopes) > 1:
             name = _must(_PARAM.match(text), text)[3]
             self.scopes[-1][name] = f"{name}{self.tags[-1]}"
-        # .pragma, .callprototype and debug directives carry no meaning here
+        # Skip .pragma, .callprototype and debug directives.

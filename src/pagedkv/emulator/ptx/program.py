@@ -14,12 +14,20 @@ _SLOT = re.compile(r"\[\s*([\w$@]+)\s*(?:\+\s*(\d+))?\s*\]")
 _FULL_MASKS = ("-1", "0xffffffff", "4294967295", "0xFFFFFFFF", "0xFFFFFFFFU")
 _WARP_OPS = ("shfl", "vote", "match", "redux", "elect")
 _ALIGNED_OPS = ("mma", "ldmatrix", "stmatrix", "wmma", "movmatrix")
-SHARED_GAP = 128  # red zone between shared arrays; a multiple of 128 keeps bank numbers unchanged
+SHARED_GAP = 128  # red zone between shared arrays; a multiple of 128 bytes keeps their banks
 
 
 @dataclass
 class Block:
-    """A basic block: instructions executed together; `sync` is None, "full" or the operand with the member mask."""
+    """A basic block.
+
+    Attributes
+    ----------
+    instructions : list of Instruction
+    sync : str or None
+        What has to arrive before it runs: all lanes of the warp ("full"), the lanes of the member mask in this
+        operand, or nothing (None).
+    """
 
     instructions: list[Instruction] = field(default_factory=list)
     sync: str | None = None
@@ -27,7 +35,7 @@ class Block:
 
 @dataclass
 class SharedLayout:
-    """Offsets of shared arrays (with red zones) and the byte counts a real launch would use."""
+    """Offsets of shared arrays, red zones included, and the byte counts of a real launch."""
 
     offsets: dict[str, int]
     sizes: dict[str, int]
@@ -54,7 +62,7 @@ class Program:
 
     @property
     def readable_name(self) -> str:
-        """The Python function's name out of numba's mangled symbol, or the symbol."""
+        """The Python function's name, demangled from numba's symbol; any other symbol as it is."""
         rest, part = self.name.removeprefix("_ZN"), ""
         while (m := re.match(r"\d+", rest)) and rest != self.name:
             end = m.end() + int(m[0])
@@ -62,7 +70,7 @@ class Program:
         return part or self.name[:60]
 
     def source(self, ptx_line: int) -> tuple[SourceLine, ...]:
-        """Python source line of a PTX line, then the lines that called it; empty without line information."""
+        """The Python line of a PTX line, then its callers' lines; empty without line information."""
         return self._mod.lines.source(ptx_line)
 
     # -- calls
@@ -96,7 +104,7 @@ class Program:
         return out
 
     def _param_access(self, ins: Instruction, head: str, kernel_params: set[str]) -> list[Instruction]:
-        """Call parameters live in ordinary registers named after the slot."""
+        """Turn an access to a call parameter into a move: each slot is a register."""
         where, value = (ins.operands[1], ins.operands[0]) if head == "ld" else (ins.operands[0], ins.operands[1])
         m = _SLOT.fullmatch(where)
         if not m:
@@ -152,8 +160,11 @@ class Program:
 
     # -- memory layout
     def _layout_shared(self, strict: bool) -> SharedLayout:
-        """Offsets in declaration order.  `strict` puts every array at an address that has no more than its declared
-        alignment, so that 16-byte accesses to an array declared with .align 4 fault instead of working by luck."""
+        """Lay arrays out in declaration order.
+
+        `strict` gives no array more than its declared alignment, so that a 16-byte access to an array declared with
+        .align 4 faults instead of working by luck.
+        """
         offsets: dict[str, int] = {}
         sizes: dict[str, int] = {}
         real = padded = 0
@@ -166,7 +177,7 @@ class Program:
                 dyn_align = max(dyn_align, align)
                 continue
             start = (real + align - 1) // align * align
-            padded += start - real  # keep the offset modulo 128 of the real layout
+            padded += start - real  # the same offset modulo 128 as in the real layout
             offsets[nm], sizes[nm] = padded + _shift(padded, align, strict), size
             real = start + size
             padded += size + SHARED_GAP
@@ -197,7 +208,11 @@ def _sync_kind(ins: Instruction) -> str | None:
 
 
 def _cut(items: list[Statement]) -> tuple[list[Block], dict[str, int]]:
-    """Basic blocks.  Warp-synchronous instructions start a block, unless the block began with a full-warp one."""
+    """Cut statements into basic blocks, and number them by label.
+
+    A warp-synchronous instruction starts a block, for the scheduler to wait for its lanes; one of the full warp stays
+    in a block that has waited for the full warp already.
+    """
     blocks: list[Block] = [Block()]
     labels: dict[str, int] = {}
 

@@ -1,10 +1,10 @@
-"""PTX scalar types, how registers of each type are viewed as NumPy arrays, and the windows of the address space."""
+"""PTX scalar types, the NumPy views that hold them, and the windows of the generic address space."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# NumPy dtype of each register view; the letter is the interpretation, the number the width in bits.
+# dtype of each register view, such as "u32": a kind and a width in bits.
 VIEW_DTYPE: dict[str, np.dtype] = {
     f"{letter}{8 * size}": np.dtype(f"{kind}{size}")
     for letter, kind in (("u", "u"), ("s", "i"), ("f", "f"))
@@ -12,7 +12,7 @@ VIEW_DTYPE: dict[str, np.dtype] = {
     if letter != "f" or size > 1
 }
 
-# Size in bytes of every PTX type this package knows.
+# Bytes of every PTX type that the emulator knows.
 _TYPES_OF_SIZE = {
     1: "b8 u8 s8",
     2: "b16 u16 s16 f16 bf16 e4m3x2 e5m2x2",
@@ -22,10 +22,10 @@ _TYPES_OF_SIZE = {
 }
 SIZE: dict[str, int] = {name: size for size, names in _TYPES_OF_SIZE.items() for name in names.split()}
 
-# Narrow and packed floats are computed in float32 or float64 and rounded back.
+# Computed in float32 or float64, then rounded back.
 NARROW_FLOATS = ("f16", "bf16", "f16x2", "bf16x2", "f32x2")
 
-# Windows of the generic address space.
+# Where global memory and the windows of shared and local memory begin.
 GLOBAL_BASE = 0x7F0000000000
 SHARED_WINDOW = 0x7D0000000000
 LOCAL_WINDOW = 0x7C0000000000
@@ -33,15 +33,15 @@ WINDOW_BYTES = 1 << 24
 
 
 def view_of(ty: str) -> str:
-    """The register view that holds a value of PTX type `ty`: "b32" is held as "u32", "bf16" as "u16"."""
+    """The register view that holds PTX type `ty`: "u32" for "b32", "u16" for "bf16"."""
     return ty if ty in VIEW_DTYPE else bits_of(ty)
 
 
 def bits_of(ty: str) -> str:
-    """The unsigned view of the width of `ty`."""
+    """The unsigned view as wide as `ty`."""
     return f"u{8 * SIZE[ty]}"
 
 
 def dtype_of(ty: str) -> np.dtype:
-    """The NumPy dtype that holds a value of PTX type `ty`."""
+    """The dtype that holds PTX type `ty`."""
     return VIEW_DTYPE[view_of(ty)]

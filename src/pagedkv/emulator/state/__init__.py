@@ -1,1 +1,1 @@
-"""What a launch works on: memory, the registers of a batch, and what is recorded about both."""
+"""The state of a launch: memory, the registers of a batch, and what is recorded about accesses."""

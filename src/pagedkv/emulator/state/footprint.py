@@ -1,4 +1,4 @@
-"""Which bytes of which buffer a launch read and wrote."""
+"""The bytes of each buffer that a launch read and wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .memory import Buffer, Memory, sparse_zeros
 
 
 class Footprint:
-    """Global memory that one launch touched, by the names of its buffers."""
+    """The global memory that one launch touched, by buffer name."""
 
     def __init__(self, buffers: list[Buffer], read: np.ndarray, written: np.ndarray) -> None:
         self._buffers = {buffer.name: buffer for buffer in buffers if not buffer.freed}
@@ -23,36 +23,36 @@ class Footprint:
         return self._buffers[name].bytes_in(self._flat[what])
 
     def read_bytes(self, name: str) -> np.ndarray:
-        """Boolean array ``(*shape, itemsize)`` over the bytes of a buffer: whether the launch read them."""
+        """Which bytes of a buffer the launch read, as a boolean array ``(*shape, itemsize)``."""
         return self._bytes("read", name).copy()
 
     def written_bytes(self, name: str) -> np.ndarray:
-        """Boolean array ``(*shape, itemsize)`` over the bytes of a buffer: whether the launch wrote them."""
+        """Which bytes of a buffer the launch wrote, as a boolean array ``(*shape, itemsize)``."""
         return self._bytes("written", name).copy()
 
     def read(self, name: str) -> np.ndarray:
-        """Boolean array of the buffer's shape: whether the launch read any byte of an element."""
+        """Which elements the launch read any byte of, as a boolean array of the buffer's shape."""
         return np.asarray(self._bytes("read", name).any(-1))
 
     def written(self, name: str) -> np.ndarray:
-        """Boolean array of the buffer's shape: whether the launch wrote every byte of an element."""
+        """Which elements the launch wrote every byte of, as a boolean array of the buffer's shape."""
         return np.asarray(self._bytes("written", name).all(-1))
 
     def expect(self, name: str, *, read: Any = None, written: Any = None) -> None:
-        """Assert that exactly these elements of a buffer were touched.
+        """Assert that the launch touched exactly these elements of a buffer.
 
         Parameters
         ----------
         name : str
             The buffer.
         read, written : array_like of bool, optional
-            Elements that must have been read, or written, and no other; broadcast to the buffer's shape. Not given:
-            not compared.
+            The elements that must have been read, or written, and no others; broadcast to the buffer's shape. None
+            skips the comparison.
 
         Raises
         ------
         AssertionError
-            Other elements were touched, or some of these in part; the message counts them and names the first.
+            The launch touched others, or some of these only in part; the message counts them and names the first.
         """
         for what, wanted in (("read", read), ("written", written)):
             if wanted is None:
@@ -69,7 +69,7 @@ class Footprint:
 
 
 class FootprintRecorder:
-    """Marks bytes as they are accessed."""
+    """Marks bytes as a launch accesses them."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -78,7 +78,7 @@ class FootprintRecorder:
         self._wide = [{size: flat.view(f"u{size}") for size in (1, 2, 4, 8)} for flat in self._flat]
 
     def access(self, off: np.ndarray, size: int, load: bool, store: bool) -> None:
-        """Note an access of `size` bytes, aligned to its size or to 8, at each offset."""
+        """Record an access of `size` bytes, aligned to its size or to 8, at each offset."""
         unit = min(size, 8)
         ones = int.from_bytes(b"\1" * unit, "little")
         group = off >> (unit.bit_length() - 1)

@@ -1,6 +1,6 @@
-"""State of one batch of thread blocks: numbering of lanes, registers, shared and local memory.
+"""The state of one batch of thread blocks: its lanes, registers, and shared and local memory.
 
-In this package a thread block is a `cta`, as in PTX; a `block` is a basic block of instructions.
+As in PTX, a thread block is a `cta` here; a `block` is a basic block of instructions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..ptx.types import GLOBAL_BASE, VIEW_DTYPE
 from ..translation.scope import Scope
 from .memory import UNALLOCATED, ByteSpace, Memory
 
-Mask = np.ndarray | None  # lanes of a batch that take part; None: all of them
+Mask = np.ndarray | None  # the active lanes of a batch; None: all of them
 
 
 def _coordinates(number: int, sizes: Coordinates) -> Coordinates:
@@ -25,7 +25,7 @@ def _coordinates(number: int, sizes: Coordinates) -> Coordinates:
 
 
 class Frame:
-    """Lane i of a batch is thread i % num_threads of thread block ctas[i // num_threads]."""
+    """A batch in which lane i is thread i % num_threads of thread block ctas[i // num_threads]."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Frame:
 
     # -- namespace of the generated code
     def namespace(self, scope: Scope, reuse: bool) -> dict[str, Any]:
-        """Arrays by the names that the generated code uses; `reuse`: only what differs from the batch before."""
+        """The arrays that the generated code names; with `reuse`, only those that change from batch to batch."""
         ns: dict[str, Any] = {}
         for name in scope.specials:
             if not reuse or name.startswith("ctaid"):
@@ -126,10 +126,10 @@ class Frame:
             "total_smem_size": lambda: self.layout.static_bytes + self.dynamic_shared,
             "nsmid": lambda: 1,
         }
-        return values.get(name, lambda: 0)()  # clock, smid and gridid are 0
+        return values.get(name, lambda: 0)()  # clock, smid and gridid read 0
 
     def _registers(self, scope: Scope, ns: dict[str, Any]) -> None:
-        # All registers of one kind are in one array: its pages are there once they are written.
+        # One array for all registers of a width: a page costs memory only once it is written.
         kinds: dict[Any, list[tuple[str, str]]] = {}
         for name, view in scope.views:
             kinds.setdefault("p" if view == "p" else VIEW_DTYPE[view].itemsize, []).append((name, view))
@@ -169,7 +169,7 @@ class Frame:
         address: int | None = None,
         place: str = "",
     ) -> NoReturn:
-        """Raise a fault of a lane; what a fault says is gathered here."""
+        """Raise a fault, with the source line and the coordinates of the lane."""
         raise fault(
             what,
             kernel=self.name,
@@ -189,7 +189,7 @@ class Frame:
         return _coordinates(cta, self.grid)
 
     def describe(self, space: str, off: int, lane: int) -> tuple[int, str]:
-        """The address, and where it points in words, of a byte offset into the global, shared or local memory."""
+        """Address and description of a byte offset into global, shared or local memory."""
         if space == "global":
             return off + GLOBAL_BASE, self.memory.describe(off + GLOBAL_BASE)
         if space == "local":
@@ -197,7 +197,7 @@ class Frame:
         return self.describe_shared(off - int(self.shared_base[lane]))
 
     def describe_shared(self, address: int) -> tuple[int, str]:
-        """Address of a byte in a thread block's shared memory, and the array it lies in or behind."""
+        """A shared-memory address, and the array that it lies in or just past."""
         layout = self.layout
         spans = [(layout.offsets[name], size, name) for name, size in layout.sizes.items()]
         if self.dynamic_shared or any(name not in layout.sizes for name in layout.offsets):

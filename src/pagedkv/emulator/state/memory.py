@@ -1,4 +1,4 @@
-"""Byte-addressed memory with a shadow byte for each byte, and named buffers in it."""
+"""Byte-addressed memory with a shadow byte for every byte, and named buffers in it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 from ..errors import EmulatorError
 from ..ptx.types import GLOBAL_BASE, VIEW_DTYPE
 
-# States of a byte. 0: allocated and never written, so that large buffers of which little is used cost nothing.
-# PENDING: destination of an unfinished cp.async.
+# States of a byte. Allocated but never written is 0, so that untouched pages of large buffers cost nothing.
+# PENDING: a cp.async is still writing it.
 UNALLOCATED, INITIALISED, PENDING = 1, 2, 4
 GUARD = 256  # unallocated bytes between buffers
 _ONES: dict[int, Any] = {
@@ -29,7 +29,7 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def sparse_zeros(count: int, dtype: Any = np.uint8) -> np.ndarray:
-    """Zeros that take memory only where they are written, however many there are."""
+    """Zeros that take memory only where they are written."""
     nbytes = count * np.dtype(dtype).itemsize
     if nbytes < 1 << 26 or not _MAP_NORESERVE:
         return np.zeros(count, dtype)
@@ -38,7 +38,7 @@ def sparse_zeros(count: int, dtype: Any = np.uint8) -> np.ndarray:
 
 
 class ByteSpace:
-    """Data bytes, shadow bytes and typed views of both; `verify` is the check made on every access."""
+    """Data bytes, their shadow bytes, and typed views of both."""
 
     def __init__(self, nbytes: int) -> None:
         nbytes = (max(nbytes, 32) + 31) // 32 * 32
@@ -51,7 +51,7 @@ class ByteSpace:
         return len(self.data)
 
     def verify(self, off: np.ndarray, size: int, load: bool, init_check: bool) -> bool:
-        """True if every access (aligned, in range) is allowed; stores also mark their bytes initialised."""
+        """Whether accesses, aligned and in range, are all allowed; a store marks its bytes initialised."""
         unit = min(size, 8)
         group = off >> (unit.bit_length() - 1)
         wide, one = self._wide[unit], _ONES[unit]
@@ -69,7 +69,7 @@ class ByteSpace:
         return True
 
     def diagnose(self, off: np.ndarray, size: int) -> tuple[int, str]:
-        """Index of the first bad access and the reason."""
+        """The index of the first bad access, and what is wrong with it."""
         states = np.stack([self.shadow[off + q] for q in range(size)])
         for state, reason in ((UNALLOCATED, "out of bounds"), (PENDING, "cp.async still in flight")):
             bad = ((states & state) != 0).any(0)
@@ -79,22 +79,22 @@ class ByteSpace:
 
 
 class Buffer:
-    """A named array in device memory. Bytes between its elements, where its strides leave any, are not part of it.
+    """A named array in device memory, without the gaps that its strides leave between elements.
 
     Attributes
     ----------
     name : str
-        What faults call it.
+        Its name in faults.
     address : int
-        Device address of element 0: what a pointer argument receives.
+        Device address of element 0, to pass for a pointer.
     shape, strides, dtype
-        Of the array; strides in bytes.
+        As of a NumPy array.
     nbytes : int
-        Bytes from its lowest to its highest one.
+        Bytes from its lowest to its highest, gaps included.
     read_only : bool
         Whether a store to it is a fault.
     zeroed : bool
-        Whether an atomic may be the first access to its bytes.
+        Whether its bytes began as zeros that an atomic may be the first to access.
     written : bool
         Whether a kernel has stored to it.
     """
@@ -113,14 +113,14 @@ class Buffer:
         return GLOBAL_BASE + self._origin
 
     def bytes_in(self, flat: np.ndarray) -> np.ndarray:
-        """The bytes of every element, ``(*shape, itemsize)``, of a uint8 or bool array over all of device memory."""
+        """This buffer's part, ``(*shape, itemsize)``, of a uint8 or bool array over all of device memory."""
         if self.freed:
             raise EmulatorError(f"buffer {self.name!r} was freed")
         shape, strides = (*self.shape, self.dtype.itemsize), (*self.strides, 1)
         return np.ndarray(shape, flat.dtype, flat, self._origin, strides)
 
     def view(self) -> np.ndarray:
-        """A writable view of the device bytes; writing through it leaves the bytes as initialised as they were."""
+        """A writable view of the device bytes; a write through it does not mark them initialised."""
         if self.freed:
             raise EmulatorError(f"buffer {self.name!r} was freed")
         data = self.memory.space.data
@@ -136,22 +136,22 @@ class Buffer:
         self.mark(True)
 
     def initialised(self) -> np.ndarray:
-        """Boolean array of the buffer's shape: which elements have been written completely."""
+        """Which elements have been written completely, as a boolean array of the buffer's shape."""
         return np.asarray((self.bytes_in(self.memory.space.shadow) == INITIALISED).all(-1))
 
     def mark(self, initialised: bool, where: Any = ...) -> None:
-        """Say that the elements at a NumPy index hold a value, or that they hold none."""
+        """Mark the elements at a NumPy index as initialised or not."""
         if self.freed:
             raise EmulatorError(f"buffer {self.name!r} was freed")
         itemsize, state = self.dtype.itemsize, INITIALISED if initialised else 0
         if itemsize not in _ONES:
             self.bytes_in(self.memory.space.shadow)[where] = state
-        else:  # all bytes of an element at once
+        else:  # one store for all bytes of an element
             shadow = np.ndarray(self.shape, f"u{itemsize}", self.memory.space.shadow, self._origin, self.strides)
             shadow[where] = _ONES[itemsize] * shadow.dtype.type(state)
 
     def place(self, offset: int) -> str:
-        """Where in the buffer a byte lies, given its offset in device memory."""
+        """Describe where in the buffer an offset in device memory lies."""
         words = f"byte {offset - self.offset} of {self.nbytes} in {'freed ' if self.freed else ''}{self.name}"
         left, index = offset - self._origin, [0] * len(self.shape)
         if min(self.strides, default=0) < 0 or 0 in self.shape:
@@ -168,7 +168,7 @@ class Buffer:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """Lowest byte, and the one behind the highest, of a strided array relative to its element 0."""
+    """First byte, and one past the last, of a strided array, relative to element 0."""
     if 0 in shape:
         return 0, 0
     spans = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
@@ -180,9 +180,9 @@ def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 class Memory:
-    """Global memory: buffers with guard zones between them.
+    """Global memory: buffers, with guard zones between them.
 
-    Addresses are never used again, so that every use after free is detected.
+    No address is reused, so that every use after free is detected.
 
     Parameters
     ----------
@@ -194,12 +194,12 @@ class Memory:
         self.space = ByteSpace(memory_bytes)
         self.buffers: list[Buffer] = []
         self._starts: list[int] = []
-        self.extent = GUARD  # bytes handed out so far; everything above is unallocated
+        self.extent = GUARD  # end of the last buffer and its guard; everything above is unallocated
         self.space.shadow[: self.extent] = UNALLOCATED
         self._symbols: dict[tuple[int, str], tuple[Buffer, Mapping[str, np.ndarray]]] = {}
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for `nbytes` more bytes of buffers, moving to a larger address space if need be."""
+        """Make room for `nbytes` more bytes, in a larger address space if need be."""
         need = self.extent + nbytes
         if need > len(self.space):
             old, self.space = self.space, ByteSpace(max(need, 2 * len(self.space)))
@@ -209,7 +209,7 @@ class Memory:
     def _place(
         self, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...], name: str | None, align: int, phase: int
     ) -> Buffer:
-        """A buffer whose lowest byte is `phase` modulo `align`; guards around it, its bytes not yet allocated."""
+        """A guarded buffer whose lowest byte is `phase` modulo `align`; its bytes are uninitialised."""
         offset = self.extent + (phase - self.extent) % align
         buffer = Buffer(self, offset, shape, dtype, strides, name or f"buffer{len(self.buffers)}")
         end = offset + buffer.nbytes
@@ -231,20 +231,20 @@ class Memory:
         align: int = 256,
         poison: bool = True,
     ) -> Buffer:
-        """A contiguous buffer of bytes that were never written.
+        """Allocate a contiguous buffer of uninitialised bytes.
 
         Parameters
         ----------
         shape : int or tuple of int
             Shape of the array.
         dtype : dtype
-            Of its elements.
+            The elements' dtype.
         name : str, optional
-            What faults call it.
+            Its name in faults.
         align : int
-            Alignment of its address in bytes.
+            Alignment in bytes.
         poison : bool
-            Whether to fill it with 0xA5; False for one so large that it must stay untouched.
+            Fill it with 0xA5; False for a buffer so large that its pages must stay untouched.
 
         Returns
         -------
@@ -253,7 +253,7 @@ class Memory:
         Raises
         ------
         MemoryError
-            It does not fit.
+            The address space is exhausted.
         """
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(shape)
         dtype = np.dtype(dtype)
@@ -263,14 +263,14 @@ class Memory:
         return buffer
 
     def upload(self, array: Any, name: str | None = None, *, align: int = 256) -> Buffer:
-        """A contiguous buffer that holds a copy of an array; `name` and `align` as in `alloc`."""
+        """Copy an array into a new contiguous buffer; `name` and `align` as in `alloc`."""
         array = np.asarray(array)
         buffer = self.alloc(array.shape, array.dtype, name, align=align, poison=False)
         buffer.set(array)
         return buffer
 
     def mirror(self, array: np.ndarray, name: str | None = None) -> Buffer:
-        """A buffer with a copy of the array, its strides, and its address modulo 256; read-only if the array is."""
+        """Copy an array into a new buffer with its strides, address modulo 256, and read-only flag."""
         address = array.__array_interface__["data"][0]
         low, high = extent(array.shape, array.strides, array.itemsize)
         buffer = self._place(array.shape, array.dtype, array.strides, name, 256, (address + low) % 256)
@@ -281,12 +281,12 @@ class Memory:
         return buffer
 
     def free(self, buffer: Buffer) -> None:
-        """Give a buffer up; any later access to it is a fault."""
+        """Free a buffer; any later access to it is a fault."""
         self.space.shadow[buffer.offset : buffer.offset + buffer.nbytes] = UNALLOCATED
         buffer.freed = True
 
     def describe(self, address: int) -> str:
-        """Where an address points, in words."""
+        """Describe where an address points."""
         offset = int(address) - GLOBAL_BASE
         i = bisect.bisect_right(self._starts, offset) - 1
         near: list[tuple[int, str]] = []
@@ -301,11 +301,11 @@ class Memory:
         return f"{distance} {words}" if distance < _FAR else "far from every buffer"
 
     def buffer_index(self, off: np.ndarray) -> np.ndarray:
-        """Index into `buffers` for valid byte offsets."""
+        """Indices into `buffers` of valid byte offsets."""
         return np.searchsorted(np.asarray(self._starts), off, side="right") - 1
 
     def note_store(self, off: np.ndarray) -> int | None:
-        """Note which buffers are stored to; returns the index of the first offset in a read-only one, or None."""
+        """Mark buffers as written; returns the index of the first offset into a read-only one, or None."""
         first = bisect.bisect_right(self._starts, int(off.min())) - 1
         last = bisect.bisect_right(self._starts, int(off.max())) - 1
         if first == last:
@@ -321,15 +321,15 @@ class Memory:
         return None
 
     def zeroed(self, off: np.ndarray) -> bool:
-        """Whether every offset lies in a buffer that is zero where nobody has written."""
+        """Whether all offsets lie in buffers that began as zeros."""
         return all(self.buffers[i].zeroed for i in np.unique(self.buffer_index(off)).tolist())
 
     def module_symbol(self, variables: Mapping[str, np.ndarray], name: str) -> Buffer:
-        """The buffer behind a .global or .const variable of a module, made on first use."""
+        """The buffer of a module's .global or .const variable, made on first use."""
         key = (id(variables), name)
         if key not in self._symbols:
             contents = variables[name]
             self.reserve(contents.nbytes + 2 * GUARD)
-            # The mapping is kept, so that its id stays its own.
+            # Keep the mapping alive: its id is the key.
             self._symbols[key] = (self.upload(contents, f"symbol {name[:60]}"), variables)
         return self._symbols[key][0]

@@ -1,9 +1,9 @@
 """Race detectors: shared memory inside a thread block, global memory between thread blocks.
 
-Shared memory has one record for each granule (the smallest access of the kernel, so that half-words written by
-different lanes do not clash). Time is a counter of synchronisation events of each thread block; `seen[cta, w, v]` is
-the time up to which warp w has synchronised with warp v. An earlier access at time t by warp v is ordered before an
-access of warp w now if t < seen[cta, w, v] or, inside one warp, if a bar.warp.sync came after it.
+Shared memory has a record for each granule, the size of the kernel's smallest access, so that half-words written by
+different lanes do not clash. Each thread block counts its synchronisations as time, and `seen[cta, w, v]` is the time
+up to which warp w has synchronised with warp v. An access by warp v at time t is ordered before one by warp w now if
+t < seen[cta, w, v] or, within a warp, if a bar.warp.sync came in between.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..translation.mem_op import MemOp
 from .frame import Frame, Mask
 from .memory import sparse_zeros
 
-# Records hold time << _TIME | op << _OP | thread << 1 | strong; of reads, the lowest bit is not used.
+# A record is time << _TIME | op << _OP | thread << 1 | strong; records of reads ignore the lowest bit.
 _OP, _TIME = 21, 33
-_MANY = (1 << (_OP - 1)) - 1  # in the place of the thread: several readers
+_MANY = (1 << (_OP - 1)) - 1  # instead of a thread: several readers
 _MOST_OPS = (1 << (_TIME - _OP)) - 1
 
 
@@ -29,18 +29,18 @@ def _thread(record: np.ndarray) -> np.ndarray:
 
 
 class SharedRaces:
-    """Conflicting accesses to shared memory by threads that nothing orders."""
+    """Detects conflicting accesses to shared memory by threads that nothing orders."""
 
     def __init__(self, frame: Frame, granule: int) -> None:
         self.frame, self.shift = frame, granule.bit_length() - 1
         count = len(frame.shared) >> self.shift
         self.writes = np.full(count, -1, np.int64)
         self.reads = np.full(count, -1, np.int64)
-        self.readers = np.zeros(count, np.uint32)  # warps that have read since the last write
+        self.readers = np.zeros(count, np.uint32)  # bit mask of the warps that read since the last write
         self.time = np.zeros(frame.num_ctas, np.int64)
-        self.stamp = frame.lanes << 1  # time and thread of each lane, as in a record
+        self.stamp = frame.lanes << 1  # each lane's time and thread, as in a record
         self.seen = np.zeros((frame.num_ctas, frame.warps_per_cta, frame.warps_per_cta), np.int64)
-        self.floor = np.zeros(frame.num_lanes, np.int64)  # minimum over v of seen: smaller records are ordered
+        self.floor = np.zeros(frame.num_lanes, np.int64)  # minimum of seen over v: smaller records are ordered
         self.warp_synced = np.zeros(frame.num_lanes, np.int64)
         self.warp_bit = np.left_shift(np.uint32(1), frame.warp_in_cta.astype(np.uint32))
         self._ops: list[MemOp] = []
@@ -48,20 +48,20 @@ class SharedRaces:
 
     # -- synchronisation
     def barrier_all(self) -> None:
-        """Every thread of every thread block of the batch passed a barrier."""
+        """All threads of the batch passed a barrier."""
         self.time += 1
         self.seen[...] = self.time[:, None, None]
         self.floor = np.repeat(self.time << _TIME, self.frame.num_threads)
         self.stamp = self.floor | (self.frame.lanes << 1)
 
     def arrive(self, cta: int) -> int:
-        """Time of a bar.arrive of a thread block."""
+        """The time of a bar.arrive in a thread block."""
         self.time[cta] += 1
         self._refresh(cta)
         return int(self.time[cta])
 
     def barrier(self, cta: int, warps: np.ndarray, arrived: Mapping[int, tuple[int, np.ndarray]]) -> None:
-        """`warps` synchronise with each other and with the earlier arrivals {warp: (time, what it had seen)}."""
+        """`warps` synchronise with each other and with earlier arrivals {warp: (time, what it had seen)}."""
         self.time[cta] += 1
         known = self.seen[cta, warps].max(0)
         for warp, (when, seen) in arrived.items():
@@ -87,7 +87,7 @@ class SharedRaces:
 
     # -- accesses
     def _unordered(self, lane: np.ndarray, record: np.ndarray, readers: np.ndarray | None = None) -> np.ndarray:
-        """Which recorded accesses, of several readers with a mask of warps, are not ordered before now."""
+        """Which of the recorded accesses race with one by `lane` now; `readers` are warps, for records of several."""
         f, when, who = self.frame, record >> _TIME, _thread(record)
         cta, w = lane // f.num_threads, f.warp_in_cta[lane]
         many = who == _MANY
@@ -101,7 +101,7 @@ class SharedRaces:
         return bad
 
     def access(self, op: MemOp, off: np.ndarray, size: int, idx: np.ndarray | None, store: bool, what: str) -> None:
-        """Compare an access with the earlier ones of the same bytes, and record it."""
+        """Check an access against earlier ones to the same bytes, and record it."""
         thread, floor, stamp = self.frame.lanes, self.floor, self.stamp
         if idx is not None:
             thread, floor, stamp = idx, floor[idx], stamp[idx]
@@ -122,7 +122,7 @@ class SharedRaces:
                 if len(c):
                     self._report(op, int(thread[c[0]]), int(off[c[0]]), what, "written", int(record[c[0]]))
             if store:
-                if not strong:  # strong reads are not told apart, so strong stores do not ask
+                if not strong:  # reads do not record strength: checking would blame strong ones
                     self._check_readers(op, g, off, thread, floor, what)
                 self.writes[g] = mine
                 self.reads[g] = -1
@@ -131,7 +131,7 @@ class SharedRaces:
                 self._note_read(g, thread, floor, mine, idx)
 
     def _number(self, op: MemOp) -> int:
-        """The op's bits of a record."""
+        """The bits that stand for an op in a record."""
         number = self._numbers.get(op)
         if number is None:
             number = self._numbers[op] = min(len(self._ops), _MOST_OPS) << _OP
@@ -158,7 +158,7 @@ class SharedRaces:
         bit = self.warp_bit if idx is None else self.warp_bit[idx]
         old = self.reads[g]
         if ((old == mine) | (old == (mine | _MANY << 1))).all() and (self.readers[g] & bit).all():
-            return  # a loop reads again what it has read
+            return  # a loop that reads the same again
         live = old >= floor
         if live.any():
             new = np.where(live & (_thread(old) != thread), mine | (_MANY << 1), mine)
@@ -174,7 +174,7 @@ class SharedRaces:
                 np.bitwise_or.at(self.readers, g[missing], bit[missing])
 
     def record_write(self, op: MemOp, off: np.ndarray, size: int, lanes: np.ndarray) -> None:
-        """A cp.async became complete: from now on it counts as a write by the thread that issued it."""
+        """Record a completed cp.async as a write, now, by the thread that issued it."""
         for q in range(max(1, size >> self.shift)):
             g = (off >> self.shift) + q
             self.writes[g] = self.stamp[lanes] | self._number(op)
@@ -191,10 +191,10 @@ class SharedRaces:
 
 
 class GlobalRaces:
-    """Conflicting accesses to global memory by different thread blocks of one launch.
+    """Detects conflicting accesses to global memory by different thread blocks of a launch.
 
-    What orders thread blocks are fences and atomics: a fence of gpu scope publishes a thread block's writes, an atomic
-    or an access with acquire or release passes them on to later ones of the same location.
+    Fences and atomics order thread blocks: a fence of gpu scope publishes a thread block's writes; atomics, and
+    accesses with acquire or release, pass them on to later ones at the same location.
     """
 
     def __init__(self, nbytes: int, granule: int, num_ctas: int) -> None:
@@ -207,11 +207,11 @@ class GlobalRaces:
         self.location: dict[int, dict[int, int]] = {}
 
     def fence(self, ctas: np.ndarray) -> None:
-        """The thread blocks passed a fence of gpu scope."""
+        """These thread blocks passed a fence of gpu scope."""
         self.epoch[np.unique(ctas)] += 1
 
     def _synchronise(self, off: np.ndarray, ctas: np.ndarray) -> None:
-        """Acquire and (of fenced epochs) release; those that meet in one instruction may come in any order."""
+        """Acquire, and release the fenced epochs; lanes of one instruction may come in any order."""
         pairs = set(zip(off.tolist(), ctas.tolist(), strict=True))
         for o, c in pairs:
             location, mine = self.location.setdefault(o, {}), self.knows.setdefault(c, {})
@@ -230,7 +230,7 @@ class GlobalRaces:
     def access(
         self, frame: Frame, op: MemOp, off: np.ndarray, size: int, idx: np.ndarray | None, store: bool, what: str
     ) -> None:
-        """Compare an access with the earlier ones of the same bytes, and record it."""
+        """Check an access against earlier ones to the same bytes, and record it."""
         cta = frame.cta if idx is None else frame.cta[idx]
         strong = int(op.strong)
         if strong:

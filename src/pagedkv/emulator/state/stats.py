@@ -1,4 +1,4 @@
-"""Counters of one launch."""
+"""Counts of instructions and of memory traffic in one launch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLASSES = (
 
 
 def classify(ins: Instruction) -> str:
-    """Class of one PTX instruction, one of CLASSES."""
+    """The class of a PTX instruction, one of CLASSES."""
     head, parts = ins.parts[0], ins.parts
     if head in ("ld", "ldu", "st"):
         spaces = (part.split("::")[0] for part in parts[1:])
@@ -57,11 +57,11 @@ class BufferTraffic:
     Attributes
     ----------
     bytes_read, bytes_written : int
-        Bytes that the lanes asked for.
+        Bytes that lanes requested.
     sectors_read, sectors_written : int
         32-byte sectors requested, summed over warp instructions.
     distinct_sectors_read : int
-        Different sectors that the whole launch touched.
+        Different sectors that the launch read.
     """
 
     bytes_read: int = 0
@@ -73,7 +73,7 @@ class BufferTraffic:
 
 @dataclass
 class LaunchStats:
-    """What one launch did: counts of PTX instructions, and of memory with ``stats=True``.
+    """What one launch did: PTX instructions and, with ``stats=True``, memory traffic.
 
     Attributes
     ----------
@@ -84,19 +84,19 @@ class LaunchStats:
     barriers : int
         Barriers completed, summed over thread blocks.
     warp_instructions : dict of str to int
-        Warp instructions by class; predicated-off ones count.
+        Warp instructions by class, predicated-off ones included.
     global_requests : int
         Warp instructions that touched global memory.
     global_sectors, global_sectors_min : int
-        32-byte sectors they requested, and ceil(bytes / 32) of each.
+        32-byte sectors that they requested, and ceil(bytes / 32) summed over requests.
     bytes_read, bytes_written : int
-        Of global memory, as the lanes asked for them.
+        Bytes of global memory that lanes requested.
     shared_requests, shared_wavefronts, shared_wavefronts_min : int
-        Warp instructions that touched shared memory, their passes over the 32 banks, and the fewest possible.
+        Warp instructions that touched shared memory, their passes over the 32 banks, and the fewest possible passes.
     buffers : dict of str to BufferTraffic
         Traffic by buffer.
     footprint : Footprint or None
-        Bytes touched, with ``footprint=True``.
+        The bytes touched, with ``footprint=True``.
     """
 
     kernel: str
@@ -123,19 +123,19 @@ class LaunchStats:
     def warp_instructions_per_unit(
         self, buffer: str, unit_bytes: int = 512, classes: tuple[str, ...] | None = None
     ) -> float:
-        """Warp instructions, of all or some classes, for every `unit_bytes` read from a buffer."""
+        """Warp instructions, of some classes or all, for every `unit_bytes` read from a buffer."""
         units = self.buffers[buffer].bytes_read / unit_bytes
         count = sum(n for name, n in self.warp_instructions.items() if classes is None or name in classes)
         return count / units if units else float("inf")
 
 
 def _starts(keys: np.ndarray) -> np.ndarray:
-    """Where runs of equal values begin in a sorted array."""
+    """Where each run of equal values starts in a sorted array."""
     return np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
 
 
 class StatsRecorder:
-    """Collects LaunchStats; the memory hooks are called for each access with byte offsets and warp numbers."""
+    """Collects LaunchStats while a launch runs."""
 
     def __init__(self, kernel: str, program: Program, space: Memory, memory: bool) -> None:
         self.out = LaunchStats(kernel)
@@ -175,7 +175,7 @@ class StatsRecorder:
             self._per_buffer[4] += np.bincount(self._space.buffer_index(fresh << 5 | 31), minlength=num_buffers)
 
     def shared_access(self, off: np.ndarray, size: int, warps: np.ndarray, lanes: np.ndarray) -> None:
-        """Count a shared access: 32 banks of 4 bytes; 8- and 16-byte accesses go by half and quarter warps."""
+        """Count an access to 32 banks of 4 bytes; 8- and 16-byte ones go by half and quarter warp."""
         words = max(1, size // 4)
         group = warps * 4 + (lanes * words) // 32
         word = off >> 2
@@ -183,7 +183,7 @@ class StatsRecorder:
         keys = np.unique(np.concatenate(parts))
         bank = keys >> 31
         start = _starts(bank)
-        distinct = np.diff(np.append(start, len(keys)))  # words of each group and bank
+        distinct = np.diff(np.append(start, len(keys)))  # words in each group and bank
         self.out.shared_wavefronts += int(np.maximum.reduceat(distinct, _starts(bank[start] >> 5)).sum())
         per_warp = np.diff(np.append(_starts(keys >> 38), len(keys)))
         self.out.shared_requests += len(per_warp)

@@ -1,1 +1,1 @@
-"""Turns the basic blocks of a kernel into Python that works on NumPy arrays."""
+"""Translates the basic blocks of a kernel into Python that computes on NumPy arrays."""

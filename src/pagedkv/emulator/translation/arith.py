@@ -23,7 +23,7 @@ _UNARY = {
 
 
 def _finish(t: BlockTranslator, ins: Instruction, ty: str, expr: str) -> None:
-    """Write a float result with optional .sat and .ftz."""
+    """Write a float result, saturated for .sat and flushed for .ftz."""
     dst = ins.operands[0]
     if "sat" in ins.parts:
         expr = f"saturate({expr})"
@@ -51,7 +51,7 @@ def float_source(t: BlockTranslator, ins: Instruction, o: str, ty: str) -> str:
 
 
 def _narrow(t: BlockTranslator, ins: Instruction, ty: str, expr: str, args: list[str]) -> None:
-    """Compute in float32/float64 and round to f16/bf16; {0}, {1}... in expr are the loaded operands."""
+    """Compute in float32 or float64, then round; {0}, {1}... in `expr` stand for the widened operands."""
     loaded = [f"load_narrow({t.src(a, bits_of(ty))},'{ty}')" for a in args]
     e = expr.format(*loaded)
     if "relu" in ins.parts:

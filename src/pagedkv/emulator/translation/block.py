@@ -1,4 +1,4 @@
-"""Statements of a basic block in Python: how operands are read, and how results are written."""
+"""Writes the Python statements of a basic block: reads of operands, writes of results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECIAL64 = ("%clock64", "%globaltimer")
 
 
 class UntranslatedError(Exception):
-    """A form of an instruction that the emulator does not know: it is an UnsupportedInstructionError if executed."""
+    """The emulator does not know this form of an instruction; executing it raises UnsupportedInstructionError."""
 
 
 class BlockTranslator:
@@ -32,16 +32,16 @@ class BlockTranslator:
     scope : Scope
     liveness : Liveness
     index : int
-        Number of the block.
+        The block's number.
     keep : int or None
-        Registers that a masked variant blends, as a set of `liveness`; None for the variant of all lanes.
+        For a masked variant, the registers to blend, as a set from `liveness`; None for the variant of all lanes.
 
     Attributes
     ----------
     lines : list of str
         The statements so far.
     mask : str
-        What the code calls the lanes that take part in the instruction.
+        The generated code's name for the current instruction's mask.
     """
 
     def __init__(self, scope: Scope, liveness: Liveness, index: int, keep: int | None) -> None:
@@ -52,11 +52,11 @@ class BlockTranslator:
         self.begin()
 
     def begin(self) -> None:
-        """A new instruction, without a predicate so far."""
+        """Start an instruction, without a guard."""
         self.predicated, self.mask = False, "m" if self.masked else "None"
 
     def guard(self, register: str, negated: bool) -> None:
-        """Only lanes whose predicate holds take part in the instruction."""
+        """Restrict the instruction to lanes whose predicate holds."""
         p = self.reg(register, "pred")
         p = f"~{p}" if negated else p
         self.emit(f"mp={p}" + ("&m" if self.masked else ""))
@@ -66,7 +66,7 @@ class BlockTranslator:
         self.lines.append(line)
 
     def object(self, obj: object) -> str:
-        """Name of a Python object in the generated code; the n-th object of a block is shared by its variants."""
+        """Name a Python object in the generated code; all variants of a block share its n-th object."""
         self._objects += 1
         name = f"d{self.index}_{self._objects}"
         self.scope.objects.setdefault(name, obj)
@@ -77,7 +77,7 @@ class BlockTranslator:
         return SIZE[self.scope.registers[name]]
 
     def reg(self, name: str, ty: str) -> str:
-        """Writable view of a register whose width equals that of `ty`."""
+        """The writable view of a register as type `ty`, which has its width."""
         py = self.scope.python_name[name]
         if ty != "pred" and SIZE[ty] > 8:
             raise UntranslatedError
@@ -88,7 +88,7 @@ class BlockTranslator:
         return f"{py}_{view}"
 
     def src(self, o: str, ty: str) -> str:
-        """Expression for operand `o` read as type `ty` (an array over lanes)."""
+        """An expression, an array over lanes, for operand `o` read as type `ty`."""
         regs = self.scope.registers
         if o in regs:
             if regs[o] == "pred" or SIZE[regs[o]] == SIZE[ty]:
@@ -137,13 +137,13 @@ class BlockTranslator:
 
     # -- results
     def condition(self, dst: str) -> str | None:
-        """Mask that must guard a write to `dst`, or None."""
+        """The mask that a write to `dst` must blend with, or None."""
         if self.predicated:
             return "mp"
         return "m" if self.keep is not None and self.liveness.protects(self.keep, dst) else None
 
     def put(self, dst: str, ty: str, expr: str) -> None:
-        """dst <- expr, where expr has the dtype of `ty`; a wider register is sign/zero extended."""
+        """dst <- expr, which has the dtype of `ty`; sign- or zero-extended into a wider register."""
         if dst == "_":
             return
         full = self.scope.registers[dst]
@@ -159,7 +159,7 @@ class BlockTranslator:
         self.emit(f"copyto({target},{expr},casting='unsafe')" if c is None else f"blend({target},{c},{expr})")
 
     def ufunc(self, name: str, dst: str, ty: str, *args: str, extra: str = "") -> None:
-        """dst <- name(*args), written in place when possible."""
+        """dst <- name(*args), in place if nothing has to be blended or extended."""
         call = f"{name}({','.join(args)}"
         if dst != "_" and self.condition(dst) is None and (ty == "pred" or SIZE[ty] == self.width(dst)):
             self.emit(f"{call},out={self.reg(dst, ty)}{extra})")
@@ -171,10 +171,10 @@ Handler = Callable[[BlockTranslator, Instruction], None]
 
 
 class Handlers(dict[str, Handler]):
-    """Functions that translate an instruction, by the first part of its name."""
+    """Functions that translate instructions, by the first part of the opcode."""
 
     def of(self, *heads: str) -> Callable[[Handler], Handler]:
-        """Decorates the handler of these instructions."""
+        """Register the decorated function for these opcodes."""
 
         def register(handler: Handler) -> Handler:
             self.update(dict.fromkeys(heads, handler))

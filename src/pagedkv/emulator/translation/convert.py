@@ -1,4 +1,4 @@
-"""cvt and cvta."""
+"""Conversions: cvt, cvta, and isspacep, which asks where an address points."""
 
 from __future__ import annotations
 

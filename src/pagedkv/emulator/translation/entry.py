@@ -1,4 +1,4 @@
-"""Kernels of a PTX module, each translated when it is first launched."""
+"""The kernels of a PTX module, each translated on its first launch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .translate import Translation
 
 
 class Entry(Program):
-    """One kernel, ready to be launched; `Module.entry` makes them."""
+    """One kernel, ready to launch; comes from `Module.entry`."""
 
     @cached_property
     def translation(self) -> Translation:
-        """Its Python code."""
+        """The kernel in Python."""
         return Translation(self)
 
     def unsupported_instructions(self) -> dict[int, str]:
-        """Instructions, by PTX line, that raise UnsupportedInstructionError when they are executed."""
+        """Instructions that raise UnsupportedInstructionError when executed, by PTX line."""
         return dict(self.translation.unsupported)
 
 
@@ -29,12 +29,12 @@ class Module:
     Parameters
     ----------
     ptx : str
-        PTX text, as numba-cuda's compiler gives it.
+        PTX text from numba-cuda's compiler.
 
     Raises
     ------
     EmulatorError
-        It is not PTX, or uses something that the parser does not know.
+        The text is not PTX, or has something that the parser does not know.
     """
 
     def __init__(self, ptx: str) -> None:
@@ -48,7 +48,7 @@ class Module:
         return [function.name for function in self._parsed.functions.values() if function.is_entry]
 
     def entry(self, name: str | None = None) -> Entry:
-        """The kernel of that symbol, or the only one whose symbol contains `name`; without a name the only one.
+        """The kernel with this symbol, else the only one whose symbol contains it; without a name, the only kernel.
 
         Raises
         ------

@@ -38,7 +38,7 @@ def _logic(t: BlockTranslator, ins: Instruction) -> None:
 def _shift(t: BlockTranslator, ins: Instruction) -> None:
     h, o, ty = ins.parts[0], ins.operands, ins.parts[-1]
     v = ty if h == "shr" and ty[0] == "s" else bits_of(ty)
-    # NumPy shifts by counts >= width give 0 (or the sign), as PTX does
+    # Shifting by the width or more gives 0 or the sign in NumPy, as in PTX.
     n = t.literal(o[2])
     count = (
         t.scope.constant("int", min(n, 255), v)
@@ -76,7 +76,7 @@ def _prmt(t: BlockTranslator, ins: Instruction) -> None:
         raise UntranslatedError
     a, b = t.src(o[1], "u32"), t.src(o[2], "u32")
     sel = t.literal(o[3])
-    if sel is not None and not sel & 0x8888:  # constant selector: shifts and masks
+    if sel is not None and not sel & 0x8888:  # a constant selector becomes shifts and masks
         terms = []
         for i in range(4):
             k = sel >> 4 * i & 7

@@ -1,4 +1,4 @@
-"""Matrix instructions of a warp."""
+"""Matrix instructions: mma, ldmatrix, stmatrix, movmatrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _mma(t: BlockTranslator, ins: Instruction) -> None:
     shape = next(q for q in ins.parts if q.startswith("m16n8k"))
     d, a, b, c = ins.parts[-4:]
     if a != b or d != c or ins.parts[4:6] != ["row", "col"] or d not in ("f32", "f16", "s32") or len(ins.parts) != 10:
-        raise UntranslatedError  # len: no .satfinite, .sp, .kind, .xor
+        raise UntranslatedError  # more parts: .satfinite, .sp, .kind or .xor
     k = int(shape[6:])
     legal = {
         ("f16", 8),

@@ -1,4 +1,4 @@
-"""What is known of a memory instruction before it runs."""
+"""Memory instructions as the checks see them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..ptx.instruction import Instruction
 
 @dataclass(eq=False)
 class MemOp:
-    """One memory instruction: every execution of it passes this to the checks."""
+    """What a memory instruction says; every execution hands it to the checks."""
 
     ins: Instruction
     kind: str  # load, store, atomic
     space: str
-    element: int  # bytes per element
-    count: int = 1  # elements of a vector
-    strong: bool = False  # volatile, relaxed, acquire, release, atomic: does not race with other strong accesses
+    element: int  # its bytes
+    count: int = 1  # elements of the vector
+    strong: bool = False  # volatile, relaxed, acquire, release or atomic: cannot race with its like
     release: bool = False
     size: int = field(init=False)
     shift: int = field(init=False)

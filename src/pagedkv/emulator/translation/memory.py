@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, cp.async, fences."""
+"""Loads, stores, atomics, cp.async and fences; hints, which do nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _load(t: BlockTranslator, ins: Instruction) -> None:
         for i, d in enumerate(dests):
             t.put(d, ty, f"param('{name.strip()}',{int(off or 0) + i * SIZE[ty]},'{view_of(ty)}')")
         return
-    # a load into a wider register extends by the sign of the type
+    # A signed load into a wider register sign-extends.
     view = view_of(ty) if ty[0] == "s" and any(d != "_" and t.width(d) > SIZE[ty] for d in dests) else bits_of(ty)
     targets = []
     for d in dests:

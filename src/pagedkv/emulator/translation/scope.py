@@ -1,4 +1,4 @@
-"""The names that the generated code of a kernel uses, which all of its blocks share."""
+"""The names in a kernel's generated code, shared by all of its blocks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from ..ptx.program import Program
 
 
 class Scope:
-    """Every use of a name is noted here, so that a launch makes exactly the arrays that the code needs.
+    """Records every name that the code uses, so that a launch makes just the arrays it needs.
 
     Attributes
     ----------
     registers : dict of str to str
         PTX type of each register.
     python_name : dict of str to str
-        What the code calls a register, without the suffix of a view.
+        The code's name for a register, without the view's suffix.
     views : set of (str, str)
-        Python names and views of the registers that are used.
+        Python name and view of every register in use.
     constants : dict
-        The name of a constant by (kind, value, view).
+        Names of constants, by (kind, value, view).
     specials : set of str
-        Special registers that are read.
+        Special registers in use.
     objects : dict of str to object
-        Instructions and MemOps that calls are given.
+        Instructions and MemOps that the code passes to calls.
     """
 
     def __init__(self, program: Program) -> None:
@@ -35,5 +35,5 @@ class Scope:
         self.objects: dict[str, object] = {}
 
     def constant(self, kind: str, value: Any, view: str) -> str:
-        """Name of a constant in the generated code."""
+        """The name of a constant, a new one on first use."""
         return self.constants.setdefault((kind, value, view), f"c{len(self.constants)}")

@@ -1,7 +1,7 @@
-"""Basic blocks to Python source that works on NumPy arrays of one element for each lane.
+"""Translates basic blocks into Python that computes on NumPy arrays with an element for each lane.
 
-A block has one variant for `m is None` (every lane of the batch is here) and masked variants. A masked variant blends
-only the registers that lanes waiting elsewhere still need; everything else is written for all lanes, which is much
+A block has a variant for `m is None`, when every lane of the batch is at it, and masked variants. A masked variant
+blends only the registers that lanes waiting elsewhere still need, and writes the others for all lanes, which is much
 cheaper. Memory operations are always masked.
 """
 
@@ -26,22 +26,21 @@ _BARRIERS = ("bar", "barrier")
 
 
 class Translation:
-    """The Python code of a kernel.
+    """A kernel in Python.
 
     Attributes
     ----------
     program : Program
     scope : Scope
-        The names that the code uses.
     liveness : Liveness
     unsupported : dict of int to str
-        Instructions, by PTX line, that no handler knows; their code raises.
+        Instructions that no handler takes, by PTX line; executing them raises.
     """
 
     def __init__(self, program: Program) -> None:
         self.program, self.scope, self.liveness = program, Scope(program), Liveness(program)
         self.unsupported: dict[int, str] = {}
-        # All blocks at once: a launch makes the arrays that the scope names before the first block runs.
+        # All blocks now, not when first run: a launch has to know every name in the scope before it starts.
         self._source: dict[tuple[int, int | None], str] = {
             (index, None): self._translate(index, None) for index in range(len(program.blocks))
         }
@@ -58,7 +57,7 @@ class Translation:
         t.begin()
         if head in _JUMPS:
             if ins.pred:
-                t.reg(ins.pred, "pred")  # the scheduler reads it
+                t.reg(ins.pred, "pred")  # for the scheduler, which reads it
             return
         if ins.pred and head not in _BARRIERS:
             t.guard(ins.pred, ins.negated)
@@ -73,7 +72,7 @@ class Translation:
             t.emit(f"unsupported({t.object(ins)},{t.mask})")
 
     def code(self, index: int, keep: int | None) -> CodeType:
-        """Code object of a variant: keep None = all lanes active, else the registers to blend."""
+        """The code of a variant: of all lanes if `keep` is None, else a masked one that blends the registers `keep`."""
         key = (index, keep)
         if key not in self._code:
             if key not in self._source:

@@ -1,4 +1,4 @@
-"""Shuffles, votes and other operations of a warp, and barriers."""
+"""Warp operations such as shuffles and votes, and barriers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _bar(t: BlockTranslator, ins: Instruction) -> None:
         t.emit(f"warp_sync({t.mask})")
     elif ins.parts[1] == "cluster":
         raise UntranslatedError
-    elif "red" in ins.parts:  # the scheduler does the rest; make the operands reachable
+    elif "red" in ins.parts:  # The scheduler does the reduction; here its operands only get names.
         t.reg(ins.operands[0], "u32" if "popc" in ins.parts else "pred")
         t.src(ins.operands[-1], "pred")
     for o in ins.operands[1 if "red" in ins.parts else 0 :]:
