@@ -43,7 +43,7 @@ def _large_device() -> Device:
 
 
 class EmulatorDevice:
-    """Runs kernels on copies of NumPy arrays; results are copied back when the ``with`` statement ends without an error.
+    """Runs kernels on copies of NumPy arrays, and copies back when the ``with`` statement ends without an exception.
 
     Each array becomes a buffer of exactly its bytes, with the array's own alignment. An access between the elements of
     a strided array, or one byte past its end, is out of bounds even if another array owns that memory. Arrays that

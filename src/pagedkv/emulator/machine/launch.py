@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..errors import EmulatorError, UnsupportedInstructionError
-from ..ptx.instruction import Instruction
+from ..errors import EmulatorError
 from ..ptx.parse import Param
-from ..ptx.types import SIZE, VIEW_DTYPE, dtype_of
+from ..ptx.types import SIZE
 from ..state.footprint import FootprintRecorder
 from ..state.frame import Frame
 from ..state.memory import Buffer, Memory
@@ -20,45 +19,13 @@ from ..state.stats import LaunchStats, StatsRecorder
 from ..translation.entry import Entry
 from ..translation.mem_op import MemOp
 from ..translation.scope import Scope
-from . import numeric
 from .access import Access
-from .async_copy import AsyncCopies
-from .matrix import MatrixOps
+from .namespace import FUNCTIONS, operations
 from .schedule import Scheduler
-from .warp import WarpOps
 
 MAX_THREADS = 1024
 MAX_SHARED_BYTES = 227 * 1024
 Dims = tuple[int, int, int]
-
-_NUMPY = (
-    "add subtract multiply divide fmin fmax minimum maximum negative absolute bitwise_and bitwise_or bitwise_xor "
-    "invert logical_and logical_or logical_xor logical_not left_shift right_shift equal not_equal less less_equal "
-    "greater greater_equal copyto"
-)
-_NUMERIC = (
-    "mulhi idiv irem add_sat bfe bfi clz bfind brev prmt lop3 funnel dp4a fma32 round32 flush flushed to_int saturate "
-    "load_narrow store_narrow pack_narrow to_tf32 fp8x2_unpack fp8x2_pack"
-)
-_WARP = "shfl vote match redux elect activemask"
-_MATRIX = "mma ldmatrix stmatrix movmatrix"
-
-
-def _blend(dst: np.ndarray, mask: np.ndarray, value: Any) -> None:
-    """dst[mask] = value[mask]; putmask is several times faster than where=."""
-    if value.dtype == dst.dtype:
-        np.putmask(dst, mask, value)
-    else:
-        np.copyto(dst, value, where=mask, casting="unsafe")
-
-
-_BASE_NAMESPACE: dict[str, Any] = {
-    "np": np,
-    "blend": _blend,
-    **{name: getattr(np, name) for name in _NUMPY.split()},
-    **{name: getattr(numeric, name) for name in _NUMERIC.split()},
-    **{name: dtype.type for name, dtype in VIEW_DTYPE.items()},
-}
 
 
 def _dims(sizes: int | Sequence[int], what: str) -> Dims:
@@ -199,12 +166,12 @@ class Device(Memory):
                 shared_races = SharedRaces(frame, _granule(scope, "shared")) if race else None
                 access = Access(frame, self, init_check, shared_races, global_races, recorder, tracks, rng)
                 reuse = scheduler is not None and scheduler.frame.num_lanes == frame.num_lanes
-                bound = _namespace(frame, access, shared_races, global_races, params)
+                bound = operations(frame, access, shared_races, global_races, params)
                 bound.update(frame.namespace(scope, reuse))
                 if reuse:  # same number of lanes: keep register arrays and compiled blocks
                     namespace.update(bound)
                 else:
-                    namespace = {**_BASE_NAMESPACE, **bound}
+                    namespace = {**FUNCTIONS, **bound}
                     scheduler = Scheduler(frame, translation, namespace, recorder, rng, step_limit)
                 assert scheduler is not None
                 scheduler.run(frame, shared_races)
@@ -231,43 +198,3 @@ class Device(Memory):
             )
         if len(args) != len(entry.params):
             raise EmulatorError(f"{entry.readable_name} takes {len(entry.params)} parameters, got {len(args)}")
-
-
-def _namespace(
-    frame: Frame,
-    access: Access,
-    shared_races: SharedRaces | None,
-    global_races: GlobalRaces | None,
-    params: dict[str, bytes],
-) -> dict[str, Any]:
-    """What the generated code calls, bound to one batch."""
-    copies = AsyncCopies(frame, access)
-    ns: dict[str, Any] = {}
-    for space in ("global", "shared", "local", "generic"):
-        for what in ("ld", "st", "atom"):
-            if (what, space) != ("atom", "local"):
-                ns[f"{what}_{space}"] = getattr(access, f"{what}_{space}")
-    for names, ops in ((_WARP, WarpOps(frame)), (_MATRIX, MatrixOps(frame, access))):
-        ns.update((name, getattr(ops, name)) for name in names.split())
-
-    def param(name: str, off: int, view: str) -> Any:
-        return np.frombuffer(params[name], dtype_of(view), 1, off)[0]
-
-    def unsupported(ins: Instruction, m: np.ndarray | None) -> None:
-        if m is None or m.any():
-            what = ins.operands[0] if ins.op == "unsupported" else f"instruction {ins.op}"
-            raise UnsupportedInstructionError(
-                f"the emulator does not model this: {what}; kernel {frame.name}; PTX line {ins.line}: {ins.text}"
-            )
-
-    def nothing(m: np.ndarray | None) -> None:
-        pass
-
-    def fence(m: np.ndarray | None) -> None:
-        if global_races is not None:
-            global_races.fence(frame.cta if m is None else frame.cta[m])
-
-    warp_sync: Callable[[np.ndarray | None], None] = nothing if shared_races is None else shared_races.warp_sync
-    ns.update(param=param, unsupported=unsupported, warp_sync=warp_sync, fence=fence)
-    ns.update(async_copy=copies.copy, async_commit=copies.commit, async_wait=copies.wait)
-    return ns
