@@ -1,1 +1,1 @@
-"""``python -m pagedkv bench``: what the package does a second, and what the machine and its peers do beside it."""
+"""``python -m pagedkv bench``: speed of the package, beside that of the machine and of other libraries."""

@@ -1,4 +1,4 @@
-"""Decode and prefill on the CPU against the machine's read bandwidth and torch, all in one run, interleaved."""
+"""Decode and prefill on the CPU against the machine's read bandwidth and torch, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _torch() -> ModuleType | None:
 
 
 def _reader() -> Callable[[], Any]:
-    """A plain sum over 2 GiB on all threads: what this machine reads."""
+    """A plain sum over 2 GiB on all threads, to measure the machine's read bandwidth."""
 
     @numba.njit(nogil=True, fastmath=True)
     def total(values):
@@ -87,7 +87,7 @@ def _as_tensor(torch: ModuleType, array: npt.NDArray[Any]) -> Any:
 def _torch_decode(
     torch: ModuleType, q: npt.NDArray[Any], pages: npt.NDArray[Any], tables: npt.NDArray[np.int32]
 ) -> dict[str, Callable[[], Any]]:
-    """SDPA on dense K/V, and gathering the pages before it; the G heads of a KV head go in as G query rows."""
+    """SDPA on dense K and V, and on pages gathered first; the G heads of a KV head are G query rows."""
     num_seqs = len(tables)
     k, v = (_as_tensor(torch, cache) for cache in pages)
     query = _as_tensor(torch, q).view(num_seqs, NUM_KV_HEADS, -1, HEAD_DIM)
@@ -117,7 +117,7 @@ def _decode_row(
     q = q.astype(np.float32 if fp8 else DTYPES[dtype])
     out = np.empty_like(q)
     kv_dtype = dtype if fp8 else None
-    # The sum goes first: it is on the cores while torch's threads of the turn before still spin.
+    # The sum goes first, so that it and not pagedkv runs while torch's threads still spin after their turn.
     contestants: dict[str, Callable[[], Any]] = {
         "read": read,
         "pagedkv": lambda: pagedkv.decode_attention(q, pages[0], pages[1], tables, lens, kv_dtype=kv_dtype, out=out),
@@ -192,7 +192,7 @@ def _growth_row(repeats: int) -> Row:
 
 
 def _first_call_row(operation: str) -> Row:
-    """Seconds of the first call of a process: nothing compiled, and again with what the first one kept on disk."""
+    """Seconds of a process' first call, with nothing compiled, then with the kernels that it kept on disk."""
     program = FIRST_CALL.format(decode=operation == "decode")
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "PAGEDKV_CACHE_DIR": directory}
@@ -208,7 +208,7 @@ def _first_call_row(operation: str) -> Row:
 def run(
     *, repeats: int = 9, dtypes: tuple[str, ...] = tuple(DTYPES), progress: Callable[[str], Any] = print
 ) -> list[Row]:
-    """Measure everything; each row says in its first column what it is."""
+    """Measure everything; a row's first column says what it measures."""
     torch = _torch()
     read = _reader()
     rows = []

@@ -1,4 +1,4 @@
-"""How fast the emulator runs the kernel v1, with fewer and with more checks."""
+"""Speed of the emulator on kernel v1, with fewer and with more checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _problem(num_seqs: int) -> dict[str, Any]:
-    """Arguments of decode_attention in float16, in the layout of v1."""
+    """Arguments for decode_attention in float16, in v1's layout."""
     rng = np.random.default_rng(0)
     blocks = rng.permutation(num_seqs * SEQ_LEN // BLOCK_SIZE).astype(np.int32)
     k_shape = (len(blocks), NUM_HEADS, HEAD_DIM // 8, BLOCK_SIZE, 8)
@@ -40,20 +40,20 @@ def _problem(num_seqs: int) -> dict[str, Any]:
 
 
 def run(*, repeats: int = 9, progress: Callable[[str], Any] = print) -> list[Row]:
-    """Time decode_attention with kernel="v1" on the emulator, once its kernel is compiled.
+    """Time decode_attention with kernel="v1" on the emulator, after compilation.
 
     Parameters
     ----------
     repeats : int
         Calls of each kind.
     progress : callable
-        Told what is being measured.
+        Called with what is being measured.
 
     Returns
     -------
     list of dict
-        Median milliseconds of a whole call, copies of the arrays included, the distance between the quartiles over
-        the median, and thread instructions a second.
+        Median milliseconds of a call, copies of the arrays included; interquartile range over the median; thread
+        instructions per second.
     """
     rows: list[Row] = []
     for num_seqs in NUMS_SEQS:

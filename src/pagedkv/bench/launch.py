@@ -1,6 +1,6 @@
-"""Host time of decode_attention on device arrays, up to the launch: no GPU is needed, for nothing is launched.
+"""Host time of decode_attention on device arrays, up to the launch; no GPU is needed.
 
-The arrays only say where they are, and the device notes what it is asked to launch.
+The arrays are addresses without memory, and the device records launches instead of starting them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CALLS_PER_REPEAT = 500
 
 
 class RecordingDevice:
-    """A `cuda.device.Device` of an H100's measures that notes launches instead of starting them.
+    """A `cuda.device.Device` with an H100's limits that records launches instead of starting them.
 
     Attributes
     ----------
     launches : list of tuple
-        (kernel, grid, args, shared_bytes) of each.
+        A (kernel, grid, args, shared_bytes) for each.
     lock : threading.RLock
-        As a CUDA device has it.
+        As on a CUDA device.
     """
 
     capability = (9, 0)
@@ -44,30 +44,30 @@ class RecordingDevice:
         self.lock = threading.RLock()
 
     def address(self, name: str, array: Any) -> int:
-        """The address that a shadow carries."""
+        """The address in a shadow."""
         return int(array.__array_interface__["data"][0])
 
     def scratch(self, name: str, nbytes: int) -> int:
-        """An address for each name, with nothing there."""
+        """An address for each name, without memory behind it."""
         return self._workspaces.setdefault(name, (len(self._workspaces) + 1) << 40)
 
     def launch(
         self, kernel: Any, grid: tuple[int, int, int], args: Sequence[int | float], shared_bytes: int = 0
     ) -> None:
-        """Note what would be launched."""
+        """Record a launch."""
         self.launches.append((kernel, grid, tuple(args), shared_bytes))
 
 
 @contextmanager
 def recording_device() -> Iterator[RecordingDevice]:
-    """One recording device in the place of every GPU and stream."""
+    """Replace every GPU and stream by one recording device."""
     device = RecordingDevice()
     with patch("pagedkv.cuda.driver.cuda_device", lambda ordinal, stream: device):
         yield device
 
 
 class InterfaceArray:
-    """An array of which nothing is known but its ``__cuda_array_interface__``, which is made at each access."""
+    """An array with nothing but a ``__cuda_array_interface__``, rebuilt at each access as frameworks do."""
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: Any) -> None:
         self._address, self._shape, self._typestr = address, shape, np.dtype(dtype).str
@@ -85,7 +85,7 @@ class InterfaceArray:
 
 
 class CupyShaped:
-    """An array with the attributes of CuPy's that are looked at."""
+    """An array with those attributes of CuPy's that the package reads."""
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: Any) -> None:
         like = np.lib.stride_tricks.as_strided(np.zeros((), dtype), shape, _contiguous(shape, np.dtype(dtype).itemsize))
@@ -107,7 +107,7 @@ def _cupy() -> ModuleType:
 
 @contextmanager
 def _as_cupy() -> Iterator[None]:
-    """`CupyShaped` arrays are CuPy's. Of all modules this one alone is put back: others may be imported meanwhile."""
+    """Pass `CupyShaped` off as CuPy's array. Restores this one module: others may be imported meanwhile."""
     before = sys.modules.get("cupy")
     sys.modules["cupy"] = _cupy()
     try:
@@ -119,7 +119,7 @@ def _as_cupy() -> Iterator[None]:
 
 
 def _call(kind: type, kernel: str) -> Callable[[], Any]:
-    """A decode call on arrays of one kind, its result's memory given."""
+    """A decode call on arrays of one kind, with `out` given."""
     x = 8
     k_shape = (1024, NUM_KV_HEADS, HEAD_DIM // x, BLOCK_SIZE, x)
     q_shape = (NUM_SEQS, NUM_HEADS, HEAD_DIM)
@@ -136,20 +136,19 @@ def _call(kind: type, kernel: str) -> Callable[[], Any]:
 
 
 def run(*, repeats: int = 9, progress: Callable[[str], Any] = print) -> list[Row]:
-    """Time calls on arrays that only have the interface, and on arrays shaped like CuPy's.
+    """Time calls on arrays with only the interface, and on arrays that look like CuPy's.
 
     Parameters
     ----------
     repeats : int
-        Medians are over as many times 500 calls.
+        Medians are over 500 times as many calls.
     progress : callable
-        Told what is being measured.
+        Called with what is being measured.
 
     Returns
     -------
     list of dict
-        Microseconds of the first call with the kernel in the process' memory, median microseconds of a later one, and
-        the distance between the quartiles over the median.
+        Launches of a call, median microseconds of a call, and interquartile range over the median.
     """
     rows: list[Row] = []
     with recording_device() as device, _as_cupy():

@@ -1,4 +1,4 @@
-"""Times of the memory manager, beside a manager of Python lists in the style of nano-vLLM."""
+"""Speed of the memory manager, beside one of Python lists in the style of nano-vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .report import Row, median, spread
 BLOCK_SIZE = 16
 NUM_TOKENS = 2048
 DROPPED = 100
-# Operations of pagedkv, and what they are compared with.
+# pagedkv's operations, and what each is compared with.
 OPERATIONS = {
     "decode step": "decode step",
     "decode step, array": "decode step",
@@ -28,9 +28,9 @@ OPERATIONS = {
 
 
 class ListTable:
-    """What the time is compared with: a deque of free blocks and a list of blocks for each sequence.
+    """The baseline: a deque of free blocks, and a list of blocks for each sequence.
 
-    It does what SequenceTable does in a decode step, without its checks, handles and copy-on-write.
+    Does the work of SequenceTable, without its checks, handles and copy-on-write.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -99,23 +99,23 @@ def run(
 ) -> list[Row]:
     """Time both managers in turns, on sequences of about 2048 tokens in blocks of 16.
 
-    A decode step is append, block_tables and seq_lens of all sequences, of which one in 16 needs a new block, with
-    their handles in a list or in an int64 array. The other operations are on all sequences too: add and fork one by
-    one, truncate and free in one call.
+    A decode step is append, block_tables and seq_lens of all sequences, one in 16 of which needs a new block; handles
+    are in a list or in an int64 array. The other operations are on all sequences too: add and fork one at a time,
+    truncate and free in one call.
 
     Parameters
     ----------
     repeats : int
-        Lives of all sequences, of 20 decode steps each.
+        How often all sequences are added, run for 20 decode steps, and freed.
     nums_seqs : tuple of int
         Numbers of sequences.
     progress : callable
-        Told what is being measured.
+        Called with what is being measured.
 
     Returns
     -------
     list of dict
-        Median microseconds of both managers, and the distance between their quartiles over the median.
+        Median microseconds of both managers, and interquartile range over the median.
     """
     rows: list[Row] = []
     for num_seqs in nums_seqs:
@@ -139,8 +139,11 @@ def run(
 def _life(
     table: Any, num_seqs: int, other_kind: Callable[[list[int]], Any] | None = None
 ) -> Iterator[list[tuple[str, float]]]:
-    """Sequences that are added, decoded, forked, truncated and freed: the times of one operation after the other,
-    so that managers can take turns. Decode steps are timed with another kind of handles too, if there is one."""
+    """Add, decode, fork, truncate and free sequences.
+
+    Yields times after each operation, so that managers can take turns. With `other_kind`, decode steps are timed with
+    that kind of handles too.
+    """
     lengths = [NUM_TOKENS - i % BLOCK_SIZE for i in range(num_seqs)]
     seqs: list[int] = []
     yield [("add", _time(lambda: seqs.extend(table.add(length) for length in lengths)))]
@@ -153,7 +156,7 @@ def _life(
             part.append((operation, _time(partial(_decode_step, table, handles))))
             table.truncate(seqs, lengths)
         yield part
-        kinds = dict(reversed(kinds.items()))  # the first to go finds colder caches
+        kinds = dict(reversed(kinds.items()))  # whoever goes first finds colder caches
     forks: list[int] = []
     yield [("fork", _time(lambda: forks.extend(table.fork(seq)[0] for seq in seqs)))]
     shorter = [length - DROPPED for length in lengths]
@@ -168,7 +171,7 @@ def _decode_step(table: Any, handles: Any) -> None:
 
 
 def _time(call: Callable[[], object]) -> float:
-    """Microseconds that the call takes."""
+    """The microseconds of a call."""
     start = perf_counter_ns()
     call()
     return (perf_counter_ns() - start) / 1000

@@ -1,4 +1,4 @@
-"""Rows of measurements: printed as a table, or as JSON or CSV."""
+"""Rows of measurements, printed as tables, JSON or CSV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a long bench; `rows` are what had been measured before."""
+    """Ctrl-C in a long bench; `rows` holds what it had measured."""
 
     def __init__(self, rows: list[Row]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def machine() -> dict[str, str]:
-    """What the measurements were taken on."""
+    """What identifies this machine and its software."""
     versions = {}
     for package in ("pagedkv", "numpy", "numba", "llvmlite", "torch"):
         try:
@@ -52,7 +52,7 @@ def _processor() -> str:
 
 
 def interleaved(contestants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each contestant in turn, `repeats` times after one warm-up: drift hits all alike."""
+    """Seconds of each contestant, in turns so that drift hits all alike, after one warm-up."""
     for call in contestants.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -69,7 +69,7 @@ def median(values: list[float]) -> float:
 
 
 def spread(values: list[float]) -> float:
-    """The distance between the quartiles over the median."""
+    """The interquartile range over the median."""
     if len(values) < 2:
         return 0.0
     quartiles = statistics.quantiles(values, n=4)
@@ -81,7 +81,7 @@ def as_json(rows: list[Row]) -> str:
 
 
 def as_csv(rows: list[Row]) -> str:
-    """One table with the union of all columns."""
+    """One table, with the union of all columns."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")

@@ -1,1 +1,1 @@
-"""Benches on a GPU: decode_attention beside other libraries, and write_kv."""
+"""The benches that need a GPU: decode_attention beside other libraries, and write_kv."""

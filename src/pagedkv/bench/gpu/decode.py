@@ -1,4 +1,4 @@
-"""decode_attention on a GPU: bandwidth of every kernel and of peers, against a copy in the same turns, and launches.
+"""decode_attention on a GPU: bandwidth of our kernels and of peers against that of a copy, and costs of a launch.
 
 `samples.sample` documents what is timed, `workloads.Cell.num_bytes` what counts as traffic. Bandwidth is those bytes
 over the median time. A copy of 1 GiB within the device takes turns with the subjects of each cell. Its bandwidth counts
@@ -23,13 +23,13 @@ from .samples import interleaved, launches_for, sample
 from .timing import NOT_INSTALLED, contest, reason
 from .workloads import GROUPS, Cell, HostProblem, cells, only, quick_cells
 
-# Largest error of a result, over the largest magnitude in what is expected.
+# Largest error allowed, relative to the largest expected magnitude.
 TOLERANCE = {"float16": 5e-3, "bfloat16": 2e-2}
 CALLS_OF_A_GRAPH = 20
 
 
 def error_of(gpu: Gpu, result: Any, expected: npt.NDArray[np.float32]) -> float:
-    """The largest difference over the largest magnitude that is expected; infinite where something is not finite."""
+    """The largest error relative to the largest expected magnitude; infinite if a value is not finite."""
     difference = np.abs(gpu.numpy(result).reshape(expected.shape) - expected).max()
     return float(difference / np.abs(expected).max()) if np.isfinite(difference) else math.inf
 
@@ -41,9 +41,9 @@ def measure(
     repeats: int,
     progress: Callable[[str], Any],
 ) -> list[Row]:
-    """A row for each subject of a cell.
+    """Measure every subject on a cell; returns a row for each.
 
-    A subject that is refused, or whose result is not the CPU backend's, has the reason in its row and no time.
+    A subject that refuses the cell, or disagrees with the CPU backend, has the reason in its row and no time.
     """
     where = f"decode {cell.group}, B={len(cell.seq_lens)} L={cell.length}"
     progress(where)
@@ -82,11 +82,11 @@ def _shape(cell: Cell) -> Row:
 
 
 def launch_row(gpu: Gpu, name: str, problem: Problem, repeats: int) -> Row:
-    """What a launch costs beside the kernel: a row of its own for each kernel of pagedkv.
+    """Measure what a launch of one of our kernels costs beside the kernel itself.
 
-    *host us* is the time of a call on the host; *call us* is between two events around a call, *replay us* around the
-    replay of a graph with one call, *kernel us* around the replay of a graph with 20, over 20. All behind a flush. The
-    cache of the problem has to be larger than the GPU's, so that the 20 find it as cold as the first does.
+    *host us* is the host's time for a call; *call us* is between two events around a call, *replay us* around the
+    replay of a graph with one call, *kernel us* around the replay of a graph with 20 calls, over 20. Each follows a
+    flush. The problem's K and V must be larger than the GPU's cache, so that all 20 calls find it cold.
     """
     row: Row = {"launch": name, **dict.fromkeys(("host us", "call us", "replay us", "kernel us", "replay adds us"))}
     try:
@@ -109,7 +109,7 @@ def launch_row(gpu: Gpu, name: str, problem: Problem, repeats: int) -> Row:
 
 
 def header(gpu: Gpu, repeats: int) -> Row:
-    """Device, driver, versions, the copy bandwidth, and the time between two events with nothing between them."""
+    """Device, driver and versions, bandwidth of a copy, and time between two events in a row."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -129,7 +129,7 @@ def header(gpu: Gpu, repeats: int) -> Row:
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-    """Geometric means of the shares over KernelBench-Hard's five shapes, of subjects that were timed in all of them."""
+    """Geometric means of shares over KernelBench-Hard's five shapes, for subjects timed in all of them."""
     result: list[Row] = []
     of_group = [row for row in rows if row["decode"] == "kernelbench"]
     for name in dict.fromkeys(row["subject"] for row in of_group):
@@ -141,7 +141,7 @@ def means(rows: Sequence[Row]) -> list[Row]:
 
 
 def targets(rows: Sequence[Row], launches: Sequence[Row]) -> list[Row]:
-    """What `split` is to reach, what it did, and whether that is enough; nothing about what was not measured."""
+    """The targets of `split`, and whether it reaches them; leaves out what was not measured."""
     own = [row for row in rows if row["subject"] == FIRST and row["us"] is not None]
     rivals = [row for row in rows if row["subject"] in PEERS and row[f"x {FIRST}"] is not None]
     pages = {row["P"]: row["us"] for row in own if row["decode"] == "pages"}
@@ -186,26 +186,26 @@ def run(
     repeats : int
         Samples of each subject of a cell.
     progress : callable
-        Told what is being measured.
+        Called with what is being measured.
     quick : bool
-        Three small cells: that everything runs.
+        A few small cells, to see that everything runs.
     groups : sequence of str, optional
-        Of `workloads.GROUPS`, and "launch"; all if None.
+        From `workloads.GROUPS`, and "launch"; all if None.
     subjects : sequence of str, optional
-        Of `peers.SUBJECTS`; all if None.
+        From `peers.SUBJECTS`; all if None.
 
     Returns
     -------
     list of dict
-        Device and versions; a row for each cell and subject, of one that is not installed in the first cell only;
+        Device and versions; a row for each cell and subject, for one that is not installed in the first cell only;
         launches; geometric means; targets.
 
     Raises
     ------
     BackendUnavailableError
-        There is no GPU, or what is needed on one is not installed.
+        There is no GPU, or a package that it needs is missing.
     Interrupted
-        By Ctrl-C, with the rows of the cells before.
+        By Ctrl-C, with the rows of the finished cells.
     """
     gpu = open_gpu(QUICK_COPY_BYTES if quick else COPY_BYTES)
     chosen = {name: SUBJECTS[name] for name in SUBJECTS if subjects is None or name in subjects}

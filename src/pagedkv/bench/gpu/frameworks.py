@@ -1,4 +1,4 @@
-"""A GPU to measure on, through torch or CuPy: arrays, events, a cold cache, graphs."""
+"""A GPU through torch or CuPy: arrays, events, a cold cache, graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ELSEWHERE = "`python -m pagedkv bench static` and `bench cpu` need none"
 
 
 class Gpu(Protocol):
-    """What the benches ask of a GPU; work goes to the framework's current stream.
+    """What the benches need from a GPU; work goes to the framework's current stream.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Gpu(Protocol):
         Device, driver and versions.
     num_multiprocessors : int
     copy_bytes : int
-        What one `copy` copies.
+        Bytes of one `copy`.
     """
 
     framework: str
@@ -53,33 +53,36 @@ class Gpu(Protocol):
         """A copy on the host, in float32."""
 
     def record(self) -> Any:
-        """A new event behind everything so far."""
+        """Record a new event in the stream."""
 
     def passed(self, event: Any) -> bool:
-        """Whether the GPU has come past the event."""
+        """Whether the GPU has passed the event."""
 
     def milliseconds(self, start: Any, stop: Any) -> float:
         """The time between two events that have passed."""
 
     def flush(self) -> None:
-        """Read a buffer of 8 times the L2 cache, and at least 256 MiB: nothing else, and nothing to write back, is left
-        in the cache, and the host has time to ask for more."""
+        """Read a buffer of 8 times the L2 cache, at least 256 MiB.
+
+        That leaves nothing else in the cache, and nothing to write back. It also keeps the GPU busy while the host
+        enqueues what comes next.
+        """
 
     def copy(self) -> None:
-        """Copy `copy_bytes` from one buffer to another by cudaMemcpyAsync."""
+        """Copy `copy_bytes` from one buffer to another with cudaMemcpyAsync."""
 
     def capture(self, call: Call, times: int) -> Call:
-        """A CUDA graph of so many calls, to be replayed by calling it; the call has run before."""
+        """Capture a CUDA graph of that many calls, and return its replay; `call` must have run before."""
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait for the GPU."""
 
     def release(self) -> None:
-        """Give back the memory of arrays that are gone."""
+        """Free the memory of dead arrays."""
 
 
 class TorchGpu:
-    """The first GPU, by torch."""
+    """The first GPU, through torch."""
 
     framework = "torch"
 
@@ -140,7 +143,7 @@ class TorchGpu:
 
 
 class CupyGpu:
-    """The first GPU, by CuPy."""
+    """The first GPU, through CuPy."""
 
     framework = "cupy"
 
@@ -208,18 +211,18 @@ def _facts(device: str, l2_bytes: int, version: str, cuda: str, framework: str =
 
 
 def driver_version(text: str) -> str:
-    """The version of the driver in what /proc/driver/nvidia/version says; "unknown" if it says none."""
+    """The driver's version in the text of /proc/driver/nvidia/version, or "unknown"."""
     found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", text)
     return found.group() if found else "unknown"
 
 
 def open_gpu(copy_bytes: int = COPY_BYTES) -> Gpu:
-    """The first GPU, by torch if it is installed with CUDA, and by CuPy if it is not.
+    """The first GPU, through torch if it has CUDA, else through CuPy.
 
     Raises
     ------
     BackendUnavailableError
-        There is no GPU, or no CUDA driver, or what pagedkv or the arrays need on it is not installed.
+        There is no GPU, no CUDA driver, or no framework to make arrays with.
     """
     try:
         from ...cuda import driver

@@ -1,7 +1,7 @@
-"""Who takes part in bench decode: the kernels of pagedkv, and those of other libraries where they are installed.
+"""The subjects of bench decode: pagedkv's kernels, and those of other libraries if installed.
 
-A subject is a function from a problem on the GPU to a call without arguments that returns (B, Hq, D) in any shape. It
-is refused by an exception, whose text becomes the reason in its row.
+A subject is a function that takes a problem on the GPU and returns a call without arguments, which returns (B, Hq, D)
+in any shape. It refuses a problem with an exception, whose text becomes the reason in its row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .samples import sample
 from .timing import Refused
 from .workloads import HostProblem
 
-# Triton: tokens of a step, and programs of the grid for each multiprocessor.
+# Triton's candidates: tokens of a step, and programs for each multiprocessor.
 TRITON_TILES = (32, 64, 128)
 TRITON_WAVES = (2, 4, 8)
 TRITON_WARPS, TRITON_STAGES = 4, 3
@@ -29,7 +29,7 @@ VLLM_PARTITION = 512
 
 
 class Problem:
-    """The arrays of a cell on the GPU; caches in other layouts are made when they are first asked for.
+    """The arrays of a cell on the GPU; caches in each layout are made on first use.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Problem:
         self.q, self.block_tables, self.seq_lens = map(gpu.array, (host.q, host.block_tables, host.seq_lens))
 
     def new_out(self) -> Any:
-        """(B, Hq, D) of q's dtype, for a result."""
+        """A new (B, Hq, D) of q's dtype, for a result."""
         return self.gpu.array(np.zeros_like(self.host.q))
 
     @cached_property
@@ -60,7 +60,7 @@ class Problem:
 
     @cached_property
     def vllm(self) -> tuple[Any, Any]:
-        """K (N, Hkv, D / x, P, x) and V (N, Hkv, D, P); ValueError for sizes that the layout cannot have."""
+        """K (N, Hkv, D / x, P, x) and V (N, Hkv, D, P); ValueError if the layout cannot have the sizes."""
         k, v = self.nhd
         num_blocks, block_size, num_kv_heads, head_dim = k.shape
         itemsize = self.host.kv.itemsize
@@ -93,7 +93,7 @@ def _torch(problem: Problem) -> Any:
 
 
 def _fp8_view(problem: Problem, torch: Any) -> tuple[Any, Any]:
-    """K and V in layout NHD, fp8 as torch's own dtype."""
+    """K and V in layout NHD, with torch's own fp8 dtypes."""
     k, v = problem.nhd
     if problem.cell.kv_dtype is None:
         return k, v
@@ -114,7 +114,7 @@ def _pagedkv(problem: Problem, layout: str, kernel: str) -> Call:
 
 
 def _sdpa(problem: Problem, *, rows: bool) -> Call:
-    """On dense K and V: the G query heads of a KV head as heads of their own (enable_gqa), or as G query rows."""
+    """SDPA on dense K and V: a KV head's G query heads as heads (enable_gqa) or as G query rows."""
     torch = _torch(problem)
     k, v = problem.dense
     num_seqs, cell = len(problem.q), problem.cell
@@ -127,20 +127,20 @@ def _sdpa(problem: Problem, *, rows: bool) -> Call:
 
 
 def _flex(problem: Problem) -> Call:
-    """torch.compile(flex_attention) for this very shape, on dense K and V, without a mask."""
+    """flex_attention compiled for this shape, on dense K and V, without a mask."""
     torch = _torch(problem)
     from torch.nn.attention.flex_attention import flex_attention
 
     k, v = problem.dense
     q = problem.q.view(len(problem.q), problem.cell.num_heads, 1, problem.cell.head_dim)
-    # Compiled code of other shapes counts towards a limit, past which it silently runs uncompiled.
+    # Code for earlier shapes counts towards a limit, past which torch silently runs uncompiled.
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return lambda: compiled(q, k, v, enable_gqa=problem.cell.group_size > 1)
 
 
 def _flashinfer(problem: Problem, *, tensor_cores: bool) -> Call:
-    """BatchDecodeWithPagedKVCacheWrapper in layout NHD, planned once; run() alone is timed."""
+    """BatchDecodeWithPagedKVCacheWrapper in layout NHD, planned in advance: only run() is timed."""
     torch = _torch(problem)
     import flashinfer
 
@@ -166,7 +166,7 @@ def _flashinfer(problem: Problem, *, tensor_cores: bool) -> Call:
 
 
 def _flash_attention(problem: Problem, *, version: int) -> Call:
-    """flash_attn_with_kvcache on the pages, of flash_attn (2) or flash_attn_interface (3)."""
+    """flash_attn_with_kvcache on the pages, from flash_attn (2) or flash_attn_interface (3)."""
     _torch(problem)
     if version == 2:
         from flash_attn import flash_attn_with_kvcache
@@ -184,7 +184,7 @@ def _flash_attention(problem: Problem, *, version: int) -> Call:
 
 
 def _triton(problem: Problem) -> Call:
-    """`triton_decode`: the fastest of nine configurations, which are timed first."""
+    """The fastest of nine configurations of `triton_decode`, found by timing them."""
     torch = _torch(problem)
     from .triton_decode import TritonDecode
 
@@ -203,7 +203,7 @@ def _triton(problem: Problem) -> Call:
 
 
 def fastest(gpu: Gpu, calls: list[Call]) -> Call:
-    """The call with the shortest median of five launches, after one to warm up."""
+    """The call with the shortest median of five launches, after a warm-up."""
 
     def milliseconds(call: Call) -> float:
         call()
@@ -213,7 +213,7 @@ def fastest(gpu: Gpu, calls: list[Call]) -> Call:
 
 
 def _vllm(problem: Problem, *, version: int) -> Call:
-    """vLLM's own paged_attention_v1 and v2, where a version that still has them is installed."""
+    """vLLM's paged_attention_v1 and v2, of a version that still has them."""
     torch = _torch(problem)
     from vllm import _custom_ops as ops
 
@@ -258,5 +258,5 @@ PEERS: dict[str, Callable[[Problem], Call]] = {
     "vLLM v2": partial(_vllm, version=2),
 }
 SUBJECTS = OURS | PEERS
-# What is imported for each peer, for the versions in the header.
+# The peers' packages, for the versions in the header.
 PACKAGES = ("torch", "cupy", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "vllm", "numba-cuda")

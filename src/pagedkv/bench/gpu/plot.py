@@ -20,7 +20,7 @@ def require() -> None:
 
 
 def series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """(length, GB/s) of each subject and of the copy, by length, over the cells that differ in length alone."""
+    """(length, GB/s) of each subject and of the copy, over the cells that differ in length alone."""
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         if row.get("decode") == GROUP:
@@ -36,14 +36,14 @@ def draw(rows: Sequence[Row], path: str) -> None:
     Parameters
     ----------
     rows : sequence of dict
-        Of `decode.measure`.
+        From `decode.measure`.
     path : str
-        Written over if it is there.
+        Overwritten if it exists.
 
     Raises
     ------
     ValueError
-        No cell of the group "lengths" is among the rows: there is nothing to draw.
+        The rows have no cell of the group "lengths".
     """
     lines = series(rows)
     if not lines:

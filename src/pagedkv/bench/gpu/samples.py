@@ -1,4 +1,4 @@
-"""Times of calls on a GPU, each launch on its own with a cold cache."""
+"""Times calls on a GPU, one launch at a time, with a cold cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ MOST_LAUNCHES = 50
 
 
 class Sample(NamedTuple):
-    """Milliseconds of one launch, the mean of a few; microseconds that the host took to ask for one; and the share of
-    them that the GPU was ready for before the host had asked, whose times hold waiting for the host."""
+    """Means over a few launches.
+
+    Attributes
+    ----------
+    milliseconds : float
+        Of a launch on the GPU.
+    host_us : float
+        Microseconds that the host took to enqueue one.
+    late : float
+        Share of launches for which the GPU was ready before the host: their times include the wait.
+    """
 
     milliseconds: float
     host_us: float
@@ -22,9 +31,9 @@ class Sample(NamedTuple):
 
 
 def sample(gpu: Gpu, call: Call, launches: int) -> Sample:
-    """Time launches one by one between two events each, each after a flush that is not timed, and wait at the end.
+    """Time launches one by one, each between two events and after an untimed flush.
 
-    The GPU is busy with the flush while the host asks for what is timed, so the host's time is not in it.
+    The flush keeps the GPU busy while the host enqueues the launch, so that no host time is measured.
     """
     intervals, late, seconds = [], 0, 0.0
     for _ in range(launches):
@@ -42,13 +51,13 @@ def sample(gpu: Gpu, call: Call, launches: int) -> Sample:
 
 
 def launches_for(gpu: Gpu, call: Call) -> int:
-    """How many launches take about a millisecond, by a sample after one to warm up; from 1 to 50."""
+    """How many launches take about a millisecond, from 1 to 50, by a sample after a warm-up."""
     sample(gpu, call, 1)
     return max(1, min(MOST_LAUNCHES, round(SAMPLE_MS / max(sample(gpu, call, 2).milliseconds, 1e-6))))
 
 
 def interleaved(gpu: Gpu, contestants: Mapping[str, Call], repeats: int) -> dict[str, list[Sample]]:
-    """Samples of calls that take turns, `repeats` times: drift of the device hits all alike."""
+    """`repeats` samples of each call, in turns so that drift of the device hits all alike."""
     launches = {name: launches_for(gpu, call) for name, call in contestants.items()}
     samples: dict[str, list[Sample]] = {name: [] for name in contestants}
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Subjects of a bench on a GPU: made, checked, timed in turns and checked again; whoever fails has a reason instead."""
+"""Runs the subjects of a bench on a GPU: makes, checks, times in turns, and checks again; a failure has its reason."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NOT_INSTALLED = " is not installed"
 
 
 class Refused(Exception):
-    """A subject cannot do what is asked for; the message says why."""
+    """A subject does not support the problem; the message says why."""
 
 
 def reason(error: Exception) -> str:
-    """The first line of what went wrong, and what kind of exception it was unless that says nothing."""
+    """The first line of the error, with the exception's type unless that adds nothing."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name}{NOT_INSTALLED}"
     first = (str(error).strip().splitlines() or [""])[0]
@@ -32,18 +32,18 @@ def reason(error: Exception) -> str:
 
 @dataclass
 class Contest:
-    """What came out.
+    """The result.
 
     Attributes
     ----------
     copy_bytes : int
-        What one copy copies.
+        Bytes of one copy.
     samples : dict
-        Of the copy, and of every subject that was right each time.
+        For the copy, and for every subject that was right both times.
     errors : dict
-        The largest error of every subject that returned something.
+        The largest error of every subject that returned a result.
     notes : dict
-        Why a subject has no samples.
+        Why subjects have no samples.
     """
 
     copy_bytes: int
@@ -52,13 +52,13 @@ class Contest:
     notes: dict[str, str] = field(default_factory=dict)
 
     def seconds(self, name: str) -> float | None:
-        """The median time of a launch; None if it was not timed."""
+        """The median time of a launch; None for a subject without samples."""
         if name not in self.samples:
             return None
         return median([each.milliseconds for each in self.samples[name]]) / 1e3
 
     def columns(self, name: str, num_bytes: int) -> Row:
-        """Time and bandwidth of a subject that has to move so many bytes, and its error."""
+        """Time, error, and bandwidth of a subject that has to move `num_bytes`."""
         seconds, copied = self.seconds(name), self.seconds(COPY)
         samples = self.samples.get(name)
         bandwidth = num_bytes / seconds / 1e9 if seconds else None
@@ -87,21 +87,21 @@ def contest(
     repeats: int,
     progress: Callable[[str], Any],
 ) -> Contest:
-    """Make every subject, and time those that are right, in turns with a copy within the device.
+    """Make all subjects, and time those that are right, in turns with a copy on the device.
 
     Parameters
     ----------
     gpu : Gpu
     subjects : mapping
-        From a name to a function that makes the call, or raises.
+        By name, functions that make the call or raise.
     error_of : callable
-        How wrong what a call returned is.
+        The error of what a call returned.
     limit : float
-        The largest error that is allowed, before the turns and after them.
+        The largest error allowed, before timing and after it.
     repeats : int
         Samples of each.
     progress : callable
-        Told who is at work.
+        Called with who is at work.
     """
     result = Contest(gpu.copy_bytes)
     calls: dict[str, Call] = {}
@@ -119,13 +119,13 @@ def contest(
             call = make()
             if is_right(name, call):
                 calls[name] = call
-        except Exception as error:  # whatever one raises, the others are measured
+        except Exception as error:  # one subject's failure must not stop the others
             result.notes[name] = reason(error)
     progress("timing")
     try:
         samples = interleaved(gpu, {COPY: gpu.copy, **calls}, repeats)
         wrong = [name for name, call in calls.items() if not is_right(name, call)]
         result.samples = {name: values for name, values in samples.items() if name not in wrong}
-    except Exception as error:  # a device that has failed stays so: what was measured before must not be lost
+    except Exception as error:  # a failed device stays failed: keep what was measured
         result.notes |= dict.fromkeys(calls, reason(error))
     return result

@@ -1,7 +1,7 @@
-"""A paged split-KV decode kernel in Triton, as a peer: what is usually written for caches in layout NHD.
+"""A paged split-KV decode kernel in Triton, of the usual kind for caches in layout NHD, as a peer.
 
-Importing it imports triton. One program takes one split of a sequence for a KV head with all its query heads, as rows
-of a matrix product padded to 16; a second kernel merges the splits.
+Importing it imports triton. A program takes one split of a sequence for one KV head, with that head's query heads as
+the rows of a matrix product, padded to 16. A second kernel merges the splits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-FEWEST_ROWS = 16  # of a tensor core's operand
+FEWEST_ROWS = 16  # of a tensor-core operand
 
 
 @triton.jit
@@ -81,22 +81,22 @@ def _merge(partial, lse, out, num_splits, D: tl.constexpr, SPLITS: tl.constexpr)
 
 
 class TritonDecode:
-    """Decode calls of one configuration, with memory for their results.
+    """Decode calls in one configuration, with memory for their results.
 
     Parameters
     ----------
     q : (B, Hq, D) tensor
-        float16 or bfloat16; D a power of two from 16.
+        float16 or bfloat16; D a power of two, at least 16.
     k, v : (N, P, Hkv, D) tensors
         Contiguous; of q's dtype, or float8_e4m3fn or float8_e5m2.
     tables, lens : (B, max_blocks) and (B,) int32 tensors
         Contiguous; no length is 0.
     num_splits : int
-        Of each sequence.
+        Splits of each sequence.
     tile : int
-        Tokens of a step; a power of two from 16.
+        Tokens of a step; a power of two, at least 16.
     num_warps, num_stages : int
-        Triton's.
+        Triton's options.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class TritonDecode:
         self._out = torch.empty_like(q)
 
     def __call__(self) -> Any:
-        """Launch both kernels; returns (B, Hq, D) of q's dtype, the same memory every time."""
+        """Launch both kernels; returns (B, Hq, D) of q's dtype, always in the same memory."""
         q, k, v, tables, lens = self._inputs
         num_seqs, num_heads, head_dim = q.shape
         block_size, num_kv_heads = k.shape[1:3]

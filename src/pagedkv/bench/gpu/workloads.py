@@ -1,4 +1,4 @@
-"""What bench decode measures: cells, and the bytes of K and V that each has to read."""
+"""The workloads of bench decode: cells, and the bytes of K and V that each has to read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KERNELBENCH = (
     (8, 16, 4, 64, 2000, 16),
 )
 FLOATS: dict[str, Any] = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-# No multiple of a row of any cell: the rows of a cache made by repeating so many values all differ.
+# Not a multiple of any cell's row: repeating this many values still makes all rows of a cache differ.
 NUM_VALUES = 2**22 + 15
 
 
@@ -35,13 +35,13 @@ class Cell:
     Attributes
     ----------
     group : str
-        What the cell is there for: one of `GROUPS`.
+        What the cell is for: one of `GROUPS`.
     seq_lens : tuple of int
         Tokens of each of the B sequences.
     num_heads, num_kv_heads, head_dim, block_size : int
         Hq, Hkv, D and P.
     dtype : str
-        Of q, and of the cache unless `kv_dtype` is given.
+        The dtype of q, and of the cache unless `kv_dtype` is given.
     kv_dtype : str or None
         "fp8_e4m3", "fp8_e5m2" or None.
     """
@@ -70,11 +70,11 @@ class Cell:
 
     @property
     def num_bytes(self) -> int:
-        """The least that has to be read: K and V of every token of every sequence once.
+        """The least that a kernel has to read: K and V of every token of every sequence, once.
 
-        ``2 * sum(seq_lens) * num_kv_heads * head_dim * itemsize``, where 2 stands for K and V. Not counted are q and
-        the result (together G / L of it where the cache has 16 bits and lengths are equal: 0.2 % for G = 4 and
-        L = 2048), block tables, unused slots of last blocks, and partial results.
+        ``2 * sum(seq_lens) * num_kv_heads * head_dim * itemsize``, where 2 stands for K and V. Leaves out q and the
+        result (together G / L of this with a 16-bit cache and equal lengths: 0.2 % for G = 4 and L = 2048), block
+        tables, unused slots of last blocks, and partial results.
         """
         itemsize = 1 if self.kv_dtype else 2
         return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * itemsize
@@ -94,13 +94,13 @@ def _equal(
 
 
 def _drawn(num_seqs: int, longest: int) -> tuple[int, ...]:
-    """Lengths with evenly spread logarithms, the same ones every time."""
+    """Log-uniform lengths, the same at every call."""
     logarithms = np.random.default_rng(5).uniform(0, math.log(longest), num_seqs)
     return tuple(int(math.exp(x)) for x in logarithms)
 
 
 def cells() -> list[Cell]:
-    """All cells, those of a group together; groups in the order of what matters most."""
+    """All cells by group, the most important groups first."""
     return [
         *(_equal("headline", 32, 32, 8, 128, length, 16) for length in (2048, 8192)),
         *(_equal("kernelbench", *shape, "bfloat16") for shape in KERNELBENCH),
@@ -119,7 +119,7 @@ def cells() -> list[Cell]:
 
 
 def quick_cells() -> list[Cell]:
-    """A small one of each kind: that everything runs, not how fast."""
+    """A small cell of each kind, to see that everything runs."""
     return [
         Cell("lengths", (200,) * 4),
         Cell("lengths", (600,) * 4),
@@ -132,7 +132,7 @@ GROUPS = tuple(dict.fromkeys(cell.group for cell in cells()))
 
 
 class HostProblem:
-    """The arrays of a cell on the host: normal values, and the blocks of all sequences in random order.
+    """The arrays of a cell on the host, with normal values and with blocks in random order.
 
     Attributes
     ----------
@@ -141,7 +141,7 @@ class HostProblem:
     kv : (2, N, P, Hkv, D) array
         K and V in layout NHD; uint8 for fp8.
     block_tables : (B, max_blocks) int32 array
-        0 behind the last block of a sequence.
+        0 past the last block of a sequence.
     seq_lens : (B,) int32 array
     """
 
@@ -162,12 +162,12 @@ class HostProblem:
 
     @cached_property
     def expected(self) -> npt.NDArray[np.float32]:
-        """(B, Hq, D): the result of the CPU backend for q widened to float32, so that it is not rounded."""
+        """The CPU backend's result, (B, Hq, D), for q widened to float32 so that it is not rounded."""
         arguments = (self.q.astype(np.float32), self.kv[0], self.kv[1], self.block_tables, self.seq_lens)
         result: npt.NDArray[np.float32] = decode_attention(*arguments, kv_dtype=self.cell.kv_dtype, backend="cpu")
         return result
 
 
 def only(wanted: Sequence[str] | None, among: Sequence[Cell]) -> list[Cell]:
-    """The cells of the groups that are wanted; all if None."""
+    """The cells of the wanted groups; all if None."""
     return [cell for cell in among if wanted is None or cell.group in wanted]

@@ -1,7 +1,7 @@
-"""write_kv on a GPU against a copy in the same turns, and against assignment by index in torch.
+"""write_kv on a GPU, against a copy in the same turns and against indexed assignment in torch.
 
-Traffic is what has to move: K and V of the new tokens read once in their dtype, and written once in the cache's. Slots,
-8 bytes a token, are not counted.
+Traffic is what has to move: K and V of the new tokens, read once in their dtype and written once in the cache's. The
+8 bytes of each token's slot do not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE = 8, 128, 16, np.dtype(np.float16)
 
 
 class Case(NamedTuple):
-    """`num_tokens` tokens, one in each block as in a decode step, or in whole blocks as of prompts."""
+    """`num_tokens` tokens, one in each block as in a decode step, or in whole blocks as for prompts."""
 
     name: str
     num_tokens: int
@@ -31,12 +31,12 @@ class Case(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of K and V, read and written."""
+        """Bytes of K and V, read and written."""
         itemsize = DTYPE.itemsize + storage_dtype(DTYPE, self.kv_dtype).itemsize
         return 2 * self.num_tokens * NUM_KV_HEADS * HEAD_DIM * itemsize
 
     def slots(self) -> npt.NDArray[np.int64]:
-        """Slots in random blocks."""
+        """The tokens' slots, in random blocks."""
         rng = np.random.default_rng(0)
         if self.name == "step":
             return rng.permutation(self.num_tokens) * BLOCK_SIZE + rng.integers(0, BLOCK_SIZE, self.num_tokens)
@@ -53,7 +53,7 @@ QUICK_CASES = (Case("step", 8), Case("prompt", 40, "fp8_e4m3"))
 
 
 class _Problem:
-    """New tokens and slots, on the host and on the GPU."""
+    """The new tokens and their slots, on the host and on the GPU."""
 
     def __init__(self, gpu: Gpu, case: Case) -> None:
         self.gpu, self.case = gpu, case
@@ -67,7 +67,7 @@ class _Problem:
         return [np.zeros(shape, dtype) for shape in shapes]
 
     def differing(self, layout: str, caches: Any) -> int:
-        """Elements of caches on the GPU that are not those that the CPU backend writes."""
+        """How many elements of caches on the GPU differ from what the CPU backend writes."""
         expected = self.new_caches(layout)
         k, v, slots = self.host
         write_kv(k, v, expected[0], expected[1], slots, layout=layout, kv_dtype=self.case.kv_dtype)
@@ -102,7 +102,7 @@ def _torch_index(problem: _Problem) -> Call:
 
 
 def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) -> list[Row]:
-    """A row for each layout, and one for torch; *error* counts wrong elements."""
+    """Measure every layout and torch; returns a row for each, whose *error* counts wrong elements."""
     problem = _Problem(gpu, case)
     subjects = {layout: partial(_pagedkv, problem, layout) for layout in LAYOUTS}
     result = contest(
@@ -119,12 +119,12 @@ def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) 
 
 
 def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool = False) -> list[Row]:
-    """Measure on the first GPU; rows as those of `decode.run`.
+    """Measure on the first GPU; returns rows like those of `decode.run`.
 
     Raises
     ------
     BackendUnavailableError
-        There is no GPU, or what is needed on one is not installed.
+        There is no GPU, or a package that it needs is missing.
     """
     gpu = open_gpu(QUICK_COPY_BYTES if quick else COPY_BYTES)
     rows = [row for case in (QUICK_CASES if quick else CASES) for row in measure(gpu, case, repeats, progress)]

@@ -1,1 +1,1 @@
-"""What can be counted of the CUDA kernels without a GPU."""
+"""What can be counted about the CUDA kernels without a GPU."""

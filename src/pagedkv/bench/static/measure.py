@@ -1,4 +1,4 @@
-"""One kernel for one compute capability: what its machine code says, and its run on the emulator."""
+"""Counts one kernel for one compute capability, in its machine code and on the emulator."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .variants import WORK, Variant, Work
 COUNTED = EmulatorDevice.capability
 SECTOR_BYTES = 32
 ALIGNMENT = 256
-UNIT_BYTES = 512  # of what a kernel reads: one 16-byte load of each lane of a warp
-NARROWEST = 8  # bytes of a load of q, K or V
+UNIT_BYTES = 512  # one 16-byte load by each lane of a warp
+NARROWEST = 8  # narrowest load of q, K or V, in bytes
 ATTENTION = ("v1", "v2", "split")
 
 
 def _aligned(array: Any) -> Any:
-    """A copy with the same strides, whose element 0 lies where a GPU's allocator puts it."""
+    """A copy with the same strides, and with element 0 aligned as by a GPU's allocator."""
     nbytes = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
     memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
     copy = np.ndarray(array.shape, array.dtype, memory, -memory.ctypes.data % ALIGNMENT, array.strides)
@@ -38,9 +38,9 @@ def _aligned(array: Any) -> Any:
 
 
 class _Device(EmulatorDevice):
-    """Notes launches, and runs them on aligned copies if it has the emulator's own compute capability."""
+    """Records launches; runs them, on aligned copies, for the emulator's own compute capability."""
 
-    lineinfo = False  # as a GPU has them
+    lineinfo = False  # as for a GPU
 
     def __init__(self, capability: Capability) -> None:
         super().__init__(race=False, init_check=False, stats=True)
@@ -60,7 +60,7 @@ class _Device(EmulatorDevice):
 
 @contextmanager
 def _timed(module: Any, name: str) -> Iterator[list[tuple[tuple[Any, ...], float]]]:
-    """The arguments and the processor seconds of each call of a function."""
+    """Collect arguments and processor seconds of a function's calls."""
     function, calls = getattr(module, name), []
 
     def timed(*args: Any) -> Any:
@@ -74,7 +74,7 @@ def _timed(module: Any, name: str) -> Iterator[list[tuple[tuple[Any, ...], float
 
 
 def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
-    """One row: a kernel for one compute capability.
+    """Count one kernel for one compute capability; returns a row.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
 
 
 def _occupancy(kernel: compiling.CompiledKernel, registers: int, shared_bytes: int) -> tuple[int, str]:
-    """Resident blocks of a multiprocessor, and what allows no more of them."""
+    """Resident thread blocks of a multiprocessor, and what limits them."""
     capability, num_threads = kernel.capability, kernel.num_threads
     alone = {
         "registers": occupancy(capability, registers, num_threads, 0),
@@ -142,10 +142,11 @@ def _occupancy(kernel: compiling.CompiledKernel, registers: int, shared_bytes: i
 
 
 def _loads(code: bytes, columns: tuple[str, ...], capability: Capability) -> list[tuple[int, int]]:
-    """Bytes of one load, and of all in flight in a thread, by column: the narrowest of K and of V, else the widest.
+    """By column, bytes of one load (for K and V the narrowest, else the widest) and of all in flight in a thread.
 
-    Copies to shared memory, where there are any, are all of K and V. v1, v2 and split read q, K and V with loads of at
-    least 8 bytes. v1 and v2 read nothing else so, and barriers stand between the three; what is not so is 0.
+    If the kernel copies to shared memory, it copies K and V, and nothing else. Otherwise v1, v2 and split read q, K and
+    V with loads of 8 bytes or more. v1 and v2 read nothing else that way, and have barriers between the three; if the
+    code does not look like that, the counts are 0.
     """
     copies = copies_of(code, capability)
     if copies is not None:
@@ -158,19 +159,19 @@ def _loads(code: bytes, columns: tuple[str, ...], capability: Capability) -> lis
 
 
 def _loop_instructions(code: bytes, capability: Capability) -> float | None:
-    """Warp instructions for each 512 bytes that the inner loop asks for."""
+    """Warp instructions for every 512 bytes that the inner loop loads."""
     loop = loop_of(code, capability, NARROWEST)
     return loop and loop.instructions * UNIT_BYTES / (32 * loop.bytes_loaded)
 
 
 def _partials(stats: LaunchStats) -> int:
-    """Bytes of partial results that kernel split writes and reads."""
+    """Bytes of partial results that kernel split writes and reads back."""
     buffers = [stats.buffers.get(name, BufferTraffic()) for name in ("split_sums", "split_states")]
     return sum(buffer.bytes_read + buffer.bytes_written for buffer in buffers)
 
 
 def _counts(stats: LaunchStats | None, work: Work) -> Row:
-    """Of the emulator; None for another compute capability than its own."""
+    """The emulator's counts; None for a compute capability that it does not run."""
     row: Row = {}
     nbytes = 0
     for name, (buffers, least) in work.read.items():
@@ -190,7 +191,7 @@ def _sectors(stats: LaunchStats, buffers: tuple[str, ...], which: str) -> int:
 
 
 def _milliseconds_from_disk(kernel: compiling.CompiledKernel, repeats: int) -> float | None:
-    """Processor time to load PTX and machine code; None for a kernel that is not kept on disk."""
+    """Processor time to load PTX and machine code; None for a kernel that is never kept on disk."""
     key = next(key for key, value in compiling._compiled.items() if value is kernel)
     if getattr(key[1], "score_mod", None) is not None:
         return None

@@ -1,4 +1,4 @@
-"""What can be counted about the CUDA kernels without a GPU: of their machine code, and of runs on the emulator."""
+"""Runs the static counts: all kernels and compute capabilities, in several processes, with the targets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .targets import targets
 from .variants import Variant, quick_variants, variants
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
-# A new process: seconds to import the compiler, to get a first call's kernels, and the times of measure().
+# In a new process: seconds to import the compiler, to compile a first kernel, and to load it from disk.
 FRESH = """
 import json, time
 start = time.process_time()
@@ -34,7 +34,7 @@ print(json.dumps([imported - start, row["compile s"], row["disk ms"]]))
 
 
 def _fresh_row() -> Row:
-    """The first kernel of a new process, with nothing on disk."""
+    """Time the first kernel of a new process with an empty disk cache."""
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "PAGEDKV_CACHE_DIR": directory}
         command = [sys.executable, "-c", FRESH]
@@ -52,30 +52,29 @@ def run(
     cold: bool = False,
     processes: int = 2,
 ) -> list[Row]:
-    """Compile the kernels, count them, and run those for 9.0 on the emulator; no GPU is used.
+    """Compile the kernels, count their machine code, and run those for 9.0 on the emulator.
 
     Parameters
     ----------
     repeats : int
-        Loads of each kernel from disk that are timed.
+        Timed loads of each kernel from disk.
     progress : callable
-        Told what is being measured.
+        Called with what is being measured.
     capabilities : sequence of (int, int)
     quick : bool
         One variant of each kernel.
     cold : bool
-        Compile everything, in an empty cache directory, instead of taking what is on disk.
+        Compile everything, into an empty cache directory, instead of loading it from disk.
     processes : int
-        1 for none but this one.
+        How many to use; 1 for this one alone.
 
     Returns
     -------
     list of dict
-        Of each variant and compute capability: registers, bytes of spills, of the stack and of shared memory, resident
-        blocks of a multiprocessor and what limits them, bytes of a load, KiB of loads in flight on a multiprocessor,
-        sectors and shared wavefronts over the minimum, warp instructions for each 512 bytes that are read, processor
-        time to compile and to load; then, unless `quick`, the first kernel of a new process; then what `targets` says,
-        and the versions of the compiler.
+        For each variant and compute capability: registers; bytes of spills, stack and shared memory; resident thread
+        blocks of a multiprocessor and their limit; bytes of a load and KiB in flight on a multiprocessor; sectors and
+        shared wavefronts over the minimum; warp instructions for every 512 bytes read; processor time to compile and
+        to load. Then the first kernel of a new process, unless `quick`; the targets; versions of the compiler.
     """
     jobs = [(variant, cc) for variant in (quick_variants() if quick else variants()) for cc in capabilities]
     with tempfile.TemporaryDirectory() as directory:

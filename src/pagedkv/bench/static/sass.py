@@ -1,12 +1,12 @@
-"""What the machine code of a kernel (SASS) says about its loads from global memory.
+"""Reads loads from global memory, copies and loops off a kernel's machine code (SASS).
 
-There is no public description of the encoding. From compute capability 7.0 on an instruction has 16 bytes: the low 12
-bits are the opcode; a load has its width in bits 73 to 75, and in bits 110 to 112 the scoreboard that it releases when
-its data is there; bits 116 to 121 are the scoreboards that an instruction waits for before it starts. A copy from
-global to shared memory has its width where a load has it, or one bit higher from 10.0 on; who waits for all groups of
-copies but the last n has n in bits 38 to 43. A branch has the predicate that it depends on in bits 12 to 15, and in
-bits 34 to 81 how far it goes, in words of 4 bytes from its end; from 9.0 on the lowest 8 bits of that are bits 16 to
-23. After Jia et al., "Dissecting the NVIDIA Volta GPU architecture via microbenchmarking", 2018.
+NVIDIA does not document the encoding. From compute capability 7.0 on, an instruction is 16 bytes. Its low 12 bits are
+the opcode, and bits 116 to 121 the scoreboards that it waits for before it starts. A load has its width in bits 73 to
+75, and in bits 110 to 112 the scoreboard that it releases when its data arrives. A copy from global to shared memory
+has its width in the same bits, from 10.0 on one bit higher; a wait for all groups of copies but the last n has n in
+bits 38 to 43. A branch has its predicate in bits 12 to 15, and in bits 34 to 81 its distance in words of 4 bytes from
+its own end; from 9.0 on, the distance has 8 more low bits, in bits 16 to 23. After Jia et al., "Dissecting the NVIDIA
+Volta GPU architecture via microbenchmarking", 2018.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def code_of(cubin: bytes, entry: str) -> bytes:
     Raises
     ------
     ValueError
-        There is no such kernel in the file.
+        The file has no such kernel.
     """
     (offset,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
@@ -51,12 +51,12 @@ def code_of(cubin: bytes, entry: str) -> bytes:
 
 
 class Loads(NamedTuple):
-    """The loads of a stretch of code.
+    """The loads in a stretch of code.
 
     Attributes
     ----------
     in_flight : int
-        The most bytes that a thread has asked for and not yet waited for.
+        The most bytes that a thread has requested but not yet waited for.
     narrowest, widest : int
         Bytes of one load.
     """
@@ -67,10 +67,10 @@ class Loads(NamedTuple):
 
 
 def loads_of(code: bytes, narrowest: int = 1) -> list[Loads]:
-    """The loads from global memory between barriers of the thread block.
+    """The loads from global memory, split at barriers of the thread block.
 
-    Instructions are taken in the order of their addresses, as if no branch was taken; a load is in flight until the
-    first instruction that waits for its scoreboard. A loop whose loads go on into its next turn is counted as one turn.
+    Goes through instructions by address, as if no branch were taken. A load is in flight until the first instruction
+    that waits for its scoreboard. If the loads of a loop last into its next turn, only one turn counts.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def loads_of(code: bytes, narrowest: int = 1) -> list[Loads]:
     Returns
     -------
     list of Loads
-        One for each stretch up to a barrier or the end, in their order; those without a load are left out.
+        One for each stretch that has loads, in order.
     """
     waiting = [0] * _NUM_SCOREBOARDS
     result: list[Loads] = []
@@ -104,7 +104,7 @@ def loads_of(code: bytes, narrowest: int = 1) -> list[Loads]:
 
 
 def copies_of(code: bytes, capability: tuple[int, int]) -> Loads | None:
-    """The copies from global to shared memory (cp.async), as `loads_of`: in flight until their group is waited for.
+    """The copies from global to shared memory (cp.async), in flight until the code waits for their group.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def copies_of(code: bytes, capability: tuple[int, int]) -> Loads | None:
     Returns
     -------
     Loads or None
-        None if there are no copies.
+        None if the code has no copies.
     """
     groups, widths, most = [0], [], 0
     for start in range(0, len(code), _INSTRUCTION_BYTES):
@@ -132,20 +132,20 @@ def copies_of(code: bytes, capability: tuple[int, int]) -> Loads | None:
 
 
 def _width(word: int, capability: tuple[int, int]) -> int:
-    """Bytes that a load or a copy asks for; 0 for other instructions."""
+    """Bytes that a load or a copy requests; 0 for other instructions."""
     if word & 0xFFF == _COPY:
         return _WIDTHS[word >> (74 if capability >= (10, 0) else 73) & 7]
     return _WIDTHS[word >> 73 & 7] if word & 0xFFF in _LOADS else 0
 
 
 class Loop(NamedTuple):
-    """A loop, on the shortest way through it.
+    """A turn of a loop, on the shortest path.
 
     Attributes
     ----------
     instructions : int
     bytes_loaded : int
-        Of global memory, by a thread.
+        From global memory, by a thread.
     widest : int
         Bytes of one load.
     """
@@ -156,10 +156,9 @@ class Loop(NamedTuple):
 
 
 def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | None:
-    """The loop with the widest loads, and of these the most, in a turn that takes every branch which makes it shorter.
+    """The loop with the widest loads, and of those with the most, on its shortest path.
 
-    If there are loops with products of tensor cores, it is one of these. Of several such loops it is the longest: the
-    one that does most with what it loads.
+    If any loops use tensor cores, only they count. Between equals the longest wins, as it does most with what it loads.
 
     Parameters
     ----------
@@ -172,7 +171,7 @@ def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | 
     Returns
     -------
     Loop or None
-        None if no loop loads anything.
+        None if no loop has loads.
     """
     words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
     targets = {at: _target(at, word, capability) for at, word in enumerate(words) if word & 0xFFF == _BRANCH}
@@ -184,7 +183,7 @@ def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | 
 
 
 def _target(at: int, word: int, capability: tuple[int, int]) -> int:
-    """The instruction that a branch goes to."""
+    """The index of the instruction that a branch jumps to."""
     distance = word >> 34 & (1 << 48) - 1
     distance -= distance >> 47 << 48
     if capability >= (9, 0):
@@ -195,7 +194,7 @@ def _target(at: int, word: int, capability: tuple[int, int]) -> int:
 def _shortest(
     words: list[int], targets: dict[int, int], first: int, last: int, narrowest: int, capability: tuple[int, int]
 ) -> Loop:
-    ways: dict[int, Loop] = {first: Loop(0, 0, 0)}  # the shortest way to an instruction
+    ways: dict[int, Loop] = {first: Loop(0, 0, 0)}  # the shortest path to an instruction
     for at in range(first, last):
         if at not in ways:
             continue

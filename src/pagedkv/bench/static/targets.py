@@ -1,4 +1,4 @@
-"""What the counts of the kernels are to reach."""
+"""The targets for the counts of the kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..report import Row
 
 
 def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
-    """Of kernel split: a name, the rows, a column, its limit, and 1 where that is the most and -1 where the least."""
+    """For kernel split: name, rows, column, limit, and 1 for an upper limit or -1 for a lower one."""
     split = [row for row in rows if row["kernel"] == "split"]
     usual = [row for row in split if row["cc"] == "9.0" and row["D"] in (64, 128, 256) and row["case"] == "-"]
     half = [row for row in usual if row["kv"] in ("float16", "bfloat16")]
@@ -32,9 +32,10 @@ def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, in
 
 
 def targets(rows: list[Row]) -> list[Row]:
-    """What is to be reached, the worst row, and whether it does.
+    """Each target, its worst row, and whether that reaches it.
 
-    By v1 and v2 at P in {8, 16, 32} and D <= 256; by split for 9.0 at D in {64, 128, 256}, in machine code and PTX.
+    Those of code and traffic are for v1 and v2 at P in {8, 16, 32} and D <= 256, and for split on 9.0 at D in
+    {64, 128, 256}.
     """
     grid = [row for row in rows if row["kernel"] in ("v1", "v2") and row["P"] <= 32 and row["D"] <= 256]
     most = {"spill B": 0, "stack B": 0, "K sectors": 1.05, "V sectors": 1.05}

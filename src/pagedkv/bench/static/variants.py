@@ -1,6 +1,6 @@
-"""Calls that use every CUDA kernel, and what each of them has to move at least.
+"""Calls that use every CUDA kernel, and the least that each has to move.
 
-Every kernel is had from a public operation, so that it is compiled for what calls ask for.
+They go through public operations, so that kernels are compiled as they are for users.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from ... import cache_ops, ops
 from ...layouts import FP8_KINDS, cache_shapes, storage_dtype
 
-# The run on the emulator.
-NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS is that of the KV heads
+# Sizes of the runs on the emulator.
+NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV heads
 SPLIT_LEN = 4096
-NUM_TOKENS = 256  # of the operations on caches
+NUM_TOKENS = 256  # in operations on caches
 NUM_STATES, NUM_ROWS = 8, 64
 
 DTYPES = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
@@ -45,21 +45,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One row of the report for each compute capability.
+    """What one row of the report counts, for each compute capability.
 
     Attributes
     ----------
     kernel : str
     kind : str
-        What is read: elements of the cache (v1, v2, gather_kv, copy_blocks) or of the rows (the others).
+        Elements of q or of rows to write or merge; for gather_kv and copy_blocks, of the cache.
     kv_kind : str
-        Elements of the cache; "" where there is none.
+        Elements of the cache; "" without one.
     head_dim, block_size : int
-        block_size is 0 where there is no cache.
+        block_size is 0 without a cache.
     options : str
         One of OPTIONS, a layout, or a number of states.
     group_size : int
-        Query heads of a KV head, 1 but in kernel split.
+        Query heads of a KV head; 1 except for kernel split.
     """
 
     kernel: str
@@ -72,7 +72,7 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """Of v1, v2 and split the grid of dtypes, D and P or G, and what lies beside it; of the others the usual cases."""
+    """For v1, v2 and split a grid of dtypes, D, and P or G, and cases beside it; for the others the usual cases."""
     result = _split_variants()
     for kernel in ("v1", "v2"):
         grid = [(dtype, head_dim, size) for dtype in DTYPES for head_dim in (64, 128, 256) for size in (8, 16, 32)]
@@ -111,7 +111,7 @@ def _split_variants() -> list[Variant]:
 
 
 def quick_variants() -> list[Variant]:
-    """One of each kernel."""
+    """One variant of each kernel."""
     wanted = [Variant("split", "float16", "float16", 128, 16, "", 8)]
     wanted += [Variant("v1", "float16", "fp8_e5m2", 64, 8), Variant("v2", "float16", "float16", 128, 16)]
     wanted += [Variant("v2_reduce", "float16", "", 128, 0), Variant("write_kv", "float16", "float16", 128, 16, "vllm")]
@@ -125,7 +125,7 @@ def _q_kind(kv_kind: str) -> str:
 
 
 class Work(NamedTuple):
-    """A call, and the bytes that it has to move: by column the names of arrays, and how many bytes of them."""
+    """A call, and the bytes that it has to move: by column, names of arrays and how many of their bytes."""
 
     call: Callable[[], Any]
     read: dict[str, tuple[tuple[str, ...], int]]
@@ -148,7 +148,7 @@ def _split(variant: Variant) -> Work:
     """Decode of one sequence of 4096 tokens, Hkv = 2, NHD."""
     num_blocks, num_heads = -(-SPLIT_LEN // variant.block_size), NUM_HEADS * variant.group_size
     k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
-    if variant.options == "strided":  # halves of one array
+    if variant.options == "strided":  # k_cache and v_cache are halves of one array
         k_cache, v_cache = np.stack([k_cache, v_cache], 1).swapaxes(0, 1)
     q = _normal((1, num_heads, variant.head_dim), _dtype(variant.kind)[0])
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(1, -1)
@@ -199,7 +199,7 @@ def _attention(variant: Variant) -> Work:
 
 
 def _cache_work(variant: Variant) -> Work:
-    """256 consecutive tokens of 2 KV heads, their blocks in random order; copy_blocks: every other block."""
+    """256 consecutive tokens of 2 KV heads in random blocks; for copy_blocks, half of the blocks."""
     layout, num_blocks = variant.options, NUM_TOKENS // variant.block_size
     k_cache, v_cache, fp8 = _caches(variant, layout, num_blocks)
     blocks = np.random.default_rng(1).permutation(num_blocks).astype(np.int32)
@@ -223,7 +223,7 @@ def _cache_work(variant: Variant) -> Work:
 
 
 def _merge(variant: Variant) -> Work:
-    """64 rows of 2 heads."""
+    """A merge of states with 64 rows of 2 heads."""
     num_states = int(variant.options.split()[0])
     outs = [_normal((NUM_ROWS, NUM_HEADS, variant.head_dim), _dtype(variant.kind)[0]) for _ in range(num_states)]
     lses = [np.zeros((NUM_ROWS, NUM_HEADS), np.float32) for _ in outs]
