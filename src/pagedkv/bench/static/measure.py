@@ -14,8 +14,7 @@ from ...cuda.compiler import compile as compiling
 from ...cuda.compiler import link as linking
 from ...cuda.compiler.occupancy import occupancy
 from ...cuda.compiler.ptx import Capability, external_functions
-from ...emulator import EmulatorDevice
-from ...emulator.state.stats import BufferTraffic, LaunchStats
+from ...emulator import BufferTraffic, EmulatorDevice, LaunchStats
 from ..report import Row, median
 from .sass import code_of, copies_of, loads_of, loop_of
 from .variants import WORK, Variant, Work
