@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from pagedkv.arrays import numpy_dtype
+from pagedkv.arrays.torch_tensor import numpy_dtype
 from pagedkv.bench.launch import RecordingDevice
 from pagedkv.errors import BackendUnavailableError
 

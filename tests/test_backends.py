@@ -9,8 +9,7 @@ import torch
 from numba import njit
 
 import pagedkv
-from pagedkv.arrays import on_device
-from pagedkv.device_arrays import metadata
+from pagedkv.arrays import identify
 
 from .device_fakes import ELSEWHERE, InterfaceArray, address_of, fake_cupy, fake_torch, recording
 from .problems import FLOATS, Spec, assert_close, build, run
@@ -218,7 +217,7 @@ def test_every_operation_on_a_device(operation, backend, kind):
     assert len(results) == {"decode_attention": 1, "gather_kv": 2, "merge_states": 2}.get(operation, 0)
     for x in results:
         assert type(x) is kind
-        shadow, _ = metadata("x", x, 0)
+        shadow, _ = identify("x", x).metadata(0)
         assert any(address_of(shadow) in args for _, _, args, _ in device.launches)
 
 
@@ -251,7 +250,7 @@ def test_scales_as_numbers_and_as_device_arrays(kind):
     (device,) = devices.values()
     (_, _, args, _) = device.launches[0]
     assert 0.625 in args
-    assert address_of(metadata("x", scale, 0).shadow) in args
+    assert address_of(identify("x", scale).metadata(0).shadow) in args
 
 
 def test_check_reaches_every_kernel_on_a_device(monkeypatch, kind):
@@ -275,7 +274,7 @@ def test_a_pool_in_which_some_layers_are_on_the_host():
     arguments = OPERATIONS["swap_blocks"]()
     source, destination = arguments["source"], arguments["destination"]
     mixed = [source, InterfaceArray(source)]
-    assert [on_device("x", x) for x in mixed] == [False, True]
+    assert [identify("x", x).on_device for x in mixed] == [False, True]
     with recording() as devices:
         pagedkv.swap_blocks(mixed, [destination, InterfaceArray(destination)], np.zeros((0, 2), np.int64))
     assert not devices

@@ -6,11 +6,19 @@ import numpy as np
 import pytest
 
 import pagedkv
+from pagedkv import backends
+from pagedkv.arrays import current_streams
 from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda import driver
-from pagedkv.device_arrays import current_streams
+from pagedkv.cuda.backend import GpuBackend
 
 from .device_fakes import fake_cupy, fake_torch
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Calls have gone to GPUs."""
+    monkeypatch.setattr(backends, "_backends", {"cuda": GpuBackend()})
 
 
 class ReportingDevice(RecordingDevice):
@@ -25,7 +33,7 @@ class ReportingDevice(RecordingDevice):
         return content
 
 
-def test_what_any_device_has_skipped_is_raised_once(monkeypatch):
+def test_what_any_device_has_skipped_is_raised_once(monkeypatch, used):
     devices = [ReportingDevice(), ReportingDevice(1, 3, 2, 99), ReportingDevice(2, 4, 0, -7)]
     monkeypatch.setattr(driver, "cuda_devices", lambda: devices)
     with pytest.raises(IndexError, match=r"block_tables .* got 99 for sequence 3, column 2"):
@@ -36,7 +44,7 @@ def test_what_any_device_has_skipped_is_raised_once(monkeypatch):
 
 
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
-def test_nothing_is_waited_for_in_a_capture(monkeypatch, framework):
+def test_nothing_is_waited_for_in_a_capture(monkeypatch, used, framework):
     module = fake_cupy() if framework == "cupy" else fake_torch()
     module.streams[0] = 7
     monkeypatch.setitem(sys.modules, framework, module)
@@ -53,5 +61,6 @@ def test_torch_that_uses_no_gpu_has_no_stream(monkeypatch):
 
 
 def test_nothing_has_failed_where_nothing_has_run(monkeypatch):
-    monkeypatch.delitem(sys.modules, "pagedkv.cuda.driver")
+    monkeypatch.setattr(backends, "_backends", {})
+    monkeypatch.setattr(driver, "cuda_devices", lambda: pytest.fail("there is nothing to ask"))
     pagedkv.raise_if_failed()

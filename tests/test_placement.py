@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pagedkv
-from pagedkv.device_arrays import Shadow
-from pagedkv.placement import Side, place
+from pagedkv.arrays import Shadow
+from pagedkv.placement import place
 
 from .device_fakes import NO_DRIVER, InterfaceArray, fake_cupy, fake_torch, no_driver
 from .wrong_arguments import OPERATIONS, OnCuda, OnDevice, call
@@ -19,17 +19,20 @@ HOST = np.zeros((2, 8), np.float32)
 @pytest.mark.parametrize("x", [HOST, torch.zeros(2, 8)], ids=["numpy", "torch"])
 @pytest.mark.parametrize(("backend", "expected"), [("auto", "cpu"), ("cpu", "cpu"), ("emulator", "emulator")])
 def test_arrays_on_the_host(x, backend, expected):
-    side, (view,) = place(backend, [("x", x)])
-    assert side == Side(expected)
-    assert side.on_host
+    placement, (view,) = place(backend, [("x", x)])
+    assert placement[:3] == (expected, 0, 0)
+    assert placement.beside.array is x
+    assert placement.on_host
     assert type(view) is np.ndarray
 
 
 @pytest.mark.parametrize("backend", ["auto", "cuda"])
 def test_arrays_on_a_device(backend):
-    side, (view, other) = place(backend, [("x", InterfaceArray(HOST, stream=5)), ("y", InterfaceArray(HOST, stream=6))])
-    assert side == Side("cuda", 0, 5), "the first array says which stream"
-    assert not side.on_host
+    x, y = InterfaceArray(HOST, stream=5), InterfaceArray(HOST, stream=6)
+    placement, (view, other) = place(backend, [("x", x), ("y", y)])
+    assert placement[:3] == ("cuda", 0, 5), "the first array says which stream"
+    assert placement.beside.array is x
+    assert not placement.on_host
     assert type(view) is type(other) is Shadow
 
 
@@ -39,8 +42,8 @@ def test_frameworks_may_mix_on_one_device(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch_)
     cupy.streams, torch_.streams = {1: 33}, {1: 44}
     x, y = cupy.ndarray(HOST, device=1), torch_.Tensor(HOST, device=1)
-    assert place("auto", [("x", x), ("y", y)])[0] == Side("cuda", 1, 33)
-    assert place("auto", [("y", y), ("x", x)])[0] == Side("cuda", 1, 44)
+    assert place("auto", [("x", x), ("y", y)])[0][:3] == ("cuda", 1, 33)
+    assert place("auto", [("y", y), ("x", x)])[0][:3] == ("cuda", 1, 44)
     other = cupy.ndarray(HOST, device=0)
     with pytest.raises(
         ValueError, match=r"^all arrays of a call must be on one device, got y on device 1 and z on device 0$"
@@ -62,8 +65,8 @@ def test_across_sides():
         ValueError, match=r"^all arrays of a call must be on one side, got y on a device and x on the host$"
     ):
         place("auto", named)
-    side, views = place("auto", named, across=True)
-    assert side.backend == "cuda"
+    placement, views = place("auto", named, across=True)
+    assert placement.backend == "cuda"
     assert [type(view) for view in views] == [np.ndarray, Shadow, np.ndarray]
     assert place("auto", [("x", HOST)], across=True)[0].backend == "cpu"
     for backend in ("cpu", "emulator"):

@@ -194,7 +194,7 @@ NO_PREFILL = (
     'copy all arrays to the host, as torch\'s cpu() and cupy.asnumpy do, and use backend "cpu"'
 )
 NO_MEMORY = (
-    "k can only be made for arrays of CuPy and torch, got a device_fakes.InterfaceArray; "
+    "k can only be made for arrays of CuPy and torch, got a tests.device_fakes.InterfaceArray; "
     "convert the caches to one of them"
 )
 

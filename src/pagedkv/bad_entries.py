@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from .device_arrays import current_streams
+from .backends import gpus
 
 
 def raise_if_failed() -> None:
@@ -23,9 +21,6 @@ def raise_if_failed() -> None:
     RuntimeError
         The current stream is being captured in a CUDA graph, which cannot wait.
     """
-    driver = sys.modules.get("pagedkv.cuda.driver")
-    if driver is not None:  # otherwise no call has gone to a device
-        from .cuda.bad_entries import raise_if_failed as look
-
-        driver.refuse_capture(current_streams(), "raise_if_failed waits for the GPU: call it after the replay")
-        look(driver.cuda_devices())
+    used = gpus()
+    if used is not None:
+        used.raise_if_failed()

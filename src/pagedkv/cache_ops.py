@@ -1,15 +1,12 @@
-"""The public operations on the contents of caches: check, choose a backend, call it."""
+"""The public operations on the contents of caches: validate, choose a backend, call it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import cache_validation
-from .arrays import as_kind_of
-from .checks import FLOAT32
-from .cpu import blocks
-from .layouts import FLOAT_DTYPES
-from .validation import per_head
+from .backends import backend_of
+from .layouts import FLOAT32, FLOAT_DTYPES
+from .validation.caches import copy_call, gather_call, swap_call, write_call
 
 
 def write_kv(
@@ -62,28 +59,8 @@ def write_kv(
     -----
     After any exception nothing has been written.
     """
-    call = cache_validation.write(
-        k,
-        v,
-        k_cache,
-        v_cache,
-        slots,
-        layout=layout,
-        kv_dtype=kv_dtype,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        backend=backend,
-        check=check,
-    )
-    if call.side.backend == "cpu":
-        k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, *_ = call
-        scales = per_head(k_scale, spec.num_kv_heads), per_head(v_scale, spec.num_kv_heads)
-        blocks.write_kv(k, v, k_cache, v_cache, slots, spec, *scales)
-    elif len(call.slots):
-        from .cuda.plans.blocks import write_kv as launch
-
-        with call.side.device() as device:
-            launch(device, call)
+    call = write_call(locals())
+    backend_of(call.placement).write_kv(call)
 
 
 def gather_kv(
@@ -127,32 +104,13 @@ def gather_kv(
     BackendUnavailableError
         The backend that the arrays or the caller ask for is not here.
     """
-    call = cache_validation.gather(
-        k_cache,
-        v_cache,
-        block_table,
-        seq_len,
-        layout=layout,
-        kv_dtype=kv_dtype,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        backend=backend,
-    )
-    side, spec = call.side, call.spec
-    if side.backend == "cpu":
-        scales = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
-        k, v = blocks.gather_kv(call.k_cache, call.v_cache, call.block_table, call.seq_len, spec, *scales)
-        return as_kind_of(k_cache, k), as_kind_of(k_cache, v)
-    shape = call.seq_len, spec.num_kv_heads, spec.head_dim
+    call = gather_call(locals())
+    shape = call.seq_len, call.spec.num_kv_heads, call.spec.head_dim
     dtype = call.k_cache.dtype if call.k_cache.dtype in FLOAT_DTYPES else FLOAT32
     remedy = "convert the caches to one of them"
-    k, k_result = side.new_array("k", k_cache, shape, dtype, remedy)
-    v, v_result = side.new_array("v", k_cache, shape, dtype, remedy)
-    if call.seq_len:
-        from .cuda.plans.blocks import gather_kv as launch
-
-        with side.device() as device:
-            launch(device, call, k_result, v_result, checked=call.checked)
+    k, k_result = call.placement.new_array("k", shape, dtype, remedy)
+    v, v_result = call.placement.new_array("v", shape, dtype, remedy)
+    backend_of(call.placement).gather_kv(call, k_result, v_result)
     return k, v
 
 
@@ -186,14 +144,8 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto"
     -----
     After any exception nothing has been written.
     """
-    call = cache_validation.copy(k_cache, v_cache, pairs, backend=backend)
-    if call.side.backend == "cpu":
-        blocks.copy_blocks([(cache, cache) for cache in call.caches], call.pairs)
-    elif len(call.pairs):
-        from .cuda.plans.blocks import copy_blocks as launch
-
-        with call.side.device() as device:
-            launch(device, call.caches, call.pairs, checked=call.checked)
+    call = copy_call(k_cache, v_cache, pairs, backend=backend)
+    backend_of(call.placement).copy_blocks(call)
 
 
 def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "auto") -> None:
@@ -230,11 +182,5 @@ def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "au
     for: synchronise the stream before you read such a destination, or write to such a source. Any other array of the
     host is done with when this returns. A CUDA graph cannot capture them, nor pairs on the host: RuntimeError.
     """
-    call = cache_validation.swap(source, destination, pairs, backend=backend)
-    if call.side.backend == "cpu":
-        blocks.copy_blocks(call.copies, call.pairs)
-    elif len(call.pairs):
-        from .cuda.plans.blocks import swap_blocks as launch
-
-        with call.side.device() as device:
-            launch(device, call.copies, call.pairs, checked=call.checked)
+    call = swap_call(source, destination, pairs, backend=backend)
+    backend_of(call.placement).swap_blocks(call)

@@ -11,7 +11,8 @@ import numpy as np
 
 LAYOUTS = ("NHD", "HND", "vllm")
 FP8_KINDS = ("fp8_e4m3", "fp8_e5m2")
-FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+FLOAT32 = np.dtype(np.float32)
+FLOAT_DTYPES = (FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 FP8_DTYPES = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 VECTOR_BYTES = 16
 
@@ -75,10 +76,10 @@ def cache_shapes(
     ValueError
         An unknown layout, or a size that the layout cannot have.
     """
-    check_layout(layout)
+    require_layout(layout)
     if num_blocks < 0:
         raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
-    _check_sizes(layout, block_size, num_kv_heads, head_dim, itemsize)
+    _require_sizes(layout, block_size, num_kv_heads, head_dim, itemsize)
     if layout == "vllm":
         x = VECTOR_BYTES // itemsize
         return (num_blocks, num_kv_heads, head_dim // x, block_size, x), (
@@ -92,7 +93,7 @@ def cache_shapes(
     return shape, shape
 
 
-def check_layout(layout: object) -> None:
+def require_layout(layout: object) -> None:
     """Raise ValueError unless layout is the name of one."""
     if not (isinstance(layout, str) and layout in LAYOUTS):
         raise ValueError(f'layout must be "NHD", "HND" or "vllm", got {layout!r}')
@@ -120,7 +121,7 @@ def storage_dtype(dtype: Any, kv_dtype: str | None) -> np.dtype[Any]:
     ValueError
         `kv_dtype` is not the name of an fp8 format.
     """
-    check_kv_dtype(kv_dtype)
+    require_kv_dtype(kv_dtype)
     name = str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else dtype.__name__
     for known in FLOAT_DTYPES:
         if name == known.name:
@@ -128,7 +129,7 @@ def storage_dtype(dtype: Any, kv_dtype: str | None) -> np.dtype[Any]:
     raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
 
 
-def check_kv_dtype(kv_dtype: object) -> None:
+def require_kv_dtype(kv_dtype: object) -> None:
     """Raise ValueError unless kv_dtype is None or the name of an fp8 format."""
     if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype in FP8_KINDS):
         raise ValueError(f'kv_dtype must be None, "fp8_e4m3" or "fp8_e5m2", got {kv_dtype!r}')
@@ -147,7 +148,7 @@ def cache_geometry(layout: str, k_shape: tuple[int, ...], v_shape: tuple[int, ..
     num_blocks, block_size, num_kv_heads, head_dim = k_shape
     if layout == "HND":
         block_size, num_kv_heads = num_kv_heads, block_size
-    _check_sizes(layout, block_size, num_kv_heads, head_dim, itemsize)
+    _require_sizes(layout, block_size, num_kv_heads, head_dim, itemsize)
     return Geometry(num_blocks, block_size, num_kv_heads, head_dim)
 
 
@@ -161,11 +162,11 @@ def _vllm_geometry(k_shape: tuple[int, ...], v_shape: tuple[int, ...], itemsize:
     if v_shape != expected:
         symbols = "(num_blocks, num_kv_heads, head_dim, block_size)"
         raise ValueError(f"v_cache must have shape {symbols} = {expected} to go with k_cache, got {v_shape}")
-    _check_sizes("vllm", block_size, num_kv_heads, vectors * x, VECTOR_BYTES // x)
+    _require_sizes("vllm", block_size, num_kv_heads, vectors * x, VECTOR_BYTES // x)
     return Geometry(num_blocks, block_size, num_kv_heads, vectors * x)
 
 
-def _check_sizes(layout: str, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> None:
+def _require_sizes(layout: str, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> None:
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if num_kv_heads < 1:
@@ -185,5 +186,5 @@ def _check_sizes(layout: str, block_size: int, num_kv_heads: int, head_dim: int,
 
 @lru_cache(maxsize=256)
 def cache_spec(layout: str, kind: str, geometry: Geometry) -> CacheSpec:
-    """The CacheSpec of a checked pair of caches."""
+    """The CacheSpec of a valid pair of caches."""
     return CacheSpec(layout, kind, *geometry)

@@ -1,65 +1,18 @@
-"""The public operations on queries and their results: check, choose a backend, call it."""
+"""The public operations on queries and their results: validate, choose a backend, call it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from . import merge_validation, validation
 from .arrays import Array
-from .checks import FLOAT32
-from .errors import BackendUnavailableError
-from .validation import per_head
-
-if TYPE_CHECKING:
-    from .cuda.plans.attention import Plan
-
-
-def _results(q: Any, call: validation.AttentionCall, out: Any, return_lse: bool) -> tuple[Any, Array, Array | None]:
-    """What the operation returns, and what kernels write: the result, and the LSE if there is to be one."""
-    result = call.out
-    if result is None:
-        remedy = "give the memory of the result as out="
-        out, result = call.side.new_array("out", q, call.q.shape, call.q.dtype, remedy)
-    if not return_lse:
-        return out, result, None
-    remedy = "convert q to one of them to have the LSE"
-    lse, lse_result = call.side.new_array("lse", q, call.q.shape[:2], FLOAT32, remedy)
-    return (out, lse), result, lse_result
-
-
-def _decode(call: validation.AttentionCall, out: Array, lse: Array | None) -> Plan | None:
-    """Run a checked decode call, and say what was launched on a device, if anything.
-
-    The module of its kernel, and numba with it, is imported when it is first needed.
-    """
-    if call.side.backend == "cpu":
-        from .cpu.decode import decode_attention as decode
-
-        q, k_cache, v_cache, tables, seq_lens, _, _, spec, k_scale, v_scale, options, *_ = call
-        scales = per_head(k_scale, spec.num_kv_heads), per_head(v_scale, spec.num_kv_heads)
-        # An infinity in a result is a value like any other: it comes back without a warning, as from a device.
-        with np.errstate(over="ignore", invalid="ignore"):
-            decode(q, k_cache, v_cache, tables, seq_lens, out, lse, spec, *scales, options)
-        return None
-    from .cuda.plans.attention import decode_attention as launch
-
-    with call.side.device() as device:
-        return launch(device, call, out, lse)
-
-
-def _prefill(call: validation.AttentionCall, out: Array, lse: Array | None) -> None:
-    """Run a checked prefill call on the CPU."""
-    from .cpu.prefill import prefill_attention as prefill
-
-    q, k_cache, v_cache, tables, seq_lens, starts, _, spec, k_scale, v_scale, options, *_ = call
-    scales = per_head(k_scale, spec.num_kv_heads), per_head(v_scale, spec.num_kv_heads)
-    assert starts is not None
-    with np.errstate(over="ignore", invalid="ignore"):
-        prefill(q, k_cache, v_cache, tables, seq_lens, starts, out, lse, spec, *scales, options)
+from .backends import backend_of, gpus, prefill_of
+from .calls import AttentionCall
+from .layouts import FLOAT32
+from .validation.attention import attention_call
+from .validation.merge import merge_call
 
 
 def decode_attention(
@@ -178,45 +131,15 @@ def decode_attention(
     >>> pagedkv.decode_attention(q, k_cache, v_cache, block_tables, seq_lens).shape
     (1, 8, 64)
     """
-    arguments = (q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, sinks, k_scale, v_scale, out)
-    options = (scale, layout, kv_dtype, window, softcap, score_mod, kernel, backend, check)
-    # There are plans to repeat once a call has run on a device.
-    plans = sys.modules.get("pagedkv.cuda.plan_cache") if type(q) is not np.ndarray else None
-    repeated = None if plans is None else plans.repeat(arguments, options, return_lse)
-    if repeated is not None:
-        return repeated
-    call = validation.attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        seq_lens,
-        None,
-        ragged=False,
-        causal=True,
-        scale=scale,
-        layout=layout,
-        kv_dtype=kv_dtype,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        alibi_slopes=alibi_slopes,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        score_mod=score_mod,
-        kernel=kernel,
-        backend=backend,
-        out=out,
-        return_lse=return_lse,
-        check=check,
-    )
-    returned, result, lse = _results(q, call, out, return_lse)
+    given = locals()  # the signature is the one list of the arguments
+    if type(q) is not np.ndarray and (used := gpus()) is not None:
+        repeated = used.plans.repeat(given)
+        if repeated is not None:
+            return repeated
+    call = attention_call(given)
+    returned, result, lse = _results(call)
     if len(call.q):
-        launched = _decode(call, result, lse)
-        if launched and call.side.backend == "cuda":
-            from .cuda.plan_cache import remember
-
-            remember(arguments, options, return_lse, call, result, launched)
+        backend_of(call.placement).decode_attention(call, result, lse)
     return returned
 
 
@@ -294,41 +217,25 @@ def prefill_attention(
     .. [2] Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
     .. [3] Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    call = validation.attention(
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        seq_lens,
-        query_starts,
-        ragged=True,
-        causal=causal,
-        scale=scale,
-        layout=layout,
-        kv_dtype=kv_dtype,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        alibi_slopes=alibi_slopes,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        score_mod=score_mod,
-        kernel=kernel,
-        backend=backend,
-        out=out,
-        return_lse=return_lse,
-        check=check,
-    )
-    if call.side.backend != "cpu":
-        remedy = "" if call.side.on_host else "copy all arrays to the host, as torch's cpu() and cupy.asnumpy do, and "
-        raise BackendUnavailableError(
-            f"this version of pagedkv has no prefill kernel for the {call.side.backend} backend; "
-            f'{remedy}use backend "cpu"'
-        )
-    returned, result, lse = _results(q, call, out, return_lse)
-    if len(call.q) and len(call.seq_lens):
-        _prefill(call, result, lse)
+    call = attention_call(locals())
+    prefill = prefill_of(call.placement)
+    returned, result, lse = _results(call)
+    if len(call.q):
+        prefill(call, result, lse)
     return returned
+
+
+def _results(call: AttentionCall) -> tuple[Any, Array, Array | None]:
+    """What the operation returns, and what kernels write: the result, and the LSE if there is to be one."""
+    out, result = call.given["out"], call.out
+    if result is None:
+        remedy = "give the memory of the result as out="
+        out, result = call.placement.new_array("out", call.q.shape, call.q.dtype, remedy)
+    if not call.given["return_lse"]:
+        return out, result, None
+    remedy = "convert q to one of them to have the LSE"
+    lse, lse_result = call.placement.new_array("lse", call.q.shape[:2], FLOAT32, remedy)
+    return (out, lse), result, lse_result
 
 
 def merge_states(outs: Any, lses: Any, *, backend: str = "auto") -> tuple[Any, Any]:
@@ -368,18 +275,9 @@ def merge_states(outs: Any, lses: Any, *, backend: str = "auto") -> tuple[Any, A
     .. [1] Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     .. [2] Dao et al., "Flash-Decoding for long-context inference", 2023.
     """
-    states, state_lses, side = merge_validation.merge(outs, lses, backend=backend)
-    like = outs[0] if isinstance(outs, (list, tuple)) else outs
-    remedy = "convert outs to one of them"
-    out, result = side.new_array("out", like, states[0].shape, states[0].dtype, remedy)
-    lse, lse_result = side.new_array("lse", like, states[0].shape[:2], FLOAT32, remedy)
-    if side.backend == "cpu":
-        from .cpu.merge import merge_states as merge
-
-        merge(states, state_lses, result, lse_result)
-    elif lse_result.size:
-        from .cuda.plans.merge import merge_states as launch
-
-        with side.device() as device:
-            launch(device, states, state_lses, result, lse_result)
+    call = merge_call(outs, lses, backend=backend)
+    shape, dtype, remedy = call.outs[0].shape, call.outs[0].dtype, "convert outs to one of them"
+    out, result = call.placement.new_array("out", shape, dtype, remedy)
+    lse, lse_result = call.placement.new_array("lse", shape[:2], FLOAT32, remedy)
+    backend_of(call.placement).merge_states(call, result, lse_result)
     return out, lse

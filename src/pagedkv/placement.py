@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, as_kind_of, host_view, on_device
-from .device_arrays import current_stream, empty, metadata
-
-if TYPE_CHECKING:
-    from .cuda.device import Device
+from .arrays import Argument, Array, DeviceArgument, HostArgument, identify
 
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
 
 
-class Side(NamedTuple):
+class Placement(NamedTuple):
     """Where a call runs.
 
     Attributes
@@ -26,62 +21,34 @@ class Side(NamedTuple):
         "cpu", "cuda" or "emulator".
     ordinal, stream : int
         On CUDA the device, and the stream as a pointer; 0 on the host.
+    beside : Argument or None
+        The first array of the call, if it has any: results are of its framework, on its device.
     """
 
     backend: str
-    ordinal: int = 0
-    stream: int = 0
+    ordinal: int
+    stream: int
+    beside: Argument | None
 
     @property
     def on_host(self) -> bool:
-        """True if the arrays of the call are on the host, so that their values can be checked."""
+        """True if the arrays of the call are on the host, so that their values can be validated."""
         return self.backend != "cuda"
 
-    @contextmanager
-    def device(self) -> Iterator[Device]:
-        """What launches the kernels of a call that does not run on the CPU; imported when it is first needed.
-
-        On CUDA no other thread launches on the stream until the ``with`` statement ends.
-
-        Raises
-        ------
-        BackendUnavailableError
-            There is no driver or no GPU, or a package is missing.
-        """
-        if self.backend == "emulator":
-            from .emulator.device import EmulatorDevice
-
-            with EmulatorDevice() as device:
-                yield device
-        else:
-            from .cuda.driver import cuda_device
-
-            gpu = cuda_device(self.ordinal, self.stream)
-            with gpu.lock:
-                yield gpu
-
-    def new_array(
-        self, name: str, like: Any, shape: tuple[int, ...], dtype: np.dtype[Any], remedy: str
-    ) -> tuple[Any, Array]:
-        """An uninitialised array for a result, for the caller in the framework of `like`, and as kernels see it.
+    def new_array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], remedy: str) -> tuple[Any, Array]:
+        """An uninitialised array for a result, for the caller in his framework, and as kernels see it.
 
         Raises
         ------
         ValueError
-            On CUDA: nothing is known of the framework of `like` but its interface; `remedy` says what to do instead.
+            On CUDA: nothing is known of the framework but its interface; `remedy` says what to do instead.
         """
-        if self.on_host:
-            result = np.empty(shape, dtype)
-            return as_kind_of(like, result), result
-        array = empty(name, like, shape, dtype, remedy)
-        return array, metadata(name, array, self.stream).shadow
+        assert self.beside is not None
+        return self.beside.new(name, shape, dtype, self.stream, remedy)
 
 
-_CPU, _EMULATOR = Side("cpu"), Side("emulator")
-
-
-def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = False) -> tuple[Side, list[Array]]:
-    """Where the call runs that has these arrays, and the arrays for everyone who checks and computes.
+def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = False) -> tuple[Placement, list[Array]]:
+    """Where the call runs that has these arrays, and the arrays for everyone who validates and computes.
 
     Parameters
     ----------
@@ -94,7 +61,7 @@ def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = F
 
     Returns
     -------
-    Side
+    Placement
     list of numpy.ndarray
         Views of arrays on the host, shadows of arrays on a device, in the order of `named`.
 
@@ -107,45 +74,43 @@ def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = F
     """
     if not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f'backend must be "auto", "cpu", "cuda" or "emulator", got {backend!r}')
-    views: list[Array] = []
-    for name, x in named:
-        if type(x) is np.ndarray:
-            views.append(x)
-        elif on_device(name, x):
-            return _place_on_device(backend, name, x, named, across)
-        else:
-            views.append(host_view(name, x))
+    arguments = [identify(name, x) for name, x in named]
+    first = next((argument for argument in arguments if isinstance(argument, DeviceArgument)), None)
+    if first is not None:
+        return _place_on_device(backend, first, arguments, across)
     if backend == "cuda":
         raise ValueError(
             'backend "cuda" needs arrays on a CUDA device, got host arrays; move them or use backend "cpu"'
         )
-    return _EMULATOR if backend == "emulator" else _CPU, views
+    views = [argument.view() for argument in arguments if isinstance(argument, HostArgument)]
+    return Placement("emulator" if backend == "emulator" else "cpu", 0, 0, arguments[0] if arguments else None), views
 
 
 def _place_on_device(
-    backend: str, first: str, like: Any, named: Sequence[tuple[str, Any]], across: bool
-) -> tuple[Side, list[Array]]:
-    """`place`, where `first` is the name of the first array that is on a device."""
-    on_devices = [on_device(name, x) for name, x in named]
-    if not across and not all(on_devices):
-        other = named[on_devices.index(False)][0]
-        raise ValueError(f"all arrays of a call must be on one side, got {first} on a device and {other} on the host")
+    backend: str, first: DeviceArgument, arguments: list[HostArgument | DeviceArgument], across: bool
+) -> tuple[Placement, list[Array]]:
+    """`place`, where `first` is the first array that is on a device."""
+    other = next((argument for argument in arguments if not argument.on_device), None)
+    if other is not None and not across:
+        raise ValueError(
+            f"all arrays of a call must be on one side, got {first.name} on a device and {other.name} on the host"
+        )
     if backend in ("cpu", "emulator"):
-        raise ValueError(f'backend "{backend}" needs arrays on the host, got {first} on a device')
-    stream = current_stream(like, first)
+        raise ValueError(f'backend "{backend}" needs arrays on the host, got {first.name} on a device')
+    stream = first.stream()
     views: list[Array] = []
-    place_of_first = None
-    for (name, x), device in zip(named, on_devices, strict=True):
-        if not device:
-            views.append(host_view(name, x))
+    ordinal_of_first = None
+    for argument in arguments:
+        if isinstance(argument, HostArgument):
+            views.append(argument.view())
             continue
-        shadow, ordinal = metadata(name, x, stream)
-        if place_of_first is None:
-            place_of_first = ordinal
-        elif ordinal not in (None, place_of_first):
+        shadow, ordinal = argument.metadata(stream)
+        if ordinal_of_first is None:
+            ordinal_of_first = ordinal
+        elif ordinal not in (None, ordinal_of_first):
             raise ValueError(
                 f"all arrays of a call must be on one device, "
-                f"got {first} on device {place_of_first} and {name} on device {ordinal}"
+                f"got {first.name} on device {ordinal_of_first} and {argument.name} on device {ordinal}"
             )
         views.append(shadow)
-    return Side("cuda", place_of_first or 0, stream), views
+    return Placement("cuda", ordinal_of_first or 0, stream, arguments[0]), views

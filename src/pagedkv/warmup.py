@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from . import cache_validation, checks, merge_validation, validation
 from .layouts import cache_shapes, storage_dtype
+from .validation import require
+from .validation.attention import attention_call
+from .validation.caches import copy_call, gather_call, write_call
+from .validation.merge import merge_call
 
 _KERNELS = {"vllm": ("v1", "v2"), "NHD": ("split",), "HND": ("split",)}
 # Kernel "split" is compiled with or without softcap and ALiBi; v1 and v2 decide when they run.
@@ -84,32 +87,35 @@ def warmup(
     token = (q_dtype if kv_dtype else stored) if token_dtype is None else storage_dtype(token_dtype, None)
     if kernels is not None and (isinstance(kernels, str) or not isinstance(kernels, Sequence)):
         raise TypeError(f'kernels must be a sequence of names, such as ["v1"], got {kernels!r}')
-    checks.boolean("per_head_scales", per_head_scales)
+    require.boolean("per_head_scales", per_head_scales)
     shapes = cache_shapes(layout, 2, block_size, num_kv_heads, head_dim, stored.itemsize)
     k_cache, v_cache = (np.zeros(shape, stored) for shape in shapes)
     q, (k, v) = np.zeros((1, num_heads, head_dim), q_dtype), np.zeros((2, 1, num_kv_heads, head_dim), token)
     table, lengths, slots = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.zeros(1, np.int64)
     scales = np.ones(num_kv_heads, np.float32) if per_head_scales else None
-    cache: dict[str, Any] = {"layout": layout, "kv_dtype": kv_dtype, "k_scale": scales, "v_scale": scales}
-    options: dict[str, Any] = dict.fromkeys(("scale", "alibi_slopes", "window", "sinks", "out"))
-    options |= {"ragged": False, "causal": True, "score_mod": score_mod, "return_lse": False}
-    options |= {"backend": "emulator", "check": check, **cache}
-    arrays = q, k_cache, v_cache, table, lengths, None
+    caches: dict[str, Any] = {
+        **{"k_cache": k_cache, "v_cache": v_cache, "layout": layout, "kv_dtype": kv_dtype},
+        **{"k_scale": scales, "v_scale": scales, "backend": "emulator", "check": check},
+    }
+    attention = caches | {
+        **{"q": q, "block_tables": table, "seq_lens": lengths, "score_mod": score_mod, "return_lse": False},
+        **dict.fromkeys(("scale", "alibi_slopes", "window", "sinks", "out")),
+    }
     decodes = [
-        validation.attention(*arrays, kernel=kernel, softcap=softcap, **options)
+        attention_call(attention | {"kernel": kernel, "softcap": softcap})
         for kernel in (_KERNELS[layout] if kernels is None else kernels)
         for softcap in _SOFTCAPS[layout]
     ]
-    write = cache_validation.write(k, v, k_cache, v_cache, slots, backend="emulator", check=check, **cache)
-    gather = cache_validation.gather(k_cache, v_cache, table[0], 1, backend="emulator", **cache)
-    copy = cache_validation.copy(k_cache, v_cache, np.array([[0, 1]]), backend="emulator")
+    write = write_call(caches | {"k": k, "v": v, "slots": slots})
+    gather = gather_call(caches | {"block_table": table[0], "seq_len": 1})
+    copy = copy_call(k_cache, v_cache, np.array([[0, 1]]), backend="emulator")
     merge = None
     if num_states is not None:
-        count = checks.integer("num_states", num_states)
+        count = require.integer("num_states", num_states)
         if count < 1:
             raise ValueError(f"num_states must be at least 1, got {count}")
         lses = np.zeros((count, *q.shape[:2]), np.float32)
-        merge = merge_validation.merge([q] * count, list(lses), backend="emulator")
+        merge = merge_call([q] * count, list(lses), backend="emulator")
     from .cuda.warmup import compile_ahead
 
     return compile_ahead(decodes, write, gather, copy, merge, capabilities)

@@ -5,14 +5,33 @@ import math
 import numpy as np
 import pytest
 
+from pagedkv.calls import CopyCall, SwapCall
+from pagedkv.cuda.backend import KernelBackend
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.compiler.link import link
 from pagedkv.emulator import EmulatorDevice
+from pagedkv.placement import Placement
 
 from ..problems import FLOATS
 
 CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
+ON_HOST = Placement("emulator", 0, 0, None)
 STRIDES = ["own", "halves", "padded"]
+
+
+def without_device():
+    """The backend of the kernels for calls that need no device: asking for one is a failure."""
+    return KernelBackend(lambda placement: pytest.fail("a device was asked for"))
+
+
+def copying(caches, pairs, *, checked=False):
+    """A call of copy_blocks, its arguments taken for valid."""
+    return CopyCall(ON_HOST, caches, pairs, checked)
+
+
+def swapping(copies, pairs):
+    """A call of swap_blocks, its arguments taken for valid."""
+    return SwapCall(ON_HOST, copies, pairs, checked=False)
 
 
 def bits(array):

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import hypothesis.strategies as st
 import numpy as np
 
-from pagedkv import validation
+from pagedkv.calls import AttentionCall
 from pagedkv.cuda.plans import attention
 from pagedkv.emulator import EmulatorDevice
+from pagedkv.validation.attention import attention_call
 
 from ..problems import Problem, Spec
 from ..strategies import fade, own_parity
@@ -69,23 +70,16 @@ VARIANTS = [
 ]
 
 
-def checked_call(problem: Problem, kernel: str = "auto", check: bool = False) -> validation.AttentionCall:
-    """The call of a problem as the public operation checks it."""
-    options = {
-        **{"kv_dtype": None, "k_scale": None, "v_scale": None, "alibi_slopes": None, "sinks": None},
-        **problem.options,
-    }
-    return validation.attention(
-        *problem.args,
-        None,
-        ragged=False,
-        causal=True,
-        kernel=kernel,
-        backend="emulator",
-        out=problem.out,
-        return_lse=True,
-        check=check,
-        **options,
+def checked_call(problem: Problem, kernel: str = "auto", check: bool = False) -> AttentionCall:
+    """The call of a problem as the public operation validates it."""
+    names = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
+    return attention_call(
+        {
+            **dict.fromkeys(("kv_dtype", "k_scale", "v_scale", "alibi_slopes", "sinks")),
+            **dict(zip(names, problem.args, strict=True)),
+            **problem.options,
+            **{"kernel": kernel, "backend": "emulator", "out": problem.out, "return_lse": True, "check": check},
+        }
     )
 
 

@@ -7,6 +7,7 @@ from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import EmulatorDevice
 
 from ..problems import assert_close, build
+from .block_cases import copying
 from .decode_cases import Variant, decode
 from .gpu_device import CopyingDevice
 
@@ -38,7 +39,7 @@ def test_views_keep_their_gaps():
     expected, expected_view = pairs_of_views()
     expected_view[0] = expected_view[3]
     with CopyingDevice(OneMemory()) as device:
-        blocks.copy_blocks(device, [view], np.array([[3, 0]]))
+        blocks.copy_blocks(device, copying([view], np.array([[3, 0]])))
     np.testing.assert_array_equal(memory, expected)
 
 
@@ -61,20 +62,20 @@ def test_a_byte_beside_the_elements_is_noticed(offset):
         pytest.raises(AssertionError, match=r"1 bytes beside source\[0\] were written"),
         CopyingDevice(Scribbler(offset)) as device,
     ):
-        blocks.copy_blocks(device, [view], np.array([[3, 0]]))
+        blocks.copy_blocks(device, copying([view], np.array([[3, 0]])))
 
 
 def test_a_write_into_a_read_only_array_is_noticed():
     _, view = pairs_of_views()
     view.flags.writeable = False
     with pytest.raises(AssertionError, match="beside source"), CopyingDevice(OneMemory()) as device:
-        blocks.copy_blocks(device, [view], np.array([[3, 0]]))
+        blocks.copy_blocks(device, copying([view], np.array([[3, 0]])))
 
 
 def test_an_exception_leaves_the_arrays_alone():
     memory, view = pairs_of_views()
     expected, _ = pairs_of_views()
     device = CopyingDevice(OneMemory())
-    blocks.copy_blocks(device, [view], np.array([[3, 0]]))
+    blocks.copy_blocks(device, copying([view], np.array([[3, 0]])))
     device.__exit__(KeyError, KeyError(), None)
     np.testing.assert_array_equal(memory, expected)

@@ -343,8 +343,8 @@ MUTANTS = [
     Mutant(
         "gather: k_scale for the values",
         "cpu/blocks.py",
-        "wide[1] * v_scale[:, None]",
-        "wide[1] * k_scale[:, None]",
+        "(call.v_cache, call.v_scale, v)",
+        "(call.v_cache, call.k_scale, v)",
         ("tests/test_write.py::test_gather",),
     ),
     Mutant(

@@ -2,21 +2,21 @@
 
 from .mutant import Mutant
 
-PLANS = "tests/cuda/test_plan_cache.py::"
+PLANS = "tests/cuda/plans/test_cache.py::"
 COPIES = "tests/cuda/plans/test_copies.py::"
 OVERRIDES = "tests/cuda/compiler/test_numba_overrides.py::"
 
 MUTANTS = [
     Mutant(
         "a call's launches are mixed with those of another thread",
-        "placement.py",
-        "with gpu.lock:",
-        "if gpu.lock:",
+        "cuda/driver.py",
+        "    with device.lock:\n        yield device",
+        "    if device.lock:\n        yield device",
         (PLANS + "test_the_launches_of_a_call_follow_each_other[merge]",),
     ),
     Mutant(
         "a repeated call's launches are mixed with those of another thread",
-        "cuda/plan_cache.py",
+        "cuda/plans/cache.py",
         "with device.lock:",
         "if device.lock:",
         (PLANS + "test_the_launches_of_a_call_follow_each_other[decode]",),

@@ -1,4 +1,4 @@
-"""Writing, gathering and copying blocks on the CPU, in NumPy. Arguments have been checked.
+"""Writing, gathering and copying blocks on the CPU, in NumPy.
 
 Caches are indexed along their block axis, which every layout has first, and are never copied. Elements move as
 unsigned integers: NumPy copies those faster than bfloat16, and every NaN keeps its bits.
@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ..layouts import FP8_DTYPES, CacheSpec
+from ..arrays import Array
+from ..calls import CopyCall, GatherCall, SwapCall, WriteCall, per_head
+from ..layouts import FP8_DTYPES
 
-Array = npt.NDArray[Any]
-
+PIECE_BYTES = 256 * 1024
 _BITS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 _FLOATS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -26,50 +27,45 @@ _FLOATS: dict[str, np.dtype[Any]] = {
 }
 
 
-def write_kv(
-    k: Array,
-    v: Array,
-    k_cache: Array,
-    v_cache: Array,
-    slots: npt.NDArray[np.int64],
-    spec: CacheSpec,
-    k_scale: npt.NDArray[np.float32],
-    v_scale: npt.NDArray[np.float32],
-) -> None:
+def write_kv(call: WriteCall) -> None:
     """Write k and v (T, Hkv, D) into the slots (T,); tokens whose slot is negative are skipped."""
+    k, v, slots, spec = call.k, call.v, call.slots, call.spec
+    k_scale, v_scale = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
     kept = slots >= 0
     if not kept.all():
         k, v, slots = k[kept], v[kept], slots[kept]
     at = np.divmod(slots, spec.block_size)
     keys, values = _encode(k, spec.kind, k_scale), _encode(v, spec.kind, v_scale)
-    for x, cache in ((keys, k_cache), (values, v_cache)):
+    for x, cache in ((keys, call.k_cache), (values, call.v_cache)):
         tokens = _tokens(cache, spec.layout)
         tokens[at] = x.reshape(len(slots), *tokens.shape[2:])
 
 
-def gather_kv(
-    k_cache: Array,
-    v_cache: Array,
-    block_table: npt.NDArray[np.int32],
-    seq_len: int,
-    spec: CacheSpec,
-    k_scale: npt.NDArray[np.float32],
-    v_scale: npt.NDArray[np.float32],
-) -> tuple[Array, Array]:
-    """The first seq_len keys and values of a sequence as new dense (seq_len, Hkv, D) arrays."""
-    pages, offsets = np.divmod(np.arange(seq_len), spec.block_size)
-    at = block_table[pages], offsets
-    shape = (seq_len, spec.num_kv_heads, spec.head_dim)
-    codes = [np.ascontiguousarray(_tokens(cache, spec.layout)[at]).reshape(shape) for cache in (k_cache, v_cache)]
-    if spec.kind in _FLOATS:
-        return codes[0].view(_FLOATS[spec.kind]), codes[1].view(_FLOATS[spec.kind])
-    wide = [x.view(FP8_DTYPES[spec.kind]).astype(np.float32) for x in codes]
-    with np.errstate(over="ignore", invalid="ignore"):
-        return wide[0] * k_scale[:, None], wide[1] * v_scale[:, None]
+def gather_kv(call: GatherCall, k: Array, v: Array) -> None:
+    """Fill k and v (seq_len, Hkv, D) with the first keys and values of a sequence."""
+    spec = call.spec
+    size = spec.block_size
+    # Few blocks at a time, so that what indexing returns is still in the processor's caches when it is copied.
+    piece = size * max(1, PIECE_BYTES // (size * spec.num_kv_heads * spec.head_dim * k.itemsize))
+    for cache, scale, result in ((call.k_cache, call.k_scale, k), (call.v_cache, call.v_scale, v)):
+        blocks, scales = _tokens(cache, spec.layout), per_head(scale, spec.num_kv_heads)
+        for first in range(0, call.seq_len, piece):
+            some = result[first : first + piece]
+            codes = blocks[call.block_table[first // size : -(-(first + len(some)) // size)]]
+            _decode(codes.reshape(-1, *codes.shape[2:])[: len(some)], spec.kind, scales, some)
 
 
-def copy_blocks(copies: Iterable[tuple[Array, Array]], pairs: npt.NDArray[np.int64]) -> None:
+def copy_blocks(call: CopyCall) -> None:
+    """In every cache, copy the blocks pairs[:, 0] onto the blocks pairs[:, 1]."""
+    _copy([(cache, cache) for cache in call.caches], call.pairs)
+
+
+def swap_blocks(call: SwapCall) -> None:
     """For every (source, destination) cache, copy the blocks pairs[:, 0] onto the blocks pairs[:, 1]."""
+    _copy(call.copies, call.pairs)
+
+
+def _copy(copies: Iterable[tuple[Array, Array]], pairs: npt.NDArray[np.int64]) -> None:
     for source, destination in copies:
         bits = _BITS[source.itemsize]
         destination.view(bits)[pairs[:, 1]] = source.view(bits)[pairs[:, 0]]
@@ -83,6 +79,16 @@ def _tokens(cache: Array, layout: str) -> Array:
     if layout == "HND":
         return bits.transpose(0, 2, 1, 3)
     return bits.transpose(0, 3, 1, 2, *range(4, cache.ndim))
+
+
+def _decode(codes: Array, kind: str, scale: npt.NDArray[np.float32], result: Array) -> None:
+    """Fill `result` (T, Hkv, D) with what the elements of a cache are."""
+    if kind in _FLOATS:
+        result.view(codes.dtype).reshape(codes.shape)[...] = codes
+        return
+    wide = np.ascontiguousarray(codes).reshape(result.shape).view(FP8_DTYPES[kind]).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.multiply(wide, scale[:, None], out=result)
 
 
 def _encode(x: Array, kind: str, scale: npt.NDArray[np.float32]) -> Array:

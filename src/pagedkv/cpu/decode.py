@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from ..layouts import CacheSpec
-from ..options import AttentionOptions
+from ..arrays import Array
+from ..calls import AttentionCall, per_head
 from .compile import compile_kernel
 from .flash import (
     NOTHING,
@@ -242,20 +242,11 @@ def plan_splits(seq_lens: npt.NDArray[np.int32], window: int | None) -> Splits:
     return Splits(seq, begin, first)
 
 
-def decode_attention(
-    q: npt.NDArray[Any],
-    k_cache: npt.NDArray[Any],
-    v_cache: npt.NDArray[Any],
-    block_tables: npt.NDArray[np.int32],
-    seq_lens: npt.NDArray[np.int32],
-    out: npt.NDArray[Any],
-    lse: npt.NDArray[np.float32] | None,
-    spec: CacheSpec,
-    k_scale: npt.NDArray[np.float32],
-    v_scale: npt.NDArray[np.float32],
-    options: AttentionOptions,
-) -> None:
-    """Fill `out` (num_seqs, num_heads, head_dim) and `lse` (num_seqs, num_heads); everything is checked already."""
+def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
+    """Fill `out` (num_seqs, num_heads, head_dim) and `lse` (num_seqs, num_heads)."""
+    q, k_cache, v_cache, block_tables = call.q, call.k_cache, call.v_cache, call.block_tables
+    seq_lens, spec, options = call.seq_lens, call.spec, call.options
+    k_scale, v_scale = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
     num_seqs, num_heads, head_dim = q.shape
     kernel = _make_kernel(tile_config(spec), options.score_mod)
     splits = plan_splits(seq_lens, options.window)

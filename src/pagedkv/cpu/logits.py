@@ -10,7 +10,7 @@ import numpy as np
 from numba import float32, int32, njit, types
 from numba.core.errors import NumbaError
 
-from ..options import refusal
+from ..score_mod import refusal
 from .compile import device
 from .simd import get_float, put_float
 from .tiles import FLOAT_BYTES

@@ -1,18 +1,16 @@
-"""Merging partial attentions on the CPU, in NumPy. Arguments have been checked."""
+"""Merging partial attentions on the CPU, in NumPy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from ..arrays import Array
+from ..calls import MergeCall
 
 
-def merge_states(outs: Sequence[Array], lses: Sequence[npt.NDArray[np.float32]], out: Array, lse: Array) -> None:
+def merge_states(call: MergeCall, out: Array, lse: Array) -> None:
     """Fill out (rows, heads, D) and lse (rows, heads) with the attention over all keys of the states."""
+    outs, lses = call.outs, call.lses
     top = lses[0]
     for x in lses[1:]:
         top = np.maximum(top, x)

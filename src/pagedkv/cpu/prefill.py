@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..layouts import CacheSpec
-from ..options import AttentionOptions
+from ..arrays import Array
+from ..calls import AttentionCall, per_head
 from .compile import compile_kernel
 from .flash import NOTHING, STEP, ZERO, make_steps, merge, scratch_at, scratch_floats, start_row
 from .simd import fetch_add
@@ -160,21 +160,12 @@ def plan_chunks(query_starts: npt.NDArray[np.int64], tokens_per_item: int) -> Ch
     return Chunks(seq, query_starts[seq] + ordinal * tokens_per_item)
 
 
-def prefill_attention(
-    q: npt.NDArray[Any],
-    k_cache: npt.NDArray[Any],
-    v_cache: npt.NDArray[Any],
-    block_tables: npt.NDArray[np.int32],
-    seq_lens: npt.NDArray[np.int32],
-    query_starts: npt.NDArray[np.int32],
-    out: npt.NDArray[Any],
-    lse: npt.NDArray[np.float32] | None,
-    spec: CacheSpec,
-    k_scale: npt.NDArray[np.float32],
-    v_scale: npt.NDArray[np.float32],
-    options: AttentionOptions,
-) -> None:
-    """Fill the rows of `out` (num_tokens, num_heads, head_dim) and `lse` up to query_starts[-1]; all is checked."""
+def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
+    """Fill the rows of `out` (num_tokens, num_heads, head_dim) and `lse` up to query_starts[-1]."""
+    q, k_cache, v_cache, block_tables = call.q, call.k_cache, call.v_cache, call.block_tables
+    seq_lens, query_starts, spec, options = call.seq_lens, call.query_starts, call.spec, call.options
+    k_scale, v_scale = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
+    assert query_starts is not None
     kernel = _make_kernel(tile_config(spec), options.score_mod)
     num_tokens, num_heads = int(query_starts[-1]), q.shape[1]
     group_size = num_heads // spec.num_kv_heads

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ..arrays import Array
 from ..errors import BackendUnavailableError
+from ..placement import Placement
 from . import INSTALL
 from .compiler.compile import Capability, CompiledKernel
 from .plans.copies import Copies
@@ -60,6 +61,20 @@ def cuda_device(ordinal: int, stream: int) -> CudaDevice:
             if device is None:
                 device = _devices[key] = CudaDevice(_gpu(ordinal), key[1])
     return device
+
+
+@contextmanager
+def device_of(placement: Placement) -> Iterator[CudaDevice]:
+    """What launches the kernels of a call: no other thread does on the stream until the ``with`` statement ends.
+
+    Raises
+    ------
+    BackendUnavailableError
+        As `cuda_device`.
+    """
+    device = cuda_device(placement.ordinal, placement.stream)
+    with device.lock:
+        yield device
 
 
 def wants_lineinfo() -> bool:

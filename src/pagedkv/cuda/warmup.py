@@ -1,4 +1,4 @@
-"""Compile the kernels of checked calls, without their arrays on a device and without a GPU."""
+"""Compile the kernels of calls, without their arrays on a device and without a GPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import checks
 from ..arrays import Array
-from ..cache_validation import CopyCall, GatherCall, WriteCall
-from ..merge_validation import MergeCall
-from ..validation import AttentionCall
+from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, WriteCall
+from ..validation import require
 from . import driver
 from .compiler.compile import Capability, CompiledKernel
 from .plans.attention import decode_attention
@@ -55,7 +53,7 @@ def compile_ahead(
     Parameters
     ----------
     decodes, write, gather, copy, merge
-        Checked calls with at least one token each, in place of those to come.
+        Valid calls with at least one token each, in place of those to come.
     capabilities : sequence of (int, int), or None
         Compute capabilities; None for those of the GPUs of this machine.
 
@@ -78,11 +76,11 @@ def compile_ahead(
             decode_attention(device, call, call.q.copy(), None)
         write_kv(device, write)
         dense = np.zeros(write.k.shape, np.float32 if gather.spec.kind.startswith("fp8") else gather.k_cache.dtype)
-        gather_kv(device, gather, dense, dense.copy(), checked=gather.checked)
-        copy_blocks(device, copy.caches, copy.pairs, checked=copy.checked)
+        gather_kv(device, gather, dense, dense.copy())
+        copy_blocks(device, copy)
         if merge is not None:
             out, lse = merge.outs[0].copy(), merge.lses[0].copy()
-            merge_states(device, merge.outs, merge.lses, out, lse)
+            merge_states(device, merge, out, lse)
         for compiled in device.kernels:
             compiled.linked  # noqa: B018
             names.append(f"{compiled.name} for {capability[0]}.{capability[1]}")
@@ -95,8 +93,8 @@ def _pairs(capabilities: Any) -> list[Capability]:
     if not pairs or not all(isinstance(x, (list, tuple)) and len(x) == 2 for x in pairs):
         raise TypeError(f"capabilities must be a sequence of (major, minor), such as [(9, 0)], got {capabilities!r}")
     first = driver.FIRST_CAPABILITY
-    checked = [(checks.integer("capabilities", x), checks.integer("capabilities", y)) for x, y in pairs]
-    for pair in checked:
+    asked = [(require.integer("capabilities", x), require.integer("capabilities", y)) for x, y in pairs]
+    for pair in asked:
         if pair < first or pair[1] < 0:
             raise ValueError(f"capabilities must be {first} (Ampere) or newer, which kernels need, got {pair}")
-    return checked
+    return asked

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv import validation
 from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda.plans import attention
 from pagedkv.kernels.paged.config import PARTITION_SIZE
+from pagedkv.validation.attention import attention_call
 
 
 def call_of(kernel="auto", num_seqs=2, num_heads=4, max_blocks=4, block_size=16, head_dim=64, layout="vllm", **options):
@@ -20,16 +20,16 @@ def call_of(kernel="auto", num_seqs=2, num_heads=4, max_blocks=4, block_size=16,
         "NHD": ((3, block_size, 2, head_dim),) * 2,
     }[layout]
     q = np.broadcast_to(np.zeros((1, num_heads, head_dim), np.float32), (num_seqs, num_heads, head_dim))
-    call = validation.attention(
-        q,
-        *(np.zeros(shape, np.float32) for shape in shapes),
-        np.broadcast_to(np.zeros(max_blocks, np.int32), (num_seqs, max_blocks)),
-        np.zeros(num_seqs, np.int32),
-        None,
-        **{"ragged": False, "causal": True, "layout": layout, "kernel": kernel, "backend": "emulator"},
-        **{"out": None, "return_lse": True, "check": None, "score_mod": None},
-        **{name: options.get(name) for name in ("scale", "kv_dtype", "k_scale", "v_scale")},
-        **{name: options.get(name) for name in ("alibi_slopes", "window", "softcap", "sinks")},
+    k_cache, v_cache = (np.zeros(shape, np.float32) for shape in shapes)
+    call = attention_call(
+        {
+            **dict.fromkeys(("scale", "kv_dtype", "k_scale", "v_scale", "alibi_slopes", "window", "softcap", "sinks")),
+            **{"q": q, "k_cache": k_cache, "v_cache": v_cache, "layout": layout, "kernel": kernel},
+            "block_tables": np.broadcast_to(np.zeros(max_blocks, np.int32), (num_seqs, max_blocks)),
+            "seq_lens": np.zeros(num_seqs, np.int32),
+            **{"backend": "emulator", "out": None, "return_lse": True, "check": None, "score_mod": None},
+            **options,
+        }
     )
     return call, np.zeros(q.shape, np.float32)
 

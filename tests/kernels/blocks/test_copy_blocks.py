@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pagedkv.cpu.blocks import copy_blocks as copy_on_cpu
+from pagedkv.arrays.shadow import make_shadow
+from pagedkv.cpu.blocks import swap_blocks as swap_on_cpu
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import blocks
-from pagedkv.device_arrays import make_shadow
 from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.blocks.copy_blocks import CopyConfig, make_copy_blocks
 from pagedkv.layouts import LAYOUTS, cache_shapes
@@ -18,11 +18,14 @@ from ..block_cases import (
     SparseDevice,
     assert_links,
     bits,
+    copying,
     every_third_for_all,
     pair_of,
     random_bits,
     storage,
+    swapping,
     with_gaps,
+    without_device,
 )
 
 CONFIGS = [
@@ -64,10 +67,10 @@ def test_exactly_the_named_blocks_get_the_bytes_of_others(pool, open_device):
     wide = np.full((len(pairs), 4), -1)
     wide[:, 1:3] = pairs
     expected = [cache.copy() for cache in caches]
-    copy_on_cpu([(cache, cache) for cache in expected], pairs)
+    swap_on_cpu(swapping([(cache, cache) for cache in expected], pairs))
 
     with open_device(global_race=True, footprint=True, seed=seed) as device:
-        blocks.copy_blocks(device, caches, wide[:, 1:3])
+        blocks.copy_blocks(device, copying(caches, wide[:, 1:3]))
 
     for cache, wanted in zip(caches, expected, strict=True):
         np.testing.assert_array_equal(bits(cache), bits(wanted))
@@ -108,9 +111,9 @@ def test_vectors_are_as_wide_as_addresses_and_strides_allow(offset, strides, vec
     cache[...] = random_bits(rng, cache.shape, cache.dtype)
     expected = cache.copy()
     pairs = np.array([[5, 0], [2, 1]])
-    copy_on_cpu([(expected, expected)], pairs)
+    swap_on_cpu(swapping([(expected, expected)], pairs))
     with open_device(global_race=True) as device:
-        blocks.copy_blocks(device, [cache], pairs)
+        blocks.copy_blocks(device, copying([cache], pairs))
     np.testing.assert_array_equal(cache, expected)
     name = f"copy_blocks[vector_bytes={vector_bytes}, num_axes={num_axes}, checked=False]"
     assert [launch.kernel for launch in device.launches] == [name]
@@ -176,7 +179,7 @@ def test_swaps_write_exactly_the_named_blocks(pool, other_strides, sides):
         if not len(pairs):
             return
     sources_before, expected = [x.copy() for x in sources], [x.copy() for x in destinations]
-    copy_on_cpu(list(zip(sources, expected, strict=True)), pairs)
+    swap_on_cpu(swapping(list(zip(sources, expected, strict=True)), pairs))
 
     here = {"to device": (False, True), "to host": (True, False)}.get(sides, (True, True))
     copies = [
@@ -190,7 +193,7 @@ def test_swaps_write_exactly_the_named_blocks(pool, other_strides, sides):
         copies[0] = sources[0], destinations[0]
         copies[1] = copies[1][0], destinations[1]
     with Journal() as device:
-        blocks.swap_blocks(device, copies, given_pairs)
+        blocks.swap_blocks(device, swapping(copies, given_pairs))
 
     for destination, wanted in zip(destinations, expected, strict=True):
         np.testing.assert_array_equal(bits(destination), bits(wanted))
@@ -203,19 +206,19 @@ def test_consecutive_blocks_are_one_copy():
     source, destination = (random_bits(rng, (8, 4, 2, 16), np.dtype(np.float32)) for _ in range(2))
     pairs = np.array([[0, 3], [1, 4], [2, 5], [5, 0], [6, 2]])
     with Journal() as device:
-        blocks.swap_blocks(device, [(source, shadow_of(destination))], pairs)
+        blocks.swap_blocks(device, swapping([(source, shadow_of(destination))], pairs))
     assert device.num_copies == 3
     np.testing.assert_array_equal(bits(destination[pairs[:, 1]]), bits(source[pairs[:, 0]]))
     with Journal() as device:
-        blocks.swap_blocks(device, [(shadow_of(source), destination)], pairs[:, ::-1])
+        blocks.swap_blocks(device, swapping([(shadow_of(source), destination)], pairs[:, ::-1]))
     assert device.num_copies == 3
     halves = np.zeros((8, 2, *source.shape[1:]), np.float32)[:, 0]
     with Journal() as device:  # blocks that are contiguous but apart
-        blocks.swap_blocks(device, [(source, shadow_of(halves))], pairs)
+        blocks.swap_blocks(device, swapping([(source, shadow_of(halves))], pairs))
     assert device.num_copies == 5
     gaps = with_gaps(np.zeros_like(source), 1)
     with Journal() as device:  # every row
-        blocks.swap_blocks(device, [(source, shadow_of(gaps))], pairs)
+        blocks.swap_blocks(device, swapping([(source, shadow_of(gaps))], pairs))
     assert device.num_copies == 5 * 4 * 2
 
 
@@ -237,34 +240,32 @@ def test_a_block_that_is_not_there_is_skipped_and_reported(bad, text):
     caches = small_caches()
     pairs = np.array([[0, 2], bad, [0, 3]])
     expected = [cache.copy() for cache in caches]
-    copy_on_cpu([(cache, cache) for cache in expected], pairs[::2])
+    swap_on_cpu(swapping([(cache, cache) for cache in expected], pairs[::2]))
     with Journal() as device:
-        blocks.copy_blocks(device, caches, pairs, checked=True)
+        blocks.copy_blocks(device, copying(caches, pairs, checked=True))
         with pytest.raises(IndexError, match=rf"^pairs must hold block ids in 0..num_blocks-1, got {text}$"):
             raise_if_failed([device])
         raise_if_failed([device])
     np.testing.assert_array_equal(bits(np.stack(caches)), bits(np.stack(expected)))
     with pytest.raises(MemoryFault), Journal() as device:
-        blocks.copy_blocks(device, small_caches(), pairs)
+        blocks.copy_blocks(device, copying(small_caches(), pairs))
 
 
 def test_many_layers_take_few_launches(open_device):
     caches = small_caches(19)
     expected = [cache.copy() for cache in caches]
     pairs = np.array([[1, 2], [0, 3]])
-    copy_on_cpu([(cache, cache) for cache in expected], pairs)
+    swap_on_cpu(swapping([(cache, cache) for cache in expected], pairs))
     with open_device(global_race=True) as device:
-        blocks.copy_blocks(device, caches, pairs)
+        blocks.copy_blocks(device, copying(caches, pairs))
     assert len(device.launches) == 3
     np.testing.assert_array_equal(bits(np.stack(caches)), bits(np.stack(expected)))
 
 
 def test_no_pairs_launch_nothing():
     caches, none = small_caches(), np.empty((0, 2), np.int64)
-    with Journal() as device:
-        blocks.copy_blocks(device, caches, none)
-        blocks.swap_blocks(device, [tuple(caches)], none)
-    assert not device.kernels
+    without_device().copy_blocks(copying(caches, none))
+    without_device().swap_blocks(swapping([tuple(caches)], none))
 
 
 def test_more_pieces_than_a_grid_has_rows(monkeypatch, open_device):
@@ -274,7 +275,7 @@ def test_more_pieces_than_a_grid_has_rows(monkeypatch, open_device):
     expected = cache.copy()
     expected[2] = expected[0]
     with open_device(global_race=True) as device:
-        blocks.copy_blocks(device, [cache], np.array([[0, 2]]))
+        blocks.copy_blocks(device, copying([cache], np.array([[0, 2]])))
     np.testing.assert_array_equal(bits(cache), bits(expected))
 
 
@@ -289,6 +290,6 @@ def test_blocks_past_2_31_elements():
     buffer.mark(True, np.s_[-4:])
     pairs = np.array([[num_blocks - 1, 0], [num_blocks - 3, num_blocks - 2]])
     with device:
-        blocks.copy_blocks(device, [large], pairs)
+        blocks.copy_blocks(device, copying([large], pairs))
     np.testing.assert_array_equal(bits(buffer.view()[-4:]), bits(small[[0, 1, 1, 3]]))
     np.testing.assert_array_equal(bits(buffer.view()[0]), bits(small[3]))

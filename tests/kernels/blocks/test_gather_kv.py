@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 
 import pagedkv
-from pagedkv import cache_validation, reference
+from pagedkv import reference
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.device import FIRST_WITH_FP8
 from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.blocks.gather_kv import GatherConfig, make_gather_kv
 from pagedkv.layouts import cache_shapes
+from pagedkv.validation.caches import gather_call
 
 from ...problems import POISONS
 from ..block_cases import (
@@ -27,6 +28,7 @@ from ..block_cases import (
     pair_of,
     storage,
     with_capability,
+    without_device,
 )
 
 CONFIGS = [
@@ -69,6 +71,11 @@ def assert_same(result, expected):
     np.testing.assert_array_equal(bits(result), bits(expected))
 
 
+def call_of(k_cache, v_cache, block_table, seq_len, options):
+    arrays = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+    return gather_call({**arrays, "seq_len": seq_len, "backend": "emulator", **options})
+
+
 @st.composite
 def gathers(draw):
     config = draw(st.sampled_from(CONFIGS))
@@ -87,11 +94,11 @@ def test_dense_rows_have_the_bits_of_the_cpu(gather, open_device):
     caches, options = arguments_of(config, layout, num_kv_heads, num_used + 2, strides, rng)
     block_table = np.resize(np.array(POISONS["nan"][2], np.int32), num_used + 3)
     block_table[:num_used] = rng.permutation(num_used + 2)[:num_used]
-    call = cache_validation.gather(*caches, block_table, seq_len, backend="emulator", **options)
+    call = call_of(*caches, block_table, seq_len, options)._replace(checked=config.checked)
     results = new_results(call)
 
     with open_device(global_race=True, footprint=True, seed=seed) as device:
-        blocks.gather_kv(device, call, *results, checked=config.checked)
+        blocks.gather_kv(device, call, *results)
 
     for result, expected in zip(results, pagedkv.gather_kv(*caches, block_table, seq_len, **options), strict=True):
         assert_same(result, expected)
@@ -123,7 +130,7 @@ def test_every_fp8_code(kind, capability, open_device):
     codes = np.arange(256, dtype=np.uint8).reshape(1, 32, 1, 8)
     block_table, scale = np.zeros(1, np.int32), np.array([0.3], np.float32)
     options = {"layout": "NHD", "kv_dtype": kind, "k_scale": scale, "v_scale": 1.0}
-    call = cache_validation.gather(codes, codes, block_table, 32, backend="emulator", **options)
+    call = call_of(codes, codes, block_table, 32, options)
     results = new_results(call)
     with with_capability(open_device(), capability) as device:
         blocks.gather_kv(device, call, *results)
@@ -135,19 +142,19 @@ def test_every_fp8_code(kind, capability, open_device):
 def small_call(seq_len=20, **changes):
     rng = np.random.default_rng(1)
     caches, options = arguments_of(CONFIGS[2], "NHD", 3, 4, "own", rng)
-    call = cache_validation.gather(*caches, np.array([2, 0], np.int32), seq_len, backend="emulator", **options)
+    call = call_of(*caches, np.array([2, 0], np.int32), seq_len, options)
     return call._replace(**changes)
 
 
 @pytest.mark.parametrize("bad", [-1, 4, 2**31 - 1])
 def test_a_block_that_is_not_there_is_skipped_and_reported(bad, open_device):
-    call = small_call(block_table=np.array([2, bad], np.int32))
+    call = small_call(block_table=np.array([2, bad], np.int32), checked=True)
     results, expected = new_results(call), new_results(call)
     pieces = reference.gather_kv(call.k_cache, call.v_cache, call.block_table, 16)
     for wanted, piece in zip(expected, pieces, strict=True):
         wanted[:16] = piece
     with open_device(global_race=True) as device:
-        blocks.gather_kv(device, call, *results, checked=True)
+        blocks.gather_kv(device, call, *results)
         with pytest.raises(
             IndexError, match=rf"^block_table must hold block ids in 0..num_blocks-1, got {bad} at column 1$"
         ):
@@ -165,9 +172,7 @@ def test_unchecked_a_block_that_is_not_there_is_a_fault_on_the_emulator(bad):
 
 def test_no_tokens_launch_nothing():
     call = small_call(seq_len=0)
-    with EmulatorDevice() as device:
-        blocks.gather_kv(device, call, *new_results(call))
-        assert not device.launches
+    without_device().gather_kv(call, *new_results(call))
 
 
 def test_more_heads_than_a_grid_has_rows(monkeypatch, open_device):

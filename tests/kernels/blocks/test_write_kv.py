@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 import pagedkv
-from pagedkv import cache_validation, reference
+from pagedkv import reference
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.device import FIRST_WITH_FP8
@@ -17,6 +17,7 @@ from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.blocks.tokens import NUM_THREADS
 from pagedkv.kernels.blocks.write_kv import WriteConfig, make_write_kv
 from pagedkv.layouts import cache_shapes
+from pagedkv.validation.caches import write_call
 
 from ...problems import FLOATS
 from ..block_cases import (
@@ -31,6 +32,7 @@ from ..block_cases import (
     storage,
     with_capability,
     with_gaps,
+    without_device,
 )
 
 # Every layout, kind and dtype of tokens, head_dim and block_size with several of the others: one compile each.
@@ -68,6 +70,11 @@ def options_of(config, num_kv_heads, rng, layout):
     return options
 
 
+def call_of(k, v, k_cache, v_cache, slots, options, check=False):
+    arrays = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
+    return write_call({**arrays, "backend": "emulator", "check": check, **options})
+
+
 def run(call, open_device=EmulatorDevice, **options):
     """Run the kernel with every check on; its footprint, which a GPU has not."""
     with open_device(global_race=True, footprint=True, **options) as device:
@@ -98,7 +105,7 @@ def test_exactly_the_named_slots_get_the_oracle_s_bits(write, open_device):
     slots = rng.permutation(num_blocks * config.block_size)[:num_tokens]
     slots[rng.random(num_tokens) < 0.2] = -1 - rng.integers(2**40)
     options = options_of(config, num_kv_heads, rng, layout)
-    call = cache_validation.write(k, v, k_cache, v_cache, slots, backend="emulator", check=config.checked, **options)
+    call = call_of(k, v, k_cache, v_cache, slots, options, check=config.checked)
     expected = [k_cache.copy(), v_cache.copy()]
     reference.write_kv(k, v, *expected, slots, **options)
 
@@ -138,9 +145,7 @@ def test_fp8_codes_of_every_16_bit_pattern(kind, token_kind, capability, open_de
     caches, expected = np.zeros((2, 2, len(x), 1, 1, 8), np.uint8)
     slots, options = np.arange(len(x)), {"kv_dtype": kind, "v_scale": np.array([3.0], np.float32)}
     pagedkv.write_kv(x, x, *expected, slots, **options)
-    call = cache_validation.write(
-        x, x, *caches, slots, layout="NHD", backend="emulator", check=None, k_scale=None, **options
-    )
+    call = call_of(x, x, *caches, slots, {"layout": "NHD", "k_scale": None, **options})
     with with_capability(open_device(race=False), capability) as device:
         blocks.write_kv(device, call)
     np.testing.assert_array_equal(caches, expected)
@@ -159,9 +164,7 @@ def test_float32_is_rounded_to_nearest_even(kind, open_device):
     slots = np.arange(len(x))
     with np.errstate(over="ignore", invalid="ignore"):
         expected[...] = x.reshape(expected[0].shape).astype(FLOATS[kind])
-    call = cache_validation.write(
-        x, x, *caches, slots, layout="NHD", kv_dtype=None, k_scale=None, v_scale=None, backend="emulator", check=None
-    )
+    call = call_of(x, x, *caches, slots, {"layout": "NHD", "kv_dtype": None, "k_scale": None, "v_scale": None})
     with open_device(race=False) as device:
         blocks.write_kv(device, call)
     np.testing.assert_array_equal(bits(caches), bits(expected))
@@ -174,7 +177,7 @@ def small_call(layout="NHD", num_tokens=6, num_kv_heads=3, num_blocks=4, **chang
     k, v = random_bits(rng, (2, num_tokens, num_kv_heads, 16), FLOATS["float16"])
     slots = np.arange(num_tokens)[::-1].copy()
     options = {"layout": layout, "kv_dtype": None, "k_scale": None, "v_scale": None}
-    call = cache_validation.write(k, v, k_cache, v_cache, slots, backend="emulator", check=False, **options)
+    call = call_of(k, v, k_cache, v_cache, slots, options)
     return call._replace(**changes), options
 
 
@@ -204,9 +207,7 @@ def test_unchecked_a_slot_that_is_not_there_is_a_fault_on_the_emulator():
 
 def test_no_tokens_launch_nothing():
     call, _ = small_call(num_tokens=0)
-    with EmulatorDevice() as device:
-        blocks.write_kv(device, call)
-        assert not device.launches
+    without_device().write_kv(call)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "vllm"])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays import as_kind_of
+from ...arrays.torch_tensor import from_numpy
 from ...errors import BackendUnavailableError
 from ..report import Row
 
@@ -96,7 +96,7 @@ class TorchGpu:
         self._read = torch.zeros(nbytes // 4, dtype=torch.int32, device="cuda")
 
     def array(self, x: npt.NDArray[Any]) -> Any:
-        return as_kind_of(self._read, x).cuda()
+        return from_numpy(x).cuda()
 
     def arranged(self, x: Any, axes: tuple[int, ...]) -> Any:
         return x.permute(axes).contiguous()

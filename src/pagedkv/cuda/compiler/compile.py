@@ -24,7 +24,7 @@ from ... import kernels
 from ...errors import BackendUnavailableError
 from ...kernel_cache import Store, cache_dir, hash_of_sources
 from ...kernels.device.source import KernelSource, with_lineinfo
-from ...options import refusal
+from ...score_mod import refusal
 from .. import INSTALL
 from .link import Linked, load_or_link
 from .numba_overrides import overridden

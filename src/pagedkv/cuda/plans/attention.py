@@ -1,67 +1,30 @@
 """Decode attention on a device: which kernel, compiled for what, launched how.
 
-A plan follows from shapes, strides, dtypes and options alone; a call adds addresses to it. So a repeated call can
-look its plan up. Nothing here reads an array.
+Nothing here reads an array, so that a repeated call can look its plan up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ...arrays import Array
+from ...calls import AttentionCall
+from ...kernels.device.bad_entries import NUM_BYTES
+from ...kernels.paged.attention import make_v1, make_v2, shared_bytes, static_shared_bytes
+from ...kernels.paged.config import PARTITION_SIZE, AttentionConfig
+from ...kernels.paged.reduction import ReductionConfig, make_v2_reduce
 from ...layouts import VECTOR_BYTES
+from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, Device
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from ...arrays import Array
-    from ...kernels.paged.config import AttentionConfig
-    from ...validation import AttentionCall
-    from ..compiler.compile import Capability, CompiledKernel
-
-Workspaces = tuple[tuple[str, int], ...]
+from . import split
+from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, Workspaces, run
 
 LONGEST_V1 = 8192  # tokens, of vLLM's rule
 MANY_ROWS = 512  # query heads of the batch from which it finds enough work in v1
-NO_WINDOW = 2**31 - 1
-FLOAT_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One launch of a plan: its arguments are the addresses of `pointers`, then `scalars`.
-
-    Attributes
-    ----------
-    kernel : CompiledKernel
-    grid : tuple of int
-    pointers : tuple of str
-        Names of arrays and workspaces; an argument that the call has not is the null pointer.
-    scalars : tuple of int and float
-    shared_bytes : int
-        Dynamic shared memory of a block.
-    """
-
-    kernel: CompiledKernel
-    grid: tuple[int, int, int]
-    pointers: tuple[str, ...]
-    scalars: tuple[int | float, ...]
-    shared_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The launches of a call, in order, and the workspaces that they share as (name, bytes)."""
-
-    launches: tuple[Launch, ...]
-    workspaces: Workspaces
-
-
-def decode_attention(device: Device, call: AttentionCall, out: Array, lse: npt.NDArray[np.float32] | None) -> Plan:
-    """Run the checked call, of at least one sequence, on a device, into `out` and `lse`.
+def decode_attention(device: Device, call: AttentionCall, out: Array, lse: Array | None) -> Plan:
+    """Run the call, of at least one sequence, on a device, into `out` and `lse`.
 
     Parameters
     ----------
@@ -94,9 +57,6 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     ValueError
         As `decode_attention`; more thread blocks than a grid has.
     """
-    from ...kernels.device.bad_entries import NUM_BYTES
-    from . import split
-
     if call.spec.layout != "vllm":
         return split.plan(device, call, out)
     num_rows = call.q.shape[0] * call.q.shape[1]
@@ -114,8 +74,6 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
 
 def attention_config(call: AttentionCall, *, capability: Capability) -> AttentionConfig:
     """What v1 or v2 is compiled for in a call on a device of this compute capability."""
-    from ...kernels.paged.config import AttentionConfig
-
     spec, itemsize = call.spec, call.k_cache.itemsize
     inner = (spec.block_size * VECTOR_BYTES, VECTOR_BYTES, spec.block_size * itemsize)
     return AttentionConfig(
@@ -134,23 +92,16 @@ def choose(kernel: str, capacity: int, num_rows: int) -> str:
     """The kernel for num_rows = num_seqs * num_heads and tables of `capacity` tokens: vLLM's rule if "auto"."""
     if kernel != "auto":
         return kernel
-    from ...kernels.paged.config import PARTITION_SIZE
-
     is_short = capacity <= LONGEST_V1
     return "v1" if is_short and (capacity <= PARTITION_SIZE or num_rows > MANY_ROWS) else "v2"
 
 
 def num_partitions(capacity: int, window: int) -> int:
     """Partitions that the visible tokens of one sequence can lie in, at least 1."""
-    from ...kernels.paged.config import PARTITION_SIZE
-
     return max(1, min(-(-capacity // PARTITION_SIZE), (window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1))
 
 
 def _v1(device: Device, call: AttentionCall, out: Array, config: AttentionConfig, capacity: int) -> Launch:
-    from ...kernels.paged.attention import make_v1, shared_bytes, static_shared_bytes
-    from ..compiler.compile import compile_for
-
     chunk, window, limit = config.chunk_size, _window(call), device.max_shared_bytes
     num_tokens = min(capacity, ((window + chunk - 2) // chunk + 1) * chunk)
     dynamic = shared_bytes(config, num_tokens)
@@ -172,11 +123,6 @@ def _v1(device: Device, call: AttentionCall, out: Array, config: AttentionConfig
 def _v2(
     device: Device, call: AttentionCall, out: Array, config: AttentionConfig, capacity: int
 ) -> tuple[tuple[Launch, ...], Workspaces]:
-    from ...kernels.paged.attention import make_v2, shared_bytes
-    from ...kernels.paged.config import PARTITION_SIZE
-    from ...kernels.paged.reduction import ReductionConfig, make_v2_reduce
-    from ..compiler.compile import compile_for
-
     num_seqs, num_heads, head_dim = call.q.shape
     num_rows, needed = num_seqs * num_heads, num_partitions(capacity, _window(call))
     grid = (num_rows, min(needed, LARGEST_GRID_Y), -(-needed // LARGEST_GRID_Y))
@@ -221,20 +167,3 @@ def _scalars(call: AttentionCall, out_strides: tuple[int, ...]) -> tuple[int | f
 
 def _window(call: AttentionCall) -> int:
     return call.options.window or NO_WINDOW
-
-
-def run(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: npt.NDArray[np.float32] | None) -> None:
-    """Launch a plan with the addresses of a call."""
-    options = call.options
-    arrays = {
-        **{"out": out, "lse": lse, "q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache},
-        **{"block_tables": call.block_tables, "seq_lens": call.seq_lens},
-        **{"alibi_slopes": options.alibi_slopes, "sinks": options.sinks},
-        **{"k_scale": call.k_scale, "v_scale": call.v_scale},
-    }
-    addresses = {name: device.address(name, x) for name, x in arrays.items() if isinstance(x, np.ndarray)}
-    for name, nbytes in plan.workspaces:
-        addresses[name] = device.scratch(name, nbytes)
-    for launch in plan.launches:
-        args = [addresses.get(name, 0) for name in launch.pointers]
-        device.launch(launch.kernel, launch.grid, [*args, *launch.scalars], launch.shared_bytes)

@@ -1,6 +1,6 @@
 """Launching the kernels on the contents of caches: write_kv, gather_kv, copy_blocks, swap_blocks.
 
-Arguments have been checked. Nothing here reads an array of the device, or synchronises, but for swap_blocks from a
+Nothing here reads an array of the device, or synchronises, but for swap_blocks from a
 device into memory that is not pinned.
 """
 
@@ -14,9 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays import Array
-from ...cache_validation import GatherCall, WriteCall
-from ...device_arrays import Shadow
+from ...arrays import Array, Shadow
+from ...calls import CopyCall, GatherCall, SwapCall, WriteCall
 from ...kernels.blocks.copy_blocks import MAX_CACHES, PIECE, CopyConfig, make_copy_blocks
 from ...kernels.blocks.gather_kv import GatherConfig, make_gather_kv
 from ...kernels.blocks.tokens import NUM_THREADS, num_items
@@ -35,10 +34,9 @@ def write_kv(device: Device, call: WriteCall) -> None:
     device : Device
         Where the arrays are.
     call : WriteCall
-        If it is to be checked, slots at or past num_blocks * block_size are skipped, and the first one is recorded.
+        Of at least one token. If checked, slots at or past num_blocks * block_size are skipped, and the first one is
+        recorded.
     """
-    if not len(call.slots):
-        return
     spec = call.spec
     config = WriteConfig(
         kind=spec.kind,
@@ -76,7 +74,7 @@ def write_kv(device: Device, call: WriteCall) -> None:
     device.launch(compile_for(device, make_write_kv, config), grid, arguments)
 
 
-def gather_kv(device: Device, call: GatherCall, k: Array, v: Array, *, checked: bool = False) -> None:
+def gather_kv(device: Device, call: GatherCall, k: Array, v: Array) -> None:
     """Fill k and v with the keys and values of a sequence, in one launch.
 
     Parameters
@@ -84,13 +82,11 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array, *, checked: 
     device : Device
         Where the arrays are.
     call : GatherCall
+        Of at least one token. If checked, block ids outside 0..num_blocks-1 are skipped, and the first one is
+        recorded; its tokens are not written.
     k, v : (seq_len, num_kv_heads, head_dim) array, C-contiguous
         Of the cache's dtype, or float32 for fp8 caches.
-    checked : bool
-        Skip block ids outside 0..num_blocks-1, and record the first one; its tokens are not written.
     """
-    if not call.seq_len:
-        return
     spec = call.spec
     config = GatherConfig(
         kind=spec.kind,
@@ -99,7 +95,7 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array, *, checked: 
         is_vllm=spec.layout == "vllm",
         k_per_head=_is_per_head(spec.kind, call.k_scale),
         v_per_head=_is_per_head(spec.kind, call.v_scale),
-        checked=checked,
+        checked=call.checked,
         hardware_fp8=spec.kind == "fp8_e4m3" and device.capability >= FIRST_WITH_FP8,
     )
     (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, spec.kind, call.k_scale, call.v_scale)
@@ -111,7 +107,7 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array, *, checked: 
         device.address("block_table", call.block_table),
         k_scales,
         v_scales,
-        _report(device, checked),
+        _report(device, call.checked),
         call.seq_len,
         spec.num_kv_heads,
         spec.num_blocks,
@@ -124,9 +120,7 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array, *, checked: 
     device.launch(compile_for(device, make_gather_kv, config), grid, arguments)
 
 
-def copy_blocks(
-    device: Device, caches: Sequence[Array], pairs: npt.NDArray[np.int64], *, checked: bool = False
-) -> None:
+def copy_blocks(device: Device, call: CopyCall) -> None:
     """In every cache, copy the blocks pairs[:, 0] onto the blocks pairs[:, 1].
 
     Caches whose blocks are laid out alike share a launch, up to 8 of them.
@@ -135,20 +129,16 @@ def copy_blocks(
     ----------
     device : Device
         Where all arrays are.
-    caches : sequence of array
-    pairs : (num_pairs, 2) int64 array
-        No block that is written may be read.
-    checked : bool
-        Skip pairs with a block that is not there, and record the first one.
+    call : CopyCall
+        Of at least one pair. If checked, pairs with a block that is not there are skipped, and the first one is
+        recorded.
     """
-    if len(pairs):
-        copies = [(cache, cache) for cache in caches]
-        _launch_copies(device, copies, device.address("pairs", pairs), pairs.shape[0], pairs.strides[0], checked)
+    copies = [(cache, cache) for cache in call.caches]
+    pairs = call.pairs
+    _launch_copies(device, copies, device.address("pairs", pairs), len(pairs), pairs.strides[0], call.checked)
 
 
-def swap_blocks(
-    device: Device, copies: Sequence[tuple[Array, Array]], pairs: npt.NDArray[np.int64], *, checked: bool = False
-) -> None:
+def swap_blocks(device: Device, call: SwapCall) -> None:
     """For every (source, destination) cache, copy the blocks pairs[:, 0] onto the blocks pairs[:, 1].
 
     From device to device it launches the kernel of `copy_blocks`; pairs on the host are copied to the device first.
@@ -159,14 +149,11 @@ def swap_blocks(
     ----------
     device : Device
         Where the arrays are that are not on the host. On the emulator that is all of them.
-    copies : sequence of (source, destination) array
-    pairs : (num_pairs, 2) int64 array
-        On the host, unless all caches are on the device.
-    checked : bool
-        As in `copy_blocks`, from device to device.
+    call : SwapCall
+        Of at least one pair, with pairs on the host unless all caches are on the device. If checked, as in
+        `copy_blocks`, from device to device.
     """
-    if not len(pairs):
-        return
+    copies, pairs = call.copies, call.pairs
     is_emulated = not any(isinstance(x, Shadow) for x in (pairs, *(x for both in copies for x in both)))
     within = [both for both in copies if is_emulated or all(isinstance(x, Shadow) for x in both)]
     if within:
@@ -176,7 +163,7 @@ def swap_blocks(
             pairs = np.ascontiguousarray(pairs)
             address, stride = device.scratch("pairs", pairs.nbytes), pairs.strides[0]
             device.copy_from_host([(address, pairs)])
-        _launch_copies(device, within, address, len(pairs), stride, checked)
+        _launch_copies(device, within, address, len(pairs), stride, call.checked)
     for source, destination in copies:
         if isinstance(source, Shadow) == isinstance(destination, Shadow):
             if not isinstance(source, Shadow) and not is_emulated:

@@ -1,14 +1,12 @@
-"""Launching merge_states. Arguments have been checked."""
+"""Launching merge_states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from ...arrays import Array
+from ...calls import MergeCall
 from ...kernels.merge_states import MAX_STATES, NUM_THREADS, MergeConfig, make_merge_states
 from ...layouts import VECTOR_BYTES
 from ..compiler.compile import compile_for
@@ -24,13 +22,7 @@ class _State(NamedTuple):
     kind: str
 
 
-def merge_states(
-    device: Device,
-    outs: Sequence[Array],
-    lses: Sequence[npt.NDArray[np.float32]],
-    out: Array,
-    lse: npt.NDArray[np.float32],
-) -> None:
+def merge_states(device: Device, call: MergeCall, out: Array, lse: Array) -> None:
     """Fill out and lse with the attention over all keys of the states.
 
     Up to 8 states take one launch. Each further launch takes the result so far, in float32, and up to 7 more.
@@ -39,16 +31,13 @@ def merge_states(
     ----------
     device : Device
         Where all arrays are.
-    outs : sequence of (rows, num_heads, head_dim) array
-        All of one dtype.
-    lses : sequence of (rows, num_heads) float32 array
+    call : MergeCall
+        Of at least one row.
     out : (rows, num_heads, head_dim) array, C-contiguous
-        Of the dtype of `outs`.
+        Of the dtype of the states.
     lse : (rows, num_heads) float32 array, C-contiguous
     """
     num_rows, num_heads, head_dim = out.shape
-    if not lse.size:
-        return
     kind = out.dtype.name
     states = [
         _State(
@@ -57,7 +46,7 @@ def merge_states(
             (state.strides[0], state.strides[1], state_lse.strides[0]),
             kind,
         )
-        for i, (state, state_lse) in enumerate(zip(outs, lses, strict=True))
+        for i, (state, state_lse) in enumerate(zip(call.outs, call.lses, strict=True))
     ]
     result = _State(device.address("out", out), device.address("lse", lse), (0, 0, 0), kind)
     elements = _elements(out.itemsize, head_dim, [*states, result])

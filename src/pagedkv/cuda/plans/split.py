@@ -6,18 +6,16 @@ read on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ...arrays import Array
+from ...calls import AttentionCall
+from ...kernels.device.bad_entries import NUM_BYTES
+from ...kernels.split.config import SplitConfig
+from ...kernels.split.kernel import dynamic_bytes, make_split
+from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
-from .attention import FLOAT_BYTES, NO_WINDOW, Launch, Plan
-
-if TYPE_CHECKING:
-    from ...arrays import Array
-    from ...kernels.split.config import SplitConfig
-    from ...validation import AttentionCall
-    from ..compiler.compile import Capability
+from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan
 
 _POINTERS = (
     *("out", "lse", "split_sums", "split_states", "split_counters"),
@@ -42,10 +40,6 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     ValueError
         More thread blocks than a grid has.
     """
-    from ...kernels.device.bad_entries import NUM_BYTES
-    from ...kernels.split.kernel import dynamic_bytes, make_split
-    from ..compiler.compile import compile_for
-
     spec, options = call.spec, call.options
     num_seqs, num_heads, head_dim = call.q.shape
     config = split_config(call, capability=device.capability)
@@ -83,8 +77,6 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
 
 def split_config(call: AttentionCall, *, capability: Capability) -> SplitConfig:
     """What the kernel is compiled for in a call on a device of this compute capability."""
-    from ...kernels.split.config import SplitConfig
-
     spec, options = call.spec, call.options
     return SplitConfig(
         head_dim=spec.head_dim,

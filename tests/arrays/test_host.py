@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.arrays import as_kind_of, host_view, on_device
+from pagedkv.arrays import identify
+
+
+def host_view(name, x):
+    return identify(name, x).view()
+
+
+def as_kind_of(like, result):
+    return identify("like", like).of_numpy(result)
 
 
 def address(x):
@@ -83,9 +91,9 @@ class DeviceArray:
 
 
 def test_sides():
-    assert not on_device("x", np.zeros(1))
-    assert not on_device("x", torch.zeros(1))
-    assert on_device("x", DeviceArray())
+    assert not identify("x", np.zeros(1)).on_device
+    assert not identify("x", torch.zeros(1)).on_device
+    assert identify("x", DeviceArray()).on_device
 
 
 class Broken:
@@ -98,4 +106,4 @@ class Broken:
 @pytest.mark.parametrize("x", [None, 1.0, [1.0], "x", np.float32(1), DeviceArray, Broken(), memoryview(b"x")])
 def test_not_an_array(x):
     with pytest.raises(TypeError, match=r"x must be an array \(NumPy, CuPy or torch\), got "):
-        on_device("x", x)
+        identify("x", x)

@@ -1,4 +1,4 @@
-"""Checks that the operations share: of an array its shape, dtype, strides and alignment; a number, block ids.
+"""What the operations require alike: an array's shape, dtype, strides and alignment; the type and range of an option.
 
 Every function raises or returns; none writes to what it is given.
 """
@@ -8,19 +8,18 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from .arrays import Array
-from .layouts import FLOAT_DTYPES, VECTOR_BYTES
-from .placement import Side
+from ..arrays import Array, address_of
+from ..layouts import FLOAT_DTYPES, VECTOR_BYTES
+from ..placement import Placement
 
-INT32 = np.dtype(np.int32)
-INT64 = np.dtype(np.int64)
-FLOAT32 = np.dtype(np.float32)
+# The arrays whose rows kernels move in vectors of 16 bytes.
+_ROWS = frozenset(("q", "k", "v", "k_cache", "v_cache", "out"))
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = float(np.finfo(np.float32).smallest_subnormal)
@@ -62,31 +61,34 @@ def strides(name: str, x: Array) -> None:
         raise ValueError(f"{name} must be aligned to its item size of {x.itemsize} bytes")
 
 
-def row_alignment(name: str, x: Array, side: Side) -> None:
+def row_alignment(name: str, x: Array, placement: Placement) -> None:
     """Raise ValueError unless CUDA kernels, where they run, can move the rows of x in vectors of 16 bytes.
 
     A row is the innermost axis. Where it is no multiple of 16 bytes, the largest power of two that divides it is
     enough.
     """
-    if side.backend == "cpu" or not x.size:
+    if placement.backend == "cpu" or not x.size:
         return
     vector = math.gcd(x.shape[-1] * x.itemsize, VECTOR_BYTES)
     address = address_of(x)
     if address % vector:
         raise ValueError(
-            f'{name} must begin at a multiple of {vector} bytes for backend "{side.backend}", got address {address:#x}'
+            f'{name} must begin at a multiple of {vector} bytes for backend "{placement.backend}", '
+            f"got address {address:#x}"
         )
     if any(stride % vector for stride, length in zip(x.strides[:-1], x.shape, strict=False) if length > 1):
         raise ValueError(
             f"{name} must have rows at multiples of {vector} bytes "
-            f'for backend "{side.backend}", got strides {x.strides} in bytes'
+            f'for backend "{placement.backend}", got strides {x.strides} in bytes'
         )
 
 
-def address_of(x: Array) -> int:
-    """The address of element 0."""
-    address: int = x.__array_interface__["data"][0]
-    return address
+def memory(given: Mapping[str, Array], placement: Placement) -> None:
+    """Raise ValueError unless kernels can move the elements of all these arrays; see `strides`, `row_alignment`."""
+    for name, x in given.items():
+        strides(name, x)
+        if name in _ROWS:
+            row_alignment(name, x, placement)
 
 
 def writable(name: str, x: Array) -> None:
@@ -146,35 +148,10 @@ def boolean(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def check_option(value: object) -> bool:
-    """Whether kernels check values in device arrays: `check`, or what the environment says where it is None.
-
-    Host arrays are checked on the host whatever it is. Anything but None, True and False is a TypeError.
-    """
+def check(value: object) -> bool:
+    """The option `check`, or what the environment says where it is None; TypeError unless it is None, True or False."""
     if value is None:
         return os.environ.get("PAGEDKV_CHECK") == "1"
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"check must be None, True or False, got {value!r}")
     return bool(value)
-
-
-def block_pairs(pairs: Array, num_sources: int, num_destinations: int, *, one_pool: bool) -> None:
-    """Raise unless pairs (n, 2) names blocks there are and no destination twice, nor, in one pool, as a source."""
-    if not len(pairs):
-        return
-    for column, what, count in ((0, "source", num_sources), (1, "destination", num_destinations)):
-        bad = pairs[:, column].view(np.uint64) >= count
-        if bad.any():
-            row = int(bad.argmax())
-            raise IndexError(
-                f"pairs must hold block ids in 0..num_blocks-1 = 0..{count - 1}, "
-                f"got {what} {pairs[row, column]} in pair {row}"
-            )
-    written = np.sort(pairs[:, 1])
-    again = written[1:] == written[:-1]
-    if again.any():
-        raise ValueError(f"pairs must name a destination once, got destination {written[1:][again][0]} twice")
-    if one_pool:
-        both = np.isin(pairs[:, 0], written)
-        if both.any():
-            raise ValueError(f"pairs must not use a destination as a source, got block {pairs[both, 0][0]} as both")

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import validation
+from pagedkv import backends, ops
+from pagedkv.arrays import identify, pointers
 from pagedkv.bench.launch import RecordingDevice
-from pagedkv.cuda import interop
-from pagedkv.cuda import plan_cache as plans
+from pagedkv.cuda.plans.cache import PlanCache
 
-from ..device_fakes import InterfaceArray, address_of, fake_cupy, fake_torch, recording
+from ...device_fakes import InterfaceArray, address_of, fake_cupy, fake_torch, recording
 
 N, P, HKV, HQ, D, B, M = 8, 16, 2, 4, 64, 3, 2
 X = 8  # float16 elements of a vector
@@ -21,7 +21,7 @@ X = 8  # float16 elements of a vector
 
 @pytest.fixture(autouse=True)
 def nothing_planned(monkeypatch):
-    monkeypatch.setattr(plans, "_plans", plans.Plans(plans.MAX_PLANS))
+    monkeypatch.setattr(backends, "_backends", {})
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +34,13 @@ def devices():
 def validations(monkeypatch):
     """The calls that were validated."""
     calls = []
-    attention = validation.attention
+    attention_call = ops.attention_call
 
-    def counting(*arguments, **options):
-        calls.append(arguments)
-        return attention(*arguments, **options)
+    def counting(given):
+        calls.append(given)
+        return attention_call(given)
 
-    monkeypatch.setattr(validation, "attention", counting)
+    monkeypatch.setattr(ops, "attention_call", counting)
     return calls
 
 
@@ -139,8 +139,8 @@ def test_results_are_new_arrays_of_the_framework(kind, devices, validations):
         assert (tuple(out.shape), tuple(lse.shape)) == ((B, HQ, D), (B, HQ))
         assert str(lse.dtype).endswith("float32")
         for x in (out, lse):
-            assert plans.reader(type(x))(x)[0] in args
-    assert len({plans.reader(type(out))(out)[0] for out, _ in results}) == 3
+            assert address_of(identify("x", x).metadata(0).shadow) in args
+    assert len({address_of(identify("out", out).metadata(0).shadow) for out, _ in results}) == 3
 
 
 def wide(x):
@@ -308,8 +308,8 @@ def test_streams_and_devices(monkeypatch, devices):
 
 def test_interface_arrays_on_several_devices(monkeypatch, devices):
     ordinals = {}
-    monkeypatch.setattr(interop, "has_several_devices", lambda: True)
-    monkeypatch.setattr(interop, "ordinal_of", lambda address: ordinals.get("now", 0))
+    monkeypatch.setattr(pointers, "has_several_devices", lambda: True)
+    monkeypatch.setattr(pointers, "ordinal_of", lambda address: ordinals.get("now", 0))
     decode()
     ordinals["now"] = 1
     decode()
@@ -318,11 +318,13 @@ def test_interface_arrays_on_several_devices(monkeypatch, devices):
 
 
 def test_plans_used_longest_ago_are_forgotten(monkeypatch, validations):
-    monkeypatch.setattr(plans, "_plans", plans.Plans(2))
+    decode()
+    plans = backends.gpus().plans = PlanCache(2)
+    validations.clear()
     for scale in (1.0, 2.0, 1.0, 3.0, 1.0):
         decode(scale=scale)
     assert len(validations) == 3
-    assert len(plans._plans) == 2
+    assert len(plans) == 2
     decode(scale=2.0)
     assert len(validations) == 4
 

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from .wrong_arguments import HKV, check_on_every_side, fp8, on_every_side, vllm
+from ..wrong_arguments import HKV, check_on_every_side, fp8, on_every_side, vllm
 
 
 class Scorer:

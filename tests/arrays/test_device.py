@@ -13,12 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv import device_arrays
-from pagedkv.arrays import on_device
-from pagedkv.cuda import interop
-from pagedkv.device_arrays import Shadow, current_stream, empty, framework_of, make_shadow, metadata
+from pagedkv.arrays import Shadow, identify, pointers
+from pagedkv.arrays.shadow import make_shadow
 
-from .device_fakes import ELSEWHERE, InterfaceArray, fake_cupy, fake_torch
+from ..device_fakes import ELSEWHERE, InterfaceArray, fake_cupy, fake_torch
+
+
+def metadata(name, x, stream):
+    return identify(name, x).metadata(stream)
+
+
+def current_stream(x, name="x"):
+    return identify(name, x).stream()
+
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ADDRESS = 0x7F0000000000
@@ -94,14 +101,13 @@ def view(dtype=np.float32):
 def test_arrays_of_a_framework(framework, dtype):
     x = view(dtype)
     array = framework.array(x, device=3)
-    assert on_device("x", array)
+    assert identify("x", array).on_device
     shadow, ordinal = metadata("x", array, 0)
     assert type(shadow) is Shadow
     assert ordinal == 3
     assert (shadow.shape, shadow.strides, shadow.dtype) == (x.shape, x.strides, x.dtype)
     assert shadow.ctypes.data == x.ctypes.data + ELSEWHERE
     assert shadow.flags.writeable
-    assert framework_of(framework.array) == framework.name
 
 
 def test_the_stream_is_the_current_one_of_the_framework(framework):
@@ -114,7 +120,7 @@ def test_the_stream_is_the_current_one_of_the_framework(framework):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
 def test_new_arrays_are_on_the_device_of_the_old(framework, dtype):
     like = framework.array(view(), device=2)
-    new = empty("out", like, (5, 8), np.dtype(dtype), "")
+    new = identify("like", like).empty("out", (5, 8), np.dtype(dtype), "")
     assert type(new) is framework.array
     shadow, ordinal = metadata("out", new, 0)
     assert ordinal == 2
@@ -162,7 +168,7 @@ def test_interface_without_elements():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"mask": 1}, TypeError, "x must be an array without a mask, got a device_fakes.InterfaceArray with one"),
+        ({"mask": 1}, TypeError, "x must be an array without a mask, got a tests.device_fakes.InterfaceArray with one"),
         ({"data": (0, False)}, ValueError, r"x must have memory, got the address 0 with shape \(4, 3\)"),
         ({"data": None}, TypeError, r"x must have .* with data as \(address, read-only flag\), got None"),
         ({"data": (16,)}, TypeError, r"x must have .* with data as \(address, read-only flag\), got \(16,\)"),
@@ -245,11 +251,10 @@ def test_the_stream_that_an_interface_names(named, expected):
 
 
 def test_nothing_new_beside_an_array_of_an_unknown_framework():
-    with pytest.raises(
-        ValueError,
-        match=r"^out can only be made for arrays of CuPy and torch, got a device_fakes\.InterfaceArray; give out=$",
-    ):
-        empty("out", InterfaceArray(view()), (3,), np.dtype(np.float32), "give out=")
+    with pytest.raises(ValueError) as caught:
+        identify("x", InterfaceArray(view())).empty("out", (3,), np.dtype(np.float32), "give out=")
+    kind = "tests.device_fakes.InterfaceArray"
+    assert str(caught.value) == f"out can only be made for arrays of CuPy and torch, got a {kind}; give out="
 
 
 class Driver:
@@ -267,14 +272,14 @@ class Driver:
 
 def test_the_driver_says_where_an_address_is(monkeypatch):
     driver = Driver({ADDRESS: 1})
-    monkeypatch.setattr(interop, "_driver", lambda: driver)
-    assert interop.has_several_devices()
+    monkeypatch.setattr(pointers, "_driver", lambda: driver)
+    assert pointers.has_several_devices()
     x = np.zeros(4, np.float32)
     assert metadata("x", InterfaceArray(x, data=(ADDRESS, False)), 0).ordinal == 1
     assert metadata("x", InterfaceArray(x), 0).ordinal == 0
-    monkeypatch.setattr(interop, "_driver", lambda: None)
+    monkeypatch.setattr(pointers, "_driver", lambda: None)
     assert metadata("x", InterfaceArray(x, data=(ADDRESS, False)), 0).ordinal == 0
-    assert device_arrays.ordinal_of(ADDRESS) == 0
+    assert pointers.ordinal_of(ADDRESS) == 0
 
 
 class _Tensor(ctypes.Structure):
@@ -313,7 +318,7 @@ class DlpackArray:
 )
 def test_dlpack(code, bits, dtype):
     array = DlpackArray(code, bits)
-    assert on_device("x", array)
+    assert identify("x", array).on_device
     shadow, ordinal = metadata("x", array, 0x77)
     assert (shadow.shape, shadow.dtype, shadow.ctypes.data, ordinal) == ((3, 4), dtype, ADDRESS, 1)
     assert shadow.strides == (8 * bits // 8, bits // 8)
@@ -327,7 +332,7 @@ def test_dlpack_of_something_else():
         metadata("x", DlpackArray(code=17, bits=8), 0)
     for device in ((1, 0), (10, 0), None):
         with pytest.raises(TypeError, match=r"x must be an array \(NumPy, CuPy or torch\)"):
-            on_device("x", DlpackArray(device=device) if device else SimpleNamespace(__dlpack_device__=lambda: 3))
+            identify("x", DlpackArray(device=device) if device else SimpleNamespace(__dlpack_device__=lambda: 3))
 
 
 def test_dlpack_without_cuda_core(monkeypatch):

@@ -1,27 +1,20 @@
-"""What merging checks before it computes: arguments in, checked NumPy views out. The order is that of validation.py."""
+"""What merging requires of states. The order is that of attention.py."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from . import checks
-from .arrays import Array
-from .checks import FLOAT32
-from .placement import Side, place
-
-
-class MergeCall(NamedTuple):
-    """The checked arguments of merge_states."""
-
-    outs: list[Array]
-    lses: list[Array]
-    side: Side
+from ..arrays import Array
+from ..calls import MergeCall
+from ..layouts import FLOAT32
+from ..placement import place
+from . import require
 
 
-def merge(outs: Any, lses: Any, *, backend: object) -> MergeCall:
-    """Check the arguments of merge_states: the states' outputs and LSEs as lists."""
+def merge_call(outs: Any, lses: Any, *, backend: object) -> MergeCall:
+    """The call of merge_states with these arguments."""
     named = [*_states("outs", outs), *_states("lses", lses)]
-    side, arrays = place(backend, named)
+    placement, arrays = place(backend, named)
     views = dict(zip((name for name, _ in named), arrays, strict=True))
     out_list, lse_list = _unstack("outs", outs, views), _unstack("lses", lses, views)
     if len(out_list) != len(lse_list) or not out_list:
@@ -29,22 +22,22 @@ def merge(outs: Any, lses: Any, *, backend: object) -> MergeCall:
             f"outs and lses must hold the same number of states, at least 1, got {len(out_list)} and {len(lse_list)}"
         )
     for name, x in out_list:
-        checks.ndim(name, x, "(rows, num_heads, head_dim)", 3)
+        require.ndim(name, x, "(rows, num_heads, head_dim)", 3)
     shape = out_list[0][1].shape
     for name, x in out_list:
-        checks.shape(name, x, "(rows, num_heads, head_dim)", shape)
+        require.shape(name, x, "(rows, num_heads, head_dim)", shape)
     for name, x in lse_list:
-        checks.shape(name, x, "(rows, num_heads)", shape[:2])
+        require.shape(name, x, "(rows, num_heads)", shape[:2])
     for name, x in out_list:
-        checks.float_dtype(name, x)
-        checks.dtype(name, x, out_list[0][1].dtype, f", that of {out_list[0][0]}")
+        require.float_dtype(name, x)
+        require.dtype(name, x, out_list[0][1].dtype, f", that of {out_list[0][0]}")
     for name, x in lse_list:
-        checks.dtype(name, x, FLOAT32)
+        require.dtype(name, x, FLOAT32)
     for name, x in (*out_list, *lse_list):
-        checks.strides(name, x)
+        require.strides(name, x)
     for name, x in out_list:
-        checks.row_alignment(name, x, side)
-    return MergeCall([x for _, x in out_list], [x for _, x in lse_list], side)
+        require.row_alignment(name, x, placement)
+    return MergeCall(placement, [x for _, x in out_list], [x for _, x in lse_list])
 
 
 def _states(name: str, states: Any) -> list[tuple[str, Any]]:

@@ -1,0 +1,18 @@
+"""Arrays of every framework: what an argument is, found out once, and how NumPy sees it. Nothing is imported for it."""
+
+from .argument import Argument, DeviceArgument, Facts, HostArgument
+from .identify import current_streams, device_kind, identify
+from .shadow import Array, Shadow, address_of
+
+__all__ = [
+    "Argument",
+    "Array",
+    "DeviceArgument",
+    "Facts",
+    "HostArgument",
+    "Shadow",
+    "address_of",
+    "current_streams",
+    "device_kind",
+    "identify",
+]

@@ -1,0 +1,50 @@
+"""Arrays that only speak DLPack, which cuda-core reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import BackendUnavailableError
+from .argument import DeviceArgument
+from .shadow import Metadata, metadata_of
+
+_LEGACY_STREAM = 1  # what DLPack calls the legacy default stream
+_CUDA_DEVICES = (2, 13)  # device types of DLPack: CUDA memory, and CUDA managed memory
+
+
+def is_on_cuda(x: Any) -> bool:
+    """True if x says, by DLPack, that it is in CUDA memory."""
+    try:
+        place = x.__dlpack_device__()
+    except Exception:  # it is not DLPack's, or it does not know: either way it is no array of ours
+        return False
+    return isinstance(place, tuple) and len(place) == 2 and place[0] in _CUDA_DEVICES
+
+
+class DlpackArray(DeviceArgument):
+    """An array of a framework that has DLPack and nothing else."""
+
+    __slots__ = ()
+
+    def stream(self) -> int:
+        return 0
+
+    def metadata(self, stream: int) -> Metadata:
+        """The producer orders its work before what comes on the stream."""
+        try:
+            from cuda.core.utils import StridedMemoryView
+        except ImportError:
+            raise BackendUnavailableError(
+                f"{self.name} only speaks DLPack, which needs cuda-core: "
+                "pip install 'pagedkv[cu13]' (or [cu12] for CUDA 12)"
+            ) from None
+        try:
+            view = StridedMemoryView.from_dlpack(self.array, stream or _LEGACY_STREAM)
+            dtype = np.dtype(view.dtype)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(f"{self.name} must be an array that DLPack can show: {error}") from error
+        strides = None if view.strides is None else tuple(n * dtype.itemsize for n in view.strides)
+        shape, ordinal = tuple(view.shape), int(view.device_id)
+        return metadata_of(self.name, int(view.ptr), shape, strides, dtype, bool(view.readonly), ordinal)

@@ -1,0 +1,67 @@
+"""Whose array an argument is. Frameworks are found through ``sys.modules``: the caller has imported his."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from .argument import DeviceArgument, HostArgument, type_name
+from .cupy_array import CupyArray
+from .dlpack import DlpackArray, is_on_cuda
+from .host import HostArray
+from .interface import InterfaceArray
+from .torch_tensor import CudaTensor, tensor
+
+
+def identify(name: str, x: Any) -> HostArgument | DeviceArgument:
+    """What the array x is, of which messages speak as `name`.
+
+    Raises
+    ------
+    TypeError
+        x is not an array of NumPy, CuPy or torch, nor a device array of another framework that says so, or has no
+        data of its own (meta, sparse).
+    ValueError
+        x is on a device that is neither the host nor a CUDA GPU.
+    """
+    if isinstance(x, np.ndarray):
+        return HostArray(name, x)
+    if _is_torch(type(x)):
+        return tensor(name, x)
+    if _is_cupy(type(x)):
+        return CupyArray(name, x)
+    # A class may be passed for its instance: its attribute is a property then, not an interface.
+    if not isinstance(x, type):
+        argument = InterfaceArray(name, x)
+        if isinstance(argument.interface, dict):
+            return argument
+        if is_on_cuda(x):
+            return DlpackArray(name, x)
+    raise TypeError(f"{name} must be an array (NumPy, CuPy or torch), got {type_name(x)}")
+
+
+def device_kind(kind: type) -> type[DeviceArgument]:
+    """What an object of this type is, provided that it is an array on a device with more than DLPack."""
+    return CupyArray if _is_cupy(kind) else CudaTensor if _is_torch(kind) else InterfaceArray
+
+
+def current_streams() -> list[int]:
+    """The current stream of every framework that is loaded and uses a GPU, as pointers."""
+    streams = []
+    if cupy := sys.modules.get("cupy"):
+        streams.append(int(cupy.cuda.get_current_stream().ptr))
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+        streams.append(int(torch.cuda.current_stream().cuda_stream))
+    return streams
+
+
+def _is_torch(kind: type) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and issubclass(kind, torch.Tensor)
+
+
+def _is_cupy(kind: type) -> bool:
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and issubclass(kind, cupy.ndarray)

@@ -1,0 +1,106 @@
+"""Arrays of which nothing is known but their ``__cuda_array_interface__``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from . import pointers
+from .argument import DeviceArgument, Facts, low_bits, type_name
+from .shadow import Metadata, metadata_of
+
+_PAST_ADDRESSES = 1 << 64
+_TYPESTR = re.compile(r"[<>|=][biufcmMOSUV][0-9]+")
+
+
+class InterfaceArray(DeviceArgument):
+    """An array of a framework that nobody here knows.
+
+    Attributes
+    ----------
+    interface : dict
+        The array's interface, which many frameworks build at each access; something else if it has none.
+    """
+
+    __slots__ = ("interface",)
+
+    def __init__(self, name: str, array: Any) -> None:
+        super().__init__(name, array)
+        self.interface: Any = getattr(array, "__cuda_array_interface__", None)
+
+    @staticmethod
+    def facts(x: Any) -> Facts:
+        interface = x.__cuda_array_interface__
+        address, read_only = interface["data"]
+        typestr = interface["typestr"]
+        own = x.dtype if typestr[1] == "V" else None
+        ordinal = pointers.ordinal_of(address) if pointers.has_several_devices() else 0
+        key = (interface["shape"], interface.get("strides"), typestr, own, interface.get("mask"), read_only, ordinal)
+        return address, (key, low_bits(address))
+
+    def stream(self) -> int:
+        """The stream that the interface names, or the legacy default stream."""
+        stream = self.interface.get("stream")
+        if stream is not None and (not _is_integer(stream) or stream < 0):
+            raise self._wrong("a stream that is None or a pointer", stream)
+        return int(stream or 0)
+
+    def metadata(self, stream: int) -> Metadata:
+        name, interface = self.name, self.interface
+        if interface.get("mask") is not None:
+            raise TypeError(f"{name} must be an array without a mask, got a {type_name(self.array)} with one")
+        for key in ("shape", "typestr", "data"):
+            if key not in interface:
+                raise TypeError(
+                    f"{name} must have a __cuda_array_interface__ with shape, typestr and data, got no {key}"
+                )
+        shape, strides = self._integers("shape", interface["shape"]), interface.get("strides")
+        if shape and min(shape) < 0:
+            raise self._wrong("a shape without negative numbers", shape, ValueError)
+        if strides is not None:
+            strides = self._integers("strides", strides)
+            if len(strides) != len(shape):
+                raise self._wrong(f"a stride for each of {len(shape)} axes", strides, ValueError)
+        address, read_only = self._data(interface["data"])
+        dtype = self._dtype(interface["typestr"])
+        ordinal = pointers.ordinal_of(address) if address else None
+        try:
+            return metadata_of(name, address, shape, strides, dtype, read_only, ordinal)
+        except OverflowError as error:
+            raise self._wrong("numbers that fit in 64 bits", interface, ValueError) from error
+
+    def _wrong(self, what: str, got: object, error: type[Exception] = TypeError) -> Exception:
+        return error(f"{self.name} must have a __cuda_array_interface__ with {what}, got {got!r}")
+
+    def _integers(self, key: str, given: Any) -> tuple[int, ...]:
+        if not isinstance(given, (tuple, list)) or not all(map(_is_integer, given)):
+            raise self._wrong(f"{key} as a tuple of int", given)
+        return tuple(map(int, given))
+
+    def _data(self, data: Any) -> tuple[int, bool]:
+        """The address and the read-only flag; 0 for the address None, which arrays without elements may have."""
+        if isinstance(data, (tuple, list)) and len(data) == 2:
+            address, read_only = data
+            if (address is None or _is_integer(address)) and isinstance(read_only, (bool, int, np.bool_)):
+                if not 0 <= (address or 0) < _PAST_ADDRESSES:
+                    raise self._wrong("an address in 0..2**64-1", address, ValueError)
+                return int(address or 0), bool(read_only)
+        raise self._wrong("data as (address, read-only flag)", data)
+
+    def _dtype(self, typestr: Any) -> np.dtype[Any]:
+        # A type string cannot tell bfloat16 and fp8 from other things of their size; the array itself may.
+        own = getattr(self.array, "dtype", None)
+        if isinstance(own, np.dtype) and own.str == typestr:
+            return own
+        try:
+            if isinstance(typestr, str) and _TYPESTR.fullmatch(typestr):
+                return np.dtype(typestr)
+        except (OverflowError, TypeError, ValueError):
+            pass
+        raise self._wrong('a typestr such as "<f4"', typestr)
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)

@@ -1,0 +1,120 @@
+"""NumPy shadows of arrays in the memory of a GPU.
+
+A *shadow* is a NumPy array with the address, shape, strides, dtype and writeable flag of a device array, so that
+shapes, dtypes, strides, alignment and overlap are checked in one way on every side. ITS MEMORY IS NOT THE HOST'S:
+reading or writing one element of it ends the process. Ask a shadow for its attributes and for views, and compare
+addresses with numpy.may_share_memory and numpy.shares_memory; everything else that NumPy does by ufuncs or functions
+is refused with a TypeError, but not its methods that read (copy, tolist, item) or an index that names one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]  # a view of an array on the host, or a Shadow
+
+_HARMLESS = (np.shares_memory, np.may_share_memory)
+
+
+class Shadow(np.ndarray[Any, np.dtype[Any]]):
+    """The metadata of a device array as a NumPy array; see the module: its memory must never be touched."""
+
+    __array_ufunc__ = None  # type: ignore[assignment]
+
+    def __array_function__(self, func: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _HARMLESS:
+            return super().__array_function__(func, types, args, kwargs)
+        raise TypeError(f"numpy.{func.__name__} would read memory of a GPU from the host")
+
+    def __repr__(self) -> str:
+        return f"<Shadow at {self.ctypes.data:#x}, shape {self.shape}, strides {self.strides}, dtype {self.dtype}>"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("memory of a GPU cannot be pickled or copied from the host")
+
+    __deepcopy__ = __reduce_ex__
+
+
+class _Interface:
+    """Something that NumPy makes an array of."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+class Metadata(NamedTuple):
+    """Everything that is known of a device array.
+
+    Attributes
+    ----------
+    shadow : Shadow
+    ordinal : int or None
+        The device it is on, as CUDA numbers them; None if it has no elements and does not say.
+    """
+
+    shadow: Shadow
+    ordinal: int | None
+
+
+def make_shadow(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: np.dtype[Any], read_only: bool
+) -> Shadow:
+    """A shadow of device memory.
+
+    Parameters
+    ----------
+    address : int
+        Of element 0; 0 only where there are no elements.
+    shape : tuple of int
+    strides : tuple of int or None
+        In bytes; None if C-contiguous.
+    dtype : numpy.dtype
+    read_only : bool
+    """
+    # NumPy makes such arrays of its own dtypes alone: raw bytes of the same size stand in for the others.
+    plain = dtype if dtype.isbuiltin == 1 else np.dtype(f"V{dtype.itemsize}")
+    interface = {"shape": shape, "strides": strides, "typestr": plain.str, "data": (address, read_only), "version": 3}
+    return np.asarray(_Interface(interface)).view(dtype, Shadow)
+
+
+def metadata_of(
+    name: str,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    dtype: np.dtype[Any],
+    read_only: bool,
+    ordinal: int | None,
+) -> Metadata:
+    """The metadata of a device array of which a framework says this, as in `make_shadow`.
+
+    Raises
+    ------
+    TypeError
+        A dtype that is none of numbers.
+    ValueError
+        Elements but no memory, or a shape that no memory can hold.
+    """
+    if dtype.hasobject or not dtype.itemsize:
+        raise TypeError(f"{name} must be an array of numbers, got dtype {dtype}")
+    if not address and all(shape):
+        raise ValueError(f"{name} must have memory, got the address 0 with shape {shape}")
+    try:
+        return Metadata(make_shadow(address, shape, strides, dtype, read_only), ordinal)
+    except ValueError as error:
+        raise ValueError(f"{name} must be an array that NumPy can describe: {error}") from error
+
+
+def address_of(x: Array) -> int:
+    """The address of element 0."""
+    address: int = x.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,115 @@
+"""Tensors of torch, on the host and on CUDA devices."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .argument import DeviceArgument, Facts, HostArgument, low_bits
+from .shadow import Array, Metadata, metadata_of
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# Torch dtypes that NumPy does not know: an integer dtype of their size to go through, and what they are.
+_TORCH_ONLY = {
+    "bfloat16": ("int16", _BFLOAT16),
+    "float8_e4m3fn": ("uint8", np.dtype(ml_dtypes.float8_e4m3fn)),
+    "float8_e5m2": ("uint8", np.dtype(ml_dtypes.float8_e5m2)),
+}
+
+
+def tensor(name: str, x: Any) -> HostTensor | CudaTensor:
+    """The argument that a tensor is.
+
+    Raises
+    ------
+    TypeError
+        It has no data of its own (meta, sparse).
+    ValueError
+        It is on a device that is neither the host nor a CUDA GPU.
+    """
+    kind = x.device.type
+    if kind == "meta":
+        raise TypeError(f"{name} must be an array with data, got a torch meta tensor")
+    if str(x.layout) != "torch.strided":
+        raise TypeError(f"{name} must be a dense array, got a torch tensor of layout {str(x.layout)[6:]}")
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on the host or on a CUDA device, got a torch tensor on {x.device}")
+    return CudaTensor(name, x) if kind == "cuda" else HostTensor(name, x)
+
+
+class HostTensor(HostArgument):
+    """A tensor on the host."""
+
+    __slots__ = ()
+
+    def view(self) -> Array:
+        """torch's bfloat16 and fp8 become the dtypes of ml_dtypes; a tensor that requires grad is detached."""
+        x = self.array
+        try:
+            x = x.detach() if x.requires_grad else x
+            other = _TORCH_ONLY.get(str(x.dtype)[6:])
+            if other is None:
+                view: Array = x.numpy()
+                return view
+            return np.asarray(x.view(getattr(sys.modules["torch"], other[0])).numpy()).view(other[1])
+        except (RuntimeError, TypeError) as error:
+            raise TypeError(
+                f"{self.name} must be an array that NumPy can view, got a torch tensor of {x.dtype}: {error}"
+            ) from error
+
+    def of_numpy(self, result: Array) -> Any:
+        return from_numpy(result)
+
+
+class CudaTensor(DeviceArgument):
+    """A tensor on a CUDA device."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def facts(x: Any) -> Facts:
+        if not x.is_cuda:
+            raise ValueError("not on a device")
+        address = x.data_ptr()
+        return address, (x.shape, x.stride(), x.dtype, x.device, x.layout, x.is_neg(), low_bits(address))
+
+    def stream(self) -> int:
+        return int(sys.modules["torch"].cuda.current_stream(self.array.device).cuda_stream)
+
+    def metadata(self, stream: int) -> Metadata:
+        name, x = self.name, self.array
+        try:
+            dtype = numpy_dtype(x.dtype)
+        except TypeError:
+            raise TypeError(f"{name} must be an array that NumPy knows the dtype of, got {x.dtype}") from None
+        if x.is_neg() or x.is_conj():
+            raise TypeError(f"{name} must be an array as it is in memory, got a torch tensor with lazy negation")
+        strides = tuple(n * dtype.itemsize for n in x.stride())
+        return metadata_of(name, x.data_ptr(), tuple(x.shape), strides, dtype, False, x.device.index or 0)
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], remedy: str) -> Any:
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), device=self.array.device)
+
+
+def from_numpy(x: Array) -> Any:
+    """A NumPy array as a tensor in the same memory."""
+    torch = sys.modules["torch"]
+    if x.dtype == _BFLOAT16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def numpy_dtype(torch_dtype: Any) -> np.dtype[Any]:
+    """The NumPy dtype of a torch dtype; torch's bfloat16 and fp8 as the dtypes of ml_dtypes.
+
+    Raises
+    ------
+    TypeError
+        NumPy has nothing like it.
+    """
+    name = str(torch_dtype)[6:]
+    return _TORCH_ONLY[name][1] if name in _TORCH_ONLY else np.dtype(name)

@@ -1,0 +1,86 @@
+"""What runs a call: the backend that its placement names, imported when the first call asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, cast
+
+from .arrays import Array
+from .calls import AttentionCall, CopyCall, GatherCall, MergeCall, SwapCall, WriteCall
+from .errors import BackendUnavailableError
+from .placement import Placement
+
+if TYPE_CHECKING:
+    from .cuda.backend import GpuBackend
+
+
+class Backend(Protocol):
+    """Every operation, on a valid call, into arrays that are already there."""
+
+    def decode_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None: ...
+
+    def write_kv(self, call: WriteCall) -> None: ...
+
+    def gather_kv(self, call: GatherCall, k: Array, v: Array) -> None: ...
+
+    def copy_blocks(self, call: CopyCall) -> None: ...
+
+    def swap_blocks(self, call: SwapCall) -> None: ...
+
+    def merge_states(self, call: MergeCall, out: Array, lse: Array) -> None: ...
+
+
+_backends: dict[str, Backend] = {}
+
+
+def backend_of(placement: Placement) -> Backend:
+    """The backend of a call.
+
+    Raises
+    ------
+    BackendUnavailableError
+        A package is missing that it needs.
+    """
+    backend = _backends.get(placement.backend)
+    if backend is None:
+        backend = _backends[placement.backend] = _load(placement.backend)
+    return backend
+
+
+def _load(name: str) -> Backend:
+    if name == "cpu":
+        from .cpu import backend as cpu
+
+        return cpu
+    if name == "emulator":
+        from .cuda.backend import KernelBackend
+        from .emulator import EmulatorDevice
+
+        return KernelBackend(lambda placement: EmulatorDevice())
+    from .cuda.backend import GpuBackend
+
+    return GpuBackend()
+
+
+def gpus() -> GpuBackend | None:
+    """The backend of calls on GPUs, if there has been one: it has plans to repeat, and what kernels have noted."""
+    return cast("GpuBackend | None", _backends.get("cuda"))
+
+
+def prefill_of(placement: Placement) -> Callable[[AttentionCall, Array, Array | None], None]:
+    """What runs a prefill call.
+
+    Raises
+    ------
+    BackendUnavailableError
+        The backend has no kernel for it.
+    """
+    if placement.backend != "cpu":
+        remedy = "" if placement.on_host else "copy all arrays to the host, as torch's cpu() and cupy.asnumpy do, and "
+        raise BackendUnavailableError(
+            f"this version of pagedkv has no prefill kernel for the {placement.backend} backend; "
+            f'{remedy}use backend "cpu"'
+        )
+    from .cpu.backend import prefill_attention
+
+    return prefill_attention

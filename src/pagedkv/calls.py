@@ -1,0 +1,133 @@
+"""What validation hands on: one record for each operation, its arguments valid and its defaults filled in.
+
+Arrays are where the call runs: views of those on the host, shadows (see arrays/shadow.py) of those on a device.
+`checked` says whether kernels look at values before they use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .arrays import Array
+from .layouts import CacheSpec
+from .placement import Placement
+
+# One number for all KV heads, or a (num_kv_heads,) float32 array.
+Scale = npt.NDArray[np.float32] | float
+
+
+def per_head(scale: Scale, num_kv_heads: int) -> npt.NDArray[np.float32]:
+    """A scale of a call on the host as a (num_kv_heads,) float32 array."""
+    return scale if isinstance(scale, np.ndarray) else np.full(num_kv_heads, scale, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a kernel does to a logit and which keys it keeps.
+
+    Attributes
+    ----------
+    scale : float
+        Factor of ``q . k``; finite.
+    causal : bool
+        Keep only keys at or before the query. Decode calls always set it.
+    window : int or None
+        Keep only keys after ``position - window``; 1 to 2**31 - 1.
+    softcap : float or None
+        ``softcap * tanh(logit / softcap)``; positive and finite.
+    alibi_slopes, sinks : (num_heads,) float32 array or None
+        Slopes of the linear biases; logits of the attention sinks.
+    score_mod : callable or None
+        ``score_mod(score, q_pos, k_pos, head, seq) -> score``.
+    """
+
+    scale: float
+    causal: bool
+    window: int | None
+    softcap: float | None
+    alibi_slopes: npt.NDArray[np.float32] | None
+    sinks: npt.NDArray[np.float32] | None
+    score_mod: Callable[..., Any] | None
+
+
+class AttentionCall(NamedTuple):
+    """A call of decode_attention, which has no query_starts, or of prefill_attention.
+
+    `given` has the arguments by name as the caller gave them: a plan is kept under them.
+    """
+
+    given: Mapping[str, Any]
+    placement: Placement
+    q: Array
+    k_cache: Array
+    v_cache: Array
+    block_tables: Array
+    seq_lens: Array
+    query_starts: Array | None
+    out: Array | None
+    spec: CacheSpec
+    k_scale: Scale
+    v_scale: Scale
+    options: AttentionOptions
+    kernel: str
+    checked: bool
+
+
+class WriteCall(NamedTuple):
+    """A call of write_kv."""
+
+    placement: Placement
+    k: Array
+    v: Array
+    k_cache: Array
+    v_cache: Array
+    slots: Array
+    spec: CacheSpec
+    k_scale: Scale
+    v_scale: Scale
+    checked: bool
+
+
+class GatherCall(NamedTuple):
+    """A call of gather_kv."""
+
+    placement: Placement
+    k_cache: Array
+    v_cache: Array
+    block_table: Array
+    seq_len: int
+    spec: CacheSpec
+    k_scale: Scale
+    v_scale: Scale
+    checked: bool
+
+
+class CopyCall(NamedTuple):
+    """A call of copy_blocks: all caches of all layers."""
+
+    placement: Placement
+    caches: list[Array]
+    pairs: Array
+    checked: bool
+
+
+class SwapCall(NamedTuple):
+    """A call of swap_blocks: every (source, destination) pair of caches, each on its own side."""
+
+    placement: Placement
+    copies: list[tuple[Array, Array]]
+    pairs: Array
+    checked: bool
+
+
+class MergeCall(NamedTuple):
+    """A call of merge_states: the outputs and the LSEs of the states."""
+
+    placement: Placement
+    outs: list[Array]
+    lses: list[Array]

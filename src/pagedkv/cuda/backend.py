@@ -1,0 +1,80 @@
+"""The CUDA kernels as a backend: on GPUs, or on whatever else launches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from ..arrays import Array, current_streams
+from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, SwapCall, WriteCall
+from ..placement import Placement
+from . import bad_entries, driver
+from .device import Device
+from .plans import attention, blocks, merge
+from .plans.cache import PlanCache
+
+
+class KernelBackend:
+    """Every operation that there is a kernel for.
+
+    Parameters
+    ----------
+    device_of : callable
+        What launches the kernels of a call, from its placement; held for one call at a time by a ``with`` statement.
+    """
+
+    def __init__(self, device_of: Callable[[Placement], AbstractContextManager[Device]]) -> None:
+        self._device_of = device_of
+
+    def decode_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
+        with self._device_of(call.placement) as device:
+            attention.decode_attention(device, call, out, lse)
+
+    def write_kv(self, call: WriteCall) -> None:
+        if len(call.slots):
+            with self._device_of(call.placement) as device:
+                blocks.write_kv(device, call)
+
+    def gather_kv(self, call: GatherCall, k: Array, v: Array) -> None:
+        if call.seq_len:
+            with self._device_of(call.placement) as device:
+                blocks.gather_kv(device, call, k, v)
+
+    def copy_blocks(self, call: CopyCall) -> None:
+        if len(call.pairs):
+            with self._device_of(call.placement) as device:
+                blocks.copy_blocks(device, call)
+
+    def swap_blocks(self, call: SwapCall) -> None:
+        if len(call.pairs):
+            with self._device_of(call.placement) as device:
+                blocks.swap_blocks(device, call)
+
+    def merge_states(self, call: MergeCall, out: Array, lse: Array) -> None:
+        if lse.size:
+            with self._device_of(call.placement) as device:
+                merge.merge_states(device, call, out, lse)
+
+
+class GpuBackend(KernelBackend):
+    """GPUs, which remember what they have launched.
+
+    Attributes
+    ----------
+    plans : PlanCache
+        Of the decode calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(driver.device_of)
+        self.plans = PlanCache()
+
+    def decode_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
+        with self._device_of(call.placement) as device:
+            plan = attention.decode_attention(device, call, out, lse)
+        self.plans.add(call, out, plan)
+
+    def raise_if_failed(self) -> None:
+        """Wait for the GPUs, and raise the first bad entry that a kernel has skipped; see `pagedkv.raise_if_failed`."""
+        driver.refuse_capture(current_streams(), "raise_if_failed waits for the GPU: call it after the replay")
+        bad_entries.raise_if_failed(driver.cuda_devices())

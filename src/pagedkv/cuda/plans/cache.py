@@ -1,0 +1,191 @@
+"""Plans of calls that were valid, so that the next call like one of them costs little on the host.
+
+Of arrays on a device nothing but metadata is looked at. So the plan of a valid call is kept under a key of all
+that was looked at: shapes, strides, dtypes, devices, read-only flags, the low bits of addresses, and the options by
+value and type. A call with a known key needs its addresses read, and `out` compared with the inputs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
+from itertools import count
+from numbers import Real
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from ...arrays import Array, DeviceArgument, Facts, address_of, device_kind
+from ...layouts import FLOAT32
+from .. import driver
+
+if TYPE_CHECKING:
+    from ...calls import AttentionCall
+    from ..driver import CudaDevice
+    from .plan import Plan
+
+MAX_PLANS = 1024
+
+# The arguments of decode_attention that may be arrays, and all others.
+_ARRAYS = (
+    *("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
+    *("alibi_slopes", "sinks", "k_scale", "v_scale", "out"),
+)
+_arrays_of = itemgetter(*_ARRAYS)
+_options_of = itemgetter(
+    *("scale", "layout", "kv_dtype", "window", "softcap", "score_mod", "kernel", "backend", "check", "return_lse")
+)
+# What reading raises where an argument is not one of a valid call on a device, or not known well enough.
+_UNREADABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+class Known:
+    """A plan, for any addresses, of a call that was valid.
+
+    Parameters
+    ----------
+    plan : Plan
+    call : AttentionCall
+        The call that it is the plan of.
+    out : numpy.ndarray
+        The shadow of what it writes to.
+
+    Attributes
+    ----------
+    last_use : int
+        When it was last asked for, in calls.
+    """
+
+    def __init__(self, plan: Plan, call: AttentionCall, out: Array) -> None:
+        self.last_use = 0
+        self.ordinal = call.placement.ordinal
+        self.shape, self.dtype = call.q.shape, call.q.dtype
+        inputs = (call.q, call.k_cache, call.v_cache, call.block_tables, call.seq_lens)
+        vectors = (call.options.alibi_slopes, call.options.sinks, call.k_scale, call.v_scale)
+        self._spans = tuple(_span(x) for x in (*inputs, *vectors))
+        self._out_span = _span(out)
+        self._workspaces = plan.workspaces
+        names = (*_ARRAYS, "lse", *(name for name, _ in self._workspaces))
+        at = {name: i for i, name in enumerate(names)}  # anything else is the null pointer, behind them
+        self._launches = [
+            (
+                x.kernel,
+                x.grid,
+                itemgetter(*(at.get(name, len(names)) for name in x.pointers)),
+                x.scalars,
+                x.shared_bytes,
+            )
+            for x in plan.launches
+        ]
+
+    def apart(self, addresses: tuple[int, ...]) -> bool:
+        """True if what `out` spans is apart from what the inputs span; False where it takes a closer look to say."""
+        first, last = self._out_span
+        begin, end = addresses[-1] + first, addresses[-1] + last
+        for address, span in zip(addresses, self._spans, strict=False):
+            if address + span[0] < end and begin < address + span[1]:
+                return False
+        return True
+
+    def run(self, device: CudaDevice, addresses: tuple[int, ...], lse: int) -> None:
+        """Launch, with these addresses of the arguments and of the LSE (0 if there is none)."""
+        with device.lock:
+            scratch = [device.scratch(name, nbytes) for name, nbytes in self._workspaces]
+            addresses = (*addresses, lse, *scratch, 0)
+            for kernel, grid, pointers, scalars, shared_bytes in self._launches:
+                device.launch(kernel, grid, pointers(addresses) + scalars, shared_bytes)
+
+
+def _span(x: Any) -> tuple[int, int]:
+    """Where the bytes of an array begin and end, counted from its element 0; (0, 0) where there are none."""
+    if not isinstance(x, np.ndarray) or not x.size:
+        return 0, 0
+    (begin, end), address = byte_bounds(x), address_of(x)
+    return begin - address, end - address
+
+
+class PlanCache:
+    """Known calls by their keys; the ones used longest ago are forgotten.
+
+    Parameters
+    ----------
+    size : int
+        How many are kept.
+    """
+
+    def __init__(self, size: int = MAX_PLANS) -> None:
+        self._size = size
+        self._known: dict[Hashable, Known] = {}
+        self._clock = count(1)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, call: AttentionCall, out: Array, plan: Plan) -> None:
+        """Keep the plan of a call that has been launched into `out`."""
+        known = Known(plan, call, out)
+        known.last_use = next(self._clock)
+        try:
+            self._known[_read(call.given)[1]] = known
+        except _UNREADABLE:
+            return
+        while len(self._known) > self._size:
+            # Copied: another thread may add one meanwhile, or forget the same one.
+            oldest = min(list(self._known.items()), key=lambda item: item[1].last_use)[0]
+            self._known.pop(oldest, None)
+
+    def repeat(self, given: Mapping[str, Any]) -> Any:
+        """Run a call that is like a valid one before it, and return what decode_attention returns; otherwise None.
+
+        Parameters
+        ----------
+        given : mapping
+            The arguments of decode_attention by their names.
+        """
+        try:
+            addresses, key = _read(given)
+            known = self._known.get(key)
+        except _UNREADABLE:  # it is for validation to say what is wrong
+            return None
+        if known is None:
+            return None
+        known.last_use = next(self._clock)
+        q, out = given["q"], given["out"]
+        like = _kind(q.__class__)("q", q)
+        if out is None:
+            out = like.empty("out", known.shape, known.dtype, "")
+            addresses = (*addresses[:-1], like.facts(out)[0])
+        elif not known.apart(addresses):
+            return None
+        device = driver.cuda_device(known.ordinal, like.stream())
+        if not given["return_lse"]:
+            known.run(device, addresses, 0)
+            return out
+        lse = like.empty("lse", known.shape[:2], FLOAT32, "")
+        known.run(device, addresses, like.facts(lse)[0])
+        return out, lse
+
+
+def _read(given: Mapping[str, Any]) -> tuple[tuple[int, ...], Hashable]:
+    """The addresses of the arguments, 0 for those that are no arrays, and the key of the call."""
+    facts = [_reader(x.__class__)(x) for x in _arrays_of(given)]
+    options = _options_of(given)
+    # 1 and 1.0 and True are equal, and are not all valid.
+    key = (*[key for _, key in facts], *options, *map(type, options), os.environ.get("PAGEDKV_CHECK"))
+    return tuple([address for address, _ in facts]), key
+
+
+_kind: Callable[[type], type[DeviceArgument]] = lru_cache(maxsize=64)(device_kind)
+
+
+@lru_cache(maxsize=64)
+def _reader(kind: type) -> Callable[[Any], Facts]:
+    """What reads the facts of an argument of this type."""
+    return _number_facts if issubclass(kind, (type(None), Real)) else _kind(kind).facts
+
+
+def _number_facts(x: Any) -> Facts:
+    return 0, (x, type(x))

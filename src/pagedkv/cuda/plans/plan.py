@@ -1,0 +1,66 @@
+"""What a call launches. It follows from shapes, strides, dtypes and options alone; a call adds its addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ...arrays import Array
+    from ...calls import AttentionCall
+    from ..compiler.compile import CompiledKernel
+    from ..device import Device
+
+Workspaces = tuple[tuple[str, int], ...]
+
+NO_WINDOW = 2**31 - 1
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a plan: its arguments are the addresses of `pointers`, then `scalars`.
+
+    Attributes
+    ----------
+    kernel : CompiledKernel
+    grid : tuple of int
+    pointers : tuple of str
+        Names of arrays and workspaces; an argument that the call has not is the null pointer.
+    scalars : tuple of int and float
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+
+    kernel: CompiledKernel
+    grid: tuple[int, int, int]
+    pointers: tuple[str, ...]
+    scalars: tuple[int | float, ...]
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The launches of a call, in order, and the workspaces that they share as (name, bytes)."""
+
+    launches: tuple[Launch, ...]
+    workspaces: Workspaces
+
+
+def run(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: Array | None) -> None:
+    """Launch a plan with the addresses of a call."""
+    options = call.options
+    arrays = {
+        **{"out": out, "lse": lse, "q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache},
+        **{"block_tables": call.block_tables, "seq_lens": call.seq_lens},
+        **{"alibi_slopes": options.alibi_slopes, "sinks": options.sinks},
+        **{"k_scale": call.k_scale, "v_scale": call.v_scale},
+    }
+    addresses = {name: device.address(name, x) for name, x in arrays.items() if isinstance(x, np.ndarray)}
+    for name, nbytes in plan.workspaces:
+        addresses[name] = device.scratch(name, nbytes)
+    for launch in plan.launches:
+        args = [addresses.get(name, 0) for name in launch.pointers]
+        device.launch(launch.kernel, launch.grid, [*args, *launch.scalars], launch.shared_bytes)

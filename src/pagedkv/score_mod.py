@@ -1,0 +1,39 @@
+"""What a score_mod may be, and what is said about one that is something else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import FunctionType
+from typing import Any
+
+
+def python_function(score_mod: Any) -> Callable[..., Any] | None:
+    """The Python function that every backend compiles for itself, also of one that numba has decorated.
+
+    Raises
+    ------
+    TypeError
+        It is no function of five arguments.
+    """
+    if score_mod is None:
+        return None
+    function = getattr(score_mod, "py_func", score_mod)
+    if not isinstance(function, FunctionType):
+        raise TypeError(f"score_mod must be a function made by def or lambda, got {type(score_mod).__name__}")
+    code = function.__code__
+    if code.co_argcount != 5 or code.co_kwonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
+        raise TypeError(
+            "score_mod must be a function of (score, q_pos, k_pos, head, seq) without other parameters, got one of "
+            f"({', '.join(inspect.signature(function).parameters)})"
+        )
+    return function
+
+
+def refusal(score_mod_error: Exception) -> TypeError:
+    """What to raise about a score_mod that numba does not compile, from what numba says."""
+    return TypeError(
+        "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "
+        f"four int32: math functions, closed-over numbers and arrays of them only; numba says: {score_mod_error}"
+    )

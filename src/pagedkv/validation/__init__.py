@@ -1,0 +1,1 @@
+"""What every operation requires of its arguments: metadata first, values last. Nothing is written here."""

@@ -1,0 +1,184 @@
+"""What the operations on the contents of caches require: write, gather, copy, swap.
+
+The order is that of attention.py: shapes, dtypes, strides, options, values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from ..arrays import Array, Shadow, address_of
+from ..calls import CopyCall, GatherCall, SwapCall, WriteCall
+from ..layouts import FLOAT32, FLOAT_DTYPES, cache_spec
+from ..placement import place
+from . import cache_pair, require, values
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_STORED_DTYPES = (*FLOAT_DTYPES, np.dtype(np.uint8))
+
+
+def write_call(given: Mapping[str, Any]) -> WriteCall:
+    """The call of write_kv with these arguments."""
+    named = [(name, given[name]) for name in ("k", "v", "k_cache", "v_cache", "slots")]
+    named += cache_pair.scale_arrays(given)
+    placement, arrays = place(given["backend"], named)
+    views = {name: view for (name, _), view in zip(named, arrays, strict=True)}
+    k, v, k_cache, v_cache, slots = arrays[:5]
+
+    geometry = cache_pair.geometry_of(given, k_cache, v_cache)
+    symbols = "(num_tokens, num_kv_heads, head_dim)"
+    require.ndim("k", k, symbols, 3)
+    require.shape("k", k, symbols, (len(k), geometry.num_kv_heads, geometry.head_dim))
+    require.shape("v", v, symbols, k.shape)
+    require.shape("slots", slots, "(num_tokens,)", (len(k),))
+    cache_pair.scale_shapes(views, geometry.num_kv_heads)
+
+    kind = cache_pair.kind_of(k_cache, v_cache, given["kv_dtype"])
+    for name, x in (("k", k), ("v", v)):
+        if given["kv_dtype"] is not None:
+            require.float_dtype(name, x)
+        elif x.dtype != k_cache.dtype and x.dtype != FLOAT32:
+            raise TypeError(f"{name} must have dtype {k_cache.dtype}, that of the cache, or float32, got {x.dtype}")
+    require.dtype("slots", slots, _INT64)
+    require.memory(views, placement)
+    checked = require.check(given["check"])
+    k_scale, v_scale = cache_pair.scales(given, views, kind, placement)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        require.writable(name, cache)
+        require.apart(name, cache, [(other, x) for other, x in views.items() if other != name])
+    if placement.on_host:
+        values.slots(slots, geometry.num_blocks * geometry.block_size)
+    spec = cache_spec(given["layout"], kind, geometry)
+    return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked)
+
+
+def gather_call(given: Mapping[str, Any]) -> GatherCall:
+    """The call of gather_kv with these arguments."""
+    named = [(name, given[name]) for name in ("k_cache", "v_cache", "block_table")]
+    named += cache_pair.scale_arrays(given)
+    placement, arrays = place(given["backend"], named)
+    views = {name: view for (name, _), view in zip(named, arrays, strict=True)}
+    k_cache, v_cache, block_table = arrays[:3]
+
+    geometry = cache_pair.geometry_of(given, k_cache, v_cache)
+    require.ndim("block_table", block_table, "(max_blocks,)", 1)
+    cache_pair.scale_shapes(views, geometry.num_kv_heads)
+    kind = cache_pair.kind_of(k_cache, v_cache, given["kv_dtype"])
+    require.dtype("block_table", block_table, _INT32)
+    require.memory(views, placement)
+    length = require.integer("seq_len", given["seq_len"])
+    k_scale, v_scale = cache_pair.scales(given, views, kind, placement)
+    capacity = len(block_table) * geometry.block_size
+    if not 0 <= length <= capacity:
+        raise ValueError(f"seq_len must be in 0..max_blocks * block_size = 0..{capacity}, got {length}")
+    if placement.on_host:
+        lengths = np.array([length])
+        values.block_tables("block_table", block_table[None], lengths, geometry.block_size, geometry.num_blocks)
+    spec = cache_spec(given["layout"], kind, geometry)
+    return GatherCall(placement, k_cache, v_cache, block_table, length, spec, k_scale, v_scale, require.check(None))
+
+
+def copy_call(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> CopyCall:
+    """The call of copy_blocks with these arguments."""
+    layers = [*_leaves("k_cache", k_cache), *_leaves("v_cache", v_cache)]
+    if isinstance(k_cache, (list, tuple)) != isinstance(v_cache, (list, tuple)):
+        raise TypeError("k_cache and v_cache must both be arrays or both be lists of arrays")
+    if isinstance(k_cache, (list, tuple)) and len(k_cache) != len(v_cache):
+        raise ValueError(f"v_cache must have as many layers as k_cache, got {len(v_cache)} and {len(k_cache)}")
+    placement, (*caches, pairs) = place(backend, [*layers, ("pairs", pairs)])
+    names = [name for name, _ in layers]
+    num_blocks = _num_blocks(names, caches)
+    require.shape("pairs", pairs, "(num_pairs, 2)", (*pairs.shape[:1], 2))
+    for name, cache in zip(names, caches, strict=True):
+        _require_stored(name, cache)
+    require.dtype("pairs", pairs, _INT64)
+    for name, cache in zip(names, caches, strict=True):
+        require.strides(name, cache)
+        require.row_alignment(name, cache, placement)
+        require.writable(name, cache)
+    require.strides("pairs", pairs)
+    if placement.on_host:
+        values.pairs(pairs, num_blocks, num_blocks, one_pool=True)
+    return CopyCall(placement, caches, pairs, require.check(None))
+
+
+def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> SwapCall:
+    """The call of swap_blocks with these arguments."""
+    sources, destinations = list(_leaves("source", source)), list(_leaves("destination", destination))
+    if [name[6:] for name, _ in sources] != [name[11:] for name, _ in destinations]:
+        raise ValueError("source and destination must be built alike: arrays, (k, v) pairs or lists of them")
+    placement, (*views, pairs) = place(backend, [*sources, *destinations, ("pairs", pairs)], across=True)
+    copies = list(zip(views[: len(sources)], views[len(sources) :], strict=True))
+    from_names, to_names = [name for name, _ in sources], [name for name, _ in destinations]
+    num_sources = _num_blocks(from_names, [x for x, _ in copies])
+    num_destinations = _num_blocks(to_names, [y for _, y in copies])
+    if isinstance(pairs, Shadow) and not all(isinstance(x, Shadow) for x in views):
+        raise ValueError("pairs must be on the host where blocks move from the host or to it, got pairs on a device")
+    for from_name, to_name, (x, y) in zip(from_names, to_names, copies, strict=True):
+        if x.shape[1:] != y.shape[1:]:
+            raise ValueError(
+                f"{to_name} must have blocks of shape {x.shape[1:]}, those of {from_name}, got {y.shape[1:]}"
+            )
+    require.shape("pairs", pairs, "(num_pairs, 2)", (*pairs.shape[:1], 2))
+    for from_name, to_name, (x, y) in zip(from_names, to_names, copies, strict=True):
+        _require_stored(from_name, x)
+        require.dtype(to_name, y, x.dtype, f", that of {from_name}")
+    require.dtype("pairs", pairs, _INT64)
+    one_pool = False
+    for from_name, to_name, (x, y) in zip(from_names, to_names, copies, strict=True):
+        for name, cache in ((from_name, x), (to_name, y)):
+            require.strides(name, cache)
+            if isinstance(cache, Shadow) or placement.backend == "emulator":
+                require.row_alignment(name, cache, placement)
+        require.writable(to_name, y)
+        one_pool |= _same_memory(x, y)
+    _require_apart(list(zip(from_names, to_names, copies, strict=True)))
+    require.strides("pairs", pairs)
+    if not isinstance(pairs, Shadow):
+        values.pairs(pairs, num_sources, num_destinations, one_pool=one_pool)
+    return SwapCall(placement, copies, pairs, require.check(None))
+
+
+def _require_apart(copies: list[tuple[str, str, tuple[Array, Array]]]) -> None:
+    """Raise ValueError if a destination shares an element with any other cache; it may be its own source."""
+    named = [(from_name, x) for from_name, _, (x, y) in copies if not _same_memory(x, y)]
+    named += [(to_name, y) for _, to_name, (_, y) in copies]
+    bounds = sorted(byte_bounds(array) for _, array in named)
+    if all(end <= start for (_, end), (start, _) in pairwise(bounds)):
+        return
+    for _, to_name, (_, y) in copies:
+        require.apart(to_name, y, [(name, other) for name, other in named if name != to_name])
+
+
+def _leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """The arrays of nested lists, named like the expressions that reach them."""
+    if isinstance(x, (list, tuple)):
+        for i, y in enumerate(x):
+            yield from _leaves(f"{name}[{i}]", y)
+    else:
+        yield name, x
+
+
+def _num_blocks(names: Sequence[str], caches: Sequence[Array]) -> int:
+    if not caches:
+        raise ValueError("there must be at least one cache, got none")
+    for name, cache in zip(names, caches, strict=True):
+        if cache.ndim not in (4, 5):
+            raise ValueError(f"{name} must have shape (num_blocks, ...) with 4 or 5 axes, got {cache.shape}")
+        if len(cache) != len(caches[0]):
+            raise ValueError(f"{name} must have num_blocks = {len(caches[0])}, that of {names[0]}, got {len(cache)}")
+    return len(caches[0])
+
+
+def _require_stored(name: str, cache: Array) -> None:
+    if cache.dtype not in _STORED_DTYPES:
+        raise TypeError(f"{name} must have dtype float32, float16, bfloat16 or uint8 (fp8), got {cache.dtype}")
+
+
+def _same_memory(x: Array, y: Array) -> bool:
+    return address_of(x) == address_of(y) and x.strides == y.strides

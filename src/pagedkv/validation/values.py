@@ -1,0 +1,104 @@
+"""What the values of arrays on the host must be; those on a device are never read, unless by a kernel that checks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import Array
+
+
+def seq_lens(lengths: Array, capacity: int) -> None:
+    """Raise ValueError unless every length is in 0..capacity."""
+    if not len(lengths) or int(lengths.view(np.uint32).max()) <= capacity:
+        return
+    seq = int((lengths.view(np.uint32) > capacity).argmax())
+    raise ValueError(
+        f"seq_lens must be in 0..max_blocks * block_size = 0..{capacity}, got {lengths[seq]} for sequence {seq}"
+    )
+
+
+def block_tables(name: str, tables: Array, lengths: Array, block_size: int, num_blocks: int) -> None:
+    """Raise IndexError if a used entry of a table is no block's id; the lengths are valid."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    used = tables[:, : -(-longest // block_size)].view(np.uint32)
+    # Most tables are valid even where they are not used: one pass, and no mask.
+    if not used.size or int(used.max()) < num_blocks:
+        return
+    num_used = -(-lengths.astype(np.int64) // block_size)
+    bad = (used >= num_blocks) & (np.arange(used.shape[1]) < num_used[:, None])
+    if bad.any():
+        seq, column = np.unravel_index(bad.argmax(), bad.shape)
+        where = f"for sequence {seq}, column {column}" if name == "block_tables" else f"at column {column}"
+        raise IndexError(
+            f"{name} must hold block ids in 0..num_blocks-1 = 0..{num_blocks - 1}, got {tables[seq, column]} {where}"
+        )
+
+
+def query_starts(starts: Array, lengths: Array, num_tokens: int) -> None:
+    """Raise ValueError unless the starts begin at 0, never decrease, and fit q and the lengths."""
+    if starts[0] != 0:
+        raise ValueError(f"query_starts must begin with 0, got {starts[0]}")
+    query_lens = np.diff(starts.astype(np.int64))
+    if len(query_lens) and query_lens.min() < 0:
+        seq = int((query_lens < 0).argmax())
+        raise ValueError(
+            f"query_starts must never decrease, got {starts[seq]} and then {starts[seq + 1]} for sequence {seq}"
+        )
+    if starts[-1] > num_tokens:
+        raise ValueError(f"query_starts must end at or before num_tokens = {num_tokens}, got {starts[-1]}")
+    longer = query_lens > lengths
+    if longer.any():
+        seq = int(longer.argmax())
+        raise ValueError(
+            f"query_starts must give no sequence more tokens than its seq_len, "
+            f"got {query_lens[seq]} tokens for sequence {seq} of length {lengths[seq]}"
+        )
+
+
+def scales(name: str, per_head: Array) -> None:
+    """Raise ValueError unless every scale is positive and finite."""
+    bad = ~((per_head > 0) & np.isfinite(per_head))
+    if bad.any():
+        head = int(bad.argmax())
+        raise ValueError(f"{name} must be positive and finite, got {per_head[head]} for KV head {head}")
+
+
+def slots(of_tokens: Array, num_slots: int) -> None:
+    """Raise IndexError for a slot that is not there, ValueError for one named twice; negative ones are skipped."""
+    if not len(of_tokens):
+        return
+    if int(of_tokens.max()) >= num_slots:
+        token = int((of_tokens >= num_slots).argmax())
+        raise IndexError(
+            f"slots must be below num_blocks * block_size = {num_slots}, got {of_tokens[token]} for token {token}"
+        )
+    if (of_tokens[1:] > of_tokens[:-1]).all():
+        return
+    ordered = np.sort(of_tokens)
+    again = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if again.any():
+        slot = ordered[1:][again][0]
+        first, second = np.flatnonzero(of_tokens == slot)[:2]
+        raise ValueError(f"slots must name a slot once, got {slot} for tokens {first} and {second}")
+
+
+def pairs(blocks: Array, num_sources: int, num_destinations: int, *, one_pool: bool) -> None:
+    """Raise unless the pairs (n, 2) name blocks that exist, no destination twice and, in one pool, none as a source."""
+    if not len(blocks):
+        return
+    for column, what, count in ((0, "source", num_sources), (1, "destination", num_destinations)):
+        bad = blocks[:, column].view(np.uint64) >= count
+        if bad.any():
+            row = int(bad.argmax())
+            raise IndexError(
+                f"pairs must hold block ids in 0..num_blocks-1 = 0..{count - 1}, "
+                f"got {what} {blocks[row, column]} in pair {row}"
+            )
+    written = np.sort(blocks[:, 1])
+    again = written[1:] == written[:-1]
+    if again.any():
+        raise ValueError(f"pairs must name a destination once, got destination {written[1:][again][0]} twice")
+    if one_pool:
+        both = np.isin(blocks[:, 0], written)
+        if both.any():
+            raise ValueError(f"pairs must not use a destination as a source, got block {blocks[both, 0][0]} as both")
