@@ -1,7 +1,7 @@
 """NumPy shadows of arrays in the memory of a GPU.
 
 A *shadow* is a NumPy array with the address, shape, strides, dtype and writeable flag of a device array, so that
-shapes, dtypes, strides, alignment and overlap are checked in one way on every side. ITS MEMORY IS NOT THE HOST'S:
+shapes, dtypes, strides, alignment and overlap are validated in one way on every side. ITS MEMORY IS NOT THE HOST'S:
 reading or writing one element of it ends the process. Ask a shadow for its attributes and for views, and compare
 addresses with numpy.may_share_memory and numpy.shares_memory; everything else that NumPy does by ufuncs or functions
 is refused with a TypeError, but not its methods that read (copy, tolist, item) or an index that names one element.

@@ -1,1 +1,1 @@
-"""What a checked call launches on a device."""
+"""What a call launches on a device."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache
 from itertools import count
 from numbers import Real
 from operator import itemgetter
@@ -154,7 +153,7 @@ class PlanCache:
             return None
         known.last_use = next(self._clock)
         q, out = given["q"], given["out"]
-        like = _kind(q.__class__)("q", q)
+        like = _kinds[q.__class__]("q", q)
         if out is None:
             out = like.empty("out", known.shape, known.dtype, "")
             addresses = (*addresses[:-1], like.facts(out)[0])
@@ -171,20 +170,33 @@ class PlanCache:
 
 def _read(given: Mapping[str, Any]) -> tuple[tuple[int, ...], Hashable]:
     """The addresses of the arguments, 0 for those that are no arrays, and the key of the call."""
-    facts = [_reader(x.__class__)(x) for x in _arrays_of(given)]
+    facts = [_NOTHING if x is None else _readers[x.__class__](x) for x in _arrays_of(given)]
     options = _options_of(given)
     # 1 and 1.0 and True are equal, and are not all valid.
     key = (*[key for _, key in facts], *options, *map(type, options), os.environ.get("PAGEDKV_CHECK"))
     return tuple([address for address, _ in facts]), key
 
 
-_kind: Callable[[type], type[DeviceArgument]] = lru_cache(maxsize=64)(device_kind)
+_NOTHING: Facts = 0, None
 
 
-@lru_cache(maxsize=64)
-def _reader(kind: type) -> Callable[[Any], Facts]:
-    """What reads the facts of an argument of this type."""
-    return _number_facts if issubclass(kind, (type(None), Real)) else _kind(kind).facts
+class _Kinds(dict[type, type[DeviceArgument]]):
+    """The kind of device array that each type is."""
+
+    def __missing__(self, kind: type) -> type[DeviceArgument]:
+        self[kind] = device_kind(kind)
+        return self[kind]
+
+
+class _Readers(dict[type, Callable[[Any], Facts]]):
+    """What reads the facts of an argument of each type."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Facts]:
+        self[kind] = _number_facts if issubclass(kind, Real) else _kinds[kind].facts
+        return self[kind]
+
+
+_kinds, _readers = _Kinds(), _Readers()
 
 
 def _number_facts(x: Any) -> Facts:
