@@ -1,8 +1,6 @@
 """How the public operations treat their arrays and options, and merge_states against the oracle."""
 
 import math
-import sys
-from types import ModuleType
 
 import hypothesis.strategies as st
 import ml_dtypes
@@ -13,6 +11,8 @@ from hypothesis import given
 
 import pagedkv
 from pagedkv import reference
+from pagedkv.calls import per_head
+from pagedkv.cpu import backend
 
 from .problems import FLOATS, error_bound
 from .strategies import own_parity
@@ -20,35 +20,32 @@ from .wrong_arguments import BF16, HKV, HQ, B, D, N, P, attention_arguments, fp8
 
 
 class Kernel:
-    """Stands for a kernel: keeps its arguments, and fills its outputs with ones."""
+    """Stands for the CPU backend: keeps calls and where their LSEs go, and fills the outputs with ones."""
 
     def __init__(self):
         self.calls = []
 
-    def __call__(self, *arguments):
-        self.calls.append(arguments)
-        out, lse = arguments[-6:-4]
+    def __call__(self, call, out, lse):
+        self.calls.append((call, lse))
         out[...] = 1
         if lse is not None:
             lse[...] = 1
 
     @property
-    def arguments(self):
-        (call,) = self.calls
+    def call(self):
+        ((call, _),) = self.calls
         return call
 
-    @property
-    def options(self):
-        return self.arguments[-1]
+    def scales(self):
+        """Both scales as the CPU's kernels get them."""
+        return [per_head(scale, self.call.spec.num_kv_heads) for scale in (self.call.k_scale, self.call.v_scale)]
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     kernel = Kernel()
-    for name in ("decode", "prefill"):
-        module = ModuleType(f"pagedkv.cpu.{name}")
-        setattr(module, f"{name}_attention", kernel)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("decode_attention", "prefill_attention"):
+        monkeypatch.setattr(backend, name, kernel)
     return kernel
 
 
@@ -67,10 +64,10 @@ def as_torch(x):
 def test_defaults(kernel):
     out = decode()
     assert (out == 1).all()
-    *_, lse, spec, k_scale, v_scale, options = kernel.arguments
-    assert lse is None
+    assert kernel.calls[0][1] is None, "no LSE"
+    spec, options = kernel.call.spec, kernel.call.options
     assert (spec.layout, spec.kind, spec.num_blocks, spec.block_size) == ("NHD", "float32", N, P)
-    for scale in (k_scale, v_scale):
+    for scale in kernel.scales():
         assert scale.dtype == np.float32
         assert scale.tolist() == [1.0] * HKV
     assert options.scale == 1 / math.sqrt(D)
@@ -82,7 +79,7 @@ def test_defaults(kernel):
 def test_options_reach_the_kernel(kernel):
     vectors = {name: np.arange(HQ, dtype=np.float32) for name in ("alibi_slopes", "sinks")}
     prefill(scale=np.float32(0.5), causal=False, window=np.int64(2**40), softcap=3, score_mod=own_parity, **vectors)
-    options = kernel.options
+    options = kernel.call.options
     assert (options.scale, options.softcap, options.window) == (0.5, 3.0, 2**31 - 1)
     assert [type(x) for x in (options.scale, options.softcap, options.window)] == [float, float, int]
     assert options.causal is False
@@ -99,7 +96,8 @@ def test_arrays_are_not_copied_and_results_are_of_the_same_kind(kernel, operatio
     arguments |= {name: arguments[name].astype(FLOATS[dtype]) for name in ("q", "k_cache", "v_cache")}
     given_arrays = {name: as_torch(x) for name, x in arguments.items()} if framework == "torch" else arguments
     out, lse = getattr(pagedkv, operation)(**given_arrays, return_lse=True)
-    for x, view in zip(arguments.values(), kernel.arguments, strict=False):
+    for name, x in arguments.items():
+        view = getattr(kernel.call, name)
         assert view.__array_interface__ == x.__array_interface__
         assert view.dtype == x.dtype
     if framework == "torch":
@@ -213,8 +211,8 @@ def test_accepted(kernel, changes):
 @pytest.mark.parametrize(("given_scale", "expected"), [(2, [2, 2]), (np.float32(0.5), [0.5, 0.5]), (None, [1, 1])])
 def test_scales_become_one_per_head(kernel, given_scale, expected):
     decode(**fp8(), kv_dtype="fp8_e4m3", k_scale=given_scale, v_scale=torch.tensor([3.0, 4.0]))
-    assert [x.tolist() for x in kernel.arguments[-3:-1]] == [expected, [3, 4]]
-    assert {x.dtype for x in kernel.arguments[-3:-1]} == {np.dtype(np.float32)}
+    assert [x.tolist() for x in kernel.scales()] == [expected, [3, 4]]
+    assert {x.dtype for x in kernel.scales()} == {np.dtype(np.float32)}
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def decode_attention(
         int32 positions, using ``math``, and numbers and arrays it closes over; the backend compiles it. -inf masks a
         key.
     kernel : {"auto", "v1", "v2", "split"}
-        Which CUDA kernel: v1 and v2 for layout vllm, split for NHD and HND. The CPU backend validates it and ignores it.
+        Which CUDA kernel: v1 and v2 for layout vllm, split for NHD and HND. The CPU ignores a valid one.
     backend : {"auto", "cpu", "cuda", "emulator"}
         "auto" follows the arrays.
     out : (num_seqs, num_heads, head_dim) array, optional
@@ -220,7 +220,7 @@ def prefill_attention(
     call = attention_call(locals())
     prefill = prefill_of(call.placement)
     returned, result, lse = _results(call)
-    if len(call.q):
+    if len(call.q) and len(call.seq_lens):
         prefill(call, result, lse)
     return returned
 

@@ -31,8 +31,6 @@ def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None
 
 def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Run a prefill call."""
-    if not len(call.seq_lens):
-        return
     from . import prefill
 
     with np.errstate(over="ignore", invalid="ignore"):
