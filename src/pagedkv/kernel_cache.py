@@ -38,9 +38,9 @@ def cache_dir(kind: str) -> Path | None:
 
 
 def hash_of_sources(*paths: Path) -> bytes:
-    """A hash of Python files, and of all those in directories and below them, to be taken while they are imported.
+    """A hash of Python files, and of all those in and below directories.
 
-    A file that changes later, under a running process, must not pass for what runs.
+    Take it at import: a file that changes later, under a running process, is not the code that runs.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -53,18 +53,18 @@ def hash_of_sources(*paths: Path) -> bytes:
 class Store:
     """Byte blobs by key, one file each.
 
-    A blob that is missing, truncated, altered or of another key is not there, and a directory that cannot be used
-    keeps nothing: the caller compiles again. What is loaded is executed sooner or later, so that a directory of
-    another user, or one that others may write, is not used at all.
+    A blob that is missing, truncated, altered or saved under another key counts as absent, and an unusable directory
+    keeps nothing: the caller compiles again. What is loaded gets executed, so a directory that belongs to another user,
+    or that others may write to, is never used.
 
     Parameters
     ----------
     directory : pathlib.Path or None
         Made when the first blob is saved. None keeps nothing.
     suffix : str
-        What its files end in; no other file is touched.
+        The ending of its files; no other file is touched.
     most_files, most_bytes : int
-        When there are more, those that were not used for the longest time go.
+        Beyond these limits the least recently used files are deleted.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Store:
         return body
 
     def save(self, key: bytes, body: bytes) -> None:
-        """Keep a blob, whole or not at all. A directory that cannot be written costs time at the next start only."""
+        """Keep a blob, whole or not at all. Failure to write only costs time at the next start."""
         if self.directory is None:
             return
         digest, path = self._place(self.directory, key)
@@ -102,7 +102,7 @@ class Store:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_private(self.directory):
                 return
-            # Named like a blob, so that one that a killed process leaves is dropped in its turn.
+            # Named like a blob, so that what a killed process leaves behind is evicted in turn.
             with tempfile.NamedTemporaryFile(
                 dir=self.directory, prefix="new-", suffix=self._suffix, delete=False
             ) as file:

@@ -2,7 +2,7 @@
 
 Nothing here is fast, paged or clever, so that it can be checked by eye: the keys
 and values of a sequence are gathered into dense arrays, and attention over them is
-q k^T, the options in the order in which the contract names them, a softmax, and times v.
+q k^T, the options in their documented order, a softmax, and times v.
 Backends are tested against it and never import it. It reads NumPy arrays only,
 checks nothing, and computes in float64 whatever the inputs are.
 """

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from pagedkv.memory import BlockPool, PagedKVCache, SequenceTable
-from pagedkv.memory.handles import Rows
+from pagedkv.memory.handles import Handles
 from pagedkv.memory.transaction import Tally
 
 Manager = BlockPool | SequenceTable | PagedKVCache
 
 
-def state(owner: Manager | Rows) -> dict[str, bytes]:
+def state(owner: Manager | Handles) -> dict[str, bytes]:
     """Every array that the manager remembers anything in, by name; K and V included."""
     found = {}
     for name, value in vars(owner).items():
         if isinstance(value, np.ndarray):
             found[name] = value.tobytes()
-        elif isinstance(value, (BlockPool, SequenceTable, Rows)):
+        elif isinstance(value, (BlockPool, SequenceTable, Handles)):
             found |= {f"{name}.{inner}": content for inner, content in state(value).items()}
         elif isinstance(value, tuple):
             found[name] = b"".join(np.asarray(array).tobytes() for array in value)

@@ -286,13 +286,13 @@ def test_slots_past_32_bits():
         ("_blocks", (0, 0), 9, "reference counts differ from the table's entries"),
         ("pool._refs", 0, 2, "reference counts differ from the table's entries"),
         ("pool._refs", 0, -1, "a reference count is negative"),
-        ("_rows._num_free", 0, 5, "5 of 4 rows are free"),
-        ("_rows._num_free", 0, 1, "free rows and rows without a handle differ"),
-        ("_rows._free", 0, 2, "free rows and rows without a handle differ"),
-        ("_rows._handles", 0, -1, "free rows and rows without a handle differ"),
-        ("_rows._handles", 0, 17, "a handle is not that of its generation"),
-        ("_rows._generations", 1, 2, "a handle is not that of its generation"),
-        ("_rows._handles", 4, -1, "the entry for handles of no row has changed"),
+        ("_handles._num_free", 0, 5, "5 of 4 rows are free"),
+        ("_handles._num_free", 0, 1, "free rows and rows without a handle differ"),
+        ("_handles._free", 0, 2, "free rows and rows without a handle differ"),
+        ("_handles._issued", 0, -1, "free rows and rows without a handle differ"),
+        ("_handles._issued", 0, 17, "a handle is not that of its generation"),
+        ("_handles._generations", 1, 2, "a handle is not that of its generation"),
+        ("_handles._issued", 4, -1, "the entry for handles of no row has changed"),
     ],
 )
 def test_check_finds(table, where, index, value, message):
@@ -300,7 +300,7 @@ def test_check_finds(table, where, index, value, message):
     table.add(5)
     table.check()
     owner, _, name = where.rpartition(".")
-    target = table.pool if owner == "pool" else table._rows if owner else table
+    target = table.pool if owner == "pool" else table._handles if owner else table
     getattr(target, name)[index] = value
     with pytest.raises(AssertionError, match=message):
         table.check()

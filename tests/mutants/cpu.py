@@ -26,10 +26,10 @@ MUTANTS = [
         ORACLE,
     ),
     Mutant(
-        "decode: values of the first KV head for all",
+        "decode: keys and values of the first KV head for all",
         "cpu/decode.py",
-        "(first_kv_head + h) * v_strides[1]",
-        "first_kv_head * v_strides[1]",
+        "at, offset = rows, (first_kv_head + h) * strides[1]",
+        "at, offset = rows, first_kv_head * strides[1]",
         NEEDLE,
     ),
     Mutant(
@@ -42,8 +42,8 @@ MUTANTS = [
     Mutant(
         "decode: a split begins one token late",
         "cpu/decode.py",
-        "start = max(begin, length - window)",
-        "start = max(begin + (begin > 0), length - window)",
+        "start = max(begin, length - options.window)",
+        "start = max(begin + (begin > 0), length - options.window)",
         NEEDLE,
     ),
     Mutant(
@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         "decode: a window of one key less",
         "cpu/decode.py",
-        "start = max(begin, length - window)",
-        "start = max(begin, length - window + 1)",
+        "start = max(begin, length - options.window)",
+        "start = max(begin, length - options.window + 1)",
         WINDOW,
     ),
     Mutant(
@@ -69,9 +69,9 @@ MUTANTS = [
     ),
     Mutant(
         "decode: values are read with the strides of K",
-        "cpu/decode.py",
-        "v_strides = cache_strides(v_cache, spec.layout)",
-        "v_strides = cache_strides(k_cache, spec.layout)",
+        "cpu/arguments.py",
+        "tuple(v_strides)",
+        "tuple(k_strides)",
         ORACLE,
     ),
     Mutant(
@@ -83,9 +83,9 @@ MUTANTS = [
     ),
     Mutant(
         "decode: k_scale of the wrong heads",
-        "cpu/decode.py",
-        "factor = (options.scale * k_scale).repeat(num_heads // spec.num_kv_heads)",
-        "factor = np.tile(options.scale * k_scale, num_heads // spec.num_kv_heads)",
+        "cpu/arguments.py",
+        "factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)",
+        "factor = np.tile(options.scale * k_scale, q.shape[1] // spec.num_kv_heads)",
         FP8_ORACLE,
     ),
     Mutant(
@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "decode: empty rows keep what was there",
         "cpu/decode.py",
-        "result = np.zeros(q.shape, np.float32)",
-        "result = np.ones(q.shape, np.float32)",
+        "result = np.zeros(call.q.shape, np.float32)",
+        "result = np.ones(call.q.shape, np.float32)",
         EMPTY,
     ),
     Mutant(
@@ -140,15 +140,15 @@ MUTANTS = [
     Mutant(
         "flash: causal leaves out the query's own key",
         "cpu/flash.py",
-        "stop = min(count, position + 1 - first) if causal else count",
-        "stop = min(count, position - first) if causal else count",
+        "stop = min(count, position + 1 - first) if options.causal else count",
+        "stop = min(count, position - first) if options.causal else count",
         PREFILL_ORACLE,
     ),
     Mutant(
         "flash: causal lets one later key in",
         "cpu/flash.py",
-        "stop = min(count, position + 1 - first) if causal else count",
-        "stop = min(count, position + 2 - first) if causal else count",
+        "stop = min(count, position + 1 - first) if options.causal else count",
+        "stop = min(count, position + 2 - first) if options.causal else count",
         PREFILL_ORACLE,
     ),
     Mutant(
@@ -182,8 +182,8 @@ MUTANTS = [
     Mutant(
         "decode: a step past the end multiplies the last value again",
         "cpu/decode.py",
-        "taken = min(STEP, count - t)",
-        "taken = STEP",
+        "min(STEP, count - t)",
+        "STEP",
         ("tests/test_decode.py::test_an_infinite_last_value_stays_infinite[NHD-float32]",),
     ),
     Mutant(
@@ -251,7 +251,7 @@ MUTANTS = [
     ),
     Mutant(
         "logits: scale after the softcap",
-        "cpu/decode.py",
+        "cpu/arguments.py",
         "np.float32(options.softcap or 0),",
         "np.float32((options.softcap or 0) * options.scale),",
         ORACLE,
@@ -308,8 +308,8 @@ MUTANTS = [
     Mutant(
         "prefill: the last visible tile is skipped",
         "cpu/prefill.py",
-        "stop = min(length, first_position + num_tokens) if causal else length",
-        "stop = min(length, first_position + num_tokens - 1) if causal else length",
+        "stop = min(length, first_position + num_tokens) if options.causal else length",
+        "stop = min(length, first_position + num_tokens - 1) if options.causal else length",
         PREFILL_ORACLE,
     ),
     Mutant(

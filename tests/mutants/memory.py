@@ -244,7 +244,7 @@ MUTANTS = [
     Mutant(
         "a freed handle stays valid",
         "memory/handles.py",
-        "            (self._handles, rows, NO_HANDLE),\n",
+        "            (self._issued, rows, NO_HANDLE),\n",
         "",
         MACHINE,
         ci=True,
@@ -252,7 +252,7 @@ MUTANTS = [
     Mutant(
         "handles of no row are looked up in the last one",
         "memory/handles.py",
-        "        self._handles[max_rows] = 0\n",
+        "        self._issued[max_rows] = 0\n",
         "",
         TABLE,
         ci=True,

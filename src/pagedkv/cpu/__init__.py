@@ -1,1 +1,1 @@
-"""The CPU backend. Its modules are imported when they are first used: numba takes its time."""
+"""The CPU backend. numba is slow to import, so its modules are imported on first use."""

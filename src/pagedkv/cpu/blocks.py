@@ -99,8 +99,8 @@ def _encode(x: Array, kind: str, scale: npt.NDArray[np.float32]) -> Array:
             return x.astype(dtype, copy=False).view(_BITS[dtype.itemsize])
     with np.errstate(over="ignore", invalid="ignore"):
         bits = (x.astype(np.float32, copy=False) / scale[:, None]).view(np.uint32)
-    # To 16 bits first, where the last bit says whether anything was lost: rounding these to nearest even
-    # gives what rounding the float32 would, and 65,536 cases fit a table.
+    # Truncate to 16 bits with a sticky last bit: rounding that to nearest even gives the same code as rounding the
+    # float32, and 65,536 cases fit a table.
     low = bits & np.uint32(0xFFFF)
     low += np.uint32(0xFFFF)
     low |= bits

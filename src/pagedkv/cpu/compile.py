@@ -1,6 +1,6 @@
 """Compile a kernel with numba, and keep the machine code on disk.
 
-numba's own cache looks at the one file that a function stands in, so a kernel would outlive a change to a function it
+numba's own cache checks only the file that defines a function, so a kernel would survive a change to a function it
 calls; this one is keyed by all sources of the CPU backend, the kernel's config and signature, the versions and the
 processor.
 """
@@ -25,7 +25,7 @@ SOURCES = hash_of_sources(Path(__file__).parent)
 
 
 class _DiskCache:
-    """What a numba dispatcher asks of a cache, with one file per compiled signature."""
+    """The cache interface that a numba dispatcher expects, with one file per compiled signature."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,23 +62,32 @@ class _DiskCache:
 
 
 def _name_apart(function: Callable[..., Any], tag: object) -> None:
-    # All machine code of a process shares one space of symbols, made of qualified names and a counter that starts
-    # again in each process: without the tag a kernel from disk could call a namesake that was compiled here.
+    # All machine code of a process shares one symbol table. A symbol is a qualified name and a counter that restarts in
+    # every process, so without the tag a kernel from disk could call a namesake that was compiled here.
     function.__qualname__ = f"{function.__qualname__}[{tag!r}]"
 
 
 def device(tag: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function that a factory makes for kernels; `tag` says for which ones."""
+    """Decorate a device function that a factory makes; `tag` is all that its code depends on."""
 
     def compile_device(function: Callable[..., Any]) -> Callable[..., Any]:
         _name_apart(function, tag)
-        return numba.njit(nogil=True)(function)
+        # Only kernels call it: without the wrappers for Python and C it compiles faster.
+        return numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
     return compile_device
 
 
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that becomes part of the kernel that calls it.
+
+    For outer loops: LLVM optimizes a device function together with everything it calls, and then again in its caller.
+    """
+    return numba.njit(nogil=True, inline="always")(function)
+
+
 def compile_kernel(function: Callable[..., Any], tag: object, *, keep: bool) -> Callable[..., Any]:
-    """A numba function without the GIL, kept on disk under its name and `tag`, or not kept."""
+    """Compile a kernel, which releases the GIL; `keep` stores it on disk under its name and `tag`."""
     _name_apart(function, tag)
     kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
     if keep:

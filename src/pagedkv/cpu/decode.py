@@ -1,11 +1,11 @@
 """Decode attention on the CPU: flash-decoding over fixed splits of SPLIT tokens.
 
 Work item: one split of one sequence for a few neighbouring KV heads, with an online softmax over the tiles of a split
-(Milakov and Gimelshein, 2018). A step takes STEP tokens of one KV head with all G query heads of its group, so a row
-comes from memory once; the steps of a tile follow the order in which its rows lie, keys and then values, and ask for
-the rows of a later step meanwhile. The last item of a (sequence, heads) group to finish merges its splits in their
-order (flash-decoding, Dao et al., 2023). Splits and tiles start at multiples of SPLIT and TILE tokens of the sequence,
-or where its window does, so the order of every sum depends on the sequence's length and the window alone.
+(Milakov and Gimelshein, 2018). A step takes STEP tokens of one KV head with all G query heads of its group, so each row
+is read from memory once. The steps of a tile go through its rows in memory order, first keys, then values, and prefetch
+the rows of a later step. The last item of a (sequence, heads) group to finish merges its splits in order
+(flash-decoding, Dao et al., 2023). Splits and tiles start at multiples of SPLIT and TILE tokens of the sequence, or
+where its window does, so the order of every sum depends on the sequence's length and the window alone.
 """
 
 from __future__ import annotations
@@ -19,38 +19,14 @@ import numpy.typing as npt
 from numba import njit
 
 from ..arrays import Array
-from ..calls import AttentionCall, per_head
-from .compile import compile_kernel
-from .flash import (
-    NOTHING,
-    STEP,
-    ZERO,
-    copy_floats,
-    make_steps,
-    merge,
-    scratch_at,
-    scratch_floats,
-    start_row,
-)
+from ..calls import AttentionCall
+from .arguments import make_arguments
+from .compile import compile_kernel, inlined
+from .flash import STEP, make_steps, make_walk, merge
+from .scratch import NOTHING, copy_floats, scratch_at, scratch_memory, start_row
 from .simd import ELEMENT_BITS, fetch_add, get_int
 from .threads import get_num_threads, run
-from .tiles import (
-    FLOAT_BYTES,
-    INT_BYTES,
-    NO_WINDOW,
-    ROWS_BYTES,
-    TABLE_BYTES,
-    TILE,
-    TileConfig,
-    address,
-    aligned,
-    cache_strides,
-    make_tiles,
-    plain,
-    tile_config,
-    tile_rows,
-    token_rows,
-)
+from .tiles import FLOAT_BYTES, INT_BYTES, TABLE_BYTES, TileConfig, address, cache_strides, make_tiles, tile_config
 
 SPLIT = 512
 ITEMS_PER_THREAD = 4
@@ -58,9 +34,23 @@ GROUP_BYTES = 32 * 1024
 PARALLEL_BYTES = 256 * 1024
 
 
+class Item(NamedTuple):
+    """A work item, for the walk over its split."""
+
+    seq: Any
+    table: Any  # the address of the sequence's row of the block table
+    num_rows: Any
+    first_kv_head: Any
+    kv_heads: Any
+    group_size: Any
+    head_dim: Any
+    token_major: Any  # whether the heads of a token lie side by side, rather than the tokens of a head
+    prefetches: Any  # whether a step prefetches the rows of a later one
+
+
 @njit(nogil=True)
 def _step_at(step, heads, count, token_major):
-    """The first token and the head of a step of a tile: in the order in which the rows lie."""
+    """The first token and the head of a step of a tile; steps follow the order of the rows in memory."""
     if token_major:
         return step // heads * STEP, step % heads
     steps = -(-count // STEP)
@@ -69,10 +59,10 @@ def _step_at(step, heads, count, token_major):
 
 @njit(nogil=True)
 def _ahead_of(t, h, rows, strides, next_rows, next_strides, heads, first_head, count, token_major):
-    """Where the bytes lie to ask for in the step at token t and head h; 0 if there are none.
+    """The address from which the step at token t and head h prefetches; 0 for none.
 
-    They are an equal part of the group that follows: the next STEP tokens of all heads (token_major), or all tokens of
-    the next head. After the last group come `next_rows`, or nothing where that is 0.
+    Each step prefetches its share of the group that follows: the next STEP tokens of all heads (token_major), or all
+    tokens of the next head. After the last group come `next_rows`, or nothing if that is 0.
     """
     last = t + STEP >= count if token_major else h + 1 == heads
     if last and next_rows == 0:
@@ -87,13 +77,39 @@ def _ahead_of(t, h, rows, strides, next_rows, next_strides, heads, first_head, c
     return get_int(rows + token * INT_BYTES) + (first_head + head) * strides[1]
 
 
+def _make_sweep(stage: Any, take_step: Any) -> Callable[..., Any]:
+    """The device function that takes all steps of a tile of keys or of values, staged unless `stage` is None."""
+
+    @inlined
+    def sweep(scratch, item, count, rows, strides, next_rows, next_strides):
+        first_kv_head, heads, group_size, head_dim = item.first_kv_head, item.kv_heads, item.group_size, item.head_dim
+        ahead = np.int64(0)
+        for step in range(-(-count // STEP) * heads):
+            t, h = _step_at(step, heads, count, item.token_major)
+            if stage is None:
+                at, offset = rows, (first_kv_head + h) * strides[1]
+            else:
+                at, offset = scratch.staged_rows, np.int64(0)
+                if t == 0:
+                    stage(scratch.tile, rows, first_kv_head + h, strides, head_dim, count, rows, strides)
+            if item.prefetches:
+                ahead = _ahead_of(
+                    t, h, rows, strides, next_rows, next_strides, heads, first_kv_head, count, item.token_major
+                )
+            begin, taken = h * group_size, min(STEP, count - t)
+            take_step(scratch, begin, begin + group_size, t, at, offset, head_dim, taken, ahead)
+
+    return sweep
+
+
 @lru_cache(maxsize=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The decode kernel of one TileConfig and score_mod."""
-    stage_keys, stage_values = make_tiles(config)
-    staged = config.vllm
-    kind = "float32" if staged else config.kind
-    dots, weigh, add_values = make_steps(kind, config.lanes, score_mod)
+    stage_keys, stage_values = make_tiles(config) if config.vllm else (None, None)
+    dots, weigh, add_values = make_steps("float32" if config.vllm else config.kind, config.lanes, score_mod)
+    score = _make_sweep(stage_keys, dots)
+    add = _make_sweep(stage_values, add_values)
+    walk = make_walk(score, weigh, add)
 
     def decode(
         counter,
@@ -101,20 +117,14 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         q,
         tables,
         seq_lens,
+        caches,
+        options,
+        sinks,
+        v_scale,
         splits,
-        k_base,
-        v_base,
-        k_strides,
-        v_strides,
         heads_per_item,
         token_major,
         in_order,
-        block_size,
-        window,
-        softcap,
-        slopes,
-        sinks,
-        v_scale,
         partial_out,
         maxima,
         sums,
@@ -126,15 +136,9 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         num_kv_heads = v_scale.size
         group_size = num_heads // num_kv_heads
         groups = finished.shape[1]
-        most_rows = heads_per_item * group_size
         row = head_dim * FLOAT_BYTES
-
-        floats = aligned(scratch_floats(most_rows, head_dim))
-        ints = np.zeros(2 * most_rows, np.int64)
-        addresses = np.zeros((4, TILE), np.int64)
-        scratch = scratch_at(address(floats), address(ints), most_rows, head_dim)
-        floats[:] = ZERO
-        slopes_at = address(slopes) if slopes.size else np.int64(0)
+        memory = scratch_memory(heads_per_item * group_size, head_dim)
+        scratch = scratch_at(address(memory), heads_per_item * group_size, head_dim)
 
         while True:
             item = fetch_add(counter)
@@ -147,54 +151,15 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             first_head, num_rows = first_kv_head * group_size, kv_heads * group_size
             length = np.int64(seq_lens[seq])
             stop = min(begin + SPLIT, length)
-            start = max(begin, length - window)
+            start = max(begin, length - options.window)
             table = address(tables) + seq * tables.shape[1] * TABLE_BYTES
             query = address(q) + (seq * num_heads + first_head) * row
             for r in range(num_rows):
                 start_row(scratch, r, length - 1, first_head + r, query + r * row, head_dim)
 
-            k_rows, v_rows = address(addresses), address(addresses) + ROWS_BYTES
-            next_k, staged_rows = v_rows + ROWS_BYTES, v_rows + 2 * ROWS_BYTES
-            tile_rows(staged_rows, scratch.tile, head_dim)
-            asks = in_order and (not token_major or kv_heads == num_kv_heads or kv_heads % STEP == 0)
-            count = min(TILE, stop - start)
-            token_rows(next_k, k_base, k_strides, table, block_size, start, count)
-            while start < stop:
-                k_rows, next_k = next_k, k_rows
-                token_rows(v_rows, v_base, v_strides, table, block_size, start, count)
-                next_start = start + count
-                next_count = max(0, min(TILE, stop - next_start))
-                later_k = next_k if next_count > 0 else np.int64(0)
-                token_rows(next_k, k_base, k_strides, table, block_size, next_start, next_count)
-                steps, ahead = -(-count // STEP) * kv_heads, np.int64(0)
-                for step in range(steps):
-                    t, h = _step_at(step, kv_heads, count, token_major)
-                    rows, head, offset = k_rows, first_kv_head + h, (first_kv_head + h) * k_strides[1]
-                    if staged:
-                        rows, offset = staged_rows, 0
-                        if t == 0:
-                            stage_keys(scratch.tile, k_rows, head, k_strides, head_dim, count, k_rows, k_strides)
-                    if asks:
-                        ahead = _ahead_of(
-                            t, h, k_rows, k_strides, v_rows, v_strides, kv_heads, first_kv_head, count, token_major
-                        )
-                    dots(scratch, h * group_size, (h + 1) * group_size, t, rows, offset, head_dim, ahead)
-                for r in range(num_rows):
-                    weigh(scratch, r, start, count, False, window, softcap, slopes_at, seq)
-                for step in range(steps):
-                    t, h = _step_at(step, kv_heads, count, token_major)
-                    rows, head, offset = v_rows, first_kv_head + h, (first_kv_head + h) * v_strides[1]
-                    if staged:
-                        rows, offset = staged_rows, 0
-                        if t == 0:
-                            stage_values(scratch.tile, v_rows, head, v_strides, head_dim, count, v_rows, v_strides)
-                    if asks:
-                        ahead = _ahead_of(
-                            t, h, v_rows, v_strides, later_k, k_strides, kv_heads, first_kv_head, count, token_major
-                        )
-                    taken = min(STEP, count - t)
-                    add_values(scratch, h * group_size, (h + 1) * group_size, t, rows, offset, head_dim, taken, ahead)
-                start, count = next_start, next_count
+            prefetches = in_order and (not token_major or kv_heads == num_kv_heads or kv_heads % STEP == 0)
+            heads = Item(seq, table, num_rows, first_kv_head, kv_heads, group_size, head_dim, token_major, prefetches)
+            walk(scratch, heads, caches, options, start, stop)
 
             mine = split * num_heads + first_head
             copy_floats(address(partial_out) + mine * row, scratch.acc, num_rows * head_dim)
@@ -216,14 +181,14 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                         sinks[head] if sinks.size else NOTHING,
                         v_scale[head // group_size],
                     )
-        # numba frees an array after its last use, and the addresses are none.
-        return floats.size + ints.size + addresses.size
+        # numba frees an array after its last use, and does not see that addresses are in use.
+        return memory.size
 
     return compile_kernel(decode, (config, score_mod), keep=score_mod is None)
 
 
 class Splits(NamedTuple):
-    """The splits of all sequences, one after the other."""
+    """The splits of all sequences, in order."""
 
     seq: npt.NDArray[np.int64]  # (splits,) the sequence of each
     begin: npt.NDArray[np.int64]  # (splits,) its first token
@@ -231,7 +196,7 @@ class Splits(NamedTuple):
 
 
 def plan_splits(seq_lens: npt.NDArray[np.int32], window: int | None) -> Splits:
-    """Cut every sequence at the multiples of SPLIT tokens; splits that the window has left are not there."""
+    """Cut every sequence at the multiples of SPLIT tokens, without the splits that the window has passed."""
     lens = seq_lens.astype(np.int64)
     oldest = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0) // SPLIT
     counts = np.maximum(-(-lens // SPLIT) - oldest, 0)
@@ -244,50 +209,34 @@ def plan_splits(seq_lens: npt.NDArray[np.int32], window: int | None) -> Splits:
 
 def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Fill `out` (num_seqs, num_heads, head_dim) and `lse` (num_seqs, num_heads)."""
-    q, k_cache, v_cache, block_tables = call.q, call.k_cache, call.v_cache, call.block_tables
-    seq_lens, spec, options = call.seq_lens, call.spec, call.options
-    k_scale, v_scale = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
-    num_seqs, num_heads, head_dim = q.shape
+    spec, seq_lens, options = call.spec, call.seq_lens, call.options
+    num_seqs, num_heads, head_dim = call.q.shape
     kernel = _make_kernel(tile_config(spec), options.score_mod)
     splits = plan_splits(seq_lens, options.window)
-    k_strides = cache_strides(k_cache, spec.layout)
-    v_strides = cache_strides(v_cache, spec.layout)
-    factor = (options.scale * k_scale).repeat(num_heads // spec.num_kv_heads)
-    queries = q.astype(np.float32, order="C") * factor[:, None]
+    arguments, owners = make_arguments(call, call.q)
+    strides = cache_strides(call.k_cache, spec.layout), cache_strides(call.v_cache, spec.layout)
 
     row_bytes = head_dim * ELEMENT_BITS[spec.kind] // 8
     in_l1 = max(1, GROUP_BYTES // (STEP * row_bytes))
     busy = -(-ITEMS_PER_THREAD * get_num_threads() // max(1, splits.seq.size))
     heads_per_item = max(1, min(in_l1, spec.num_kv_heads // busy))
     groups = -(-spec.num_kv_heads // heads_per_item)
-    token_major = k_strides.token > k_strides.head
-    # What a step asks for is one run of bytes, so rows must follow each other without gaps.
-    in_order = spec.layout != "vllm" and all(min(s.head, s.token) == row_bytes for s in (k_strides, v_strides))
+    token_major = strides[0].token > strides[0].head
+    # A step prefetches one run of bytes, so rows must follow each other without gaps.
+    in_order = spec.layout != "vllm" and all(min(s.head, s.token) == row_bytes for s in strides)
     total_bytes = 2 * row_bytes * spec.num_kv_heads * int(seq_lens.sum(dtype=np.int64))
 
-    result = np.zeros(q.shape, np.float32)
+    result = np.zeros(call.q.shape, np.float32)
     lse_result = np.full((num_seqs, num_heads), -np.inf, np.float32)
     run(
         kernel,
         splits.seq.size * groups,
         (
-            queries,
-            plain(block_tables),
-            plain(seq_lens),
+            *arguments,
             splits,
-            k_cache.ctypes.data,
-            v_cache.ctypes.data,
-            k_strides,
-            v_strides,
             heads_per_item,
             token_major,
             in_order,
-            spec.block_size,
-            NO_WINDOW if options.window is None else options.window,
-            np.float32(options.softcap or 0),
-            plain(options.alibi_slopes),
-            plain(options.sinks),
-            plain(v_scale),
             np.empty((splits.seq.size, num_heads, head_dim), np.float32),
             np.empty((splits.seq.size, num_heads), np.float32),
             np.empty((splits.seq.size, num_heads), np.float32),
@@ -295,7 +244,7 @@ def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None
             result,
             lse_result,
         ),
-        owners=(k_cache, v_cache),
+        owners=owners,
         parallel=total_bytes >= PARALLEL_BYTES,
     )
     out[...] = result

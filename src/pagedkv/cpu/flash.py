@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from .compile import device
+from .compile import device, inlined
 from .logits import make_modify
+from .scratch import NOTHING, ZERO
 from .simd import (
     ELEMENT_BITS,
     add,
@@ -31,34 +32,16 @@ from .simd import (
     part,
     prefetch,
     put_float,
-    put_int,
     splat,
     store,
     total,
     totals,
 )
-from .tiles import CACHE_LINE, FLOAT_BYTES, INT_BYTES, TILE
+from .tiles import CACHE_LINE, FLOAT_BYTES, INT_BYTES, SCORES, TILE, token_rows
 
 DOT_LANES = 16
-NOTHING = np.float32(-np.inf)
-ZERO = np.float32(0)
 ONE = np.float32(1)
-SCORES = FLOAT_BYTES * TILE
 STEP = 8  # keys of a step
-
-
-class Scratch(NamedTuple):
-    """Addresses of what a thread works in: a kernel's arrays cost a reference count wherever they are passed."""
-
-    tile: Any  # float32 (TILE, head_dim) keys or values
-    queries: Any  # float32 (rows, head_dim)
-    acc: Any  # float32 (rows, head_dim)
-    scores: Any  # float32 (rows, TILE) logits, then weights
-    maximum: Any  # float32 (rows,) the largest logit so far
-    sum: Any  # float32 (rows,) the sum of the weights so far
-    rescale: Any  # float32 (rows,) the factor of the accumulator in this tile
-    position: Any  # int64 (rows,) the token's position in its sequence
-    head: Any  # int64 (rows,) the query head
 
 
 class Steps(NamedTuple):
@@ -70,11 +53,11 @@ class Steps(NamedTuple):
 
 
 def make_steps(kind: str, lanes: int, score_mod: Callable[..., Any] | None) -> Steps:
-    """What is done with a tile: logits from its keys, weights from those, then the weighted sum of its values.
+    """The steps of a tile: logits from its keys, weights from the logits, then the weighted sum of its values.
 
-    Keys and values are rows of `kind`, named by addresses in memory. `ahead` is 0 or the address of bytes that a later
-    step reads, as many as this one does: they are asked for between the arithmetic, a line at a time and in the order
-    of their addresses, which keeps the memory busy and never fills the processor's miss buffers.
+    Keys and values are rows of `kind`, named by addresses in memory. `ahead` is 0 or the address of what a later step
+    reads, as many bytes as this one: they are prefetched between the arithmetic, one line at a time in address order,
+    which keeps the memory busy and never fills the processor's miss buffers.
     """
     dot_lanes = min(lanes, DOT_LANES)
     item = ELEMENT_BITS[kind] // 8
@@ -115,7 +98,7 @@ def make_steps(kind: str, lanes: int, score_mod: Callable[..., Any] | None) -> S
 
     @device(tag)
     def dots_of_1(scores, rows, offset, query, head_dim, ahead):
-        """One query times STEP keys; the sums have the same order."""
+        """One query times STEP keys, summed in the same order for the same bits."""
         k, m = get_int(rows) + offset, get_int(rows + INT_BYTES) + offset
         n, o = get_int(rows + 2 * INT_BYTES) + offset, get_int(rows + 3 * INT_BYTES) + offset
         p, r = get_int(rows + 4 * INT_BYTES) + offset, get_int(rows + 5 * INT_BYTES) + offset
@@ -139,8 +122,11 @@ def make_steps(kind: str, lanes: int, score_mod: Callable[..., Any] | None) -> S
         store(scores, totals(a, b, c, d, e, f, g, h))
 
     @device(tag)
-    def dots(scratch, begin, end, t, rows, offset, head_dim, ahead):
-        """Dot products of the query rows begin .. end with the keys t .. t + STEP of a tile."""
+    def dots(scratch, begin, end, t, rows, offset, head_dim, count, ahead):
+        """Dot products of the query rows begin .. end with the keys t .. t + STEP of a tile.
+
+        All STEP of them, whatever `count`: rows past the end repeat the last one, and `weigh` masks their logits.
+        """
         row, at = head_dim * FLOAT_BYTES, rows + t * INT_BYTES
         scores, query = scratch.scores + begin * SCORES + t * FLOAT_BYTES, scratch.queries + begin * row
         singles = (end - begin) % 4
@@ -153,7 +139,7 @@ def make_steps(kind: str, lanes: int, score_mod: Callable[..., Any] | None) -> S
 
     @device(tag)
     def softmax(scores, start, stop, highest, summed, rescale):
-        """Turn logits into weights against the running maximum; moves the maximum, the sum and the factor."""
+        """Turn logits into weights relative to the running maximum; update the maximum, the sum and the factor."""
         logits = keep(load(scores, "float32", TILE), start, stop, NOTHING)
         before = get_float(highest)
         after = max(before, maximum(logits))
@@ -170,19 +156,17 @@ def make_steps(kind: str, lanes: int, score_mod: Callable[..., Any] | None) -> S
         put_float(rescale, factor)
 
     @device(tag)
-    def weigh(scratch, r, first, count, causal, window, softcap, slopes, seq):
+    def weigh(scratch, r, first, count, options, seq):
         """Turn the dot products of query row r with a tile whose first key is at position `first` into weights."""
-        scores, position, state = (
-            scratch.scores + r * SCORES,
-            get_int(scratch.position + r * INT_BYTES),
-            r * FLOAT_BYTES,
-        )
+        scores, state = scratch.scores + r * SCORES, r * FLOAT_BYTES
+        position, window = get_int(scratch.position + r * INT_BYTES), options.window
         start = max(np.int64(0), position - window + 1 - first)
-        stop = min(count, position + 1 - first) if causal else count
+        stop = min(count, position + 1 - first) if options.causal else count
         if start >= stop:
             store(scores, splat(ZERO, TILE))
             put_float(scratch.rescale + state, ONE)
             return
+        softcap, slopes = options.softcap, options.slopes
         if modified or softcap != ZERO or slopes != 0:
             head = get_int(scratch.head + r * INT_BYTES)
             slope = get_float(slopes + head * FLOAT_BYTES) if slopes != 0 else ZERO
@@ -228,7 +212,7 @@ def make_steps(kind: str, lanes: int, score_mod: Callable[..., Any] | None) -> S
 
     @device(tag)
     def rescale(scratch, r, head_dim):
-        """Multiply the accumulator of query row r by the factor that the last tile of keys gave."""
+        """Rescale the accumulator of query row r to the maximum as of this tile."""
         acc, factor = scratch.acc + r * head_dim * FLOAT_BYTES, scratch.rescale + r * FLOAT_BYTES
         for i in range(0, head_dim, lanes):
             at = acc + i * FLOAT_BYTES
@@ -254,49 +238,42 @@ def make_steps(kind: str, lanes: int, score_mod: Callable[..., Any] | None) -> S
     return Steps(dots, weigh, add_values)
 
 
-@njit(nogil=True)
-def scratch_floats(num_rows, head_dim):
-    """How many float32 a Scratch takes."""
-    return (TILE + 2 * num_rows) * head_dim + num_rows * TILE + 3 * num_rows
+def make_walk(score: Any, weigh: Any, add: Any) -> Callable[..., Any]:
+    """The device function that attends an item's query rows to the tokens start .. stop of its sequence.
 
+    `score` multiplies the queries with a tile of keys and `add` sums a tile of values, each in its kernel's own way:
+    (scratch, item, count, rows, strides, next_rows, next_strides), where `next_rows` are the ones that the other
+    function reads next, to prefetch, or 0 after the last tile. An item is a NamedTuple with at least the fields seq,
+    table (the address of its row of the block table) and num_rows.
+    """
 
-@njit(nogil=True)
-def scratch_at(floats, ints, num_rows, head_dim):
-    """Lay a Scratch out at two addresses, those of arrays that live as long as it is used; two int64 per row."""
-    queries = floats + TILE * head_dim * FLOAT_BYTES
-    acc = queries + num_rows * head_dim * FLOAT_BYTES
-    scores = acc + num_rows * head_dim * FLOAT_BYTES
-    highest = scores + num_rows * SCORES
-    summed = highest + num_rows * FLOAT_BYTES
-    rescale = summed + num_rows * FLOAT_BYTES
-    return Scratch(floats, queries, acc, scores, highest, summed, rescale, ints, ints + num_rows * INT_BYTES)
+    @inlined
+    def walk(scratch, item, caches, options, start, stop):
+        k_rows, next_k, v_rows = scratch.k_rows, scratch.next_k_rows, scratch.v_rows
+        k_strides, v_strides, block_size = caches.k_strides, caches.v_strides, caches.block_size
+        count = min(TILE, stop - start)
+        token_rows(next_k, caches.k, k_strides, item.table, block_size, start, count)
+        while start < stop:
+            k_rows, next_k = next_k, k_rows
+            token_rows(v_rows, caches.v, v_strides, item.table, block_size, start, count)
+            next_start = start + count
+            next_count = max(0, min(TILE, stop - next_start))
+            token_rows(next_k, caches.k, k_strides, item.table, block_size, next_start, next_count)
+            score(scratch, item, count, k_rows, k_strides, v_rows, v_strides)
+            for r in range(item.num_rows):
+                weigh(scratch, r, start, count, options, item.seq)
+            add(scratch, item, count, v_rows, v_strides, next_k if next_count > 0 else np.int64(0), k_strides)
+            start, count = next_start, next_count
 
-
-@njit(nogil=True)
-def copy_floats(target, source, count):
-    """Copy float32 values from one address to another."""
-    for i in range(count):
-        put_float(target + i * FLOAT_BYTES, get_float(source + i * FLOAT_BYTES))
-
-
-@njit(nogil=True)
-def start_row(scratch, row, position, head, query, head_dim):
-    """Begin a query row: nothing seen yet."""
-    put_int(scratch.position + row * INT_BYTES, position)
-    put_int(scratch.head + row * INT_BYTES, head)
-    put_float(scratch.maximum + row * FLOAT_BYTES, NOTHING)
-    put_float(scratch.sum + row * FLOAT_BYTES, ZERO)
-    copy_floats(scratch.queries + row * head_dim * FLOAT_BYTES, query, head_dim)
-    for d in range(head_dim):
-        put_float(scratch.acc + (row * head_dim + d) * FLOAT_BYTES, ZERO)
+    return walk
 
 
 @njit(nogil=True)
 def merge(out, partial_out, maxima, sums, count, split_stride, head_dim, sink, v_scale):
-    """Merge `count` states of one query row in their order, into the address `out`; returns the LSE.
+    """Merge `count` states of one query row in order, write the output to the address `out` and return the LSE.
 
-    State i has its accumulator, maximum and sum at i * split_stride rows from the addresses given. A `sink` of -inf
-    is none.
+    State i has its accumulator, maximum and sum i * split_stride rows past the addresses given. A `sink` of -inf means
+    no sink.
     """
     step = split_stride * FLOAT_BYTES
     highest = sink

@@ -17,7 +17,7 @@ def merge_states(call: MergeCall, out: Array, lse: Array) -> None:
     top = np.where(top == -np.inf, np.float32(0), top)
     weighted = np.zeros(out.shape, np.float32)
     total = np.zeros(lse.shape, np.float32)
-    # LSEs of NaN or +inf come out as NaN; only log(0) is expected, and says that no state has a key.
+    # log(0) is the -inf of a row without keys; an LSE of NaN or +inf gives NaN.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         for state, state_lse in zip(outs, lses, strict=True):
             weight = np.exp(state_lse - top)

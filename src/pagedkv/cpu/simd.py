@@ -1,4 +1,4 @@
-"""Vectors of float32 as values inside numba functions: the only file of the CPU backend that knows llvmlite.
+"""Vectors of float32 as values inside numba functions: the only file of the CPU backend that builds LLVM IR.
 
 A `Vector(lanes)` lives in SIMD registers. LLVM splits a vector that is wider than the machine's registers, so the
 same kernel runs on SSE, AVX2, AVX-512 and NEON, and the order of every sum is the same on all of them.
@@ -89,8 +89,8 @@ def _widen_e5m2(builder: Any, raw: Any, lanes: int) -> Any:
 
 
 def _widen_e4m3(builder: Any, raw: Any, lanes: int) -> Any:
-    # A float16 with the exponent and mantissa of the code is 2**-8 of its value, subnormals too. Extending the sign
-    # and shifting puts sign and magnitude in place with one copy of the sign too many.
+    # A float16 with the exponent and mantissa of a code is 2**-8 times its value, subnormals included. Sign extension
+    # and a shift move sign and magnitude into place; the mask clears the extra copy of the sign.
     byte, short = ir.IntType(8), ir.IntType(16)
     magnitude = builder.and_(raw, _constant(lanes, byte, 0x7F))
     is_nan = builder.icmp_unsigned("==", magnitude, _constant(lanes, byte, 0x7F))
@@ -140,7 +140,7 @@ def store(typingctx: Any, address: Any, vector: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def splat(typingctx: Any, value: Any, lanes: Any) -> Any:
-    """A Vector whose every lane is `value`."""
+    """A Vector with `value` in every lane."""
     count = _lanes(lanes)
     if count is None:
         return None
@@ -153,7 +153,7 @@ def splat(typingctx: Any, value: Any, lanes: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def broadcast(typingctx: Any, address: Any, lanes: Any) -> Any:
-    """A Vector whose every lane is the float32 at `address`."""
+    """A Vector with the float32 at `address` in every lane."""
     count = _lanes(lanes)
     if count is None:
         return None
@@ -232,7 +232,7 @@ def maximum(typingctx: Any, vector: Any) -> Any:
 
 @intrinsic
 def keep(typingctx: Any, vector: Any, start: Any, stop: Any, otherwise: Any) -> Any:
-    """The lanes start .. stop of a Vector; the others are `otherwise`, whatever they were."""
+    """The lanes start .. stop of a Vector, and `otherwise` in the others."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = vector.lanes
@@ -317,7 +317,7 @@ def exp(typingctx: Any, vector: Any) -> Any:
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at `address`; never faults."""
+    """Prefetch the cache line at `address`; never faults."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = ir.PointerType(ir.IntType(8))
@@ -359,7 +359,7 @@ get_int, put_int = _scalar_access(ir.IntType(64), types.int64)
 
 @intrinsic
 def fetch_add(typingctx: Any, address: Any) -> Any:
-    """Atomically add one to the int64 at `address`; returns what it was before."""
+    """Atomically add one to the int64 at `address` and return its old value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         int64 = ir.IntType(64)

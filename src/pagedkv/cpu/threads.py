@@ -1,7 +1,7 @@
 """The threads of the CPU backend: how many, and how a kernel runs on them.
 
-A kernel is compiled without the GIL and takes its work items from a shared counter, so which thread does what is free
-and never shows in the bits. Unlike an OpenMP pool it survives fork, concurrent callers and Ctrl-C: the waiting thread
+A kernel releases the GIL and takes its work items from a shared counter; which thread takes which item never changes a
+bit of the result. Unlike an OpenMP pool it survives fork, concurrent callers and Ctrl-C: the waiting thread
 gets the KeyboardInterrupt, and the workers stop at their next item.
 """
 
@@ -31,7 +31,7 @@ def _from_environment() -> int:
 
 
 class _Workers:
-    """A pool of threads that is made when it is first needed."""
+    """A pool of threads, started on first use."""
 
     def __init__(self) -> None:
         self.count: int | None = None
@@ -89,8 +89,8 @@ def run(
 ) -> None:
     """Call ``kernel(counter_address, num_items, *args)`` on all threads until the counter has reached num_items.
 
-    `owners` are the arrays whose addresses are among the args: they outlive every worker, even when the caller does not
-    wait for it.
+    `owners` are the arrays whose addresses are among the args: every worker keeps them alive, even when the caller
+    does not wait for it.
     """
     counter = np.zeros(1, np.int64)
     if not parallel:

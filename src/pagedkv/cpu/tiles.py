@@ -24,10 +24,9 @@ FLOAT_BYTES = 4
 INT_BYTES = 8
 TABLE_BYTES = 4
 ROWS_BYTES = INT_BYTES * TILE
+SCORES = FLOAT_BYTES * TILE
 CACHE_LINE = 64
 SUM_LANES = 64
-NO_WINDOW = 2**62
-NO_HEADS = np.empty(0, np.float32)
 
 
 class TileConfig(NamedTuple):
@@ -52,11 +51,6 @@ def tile_config(spec: CacheSpec) -> TileConfig:
     return TileConfig(spec.kind, min(spec.head_dim & -spec.head_dim, SUM_LANES), spec.layout == "vllm")
 
 
-def plain(array: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    """A small array as the kernels are compiled for it: contiguous and writable, empty for None."""
-    return NO_HEADS if array is None else np.require(array, requirements=["C", "W"])
-
-
 def cache_strides(cache: npt.NDArray[Any], layout: str) -> Strides:
     """The strides of a K or V cache."""
     strides = cache.strides
@@ -74,18 +68,10 @@ def address(array):
 
 
 @njit(nogil=True)
-def aligned(size):
-    """Uninitialised float32 scratch that starts at a cache line: a vector load that crosses lines costs two."""
-    scratch = np.empty(size + CACHE_LINE // FLOAT_BYTES, np.float32)
-    skip = -address(scratch) % CACHE_LINE // FLOAT_BYTES
-    return scratch[skip : skip + size]
-
-
-@njit(nogil=True)
 def token_rows(rows, base, strides, table, block_size, start, count):
     """rows[t] = the address of token start + t in head 0; `table` is the address of a row of a block table.
 
-    Past `count` the last row stands again: reading it is allowed, and what comes of it is selected away.
+    Entries past `count` repeat the last row: it is safe to read, and its results are masked.
     """
     logical = start // block_size
     offset = start - logical * block_size
@@ -119,7 +105,7 @@ class Tiles(NamedTuple):
 def make_tiles(config: TileConfig) -> Tiles:
     """The functions that widen the first `count` rows of one head into a float32 tile.
 
-    `ahead` is the address of as many more row addresses, of what is staged next: those rows are asked for meanwhile.
+    `ahead` is the address of as many row addresses of the tile staged next, whose rows are prefetched meanwhile.
     """
     kind, lanes = config.kind, config.lanes
     item = ELEMENT_BITS[kind] // 8

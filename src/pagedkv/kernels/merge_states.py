@@ -1,8 +1,11 @@
 """merge_states: partial attentions over disjoint keys into one.
 
-Grid: x over (row, group of elements), y over heads. A thread merges the same few elements of up to MAX_STATES states.
-More of them take several launches: each but the last leaves a float32 state, which is the first one of the next.
-No shared memory.
+Grid. x over (row, group of elements), y over heads.
+
+Who owns what. A thread merges the same few elements of up to MAX_STATES states. More states take several launches: each
+but the last leaves a float32 state, which is the first one of the next.
+
+Shared memory. None.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class MergeConfig:
     head_dim : int
         D.
     elements : int
-        What a thread merges: a power of two that divides head_dim, and for which every address is aligned.
+        Elements that a thread merges: a power of two that divides head_dim and keeps every address aligned.
     """
 
     first_kind: str
@@ -62,7 +65,7 @@ class MergeConfig:
 def make_merge_states(config: MergeConfig) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: MAX_STATES outputs and MAX_STATES LSEs (anything where there are fewer states), out and lse
+    Its parameters: MAX_STATES outputs and MAX_STATES LSEs (unused ones may be anything), out and lse
     (C-contiguous), num_rows, num_heads, and MAX_STATES times, in bytes: row and head stride of an output, row stride of
     an LSE, whose heads are contiguous.
     """
@@ -152,7 +155,7 @@ def _make_load(kind: str, num_elements: int) -> Any:
             for j in range(num_words):
                 wide = widen(part[j]) if is_tuple else widen(uint32(part))
                 for k in range(per_word):
-                    # A single half comes alone in its word.
+                    # A lone 16-bit element has a word to itself.
                     values[min((i * num_words + j) * per_word + k, last)] = wide[min(k, last)]
 
     return load

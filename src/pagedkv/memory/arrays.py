@@ -1,4 +1,4 @@
-"""The module whose arrays a cache consists of: numpy, torch or cupy, by the few functions that are needed of it."""
+"""The array module of a cache: numpy, torch or cupy, through the few functions that the cache needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Arrays:
             raise ValueError(f"device is for array_module torch, got {device!r} for {name}")
         self._module = import_module(name)
         self._is_torch = name == "torch"
-        # What is made later belongs to the same device, whichever is current by then.
+        # Later arrays go to the same device, whichever is current by then.
         if self._is_torch:
             self._device: Any = self._module.empty(0, device=device).device
             self.on_device = bool(self._device.type != "cpu")
@@ -52,7 +52,7 @@ class Arrays:
             return self._module.zeros(shape, dtype=dtype)
 
     def asarray(self, x: Any) -> Any:
-        """A NumPy array as an array of the module: the same memory where that can be."""
+        """A NumPy array as an array of the module, sharing memory where possible."""
         if self._is_torch:
             return self._module.asarray(x, device=self._device)
         with self._device:

@@ -54,8 +54,8 @@ class Batch:
 class PagedKVCache:
     """A paged KV cache of all layers of a model, with the sequences in it.
 
-    The same block ids hold for every layer. Sequences, handles and errors are those of `SequenceTable`, and so is
-    the promise that every method changes all or nothing, one at a time.
+    A block id names the same block in every layer. Sequences, handles and errors are those of `SequenceTable`, and so
+    is the promise that every method changes all or nothing, one at a time.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class PagedKVCache:
         Tokens that one sequence can have, rounded up to whole blocks; None for as many as the pool has. The block
         tables take max_seqs * max_seq_len / P * 4 bytes.
     array_module : module or str
-        Whose arrays these are: numpy, torch or cupy. NumPy takes the memory from the system as it is written to.
+        Whose arrays these are: numpy, torch or cupy. With NumPy the system commits the memory as it is written.
     device : device of torch, or None
         Where torch's arrays are, "cuda" for example; None for torch's default device. CuPy's are on its current one.
 
@@ -89,7 +89,7 @@ class PagedKVCache:
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is said here.
+        An argument is not as described here.
     ModuleNotFoundError
         `array_module` is not installed.
 
@@ -220,8 +220,8 @@ class PagedKVCache:
     def batch(self, seqs: Any) -> Batch:
         """The block tables and lengths of sequences.
 
-        On the host they are new arrays. On a device they are views of buffers that stay where they are, to which only
-        the rows that differ from what is there are copied; the next call changes them, in the order of the stream.
+        On the host they are new arrays. On a device they are views of buffers that stay in place; only rows that have
+        changed are copied there, and the next call overwrites them in stream order.
 
         Raises
         ------
@@ -252,7 +252,7 @@ class PagedKVCache:
         self.table.check()
 
     def plot(self, width: int = 64) -> str:
-        """A map of the pool in characters, `width` of them in a row."""
+        """A map of the pool in characters, `width` to a line."""
         return draw(self.pool.ref_counts, as_int("width", width, minimum=1))
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""Checks of the integers that the memory manager is given, and of its invariants."""
+"""Checks of the integers passed to the memory manager, and of its invariants."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
 
 
 def refuse_bools(name: str, values: Any) -> None:
-    """Raise TypeError for a list or tuple with a bool in it, which NumPy would take for an int."""
+    """Raise TypeError for a list or tuple with a bool in it, which NumPy would convert to an int."""
     if isinstance(values, (list, tuple)) and any(isinstance(value, (bool, np.bool)) for value in values):
         raise TypeError(f"{name} must hold ints, got a bool")
 

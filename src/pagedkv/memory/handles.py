@@ -1,4 +1,4 @@
-"""Rows: which rows of a sequence table are taken, and the handles by which callers know them."""
+"""Handles: the ints by which callers name sequences, each for one row of a sequence table."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ Int64Array = npt.NDArray[np.int64]
 NO_HANDLE = -1
 
 
-class Rows:
-    """A stack of free rows, and a handle for each of the others.
+class Handles:
+    """A handle for each row in use, and a stack of the free rows.
 
-    A handle is generation << bits | row, and the generation of a row goes up each time that it is freed, so that no
-    handle is ever given out twice.
+    A handle is generation << bits | row. Freeing a row increments its generation, so no handle is ever issued twice.
 
     Parameters
     ----------
@@ -30,10 +29,10 @@ class Rows:
 
     def __init__(self, max_rows: int) -> None:
         self._bits = max_rows.bit_length()
-        # Rows are looked up clipped to the last entry, the one for handles with a row that does not exist. Neither
-        # its 0 nor NO_HANDLE, for rows that are free, is equal to a handle that leads to it.
-        self._handles = np.full(max_rows + 1, NO_HANDLE)
-        self._handles[max_rows] = 0
+        # A lookup clips rows that do not exist to the last entry. Neither its 0 nor the NO_HANDLE of free rows equals a
+        # handle that leads there.
+        self._issued = np.full(max_rows + 1, NO_HANDLE)
+        self._issued[max_rows] = 0
         self._generations = np.ones(max_rows, np.int64)
         self._free = np.arange(max_rows)[::-1].copy()
         self._num_free = np.array([max_rows])
@@ -41,13 +40,13 @@ class Rows:
 
     @property
     def num_free(self) -> int:
-        """Rows that can be taken."""
+        """Free rows, and so handles that can be issued."""
         return int(self._num_free[0])
 
     @property
     def live(self) -> npt.NDArray[np.bool]:
-        """Which rows are taken, (max_rows,) bool."""
-        return self._handles[:-1] != NO_HANDLE
+        """Which rows have a handle, (max_rows,) bool."""
+        return self._issued[:-1] != NO_HANDLE
 
     def find(self, seqs: Any) -> Int64Array:
         """The rows of an int, a list or tuple of ints or an int64 array of handles; (num_seqs,) int64.
@@ -61,22 +60,22 @@ class Rows:
         """
         handles = _as_array(seqs)
         rows = handles & ((1 << self._bits) - 1)
-        unknown = self._handles.take(rows, mode="clip") != handles
+        unknown = self._issued.take(rows, mode="clip") != handles
         if np.count_nonzero(unknown):
             refuse_bools("seqs", seqs)
             raise KeyError(f"no sequence {handles[unknown][0]}: it was freed or never added")
         return rows
 
     def find_distinct(self, seqs: Any) -> Int64Array:
-        """What `find` gives, with ValueError for a handle that is named twice."""
+        """As `find`, with ValueError for a handle that is named twice."""
         rows = self.find(seqs)
         repeated = self._tally.repeated(rows)
         if np.count_nonzero(repeated):
-            raise ValueError(f"seqs must name each sequence once, got {self._handles[rows[repeated][0]]} twice")
+            raise ValueError(f"seqs must name each sequence once, got {self._issued[rows[repeated][0]]} twice")
         return rows
 
-    def plan_take(self, n: int) -> tuple[Int64Array, list[int], list[Write]]:
-        """Take n free rows: the rows, their handles, and what to store.
+    def plan_issue(self, n: int) -> tuple[Int64Array, list[int], list[Write]]:
+        """Issue n handles: their rows, the handles, and what to store.
 
         Raises
         ------
@@ -88,13 +87,13 @@ class Rows:
         rest = self.num_free - n
         rows = self._free[rest : self.num_free][::-1].copy()
         handles = self._generations[rows] << self._bits | rows
-        return rows, handles.tolist(), [(self._num_free, 0, rest), (self._handles, rows, handles)]
+        return rows, handles.tolist(), [(self._num_free, 0, rest), (self._issued, rows, handles)]
 
-    def plan_give_back(self, rows: Int64Array) -> list[Write]:
-        """Free rows, which are distinct and taken, and end the life of their handles: what to store."""
+    def plan_retire(self, rows: Int64Array) -> list[Write]:
+        """Retire the handles of distinct rows in use and free the rows: what to store."""
         top = self.num_free + len(rows)
         return [
-            (self._handles, rows, NO_HANDLE),
+            (self._issued, rows, NO_HANDLE),
             (self._generations, rows, self._generations[rows] + 1),
             (self._free, slice(self.num_free, top), rows[::-1]),
             (self._num_free, 0, top),
@@ -106,8 +105,8 @@ class Rows:
         free = self._free[: self.num_free]
         require(np.array_equal(np.sort(free), np.flatnonzero(~self.live)), "free rows and rows without a handle differ")
         expected = self._generations << self._bits | np.arange(len(self._free))
-        require((self._handles[:-1][self.live] == expected[self.live]).all(), "a handle is not that of its generation")
-        require(self._handles[-1] == 0, "the entry for handles of no row has changed")
+        require((self._issued[:-1][self.live] == expected[self.live]).all(), "a handle is not that of its generation")
+        require(self._issued[-1] == 0, "the entry for handles of no row has changed")
 
 
 def _as_array(seqs: Any) -> Int64Array:

@@ -1,4 +1,4 @@
-"""Mirror: rows of int32 that are kept on a device, where only what has changed is sent."""
+"""Mirror: int32 rows on a device, to which only what has changed is sent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _INDEX_BYTES = 8
 class Mirror:
     """A device array that follows rows on the host.
 
-    Its memory stays where it is as long as no more rows and columns come than it was made for: kernels that were
-    captured in a CUDA graph find the new rows in the old place.
+    Its memory stays in place unless an update has more rows or columns than it was made for, so kernels captured in a
+    CUDA graph find the new rows where the old ones were.
 
     Parameters
     ----------
     arrays : Arrays
         Makes arrays on the device.
     num_rows, num_columns : int
-        The most that come, as a rule.
+        The most to expect; more of either reallocates.
     """
 
     def __init__(self, arrays: Arrays, num_rows: int, num_columns: int) -> None:
@@ -36,17 +36,17 @@ class Mirror:
         self._device, self._sent = device, np.full((num_rows, num_columns), _NOT_SENT, np.int32)
 
     def update(self, rows: npt.NDArray[np.int32]) -> Any:
-        """Send the rows that are not what was sent before.
+        """Send the rows that have changed since they were last sent.
 
         Parameters
         ----------
         rows : (num_rows, num_columns) int32
-            None of them -2**31.
+            No entry is -2**31, the mark of a row that was not sent.
 
         Returns
         -------
         (num_rows, num_columns) int32 device array
-            A view, of which the next update changes what it has to.
+            A view, which the next update overwrites.
         """
         num_rows, num_columns = rows.shape
         if num_rows > len(self._sent) or num_columns > self._sent.shape[1]:
@@ -54,7 +54,7 @@ class Mirror:
         sent, device = self._sent[:num_rows, :num_columns], self._device[:num_rows, :num_columns]
         changed = np.flatnonzero((sent != rows).any(axis=1))
         if len(changed):
-            # Until all is there, nobody knows what is.
+            # If a copy fails, what the device holds is unknown: these rows are sent again.
             sent[changed] = _NOT_SENT
             row_bytes = num_columns * rows.itemsize
             if len(changed) * (row_bytes + _INDEX_BYTES) < num_rows * row_bytes:

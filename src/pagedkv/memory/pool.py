@@ -116,7 +116,7 @@ class BlockPool:
 
     @exclusive
     def release(self, blocks: Any) -> None:
-        """Drop a reference to each block; those without any left are free.
+        """Drop a reference to each block; blocks without any left are free.
 
         Parameters
         ----------
@@ -182,9 +182,10 @@ class BlockPool:
         ]
 
     def _plan_unshare(self, blocks: Array) -> tuple[Array, list[Write]]:
-        """Which owners must give up their block before they write to it: blocks[i] is what owner i has.
+        """Which owners must copy their block before they write to it: owner i holds blocks[i].
 
-        All of them, but for the last one where nobody else holds the block. The writes drop the references of those.
+        Every owner copies, except the last if no other sequence holds the block. The writes drop the references of the
+        owners that copy.
         """
         last, counts = self._tally(blocks)
         sharers = counts[last]

@@ -71,7 +71,7 @@ def draw(ref_counts: npt.NDArray[np.int32], width: int = 64, max_rows: int = 16)
     ref_counts : (N,) int32
         References to each block.
     width, max_rows : int
-        Characters in a row, and rows at most: a character of a larger pool stands for several blocks.
+        Characters to a line, and lines at most: in a larger pool a character stands for several blocks.
     """
     per_cell = -(-len(ref_counts) // (width * max_rows))
     starts = np.arange(0, len(ref_counts), per_cell)

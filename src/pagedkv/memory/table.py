@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .checks import MAX_INT32, MAX_INT64, as_int, as_ints, require
-from .handles import Int64Array, Rows
+from .handles import Handles, Int64Array
 from .pool import BlockPool
 from .transaction import Array, Write, commit, exclusive
 
@@ -33,7 +33,7 @@ class Appended(NamedTuple):
 class SequenceTable:
     """Block tables and lengths of sequences that share the blocks of one pool.
 
-    A sequence is known by its handle, an int that is never used again once the sequence is freed. Methods on many
+    A sequence is named by its handle, an int that is never reused once the sequence is freed. Methods on many
     sequences take one handle, a list or tuple of them, or a 1-D int64 array, and do a handful of array operations
     whatever the number.
 
@@ -43,7 +43,7 @@ class SequenceTable:
     Parameters
     ----------
     pool : BlockPool
-        Where blocks come from. For `check` the table has to be its only user.
+        Where blocks come from. `check` assumes that the table is its only user.
     block_size : int
         P, tokens per block.
     max_seqs : int
@@ -55,7 +55,7 @@ class SequenceTable:
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is said here.
+        An argument is not as described here.
 
     Examples
     --------
@@ -86,13 +86,13 @@ class SequenceTable:
         self._blocks = np.full((max_seqs, max_blocks), UNUSED, np.int32)
         self._entries = self._blocks.reshape(-1)
         self._lens = np.zeros(max_seqs, np.int64)
-        self._rows = Rows(max_seqs)
+        self._handles = Handles(max_seqs)
         self._lock = pool._lock
 
     @property
     def num_seqs(self) -> int:
         """Sequences alive."""
-        return self.max_seqs - self._rows.num_free
+        return self.max_seqs - self._handles.num_free
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +111,7 @@ class SequenceTable:
         Parameters
         ----------
         num_tokens : int
-            Its length, at least 0. Where the tokens go is what `slots` says.
+            Its length, at least 0. `slots` says where the tokens go.
 
         Returns
         -------
@@ -132,7 +132,7 @@ class SequenceTable:
             raise ValueError(
                 f"num_tokens must be at most max_blocks * block_size = {self.max_seq_len}, got {num_tokens}"
             )
-        rows, handles, writes = self._rows.plan_take(1)
+        rows, handles, writes = self._handles.plan_issue(1)
         blocks, allocation = self.pool._plan_allocate(self._num_blocks(num_tokens))
         commit(
             [
@@ -159,8 +159,8 @@ class SequenceTable:
         -------
         Appended
             The slots of the new tokens, and the blocks to copy before they are written: a partial last block that
-            another sequence shares is never written but replaced by a copy. Of sequences that give up a block in
-            one call the last keeps it, if nobody else has it.
+            another sequence shares is replaced by a copy, never written. Of the sequences of one call that share a
+            block every one copies, except the last if no other sequence holds it.
 
         Raises
         ------
@@ -199,7 +199,7 @@ class SequenceTable:
             A sequence that was freed or never was.
         """
         row = self._row(seq)
-        rows, handles, writes = self._rows.plan_take(as_int("n", n))
+        rows, handles, writes = self._handles.plan_issue(as_int("n", n))
         length = self._lens[row]
         blocks = self._blocks[row, : self._num_blocks(length)]
         commit(
@@ -230,7 +230,7 @@ class SequenceTable:
         KeyError
             A sequence that was freed or never was.
         """
-        rows = self._rows.find_distinct(seqs)
+        rows = self._handles.find_distinct(seqs)
         lens = self._lens[rows]
         length = self._per_seq("length", length, len(rows))
         longer = length > lens
@@ -256,9 +256,9 @@ class SequenceTable:
         KeyError
             A sequence that was freed or never was.
         """
-        rows = self._rows.find_distinct(seqs)
+        rows = self._handles.find_distinct(seqs)
         dropped = self._plan_drop(rows, np.zeros_like(rows))
-        commit([*dropped, (self._lens, rows, 0), *self._rows.plan_give_back(rows)])
+        commit([*dropped, (self._lens, rows, 0), *self._handles.plan_retire(rows)])
 
     def slots(self, seq: int, start: int, stop: int) -> Int64Array:
         """Slots of the tokens start..stop-1 of a sequence.
@@ -298,7 +298,7 @@ class SequenceTable:
         KeyError
             A sequence that was freed or never was.
         """
-        rows = self._rows.find(seqs)
+        rows = self._handles.find(seqs)
         longest = self._lens[rows].max(initial=1)
         return self._blocks[rows, : self._num_blocks(longest)]
 
@@ -310,7 +310,7 @@ class SequenceTable:
         KeyError
             A sequence that was freed or never was.
         """
-        return self._lens[self._rows.find(seqs)].astype(np.int32)
+        return self._lens[self._handles.find(seqs)].astype(np.int32)
 
     def block_fills(self) -> npt.NDArray[np.int32]:
         """How many slots of each block hold a token of some sequence, (N,) int32."""
@@ -327,8 +327,8 @@ class SequenceTable:
         blocks, all different, and -1 behind them; a row is either free or has the handle of its generation.
         """
         self.pool.check()
-        self._rows.check()
-        live = self._rows.live
+        self._handles.check()
+        live = self._handles.live
         require((self._lens >= 0).all() and (self._lens <= self.max_seq_len).all(), "a length is out of range")
         require(not self._lens[~live].any(), "a row without a sequence has a length")
         used = np.arange(self.max_blocks) < self._num_blocks(self._lens)[:, None]
@@ -344,7 +344,7 @@ class SequenceTable:
         return (length + (self.block_size - 1)) // self.block_size
 
     def _row(self, seq: int) -> int:
-        return int(self._rows.find(as_int("seq", seq, minimum=None))[0])
+        return int(self._handles.find(as_int("seq", seq, minimum=None))[0])
 
     @staticmethod
     def _per_seq(name: str, value: Any, num_seqs: int) -> Int64Array:
@@ -364,7 +364,7 @@ class SequenceTable:
         return [*self.pool._plan_release(self._entries[entries]), (self._entries, entries, UNUSED)]
 
     def _plan_append(self, seqs: Any, n: Any) -> tuple[Appended, list[Write]]:
-        rows = self._rows.find_distinct(seqs)
+        rows = self._handles.find_distinct(seqs)
         num_new = self._per_seq("n", n, len(rows))
         lens = self._lens[rows]
         room = self.max_seq_len - lens
@@ -377,7 +377,7 @@ class SequenceTable:
         ends = lens + num_new
         first = lens // self.block_size
         if isinstance(n, int) and n == 1:
-            # What the general case comes to with one token, so one block to write, for each sequence.
+            # The general case with one token, and so one block to write, for each sequence.
             entries, positions, entry_of_token = rows * self.max_blocks + first, lens, np.arange(len(rows))
         else:
             num_written = np.where(num_new > 0, self._num_blocks(ends) - first, 0)
@@ -392,15 +392,14 @@ class SequenceTable:
         return Appended(slots, copies), [*writes, (self._lens, rows, ends)]
 
     def _plan_writable(self, entries: Int64Array) -> tuple[Int64Array, Int64Array, list[Write]]:
-        """The blocks of entries of the table that are about to be written to: new where there is none yet, a copy
-        where others share it.
+        """The blocks to write to for entries of the table: a new one for an empty entry, a copy of a shared one.
 
         Returns
         -------
         blocks : (num_entries,) int64
             The blocks to write to.
         copies : (m, 2) int64
-            What to copy before.
+            Source and destination of the copies to do first.
         writes : list
             What to store.
         """

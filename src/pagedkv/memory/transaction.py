@@ -1,7 +1,7 @@
 """How the manager changes its state: one thread at a time, and all of a change or none of it.
 
-A mutation first checks its arguments and computes everything that it will store, as a list of writes. It then
-stores them with `commit`, in one call.
+A mutation first checks its arguments and computes everything that it will store, as a list of writes; `commit` then
+stores them in one call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A kernel factory and its config to PTX, without a driver: compiled once, then kept in the process and on disk.
 
-numba-cuda's own cache looks at the one file that a function stands in, so that a kernel would outlive a change to a
-function that it calls; this one is keyed by the sources of all kernels, the config, the versions and the device's
-compute capability. What is on disk is text and machine code, never a pickle.
+numba-cuda's own cache checks only the file that defines a function, so a kernel would survive a change to a function it
+calls; this one is keyed by the sources of all kernels, the config, the versions and the device's compute capability.
+It keeps text and machine code on disk, never a pickle.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _compiled: dict[Any, CompiledKernel] = {}
 
 
 class CompiledKernel:
-    """The PTX of one kernel, for one config and compute capability; equal to itself alone.
+    """The PTX of one kernel, for one config and compute capability; compared by identity.
 
     Attributes
     ----------
     name : str
-        For people: ``v1[head_dim=128, ...]``.
+        For messages: ``v1[head_dim=128, ...]``.
     entry : str
         The PTX symbol of the kernel.
     ptx : str
-        A module with this kernel alone, and no external function.
+        A module with only this kernel and no external function.
     num_threads : int
         Threads of a block.
     capability : tuple of int
@@ -71,7 +71,7 @@ class CompiledKernel:
 
     @cached_property
     def linked(self) -> Linked:
-        """Machine code, linked when it is first asked for and kept on disk.
+        """Machine code, linked on first use and kept on disk.
 
         Raises
         ------
@@ -99,7 +99,7 @@ def compile_kernel(
     config : frozen dataclass or NamedTuple
         Ints, bools and strings, and at most a function in `score_mod`; a kernel with one is not kept on disk.
     capability : tuple of int
-        Compute capability of the device that it is for.
+        Compute capability of the device to compile for.
     lineinfo : bool
         Name the Python lines in the PTX, for faults of the emulator and for profilers; compilation takes a fifth
         longer, and the machine code is the same.
@@ -129,7 +129,7 @@ def compile_kernel(
 
 
 def compile_for(device: Device, make: Callable[[Any], KernelSource], config: Any) -> CompiledKernel:
-    """`compile_kernel` as a device wants it."""
+    """`compile_kernel` for a device's compute capability, with line info if it wants that."""
     return compile_kernel(make, config, device.capability, lineinfo=device.lineinfo)
 
 
@@ -139,7 +139,7 @@ def _load_or_compile(
     fields = _fields(config)
     name = make.__name__.removeprefix("make_")
     entry = f"pagedkv_{name}"
-    # Lines are named by the full path of their file, so that another copy of the package is another kernel.
+    # Line info names files by their full path, so another copy of the package makes another kernel.
     facts = (make.__module__, make.__qualname__, fields, capability, lineinfo and __file__, versions())
     store = Store(cache_dir("cuda") if all(map(_is_plain, fields.values())) else None, SUFFIX)
     key = repr(facts).encode() + SOURCES
@@ -204,7 +204,7 @@ def _make_ptx(
 def _tidy(ptx: str, entry: str, shared_arrays: Sequence[str] = ()) -> str:
     if external := external_functions(ptx):
         raise TypeError(f"{entry} calls {', '.join(external)}, which no device has")
-    # numba's symbols carry counters of the process, which would make equal kernels differ, and faults would name them.
+    # numba puts per-process counters into symbols: equal kernels would differ, and faults would show the counters.
     (mangled,) = re.findall(r"^\.visible \.entry (\w+)\(", ptx, re.MULTILINE)
     ptx = ptx.replace(mangled, entry)
     counters = sorted({int(counter) for counter in re.findall(r"\b_cudapy_smem_(\d+)\b", ptx)})
@@ -215,10 +215,10 @@ def _tidy(ptx: str, entry: str, shared_arrays: Sequence[str] = ()) -> str:
 
 
 def _shared_arrays(function: Callable[..., None]) -> list[str]:
-    """What a kernel calls its shared arrays, in their order; those of device functions are not among them."""
+    """The names of a kernel's shared arrays, in order, without those of its device functions."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError, TypeError):  # no file has the source, as of a function typed into a prompt
+    except (OSError, SyntaxError, TypeError):  # no source file, as for a function typed at a prompt
         return []
     assigned = [
         (target, value)
@@ -242,7 +242,7 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]
 
 
 def _refuse(score_mod: Callable[..., Any], capability: Capability) -> None:
-    """Raise TypeError if the user's function is what cannot be compiled."""
+    """Raise TypeError if it is the user's function that does not compile."""
     from numba import cuda, types
 
     try:

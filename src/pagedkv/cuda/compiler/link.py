@@ -1,4 +1,4 @@
-"""PTX to machine code (a cubin) without a driver, and what the machine code asks of a GPU."""
+"""PTX to machine code (a cubin) without a driver, and the resources that the machine code needs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ SOURCE = hash_of_sources(Path(__file__))
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a kernel asks of a GPU.
+    """The resources that a kernel needs.
 
     Attributes
     ----------
     registers : int
-        Of a thread.
+        Per thread.
     stack_bytes, spill_bytes : int
-        Local memory of a thread, and bytes that the code stores to and loads from it for want of registers.
+        Stack frame of a thread, and bytes of its spill stores and loads.
     shared_bytes : int
-        Static shared memory of a block.
+        Static shared memory per block.
     code_bytes : int
         Machine code of the module.
     """
@@ -59,7 +59,7 @@ class Linked:
     log: str
 
     def resources(self) -> Resources:
-        """What the kernel asks of a GPU; spills are those of all functions of the module."""
+        """The resources of the kernel; spills are summed over all functions of the module."""
         spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", self.log)
         stacks = re.findall(r"(\d+) bytes stack frame", self.log)
         registers = re.findall(r"Used (\d+) registers", self.log)
@@ -96,7 +96,7 @@ def link(ptx: str, capability: Capability) -> Linked:
     BackendUnavailableError
         nvJitLink is not installed, or does not know the device or the PTX.
     ValueError
-        The module calls a function that it does not have; nvJitLink would leave that to the launch.
+        The module calls a function that it does not define; with nvJitLink only the launch would fail.
     """
     if external := external_functions(ptx):
         raise ValueError(f"ptx must have all functions that it calls, got calls of {', '.join(external)}")
@@ -106,7 +106,7 @@ def link(ptx: str, capability: Capability) -> Linked:
 
         version = ".".join(map(str, nvjitlink.version()))
     except (ImportError, RuntimeError) as error:
-        # Without nvJitLink, cuda.core would warn and ask the driver, which may be older than the PTX.
+        # Without nvJitLink cuda.core would warn and fall back to the driver, which may be older than the PTX.
         reason = str(error).split("\n", 1)[0]  # what follows lists folders
         raise BackendUnavailableError(
             f"CUDA kernels are linked by nvJitLink, which is missing or does not work ({reason}): {INSTALL}"

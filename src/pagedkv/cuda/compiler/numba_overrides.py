@@ -1,8 +1,8 @@
-"""What numba-cuda does otherwise while it compiles a kernel for this package.
+"""Overrides of numba-cuda for the length of one compilation.
 
-It asks the current device where it was told which one to compile for, puts device functions in an order of its own for
-each process, and takes a quarter of its time for the types of `a + b`. The overrides are for one compilation, and are
-taken back after it; one thread at a time may enter, which compile.py's lock sees to.
+On its own it queries the current device even when told what to compile for, orders device functions differently in
+every process, and spends a quarter of its time on the types of `a + b`. Only one thread at a time may enter; the lock
+of compile.py sees to that.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 
 @contextmanager
 def overridden(capability: tuple[int, int]) -> Iterator[None]:
-    """numba-cuda with the overrides of this file, to compile for `capability`."""
+    """Apply all overrides of this file, to compile for `capability`."""
     with current_device_is(capability), functions_in_order(), operators_typed_once(), no_collection():
         yield
 
 
 @contextmanager
 def current_device_is(capability: tuple[int, int]) -> Iterator[None]:
-    """Answer, in this thread alone, what numba-cuda asks the current device when a kernel calls a device function.
+    """Answer numba-cuda's queries of the current device, in this thread only.
 
-    It asks for the compute capability although it was told which one to compile for, and without a driver that is an
-    error.
+    When a kernel calls a device function, numba-cuda queries the compute capability although it was told which one to
+    compile for; without a driver the query fails.
     """
     from numba.cuda import compiler, dispatcher
 
@@ -44,9 +44,9 @@ def current_device_is(capability: tuple[int, int]) -> Iterator[None]:
 
 @contextmanager
 def functions_in_order() -> Iterator[None]:
-    """Keep the device functions of a kernel in the order in which they are met, in this thread alone.
+    """Keep the device functions of a kernel in the order of their first use, in this thread only.
 
-    numba-cuda keeps them in sets, whose order changes from process to process, and with it the PTX.
+    numba-cuda keeps them in sets, whose order differs between processes, and with it the PTX.
     """
     from numba.cuda import codegen
 
@@ -61,17 +61,17 @@ def functions_in_order() -> Iterator[None]:
 
 @contextmanager
 def operators_typed_once() -> Iterator[None]:
-    """Find the type of an operator once for the same types of scalars.
+    """Resolve the type of an operator once for the same scalar types.
 
-    For each `a + b` of two integers numba-cuda tries some twenty implementations, those for strings and arrays among
-    them, and compares all options of the compiler for each. Nothing that scalars depend on changes meanwhile.
+    For each `a + b` of two integers numba-cuda tries some twenty implementations, including those for strings and
+    arrays, and compares all compiler options for each. Nothing that the result depends on changes during a compilation.
     """
     from numba import types
     from numba.cuda.descriptor import cuda_target
 
     context = cuda_target.typing_context
     resolve: Callable[..., Any] = context.resolve_function_type
-    scalars = (types.Number, types.Boolean)  # literals of them, too
+    scalars = (types.Number, types.Boolean)  # and literals of them
     operators = {bool, *filter(callable, vars(operator).values())}
     known: dict[Any, Any] = {}
 
@@ -94,7 +94,7 @@ def operators_typed_once() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection: it would go through all objects of the process, again and again, to find next to none."""
+    """No garbage collection: it would traverse all objects of the process again and again, and free next to none."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -106,7 +106,7 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value of a module's or an object's attribute, which may be its class's or a builtin else."""
+    """Replace an attribute of a module or an object, be it its own, its class's or a builtin."""
     own = {name: vars(owner)[name]} if name in vars(owner) else {}
     setattr(owner, name, value)
     try:
@@ -117,7 +117,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _InOrder:
-    """As much of a set as numba-cuda's code libraries use, iterated in the order of insertion."""
+    """The part of a set that numba-cuda's code libraries use, iterated in insertion order."""
 
     def __init__(self) -> None:
         self._items: dict[Any, None] = {}

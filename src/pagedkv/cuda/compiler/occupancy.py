@@ -1,10 +1,10 @@
-"""How many blocks of a kernel a multiprocessor has room for."""
+"""How many blocks of a kernel fit on a multiprocessor."""
 
 from __future__ import annotations
 
 from .ptx import Capability
 
-# The system's part of each block's shared memory; from 9.0 on, a cubin counts it as static.
+# Reserved by the system in each block's shared memory; from 9.0 on a cubin counts it as static.
 SYSTEM_SHARED_BYTES = 1024
 
 # Shared memory of a multiprocessor and the most that a block may have: CUDA C++ Programming Guide, technical
@@ -20,19 +20,19 @@ def occupancy(capability: Capability, registers: int, num_threads: int, shared_b
     """Blocks of a kernel that are resident on a multiprocessor at once; 0 if it cannot run.
 
     The rules of cuda_occupancy.h of the CUDA toolkit (cudaOccMaxActiveBlocksPerMultiprocessor): registers are given to
-    whole warps, 256 at a time, in 4 partitions of 16384; shared memory in units of 128 bytes, 1 KiB of each block's for
-    the system.
+    whole warps, 256 at a time, in 4 partitions of 16384; shared memory in units of 128 bytes, with 1 KiB per block
+    reserved for the system.
 
     Parameters
     ----------
     capability : tuple of int
         (8, 0), (9, 0) or (10, 0).
     registers : int
-        Of a thread.
+        Per thread.
     num_threads : int
-        Of a block.
+        Per block.
     shared_bytes : int
-        Of a block, static and dynamic.
+        Per block, static and dynamic.
     """
     most_shared, most_of_block = _SHARED_BYTES[capability]
     warps = -(-num_threads // 32)

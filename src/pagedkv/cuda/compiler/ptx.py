@@ -1,4 +1,4 @@
-"""What compiling and linking share: the target, the versions of the tools, and what a PTX module calls and loads."""
+"""What compiling and linking share: the target, the versions of the tools, and a look into PTX modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 
 Capability = tuple[int, int]
 
-# What makes PTX and machine code, under the names of either CUDA major version.
+# Everything that makes PTX and machine code, under the names of both CUDA major versions.
 TOOLS = (
     *("numba", "numba-cuda", "llvmlite", "numpy", "cuda-bindings", "cuda-core"),
     *("nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
@@ -31,7 +31,7 @@ def versions() -> tuple[str | None, ...]:
 
 
 def external_functions(ptx: str) -> list[str]:
-    """The functions that a PTX module calls and does not have."""
+    """The functions that a PTX module calls but does not define."""
     return re.findall(r"\.extern\s+\.func\s+(?:\([^)]*\)\s*)?([\w$]+)", ptx)
 
 

@@ -1,9 +1,11 @@
-"""copy_blocks: whole blocks onto other blocks, byte by byte whatever they hold.
+"""copy_blocks: copy whole blocks onto other blocks, as bytes whatever they hold.
 
-Grid: x over pairs, y over pieces of a block, z over caches, up to MAX_CACHES of them in one launch. A thread copies
-up to 4 vectors of a piece, all loads before the stores. No shared memory.
+Grid. x over pairs, y over pieces of a block, z over caches, up to MAX_CACHES of them in one launch.
 
-A block is the same in all caches of a launch: rows of contiguous vectors along up to three axes.
+Who owns what. A thread block copies a piece, and each thread up to 4 vectors of it, all loads before the stores. Blocks
+have the same shape in all caches of a launch: rows of contiguous vectors along up to three axes.
+
+Shared memory. None.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ NUM_THREADS = 128
 MAX_CACHES = 8
 VECTORS_PER_THREAD = 4
 PIECE = NUM_THREADS * VECTORS_PER_THREAD
-"""Vectors that a thread block copies at a time."""
+"""Vectors that a thread block copies at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,11 @@ class CopyConfig:
     Attributes
     ----------
     vector_bytes : int
-        16, 8, 4, 2 or 1: what every address, stride and row is a multiple of.
+        16, 8, 4, 2 or 1; every address, stride and row is a multiple of it.
     num_axes : int
         Axes of a block that are not contiguous, 0 to 3.
     checked : bool
-        Skip and record pairs with a block that is not there.
+        Skip and record pairs with a block id that is out of range.
     """
 
     vector_bytes: int
@@ -58,7 +60,7 @@ class CopyConfig:
 def make_copy_blocks(config: CopyConfig) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: MAX_CACHES sources and MAX_CACHES destinations (anything where there are fewer caches), pairs,
+    Its parameters: MAX_CACHES sources and MAX_CACHES destinations (unused ones may be anything), pairs,
     report, num_source_blocks, num_destination_blocks, num_vectors of a block and of a row, the lengths of axes 1 and 2
     (axis 2 is the fastest, and missing axes are the slowest), the elements from pair to pair; in bytes the block
     stride and those of the axes 0 to 2 of the sources, and of the destinations.

@@ -1,7 +1,10 @@
 """gather_kv: the keys and values of one sequence as dense rows.
 
-Grid: x over (token, group of elements), y over KV heads, z = 0 for K and 1 for V. A thread moves 4 or 8 elements of
-one row and stores them 16 bytes at a time. No shared memory.
+Grid. x over (token, group of elements), y over KV heads, z = 0 for K and 1 for V.
+
+Who owns what. A thread moves 4 or 8 elements of one row and stores them 16 bytes at a time.
+
+Shared memory. None.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ class GatherConfig:
     Attributes
     ----------
     kind : str
-        What an element of the caches is: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2". fp8 comes out as
-        float32, times its scale; the others as they are.
+        Elements of the caches: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2". fp8 is widened to float32
+        and multiplied by its scale; the others are copied.
     head_dim, block_size : int
         D and P.
     is_vllm : bool
@@ -36,7 +39,7 @@ class GatherConfig:
     checked : bool
         Skip and record block ids outside 0..num_blocks-1.
     hardware_fp8 : bool
-        The device has instructions for fp8, which e4m3 is widened with.
+        The device has instructions for fp8; e4m3 is widened with them.
     """
 
     kind: str
@@ -52,7 +55,7 @@ class GatherConfig:
 def make_gather_kv(config: GatherConfig) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: k_cache, v_cache, k, v (C-contiguous), block_table, k_scales, v_scales (0 where there is none),
+    Its parameters: k_cache, v_cache, k, v (C-contiguous), block_table, k_scales, v_scales (0 for none),
     report, num_tokens, num_kv_heads, num_blocks; in bytes the block, position, head and column strides of k_cache and
     of v_cache; k_scale, v_scale.
     """

@@ -1,8 +1,8 @@
-"""How the kernels that move tokens between dense rows and caches cut their work.
+"""How write_kv and gather_kv split their work among threads.
 
 A thread moves `elements` neighbouring elements of one row: one (token, KV head) of k or v. Rows of a cache in the
 layouts NHD and HND are contiguous. In the layout vllm those of K are chunks of 16 bytes, a column stride apart, and
-those of V single elements; neighbouring tokens are neighbours in memory there, so 32 of them share a warp.
+those of V single elements; there neighbouring tokens are adjacent in memory, so 32 of them share a warp.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ NUM_THREADS = 128
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Where the elements of one cache row are.
+    """Where the elements of one cache row lie, and how threads share them.
 
     Attributes
     ----------
     itemsize : int
         Bytes of an element of the cache.
     elements : int
-        Elements that a thread moves; a row is a multiple of them, and they are 8 or 16 bytes of a contiguous row.
+        Elements that a thread moves, 8 or 16 bytes of a contiguous row; a row is a multiple of them.
     num_vectors : int
         Such groups in a row.
     chunk : int
         Contiguous elements of the row; chunks are a column stride apart.
     tile : int
-        Tokens whose group of the same index neighbouring threads move.
+        Tokens whose same group of elements neighbouring threads move.
     """
 
     itemsize: int

@@ -1,7 +1,11 @@
 """write_kv: the keys and values of new tokens into their slots.
 
-Grid: x over (token, group of elements), y over KV heads, z = 0 for K and 1 for V. A thread moves 4 or 8 elements of
-one row with 16-byte loads, and, but for V in the layout vllm, with one 16- or 8-byte store. No shared memory.
+Grid. x over (token, group of elements), y over KV heads, z = 0 for K and 1 for V.
+
+Who owns what. A thread moves 4 or 8 elements of one row with 16-byte loads and, except for V in the layout vllm, one
+store of 16 or 8 bytes.
+
+Shared memory. None.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from ..device.intrinsics import address, bits_float, float_bits, load_16, store_
 from ..device.source import KernelSource, device_function
 from .tokens import NUM_THREADS, RowShape, make_item, row_shape
 
-# NaN without its sign, as the CPU's conversions write it; float16 keeps as much of the payload as it holds.
+# NaN without its sign, as the CPU's conversions write it; float16 keeps as much of the payload as fits.
 _NAN = {"float16": 0x7C00, "bfloat16": 0x7FC0}
 
 
@@ -28,9 +32,9 @@ class WriteConfig:
     Attributes
     ----------
     kind : str
-        What an element of the caches is: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2".
+        Elements of the caches: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2".
     k_kind, v_kind : str
-        The same of k and v.
+        The same for k and v.
     head_dim, block_size : int
         D and P.
     is_vllm : bool
@@ -58,7 +62,7 @@ class WriteConfig:
 def make_write_kv(config: WriteConfig) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: k, v, k_cache, v_cache, slots, k_scales, v_scales (0 where there is none), report, num_tokens,
+    Its parameters: k, v, k_cache, v_cache, slots, k_scales, v_scales (0 for none), report, num_tokens,
     num_kv_heads, num_slots; in bytes the token and head strides of k and v, then block, position, head and column
     strides of k_cache and of v_cache; k_scale, v_scale.
     """
@@ -166,7 +170,7 @@ def _make_convert(kind: str, hardware_fp8: bool) -> Any:
     if kind == "float32":
         return None
     round_ = narrow(kind, hardware_fp8)
-    # The arithmetic of a GPU loses the sign of a NaN.
+    # Arithmetic on a GPU loses the sign of a NaN.
     if kind.startswith("fp8"):
 
         @device_function

@@ -1,4 +1,4 @@
-"""The device side of check=True: the first bad entry that a kernel meets, written down for the host to raise.
+"""The device side of check=True: record the first bad entry that a kernel meets, for the host to raise.
 
 The report buffer is int64[5] = (state, what, sequence, column, value); state is 0 until a thread claims the buffer.
 """
@@ -23,10 +23,10 @@ def record(report, what, sequence, column, value):
     what : int
         BLOCK_ID, SEQ_LEN, SLOT, or PAIR: a block id of pairs.
     sequence, column : int
-        Where the entry stands; column is 0 in a one-dimensional array, but sequence is -1 for
+        Where the entry is; column is 0 in a one-dimensional array, but sequence is -1 for
         the block ids of one sequence.
     value : int
-        What stands there.
+        The entry.
     """
     if compare_and_swap(address(report), 0, 1) == 0:
         report[1] = int64(what)

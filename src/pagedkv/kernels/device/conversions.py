@@ -1,7 +1,7 @@
 """Device functions between float32 and the elements of a cache, as the 32-bit words that hold them.
 
 `unpack(kind)` widens a word, `narrow(kind)` rounds one value; `unpack_words` and `multiply_add` take the words of a
-vector. What intrinsics.py says of arguments holds for them too.
+vector. Arguments are typed as strictly as in intrinsics.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _floats_of_bfloat16(builder: Any, word: Any) -> list[Any]:
 
 
 def _bytes_on_top(builder: Any, word: Any) -> list[Any]:
-    """Two words with bytes 0, 1 and 2, 3 of `word` as the upper bytes of their halves, the lower ones 0."""
+    """Two words with bytes 0, 1 and 2, 3 of `word` as the upper bytes of their halves, above zeros."""
     return [
         emit_asm(builder, I32, f"prmt.b32 $0, $1, 0, {selector};", "=r,r", [word]) for selector in ("0x1404", "0x3424")
     ]
@@ -46,7 +46,7 @@ def _floats_of_e5m2(builder: Any, word: Any) -> list[Any]:
 
 
 def _floats_of_e4m3(builder: Any, word: Any) -> list[Any]:
-    # One bit to the right a code's exponent and mantissa are those of a float16 of 2**-8 the value, subnormals too.
+    # Shifted right by one bit, a code's exponent and mantissa are a float16 of 2**-8 times its value, subnormals too.
     floats = []
     for halves in _bytes_on_top(builder, word):
         sign = builder.and_(halves, I32(0x80008000))
@@ -108,7 +108,7 @@ def _code_by_hardware(name: str) -> Callable[[Any, Any], Any]:
         # The first source operand is the upper half of the pair.
         text = f"cvt.rn.satfinite.{name}x2.f32 $0, $1, $2;"
         code = builder.zext(emit_asm(builder, I16, text, "=h,f,f", [ir.Constant(F32, 0.0), x]), I32)
-        # NaN becomes the code of all ones, which is the only one of e4m3.
+        # NaN becomes the code of all ones, the only NaN of e4m3.
         return code if name == "e4m3" else builder.select(builder.fcmp_unordered("uno", x, x), I32(0x7E), code)
 
     return emit
@@ -118,7 +118,7 @@ def _code_by_bits(mantissa_bits: int, bias: int, largest: float, nan: int) -> Ca
     """Round a float32 to an fp8 code in integer arithmetic: nearest even, saturating, NaN as the code `nan`."""
     shift = 23 - mantissa_bits
     smallest_normal = 2.0 ** (1 - bias)
-    # Adding this number leaves the multiple of the subnormals' step in the lowest bits, rounded by the hardware.
+    # Adding this number leaves the mantissa of a subnormal in the lowest bits, rounded by the hardware.
     magic = 2.0 ** (1 - bias - mantissa_bits + 23)
 
     def emit(builder: Any, x: Any) -> Any:
@@ -146,8 +146,8 @@ def _code_by_bits(mantissa_bits: int, bias: int, largest: float, nan: int) -> Ca
 def narrow(kind: str, hardware_fp8: bool = False) -> Any:
     """The device function that rounds a float32 to a kind, nearest even: float32 -> its bits in a uint32.
 
-    fp8 saturates at its largest finite value, infinities too. NaN stays NaN, in fp8 with the code that ml_dtypes writes
-    but for its sign, which need not be that of the float32.
+    fp8 saturates at its largest finite value, infinities too. NaN stays NaN; in fp8 it has the code that ml_dtypes
+    writes, except that the sign may differ.
 
     Parameters
     ----------

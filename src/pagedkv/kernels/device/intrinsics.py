@@ -1,9 +1,9 @@
-"""Device functions that are one instruction or a few: memory, numbers, threads that wait for each other.
+"""Device functions of one or a few instructions: memory, atomics, arithmetic, arrays of a thread.
 
 Global memory is named by an int64 address in bytes, shared memory by a uint32 one. An access of n bytes needs an
-address that is a multiple of n. Elements of a cache travel as the 32-bit words that hold them, which conversions.py
-makes float32. Every function takes arguments of exactly the types that it names (or integer literals) and is a
-TypingError for others. Beside this file only conversions.py and tensor_intrinsics.py know llvmlite.
+address that is a multiple of n. Elements of a cache are carried as the 32-bit words that hold them; conversions.py
+widens those to float32. Arguments must have exactly the types that a function names (or be integer literals): others
+are a TypingError. Apart from this file only conversions.py and tensor_intrinsics.py build LLVM IR.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def declare(name: str, doc: str, result: Any, arguments: list[Any], emit: Callab
 
     typing.__name__ = typing.__qualname__ = name
     typing.__doc__ = doc
-    # numba reads the names of the arguments here, and knows no *args.
+    # numba reads the names of the arguments from here and does not support *args.
     names = ["typingctx", *(f"argument_{i}" for i in range(len(arguments)))]
     parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in names]
     typing.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -76,8 +76,8 @@ def parts_of(builder: Any, struct: Any, count: int) -> list[Any]:
 def for_each(typingctx: Any, body: Any, count: Any, args: Any) -> Any:
     """Call the device function ``body(i, *args)`` for i from 0 to count - 1, a constant, without a loop.
 
-    A local array is in registers only where every index into it is a constant, and LLVM unrolls a loop only up to some
-    size of the result.
+    A local array stays in registers only if every index into it is a constant, and LLVM unrolls loops only up to a
+    certain size.
     """
     if not isinstance(count, types.IntegerLiteral) or not isinstance(args, types.BaseTuple):
         return None
@@ -95,7 +95,7 @@ def for_each(typingctx: Any, body: Any, count: Any, args: Any) -> Any:
 
 opaque = declare(
     "opaque",
-    "The same number, unknown to the compiler: a loop up to it is not unrolled.",
+    "The same number, hidden from the compiler so that it does not unroll a loop up to it.",
     int64,
     [int64],
     lambda builder, x: emit_asm(builder, I64, "mov.b64 $0, $1;", "=l,l", [x]),
@@ -106,10 +106,10 @@ opaque = declare(
 
 @intrinsic
 def local_array(typingctx: Any, count: Any, dtype: Any) -> Any:
-    """A pointer to `count`, a constant, numbers of this thread: in registers where every index is a constant.
+    """A pointer to `count`, a constant, numbers of this thread: in registers if every index is a constant.
 
-    As cuda.local.array, but a call hands over one value for it and not seven, and an access is one or two instructions
-    of LLVM and not ten: of the split kernels, that are full of both, NVVM makes PTX in half of the time.
+    Unlike cuda.local.array it is one value in a call, not seven, and an access is one or two LLVM instructions, not
+    ten: NVVM compiles the split kernels, which are full of both, in half the time.
     """
     if not isinstance(count, types.IntegerLiteral) or not isinstance(dtype, types.NumberClass):
         return None
@@ -201,7 +201,7 @@ def _load(nbytes: int) -> Any:
 
 
 def _load_written(nbytes: int) -> Any:
-    doc = f"{nbytes} bytes of global memory that this launch may write, too."
+    doc = f"{nbytes} bytes of global memory that this launch may also write."
     return make_load(f"load_written_{nbytes}", doc, _LOADED[nbytes][0], int64, _LOADED[nbytes][1])
 
 
@@ -279,7 +279,7 @@ def shared_address(typingctx: Any, array: Any) -> Any:
 
 compare_and_swap = declare(
     "compare_and_swap",
-    "The int64 at a global address, replaced by `new` if it was `old`, in one atomic step: (address, old, new).",
+    "Atomically replace the int64 at a global address by `new` if it is `old`; its old value: (address, old, new).",
     int64,
     [int64, int64, int64],
     lambda builder, where, old, new: emit_asm(
@@ -305,7 +305,7 @@ exp2 = declare(
 
 divide = declare(
     "divide",
-    "x / y of float32, to two units in the last place (div.full); without the branch of an exact division.",
+    "x / y of float32, to two units in the last place (div.full), without the branch of an exact division.",
     float32,
     [float32, float32],
     lambda builder, x, y: emit_asm(builder, F32, "div.full.f32 $0, $1, $2;", "=f,f,f", [x, y]),
@@ -324,14 +324,14 @@ larger = declare(
 
 @lru_cache
 def masked(num_words: int) -> Any:
-    """The device function (words, masks): a tuple of words, each without the bits that are not in its mask."""
+    """The device function (words, masks): the bitwise and of two tuples of words."""
     words = types.UniTuple(uint32, num_words)
 
     def emit(builder: Any, values: Any, masks: Any) -> list[Any]:
         pairs = zip(parts_of(builder, values, num_words), parts_of(builder, masks, num_words), strict=True)
         return [builder.and_(value, mask) for value, mask in pairs]
 
-    return declare("masked", "The words without the bits that are not in the masks.", words, [words, words], emit)
+    return declare("masked", "The bitwise and of words and masks.", words, [words, words], emit)
 
 
 _LOW_BITS = "{ .reg .b32 n; max.s32 n, $1, 0; shl.b32 n, 1, n; sub.u32 $0, n, 1; }"  # shl makes 0 of 1 << 32
@@ -341,7 +341,7 @@ _LOW_BITS = "{ .reg .b32 n; max.s32 n, $1, 0; shl.b32 n, 1, n; sub.u32 $0, n, 1;
 def bit_masks(num_words: int) -> Any:
     """The device function (first, last): words in which the bits first..last-1 are set, from the lowest address up.
 
-    Both numbers may lie outside of the words, by less than 2**31.
+    Both may lie outside the words, by less than 2**31.
     """
 
     def low_bits(builder: Any, count: Any, word: int) -> Any:

@@ -18,7 +18,7 @@ NONE = float32(-math.inf)  # the maximum of no logits
 def make_modify(score_mod: Callable[..., Any] | None) -> Any:
     """The device function ``modify(score, softcap, slope, q_pos, k_pos, head, seq)``: softcap, ALiBi, score_mod.
 
-    A softcap of 0 is none.
+    A softcap of 0 means none.
     """
     user = None if score_mod is None else cuda.jit(device=True)(score_mod)
 

@@ -22,7 +22,7 @@ class KernelSource:
     num_threads : int
         Threads of a block, which is one-dimensional.
     min_blocks : int
-        Blocks that a multiprocessor must have room for, so many that registers are saved for them.
+        Blocks that must fit on a multiprocessor at once: ptxas limits the registers of a thread for them.
     """
 
     function: Callable[..., None]
@@ -45,10 +45,10 @@ def with_lineinfo(lineinfo: bool) -> Iterator[None]:
 
 
 def device_function(function: Callable[..., Any]) -> Any:
-    """Decorate a function that kernels call: inlined, and its lines named in the PTX if the kernel's own are.
+    """Decorate a function that kernels call: inlined, with line info in the PTX if the kernel has it.
 
-    Those of one that stands at the top of a file, which all kernels share, are always named. A constant that it is
-    called with is written int64(0): a literal is a type of its own, for which it would be compiled once more.
+    A module-level one, which all kernels share, always has line info. Pass constants as int64(0): a literal has a type
+    of its own, for which the function would be compiled once more.
     """
     from numba import cuda
 

@@ -1,4 +1,4 @@
-"""Device functions of one instruction or a few for the split kernel: warps, tensor cores, memory that blocks share.
+"""Device functions of one or a few instructions for the split kernel: warps, tensor cores, memory that blocks share.
 
 Addresses and types are as in intrinsics.py: int64 for global memory, uint32 for shared memory and for words. A function
 that a whole warp must call says so.
@@ -36,7 +36,7 @@ WHOLE_WARP = "0xffffffff"
 
 
 def _warp_wide(builder: Any, result: Any, text: str, constraints: str, args: list[Any]) -> Any:
-    """Assembly that LLVM must neither move nor copy across branches."""
+    """Assembly that LLVM must neither move nor duplicate across branches."""
     call = emit_asm(builder, result, text, constraints, args, side_effect=True)
     call.attributes.add("convergent")
     return call
@@ -46,7 +46,7 @@ def _warp_wide(builder: Any, result: Any, text: str, constraints: str, args: lis
 
 
 def _stream(count: int) -> Any:
-    """Loads of the caches: read once, so past L1; in the order of the program as far as LLVM goes."""
+    """Loads of the caches: read once, so they bypass L1; volatile, so LLVM keeps them in program order."""
     struct = ir.LiteralStructType([I32] * count)
     registers = ",".join(f"${i}" for i in range(count))
     text = f"ld.global.nc.L1::no_allocate.L2::128B.v{count}.u32 {{{registers}}}, [${count}];"
@@ -64,8 +64,8 @@ stream_16, stream_8 = _stream(4), _stream(2)
 
 def _copy(nbytes: int) -> Any:
     past_l1 = "cg" if nbytes == 16 else "ca"
-    # A predicate and no branch: beside one, NVVM left jumps to a block that it had removed, named "$L__BB0_-1", and
-    # gave up ("Symbol name with unsupported characters").
+    # A predicate, not a branch: with one, NVVM left jumps to a block that it had removed, named "$L__BB0_-1", and
+    # failed ("Symbol name with unsupported characters").
     text = (
         "{ .reg .pred p; setp.ne.u32 p, $3, 0; "
         f"@p cp.async.{past_l1}.shared.global.L2::128B [$0], [$1], {nbytes}, $2; }}"
@@ -75,9 +75,9 @@ def _copy(nbytes: int) -> Any:
         args = [target, source, count, builder.zext(is_wanted, I32)]
         return emit_asm(builder, VOID, text, "r,l,r,r,~{memory}", args, side_effect=True)
 
-    doc = f"""Start to copy from global to shared memory, if that is wanted: (target, source, count, is_wanted).
+    doc = f"""Start an asynchronous copy from global to shared memory if wanted: (target, source, count, is_wanted).
 
-    {nbytes} bytes are written: the first `count` of the source, and zeros. What is not read need not be there.
+    It writes {nbytes} bytes: the first `count` of the source, then zeros. The rest of the source need not exist.
     """
     return declare(f"copy_{nbytes}", doc, types.void, [uint32, int64, uint32, types.boolean], emit)
 
@@ -86,7 +86,7 @@ copy_16, copy_8 = _copy(16), _copy(8)
 
 end_group = declare(
     "end_group",
-    "The copies that this thread has started since the last call are a group, which may be empty.",
+    "Commit the copies that this thread has started since the last call as a group, which may be empty.",
     types.void,
     [],
     lambda builder: emit_asm(builder, VOID, "cp.async.commit_group;", "~{memory}", [], side_effect=True),
@@ -95,7 +95,7 @@ end_group = declare(
 
 @lru_cache
 def wait_but(count: int) -> Any:
-    """The device function that waits for this thread's groups of copies, all but the last `count` of them."""
+    """The device function that waits for all but the last `count` of this thread's groups of copies."""
     text = f"cp.async.wait_group {count};"
 
     def emit(builder: Any) -> Any:
@@ -129,7 +129,7 @@ store_shared_words = make_store("store_shared_words", "Store four words at a sha
 
 fence = declare(
     "fence",
-    "What this thread wrote before is there, for all threads of the device, before what it writes afterwards.",
+    "Make earlier writes of this thread visible to all threads of the device before its later ones.",
     types.void,
     [],
     lambda builder: _fence(builder),
@@ -142,7 +142,7 @@ def _fence(builder: Any) -> None:
 
 count_up = declare(
     "count_up",
-    "The uint32 at a global address, then increased by 1 in one atomic step, or 0 if it was `last`: (address, last).",
+    "Atomically increment the uint32 at a global address, from `last` to 0; its old value: (address, last).",
     uint32,
     [int64, uint32],
     lambda builder, where, last: emit_asm(
@@ -154,7 +154,7 @@ count_up = declare(
 
 sync_warp = declare(
     "sync_warp",
-    "What lanes of this warp wrote before is there for all of them. The whole warp calls it.",
+    "Make earlier writes of each lane visible to its warp. The whole warp calls it.",
     types.void,
     [],
     lambda builder: _sync_warp(builder),
@@ -285,7 +285,7 @@ halves_of_lower_e4m3, halves_of_upper_e4m3 = _halves_of_e4m3(False), _halves_of_
 
 reciprocal = declare(
     "reciprocal",
-    "1 / x of a float32, to one unit in the last place (rcp.approx.ftz); without the branch of an exact division.",
+    "1 / x of a float32, to one unit in the last place (rcp.approx.ftz), without the branch of an exact division.",
     float32,
     [float32],
     lambda builder, x: emit_asm(builder, F32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x]),

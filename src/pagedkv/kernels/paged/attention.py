@@ -5,7 +5,7 @@
     V cache   (num_blocks, num_kv_heads, head_dim, block_size)
 
 Grid. x = seq_idx * num_heads + head_idx: the heads that share a KV head are neighbours, and find its blocks in L2.
-y, and z where y has no room, is partition_idx: 0 in v1; in v2 partitions are counted from the window's first one.
+y, continued in z past the limit of y, is partition_idx: 0 in v1; v2 counts partitions from the window's first one.
 
 Who owns what. A thread block of 4 warps owns one query head, over all tokens (v1) or those of one partition (v2). A
 warp takes every fourth chunk: the tokens of one block, or 32 tokens of a block that is longer. In K a thread group of
@@ -13,11 +13,11 @@ warp takes every fourth chunk: the tokens of one block, or 32 tokens of a block 
 NUM_ROWS_PER_ITER-th row (of head_dim), summed over lanes and warps at the end.
 
 Shared memory. Static: q_vecs, head_dim float32, and red_smem, 8 float32. Dynamic, see `shared_bytes`: the logits of
-the thread block's tokens, and later out_smem, 2 * head_dim float32, in the same place.
+the thread block's tokens, and later out_smem, 2 * head_dim float32, in the same memory.
 
-Bad values. A kernel that is not `checked` trusts seq_lens and block_tables: an id at or past num_blocks is memory that
-is not the cache's. A negative id is skipped, without a word: its tokens count as masked ones. A `checked` kernel skips
-both, and a length that is out of range, and records the first.
+Bad values. A kernel that is not `checked` trusts seq_lens and block_tables: an id at or past num_blocks reads outside
+the cache, and a negative id is silently skipped, its tokens masked. A `checked` kernel skips both, and a length that is
+out of range, and records the first.
 
 v2 is v1 over a partition. It leaves a float32 output, the largest logit and the sum of exponentials of every partition
 to `make_v2_reduce` of reduction.py.
@@ -32,8 +32,9 @@ from numba import cuda, float32, float64, int32, int64, types, uint32
 from ..device.intrinsics import address, larger, shared_address
 from ..device.logits import NONE, make_modify
 from ..device.source import KernelSource
+from ..device.warp import WARP_SIZE
 from . import config as constants
-from .config import NUM_THREADS, NUM_WARPS, WARP_SIZE, AttentionConfig
+from .config import NUM_THREADS, NUM_WARPS, AttentionConfig
 from .keys import make_query_key, make_stage_query, make_sum_of_group
 from .softmax import block_max, softmax
 from .tables import make_block_of, make_length_of, make_tokens_of
@@ -56,7 +57,7 @@ def shared_bytes(config: AttentionConfig, num_tokens: int) -> int:
 
 
 def static_shared_bytes(config: AttentionConfig) -> int:
-    """Shared memory of a thread block beside that."""
+    """Static shared memory of a thread block."""
     return 4 * (config.head_dim + 2 * NUM_WARPS)
 
 

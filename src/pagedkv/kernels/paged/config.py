@@ -1,4 +1,4 @@
-"""What v1 and v2 are compiled for, and the constants that follow from it, under vLLM's names."""
+"""The config of v1 and v2, and the constants that follow from it, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..device.intrinsics import ELEMENT_BITS
+from ..device.warp import WARP_SIZE
 
-WARP_SIZE = 32
 NUM_THREADS = 128
 NUM_WARPS = NUM_THREADS // WARP_SIZE
 PARTITION_SIZE = 512
@@ -24,7 +24,7 @@ class AttentionConfig:
     q_kind, kv_kind : str
         Elements of q and `out`, and of the caches: "float32", "float16", "bfloat16"; "fp8_e4m3", "fp8_e5m2".
     packed : bool
-        Inside of one head of one block, the caches are C-contiguous.
+        Within one head of one block the caches are C-contiguous.
     checked : bool
         Skip and record lengths and block ids that are out of range.
     hardware_fp8 : bool
@@ -73,7 +73,7 @@ class AttentionConfig:
 
     @property
     def v_chunk_size(self) -> int:
-        """Tokens of V that a warp takes at a time: few, so that few lanes share a row and each has few rows' sums."""
+        """Tokens of V that a warp takes at a time: few, so that few lanes share a row and a lane sums few rows."""
         most_bytes = 64 if self.head_dim <= 256 else 32  # of a row, whole sectors
         return min(self.chunk_size, most_bytes // self.kv_bytes)
 

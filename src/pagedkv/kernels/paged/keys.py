@@ -9,8 +9,8 @@ from numba import cuda, float32, uint32
 from ..device.conversions import multiply_add, unpack_words
 from ..device.intrinsics import for_each, load_16, load_shared, opaque, store_shared
 from ..device.source import device_function
+from ..device.warp import ALL_LANES
 from .config import NUM_THREADS, AttentionConfig
-from .softmax import ALL_LANES
 
 MOST_IN_FLIGHT = 8
 
@@ -34,8 +34,8 @@ def make_query_key(config: AttentionConfig) -> Any:
     """The device function ``query_key(q_vecs, k, k_vec_stride, thread_group_offset)``: this lane's share of q . k.
 
     Lane thread_group_offset of a thread group takes every THREAD_GROUP_SIZE-th 16-byte vector of the token whose first
-    vector is at the address k; the vectors of a token are k_vec_stride bytes apart. It has up to MOST_IN_FLIGHT of them
-    in registers at a time.
+    vector is at the address k; the vectors of a token are k_vec_stride bytes apart. Up to MOST_IN_FLIGHT of them are in
+    registers at a time.
     """
     VEC_SIZE, THREAD_GROUP_SIZE = config.vec_size, config.thread_group_size
     NUM_VECS = config.head_dim // VEC_SIZE

@@ -1,7 +1,9 @@
-"""The second kernel of v2: the outputs of a head's partitions become its output.
+"""The second kernel of v2: reduce the outputs of a head's partitions to its output.
 
-Grid. x = seq_idx * num_heads + head_idx. A thread block of 4 warps owns one query head; its threads own the partitions
-for the weights, and the elements of head_dim for the sum.
+Grid. x = seq_idx * num_heads + head_idx.
+
+Who owns what. A thread block of 4 warps owns one query head; a thread owns partitions while the weights are computed,
+and elements of head_dim for the sum.
 
 Shared memory. Static: red_smem, 8 float32, and the weights of 128 partitions at a time.
 """
@@ -38,8 +40,8 @@ class ReductionConfig:
 def make_v2_reduce(config: ReductionConfig) -> KernelSource:
     """The softmax over the partitions of one query head.
 
-    A partition weighs exp_sum * exp(max_logit - the largest of them all); the sink is one more term of the
-    denominator. Strides are in bytes.
+    A partition weighs exp_sum * exp(max_logit - the largest max_logit); the sink is one more term of the denominator.
+    Strides are in bytes.
     """
     HEAD_DIM, ROWS_PER_THREAD = config.head_dim, -(-config.head_dim // NUM_THREADS)
     NUM_SUMS = 2 * NUM_WARPS

@@ -9,15 +9,14 @@ from numba import cuda, float32
 from ..device.intrinsics import exp2, larger
 from ..device.logits import LOG2E, NONE
 from ..device.source import device_function
-from .config import NUM_THREADS, NUM_WARPS, WARP_SIZE
-
-ALL_LANES = 0xFFFFFFFF
+from ..device.warp import ALL_LANES, WARP_SIZE
+from .config import NUM_THREADS, NUM_WARPS
 
 
 def _make_over_block(combine: Any) -> Any:
-    """The device function (red_smem, value): the float32 of all threads of the block combined, in every thread.
+    """The device function (red_smem, value): a float32 combined over all threads of the block, for every thread.
 
-    red_smem holds one float32 per warp.
+    red_smem has room for one float32 per warp.
     """
 
     @cuda.jit(device=True, lineinfo=True)
@@ -50,7 +49,7 @@ block_max, block_sum = _make_over_block(larger), _make_over_block(_plus)
 
 @cuda.jit(device=True, lineinfo=True)
 def exp_minus(logit, maximum):
-    """exp(logit - maximum) as float32, where a maximum of -inf says that every logit is: then 0."""
+    """exp(logit - maximum) as float32; 0 for a maximum of -inf, when every logit is -inf."""
     shift = float32(0) if maximum == NONE else maximum
     return exp2(float32(float32(logit - shift) * LOG2E))
 

@@ -12,7 +12,7 @@ from .config import AttentionConfig
 
 
 def make_length_of(config: AttentionConfig) -> Any:
-    """The device function (seq_lens, seq_idx, max_blocks, report): a length, 0 for one that check=True refuses."""
+    """The device function (seq_lens, seq_idx, max_blocks, report): a length, or 0 if check=True rejects it."""
     BLOCK_SIZE, CHECKED = config.block_size, config.checked
 
     @device_function
@@ -27,9 +27,9 @@ def make_length_of(config: AttentionConfig) -> Any:
 
 
 def make_tokens_of(PARTITION_SIZE: int) -> Any:
-    """The device function (seq_len, window, partition_idx): the first token of a thread block, and the one behind it.
+    """The device function (seq_len, window, partition_idx): the first token of a thread block, and one past its last.
 
-    With a PARTITION_SIZE of 0 they are all that the window leaves.
+    With a PARTITION_SIZE of 0 it takes all tokens of the window.
     """
 
     @device_function
@@ -46,7 +46,7 @@ def make_tokens_of(PARTITION_SIZE: int) -> Any:
 def make_block_of(config: AttentionConfig) -> Any:
     """The device function (token_idx, block_tables, row, num_blocks, report, seq_idx): the block that holds a token.
 
-    It is -1 for an entry of the table that check=True refuses; `row` is where the sequence's entries begin.
+    It is -1 for an entry of the table that check=True rejects; `row` is where the sequence's entries begin.
     """
     BLOCK_SIZE, CHECKED = config.block_size, config.checked
 

@@ -23,16 +23,16 @@ from ..device.intrinsics import (
     store_4,
 )
 from ..device.source import device_function
+from ..device.warp import ALL_LANES
 from .config import NUM_WARPS, AttentionConfig
-from .softmax import ALL_LANES
 
 
 def make_weigh_values(config: AttentionConfig) -> Any:
     """The device function ``weigh_values(accs, logits, v, v_row_stride, lane, first, last)``: add one chunk to accs.
 
     v is the address of this lane's vector of tokens in row 0, rows are v_row_stride bytes apart, and `logits` is the
-    shared address of the softmax of these tokens. Tokens of the vector outside of first..last-1 are selected away:
-    0 * NaN would be NaN.
+    shared address of the softmax of these tokens. Tokens of the vector outside first..last-1 are masked out, not
+    multiplied by 0: 0 * NaN is NaN.
     """
     HEAD_DIM, NUM_ROWS_PER_ITER = config.head_dim, config.num_rows_per_iter
     NUM_ROWS, NUM_V_VECS_PER_ROW = config.num_rows_per_thread, config.num_v_vecs_per_row
@@ -61,8 +61,8 @@ def make_weigh_values(config: AttentionConfig) -> Any:
 def make_reduce_rows(config: AttentionConfig) -> Any:
     """The device function ``reduce_rows(accs, out_smem, warp_idx, lane)``: warp 0 gets the sums over all warps.
 
-    First over the lanes of a row; then the upper half of the warps hands its sums to the lower half, twice. out_smem
-    is where the logits were, 2 * head_dim float32.
+    First over the lanes of a row; then the upper half of the warps hands its sums to the lower half, twice. out_smem,
+    2 * head_dim float32, reuses the memory of the logits.
     """
     HEAD_DIM, NUM_ROWS_PER_ITER = config.head_dim, config.num_rows_per_iter
     NUM_ROWS, NUM_V_VECS_PER_ROW = config.num_rows_per_thread, config.num_v_vecs_per_row

@@ -1,0 +1,75 @@
+"""What both attention kernels take of a call: arrays as they are compiled for, addresses and numbers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Array
+from ..calls import AttentionCall, per_head
+from .tiles import cache_strides
+
+NO_WINDOW = 2**62
+NO_HEADS = np.empty(0, np.float32)
+
+
+class Caches(NamedTuple):
+    """The addresses of K and V and their Strides, as plain tuples: numba takes a microsecond to unbox a NamedTuple."""
+
+    k: int
+    v: int
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    block_size: int
+
+
+class LogitOptions(NamedTuple):
+    """What happens to a logit and which keys stay; a score_mod is compiled into the kernel instead."""
+
+    causal: bool
+    window: int  # NO_WINDOW for none
+    softcap: np.float32  # 0 for none
+    slopes: int  # the address of the ALiBi slopes, 0 for none
+
+
+class Arguments(NamedTuple):
+    """The first arguments of both kernels."""
+
+    q: npt.NDArray[np.float32]  # (rows, num_heads, head_dim), times the scale and k_scale
+    tables: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    caches: Caches
+    options: LogitOptions
+    sinks: npt.NDArray[np.float32]  # (num_heads,), or empty
+    v_scale: npt.NDArray[np.float32]  # (num_kv_heads,)
+
+
+def make_arguments(call: AttentionCall, q: Array) -> tuple[Arguments, tuple[Array, ...]]:
+    """The arguments of a call for some of its rows of q, and the arrays that must outlive the addresses among them."""
+    spec, options, k_cache, v_cache = call.spec, call.options, call.k_cache, call.v_cache
+    k_scale, v_scale = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
+    factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)
+    k_strides, v_strides = cache_strides(k_cache, spec.layout), cache_strides(v_cache, spec.layout)
+    slopes = _plain(options.alibi_slopes)
+    arguments = Arguments(
+        q.astype(np.float32, order="C") * factor[:, None],
+        _plain(call.block_tables),
+        _plain(call.seq_lens),
+        Caches(k_cache.ctypes.data, v_cache.ctypes.data, tuple(k_strides), tuple(v_strides), spec.block_size),
+        LogitOptions(
+            options.causal,
+            NO_WINDOW if options.window is None else options.window,
+            np.float32(options.softcap or 0),
+            slopes.ctypes.data if slopes.size else 0,
+        ),
+        _plain(options.sinks),
+        _plain(v_scale),
+    )
+    return arguments, (k_cache, v_cache, slopes)
+
+
+def _plain(array: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    """A small array as the kernels are compiled for it: contiguous and writable, empty for None."""
+    return NO_HEADS if array is None else np.require(array, requirements=["C", "W"])
