@@ -70,6 +70,8 @@ def with_gaps(array, gap):
 class SparseDevice(EmulatorDevice):
     """An emulator on which arrays past 4 GiB are memory that nothing has touched; what they become is in `large`."""
 
+    lineinfo = False
+
     def __init__(self):
         super().__init__()
         self.large = {}

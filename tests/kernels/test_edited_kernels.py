@@ -14,9 +14,8 @@ from pagedkv.emulator import EmulatorDevice, MemoryFault, RaceFault, SyncFault
 from pagedkv.kernels.paged import attention
 
 from ..problems import assert_close, build
-from .decode_cases import Variant, checked_call, decode
+from .decode_cases import V1, checked_call, decode
 
-V1 = Variant("v1", 64, 16, "float32", "float32")
 SPEC = V1.spec(seq_lens=(37, 5))
 
 
@@ -84,7 +83,7 @@ def test_the_line_that_does_it_is_named(edit, tmp_path, monkeypatch):
     problem, own = build(SPEC), attention.make_v1
     monkeypatch.setattr(attention, "make_v1", edited(edit, tmp_path))
     with pytest.raises(edit.fault, match=edit.message) as caught:
-        decode(problem, "v1", device=EmulatorDevice(global_race=True))
+        decode(problem, V1, device=EmulatorDevice(global_race=True))
     monkeypatch.setattr(attention, "make_v1", own)
     fault = caught.value
     assert fault.kernel.startswith("v1[head_dim=64, block_size=16, ")
@@ -95,7 +94,7 @@ def test_the_line_that_does_it_is_named(edit, tmp_path, monkeypatch):
     assert "def paged_attention(" in Path((fault.source, *fault.callers)[-1].file).read_text()
     # Nothing has come back from the copies that the kernel worked on, and nothing stays behind.
     assert np.isnan(problem.out).all()
-    assert_close(problem, *decode(problem, "v1"))
+    assert_close(problem, *decode(problem, V1))
 
 
 @pytest.mark.parametrize("bad", [7, 10**6, 2**31 - 1])
@@ -113,4 +112,4 @@ def test_a_block_id_that_is_not_there_is_out_of_the_bounds_of_its_cache(bad):
     assert fault.source.text.startswith("k_vecs[4 * j]")
     if bad < 10:
         assert "k_cache" in fault.place
-    assert_close(problem, *decode(problem, "v1"))
+    assert_close(problem, *decode(problem, V1))

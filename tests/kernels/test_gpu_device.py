@@ -8,10 +8,10 @@ from pagedkv.emulator import EmulatorDevice
 
 from ..problems import assert_close, build
 from .block_cases import copying
-from .decode_cases import Variant, decode
+from .decode_cases import V1, decode
 from .gpu_device import CopyingDevice
 
-V1 = Variant("v1", 64, 16, "float32", "float32", "strided")
+STRIDED = V1._replace(strides="strided")
 
 
 class OneMemory(EmulatorDevice):
@@ -22,9 +22,9 @@ class OneMemory(EmulatorDevice):
 
 
 def test_what_a_kernel_writes_comes_back():
-    problem = build(V1.spec(seq_lens=(37, 0, 5)))
+    problem = build(STRIDED.spec(seq_lens=(37, 0, 5)))
     with OneMemory() as inner:
-        assert_close(problem, *decode(problem, "v1", device=CopyingDevice(inner)))
+        assert_close(problem, *decode(problem, STRIDED, device=CopyingDevice(inner)))
         assert len(inner.launches) == 1
 
 

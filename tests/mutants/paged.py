@@ -2,21 +2,22 @@
 
 from .mutant import Mutant
 
+ALIKE = "tests/kernels/test_decode.py::"
 V1_V2 = "tests/kernels/paged/test_v1_v2.py::"
 OPTIONS = "tests/kernels/paged/test_v1_v2_options.py::"
 LENGTHS = (V1_V2 + "test_lengths_at_the_boundaries[emulator-v1-D64-P16-float32-float32]",)
 V2_LENGTHS = (V1_V2 + "test_lengths_at_the_boundaries[emulator-v2-D64-P8-float16-float16]",)
 NEEDLE = (V1_V2 + "test_a_needle_is_found_wherever_it_lies[emulator-v1-D64-P16-float32-float32]",)
-LARGE = (V1_V2 + "test_caches_of_more_than_4_gib[v1-D64-P16-float32-float32]",)
+LARGE = (ALIKE + "test_caches_of_more_than_4_gib[v1]",)
 LONG_BLOCKS = (V1_V2 + "test_every_variant_meets_the_error_bound[emulator-v1-D8-P64-bfloat16-bfloat16]",)
 STRIDED = (V1_V2 + "test_every_variant_meets_the_error_bound[emulator-v1-D24-P8-float32-float32-strided]",)
-BAD_BLOCK = (V1_V2 + "test_a_bad_block_id_is_skipped_and_recorded[emulator--1-v1-D64-P16-float32-float32]",)
-BAD_LENGTH = (V1_V2 + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-v2-D64-P8-float16-float16]",)
+BAD_BLOCK = (ALIKE + "test_a_bad_block_id_is_skipped_and_recorded[emulator--1-v1]",)
+BAD_LENGTH = (ALIKE + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-v2]",)
 EACH_OPTION = (OPTIONS + "test_each_option_alone_and_all_of_them[emulator-v1]",)
 V2_EACH_OPTION = (OPTIONS + "test_each_option_alone_and_all_of_them[emulator-v2]",)
 WINDOWS = (OPTIONS + "test_windows_over_the_edges_of_chunks_and_partitions[emulator-v1]",)
 V2_WINDOWS = (OPTIONS + "test_windows_over_the_edges_of_chunks_and_partitions[emulator-v2]",)
-STRIDES = (OPTIONS + "test_q_and_out_have_strides_of_their_own[emulator-v1]",)
+STRIDES = (ALIKE + "test_q_and_out_have_strides_of_their_own[emulator-v1]",)
 SCALES = (OPTIONS + "test_scales_of_fp8[emulator-v1]",)
 PARTITIONS = (OPTIONS + "test_more_partitions_than_the_reduction_has_threads[emulator]",)
 

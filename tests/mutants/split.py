@@ -2,24 +2,25 @@
 
 from .mutant import Mutant
 
+ALIKE = "tests/kernels/test_decode.py::"
 SPLIT = "tests/kernels/split/test_split.py::"
 LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]",)
 CORES_LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-CUDA cores]",)
 LONG = (SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-2048-tensor cores]",)
-NEEDLE = (SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-D64-G4-P16-float16-float16]",)
-FP8_NEEDLE = (SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-D64-G8-P16-float16-fp8_e4m3]",)
+NEEDLE = (SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-split-D64-G4-P16-float16-float16]",)
+FP8_NEEDLE = (SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-split-D64-G8-P16-float16-fp8_e4m3]",)
 EXACT = (SPLIT + "test_float32_queries_lose_nothing_to_16_bit_operands[emulator-float16]",)
 CODES = (SPLIT + "test_every_fp8_code_is_its_value[emulator-fp8_e4m3-capability0]",)
-BAD_BLOCK = (SPLIT + "test_a_bad_block_id_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
-BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-"
+BAD_BLOCK = (ALIKE + "test_a_bad_block_id_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
+BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-"
 TWO_HEAD_TILES = (BOUND + "D128-G16-P16-bfloat16-bfloat16]",)
-NO_POSITIVE_SCALE = (SPLIT + "test_scales_that_are_not_positive[emulator-D64-G4-P16-float16-float16]",)
-NO_POSITIVE_SCALE_OF_TERMS = (SPLIT + "test_scales_that_are_not_positive[emulator-D256-G12-P16-float32-float16]",)
+NO_POSITIVE_SCALE = (SPLIT + "test_scales_that_are_not_positive[emulator-split-D64-G4-P16-float16-float16]",)
+NO_POSITIVE_SCALE_OF_TERMS = (SPLIT + "test_scales_that_are_not_positive[emulator-split-D256-G12-P16-float32-float16]",)
 PAST_THE_END = "test_score_mod_sees_no_position_past_the_end_and_no_head_that_does_not_exist"
-NOTHING_PAST_THE_END = (SPLIT + PAST_THE_END + "[emulator-D264-G71-P16-float16-float16]",)
+NOTHING_PAST_THE_END = (SPLIT + PAST_THE_END + "[emulator-split-D264-G71-P16-float16-float16]",)
 THROUGH_SHARED = (BOUND + "D128-G16-P16-float16-float16-modified-cc8.0]",)
 SLOWLY = "test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone"
-RISING = (SPLIT + SLOWLY + "[emulator-D64-G4-P16-float16-float16]",)
+RISING = (SPLIT + SLOWLY + "[emulator-split-D64-G4-P16-float16-float16]",)
 
 FRAGMENTS = "kernels/split/fragments.py"
 SOFTMAX = "kernels/split/softmax.py"

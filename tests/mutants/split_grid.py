@@ -2,15 +2,16 @@
 
 from .mutant import Mutant
 
+ALIKE = "tests/kernels/test_decode.py::"
 SPLIT = "tests/kernels/split/test_split.py::"
 LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]",)
 LONG = (SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-2048-tensor cores]",)
 COUNTERS = (SPLIT + "test_counters_are_ready_for_the_next_launch[emulator-tensor cores]",)
 WINDOWS = (SPLIT + "test_windows_over_the_edges_of_splits[emulator-tensor cores]",)
 NEGATIVE = (SPLIT + "test_caches_whose_strides_are_negative[emulator-tensor cores]",)
-BAD_LENGTH = (SPLIT + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
-LARGE = (SPLIT + "test_caches_of_more_than_4_gib[D64-G4-P16-float16-float16]",)
-BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-"
+BAD_LENGTH = (ALIKE + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
+LARGE = (ALIKE + "test_caches_of_more_than_4_gib[tensor cores]",)
+BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-"
 FULL = (BOUND + "D256-G12-P16-float32-float16]",)
 SIDE_BY_SIDE = (BOUND + "D64-G71-P1-float16-fp8_e4m3-modified]",)
 STRIDED = (SPLIT + "test_k_and_v_have_strides_of_their_own[emulator-tensor cores]",)

@@ -2,14 +2,17 @@
 
 from .mutant import Mutant
 
+ALIKE = "tests/kernels/test_decode.py::"
 SPLIT = "tests/kernels/split/test_split.py::"
-BAD_BLOCK = (SPLIT + "test_a_bad_block_id_is_skipped_and_recorded[emulator-1000000-many heads]",)
-BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-"
+BAD_BLOCK = (ALIKE + "test_a_bad_block_id_is_skipped_and_recorded[emulator-1000000-many heads]",)
+BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-"
 MANY = "tests/kernels/split/test_many.py::"
-TAILS = (MANY + "test_the_last_stage_may_have_any_number_of_tokens[emulator-D64-G17-P16-float16-float16]",)
-STAGE_NEEDLE = (MANY + "test_a_needle_is_found_at_every_position_of_a_stage[emulator-D64-G17-P16-float16-float16]",)
+TAILS = (MANY + "test_the_last_stage_may_have_any_number_of_tokens[emulator-split-D64-G17-P16-float16-float16]",)
+STAGE_NEEDLE = (
+    MANY + "test_a_needle_is_found_at_every_position_of_a_stage[emulator-split-D64-G17-P16-float16-float16]",
+)
 HEADS_OF_WARPS = (MANY + "test_the_heads_of_every_warp[emulator-17]",)
-BANKS = (MANY + "test_lanes_keep_out_of_each_others_banks[D64-G17-P16-float16-float16]",)
+BANKS = (MANY + "test_lanes_keep_out_of_each_others_banks[split-D64-G17-P16-float16-float16]",)
 
 SOFTMAX = "kernels/split/softmax.py"
 SUMS = "kernels/split/sums.py"

@@ -1,14 +1,13 @@
 """Corners of v1 and v2 that drawn problems meet by chance: windows, options, scales, strides, many partitions."""
 
-import numpy as np
 import pytest
 
 from ...problems import assert_close, build
-from ..decode_cases import PARTITION, Variant, decode
+from ..decode_cases import V1, V2, decode
+from .variants import PARTITION
 
-VARIANTS = [Variant("v1", 64, 16, "float32", "float32"), Variant("v2", 64, 8, "float16", "float16")]
-FP8 = [Variant("v1", 64, 16, "float32", "fp8_e4m3"), Variant("v2", 64, 8, "float16", "fp8_e5m2")]
-BOTH = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.kernel)
+FP8 = [V1._replace(kv_dtype="fp8_e4m3"), V2._replace(kv_dtype="fp8_e5m2")]
+BOTH = pytest.mark.parametrize("variant", [V1, V2], ids=lambda variant: variant.kernel)
 
 
 @BOTH
@@ -16,7 +15,7 @@ def test_windows_over_the_edges_of_chunks_and_partitions(variant, open_device):
     lengths = (0, 1, 2, 130, 145, PARTITION, PARTITION + 1, PARTITION + 100, 2 * PARTITION + 1)
     for window in (1, 2, 130, PARTITION, PARTITION + 1):
         problem = build(variant.spec(seq_lens=lengths, window=window, num_kv_heads=1, group_size=3))
-        assert_close(problem, *decode(problem, variant.kernel, open_device))
+        assert_close(problem, *decode(problem, variant, open_device))
 
 
 @BOTH
@@ -25,25 +24,16 @@ def test_each_option_alone_and_all_of_them(variant, open_device):
     for some in ({}, *({name: value} for name, value in options.items()), options):
         spec = variant.spec(seq_lens=(3, 2 * PARTITION + 9, 40), num_kv_heads=3, group_size=2, **some)
         problem = build(spec)
-        assert_close(problem, *decode(problem, variant.kernel, open_device))
-
-
-@BOTH
-def test_q_and_out_have_strides_of_their_own(variant, open_device):
-    problem = build(variant.spec(seq_lens=(37, 5, 600)))
-    problem.q = np.ascontiguousarray(problem.q[:, ::-1])[:, ::-1]
-    assert problem.q.strides != problem.out.strides
-    assert_close(problem, *decode(problem, variant.kernel, open_device))
+        assert_close(problem, *decode(problem, variant, open_device))
 
 
 @pytest.mark.parametrize("variant", FP8, ids=lambda variant: variant.kernel)
 def test_scales_of_fp8(variant, open_device):
     for kv_scales in ("scalar", "per head"):
         problem = build(variant.spec(seq_lens=(37, 5, 600), kv_scales=kv_scales, num_kv_heads=3))
-        assert_close(problem, *decode(problem, variant.kernel, open_device))
+        assert_close(problem, *decode(problem, variant, open_device))
 
 
 def test_more_partitions_than_the_reduction_has_threads(open_device):
-    variant = VARIANTS[1]
-    problem = build(variant.spec(seq_lens=(258 * PARTITION + 3, 7), num_kv_heads=1, group_size=1))
-    assert_close(problem, *decode(problem, "v2", open_device))
+    problem = build(V2.spec(seq_lens=(258 * PARTITION + 3, 7), num_kv_heads=1, group_size=1))
+    assert_close(problem, *decode(problem, V2, open_device))

@@ -3,15 +3,19 @@
 import numpy as np
 import pytest
 
-from pagedkv.emulator import EmulatorDevice
 from pagedkv.kernels.split.config import SHORTEST_SPLIT
 from pagedkv.kernels.split.stages import StageShape
 
 from ...problems import assert_close, build, expect
-from .split_cases import MANY_HEADS, Variant, config_of, decode
+from ..decode_cases import MANY_HEADS, Variant, decode, emulator
+from .variants import config_of
 
 # Stages of 64, 32 and 16 tokens, of two teams and of one.
-VARIANTS = [MANY_HEADS, Variant(128, 24, 3, "bfloat16", "bfloat16"), Variant(256, 48, 16, "float16", "fp8_e4m3")]
+VARIANTS = [
+    MANY_HEADS,
+    Variant("split", 128, 3, "bfloat16", "bfloat16", group_size=24),
+    Variant("split", 256, 16, "float16", "fp8_e4m3", group_size=48),
+]
 FORMS = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
 
@@ -27,7 +31,7 @@ def test_forms():
 def test_the_last_stage_may_have_any_number_of_tokens(variant, open_device):
     lengths = range(1, 2 * tokens_of_stage(variant) + 2)
     problem = build(variant.spec(seq_lens=(*lengths, SHORTEST_SPLIT - 1), num_kv_heads=1))
-    assert_close(problem, *decode(problem, open_device))
+    assert_close(problem, *decode(problem, variant, open_device))
 
 
 @FORMS
@@ -37,31 +41,32 @@ def test_a_needle_is_found_at_every_position_of_a_stage(variant, open_device):
         needles = tuple(range(first, first + 8))
         spec = variant.spec(seq_lens=(SHORTEST_SPLIT,), num_kv_heads=8, needles=needles, fingerprint=True, group_size=1)
         problem = build(spec.replace(group_size=variant.group_size))
-        out, lse = decode(problem, open_device)
+        out, lse = decode(problem, variant, open_device)
         assert_close(problem, out, lse)
         np.testing.assert_array_equal(out.astype(np.float32), np.round(expect(problem)[0]))
 
 
 @pytest.mark.parametrize("group_size", [17, 32, 33, 64, 65])
 def test_the_heads_of_every_warp(group_size, open_device):
-    problem = build(MANY_HEADS._replace(group_size=group_size).spec(seq_lens=(70, 5)))
-    assert_close(problem, *decode(problem, open_device))
+    variant = MANY_HEADS._replace(group_size=group_size)
+    problem = build(variant.spec(seq_lens=(70, 5)))
+    assert_close(problem, *decode(problem, variant, open_device))
 
 
 @pytest.mark.parametrize("variant", VARIANTS[1:], ids=str)
 def test_the_bits_are_the_same_on_other_blocks(variant, open_device):
     spec = variant.spec(seq_lens=(300, 17), num_kv_heads=1)
-    out, lse = decode(build(spec), open_device)
+    out, lse = decode(build(spec), variant, open_device)
     for block_size, layout in ((1, "HND"), (256, "NHD")):
         other = spec.replace(block_size=block_size, layout=layout, placement_seed=5, seq_lens=(17, 300), ids=(1, 0))
-        other_out, other_lse = decode(build(other), open_device)
+        other_out, other_lse = decode(build(other), variant, open_device)
         np.testing.assert_array_equal(other_out[::-1], out)
         np.testing.assert_array_equal(other_lse[::-1], lse)
 
 
 @FORMS
 def test_lanes_keep_out_of_each_others_banks(variant):
-    device = EmulatorDevice(stats=True)
-    decode(build(variant.spec(seq_lens=(SHORTEST_SPLIT,), num_kv_heads=1)), device=device)
+    device = emulator(stats=True)
+    decode(build(variant.spec(seq_lens=(SHORTEST_SPLIT,), num_kv_heads=1)), variant, device=device)
     stats = device.launches[0]
     assert stats.shared_wavefronts <= 1.1 * stats.shared_wavefronts_min

@@ -17,18 +17,18 @@ from pagedkv.kernels.split.lanes import slots_bytes
 from pagedkv.kernels.split.stages import StageShape
 
 from ...problems import build
-from ..decode_cases import checked_call
-from .split_cases import MANY_HEADS, VARIANTS, Variant, config_of
+from ..decode_cases import MANY_HEADS, TENSOR, Variant, checked_call
+from .variants import VARIANTS, config_of
 
 # What is compiled for 9.0 has been compiled by the tests in the emulator; of the others there are the largest ones.
 LARGEST = [
     *(VARIANTS[i] for i in (0, 3, 6, 8)),
-    Variant(256, 8, 16, "float32", "bfloat16"),
-    Variant(256, 16, 16, "float32", "float16"),
-    Variant(256, 4, 16, "float32", "float32", modified=True),
-    Variant(128, 24, 16, "float16", "fp8_e4m3"),
-    Variant(256, 48, 16, "float16", "float16", modified=True),
-    Variant(512, 8, 16, "float16", "float16"),
+    Variant("split", 256, 16, "float32", "bfloat16", group_size=8),
+    Variant("split", 256, 16, "float32", "float16", group_size=16),
+    Variant("split", 256, 16, "float32", "float32", group_size=4, modified=True),
+    Variant("split", 128, 16, "float16", "fp8_e4m3", group_size=24),
+    Variant("split", 256, 16, "float16", "float16", group_size=48, modified=True),
+    Variant("split", 512, 16, "float16", "float16", group_size=8),
 ]
 MOST_SHARED = 99 * 1024  # of a thread block on GPUs of compute capability 8.6, 8.9 and 12.0
 
@@ -131,13 +131,13 @@ def plan_of(variant, **fields):
 
 
 def test_the_grid_follows_from_capacity_and_window():
-    variant = Variant(64, 4, 16, "float16", "float16")
+    variant = TENSOR
     plan, call = plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3)
     capacity = call.block_tables.shape[1] * 16
     assert plan.launches[0].grid == (6, -(-capacity // SHORTEST_SPLIT), 1)
     assert plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3, window=300)[0].launches[0].grid == (6, 2, 1)
     assert plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0].launches[0].grid == (6, 1, 1)
-    for variant, num_tiles in ((MANY_HEADS, 1), (Variant(72, 71, 16, "float16", "fp8_e5m2"), 2)):
+    for variant, num_tiles in ((MANY_HEADS, 1), (Variant("split", 72, 16, "float16", "fp8_e5m2", group_size=71), 2)):
         tiles = plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0]
         assert tiles.launches[0].grid == (6 * num_tiles, 1, 1)
 
@@ -145,7 +145,7 @@ def test_the_grid_follows_from_capacity_and_window():
 @pytest.mark.parametrize(("head_dim", "kind", "vector"), [(64, "float16", 16), (8, "fp8_e4m3", 8)])
 def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(head_dim, kind, vector):
     assert SplitConfig(head_dim, 1, 16, "float32", kind).vector_bytes == vector <= VECTOR_BYTES
-    problem = build(Variant(head_dim, 1, 16, "float32", kind).spec(seq_lens=(5,), num_kv_heads=1))
+    problem = build(Variant("split", head_dim, 16, "float32", kind, group_size=1).spec(seq_lens=(5,), num_kv_heads=1))
     call = checked_call(problem, "split")
     row = call.k_cache.strides[0]
     for num_blocks, is_wide in ((2**32 * vector // row, False), (2**32 * vector // row + 1, True)):
@@ -157,7 +157,7 @@ def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(head_dim, kind,
 
 
 def test_more_thread_blocks_than_a_grid_has():
-    problem = build(Variant(64, 4, 16, "float16", "float16").spec(seq_lens=(5,)))
+    problem = build(TENSOR.spec(seq_lens=(5,)))
     call = checked_call(problem, "split")
     many = call._replace(q=np.broadcast_to(call.q, (2**30, *call.q.shape[1:])))
     with pytest.raises(ValueError, match=r"must be below 2\*\*31 on a device, got 2147483648"):

@@ -1,0 +1,103 @@
+"""What v1, v2 and every form of split must do alike."""
+
+import math
+
+import numpy as np
+import pytest
+
+from pagedkv import reference
+from pagedkv.cuda.bad_entries import raise_if_failed
+from pagedkv.cuda.plans import attention
+
+from ..problems import POISONS, assert_close, build
+from .decode_cases import FORMS, TENSOR, LargeCaches, assert_same_bits, checked_call, decode, move_past_4_gib
+
+WITH_FP8 = FORMS | {"fp8": TENSOR._replace(kv_dtype="fp8_e4m3", group_size=8)}
+
+
+def each_of(forms):
+    return pytest.mark.parametrize("variant", forms.values(), ids=forms)
+
+
+@each_of(WITH_FP8)
+def test_what_is_not_used_does_not_change_a_bit(variant, open_device):
+    # Of split, slopes are another kernel.
+    spec = variant.spec(seq_lens=(37, 1, 600, 0), window=300, alibi=variant.kernel != "split", sinks=True)
+    expected = decode(build(spec.replace(poison="zero")), variant, open_device)
+    for poison in POISONS:
+        assert_same_bits(decode(build(spec.replace(poison=poison)), variant, open_device), expected)
+
+
+@each_of(FORMS)
+def test_q_and_out_have_strides_of_their_own(variant, open_device):
+    problem = build(variant.spec(seq_lens=(37, 5, 600)))
+    problem.q = np.ascontiguousarray(problem.q[:, ::-1])[:, ::-1]
+    assert problem.q.strides != problem.out.strides
+    assert_close(problem, *decode(problem, variant, open_device))
+
+
+@each_of(WITH_FP8)
+def test_caches_of_more_than_4_gib(variant):
+    problem = build(variant.spec(seq_lens=(70, 3)))
+    num_blocks = len(problem.k_cache)
+    expected = decode(build(problem.spec), variant)
+    move_past_4_gib(problem)
+    assert_same_bits(decode(problem, variant, device=LargeCaches(num_blocks)), expected)
+
+
+@each_of(FORMS)
+def test_without_an_lse(variant, open_device):
+    problem = build(variant.spec(seq_lens=(0, 40, 600)))
+    expected, _ = decode(problem, variant, open_device)
+    out = np.zeros_like(problem.q)
+    with open_device() as device:
+        attention.decode_attention(device, checked_call(problem, variant.kernel), out, None)
+    assert_same_bits((out,), (expected,))
+
+
+@each_of(FORMS)
+@pytest.mark.parametrize("bad", [-1, 10**6, 2**31 - 1, -(2**31)])
+def test_a_bad_block_id_is_skipped_and_recorded(variant, bad, open_device):
+    spec, p = variant.spec(seq_lens=(40, 3, 600)), variant.block_size
+    problem = build(spec)
+    whole = decode(build(spec), variant, open_device)
+    call = checked_call(problem, variant.kernel, check=True)
+    column = 64 // p
+    block = problem.block_tables[2, column]
+    problem.block_tables[2, column] = bad
+    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+    with open_device() as device:
+        attention.decode_attention(device, call, out, lse)
+        with pytest.raises(IndexError, match=rf"got {bad} for sequence 2, column {column}"):
+            raise_if_failed([device])
+        raise_if_failed([device])
+    assert_same_bits((out[:2], lse[:2]), (whole[0][:2], whole[1][:2]))
+    # The block's tokens are not there: as if all of its keys were masked.
+    problem.block_tables[2, column] = block
+
+    def masked(score, q_pos, k_pos, head, seq):
+        return -math.inf if seq == 2 and k_pos // p == column else score
+
+    expected, expected_lse = reference.decode_attention(
+        *problem.args, **{**problem.options, "score_mod": masked}, return_lse=True
+    )
+    np.testing.assert_allclose(out.astype(float), expected, atol=1e-3, rtol=0)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=0)
+
+
+@each_of(FORMS)
+@pytest.mark.parametrize("bad", [-1, 10**6])
+def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
+    spec = variant.spec(seq_lens=(40, 3, 600), sinks=True)
+    problem = build(spec)
+    expected = decode(build(spec), variant, open_device)
+    call = checked_call(problem, variant.kernel, check=True)
+    problem.seq_lens[1] = bad
+    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+    with open_device() as device:
+        attention.decode_attention(device, call, out, lse)
+        with pytest.raises(ValueError, match=rf"got {bad} for sequence 1"):
+            raise_if_failed([device])
+    assert_same_bits((out[::2], lse[::2]), (expected[0][::2], expected[1][::2]))
+    assert (out[1] == 0).all()
+    assert (lse[1] == -np.inf).all()
