@@ -10,7 +10,7 @@ import pagedkv
 from pagedkv.cpu import decode
 
 from .problems import FLOATS, Spec, as_torch, assert_close, build, expect, move_past_2_31_elements, run
-from .strategies import DECODE_KERNELS, SPLIT, capped_2, capped_half, own_parity, specs
+from .strategies import DECODE_KERNELS, MORE_DECODE_KERNELS, SPLIT, capped_2, capped_half, long, own_parity, specs
 
 SOME = [
     Spec(kv_dtype="float32", head_dim=64),
@@ -26,7 +26,7 @@ def test_splits_are_where_the_tests_think_they_are():
     assert decode.SPLIT == SPLIT
 
 
-@pytest.mark.parametrize("kernel", DECODE_KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", [*DECODE_KERNELS, *long(MORE_DECODE_KERNELS)], ids=str)
 @settings(max_examples=20)
 @given(data=st.data())
 def test_oracle(kernel, data):

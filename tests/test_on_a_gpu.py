@@ -9,16 +9,18 @@ import torch
 
 import pagedkv
 
-from .problems import Spec, as_torch, assert_close, build
+from .problems import FLOATS, Spec, as_torch, assert_close, build
 
 SPECS = [
     Spec(seq_lens=(37, 0, 600), layout="vllm", group_size=3, sinks=True, alibi=True),
     Spec(seq_lens=(33, 530), layout="vllm", q_dtype="float16", kv_dtype="float16", window=100, softcap=5.0),
     Spec(seq_lens=(20, 513), layout="vllm", q_dtype="float16", kv_dtype="fp8_e4m3", kv_scales="per head"),
+    Spec(seq_lens=(16, 530), layout="vllm", q_dtype="bfloat16", kv_dtype="bfloat16", sinks=True, group_size=3),
+    Spec(seq_lens=(20,), layout="vllm", kv_dtype="fp8_e5m2", kv_scales="scalar", softcap=20.0, alibi=True),
 ]
 
 SPLIT_SPECS = [
-    Spec(seq_lens=(37, 0, 600), group_size=3, sinks=True, alibi=True),
+    Spec(seq_lens=(37, 0, 600), group_size=3, block_size=3, sinks=True, alibi=True),
     Spec(seq_lens=(33, 530, 5000), layout="HND", q_dtype="float16", kv_dtype="float16", window=2100, group_size=8),
     Spec(seq_lens=(20, 513), q_dtype="bfloat16", kv_dtype="fp8_e4m3", kv_scales="per head", softcap=5.0),
 ]
@@ -99,39 +101,51 @@ def test_decode_on_another_stream(framework):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "vllm"])
-@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
-def test_caches(framework, layout, kv_dtype):
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8_e4m3"])
+def test_caches(framework, layout, kind):
     rng = np.random.default_rng(0)
-    dtype = np.dtype(np.uint8 if kv_dtype else np.float32)
+    dtype, is_fp8 = FLOATS.get(kind, np.dtype(np.uint8)), kind.startswith("fp8")
     shapes = pagedkv.layouts.cache_shapes(layout, 6, 8, 2, 16, dtype.itemsize)
     caches = [rng.integers(0, 100, shape).astype(dtype) for shape in shapes]
     k, v = rng.standard_normal((2, 5, 2, 16)).astype(np.float32)
     slots, table = np.array([3, -1, 47, 8, 0]), np.array([5, 0, 1, -1], np.int32)
-    options = {"layout": layout, "kv_dtype": kv_dtype}
+    options = {"layout": layout, "kv_dtype": kind if is_fp8 else None}
+    if is_fp8:
+        options |= {"k_scale": 0.5, "v_scale": np.array([0.25, 3], np.float32)}
     pairs, there, back = np.array([[0, 2], [1, 3]]), np.array([[5, 0], [3, 5]]), np.array([[0, 4]])
     results = []
     for on in (framework, None):
         send, fetch = (on.send, on.fetch) if on else (np.array, np.asarray)
-        more = framework.options if on else {}
+        more = {**(sent(on, options) if on else options), **(on.options if on else {})}
         own, host = [send(x) for x in caches], [np.zeros_like(x) for x in caches]
-        pagedkv.write_kv(send(k), send(v), *own, send(slots), **options, **more)
-        pagedkv.copy_blocks(own[0], own[1], send(pairs), **more)
-        pagedkv.swap_blocks(own, host, there, **more)
-        pagedkv.swap_blocks(host, own, back, **more)
-        dense = pagedkv.gather_kv(*own, send(table), 19, **options, **more)
+        backend = on.options if on else {}
+        pagedkv.write_kv(send(k), send(v), *own, send(slots), **more)
+        pagedkv.copy_blocks(own[0], own[1], send(pairs), **backend)
+        pagedkv.swap_blocks(own, host, there, **backend)
+        pagedkv.swap_blocks(host, own, back, **backend)
+        dense = pagedkv.gather_kv(*own, send(table), 19, **more)
         results.append([*map(fetch, (*own, *dense)), *host])  # fetching waits for the copies to the host as well
     for x, y in zip(*results, strict=True):
-        np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
 
 
-def test_merge(framework):
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_merge(framework, dtype, is_stacked):
     rng = np.random.default_rng(0)
-    outs, lses = rng.standard_normal((9, 4, 2, 16)).astype(np.float32), rng.standard_normal((9, 4, 2), np.float32)
+    outs = rng.standard_normal((9, 4, 2, 16)).astype(FLOATS[dtype])
+    lses = rng.standard_normal((9, 4, 2), np.float32)
     lses[1, 2], lses[:, 3, 0], outs[:, 3, 0] = -np.inf, -np.inf, np.nan
-    out, lse = pagedkv.merge_states(framework.send(outs), framework.send(lses), **framework.options)
-    expected, expected_lse = pagedkv.merge_states(outs, lses)
-    np.testing.assert_allclose(framework.fetch(out), expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(framework.fetch(lse), expected_lse, rtol=1e-6, atol=1e-6)
+    given = (outs, lses) if is_stacked else (list(outs), list(lses))
+    send = framework.send if is_stacked else lambda arrays: [framework.send(x) for x in arrays]
+    out, lse = pagedkv.merge_states(*map(send, given), **framework.options)
+    out, lse = framework.fetch(out), framework.fetch(lse)
+    expected, expected_lse = pagedkv.merge_states(*given)
+    rtol, atol = (1e-5, 1e-6) if dtype == "float32" else (1e-2, 1e-2)
+    np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), rtol=rtol, atol=atol)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-6)
+    assert (out[3, 0] == 0).all()
 
 
 def test_a_bad_entry_is_raised_when_it_is_asked_for(gpu_framework):

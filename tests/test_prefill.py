@@ -9,7 +9,7 @@ from hypothesis import given, settings
 import pagedkv
 
 from .problems import FLOATS, Spec, as_torch, assert_close, build, error_bound, expect, move_past_2_31_elements, run
-from .strategies import PREFILL_KERNELS, SPLIT, fade, own_parity, specs
+from .strategies import MORE_PREFILL_KERNELS, PREFILL_KERNELS, SPLIT, fade, long, own_parity, specs
 
 SOME = [
     Spec(kv_dtype="float32", head_dim=64),
@@ -20,7 +20,7 @@ SOME = [
 some = pytest.mark.parametrize("spec", SOME, ids=lambda spec: f"{spec.layout}-{spec.kv_dtype}")
 
 
-@pytest.mark.parametrize("kernel", PREFILL_KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", [*PREFILL_KERNELS, *long(MORE_PREFILL_KERNELS)], ids=str)
 @settings(max_examples=20)
 @given(data=st.data())
 def test_oracle(kernel, data):

@@ -13,8 +13,8 @@ from pagedkv.emulator import EmulatorDevice
 from pagedkv.placement import Placement
 
 from ..problems import FLOATS
+from ..strategies import long
 
-CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
 ON_HOST = Placement("emulator", 0, 0, None)
 STRIDES = ["own", "halves", "padded"]
 
@@ -97,12 +97,13 @@ def with_capability(device, capability):
 
 
 def every_third_for_all(configs):
-    """(config, capability) of every config for 9.0, which the emulator runs anyway, and of some for the others."""
-    return [
-        (config, capability)
-        for i, config in enumerate(configs)
-        for capability in (CAPABILITIES if i % 3 == 0 else CAPABILITIES[1:2])
-    ]
+    """(config, capability): each config for 9.0, which the emulator runs anyway, and some for the other two by turns.
+
+    For both in a long run.
+    """
+    others = [(config, (capability, 0)) for config in configs[::3] for capability in (8, 10)]
+    turns = [others[2 * i + i % 2] for i in range(len(others) // 2)]
+    return [*((config, (9, 0)) for config in configs), *turns, *long(case for case in others if case not in turns)]
 
 
 def assert_links(make, config, capability, max_registers=64):

@@ -44,7 +44,7 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 """
-OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "mutants_plugin", "--hypothesis-profile=mutants")
+OPTIONS = ("-q", "-x", "-m", "", "-p", "no:cacheprovider", "-p", "mutants_plugin", "--hypothesis-profile=mutants")
 
 
 def run_tests(mutant: Mutant | None, tests: tuple[str, ...], *options: str) -> tuple[int | None, str]:

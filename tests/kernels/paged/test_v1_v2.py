@@ -16,6 +16,7 @@ from pagedkv.kernels.paged.attention import make_v1, make_v2, static_shared_byte
 from pagedkv.kernels.paged.reduction import ReductionConfig, make_v2_reduce
 
 from ...problems import assert_close, build, expect
+from ...strategies import long
 from ..block_cases import every_third_for_all
 from ..decode_cases import V1, V2, Variant, assert_same_bits, checked_call, decode, emulator
 from .variants import PARTITION, VARIANTS, specs
@@ -147,7 +148,9 @@ def test_more_partitions_than_the_grid_has_in_one_dimension(monkeypatch, open_de
 
 
 @pytest.mark.parametrize(
-    "variant", [Variant("v1", 8, 64, "bfloat16", "bfloat16"), Variant("v2", 8, 32, "float32", "float32")], ids=str
+    "variant",
+    [Variant("v1", 8, 64, "bfloat16", "bfloat16"), *long([Variant("v2", 8, 32, "float32", "float32")])],
+    ids=str,
 )
 def test_more_sequences_than_a_grid_has_in_y_or_z(variant, open_device):
     spec = variant.spec(seq_lens=(1, 3, 8, 5), num_kv_heads=1, group_size=1)

@@ -12,16 +12,18 @@ from pagedkv.cuda.plans import attention
 from pagedkv.kernels.split.config import LONG, MOST_SPLITS, SHORTEST_SPLIT
 
 from ...problems import assert_close, build, expect
+from ...strategies import long
 from ..decode_cases import CUDA_CORES, MANY_HEADS, TENSOR, Variant, assert_same_bits, checked_call, decode, emulator
-from .variants import VARIANTS, specs
+from .variants import MORE_VARIANTS, VARIANTS, specs
 
 ALL = pytest.mark.parametrize(
     "variant", [TENSOR, CUDA_CORES, MANY_HEADS], ids=["tensor cores", "CUDA cores", "many heads"]
 )
+TENSOR_12 = Variant("split", 64, 16, "bfloat16", "bfloat16", group_size=12)
 OPERANDS = [TENSOR, Variant("split", 64, 16, "float16", "fp8_e4m3", group_size=8), CUDA_CORES, MANY_HEADS]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [*VARIANTS, *long(MORE_VARIANTS)], ids=str)
 @settings(max_examples=4)
 @given(data=st.data())
 def test_every_variant_meets_the_error_bound(variant, data, open_device):
@@ -69,25 +71,50 @@ def test_a_needle_is_found_at_every_position_of_a_step(variant, open_device):
 
 
 @ALL
-def test_the_bits_are_the_same_in_any_batch_placement_layout_block_size_and_schedule(variant, open_device):
+def test_the_bits_are_the_same_in_any_batch_placement_layout_and_schedule(variant, open_device):
     spec = variant.spec(seq_lens=(700, 3, 65, LONG + 5))
     out, lse = decode(build(spec), variant, open_device)
-    for block_size in (1, 3, 16, 256):
-        for placement, order, layout in ((5, (2, 0), "HND"), (6, (3, 1, 0, 2, 0), "NHD")):
-            other = spec.replace(
-                seq_lens=tuple(spec.seq_lens[i] for i in order),
-                ids=order,
-                placement_seed=placement,
-                layout=layout,
-                block_size=block_size,
-                strides="strided" if layout == "HND" else "own",
-            )
-            assert_same_bits(decode(build(other), variant, open_device), (out[list(order)], lse[list(order)]))
+    for seed in range(3):
+        device = open_device(seed=seed, global_race=True)
+        assert_same_bits(decode(build(spec), variant, device=device), (out, lse))
     for i in range(len(spec.seq_lens)):
         alone = spec.replace(seq_lens=spec.seq_lens[i : i + 1], ids=(i,))
         assert_same_bits(decode(build(alone), variant, open_device), (out[i : i + 1], lse[i : i + 1]))
-    for seed in range(3):
-        assert_same_bits(decode(build(spec), variant, device=open_device(seed=seed, global_race=True)), (out, lse))
+    for other, order in elsewhere(spec):
+        assert_same_bits(decode(build(other), variant, open_device), (out[order], lse[order]))
+
+
+def elsewhere(spec):
+    """The sequences of a spec on other blocks, in other layouts, orders and strides; and which ones they are."""
+    for placement, order, layout in ((5, [2, 0], "HND"), (6, [3, 1, 0, 2, 0], "NHD")):
+        yield (
+            spec.replace(
+                seq_lens=tuple(spec.seq_lens[i] for i in order),
+                ids=tuple(order),
+                placement_seed=placement,
+                layout=layout,
+                strides="strided" if layout == "HND" else "own",
+            ),
+            order,
+        )
+
+
+@pytest.mark.parametrize(
+    ("variant", "block_size"),
+    [
+        *((TENSOR, block_size) for block_size in (1, 3, 256)),
+        (CUDA_CORES, 3),
+        *long((CUDA_CORES, block_size) for block_size in (1, 256)),
+        *long((MANY_HEADS, block_size) for block_size in (1, 3, 256)),
+    ],
+    ids=str,
+)
+def test_the_bits_are_the_same_for_any_block_size(variant, block_size, open_device):
+    """That of kernels with many heads is in test_many.py, with rows of other sizes."""
+    spec = variant.spec(seq_lens=(700, 3, 65, LONG + 5))
+    out, lse = decode(build(spec), variant, open_device)
+    for other, order in elsewhere(spec.replace(block_size=block_size)):
+        assert_same_bits(decode(build(other), variant, open_device), (out[order], lse[order]))
 
 
 @ALL
@@ -111,9 +138,7 @@ def seeing(score, q_pos, k_pos, head, seq):
     return 0.5 * score + (0.7 if k_pos % 3 == 1 else 0.0) + 0.1 * head + 0.3 * seq - 0.01 * (q_pos - k_pos)
 
 
-@pytest.mark.parametrize(
-    "variant", [TENSOR, Variant("split", 64, 16, "bfloat16", "bfloat16", group_size=12), CUDA_CORES], ids=str
-)
+@pytest.mark.parametrize("variant", [TENSOR, CUDA_CORES, *long([TENSOR_12])], ids=str)
 def test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key(variant, open_device):
     variant = variant._replace(score_mod=seeing)
     for sinks in (False, True):
@@ -148,7 +173,7 @@ def rising(score, q_pos, k_pos, head, seq):
     return score + (0.012 if head == 1 else -0.012) * k_pos
 
 
-@pytest.mark.parametrize("variant", [TENSOR, Variant("split", 64, 16, "bfloat16", "bfloat16", group_size=12)], ids=str)
+@pytest.mark.parametrize("variant", [TENSOR, *long([TENSOR_12])], ids=str)
 def test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone(variant, open_device):
     problem = build(variant._replace(score_mod=rising).spec(seq_lens=(2100,), num_kv_heads=1))
     out, lse = decode(problem, variant, open_device)

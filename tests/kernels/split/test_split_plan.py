@@ -17,12 +17,16 @@ from pagedkv.kernels.split.lanes import slots_bytes
 from pagedkv.kernels.split.stages import StageShape
 
 from ...problems import build
+from ...strategies import long
 from ..decode_cases import MANY_HEADS, TENSOR, Variant, checked_call
-from .variants import VARIANTS, config_of
+from .variants import MORE_VARIANTS, VARIANTS, config_of
 
 # What is compiled for 9.0 has been compiled by the tests in the emulator; of the others there are the largest ones.
 LARGEST = [
-    *(VARIANTS[i] for i in (0, 3, 6, 8)),
+    Variant("split", 128, 16, "float16", "float16", group_size=8),
+    Variant("split", 128, 16, "bfloat16", "bfloat16", group_size=16),
+    Variant("split", 128, 16, "bfloat16", "fp8_e4m3", group_size=12),
+    Variant("split", 512, 16, "bfloat16", "bfloat16", group_size=8, modified=True),
     Variant("split", 256, 16, "float32", "bfloat16", group_size=8),
     Variant("split", 256, 16, "float32", "float16", group_size=16),
     Variant("split", 256, 16, "float32", "float32", group_size=4, modified=True),
@@ -33,12 +37,20 @@ LARGEST = [
 MOST_SHARED = 99 * 1024  # of a thread block on GPUs of compute capability 8.6, 8.9 and 12.0
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.capability == (9, 0)], ids=str)
+def for_9_0(variants):
+    return [variant for variant in variants if variant.capability == (9, 0)]
+
+
+@pytest.mark.parametrize("variant", [*for_9_0(VARIANTS), *long(for_9_0(MORE_VARIANTS))], ids=str)
 def test_every_variant_has_everything_in_registers(variant):
     check_registers(config_of(variant, (9, 0), softcap=2.0 if variant.modified else None), (9, 0))
 
 
-@pytest.mark.parametrize(("variant", "capability"), [*product(LARGEST, [(8, 0), (10, 0)])], ids=str)
+BY_TURNS = [(variant, (10, 0) if i % 2 else (8, 0)) for i, variant in enumerate(LARGEST)]
+THE_OTHER_WAY = [(variant, (8, 0) if i % 2 else (10, 0)) for i, variant in enumerate(LARGEST)]
+
+
+@pytest.mark.parametrize(("variant", "capability"), [*BY_TURNS, *long(THE_OTHER_WAY)], ids=str)
 def test_variants_for_other_gpus_have_everything_in_registers(variant, capability):
     check_registers(config_of(variant, capability, softcap=2.0 if variant.modified else None), capability)
 
@@ -69,7 +81,7 @@ def test_rows_and_queries_of_many_heads_fit_into_the_shared_memory_of_every_gpu(
 
 @pytest.mark.parametrize(
     ("group_size", "q_kind", "kv_kind"),
-    [(16, "bfloat16", "bfloat16"), (16, "float32", "fp8_e4m3"), (8, "float32", "float16")],
+    [(16, "float32", "fp8_e4m3"), *long([(16, "bfloat16", "bfloat16"), (8, "float32", "float16")])],
 )
 def test_caches_beyond_64_gib_leave_256_dims_in_registers(group_size, q_kind, kv_kind):
     check_registers(SplitConfig(256, group_size, 16, q_kind, kv_kind, wide=True), (9, 0))
@@ -78,12 +90,16 @@ def test_caches_beyond_64_gib_leave_256_dims_in_registers(group_size, q_kind, kv
 @pytest.mark.parametrize(
     ("head_dim", "group_size", "q_kind", "kv_kind", "capability"),
     [
-        (256, 8, "float32", "float16", (9, 0)),
-        (128, 16, "float32", "float16", (9, 0)),
         (256, 16, "float32", "float16", (9, 0)),
-        (256, 16, "float16", "fp8_e4m3", (9, 0)),
         (256, 48, "float16", "fp8_e4m3", (9, 0)),
         (256, 8, "float32", "bfloat16", (8, 0)),
+        *long(
+            [
+                (256, 8, "float32", "float16", (9, 0)),
+                (128, 16, "float32", "float16", (9, 0)),
+                (256, 16, "float16", "fp8_e4m3", (9, 0)),
+            ]
+        ),
     ],
 )
 def test_options_leave_everything_in_registers(head_dim, group_size, q_kind, kv_kind, capability):
@@ -92,10 +108,13 @@ def test_options_leave_everything_in_registers(head_dim, group_size, q_kind, kv_
         check_registers(config, capability)
 
 
-def test_rows_that_are_no_power_of_two_compile_with_lines_too():
+@pytest.mark.parametrize(
+    ("group_size", "q_kind", "kv_kind"),
+    [(33, "bfloat16", "bfloat16"), *long([(17, "float32", "fp8_e5m2")])],
+)
+def test_rows_that_are_no_power_of_two_compile_with_lines_too(group_size, q_kind, kv_kind):
     """NVVM has left jumps to a block that it had removed, for 9 pieces of a row and kernels with lines."""
-    for group_size, q_kind, kv_kind in ((33, "bfloat16", "bfloat16"), (17, "float32", "fp8_e5m2")):
-        compile_kernel(make_split, SplitConfig(72, group_size, 17, q_kind, kv_kind), (9, 0), lineinfo=True)
+    compile_kernel(make_split, SplitConfig(72, group_size, 17, q_kind, kv_kind), (9, 0), lineinfo=True)
 
 
 def test_up_to_16_heads_share_a_thread_block_if_registers_are_enough():
