@@ -2,20 +2,20 @@
 
 from .mutant import Mutant
 
-ORACLE = ("tests/test_decode.py::test_oracle[float32-64]",)
-FP8_ORACLE = ("tests/test_decode.py::test_oracle[fp8_e4m3-32]",)
-PREFILL_ORACLE = ("tests/test_prefill.py::test_oracle[float32-64]",)
-GROUPS = ("tests/test_decode.py::test_group_sizes[1-NHD-float32]",)
-EMPTY = ("tests/test_decode.py::test_empty_sequences_between_others[NHD-float32]",)
-WINDOW = ("tests/test_decode.py::test_windows_begin_at_their_first_key[17-NHD-float32]",)
-NEEDLE = ("tests/test_decode.py::test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",)
-MASKED = ("tests/test_decode.py::test_score_mod_may_mask_every_key",)
-LARGE = ("tests/test_decode.py::test_caches_of_more_than_2_31_elements[NHD]",)
-MIXED = ("tests/test_prefill.py::test_a_mixed_batch_of_prompts_chunks_decodes_and_nothing[NHD-float32]",)
-SEES = ("tests/test_prefill.py::test_score_mods_see_positions_heads_and_sequences",)
-WRITE = ("tests/test_write.py::test_write_oracle",)
-ROUNDING = ("tests/test_write.py::test_fp8_rounding_of_every_16_bit_pattern",)
-MERGE = ("tests/test_merge.py::test_oracle",)
+ORACLE = ("tests/cpu/test_decode.py::test_oracle[float32-64]",)
+FP8_ORACLE = ("tests/cpu/test_decode.py::test_oracle[fp8_e4m3-32]",)
+PREFILL_ORACLE = ("tests/cpu/test_prefill.py::test_oracle[float32-64]",)
+GROUPS = ("tests/cpu/test_decode.py::test_group_sizes[1-NHD-float32]",)
+EMPTY = ("tests/cpu/test_decode.py::test_empty_sequences_between_others[NHD-float32]",)
+WINDOW = ("tests/cpu/test_decode.py::test_windows_begin_at_their_first_key[17-NHD-float32]",)
+NEEDLE = ("tests/cpu/test_decode.py::test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",)
+MASKED = ("tests/cpu/test_decode.py::test_score_mod_may_mask_every_key",)
+LARGE = ("tests/cpu/test_decode.py::test_caches_of_more_than_2_31_elements[NHD]",)
+MIXED = ("tests/cpu/test_prefill.py::test_a_mixed_batch_of_prompts_chunks_decodes_and_nothing[NHD-float32]",)
+SEES = ("tests/cpu/test_prefill.py::test_score_mods_see_positions_heads_and_sequences",)
+WRITE = ("tests/cpu/test_blocks.py::test_write_oracle",)
+ROUNDING = ("tests/cpu/test_blocks.py::test_fp8_rounding_of_every_16_bit_pattern",)
+MERGE = ("tests/cpu/test_merge.py::test_oracle",)
 
 MUTANTS = [
     Mutant(
@@ -65,7 +65,7 @@ MUTANTS = [
         "cpu/flash.py",
         "start = max(np.int64(0), position - window + 1 - first)",
         "start = max(np.int64(0), position - window - first)",
-        ("tests/test_prefill.py::test_whole_prompts_around_tile_boundaries[True-NHD-float32]",),
+        ("tests/cpu/test_prefill.py::test_whole_prompts_around_tile_boundaries[True-NHD-float32]",),
     ),
     Mutant(
         "decode: values are read with the strides of K",
@@ -170,7 +170,7 @@ MUTANTS = [
         "cpu/flash.py",
         "z = load(q + 2 * row,",
         "z = load(q + row,",
-        ("tests/test_decode.py::test_group_sizes[4-NHD-float32]",),
+        ("tests/cpu/test_decode.py::test_group_sizes[4-NHD-float32]",),
     ),
     Mutant(
         "flash: accumulators are not rescaled",
@@ -184,7 +184,7 @@ MUTANTS = [
         "cpu/decode.py",
         "min(STEP, count - t)",
         "STEP",
-        ("tests/test_decode.py::test_an_infinite_last_value_stays_infinite[NHD-float32]",),
+        ("tests/cpu/test_decode.py::test_an_infinite_last_value_stays_infinite[NHD-float32]",),
     ),
     Mutant(
         "merge: without the sink",
@@ -268,7 +268,7 @@ MUTANTS = [
         "cpu/tiles.py",
         "offset = start - logical * block_size",
         "offset = max(start - logical * block_size - 1, np.int64(0))",
-        ("tests/test_invariance.py::test_block_size[float32-decode-3]",),
+        ("tests/cpu/test_invariance.py::test_block_size[float32-decode-3]",),
     ),
     Mutant(
         "tiles: NHD with the strides of HND",
@@ -282,7 +282,7 @@ MUTANTS = [
         "cpu/simd.py",
         "bits = builder.select(is_nan, _constant(lanes, short, 0x7E00), bits)",
         "bits = builder.select(is_nan, bits, bits)",
-        ("tests/test_decode.py::test_nan_in_use_is_not_hidden[NHD-fp8_e4m3]",),
+        ("tests/cpu/test_decode.py::test_nan_in_use_is_not_hidden[NHD-fp8_e4m3]",),
     ),
     Mutant(
         "prefill: queries one position early",
@@ -317,7 +317,7 @@ MUTANTS = [
         "cpu/prefill.py",
         "out[:num_tokens] = result",
         "out[:] = np.resize(result, out.shape)",
-        ("tests/test_prefill.py::test_rows_past_the_last_query_are_not_written[NHD-float32]",),
+        ("tests/cpu/test_prefill.py::test_rows_past_the_last_query_are_not_written[NHD-float32]",),
     ),
     Mutant(
         "write: slot 0 is skipped",
@@ -345,28 +345,28 @@ MUTANTS = [
         "cpu/blocks.py",
         "(call.v_cache, call.v_scale, v)",
         "(call.v_cache, call.k_scale, v)",
-        ("tests/test_write.py::test_gather",),
+        ("tests/cpu/test_blocks.py::test_gather",),
     ),
     Mutant(
         "copy: destination onto source",
         "cpu/blocks.py",
         "destination.view(bits)[pairs[:, 1]] = source.view(bits)[pairs[:, 0]]",
         "destination.view(bits)[pairs[:, 0]] = source.view(bits)[pairs[:, 1]]",
-        ("tests/test_write.py::test_swap_blocks_between_pools",),
+        ("tests/cpu/test_blocks.py::test_swap_blocks_between_pools",),
     ),
     Mutant(
         "merge_states: no shift by the largest",
         "cpu/merge.py",
         "top = np.where(top == -np.inf, np.float32(0), top)",
         "top = np.zeros_like(top)",
-        ("tests/test_merge.py::test_large_lses_do_not_overflow",),
+        ("tests/cpu/test_merge.py::test_large_lses_do_not_overflow",),
     ),
     Mutant(
         "merge_states: states without keys are multiplied, not left out",
         "cpu/merge.py",
         "term if weight.all() else np.where(weight[..., None] != 0, term, np.float32(0))",
         "term",
-        ("tests/test_merge.py::test_a_state_without_keys_may_hold_anything",),
+        ("tests/cpu/test_merge.py::test_a_state_without_keys_may_hold_anything",),
     ),
     Mutant(
         "merge_states: states count alike",

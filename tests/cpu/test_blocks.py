@@ -10,7 +10,7 @@ from hypothesis import given
 import pagedkv
 from pagedkv import reference
 
-from .problems import FLOATS, Spec, as_torch, build, in_layout
+from ..problems import FLOATS, Spec, as_torch, build, in_layout
 
 KV_DTYPES = [*FLOATS, *reference.FP8_DTYPES]
 LAYOUTS = ["NHD", "HND", "vllm"]

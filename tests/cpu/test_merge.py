@@ -9,8 +9,8 @@ from hypothesis import given
 import pagedkv
 from pagedkv import reference
 
-from .problems import FLOATS, Spec, as_torch, build, run
-from .strategies import SPLIT
+from ..problems import FLOATS, Spec, as_torch, build, run
+from ..strategies import SPLIT
 
 
 def states(seed, count, dtype="float32", shape=(5, 3, 16)):
