@@ -1,4 +1,4 @@
-"""The drawings of explanation/split_kernel.md: ``python docs/draw_split.py`` writes them to docs/images.
+"""The drawings of explanation/split_kernel.md, and its table of limits: ``python docs/draw_split.py`` writes them.
 
 Splits and steps are computed from the kernel's constants. Which lane has what is read off the kernel's own steps
 (split_lanes.py). The tests compare the files with what this draws: a kernel that changes changes its drawings.
@@ -6,12 +6,18 @@ Splits and steps are computed from the kernel's constants. Which lane has what i
 
 from __future__ import annotations
 
+import ast
+import csv
+import inspect
+import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, PALE, SHADE, WHITE, arrow, box, drawing, text, title
 from split_lanes import CONFIG, SHAPE, key, logits_of, place_in_a, place_in_c, query, rows_of_values, value
 
+from pagedkv.kernels.split import limits
 from pagedkv.kernels.split.config import NUM_WARPS, WARP_SIZE
 from pagedkv.kernels.split.shape import K_VECTOR, TILE, TensorShape
 
@@ -321,11 +327,31 @@ def split_pipeline() -> str:
     return drawing(top - 18, parts)
 
 
+def limits_table() -> str:
+    """The rows of limits.py, their conditions as they stand there."""
+    conditions = [
+        "otherwise"
+        if isinstance(row.args[0], ast.Name)
+        else re.sub(r"\b[csr]\.(config\.)?", "", ast.unparse(row.args[0].body))
+        for row in ast.walk(ast.parse(inspect.getsource(limits)))
+        if isinstance(row, ast.Call) and ast.unparse(row.func) == "Row"
+    ]
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["limit", "where", "value", "why"])
+    for limit in limits.LIMITS.values():
+        for i, row in enumerate(limit.rows):
+            writer.writerow([limit.meaning if i == 0 else "", f"`{conditions.pop(0)}`", row.value, row.why])
+    assert not conditions
+    return table.getvalue()
+
+
 DRAWINGS: dict[str, Callable[[], str]] = {
     "split-work.svg": split_work,
     "split-scores.svg": split_scores,
     "split-values.svg": split_values,
     "split-pipeline.svg": split_pipeline,
+    "../figures/split-limits.csv": limits_table,
 }
 
 if __name__ == "__main__":

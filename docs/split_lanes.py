@@ -18,6 +18,7 @@ from pagedkv.emulator import Device, Module
 from pagedkv.emulator.machine.matrix import _fragments
 from pagedkv.kernels.device.intrinsics import address, local_array
 from pagedkv.kernels.device.source import KernelSource, device_function
+from pagedkv.kernels.split.arguments import Query
 from pagedkv.kernels.split.config import WARP_SIZE, SplitConfig
 from pagedkv.kernels.split.fragments import make_key_fragment, make_load_keys, make_load_values, make_value_fragment
 from pagedkv.kernels.split.pages import make_row_address
@@ -51,8 +52,8 @@ def make_probe(_config: Probe) -> KernelSource:
 
     def probe(q, k, v, out):
         lane = uint32(cuda.threadIdx.x)
-        g, t = uint32(lane >> 2), uint32(lane & uint32(3))
-        at, offset = lane * NUM_WORDS, uint32(uint32(lane & uint32(TILE - 1)) * uint32(ROW_VECTORS))
+        g, t = uint32(lane >> 2), uint32(lane & 3)
+        at, offset = lane * NUM_WORDS, uint32((lane & (TILE - 1)) * ROW_VECTORS)
         buffer, q_frags = local_array(NUM_BUFFERED, types.uint32), local_array(NUM_Q, types.uint32)
         factors = local_array(1, types.float32)
         v_first = g * V_VECTOR
@@ -67,7 +68,8 @@ def make_probe(_config: Probe) -> KernelSource:
                 b = key_fragment(buffer, 4 * n, step)
                 put(out, at + 16 + 4 * n + 2 * step, b[0])
                 put(out, at + 16 + 4 * n + 2 * step + 1, b[1])
-        stage_query(q_frags, uint32(0), factors, address(q), ROW_BYTES, uint32(GROUP_SIZE), g, t, uint32(0), False)
+        query = Query(address(q), ROW_BYTES, uint32(GROUP_SIZE), uint32(0))
+        stage_query(q_frags, uint32(0), factors, query, g, t, uint32(0), False)
         for i in range(4):
             put(out, at + 24 + i, q_frags[i])
 

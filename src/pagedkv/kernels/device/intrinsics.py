@@ -101,6 +101,16 @@ opaque = declare(
     lambda builder, x: emit_asm(builder, I64, "mov.b64 $0, $1;", "=l,l", [x]),
 )
 
+# ---- integers
+
+divmod_32 = declare(
+    "divmod_32",
+    "The quotient of two uint32 and what remains.",
+    WORDS_2,
+    [uint32, uint32],
+    lambda builder, x, y: [builder.udiv(x, y), builder.urem(x, y)],
+)
+
 # ---- arrays of a thread
 
 
@@ -121,6 +131,30 @@ def local_array(typingctx: Any, count: Any, dtype: Any) -> Any:
         return builder.gep(cgutils.alloca_once(builder, array), [I32(0), I32(0)], inbounds=True)
 
     return types.CPointer(dtype.dtype)(count, dtype), codegen
+
+
+def local_arrays(kind: Any, **arrays: tuple[int, Any]) -> Any:
+    """The device function () that makes a named tuple of this kind, each field of it a `local_array`.
+
+    Parameters
+    ----------
+    kind : NamedTuple
+    **arrays : (int, numba type)
+        Count and dtype of each field.
+    """
+    pointers = [types.CPointer(dtype) for _, dtype in (arrays[field] for field in kind._fields)]
+    result = types.BaseTuple.from_types(pointers, kind)
+
+    def typing(typingctx: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            # In the caller: a device function's own arrays end when it returns.
+            kinds = [ir.ArrayType(context.get_data_type(dtype), count) for count, dtype in arrays.values()]
+            first = [builder.gep(cgutils.alloca_once(builder, kind), [I32(0), I32(0)], inbounds=True) for kind in kinds]
+            return context.make_tuple(builder, result, first)
+
+        return result(), codegen
+
+    return intrinsic(typing)
 
 
 @intrinsic

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..device.intrinsics import ELEMENT_BITS
+from . import limits
 
 SHORTEST_SPLIT = 256  # tokens
 MOST_SPLITS = 64  # of a sequence; two for each lane of a warp
@@ -60,13 +61,14 @@ class SplitConfig:
         return self.kv_kind != "float32"
 
     @property
-    def through_shared(self) -> bool:
-        """Lanes hand words to each other through shared memory; see lanes.py.
+    def has_options(self) -> bool:
+        """Something beside the plain kernel takes registers."""
+        return self.modified or self.checked or self.wide
 
-        For 10 that saves the last registers where O takes most of them.
-        """
-        is_short = self.architecture > 9 and self.head_dim > 256
-        return self.on_tensor_cores and (self.architecture < 9 or is_short)
+    @property
+    def through_shared(self) -> bool:
+        """Lanes hand words to each other through shared memory; see lanes.py."""
+        return bool(limits.through_shared(self))
 
     @property
     def kv_bytes(self) -> int:
@@ -90,27 +92,13 @@ class SplitConfig:
 
     @property
     def staged(self) -> bool:
-        """Warps with query heads of their own share rows, which wait in shared memory; see stages.py.
-
-        Of more than 128 dims, the terms of a float32 q would take too much of it.
-        """
-        most_dims = 256 if self.q_bytes == 2 else 128
-        return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= most_dims
+        """Warps with query heads of their own share rows, which wait in shared memory; see stages.py."""
+        return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= limits.staged_dims(self)
 
     @property
     def num_tiles(self) -> int:
-        """Thread blocks, side by side, that share the query heads of a KV head: as many as need no spills.
-
-        O of 16 heads and more than 128 dims leaves no registers for another architecture's code, nor, with a float32
-        q, for what changes logits.
-        """
-        has_room = self.architecture == 9 and not (self.modified and self.q_bytes == 4)
-        most = 16 if self.head_dim <= (256 if has_room else 128) else 8
-        if self.staged:
-            most = 32 if self.head_dim > 128 and self.architecture < 9 else 64
-        elif not self.on_tensor_cores:
-            most = 2 if self.head_dim > 256 or self.architecture < 9 else 4
-        return -(-self.group_size // most)
+        """Thread blocks, side by side, that share the query heads of a KV head."""
+        return -(-self.group_size // limits.heads(self))
 
     @property
     def num_heads(self) -> int:
@@ -120,14 +108,12 @@ class SplitConfig:
     @property
     def head_shares(self) -> int:
         """Warps that take the same tokens, each with its share of the query heads: at most 16."""
-        if not self.staged:
-            return 1
-        return 4 if self.num_heads > 32 or self.head_dim > 128 else 2
+        return limits.head_shares(self)
 
     @property
     def is_full(self) -> bool:
         """O takes nearly all registers: what only the end of the work needs waits in shared memory."""
-        return self.on_tensor_cores and self.heads_of_warp > 8 and self.head_dim > 128
+        return bool(limits.is_full(self))
 
     @property
     def heads_of_warp(self) -> int:
@@ -136,14 +122,11 @@ class SplitConfig:
 
     @property
     def dim_shares(self) -> int:
-        """Warps that take the same tokens, each with its share of the values' dims: O of more takes all registers.
+        """Warps that take the same tokens, each with its share of the values' dims.
 
-        Before 9, that of more than 128 dims leaves none for a check and for what changes logits. (Never by what
-        strides or placement decide, such as `wide`, or these would decide the order of additions too.)
+        Strides and placement, such as `wide`, have no say in it: it decides the order of additions.
         """
-        is_short = self.architecture < 9 and (self.modified or self.checked) and not self.staged
-        most_dims = 128 if is_short else 256
-        return 2 if self.on_tensor_cores and self.head_dim > most_dims else 1
+        return 2 if self.on_tensor_cores and self.head_dim > limits.dims_of_warp(self) else 1
 
     @property
     def num_teams(self) -> int:

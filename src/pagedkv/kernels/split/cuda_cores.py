@@ -20,13 +20,13 @@ from ..device.intrinsics import address, assign, bits_float, clear, exp2, for_ea
 from ..device.logits import LOG2E, NONE, make_modify
 from ..device.source import device_function
 from ..device.tensor_intrinsics import ballot, exchange, low_bits, shuffle, store_shared_4, stream_16
+from . import limits
 from .config import NUM_WARPS, WARP_SIZE, SplitConfig
 from .pages import make_find_token, make_row_address, make_row_offset
 from .sums import team_bytes
 
 VECTOR = 4  # elements
 MOST_VECTORS = 4  # of a lane and row
-MOST_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,7 @@ class RowShape:
     @property
     def requests(self) -> int:
         """Tokens of a lane and step."""
-        most = MOST_REQUESTS if self.config.architecture >= 9 else MOST_REQUESTS // 2
-        return min(most // self.vectors, self.lanes)
+        return min(limits.requests(self) // self.vectors, self.lanes)
 
     @property
     def step(self) -> int:
@@ -72,12 +71,14 @@ class RowShape:
         return self.requests * self.tokens
 
     @property
+    def registers(self) -> int:
+        """What O, q and the rows in flight take."""
+        return 2 * (self.config.num_heads + self.requests) * self.vectors * VECTOR
+
+    @property
     def min_blocks(self) -> int:
         """Thread blocks on a multiprocessor: as many as need no spills."""
-        registers = 2 * (self.config.num_heads + self.requests) * self.vectors * VECTOR
-        blocks = 4 if registers <= 80 else 3 if registers <= 96 else 2
-        config = self.config
-        return 1 if config.architecture < 9 else max(1, blocks - (config.modified or config.checked or config.wide))
+        return limits.min_blocks_on_cuda_cores(self)
 
 
 def make_attend_on_cuda_cores(config: SplitConfig, pair_address: Any) -> Any:
@@ -86,7 +87,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, pair_address: Any) -> Any:
     It returns what the values are to be multiplied with: 1.
     """
     shape = RowShape(config)
-    STEP, HEADS = shape.step, config.num_heads
+    STEP, TURN, HEADS = shape.step, NUM_WARPS * shape.step, config.num_heads
     LANES, MODIFIED, CHECKED = shape.lanes, config.modified, config.checked
     SHIFT = LANES.bit_length() - 1
     NUM_BUFFERED, NUM_SCORES = shape.requests * shape.vectors * VECTOR, shape.requests * HEADS
@@ -98,67 +99,60 @@ def make_attend_on_cuda_cores(config: SplitConfig, pair_address: Any) -> Any:
     logits, update, put_sums = make_logits(shape), make_update(shape), make_put_sums(shape, pair_address)
 
     @device_function
-    def start_head(h, maxima, sums, slope, slopes, head, num_heads):
+    def start_head(h, maxima, sums, slope, slopes, query):
         maxima[h], sums[h] = NONE, float32(0)
-        has_slope = MODIFIED and address(slopes) != 0 and h < num_heads
-        slope[h] = slopes[int64(head) + h] if has_slope else float32(0)
+        has_slope = MODIFIED and address(slopes) != 0 and h < query.num_heads
+        slope[h] = slopes[int64(query.head) + h] if has_slope else float32(0)
 
     @device_function
-    def attend(
-        shared, maxima_shared, sums_shared, q, q_head_stride, num_heads, k_head, v_head, table, first, last,
-        k_block_stride, k_token_stride, v_block_stride, v_token_stride, num_blocks, report, seq, q_pos, head,
-        scale, softcap, slopes, thread,
-    ):  # fmt: skip
-        lane = uint32(thread & uint32(31))
-        warp = shuffle(uint32(thread >> uint32(5)), 0)
-        sub, group = uint32(lane & uint32(LANES - 1)), uint32(lane >> uint32(SHIFT))
-        k_lane, v_lane = k_head + int64(sub) * 16, v_head + int64(sub) * 16
+    def attend(thread, first, query, k, v, pages, options, shared):
+        lane = uint32(thread & 31)
+        warp = shuffle(uint32(thread >> 5), 0)
+        sub, group = uint32(lane & (LANES - 1)), uint32(lane >> SHIFT)
+        k_lane, v_lane = k.address + int64(sub) * 16, v.address + int64(sub) * 16
         keys, values = local_array(NUM_BUFFERED, uint32), local_array(NUM_BUFFERED, uint32)
         s, slope = local_array(NUM_SCORES, float32), local_array(HEADS, float32)
-        query, o = local_array(NUM_SUMS, float32), local_array(NUM_SUMS, float32)
+        q, o = local_array(NUM_SUMS, float32), local_array(NUM_SUMS, float32)
         maxima, sums = local_array(HEADS, float32), local_array(HEADS, float32)
         clear(o, NUM_SUMS)
-        for_each(start_head, HEADS, (maxima, sums, slope, slopes, head, num_heads))
+        for_each(start_head, HEADS, (maxima, sums, slope, options.slopes, query))
 
         # The longest chain first: table entries of the first two steps, and the first keys.
-        base, mine = uint32(first + uint32(warp * uint32(STEP))), uint32(lane & uint32(STEP - 1))
-        block, position, good = find_token(table, uint32(base + mine), last, num_blocks, report, seq)
-        k_offset = row_offset(block, position, k_block_stride, k_token_stride)
-        v_offset = row_offset(block, position, v_block_stride, v_token_stride)
+        base, mine = uint32(first + warp * STEP), uint32(lane & (STEP - 1))
+        block, position, good = find_token(pages, uint32(base + mine))
+        k_offset = row_offset(k, block, position)
+        v_offset = row_offset(v, block, position)
         valid = ballot(good) if CHECKED else ALL
-        token = uint32(uint32(base + mine) + uint32(NUM_WARPS * STEP))
-        block, position, good = find_token(table, token, last, num_blocks, report, seq)
+        block, position, good = find_token(pages, uint32(base + mine + TURN))
         load_rows(keys, k_lane, k_offset, group, sub)
-        load_query(query, q, q_head_stride, num_heads, scale if MODIFIED else float32(scale * LOG2E), sub)
+        load_query(q, query, options.scale if MODIFIED else float32(options.scale * LOG2E), sub)
 
+        last = pages.last
         if base <= last:
             load_rows(values, v_lane, v_offset, group, sub)
-            while uint32(base + uint32(NUM_WARPS * STEP)) <= last:
-                dot(s, keys, query)
-                k_offset = row_offset(block, position, k_block_stride, k_token_stride)
-                v_offset = row_offset(block, position, v_block_stride, v_token_stride)
+            while uint32(base + TURN) <= last:
+                dot(s, keys, q)
+                k_offset = row_offset(k, block, position)
+                v_offset = row_offset(v, block, position)
                 next_valid = ballot(good) if CHECKED else ALL
-                token = uint32(uint32(base + mine) + uint32(2 * NUM_WARPS * STEP))
-                block, position, good = find_token(table, token, last, num_blocks, report, seq)
+                block, position, good = find_token(pages, uint32(base + mine + 2 * TURN))
                 load_rows(keys, k_lane, k_offset, group, sub)
                 sum_of_lanes(s)
                 if MODIFIED:
-                    here = uint32(base + group)
-                    logits(s, softcap, slope, here, q_pos, head, num_heads, seq)
+                    logits(s, slope, options, query, uint32(base + group))
                 if CHECKED and valid != ALL:
                     mask(s, values, valid, group)
                 update(s, values, maxima, sums, o)
                 load_rows(values, v_lane, v_offset, group, sub)
-                base, valid = uint32(base + uint32(NUM_WARPS * STEP)), next_valid
-            dot(s, keys, query)
+                base, valid = uint32(base + TURN), next_valid
+            dot(s, keys, q)
             sum_of_lanes(s)
             if MODIFIED:
-                here = uint32(base + group)
-                logits(s, softcap, slope, here, q_pos, head, num_heads, seq)
-            valid = uint32(valid & low_bits(uint32(uint32(last - base) + uint32(1))))
+                logits(s, slope, options, query, uint32(base + group))
+            valid = uint32(valid & low_bits(uint32(last - base + 1)))
             mask(s, values, valid, group)
             update(s, values, maxima, sums, o)
-        put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, group, sub, warp)
+        put_sums(shared, maxima, sums, o, query.num_heads, group, sub, warp)
         return float32(1)
 
     return attend
@@ -182,7 +176,7 @@ def make_load_rows(shape: RowShape) -> Any:
 
     @device_function
     def load_row(u, buffer, base, offset, group, sub):
-        row = row_address(base, offset, uint32(group + uint32(u * TOKENS)))
+        row = row_address(base, offset, uint32(group + u * TOKENS))
         for_each(load_vector, VECTORS, (u, buffer, row, sub))
 
     @device_function
@@ -193,24 +187,24 @@ def make_load_rows(shape: RowShape) -> Any:
 
 
 def make_load_query(shape: RowShape) -> Any:
-    """The device function ``load_query(query, q, head_stride, num_heads, scale, sub)``: scaled, 0 past the row."""
+    """The device function ``load_query(q, query, scale, sub)``: scaled, 0 past the row."""
     VECTORS, LANES, ROW_VECTORS = shape.vectors, shape.lanes, shape.row_vectors
     ALL_VECTORS = shape.config.num_heads * shape.vectors
 
     @device_function
-    def load_one(i, query, q, head_stride, num_heads, scale, sub):
+    def load_one(i, q, query, scale, sub):
         h, n = i // VECTORS, i % VECTORS
-        is_inside = h < num_heads and sub < ROW_VECTORS - n * LANES
-        x = load_16(q + (h * head_stride + 16 * (int64(sub) + LANES * n) if is_inside else int64(0)))
+        is_inside = h < query.num_heads and sub < ROW_VECTORS - n * LANES
+        x = load_16(query.address + (h * query.head_stride + 16 * (int64(sub) + LANES * n) if is_inside else int64(0)))
         factor, zero = scale if is_inside else float32(0), uint32(0)
         x = x if is_inside else (zero, zero, zero, zero)
         a, b = float32(bits_float(x[0]) * factor), float32(bits_float(x[1]) * factor)
         c, d = float32(bits_float(x[2]) * factor), float32(bits_float(x[3]) * factor)
-        assign(query, i * VECTOR, (a, b, c, d))
+        assign(q, i * VECTOR, (a, b, c, d))
 
     @device_function
-    def load_query(query, q, head_stride, num_heads, scale, sub):
-        for_each(load_one, ALL_VECTORS, (query, q, head_stride, num_heads, scale, sub))
+    def load_query(q, query, scale, sub):
+        for_each(load_one, ALL_VECTORS, (q, query, scale, sub))
 
     return load_query
 
@@ -255,7 +249,7 @@ def make_sum_of_lanes(shape: RowShape) -> Any:
 
 
 def make_logits(shape: RowShape) -> Any:
-    """The device function ``logits(s, softcap, slope, position, q_pos, head, num_heads, seq)``: modified, in log(2).
+    """The device function ``logits(s, slope, options, query, position)``: modified, in units of log(2).
 
     A score_mod sees neither tokens past the last one nor heads that do not exist: others stand for them.
     """
@@ -263,15 +257,16 @@ def make_logits(shape: RowShape) -> Any:
     modify = make_modify(shape.config.score_mod)
 
     @device_function
-    def logit(i, s, softcap, slope, position, q_pos, head, num_heads, seq):
+    def logit(i, s, slope, options, query, position):
         u, h = i // HEADS, i % HEADS
-        k_pos = min(uint32(position + uint32(u * TOKENS)), q_pos)
-        mine = uint32(head + min(uint32(h), uint32(num_heads - uint32(1))))
-        s[i] = float32(modify(s[i], softcap, slope[h], int64(q_pos), int64(k_pos), mine, seq) * LOG2E)
+        k_pos = min(uint32(position + u * TOKENS), options.q_pos)
+        mine = uint32(query.head + min(uint32(h), uint32(query.num_heads - 1)))
+        x = modify(s[i], options.softcap, slope[h], int64(options.q_pos), int64(k_pos), mine, options.seq)
+        s[i] = float32(x * LOG2E)
 
     @device_function
-    def logits(s, softcap, slope, position, q_pos, head, num_heads, seq):
-        for_each(logit, SCORES, (s, softcap, slope, position, q_pos, head, num_heads, seq))
+    def logits(s, slope, options, query, position):
+        for_each(logit, SCORES, (s, slope, options, query, position))
 
     return logits
 
@@ -283,11 +278,11 @@ def make_mask(shape: RowShape) -> Any:
 
     @device_function
     def mask_score(i, s, mine):
-        s[i] = s[i] if uint32(mine & uint32(1 << (i // HEADS * TOKENS))) != 0 else NONE
+        s[i] = s[i] if uint32(mine & (1 << (i // HEADS * TOKENS))) != 0 else NONE
 
     @device_function
     def mask_word(i, values, mine):
-        values[i] = values[i] if uint32(mine & uint32(1 << (i // ELEMENTS * TOKENS))) != 0 else uint32(0)
+        values[i] = values[i] if uint32(mine & (1 << (i // ELEMENTS * TOKENS))) != 0 else uint32(0)
 
     @device_function
     def mask(s, values, valid, group):
@@ -358,16 +353,16 @@ def make_put_sums(shape: RowShape, pair_address: Any) -> Any:
         return x
 
     @device_function
-    def put_vector(n, h, shared, o, factor, num_heads, group, sub):
+    def put_vector(n, h, where, o, factor, num_heads, group, sub):
         at = (h * VECTORS + n) * VECTOR
         a, b = sum_of_groups(float32(o[at] * factor)), sum_of_groups(float32(o[at + 1] * factor))
         c, d = sum_of_groups(float32(o[at + 2] * factor)), sum_of_groups(float32(o[at + 3] * factor))
-        vector = uint32(sub + uint32(LANES * n))
+        vector = uint32(sub + LANES * n)
         if group == 0 and vector < ROW_VECTORS and h < num_heads:
-            store_shared_4(pair_address(shared, uint32(h), uint32(vector << 1), int64(0)), a, b, c, d)
+            store_shared_4(pair_address(where, uint32(h), uint32(vector << 1), int64(0)), a, b, c, d)
 
     @device_function
-    def put_head(h, shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, group, sub, warp):
+    def put_head(h, shared, where, maxima, sums, o, num_heads, group, sub, warp):
         maximum = maxima[h]
         for b in range(FIRST, 5):
             maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
@@ -376,13 +371,12 @@ def make_put_sums(shape: RowShape, pair_address: Any) -> Any:
         total = sum_of_groups(float32(sums[h] * factor))
         if group == 0 and sub == 0 and h < num_heads:
             at = int64(warp) * HEADS + h
-            maxima_shared[at], sums_shared[at] = maximum, total
-        for_each(put_vector, VECTORS, (h, shared, o, factor, num_heads, group, sub))
+            shared.maxima[at], shared.sums[at] = maximum, total
+        for_each(put_vector, VECTORS, (h, where, o, factor, num_heads, group, sub))
 
     @device_function
-    def put_sums(shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, group, sub, warp):
-        shared = uint32(shared + uint32(warp * uint32(TEAM_BYTES)))
-        args = (shared, maxima_shared, sums_shared, maxima, sums, o, num_heads, group, sub, warp)
-        for_each(put_head, HEADS, args)
+    def put_sums(shared, maxima, sums, o, num_heads, group, sub, warp):
+        where = uint32(shared.address + warp * TEAM_BYTES)
+        for_each(put_head, HEADS, (shared, where, maxima, sums, o, num_heads, group, sub, warp))
 
     return put_sums

@@ -28,7 +28,7 @@ from .shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape
 @device_function
 def key_token(g):
     """The token of a tile that lanes (g, t) load for one product; for the other it is two later."""
-    return uint32(uint32(uint32(g >> 1) << uint32(2)) + uint32(g & 1))
+    return uint32((uint32(g >> 1) << 2) + (g & 1))
 
 
 def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) -> Any:
@@ -78,8 +78,8 @@ def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) ->
     def load_keys(chunk, buffers, at, base, offset, g, t):
         token = key_token(g)
         for i in range(TILES):
-            first = row_address(base, offset, uint32(token + uint32(TILE * i)))
-            second = row_address(base, offset, uint32(token + uint32(TILE * i + 2)))
+            first = row_address(base, offset, uint32(token + TILE * i))
+            second = row_address(base, offset, uint32(token + TILE * i + 2))
             for_each(load_vector, PER_CHUNK, (chunk, buffers, at + 8 * PER_CHUNK * i, first, second, t))
 
     return load_keys
@@ -101,7 +101,7 @@ def make_load_values(config: SplitConfig, shape: TensorShape, row_address: Any) 
     @device_function
     def load_row(row_of_lane, chunk, buffers, at, base, offset, room, token):
         i, k = row_of_lane // 4, row_of_lane % 4
-        row = row_address(base, offset, uint32(token + uint32(TILE * i + k)))
+        row = row_address(base, offset, uint32(token + TILE * i + k))
         for c in range(PER_CHUNK):
             vector = chunk * PER_CHUNK + c
             if vector < VECTORS:
@@ -126,7 +126,7 @@ def make_zero_values(shape: TensorShape) -> Any:
     @device_function
     def zero_word(word, buffers, at, mine):
         i, k = word // (PER_CHUNK * 4 * WORDS), word // WORDS % 4
-        is_valid = uint32(mine & uint32(1 << (TILE * i + k))) != 0
+        is_valid = uint32(mine & (1 << (TILE * i + k))) != 0
         buffers[at + word] = buffers[at + word] if is_valid else uint32(0)
 
     @device_function
@@ -137,7 +137,7 @@ def make_zero_values(shape: TensorShape) -> Any:
 
 
 def make_multiply_keys(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``multiply_keys(chunk, raw, buffers, at, q_frags, q_shared)``: raw += Q K^T over a chunk.
+    """The device function ``multiply_keys(chunk, registers, at, q_shared)``: raw += Q K^T over a chunk at words[at].
 
     raw has 4 accumulators for each tile, token row and set; q_shared is the shared address of this lane's part of
     fragment 0, if Q is in shared memory.
@@ -151,7 +151,7 @@ def make_multiply_keys(config: SplitConfig, shape: TensorShape) -> Any:
     @device_function
     def q_fragment(fragment, q_frags, q_shared):
         if Q_IN_SHARED:
-            return load_shared_words(uint32(q_shared + uint32(FRAGMENT_BYTES * fragment)))
+            return load_shared_words(uint32(q_shared + FRAGMENT_BYTES * fragment))
         at = 4 * fragment
         return q_frags[at], q_frags[at + 1], q_frags[at + 2], q_frags[at + 3]
 
@@ -172,14 +172,15 @@ def make_multiply_keys(config: SplitConfig, shape: TensorShape) -> Any:
             for_each(multiply_step, PRODUCTS, (f, c, raw, buffers, at, a))
 
     @device_function
-    def multiply_keys(chunk, raw, buffers, at, q_frags, q_shared):
-        for_each(multiply_fragment, FRAGMENTS, (chunk, raw, buffers, at, q_frags, q_shared))
+    def multiply_keys(chunk, registers, at, q_shared):
+        args = (chunk, registers.raw, registers.words, at, registers.q, q_shared)
+        for_each(multiply_fragment, FRAGMENTS, args)
 
     return multiply_keys
 
 
 def make_multiply_values(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``multiply_values(chunk, o, buffers, at, p, p_rest)``: o += V^T P^T over a chunk.
+    """The device function ``multiply_values(chunk, registers, at)``: o += V^T P^T over a chunk at words[at].
 
     o has 4 accumulators for each product of 16 dims and 8 heads; p and p_rest hold two words for each tile and 8 heads.
     """
@@ -208,8 +209,9 @@ def make_multiply_values(config: SplitConfig, shape: TensorShape) -> Any:
             for_each(multiply_half, EXPAND, (v, (vector * WORDS + j) * EXPAND, i, o, buffers, p, p_rest))
 
     @device_function
-    def multiply_values(chunk, o, buffers, at, p, p_rest):
-        for_each(multiply_word, ALL_WORDS, (chunk, o, buffers, at, p, p_rest))
+    def multiply_values(chunk, registers, at):
+        args = (chunk, registers.o, registers.words, at, registers.p, registers.p_rest)
+        for_each(multiply_word, ALL_WORDS, args)
 
     return multiply_values
 
@@ -268,10 +270,10 @@ def make_halves(config: SplitConfig) -> tuple[Any, Any]:
         if IS_E4M3:
             # One bit to the right, exponent and mantissa are those of 2**-8 the value. All ones are NaN: adding
             # one to such a code reaches the sign's bit, which then fills the exponent.
-            magnitude = uint32(halves & uint32(0x7F007F00))
-            nan = uint32(uint32(magnitude + uint32(0x01000100)) & uint32(0x80008000))
+            magnitude = uint32(halves & 0x7F007F00)
+            nan = uint32((magnitude + 0x01000100) & 0x80008000)
             value = uint32(uint32(magnitude >> 1) | uint32(nan >> 1))
-            return uint32(uint32(halves & uint32(0x80008000)) | value)
+            return uint32((halves & 0x80008000) | value)
         return halves
 
     @device_function

@@ -28,10 +28,11 @@ from typing import Any
 from numba import cuda, float32, float64, int32, int64, types, uint32
 
 from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
-from ..device.intrinsics import address, load_4, shared_address
+from ..device.intrinsics import address, divmod_32, load_4, shared_address
 from ..device.logits import NONE
 from ..device.source import KernelSource, device_function
 from ..device.tensor_intrinsics import load_shared_words, store_shared_words
+from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
 from .config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
 from .many import make_attend_with_many_heads
@@ -64,22 +65,21 @@ def make_split(config: SplitConfig) -> KernelSource:
     @device_function
     def split_size(num_tokens):
         """As SplitConfig.split_size."""
-        if num_tokens < uint32(LONG):
+        if num_tokens < LONG:
             return uint32(SHORTEST_SPLIT)
         count = min(max(uint32(num_tokens // uint32(LONG_SPLIT)), uint32(1)), uint32(MOST_SPLITS))
-        unit = uint32(count * uint32(SPLIT_UNIT))
-        return uint32(uint32(uint32(uint32(num_tokens - uint32(1)) // unit) + uint32(1)) * uint32(SPLIT_UNIT))
+        return uint32((uint32(uint32(num_tokens - 1) // uint32(count * SPLIT_UNIT)) + 1) * SPLIT_UNIT)
 
     @device_function
-    def store_nothing(out, out_head_stride, lse, row, num_heads, thread):
+    def store_nothing(output, thread):
         """The result of an empty sequence."""
         i = thread
-        while i < uint32(num_heads * uint32(PAIRS)):
-            h, pair = uint32(i // uint32(PAIRS)), uint32(i % uint32(PAIRS))
-            store_pair(out + int64(h) * out_head_stride, pair, float32(0), float32(0))
-            i = uint32(i + uint32(NUM_THREADS))
-        if thread < num_heads and address(lse) != 0:
-            lse[row + int64(thread)] = NONE
+        while i < uint32(output.num_heads * PAIRS):
+            h, pair = divmod_32(i, PAIRS)
+            store_pair(output.address + int64(h) * output.head_stride, pair, float32(0), float32(0))
+            i = uint32(i + NUM_THREADS)
+        if thread < output.num_heads and address(output.lse) != 0:
+            output.lse[output.row + int64(thread)] = NONE
 
     def split(
         out, lse, partial_sums, partial_states, counters, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes,
@@ -87,17 +87,15 @@ def make_split(config: SplitConfig) -> KernelSource:
         q_head_stride, out_seq_stride, out_head_stride, k_block_stride, k_token_stride, k_head_stride,
         v_block_stride, v_token_stride, v_head_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
-        shared = shared_address(cuda.shared.array(NUM_FLOATS, float32, alignment=16))
+        o = shared_address(cuda.shared.array(NUM_FLOATS, float32, alignment=16))
         maxima, sums = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(NUM_STATES, float32)
+        shared = Shared(o, maxima, sums)
         thread = uint32(cuda.threadIdx.x)
         # 32 bits where they are enough: what lives through the inner loop takes registers from it.
-        blocks_per_seq = uint32(uint32(num_kv_heads) * uint32(NUM_TILES))
-        seq = uint32(uint32(cuda.blockIdx.x) // blocks_per_seq)
-        kv_head = uint32(uint32(cuda.blockIdx.x) % blocks_per_seq)
-        tile = uint32(kv_head % uint32(NUM_TILES))
-        kv_head = uint32(kv_head // uint32(NUM_TILES))
-        head = uint32(uint32(kv_head * uint32(GROUP_SIZE)) + uint32(tile * uint32(NUM_HEADS)))
-        num_heads = min(uint32(NUM_HEADS), uint32(uint32(GROUP_SIZE) - uint32(tile * uint32(NUM_HEADS))))
+        seq, column = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads * NUM_TILES))
+        kv_head, tile = divmod_32(column, NUM_TILES)
+        head = uint32(kv_head * GROUP_SIZE + tile * NUM_HEADS)
+        num_heads = min(uint32(NUM_HEADS), uint32(GROUP_SIZE - tile * NUM_HEADS))
 
         seq_len = int64(int32(load_4(address(seq_lens) + int64(seq) * 4)))
         if CHECKED:
@@ -115,25 +113,29 @@ def make_split(config: SplitConfig) -> KernelSource:
             if start == 0:
                 row = int64(seq) * (num_kv_heads * GROUP_SIZE) + int64(head)
                 target = address(out) + int64(seq) * out_seq_stride + int64(head) * out_head_stride
-                store_nothing(target, out_head_stride, lse, row, num_heads, thread)
+                store_nothing(Output(target, out_head_stride, lse, row, num_heads, head, sinks, float32(0)), thread)
             return
-        num_splits = uint32(uint32(uint32(visible - uint32(1)) // size) + uint32(1))
+        num_splits = uint32(uint32(uint32(visible - 1) // size) + 1)
         if IS_FULL:
             kept = shared_address(cuda.shared.array(4, uint32, alignment=16))
             if thread == 0:
                 store_shared_words(kept, seq, head, num_splits, 0)
-        first = uint32(uint32(length - visible) + start)
+        first, q_pos = uint32(length - visible + start), uint32(length - 1)
+        last = min(uint32(first + size - 1), q_pos)
         k_factor = k_scale[kv_head] if address(k_scale) != 0 else float32(k_number)
+        q_row = address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride
+        k_rows = address(k_cache) + int64(kv_head) * k_head_stride
+        v_rows = address(v_cache) + int64(kv_head) * v_head_stride
         factor = attend(
-            shared, maxima, sums,
-            address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride, q_head_stride, num_heads,
-            address(k_cache) + int64(kv_head) * k_head_stride, address(v_cache) + int64(kv_head) * v_head_stride,
-            address(block_tables) + int64(seq) * table_stride * 4,
-            first, min(uint32(first + uint32(size - uint32(1))), uint32(length - uint32(1))),
-            k_block_stride, k_token_stride, v_block_stride, v_token_stride, num_blocks, report, seq,
-            uint32(length - uint32(1)), head, float32(float32(scale) * k_factor), float32(softcap), alibi_slopes,
             thread,
-        )  # fmt: skip
+            first,
+            Query(q_row, q_head_stride, num_heads, head),
+            Cache(k_rows, k_block_stride, k_token_stride),
+            Cache(v_rows, v_block_stride, v_token_stride),
+            Pages(address(block_tables) + int64(seq) * table_stride * 4, last, num_blocks, report, seq),
+            Options(float32(float32(scale) * k_factor), float32(softcap), alibi_slopes, q_pos, seq),
+            shared,
+        )
         cuda.syncthreads()
 
         if IS_FULL:
@@ -141,12 +143,14 @@ def make_split(config: SplitConfig) -> KernelSource:
             kv_head = uint32(head // uint32(GROUP_SIZE))
         v_factor = v_scale[kv_head] if address(v_scale) != 0 else float32(v_number)
         row = int64(seq) * (num_kv_heads * GROUP_SIZE) + int64(head)
+        target = address(out) + int64(seq) * out_seq_stride + int64(head) * out_head_stride
+        counter = address(counters) + int64(cuda.blockIdx.x) * 4
         finish(
-            address(out) + int64(seq) * out_seq_stride + int64(head) * out_head_stride, out_head_stride, lse, row,
-            sinks, head, float32(factor * v_factor), partial_sums, partial_states,
-            address(counters) + int64(cuda.blockIdx.x) * 4, shared, maxima, sums, num_heads,
-            int64(cuda.blockIdx.y), num_splits, int64(cuda.gridDim.y), thread,
-        )  # fmt: skip
+            thread,
+            Output(target, out_head_stride, lse, row, num_heads, head, sinks, float32(factor * v_factor)),
+            Partials(partial_sums, partial_states, counter, int64(cuda.blockIdx.y), num_splits, int64(cuda.gridDim.y)),
+            shared,
+        )
 
     return KernelSource(split, SIGNATURE, NUM_THREADS, _min_blocks(config))
 

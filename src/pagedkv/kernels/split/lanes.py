@@ -7,11 +7,11 @@ through shared memory: every warp has a slot of its own for each kind of them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import cuda, uint32
 
-from ..device.intrinsics import bits_float, float_bits, larger
+from ..device.intrinsics import bits_float, float_bits, larger, shared_address
 from ..device.source import device_function
 from ..device.tensor_intrinsics import (
     any_lane,
@@ -36,10 +36,34 @@ def slots_bytes(config: SplitConfig) -> int:
     return NUM_WARPS * WARP_BYTES if config.through_shared else 0
 
 
+class Slots(NamedTuple):
+    """Shared addresses of a warp's slots, or zeros where lanes hand words over in registers."""
+
+    keys: Any
+    values: Any  # the first one of two
+    others: Any
+
+
+def make_slots(config: SplitConfig) -> Any:
+    """The device function ``slots(warp)``."""
+    THROUGH_SHARED, NUM_WORDS = config.through_shared, slots_bytes(config) // 4
+
+    @device_function
+    def slots(warp):
+        keys = values = others = uint32(0)
+        if THROUGH_SHARED:
+            first = shared_address(cuda.shared.array(NUM_WORDS, uint32, alignment=16))
+            keys = uint32(first + warp * WARP_BYTES)
+            values, others = uint32(keys + VALUES * SLOT_BYTES), uint32(keys + OTHERS * SLOT_BYTES)
+        return Slots(keys, values, others)
+
+    return slots
+
+
 @device_function
 def share_word(slot, x):
     """Lay out a uint32 of this lane in a slot of its warp."""
-    where = uint32(slot + uint32(uint32(uint32(cuda.threadIdx.x) & uint32(31)) * uint32(4)))
+    where = uint32(slot + (uint32(cuda.threadIdx.x) & 31) * 4)
     sync_warp()  # what was there has been read
     store_shared_word(where, x)
     sync_warp()
@@ -53,7 +77,7 @@ def make_share(config: SplitConfig) -> Any:
     def share(slot, x):
         if THROUGH_SHARED:
             if WIDE:
-                share_word(uint32(slot + uint32(4 * WARP_SIZE)), uint32(x >> 32))
+                share_word(uint32(slot + 4 * WARP_SIZE), uint32(x >> 32))
             share_word(slot, uint32(x))
             return slot
         return x
@@ -68,7 +92,7 @@ def make_fetch(config: SplitConfig) -> Any:
     @device_function
     def fetch(shared, lane, half):
         if THROUGH_SHARED:
-            return load_shared_word(uint32(shared + uint32(uint32(lane * uint32(4)) + uint32(4 * WARP_SIZE * half))))
+            return load_shared_word(uint32(shared + lane * 4 + 4 * WARP_SIZE * half))
         return shuffle(uint32(shared >> (32 * half)), lane)
 
     return fetch
@@ -82,7 +106,7 @@ def make_largest_of_head(config: SplitConfig) -> Any:
     def largest_of_head(slot, x, g):
         if THROUGH_SHARED:
             share_word(slot, float_bits(x))
-            y = load_shared_words(uint32(slot + uint32(g * uint32(16))))
+            y = load_shared_words(uint32(slot + g * 16))
             return larger(larger(bits_float(y[0]), bits_float(y[1])), larger(bits_float(y[2]), bits_float(y[3])))
         x = larger(x, exchange(x, 1))
         return larger(x, exchange(x, 2))
@@ -96,10 +120,10 @@ def make_of_heads(config: SplitConfig) -> Any:
 
     @device_function
     def of_heads(slot, x, t):
-        even, odd = uint32(t << 3), uint32(uint32(t << 3) + uint32(4))
+        even, odd = uint32(t << 3), uint32((t << 3) + 4)
         if THROUGH_SHARED:
             share_word(slot, float_bits(x))
-            even, odd = uint32(slot + uint32(even * uint32(4))), uint32(slot + uint32(odd * uint32(4)))
+            even, odd = uint32(slot + even * 4), uint32(slot + odd * 4)
             return bits_float(load_shared_word(even)), bits_float(load_shared_word(odd))
         return shuffle_float(x, even), shuffle_float(x, odd)
 
@@ -127,7 +151,7 @@ def make_bits_of_warp(config: SplitConfig) -> Any:
             share_word(slot, uint32(1) if condition else uint32(0))
             bits = uint32(0)
             for i in range(WARP_SIZE):
-                bits = uint32(bits | uint32(load_shared_word(uint32(slot + uint32(4 * i))) << uint32(i)))
+                bits = uint32(bits | uint32(load_shared_word(uint32(slot + 4 * i)) << uint32(i)))
             return bits
         return ballot(condition)
 

@@ -16,6 +16,7 @@ from ..device.intrinsics import (
     ELEMENT_BITS,
     address,
     clear,
+    divmod_32,
     exp2,
     float_bits,
     larger,
@@ -42,7 +43,7 @@ def make_store_pair(config: SplitConfig) -> Any:
         if Q_BYTES == 4:
             store_8(out + int64(pair) * 8, float_bits(x), float_bits(y))
         else:
-            store_4(out + int64(pair) * 4, uint32(rounded(x) | uint32(rounded(y) << uint32(16))))
+            store_4(out + int64(pair) * 4, uint32(rounded(x) | (rounded(y) << 16)))
 
     return store_pair
 
@@ -85,67 +86,62 @@ def weights_bytes(config: SplitConfig) -> int:
 
 
 def make_finish(config: SplitConfig, pair_address: Any, store_pair: Any) -> Any:
-    """The device function ``finish(...)``, which every thread of a block calls when all warps have put their sums.
+    """The device function ``finish(thread, output, partials, shared)``, after all warps have put their sums.
 
-    `row` is that of the tile's first head in lse; a partial result lies at its head's row times most_splits, plus the
-    split: head_dim sums in partial_sums, and maximum and sum of exponentials in partial_states.
+    Every thread of the block calls it.
     """
     NUM_HEADS, NUM_TEAMS, QUADS = config.num_heads, config.num_teams, config.head_dim // 4
     ROW_BYTES, TEAM_BYTES = 4 * config.head_dim, team_bytes(config)
     NUM_WEIGHTS, NUM_SUMS, DYNAMIC = weights_bytes(config) // 4, sums_bytes(config) // 4, are_dynamic(config)
-    load_quad, merge_splits = make_load_quad(config), make_merge(config, store_pair)
+    load_quad, store_quad = make_load_quad(config), make_store_quad(store_pair)
+    merge_splits = make_merge(config, store_quad)
 
     @device_function
-    def finish(
-        out, out_head_stride, lse, row, sinks, head, v_factor, partial_sums, partial_states, counter,
-        shared, maxima, sums, num_heads, split, num_splits, most_splits, thread,
-    ):  # fmt: skip
+    def finish(thread, output, partials, shared):
         last, quad = cuda.shared.array(1, uint32), local_array(4, float32)
         if DYNAMIC:  # behind the sums
             weights = cuda.shared.array(0, float32, alignment=16)[NUM_SUMS:]
         else:
             weights = cuda.shared.array(NUM_WEIGHTS, float32)
-        is_only = num_splits == uint32(1)
-        partial = row * most_splits + split
+        is_only = partials.num_splits == 1
+        partial = output.row * partials.most_splits + partials.split
 
-        if thread < num_heads:
+        if thread < output.num_heads:
             maximum, total = NONE, float32(0)
             for w in range(NUM_TEAMS):
-                maximum = larger(maximum, maxima[w * NUM_HEADS + thread])
-            sink = sink_of(sinks, head + thread) if is_only else NONE
+                maximum = larger(maximum, shared.maxima[w * NUM_HEADS + thread])
+            sink = sink_of(output.sinks, output.head + thread) if is_only else NONE
             maximum = larger(maximum, sink)
             for w in range(NUM_TEAMS):
-                weight = exp2(float32(maxima[w * NUM_HEADS + thread] - finite(maximum)))
+                weight = exp2(float32(shared.maxima[w * NUM_HEADS + thread] - finite(maximum)))
                 weights[w * NUM_HEADS + thread] = weight
-                total = float32(total + weight * sums[w * NUM_HEADS + thread])
+                total = float32(total + weight * shared.sums[w * NUM_HEADS + thread])
             if is_only:
                 total = float32(total + exp2(float32(sink - finite(maximum))))
-                factor = float32(inverse(total) * v_factor)
+                factor = float32(inverse(total) * output.v_factor)
                 for w in range(NUM_TEAMS):
                     weights[w * NUM_HEADS + thread] = float32(weights[w * NUM_HEADS + thread] * factor)
-                store_lse(lse, row + int64(thread), maximum, total)
+                store_lse(output.lse, output.row + int64(thread), maximum, total)
             else:
-                state = address(partial_states) + (partial + int64(thread) * most_splits) * 8
+                state = address(partials.states) + (partial + int64(thread) * partials.most_splits) * 8
                 store_8(state, float_bits(maximum), float_bits(total))
         cuda.syncthreads()
 
         i = thread
-        while i < uint32(num_heads * uint32(QUADS)):
-            h, pair = uint32(i // uint32(QUADS)), uint32(uint32(i % uint32(QUADS)) << 1)
-            where = pair_address(shared, h, pair, int64(0))
+        while i < uint32(output.num_heads * QUADS):
+            h, q = divmod_32(i, QUADS)
+            pair = uint32(q << 1)
+            where = pair_address(shared.address, h, pair, int64(0))
             clear(quad, 4)
             for w in range(NUM_TEAMS):
-                x = load_quad(uint32(where + uint32(w * TEAM_BYTES)))
-                add(quad, weights[w * NUM_HEADS + int64(h)], x)
+                add(quad, weights[w * NUM_HEADS + int64(h)], load_quad(uint32(where + w * TEAM_BYTES)))
             if is_only:
-                target = out + int64(h) * out_head_stride
-                store_pair(target, pair, quad[0], quad[1])
-                store_pair(target, uint32(pair + uint32(1)), quad[2], quad[3])
+                store_quad(output.address + int64(h) * output.head_stride, pair, quad)
             else:
-                target = address(partial_sums) + (partial + int64(h) * most_splits) * ROW_BYTES
+                target = address(partials.sums) + (partial + int64(h) * partials.most_splits) * ROW_BYTES
                 words = float_bits(quad[0]), float_bits(quad[1]), float_bits(quad[2]), float_bits(quad[3])
                 store_16(target + int64(pair) * 8, words[0], words[1], words[2], words[3])
-            i = uint32(i + uint32(NUM_THREADS))
+            i = uint32(i + NUM_THREADS)
         if is_only:
             return
 
@@ -153,68 +149,74 @@ def make_finish(config: SplitConfig, pair_address: Any, store_pair: Any) -> Any:
         fence()
         cuda.syncthreads()
         if thread == 0:
-            last[0] = count_up(counter, uint32(num_splits - uint32(1)))
+            last[0] = count_up(partials.counter, uint32(partials.num_splits - 1))
         cuda.syncthreads()
-        if last[0] != uint32(num_splits - uint32(1)):
+        if last[0] != uint32(partials.num_splits - 1):
             return
         fence()
-        merge_splits(
-            out, out_head_stride, lse, row, sinks, head, v_factor, partial_sums, partial_states,
-            weights, num_heads, num_splits, most_splits, thread,
-        )  # fmt: skip
+        merge_splits(thread, output, partials, weights)
 
     return finish
 
 
-def make_merge(config: SplitConfig, store_pair: Any) -> Any:
-    """The device function ``merge_splits(...)``: the partial results of a sequence to rows of `out` and `lse`.
+def make_store_quad(store_pair: Any) -> Any:
+    """The device function ``store_quad(out, pair, sums)``: four sums as dims 2 * pair to 2 * pair + 3 of a row."""
 
-    A warp per head and a lane for each two splits find the weights; then a thread for each four dims adds.
+    @device_function
+    def store_quad(out, pair, sums):
+        store_pair(out, pair, sums[0], sums[1])
+        store_pair(out, uint32(pair + 1), sums[2], sums[3])
+
+    return store_quad
+
+
+def make_merge(config: SplitConfig, store_quad: Any) -> Any:
+    """The device function ``merge_splits(thread, output, partials, weights)``: partial results to the output.
+
+    A warp for each head and a lane for each two splits find the weights; then a thread for each four dims adds.
     """
     QUADS, ROW_BYTES = config.head_dim // 4, 4 * config.head_dim
 
     @device_function
-    def state_of(partial_states, partial, split, num_splits):
-        if split < num_splits:
-            return load_l2_2(address(partial_states) + (partial + split) * 8)
+    def state_of(partials, partial, split):
+        if split < partials.num_splits:
+            return load_l2_2(address(partials.states) + (partial + split) * 8)
         return NONE, float32(0)
 
     @device_function
-    def merge_splits(
-        out, out_head_stride, lse, row, sinks, head, v_factor, partial_sums, partial_states,
-        weights, num_heads, num_splits, most_splits, thread,
-    ):  # fmt: skip
-        lane, h = int64(uint32(thread & uint32(31))), int64(uint32(thread >> uint32(5)))
-        while h < int64(num_heads):
-            partial = (row + h) * most_splits
-            first, first_sum = state_of(partial_states, partial, lane, num_splits)
-            second, second_sum = state_of(partial_states, partial, lane + WARP_SIZE, num_splits)
+    def merge_splits(thread, output, partials, weights):
+        lane, h = int64(uint32(thread & 31)), int64(uint32(thread >> 5))
+        while h < int64(output.num_heads):
+            partial = (output.row + h) * partials.most_splits
+            first, first_sum = state_of(partials, partial, lane)
+            second, second_sum = state_of(partials, partial, lane + WARP_SIZE)
             maximum = larger(first, second)
             for b in range(5):
                 maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
-            sink = sink_of(sinks, head + h)
+            sink = sink_of(output.sinks, output.head + h)
             maximum = larger(maximum, sink)
             first, second = exp2(float32(first - finite(maximum))), exp2(float32(second - finite(maximum)))
             total = float32(first * first_sum + second * second_sum)
             for b in range(5):
                 total = float32(total + exchange(total, uint32(1 << b)))
             total = float32(total + exp2(float32(sink - finite(maximum))))
-            factor = float32(inverse(total) * v_factor)
+            factor = float32(inverse(total) * output.v_factor)
             weights[h * MOST_SPLITS + lane] = float32(first * factor)
             weights[h * MOST_SPLITS + lane + WARP_SIZE] = float32(second * factor)
             if lane == 0:
-                store_lse(lse, row + h, maximum, total)
+                store_lse(output.lse, output.row + h, maximum, total)
             h += NUM_WARPS
         cuda.syncthreads()
 
         sums = local_array(4, float32)
         i = thread
-        while i < uint32(num_heads * uint32(QUADS)):
-            h, quad = int64(uint32(i // uint32(QUADS))), uint32(i % uint32(QUADS))
-            where = address(partial_sums) + (row + h) * most_splits * ROW_BYTES + int64(quad) * 16
+        while i < uint32(output.num_heads * QUADS):
+            head_of_tile, quad = divmod_32(i, QUADS)
+            h = int64(head_of_tile)
+            where = address(partials.sums) + (output.row + h) * partials.most_splits * ROW_BYTES + int64(quad) * 16
             clear(sums, 4)
             at, split = h * MOST_SPLITS, int64(0)
-            while split + 4 <= num_splits:
+            while split + 4 <= partials.num_splits:
                 a, b = load_l2_4(where), load_l2_4(where + ROW_BYTES)
                 c, d = load_l2_4(where + 2 * ROW_BYTES), load_l2_4(where + 3 * ROW_BYTES)
                 add(sums, weights[at], a)
@@ -223,13 +225,11 @@ def make_merge(config: SplitConfig, store_pair: Any) -> Any:
                 add(sums, weights[at + 3], d)
                 where += 4 * ROW_BYTES
                 at, split = at + 4, split + 4
-            while split < num_splits:
+            while split < partials.num_splits:
                 add(sums, weights[at], load_l2_4(where))
                 where += ROW_BYTES
                 at, split = at + 1, split + 1
-            target, pair = out + h * out_head_stride, uint32(quad << 1)
-            store_pair(target, pair, sums[0], sums[1])
-            store_pair(target, uint32(pair + uint32(1)), sums[2], sums[3])
-            i = uint32(i + uint32(NUM_THREADS))
+            store_quad(output.address + h * output.head_stride, uint32(quad << 1), sums)
+            i = uint32(i + NUM_THREADS)
 
     return merge_splits

@@ -19,24 +19,23 @@ from .lanes import make_fetch
 
 
 def make_find_token(config: SplitConfig) -> Any:
-    """The device function ``find_token(table, token, last, num_blocks, report, seq) -> block, position, good``.
+    """The device function ``find_token(pages, token) -> block, position, good``.
 
-    `table` is the address of the sequence's row of block_tables; `last` stands for a token past it, so that
-    every lane has a row to load. A block id that check=True refuses is recorded; block 0 stands for it, and `good` is
-    False.
+    A token past the last one is looked up as the last one, so that every lane has a row to load. A block id that
+    check=True refuses is recorded and taken as block 0, and `good` is False.
     """
     BLOCK_SIZE, CHECKED = config.block_size, config.checked
 
     @device_function
-    def find_token(table, token, last, num_blocks, report, seq):
-        token = min(token, last)
+    def find_token(pages, token):
+        token = min(token, pages.last)
         column = uint32(token // uint32(BLOCK_SIZE))
-        block = load_4(table + int64(column) * 4)
+        block = load_4(pages.table + int64(column) * 4)
         good = True
         if CHECKED:
-            good = block < num_blocks
+            good = block < pages.num_blocks
             if not good:
-                record(report, BLOCK_ID, seq, column, int64(int32(block)))
+                record(pages.report, BLOCK_ID, pages.seq, column, int64(int32(block)))
                 block = uint32(0)
         return block, uint32(token - uint32(column * uint32(BLOCK_SIZE))), good
 
@@ -44,14 +43,14 @@ def make_find_token(config: SplitConfig) -> Any:
 
 
 def make_row_offset(config: SplitConfig) -> Any:
-    """The device function ``row_offset(block, position, block_stride, token_stride)``, from strides in bytes."""
+    """The device function ``row_offset(cache, block, position)``: of a token's row."""
     WIDE, SHIFT = config.wide, config.vector_bytes.bit_length() - 1
 
     @device_function
-    def row_offset(block, position, block_stride, token_stride):
+    def row_offset(cache, block, position):
         if WIDE:
-            return int64(block) * block_stride + int64(position) * token_stride
-        block_vectors, token_vectors = uint32(block_stride >> SHIFT), uint32(token_stride >> SHIFT)
+            return int64(block) * cache.block_stride + int64(position) * cache.token_stride
+        block_vectors, token_vectors = uint32(cache.block_stride >> SHIFT), uint32(cache.token_stride >> SHIFT)
         return uint32(uint32(block * block_vectors) + uint32(position * token_vectors))
 
     return row_offset

@@ -25,9 +25,9 @@ SMALLEST_SHIFT = -120
 
 
 def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, ...)``.
+    """The device function ``stage_query(q_frags, q_shared, factors, query, g, t, worker, is_negative)``.
 
-    q is the address of the warp's first head, q_shared that of this lane's part of fragment 0; factors[h] becomes what
+    q_shared is the address of this lane's part of fragment 0; factors[h] becomes what
     the scores of head g + 8h have to be multiplied with. A warp may have fewer heads: then the first one stands for
     those that it lacks, and nobody reads what comes of them. `worker` numbers the warps that have the same heads and
     make their fragments together, in shared memory, unless q is kept in registers as it stands; the whole thread block
@@ -60,7 +60,7 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
 
     @device_function
     def power_of_two(exponent):
-        return bits_float(uint32(uint32(exponent + 127) << uint32(23)))
+        return bits_float(uint32((exponent + 127) << 23))
 
     @device_function
     def load_scaled(rest, at, q, quad, inverse, t):
@@ -102,11 +102,11 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
 
     @device_function
     def take(i, q_frags, q_shared):
-        assign(q_frags, 4 * i, load_shared_words(uint32(q_shared + uint32(FRAGMENT_BYTES * i))))
+        assign(q_frags, 4 * i, load_shared_words(uint32(q_shared + FRAGMENT_BYTES * i)))
 
     @device_function
     def put(group, q_shared, sign, rows):
-        where = uint32(q_shared + uint32(FRAGMENT_BYTES * TERM_FRAGMENTS * group))
+        where = uint32(q_shared + FRAGMENT_BYTES * TERM_FRAGMENTS * group)
         if IS_EXACT:
             a = exact_fragment(group, rows)
             store_shared_words(
@@ -117,7 +117,7 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
             load_rest(rest, group, rows)
             for f in range(TERM_FRAGMENTS):
                 a = next_fragment(rest)
-                store_shared_words(uint32(where + uint32(FRAGMENT_BYTES * f)), a[0], a[1], a[2], a[3])
+                store_shared_words(uint32(where + FRAGMENT_BYTES * f), a[0], a[1], a[2], a[3])
 
     @device_function
     def put_turn(i, worker, q_shared, sign, rows):
@@ -126,9 +126,9 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
             put(group, q_shared, sign, rows)
 
     @device_function
-    def stage_query(q_frags, q_shared, factors, q, head_stride, num_heads, g, t, worker, is_negative):
-        q_first = q + (int64(g) * head_stride if g < num_heads else int64(0))
-        q_second = q + (int64(g + 8) * head_stride if g + 8 < num_heads else int64(0))
+    def stage_query(q_frags, q_shared, factors, query, g, t, worker, is_negative):
+        q_first = query.address + (int64(g) * query.head_stride if g < query.num_heads else int64(0))
+        q_second = query.address + (int64(g + 8) * query.head_stride if g + 8 < query.num_heads else int64(0))
         side = float32(-1) if is_negative else float32(1)
         inverse_first, inverse_second, factors[0] = side, side, float32(1)
         if IS_NORMALISED:
@@ -150,7 +150,7 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
             for_each(keep, NUM_GROUPS, (q_frags, rows))
             if is_negative:
                 for i in range(NUM_WORDS):
-                    q_frags[i] = uint32(q_frags[i] ^ uint32(SIGN))
+                    q_frags[i] = uint32(q_frags[i] ^ SIGN)
 
     return stage_query
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from . import limits
 from .config import VECTOR_BYTES, SplitConfig
 
 TILE = 16  # tokens
@@ -67,8 +68,8 @@ class TensorShape:
 
     @property
     def chunk(self) -> int:
-        """Bytes of a row that one buffer holds; rows that wait in shared memory need no buffers for long."""
-        return 128 if self.config.staged else 256
+        """Bytes of a row that one buffer holds."""
+        return limits.chunk(self)
 
     @property
     def num_chunks(self) -> int:
@@ -129,21 +130,13 @@ class TensorShape:
 
     @property
     def q_in_shared(self) -> bool:
-        """Q takes too many registers, or compute capability is below 9: each step loads it from shared memory.
-
-        The terms of a float32 q are worth a thread block less, where 16-bit caches have enough in flight without it.
-        Beside options, and for other architectures than 9, the most of them have no room.
-        """
-        most = 4
-        if self.terms > 1 and not (self.is_fp8 or self.config.staged):
-            most = 16 if self.is_plain and self.config.architecture == 9 else 12
-        return self.q_fragments > most or self.config.architecture < 9
+        """Each step loads Q from shared memory."""
+        return self.q_fragments > limits.q_in_registers(self)
 
     @property
     def is_plain(self) -> bool:
         """Neither options nor a part of a vector at the end of a row take registers."""
-        config = self.config
-        return config.row_bytes % K_VECTOR == 0 and not (config.modified or config.checked or config.wide)
+        return self.config.row_bytes % K_VECTOR == 0 and not self.config.has_options
 
     @property
     def is_exact(self) -> bool:
@@ -169,8 +162,8 @@ class TensorShape:
 
     @property
     def scales_logits(self) -> bool:
-        """Logits are in units of log(2) before their maximum is found: beside a full O the units have no registers."""
-        return self.config.is_full and not self.config.modified
+        """Logits are in units of log(2) before their maximum is found."""
+        return bool(limits.scales_logits(self))
 
     @property
     def num_products(self) -> int:
@@ -202,17 +195,11 @@ class TensorShape:
         return 4 * self.num_products * self.head_tiles
 
     @property
+    def registers(self) -> int:
+        """What O, Q and the buffers of rows take."""
+        return self.num_o + self.num_q + 2 * self.buffer
+
+    @property
     def min_blocks(self) -> int:
         """Thread blocks on a multiprocessor: as many as need no spills."""
-        config, is_plain = self.config, self.is_plain
-        if config.staged:
-            return 3 if is_plain and config.head_dim <= 128 and self.terms == 1 and not self.is_fp8 else 2
-        registers = self.num_o + self.num_q + 2 * self.buffer
-        is_hopper = self.config.architecture == 9
-        most = 132 if self.terms == 1 and self.num_chunks == 1 else 90  # for three blocks
-        if self.is_fp8:
-            most = 96 if is_hopper else 72
-        blocks = 4 if registers <= 80 and is_hopper else 3 if registers <= most else 2
-        if config.architecture < 9:
-            return 3 if registers <= 112 and not (config.modified or config.checked) else 2
-        return blocks if is_plain else max(1, blocks - 1)
+        return limits.min_blocks(self)

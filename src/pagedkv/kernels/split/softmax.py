@@ -33,40 +33,39 @@ def bias(shape: TensorShape) -> float:
 
 
 def make_start(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``start(o, pivots, sums, heads, slope, slopes, head, num_heads, g)``: before the first step.
+    """The device function ``start(registers, query, slopes, g)``: before the first step.
 
-    heads[h] becomes the number of head g + 8h from `head` on, or of the first one if there are fewer, so that no
-    score_mod sees a head that does not exist. slope[h] becomes its slope.
+    A head that does not exist gets the number of the query's first one, so that no score_mod sees it.
     """
     HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, config.modified, shape.num_o
 
     @device_function
-    def start_head(h, pivots, sums, heads, slope, slopes, head, num_heads, g):
+    def start_head(h, pivots, sums, heads, slope, slopes, query, g):
         pivots[h], sums[h] = LOWEST, float32(0)
-        mine = uint32(g + uint32(8 * h))
-        heads[h] = uint32(head + mine) if mine < num_heads else head
+        mine = uint32(g + 8 * h)
+        heads[h] = uint32(query.head + mine) if mine < query.num_heads else query.head
         slope[h] = slopes[heads[h]] if MODIFIED and address(slopes) != 0 else float32(0)
 
     @device_function
-    def start(o, pivots, sums, heads, slope, slopes, head, num_heads, g):
-        clear(o, NUM_O)
-        for_each(start_head, HEAD_TILES, (pivots, sums, heads, slope, slopes, head, num_heads, g))
+    def start(registers, query, slopes, g):
+        clear(registers.o, NUM_O)
+        args = (registers.pivots, registers.sums, registers.heads, registers.slopes, slopes, query, g)
+        for_each(start_head, HEAD_TILES, args)
 
     return start
 
 
 def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``logits(s, raw, factors, softcap, heads, slopes, position, q_pos, seq)``: from products.
+    """The device function ``logits(registers, options, position)``: from products, the lane's first token at position.
 
-    position is that of the lane's first token, q_pos that of the last one, which stands for those past it; factors,
-    heads and slopes have one element for each h.
+    A token past the query's has the position of that.
     """
     FOLD, HEAD_TILES, MODIFIED, SCALED = shape.fold, shape.head_tiles, config.modified, shape.scales_logits
     SCORES = shape.num_scores
     modify = make_modify(config.score_mod)
 
     @device_function
-    def logit(i, s, raw, factors, softcap, heads, slopes, position, q_pos, seq):
+    def logit(i, s, raw, factors, heads, slopes, options, position):
         n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
         if FOLD:  # the even steps of rows g, and the odd ones of rows g + 8
             x = float32(raw[8 * n + k] + raw[8 * n + 6 + k])
@@ -75,16 +74,17 @@ def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
         else:
             x = raw[4 * n + 2 * h + k]
         if MODIFIED:
-            k_pos = min(uint32(position + uint32(TILE * (n // 2) + 2 * (n % 2) + k)), q_pos)
+            k_pos = min(uint32(position + TILE * (n // 2) + 2 * (n % 2) + k), options.q_pos)
             x = float32(x * factors[h])
-            x = modify(x, softcap, slopes[h], int64(q_pos), int64(k_pos), heads[h], seq)
+            x = modify(x, options.softcap, slopes[h], int64(options.q_pos), int64(k_pos), heads[h], options.seq)
         elif SCALED:
             x = float32(x * factors[h])
         s[i] = x
 
     @device_function
-    def logits(s, raw, factors, softcap, heads, slopes, position, q_pos, seq):
-        for_each(logit, SCORES, (s, raw, factors, softcap, heads, slopes, position, q_pos, seq))
+    def logits(registers, options, position):
+        args = (registers.s, registers.raw, registers.factors, registers.heads, registers.slopes, options, position)
+        for_each(logit, SCORES, args)
 
     return logits
 
@@ -117,7 +117,7 @@ def make_mask(shape: TensorShape) -> Any:
     @device_function
     def mask_score(i, s, mine):
         n, k = i // (2 * HEAD_TILES), i % 2
-        is_valid = uint32(mine & uint32(1 << (TILE * (n // 2) + 2 * (n % 2) + k))) != 0
+        is_valid = uint32(mine & (1 << (TILE * (n // 2) + 2 * (n % 2) + k))) != 0
         s[i] = s[i] if is_valid else NONE
 
     @device_function
@@ -133,8 +133,8 @@ def make_until_last(shape: TensorShape) -> Any:
 
     @device_function
     def until_last(valid, base, last):
-        if uint32(base + uint32(STEP - 1)) > last:
-            left = uint32(uint32(last - base) + uint32(1)) if base <= last else uint32(0)
+        if uint32(base + STEP - 1) > last:
+            left = uint32(last - base + 1) if base <= last else uint32(0)
             valid = uint32(valid & low_bits(left))
         return valid
 
@@ -142,9 +142,9 @@ def make_until_last(shape: TensorShape) -> Any:
 
 
 def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``soften(s, units, pivots, sums, o, p, p_rest, slot, g, t)``.
+    """The device function ``soften(registers, slot, g, t)``.
 
-    s, times units[h], becomes P; m, l and O are rescaled if need be. The product is taken with the subtraction of m,
+    S, times units[h], becomes P; m, l and O are rescaled if need be. The product is taken with the subtraction of m,
     in one instruction; units are positive, so that the maximum can be found before.
     A maximum stays until a logit exceeds it by more than SLACK. Rescaling by 1 and not at all are the same bits, so it
     is skipped unless a maximum of the warp grew. `sums` are over the tokens of this lane alone.
@@ -192,7 +192,8 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
         p[into], p_rest[into] = word, pack(float32(first - low), float32(second - high))
 
     @device_function
-    def soften(s, units, pivots, sums, o, p, p_rest, slot, g, t):
+    def soften(registers, slot, g, t):
+        s, units, pivots, sums = registers.s, registers.units, registers.pivots, registers.sums
         new = local_array(HEAD_TILES, float32)
         for_each(raise_maximum, PAIRS, (new, s))
         grew = False
@@ -200,7 +201,7 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
             new[h] = float32(largest_of_head(slot, new[h], g) * units[h])
             grew = grew or new[h] > float32(pivots[h] + SLACK)
         if any_of_warp(grew):
-            rescale(pivots, sums, o, new, slot, t)
-        for_each(weigh, PAIRS, (s, units, pivots, sums, p, p_rest))
+            rescale(pivots, sums, registers.o, new, slot, t)
+        for_each(weigh, PAIRS, (s, units, pivots, sums, registers.p, registers.p_rest))
 
     return soften

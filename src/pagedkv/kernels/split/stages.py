@@ -12,11 +12,11 @@ banks apart.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import cuda, uint32
 
-from ..device.intrinsics import assign, for_each
+from ..device.intrinsics import assign, for_each, local_arrays
 from ..device.source import device_function
 from ..device.tensor_intrinsics import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
 from .config import NUM_THREADS, VECTOR_BYTES, WARP_SIZE, SplitConfig
@@ -114,31 +114,45 @@ class StageShape:
         return -(-self.tokens // self.rows_at_once)
 
 
-def make_find_rows(config: SplitConfig, stage: StageShape) -> Any:
-    """The device function ``find_rows(blocks, positions, goods, at, token, ...)``: where a lane's rows of a stage are.
+class Found(NamedTuple):
+    """What `find_token` has found of a lane's rows, stage after stage."""
 
-    token is that of the lane's first row; those after it go to elements at, at + 1 and so on, as of `find_token`.
+    blocks: Any
+    positions: Any
+    goods: Any
+
+
+def make_found(stage: StageShape) -> Any:
+    """The device function ``found()``."""
+    array = (stage.rows_of_lane * (stage.num_stages - 1), uint32)
+    return local_arrays(Found, blocks=array, positions=array, goods=array)
+
+
+def make_find_rows(config: SplitConfig, stage: StageShape) -> Any:
+    """The device function ``find_rows(found, at, pages, token)``: where a lane's rows of a stage are.
+
+    token is that of the lane's first row, which goes to element `at`; its next rows go to the next elements.
     """
     ROWS, AT_ONCE = stage.rows_of_lane, stage.rows_at_once
     find_token = make_find_token(config)
 
     @device_function
-    def find_row(j, blocks, positions, goods, at, token, table, last, num_blocks, report, seq):
-        found = find_token(table, uint32(token + uint32(AT_ONCE * j)), last, num_blocks, report, seq)
-        blocks[at + j], positions[at + j], goods[at + j] = found
+    def find_row(j, found, at, pages, token):
+        row = find_token(pages, uint32(token + AT_ONCE * j))
+        found.blocks[at + j], found.positions[at + j], found.goods[at + j] = row
 
     @device_function
-    def find_rows(blocks, positions, goods, at, token, table, last, num_blocks, report, seq):
-        for_each(find_row, ROWS, (blocks, positions, goods, at, token, table, last, num_blocks, report, seq))
+    def find_rows(found, at, pages, token):
+        for_each(find_row, ROWS, (found, at, pages, token))
 
     return find_rows
 
 
 def make_copy_rows(config: SplitConfig, stage: StageShape) -> Any:
-    """The device function ``copy_rows(slot, blocks, positions, goods, at, token, ...)``: a lane's rows of a stage.
+    """The device function ``copy_rows(slot, found, at, token, last, k, v, row, piece)``: a lane's rows of a stage.
 
-    slot is the shared address of the stage; `row` and `piece` say what is the lane's first piece, and k_lane and v_lane
-    are its addresses in the rows at offset 0. Tokens past the end, and those of refused blocks, become zeros.
+    slot is the shared address of the stage; the lane begins with a piece of a row, and k and v are the caches from that
+    piece on. Tokens past the last one, and those of refused blocks, become zeros.
     """
     TOKENS, ROWS, AT_ONCE = stage.tokens, stage.rows_of_lane, stage.rows_at_once
     LANES, PIECES, NBYTES = stage.lanes, stage.pieces, config.vector_bytes
@@ -156,37 +170,24 @@ def make_copy_rows(config: SplitConfig, stage: StageShape) -> Any:
         copy(uint32(v_target + uint32(at)), v_row + at, count, is_inside)
 
     @device_function
-    def copy_row(
-        j, k_target, v_target, blocks, positions, goods, at, token, last, k_lane, v_lane, k_block_stride,
-        k_token_stride, v_block_stride, v_token_stride, row, piece,
-    ):  # fmt: skip
-        block, position = blocks[at + j], positions[at + j]
-        k_row = address_at(k_lane, row_offset(block, position, k_block_stride, k_token_stride))
-        v_row = address_at(v_lane, row_offset(block, position, v_block_stride, v_token_stride))
-        is_there = goods[at + j] and uint32(token + uint32(AT_ONCE * j)) <= last
+    def copy_row(j, k_target, v_target, found, at, token, last, k, v, row, piece):
+        block, position = found.blocks[at + j], found.positions[at + j]
+        k_row = address_at(k.address, row_offset(k, block, position))
+        v_row = address_at(v.address, row_offset(v, block, position))
+        is_there = found.goods[at + j] and uint32(token + AT_ONCE * j) <= last
         if TOKENS % AT_ONCE == 0 or row < TOKENS:
             count = uint32(NBYTES if is_there else 0)
-            k_target, v_target = uint32(k_target + uint32(K_JUMP * j)), uint32(v_target + uint32(V_JUMP * j))
+            k_target, v_target = uint32(k_target + K_JUMP * j), uint32(v_target + V_JUMP * j)
             for_each(copy_pieces, PIECES_OF_LANE, (k_target, v_target, k_row, v_row, piece, count))
 
     @device_function
-    def copy_rows(
-        slot, blocks, positions, goods, at, token, last, k_lane, v_lane, k_block_stride, k_token_stride,
-        v_block_stride, v_token_stride, row, piece,
-    ):  # fmt: skip
-        start = uint32(slot + uint32(piece * uint32(NBYTES)))
-        k_target = uint32(start + uint32(row * uint32(K_STRIDE)))
-        in_group = uint32(uint32(row & uint32(3)) * uint32(V_STRIDE))
-        group = uint32(uint32(row >> uint32(2)) * uint32(V_GROUP))
-        v_target = uint32(uint32(uint32(start + uint32(V_START)) + group) + in_group)
-        for_each(
-            copy_row,
-            ROWS,
-            (
-                k_target, v_target, blocks, positions, goods, at, token, last, k_lane, v_lane, k_block_stride,
-                k_token_stride, v_block_stride, v_token_stride, row, piece,
-            ),
-        )  # fmt: skip
+    def copy_rows(slot, found, at, token, last, k, v, row, piece):
+        start = uint32(slot + piece * NBYTES)
+        k_target = uint32(start + row * K_STRIDE)
+        in_group = uint32((row & 3) * V_STRIDE)
+        group = uint32(uint32(row >> 2) * V_GROUP)
+        v_target = uint32(start + V_START + group + in_group)
+        for_each(copy_row, ROWS, (k_target, v_target, found, at, token, last, k, v, row, piece))
 
     return copy_rows
 
@@ -198,10 +199,10 @@ def make_zero_ring(stage: StageShape) -> Any:
     @device_function
     def zero_ring(shared, thread):
         if IS_PADDED:
-            at = uint32(thread * uint32(VECTOR_BYTES))
+            at = uint32(thread * VECTOR_BYTES)
             while at < uint32(RING_BYTES):
                 store_shared_words(uint32(shared + at), uint32(0), uint32(0), uint32(0), uint32(0))
-                at = uint32(at + uint32(NUM_THREADS * VECTOR_BYTES))
+                at = uint32(at + NUM_THREADS * VECTOR_BYTES)
             cuda.syncthreads()
 
     return zero_ring
@@ -214,11 +215,11 @@ def make_places(stage: StageShape) -> Any:
 
     @device_function
     def places(team, g, t):
-        token = uint32(uint32(team * uint32(STEP)) + key_token(g))
-        k_place = uint32(uint32(token * uint32(K_STRIDE)) + uint32(t << 4))
-        group = uint32(uint32(team * uint32(STEP // 4)) + t)
-        v_place = uint32(uint32(group * uint32(V_GROUP)) + uint32(g * uint32(V_VECTOR)))
-        return k_place, uint32(v_place + uint32(V_START))
+        token = uint32(team * STEP + key_token(g))
+        k_place = uint32(token * K_STRIDE + (t << 4))
+        group = uint32(team * (STEP // 4) + t)
+        v_place = uint32(group * V_GROUP + g * V_VECTOR)
+        return k_place, uint32(v_place + V_START)
 
     return places
 
@@ -237,7 +238,7 @@ def make_read_keys(stage: StageShape) -> Any:
         token, c = TILE * (i // (2 * PER_CHUNK)) + 2 * (i % 2), i // 2 % PER_CHUNK
         vector = chunk * PER_CHUNK + c
         if vector < VECTORS:
-            x = load_shared_words(uint32(where + uint32(K_STRIDE * token + K_VECTOR * vector)))
+            x = load_shared_words(uint32(where + K_STRIDE * token + K_VECTOR * vector))
             assign(words, 4 * i, x)
 
     @device_function
@@ -262,7 +263,7 @@ def make_read_values(stage: StageShape) -> Any:
         at, c = TILE // 4 * V_GROUP * (i // (4 * PER_CHUNK)) + V_STRIDE * (i % 4), i // 4 % PER_CHUNK
         vector = chunk * PER_CHUNK + c
         if vector < VECTORS:
-            x = load(uint32(where + uint32(at + 8 * V_VECTOR * vector)))
+            x = load(uint32(where + at + 8 * V_VECTOR * vector))
             assign(words, WORDS * i, x)
 
     @device_function

@@ -55,16 +55,16 @@ def make_pair_address(config: SplitConfig) -> Any:
 
     @device_function
     def pair_address(shared, head, pair, j):
-        t = uint32(uint32(head >> 1) & uint32(3))
-        upper, highest = uint32(uint32(pair >> 4) & uint32(1)), uint32(uint32(pair >> 5) & uint32(1))
+        t = uint32(uint32(head >> 1) & 3)
+        upper, highest = uint32(uint32(pair >> 4) & 1), uint32(uint32(pair >> 5) & 1)
         if DIMS == 4:  # bits 1 to 3 of the pair are g's
-            t = uint32(uint32(t & uint32(1)) | uint32(uint32(t & uint32(2)) << uint32(2)))
-            pair = uint32(uint32(pair ^ t) ^ upper)
+            t = uint32((t & 1) | ((t & 2) << 2))
+            pair = uint32(pair ^ t ^ upper)
         elif DIMS == 8:  # bits 2 to 4, of which the banks see two
-            pair = uint32(uint32(pair ^ t) ^ uint32(upper * uint32(3)))
+            pair = uint32(pair ^ t ^ (upper * 3))
         elif DIMS == 16:  # bits 3 to 5, of which the banks see one
-            pair = uint32(uint32(pair ^ t) ^ uint32(uint32(upper * uint32(5)) | uint32(highest << uint32(1))))
-        return uint32(uint32(shared + uint32(head * uint32(ROW_BYTES))) + uint32(uint32(pair << 3) ^ uint32(8 * j)))
+            pair = uint32(pair ^ t ^ ((upper * 5) | (highest << 1)))
+        return uint32(shared + head * ROW_BYTES + ((pair << 3) ^ (8 * j)))
 
     return pair_address
 
@@ -77,7 +77,7 @@ def make_load_quad(config: SplitConfig) -> Any:
     def load_quad(where):
         if ON_TENSOR_CORES:  # where pairs of a row have changed places
             a, b = load_shared_2(where)
-            c, d = load_shared_2(uint32(where ^ uint32(8)))
+            c, d = load_shared_2(uint32(where ^ 8))
             return a, b, c, d
         return load_floats(where)
 
@@ -102,33 +102,33 @@ def make_put_sums(config: SplitConfig, shape: TensorShape, pair_address: Any) ->
     @device_function
     def put_pair(i, h, k, shared, o, head, g, member):
         vector, j = i // PER_VECTOR, i % PER_VECTOR
-        first_pair = uint32(member * uint32(PER_MEMBER))
-        pair = uint32(uint32(uint32(PER_VECTOR * 8 * vector) + uint32(g * uint32(PER_VECTOR))) + first_pair)
+        first_pair = uint32(member * PER_MEMBER)
+        pair = uint32(PER_VECTOR * 8 * vector + g * PER_VECTOR + first_pair)
         if pair < uint32(HEAD_DIM // 2):
             where, at = pair_address(shared, head, pair, j), 4 * (i * HEAD_TILES + h) + k
             if HEADS_OF_WARP - 8 * h - k > 4:
                 store_shared_2(where, o[at], o[at + 2])
             else:
                 store_shared_word(where, float_bits(o[at]))
-                store_shared_word(uint32(where + uint32(4)), float_bits(o[at + 2]))
+                store_shared_word(uint32(where + 4), float_bits(o[at + 2]))
 
     @device_function
     def put_head(i, shared, o, first_head, g, t, member):
         h, k = i // 2, i % 2
-        head = uint32(uint32(t << 1) + uint32(8 * h + k))
+        head = uint32((t << 1) + 8 * h + k)
         if has_row(head, first_head):
             for_each(put_pair, PRODUCTS, (h, k, shared, o, uint32(first_head + head), g, member))
 
     @device_function
-    def put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, first_head, g, t, team, member):
+    def put_sums(shared, registers, first_head, g, t, team, member):
         for h in range(HEAD_TILES):
-            total = float32(sums[h] + exchange(sums[h], 1))
+            total = float32(registers.sums[h] + exchange(registers.sums[h], 1))
             total = float32(total + exchange(total, 2))
-            head = uint32(g + uint32(8 * h))
+            head = uint32(g + 8 * h)
             if member == 0 and t == 0 and has_row(head, first_head):
-                at = uint32(uint32(uint32(team * uint32(NUM_HEADS)) + first_head) + head)
-                maxima_shared[at], sums_shared[at] = pivots[h], total
-        shared = uint32(shared + uint32(team * uint32(TEAM_BYTES)))
-        for_each(put_head, HEADS_IN_TURN, (shared, o, first_head, g, t, member))
+                at = uint32(team * NUM_HEADS + first_head + head)
+                shared.maxima[at], shared.sums[at] = registers.pivots[h], total
+        where = uint32(shared.address + team * TEAM_BYTES)
+        for_each(put_head, HEADS_IN_TURN, (where, registers.o, first_head, g, t, member))
 
     return put_sums

@@ -37,13 +37,14 @@ warp that has none.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import cuda, float32, int64, uint32
 
-from ..device.intrinsics import clear, for_each, local_array, shared_address
+from ..device.intrinsics import clear, divmod_32, for_each
 from ..device.source import device_function
 from ..device.tensor_intrinsics import shuffle
+from . import limits
 from .config import SplitConfig
 from .fragments import (
     make_load_keys,
@@ -53,12 +54,23 @@ from .fragments import (
     make_zero_values,
     software_factor,
 )
-from .lanes import OTHERS, SLOT_BYTES, VALUES, WARP_BYTES, make_bits_of_warp, make_share, slots_bytes
+from .lanes import SLOT_BYTES, make_bits_of_warp, make_share, make_slots
 from .pages import make_find_token, make_row_address, make_row_offset
 from .query import make_stage_query
+from .registers import make_registers
 from .shape import TensorShape
 from .softmax import make_logits, make_mask, make_set_units, make_soften, make_start, make_until_last
 from .sums import make_put_sums
+
+
+class Rows(NamedTuple):
+    """Where a lane's vectors 0 are, in the rows at offset 0."""
+
+    k: Any
+    v: Any
+    room: Any  # bytes of a row of V from there
+    g: Any
+    t: Any
 
 
 def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
@@ -67,16 +79,13 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     It returns what the values are to be multiplied with.
     """
     shape = TensorShape(config)
-    CHUNKS, BUFFER, STEP, NUM_TEAMS = shape.num_chunks, shape.buffer, shape.step, config.num_teams
-    HEAD_TILES, CHECKED = shape.head_tiles, config.checked
+    CHUNKS, BUFFER, STEP, TURN = shape.num_chunks, shape.buffer, shape.step, shape.step * config.num_teams
+    NUM_RAW, CHECKED, DIM_SHARES = shape.num_raw, config.checked, config.dim_shares
     Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
-    FACTOR, DIM_SHARES = float32(software_factor(config)), config.dim_shares
-    KEEP_Q, KEEP_T = shape.is_plain, shape.is_plain and shape.terms > 1 and shape.head_tiles == 2
+    KEEP_Q, KEEP_T = bool(limits.keeps_q_address(shape)), bool(limits.keeps_lane(shape))
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
-    NUM_BUFFERED, NUM_Q, NUM_RAW = 2 * shape.buffer, shape.num_q, shape.num_raw
-    NUM_S, NUM_P, NUM_O = shape.num_scores, shape.num_p, shape.num_o
-    THROUGH_SHARED, NUM_SLOT_WORDS = config.through_shared, slots_bytes(config) // 4
-    ALL = uint32(0xFFFFFFFF)
+    FACTOR, ALL = float32(software_factor(config)), uint32(0xFFFFFFFF)
+    new_registers, slots = make_registers(shape, 2), make_slots(config)
     share, bits_of_warp = make_share(config), make_bits_of_warp(config)
     find_token, row_offset, row_address = make_find_token(config), make_row_offset(config), make_row_address(config)
     load_keys = make_load_keys(config, shape, row_address)
@@ -88,135 +97,108 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     put_sums = make_put_sums(config, shape, pair_address)
 
     @device_function
-    def use_keys(i, raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t):
+    def use_keys(i, registers, q_shared, rows, k_offset, v_offset):
         """Chunk i of K, and what comes two later into its buffer if that belongs to this step."""
         at = (i % 2) * BUFFER
-        multiply_keys(i, raw, buffers, at, q_frags, q_shared)
+        multiply_keys(i, registers, at, q_shared)
         if i + 2 < CHUNKS:
-            load_keys(i + 2, buffers, at, k_lane, k_offset, g, t)
+            load_keys(i + 2, registers.words, at, rows.k, k_offset, rows.g, rows.t)
         elif i + 2 < 2 * CHUNKS:
-            load_values(i + 2 - CHUNKS, buffers, at, v_lane, v_offset, room, t)
+            load_values(i + 2 - CHUNKS, registers.words, at, rows.v, v_offset, rows.room, rows.t)
 
     @device_function
-    def use_values(i, o, buffers, p, p_rest, k_lane, v_lane, next_k, v_offset, next_v, valid, room, g, t):
+    def use_values(i, registers, rows, next_k, v_offset, next_v, valid):
         """Chunk i of V, and what comes two later into its buffer."""
         at = ((CHUNKS + i) % 2) * BUFFER
         if CHECKED and valid != ALL:
-            zero_values(buffers, at, valid, t)
-        multiply_values(i, o, buffers, at, p, p_rest)
+            zero_values(registers.words, at, valid, rows.t)
+        multiply_values(i, registers, at)
         if i + 2 < CHUNKS:
-            load_values(i + 2, buffers, at, v_lane, v_offset, room, t)
+            load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
         elif i + 2 < 2 * CHUNKS:
-            load_keys(i + 2 - CHUNKS, buffers, at, k_lane, next_k, g, t)
+            load_keys(i + 2 - CHUNKS, registers.words, at, rows.k, next_k, rows.g, rows.t)
         else:
-            load_values(i + 2 - 2 * CHUNKS, buffers, at, v_lane, next_v, room, t)
+            load_values(i + 2 - 2 * CHUNKS, registers.words, at, rows.v, next_v, rows.room, rows.t)
 
     @device_function
-    def use_last_values(i, o, buffers, p, p_rest, v_lane, v_offset, valid, room, t):
+    def use_last_values(i, registers, rows, v_offset, valid):
         """Chunk i of V in the warp's last step."""
         at = ((CHUNKS + i) % 2) * BUFFER
         if valid != ALL:
-            zero_values(buffers, at, valid, t)
-        multiply_values(i, o, buffers, at, p, p_rest)
+            zero_values(registers.words, at, valid, rows.t)
+        multiply_values(i, registers, at)
         if i + 2 < CHUNKS:
-            load_values(i + 2, buffers, at, v_lane, v_offset, room, t)
+            load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
 
     @device_function
-    def attend(
-        shared, maxima_shared, sums_shared, q, q_head_stride, num_heads, k_head, v_head, table, first, last,
-        k_block_stride, k_token_stride, v_block_stride, v_token_stride, num_blocks, report, seq, q_pos, head,
-        scale, softcap, slopes, thread,
-    ):  # fmt: skip
-        lane = uint32(thread & uint32(31))
-        # Said to be the same in all lanes, so that loops over steps need no code for lanes that part.
-        warp = shuffle(uint32(thread >> uint32(5)), 0)
-        team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
-        g, t = uint32(lane >> 2), uint32(lane & uint32(3))
-        # Through a shuffle, so that ptxas keeps what it comes to instead of finding it again in each step. Options have
-        # no registers for it, nor have up to 8 heads of 256 dims for t, and other ones gain nothing.
-        q_shared = uint32(shared + uint32(lane * uint32(16)))
+    def attend(thread, first, query, k, v, pages, options, shared):
+        lane = uint32(thread & 31)
+        # Broadcast, so that ptxas knows it is warp-uniform: loops over steps need no code for lanes that diverge.
+        warp = shuffle(uint32(thread >> 5), 0)
+        team, member = divmod_32(warp, DIM_SHARES)
+        g, t = uint32(lane >> 2), uint32(lane & 3)
+        # Through a shuffle, so that ptxas keeps the result instead of recomputing it in each step. Options have no
+        # registers for it; limits.py says who has.
+        q_shared = uint32(shared.address + lane * 16)
         if KEEP_T:
             t = shuffle(t, lane)
         if KEEP_Q:
             q_shared = shuffle(q_shared, lane)
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
-        k_lane, v_lane, room = k_head + int64(t) * 16, v_head + v_first, ROW_BYTES - v_first
-        keys = values = both_values = others = uint32(0)
-        if THROUGH_SHARED:
-            slots = shared_address(cuda.shared.array(NUM_SLOT_WORDS, uint32, alignment=16))
-            keys = uint32(slots + uint32(warp * uint32(WARP_BYTES)))
-            values, others = uint32(keys + uint32(VALUES * SLOT_BYTES)), uint32(keys + uint32(OTHERS * SLOT_BYTES))
-            both_values = uint32(uint32(values + values) + uint32(SLOT_BYTES))
-        buffers, q_frags = local_array(NUM_BUFFERED, uint32), local_array(NUM_Q, uint32)
-        raw, s, o = (
-            local_array(NUM_RAW, float32),
-            local_array(NUM_S, float32),
-            local_array(NUM_O, float32),
-        )
-        p, p_rest = local_array(NUM_P, uint32), local_array(NUM_P, uint32)
-        pivots, sums = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, float32)
-        factors, slope = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, float32)
-        units, heads = local_array(HEAD_TILES, float32), local_array(HEAD_TILES, uint32)
-        start(o, pivots, sums, heads, slope, slopes, head, num_heads, g)
+        rows = Rows(k.address + int64(t) * 16, v.address + v_first, ROW_BYTES - v_first, g, t)
+        keys, values, others = slots(warp)
+        both_values = uint32(2 * values + SLOT_BYTES)
+        registers, last = new_registers(), pages.last
+        start(registers, query, options.slopes, g)
 
         # The longest chain first: table entries of the first two steps, and the first keys.
-        base, mine = uint32(first + uint32(team * uint32(STEP))), uint32(lane & uint32(STEP - 1))
-        block, position, good = find_token(table, uint32(base + mine), last, num_blocks, report, seq)
-        k_offset = share(keys, row_offset(block, position, k_block_stride, k_token_stride))
-        v_offset = share(values, row_offset(block, position, v_block_stride, v_token_stride))
+        base, mine = uint32(first + team * STEP), uint32(lane & (STEP - 1))
+        block, position, good = find_token(pages, uint32(base + mine))
+        k_offset = share(keys, row_offset(k, block, position))
+        v_offset = share(values, row_offset(v, block, position))
         valid = bits_of_warp(others, good) if CHECKED else ALL
-        token = uint32(uint32(base + mine) + uint32(NUM_TEAMS * STEP))
-        block, position, good = find_token(table, token, last, num_blocks, report, seq)
-        load_keys(int64(0), buffers, int64(0), k_lane, k_offset, g, t)
+        block, position, good = find_token(pages, uint32(base + mine + TURN))
+        load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
         if CHUNKS > 1:
-            load_keys(int64(1), buffers, int64(BUFFER), k_lane, k_offset, g, t)
+            load_keys(int64(1), registers.words, int64(BUFFER), rows.k, k_offset, g, t)
 
-        stage_query(q_frags, q_shared, factors, q, q_head_stride, num_heads, g, t, int64(warp), scale < float32(0))
-        set_units(units, factors, float32(scale * FACTOR))
+        stage_query(registers.q, q_shared, registers.factors, query, g, t, int64(warp), options.scale < float32(0))
+        set_units(registers.units, registers.factors, float32(options.scale * FACTOR))
         if Q_IN_SHARED:
             cuda.syncthreads()
 
         if CHUNKS == 1:
-            load_values(int64(0), buffers, int64(BUFFER), v_lane, v_offset, room, t)
-        while uint32(base + uint32(NUM_TEAMS * STEP)) <= last:
-            clear(raw, NUM_RAW)
-            for_each(
-                use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t)
-            )
-            k_offset = share(keys, row_offset(block, position, k_block_stride, k_token_stride))
+            load_values(int64(0), registers.words, int64(BUFFER), rows.v, v_offset, rows.room, t)
+        while uint32(base + TURN) <= last:
+            clear(registers.raw, NUM_RAW)
+            for_each(use_keys, CHUNKS, (registers, q_shared, rows, k_offset, v_offset))
+            k_offset = share(keys, row_offset(k, block, position))
             values = uint32(both_values - values)
-            next_v = share(values, row_offset(block, position, v_block_stride, v_token_stride))
+            next_v = share(values, row_offset(v, block, position))
             next_valid = bits_of_warp(others, good) if CHECKED else ALL
-            token = uint32(uint32(base + mine) + uint32(2 * NUM_TEAMS * STEP))
-            block, position, good = find_token(table, token, last, num_blocks, report, seq)
+            block, position, good = find_token(pages, uint32(base + mine + 2 * TURN))
             if CHUNKS == 1:
-                load_keys(int64(0), buffers, int64(0), k_lane, k_offset, g, t)
-            here = uint32(base + uint32(t << uint32(2)))
-            logits(s, raw, factors, softcap, heads, slope, here, q_pos, seq)
+                load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
+            logits(registers, options, uint32(base + (t << 2)))
             if CHECKED and valid != ALL:
-                mask(s, valid, t)
-            soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
-            for_each(
-                use_values,
-                CHUNKS,
-                (o, buffers, p, p_rest, k_lane, v_lane, k_offset, v_offset, next_v, valid, room, g, t),
-            )
-            base, v_offset, valid = uint32(base + uint32(NUM_TEAMS * STEP)), next_v, next_valid
-        clear(raw, NUM_RAW)
-        for_each(use_keys, CHUNKS, (raw, buffers, q_frags, q_shared, k_lane, v_lane, k_offset, v_offset, room, g, t))
+                mask(registers.s, valid, t)
+            soften(registers, others, g, t)
+            for_each(use_values, CHUNKS, (registers, rows, k_offset, v_offset, next_v, valid))
+            base, v_offset, valid = uint32(base + TURN), next_v, next_valid
+        clear(registers.raw, NUM_RAW)
+        for_each(use_keys, CHUNKS, (registers, q_shared, rows, k_offset, v_offset))
         valid = until_last(valid, base, last)
-        here = uint32(base + uint32(t << uint32(2)))
-        logits(s, raw, factors, softcap, heads, slope, here, q_pos, seq)
+        logits(registers, options, uint32(base + (t << 2)))
         if valid != ALL:
-            mask(s, valid, t)
-        soften(s, units, pivots, sums, o, p, p_rest, others, g, t)
-        for_each(use_last_values, CHUNKS, (o, buffers, p, p_rest, v_lane, v_offset, valid, room, t))
+            mask(registers.s, valid, t)
+        soften(registers, others, g, t)
+        for_each(use_last_values, CHUNKS, (registers, rows, v_offset, valid))
         if Q_IS_SHARED:
             cuda.syncthreads()  # the sums take the place of Q
-        # Not those from before, which registers would hold through the loop; and a shuffle has hidden the range of t.
-        warp, g, t = uint32(thread >> uint32(5)), uint32(uint32(thread >> 2) & uint32(7)), uint32(thread & uint32(3))
-        team, member = uint32(warp // uint32(DIM_SHARES)), uint32(warp % uint32(DIM_SHARES))
-        put_sums(shared, maxima_shared, sums_shared, pivots, sums, o, uint32(0), g, t, team, member)
+        # Recomputed: keeping them would cost registers in the loop, and the shuffle hides the range of t.
+        warp, g, t = uint32(thread >> 5), uint32(uint32(thread >> 2) & 7), uint32(thread & 3)
+        team, member = divmod_32(warp, DIM_SHARES)
+        put_sums(shared, registers, uint32(0), g, t, team, member)
         return FACTOR
 
     return attend

@@ -1,0 +1,74 @@
+"""What a thread block hands to the steps of the split kernel, as named tuples; LLVM sees their fields alone."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Query(NamedTuple):
+    """Query heads that share a KV head: of a thread block, or of one of its warps."""
+
+    address: Any  # of the first head's row
+    head_stride: Any  # bytes
+    num_heads: Any
+    head: Any  # number of the first one
+
+
+class Cache(NamedTuple):
+    """The rows of one KV head in the cache of keys or of values."""
+
+    address: Any  # of the row at offset 0
+    block_stride: Any  # bytes
+    token_stride: Any
+
+
+class Pages(NamedTuple):
+    """Where a sequence's tokens are looked up."""
+
+    table: Any  # address of its row of block_tables
+    last: Any  # token of the split
+    num_blocks: Any
+    report: Any  # of what check=True refuses
+    seq: Any
+
+
+class Options(NamedTuple):
+    """What makes logits of products."""
+
+    scale: Any
+    softcap: Any
+    slopes: Any
+    q_pos: Any  # position of the query: that of the sequence's last token
+    seq: Any
+
+
+class Shared(NamedTuple):
+    """Where warps leave their sums in shared memory."""
+
+    address: Any  # of O, where Q and rows of the caches may be before
+    maxima: Any
+    sums: Any
+
+
+class Output(NamedTuple):
+    """The rows of the output that a thread block, or the last one of several, writes."""
+
+    address: Any  # of the first head's row
+    head_stride: Any  # bytes
+    lse: Any
+    row: Any  # of the first head in lse
+    num_heads: Any
+    head: Any  # number of the first one
+    sinks: Any
+    v_factor: Any  # of the values
+
+
+class Partials(NamedTuple):
+    """The partial results of a sequence; head h of split s has element ``(row + h) * most_splits + s``."""
+
+    sums: Any  # head_dim float32
+    states: Any  # maximum and sum of exponentials
+    counter: Any  # address of the number of splits that are done
+    split: Any
+    num_splits: Any
+    most_splits: Any

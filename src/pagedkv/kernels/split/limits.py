@@ -1,0 +1,261 @@
+"""How much of the split kernel fits into registers: every number that was found by trying, and what was seen without it.
+
+A `Limit` is a table of which the first row that applies counts. Most rows are there because ptxas spilled: it puts into
+local memory what a thread has no register for. Bytes are those of all spills, loads and stores, of the named variant
+as nvJitLink and NVVM 13.5.37 compile it; q and caches are of float16 where nothing else is said. When a compiler comes
+that does better, take a row away, compile what its reason names, and see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from .config import SplitConfig
+    from .cuda_cores import RowShape
+    from .shape import TensorShape
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[Subject]):
+    """A condition, the limit where it holds, and what was seen without it."""
+
+    when: Callable[[Subject], bool]
+    value: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limit(Generic[Subject]):
+    """Rows, the most particular ones first; the last one always applies.
+
+    Attributes
+    ----------
+    meaning : str
+        What the value is.
+    rows : tuple of Row
+    """
+
+    meaning: str
+    rows: tuple[Row[Subject], ...]
+
+    def row(self, subject: Subject) -> Row[Subject]:
+        """The first row that applies."""
+        return next(row for row in self.rows if row.when(subject))
+
+    def __call__(self, subject: Subject) -> int:
+        return self.row(subject).value
+
+
+def otherwise(_: object) -> bool:
+    """The condition of a last row."""
+    return True
+
+
+# ---- of a SplitConfig
+
+through_shared: Limit[SplitConfig] = Limit(
+    "1 if lanes hand words to each other through shared memory, 0 for shuffles",
+    (
+        Row(lambda c: not c.on_tensor_cores, 0, "float32 caches keep tokens apart: few words change lanes."),
+        Row(
+            lambda c: c.architecture < 9,
+            1,
+            "ptxas puts a branch for diverged lanes in front of each shuffle in a loop, and keeps registers free for it: "
+            "720 bytes spilled at D = 128, G = 8 for 8.0, and 2152 at D = 256.",
+        ),
+        Row(
+            lambda c: c.architecture > 9 and c.head_dim > 256,
+            1,
+            "72 bytes at D = 512, G = 8 for 10.0, and 36 with a softcap.",
+        ),
+        Row(otherwise, 0, "Shuffles take fewer instructions: 6.98 instead of 8.29 for 512 bytes at D = 512 for 9.0."),
+    ),
+)
+
+staged_dims: Limit[SplitConfig] = Limit(
+    "most dims of more than 16 heads whose rows wait in shared memory",
+    (
+        Row(lambda c: c.q_bytes == 2, 256, "Three stages of longer rows do not fit into shared memory."),
+        Row(otherwise, 128, "Nor do the terms of a float32 q beside stages of more dims."),
+    ),
+)
+
+heads: Limit[SplitConfig] = Limit(
+    "most query heads of a thread block",
+    (
+        Row(
+            lambda c: c.staged and c.head_dim > 128 and c.architecture < 9,
+            32,
+            "@staged8",
+        ),
+        Row(lambda c: c.staged, 64, "Four warps of 16 heads, which is what an mma has rows for."),
+        Row(
+            lambda c: not c.on_tensor_cores and (c.head_dim > 256 or c.architecture < 9),
+            2,
+            "56 bytes with 4 heads at D = 256 for 8.0; at D = 512 for 9.0, 4 heads leave 244 registers and no spill, but "
+            "one thread block less on a multiprocessor.",
+        ),
+        Row(
+            lambda c: not c.on_tensor_cores,
+            4,
+            "8 heads at D = 128 for 9.0 take all 255 registers, and all of the time: 97 instructions for 512 bytes.",
+        ),
+        Row(lambda c: c.head_dim > 256, 8, "@heads264"),
+        Row(
+            lambda c: c.head_dim > 128 and c.architecture != 9,
+            8,
+            "20 bytes at D = 256, G = 16 for 10.0, with a softcap too; for 8.0 no spill, with 253 registers.",
+        ),
+        Row(
+            lambda c: c.head_dim > 128 and c.modified and c.q_bytes == 4,
+            8,
+            "@f32mod",
+        ),
+        Row(otherwise, 16, "An mma has 16 rows."),
+    ),
+)
+
+head_shares: Limit[SplitConfig] = Limit(
+    "warps that share the query heads of more than 16",
+    (
+        Row(lambda c: not c.staged, 1, "Up to 16 heads, each warp has all of them."),
+        Row(lambda c: c.num_heads > 32, 4, "An mma has 16 rows, and there are up to 64 heads."),
+        Row(lambda c: c.head_dim > 128, 4, "@headshares"),
+        Row(otherwise, 2, "Fewer warps read the same rows from shared memory."),
+    ),
+)
+
+dims_of_warp: Limit[SplitConfig] = Limit(
+    "most dims of O of a warp",
+    (
+        Row(
+            lambda c: c.architecture < 9 and (c.modified or c.checked) and not c.staged,
+            128,
+            "252 bytes at D = 256, G = 8 for 8.0 with a softcap, and 392 with a check, a float32 q and a bfloat16 cache.",
+        ),
+        Row(otherwise, 256, "48 bytes at D = 512, G = 8 for 9.0."),
+    ),
+)
+
+is_full: Limit[SplitConfig] = Limit(
+    "1 if what only the end of the work needs waits in shared memory",
+    (
+        Row(
+            lambda c: c.on_tensor_cores and c.heads_of_warp > 8 and c.head_dim > 128,
+            1,
+            "@full",
+        ),
+        Row(otherwise, 0, "O of at most 8 heads, or of 128 dims, leaves registers for it."),
+    ),
+)
+
+# ---- of a TensorShape
+
+q_in_registers: Limit[TensorShape] = Limit(
+    "most fragments of Q in registers; more of them wait in shared memory",
+    (
+        Row(lambda s: s.config.architecture < 9, 0, "@q8"),
+        Row(lambda s: s.terms == 1, 4, "@q1"),
+        Row(lambda s: s.is_fp8 or s.config.staged, 4, "@qfp8"),
+        Row(lambda s: s.is_plain and s.config.architecture == 9, 16, "@q16"),
+        Row(otherwise, 12, "@q12"),
+    ),
+)
+
+scales_logits: Limit[TensorShape] = Limit(
+    "1 if logits are in units of log(2) before their maximum is found",
+    (
+        Row(lambda s: s.config.is_full and not s.config.modified, 1, "@scales"),
+        Row(otherwise, 0, "One instruction multiplies and subtracts the pivot."),
+    ),
+)
+
+keeps_q_address: Limit[TensorShape] = Limit(
+    "1 if a shuffle hides from ptxas how the address of Q is made, so that it does not make it again in each step",
+    (
+        Row(lambda s: s.is_plain, 1, "@keepq"),
+        Row(otherwise, 0, "Options have no register for it."),
+    ),
+)
+
+keeps_lane: Limit[TensorShape] = Limit(
+    "1 if a shuffle hides how t is made",
+    (
+        Row(lambda s: s.is_plain and s.terms > 1 and s.head_tiles == 2, 1, "@keept"),
+        Row(otherwise, 0, "Other variants gain nothing, or spill: 8 heads of 256 dims of a float32 q."),
+    ),
+)
+
+chunk: Limit[TensorShape] = Limit(
+    "bytes of a row in a buffer of registers",
+    (
+        Row(lambda s: s.config.staged, 128, "@chunk"),
+        Row(otherwise, 256, "Two buffers hold rows of K and V of 128 dims of 16 bits."),
+    ),
+)
+
+registers_of_3: Limit[TensorShape] = Limit(
+    "most registers of O, Q and buffers with which three thread blocks fit on a multiprocessor",
+    (
+        Row(lambda s: s.is_fp8 and s.config.architecture == 9, 96, "fp8 is widened in registers of its own."),
+        Row(lambda s: s.is_fp8, 72, "@fp8_10"),
+        Row(lambda s: s.terms == 1 and s.num_chunks == 1, 132, "O of 16 heads of 128 dims, and two buffers: 128."),
+        Row(otherwise, 90, "Terms of q and more chunks take registers beside those counted."),
+    ),
+)
+
+min_blocks: Limit[TensorShape] = Limit(
+    "thread blocks on a multiprocessor",
+    (
+        Row(
+            lambda s: s.config.staged and s.is_plain and s.config.head_dim <= 128 and s.terms == 1 and not s.is_fp8,
+            3,
+            "All of its registers are in O and one buffer.",
+        ),
+        Row(lambda s: s.config.staged, 2, "@staged3"),
+        Row(
+            lambda s: s.config.architecture < 9 and s.registers <= 112 and not (s.config.modified or s.config.checked),
+            3,
+            "One register for each accumulator of O, and slots in shared memory.",
+        ),
+        Row(lambda s: s.config.architecture < 9, 2, "@mb8"),
+        Row(lambda s: s.registers <= 80 and s.config.architecture == 9 and s.is_plain, 4, "Few registers are in use."),
+        Row(lambda s: s.registers <= 80 and s.config.architecture == 9, 3, "As above, less what options take."),
+        Row(lambda s: s.registers <= registers_of_3(s) and s.is_plain, 3, "@mb4"),
+        Row(lambda s: s.registers <= registers_of_3(s), 2, "@mb3mod"),
+        Row(lambda s: s.is_plain, 2, "@mb3"),
+        Row(otherwise, 1, "@mb2"),
+    ),
+)
+
+# ---- of a RowShape
+
+requests: Limit[RowShape] = Limit(
+    "vectors of K of a lane in a step, on CUDA cores",
+    (
+        Row(lambda r: r.config.architecture < 9, 4, "@requests"),
+        Row(otherwise, 8, "128 bytes of K and as many of V are in flight for each lane."),
+    ),
+)
+
+min_blocks_on_cuda_cores: Limit[RowShape] = Limit(
+    "thread blocks on a multiprocessor, on CUDA cores",
+    (
+        Row(lambda r: r.config.architecture < 9, 1, "@cores8"),
+        Row(lambda r: r.registers <= 80 and r.config.has_options, 3, "As without options, less what these take."),
+        Row(lambda r: r.registers <= 80, 4, "O, q and two buffers of 80 registers leave 48 for the rest."),
+        Row(lambda r: r.registers <= 96 and r.config.has_options, 2, "As without options, less what these take."),
+        Row(lambda r: r.registers <= 96, 3, "@cores4"),
+        Row(lambda r: r.config.has_options, 1, "@cores2"),
+        Row(otherwise, 2, "@cores3"),
+    ),
+)
+
+LIMITS: dict[str, Limit[SplitConfig] | Limit[TensorShape] | Limit[RowShape]] = {
+    name: value for name, value in list(globals().items()) if isinstance(value, Limit)
+}

@@ -1,0 +1,49 @@
+"""What a lane has in registers in the inner loops on tensor cores."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from numba import float32, uint32
+
+from ..device.intrinsics import local_arrays
+from .shape import TensorShape
+
+
+class Registers(NamedTuple):
+    """Arrays of a lane. Those with an element for each h are of heads g + 8h."""
+
+    words: Any  # rows of the caches: one buffer, or two
+    q: Any  # fragments of Q
+    raw: Any  # accumulators of S
+    s: Any  # logits
+    o: Any  # accumulators of O
+    p: Any  # P, rounded
+    p_rest: Any  # what rounding P has left, rounded
+    pivots: Any  # [h], what exponents are measured from
+    sums: Any  # [h], of this lane's exponentials
+    factors: Any  # [h], of products, before logits are modified
+    slopes: Any  # [h]
+    units: Any  # [h], of logits, to be in units of log(2)
+    heads: Any  # [h], numbers of the heads
+
+
+def make_registers(shape: TensorShape, num_buffers: int) -> Any:
+    """The device function ``registers()``."""
+    each_head = (shape.head_tiles, float32)
+    return local_arrays(
+        Registers,
+        words=(num_buffers * shape.buffer, uint32),
+        q=(shape.num_q, uint32),
+        raw=(shape.num_raw, float32),
+        s=(shape.num_scores, float32),
+        o=(shape.num_o, float32),
+        p=(shape.num_p, uint32),
+        p_rest=(shape.num_p, uint32),
+        pivots=each_head,
+        sums=each_head,
+        factors=each_head,
+        slopes=each_head,
+        units=each_head,
+        heads=(shape.head_tiles, uint32),
+    )

@@ -1,0 +1,72 @@
+"""Every row of limits.py, on a variant that it is for: nothing spills, and nothing lies in local memory."""
+
+import pytest
+
+from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.kernels.split import limits
+from pagedkv.kernels.split.config import SplitConfig
+from pagedkv.kernels.split.cuda_cores import RowShape
+from pagedkv.kernels.split.kernel import make_split
+from pagedkv.kernels.split.limits import LIMITS
+from pagedkv.kernels.split.shape import TensorShape
+
+CUDA_CORES = (limits.requests, limits.min_blocks_on_cuda_cores)
+CONFIGS = (limits.through_shared, limits.staged_dims, limits.heads, limits.head_shares, limits.dims_of_warp)
+
+
+def variant(head_dim, group_size, q_kind="float16", kv_kind="float16", architecture=9, **fields):
+    return SplitConfig(
+        head_dim, group_size, 16, q_kind, kv_kind, architecture=architecture, hardware_fp8=architecture > 8, **fields
+    )
+
+
+# The first one that a row holds for stands for it: those that its reason names come first.
+VARIANTS = [
+    variant(512, 8),
+    variant(256, 16),
+    variant(512, 8, architecture=10),
+    variant(256, 16, architecture=10, modified=True),
+    variant(256, 16, "float32", modified=True),
+    variant(256, 8, "float32", "bfloat16", 8, checked=True),
+    variant(128, 8, architecture=8),
+    variant(256, 48, architecture=8),
+    variant(256, 24, modified=True),
+    variant(128, 48),
+    variant(128, 24, "float32"),
+    variant(128, 8),
+    variant(128, 16, "float32"),
+    variant(64, 8, modified=True),
+    variant(64, 8, "float16", "fp8_e4m3"),
+    variant(64, 8, "float16", "fp8_e4m3", modified=True),
+    variant(128, 8, "float16", "fp8_e4m3", 10),
+    variant(256, 4, "float32", "float32", 8, modified=True),
+    variant(512, 2, "float32", "float32", checked=True),
+    variant(256, 4, "float32", "float32"),
+    variant(128, 4, "float32", "float32", modified=True),
+    variant(64, 2, "float32", "float32"),
+    variant(64, 2, "float32", "float32", modified=True),
+    variant(64, 4, "float32", "float32"),
+]
+
+
+def row_of(limit, config):
+    """The row of a limit that a variant meets, or None if it never asks for it."""
+    if limit in CONFIGS or limit is limits.is_full:
+        return limit.row(config)
+    if config.on_tensor_cores == (limit in CUDA_CORES):
+        return None
+    return limit.row(RowShape(config) if limit in CUDA_CORES else TensorShape(config))
+
+
+ROWS = [(name, i) for name, limit in LIMITS.items() for i in range(len(limit.rows))]
+
+
+@pytest.mark.parametrize(("name", "i"), ROWS)
+def test_a_row_leaves_no_spills(name, i):
+    limit = LIMITS[name]
+    config = next(config for config in VARIANTS if row_of(limit, config) is limit.rows[i])
+    capability = (config.architecture, 0)
+    kernel = compile_kernel(make_split, config, capability)
+    assert ".local" not in kernel.ptx
+    resources = kernel.linked.resources()
+    assert (resources.spill_bytes, resources.stack_bytes) == (0, 0)
