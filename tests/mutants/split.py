@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant(
         "split: no barrier of the warp before what lanes have read is replaced",
         LANES,
-        "    sync_warp()  # what was there has been read\n",
+        "    sync_warp()  # every lane has read what was there\n",
         "",
         THROUGH_SHARED,
     ),
@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "split: no barrier before the sums take the place of Q",
         TENSOR,
-        "            cuda.syncthreads()  # the sums take the place of Q\n",
+        "            cuda.syncthreads()  # the sums replace Q\n",
         "            pass\n",
         TWO_HEAD_TILES,
     ),

@@ -127,8 +127,7 @@ def local_array(typingctx: Any, count: Any, dtype: Any) -> Any:
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array = ir.ArrayType(context.get_data_type(dtype.dtype), count.literal_value)
-        return builder.gep(cgutils.alloca_once(builder, array), [I32(0), I32(0)], inbounds=True)
+        return _allocate(context, builder, dtype.dtype, count.literal_value)
 
     return types.CPointer(dtype.dtype)(count, dtype), codegen
 
@@ -142,19 +141,23 @@ def local_arrays(kind: Any, **arrays: tuple[int, Any]) -> Any:
     **arrays : (int, numba type)
         Count and dtype of each field.
     """
-    pointers = [types.CPointer(dtype) for _, dtype in (arrays[field] for field in kind._fields)]
-    result = types.BaseTuple.from_types(pointers, kind)
+    fields = [arrays[field] for field in kind._fields]
+    result = types.BaseTuple.from_types([types.CPointer(dtype) for _, dtype in fields], kind)
 
     def typing(typingctx: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            # In the caller: a device function's own arrays end when it returns.
-            kinds = [ir.ArrayType(context.get_data_type(dtype), count) for count, dtype in arrays.values()]
-            first = [builder.gep(cgutils.alloca_once(builder, kind), [I32(0), I32(0)], inbounds=True) for kind in kinds]
-            return context.make_tuple(builder, result, first)
+            # Allocated in the caller: the arrays of a device function end where it returns.
+            pointers = [_allocate(context, builder, dtype, count) for count, dtype in fields]
+            return context.make_tuple(builder, result, pointers)
 
         return result(), codegen
 
     return intrinsic(typing)
+
+
+def _allocate(context: Any, builder: Any, dtype: Any, count: int) -> Any:
+    array = ir.ArrayType(context.get_data_type(dtype), count)
+    return builder.gep(cgutils.alloca_once(builder, array), [I32(0), I32(0)], inbounds=True)
 
 
 @intrinsic

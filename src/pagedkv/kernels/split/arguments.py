@@ -1,4 +1,4 @@
-"""What a thread block hands to the steps of the split kernel, as named tuples; LLVM sees their fields alone."""
+"""What a thread block hands to the steps of the split kernel, as named tuples; to LLVM they are their fields."""
 
 from __future__ import annotations
 

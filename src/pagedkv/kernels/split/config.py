@@ -11,9 +11,9 @@ from ..device.intrinsics import ELEMENT_BITS
 from . import limits
 
 SHORTEST_SPLIT = 256  # tokens
-MOST_SPLITS = 64  # of a sequence; two for each lane of a warp
-SPLIT_UNIT = 128  # tokens that all warps together take at once, at most: splits are multiples of it
-LONG = 2048  # tokens from which splits are long enough to keep partial results below 4 % of the traffic
+MOST_SPLITS = 64  # of a sequence: two for each lane of the warp that merges them
+SPLIT_UNIT = 128  # splits are multiples of it: the most tokens that all warps take in one step
+LONG = 2048  # tokens: from here on, partial results are at most 4 % of the traffic
 VECTOR_BYTES = 16
 WARP_SIZE = 32
 NUM_WARPS = 4
@@ -33,13 +33,13 @@ class SplitConfig:
     modified : bool
         Logits are changed by a softcap, ALiBi slopes or `score_mod`.
     wide : bool
-        A cache reaches beyond 2**32 vectors, or has a negative block or token stride.
+        A cache has more than 2**32 vectors, or a negative block or token stride: offsets take 64 bits.
     checked : bool
-        Skip and record lengths and block ids that are out of range.
+        Skip and record lengths and block ids out of range.
     hardware_fp8 : bool
         The device converts e4m3.
     architecture : int
-        Major compute capability. Before 9, shuffles in loops take many registers; see lanes.py.
+        Major compute capability.
     score_mod : callable or None
     """
 
@@ -57,7 +57,7 @@ class SplitConfig:
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Caches of float32 are for CUDA cores."""
+        """Tensor cores have no float32: such caches run on CUDA cores."""
         return self.kv_kind != "float32"
 
     @property
@@ -87,7 +87,7 @@ class SplitConfig:
 
     @property
     def vector_bytes(self) -> int:
-        """What all addresses of rows are multiples of: 16, or 8 for some fp8 rows."""
+        """The alignment of rows: 16 bytes, or 8 for some fp8 rows."""
         return math.gcd(self.row_bytes, VECTOR_BYTES)
 
     @property
@@ -117,7 +117,7 @@ class SplitConfig:
 
     @property
     def heads_of_warp(self) -> int:
-        """Query heads of a warp; the last one of a team may have fewer."""
+        """Query heads of a warp; the last warp of a team may have fewer."""
         return -(-self.num_heads // self.head_shares)
 
     @property
@@ -130,15 +130,15 @@ class SplitConfig:
 
     @property
     def num_teams(self) -> int:
-        """Teams of a thread block, each with tokens of its own: the warps that take the same ones."""
+        """Teams of a thread block. A team is the warps that take the same tokens."""
         return NUM_WARPS // (self.head_shares * self.dim_shares)
 
     @property
     def long_split(self) -> int:
         """The fewest tokens of a split of a sequence of LONG tokens or more.
 
-        A partial result is written and read once, in float32: at most 4 % of the bytes of the split's keys and values.
-        And they are at least 128 KiB, so that the beginning and end of a block's work count little.
+        Long enough that a partial result, float32 written and read once, is at most 4 % of the split's keys and values,
+        and that these are 128 KiB or more, so that a block's prologue and epilogue count little.
         """
         traffic = 2 * 4 * self.group_size * (self.head_dim + 2)
         needed = max(25 * traffic / (2 * self.row_bytes), 2**16 / self.row_bytes)
@@ -152,6 +152,6 @@ class SplitConfig:
         return -(-num_tokens // (count * SPLIT_UNIT)) * SPLIT_UNIT
 
     def most_splits(self, capacity: int) -> int:
-        """Splits of the sequence that has the most, of those with up to `capacity` visible tokens."""
+        """The most splits that a sequence of up to `capacity` visible tokens has."""
         short = -(-min(capacity, LONG - 1) // SHORTEST_SPLIT)
         return max(1, short, min(capacity // self.long_split, MOST_SPLITS) if capacity >= LONG else 0)

@@ -1,12 +1,11 @@
 """The inner loop of the split kernel on CUDA cores: caches of float32, and the form to read first.
 
 `lanes` neighbouring lanes share a token: each has every lanes-th vector of 4 elements of its row, and of q. A request
-of a warp is 32 / lanes tokens, a step of the loop is `requests` of them, and a warp takes every fourth step of
-its split. The online softmax runs once for the `requests` tokens of a lane, which stay apart from those of the other
-lanes until the end.
+of a warp is 32 / lanes tokens, a step of the loop is `requests` of them, and a warp takes every fourth step of its
+split. The online softmax runs once for the `requests` tokens of a lane; groups of lanes are added at the very end.
 
-K of the next step and V of this one are in flight. Loads are never conditional: past the end they are of the last
-token. The last step of a warp stands behind the loop; there alone, tokens past the end are masked.
+K of the next step and V of this one are in flight. Loads are unconditional: past the end they load the last token. The
+last step of a warp is peeled off the loop; only there are tokens past the end masked.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, pair_address: Any) -> Any:
         clear(o, NUM_SUMS)
         for_each(start_head, HEADS, (maxima, sums, slope, options.slopes, query))
 
-        # The longest chain first: table entries of the first two steps, and the first keys.
+        # The longest dependency chain first: table entries of the first two steps, then the first keys.
         base, mine = uint32(first + warp * STEP), uint32(lane & (STEP - 1))
         block, position, good = find_token(pages, uint32(base + mine))
         k_offset = row_offset(k, block, position)
@@ -251,7 +250,7 @@ def make_sum_of_lanes(shape: RowShape) -> Any:
 def make_logits(shape: RowShape) -> Any:
     """The device function ``logits(s, slope, options, query, position)``: modified, in units of log(2).
 
-    A score_mod sees neither tokens past the last one nor heads that do not exist: others stand for them.
+    A score_mod is called with the last token for those past it, and with the last head for those that do not exist.
     """
     HEADS, TOKENS, SCORES = shape.config.num_heads, shape.tokens, shape.requests * shape.config.num_heads
     modify = make_modify(shape.config.score_mod)
@@ -272,7 +271,7 @@ def make_logits(shape: RowShape) -> Any:
 
 
 def make_mask(shape: RowShape) -> Any:
-    """The device function ``mask(s, values, valid, group)``: select tokens away whose bit in `valid` is not set."""
+    """The device function ``mask(s, values, valid, group)``: select away the tokens whose bit in `valid` is not set."""
     HEADS, TOKENS, ELEMENTS = shape.config.num_heads, shape.tokens, shape.vectors * VECTOR
     SCORES, WORDS = shape.requests * HEADS, shape.requests * ELEMENTS
 

@@ -35,7 +35,7 @@ def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) ->
     """The device function ``load_keys(chunk, buffers, at, base, offset, g, t)``: a chunk of K for a step.
 
     `base` is the address of the lane's vector 0 in the row at offset 0. Register j of vector c of tile i lies at
-    ``at + 8 (i * k_per_chunk + c) + j``; j from 4 on is the token two later. What lies past the row becomes 0.
+    ``at + 8 (i * k_per_chunk + c) + j``; j from 4 on is the token two later. Bytes past the row become 0.
     """
     TILES, PER_CHUNK, VECTORS, ROW_BYTES = shape.tiles, shape.k_per_chunk, shape.k_vectors, config.row_bytes
     FULL, ALIGNED = ROW_BYTES // K_VECTOR, config.vector_bytes == VECTOR_BYTES
@@ -52,7 +52,7 @@ def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) ->
 
     @device_function
     def load_part(row, vector, t):
-        """The vector of a lane that may be past the row: then the row's first bytes are loaded, and selected away."""
+        """A vector that may lie past the row: then load the row's first bytes, and select them away."""
         left = ROW_BYTES - K_VECTOR * vector - 16 * t
         start, inside = row - 16 * t, row + K_VECTOR * vector
         if ALIGNED:
@@ -88,9 +88,9 @@ def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) ->
 def make_load_values(config: SplitConfig, shape: TensorShape, row_address: Any) -> Any:
     """The device function ``load_values(chunk, buffers, at, base, offset, room, t)``: a chunk of V for a step.
 
-    `base` is the address of the lane's vector 0 in the row at offset 0, and `room` what the row has from there.
+    `base` is the address of the lane's vector 0 in the row at offset 0, and `room` the bytes of the row from there on.
     Register j of vector c of token 4t + k of tile i lies at ``at + ((i * v_per_chunk + c) * 4 + k) * words + j``. A
-    lane past the row gets the row's last vector: rows of the product that nobody stores.
+    lane past the row loads the row's last vector, for rows of the product that nobody stores.
     """
     PER_CHUNK, VECTORS = shape.v_per_chunk, shape.v_vectors
     V_VECTOR, WORDS, STRIDE = shape.v_vector, shape.v_vector // 4, 8 * shape.v_vector
@@ -116,9 +116,9 @@ def make_load_values(config: SplitConfig, shape: TensorShape, row_address: Any) 
 
 
 def make_zero_values(shape: TensorShape) -> Any:
-    """The device function ``zero_values(buffers, at, valid, t)``: select away tokens whose bit in `valid` is not set.
+    """The device function ``zero_values(buffers, at, valid, t)``: zero the tokens whose bit in `valid` is not set.
 
-    A value past the end may be NaN, and a probability of 0 would not remove it.
+    A value past the end may be NaN, which a probability of 0 does not remove.
     """
     PER_CHUNK, WORDS = shape.v_per_chunk, shape.v_vector // 4
     ALL_WORDS = shape.tiles * shape.v_per_chunk * 4 * WORDS
@@ -258,7 +258,7 @@ def make_value_fragment(config: SplitConfig, shape: TensorShape) -> Any:
 def make_halves(config: SplitConfig) -> tuple[Any, Any]:
     """Device functions that widen the lower and the upper two fp8 of a word to float16 halves.
 
-    Without the instruction for it, e4m3 comes out as 2**-8 of the value; `software_factor` makes good for that.
+    Without the instruction for it, e4m3 comes out as 2**-8 times the value, which `software_factor` makes up for.
     """
     if config.kv_kind == "fp8_e4m3" and config.hardware_fp8:
         return halves_of_lower_e4m3, halves_of_upper_e4m3
@@ -268,8 +268,8 @@ def make_halves(config: SplitConfig) -> tuple[Any, Any]:
     def widen(halves):
         """Codes in the upper bytes of both halves: of e5m2, that is the float16."""
         if IS_E4M3:
-            # One bit to the right, exponent and mantissa are those of 2**-8 the value. All ones are NaN: adding
-            # one to such a code reaches the sign's bit, which then fills the exponent.
+            # Shifted right by one, exponent and mantissa are those of 2**-8 times the value. All ones are NaN: adding
+            # one carries into the sign bit, which then fills the exponent.
             magnitude = uint32(halves & 0x7F007F00)
             nan = uint32((magnitude + 0x01000100) & 0x80008000)
             value = uint32(uint32(magnitude >> 1) | uint32(nan >> 1))
@@ -288,5 +288,5 @@ def make_halves(config: SplitConfig) -> tuple[Any, Any]:
 
 
 def software_factor(config: SplitConfig) -> float:
-    """What the caches' values are to be multiplied with after `make_halves`."""
+    """What the caches' values must be multiplied with after `make_halves`."""
     return 256.0 if config.kv_kind == "fp8_e4m3" and not config.hardware_fp8 else 1.0

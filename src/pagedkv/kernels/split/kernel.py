@@ -9,16 +9,16 @@ same tokens. A tile is here the part of the query heads that share a KV head whi
 (`SplitConfig.num_heads`). y is the split.
 
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
-their number alone; thread blocks past the last split end at once. A thread block owns a split of one KV head for all
-heads of the tile, and a warp every fourth step of its tokens (on tensor cores, of more than 256 dims or where options
-take registers, a pair of warps every second one): tensor.py, or cuda_cores.py for caches of float32. Of
-more than 16 heads on tensor cores, two or four warps take the same tokens, each with its share of the heads:
-many.py. Then merge.py adds the warps, and in the thread block that is the last one of its sequence, KV head
-and tile the splits.
+their number alone; thread blocks past the last split return at once. A thread block owns one split of one KV head, for
+all heads of the tile, and each warp takes every fourth step of its tokens: tensor.py, or cuda_cores.py for float32
+caches. Where O of all dims does not fit into the registers of a warp (`limits.dims_of_warp`), a pair of warps takes
+every second step. With more than 16 heads on tensor cores, two or four warps take the same tokens, each with its share
+of the heads: many.py. Then merge.py adds the warps and, in the thread block that finishes last for its sequence, KV
+head and tile, the splits.
 
-Shared memory. The sums of all warps, where Q, or rows of the caches and Q, may have been before, and the weights of the
-splits: static, or dynamic where that is too small. Static are the maxima and sums of exponentials of all warps, and,
-where O takes nearly all registers, what the end of the work needs of its beginning.
+Shared memory. The sums of all warps, in the place of Q or of staged rows and Q, and the weights of the splits: static,
+or dynamic where static is too small. Always static are the maxima and sums of exponentials of all warps and, where O
+takes nearly all registers, what the epilogue needs from the prologue.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS, WORDS),  # out, lse, partial_sums, partial_states, counters
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
     *(FLOATS, FLOATS, FLOATS, FLOATS, LONGS),  # alibi_slopes, sinks, k_scale, v_scale, report
-    *[int64] * 15,  # sizes, window, the stride of a table's row in entries, other strides in bytes
+    *[int64] * 15,  # sizes, window, stride of block_tables in entries, other strides in bytes
     *[float64] * 4,  # scale, softcap, and k_scale and v_scale where they are numbers
 )
 
@@ -91,7 +91,7 @@ def make_split(config: SplitConfig) -> KernelSource:
         maxima, sums = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(NUM_STATES, float32)
         shared = Shared(o, maxima, sums)
         thread = uint32(cuda.threadIdx.x)
-        # 32 bits where they are enough: what lives through the inner loop takes registers from it.
+        # 32 bits where they suffice: what lives through the inner loop takes registers from it.
         seq, column = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads * NUM_TILES))
         kv_head, tile = divmod_32(column, NUM_TILES)
         head = uint32(kv_head * GROUP_SIZE + tile * NUM_HEADS)
@@ -169,12 +169,12 @@ def _min_blocks(config: SplitConfig) -> int:
 
 
 def dynamic_bytes(config: SplitConfig) -> int:
-    """Dynamic shared memory of a launch."""
+    """Bytes of dynamic shared memory of a launch."""
     return _shared_bytes(config) if are_dynamic(config) else 0
 
 
 def _shared_bytes(config: SplitConfig) -> int:
-    """Of the sums, and of the weights if these are dynamic too; or of Q before them, or of rows and Q."""
+    """Of the sums, with the weights if dynamic, or of what is there before them: Q, or staged rows and Q."""
     nbytes = sums_bytes(config) + weights_bytes(config) * are_dynamic(config)
     if not config.on_tensor_cores:
         return nbytes

@@ -1,8 +1,7 @@
-"""Steps of the split kernel: what the lanes of a warp hand to each other inside of loops.
+"""Steps of the split kernel: how the lanes of a warp exchange words inside loops.
 
-By shuffles and votes. But for compute capability 8, ptxas puts a branch for lanes that have parted in front of each
-shuffle in a loop, and keeps so many registers free for it that most variants on tensor cores spill. There, words go
-through shared memory: every warp has a slot of its own for each kind of them.
+By shuffles and votes, or through shared memory where these cost too many registers (`limits.through_shared`): every
+warp has a slot for each kind of words there.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from ..device.tensor_intrinsics import (
 )
 from .config import NUM_WARPS, WARP_SIZE, SplitConfig
 
-SLOT_BYTES = 2 * 4 * WARP_SIZE  # two words of each lane
-VALUES, OTHERS, NUM_SLOTS = 2, 1, 4  # keys have slot 0; values have 2 and 3, in turns
+SLOT_BYTES = 2 * 4 * WARP_SIZE  # two words for each lane
+VALUES, OTHERS, NUM_SLOTS = 2, 1, 4  # keys use slot 0; values alternate between 2 and 3
 WARP_BYTES = NUM_SLOTS * SLOT_BYTES
 
 
@@ -62,15 +61,15 @@ def make_slots(config: SplitConfig) -> Any:
 
 @device_function
 def share_word(slot, x):
-    """Lay out a uint32 of this lane in a slot of its warp."""
+    """Store a uint32 of this lane in a slot of its warp."""
     where = uint32(slot + (uint32(cuda.threadIdx.x) & 31) * 4)
-    sync_warp()  # what was there has been read
+    sync_warp()  # every lane has read what was there
     store_shared_word(where, x)
     sync_warp()
 
 
 def make_share(config: SplitConfig) -> Any:
-    """The device function ``share(slot, x)``: lay out a uint32 (int64 if wide) of this lane for `make_fetch`."""
+    """The device function ``share(slot, x)``: offer a uint32 (int64 if wide) of this lane to `make_fetch`."""
     THROUGH_SHARED, WIDE = config.through_shared, config.wide
 
     @device_function
@@ -86,7 +85,7 @@ def make_share(config: SplitConfig) -> Any:
 
 
 def make_fetch(config: SplitConfig) -> Any:
-    """The device function ``fetch(shared, lane, half)``: a half of what a lane gave to `share`, which returned it."""
+    """The device function ``fetch(shared, lane, half)``: a half of what a lane offered to `share`."""
     THROUGH_SHARED = config.through_shared
 
     @device_function

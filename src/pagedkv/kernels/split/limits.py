@@ -1,9 +1,9 @@
-"""How much of the split kernel fits into registers: every number that was found by trying, and what was seen without it.
+"""What of the split kernel fits into registers: every number that was found by trying, and what was seen without it.
 
-A `Limit` is a table of which the first row that applies counts. Most rows are there because ptxas spilled: it puts into
-local memory what a thread has no register for. Bytes are those of all spills, loads and stores, of the named variant
-as nvJitLink and NVVM 13.5.37 compile it; q and caches are of float16 where nothing else is said. When a compiler comes
-that does better, take a row away, compile what its reason names, and see.
+A `Limit` is a table, and its first row that applies counts. Most rows are there because ptxas spilled, that is, kept in
+local memory what it had no register for. Bytes are those of all spill loads and stores with NVVM 13.5.37, and
+instructions are those of a warp in the inner loop for each 512 bytes of the cache; q and the cache are float16 where
+nothing else is said. With a newer compiler, take a row away, compile the variant that its reason names, and see.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ through_shared: Limit[SplitConfig] = Limit(
         Row(
             lambda c: c.architecture < 9,
             1,
-            "ptxas puts a branch for diverged lanes in front of each shuffle in a loop, and keeps registers free for it: "
-            "720 bytes spilled at D = 128, G = 8 for 8.0, and 2152 at D = 256.",
+            "ptxas puts a branch for diverged lanes before each shuffle in a loop, and keeps registers free for it: "
+            "720 bytes at D = 128, G = 8 for 8.0, and 2152 at D = 256.",
         ),
         Row(
             lambda c: c.architecture > 9 and c.head_dim > 256,
             1,
             "72 bytes at D = 512, G = 8 for 10.0, and 36 with a softcap.",
         ),
-        Row(otherwise, 0, "Shuffles take fewer instructions: 6.98 instead of 8.29 for 512 bytes at D = 512 for 9.0."),
+        Row(otherwise, 0, "Shuffles take fewer instructions: 6.98 instead of 8.29 at D = 512, G = 8 for 9.0."),
     ),
 )
 
 staged_dims: Limit[SplitConfig] = Limit(
     "most dims of more than 16 heads whose rows wait in shared memory",
     (
-        Row(lambda c: c.q_bytes == 2, 256, "Three stages of longer rows do not fit into shared memory."),
-        Row(otherwise, 128, "Nor do the terms of a float32 q beside stages of more dims."),
+        Row(lambda c: c.q_bytes == 2, 256, "More dims have two warps for O, and the warps of a team share heads."),
+        Row(otherwise, 128, "With the terms of a float32 q, stages of 256 dims take 148 KiB of shared memory."),
     ),
 )
 
@@ -91,21 +91,24 @@ heads: Limit[SplitConfig] = Limit(
         Row(
             lambda c: c.staged and c.head_dim > 128 and c.architecture < 9,
             32,
-            "@staged8",
+            "Shared memory: 64 heads of 256 dims leave room for one thread block (90 KiB), 32 heads for two (72 KiB).",
         ),
         Row(lambda c: c.staged, 64, "Four warps of 16 heads, which is what an mma has rows for."),
         Row(
             lambda c: not c.on_tensor_cores and (c.head_dim > 256 or c.architecture < 9),
             2,
-            "56 bytes with 4 heads at D = 256 for 8.0; at D = 512 for 9.0, 4 heads leave 244 registers and no spill, but "
-            "one thread block less on a multiprocessor.",
+            "56 bytes with 4 heads at D = 256 for 8.0; none at D = 512 for 9.0, with 244 registers.",
         ),
         Row(
             lambda c: not c.on_tensor_cores,
             4,
-            "8 heads at D = 128 for 9.0 take all 255 registers, and all of the time: 97 instructions for 512 bytes.",
+            "8 heads at D = 128 for 9.0 take all 255 registers, and 97 instructions.",
         ),
-        Row(lambda c: c.head_dim > 256, 8, "@heads264"),
+        Row(
+            lambda c: c.head_dim > 256,
+            8,
+            "No spill at D = 512, G = 16 for 9.0, with 253 registers, and 9.25 instead of 6.98 instructions.",
+        ),
         Row(
             lambda c: c.head_dim > 128 and c.architecture != 9,
             8,
@@ -114,7 +117,7 @@ heads: Limit[SplitConfig] = Limit(
         Row(
             lambda c: c.head_dim > 128 and c.modified and c.q_bytes == 4,
             8,
-            "@f32mod",
+            "24 bytes at D = 256, G = 16 with a softcap for 9.0.",
         ),
         Row(otherwise, 16, "An mma has 16 rows."),
     ),
@@ -125,7 +128,7 @@ head_shares: Limit[SplitConfig] = Limit(
     (
         Row(lambda c: not c.staged, 1, "Up to 16 heads, each warp has all of them."),
         Row(lambda c: c.num_heads > 32, 4, "An mma has 16 rows, and there are up to 64 heads."),
-        Row(lambda c: c.head_dim > 128, 4, "@headshares"),
+        Row(lambda c: c.head_dim > 128, 4, "No spill with two warps of 12 heads at G = 24, but 31.19 instructions."),
         Row(otherwise, 2, "Fewer warps read the same rows from shared memory."),
     ),
 )
@@ -136,7 +139,7 @@ dims_of_warp: Limit[SplitConfig] = Limit(
         Row(
             lambda c: c.architecture < 9 and (c.modified or c.checked) and not c.staged,
             128,
-            "252 bytes at D = 256, G = 8 for 8.0 with a softcap, and 392 with a check, a float32 q and a bfloat16 cache.",
+            "252 bytes at D = 256, G = 8 for 8.0 with a softcap, and 396 with a check.",
         ),
         Row(otherwise, 256, "48 bytes at D = 512, G = 8 for 9.0."),
     ),
@@ -148,7 +151,7 @@ is_full: Limit[SplitConfig] = Limit(
         Row(
             lambda c: c.on_tensor_cores and c.heads_of_warp > 8 and c.head_dim > 128,
             1,
-            "@full",
+            "52 bytes at D = 256, G = 16 for 9.0.",
         ),
         Row(otherwise, 0, "O of at most 8 heads, or of 128 dims, leaves registers for it."),
     ),
@@ -159,18 +162,34 @@ is_full: Limit[SplitConfig] = Limit(
 q_in_registers: Limit[TensorShape] = Limit(
     "most fragments of Q in registers; more of them wait in shared memory",
     (
-        Row(lambda s: s.config.architecture < 9, 0, "@q8"),
-        Row(lambda s: s.terms == 1, 4, "@q1"),
-        Row(lambda s: s.is_fp8 or s.config.staged, 4, "@qfp8"),
-        Row(lambda s: s.is_plain and s.config.architecture == 9, 16, "@q16"),
-        Row(otherwise, 12, "@q12"),
+        Row(
+            lambda s: s.config.architecture < 9,
+            0,
+            "The slots of through_shared take the registers that few fragments would have.",
+        ),
+        Row(lambda s: s.terms == 1, 4, "92 bytes with 8 fragments at D = 256, G = 8 for 9.0."),
+        Row(
+            lambda s: s.is_fp8 or s.config.staged,
+            4,
+            "fp8 rows are short: another thread block is worth more than Q in registers.",
+        ),
+        Row(
+            lambda s: s.is_plain and s.config.architecture == 9,
+            16,
+            "Terms of q are worth a thread block less. 1656 bytes with 32 fragments at D = 256, G = 16 for 9.0.",
+        ),
+        Row(otherwise, 12, "88 bytes with 16 fragments at D = 128, G = 16, a float32 q and a softcap for 9.0."),
     ),
 )
 
 scales_logits: Limit[TensorShape] = Limit(
     "1 if logits are in units of log(2) before their maximum is found",
     (
-        Row(lambda s: s.config.is_full and not s.config.modified, 1, "@scales"),
+        Row(
+            lambda s: s.config.is_full and not s.config.modified,
+            1,
+            "Both factors take registers: 24 bytes at D = 256, G = 16 for 9.0.",
+        ),
         Row(otherwise, 0, "One instruction multiplies and subtracts the pivot."),
     ),
 )
@@ -178,34 +197,48 @@ scales_logits: Limit[TensorShape] = Limit(
 keeps_q_address: Limit[TensorShape] = Limit(
     "1 if a shuffle hides from ptxas how the address of Q is made, so that it does not make it again in each step",
     (
-        Row(lambda s: s.is_plain, 1, "@keepq"),
-        Row(otherwise, 0, "Options have no register for it."),
+        Row(lambda s: s.is_plain, 1, "ptxas would find the address again in each step."),
+        Row(otherwise, 0, "With options it spilled."),
     ),
 )
 
 keeps_lane: Limit[TensorShape] = Limit(
     "1 if a shuffle hides how t is made",
     (
-        Row(lambda s: s.is_plain and s.terms > 1 and s.head_tiles == 2, 1, "@keept"),
-        Row(otherwise, 0, "Other variants gain nothing, or spill: 8 heads of 256 dims of a float32 q."),
+        Row(
+            lambda s: s.is_plain and s.terms > 1 and s.head_tiles == 2,
+            1,
+            "ptxas would find t again in each step.",
+        ),
+        Row(otherwise, 0, "Up to 8 heads of 256 dims of a float32 q spilled, and other variants gain nothing."),
     ),
 )
 
 chunk: Limit[TensorShape] = Limit(
     "bytes of a row in a buffer of registers",
     (
-        Row(lambda s: s.config.staged, 128, "@chunk"),
-        Row(otherwise, 256, "Two buffers hold rows of K and V of 128 dims of 16 bits."),
+        Row(lambda s: s.config.staged, 128, "Rows are in shared memory: a buffer lives for a few instructions."),
+        Row(otherwise, 256, "One buffer for K and one for V at D = 128 in 16 bits."),
     ),
 )
 
 registers_of_3: Limit[TensorShape] = Limit(
     "most registers of O, Q and buffers with which three thread blocks fit on a multiprocessor",
     (
-        Row(lambda s: s.is_fp8 and s.config.architecture == 9, 96, "fp8 is widened in registers of its own."),
-        Row(lambda s: s.is_fp8, 72, "@fp8_10"),
-        Row(lambda s: s.terms == 1 and s.num_chunks == 1, 132, "O of 16 heads of 128 dims, and two buffers: 128."),
-        Row(otherwise, 90, "Terms of q and more chunks take registers beside those counted."),
+        Row(
+            lambda s: s.is_fp8 and s.config.architecture == 9, 96, "Widening fp8 takes registers beside those counted."
+        ),
+        Row(
+            lambda s: s.is_fp8,
+            72,
+            "@fp8_10",
+        ),
+        Row(
+            lambda s: s.terms == 1 and s.num_chunks == 1,
+            132,
+            "O of 16 heads of 128 dims, Q and two buffers: 165 registers in all for 9.0.",
+        ),
+        Row(otherwise, 90, "So do terms of q, and more chunks."),
     ),
 )
 
@@ -215,20 +248,36 @@ min_blocks: Limit[TensorShape] = Limit(
         Row(
             lambda s: s.config.staged and s.is_plain and s.config.head_dim <= 128 and s.terms == 1 and not s.is_fp8,
             3,
-            "All of its registers are in O and one buffer.",
+            "There is only one buffer: 160 registers in all at D = 128, G = 24 for 9.0.",
         ),
-        Row(lambda s: s.config.staged, 2, "@staged3"),
+        Row(
+            lambda s: s.config.staged,
+            2,
+            "No spill with 3 at D = 128, G = 48 with a softcap for 9.0, with 158 registers.",
+        ),
         Row(
             lambda s: s.config.architecture < 9 and s.registers <= 112 and not (s.config.modified or s.config.checked),
             3,
-            "One register for each accumulator of O, and slots in shared memory.",
+            "165 registers in all at D = 128, G = 8 for 8.0.",
         ),
-        Row(lambda s: s.config.architecture < 9, 2, "@mb8"),
-        Row(lambda s: s.registers <= 80 and s.config.architecture == 9 and s.is_plain, 4, "Few registers are in use."),
-        Row(lambda s: s.registers <= 80 and s.config.architecture == 9, 3, "As above, less what options take."),
-        Row(lambda s: s.registers <= registers_of_3(s) and s.is_plain, 3, "@mb4"),
-        Row(lambda s: s.registers <= registers_of_3(s), 2, "@mb3mod"),
-        Row(lambda s: s.is_plain, 2, "@mb3"),
+        Row(
+            lambda s: s.config.architecture < 9,
+            2,
+            "No spill with 3 at D = 128, G = 16 for 8.0, but 19.0 instead of 18.75 instructions.",
+        ),
+        Row(
+            lambda s: s.registers <= 80 and s.config.architecture == 9 and s.is_plain,
+            4,
+            "At most 128 registers in all.",
+        ),
+        Row(lambda s: s.registers <= 80 and s.config.architecture == 9, 3, "One block fewer: options take registers."),
+        Row(
+            lambda s: s.registers <= registers_of_3(s) and s.is_plain, 3, "108 bytes with 4 at D = 128, G = 8 for 9.0."
+        ),
+        Row(lambda s: s.registers <= registers_of_3(s), 2, "24 bytes with 3 at D = 128, G = 8 with a softcap for 9.0."),
+        Row(
+            lambda s: s.is_plain, 2, "No spill with 3 at D = 256, G = 8 for 9.0, but 9.06 instead of 8.72 instructions."
+        ),
         Row(otherwise, 1, "@mb2"),
     ),
 )

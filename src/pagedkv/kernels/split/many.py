@@ -1,13 +1,13 @@
 """The inner loop of the split kernel on tensor cores for many query heads: warps share rows in shared memory.
 
-The registers of a warp have room for the sums of 16 query heads. With more, a team of two or four warps takes the same
-tokens, each member with heads of its own, from rows that the thread block has copied to shared memory
-(stages.py). Everything else is as in tensor.py: lanes read from shared memory what they would load from
-global memory there, and both products, the softmax and the sums are the same steps.
+A warp has registers for the sums of 16 query heads. With more, a team of two or four warps takes the same tokens, each
+member with heads of its own, from rows that the thread block copies to shared memory (stages.py). Everything else is as
+in tensor.py: lanes read from shared memory what they load from global memory there, and both products, the softmax and
+the sums are the same steps.
 
-A turn of the loop: wait for the oldest stage, a barrier, start to copy the stage that will be the youngest to where the
-last turn has read, look up the tokens of the one after it, use the oldest. All warps make the same number of turns;
-tokens past the end are zeros, and masked.
+A turn of the loop: wait for the oldest stage; a barrier; start copying the youngest stage to where the last turn has
+read; look up the tokens of the stage after it; use the oldest. All warps make the same number of turns; tokens past the
+end are zeros, and masked.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
         warp = shuffle(uint32(thread >> 5), 0)
         team, member = divmod_32(warp, MEMBERS)
         g, t = uint32(lane >> 2), uint32(lane & 3)
-        # The last members of the last tile may have no heads: nobody asks for what they find.
+        # The last members of the last tile may have no heads: nobody reads their sums.
         first_head = min(uint32(member * NUM_HEADS), query.num_heads)
         num_heads = min(uint32(NUM_HEADS), uint32(query.num_heads - first_head))
         first_head = first_head if num_heads > 0 else uint32(0)
@@ -100,7 +100,7 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
         others, registers, found = slots(warp).others, new_registers(), new_found()
         start(registers, query, options.slopes, g)
 
-        # The longest chain first: table entries of the first stages, and their rows.
+        # The longest dependency chain first: table entries of the first stages, then their rows.
         row, piece = divmod_32(thread, LANES)
         k = Cache(k.address + int64(piece) * VECTOR_BYTES, k.block_stride, k.token_stride)
         v = Cache(v.address + int64(piece) * VECTOR_BYTES, v.block_stride, v.token_stride)
@@ -142,7 +142,7 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
             oldest = ring if oldest == ring_end else oldest
             first, base = uint32(first + TOKENS), uint32(base + TOKENS)
         wait_for_all()
-        cuda.syncthreads()  # the sums take the place of rows and Q
+        cuda.syncthreads()  # the sums replace rows and Q
         put_sums(shared, registers, uint32(member * NUM_HEADS), g, t, team, uint32(0))
         return FACTOR
 

@@ -1,8 +1,8 @@
 """The last steps of the split kernel: the sums of warps, and of the splits of a sequence, become the output.
 
-Every order of additions is fixed. A sequence of one split is finished by its only thread block. Of several, each leaves
-its partial result in global memory and counts; the last one to count adds them all up. The counter is back at 0 then:
-for the next launch, or replay of a CUDA graph.
+Every order of additions is fixed. The only thread block of a sequence with one split finishes it. Of several, each
+leaves a partial result in global memory and counts; the last to count adds them all. That resets the counter for the
+next launch, or the next replay of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_store_pair(config: SplitConfig) -> Any:
 
 @device_function
 def finite(maximum):
-    """What exponents are measured from: the maximum, or 0 where nothing has been seen."""
+    """What exponents are measured from: the maximum, or 0 if there was no finite logit."""
     return float32(0) if maximum == NONE else maximum
 
 
@@ -62,7 +62,7 @@ def sink_of(sinks, head):
 
 @device_function
 def store_lse(lse, row, maximum, total):
-    """The natural logarithm of total * 2**maximum; -inf where there is nothing."""
+    """The natural logarithm of total * 2**maximum; -inf for an empty sum."""
     if address(lse) != 0:
         lse[row] = NONE if total == float32(0) else float32(float32(maximum + log2(total)) * LN2)
 
@@ -75,7 +75,7 @@ def inverse(total):
 
 @device_function
 def add(sums, weight, x):
-    """Four sums, each increased by a weight times another number."""
+    """sums[i] += weight * x[i] for four sums."""
     sums[0], sums[1] = float32(sums[0] + weight * x[0]), float32(sums[1] + weight * x[1])
     sums[2], sums[3] = float32(sums[2] + weight * x[2]), float32(sums[3] + weight * x[3])
 

@@ -1,8 +1,8 @@
 """Steps of the split kernel: from tokens to the addresses of their rows.
 
 Each lane looks up one token of a step, two steps ahead, whatever the block size; a shuffle hands the offset of its
-row to the lanes that load it. Offsets count vectors of 16 bytes (8 where rows are no multiples of 16) in 32 bits, or
-bytes in 64 bits where that does not reach.
+row to the lanes that load it. Offsets are 32-bit counts of vectors of 16 bytes (8 where rows are not multiples of 16),
+or 64-bit counts of bytes where 32 bits are too few.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def make_row_offset(config: SplitConfig) -> Any:
     def row_offset(cache, block, position):
         if WIDE:
             return int64(block) * cache.block_stride + int64(position) * cache.token_stride
+        # Each product is cast by itself: the sum becomes an address, and LLVM would multiply in 64 bits.
         block_vectors, token_vectors = uint32(cache.block_stride >> SHIFT), uint32(cache.token_stride >> SHIFT)
         return uint32(uint32(block * block_vectors) + uint32(position * token_vectors))
 
@@ -68,7 +69,7 @@ def make_address_at(config: SplitConfig) -> Any:
 
 
 def make_row_address(config: SplitConfig) -> Any:
-    """The device function ``row_address(base, offset, lane)``: the row whose offset that lane has shared."""
+    """The device function ``row_address(base, offset, lane)``: the row whose offset that lane offered."""
     WIDE, VECTOR_BYTES, fetch = config.wide, config.vector_bytes, make_fetch(config)
 
     @device_function

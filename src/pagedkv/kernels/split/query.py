@@ -1,6 +1,6 @@
 """Steps of the split kernel on tensor cores: q as fragments of 16-bit terms, in registers or in shared memory.
 
-Terms take many instructions: the warps that have the same heads make each a part of them, in shared memory.
+Terms take many instructions, so the warps with the same heads share the work and leave them in shared memory.
 
 A quad is 4 neighbouring elements of a head: lane (g, t) has quad s of vector v of heads g and g + 8, elements
 4 * ((v * 4 + t) * k_steps + s) and the next three, which are the reduction indices of one k16 step.
@@ -27,11 +27,10 @@ SMALLEST_SHIFT = -120
 def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
     """The device function ``stage_query(q_frags, q_shared, factors, query, g, t, worker, is_negative)``.
 
-    q_shared is the address of this lane's part of fragment 0; factors[h] becomes what
-    the scores of head g + 8h have to be multiplied with. A warp may have fewer heads: then the first one stands for
-    those that it lacks, and nobody reads what comes of them. `worker` numbers the warps that have the same heads and
-    make their fragments together, in shared memory, unless q is kept in registers as it stands; the whole thread block
-    calls it. If `is_negative`, fragments are those of -q.
+    q_shared is the shared address of this lane's part of fragment 0; factors[h] becomes what the scores of head g + 8h
+    must be multiplied with. Heads that the warp does not have are loaded as its first one, and nobody reads their
+    results. `worker` numbers the warps with the same heads, which make the fragments together unless q stays in
+    registers as it is. With `is_negative`, fragments are of -q. The whole thread block calls it.
     """
     HEAD_TILES, NUM_WORKERS, NUM_WORDS = shape.head_tiles, NUM_WARPS // config.head_shares, 4 * shape.q_fragments
     Q_IN_SHARED, Q_IS_SHARED, IS_NORMALISED = shape.q_in_shared, shape.q_is_shared, shape.is_normalised
@@ -50,7 +49,7 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
 
     @device_function
     def normaliser(q, t):
-        """The power of two that q is to be divided by, as an exponent."""
+        """The exponent of the power of two that q is divided by."""
         of_lane = local_array(1, float32)
         clear(of_lane, 1)
         for_each(raise_largest, NUM_QUADS, (of_lane, q, t))
@@ -80,13 +79,13 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
 
     @device_function
     def next_fragment(rest):
-        """A term of what is left of two quads, or two terms of one."""
+        """The next term of two quads, or the next two terms of one."""
         a0, a2 = next_term(rest, int64(0)), next_term(rest, int64(2))
         return a0, next_term(rest, int64(BELOW)), a2, next_term(rest, int64(BELOW + 2))
 
     @device_function
     def load_rest(rest, group, rows):
-        """What the fragments of a group are made from."""
+        """The elements of q that a group of fragments is made of."""
         q_first, q_second, inverse_first, inverse_second, t = rows
         if FOLD:
             load_scaled(rest, int64(0), q_first, 2 * group, inverse_first, t)

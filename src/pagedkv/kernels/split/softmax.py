@@ -20,14 +20,14 @@ from .lanes import make_any_of_warp, make_largest_of_head, make_of_heads
 from .shape import TILE, TensorShape
 
 SMALLEST = float32(2.0**-126)  # positive and normal
-LOWEST = float32(-3.4028234663852886e38)  # the pivot of a head that has seen nothing but -inf
+LOWEST = float32(-3.4028234663852886e38)  # the pivot of a head whose logits were all -inf
 MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that its pivot was made from
 
 
 def bias(shape: TensorShape) -> float:
     """The exponent of the power of two that P is multiplied with, so that float16 underflows at 2**-37.
 
-    With SLACK that is 2**15 at most, which float16 has.
+    With SLACK, P is at most 2**15, which float16 can hold.
     """
     return 12.0 if shape.operand == "float16" else 0.0
 
@@ -92,9 +92,9 @@ def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
 def make_set_units(config: SplitConfig, shape: TensorShape) -> Any:
     """The device function ``set_units(units, factors, scale)``.
 
-    factors[h] becomes what products are to be multiplied with before logits are modified, and units[h] what logits are
-    to be multiplied with to be in units of log(2); both at once beforehand where registers are scarce, which takes more
-    instructions. Neither is negative: the sign of the scale is q's.
+    factors[h] becomes what products are multiplied with before logits are modified, and units[h] what takes logits to
+    units of log(2). Where registers are scarce, factors[h] is both, at the price of more instructions. Neither is
+    negative: the sign of the scale is in q.
     """
     HEAD_TILES, MODIFIED, SCALED = shape.head_tiles, config.modified, shape.scales_logits
 
@@ -144,10 +144,10 @@ def make_until_last(shape: TensorShape) -> Any:
 def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
     """The device function ``soften(registers, slot, g, t)``.
 
-    S, times units[h], becomes P; m, l and O are rescaled if need be. The product is taken with the subtraction of m,
-    in one instruction; units are positive, so that the maximum can be found before.
-    A maximum stays until a logit exceeds it by more than SLACK. Rescaling by 1 and not at all are the same bits, so it
-    is skipped unless a maximum of the warp grew. `sums` are over the tokens of this lane alone.
+    S becomes P, and m, l and O are rescaled if need be. units[h] is applied with the subtraction of m, in one
+    instruction; it is positive, so that the maximum can be taken before. A pivot stays until a logit exceeds it by more
+    than SLACK. Rescaling by 1 changes no bits, so it is skipped unless a pivot of the warp moved. `sums` are of this
+    lane's tokens alone.
     """
     HEAD_TILES, PRODUCTS, BIAS = shape.head_tiles, shape.num_products, float32(bias(shape))
     SLACK = float32(bias(shape) + MOST_EXCESS)
@@ -175,7 +175,7 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
             factor = exp2(float32(pivots[h] - pivot))
             sums[h] = float32(sums[h] * factor)
             pivots[h] = pivot
-            # O has heads 2t and 2t + 1 of this lane; their maxima are with lanes g = 2t and 2t + 1.
+            # This lane's O is of heads 2t and 2t + 1, whose factors lanes g = 2t and 2t + 1 have.
             even, odd = of_heads(slot, factor, t)
             for_each(rescale_product, PRODUCTS, (o, h, even, odd))
 

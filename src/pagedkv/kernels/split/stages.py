@@ -1,12 +1,11 @@
 """Steps of the split kernel for many query heads: rows of the caches in shared memory, for all warps of a thread block.
 
-A stage is the tokens that all teams take in one turn, a step for each, and a ring of stages is being copied while one
-is in use. The copies (cp.async) take no registers, and each byte is asked for once.
+A stage is the tokens of one turn of the loop, a step for each team. A ring of stages is in flight while one is in use:
+the copies (cp.async) take no registers, and each byte is loaded once.
 
-Lanes read 16 bytes each, 8 lanes of a warp at a time; these have two neighbouring g and all t. Of K they want 64 bytes
-of two neighbouring tokens: rows are an odd number of 64 bytes apart. Of V they want 32 bytes of four tokens of which
-each is 4 after the one before: every 4 rows are followed by a gap, so that they are 32 bytes and whole passes over the
-banks apart.
+No bank conflicts: shared memory serves 16-byte reads 8 lanes at a time, which have two neighbouring g and all t. Of K
+they read 64 bytes of two neighbouring tokens, so rows are an odd number of 64 bytes apart. Of V they read 32 bytes of
+tokens 0, 4, 8 and 12, so a gap after every 4 rows puts these 32 bytes apart in the banks.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MOST_AHEAD = 8  # stages: of short rows
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """Where things lie in shared memory: the ring of stages, then Q. The sums take their place.
+    """The layout of shared memory: the ring of stages, then Q. The sums replace both at the end.
 
     Attributes
     ----------
@@ -74,7 +73,7 @@ class StageShape:
 
     @property
     def num_stages(self) -> int:
-        """One in use, and those in flight: for IN_FLIGHT bytes of all thread blocks of a multiprocessor."""
+        """One in use, and enough in flight for IN_FLIGHT bytes on a multiprocessor."""
         ahead = -(-IN_FLIGHT // (self.shape.min_blocks * self.stage_bytes))
         return 1 + min(max(2, ahead), MOST_AHEAD)
 
@@ -89,7 +88,7 @@ class StageShape:
 
     @property
     def is_padded(self) -> bool:
-        """Fragments have more than is copied."""
+        """Fragments reach past what is copied."""
         return max(self.shape.k_vectors * K_VECTOR, self.v_stride) > self.config.row_bytes
 
     # ---- who copies what
@@ -193,7 +192,7 @@ def make_copy_rows(config: SplitConfig, stage: StageShape) -> Any:
 
 
 def make_zero_ring(stage: StageShape) -> Any:
-    """The device function ``zero_ring(shared, thread)``: zeros where fragments have more than is copied."""
+    """The device function ``zero_ring(shared, thread)``: zeros where fragments reach past what is copied."""
     RING_BYTES, IS_PADDED = stage.ring_bytes, stage.is_padded
 
     @device_function

@@ -1,12 +1,11 @@
-"""Where the teams of warps of the split kernel leave their sums: in shared memory, without bank conflicts.
+"""Where the teams of warps of the split kernel leave their sums: shared memory, without bank conflicts.
 
 Row ``team * num_heads + head`` has the sums of one head, in pairs of float32: pair u is for dims 2u and 2u + 1. On
 tensor cores the 16 lanes that store together have g = 0..3 or 4..7 and all t; lane (g, t) stores pair
-``dims / 2 * g + j`` of head 2t, or 2t + 1, where dims is what a vector of V has. Pairs of a row change places so that
-these 16 lie in 16 different banks. Where half of the lanes or more have no head, the others are in both halves of the
-warp, which would store one after the other: then float32 are stored one by one, by all g at once. Who adds the teams up
-reads an even pair and then the next one; so that 16 lanes find 16 banks, these two have changed places in every second
-32 dims.
+``dims / 2 * g + j`` of head 2t, or 2t + 1, where dims is that of a vector of V. Pairs of a row are swizzled so that
+these 16 fall into 16 different banks. If half of the lanes or more have no head, the rest sits in both halves of the
+warp, which would store one after the other: then single float32 are stored, for all g at once. Whoever adds the teams
+reads an even pair and then the next one; every second 32 dims these two are swapped, so that 16 lanes hit 16 banks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .config import SplitConfig
 from .shape import TensorShape
 
 BANK_PAIRS = 16  # float32 pairs in one pass over the banks
-MOST_STATIC = 40 * 1024  # bytes of sums, beside what else is in 48 KiB of static shared memory
+MOST_STATIC = 40 * 1024  # bytes of sums: 48 KiB, less what else is static
 
 
 def row_pairs(config: SplitConfig) -> int:
@@ -36,7 +35,7 @@ def sums_bytes(config: SplitConfig) -> int:
 
 
 def are_dynamic(config: SplitConfig) -> bool:
-    """The sums are in dynamic shared memory: rows were there before, or static shared memory is too small."""
+    """The sums are in dynamic shared memory: they replace staged rows, or do not fit into static memory."""
     return config.staged or sums_bytes(config) > MOST_STATIC
 
 
@@ -75,7 +74,7 @@ def make_load_quad(config: SplitConfig) -> Any:
 
     @device_function
     def load_quad(where):
-        if ON_TENSOR_CORES:  # where pairs of a row have changed places
+        if ON_TENSOR_CORES:  # pairs of a row are swizzled
             a, b = load_shared_2(where)
             c, d = load_shared_2(uint32(where ^ 8))
             return a, b, c, d

@@ -3,8 +3,8 @@
 No shared memory, no barrier, no ldmatrix. The order of an mma's reduction index is free as long as both operands
 agree, and so is the order of its rows and columns; so every lane loads 16 contiguous bytes of a row and hands the
 pieces to several mma. A step is one or two tiles of 16 tokens; a warp takes every fourth step of its split. Where O of
-all dims takes too many registers (`SplitConfig.dim_shares`), a pair of warps takes every second step: each has all of
-S, and half of the dims of O.
+all dims does not fit into registers (`SplitConfig.dim_shares`), a pair of warps takes every second step: each has all
+of S, and half of the dims of O.
 
     lane = 4 g + t, g = 0..7, t = 0..3                        m16n8k16: A 16 x 16, B 16 x 8, C 16 x 8
 
@@ -22,17 +22,15 @@ S, and half of the dims of O.
         B is P    head g, tokens 4t .. 4t + 3: both C of S, packed to 16 bits, where they are
         C is O    the same dims as A, of heads 2t and 2t + 1
 
-Rows 8..15 of Q. With 9 to 16 heads they are heads 8..15. With fewer they would be free. If q is exact in 16 bits, they
-hold the k16 step after that of rows 0..7 ("fold"): the fragment serves both steps, each with accumulators of its own of
-which half is wanted. If q is float32, it is a sum of 2 or 3 terms of 16 bits, and they hold the second term (and what
-is left beside the third one).
+Rows 8..15 of Q. With 9 to 16 heads they are heads 8..15. With fewer they would be idle. If q is exact in 16 bits, they
+hold the next k16 step ("fold"): the fragment serves both steps, each with its own accumulators, of which half counts.
+A float32 q is a sum of 2 or 3 terms of 16 bits, and they hold the second term (beside the third one, the remainder).
 
 P has two terms of 16 bits, so that rounding it costs little accuracy (but infinite values may come out as NaN).
 
-Two buffers of registers are in flight. The chunks of K and then of V that make a step take them in turns: when one
-has been used, it is filled with what comes two later. Loads are never conditional: past the end they are of the last
-token. The last step of a warp stands behind the loop; there alone, tokens past the end are masked: all of them, in a
-warp that has none.
+Two buffers of registers are in flight, and the chunks of K and then V of a step alternate between them: a buffer that
+has been used is refilled with the chunk two later. Loads are unconditional: past the end they load the last token. The
+last step of a warp is peeled off the loop; only there are tokens past the end masked, in a warp without tokens all.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
 
     @device_function
     def use_keys(i, registers, q_shared, rows, k_offset, v_offset):
-        """Chunk i of K, and what comes two later into its buffer if that belongs to this step."""
+        """Multiply chunk i of K, and refill its buffer with the chunk two later if that is of this step."""
         at = (i % 2) * BUFFER
         multiply_keys(i, registers, at, q_shared)
         if i + 2 < CHUNKS:
@@ -108,7 +106,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
 
     @device_function
     def use_values(i, registers, rows, next_k, v_offset, next_v, valid):
-        """Chunk i of V, and what comes two later into its buffer."""
+        """Multiply chunk i of V, and refill its buffer with the chunk two later."""
         at = ((CHUNKS + i) % 2) * BUFFER
         if CHECKED and valid != ALL:
             zero_values(registers.words, at, valid, rows.t)
@@ -122,7 +120,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
 
     @device_function
     def use_last_values(i, registers, rows, v_offset, valid):
-        """Chunk i of V in the warp's last step."""
+        """As `use_values`, in the warp's last step."""
         at = ((CHUNKS + i) % 2) * BUFFER
         if valid != ALL:
             zero_values(registers.words, at, valid, rows.t)
@@ -151,7 +149,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         registers, last = new_registers(), pages.last
         start(registers, query, options.slopes, g)
 
-        # The longest chain first: table entries of the first two steps, and the first keys.
+        # The longest dependency chain first: table entries of the first two steps, then the first keys.
         base, mine = uint32(first + team * STEP), uint32(lane & (STEP - 1))
         block, position, good = find_token(pages, uint32(base + mine))
         k_offset = share(keys, row_offset(k, block, position))
@@ -194,7 +192,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         soften(registers, others, g, t)
         for_each(use_last_values, CHUNKS, (registers, rows, v_offset, valid))
         if Q_IS_SHARED:
-            cuda.syncthreads()  # the sums take the place of Q
+            cuda.syncthreads()  # the sums replace Q
         # Recomputed: keeping them would cost registers in the loop, and the shuffle hides the range of t.
         warp, g, t = uint32(thread >> 5), uint32(uint32(thread >> 2) & 7), uint32(thread & 3)
         team, member = divmod_32(warp, DIM_SHARES)
