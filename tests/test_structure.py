@@ -91,6 +91,7 @@ def ours(*rooms):
 
 
 BACKENDS = ("cpu", "cuda", "emulator")
+OPERATIONS = ("ops", "cache_ops", "warmup")
 OF_KERNELS = ("device", "paged", "split", "blocks", "merge_states")
 OF_THE_EMULATOR = ("errors", "ptx", "translation", "state", "machine", "device")  # from the ground up
 RULES = {
@@ -108,10 +109,17 @@ RULES = {
         )
         for i, x in enumerate(OF_THE_EMULATOR)
     },
-    "memory knows no operation and no backend": Rule(
-        ours("memory"), ours("ops", "cache_ops", "kernels", *BACKENDS, "bench"), ()
+    "a backend gets a valid call and checks nothing": Rule(
+        ours("cpu", "cuda.backend", "cuda.plans", "emulator"), ours("validation", *OPERATIONS), ()
     ),
-    "kernels are device code": Rule(ours("kernels"), ours("ops", "cache_ops", "memory", *BACKENDS), ()),
+    "validation knows no backend": Rule(ours("validation"), ours(*BACKENDS, "backends", *OPERATIONS), ()),
+    "arrays know nothing of calls": Rule(
+        ours("arrays", "layouts"), ours(*BACKENDS, "backends", "calls", "placement", "validation", *OPERATIONS), ()
+    ),
+    "memory knows no operation and no backend": Rule(
+        ours("memory"), ours(*OPERATIONS, "kernels", *BACKENDS, "bench"), ()
+    ),
+    "kernels are device code": Rule(ours("kernels"), ours(*OPERATIONS, "memory", *BACKENDS), ()),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
@@ -119,7 +127,7 @@ RULES = {
     "bench/static needs no GPU": Rule(ours("bench.static"), ours("bench.gpu"), ()),
     # A move to the successor of numba-cuda touches nothing else.
     "numba-cuda is for cuda and kernels": Rule(ours(*TOP - {"cuda", "kernels"}), ("numba.cuda",), ()),
-    "cuda-core is for cuda": Rule(ours(*TOP - {"cuda"}), ("cuda",), ()),
+    "cuda-core is for cuda, and for arrays that speak DLPack": Rule(ours(*TOP - {"cuda", "arrays"}), ("cuda",), ()),
 }
 over_rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
