@@ -20,7 +20,7 @@ class KernelBackend:
     Parameters
     ----------
     device_of : callable
-        What launches the kernels of a call, from its placement; held for one call at a time by a ``with`` statement.
+        From the placement of a call, what launches its kernels, for the length of a ``with`` statement.
     """
 
     def __init__(self, device_of: Callable[[Placement], AbstractContextManager[Device]]) -> None:
@@ -57,12 +57,12 @@ class KernelBackend:
 
 
 class GpuBackend(KernelBackend):
-    """GPUs, which remember what they have launched.
+    """GPUs, with the plans of what they have launched.
 
     Attributes
     ----------
     plans : PlanCache
-        Of the decode calls.
+        Of decode calls, for `PlanCache.repeat`.
     """
 
     def __init__(self) -> None:

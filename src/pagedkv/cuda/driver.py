@@ -1,7 +1,7 @@
 """The CUDA driver as a Device: one for each GPU and stream.
 
-Everything that touches the driver or cuda.core is here. Nothing is allocated, waited for or read back in a launch: its
-kernel, its launch configuration and its workspaces are made by the first call like it, outside of stream capture.
+Everything that touches the driver or cuda.core is here. A launch allocates nothing, waits for nothing and reads nothing
+back: the first call like it makes its kernel, launch configuration and workspaces, outside of stream capture.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def cuda_device(ordinal: int, stream: int) -> CudaDevice:
 
 @contextmanager
 def device_of(placement: Placement) -> Iterator[CudaDevice]:
-    """What launches the kernels of a call: no other thread does on the stream until the ``with`` statement ends.
+    """What launches the kernels of a call. The stream's lock is held: no other thread launches on it meanwhile.
 
     Raises
     ------
@@ -215,7 +215,7 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """This GPU as the current one of the thread; what was current before is so again at the end."""
+        """Make this GPU the thread's current one, and restore the one before at the end."""
         self.call(self.driver.cuCtxPushCurrent, self.context)
         try:
             yield
@@ -268,8 +268,7 @@ class CudaDevice:
     Attributes
     ----------
     lock : threading.RLock
-        Of the thread whose launches follow each other on the stream: those of a call share workspaces, and another
-        call on the stream, from another thread, must not come between them.
+        Held while a call launches: its launches share workspaces, so no other thread's may come between them.
     """
 
     def __init__(self, gpu: Gpu, stream: int) -> None:

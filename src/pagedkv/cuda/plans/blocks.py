@@ -1,7 +1,6 @@
 """Launching the kernels on the contents of caches: write_kv, gather_kv, copy_blocks, swap_blocks.
 
-Nothing here reads an array of the device, or synchronises, but for swap_blocks from a
-device into memory that is not pinned.
+Nothing here reads an array of the device, and nothing waits for it but swap_blocks into memory that is not pinned.
 """
 
 from __future__ import annotations
