@@ -52,9 +52,8 @@ class Kernel(NamedTuple):
 DECODE_KERNELS = [
     *(Kernel("float32", width) for width in (8, 64)),
     *(Kernel("bfloat16", width) for width in (8, 64)),
-    *(Kernel("float16", width) for width in (16, 64)),
+    Kernel("float16", 64),
     *(Kernel("fp8_e4m3", width) for width in (8, 32)),
-    Kernel("fp8_e5m2", 64),
     Kernel("float32", 8, is_vllm=True),
     Kernel("float16", 64, is_vllm=True),
     Kernel("bfloat16", 16, is_vllm=True),
@@ -64,7 +63,11 @@ DECODE_KERNELS = [
     Kernel("bfloat16", 64, score_mod=own_parity),
     Kernel("float32", 8, is_vllm=True, score_mod=own_parity),
 ]
-MORE_DECODE_KERNELS = [Kernel("float32", 16), Kernel("float32", 32), Kernel("fp8_e5m2", 16)]
+MORE_DECODE_KERNELS = [
+    *(Kernel("float32", width) for width in (16, 32)),
+    *(Kernel("fp8_e5m2", width) for width in (16, 64)),
+    Kernel("float16", 16),
+]
 PREFILL_KERNELS = [
     Kernel("float32", 64),
     Kernel("bfloat16", 64),

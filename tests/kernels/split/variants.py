@@ -17,7 +17,6 @@ from ..decode_cases import Variant, checked_call
 VARIANTS = [
     Variant("split", 128, 16, "float16", "float16", group_size=8),
     Variant("split", 128, 16, "bfloat16", "bfloat16", group_size=16),
-    Variant("split", 64, 7, "float32", "bfloat16", group_size=4, modified=True),
     Variant("split", 128, 24, "float32", "float16", group_size=5),
     Variant("split", 128, 16, "bfloat16", "fp8_e4m3", group_size=12),
     Variant("split", 72, 16, "float16", "fp8_e5m2", group_size=48),
@@ -27,7 +26,6 @@ VARIANTS = [
     Variant("split", 128, 16, "float16", "float16", group_size=16, modified=True, capability=(8, 0)),
     Variant("split", 256, 16, "float32", "float16", group_size=12),
     Variant("split", 64, 3, "float32", "float32", group_size=4, capability=(8, 0)),
-    Variant("split", 24, 3, "float32", "float32", group_size=7),
     Variant("split", 96, 16, "float32", "float32", group_size=2, score_mod=fade),
     Variant("split", 64, 1, "float16", "fp8_e4m3", group_size=71, modified=True),
     Variant("split", 256, 16, "bfloat16", "fp8_e5m2", group_size=17),
@@ -38,6 +36,8 @@ VARIANTS = [
 ]
 # Others that have the same in other pairs.
 MORE_VARIANTS = [
+    Variant("split", 24, 3, "float32", "float32", group_size=7),
+    Variant("split", 64, 7, "float32", "bfloat16", group_size=4, modified=True),
     Variant("split", 256, 3, "float16", "float16", group_size=3),
     Variant("split", 64, 1, "bfloat16", "bfloat16", group_size=1, modified=True),
     Variant("split", 504, 16, "float32", "float32", group_size=1),
