@@ -225,14 +225,7 @@ chunk: Limit[TensorShape] = Limit(
 registers_of_3: Limit[TensorShape] = Limit(
     "most registers of O, Q and buffers with which three thread blocks fit on a multiprocessor",
     (
-        Row(
-            lambda s: s.is_fp8 and s.config.architecture == 9, 96, "Widening fp8 takes registers beside those counted."
-        ),
-        Row(
-            lambda s: s.is_fp8,
-            72,
-            "@fp8_10",
-        ),
+        Row(lambda s: s.is_fp8, 96, "Widening fp8 takes registers: 168 in all at D = 64, G = 16 for 10.0."),
         Row(
             lambda s: s.terms == 1 and s.num_chunks == 1,
             132,
@@ -268,17 +261,20 @@ min_blocks: Limit[TensorShape] = Limit(
         Row(
             lambda s: s.registers <= 80 and s.config.architecture == 9 and s.is_plain,
             4,
-            "At most 128 registers in all.",
+            "128 registers a thread.",
         ),
         Row(lambda s: s.registers <= 80 and s.config.architecture == 9, 3, "One block fewer: options take registers."),
         Row(
-            lambda s: s.registers <= registers_of_3(s) and s.is_plain, 3, "108 bytes with 4 at D = 128, G = 8 for 9.0."
+            lambda s: s.registers <= registers_of_3(s) and s.is_plain,
+            3,
+            "108 bytes with 4 at D = 128, G = 8 for 9.0.",
         ),
-        Row(lambda s: s.registers <= registers_of_3(s), 2, "24 bytes with 3 at D = 128, G = 8 with a softcap for 9.0."),
         Row(
-            lambda s: s.is_plain, 2, "No spill with 3 at D = 256, G = 8 for 9.0, but 9.06 instead of 8.72 instructions."
+            otherwise,
+            2,
+            "24 bytes with 3 at D = 128, G = 8 with a softcap for 9.0; at D = 256, G = 8 no spill, but 9.06 instead of "
+            "8.72 instructions. A thread has 255 registers with 2 and with 1.",
         ),
-        Row(otherwise, 1, "@mb2"),
     ),
 )
 
@@ -287,7 +283,9 @@ min_blocks: Limit[TensorShape] = Limit(
 requests: Limit[RowShape] = Limit(
     "vectors of K of a lane in a step, on CUDA cores",
     (
-        Row(lambda r: r.config.architecture < 9, 4, "@requests"),
+        Row(
+            lambda r: r.config.architecture < 9, 4, "Shuffles in loops leave registers for half of the rows in flight."
+        ),
         Row(otherwise, 8, "128 bytes of K and as many of V are in flight for each lane."),
     ),
 )
@@ -295,13 +293,15 @@ requests: Limit[RowShape] = Limit(
 min_blocks_on_cuda_cores: Limit[RowShape] = Limit(
     "thread blocks on a multiprocessor, on CUDA cores",
     (
-        Row(lambda r: r.config.architecture < 9, 1, "@cores8"),
-        Row(lambda r: r.registers <= 80 and r.config.has_options, 3, "As without options, less what these take."),
-        Row(lambda r: r.registers <= 80, 4, "O, q and two buffers of 80 registers leave 48 for the rest."),
-        Row(lambda r: r.registers <= 96 and r.config.has_options, 2, "As without options, less what these take."),
-        Row(lambda r: r.registers <= 96, 3, "@cores4"),
-        Row(lambda r: r.config.has_options, 1, "@cores2"),
-        Row(otherwise, 2, "@cores3"),
+        Row(lambda r: r.config.architecture < 9, 2, "Shuffles in loops take registers, as on tensor cores."),
+        Row(lambda r: r.registers <= 80 and r.config.has_options, 3, "One block fewer: options take registers."),
+        Row(lambda r: r.registers <= 80, 4, "O, q and the rows in flight leave 48 registers for the rest."),
+        Row(
+            lambda r: r.registers <= 96 and not r.config.has_options,
+            3,
+            "With options, 3 would leave them no registers.",
+        ),
+        Row(otherwise, 2, "O, q and rows of more registers than that."),
     ),
 )
 
