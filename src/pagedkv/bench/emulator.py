@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
 from ..emulator import EmulatorDevice
 from ..ops import decode_attention
+from .emulated import emulated_on
 from .report import Row, median, spread
 
 NUM_HEADS, HEAD_DIM, BLOCK_SIZE, SEQ_LEN = 8, 128, 16, 256
@@ -67,7 +67,7 @@ def run(*, repeats: int = 9, progress: Callable[[str], Any] = print) -> list[Row
                 return devices[-1]
 
             milliseconds = []
-            with patch("pagedkv.emulator.device.EmulatorDevice", device):
+            with emulated_on(device):
                 for _ in range(repeats + 1):  # the first call compiles and translates
                     begin = perf_counter()
                     decode_attention(**problem, layout="vllm", kernel="v1", backend="emulator")

@@ -15,6 +15,7 @@ from ...cuda.compiler import link as linking
 from ...cuda.compiler.occupancy import occupancy
 from ...cuda.compiler.ptx import Capability, external_functions
 from ...emulator import BufferTraffic, EmulatorDevice, LaunchStats
+from ..emulated import emulated_on
 from ..report import Row, median
 from .sass import code_of, copies_of, loads_of, loop_of
 from .variants import WORK, Variant, Work
@@ -87,7 +88,7 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
     with (
         _timed(compiling, "_compile") as compiled,
         _timed(linking, "link") as linked,
-        patch("pagedkv.emulator.device.EmulatorDevice", lambda: device),
+        emulated_on(lambda: device),
     ):
         work.call()
         at = next(i for i, (kernel, _) in enumerate(device.noted) if kernel.entry == entry)
