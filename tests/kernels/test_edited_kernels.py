@@ -11,7 +11,6 @@ import pytest
 from pagedkv import kernels
 from pagedkv.cuda.plans import attention as launching
 from pagedkv.emulator import EmulatorDevice, MemoryFault, RaceFault, SyncFault
-from pagedkv.kernels.paged import attention
 
 from ..problems import assert_close, build
 from .decode_cases import V1, checked_call, decode
@@ -80,11 +79,11 @@ def edited(edit, directory):
 def test_the_line_that_does_it_is_named(edit, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-    problem, own = build(SPEC), attention.make_v1
-    monkeypatch.setattr(attention, "make_v1", edited(edit, tmp_path))
+    problem, own = build(SPEC), launching.make_v1
+    monkeypatch.setattr(launching, "make_v1", edited(edit, tmp_path))
     with pytest.raises(edit.fault, match=edit.message) as caught:
         decode(problem, V1, device=EmulatorDevice(global_race=True))
-    monkeypatch.setattr(attention, "make_v1", own)
+    monkeypatch.setattr(launching, "make_v1", own)
     fault = caught.value
     assert fault.kernel.startswith("v1[head_dim=64, block_size=16, ")
     assert Path(fault.source.file).parent.parent == tmp_path / tmp_path.name

@@ -10,7 +10,7 @@ from pagedkv.emulator import EmulatorDevice
 @pytest.mark.parametrize(
     "variant",
     [
-        Variant("split", "float16", "fp8_e4m3", 64, 1, "", 24),
+        pytest.param(Variant("split", "float16", "fp8_e4m3", 64, 1, "", 24), marks=pytest.mark.long),
         pytest.param(Variant("split", "float16", "float16", 256, 16, "", 48), marks=pytest.mark.long),
     ],
     ids=["G24-fp8-D64-P1", "G48-float16-D256-P16"],

@@ -2,22 +2,21 @@
 
 import pytest
 
-from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.kernels.split import limits
 from pagedkv.kernels.split.config import SplitConfig
 from pagedkv.kernels.split.cuda_cores import RowShape
-from pagedkv.kernels.split.kernel import make_split
 from pagedkv.kernels.split.limits import LIMITS
 from pagedkv.kernels.split.shape import TensorShape
+
+from .variants import check_registers
 
 CUDA_CORES = (limits.requests, limits.min_blocks_on_cuda_cores)
 CONFIGS = (limits.through_shared, limits.staged_dims, limits.heads, limits.head_shares, limits.dims_of_warp)
 
 
 def variant(head_dim, group_size, q_kind="float16", kv_kind="float16", architecture=9, **fields):
-    return SplitConfig(
-        head_dim, group_size, 16, q_kind, kv_kind, architecture=architecture, hardware_fp8=architecture > 8, **fields
-    )
+    fields["hardware_fp8"] = kv_kind != "fp8_e4m3" or architecture > 8
+    return SplitConfig(head_dim, group_size, 16, q_kind, kv_kind, architecture=architecture, **fields)
 
 
 # The first one that a row holds for stands for it: those that its reason names come first.
@@ -63,8 +62,4 @@ ROWS = [(name, i) for name, limit in LIMITS.items() for i in range(len(limit.row
 def test_a_row_leaves_no_spills(name, i):
     limit = LIMITS[name]
     config = next(config for config in VARIANTS if row_of(limit, config) is limit.rows[i])
-    capability = (config.architecture, 0)
-    kernel = compile_kernel(make_split, config, capability)
-    assert ".local" not in kernel.ptx
-    resources = kernel.linked.resources()
-    assert (resources.spill_bytes, resources.stack_bytes) == (0, 0)
+    check_registers(config, (config.architecture, 0))

@@ -4,8 +4,11 @@ from typing import Any
 
 import hypothesis.strategies as st
 
+from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.cuda.compiler.occupancy import occupancy
 from pagedkv.cuda.plans import split
 from pagedkv.kernels.split.config import SHORTEST_SPLIT, SplitConfig
+from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 
 from ...problems import Spec, build
 from ...strategies import fade, own_parity
@@ -50,6 +53,23 @@ MORE_VARIANTS = [
     Variant("split", 192, 64, "float16", "fp8_e5m2", group_size=48, modified=True),
     Variant("split", 200, 5, "float32", "bfloat16", group_size=3, modified=True, capability=(8, 0)),
 ]
+
+
+MOST_SHARED = 99 * 1024  # of a thread block on GPUs of compute capability 8.6, 8.9 and 12.0
+
+
+def check_registers(config: SplitConfig, capability: tuple[int, int]) -> None:
+    """That a kernel spills nothing, and that enough of its thread blocks are on a multiprocessor at once."""
+    kernel = compile_kernel(make_split, config, capability)
+    assert ".extern .func" not in kernel.ptx
+    assert ".local" not in kernel.ptx
+    resources = kernel.linked.resources()
+    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
+    dynamic = dynamic_bytes(config)
+    assert resources.shared_bytes <= 48 * 1024
+    assert resources.shared_bytes + dynamic <= MOST_SHARED
+    least = 1 if dynamic and capability < (9, 0) else 2
+    assert occupancy(capability, resources.registers, 128, resources.shared_bytes + dynamic) >= least
 
 
 def config_of(variant: Variant, capability: tuple[int, int], **fields: Any) -> SplitConfig:
