@@ -153,6 +153,11 @@ is_full: Limit[SplitConfig] = Limit(
             1,
             "52 bytes at D = 256, G = 16 for 9.0.",
         ),
+        Row(
+            lambda c: c.architecture > 9 and c.kv_bytes == 2 and 64 < c.head_dim <= 128 and 8 < c.group_size <= 16,
+            1,
+            "16 bytes at D = 128, G = 16 in bfloat16 for 10.0, with three thread blocks.",
+        ),
         Row(otherwise, 0, "O of at most 8 heads, or of 128 dims, leaves registers for it."),
     ),
 )
@@ -186,7 +191,7 @@ scales_logits: Limit[TensorShape] = Limit(
     "1 if logits are in units of log(2) before their maximum is found",
     (
         Row(
-            lambda s: s.config.is_full and not s.config.modified,
+            lambda s: s.config.heads_of_warp > 8 and s.config.head_dim > 128 and not s.config.modified,
             1,
             "Both factors take registers: 24 bytes at D = 256, G = 16 for 9.0.",
         ),
