@@ -241,6 +241,19 @@ def test_links_are_found():
     assert "the-empty-cases" in anchors(ROOT / "docs" / "words.md")
 
 
+def missing_places(text):
+    """Paths in the second column of a table that are not in the package."""
+    places = re.findall(r"`([\w/]+(?:\.py|/))`", text.partition("|---|---|")[2])
+    assert places
+    return [place for place in places if not (ROOT / "src" / "pagedkv" / place).exists()]
+
+
+def test_contributing_names_rooms_that_are_there():
+    where_to_look = (ROOT / "CONTRIBUTING.md").read_text().split("## Where to look")[1].split("\n## ")[0]
+    assert missing_places(where_to_look) == []
+    assert missing_places(where_to_look.replace("memory/pool.py", "memory/pond.py")) == ["memory/pond.py"]
+
+
 def test_every_page_is_in_a_contents_list():
     listed = {
         entry
