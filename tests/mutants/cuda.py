@@ -3,7 +3,7 @@
 from .mutant import Mutant
 
 PLANS = "tests/cuda/plans/test_cache.py::"
-COPIES = "tests/cuda/plans/test_copies.py::"
+COPIES = "tests/cuda/test_copies.py::"
 OVERRIDES = "tests/cuda/compiler/test_numba_overrides.py::"
 
 MUTANTS = [
@@ -23,14 +23,14 @@ MUTANTS = [
     ),
     Mutant(
         "pinned memory is filled again while the GPU reads it",
-        "cuda/plans/copies.py",
+        "cuda/copies.py",
         "        self._gpu.call(driver.cuEventSynchronize, half.event)\n",
         "",
         (COPIES + "test_what_is_sent_is_what_was_there_at_the_call",),
     ),
     Mutant(
         "what has arrived in one half of the pinned memory is forgotten",
-        "cuda/plans/copies.py",
+        "cuda/copies.py",
         "for _ in self._halves:",
         "for _ in self._halves[:1]:",
         (COPIES + "test_pageable_memory_is_filled_when_the_call_returns",),

@@ -23,7 +23,7 @@ from ..errors import BackendUnavailableError
 from ..placement import Placement
 from . import INSTALL
 from .compiler.compile import Capability, CompiledKernel
-from .plans.copies import Copies
+from .copies import Copies
 
 # The default stream is named by what it always is, not by 0, which an environment variable can redefine.
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2

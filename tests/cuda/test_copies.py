@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.cuda.plans import copies as module
-from pagedkv.cuda.plans.copies import Copies
+from pagedkv.cuda import copies as module
+from pagedkv.cuda.copies import Copies
 
 STREAM = 5
 HALF_BYTES = 64

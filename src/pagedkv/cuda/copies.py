@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays import Array
+from ..arrays import Array
 
 if TYPE_CHECKING:
-    from ..driver import Gpu
+    from .driver import Gpu
 
 Bytes = npt.NDArray[np.uint8]
 
