@@ -5,6 +5,7 @@ Each framework has a file beside this one with a subclass for its arrays on the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import Any
 
@@ -18,7 +19,7 @@ Facts = tuple[int, Hashable]
 Shape = tuple[int, ...]
 
 
-class Argument:
+class Argument(ABC):
     """An array of any framework.
 
     Parameters
@@ -36,6 +37,7 @@ class Argument:
     def __init__(self, name: str, array: Any) -> None:
         self.name, self.array = name, array
 
+    @abstractmethod
     def new(self, name: str, shape: Shape, dtype: np.dtype[Any], stream: int, remedy: str) -> tuple[Any, Array]:
         """An uninitialised array beside this one: for the caller in this framework, and as kernels see it.
 
@@ -44,7 +46,6 @@ class Argument:
         ValueError
             On a device, of a framework of which only the interface is known; `remedy` says what to do instead.
         """
-        raise NotImplementedError
 
 
 class HostArgument(Argument):
@@ -54,6 +55,7 @@ class HostArgument(Argument):
 
     on_device = False
 
+    @abstractmethod
     def view(self) -> Array:
         """A NumPy view: the same memory, nothing copied.
 
@@ -62,11 +64,10 @@ class HostArgument(Argument):
         TypeError
             NumPy cannot show its memory or its dtype.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def of_numpy(self, result: Array) -> Any:
         """A NumPy array as one of this framework, in the same memory."""
-        raise NotImplementedError
 
     def new(self, name: str, shape: Shape, dtype: np.dtype[Any], stream: int, remedy: str) -> tuple[Any, Array]:
         result = np.empty(shape, dtype)
@@ -86,8 +87,9 @@ class DeviceArgument(Argument):
 
         Any exception says that x is not known well enough.
         """
-        raise NotImplementedError
+        raise TypeError(f"a {type_name(x)} has no quick facts")
 
+    @abstractmethod
     def stream(self) -> int:
         """The stream that work on the array goes to, as a pointer: its framework's current one.
 
@@ -98,8 +100,8 @@ class DeviceArgument(Argument):
         TypeError
             The array names something else as its stream.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def metadata(self, stream: int) -> Metadata:
         """The shadow and the device.
 
@@ -117,7 +119,6 @@ class DeviceArgument(Argument):
         BackendUnavailableError
             It only speaks DLPack, and cuda-core, which reads it, is not installed.
         """
-        raise NotImplementedError
 
     def empty(self, name: str, shape: Shape, dtype: np.dtype[Any], remedy: str) -> Any:
         """An uninitialised array in this framework and on this device; see `new`."""
