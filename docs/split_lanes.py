@@ -20,10 +20,15 @@ from pagedkv.kernels.device.intrinsics import address, local_array
 from pagedkv.kernels.device.source import KernelSource, device_function
 from pagedkv.kernels.split.arguments import Query
 from pagedkv.kernels.split.config import WARP_SIZE, SplitConfig
-from pagedkv.kernels.split.fragments import make_key_fragment, make_load_keys, make_load_values, make_value_fragment
 from pagedkv.kernels.split.pages import make_row_address
-from pagedkv.kernels.split.query import make_stage_query
 from pagedkv.kernels.split.shape import TILE, TensorShape
+from pagedkv.kernels.split.tensor_cores.fragments import (
+    make_key_fragment,
+    make_load_keys,
+    make_load_values,
+    make_value_fragment,
+)
+from pagedkv.kernels.split.tensor_cores.query import make_stage_query
 
 CONFIG = SplitConfig(head_dim=128, group_size=8, block_size=16, q_kind="float16", kv_kind="float16")
 SHAPE = TensorShape(CONFIG)

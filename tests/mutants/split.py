@@ -22,13 +22,13 @@ THROUGH_SHARED = (BOUND + "D128-G16-P16-float16-float16-modified-cc8.0]",)
 SLOWLY = "test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone"
 RISING = (SPLIT + SLOWLY + "[emulator-split-D64-G4-P16-float16-float16]",)
 
-FRAGMENTS = "kernels/split/fragments.py"
-SOFTMAX = "kernels/split/softmax.py"
+FRAGMENTS = "kernels/split/tensor_cores/fragments.py"
+SOFTMAX = "kernels/split/tensor_cores/softmax.py"
 SUMS = "kernels/split/sums.py"
-TENSOR = "kernels/split/tensor.py"
+TENSOR = "kernels/split/tensor_cores/few_heads.py"
 CORES = "kernels/split/cuda_cores.py"
 LANES = "kernels/split/lanes.py"
-QUERY = "kernels/split/query.py"
+QUERY = "kernels/split/tensor_cores/query.py"
 
 MUTANTS = [
     Mutant(

@@ -14,10 +14,10 @@ STAGE_NEEDLE = (
 HEADS_OF_WARPS = (MANY + "test_the_heads_of_every_warp[emulator-17]",)
 BANKS = (MANY + "test_lanes_keep_out_of_each_others_banks[split-D64-G17-P16-float16-float16]",)
 
-SOFTMAX = "kernels/split/softmax.py"
+SOFTMAX = "kernels/split/tensor_cores/softmax.py"
 SUMS = "kernels/split/sums.py"
-MANY_HEADS = "kernels/split/many.py"
-STAGES = "kernels/split/stages.py"
+MANY_HEADS = "kernels/split/tensor_cores/many_heads.py"
+STAGES = "kernels/split/tensor_cores/stages.py"
 
 MUTANTS = [
     Mutant(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pagedkv.kernels.split.config import SHORTEST_SPLIT
-from pagedkv.kernels.split.stages import StageShape
+from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
 from ...problems import assert_close, build, expect
 from ...strategies import long

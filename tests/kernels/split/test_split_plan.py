@@ -12,7 +12,7 @@ from pagedkv.cuda.plans import split
 from pagedkv.kernels.split.config import LONG, MOST_SPLITS, SHORTEST_SPLIT, SPLIT_UNIT, VECTOR_BYTES, SplitConfig
 from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 from pagedkv.kernels.split.lanes import slots_bytes
-from pagedkv.kernels.split.stages import StageShape
+from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
 from ...problems import build
 from ...strategies import long

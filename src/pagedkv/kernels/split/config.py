@@ -92,7 +92,7 @@ class SplitConfig:
 
     @property
     def staged(self) -> bool:
-        """Warps with query heads of their own share rows, which wait in shared memory; see stages.py."""
+        """Warps with query heads of their own share rows, which wait in shared memory; see tensor_cores/stages.py."""
         return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= limits.staged_dims(self)
 
     @property

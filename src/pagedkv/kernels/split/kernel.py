@@ -10,11 +10,11 @@ same tokens. A tile is here the part of the query heads that share a KV head whi
 
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
 their number alone; thread blocks past the last split return at once. A thread block owns one split of one KV head, for
-all heads of the tile, and each warp takes every fourth step of its tokens: tensor.py, or cuda_cores.py for float32
-caches. Where O of all dims does not fit into the registers of a warp (`limits.dims_of_warp`), a pair of warps takes
-every second step. With more than 16 heads on tensor cores, two or four warps take the same tokens, each with its share
-of the heads: many.py. Then merge.py adds the warps and, in the thread block that finishes last for its sequence, KV
-head and tile, the splits.
+all heads of the tile, and each warp takes every fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py
+for float32 caches. Where O of all dims does not fit into the registers of a warp (`limits.dims_of_warp`), a pair of
+warps takes every second step. With more than 16 heads on tensor cores, two or four warps take the same tokens, each
+with its share of the heads: tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that
+finishes last for its sequence, KV head and tile, the splits.
 
 Shared memory. The sums of all warps, in the place of Q or of staged rows and Q, and the weights of the splits: static,
 or dynamic where static is too small. Always static are the maxima and sums of exponentials of all warps and, where O
@@ -35,12 +35,12 @@ from ..device.tensor_intrinsics import load_shared_words, store_shared_words
 from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
 from .config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
-from .many import make_attend_with_many_heads
 from .merge import make_finish, make_store_pair, weights_bytes
 from .shape import TensorShape
-from .stages import StageShape
 from .sums import are_dynamic, make_pair_address, sums_bytes
-from .tensor import make_attend_on_tensor_cores
+from .tensor_cores.few_heads import make_attend_on_tensor_cores
+from .tensor_cores.many_heads import make_attend_with_many_heads
+from .tensor_cores.stages import StageShape
 
 BYTES, INTS, FLOATS = types.CPointer(types.uint8), types.CPointer(int32), types.CPointer(float32)
 WORDS, LONGS = types.CPointer(uint32), types.CPointer(int64)

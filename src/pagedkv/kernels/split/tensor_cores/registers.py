@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from numba import float32, uint32
 
-from ..device.intrinsics import local_arrays
-from .shape import TensorShape
+from ...device.intrinsics import local_arrays
+from ..shape import TensorShape
 
 
 class Registers(NamedTuple):

@@ -1,6 +1,6 @@
 """Steps of the split kernel on tensor cores: rows of the caches to fragments, and both products.
 
-Which lane has what of a tile is drawn at the top of tensor.py; the names g, t, v, j and z are from there.
+Which lane has what of a tile is drawn at the top of few_heads.py; the names g, t, v, j and z are from there.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 from numba import uint32
 
-from ..device.intrinsics import assign, for_each
-from ..device.source import device_function
-from ..device.tensor_intrinsics import (
+from ...device.intrinsics import assign, for_each
+from ...device.source import device_function
+from ...device.tensor_intrinsics import (
     halves_of_lower_e4m3,
     halves_of_upper_e4m3,
     load_shared_words,
@@ -21,8 +21,8 @@ from ..device.tensor_intrinsics import (
     stream_8,
     stream_16,
 )
-from .config import VECTOR_BYTES, SplitConfig
-from .shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape
+from ..config import VECTOR_BYTES, SplitConfig
+from ..shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape
 
 
 @device_function

@@ -2,8 +2,8 @@
 
 A warp has registers for the sums of 16 query heads. With more, a team of two or four warps takes the same tokens, each
 member with heads of its own, from rows that the thread block copies to shared memory (stages.py). Everything else is as
-in tensor.py: lanes read from shared memory what they load from global memory there, and both products, the softmax and
-the sums are the same steps.
+in few_heads.py: lanes read from shared memory what they load from global memory there, and both products, the softmax
+and the sums are the same steps.
 
 A turn of the loop: wait for the oldest stage; a barrier; start copying the youngest stage to where the last turn has
 read; look up the tokens of the stage after it; use the oldest. All warps make the same number of turns; tokens past the
@@ -16,17 +16,18 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from ..device.intrinsics import clear, divmod_32, for_each
-from ..device.source import device_function
-from ..device.tensor_intrinsics import end_group, shuffle, wait_but
-from .arguments import Cache, Query
-from .config import SplitConfig
+from ...device.intrinsics import clear, divmod_32, for_each
+from ...device.source import device_function
+from ...device.tensor_intrinsics import end_group, shuffle, wait_but
+from ..arguments import Cache, Query
+from ..config import SplitConfig
+from ..lanes import make_bits_of_warp, make_slots
+from ..pages import make_find_token
+from ..shape import TensorShape
+from ..sums import make_put_sums
 from .fragments import make_multiply_keys, make_multiply_values, software_factor
-from .lanes import make_bits_of_warp, make_slots
-from .pages import make_find_token
 from .query import make_stage_query
 from .registers import make_registers
-from .shape import TensorShape
 from .softmax import make_logits, make_mask, make_set_units, make_soften, make_start, make_until_last
 from .stages import (
     StageShape,
@@ -38,11 +39,10 @@ from .stages import (
     make_read_values,
     make_zero_ring,
 )
-from .sums import make_put_sums
 
 
 def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
-    """The device function ``attend(...)``, as that of tensor.py."""
+    """The device function ``attend(...)``, as that of few_heads.py."""
     shape, stage = TensorShape(config), StageShape(config)
     CHUNKS, STEP, NUM_HEADS = shape.num_chunks, shape.step, config.heads_of_warp
     CHECKED = config.checked
@@ -84,7 +84,7 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
     @device_function
     def attend(thread, first, query, k, v, pages, options, shared):
         lane = uint32(thread & 31)
-        # Broadcast, as in tensor.py, so that ptxas knows it is warp-uniform.
+        # Broadcast, as in few_heads.py, so that ptxas knows it is warp-uniform.
         warp = shuffle(uint32(thread >> 5), 0)
         team, member = divmod_32(warp, MEMBERS)
         g, t = uint32(lane >> 2), uint32(lane & 3)

@@ -39,11 +39,15 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int64, uint32
 
-from ..device.intrinsics import clear, divmod_32, for_each
-from ..device.source import device_function
-from ..device.tensor_intrinsics import shuffle
-from . import limits
-from .config import SplitConfig
+from ...device.intrinsics import clear, divmod_32, for_each
+from ...device.source import device_function
+from ...device.tensor_intrinsics import shuffle
+from .. import limits
+from ..config import SplitConfig
+from ..lanes import SLOT_BYTES, make_bits_of_warp, make_share, make_slots
+from ..pages import make_find_token, make_row_address, make_row_offset
+from ..shape import TensorShape
+from ..sums import make_put_sums
 from .fragments import (
     make_load_keys,
     make_load_values,
@@ -52,13 +56,9 @@ from .fragments import (
     make_zero_values,
     software_factor,
 )
-from .lanes import SLOT_BYTES, make_bits_of_warp, make_share, make_slots
-from .pages import make_find_token, make_row_address, make_row_offset
 from .query import make_stage_query
 from .registers import make_registers
-from .shape import TensorShape
 from .softmax import make_logits, make_mask, make_set_units, make_soften, make_start, make_until_last
-from .sums import make_put_sums
 
 
 class Rows(NamedTuple):

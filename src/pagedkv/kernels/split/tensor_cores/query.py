@@ -12,12 +12,12 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from ..device.conversions import unpack
-from ..device.intrinsics import assign, bits_float, clear, float_bits, for_each, larger, load_8, load_16, local_array
-from ..device.source import device_function
-from ..device.tensor_intrinsics import exchange, load_shared_words, pack_bfloat16, pack_float16, store_shared_words
-from .config import NUM_WARPS, SplitConfig
-from .shape import FRAGMENT_BYTES, K_VECTOR, TensorShape
+from ...device.conversions import unpack
+from ...device.intrinsics import assign, bits_float, clear, float_bits, for_each, larger, load_8, load_16, local_array
+from ...device.source import device_function
+from ...device.tensor_intrinsics import exchange, load_shared_words, pack_bfloat16, pack_float16, store_shared_words
+from ..config import NUM_WARPS, SplitConfig
+from ..shape import FRAGMENT_BYTES, K_VECTOR, TensorShape
 
 SIGN = 0x80008000  # of both halves of a word
 LARGEST_EXPONENT = 14  # of a normalised head's largest element

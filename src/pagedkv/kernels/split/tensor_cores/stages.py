@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from numba import cuda, uint32
 
-from ..device.intrinsics import assign, for_each, local_arrays
-from ..device.source import device_function
-from ..device.tensor_intrinsics import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
-from .config import NUM_THREADS, VECTOR_BYTES, WARP_SIZE, SplitConfig
+from ...device.intrinsics import assign, for_each, local_arrays
+from ...device.source import device_function
+from ...device.tensor_intrinsics import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
+from ..config import NUM_THREADS, VECTOR_BYTES, WARP_SIZE, SplitConfig
+from ..pages import make_address_at, make_find_token, make_row_offset
+from ..shape import K_VECTOR, TILE, TensorShape
 from .fragments import key_token
-from .pages import make_address_at, make_find_token, make_row_offset
-from .shape import K_VECTOR, TILE, TensorShape
 
 BANKS_BYTES = 128  # of one pass over the banks
 IN_FLIGHT = 64 * 1024  # bytes on a multiprocessor

@@ -10,14 +10,14 @@ from typing import Any
 
 from numba import float32, int64, uint32
 
-from ..device.conversions import unpack
-from ..device.intrinsics import address, clear, exp2, for_each, larger, local_array
-from ..device.logits import LOG2E, NONE, make_modify
-from ..device.source import device_function
-from ..device.tensor_intrinsics import low_bits, pack_bfloat16, pack_float16
-from .config import SplitConfig
-from .lanes import make_any_of_warp, make_largest_of_head, make_of_heads
-from .shape import TILE, TensorShape
+from ...device.conversions import unpack
+from ...device.intrinsics import address, clear, exp2, for_each, larger, local_array
+from ...device.logits import LOG2E, NONE, make_modify
+from ...device.source import device_function
+from ...device.tensor_intrinsics import low_bits, pack_bfloat16, pack_float16
+from ..config import SplitConfig
+from ..lanes import make_any_of_warp, make_largest_of_head, make_of_heads
+from ..shape import TILE, TensorShape
 
 SMALLEST = float32(2.0**-126)  # positive and normal
 LOWEST = float32(-3.4028234663852886e38)  # the pivot of a head whose logits were all -inf
