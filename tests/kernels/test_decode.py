@@ -101,3 +101,22 @@ def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
     assert_same_bits((out[::2], lse[::2]), (expected[0][::2], expected[1][::2]))
     assert (out[1] == 0).all()
     assert (lse[1] == -np.inf).all()
+
+
+@each_of(FORMS)
+def test_a_bad_length_that_is_not_looked_at_harms_no_later_call(variant, open_device):
+    """It counts as 0: nothing past the table, the workspace and shared memory is touched, and counters go back to 0."""
+    problem = build(variant.spec(seq_lens=(600, 3, 512), sinks=True))
+    expected = decode(problem, variant, open_device)
+    call = checked_call(problem, variant.kernel)
+    capacity, results = call.block_tables.shape[1] * variant.block_size, []
+    with open_device(global_race=True) as device:
+        for bad in ([], [-1], [capacity + 1], [2**31 - 1], []):
+            lengths = np.array([*(bad or [600]), 3, 512], np.int32)
+            results.append((np.full_like(problem.q, np.nan), np.full(problem.q.shape[:2], np.nan, np.float32)))
+            attention.decode_attention(device, call._replace(seq_lens=lengths), *results[-1])
+    for out, lse in results[1:-1]:
+        assert (out[0] == 0).all()
+        assert (lse[0] == -np.inf).all()
+    for result in (results[0], results[-1]):
+        assert_same_bits(result, expected)

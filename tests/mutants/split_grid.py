@@ -7,6 +7,8 @@ SPLIT = "tests/kernels/split/test_split.py::"
 LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]",)
 LONG = (SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-2048-tensor cores]",)
 COUNTERS = (SPLIT + "test_counters_are_ready_for_the_next_launch[emulator-tensor cores]",)
+BAD_LENGTH = (ALIKE + "test_a_bad_length_that_is_not_looked_at_harms_no_later_call[emulator-tensor cores]",)
+IN_TURN = (SPLIT + "test_a_thread_block_may_take_several_splits[emulator-tensor cores]",)
 WINDOWS = (SPLIT + "test_windows_over_the_edges_of_splits[emulator-tensor cores]",)
 NEGATIVE = (SPLIT + "test_caches_whose_strides_are_negative[emulator-tensor cores]",)
 BAD_LENGTH = (ALIKE + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
@@ -24,8 +26,8 @@ MUTANTS = [
     Mutant(
         "split: no barrier before warps are added up",
         KERNEL,
-        "        cuda.syncthreads()\n\n        if IS_FULL:",
-        "\n        if IS_FULL:",
+        "            cuda.syncthreads()\n            seq, head, num_splits, split_index =",
+        "            seq, head, num_splits, split_index =",
         LENGTHS,
         ci=True,
     ),
@@ -56,8 +58,8 @@ MUTANTS = [
     Mutant(
         "split: splits of long sequences begin as if they were short",
         KERNEL,
-        "start = uint32(uint32(cuda.blockIdx.y) * size)",
-        "start = uint32(uint32(cuda.blockIdx.y) * uint32(SHORTEST_SPLIT))",
+        "start = uint32(split_index * size)",
+        "start = uint32(split_index * uint32(SHORTEST_SPLIT))",
         LONG,
     ),
     Mutant(
@@ -70,15 +72,15 @@ MUTANTS = [
     Mutant(
         "split: a bad length is not looked at",
         KERNEL,
-        "if seq_len < 0 or seq_len > max_blocks * BLOCK_SIZE:",
+        "if seq_len < 0 or seq_len > capacity:",
         "if seq_len < 0:",
         BAD_LENGTH,
     ),
     Mutant(
         "split: what waits in shared memory comes back in another order",
         KERNEL,
-        "seq, head, num_splits, _ = load_shared_words(kept)",
-        "head, seq, num_splits, _ = load_shared_words(kept)",
+        "seq, head, num_splits, split_index = load_shared_words(kept)",
+        "head, seq, num_splits, split_index = load_shared_words(kept)",
         FULL,
     ),
     Mutant(
@@ -89,33 +91,61 @@ MUTANTS = [
         LARGE,
     ),
     Mutant(
-        "split: no fence after a partial result",
-        MERGE,
-        "        fence()\n        cuda.syncthreads()\n",
-        "        cuda.syncthreads()\n",
+        "split: no fence before a thread block counts",
+        KERNEL,
+        "            fence()\n            last_count[0] =",
+        "            last_count[0] =",
         COUNTERS,
         ci=True,
     ),
     Mutant(
-        "split: the counter is not reset",
-        MERGE,
-        "count_up(partials.counter, uint32(partials.num_splits - 1))",
-        "count_up(partials.counter, uint32(0xFFFFFFFF))",
+        "split: no fence after a thread block has counted",
+        KERNEL,
+        "uint32(num_counts - 1))\n            fence()\n",
+        "uint32(num_counts - 1))\n",
         COUNTERS,
+    ),
+    Mutant(
+        "split: a thread block counts before its last stores",
+        KERNEL,
+        "            cuda.syncthreads()\n            if split_index >= num_splits:\n",
+        "            if split_index >= num_splits:\n",
+        COUNTERS,
+    ),
+    Mutant(
+        "split: what a counter reaches depends on the length",
+        KERNEL,
+        "        num_counts = uint32(cuda.gridDim.y)\n",
+        "        num_counts = min(num_splits, uint32(cuda.gridDim.y))\n",
+        BAD_LENGTH,
         ci=True,
+    ),
+    Mutant(
+        "split: a length is not limited to the table",
+        KERNEL,
+        "if seq_len < 0 or seq_len > capacity:\n            if CHECKED:\n",
+        "if seq_len < 0 or CHECKED:\n            if CHECKED:\n",
+        BAD_LENGTH,
+    ),
+    Mutant(
+        "split: a thread block takes its first split only",
+        KERNEL,
+        "            if split_index >= num_splits:\n",
+        "            if split_index != cuda.blockIdx.y:\n",
+        IN_TURN,
     ),
     Mutant(
         "split: the last but one to finish merges",
-        MERGE,
-        "if last[0] != uint32(partials.num_splits - 1):",
-        "if last[0] != uint32(partials.num_splits - 2):",
+        KERNEL,
+        "if last_count[0] == uint32(num_counts - 1) and",
+        "if last_count[0] == uint32(num_counts - 2) and",
         COUNTERS,
     ),
     Mutant(
         "split: the last partial result is left out",
         MERGE,
-        "            while split < partials.num_splits:",
-        "            while split + 1 < partials.num_splits:",
+        "            while split < num_splits:",
+        "            while split + 1 < num_splits:",
         LENGTHS,
     ),
     Mutant(

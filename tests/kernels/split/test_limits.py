@@ -49,7 +49,7 @@ VARIANTS = [
 
 def row_of(limit, config):
     """The row of a limit that a variant meets, or None if it never asks for it."""
-    if limit in CONFIGS or limit is limits.is_full:
+    if limit in CONFIGS:
         return limit.row(config)
     if config.on_tensor_cores == (limit in CUDA_CORES):
         return None

@@ -1,10 +1,13 @@
 """Planning of kernel "split": decode attention for NHD and HND in one launch.
 
 The grid follows from the capacity of the block tables and the window, never from lengths: those of a device are not
-read on the host.
+read on the host. Tables are often much wider than lengths, as CUDA graphs need them, so a grid has at most
+MOST_THREAD_BLOCKS if the batch has not more columns than that, and thread blocks take several splits in turn.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +19,8 @@ from ...kernels.split.kernel import dynamic_bytes, make_split
 from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
 from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan
+
+MOST_THREAD_BLOCKS = 4096  # eight for each place that a GPU of 128 multiprocessors has for four
 
 _POINTERS = (
     *("out", "lse", "split_sums", "split_states", "split_counters"),
@@ -50,18 +55,18 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
             f"on a device, got {num_columns}"
         )
     window = options.window or NO_WINDOW
-    most_splits = config.most_splits(min(call.block_tables.shape[1] * spec.block_size, window))
+    capacity = call.block_tables.shape[1] * spec.block_size
+    most_splits = config.most_splits(min(capacity, window))
     launch = Launch(
         compile_for(device, make_split, config),
-        (num_columns, most_splits, 1),
+        (num_columns, min(most_splits, max(1, MOST_THREAD_BLOCKS // num_columns)), 1),
         _POINTERS,
         (
-            *(spec.num_kv_heads, spec.num_blocks, call.block_tables.shape[1], window),
-            call.block_tables.strides[0] // call.block_tables.itemsize,
-            *(*call.q.strides[:2], *out.strides[:2]),
+            *(spec.num_kv_heads, num_heads, spec.num_blocks, capacity, most_splits, window),
+            *(call.block_tables.strides[0], *call.q.strides[:2], *out.strides[:2]),
             *(*_strides(call, call.k_cache), *_strides(call, call.v_cache)),
-            *(float(options.scale), float(options.softcap or 0.0)),
-            *(1.0 if isinstance(x, np.ndarray) else float(x) for x in (call.k_scale, call.v_scale)),
+            *(_bits(options.scale), _bits(options.softcap or 0.0)),
+            *(_bits(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
         ),
         dynamic_bytes(config),
     )
@@ -97,6 +102,10 @@ def _strides(call: AttentionCall, cache: Array) -> tuple[int, int, int]:
     """The block, token and head stride of a cache in bytes, 0 for an axis of one element."""
     block, token, head = (0 if n == 1 else stride for n, stride in zip(cache.shape[:3], cache.strides[:3], strict=True))
     return (block, token, head) if call.spec.layout == "NHD" else (block, head, token)
+
+
+def _bits(number: Any) -> int:
+    return int(np.float32(number).view(np.uint32))
 
 
 def _is_wide(call: AttentionCall, cache: Array) -> bool:

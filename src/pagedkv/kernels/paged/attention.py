@@ -15,9 +15,9 @@ NUM_ROWS_PER_ITER-th row (of head_dim), summed over lanes and warps at the end.
 Shared memory. Static: q_vecs, head_dim float32, and red_smem, 8 float32. Dynamic, see `shared_bytes`: the logits of
 the thread block's tokens, and later out_smem, 2 * head_dim float32, in the same memory.
 
-Bad values. A kernel that is not `checked` trusts seq_lens and block_tables: an id at or past num_blocks reads outside
-the cache, and a negative id is silently skipped, its tokens masked. A `checked` kernel skips both, and a length that is
-out of range, and records the first.
+Bad values. A length out of range counts as 0. A kernel that is not `checked` trusts block_tables: an id at or past
+num_blocks reads outside the cache, and a negative id is silently skipped, its tokens masked. A `checked` kernel skips
+both, and records the first bad length or id.
 
 v2 is v1 over a partition. It leaves a float32 output, the largest logit and the sum of exponentials of every partition
 to `make_v2_reduce` of reduction.py.

@@ -12,14 +12,18 @@ from .config import AttentionConfig
 
 
 def make_length_of(config: AttentionConfig) -> Any:
-    """The device function (seq_lens, seq_idx, max_blocks, report): a length, or 0 if check=True rejects it."""
+    """The device function (seq_lens, seq_idx, max_blocks, report): a length; one out of range counts as 0.
+
+    Shared memory ends at the capacity of the tables, as they do themselves.
+    """
     BLOCK_SIZE, CHECKED = config.block_size, config.checked
 
     @device_function
     def length_of(seq_lens, seq_idx, max_blocks, report):
         seq_len = int64(seq_lens[seq_idx])
-        if CHECKED and (seq_len < 0 or seq_len > max_blocks * BLOCK_SIZE):
-            record(report, SEQ_LEN, seq_idx, 0, seq_len)
+        if seq_len < 0 or seq_len > max_blocks * BLOCK_SIZE:
+            if CHECKED:
+                record(report, SEQ_LEN, seq_idx, 0, seq_len)
             seq_len = int64(0)
         return seq_len
 

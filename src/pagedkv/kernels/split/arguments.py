@@ -48,6 +48,7 @@ class Shared(NamedTuple):
     address: Any  # of O, where Q and rows of the caches may be before
     maxima: Any
     sums: Any
+    weights: Any  # of the teams, then of the splits
 
 
 class Output(NamedTuple):
@@ -68,7 +69,4 @@ class Partials(NamedTuple):
 
     sums: Any  # head_dim float32
     states: Any  # maximum and sum of exponentials
-    counter: Any  # address of the number of splits that are done
-    split: Any
-    num_splits: Any
     most_splits: Any

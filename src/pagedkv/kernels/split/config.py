@@ -111,11 +111,6 @@ class SplitConfig:
         return limits.head_shares(self)
 
     @property
-    def is_full(self) -> bool:
-        """O takes nearly all registers: what only the end of the work needs waits in shared memory."""
-        return bool(limits.is_full(self))
-
-    @property
     def heads_of_warp(self) -> int:
         """Query heads of a warp; the last warp of a team may have fewer."""
         return -(-self.num_heads // self.head_shares)

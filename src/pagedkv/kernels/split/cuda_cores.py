@@ -81,10 +81,7 @@ class RowShape:
 
 
 def make_attend_on_cuda_cores(config: SplitConfig, pair_address: Any) -> Any:
-    """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory.
-
-    It returns what the values are to be multiplied with: 1.
-    """
+    """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory."""
     shape = RowShape(config)
     STEP, TURN, HEADS = shape.step, NUM_WARPS * shape.step, config.num_heads
     LANES, MODIFIED, CHECKED = shape.lanes, config.modified, config.checked
@@ -152,7 +149,6 @@ def make_attend_on_cuda_cores(config: SplitConfig, pair_address: Any) -> Any:
             mask(s, values, valid, group)
             update(s, values, maxima, sums, o)
         put_sums(shared, maxima, sums, o, query.num_heads, group, sub, warp)
-        return float32(1)
 
     return attend
 

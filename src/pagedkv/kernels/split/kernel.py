@@ -6,39 +6,40 @@
 
 Grid. x is seq * (num_kv_heads * num_tiles) + kv_head * num_tiles + tile: neighbours read neighbouring heads of the
 same tokens. A tile is here the part of the query heads that share a KV head which one thread block takes
-(`SplitConfig.num_heads`). y is the split.
+(`SplitConfig.num_heads`). y is the first split of the thread block, which takes every gridDim.y-th one from there.
 
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
-their number alone; thread blocks past the last split return at once. A thread block owns one split of one KV head, for
-all heads of the tile, and each warp takes every fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py
-for float32 caches. Where O of all dims does not fit into the registers of a warp (`limits.dims_of_warp`), a pair of
-warps takes every second step. With more than 16 heads on tensor cores, two or four warps take the same tokens, each
-with its share of the heads: tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that
-finishes last for its sequence, KV head and tile, the splits.
+their number alone. A thread block owns its splits of one KV head, for all heads of the tile, one after the other, and
+each warp takes every fourth step of a split's tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches.
+Where O of all dims does not fit into the registers of a warp (`limits.dims_of_warp`), a pair of warps takes every
+second step. With more than 16 heads on tensor cores, two or four warps take the same tokens, each with its share of the
+heads: tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that finishes last for its
+sequence, KV head and tile, the splits.
 
 Shared memory. The sums of all warps, in the place of Q or of staged rows and Q, and the weights of the splits: static,
-or dynamic where static is too small. Always static are the maxima and sums of exponentials of all warps and, where O
-takes nearly all registers, what the epilogue needs from the prologue.
+or dynamic where static is too small. Always static are the maxima and sums of exponentials of all warps, the count of
+the thread block, and 16 bytes that the loop over splits would else keep in registers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, float64, int32, int64, types, uint32
+from numba import cuda, float32, int32, int64, types, uint32
 
 from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
-from ..device.intrinsics import address, divmod_32, load_4, shared_address
+from ..device.intrinsics import address, bits_float, divmod_32, load_4, shared_address
 from ..device.logits import NONE
 from ..device.source import KernelSource, device_function
-from ..device.tensor_intrinsics import load_shared_words, store_shared_words
+from ..device.tensor_intrinsics import count_up, fence, load_shared_words, store_shared_words
 from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
 from .config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
-from .merge import make_finish, make_store_pair, weights_bytes
+from .merge import make_leave, make_merge, make_store_pair, make_store_quad, weights_bytes
 from .shape import TensorShape
 from .sums import are_dynamic, make_pair_address, sums_bytes
 from .tensor_cores.few_heads import make_attend_on_tensor_cores
+from .tensor_cores.fragments import software_factor
 from .tensor_cores.many_heads import make_attend_with_many_heads
 from .tensor_cores.stages import StageShape
 
@@ -48,20 +49,26 @@ SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS, WORDS),  # out, lse, partial_sums, partial_states, counters
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
     *(FLOATS, FLOATS, FLOATS, FLOATS, LONGS),  # alibi_slopes, sinks, k_scale, v_scale, report
-    *[int64] * 15,  # sizes, window, stride of block_tables in entries, other strides in bytes
-    *[float64] * 4,  # scale, softcap, and k_scale and v_scale where they are numbers
+    *[int64] * 17,  # sizes, window, strides in bytes
+    *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
 )
 
 
 def make_split(config: SplitConfig) -> KernelSource:
     """Attention of all query heads over all splits of all sequences."""
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
-    PAIRS, BLOCK_SIZE = config.head_dim // 2, config.block_size
-    NUM_STATES, LONG_SPLIT, CHECKED = config.num_teams * config.num_heads, config.long_split, config.checked
-    NUM_FLOATS, IS_FULL = 0 if are_dynamic(config) else _shared_bytes(config) // 4, config.is_full
+    PAIRS, LONG_SPLIT, CHECKED = config.head_dim // 2, config.long_split, config.checked
+    NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
+    NUM_STATES = config.num_teams * config.num_heads
     pair_address, store_pair = make_pair_address(config), make_store_pair(config)
-    attend, finish = make_attend(config, pair_address), make_finish(config, pair_address, store_pair)
+    attend, store_quad = make_attend(config, pair_address), make_store_quad(store_pair)
+    leave, merge_splits = make_leave(config, pair_address, store_quad), make_merge(config, store_quad)
+    # Dynamic ones are behind the sums.
+    FIRST_WEIGHT, NUM_WEIGHTS = (sums_bytes(config) // 4, 0) if are_dynamic(config) else (0, weights_bytes(config) // 4)
+    VALUE_FACTOR = float32(software_factor(config))
 
+    # What does not change from split to split is an argument of the launch wherever it can be: anything computed from
+    # arguments alone would be taken out of the loop over splits, into registers that `attend` needs.
     @device_function
     def split_size(num_tokens):
         """As SplitConfig.split_size."""
@@ -69,6 +76,38 @@ def make_split(config: SplitConfig) -> KernelSource:
             return uint32(SHORTEST_SPLIT)
         count = min(max(uint32(num_tokens // uint32(LONG_SPLIT)), uint32(1)), uint32(MOST_SPLITS))
         return uint32((uint32(uint32(num_tokens - 1) // uint32(count * SPLIT_UNIT)) + 1) * SPLIT_UNIT)
+
+    @device_function
+    def number(bits):
+        return bits_float(uint32(bits))
+
+    @device_function
+    def length_of(seq_lens, table, report, seq, num_blocks, capacity):
+        """The length of a sequence; one out of range counts as 0: its table and the workspace end at the capacity."""
+        seq_len = int64(int32(load_4(address(seq_lens) + int64(seq) * 4)))
+        if seq_len < 0 or seq_len > capacity:
+            if CHECKED:
+                record(report, SEQ_LEN, seq, 0, seq_len)
+            seq_len = int64(0)
+        if CHECKED and seq_len > 0 and num_blocks == 0:
+            record(report, BLOCK_ID, seq, 0, int64(int32(load_4(table))))
+            seq_len = int64(0)
+        return uint32(seq_len)
+
+    @device_function
+    def heads_from(head):
+        """Query heads of a thread block whose first one is `head`."""
+        kv_head = uint32(head // uint32(GROUP_SIZE))
+        return min(uint32(NUM_HEADS), uint32(uint32(kv_head + 1) * GROUP_SIZE - head))
+
+    @device_function
+    def output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head):
+        """Where the rows of a thread block go, from its first head on."""
+        kv_head = uint32(head // uint32(GROUP_SIZE))
+        v_factor = v_scale[kv_head] if address(v_scale) != 0 else number(v_number)
+        row = int64(seq) * num_heads + int64(head)
+        target = address(out) + int64(seq) * strides[0] + int64(head) * strides[1]
+        return Output(target, strides[1], lse, row, heads_from(head), head, sinks, float32(VALUE_FACTOR * v_factor))
 
     @device_function
     def store_nothing(output, thread):
@@ -83,74 +122,78 @@ def make_split(config: SplitConfig) -> KernelSource:
 
     def split(
         out, lse, partial_sums, partial_states, counters, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes,
-        sinks, k_scale, v_scale, report, num_kv_heads, num_blocks, max_blocks, window, table_stride, q_seq_stride,
-        q_head_stride, out_seq_stride, out_head_stride, k_block_stride, k_token_stride, k_head_stride,
-        v_block_stride, v_token_stride, v_head_stride, scale, softcap, k_number, v_number,
+        sinks, k_scale, v_scale, report, num_kv_heads, num_heads, num_blocks, capacity, most_splits, window,
+        table_stride, q_seq_stride, q_head_stride, out_seq_stride, out_head_stride, k_block_stride, k_token_stride,
+        k_head_stride, v_block_stride, v_token_stride, v_head_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
         o = shared_address(cuda.shared.array(NUM_FLOATS, float32, alignment=16))
         maxima, sums = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(NUM_STATES, float32)
-        shared = Shared(o, maxima, sums)
+        last_count = cuda.shared.array(1, uint32)
+        weights = cuda.shared.array(NUM_WEIGHTS, float32, alignment=16)[FIRST_WEIGHT:]
+        shared = Shared(o, maxima, sums, weights)
+        kept = shared_address(cuda.shared.array(4, uint32, alignment=16))
         thread = uint32(cuda.threadIdx.x)
         # 32 bits where they suffice: what lives through the inner loop takes registers from it.
         seq, column = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads * NUM_TILES))
         kv_head, tile = divmod_32(column, NUM_TILES)
-        head = uint32(kv_head * GROUP_SIZE + tile * NUM_HEADS)
-        num_heads = min(uint32(NUM_HEADS), uint32(GROUP_SIZE - tile * NUM_HEADS))
+        head, split_index = uint32(kv_head * GROUP_SIZE + tile * NUM_HEADS), uint32(cuda.blockIdx.y)
+        strides, partials = (out_seq_stride, out_head_stride), Partials(partial_sums, partial_states, most_splits)
 
-        seq_len = int64(int32(load_4(address(seq_lens) + int64(seq) * 4)))
-        if CHECKED:
-            if seq_len < 0 or seq_len > max_blocks * BLOCK_SIZE:
-                record(report, SEQ_LEN, seq, 0, seq_len)
-                seq_len = int64(0)
-            elif seq_len > 0 and num_blocks == 0:
-                record(report, BLOCK_ID, seq, 0, int64(block_tables[int64(seq) * table_stride]))
-                seq_len = int64(0)
-        length = uint32(seq_len)
-        visible = min(length, uint32(window))
-        size = split_size(visible)
-        start = uint32(uint32(cuda.blockIdx.y) * size)
-        if start >= visible:
-            if start == 0:
-                row = int64(seq) * (num_kv_heads * GROUP_SIZE) + int64(head)
-                target = address(out) + int64(seq) * out_seq_stride + int64(head) * out_head_stride
-                store_nothing(Output(target, out_head_stride, lse, row, num_heads, head, sinks, float32(0)), thread)
-            return
-        num_splits = uint32(uint32(uint32(visible - 1) // size) + 1)
-        if IS_FULL:
-            kept = shared_address(cuda.shared.array(4, uint32, alignment=16))
+        while True:
+            table = address(block_tables) + int64(seq) * table_stride
+            length = length_of(seq_lens, table, report, seq, num_blocks, capacity)
+            visible = min(length, uint32(window))
+            size = split_size(visible)
+            start = uint32(split_index * size)
+            if start >= visible:
+                num_splits = uint32(0)
+                if visible > 0:
+                    num_splits = uint32(uint32(uint32(visible - 1) // size) + 1)
+                elif split_index == 0:
+                    output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
+                    store_nothing(output, thread)
+                break
+            # Only `attend` needs registers: what comes after it waits in shared memory.
+            num_splits = uint32(uint32(uint32(visible - 1) // size) + 1)
             if thread == 0:
-                store_shared_words(kept, seq, head, num_splits, 0)
-        first, q_pos = uint32(length - visible + start), uint32(length - 1)
-        last = min(uint32(first + size - 1), q_pos)
-        k_factor = k_scale[kv_head] if address(k_scale) != 0 else float32(k_number)
-        q_row = address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride
-        k_rows = address(k_cache) + int64(kv_head) * k_head_stride
-        v_rows = address(v_cache) + int64(kv_head) * v_head_stride
-        factor = attend(
-            thread,
-            first,
-            Query(q_row, q_head_stride, num_heads, head),
-            Cache(k_rows, k_block_stride, k_token_stride),
-            Cache(v_rows, v_block_stride, v_token_stride),
-            Pages(address(block_tables) + int64(seq) * table_stride * 4, last, num_blocks, report, seq),
-            Options(float32(float32(scale) * k_factor), float32(softcap), alibi_slopes, q_pos, seq),
-            shared,
-        )
-        cuda.syncthreads()
-
-        if IS_FULL:
-            seq, head, num_splits, _ = load_shared_words(kept)
+                store_shared_words(kept, seq, head, num_splits, split_index)
             kv_head = uint32(head // uint32(GROUP_SIZE))
-        v_factor = v_scale[kv_head] if address(v_scale) != 0 else float32(v_number)
-        row = int64(seq) * (num_kv_heads * GROUP_SIZE) + int64(head)
-        target = address(out) + int64(seq) * out_seq_stride + int64(head) * out_head_stride
-        counter = address(counters) + int64(cuda.blockIdx.x) * 4
-        finish(
-            thread,
-            Output(target, out_head_stride, lse, row, num_heads, head, sinks, float32(factor * v_factor)),
-            Partials(partial_sums, partial_states, counter, int64(cuda.blockIdx.y), num_splits, int64(cuda.gridDim.y)),
-            shared,
-        )
+            first, q_pos = uint32(length - visible + start), uint32(length - 1)
+            last = min(uint32(first + size - 1), q_pos)
+            k_factor = k_scale[kv_head] if address(k_scale) != 0 else number(k_number)
+            q_row = address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride
+            attend(
+                thread,
+                first,
+                Query(q_row, q_head_stride, heads_from(head), head),
+                Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
+                Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
+                Pages(table, last, num_blocks, report, seq),
+                Options(float32(number(scale) * k_factor), number(softcap), alibi_slopes, q_pos, seq),
+                shared,
+            )
+            cuda.syncthreads()
+            seq, head, num_splits, split_index = load_shared_words(kept)
+            output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
+            leave(thread, output, partials, num_splits, split_index, shared)
+            split_index = uint32(split_index + uint32(cuda.gridDim.y))
+            cuda.syncthreads()
+            if split_index >= num_splits:
+                break
+
+        if most_splits == 1:
+            return
+        # All of the block's stores are before the barrier, and those of other blocks before their fences: what thread 0
+        # has seen in the counter holds for the whole block after the second barrier.
+        num_counts = uint32(cuda.gridDim.y)
+        if thread == 0:
+            fence()
+            last_count[0] = count_up(address(counters) + int64(cuda.blockIdx.x) * 4, uint32(num_counts - 1))
+            fence()
+        cuda.syncthreads()
+        if last_count[0] == uint32(num_counts - 1) and num_splits > 1:
+            output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
+            merge_splits(thread, output, partials, num_splits, weights)
 
     return KernelSource(split, SIGNATURE, NUM_THREADS, _min_blocks(config))
 

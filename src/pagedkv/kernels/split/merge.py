@@ -1,8 +1,11 @@
 """The last steps of the split kernel: the sums of warps, and of the splits of a sequence, become the output.
 
-Every order of additions is fixed. The only thread block of a sequence with one split finishes it. Of several, each
-leaves a partial result in global memory and counts; the last to count adds them all. That resets the counter for the
-next launch, or the next replay of a CUDA graph.
+Every order of additions is fixed. A sequence with one split is finished by the thread block that owns it. The splits
+of a longer one leave partial results in global memory, and the thread block that counts last adds them all.
+
+Every thread block of a column of the grid counts, once and whether it had work or not: what a counter reaches depends
+on the grid alone. So it is 0 again after every launch and every replay of a CUDA graph, whatever lengths were given,
+and even if they change while the kernel runs.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ from ..device.intrinsics import (
 )
 from ..device.logits import LOG2E, NONE
 from ..device.source import device_function
-from ..device.tensor_intrinsics import count_up, exchange, fence, load_l2_2, load_l2_4, log2, reciprocal
+from ..device.tensor_intrinsics import exchange, load_l2_2, load_l2_4, log2, reciprocal
 from .config import MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
-from .sums import are_dynamic, make_load_quad, sums_bytes, team_bytes
+from .sums import make_load_quad, team_bytes
 
 LN2 = float32(0.6931471805599453)
 
@@ -85,26 +88,21 @@ def weights_bytes(config: SplitConfig) -> int:
     return 4 * config.num_heads * MOST_SPLITS
 
 
-def make_finish(config: SplitConfig, pair_address: Any, store_pair: Any) -> Any:
-    """The device function ``finish(thread, output, partials, shared)``, after all warps have put their sums.
+def make_leave(config: SplitConfig, pair_address: Any, store_quad: Any) -> Any:
+    """The device function ``leave(thread, output, partials, num_splits, split, shared)``.
 
-    Every thread of the block calls it.
+    After all warps have put their sums, it adds the teams: to the output of the only split of a sequence, to a partial
+    result of one of several. Every thread of the block calls it.
     """
     NUM_HEADS, NUM_TEAMS, QUADS = config.num_heads, config.num_teams, config.head_dim // 4
     ROW_BYTES, TEAM_BYTES = 4 * config.head_dim, team_bytes(config)
-    NUM_WEIGHTS, NUM_SUMS, DYNAMIC = weights_bytes(config) // 4, sums_bytes(config) // 4, are_dynamic(config)
-    load_quad, store_quad = make_load_quad(config), make_store_quad(store_pair)
-    merge_splits = make_merge(config, store_quad)
+    load_quad = make_load_quad(config)
 
     @device_function
-    def finish(thread, output, partials, shared):
-        last, quad = cuda.shared.array(1, uint32), local_array(4, float32)
-        if DYNAMIC:  # behind the sums
-            weights = cuda.shared.array(0, float32, alignment=16)[NUM_SUMS:]
-        else:
-            weights = cuda.shared.array(NUM_WEIGHTS, float32)
-        is_only = partials.num_splits == 1
-        partial = output.row * partials.most_splits + partials.split
+    def leave(thread, output, partials, num_splits, split, shared):
+        quad, weights = local_array(4, float32), shared.weights
+        is_only = num_splits == 1
+        partial = output.row * partials.most_splits + int64(split)
 
         if thread < output.num_heads:
             maximum, total = NONE, float32(0)
@@ -142,21 +140,8 @@ def make_finish(config: SplitConfig, pair_address: Any, store_pair: Any) -> Any:
                 words = float_bits(quad[0]), float_bits(quad[1]), float_bits(quad[2]), float_bits(quad[3])
                 store_16(target + int64(pair) * 8, words[0], words[1], words[2], words[3])
             i = uint32(i + NUM_THREADS)
-        if is_only:
-            return
 
-        # Store, fence, count; the last one counts, fences, and loads past L1.
-        fence()
-        cuda.syncthreads()
-        if thread == 0:
-            last[0] = count_up(partials.counter, uint32(partials.num_splits - 1))
-        cuda.syncthreads()
-        if last[0] != uint32(partials.num_splits - 1):
-            return
-        fence()
-        merge_splits(thread, output, partials, weights)
-
-    return finish
+    return leave
 
 
 def make_store_quad(store_pair: Any) -> Any:
@@ -171,25 +156,26 @@ def make_store_quad(store_pair: Any) -> Any:
 
 
 def make_merge(config: SplitConfig, store_quad: Any) -> Any:
-    """The device function ``merge_splits(thread, output, partials, weights)``: partial results to the output.
+    """The device function ``merge_splits(thread, output, partials, num_splits, weights)``.
 
-    A warp for each head and a lane for each two splits find the weights; then a thread for each four dims adds.
+    It adds the partial results of all splits to the output. A warp for each head and a lane for each two splits find
+    the weights; then a thread for each four dims adds.
     """
     QUADS, ROW_BYTES = config.head_dim // 4, 4 * config.head_dim
 
     @device_function
-    def state_of(partials, partial, split):
-        if split < partials.num_splits:
+    def state_of(partials, partial, num_splits, split):
+        if split < num_splits:
             return load_l2_2(address(partials.states) + (partial + split) * 8)
         return NONE, float32(0)
 
     @device_function
-    def merge_splits(thread, output, partials, weights):
+    def merge_splits(thread, output, partials, num_splits, weights):
         lane, h = int64(uint32(thread & 31)), int64(uint32(thread >> 5))
         while h < int64(output.num_heads):
             partial = (output.row + h) * partials.most_splits
-            first, first_sum = state_of(partials, partial, lane)
-            second, second_sum = state_of(partials, partial, lane + WARP_SIZE)
+            first, first_sum = state_of(partials, partial, num_splits, lane)
+            second, second_sum = state_of(partials, partial, num_splits, lane + WARP_SIZE)
             maximum = larger(first, second)
             for b in range(5):
                 maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
@@ -216,7 +202,7 @@ def make_merge(config: SplitConfig, store_quad: Any) -> Any:
             where = address(partials.sums) + (output.row + h) * partials.most_splits * ROW_BYTES + int64(quad) * 16
             clear(sums, 4)
             at, split = h * MOST_SPLITS, int64(0)
-            while split + 4 <= partials.num_splits:
+            while split + 4 <= num_splits:
                 a, b = load_l2_4(where), load_l2_4(where + ROW_BYTES)
                 c, d = load_l2_4(where + 2 * ROW_BYTES), load_l2_4(where + 3 * ROW_BYTES)
                 add(sums, weights[at], a)
@@ -225,7 +211,7 @@ def make_merge(config: SplitConfig, store_quad: Any) -> Any:
                 add(sums, weights[at + 3], d)
                 where += 4 * ROW_BYTES
                 at, split = at + 4, split + 4
-            while split < partials.num_splits:
+            while split < num_splits:
                 add(sums, weights[at], load_l2_4(where))
                 where += ROW_BYTES
                 at, split = at + 1, split + 1

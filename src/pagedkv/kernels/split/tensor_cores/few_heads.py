@@ -72,10 +72,7 @@ class Rows(NamedTuple):
 
 
 def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
-    """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory.
-
-    It returns what the values are to be multiplied with.
-    """
+    """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory."""
     shape = TensorShape(config)
     CHUNKS, BUFFER, STEP, TURN = shape.num_chunks, shape.buffer, shape.step, shape.step * config.num_teams
     NUM_RAW, CHECKED, DIM_SHARES = shape.num_raw, config.checked, config.dim_shares
@@ -197,6 +194,5 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         warp, g, t = uint32(thread >> 5), uint32(uint32(thread >> 2) & 7), uint32(thread & 3)
         team, member = divmod_32(warp, DIM_SHARES)
         put_sums(shared, registers, uint32(0), g, t, team, member)
-        return FACTOR
 
     return attend
