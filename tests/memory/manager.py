@@ -1,8 +1,12 @@
 """What the tests of the memory manager share: state as bytes, and calls that must change none of it."""
 
+import dis
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import CodeType
 
 import numpy as np
 import pytest
@@ -25,7 +29,7 @@ def state(owner: Manager | Handles) -> dict[str, bytes]:
         elif isinstance(value, tuple):
             found[name] = b"".join(np.asarray(array).tobytes() for array in value)
         else:
-            assert isinstance(value, (int, Tally)) or name in ("_lock", "_arrays", "_mirrors"), f"is {name} state?"
+            assert isinstance(value, (int, Tally)) or name in ("_guard", "_arrays", "_mirrors"), f"is {name} state?"
     return found
 
 
@@ -58,14 +62,14 @@ def fails_after(calls: int, function: Callable, error: BaseException) -> Callabl
 def interrupted_at(line: int, package: str = "pagedkv") -> Iterator[list[int]]:
     """Raise KeyboardInterrupt before the line-th line that runs in the package; yields the lines that ran so far.
 
-    The lines of with statements are passed over: there a trace function runs where signal handlers do not.
+    Only lines at which a signal handler could run count: those with a call that are no with statements.
     """
     ran = [0]
 
     def trace(frame, event, _):
         if package not in frame.f_globals.get("__name__", ""):
             return None
-        if event == "line" and frame.f_lineno not in with_lines(frame.f_code.co_filename):
+        if event == "line" and frame.f_lineno in lines_with_calls(frame.f_code):
             ran[0] += 1
             if ran[0] == line:
                 raise KeyboardInterrupt
@@ -79,12 +83,13 @@ def interrupted_at(line: int, package: str = "pagedkv") -> Iterator[list[int]]:
         sys.settrace(outer)
 
 
-_WITH_LINES: dict[str, set[int]] = {}
-
-
-def with_lines(path: str) -> set[int]:
-    """The line numbers of the with statements of a file."""
-    if path not in _WITH_LINES:
-        with open(path) as file:
-            _WITH_LINES[path] = {number for number, text in enumerate(file, 1) if text.lstrip().startswith("with ")}
-    return _WITH_LINES[path]
+@cache
+def lines_with_calls(code: CodeType) -> set[int]:
+    """The line numbers of a function's statements and expressions that call something, but for with statements."""
+    return {
+        number
+        for instruction in dis.get_instructions(code)
+        if instruction.opname.startswith("CALL")
+        and (number := instruction.positions.lineno)
+        and not linecache.getline(code.co_filename, number).lstrip().startswith("with ")
+    }

@@ -190,11 +190,18 @@ def test_copies_of_shared_blocks_on_a_device(cupy):
     assert (cache.k_caches[1].view(np.ndarray)[2] == 7).all()
 
 
-def test_a_batch_in_the_middle_of_a_mutation_is_refused(cupy):
+def test_a_batch_in_the_middle_of_another_one_is_refused(cupy, monkeypatch):
+    """As from a signal handler: both would write to the same buffers."""
     cache = PagedKVCache(1, 8, 4, 1, 8, array_module="cupy")
     seq = cache.add(3).seq
-    with cache._lock, pytest.raises(RuntimeError, match="in the middle of another mutation"):
-        cache.batch(seq)
+    update = Mirror.update
+
+    def handler(mirror, rows):
+        with pytest.raises(RuntimeError, match="in the middle of another call of the same pool"):
+            cache.batch(seq)
+        return update(mirror, rows)
+
+    monkeypatch.setattr(Mirror, "update", handler)
     assert cache.batch(seq).seq_lens == [3]
 
 

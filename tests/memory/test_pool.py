@@ -89,6 +89,7 @@ def test_nothing_may_be_asked_for():
         (lambda p: p.release([0, True]), TypeError, r"^blocks must hold ints, got a bool$"),
         (lambda p: p.release([True]), TypeError, r"^blocks must have dtype int32 or int64, got bool$"),
         (lambda p: p.retain(np.zeros(1, np.uint8)), TypeError, r"^blocks must have dtype int32 or int64, got uint8$"),
+        (lambda p: p.retain(np.array(0)), ValueError, r"^blocks must have shape \(n,\), got \(\)$"),
         (lambda p: p.retain(0), TypeError, r"^blocks must be a list, a tuple or an array of ints, got int$"),
         (lambda p: p.retain("0"), TypeError, r"^blocks must be a list, a tuple or an array of ints, got str$"),
         (lambda p: p.release(np.zeros((1, 1), np.int32)), ValueError, r"^blocks must have shape \(n,\), got \(1, 1\)$"),
@@ -100,6 +101,16 @@ def test_refusals(call, error, message):
     pool.retain([1])
     with refused(pool, error, message):
         call(pool)
+
+
+def test_references_are_counted_up_to_the_last_one_of_int32():
+    pool = BlockPool(5)
+    pool.allocate(3)
+    pool._refs[1] = 2**31 - 3
+    with refused(pool, OverflowError, r"^block 1 would have 2147483648 references, at most 2\*\*31 - 1 are counted$"):
+        pool.retain([0, 1, 1, 1])
+    pool.retain([0, 1, 1])
+    assert pool.ref_counts.tolist() == [2, 2**31 - 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import pytest
 
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable
+from pagedkv.memory import table as table_module
 
-from .manager import refused
+from .manager import refused, state
 
 REFUSALS = [
     (lambda t, a, b: t.add(21), ValueError, r"^num_tokens must be at most max_blocks \* block_size = 20, got 21$"),
@@ -26,6 +27,8 @@ REFUSALS = [
     (lambda t, a, b: t.append([b], True), TypeError, r"^n must be an int, got bool$"),
     (lambda t, a, b: t.append([a, b], [0, False]), TypeError, r"^n must hold ints, got a bool$"),
     (lambda t, a, b: t.append([b], np.ones(1)), TypeError, r"^n must have dtype int32 or int64, got float64$"),
+    (lambda t, a, b: t.append([b], np.array(1)), ValueError, r"^n must have shape \(num_seqs,\) = \(1,\), got \(\)$"),
+    (lambda t, a, b: t.append(True), TypeError, r"^seqs must hold ints, got a bool$"),
     (lambda t, a, b: t.append([b, b]), ValueError, r"^seqs must name each sequence once, got \d+ twice$"),
     (lambda t, a, b: t.append([b, a, b], 0), ValueError, r"^seqs must name each sequence once"),
     (lambda t, a, b: t.truncate([b, b], 1), ValueError, r"^seqs must name each sequence once"),
@@ -98,6 +101,45 @@ def test_handles_that_are_not_valid(name, max_seqs):
         ON_HANDLES[name](table, [freed, alive])
 
 
+def test_a_fork_past_the_last_reference(table):
+    seq = table.add(6)
+    table.pool._refs[1] = 2**31 - 2
+    before = state(table)
+    with pytest.raises(OverflowError, match=r"^block 1 would have 2147483648 references"):
+        table.fork(seq, 2)
+    assert state(table) == before
+    assert len(table.fork(seq)) == 1
+
+
+def test_handles_that_another_thread_changes_while_they_are_looked_up(table):
+    seqs = np.array([7])  # no row of a table of 4, so it is compared with 0
+
+    class Changing(np.ndarray):
+        def take(self, rows, mode):
+            seqs[:] = 0
+            return np.asarray(self).take(rows, mode=mode)
+
+    table._handles._issued = table._handles._issued.view(Changing)
+    with pytest.raises(KeyError, match="no sequence 7: it was freed or never added"):
+        table.seq_lens(seqs)
+
+
+@pytest.mark.parametrize("name", ["append", "truncate"])
+def test_counts_that_change_while_they_are_used(table, name, monkeypatch):
+    counts = np.array([2])
+    commit = table_module.commit
+
+    def changing(writes):
+        counts[:] = 99
+        commit(writes)
+
+    seq = table.add(3)
+    monkeypatch.setattr(table_module, "commit", changing)
+    getattr(table, name)(seq, counts)
+    assert table.seq_lens(seq).tolist() == [5 if name == "append" else 2]
+    table.check()
+
+
 def test_all_rows_taken(table):
     for _ in range(4):
         table.add(0)
@@ -126,6 +168,7 @@ def test_append_that_needs_more_blocks_than_there_are(table):
         ((BlockPool(8), 4.0, 3, 2), TypeError, r"^block_size must be an int, got float$"),
         ((BlockPool(8), 4, 0, 2), ValueError, r"^max_seqs must be at least 1, got 0$"),
         ((BlockPool(8), 4, 3, 0), ValueError, r"^max_blocks must be at least 1, got 0$"),
+        ((BlockPool(8), 2**31, 3, 2), ValueError, r"^block_size must be at most 2147483647, got 2147483648$"),
         (
             (BlockPool(8), 4, 3, 2**29),
             ValueError,

@@ -6,6 +6,7 @@ POOL = ("tests/memory/test_pool.py",)
 TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
 MACHINE = ("tests/memory/test_manager_machine.py",)
 TRANSACTION = ("tests/memory/test_transaction.py",)
+THREADS = ("tests/memory/test_threads.py",)
 CACHE = ("tests/memory/test_cache.py",)
 
 MUTANTS = [
@@ -132,7 +133,7 @@ MUTANTS = [
     Mutant(
         "fork takes no references",
         "memory/table.py",
-        "                *self.pool._plan_retain(blocks, times=len(rows)),\n",
+        "                *self.pool._plan_retain(blocks.astype(np.int64), times=len(rows)),\n",
         "",
         MACHINE,
         ci=True,
@@ -140,16 +141,16 @@ MUTANTS = [
     Mutant(
         "fork takes one reference for all",
         "memory/table.py",
-        "self.pool._plan_retain(blocks, times=len(rows))",
-        "self.pool._plan_retain(blocks)",
+        "self.pool._plan_retain(blocks.astype(np.int64), times=len(rows))",
+        "self.pool._plan_retain(blocks.astype(np.int64))",
         MACHINE,
         ci=True,
     ),
     Mutant(
         "fork takes no reference to the partial last block",
         "memory/table.py",
-        "blocks = self._blocks[row, : self._num_blocks(length)]",
-        "blocks = self._blocks[row, : length // self.block_size]",
+        "blocks = self._blocks[row, : self._num_blocks(int(length[0]))]",
+        "blocks = self._blocks[row, : int(length[0]) // self.block_size]",
         MACHINE,
         ci=True,
     ),
@@ -220,7 +221,7 @@ MUTANTS = [
     Mutant(
         "released blocks stay in the table",
         "memory/table.py",
-        ", (self._entries, entries, UNUSED)]",
+        ", (self._entries, entries, _EMPTY_ENTRY.repeat(len(entries)))]",
         "]",
         MACHINE,
         ci=True,
@@ -228,7 +229,7 @@ MUTANTS = [
     Mutant(
         "free keeps the length",
         "memory/table.py",
-        "commit([*dropped, (self._lens, rows, 0), *",
+        "commit([*dropped, (self._lens, rows, np.zeros_like(rows)), *",
         "commit([*dropped, *",
         MACHINE,
         ci=True,
@@ -244,7 +245,7 @@ MUTANTS = [
     Mutant(
         "a freed handle stays valid",
         "memory/handles.py",
-        "            (self._issued, rows, NO_HANDLE),\n",
+        "            (self._issued, rows, _RETIRED.repeat(len(rows))),\n",
         "",
         MACHINE,
         ci=True,
@@ -308,18 +309,71 @@ MUTANTS = [
     Mutant(
         "a second thread waits",
         "memory/transaction.py",
-        "if self._lock.locked():",
-        "if self._lock is None:",
-        TRANSACTION,
+        "(changes and guard.changing)",
+        "False",
+        THREADS,
         ci=True,
     ),
     Mutant(
         "a second thread comes in",
         "memory/transaction.py",
-        "        with self._lock:\n",
-        "        if self._lock:\n",
+        "        with guard.lock:\n",
+        "        if guard.lock:\n",
+        THREADS,
+        ci=True,
+    ),
+    Mutant(
+        "a store converts",
+        "memory/pool.py",
+        "freed.astype(np.int32)",
+        "freed",
         TRANSACTION,
         ci=True,
+    ),
+    Mutant(
+        "no memory to release the lock",
+        "memory/transaction.py",
+        "                del spare\n",
+        "",
+        TRANSACTION,
+    ),
+    Mutant(
+        "slots are made after the commit",
+        "memory/cache.py",
+        "        slots = self._arrays.asarray(appended.slots)\n        commit(writes)\n        return slots\n",
+        "        commit(writes)\n        return self._arrays.asarray(appended.slots)\n",
+        TRANSACTION,
+    ),
+    Mutant(
+        "a read does not wait",
+        "memory/table.py",
+        "    @consistent\n    def _batch",
+        "    def _batch",
+        THREADS,
+        ci=True,
+    ),
+    Mutant(
+        "a read waits for its own thread",
+        "memory/transaction.py",
+        "            if nests:\n",
+        "            if nests and guard.changing is None:\n",
+        THREADS,
+        ci=True,
+    ),
+    Mutant(
+        "reference counts wrap",
+        "memory/pool.py",
+        "too_many = refs > MAX_INT32",
+        "too_many = refs < 0",
+        POOL,
+        ci=True,
+    ),
+    Mutant(
+        "handles are read where their owner may change them",
+        "memory/handles.py",
+        "return seqs.copy()",
+        "return seqs",
+        TABLE,
     ),
     Mutant(
         "copies after the commit",

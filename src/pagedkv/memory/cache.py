@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..layouts import cache_shapes, storage_dtype
 from .arrays import Arrays
@@ -18,7 +17,7 @@ from .mirror import Mirror
 from .pool import BlockPool
 from .stats import Stats, draw
 from .table import SequenceTable
-from .transaction import commit, exclusive
+from .transaction import Guarded, alone, commit, consistent, exclusive
 
 
 class Added(NamedTuple):
@@ -51,11 +50,12 @@ class Batch:
     seq_lens: Any
 
 
-class PagedKVCache:
+class PagedKVCache(Guarded):
     """A paged KV cache of all layers of a model, with the sequences in it.
 
     A block id names the same block in every layer. Sequences, handles and errors are those of `SequenceTable`, and so
-    is the promise that every method changes all or nothing, one at a time.
+    is the promise that every method changes all or nothing, one at a time: a mutation in the middle of another
+    thread's raises RuntimeError, a read waits for it. A cache cannot be copied or pickled: TypeError.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class PagedKVCache:
         num_kv_heads = as_int("num_kv_heads", num_kv_heads)
         head_dim = as_int("head_dim", head_dim)
         self.pool = BlockPool(num_blocks)
-        block_size = as_int("block_size", block_size, minimum=1)
+        block_size = as_int("block_size", block_size, minimum=1, maximum=MAX_INT32)
         if max_seq_len is None:
             max_blocks = min(self.pool.num_blocks, MAX_INT32 // block_size)
         else:
@@ -139,8 +139,9 @@ class PagedKVCache:
         self.k_caches = tuple(self._arrays.zeros((num_layers, *k_shape), stored))
         self.v_caches = tuple(self._arrays.zeros((num_layers, *v_shape), stored))
         self._mirrors = self._make_mirrors() if self._arrays.on_device else None
-        self._lock = self.pool._lock
+        self._guard = self.pool._guard
 
+    @exclusive
     def add(self, tokens: int | Sequence[int]) -> Added:
         """Start a sequence.
 
@@ -165,7 +166,10 @@ class PagedKVCache:
             Too few blocks are free.
         """
         num_tokens: Any = tokens if isinstance(tokens, (int, np.integer)) else len(as_ints("tokens", tokens))
-        return Added(self.table.add(num_tokens), num_cached=0)
+        seq, writes = self.table._plan_add(num_tokens)
+        added = Added(seq, num_cached=0)
+        commit(writes)
+        return added
 
     @exclusive
     def append(self, seqs: Any, n: Any = 1) -> Any:
@@ -198,8 +202,9 @@ class PagedKVCache:
             sources, destinations = (self._arrays.asarray(ids) for ids in appended.copies.T.copy())
             for cache in (*self.k_caches, *self.v_caches):
                 cache[destinations] = cache[sources]
+        slots = self._arrays.asarray(appended.slots)
         commit(writes)
-        return self._arrays.asarray(appended.slots)
+        return slots
 
     def fork(self, seq: int, n: int = 1) -> list[int]:
         """Start n sequences that share the tokens of another: `SequenceTable.fork`."""
@@ -228,21 +233,23 @@ class PagedKVCache:
         KeyError
             A sequence that was freed or never was.
         """
-        block_tables, seq_lens = self.table.block_tables(seqs), self.table.seq_lens(seqs)
         if self._mirrors is not None:
-            return self._mirrored(block_tables, seq_lens)
+            return self._mirrored_batch(seqs)
+        block_tables, seq_lens = self.table._batch(seqs)
         return Batch(self._arrays.asarray(block_tables), self._arrays.asarray(seq_lens))
 
     def _make_mirrors(self) -> tuple[Mirror, Mirror]:
         rows = self.table.max_seqs
         return Mirror(self._arrays, rows, self.table.max_blocks), Mirror(self._arrays, rows, 1)
 
-    @exclusive
-    def _mirrored(self, block_tables: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> Batch:
+    @alone
+    def _mirrored_batch(self, seqs: Any) -> Batch:
         assert self._mirrors is not None
         tables, lens = self._mirrors
+        block_tables, seq_lens = self.table._batch(seqs)
         return Batch(tables.update(block_tables), lens.update(seq_lens[:, None])[:, 0])
 
+    @consistent
     def stats(self) -> Stats:
         """How full the pool is."""
         return Stats.of(self.table)
@@ -251,9 +258,11 @@ class PagedKVCache:
         """Raise AssertionError unless every invariant of the pool and the table holds."""
         self.table.check()
 
+    @consistent
     def plot(self, width: int = 64) -> str:
         """A map of the pool in characters, `width` to a line."""
         return draw(self.pool.ref_counts, as_int("width", width, minimum=1))
 
+    @consistent
     def _repr_html_(self) -> str:
         return f"{self.stats().to_html()}<pre>{escape(self.plot())}</pre>"

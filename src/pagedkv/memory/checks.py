@@ -31,7 +31,7 @@ def as_int(name: str, value: object, minimum: int | None = 0, maximum: int | Non
 
 
 def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n") -> npt.NDArray[np.int64]:
-    """The values (a list, tuple or range of ints, or an int32 or int64 array) as a 1-D int64 array.
+    """The values (a list, tuple or range of ints, or an int32 or int64 array) as a new 1-D int64 array.
 
     Parameters
     ----------
@@ -49,14 +49,16 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
     """
     if not isinstance(values, (list, tuple, range, np.ndarray)):
         raise TypeError(f"{name} must be a list, a tuple or an array of ints, got {type(values).__name__}")
-    array = np.asarray(values) if len(values) else np.empty(0, np.int64)
+    array = np.asarray(values)
+    if array.shape == (0,):
+        array = np.empty(0, np.int64)
     if array.ndim != 1 or (length is not None and len(array) != length):
         expected = f"({symbol},)" if length is None else f"({symbol},) = ({length},)"
         raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
     if array.dtype not in (np.int32, np.int64):
         raise TypeError(f"{name} must have dtype int32 or int64, got {array.dtype}")
     refuse_bools(name, values)
-    return array.astype(np.int64, copy=False)
+    return array.astype(np.int64)
 
 
 def refuse_bools(name: str, values: Any) -> None:

@@ -14,6 +14,7 @@ from .transaction import Tally, Write
 
 Int64Array = npt.NDArray[np.int64]
 NO_HANDLE = -1
+_RETIRED = np.array([NO_HANDLE])
 
 
 class Handles:
@@ -29,6 +30,7 @@ class Handles:
 
     def __init__(self, max_rows: int) -> None:
         self._bits = max_rows.bit_length()
+        self._row_mask = (1 << self._bits) - 1
         # A lookup clips rows that do not exist to the last entry. Neither its 0 nor the NO_HANDLE of free rows equals a
         # handle that leads there.
         self._issued = np.full(max_rows + 1, NO_HANDLE)
@@ -59,10 +61,10 @@ class Handles:
             Not handles.
         """
         handles = _as_array(seqs)
-        rows = handles & ((1 << self._bits) - 1)
+        rows = handles & self._row_mask
         unknown = self._issued.take(rows, mode="clip") != handles
         if np.count_nonzero(unknown):
-            refuse_bools("seqs", seqs)
+            refuse_bools("seqs", seqs if isinstance(seqs, (list, tuple)) else (seqs,))
             raise KeyError(f"no sequence {handles[unknown][0]}: it was freed or never added")
         return rows
 
@@ -82,20 +84,22 @@ class Handles:
         CapacityError
             Fewer than n rows are free.
         """
-        if n > self.num_free:
-            raise CapacityError(f"{n} more sequences asked for, {self.num_free} of {len(self._free)} rows are free")
-        rest = self.num_free - n
-        rows = self._free[rest : self.num_free][::-1].copy()
+        num_free = self.num_free
+        if n > num_free:
+            raise CapacityError(f"{n} more sequences asked for, {num_free} of {len(self._free)} rows are free")
+        rest = num_free - n
+        rows = self._free[rest:num_free][::-1].copy()
         handles = self._generations[rows] << self._bits | rows
         return rows, handles.tolist(), [(self._num_free, 0, rest), (self._issued, rows, handles)]
 
     def plan_retire(self, rows: Int64Array) -> list[Write]:
         """Retire the handles of distinct rows in use and free the rows: what to store."""
-        top = self.num_free + len(rows)
+        num_free = self.num_free
+        top = num_free + len(rows)
         return [
-            (self._issued, rows, NO_HANDLE),
+            (self._issued, rows, _RETIRED.repeat(len(rows))),
             (self._generations, rows, self._generations[rows] + 1),
-            (self._free, slice(self.num_free, top), rows[::-1]),
+            (self._free, np.arange(num_free, top), rows[::-1].copy()),
             (self._num_free, 0, top),
         ]
 
@@ -115,7 +119,7 @@ def _as_array(seqs: Any) -> Int64Array:
             raise ValueError(f"seqs must have shape (num_seqs,), got {seqs.shape}")
         if seqs.dtype != np.int64:
             raise TypeError(f"seqs must have dtype int64, got {seqs.dtype}")
-        return seqs
+        return seqs.copy()  # whose owner may change it
     if not isinstance(seqs, (list, tuple)):
         seqs = (seqs,)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,19 @@ import numpy.typing as npt
 
 from ..errors import OutOfBlocksError
 from .checks import MAX_INT32, as_int, as_ints, require
-from .transaction import Array, Tally, Write, commit, exclusive
+from .transaction import Array, Guard, Guarded, Tally, Write, commit, consistent, exclusive
+
+_ONE_REFERENCE = np.ones(1, np.int32)
 
 
-class BlockPool:
+class BlockPool(Guarded):
     """The physical blocks of a KV cache, by number: a stack of the free ones and a reference count for each.
 
     Blocks are handed out from the top of the stack, so the ones used last are used again first, and a released
     list comes back in the same order. A fresh pool hands out 0, 1, 2, ...
 
     Every method changes all or nothing. Mutations exclude each other: a call from a second thread in the middle of
-    one raises RuntimeError. The properties may be read at any time.
+    one raises RuntimeError. The properties may be read at any time. A pool cannot be copied or pickled: TypeError.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ class BlockPool:
         self._num_free = np.array([num_blocks])
         self._refs = np.zeros(num_blocks, np.int32)
         self._tally = Tally(num_blocks)
-        self._lock = Lock()
+        self._guard = Guard()
 
     @property
     def num_blocks(self) -> int:
@@ -66,7 +67,10 @@ class BlockPool:
 
     @property
     def ref_counts(self) -> npt.NDArray[np.int32]:
-        """References to each block, (N,) int32: a read-only view that follows the pool."""
+        """References to each block, (N,) int32: a read-only view that follows the pool.
+
+        While another thread's call stores, some of it may be new and some of it old.
+        """
         view = self._refs.view()
         view.flags.writeable = False
         return view
@@ -109,6 +113,8 @@ class BlockPool:
         ------
         KeyError
             A block that has no reference, or no such block.
+        OverflowError
+            A block would have more than 2**31 - 1 references.
         TypeError, ValueError
             `blocks` is not a one-dimensional array of int32 or int64.
         """
@@ -132,6 +138,7 @@ class BlockPool:
         """
         commit(self._plan_release(self._known(blocks)))
 
+    @consistent
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds: each block is either free once or has references."""
         require(0 <= self.num_free <= self.num_blocks, f"{self.num_free} of {self.num_blocks} blocks are free")
@@ -155,14 +162,23 @@ class BlockPool:
         if n > num_free:
             raise OutOfBlocksError(f"{n} blocks asked for, {num_free} of {self.num_blocks} are free")
         blocks = self._free[num_free - n : num_free][::-1].copy()
-        return blocks, [(self._num_free, 0, num_free - n), (self._refs, blocks, 1)]
+        return blocks, [
+            (self._num_free, 0, num_free - n),
+            (self._refs, blocks.astype(np.int64), _ONE_REFERENCE.repeat(n)),
+        ]
 
     def _plan_retain(self, blocks: Array, times: int = 1) -> list[Write]:
         dead = self._refs[blocks] < 1
         if dead.any():
             raise KeyError(f"block {blocks[dead][0]} has no reference")
         last, counts = self._tally(blocks)
-        return [(self._refs, blocks, self._refs[blocks] + times * counts[last])]
+        refs = self._refs[blocks] + times * counts[last]
+        too_many = refs > MAX_INT32
+        if np.count_nonzero(too_many):
+            raise OverflowError(
+                f"block {blocks[too_many][0]} would have {refs[too_many][0]} references, at most 2**31 - 1 are counted"
+            )
+        return [(self._refs, blocks, refs.astype(np.int32))]
 
     def _plan_release(self, blocks: Array) -> list[Write]:
         last, counts = self._tally(blocks)
@@ -174,10 +190,11 @@ class BlockPool:
             )
         # Reversed, so that the next allocation hands them out in the order given.
         freed = blocks[(left == 0) & (counts > 0)][::-1]
-        top = self.num_free + len(freed)
+        num_free = self.num_free
+        top = num_free + len(freed)
         return [
-            (self._refs, blocks, left),
-            (self._free, slice(self.num_free, top), freed),
+            (self._refs, blocks, left.astype(np.int32)),
+            (self._free, np.arange(num_free, top), freed.astype(np.int32)),
             (self._num_free, 0, top),
         ]
 
@@ -191,4 +208,5 @@ class BlockPool:
         sharers = counts[last]
         nobody_else = sharers == self._refs[blocks]
         gives_up = ~(nobody_else & (last == np.arange(len(blocks))))
-        return gives_up, [(self._refs, blocks, self._refs[blocks] - sharers + nobody_else)]
+        left = self._refs[blocks] - sharers + nobody_else
+        return gives_up, [(self._refs, blocks, left.astype(np.int32))]

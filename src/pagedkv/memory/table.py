@@ -10,9 +10,10 @@ import numpy.typing as npt
 from .checks import MAX_INT32, MAX_INT64, as_int, as_ints, require
 from .handles import Handles, Int64Array
 from .pool import BlockPool
-from .transaction import Array, Write, commit, exclusive
+from .transaction import Array, Guarded, Write, commit, consistent, exclusive
 
 UNUSED = -1
+_EMPTY_ENTRY = np.array([UNUSED], np.int32)
 
 
 class Appended(NamedTuple):
@@ -30,7 +31,7 @@ class Appended(NamedTuple):
     copies: Int64Array
 
 
-class SequenceTable:
+class SequenceTable(Guarded):
     """Block tables and lengths of sequences that share the blocks of one pool.
 
     A sequence is named by its handle, an int that is never reused once the sequence is freed. Methods on many
@@ -38,7 +39,8 @@ class SequenceTable:
     whatever the number.
 
     Every method changes all or nothing. Mutations of one pool exclude each other: a call from a second thread in
-    the middle of one raises RuntimeError.
+    the middle of one raises RuntimeError. Reads wait for the other thread's call, and return what held before it or
+    what holds after it. A table cannot be copied or pickled: TypeError.
 
     Parameters
     ----------
@@ -74,7 +76,7 @@ class SequenceTable:
     def __init__(self, pool: BlockPool, block_size: int, max_seqs: int, max_blocks: int) -> None:
         if not isinstance(pool, BlockPool):
             raise TypeError(f"pool must be a BlockPool, got {type(pool).__name__}")
-        block_size = as_int("block_size", block_size, minimum=1)
+        block_size = as_int("block_size", block_size, minimum=1, maximum=MAX_INT32)
         max_seqs = as_int("max_seqs", max_seqs, minimum=1)
         max_blocks = as_int("max_blocks", max_blocks, minimum=1)
         if max_blocks * block_size > MAX_INT32:
@@ -87,7 +89,7 @@ class SequenceTable:
         self._entries = self._blocks.reshape(-1)
         self._lens = np.zeros(max_seqs, np.int64)
         self._handles = Handles(max_seqs)
-        self._lock = pool._lock
+        self._guard = pool._guard
 
     @property
     def num_seqs(self) -> int:
@@ -95,6 +97,7 @@ class SequenceTable:
         return self.max_seqs - self._handles.num_free
 
     @property
+    @consistent
     def num_tokens(self) -> int:
         """The lengths of all sequences together."""
         return int(self._lens.sum())
@@ -127,22 +130,9 @@ class SequenceTable:
         OutOfBlocksError
             Too few blocks are free.
         """
-        num_tokens = as_int("num_tokens", num_tokens)
-        if num_tokens > self.max_seq_len:
-            raise ValueError(
-                f"num_tokens must be at most max_blocks * block_size = {self.max_seq_len}, got {num_tokens}"
-            )
-        rows, handles, writes = self._handles.plan_issue(1)
-        blocks, allocation = self.pool._plan_allocate(self._num_blocks(num_tokens))
-        commit(
-            [
-                *allocation,
-                *writes,
-                (self._lens, rows, num_tokens),
-                (self._blocks, (rows[0], slice(len(blocks))), blocks),
-            ]
-        )
-        return handles[0]
+        seq, writes = self._plan_add(num_tokens)
+        commit(writes)
+        return seq
 
     @exclusive
     def append(self, seqs: Any, n: Any = 1) -> Appended:
@@ -200,14 +190,15 @@ class SequenceTable:
         """
         row = self._row(seq)
         rows, handles, writes = self._handles.plan_issue(as_int("n", n))
-        length = self._lens[row]
-        blocks = self._blocks[row, : self._num_blocks(length)]
+        length = self._lens[row : row + 1]
+        blocks = self._blocks[row, : self._num_blocks(int(length[0]))]
+        entries = np.arange(len(blocks))[:, None] + rows * self.max_blocks
         commit(
             [
-                *self.pool._plan_retain(blocks, times=len(rows)),
+                *self.pool._plan_retain(blocks.astype(np.int64), times=len(rows)),
                 *writes,
-                (self._lens, rows, length),
-                (self._blocks, rows, self._blocks[row]),
+                (self._lens, rows, length.repeat(len(rows))),
+                (self._entries, entries.reshape(-1), blocks.repeat(len(rows))),
             ]
         )
         return handles
@@ -258,8 +249,9 @@ class SequenceTable:
         """
         rows = self._handles.find_distinct(seqs)
         dropped = self._plan_drop(rows, np.zeros_like(rows))
-        commit([*dropped, (self._lens, rows, 0), *self._handles.plan_retire(rows)])
+        commit([*dropped, (self._lens, rows, np.zeros_like(rows)), *self._handles.plan_retire(rows)])
 
+    @consistent
     def slots(self, seq: int, start: int, stop: int) -> Int64Array:
         """Slots of the tokens start..stop-1 of a sequence.
 
@@ -284,6 +276,7 @@ class SequenceTable:
         logical, offset = np.divmod(np.arange(start, stop), self.block_size)
         return self._blocks[row].take(logical) * np.int64(self.block_size) + offset
 
+    @consistent
     def block_tables(self, seqs: Any) -> npt.NDArray[np.int32]:
         """The block tables of sequences, as a new array.
 
@@ -298,10 +291,9 @@ class SequenceTable:
         KeyError
             A sequence that was freed or never was.
         """
-        rows = self._handles.find(seqs)
-        longest = self._lens[rows].max(initial=1)
-        return self._blocks[rows, : self._num_blocks(longest)]
+        return self._tables_of(self._handles.find(seqs))
 
+    @consistent
     def seq_lens(self, seqs: Any) -> npt.NDArray[np.int32]:
         """The lengths of sequences, (num_seqs,) int32, as a new array.
 
@@ -310,8 +302,9 @@ class SequenceTable:
         KeyError
             A sequence that was freed or never was.
         """
-        return self._lens[self._handles.find(seqs)].astype(np.int32)
+        return self._lens_of(self._handles.find(seqs))
 
+    @consistent
     def block_fills(self) -> npt.NDArray[np.int32]:
         """How many slots of each block hold a token of some sequence, (N,) int32."""
         owners, columns = _ragged(np.zeros_like(self._lens), self._num_blocks(self._lens))
@@ -320,6 +313,7 @@ class SequenceTable:
         np.maximum.at(fills, self._blocks[owners, columns], tokens.astype(np.int32))
         return fills
 
+    @consistent
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds, the pool's included.
 
@@ -360,8 +354,34 @@ class SequenceTable:
         """Release the blocks of each row past its first num_kept."""
         num_held = self._num_blocks(self._lens[rows])
         owners, columns = _ragged(num_kept, num_held - num_kept)
-        entries = rows[owners] * self.max_blocks + columns
-        return [*self.pool._plan_release(self._entries[entries]), (self._entries, entries, UNUSED)]
+        entries = (rows * self.max_blocks).take(owners) + columns
+        blocks = self._entries.take(entries).astype(np.int64)
+        return [*self.pool._plan_release(blocks), (self._entries, entries, _EMPTY_ENTRY.repeat(len(entries)))]
+
+    @consistent
+    def _batch(self, seqs: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """`block_tables` and `seq_lens` of the same instant."""
+        rows = self._handles.find(seqs)
+        return self._tables_of(rows), self._lens_of(rows)
+
+    def _tables_of(self, rows: Int64Array) -> npt.NDArray[np.int32]:
+        longest = self._lens[rows].max(initial=1)
+        return self._blocks[rows, : self._num_blocks(longest)]
+
+    def _lens_of(self, rows: Int64Array) -> npt.NDArray[np.int32]:
+        return self._lens[rows].astype(np.int32)
+
+    def _plan_add(self, num_tokens: int) -> tuple[int, list[Write]]:
+        num_tokens = as_int("num_tokens", num_tokens)
+        if num_tokens > self.max_seq_len:
+            raise ValueError(
+                f"num_tokens must be at most max_blocks * block_size = {self.max_seq_len}, got {num_tokens}"
+            )
+        rows, [seq], writes = self._handles.plan_issue(1)
+        blocks, allocation = self.pool._plan_allocate(self._num_blocks(num_tokens))
+        first = int(rows[0]) * self.max_blocks
+        entries = np.arange(first, first + len(blocks))
+        return seq, [*allocation, *writes, (self._lens, rows, np.array([num_tokens])), (self._entries, entries, blocks)]
 
     def _plan_append(self, seqs: Any, n: Any) -> tuple[Appended, list[Write]]:
         rows = self._handles.find_distinct(seqs)
@@ -416,7 +436,8 @@ class SequenceTable:
             replaced[copied] = True
         new_blocks, allocated = self.pool._plan_allocate(int(np.count_nonzero(replaced)))
         blocks[replaced] = new_blocks
-        copies = np.stack([sources, blocks[copied]], axis=1)
+        copies = np.empty((len(copied), 2), np.int64)
+        copies[:, 0], copies[:, 1] = sources, blocks[copied]
         return blocks, copies, [*writes, *allocated, (self._entries, entries[replaced], new_blocks)]
 
 

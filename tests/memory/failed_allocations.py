@@ -1,0 +1,45 @@
+"""Each mutation, with every allocation of CPython's and NumPy's small objects failing in turn, alone or with the next.
+
+A program of its own, since NumPy does not survive everything that it can be made to meet here.
+"""
+
+import _testcapi
+import gc
+import itertools
+
+from .scene import MUTATIONS, Scene
+
+
+def attempt(mutate, scene, first: int, last: int) -> bool:
+    """Run the mutation while allocations first..last-1 fail; False if it raised."""
+    gc.collect()  # also empties the lists of free objects, from which CPython would allocate without failing
+    _testcapi.set_nomemory(first, last)
+    try:
+        mutate(scene)
+    except (MemoryError, SystemError):  # NumPy loses the MemoryError in places
+        _testcapi.remove_mem_hooks()
+        return False
+    finally:
+        _testcapi.remove_mem_hooks()
+    return True
+
+
+def refusals(name: str, width: int) -> int:
+    """How many failures of a mutation changed nothing."""
+    for number in itertools.count(1):
+        scene = Scene()
+        before = scene.everything()
+        done = attempt(MUTATIONS[name], scene, number, number + width)
+        where = f"{name}, allocation {number}, {width=}"
+        assert not scene.cache.pool._guard.lock.locked(), f"{where}: the lock stays taken"
+        assert done or scene.everything() == before, f"{where}: changed"
+        (scene.cache.pool if name.startswith("pool.") else scene.cache).check()
+        if done:
+            return number - 1
+
+
+if __name__ == "__main__":
+    gc.freeze()  # what the imports made need not be collected each time
+    for mutation in MUTATIONS:
+        MUTATIONS[mutation](Scene())
+        print(mutation, *(refusals(mutation, width) for width in (1, 4)), flush=True)
