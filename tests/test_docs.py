@@ -236,8 +236,24 @@ def test_links(path):
         assert not anchor or anchor in anchors(target), link
 
 
+def test_readme_can_be_read_elsewhere():
+    """A package index shows it without the files beside it: it names them in words."""
+    text = FENCE.sub("", (ROOT / "README.md").read_text())
+    assert [link for link in LINK.findall(text) if not link.startswith("https://")] == []
+    named = re.findall(r"`((?:docs|examples)/[^`]*|[A-Z]+\.md|LICENSE)`", text)
+    assert {"docs/memory.md", "CONTRIBUTING.md", "LICENSE"} <= set(named)
+    assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def test_readme_has_every_extra():
+    rows = (ROOT / "README.md").read_text().split("| extra | for |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
+    extras = [extra for row in rows for extra in re.findall(r"`([^`]*)`", row.split("|")[1])]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sorted(extras) == sorted(project["optional-dependencies"])
+
+
 def test_links_are_found():
-    assert "docs/memory.md" in LINK.findall((ROOT / "README.md").read_text())
+    assert "memory.md" in LINK.findall((ROOT / "docs" / "index.md").read_text())
     assert "the-empty-cases" in anchors(ROOT / "docs" / "words.md")
 
 

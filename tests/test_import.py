@@ -1,6 +1,7 @@
 """What importing the package does, and what it offers."""
 
 import importlib
+import importlib.metadata
 import importlib.resources
 import importlib.util
 import inspect
@@ -24,6 +25,21 @@ def test_import_is_light():
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert "numpy" in loaded
     assert not HEAVY & set(loaded)
+
+
+def test_submodules_are_there_when_they_are_looked_up():
+    code = """
+import sys, pagedkv
+assert not {"pagedkv.reference", "pagedkv.emulator"} & set(sys.modules)
+print(pagedkv.reference.decode_attention.__name__, pagedkv.emulator.EmulatorDevice.__name__)
+assert not hasattr(pagedkv, "references")
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "decode_attention EmulatorDevice\n"
+
+
+def test_the_version_is_that_of_the_installation():
+    assert pagedkv.__version__ == importlib.metadata.version("pagedkv")
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])

@@ -16,7 +16,7 @@ PACKAGE = Path(pagedkv.__file__).parent
 # -- what is imported
 def import_statements(node):
     """Import statements below a node, in functions too, but for those of ``if TYPE_CHECKING:``, which never run."""
-    types_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    types_only = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
     for child in node.orelse if types_only else ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child

@@ -1,8 +1,10 @@
 """Paged KV cache and paged attention for Python.
 
 Importing it imports NumPy and ml_dtypes alone; numba comes with the first attention call, numba-cuda with the first
-one on a device or in the emulator.
+one on a device or in the emulator. `pagedkv.reference` and `pagedkv.emulator` are imported when they are looked up.
 """
+
+import typing
 
 from .bad_entries import raise_if_failed
 from .cache_ops import copy_blocks, gather_kv, swap_blocks, write_kv
@@ -11,6 +13,8 @@ from .errors import BackendUnavailableError, CapacityError, OutOfBlocksError
 from .memory import BlockPool, PagedKVCache, SequenceTable
 from .ops import decode_attention, merge_states, prefill_attention
 from .warmup import warmup
+
+__version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailableError",
@@ -31,3 +35,15 @@ __all__ = [
     "warmup",
     "write_kv",
 ]
+
+if typing.TYPE_CHECKING:
+    from . import emulator as emulator
+    from . import reference as reference
+else:
+
+    def __getattr__(name):
+        if name in ("emulator", "reference"):
+            from importlib import import_module
+
+            return import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

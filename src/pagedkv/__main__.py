@@ -1,13 +1,25 @@
-"""``python -m pagedkv bench cpu | memory | launch | emulator | static | decode | write``."""
+"""``python -m pagedkv bench cpu | memory | launch | emulator | static | decode | write``, also as ``pagedkv``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 from typing import Any
 
-BENCHES = ("cpu", "memory", "launch", "emulator", "static", "decode", "write")
-CAPABILITIES = ("8.0", "9.0", "10.0")
+from . import __version__
+from .errors import BackendUnavailableError
+
+# Where each bench is, and what it measures. Only the chosen one is imported: the others may need what is not installed.
+BENCHES = {
+    "cpu": ("cpu", "decode and prefill on the CPU, beside the speed of its memory and torch"),
+    "memory": ("memory", "the memory manager, beside one of Python lists"),
+    "launch": ("launch", "what a call on device arrays costs the host; no GPU is needed"),
+    "emulator": ("emulator", "the emulator, with fewer and with more checks"),
+    "static": ("static.run", "CUDA kernels without running them on a GPU: registers, instructions, occupancy"),
+    "decode": ("gpu.decode", "decode_attention on a GPU, beside other libraries"),
+    "write": ("gpu.write", "write_kv on a GPU"),
+}
 
 
 def _progress(text: str) -> None:
@@ -15,65 +27,59 @@ def _progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    from .bench.gpu.decode import CHOICES, SUBJECTS
+def _repeats(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
+
+def _parser(chosen: str | None, module: Any) -> argparse.ArgumentParser:
+    """The command line, with the chosen bench's own options."""
     parser = argparse.ArgumentParser(prog="python -m pagedkv", description="Paged KV cache and paged attention.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"pagedkv {__version__}")
+    commands = parser.add_subparsers(metavar="command", required=True)
     bench = commands.add_parser("bench", help="measure this machine", description="Measure on this machine.")
-    measured = (
-        "CPU kernels, the memory manager, launches, the emulator, CUDA kernels without running them on a GPU; "
-        "on a GPU, decode_attention beside other libraries, or write_kv"
-    )
-    bench.add_argument("what", choices=BENCHES, help=measured)
-    bench.add_argument("--repeats", type=int, default=9, help="timed calls of each contestant (default: 9)")
-    static = bench.add_argument_group("static")
-    static.add_argument(
-        "--cc", nargs="+", choices=CAPABILITIES, default=CAPABILITIES, help="compute capabilities (default: all)"
-    )
-    static.add_argument("--cold", action="store_true", help="compile all, and take nothing from the cache on disk")
-    bench.add_argument(
-        "--quick", action="store_true", help="static: one variant of a kernel; decode, write: small cells"
-    )
-    decode = bench.add_argument_group("decode")
-    decode.add_argument("--only", nargs="+", choices=CHOICES, metavar="GROUP", help=f"of {', '.join(CHOICES)}")
-    decode.add_argument("--subjects", nargs="+", choices=SUBJECTS, metavar="NAME", help=f"of {', '.join(SUBJECTS)}")
-    decode.add_argument("--plot", metavar="PATH", help="also draw bandwidth over length, as PNG")
-    form = bench.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--csv", action="store_true", help="print CSV")
+    benches = bench.add_subparsers(metavar="what", required=True)
+    for name, (_, text) in BENCHES.items():
+        one = benches.add_parser(name, help=text, description=f"Measures {text}.")
+        one.add_argument("--repeats", type=_repeats, default=9, help="timed calls of each contestant (default: 9)")
+        form = one.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_const", const="as_json", dest="form", help="print JSON")
+        form.add_argument("--csv", action="store_const", const="as_csv", dest="form", help="print CSV")
+        if name == chosen and hasattr(module, "add_options"):
+            module.add_options(one)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    if options.repeats < 1:
-        print("--repeats must be at least 1", file=sys.stderr)
-        return 2
-    if options.plot and (options.what != "decode" or "lengths" not in (options.only or ["lengths"])):
-        print("--plot draws the group lengths of bench decode", file=sys.stderr)
-        return 2
-    from .bench import cpu, emulator, launch, memory, report
-    from .bench.gpu import decode, plot, write
-    from .bench.static import run as static
-    from .errors import BackendUnavailableError
-
-    modules = (cpu, memory, launch, emulator, static, decode, write)
-    benches: dict[str, Any] = dict(zip(BENCHES, modules, strict=True))
-    own: dict[str, Any] = {}
-    code = 0
-    if options.what == "static":
-        capabilities = [(int(major), int(minor)) for major, minor in (cc.split(".") for cc in options.cc)]
-        own = {"capabilities": capabilities, "quick": options.quick, "cold": options.cold}
-    elif options.what == "write":
-        own = {"quick": options.quick}
-    elif options.what == "decode":
-        own = {"quick": options.quick, "groups": options.only, "subjects": options.subjects}
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    chosen = next((word for word in words if word in BENCHES), None) if words[:1] == ["bench"] else None
     try:
-        if options.plot:
-            plot.require()
-        rows = benches[options.what].run(repeats=options.repeats, progress=_progress, **own)
+        module = import_module(f".bench.{BENCHES[chosen][0]}", __package__) if chosen else None
+    except BackendUnavailableError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if chosen:
+        words.remove(chosen)
+        words.insert(1, chosen)  # options may come before it
+    options = vars(_parser(chosen, module).parse_args(words))
+    return _measure(module, **options)
+
+
+def _measure(module: Any, form: str | None, plot: str | None = None, **options: Any) -> int:
+    """Run a bench and print its rows; returns the exit code."""
+    from .bench import report
+    from .bench.gpu import plot as drawing
+
+    if plot and drawing.GROUP not in (options["groups"] or [drawing.GROUP]):
+        print(f"--plot draws the group {drawing.GROUP}: name it with --only", file=sys.stderr)
+        return 2
+    code = 0
+    try:
+        if plot:
+            drawing.require()
+        rows = module.run(progress=_progress, **options)
     except KeyboardInterrupt as interruption:
         print("\ninterrupted", file=sys.stderr)
         code, rows = 130, interruption.rows if isinstance(interruption, report.Interrupted) else []
@@ -81,11 +87,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     _progress("")
-    form = report.as_json if options.json else report.as_csv if options.csv else report.as_table
     if rows:
-        print(form(rows))
-    if options.plot and not code:
-        plot.draw(rows, options.plot)
+        print(getattr(report, form or "as_table")(rows))
+    if plot and not code:
+        drawing.draw(rows, plot)
     return code
 
 

@@ -1,4 +1,4 @@
-"""The bench: its numbers' forms, and one small run of the command line."""
+"""The bench: its numbers' forms, and one small run."""
 
 import csv
 import io
@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from pagedkv.__main__ import main
-from pagedkv.bench import cpu, report
+from pagedkv.bench import cpu, memory, report
 
 ROWS = [{"decode": "float32", "ms": 1.25, "x": None}, {"decode": "float16", "ms": 1234.5, "x": 2}, {"growth": 4.0}]
 
@@ -45,6 +44,18 @@ def test_spread_is_relative_to_the_median():
     assert report.spread([1.0, 2.0, 3.0]) == pytest.approx(1.0)
 
 
+def test_quick_cpu_bench_runs(monkeypatch):
+    monkeypatch.setattr(cpu, "QUICK_SUM_BYTES", 2**20)
+    rows = cpu.run(repeats=1, quick=True, progress=lambda text: None)
+    assert [next(iter(row)) for row in rows] == ["decode", "prefill"]
+
+
+def test_quick_memory_bench_runs():
+    rows = memory.run(repeats=1, quick=True, progress=lambda text: None)
+    assert [(row["operation"], row["num_seqs"]) for row in rows] == [(name, 16) for name in memory.OPERATIONS]
+    assert all(0 < row["pagedkv_us"] < 1e6 for row in rows)
+
+
 def test_cpu_bench_runs(monkeypatch):
     monkeypatch.setattr(cpu, "SHAPES", ((2, 64),))
     monkeypatch.setattr(cpu, "GROUP_SIZES", (1,))
@@ -53,27 +64,3 @@ def test_cpu_bench_runs(monkeypatch):
     rows = cpu.run(repeats=1, dtypes=("float32",), progress=lambda text: None)
     assert [next(iter(row)) for row in rows] == ["decode", "prefill", "growth", "first call", "first call"]
     assert rows[0]["share"] == pytest.approx(rows[0]["KV GB/s"] / rows[0]["read GB/s"])
-
-
-def test_command_line_prints_the_form_that_was_asked_for(monkeypatch, capsys):
-    monkeypatch.setattr(cpu, "run", lambda *, repeats, progress: [{"repeats": repeats}])
-    assert main(["bench", "cpu", "--json", "--repeats", "2"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == [{"repeats": 2}]
-    assert main(["bench", "cpu", "--csv"]) == 0
-    assert capsys.readouterr().out == "repeats\n9\n"
-
-
-def test_command_line_refuses(capsys):
-    assert main(["bench", "cpu", "--repeats", "0"]) == 2
-    assert "--repeats must be at least 1" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["bench", "gpu"])
-
-
-def test_command_line_survives_ctrl_c(monkeypatch, capsys):
-    def interrupted(**kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cpu, "run", interrupted)
-    assert main(["bench", "cpu"]) == 130
-    assert "interrupted" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +26,7 @@ NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 SHAPES = ((8, 4096), (1, 16384), (64, 512))
 GROUP_SIZES = (1, 4, 8)
 SUM_BYTES = 2 * 2**30
+QUICK_SHAPE, QUICK_GROUP_SIZE, QUICK_SUM_BYTES = (2, 512), 4, 2**26
 DTYPES: dict[str, Any] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -55,8 +57,8 @@ def _torch() -> ModuleType | None:
     return torch
 
 
-def _reader() -> Callable[[], Any]:
-    """A plain sum over 2 GiB on all threads, to measure the machine's read bandwidth."""
+def _reader(nbytes: int) -> Callable[[], Any]:
+    """A plain sum over so many bytes on all threads, to measure the machine's read bandwidth."""
 
     @numba.njit(nogil=True, fastmath=True)
     def total(values):
@@ -67,7 +69,7 @@ def _reader() -> Callable[[], Any]:
 
     threads = pagedkv.get_num_threads()
     executor = ThreadPoolExecutor(threads)
-    parts = np.array_split(np.ones(SUM_BYTES // 4, np.float32), threads)
+    parts = np.array_split(np.ones(nbytes // 4, np.float32), threads)
     return lambda: list(executor.map(total, parts))
 
 
@@ -105,7 +107,13 @@ def _torch_decode(
 
 
 def _decode_row(
-    dtype: str, group_size: int, shape: tuple[int, int], read: Callable[[], Any], repeats: int, torch: ModuleType | None
+    dtype: str,
+    group_size: int,
+    shape: tuple[int, int],
+    read: Callable[[], Any],
+    read_bytes: int,
+    repeats: int,
+    torch: ModuleType | None,
 ) -> Row:
     num_seqs, length = shape
     rng = np.random.default_rng(1)
@@ -126,7 +134,7 @@ def _decode_row(
         contestants |= _torch_decode(torch, q, pages, tables)
     seconds = interleaved(contestants, repeats)
     medians = {name: median(values) for name, values in seconds.items()}
-    bandwidth, read_bandwidth = pages.nbytes / medians["pagedkv"] / 1e9, SUM_BYTES / medians["read"] / 1e9
+    bandwidth, read_bandwidth = pages.nbytes / medians["pagedkv"] / 1e9, read_bytes / medians["read"] / 1e9
     return {
         "decode": dtype,
         "G": group_size,
@@ -205,18 +213,34 @@ def _first_call_row(operation: str) -> Row:
     return {"first call": operation, "cold s": cold, "from disk s": cached}
 
 
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command line to those of all benches."""
+    parser.add_argument(
+        "--quick", action="store_true", help="small decode and prefill calls in float32, in seconds once compiled"
+    )
+
+
 def run(
-    *, repeats: int = 9, dtypes: tuple[str, ...] = tuple(DTYPES), progress: Callable[[str], Any] = print
+    *,
+    repeats: int = 9,
+    dtypes: tuple[str, ...] = tuple(DTYPES),
+    progress: Callable[[str], Any] = print,
+    quick: bool = False,
 ) -> list[Row]:
-    """Measure everything; a row's first column says what it measures."""
+    """Measure everything, or with `quick` see that it runs; a row's first column says what it measures."""
     torch = _torch()
-    read = _reader()
+    if quick:
+        progress("quick")
+        read = _reader(QUICK_SUM_BYTES)
+        row = _decode_row("float32", QUICK_GROUP_SIZE, QUICK_SHAPE, read, QUICK_SUM_BYTES, repeats, torch)
+        return [row, _prefill_row(repeats, torch, num_tokens=128, num_heads=4)]
+    read = _reader(SUM_BYTES)
     rows = []
     for dtype in dtypes:
         for group_size in GROUP_SIZES:
             for shape in SHAPES:
                 progress(f"decode {dtype} G={group_size} (B, L)={shape}")
-                rows.append(_decode_row(dtype, group_size, shape, read, repeats, torch))
+                rows.append(_decode_row(dtype, group_size, shape, read, SUM_BYTES, repeats, torch))
     progress("prefill, growth, first call")
     rows.append(_prefill_row(max(3, repeats // 2), torch))
     rows.append(_growth_row(repeats))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 from ..memory import BlockPool, SequenceTable
 from .report import Row, median, spread
 
+NUMS_SEQS, QUICK_NUMS_SEQS = (256, 1024), (16,)
 BLOCK_SIZE = 16
 NUM_TOKENS = 2048
 DROPPED = 100
@@ -94,9 +96,12 @@ class ListTable:
         del blocks[num_kept:]
 
 
-def run(
-    *, repeats: int = 9, nums_seqs: tuple[int, ...] = (256, 1024), progress: Callable[[str], Any] = print
-) -> list[Row]:
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command line to those of all benches."""
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_NUMS_SEQS[0]} sequences, in a second")
+
+
+def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool = False) -> list[Row]:
     """Time both managers in turns, on sequences of about 2048 tokens in blocks of 16.
 
     A decode step is append, block_tables and seq_lens of all sequences, one in 16 of which needs a new block; handles
@@ -107,10 +112,10 @@ def run(
     ----------
     repeats : int
         How often all sequences are added, run for 20 decode steps, and freed.
-    nums_seqs : tuple of int
-        Numbers of sequences.
     progress : callable
         Called with what is being measured.
+    quick : bool
+        Few sequences, to see that everything runs.
 
     Returns
     -------
@@ -118,7 +123,7 @@ def run(
         Median microseconds of both managers, and interquartile range over the median.
     """
     rows: list[Row] = []
-    for num_seqs in nums_seqs:
+    for num_seqs in QUICK_NUMS_SEQS if quick else NUMS_SEQS:
         num_blocks = num_seqs * (NUM_TOKENS // BLOCK_SIZE + 1)
         table = SequenceTable(BlockPool(num_blocks), BLOCK_SIZE, 2 * num_seqs, NUM_TOKENS // BLOCK_SIZE + 1)
         times: dict[str, list[float]] = {}

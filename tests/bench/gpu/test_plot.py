@@ -100,7 +100,6 @@ def test_rows_are_printed_before_they_are_drawn(monkeypatch, capsys):
     assert printed == [("decode\nlengths\n", [{"decode": "lengths"}], "here.png")]
 
 
-@pytest.mark.parametrize("arguments", [["cpu", "--plot", "x"], ["decode", "--plot", "x", "--only", "pages"]])
-def test_a_plot_of_something_else_is_refused(arguments, capsys):
-    assert main(["bench", *arguments]) == 2
-    assert "--plot" in capsys.readouterr().err
+def test_a_plot_of_something_else_is_refused(capsys):
+    assert main(["bench", "decode", "--plot", "x", "--only", "pages"]) == 2
+    assert "--plot draws the group lengths" in capsys.readouterr().err

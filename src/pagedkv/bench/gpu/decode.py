@@ -8,6 +8,7 @@ reads and writes, and a subject's *share* is its own bandwidth over the copy's.
 from __future__ import annotations
 
 import math
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -226,6 +227,16 @@ def run(
     except KeyboardInterrupt:
         raise Interrupted([first, *rows, *means(rows)]) from None
     return [first, *rows, *launches, *means(rows), *([] if quick else targets(rows, launches))]
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command line to those of all benches."""
+    parser.add_argument("--quick", action="store_true", help="small cells")
+    parser.add_argument(
+        "--only", nargs="+", choices=CHOICES, dest="groups", metavar="GROUP", help=f"of {', '.join(CHOICES)}"
+    )
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, metavar="NAME", help=f"of {', '.join(SUBJECTS)}")
+    parser.add_argument("--plot", metavar="PATH", help="also draw bandwidth over length, as PNG")
 
 
 CHOICES = (*GROUPS, "launch")

@@ -6,6 +6,7 @@ Traffic is what has to move: K and V of the new tokens, read once in their dtype
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,6 +117,11 @@ def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) 
     shape = {"write": case.name, "T": case.num_tokens, "Hkv": NUM_KV_HEADS, "D": HEAD_DIM, "P": BLOCK_SIZE}
     shape |= {"of": DTYPE.name, "kv": case.kv_dtype or DTYPE.name}
     return [shape | result.columns(name, case.num_bytes) | result.note(name) for name in (*subjects, "torch index")]
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command line to those of all benches."""
+    parser.add_argument("--quick", action="store_true", help="small cells")
 
 
 def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool = False) -> list[Row]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
@@ -21,6 +22,7 @@ from .targets import targets
 from .variants import Variant, quick_variants, variants
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+_NAMED = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
 # In a new process: seconds to import the compiler, to compile a first kernel, and to load it from disk.
 FRESH = """
 import json, time
@@ -41,6 +43,28 @@ def _fresh_row() -> Row:
         output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     imported, compiled, loaded = json.loads(output)
     return {"new process": "v1", "import s": imported, "compile s": compiled, "disk ms": loaded}
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command line to those of all benches."""
+    parser.add_argument(
+        "--cc",
+        nargs="+",
+        type=_capability,
+        default=CAPABILITIES,
+        dest="capabilities",
+        metavar="CC",
+        help=f"compute capabilities, of {_NAMED} (default: all)",
+    )
+    parser.add_argument("--cold", action="store_true", help="compile all, and take nothing from the cache on disk")
+    parser.add_argument("--quick", action="store_true", help="one variant of a kernel")
+
+
+def _capability(text: str) -> Capability:
+    for major, minor in CAPABILITIES:
+        if text == f"{major}.{minor}":
+            return major, minor
+    raise ArgumentTypeError(f"must be of {_NAMED}, got {text}")
 
 
 def run(

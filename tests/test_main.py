@@ -1,0 +1,129 @@
+"""The command line: each bench with its own options, in an installation without any extra too."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import pagedkv
+from pagedkv.__main__ import BENCHES, main
+from pagedkv.bench import cpu
+
+# Hides what no plain install has from import and from find_spec, and then is the command line.
+WITHOUT_EXTRAS = """
+import sys
+EXTRAS = {"cuda", "cupy", "matplotlib", "numba_cuda", "scipy", "torch", "triton"}
+class Hidden:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, *rest):
+        return None if name.partition(".")[0] in EXTRAS else self.finder.find_spec(name, *rest)
+sys.meta_path[:] = [Hidden(finder) for finder in sys.meta_path if "numba_cuda" not in type(finder).__module__]
+from pagedkv.__main__ import main
+code = main(sys.argv[1:])
+assert not EXTRAS & set(sys.modules), EXTRAS & set(sys.modules)
+sys.exit(code)
+"""
+
+
+def without_extras(*arguments):
+    return subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("what", ["cpu", "memory"])
+def test_benches_that_need_no_extra_run_without_any(what):
+    done = without_extras("bench", what, "--quick", "--repeats", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"]
+
+
+@pytest.mark.parametrize("what", [what for what in BENCHES if what not in ("cpu", "memory")])
+def test_the_other_benches_say_in_one_line_what_to_install(what):
+    done = without_extras("bench", what)
+    assert (done.returncode, done.stdout) == (1, "")
+    [line] = done.stderr.splitlines()
+    assert 'pip install "pagedkv[' in line
+
+
+def test_a_plot_without_matplotlib_says_so():
+    done = without_extras("bench", "decode", "--plot", "here.png")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == 'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[bench]"\n'
+
+
+OWN = {
+    "cpu": {"--quick"},
+    "memory": {"--quick"},
+    "launch": set(),
+    "emulator": set(),
+    "static": {"--cc", "--cold", "--quick"},
+    "decode": {"--quick", "--only", "--subjects", "--plot"},
+    "write": {"--quick"},
+}
+
+
+@pytest.mark.parametrize("what", BENCHES)
+def test_help_shows_the_options_of_one_bench(what, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["bench", what, "--help"])
+    assert left.value.code == 0
+    shown = {word.strip("[],") for word in capsys.readouterr().out.split() if word.strip("[],").startswith("--")}
+    assert shown == {"--help", "--repeats", "--json", "--csv"} | OWN[what]
+
+
+@pytest.mark.parametrize("what", BENCHES)
+def test_options_of_other_benches_are_refused(what, capsys):
+    for option in set.union(*OWN.values()) - OWN[what]:
+        with pytest.raises(SystemExit) as left:
+            main(["bench", what, option, *(["x"] if option in ("--cc", "--only", "--subjects", "--plot") else [])])
+        assert left.value.code == 2
+        assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bench", "cpu", "--repeats", "0"], "--repeats: must be at least 1, got 0"),
+        (["bench", "cpu", "--repeats", "many"], "--repeats: must be at least 1, got many"),
+        (["bench", "cpu", "--json", "--csv"], "not allowed with argument --json"),
+        (["bench", "cpu", "memory"], "unrecognized arguments: memory"),
+        (["bench", "static", "--cc", "7.5"], "must be of 8.0, 9.0, 10.0, got 7.5"),
+        (["bench", "gpu"], "invalid choice: 'gpu'"),
+        (["bench"], "required: what"),
+        ([], "required: command"),
+    ],
+)
+def test_refusals(words, message, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"pagedkv {pagedkv.__version__}\n"
+
+
+def test_command_line_prints_the_form_that_was_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(cpu, "run", lambda *, repeats, progress, quick: [{"repeats": repeats}])
+    assert main(["bench", "cpu", "--json", "--repeats", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == [{"repeats": 2}]
+    assert main(["bench", "--json", "--repeats", "2", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == [{"repeats": 2}]
+    assert main(["bench", "cpu", "--csv"]) == 0
+    assert capsys.readouterr().out == "repeats\n9\n"
+
+
+def test_command_line_survives_ctrl_c(monkeypatch, capsys):
+    def interrupted(**kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cpu, "run", interrupted)
+    assert main(["bench", "cpu"]) == 130
+    assert "interrupted" in capsys.readouterr().err
