@@ -11,9 +11,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import ml_dtypes
 import pytest
 
 import pagedkv
+from pagedkv.cpu.decode import SPLIT
+from pagedkv.cpu.tiles import TILE
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -214,6 +217,18 @@ def test_messages_are_quoted_as_they_are():
     assert len(messages) > 10
     for message in messages:
         assert any(message in source for source in sources), message
+
+
+def test_sums_are_cut_where_the_numerics_page_says():
+    page = " ".join((ROOT / "docs" / "numerics.md").read_text().split())
+    for words in (
+        f"keys come in tiles of {TILE} tokens",
+        f"a sequence into splits of {SPLIT} tokens",
+        f"Splits and tiles start at multiples of {SPLIT} and {TILE} *tokens of the sequence*",
+        f"largest {ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max:g}) or e5m2 "
+        f"(largest finite {ml_dtypes.finfo(ml_dtypes.float8_e5m2).max:g})",
+    ):
+        assert words in page
 
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
