@@ -6,16 +6,20 @@ A program of its own, since NumPy does not survive everything that it can be mad
 import _testcapi
 import gc
 import itertools
+import sys
 
+from pagedkv.memory import PagedKVCache
+
+from .device_module import DeviceModule
 from .scene import MUTATIONS, Scene
 
 
-def attempt(mutate, scene, first: int, last: int) -> bool:
-    """Run the mutation while allocations first..last-1 fail; False if it raised."""
+def attempt(call, scene, first: int, last: int) -> bool:
+    """Run the call while allocations first..last-1 fail; False if it raised."""
     gc.collect()  # also empties the lists of free objects, from which CPython would allocate without failing
     _testcapi.set_nomemory(first, last)
     try:
-        mutate(scene)
+        call(scene)
     except (MemoryError, SystemError):  # NumPy loses the MemoryError in places
         _testcapi.remove_mem_hooks()
         return False
@@ -38,8 +42,26 @@ def refusals(name: str, width: int) -> int:
             return number - 1
 
 
+def batches_that_recover(width: int) -> int:
+    """How many failures of a batch on a device came before one that was right again."""
+    sys.modules["cupy"] = DeviceModule()
+    for number in itertools.count(1):
+        cache = PagedKVCache(1, 12, 4, 1, 8, array_module="cupy", max_seqs=4)
+        seqs = [cache.add(n).seq for n in (5, 8, 2)]
+        cache.batch(seqs)
+        cache.append(seqs)
+        done = attempt(lambda cache, seqs=seqs: cache.batch(seqs), cache, number, number + width)
+        assert not cache.pool._guard.lock.locked()
+        batch = cache.batch(seqs)
+        assert (batch.block_tables == cache.table.block_tables(seqs)).all(), (number, width)
+        assert (batch.seq_lens == cache.table.seq_lens(seqs)).all(), (number, width)
+        if done:
+            return number - 1
+
+
 if __name__ == "__main__":
     gc.freeze()  # what the imports made need not be collected each time
     for mutation in MUTATIONS:
         MUTATIONS[mutation](Scene())
         print(mutation, *(refusals(mutation, width) for width in (1, 4)), flush=True)
+    print("batch", *map(batches_that_recover, (1, 4)))

@@ -62,7 +62,7 @@ def fails_after(calls: int, function: Callable, error: BaseException) -> Callabl
 def interrupted_at(line: int, package: str = "pagedkv") -> Iterator[list[int]]:
     """Raise KeyboardInterrupt before the line-th line that runs in the package; yields the lines that ran so far.
 
-    Only lines at which a signal handler could run count: those with a call that are no with statements.
+    Only lines at which a signal handler could run count: those with a call or the end of a loop, no with statements.
     """
     ran = [0]
 
@@ -85,11 +85,11 @@ def interrupted_at(line: int, package: str = "pagedkv") -> Iterator[list[int]]:
 
 @cache
 def lines_with_calls(code: CodeType) -> set[int]:
-    """The line numbers of a function's statements and expressions that call something, but for with statements."""
+    """The line numbers of a function's calls and ends of loops, but for with statements."""
     return {
         number
         for instruction in dis.get_instructions(code)
-        if instruction.opname.startswith("CALL")
+        if instruction.opname.startswith(("CALL", "JUMP_BACKWARD"))
         and (number := instruction.positions.lineno)
         and not linecache.getline(code.co_filename, number).lstrip().startswith("with ")
     }

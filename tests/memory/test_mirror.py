@@ -1,7 +1,6 @@
 """Tables on a device: always what the host says, with only changed rows copied, in memory that stays where it is."""
 
 import sys
-from types import ModuleType
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,56 +12,10 @@ from pagedkv.memory import PagedKVCache
 from pagedkv.memory.arrays import Arrays
 from pagedkv.memory.mirror import Mirror
 
+from .device_module import DeviceModule
 from .manager import fails_after
 
 INT32 = np.dtype(np.int32)
-
-
-class DeviceModule(ModuleType):
-    """A module like CuPy whose device is the host; it counts what is copied to it."""
-
-    def __init__(self):
-        super().__init__("cupy")
-        self.copied = 0
-        self.current = []
-
-    class Array(np.ndarray):
-        """Takes nothing that was not copied to the device before."""
-
-        device = None
-
-        def __setitem__(self, index, value):
-            for part in (index, value):
-                assert not isinstance(part, np.ndarray) or isinstance(part, DeviceModule.Array), "not on the device"
-            super().__setitem__(index, value)
-
-    def _new(self, x):
-        array = x.view(DeviceModule.Array)
-        array.device = _Device(self)
-        return array
-
-    def empty(self, shape):
-        return self._new(np.empty(shape))
-
-    def zeros(self, shape, dtype=float):
-        assert self.current, "on whatever device is current"
-        return self._new(np.zeros(shape, dtype))
-
-    def asarray(self, x):
-        assert self.current, "on whatever device is current"
-        self.copied += x.nbytes
-        return self._new(x.copy())
-
-
-class _Device:
-    def __init__(self, module):
-        self.module = module
-
-    def __enter__(self):
-        self.module.current.append(self)
-
-    def __exit__(self, *error):
-        self.module.current.pop()
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ REFUSALS = [
     (lambda t, a, b: t.append([b], np.ones(1)), TypeError, r"^n must have dtype int32 or int64, got float64$"),
     (lambda t, a, b: t.append([b], np.array(1)), ValueError, r"^n must have shape \(num_seqs,\) = \(1,\), got \(\)$"),
     (lambda t, a, b: t.append(True), TypeError, r"^seqs must hold ints, got a bool$"),
+    (lambda t, a, b: t.append([b], np.ma.array([1], mask=[True])), TypeError, r"^n must be no masked array"),
+    (lambda t, a, b: t.free(np.ma.array([a, b], mask=[0, 1])), TypeError, r"^seqs must be no masked array"),
     (lambda t, a, b: t.append([b, b]), ValueError, r"^seqs must name each sequence once, got \d+ twice$"),
     (lambda t, a, b: t.append([b, a, b], 0), ValueError, r"^seqs must name each sequence once"),
     (lambda t, a, b: t.truncate([b, b], 1), ValueError, r"^seqs must name each sequence once"),

@@ -6,7 +6,7 @@ POOL = ("tests/memory/test_pool.py",)
 TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
 MACHINE = ("tests/memory/test_manager_machine.py",)
 TRANSACTION = ("tests/memory/test_transaction.py",)
-THREADS = ("tests/memory/test_threads.py",)
+GUARD = ("tests/memory/test_guard.py",)
 CACHE = ("tests/memory/test_cache.py",)
 
 MUTANTS = [
@@ -308,18 +308,18 @@ MUTANTS = [
     ),
     Mutant(
         "a second thread waits",
-        "memory/transaction.py",
+        "memory/guard.py",
         "(changes and guard.changing)",
         "False",
-        THREADS,
+        GUARD,
         ci=True,
     ),
     Mutant(
         "a second thread comes in",
-        "memory/transaction.py",
+        "memory/guard.py",
         "        with guard.lock:\n",
         "        if guard.lock:\n",
-        THREADS,
+        GUARD,
         ci=True,
     ),
     Mutant(
@@ -332,7 +332,7 @@ MUTANTS = [
     ),
     Mutant(
         "no memory to release the lock",
-        "memory/transaction.py",
+        "memory/guard.py",
         "                del spare\n",
         "",
         TRANSACTION,
@@ -349,15 +349,15 @@ MUTANTS = [
         "memory/table.py",
         "    @consistent\n    def _batch",
         "    def _batch",
-        THREADS,
+        GUARD,
         ci=True,
     ),
     Mutant(
         "a read waits for its own thread",
-        "memory/transaction.py",
+        "memory/guard.py",
         "            if nests:\n",
         "            if nests and guard.changing is None:\n",
-        THREADS,
+        GUARD,
         ci=True,
     ),
     Mutant(

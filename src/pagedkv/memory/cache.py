@@ -13,11 +13,12 @@ import numpy as np
 from ..layouts import cache_shapes, storage_dtype
 from .arrays import Arrays
 from .checks import MAX_INT32, as_int, as_ints
+from .guard import Guarded, alone, consistent, exclusive
 from .mirror import Mirror
 from .pool import BlockPool
 from .stats import Stats, draw
 from .table import SequenceTable
-from .transaction import Guarded, alone, commit, consistent, exclusive
+from .transaction import commit
 
 
 class Added(NamedTuple):

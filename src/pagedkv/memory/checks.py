@@ -43,12 +43,13 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
     Raises
     ------
     TypeError
-        Not integers, bools among them, or an array of another dtype than int32 or int64.
+        Not integers, bools among them, or an array of another dtype than int32 or int64, or with a mask.
     ValueError
         Not one-dimensional, or not `length` values.
     """
     if not isinstance(values, (list, tuple, range, np.ndarray)):
         raise TypeError(f"{name} must be a list, a tuple or an array of ints, got {type(values).__name__}")
+    refuse_mask(name, values)
     array = np.asarray(values)
     if array.shape == (0,):
         array = np.empty(0, np.int64)
@@ -59,6 +60,12 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
         raise TypeError(f"{name} must have dtype int32 or int64, got {array.dtype}")
     refuse_bools(name, values)
     return array.astype(np.int64)
+
+
+def refuse_mask(name: str, values: Any) -> None:
+    """Raise TypeError for a masked array, whose mask would be lost."""
+    if type(values) is not np.ndarray and hasattr(values, "mask"):
+        raise TypeError(f"{name} must be no masked array, whose mask would be ignored: use values[~values.mask].data")
 
 
 def refuse_bools(name: str, values: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CapacityError
-from .checks import refuse_bools, require
+from .checks import refuse_bools, refuse_mask, require
 from .transaction import Tally, Write
 
 Int64Array = npt.NDArray[np.int64]
@@ -115,11 +115,12 @@ class Handles:
 
 def _as_array(seqs: Any) -> Int64Array:
     if isinstance(seqs, np.ndarray):
+        refuse_mask("seqs", seqs)
         if seqs.ndim != 1:
             raise ValueError(f"seqs must have shape (num_seqs,), got {seqs.shape}")
         if seqs.dtype != np.int64:
             raise TypeError(f"seqs must have dtype int64, got {seqs.dtype}")
-        return seqs.copy()  # whose owner may change it
+        return seqs.copy()  # their owner may change them
     if not isinstance(seqs, (list, tuple)):
         seqs = (seqs,)
     try:

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from ..errors import OutOfBlocksError
 from .checks import MAX_INT32, as_int, as_ints, require
-from .transaction import Array, Guard, Guarded, Tally, Write, commit, consistent, exclusive
+from .guard import Guard, Guarded, consistent, exclusive
+from .transaction import Array, Tally, Write, commit
 
 _ONE_REFERENCE = np.ones(1, np.int32)
 

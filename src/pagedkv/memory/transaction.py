@@ -1,4 +1,4 @@
-"""How the manager changes its state: one call at a time, and all of a change or none of it.
+"""How the manager changes its state: all of a change or none of it.
 
 A mutation first checks its arguments and computes everything that it will store, as a list of writes; `commit` then
 stores them in one call that cannot fail.
@@ -7,12 +7,9 @@ stores them in one call that cannot fail.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from functools import wraps
 from itertools import starmap
 from operator import setitem
-from threading import Lock, get_ident
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,46 +23,6 @@ Write = tuple[Array, Any, Any]
 """
 
 
-class Guard:
-    """A lock that knows which thread holds it.
-
-    Attributes
-    ----------
-    lock : threading.Lock
-    holder : int or None
-        The thread that holds it.
-    changing : bool
-        Whether it holds it for a mutation.
-    """
-
-    __slots__ = ("changing", "holder", "lock")
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.holder: int | None = None
-        self.changing = False
-
-
-class Guarded:
-    """Anything whose calls share a guard."""
-
-    _guard: Guard
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse copy and pickle: both copies would hand out the same blocks."""
-        kind = type(self).__name__
-        raise TypeError(
-            f"a {kind} cannot be copied or pickled, since both would own the same blocks: make a new {kind}, and add "
-            f"the sequences again"
-        )
-
-
-Self = TypeVar("Self", bound=Guarded)
-P = ParamSpec("P")
-R = TypeVar("R")
-Method = Callable[Concatenate[Self, P], R]
-
-
 def commit(writes: list[Write]) -> None:
     """Store every write, in order.
 
@@ -73,50 +30,6 @@ def commit(writes: list[Write]) -> None:
     a Ctrl-C comes before the first write or after the last.
     """
     deque(starmap(setitem, writes), maxlen=0)
-
-
-def exclusive(method: Method[Self, P, R]) -> Method[Self, P, R]:
-    """A mutation: refused with RuntimeError in the middle of another one, and of a read in the same thread.
-
-    It waits for the reads of other threads.
-    """
-    return _guarded(method, changes=True, nests=False)
-
-
-def consistent(method: Method[Self, P, R]) -> Method[Self, P, R]:
-    """A read: waits for the call of another thread.
-
-    In the middle of a call in the same thread, as in a signal handler, it finds the state before that call or after.
-    """
-    return _guarded(method, changes=False, nests=True)
-
-
-def alone(method: Method[Self, P, R]) -> Method[Self, P, R]:
-    """A read that keeps something: as `consistent`, but refused in the middle of a call in the same thread."""
-    return _guarded(method, changes=False, nests=False)
-
-
-def _guarded(method: Method[Self, P, R], changes: bool, nests: bool) -> Method[Self, P, R]:
-    @wraps(method)
-    def guarded(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        guard, thread = self._guard, get_ident()
-        if guard.holder == thread or (changes and guard.changing):
-            if nests:
-                return method(self, *args, **kwargs)
-            middle = "mutation" if guard.changing else "call"
-            raise RuntimeError(f"{method.__name__} called in the middle of another {middle} of the same pool")
-        spare = (thread, thread, thread)
-        # Nothing interrupts a with statement between taking a lock and its body, nor on the way out.
-        with guard.lock:
-            guard.holder, guard.changing = thread, changes
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                guard.holder, guard.changing = None, False
-                # To call __exit__, CPython needs a tuple of three: without memory it takes this one.
-                del spare
-
-    return guarded
 
 
 class Tally:
