@@ -1,4 +1,4 @@
-"""Interrupts at random instants of manager calls: a program of its own, whose timer is no other test's.
+"""Interrupts at random instants of manager calls, while another thread reads: a program of its own, with its own timer.
 
 Takes how many; prints how many of them came before the change, and how many after it.
 """
@@ -7,6 +7,7 @@ import random
 import signal
 import statistics
 import sys
+import threading
 import time
 
 from .scene import MUTATIONS, Scene
@@ -41,6 +42,20 @@ def main(wanted: int) -> tuple[int, int]:
         outcomes[name] = scene.everything()
         usual[name] = statistics.median(seconds(call) for _ in range(20))
     early = late = 0
+    scene, done, wrong = Scene(), False, []
+
+    def read() -> None:
+        while not done:
+            cache = scene.cache
+            try:
+                cache.pool.check()
+                stats = cache.stats()
+                assert stats.used + stats.free == stats.num_blocks
+            except BaseException as error:
+                wrong.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     while early + late < wanted:
         name = rng.choice(list(CALLS))
         scene = Scene()
@@ -53,10 +68,12 @@ def main(wanted: int) -> tuple[int, int]:
             assert now in (before, outcomes[name]), f"{name} is half done"
             if name in MUTATIONS:
                 early, late = early + (now == before), late + (now != before)
-        guard = scene.cache.pool._guard
-        assert (guard.lock.locked(), guard.holder, guard.changing) == (False, None, False), name
+        assert scene.cache.pool._guard.holder != threading.get_ident(), name
         (scene.cache.pool if name.startswith("pool.") else scene.cache).check()
         scene.cache.append(scene.forks[1])
+    done = True
+    reader.join()
+    assert not wrong, wrong[0]
     return early, late
 
 

@@ -200,7 +200,7 @@ def test_tally(first, second):
         assert repeated.tolist() == [value in values[place + 1 :] for place, value in enumerate(values)]
 
 
-@pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.long)])
 def test_random_interrupts_come_before_the_change_or_after(number):
     [line] = run("random_interrupts", number)
     before, after = map(int, line.split())
