@@ -227,12 +227,15 @@ class PagedKVCache(Guarded):
         """The block tables and lengths of sequences.
 
         On the host they are new arrays. On a device they are views of buffers that stay in place; only rows that have
-        changed are copied there, and the next call overwrites them in stream order.
+        changed are copied there, and the next call overwrites them in stream order. Tables and lengths are of the same
+        instant: another thread's call is waited for.
 
         Raises
         ------
         KeyError
             A sequence that was freed or never was.
+        RuntimeError
+            On a device, in the middle of another call of the same thread.
         """
         if self._mirrors is not None:
             return self._mirrored_batch(seqs)
@@ -252,7 +255,7 @@ class PagedKVCache(Guarded):
 
     @consistent
     def stats(self) -> Stats:
-        """How full the pool is."""
+        """How full the pool is, at one instant: another thread's call is waited for."""
         return Stats.of(self.table)
 
     def check(self) -> None:
