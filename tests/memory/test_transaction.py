@@ -3,8 +3,6 @@
 import copy
 import itertools
 import pickle
-import subprocess
-import sys
 import tracemalloc
 from operator import setitem
 
@@ -17,7 +15,7 @@ from pagedkv.errors import OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable, transaction
 from pagedkv.memory.transaction import Tally
 
-from .manager import fails_after, interrupted_at
+from .manager import fails_after, interrupted_at, printed_by
 from .scene import MUTATIONS, Scene
 
 ALLOCATING = ["pool.allocate", "table.append", "table.add", "add", "append 1", "append n"]
@@ -113,17 +111,9 @@ def test_failed_copies_change_nothing(monkeypatch):
     scene.cache.check()
 
 
-def run(module: str, *arguments: object) -> list[str]:
-    """The lines that a program of this package prints."""
-    command = [sys.executable, "-m", f"tests.memory.{module}", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_whichever_allocations_fail_nothing_has_changed():
     pytest.importorskip("_testcapi")  # with which CPython tests itself; some distributions leave it out
-    lines = [line.rsplit(maxsplit=2) for line in run("failed_allocations")]
+    lines = [line.rsplit(maxsplit=2) for line in printed_by("failed_allocations")]
     assert [name for name, *_ in lines] == [*MUTATIONS, "batch"]
     assert all(int(number) > 20 for _, *numbers in lines for number in numbers)
 
@@ -198,11 +188,3 @@ def test_tally(first, second):
         assert counts.sum() == len(values)
         repeated = tally.repeated(np.array(values, np.int64))
         assert repeated.tolist() == [value in values[place + 1 :] for place, value in enumerate(values)]
-
-
-@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.long)])
-def test_random_interrupts_come_before_the_change_or_after(number):
-    [line] = run("random_interrupts", number)
-    before, after = map(int, line.split())
-    assert before + after >= number
-    assert before > number / 2
