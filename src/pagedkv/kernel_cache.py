@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
-import stat
+import secrets
 import sys
-import tempfile
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+from .private_folder import PrivateFolder, RefusedError, open_private
 
 DIGEST_BYTES = 32
 MOST_FILES = 1000
 MOST_BYTES = 256 * 1024 * 1024
+
+T = TypeVar("T")
+_refused: set[Path] = set()  # the directories that have been said to be refused, or to have a file that is
 
 
 def cache_dir(kind: str) -> Path | None:
@@ -54,8 +58,9 @@ class Store:
     """Byte blobs by key, one file each.
 
     A blob that is missing, truncated, altered or saved under another key counts as absent, and an unusable directory
-    keeps nothing: the caller compiles again. What is loaded gets executed, so a directory that belongs to another user,
-    or that others may write to, is never used.
+    keeps nothing: the caller compiles again. What is loaded gets executed, so only a directory is used that is proven
+    to be the user's alone (`private_folder.open_private`), and in it only regular files of the user's. What is refused
+    is logged, once for each directory.
 
     Parameters
     ----------
@@ -77,75 +82,67 @@ class Store:
 
     def load(self, key: bytes) -> bytes | None:
         """The blob of a key (any bytes), or None."""
-        if self.directory is None:
-            return None
-        digest, path = self._place(self.directory, key)
-        try:
-            if not _is_private(self.directory):
-                return None
-            content = path.read_bytes()
+        digest, name = self._place(key)
+
+        def read(folder: PrivateFolder) -> bytes:
+            content = folder.read(name)
             body = content[DIGEST_BYTES:]
             if hashlib.sha256(digest + body).digest() != content[:DIGEST_BYTES]:
-                return None
-        except OSError:
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        return body
+                raise RefusedError(folder.path / name, "is damaged, or was saved under another name")
+            return body
+
+        return self._in_folder(read, make=False)
 
     def save(self, key: bytes, body: bytes) -> None:
         """Keep a blob, whole or not at all. Failure to write only costs time at the next start."""
-        if self.directory is None:
-            return
-        digest, path = self._place(self.directory, key)
-        with contextlib.suppress(OSError):
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_private(self.directory):
-                return
-            # Named like a blob, so that what a killed process leaves behind is evicted in turn.
-            with tempfile.NamedTemporaryFile(
-                dir=self.directory, prefix="new-", suffix=self._suffix, delete=False
-            ) as file:
-                try:
-                    file.write(hashlib.sha256(digest + body).digest() + body)
-                    file.close()
-                    os.replace(file.name, path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
-            self._drop_oldest(self.directory, path)
+        digest, name = self._place(key)
+        # Named like a blob, so that what a killed process leaves behind is evicted in turn.
+        unfinished = f"new-{secrets.token_hex(8)}{self._suffix}"
 
-    def _place(self, directory: Path, key: bytes) -> tuple[bytes, Path]:
+        def write(folder: PrivateFolder) -> None:
+            folder.write(name, hashlib.sha256(digest + body).digest() + body, by_way_of=unfinished)
+            self._drop_oldest(folder, name)
+
+        self._in_folder(write, make=True)
+
+    def _place(self, key: bytes) -> tuple[bytes, str]:
         digest = hashlib.sha256(key).digest()
-        return digest, directory / (digest.hex()[:40] + self._suffix)
+        return digest, digest.hex()[:40] + self._suffix
 
-    def _drop_oldest(self, directory: Path, newest: Path) -> None:
-        files = []
-        for path in directory.glob("*" + self._suffix):
-            # Another process may drop it first.
-            with contextlib.suppress(FileNotFoundError):
-                facts = path.stat()
-                files.append((path != newest, -facts.st_mtime_ns, facts.st_size, path))
+    def _in_folder(self, use: Callable[[PrivateFolder], T], *, make: bool) -> T | None:
+        if self.directory is None:
+            return None
+        try:
+            with open_private(self.directory, make=make) as folder:
+                return use(folder)
+        except RefusedError as refused:
+            _say_refused(self.directory, refused)
+        except OSError:
+            pass
+        return None
+
+    def _drop_oldest(self, folder: PrivateFolder, newest: str) -> None:
+        files = [
+            (name != newest, -facts.st_mtime_ns, facts.st_size, name)
+            for name, facts in folder.files()
+            if name.endswith(self._suffix)
+        ]
         total = 0
-        for count, (_, _, nbytes, path) in enumerate(sorted(files), start=1):
+        for count, (_, _, nbytes, name) in enumerate(sorted(files), start=1):
             total += nbytes
             if count > self._most_files or total > self._most_bytes:
-                path.unlink(missing_ok=True)
+                folder.remove(name)
 
 
-def _is_private(directory: Path) -> bool:
-    if os.name != "posix":
-        return True
-    facts = directory.stat()
-    if facts.st_uid != os.geteuid():
-        _say_refused(directory, "it belongs to another user")
-    elif facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        _say_refused(directory, "others may write to it")
+def _say_refused(directory: Path, refused: RefusedError) -> None:
+    if directory in _refused:
+        return
+    _refused.add(directory)
+    if refused.path.parent == directory:
+        text = "a compiled kernel in %s is not used, and compiled again: %s; if you do not know why, delete the folder"
     else:
-        return True
-    return False
-
-
-@cache
-def _say_refused(directory: Path, reason: str) -> None:
-    logging.getLogger("pagedkv").warning("compiled kernels are not kept in %s: %s", directory, reason)
+        text = (
+            "compiled kernels are not kept in %s: %s; set PAGEDKV_CACHE_DIR to a folder of your own, in folders that "
+            "nobody else may write to (chmod go-w)"
+        )
+    logging.getLogger("pagedkv").warning(text, directory, refused)
