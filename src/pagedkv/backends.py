@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from .arrays import Array
 from .calls import AttentionCall, CopyCall, GatherCall, MergeCall, SwapCall, WriteCall
+from .compile_thread import apart
 from .errors import BackendUnavailableError
 from .placement import Placement
 
@@ -43,7 +44,8 @@ def backend_of(placement: Placement) -> Backend:
     """
     backend = _backends.get(placement.backend)
     if backend is None:
-        backend = _backends[placement.backend] = _load(placement.backend)
+        # numba does not survive an interrupt in the middle of its import
+        backend = _backends[placement.backend] = apart(lambda: _load(placement.backend))
     return backend
 
 

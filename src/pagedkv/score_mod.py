@@ -37,3 +37,11 @@ def refusal(score_mod_error: Exception) -> TypeError:
         "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "
         f"four int32: math functions, closed-over numbers and arrays of them only; numba says: {score_mod_error}"
     )
+
+
+def can_raise(what: str) -> TypeError:
+    """What to say of a score_mod that can end in an exception: a kernel cannot go on after it, nor free its memory."""
+    return TypeError(
+        f"it can raise {what}, and a kernel cannot: return math.nan, or -math.inf to mask the key; write x ** float(n) "
+        "for x ** n with an int n, and an array for a tuple or list that is indexed"
+    )

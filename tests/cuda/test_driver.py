@@ -30,7 +30,7 @@ def cuda(monkeypatch):
 
 def kernel(name="k"):
     made = CompiledKernel(f"{name}[]", f"pagedkv_{name}", "PTX", 128, (9, 0))
-    made.__dict__["linked"] = Linked((9, 0), b"cubin", "")
+    made._linked = Linked((9, 0), b"cubin", "")
     return made
 
 

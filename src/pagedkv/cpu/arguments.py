@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba import boolean, float32, int32, int64, types
 
 from ..arrays import Array
 from ..calls import AttentionCall, per_head
@@ -44,6 +45,17 @@ class Arguments(NamedTuple):
     options: LogitOptions
     sinks: npt.NDArray[np.float32]  # (num_heads,), or empty
     v_scale: npt.NDArray[np.float32]  # (num_kv_heads,)
+
+
+_STRIDES = types.UniTuple(int64, 4)
+# The numba types of `counter`, `num_items` and Arguments, with which the parameters of both kernels begin.
+FIRST_TYPES = (
+    *(int64, int64),
+    *(float32[:, :, ::1], int32[:, ::1], int32[::1]),
+    types.NamedTuple([int64, int64, _STRIDES, _STRIDES, int64], Caches),
+    types.NamedTuple([boolean, int64, float32, int64], LogitOptions),
+    *(float32[::1], float32[::1]),
+)
 
 
 def make_arguments(call: AttentionCall, q: Array) -> tuple[Arguments, tuple[Array, ...]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..arrays import Array
 from ..calls import AttentionCall
+from ..compile_thread import made_once
 from .blocks import copy_blocks, gather_kv, swap_blocks, write_kv
 from .merge import merge_states
 
@@ -20,18 +23,28 @@ __all__ = [
 ]
 
 
-def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
-    """Run a decode call."""
+@made_once(most=1)
+def _decode() -> Any:
     from . import decode
 
+    return decode
+
+
+@made_once(most=1)
+def _prefill() -> Any:
+    from . import prefill
+
+    return prefill
+
+
+def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
+    """Run a decode call."""
     # An infinity in a result is a value like any other: it comes back without a warning, as from a device.
     with np.errstate(over="ignore", invalid="ignore"):
-        decode.decode_attention(call, out, lse)
+        _decode().decode_attention(call, out, lse)
 
 
 def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Run a prefill call."""
-    from . import prefill
-
     with np.errstate(over="ignore", invalid="ignore"):
-        prefill.prefill_attention(call, out, lse)
+        _prefill().prefill_attention(call, out, lse)

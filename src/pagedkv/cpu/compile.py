@@ -1,64 +1,55 @@
-"""Compile a kernel with numba, and keep the machine code on disk.
+"""Compile a kernel with numba for one signature, and keep its machine code on disk.
 
 numba's own cache checks only the file that defines a function, so a kernel would survive a change to a function it
-calls; this one is keyed by all sources of the CPU backend, the kernel's config and signature, the versions and the
-processor.
+calls, and unpickles what it finds; this one is keyed by all sources of the CPU backend, the kernel's config and
+signature, the versions, numba's settings and the processor, and keeps machine code under three names, never a pickle.
+
+Compile on a thread that no signal reaches (`compile_thread`).
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite
 import numba
 import numpy as np
-from numba.core.compiler import CompileResult
+from numba import _dynfunc
+from numba.core import config as settings
+from numba.core.environment import Environment
+from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
 
+from ..errors import BackendUnavailableError
 from ..kernel_cache import Store, cache_dir, hash_of_sources
+
+if settings.DISABLE_JIT:
+    raise BackendUnavailableError(
+        "NUMBA_DISABLE_JIT is set, and attention on the CPU has to be compiled: unset it, or call "
+        "pagedkv.reference, which needs no compiler"
+    )
 
 SUFFIX = ".kernel"
 SOURCES = hash_of_sources(Path(__file__).parent)
 
+# numba's settings that change machine code; those of the processor are in `magic_tuple`.
+CODE_SETTINGS = (
+    *("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "LLVM_REFPRUNE_PASS", "LLVM_REFPRUNE_FLAGS", "DISABLE_INTEL_SVML"),
+    *("BOUNDSCHECK", "DEBUGINFO_DEFAULT", "EXTEND_VARIABLE_LIFETIMES", "DEBUG_NRT", "NRT_STATS"),
+)
 
-class _DiskCache:
-    """The cache interface that a numba dispatcher expects, with one file per compiled signature."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._store = Store(cache_dir("cpu"), SUFFIX)
-        self.cache_path = str(self._store.directory)
+class _Symbols(NamedTuple):
+    """The names of machine code: of the whole, of the function that Python calls, and of the cell of its globals."""
 
-    def _key(self, signature: Any, codegen: Any) -> bytes:
-        facts = (numba.__version__, llvmlite.__version__, np.__version__, sys.version, codegen.magic_tuple())
-        return repr((self._name, str(signature), facts)).encode() + SOURCES
-
-    def load_overload(self, signature: Any, target_context: Any) -> Any:
-        target_context.refresh()
-        body = self._store.load(self._key(signature, target_context.codegen()))
-        if body is None:
-            return None
-        try:
-            return CompileResult._rebuild(target_context, *pickle.loads(body))
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError):
-            return None
-
-    def save_overload(self, signature: Any, result: Any) -> None:
-        from numba.core.serialize import dumps
-
-        self._store.save(self._key(signature, result.codegen), dumps(result._reduce()))
-
-    def enable(self) -> None:
-        pass
-
-    def disable(self) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
+    library: str
+    entry: str
+    environment: str
 
 
 def _name_apart(function: Callable[..., Any], tag: object) -> None:
@@ -86,10 +77,57 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(nogil=True, inline="always")(function)
 
 
-def compile_kernel(function: Callable[..., Any], tag: object, *, keep: bool) -> Callable[..., Any]:
-    """Compile a kernel, which releases the GIL; `keep` stores it on disk under its name and `tag`."""
+def compile_kernel(
+    function: Callable[..., Any], signature: tuple[Any, ...], tag: object, *, keep: bool
+) -> Callable[..., Any]:
+    """Compile a kernel, which releases the GIL, for arguments of the numba types `signature`.
+
+    What comes back is machine code that Python calls: it takes arguments of exactly these types, and unlike a numba
+    dispatcher it neither looks at them nor ever compiles. `keep` stores it on disk under its name and `tag`.
+    """
     _name_apart(function, tag)
-    kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
-    if keep:
-        kernel._cache = _DiskCache(f"{function.__module__}.{function.__qualname__}")
+    store = Store(cache_dir("cpu") if keep else None, SUFFIX)
+    key = _key(f"{function.__module__}.{function.__qualname__}", signature)
+    with suppress(ValueError, TypeError):
+        header, code = (store.load(key) or b"").split(b"\n", 1)
+        return _load(function, _Symbols(**json.loads(header)), code)
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
+    dispatcher.compile(signature)
+    (compiled,) = dispatcher.overloads.values()
+    library = compiled.library
+    symbols = _Symbols(library.name, compiled.fndesc.llvm_cpython_wrapper_name, compiled.fndesc.env_name)
+    # Constants that are Python objects, and functions that numba runs before the code, are in no machine code.
+    if not compiled.environment.consts and not compiled.reload_init:
+        store.save(key, json.dumps(symbols._asdict()).encode() + b"\n" + library._get_compiled_object())
+    return _callable(function, library, symbols, compiled.environment, dispatcher)
+
+
+def _key(name: str, signature: tuple[Any, ...]) -> bytes:
+    settings.reload_config()  # as numba does before it compiles
+    facts = (numba.__version__, llvmlite.__version__, np.__version__, sys.version)
+    processor = cpu_target.target_context.codegen().magic_tuple()
+    chosen = [(setting, getattr(settings, setting, None)) for setting in CODE_SETTINGS]
+    return repr((name, str(signature), facts, processor, chosen)).encode() + SOURCES
+
+
+def _load(function: Callable[..., Any], symbols: _Symbols, code: bytes) -> Callable[..., Any]:
+    context = cpu_target.target_context
+    rtsys.initialize(context)  # what compiled code takes memory from
+    library = context.codegen().create_library(symbols.library)
+    library.enable_object_caching()
+    library._set_compiled_object(code)
+    library._finalize_final_module()
+    environment = Environment(function.__globals__)
+    library.codegen.set_env(symbols.environment, environment)
+    return _callable(function, library, symbols, environment)
+
+
+def _callable(
+    function: Callable[..., Any], library: Any, symbols: _Symbols, environment: Any, *owners: Any
+) -> Callable[..., Any]:
+    """A Python function whose body is the machine code at an entry point; it keeps its `owners` alive."""
+    address = library.codegen._engine.get_function_address(symbols.entry)
+    kernel: Callable[..., Any] = _dynfunc.make_function(
+        sys.modules[function.__module__], function.__qualname__, "", address, environment, (library, *owners)
+    )
     return kernel

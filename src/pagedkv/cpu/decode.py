@@ -11,16 +11,16 @@ where its window does, so the order of every sum depends on the sequence's lengt
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+from numba import boolean, float32, int64, njit, types
 
 from ..arrays import Array
 from ..calls import AttentionCall
-from .arguments import make_arguments
+from ..compile_thread import made_once
+from .arguments import FIRST_TYPES, make_arguments
 from .compile import compile_kernel, inlined
 from .flash import STEP, make_steps, make_walk, merge
 from .scratch import NOTHING, copy_floats, scratch_at, scratch_memory, start_row
@@ -102,7 +102,7 @@ def _make_sweep(stage: Any, take_step: Any) -> Callable[..., Any]:
     return sweep
 
 
-@lru_cache(maxsize=64)
+@made_once(most=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The decode kernel of one TileConfig and score_mod."""
     stage_keys, stage_values = make_tiles(config) if config.vllm else (None, None)
@@ -184,7 +184,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         # numba frees an array after its last use, and does not see that addresses are in use.
         return memory.size
 
-    return compile_kernel(decode, (config, score_mod), keep=score_mod is None)
+    return compile_kernel(decode, SIGNATURE, (config, score_mod), keep=score_mod is None)
 
 
 class Splits(NamedTuple):
@@ -193,6 +193,15 @@ class Splits(NamedTuple):
     seq: npt.NDArray[np.int64]  # (splits,) the sequence of each
     begin: npt.NDArray[np.int64]  # (splits,) its first token
     first: npt.NDArray[np.int64]  # (num_seqs + 1,) the first split of each sequence
+
+
+SIGNATURE = (
+    *FIRST_TYPES,
+    types.NamedUniTuple(int64[::1], 3, Splits),
+    *(int64, boolean, boolean),
+    *(float32[:, :, ::1], float32[:, ::1], float32[:, ::1], int64[:, ::1]),
+    *(float32[:, :, ::1], float32[:, ::1]),
+)
 
 
 def plan_splits(seq_lens: npt.NDArray[np.int32], window: int | None) -> Splits:

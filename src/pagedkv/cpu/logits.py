@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import float32, int32, njit, types
+from numba.core import config as settings
 from numba.core.errors import NumbaError
 
-from ..score_mod import refusal
+from ..score_mod import can_raise, refusal
 from .compile import device
 from .simd import get_float, put_float
 from .tiles import FLOAT_BYTES
 
 SIGNATURE = (float32, int32, int32, int32, int32)
+
+# An exception in numba's code: a pickle of its class and arguments, as text of LLVM.
+_EXCEPTION = re.compile(r'^@\.const\.pickledata\.\w+ = .* c"(?:.*?builtins\\94\\8C\\..(\w+))?.*"', re.MULTILINE)
+_OF_PRINT = "missing Environment"  # what `print` would raise if numba had gone wrong
 
 
 def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -26,7 +32,7 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     Raises
     ------
     TypeError
-        numba cannot compile `score_mod` for (float32, int32, int32, int32, int32).
+        numba cannot compile `score_mod` for (float32, int32, int32, int32, int32), or what it compiles can raise.
     """
     user = _compile_score_mod(score_mod)
 
@@ -47,12 +53,22 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
 def _compile_score_mod(score_mod: Callable[..., Any] | None) -> Callable[..., Any] | None:
     if score_mod is None:
         return None
-    user: Any = njit(error_model="numpy")(score_mod)
+    user: Any = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(score_mod)
     try:
         user.compile(SIGNATURE)
-        result = user.overloads[SIGNATURE].signature.return_type
+        compiled = user.overloads[SIGNATURE]
+        result = compiled.signature.return_type
         if not isinstance(result, (types.Float, types.Integer, types.Boolean)):
             raise TypeError(f"it returns {result}, not a real number")
+        # Without optimization the code has exceptions that are never raised.
+        if settings.OPT and (exceptions := _exceptions(compiled.library.get_llvm_str())):
+            raise can_raise(" or ".join(exceptions))
     except (NumbaError, TypeError) as error:
         raise refusal(error) from error
     return user
+
+
+def _exceptions(code: str) -> list[str]:
+    """What optimized code can raise."""
+    found = _EXCEPTION.finditer(code)
+    return sorted({match[1] or "an exception" for match in found if _OF_PRINT not in match[0]})

@@ -9,15 +9,16 @@ one (sequence, KV head) are consecutive, so its keys stay in the processor's cac
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numba import float32, int64, types
 
 from ..arrays import Array
 from ..calls import AttentionCall
-from .arguments import make_arguments
+from ..compile_thread import made_once
+from .arguments import FIRST_TYPES, make_arguments
 from .compile import compile_kernel, inlined
 from .flash import STEP, make_steps, make_walk, merge
 from .scratch import NOTHING, scratch_at, scratch_memory, start_row
@@ -40,7 +41,7 @@ class Item(NamedTuple):
     head_dim: Any
 
 
-@lru_cache(maxsize=64)
+@made_once(most=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The prefill kernel of one TileConfig and score_mod."""
     stage_keys, stage_values = make_tiles(config)
@@ -121,7 +122,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         # numba frees an array after its last use, and does not see that addresses are in use.
         return memory.size
 
-    return compile_kernel(prefill, (config, score_mod), keep=score_mod is None)
+    return compile_kernel(prefill, SIGNATURE, (config, score_mod), keep=score_mod is None)
 
 
 class Chunks(NamedTuple):
@@ -129,6 +130,14 @@ class Chunks(NamedTuple):
 
     seq: npt.NDArray[np.int64]  # (chunks,) the sequence of each
     token: npt.NDArray[np.int64]  # (chunks,) its first row of q
+
+
+SIGNATURE = (
+    *FIRST_TYPES,
+    int64[::1],
+    types.NamedUniTuple(int64[::1], 2, Chunks),
+    *(int64, float32[:, :, ::1], float32[:, ::1]),
+)
 
 
 def plan_chunks(query_starts: npt.NDArray[np.int64], tokens_per_item: int) -> Chunks:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from numba import cuda, float32, types
 
@@ -25,6 +27,7 @@ from pagedkv.cuda.driver import wants_lineinfo
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.kernels.device.source import KernelSource, device_function
 
+from ..conftest import start_again
 from .compile_cases import Config, make_scale
 
 pytestmark = pytest.mark.usefixtures("directory")
@@ -61,10 +64,6 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(compiling, "_make_ptx", counted)
     return calls
-
-
-def start_again(monkeypatch):
-    monkeypatch.setattr(compiling, "_compiled", {})
 
 
 def test_a_kernel_says_what_it_is():
@@ -184,6 +183,29 @@ def test_processes_that_race_make_the_same_kernel(directory):
     assert [path.suffix for path in directory.iterdir()] == [".ptx"]
 
 
+def test_the_caller_can_be_interrupted_and_finds_the_kernel_later(monkeypatch, compiled):
+    go = threading.Event()
+    link = compiling.load_or_link
+    make_ptx = compiling._make_ptx
+    monkeypatch.setattr(compiling, "_make_ptx", lambda *args: go.wait(30) and make_ptx(*args))
+    monkeypatch.setattr(compiling, "load_or_link", lambda *args: go.wait(30) and link(*args))
+
+    def interrupted(work):
+        go.clear()
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        timer.join()
+        go.set()
+
+    interrupted(lambda: compile_kernel(make_scale, Config(3)))
+    kernel = compile_kernel(make_scale, Config(3))
+    interrupted(lambda: kernel.linked)
+    assert kernel.linked is kernel.linked
+    assert len(compiled) == 1
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -192,8 +214,9 @@ def test_processes_that_race_make_the_same_kernel(directory):
         lambda patch: compile_kernel(make_scale, Config(3), lineinfo=True),
         lambda patch: (patch.setattr(compiling, "SOURCES", b"edited"), compile_kernel(make_scale, Config(3))),
         lambda patch: (patch.setattr(compiling, "versions", lambda: ("9",)), compile_kernel(make_scale, Config(3))),
+        lambda patch: (patch.setenv("NUMBA_OPT", "0"), compile_kernel(make_scale, Config(3))),
     ],
-    ids=["config", "capability", "lineinfo", "sources", "versions"],
+    ids=["config", "capability", "lineinfo", "sources", "versions", "settings"],
 )
 def test_what_differs_is_compiled_apart(monkeypatch, compiled, other):
     compile_kernel(make_scale, Config(3))
@@ -270,7 +293,7 @@ def test_a_score_mod_is_kept_in_the_process_alone(compiled, directory):
     kernel = compile_kernel(make_scale, Config(3, halve))
     assert kernel.name == "scale[factor=3, score_mod=halve]"
     assert compile_kernel(make_scale, Config(3, halve)) is kernel
-    assert compile_kernel(make_scale, Config(3, lambda score, *rest: score)) is not kernel
+    assert compile_kernel(make_scale, Config(3, lambda score, q_pos, k_pos, head, seq: score)) is not kernel
     assert len(compiled) == 2
     assert not directory.exists()
 
@@ -303,6 +326,47 @@ def test_a_score_mod_that_cannot_be_used_says_so(compiled, score_mod):
     compile_kernel(make_scale, Config(3, lambda score, q_pos, k_pos, head, seq: score))
 
 
+def _asserts():
+    scope = {}  # pytest writes other code for what it finds in a file
+    exec("def asserts(score, q_pos, k_pos, head, seq):\n    assert score < 1e30\n    return score", scope)
+    return scope["asserts"]
+
+
+def _checked(score):
+    if score > 1e30:
+        raise ValueError("too large")
+    return score
+
+
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        _asserts(),
+        lambda score, q_pos, k_pos, head, seq: CHECKED(score),
+        lambda score, q_pos, k_pos, head, seq: PAIR[head],
+    ],
+    ids=["assert", "a function that raises", "a tuple"],
+)
+def test_a_score_mod_that_can_raise_is_refused(compiled, score_mod):
+    with pytest.raises(TypeError, match=r"^score_mod must be .* it can raise an exception, and a kernel cannot"):
+        compile_kernel(make_scale, Config(3, score_mod))
+    assert not compiled
+
+
+CHECKED = cuda.jit(device=True)(_checked)
+PAIR = (1.0, 2.0)
+TABLE = np.arange(8, dtype=np.float32)
+
+
+def test_a_score_mod_that_cannot_raise_is_compiled():
+    def loops(score, q_pos, k_pos, head, seq):
+        for i in range(0, k_pos, 2):
+            score += math.sin(i) / (k_pos - q_pos) + score % head + k_pos // head + TABLE[i % 8] + head**k_pos
+        return score if score < 3 else 0.5 ** float(k_pos)
+
+    compile_kernel(make_scale, Config(3, loops))
+
+
 def make_faulty(config):
     def kernel(values):
         values[0] = "text"
@@ -329,10 +393,9 @@ def test_a_kernel_with_an_external_call_is_refused():
 
 
 def test_the_oldest_kernels_are_forgotten(monkeypatch):
-    monkeypatch.setattr(compiling, "_compiled", {})
-    monkeypatch.setattr(compiling, "MOST_KERNELS", 2)
+    monkeypatch.setattr(compiling._load_or_compile, "_most", 2)
     kernels = [compile_kernel(make_scale, Config(factor)) for factor in (2, 3, 4)]
-    assert list(compiling._compiled.values()) == kernels[1:]
+    assert list(compiling._load_or_compile.made.values()) == kernels[1:]
     assert compile_kernel(make_scale, Config(4)) is kernels[2]
     assert compile_kernel(make_scale, Config(2)).ptx == kernels[0].ptx
 

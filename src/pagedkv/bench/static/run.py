@@ -103,7 +103,7 @@ def run(
     jobs = [(variant, cc) for variant in (quick_variants() if quick else variants()) for cc in capabilities]
     with tempfile.TemporaryDirectory() as directory:
         environment = {"PAGEDKV_CACHE_DIR": directory} if cold else {}
-        with patch.dict(os.environ, environment), patch.dict(compiling._compiled, {}, clear=cold):
+        with patch.dict(os.environ, environment), patch.dict(compiling._load_or_compile.made, {}, clear=cold):
             rows = _measure_all(jobs, repeats, progress, processes)
     tools = zip(TOOLS, versions()[1:], strict=True)
     compilers: list[Row] = [{"compiler": tool, "version": version} for tool, version in tools if version]

@@ -13,22 +13,21 @@ import inspect
 import json
 import re
 import textwrap
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import kernels
+from ...compile_thread import apart, made_once
 from ...errors import BackendUnavailableError
 from ...kernel_cache import Store, cache_dir, hash_of_sources
 from ...kernels.device.source import KernelSource, with_lineinfo
-from ...score_mod import refusal
+from ...score_mod import can_raise, refusal
 from .. import INSTALL
 from .link import Linked, load_or_link
 from .numba_overrides import overridden
-from .ptx import Capability, external_functions, versions
+from .ptx import Capability, external_functions, returns_0, versions
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -36,10 +35,10 @@ if TYPE_CHECKING:
 SUFFIX = ".ptx"
 SOURCES = hash_of_sources(Path(kernels.__file__).parent, Path(__file__).parent)
 
-MOST_KERNELS = 256  # in this process: a score_mod made for each call would fill its memory
+# numba-cuda's settings that change PTX.
+CODE_SETTINGS = ("OPT", "BOUNDSCHECK", "CUDA_DEBUGINFO_DEFAULT", "CUDA_DEBUG_POLY", "CUDA_ENABLE_NRT")
 
-_lock = threading.RLock()
-_compiled: dict[Any, CompiledKernel] = {}
+MOST_KERNELS = 256  # in this process: a score_mod made for each call would fill its memory
 
 
 class CompiledKernel:
@@ -65,11 +64,12 @@ class CompiledKernel:
         self.ptx = ptx
         self.num_threads = num_threads
         self.capability = capability
+        self._linked: Linked | None = None
 
     def __repr__(self) -> str:
         return f"<CompiledKernel {self.name} for compute capability {self.capability[0]}.{self.capability[1]}>"
 
-    @cached_property
+    @property
     def linked(self) -> Linked:
         """Machine code, linked on first use and kept on disk.
 
@@ -78,13 +78,16 @@ class CompiledKernel:
         BackendUnavailableError
             nvJitLink is not installed, or is too old for the device.
         """
-        with _lock:
-            return load_or_link(self.ptx, self.capability)
+        return self._linked or apart(self._link)
 
     @property
     def cubin(self) -> bytes:
         """The machine code of `linked`."""
         return self.linked.cubin
+
+    def _link(self) -> Linked:
+        self._linked = self._linked or load_or_link(self.ptx, self.capability)
+        return self._linked
 
 
 def compile_kernel(
@@ -116,16 +119,7 @@ def compile_kernel(
     BackendUnavailableError
         NVVM, which numba-cuda needs to make PTX, is not installed or fails, or numba's CUDA simulator is on.
     """
-    key = (make, config, capability, lineinfo)
-    kernel = _compiled.get(key)
-    if kernel is None:
-        with _lock:
-            kernel = _compiled.get(key)
-            if kernel is None:
-                kernel = _compiled[key] = _load_or_compile(make, config, capability, lineinfo)
-                if len(_compiled) > MOST_KERNELS:
-                    del _compiled[next(iter(_compiled))]  # the oldest one
-    return kernel
+    return _load_or_compile(make, config, capability, lineinfo)
 
 
 def compile_for(device: Device, make: Callable[[Any], KernelSource], config: Any) -> CompiledKernel:
@@ -133,6 +127,7 @@ def compile_for(device: Device, make: Callable[[Any], KernelSource], config: Any
     return compile_kernel(make, config, device.capability, lineinfo=device.lineinfo)
 
 
+@made_once(most=MOST_KERNELS)
 def _load_or_compile(
     make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool
 ) -> CompiledKernel:
@@ -140,7 +135,8 @@ def _load_or_compile(
     name = make.__name__.removeprefix("make_")
     entry = f"pagedkv_{name}"
     # Line info names files by their full path, so another copy of the package makes another kernel.
-    facts = (make.__module__, make.__qualname__, fields, capability, lineinfo and __file__, versions())
+    lines = lineinfo and __file__
+    facts = (make.__module__, make.__qualname__, fields, capability, lines, versions(), _settings())
     store = Store(cache_dir("cuda") if all(map(_is_plain, fields.values())) else None, SUFFIX)
     key = repr(facts).encode() + SOURCES
     name = f"{name}[{', '.join(f'{field}={_shown(value)}' for field, value in fields.items())}]"
@@ -153,6 +149,13 @@ def _load_or_compile(
     return CompiledKernel(name, entry, ptx, num_threads, capability)
 
 
+def _settings() -> list[Any]:
+    from numba.cuda.core import config as settings
+
+    settings.reload_config()  # as numba-cuda does before it compiles
+    return [getattr(settings, name, None) for name in CODE_SETTINGS]
+
+
 def _compile(
     make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
 ) -> tuple[str, int]:
@@ -163,23 +166,22 @@ def _compile(
 
     if settings.ENABLE_CUDASIM:
         raise BackendUnavailableError("NUMBA_ENABLE_CUDASIM is set, and numba's simulator compiles nothing: unset it")
+    score_mod, missing = getattr(config, "score_mod", None), (NvvmSupportError, DynamicLibNotFoundError)
     try:
         with overridden(capability):
+            if score_mod is not None:
+                _check(score_mod, capability, missing)
             return _make_ptx(make, config, capability, lineinfo, entry)
-    except (NvvmSupportError, DynamicLibNotFoundError) as error:
+    except missing as error:
         reason = str(error).split("\n", 1)[0]  # what follows lists folders
         raise BackendUnavailableError(
             f"CUDA kernels are compiled by NVVM, which is missing or does not work: {INSTALL} (numba-cuda: {reason})"
         ) from error
-    except Exception as error:
-        if (score_mod := getattr(config, "score_mod", None)) is not None:
-            _refuse(score_mod, capability)
-        if isinstance(error, nvvmError):
-            raise BackendUnavailableError(
-                f"NVVM cannot compile {entry} for {config} ({error}): use other options (a score_mod in float32, if "
-                'there is one), or backend="cpu" on host arrays, and report it'
-            ) from error
-        raise
+    except nvvmError as error:
+        raise BackendUnavailableError(
+            f"NVVM cannot compile {entry} for {config} ({error}): use other options (a score_mod in float32, if "
+            'there is one), or backend="cpu" on host arrays, and report it'
+        ) from error
 
 
 def _make_ptx(
@@ -241,18 +243,20 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]
     return [(target, value)]
 
 
-def _refuse(score_mod: Callable[..., Any], capability: Capability) -> None:
-    """Raise TypeError if it is the user's function that does not compile."""
+def _check(score_mod: Callable[..., Any], capability: Capability, missing: tuple[type[Exception], ...]) -> None:
+    """Raise TypeError for a user's function that does not compile, or whose code can raise."""
     from numba import cuda, types
 
+    signature = types.float32, *[types.int32] * 4
     try:
-        with overridden(capability):
-            ptx, result = cuda.compile_ptx(
-                score_mod, (types.float32, *[types.int32] * 4), debug=False, opt=True, device=True, cc=capability
-            )
+        ptx, result = cuda.compile_ptx(score_mod, signature, debug=False, opt=True, device=True, cc=capability)
         if not isinstance(result, types.Float | types.Integer | types.Boolean):
             raise TypeError(f"it returns {result}, not a real number")
+        if not returns_0(ptx):
+            raise can_raise("an exception")
         _tidy(f"{ptx}\n.visible .entry score_mod(", "score_mod")
+    except missing:
+        raise
     except Exception as error:
         raise refusal(error) from error
 

@@ -35,6 +35,20 @@ def external_functions(ptx: str) -> list[str]:
     return re.findall(r"\.extern\s+\.func\s+(?:\([^)]*\)\s*)?([\w$]+)", ptx)
 
 
+_STATUS = re.compile(
+    r"^\.visible \.func(?:.|\n)*?^\s*st\.param\.\w+\s+\[func_retval0(?:\+0)?\], ([%\w]+);", re.MULTILINE
+)
+
+
+def returns_0(ptx: str) -> bool:
+    """Whether the visible device function of a PTX module always returns 0: numba's status of no exception."""
+    match = _STATUS.search(ptx)
+    if match is None:
+        return False
+    body = ptx[match.start() : match.end()]
+    return match[1] == "0" or re.findall(rf"^\s+\S+\s+{re.escape(match[1])}, (.*);", body, re.MULTILINE) == ["0"]
+
+
 _LOAD = re.compile(r"\bld\.(?:[\w:]+\.)*?global\.((?:[\w:]+\.)*?)(?:(v[24])\.)?[busf](8|16|32|64)\b")
 _ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w:.]*\s*\[[^\]]*\], \[[^\]]*\], (\d+)")
 

@@ -1,0 +1,203 @@
+"""Compiling on a thread that no signal reaches: once, finished after an interrupt, and never in the way of a fork."""
+
+import _thread
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from pagedkv import compile_thread
+from pagedkv.compile_thread import MadeOnce, apart, made_once
+
+posix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="signals and fork are POSIX")
+
+
+def program(text, *args, timeout=100):
+    """What a program prints that compiles kernels ``values *= factor`` at once, as `scale(factor)`."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KERNELS + text, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+KERNELS = """
+import os, random, signal, sys, threading, time
+import numpy as np
+from pagedkv.compile_thread import made_once
+
+@made_once(most=10_000)
+def scale(factor):
+    from numba import float64
+    from pagedkv.cpu.compile import compile_kernel
+    def kernel(values):
+        for i in range(values.size):
+            values[i] *= factor
+    return compile_kernel(kernel, (float64[::1],), factor, keep=False)
+
+def check(factor):
+    values = np.ones(3)
+    scale(factor)(values)
+    assert values.tolist() == [factor] * 3
+"""
+
+INTERRUPTED = """
+armed, interrupts, compiled = False, 0, 0
+
+def interrupt(*args):
+    global interrupts
+    if armed:
+        interrupts += 1
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+while interrupts < int(sys.argv[1]):
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, random.expovariate(100))
+        try:
+            check(compiled)
+            compiled += 1
+        finally:
+            armed = False
+    except KeyboardInterrupt:
+        pass
+signal.setitimer(signal.ITIMER_REAL, 0)
+check(compiled)
+print(interrupts, compiled)
+"""
+
+
+@posix
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])
+def test_interrupts_at_any_moment_of_first_compilations_break_nothing(count):
+    interrupts, compiled = program(INTERRUPTED, count, timeout=30 + count / 20)
+    assert int(interrupts) == count
+    assert int(compiled) > 10
+
+
+@posix
+def test_what_was_interrupted_is_finished_for_the_next_call():
+    go, calls = threading.Event(), []
+
+    @made_once(most=2)
+    def make(key):
+        calls.append((key, threading.current_thread() is threading.main_thread()))
+        assert go.wait(30)
+        return [key]
+
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        make(1)
+    timer.join()
+    go.set()
+    assert make(1) is make(1)
+    assert calls == [(1, False)]
+
+
+def test_threads_make_it_once():
+    calls, found = [], []
+
+    @made_once(most=2)
+    def make(key):
+        calls.append(key)
+        time.sleep(0.05)
+        return [key]
+
+    threads = [threading.Thread(target=lambda: found.append(make(1))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == [1]
+    assert len({id(x) for x in found}) == 1
+
+
+def test_the_oldest_result_is_forgotten():
+    make = MadeOnce(lambda key: [key], most=2)
+    first, second, third = make(1), make(2), make(3)
+    assert make(2) is second
+    assert make(3) is third
+    assert make(1) is not first
+    assert list(make.made) == [(3,), (1,)]
+
+
+def test_an_exception_reaches_the_caller_and_is_not_remembered():
+    outcomes = [ValueError("no"), 7]
+
+    @made_once(most=2)
+    def make():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    with pytest.raises(ValueError, match="no"):
+        make()
+    assert make() == 7
+
+
+def test_work_may_ask_for_other_work():
+    assert apart(lambda: apart(lambda: apart(threading.get_ident)) == threading.get_ident())
+
+
+def test_without_further_threads_the_caller_does_the_work(monkeypatch):
+    def no_thread(*args):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_thread, "start_new_thread", no_thread)
+    assert apart(threading.get_ident) == threading.get_ident()
+
+
+FORKED = """
+started, done = threading.Event(), []
+
+def work():
+    started.set()
+    time.sleep(0.3)
+    check(2)
+    done.append(2)
+
+from pagedkv.compile_thread import apart
+threading.Thread(target=apart, args=(work,)).start()
+started.wait()
+def interrupt(*args):
+    raise TimeoutError("in the middle of a fork")
+if sys.argv[1] == "interrupted":
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+child = os.fork()
+assert done == [2]
+if child == 0:
+    check(3)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+check(4)
+print("done")
+"""
+
+
+@posix
+@pytest.mark.parametrize("how", ["at once", "interrupted"])
+def test_a_child_forked_in_the_middle_of_a_compilation_compiles(how):
+    assert program(FORKED, how) == ["done"]
+
+
+@posix
+def test_a_process_that_ends_in_the_middle_of_a_compilation_waits_for_it():
+    text = "from pagedkv.compile_thread import apart\n_thread = __import__('_thread')\n"
+    text += "_thread.start_new_thread(apart, (lambda: (time.sleep(0.2), check(2), print('finished', flush=True)),))\n"
+    assert program(text + "time.sleep(0.1)") == ["finished"]
+
+
+def test_the_turn_is_free_after_all_of_this():
+    assert compile_thread._turn.acquire(blocking=False)
+    compile_thread._turn.release()
