@@ -1,6 +1,5 @@
 """Compiling on a thread that no signal reaches: once, finished after an interrupt, and never in the way of a fork."""
 
-import _thread
 import os
 import signal
 import subprocess
@@ -153,7 +152,7 @@ def test_without_further_threads_the_caller_does_the_work(monkeypatch):
     def no_thread(*args):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(_thread, "start_new_thread", no_thread)
+    monkeypatch.setattr(compile_thread, "start_new_thread", no_thread)
     assert apart(threading.get_ident) == threading.get_ident()
 
 

@@ -7,10 +7,10 @@ interrupted; what it has asked for is finished all the same, and the next call f
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import logging  # noqa: F401 (its hook at a fork is to be registered before the one below, and so to run after it)
 import os
+from _thread import start_new_thread
 from collections.abc import Callable, Hashable
 from queue import SimpleQueue
 from threading import RLock
@@ -27,7 +27,7 @@ class MadeOnce(Generic[T]):
     Parameters
     ----------
     make : callable
-        What it raises is raised to the caller, and not remembered.
+        Returns anything but None. What it raises is raised to the caller, and not remembered.
     most : int
         How many results stay; the oldest one is forgotten first.
 
@@ -45,10 +45,8 @@ class MadeOnce(Generic[T]):
         self._most = most
 
     def __call__(self, *args: Hashable) -> T:
-        try:
-            return self.made[args]
-        except KeyError:
-            return apart(lambda: self._made_of(args))
+        found = self.made.get(args)
+        return apart(lambda: self._made_of(args)) if found is None else found
 
     def _made_of(self, args: tuple[Hashable, ...]) -> T:
         if args not in self.made:  # another caller may have been first, or this one was interrupted before
@@ -77,7 +75,7 @@ def apart(work: Callable[[], T]) -> T:
                 answer.put((None, error))
 
     try:
-        _thread.start_new_thread(run, ())
+        start_new_thread(run, ())
     except RuntimeError:  # no further thread can be started, or the interpreter is about to end
         run()
     result, error = answer.get()

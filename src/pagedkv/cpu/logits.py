@@ -60,8 +60,8 @@ def _compile_score_mod(score_mod: Callable[..., Any] | None) -> Callable[..., An
         result = compiled.signature.return_type
         if not isinstance(result, (types.Float, types.Integer, types.Boolean)):
             raise TypeError(f"it returns {result}, not a real number")
-        # Without optimization the code has exceptions that are never raised.
-        if settings.OPT and (exceptions := _exceptions(compiled.library.get_llvm_str())):
+        # Without optimization, or with checks of bounds, the code has exceptions that are never raised.
+        if settings.OPT and not settings.BOUNDSCHECK and (exceptions := _exceptions(compiled.library.get_llvm_str())):
             raise can_raise(" or ".join(exceptions))
     except (NumbaError, TypeError) as error:
         raise refusal(error) from error
