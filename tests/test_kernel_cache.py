@@ -195,8 +195,8 @@ def test_a_directory_that_is_a_link_is_not_used(tmp_path, warnings_logged):
 @posix
 @pytest.mark.parametrize("absolute", [True, False])
 def test_links_of_the_user_above_the_directory_are_followed(tmp_path, absolute):
-    (tmp_path / "disk" / "large").mkdir(parents=True)
-    (tmp_path / "home").mkdir()
+    for name in ("disk", "disk/large", "home"):
+        (tmp_path / name).mkdir(mode=0o700)
     (tmp_path / "home" / "cache").symlink_to(tmp_path / "disk" / "large" if absolute else "../disk/large")
     Store(tmp_path / "home" / "cache" / "blobs", ".blob").save(b"key", b"body")
     assert Store(tmp_path / "disk" / "large" / "blobs", ".blob").load(b"key") == b"body"

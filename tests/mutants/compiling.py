@@ -33,7 +33,7 @@ MUTANTS = [
         (CACHE + "test_a_file_that_another_may_have_made_is_not_loaded",),
     ),
     Mutant(
-        "opening a pipe waits for somebody who writes to it",
+        "what is no file is loaded",
         "private_folder.py",
         'raise RefusedError(self.path / name, "is no regular file")',
         "pass",
