@@ -21,6 +21,7 @@ import numba
 import numpy as np
 from numba import _dynfunc
 from numba.core import config as settings
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.environment import Environment
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
@@ -77,6 +78,7 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(nogil=True, inline="always")(function)
 
 
+@global_compiler_lock  # a thread of the user's may be compiling too
 def compile_kernel(
     function: Callable[..., Any], signature: tuple[Any, ...], tag: object, *, keep: bool
 ) -> Callable[..., Any]:
