@@ -1,5 +1,8 @@
 """EmulatorDevice: NumPy arrays of any strides as buffers with exact bounds, workspaces, copies, and what comes back."""
 
+import resource
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from numba import cuda, types
 
 from pagedkv.emulator import EmulatorDevice, EmulatorError, MemoryFault, Module, RaceFault
-from pagedkv.emulator.device import _copy_changes
+from pagedkv.emulator.state.memory import sparse_zeros
 
 from .ptx_harness import compile_ptx
 
@@ -163,11 +166,12 @@ def test_only_what_a_kernel_wrote_comes_back(copy_rows):
     assert (target == 1).all()
 
 
-def test_copy_changes_by_bytes():
-    nan = np.array([np.nan, 0.0, -0.0, 1.0], np.float32)
-    target = np.array([np.nan, -0.0, -0.0, 2.0], np.float32)
-    _copy_changes(nan, target)
-    assert target.tobytes() == nan.tobytes()
+def test_values_that_are_equal_but_not_the_same_bytes_come_back(copy_rows):
+    source = np.array([[np.nan, 0.0, -0.0, 1.0]], np.float32)
+    target = np.array([[np.nan, -0.0, -0.0, 2.0]], np.float32)
+    with EmulatorDevice() as device:
+        copy(device, copy_rows[4], source, target)
+    assert target.tobytes() == source.tobytes()
 
 
 @pytest.mark.parametrize("read_only", ["source", "target"])
@@ -278,6 +282,11 @@ def test_copies():
     assert x[:4].tolist() == [0, 7, 8, 9]
 
 
+def test_a_workspace_has_a_size():
+    with EmulatorDevice() as device, pytest.raises(EmulatorError, match="nbytes must be >= 0, got -1"):
+        device.scratch("w", -1)
+
+
 def test_a_workspace_is_taken_once():
     with EmulatorDevice() as device:
         assert device.take("report") is None
@@ -331,6 +340,53 @@ def test_shared_memory_limit_and_grid_limits(copy_rows):
     ):
         with pytest.raises(EmulatorError, match=message):
             device.launch(copy_rows[4], grid, args, shared)
+
+
+def resident_mib():
+    """What this process holds in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / (1 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("init_check", [True, False])
+def test_a_large_array_takes_memory_only_for_what_a_kernel_touches(copy_rows, init_check):
+    """Twice 3 GiB that the system has not given any memory for, as views with gaps; rows far apart are used."""
+    rows, columns, apart = 2, 8, 1 << 28
+    source, target = (
+        sparse_zeros(3 * apart, np.float32).reshape(3, 1 << 13, 1 << 15)[:, :, : 1 << 14] for _ in range(2)
+    )
+    strides = [apart, 1] * 2
+    source[:2, 0, :columns] = values = np.arange(rows * columns).reshape(rows, columns)
+    before = resident_mib()
+    with EmulatorDevice(init_check=init_check, global_race=True, stats=True) as device:
+        arguments = [device.address("source", source), device.address("target", target), rows, columns, *strides]
+        device.launch(copy_rows[4], (rows, 1, 1), arguments)
+        assert resident_mib() - before < 100
+    assert resident_mib() - before < 100
+    np.testing.assert_array_equal(target[:2, 0, :columns], values)
+    assert not target[2, 0].any()
+    arguments[:2] = [
+        address + 4 * (1 << 14) - 4 for address in arguments[:2]
+    ]  # the last element of a row, then the gap
+    with pytest.raises(MemoryFault, match=r"out of bounds.*in the gap after source\[0, 0, 16383\]"):
+        device.launch(copy_rows[4], (rows, 1, 1), arguments)
+
+
+def test_what_a_store_did_not_touch_keeps_its_value(copy_rows):
+    """The first access to a part of an array may be a store."""
+    for target in (np.arange(48.0, dtype=np.float32).reshape(2, 24), np.ones((2, 48), np.float32)[:, ::2]):
+        wanted = target.copy()
+        wanted[:, :8] = 7
+        with EmulatorDevice() as device:
+            copy(device, copy_rows[4], np.full((2, 8), 7, np.float32), target[:, :8])
+        np.testing.assert_array_equal(target, wanted)
+        wanted[:, 3:11] = 5
+        with EmulatorDevice() as device:
+            args = [device.address("source", np.full((2, 8), 5, np.float32)), device.address("target", target)]
+            args[1] += 3 * target.strides[1]
+            steps = [8, 1, target.strides[0] // 4, target.strides[1] // 4]
+            device.launch(copy_rows[4], (2, 1, 1), [*args, 2, 8, *steps])
+        np.testing.assert_array_equal(target, wanted)
 
 
 def test_many_thread_blocks(copy_rows):

@@ -12,6 +12,7 @@ import numpy as np
 from .errors import EmulatorError
 from .machine.launch import MAX_SHARED_BYTES, Device
 from .ptx.types import GLOBAL_BASE
+from .state.host_array import HostArray
 from .state.memory import GUARD, INITIALISED, UNALLOCATED, Buffer, extent
 from .state.stats import LaunchStats
 from .translation.entry import Entry, Module
@@ -45,8 +46,9 @@ def _large_device() -> Device:
 class EmulatorDevice:
     """Runs kernels on copies of NumPy arrays, and copies back when the ``with`` statement ends without an exception.
 
-    Each array becomes a buffer of exactly its bytes, with the array's own alignment. An access between the elements of
-    a strided array, or one byte past its end, is out of bounds even if another array owns that memory. Arrays that
+    Pages of an array are copied when something first touches them: a large array takes no memory for the rest. Each
+    array becomes a buffer of exactly its bytes, with the array's own alignment. An access between the elements of a
+    strided array, or one byte past its end, is out of bounds even if another array owns that memory. Arrays that
     overlap in part become separate copies; the same array passed twice is one buffer.
 
     Parameters
@@ -106,9 +108,9 @@ class EmulatorDevice:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None:
-            for array, buffer in self._arrays.values():
-                if buffer.written:
-                    _copy_changes(buffer.view(), array)
+            for _, buffer in self._arrays.values():
+                if buffer.written and buffer.source is not None:
+                    _copy_back(buffer, buffer.source)
 
     def address(self, name: str, array: np.ndarray) -> int:
         """The device address of element 0 of a NumPy array; `name` is what faults call it."""
@@ -120,6 +122,8 @@ class EmulatorDevice:
             buffer = self.memory.mirror(array, name)
             self._arrays[key] = array, buffer
         elif buffer.read_only and array.flags.writeable:  # another view of the same array is writable
+            assert buffer.source is not None
+            buffer.source.rebind(array)
             buffer.read_only = False
             self._arrays[key] = array, buffer
         return buffer.address
@@ -130,6 +134,8 @@ class EmulatorDevice:
         It is zero when allocated, and zero again when it grows. Still, a load of bytes that no kernel wrote is a
         fault; only an atomic may be the first to touch them.
         """
+        if nbytes < 0:
+            raise EmulatorError(f"nbytes must be >= 0, got {nbytes}")
         buffer = self._scratch.get(name)
         if buffer is None or buffer.nbytes < nbytes:
             self.memory.reserve(nbytes + 3 * GUARD)
@@ -192,14 +198,17 @@ class EmulatorDevice:
         inside = (b for b in self.memory.buffers if b.offset <= first and first + nbytes <= b.offset + b.nbytes)
         buffer = next((b for b in inside if not b.freed), None)
         where = slice(first, first + nbytes)
+        if buffer is not None:
+            buffer.fetch(first - buffer.offset, first - buffer.offset + nbytes)
         if buffer is None or (self.memory.space.shadow[where] & UNALLOCATED).any():
             place = self.memory.describe(address)
             raise EmulatorError(f"copy of {nbytes} bytes at address {address:#x} out of bounds ({place})")
         return buffer, where
 
 
-def _copy_changes(source: np.ndarray, destination: np.ndarray) -> None:
-    """Copy only elements whose bytes differ: arrays that overlap must not undo each other's results."""
-    if source.dtype.itemsize in (1, 2, 4, 8):
-        source, destination = (x.view(f"u{source.dtype.itemsize}") for x in (source, destination))
-    np.copyto(destination, source, where=source != destination)
+def _copy_back(buffer: Buffer, source: HostArray) -> None:
+    """Copy only bytes that differ: arrays that overlap must not undo each other's results."""
+    for number in np.flatnonzero(~source.absent).tolist():
+        page = source.page(number)
+        data = buffer.memory.space.data[buffer.offset + page.start : buffer.offset + page.stop]
+        np.copyto(source.bytes[page], data, where=(source.bytes[page] != data) & source.elements(page))

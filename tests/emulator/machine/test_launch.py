@@ -52,6 +52,29 @@ def test_argument_errors():
         dev.launch(e, 1, 32, ok, shared_bytes=300_000)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"grid": -1}, "grid must be one to three positive sizes, got -1"),
+        ({"grid": (1, -1)}, r"grid must be one to three positive sizes, got \(1, -1\)"),
+        ({"grid": 1.5}, r"grid must be one to three positive sizes, got 1\.5"),
+        ({"num_threads": (32, 0.5)}, r"num_threads must be one to three positive sizes, got \(32, 0\.5\)"),
+        ({"num_threads": -32}, "num_threads must be one to three positive sizes, got -32"),
+        ({"shared_bytes": -1}, "shared_bytes must be an integer >= 0, got -1"),
+        ({"shared_bytes": 1.0}, r"shared_bytes must be an integer >= 0, got 1\.0"),
+        ({"batch_threads": -1}, "batch_threads must be an integer >= 1, got -1"),
+        ({"step_limit": -1}, "step_limit must be an integer >= 1, got -1"),
+    ],
+)
+def test_sizes_that_no_launch_has(wrong, message):
+    device = Device(1 << 20)
+    out = device.alloc(32, "u4")
+    kernel = Module(kernel_text("mov.u32 %o0, 7;", [], [4])).entry()
+    with pytest.raises(EmulatorError, match=message):
+        device.launch(kernel, **({"grid": 1, "num_threads": 32, "args": [out]} | wrong))
+    assert not out.initialised().any()
+
+
 def test_module_with_several_entries():
     text = kernel_text("mov.u32 %o0, 1;", [], [4])
     second = text[text.index(".visible") :].replace("test(", "other(")
@@ -137,6 +160,13 @@ def test_buffers():
     assert b.address % 256 == 0
     with pytest.raises(MemoryError):
         dev.alloc(1 << 21)
+    for size in (-4, (2, -3)):
+        with pytest.raises(EmulatorError, match="shape must be sizes >= 0, got"):
+            dev.alloc(size)
+    with pytest.raises(EmulatorError, match="align must be >= 1, got 0"):
+        dev.alloc(4, align=0)
+    with pytest.raises(EmulatorError, match="memory_bytes must be >= 0, got -1"):
+        Device(-1)
     dev.free(b)
     with pytest.raises(EmulatorError, match="freed"):
         b.get()

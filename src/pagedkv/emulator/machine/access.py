@@ -80,7 +80,13 @@ class Access:
             self._fault("out of bounds", name, op, off, idx, bad)
         if size > 1 and int(np.bitwise_or.reduce(off)) & (size - 1):
             self._fault(f"misaligned ({size}-byte)", name, op, off, idx, (off & (size - 1)) != 0)
-        if not space.verify(off, size, load, self.init_check if init_check is None else init_check):
+        init_check = self.init_check if init_check is None else init_check
+        is_global = space is self.memory.space
+        if is_global and not (load and init_check):  # or nothing would tell that these bytes are still on the host
+            self.memory.fetch(off, size)
+        while not space.verify(off, size, load, init_check):
+            if is_global and self.memory.fetch(off, size):
+                continue
             j, why = space.diagnose(off, size)
             self._fault(why, name, op, off, idx, np.arange(len(off)) == j)
 

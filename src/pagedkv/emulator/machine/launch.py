@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,23 @@ Dims = tuple[int, int, int]
 
 
 def _dims(sizes: int | Sequence[int], what: str) -> Dims:
-    given = (int(sizes),) if isinstance(sizes, (int, np.integer)) else tuple(int(size) for size in sizes)
+    try:
+        given = tuple(map(index, sizes if isinstance(sizes, Iterable) else (sizes,)))
+    except TypeError:
+        given = ()
     if not 1 <= len(given) <= 3 or min(given) < 1:
         raise EmulatorError(f"{what} must be one to three positive sizes, got {sizes!r}")
     x, y, z = given + (1,) * (3 - len(given))
     return x, y, z
+
+
+def _at_least(least: int, value: int, what: str) -> int:
+    try:
+        if (number := index(value)) >= least:
+            return number
+    except TypeError:
+        pass
+    raise EmulatorError(f"{what} must be an integer >= {least}, got {value!r}")
 
 
 def _parameter(param: Param, value: Any) -> bytes:
@@ -141,6 +154,10 @@ class Device(Memory):
             Hardware would refuse the launch; or, as a subclass, the kernel's fault.
         """
         dims, threads = _dims(grid, "grid"), _dims(num_threads, "num_threads")
+        shared_bytes = _at_least(0, shared_bytes, "shared_bytes")
+        batch_threads = _at_least(1, batch_threads, "batch_threads")
+        if step_limit is not None:
+            step_limit = _at_least(1, step_limit, "step_limit")
         self._check(entry, dims, threads, args, shared_bytes, max_shared_bytes)
         params = {param.name: _parameter(param, value) for param, value in zip(entry.params, args, strict=True)}
         translation = entry.translation

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import EmulatorError
 from ..ptx.types import GLOBAL_BASE, VIEW_DTYPE
+from .host_array import PAGE_BYTES, HostArray
 
 # States of a byte. Allocated but never written is 0, so that untouched pages of large buffers cost nothing.
 # PENDING: a cp.async is still writing it.
@@ -97,6 +98,8 @@ class Buffer:
         Whether its bytes began as zeros that an atomic may be the first to access.
     written : bool
         Whether a kernel has stored to it.
+    source : HostArray or None
+        What it holds as long as nothing has touched it; without one its bytes are uninitialised.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Buffer:
         self.offset, self.nbytes, self._origin = offset, high - low, offset - low
         self.size = math.prod(shape)
         self.freed = self.read_only = self.zeroed = self.written = False
+        self.source: HostArray | None = None
 
     @property
     def address(self) -> int:
@@ -119,10 +123,39 @@ class Buffer:
         shape, strides = (*self.shape, self.dtype.itemsize), (*self.strides, 1)
         return np.ndarray(shape, flat.dtype, flat, self._origin, strides)
 
-    def view(self) -> np.ndarray:
-        """A writable view of the device bytes; a write through it does not mark them initialised."""
+    def fetch(self, low: int = 0, high: int | None = None) -> bool:
+        """Copy what its source holds from byte `low` up to `high`; whether anything was left to copy."""
         if self.freed:
             raise EmulatorError(f"buffer {self.name!r} was freed")
+        if self.source is None:
+            return False
+        first, last = max(low, 0) // PAGE_BYTES, ((self.nbytes if high is None else high) - 1) // PAGE_BYTES
+        return self._copy(first + np.flatnonzero(self.source.absent[first : last + 1]))
+
+    def fetch_at(self, off: np.ndarray, size: int) -> bool:
+        """As `fetch`, for `size` bytes at each offset in device memory; those outside of the buffer are left out."""
+        source = self.source
+        low, high = int(off.min()) - self.offset, int(off.max()) - self.offset + size
+        if source is None or not source.absent[max(low, 0) // PAGE_BYTES : (high - 1) // PAGE_BYTES + 1].any():
+            return False
+        at = np.concatenate((off, off + (size - 1))) - self.offset
+        pages = np.unique(at[(at >= 0) & (at < self.nbytes)] // PAGE_BYTES)
+        return self._copy(pages[source.absent[pages]])
+
+    def _copy(self, pages: np.ndarray) -> bool:
+        space, source = self.memory.space, self.source
+        assert source is not None
+        for number in pages.tolist():
+            page = source.page(number)
+            there = slice(self.offset + page.start, self.offset + page.stop)
+            space.data[there] = source.bytes[page]
+            space.shadow[there] = np.where(source.elements(page), np.uint8(INITIALISED), np.uint8(UNALLOCATED))
+            source.absent[number] = False
+        return len(pages) > 0
+
+    def view(self) -> np.ndarray:
+        """A writable view of the device bytes; a write through it does not mark them initialised."""
+        self.fetch()
         data = self.memory.space.data
         return np.ndarray(self.shape, self.dtype, data, self._origin, self.strides)
 
@@ -137,12 +170,12 @@ class Buffer:
 
     def initialised(self) -> np.ndarray:
         """Which elements have been written completely, as a boolean array of the buffer's shape."""
+        self.fetch()
         return np.asarray((self.bytes_in(self.memory.space.shadow) == INITIALISED).all(-1))
 
     def mark(self, initialised: bool, where: Any = ...) -> None:
         """Mark the elements at a NumPy index as initialised or not."""
-        if self.freed:
-            raise EmulatorError(f"buffer {self.name!r} was freed")
+        self.fetch()
         itemsize, state = self.dtype.itemsize, INITIALISED if initialised else 0
         if itemsize not in _ONES:
             self.bytes_in(self.memory.space.shadow)[where] = state
@@ -191,6 +224,8 @@ class Memory:
     """
 
     def __init__(self, memory_bytes: int = 64 << 20) -> None:
+        if memory_bytes < 0:
+            raise EmulatorError(f"memory_bytes must be >= 0, got {memory_bytes}")
         self.space = ByteSpace(memory_bytes)
         self.buffers: list[Buffer] = []
         self._starts: list[int] = []
@@ -252,10 +287,16 @@ class Memory:
 
         Raises
         ------
+        EmulatorError
+            A size is negative, or the alignment is not positive.
         MemoryError
             The address space is exhausted.
         """
         shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(shape)
+        if min(shape, default=0) < 0:
+            raise EmulatorError(f"shape must be sizes >= 0, got {shape}")
+        if align < 1:
+            raise EmulatorError(f"align must be >= 1, got {align}")
         dtype = np.dtype(dtype)
         buffer = self._place(shape, dtype, _contiguous(shape, dtype.itemsize), name, align, 0)
         if poison:
@@ -270,20 +311,28 @@ class Memory:
         return buffer
 
     def mirror(self, array: np.ndarray, name: str | None = None) -> Buffer:
-        """Copy an array into a new buffer with its strides, address modulo 256, and read-only flag."""
+        """A new buffer with an array's strides, address modulo 256, and read-only flag.
+
+        It holds what the array holds when something first touches it: a part is copied then.
+        """
         address = array.__array_interface__["data"][0]
-        low, high = extent(array.shape, array.strides, array.itemsize)
+        low, _ = extent(array.shape, array.strides, array.itemsize)
         buffer = self._place(array.shape, array.dtype, array.strides, name, 256, (address + low) % 256)
-        if high - low != array.nbytes:
-            self.space.shadow[buffer.offset : buffer.offset + buffer.nbytes] = UNALLOCATED
-        buffer.set(array)
+        buffer.source = HostArray(array)
         buffer.read_only = not array.flags.writeable
         return buffer
 
     def free(self, buffer: Buffer) -> None:
         """Free a buffer; any later access to it is a fault."""
         self.space.shadow[buffer.offset : buffer.offset + buffer.nbytes] = UNALLOCATED
-        buffer.freed = True
+        buffer.freed, buffer.source = True, None
+
+    def fetch(self, off: np.ndarray, size: int) -> bool:
+        """Copy what buffers still have to copy from the host for an access; whether there was anything."""
+        first = bisect.bisect_right(self._starts, int(off.min())) - 1
+        last = bisect.bisect_right(self._starts, int(off.max()) + size - 1) - 1
+        touched = [buffer for buffer in self.buffers[max(first, 0) : last + 1] if buffer.source is not None]
+        return sum([buffer.fetch_at(off, size) for buffer in touched]) > 0
 
     def describe(self, address: int) -> str:
         """Describe where an address points."""
