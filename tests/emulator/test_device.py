@@ -350,10 +350,10 @@ def resident_mib():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("init_check", [True, False])
 def test_a_large_array_takes_memory_only_for_what_a_kernel_touches(copy_rows, init_check):
-    """Twice 3 GiB that the system has not given any memory for, as views with gaps; rows far apart are used."""
-    rows, columns, apart = 2, 8, 1 << 28
+    """Twice 1.5 GiB that the system has not given any memory for, as views with gaps; rows far apart are used."""
+    rows, columns, apart = 2, 8, 1 << 27
     source, target = (
-        sparse_zeros(3 * apart, np.float32).reshape(3, 1 << 13, 1 << 15)[:, :, : 1 << 14] for _ in range(2)
+        sparse_zeros(3 * apart, np.float32).reshape(3, 1 << 12, 1 << 15)[:, :, : 1 << 14] for _ in range(2)
     )
     strides = [apart, 1] * 2
     source[:2, 0, :columns] = values = np.arange(rows * columns).reshape(rows, columns)

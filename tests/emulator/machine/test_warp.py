@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pagedkv.emulator import RaceFault, SyncFault
+from pagedkv.emulator import MemoryFault, RaceFault, SyncFault
 
 from ..ptx_harness import run_ptx
 
@@ -193,3 +193,73 @@ def test_partial_last_warp():
     with pytest.raises(SyncFault, match="does not take part"):
         one("shfl.sync.bfly.b32 %o0, %i0, 16, 31, -1;", [u], block=48)
     assert (one("bar.red.popc.u32 %o0, 0, %p1;".replace("%p1", "%p1"), [u], block=48) == 0).all()
+
+
+BRANCHES = """mov.u32 %r20, buf; shl.b32 %r21, %lid, 2; add.u32 %r22, %r20, %r21; xor.b32 %r23, %r22, 64;
+and.b32 %r1, %lid, 31; setp.lt.u32 %p1, %r1, 16; mov.u32 %r30, 0x0000ffff; @%p1 bra $low;
+add.u32 %r2, %lid, 100; st.shared.u32 [%r22], %r2; HIGH ld.shared.u32 %o0, [%r23]; bra $end;
+$low: st.shared.u32 [%r22], %lid; LOW ld.shared.u32 %o0, [%r23];
+$end:"""
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_a_full_sync_in_both_branches(seed):
+    """Halves of a warp meet at two instructions, once and several times, and exchange words."""
+    zero = [np.zeros(N, "u4")]
+    want = np.where(L < 16, T + 116, T - 16)
+    for low, high in (
+        ("", ""),
+        ("bar.warp.sync -1;", "bar.warp.sync -1;"),
+        ("bar.warp.sync %r31;", "bar.warp.sync -1;"),
+    ):
+        text = BRANCHES.replace("HIGH", f"bar.warp.sync -1; {high}").replace(
+            "LOW", f"mov.u32 %r31, -1; bar.warp.sync -1; {low}"
+        )
+        np.testing.assert_array_equal(one(text, zero, shared=SHARED, seed=seed), want)
+    part = """setp.lt.u32 %p1, %lid, 40; @%p1 bra $a; bar.warp.sync -1; bra $end; $a: bar.warp.sync -1;
+    $end: mov.u32 %o0, 5;"""
+    assert (one(part, [np.zeros(48, "u4")], block=48, seed=seed) == 5).all()
+    for low, high in ((2, 1), (1, 2)):
+        low, high = ("bar.warp.sync -1;" * count for count in (low, high))
+        with pytest.raises(SyncFault):
+            one(BRANCHES.replace("LOW", low).replace("HIGH", high), zero, shared=SHARED, seed=seed)
+    halves = BRANCHES.replace("LOW", "bar.warp.sync 0x0000ffff;").replace("HIGH", "bar.warp.sync 0xffff0000;")
+    with pytest.raises((RaceFault, MemoryFault)):
+        one(halves, zero, shared=SHARED, seed=seed)
+    with pytest.raises(SyncFault, match="members of a warp operation never arrive"):  # their masks differ
+        one(
+            BRANCHES.replace("LOW", "bar.warp.sync -1;").replace("HIGH", "bar.warp.sync 0xfffffff0;"),
+            zero,
+            shared=SHARED,
+        )
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_syncs_in_loops_that_the_halves_of_a_warp_run_apart(seed):
+    """Both count rounds and store them; in each, a lane loads what its neighbour in the other half has stored."""
+    body = """mov.u32 %r20, buf; shl.b32 %r21, %lid, 2; add.u32 %r22, %r20, %r21; xor.b32 %r23, %r22, 64;
+    mov.u32 %r3, 0; mov.u32 %o0, 0; and.b32 %r1, %lid, 31; setp.lt.u32 %p1, %r1, 16; @%p1 bra $low;
+    $high: st.shared.u32 [%r22], %r3; bar.warp.sync -1; ld.shared.u32 %r4, [%r23]; bar.warp.sync -1;
+    add.u32 %o0, %o0, %r4; add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 5; @%p2 bra $high; bra $end;
+    $low: shl.b32 %r5, %r3, 4; st.shared.u32 [%r22], %r5; bar.warp.sync -1;
+    ld.shared.u32 %r4, [%r23]; add.u32 %o0, %o0, %r4; SECOND
+    add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 5; @%p2 bra $low;
+    $end:"""
+    got = one(body.replace("SECOND", "bar.warp.sync -1;"), [U], shared=SHARED, seed=seed)
+    np.testing.assert_array_equal(got, np.where(L < 16, 10, 160))
+    with pytest.raises((RaceFault, SyncFault)):
+        one(body.replace("SECOND", ""), [U], shared=SHARED, seed=seed)
+
+
+def test_a_predicated_warp_sync():
+    """Lanes whose predicate does not hold pass by; those that it holds for wait for the ones they name."""
+    body = "and.b32 %r1, %lid, 31; setp.lt.u32 %p1, %r1, 4; @{}%p1 bar.warp.sync {}; mov.u32 %o0, 5;"
+    assert (one(body.format("", "0xf"), [U]) == 5).all()
+    assert (one(body.format("!", "0xfffffff0"), [U]) == 5).all()
+    with pytest.raises(SyncFault):
+        one(body.format("", "0x1f"), [U])
+
+
+def test_a_lane_that_its_mask_leaves_out():
+    with pytest.raises(SyncFault, match=r"member mask 0xf of bar\.warp\.sync leaves out the lane that names it"):
+        one("bar.warp.sync 0xf; mov.u32 %o0, 1;", [U])

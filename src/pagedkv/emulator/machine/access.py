@@ -12,6 +12,7 @@ from ..ptx.types import GLOBAL_BASE, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
 from ..state.footprint import FootprintRecorder
 from ..state.frame import Frame, Mask
 from ..state.memory import ByteSpace, Memory
+from ..state.order import Order
 from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import StatsRecorder
 from ..translation.mem_op import MemOp
@@ -48,13 +49,14 @@ class Access:
         frame: Frame,
         memory: Memory,
         init_check: bool,
+        order: Order | None,
         shared_races: SharedRaces | None,
         global_races: GlobalRaces | None,
         stats: StatsRecorder,
         footprint: FootprintRecorder | None,
         rng: np.random.Generator | None,
     ) -> None:
-        self.frame, self.memory, self.init_check = frame, memory, init_check
+        self.frame, self.memory, self.init_check, self.order = frame, memory, init_check, order
         self.shared_races, self.global_races, self.rng = shared_races, global_races, rng
         self.stats = stats if stats.memory else None
         self.footprint = footprint
@@ -124,7 +126,7 @@ class Access:
             if j is not None:
                 self._fault("read-only", "global", op, off, idx, np.arange(len(off)) == j)
         if self.global_races is not None:
-            self.global_races.access(self.frame, op, off, op.size, idx, store, op.kind)
+            self.global_races.access(op, off, op.size, idx, store)
         if self.stats is not None:
             warps = self.frame.warp if idx is None else self.frame.warp[idx]
             self.stats.global_access(off, op.size, warps, store, load)
@@ -190,19 +192,35 @@ class Access:
                 what = "threads store different values to one location in the same instruction"
                 self.frame.fail(RaceFault, what, op.ins, lane, *self.frame.describe(name, int(off[j]), lane))
 
+    def _strong(self, op: MemOp, space: str, where: Offsets, wrote: np.ndarray | None = None) -> None:
+        """Acquire and release at a strong access; `wrote` says which lanes stored, None that all did."""
+        off, idx = where
+        if self.order is not None and off is not None:
+            self.order.strong(op, space, off, idx, wrote)
+
     def ld_global(self, op: MemOp, address: np.ndarray, view: str, m: Mask, dst: Any) -> None:
-        self._read(op, self.memory.space.views[view], self.global_offsets(op, address, m, True, False), dst)
+        where = self.global_offsets(op, address, m, True, False)
+        self._read(op, self.memory.space.views[view], where, dst)
+        if op.strong:
+            self._strong(op, "global", where)
 
     def st_global(self, op: MemOp, address: np.ndarray, view: str, m: Mask, src: Any) -> None:
         where = self.global_offsets(op, address, m, False, True)
         self._write(op, "global", self.memory.space.views[view], where, src, self.global_races is not None)
+        if op.strong:
+            self._strong(op, "global", where)
 
     def ld_shared(self, op: MemOp, address: np.ndarray, view: str, m: Mask, dst: Any) -> None:
-        self._read(op, self.frame.shared.views[view], self.shared_offsets(op, address, m, True, False), dst)
+        where = self.shared_offsets(op, address, m, True, False)
+        self._read(op, self.frame.shared.views[view], where, dst)
+        if op.strong:
+            self._strong(op, "shared", where)
 
     def st_shared(self, op: MemOp, address: np.ndarray, view: str, m: Mask, src: Any) -> None:
         where = self.shared_offsets(op, address, m, False, True)
         self._write(op, "shared", self.frame.shared.views[view], where, src, self.shared_races is not None)
+        if op.strong:
+            self._strong(op, "shared", where)
 
     def ld_local(self, op: MemOp, address: np.ndarray, view: str, m: Mask, dst: Any) -> None:
         self._read(op, self.frame.local.views[view], self.local_offsets(op, address, m, True), dst)
@@ -235,7 +253,8 @@ class Access:
         self, op: MemOp, what: str, address: np.ndarray, view: str, m: Mask, dst: np.ndarray | None, values: Any
     ) -> None:
         where = self.global_offsets(op, address, m, True, True)
-        self._atomic(op, what, self.memory.space.views[view], where, dst, values)
+        wrote = self._atomic(op, what, self.memory.space.views[view], where, dst, values)
+        self._strong(op, "global", where, wrote)
         if where[0] is not None:
             self.memory.space.verify(where[0], op.size, False, False)  # initialised from now on
 
@@ -243,7 +262,8 @@ class Access:
         self, op: MemOp, what: str, address: np.ndarray, view: str, m: Mask, dst: np.ndarray | None, values: Any
     ) -> None:
         where = self.shared_offsets(op, address, m, True, True)
-        self._atomic(op, what, self.frame.shared.views[view], where, dst, values)
+        wrote = self._atomic(op, what, self.frame.shared.views[view], where, dst, values)
+        self._strong(op, "shared", where, wrote)
 
     def atom_generic(
         self, op: MemOp, what: str, address: np.ndarray, view: str, m: Mask, dst: np.ndarray | None, values: Any
@@ -261,10 +281,11 @@ class Access:
 
     def _atomic(
         self, op: MemOp, what: str, data: np.ndarray, where: Offsets, dst: np.ndarray | None, registers: Any
-    ) -> None:
+    ) -> np.ndarray | None:
+        """Which lanes stored a value; None if all did."""
         off, idx = where
         if off is None:
-            return
+            return None
         element = off >> op.shift
         values = [register if idx is None else register[idx] for register in registers]
         if len(element) == 1 or len(np.unique(element)) == len(element):
@@ -273,7 +294,7 @@ class Access:
         elif dst is None and (what in _UFUNC or what in ("min", "max")):
             ufunc = _UFUNC.get(what) or {"min": np.fmin, "max": np.fmax}[what]
             ufunc.at(data, element, values[0])
-            return
+            return None
         else:  # lanes share a location and want its old values: one after the other
             old = np.empty(len(element), data.dtype)
             for j in range(len(element)) if self.rng is None else self.rng.permutation(len(element)):
@@ -281,3 +302,4 @@ class Access:
                 data[element[j]] = _apply(what, old[j : j + 1], [value[j : j + 1] for value in values])[0]
         if dst is not None:
             dst[slice(None) if idx is None else idx] = old
+        return old == values[0] if what == "cas" else None

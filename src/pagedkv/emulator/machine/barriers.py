@@ -11,7 +11,7 @@ from ..errors import SyncFault
 from ..ptx.instruction import Instruction
 from ..ptx.program import Block
 from ..state.frame import Frame
-from ..state.races import SharedRaces
+from ..state.order import Arrival, Order
 
 
 @dataclass(eq=False)
@@ -44,18 +44,18 @@ class Barrier:
 
 @dataclass
 class _Arrivals:
-    """The bar.arrives at one barrier so far, and by warp their time and what it had seen."""
+    """The bar.arrives at one barrier so far, and what their threads knew."""
 
     threads: int = 0
     count: int = 0
-    warps: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
+    knew: list[Arrival] = field(default_factory=list)
 
 
 class Barriers:
     """The threads of a batch that wait at barriers; in the scheduler's `pc` they are one block on already."""
 
-    def __init__(self, frame: Frame, races: SharedRaces | None, pc: np.ndarray, blocks: list[Block]) -> None:
-        self.frame, self.races, self.pc, self.blocks = frame, races, pc, blocks
+    def __init__(self, frame: Frame, order: Order | None, pc: np.ndarray, blocks: list[Block]) -> None:
+        self.frame, self.order, self.pc, self.blocks = frame, order, pc, blocks
         self.exit = len(blocks)
         lanes = frame.num_lanes
         self.waiting = np.zeros(lanes, np.bool_)
@@ -70,8 +70,8 @@ class Barriers:
         """The whole batch passes one simple barrier."""
         f = self.frame
         self.completed += f.num_ctas
-        if self.races is not None:
-            self.races.barrier_all()
+        if self.order is not None:
+            self.order.barrier_all()
         if red := barrier.reduction:
             shape = (f.num_ctas, f.num_threads)
             red.apply(slice(None), (red.pred ^ red.negated).reshape(shape), np.ones(shape, np.bool_))
@@ -112,10 +112,8 @@ class Barriers:
                 state = self._arrivals.setdefault((cta, b), _Arrivals())
                 state.threads += len(chosen)
                 state.count = max(state.count, int(self._count[chosen].max()))
-                if self.races is not None:
-                    when = self.races.arrive(cta)
-                    for warp in np.unique(f.warp_in_cta[chosen]).tolist():
-                        state.warps[warp] = (when, self.races.seen[cta, warp].copy())
+                if self.order is not None:
+                    state.knew.append(self.order.arrive(cta, np.unique(f.warp_in_cta[chosen])))
 
     def _lanes(self, cta: int) -> slice:
         return slice(cta * self.frame.num_threads, (cta + 1) * self.frame.num_threads)
@@ -169,8 +167,8 @@ class Barriers:
         if red := self._reduction.get(int(pcs[0]) - 1):
             red.apply(s, self._vote[s][None], part[s][None])
         self.completed += 1
-        if self.races is not None:
-            self.races.barrier(cta, warps, state.warps)
+        if self.order is not None:
+            self.order.barrier(cta, warps, state.knew)
         self.waiting[lanes] = False
 
     def _deadlock(self) -> NoReturn:

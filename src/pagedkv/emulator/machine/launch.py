@@ -15,6 +15,7 @@ from ..ptx.types import SIZE
 from ..state.footprint import FootprintRecorder
 from ..state.frame import Frame
 from ..state.memory import Buffer, Memory
+from ..state.order import Order
 from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import LaunchStats, StatsRecorder
 from ..translation.entry import Entry
@@ -23,6 +24,7 @@ from ..translation.scope import Scope
 from .access import Access
 from .namespace import FUNCTIONS, operations
 from .schedule import Scheduler
+from .warp_barriers import WarpBarriers
 
 MAX_THREADS = 1024
 MAX_SHARED_BYTES = 227 * 1024
@@ -170,20 +172,31 @@ class Device(Memory):
         name = name or entry.readable_name
         recorder = StatsRecorder(name, entry, self, stats)
         tracks = FootprintRecorder(self) if footprint else None
-        global_races = GlobalRaces(self.extent, _granule(scope, "global"), num_ctas) if global_race else None
+        global_races: GlobalRaces | None = None
+        if global_race:
+            global_races = GlobalRaces(self.extent, _granule(scope, "global"), per_cta, num_ctas)
         layout = entry.shared_strict if strict_shared_alignment else entry.shared
         per = max(1, batch_threads // per_cta)
         namespace: dict[str, Any] = {}
         scheduler: Scheduler | None = None
-        order = None if rng is None else rng.permutation(num_ctas)
+        shuffled = None if rng is None else rng.permutation(num_ctas)
         with np.errstate(all="ignore"):
             for first in range(0, num_ctas, per):
-                ctas = np.arange(first, min(first + per, num_ctas)) if order is None else order[first : first + per]
+                ctas = (
+                    np.arange(first, min(first + per, num_ctas)) if shuffled is None else shuffled[first : first + per]
+                )
                 frame = Frame(entry, self, dims, threads, ctas, shared_bytes, layout, name)
-                shared_races = SharedRaces(frame, _granule(scope, "shared")) if race else None
-                access = Access(frame, self, init_check, shared_races, global_races, recorder, tracks, rng)
+                order, shared_races = None, None
+                if race or global_race:
+                    order = Order(frame, None if global_races is None else global_races.flags, translation.uses_flags)
+                if race and order is not None:
+                    shared_races = SharedRaces(frame, _granule(scope, "shared"), order, translation.orders_lanes)
+                if global_races is not None and order is not None:
+                    global_races.begin(frame, order)
+                access = Access(frame, self, init_check, order, shared_races, global_races, recorder, tracks, rng)
+                warp_barriers = WarpBarriers(frame, order)
                 reuse = scheduler is not None and scheduler.frame.num_lanes == frame.num_lanes
-                bound = operations(frame, access, shared_races, global_races, params)
+                bound = operations(frame, access, warp_barriers, order, params)
                 bound.update(frame.namespace(scope, reuse))
                 if reuse:  # same number of lanes: keep register arrays and compiled blocks
                     namespace.update(bound)
@@ -191,7 +204,7 @@ class Device(Memory):
                     namespace = {**FUNCTIONS, **bound}
                     scheduler = Scheduler(frame, translation, namespace, recorder, rng, step_limit)
                 assert scheduler is not None
-                scheduler.run(frame, shared_races)
+                scheduler.run(frame, order, warp_barriers)
         result = recorder.finish()
         result.footprint = tracks.finish() if tracks else None
         return result

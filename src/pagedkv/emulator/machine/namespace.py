@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,13 @@ from ..errors import UnsupportedInstructionError
 from ..ptx.instruction import Instruction
 from ..ptx.types import VIEW_DTYPE, dtype_of
 from ..state.frame import Frame
-from ..state.races import GlobalRaces, SharedRaces
+from ..state.order import Order
 from . import numeric
 from .access import Access
 from .async_copy import AsyncCopies
 from .matrix import MatrixOps
 from .warp import WarpOps
+from .warp_barriers import WarpBarriers
 
 _NUMPY = (
     "add subtract multiply divide fmin fmax minimum maximum negative absolute bitwise_and bitwise_or bitwise_xor "
@@ -51,8 +51,8 @@ FUNCTIONS: dict[str, Any] = {
 def operations(
     frame: Frame,
     access: Access,
-    shared_races: SharedRaces | None,
-    global_races: GlobalRaces | None,
+    warp_barriers: WarpBarriers,
+    order: Order | None,
     params: dict[str, bytes],
 ) -> dict[str, Any]:
     """What the code calls that works on the memory and the lanes of one batch."""
@@ -75,14 +75,10 @@ def operations(
                 f"the emulator does not model this: {what}; kernel {frame.name}; PTX line {ins.line}: {ins.text}"
             )
 
-    def nothing(m: np.ndarray | None) -> None:
-        pass
+    def fence(grid: bool, m: np.ndarray | None) -> None:
+        if order is not None:
+            order.fence(grid, m)
 
-    def fence(m: np.ndarray | None) -> None:
-        if global_races is not None:
-            global_races.fence(frame.cta if m is None else frame.cta[m])
-
-    warp_sync: Callable[[np.ndarray | None], None] = nothing if shared_races is None else shared_races.warp_sync
-    ns.update(param=param, unsupported=unsupported, warp_sync=warp_sync, fence=fence)
+    ns.update(param=param, unsupported=unsupported, warp_sync=warp_barriers.sync, fence=fence)
     ns.update(async_copy=copies.copy, async_commit=copies.commit, async_wait=copies.wait)
     return ns

@@ -15,10 +15,11 @@ import numpy as np
 from ..errors import KernelFault, SyncFault, TrapFault
 from ..ptx.instruction import Instruction
 from ..state.frame import Frame, Mask
-from ..state.races import SharedRaces
+from ..state.order import Order
 from ..state.stats import StatsRecorder
 from ..translation.translate import Translation
 from .barriers import Barrier, Barriers, Reduction
+from .warp_barriers import WarpBarriers
 
 _REROLL = 1 / 16  # a seeded run's chance, at each step, to pick another subset of warps
 _MOST_VARIANTS = 20_000  # cached lookups of masked code
@@ -129,11 +130,12 @@ class Scheduler:
         return code
 
     # -- execution
-    def run(self, frame: Frame, races: SharedRaces | None) -> None:
+    def run(self, frame: Frame, order: Order | None, warp_barriers: WarpBarriers) -> None:
         """Run one batch to completion."""
+        self._warp_barriers = warp_barriers
         self.frame, lanes = frame, frame.num_lanes
         self._pc = np.zeros(lanes, np.int32)
-        self._barriers = Barriers(frame, races, self._pc, self.blocks)
+        self._barriers = Barriers(frame, order, self._pc, self.blocks)
         self._chosen: np.ndarray | None = None
         self._run(lanes)
         self.recorder.out.barriers += self._barriers.completed
@@ -266,6 +268,10 @@ class Scheduler:
     def _not_converged(self, block: int, m: np.ndarray) -> np.ndarray | None:
         """The lanes of `m` whose warp operation still waits for members; None if there are none."""
         f, member = self.frame, self._ends[block].member
+        passed = self._warp_barriers.passed if self.blocks[block].apart else None
+        if passed is not None and passed.any() and (m & passed).any():
+            held = m & ~passed  # these have come to it since
+            return held if held.any() else None
         if f.whole_warps and member is None:
             w = m.view(np.uint64).reshape(-1, 4)
             full = (w == 0x0101010101010101).all(1)
@@ -284,4 +290,19 @@ class Scheduler:
             if missing.any():
                 ins = self.blocks[block].instructions[0]
                 f.fail(SyncFault, "warp operation names lanes that have exited", ins, int(missing.argmax()))
-        return bad
+        if passed is not None:
+            self._meet_apart()
+            bad &= ~passed
+        return bad if bad.any() else None
+
+    def _meet_apart(self) -> None:
+        """Open each bar.warp.sync whose members have all come to one, here or at other blocks."""
+        here = self._barriers.waiting | self._warp_barriers.passed
+        waiting, need = np.zeros(self.frame.num_lanes, np.bool_), self.frame.exists.copy()
+        for i in np.flatnonzero(self._counts[:-1]).tolist():
+            if self.blocks[i].apart:
+                at = (self._pc == i) & ~here
+                waiting |= at
+                if (member := self._ends[i].member) is not None:
+                    need[at] &= member[at]
+        self._warp_barriers.meet(waiting, need)

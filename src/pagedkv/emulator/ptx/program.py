@@ -11,7 +11,7 @@ from .parse import Function, ParsedModule, Statement
 from .types import SIZE
 
 _SLOT = re.compile(r"\[\s*([\w$@]+)\s*(?:\+\s*(\d+))?\s*\]")
-_FULL_MASKS = ("-1", "0xffffffff", "4294967295", "0xFFFFFFFF", "0xFFFFFFFFU")
+FULL_MASKS = ("-1", "0xffffffff", "4294967295", "0xFFFFFFFF", "0xFFFFFFFFU")
 _WARP_OPS = ("shfl", "vote", "match", "redux", "elect")
 _ALIGNED_OPS = ("mma", "ldmatrix", "stmatrix", "wmma", "movmatrix")
 SHARED_GAP = 128  # red zone between shared arrays; a multiple of 128 bytes keeps their banks
@@ -27,10 +27,14 @@ class Block:
     sync : str or None
         What has to arrive before it runs: all lanes of the warp ("full"), the lanes of the member mask in this
         operand, or nothing (None).
+    apart : bool
+        Whether they may arrive at other blocks like this one: all that waits for them is the bar.warp.sync at its
+        beginning.
     """
 
     instructions: list[Instruction] = field(default_factory=list)
     sync: str | None = None
+    apart: bool = False
 
 
 @dataclass
@@ -54,7 +58,7 @@ class Program:
         self.local_bytes = 0
         self._shared = list(mod.shared)
         self._mod = mod
-        self._inlined = 0
+        self._inlined = self._skips = 0
         items = self._expand(fn, {}, None, (fn.name,))
         self.blocks, self.labels = _cut(items)
         self.shared = self._layout_shared(False)
@@ -97,6 +101,8 @@ class Program:
                 out += self._call(ins, stack)
             elif head == "ret" and ret_label:
                 out.append(ins.replaced("bra", [ret_label], ins.pred, ins.negated))
+            elif is_warp_barrier(ins) and ins.pred:
+                out += self._skipped(ins, [ins.replaced(ins.op, ins.operands)])
             elif head in ("ld", "st") and len(ins.parts) > 1 and ins.parts[1].startswith("param"):
                 out += self._param_access(ins, head, kernel_params)
             else:
@@ -152,11 +158,15 @@ class Program:
         }
         names.update({nm: nm + tag for nm in slots if nm not in names})
         end = f"$ret{tag}"
-        out = [*self._expand(fn, names, end, (*stack, callee)), end]
-        if ins.pred:
-            skip = f"$skip{tag}"
-            out = [ins.replaced("bra", [skip], ins.pred, not ins.negated), *out, skip]
-        return out
+        return self._skipped(ins, [*self._expand(fn, names, end, (*stack, callee)), end])
+
+    def _skipped(self, ins: Instruction, out: list[Statement]) -> list[Statement]:
+        """Statements in place of an instruction, with a jump over them where its predicate does not hold."""
+        if not ins.pred:
+            return out
+        self._skips += 1
+        skip = f"$skip{self._skips}"
+        return [ins.replaced("bra", [skip], ins.pred, not ins.negated), *out, skip]
 
     # -- memory layout
     def _layout_shared(self, strict: bool) -> SharedLayout:
@@ -197,13 +207,18 @@ def _names(group: str) -> list[str]:
     return [x.strip() for x in group.strip("() ").split(",") if x.strip()]
 
 
+def is_warp_barrier(ins: Instruction) -> bool:
+    """Whether this is a bar.warp.sync."""
+    return ins.parts[0] in ("bar", "barrier") and ins.parts[1] == "warp"
+
+
 def _sync_kind(ins: Instruction) -> str | None:
     head = ins.parts[0]
     if head in _ALIGNED_OPS:
         return "full"
-    if head in _WARP_OPS or (head in ("bar", "barrier") and ins.parts[1] == "warp"):
+    if head in _WARP_OPS or is_warp_barrier(ins):
         mask = ins.operands[-1]
-        return "full" if mask in _FULL_MASKS else mask
+        return "full" if mask in FULL_MASKS else mask
     return None
 
 
@@ -226,10 +241,12 @@ def _cut(items: list[Statement]) -> tuple[list[Block], dict[str, int]]:
             labels[it] = len(blocks) - 1
             continue
         head = it.parts[0]
-        kind = _sync_kind(it)
-        if kind and not (kind == "full" and blocks[-1].sync == "full"):
+        kind, barrier = _sync_kind(it), is_warp_barrier(it)
+        if kind and (kind != "full" or blocks[-1].sync != "full" or (barrier and blocks[-1].apart)):
             fresh()
-            blocks[-1].sync = kind
+            blocks[-1].sync, blocks[-1].apart = kind, barrier
+        elif kind:
+            blocks[-1].apart = False  # what comes after the bar.warp.sync waits for lanes at this very instruction
         blocks[-1].instructions.append(it)
         if head in ("bra", "ret", "exit", "trap", "brx") or (head in ("bar", "barrier") and it.parts[1] != "warp"):
             fresh()

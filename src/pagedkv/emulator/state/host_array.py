@@ -49,16 +49,16 @@ class HostArray:
 
     def page(self, number: int) -> slice:
         """The bytes of a page."""
-        return slice(number * PAGE_BYTES, min((number + 1) * PAGE_BYTES, len(self.bytes)))
+        return slice(int(number) * PAGE_BYTES, min((int(number) + 1) * PAGE_BYTES, len(self.bytes)))
 
-    def elements(self, page: slice) -> Any:
-        """Which bytes of a page belong to elements, and not to the gaps between them; True if all do."""
+    def elements(self, span: slice) -> Any:
+        """Which bytes of whole pages belong to elements, and not to the gaps between them; True if all do."""
         if self._overlapping is not None:
-            return self._overlapping[page]
+            return self._overlapping[span]
         if not self._axes:
             return True
         unit = math.gcd(PAGE_BYTES, self._run, *(step for step, _ in self._axes))
-        left = np.arange(page.start, page.stop, unit)
+        left = np.arange(span.start, span.stop, unit)
         inside = np.ones(len(left), np.bool_)
         for step, n in self._axes:
             index = left // step

@@ -18,6 +18,7 @@ from .host_array import PAGE_BYTES, HostArray
 # States of a byte. Allocated but never written is 0, so that untouched pages of large buffers cost nothing.
 # PENDING: a cp.async is still writing it.
 UNALLOCATED, INITIALISED, PENDING = 1, 2, 4
+_STATES = np.uint8(INITIALISED), np.uint8(UNALLOCATED)  # of an element's bytes and of gaps
 GUARD = 256  # unallocated bytes between buffers
 _ONES: dict[int, Any] = {
     1: np.uint8(0x01),
@@ -138,19 +139,23 @@ class Buffer:
         low, high = int(off.min()) - self.offset, int(off.max()) - self.offset + size
         if source is None or not source.absent[max(low, 0) // PAGE_BYTES : (high - 1) // PAGE_BYTES + 1].any():
             return False
-        at = np.concatenate((off, off + (size - 1))) - self.offset
-        pages = np.unique(at[(at >= 0) & (at < self.nbytes)] // PAGE_BYTES)
-        return self._copy(pages[source.absent[pages]])
+        wanted = np.zeros(len(source.absent), np.bool_)
+        for at in (off - self.offset, off - (self.offset - size + 1)):
+            if low < 0 or high > self.nbytes:
+                at = at[(at >= 0) & (at < self.nbytes)]
+            wanted[at // PAGE_BYTES] = True
+        return self._copy(np.flatnonzero(wanted & source.absent))
 
     def _copy(self, pages: np.ndarray) -> bool:
         space, source = self.memory.space, self.source
         assert source is not None
-        for number in pages.tolist():
-            page = source.page(number)
-            there = slice(self.offset + page.start, self.offset + page.stop)
-            space.data[there] = source.bytes[page]
-            space.shadow[there] = np.where(source.elements(page), np.uint8(INITIALISED), np.uint8(UNALLOCATED))
-            source.absent[number] = False
+        for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1) if len(pages) else ():
+            span = slice(source.page(run[0]).start, source.page(run[-1]).stop)
+            there = slice(self.offset + span.start, self.offset + span.stop)
+            space.data[there] = source.bytes[span]
+            elements = source.elements(span)
+            space.shadow[there] = INITIALISED if elements is True else np.where(elements, *_STATES)
+        source.absent[pages] = False
         return len(pages) > 0
 
     def view(self) -> np.ndarray:

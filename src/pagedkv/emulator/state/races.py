@@ -1,27 +1,26 @@
 """Race detectors: shared memory inside a thread block, global memory between thread blocks.
 
-Shared memory has a record for each granule, the size of the kernel's smallest access, so that half-words written by
-different lanes do not clash. Each thread block counts its synchronisations as time, and `seen[cta, w, v]` is the time
-up to which warp w has synchronised with warp v. An access by warp v at time t is ordered before one by warp w now if
-t < seen[cta, w, v] or, within a warp, if a bar.warp.sync came in between.
+Both have a record of the last write and of the last reads for each granule, the size of the kernel's smallest access,
+so that half-words written by different lanes do not clash. Two accesses race if one of them is a store, not both are
+strong, and `Order` does not know that one comes before the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NoReturn
 
 import numpy as np
 
 from ..errors import RaceFault
 from ..translation.mem_op import MemOp
-from .frame import Frame, Mask
+from .frame import Frame
 from .memory import sparse_zeros
+from .order import TIME, Flags, Order
 
-# A record is time << _TIME | op << _OP | thread << 1 | strong; records of reads ignore the lowest bit.
-_OP, _TIME = 21, 33
+# A record in shared memory is time << TIME | op << _OP | thread << 1 | strong.
+_OP = 21
 _MANY = (1 << (_OP - 1)) - 1  # instead of a thread: several readers
-_MOST_OPS = (1 << (_TIME - _OP)) - 1
+_MOST_OPS = (1 << (TIME - _OP)) - 1
 
 
 def _thread(record: np.ndarray) -> np.ndarray:
@@ -29,80 +28,68 @@ def _thread(record: np.ndarray) -> np.ndarray:
 
 
 class SharedRaces:
-    """Detects conflicting accesses to shared memory by threads that nothing orders."""
+    """Detects conflicting accesses to shared memory by threads that nothing orders.
 
-    def __init__(self, frame: Frame, granule: int) -> None:
-        self.frame, self.shift = frame, granule.bit_length() - 1
+    Parameters
+    ----------
+    frame : Frame
+    granule : int
+        Bytes of a record.
+    order : Order
+    by_lane : bool
+        Keep which lanes have read, for kernels that order single threads and not only whole warps.
+    """
+
+    def __init__(self, frame: Frame, granule: int, order: Order, by_lane: bool) -> None:
+        self.frame, self.order, self.shift = frame, order, granule.bit_length() - 1
         count = len(frame.shared) >> self.shift
         self.writes = np.full(count, -1, np.int64)
         self.reads = np.full(count, -1, np.int64)
         self.readers = np.zeros(count, np.uint32)  # bit mask of the warps that read since the last write
-        self.time = np.zeros(frame.num_ctas, np.int64)
-        self.stamp = frame.lanes << 1  # each lane's time and thread, as in a record
-        self.seen = np.zeros((frame.num_ctas, frame.warps_per_cta, frame.warps_per_cta), np.int64)
-        self.floor = np.zeros(frame.num_lanes, np.int64)  # minimum of seen over v: smaller records are ordered
-        self.warp_synced = np.zeros(frame.num_lanes, np.int64)
+        self.lanes_read = np.zeros(count, np.uint32) if by_lane else None  # and of the lanes in them
         self.warp_bit = np.left_shift(np.uint32(1), frame.warp_in_cta.astype(np.uint32))
+        self.lane_bit = np.left_shift(np.uint32(1), frame.lane.astype(np.uint32))
+        self._strong_reads = False
         self._ops: list[MemOp] = []
         self._numbers: dict[MemOp, int] = {}
 
-    # -- synchronisation
-    def barrier_all(self) -> None:
-        """All threads of the batch passed a barrier."""
-        self.time += 1
-        self.seen[...] = self.time[:, None, None]
-        self.floor = np.repeat(self.time << _TIME, self.frame.num_threads)
-        self.stamp = self.floor | (self.frame.lanes << 1)
-
-    def arrive(self, cta: int) -> int:
-        """The time of a bar.arrive in a thread block."""
-        self.time[cta] += 1
-        self._refresh(cta)
-        return int(self.time[cta])
-
-    def barrier(self, cta: int, warps: np.ndarray, arrived: Mapping[int, tuple[int, np.ndarray]]) -> None:
-        """`warps` synchronise with each other and with earlier arrivals {warp: (time, what it had seen)}."""
-        self.time[cta] += 1
-        known = self.seen[cta, warps].max(0)
-        for warp, (when, seen) in arrived.items():
-            known = np.maximum(known, seen)
-            known[warp] = max(known[warp], when)
-        known[warps] = self.time[cta]
-        self.seen[cta, warps] = known
-        self._refresh(cta)
-
-    def warp_sync(self, m: Mask) -> None:
-        """The lanes passed a bar.warp.sync."""
-        self.time += 1
-        now = np.repeat(self.time, self.frame.num_threads)
-        self.stamp = (now << _TIME) | (self.frame.lanes << 1)
-        lanes = slice(None) if m is None else m
-        self.warp_synced[lanes] = now[lanes]
-
-    def _refresh(self, cta: int) -> None:
-        f = self.frame
-        lanes = slice(cta * f.num_threads, (cta + 1) * f.num_threads)
-        self.stamp[lanes] = (self.time[cta] << _TIME) | (f.lanes[lanes] << 1)
-        self.floor[lanes] = self.seen[cta].min(1)[f.warp_in_cta[lanes]] << _TIME
-
     # -- accesses
-    def _unordered(self, lane: np.ndarray, record: np.ndarray, readers: np.ndarray | None = None) -> np.ndarray:
-        """Which of the recorded accesses race with one by `lane` now; `readers` are warps, for records of several."""
-        f, when, who = self.frame, record >> _TIME, _thread(record)
+    def _unordered(self, lane: np.ndarray, record: np.ndarray, g: np.ndarray | None = None) -> np.ndarray:
+        """Which of the recorded accesses race with one by `lane` now; `g` are granules, for records of reads."""
+        f, order, when, who = self.frame, self.order, record >> TIME, _thread(record)
         cta, w = lane // f.num_threads, f.warp_in_cta[lane]
         many = who == _MANY
         v = f.warp_in_cta[np.where(many, lane, who)]
-        own = np.maximum(self.seen[cta, w, w], self.warp_synced[lane])
-        bad = when >= np.where(v == w, own, self.seen[cta, w, v])
-        if readers is not None and many.any():
+        own = np.maximum(order.seen[cta, w, w], order.warp_synced[lane])
+        bad = when >= np.where(v == w, own, order.seen[cta, w, v])
+        if g is not None and many.any():
             for x in range(f.warps_per_cta):
-                has = many & ((readers >> np.uint32(x)) & np.uint32(1)).astype(np.bool_)
-                bad |= has & (when >= np.where(w == x, own, self.seen[cta, w, x]))
+                has = many & ((self.readers[g] >> np.uint32(x)) & np.uint32(1)).astype(np.bool_)
+                bad |= has & (when >= np.where(w == x, own, order.seen[cta, w, x]))
+        if order.precise and bad.any():
+            c = np.flatnonzero(bad)
+            bad[c] = self._unordered_threads(lane[c], when[c], who[c], None if g is None else g[c])
+        return bad
+
+    def _unordered_threads(
+        self, lane: np.ndarray, when: np.ndarray, who: np.ndarray, g: np.ndarray | None
+    ) -> np.ndarray:
+        """As `_unordered`, by what threads know of single threads."""
+        f, k = self.frame, np.arange(len(lane))
+        late = when[:, None] >= self.order.rows(lane)
+        late[k, lane % f.num_threads] = False
+        bad = late[k, np.where(who == _MANY, 0, who) % f.num_threads]
+        if g is not None and (who == _MANY).any():
+            warps, lanes = f.warp_in_cta[: f.num_threads], f.lane[: f.num_threads]
+            read = self.readers[g][:, None] >> warps.astype(np.uint32) & np.uint32(1)
+            if self.lanes_read is not None:
+                read &= self.lanes_read[g][:, None] >> lanes.astype(np.uint32)
+            bad = np.where(who == _MANY, (late & read.astype(np.bool_)).any(1), bad)
         return bad
 
     def access(self, op: MemOp, off: np.ndarray, size: int, idx: np.ndarray | None, store: bool, what: str) -> None:
         """Check an access against earlier ones to the same bytes, and record it."""
-        thread, floor, stamp = self.frame.lanes, self.floor, self.stamp
+        thread, floor, stamp = self.frame.lanes, self.order.floor, self.order.stamp
         if idx is not None:
             thread, floor, stamp = idx, floor[idx], stamp[idx]
         strong = int(op.strong)
@@ -122,13 +109,11 @@ class SharedRaces:
                 if len(c):
                     self._report(op, int(thread[c[0]]), int(off[c[0]]), what, "written", int(record[c[0]]))
             if store:
-                if not strong:  # reads do not record strength: checking would blame strong ones
-                    self._check_readers(op, g, off, thread, floor, what)
+                self._check_readers(op, g, off, thread, floor, what)
                 self.writes[g] = mine
                 self.reads[g] = -1
-                self.readers[g] = 0
             else:
-                self._note_read(g, thread, floor, mine, idx)
+                self._note_read(g, thread, floor, mine, self.warp_bit if idx is None else self.warp_bit[idx], strong)
 
     def _number(self, op: MemOp) -> int:
         """The bits that stand for an op in a record."""
@@ -145,26 +130,44 @@ class SharedRaces:
         bad = record >= floor
         if bad.any():
             bad &= _thread(record) != thread
+        if op.strong:
+            bad &= (record & 1) == 0
         if not bad.any():
             return
         c = np.flatnonzero(bad)
-        c = c[self._unordered(thread[c], record[c], self.readers[g[c]])]
+        c = c[self._unordered(thread[c], record[c], g[c])]
         if len(c):
             self._report(op, int(thread[c[0]]), int(off[c[0]]), what, "read", int(record[c[0]]))
 
     def _note_read(
-        self, g: np.ndarray, thread: np.ndarray, floor: np.ndarray, mine: np.ndarray, idx: np.ndarray | None
+        self, g: np.ndarray, thread: np.ndarray, floor: np.ndarray, mine: np.ndarray, bit: np.ndarray, strong: int
     ) -> None:
-        bit = self.warp_bit if idx is None else self.warp_bit[idx]
         old = self.reads[g]
         if ((old == mine) | (old == (mine | _MANY << 1))).all() and (self.readers[g] & bit).all():
             return  # a loop that reads the same again
         live = old >= floor
+        self._strong_reads |= bool(strong)
         if live.any():
-            new = np.where(live & (_thread(old) != thread), mine | (_MANY << 1), mine)
+            if self._strong_reads:  # a plain read is kept before a strong one: it may clash with more
+                plain = (old & 1) == 0
+                if strong and (live & plain).any():
+                    rest = ~(live & plain)
+                    if rest.any():
+                        self._note_read(g[rest], thread[rest], floor[rest], mine[rest], bit[rest], strong)
+                    return
+                live &= plain | bool(strong)
+            several = live & (_thread(old) != thread)
+            if self.lanes_read is not None and several.any():  # what is ordered before this read need not be kept
+                c = np.flatnonzero(several)
+                several[c] = self._unordered(thread[c], old[c], g[c])
+                live &= several | (_thread(old) == thread)
+            new = np.where(several, mine | (_MANY << 1), mine)
             readers = np.where(live, self.readers[g], np.uint32(0)) | bit
         else:
             new, readers = mine, bit
+        if self.lanes_read is not None:
+            self.lanes_read[g] = np.where(live, self.lanes_read[g], np.uint32(0))
+            np.bitwise_or.at(self.lanes_read, g, self.lane_bit[thread])
         self.reads[g], self.readers[g] = new, readers
         lost = self.reads[g] != new  # several lanes of this load read one granule
         if lost.any():
@@ -177,9 +180,8 @@ class SharedRaces:
         """Record a completed cp.async as a write, now, by the thread that issued it."""
         for q in range(max(1, size >> self.shift)):
             g = (off >> self.shift) + q
-            self.writes[g] = self.stamp[lanes] | self._number(op)
+            self.writes[g] = self.order.stamp[lanes] | self._number(op)
             self.reads[g] = -1
-            self.readers[g] = 0
 
     def _report(self, op: MemOp, lane: int, off: int, what: str, did: str, record: int) -> NoReturn:
         f, who = self.frame, record >> 1 & _MANY
@@ -193,102 +195,118 @@ class SharedRaces:
 class GlobalRaces:
     """Detects conflicting accesses to global memory by different thread blocks of a launch.
 
-    Fences and atomics order thread blocks: a fence of gpu scope publishes a thread block's writes; atomics, and
-    accesses with acquire or release, pass them on to later ones at the same location.
+    A record has, from its lowest bit, whether the access was strong; whether more lanes of the thread's warp made it,
+    too; the thread; the thread block + 1; the time. 0 is no access.
     """
 
-    def __init__(self, nbytes: int, granule: int, num_ctas: int) -> None:
+    def __init__(self, nbytes: int, granule: int, num_threads: int, num_ctas: int) -> None:
         self.shift = granule.bit_length() - 1
+        self._cta = 2 + (num_threads - 1).bit_length()
+        self._time = self._cta + num_ctas.bit_length()
+        self._cta_bits = (1 << self._time) - (1 << self._cta)
         count = (nbytes >> self.shift) + 1
-        self.writes = sparse_zeros(count, np.int64)  # epoch << 32 | (cta + 1) << 1 | strong
-        self.reads = sparse_zeros(count, np.int64)  # epoch << 32 | (cta + 1) << 1 | several
-        self.epoch = np.zeros(num_ctas, np.int64)  # advanced by fences
-        self.knows: dict[int, dict[int, int]] = {}  # cta -> {cta: epoch it has acquired}
-        self.location: dict[int, dict[int, int]] = {}
+        self.writes = sparse_zeros(count, np.int64)
+        self.reads = sparse_zeros(count, np.int64)  # the last ones,
+        self.others = sparse_zeros(count, np.int64)  # and the last ones of another thread block than these
+        self.flags: Flags = {}
 
-    def fence(self, ctas: np.ndarray) -> None:
-        """These thread blocks passed a fence of gpu scope."""
-        self.epoch[np.unique(ctas)] += 1
+    def begin(self, frame: Frame, order: Order) -> None:
+        """Look at another batch from now on."""
+        self.frame, self.order = frame, order
+        self._block = (frame.cta + 1) << self._cta
+        self._who = self._block | frame.thread << 2
 
-    def _synchronise(self, off: np.ndarray, ctas: np.ndarray) -> None:
-        """Acquire, and release the fenced epochs; lanes of one instruction may come in any order."""
-        pairs = set(zip(off.tolist(), ctas.tolist(), strict=True))
-        for o, c in pairs:
-            location, mine = self.location.setdefault(o, {}), self.knows.setdefault(c, {})
-            if self.epoch[c]:
-                location[c] = max(location.get(c, 0), int(self.epoch[c]))
-            for k, e in mine.items():
-                location[k] = max(location.get(k, 0), e)
-        for o, c in pairs:
-            mine = self.knows[c]
-            for k, e in self.location[o].items():
-                mine[k] = max(mine.get(k, 0), e)
+    def _foreign(self, record: np.ndarray, block: np.ndarray) -> np.ndarray:
+        """Which records are of another thread block than this one, as its bits in a record."""
+        other = record & self._cta_bits
+        return (other != 0) & (other != block)
 
-    def _ordered(self, cta: int, record: int) -> bool:
-        return self.knows.get(cta, {}).get((record >> 1 & 0x7FFFFFFF) - 1, -1) > (record >> 32)
+    def _fields(self, record: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Thread block, thread and time of accesses."""
+        thread = record >> 2 & ((1 << (self._cta - 2)) - 1)
+        return ((record & self._cta_bits) >> self._cta) - 1, thread, record >> self._time
 
-    def access(
-        self, frame: Frame, op: MemOp, off: np.ndarray, size: int, idx: np.ndarray | None, store: bool, what: str
-    ) -> None:
+    def access(self, op: MemOp, off: np.ndarray, size: int, idx: np.ndarray | None, store: bool) -> None:
         """Check an access against earlier ones to the same bytes, and record it."""
-        cta = frame.cta if idx is None else frame.cta[idx]
+        lanes, block, who, now = self.frame.lanes, self._block, self._who, self.order.now
+        if idx is not None:
+            lanes, block, who, now = idx, block[idx], who[idx], now[idx]
         strong = int(op.strong)
-        if strong:
-            if op.release:
-                self.fence(cta)
-            self._synchronise(off, cta)
-        me = (cta + 1) << 1
+        mine = (now << self._time) | who | strong
         for q in range(max(1, size >> self.shift)):
             g = (off >> self.shift) + q
             record = self.writes[g]
-            bad = (record != 0) & ((record & 0xFFFFFFFE) != me)
-            if strong:
-                bad &= (record & 1) == 0
-            self._check(frame, op, off, idx, cta, record, bad, what, "written")
+            self._check(op, off, lanes, block, record, "written")
             if "nc" in op.ins.parts and record.any():
                 j = int(record.argmax())
-                self._fail(frame, op, off, idx, j, int(record[j]), "read-only (.nc) load", "written")
-            mine = (self.epoch[cta] << 32) | me
+                self._fail(op, off, lanes, j, int(record[j]), "read-only (.nc) load", "written")
             if store:
-                record = self.reads[g]
-                bad = (record != 0) & (((record & 0xFFFFFFFE) != me) | ((record & 1) != 0))
-                if not strong:
-                    self._check(frame, op, off, idx, cta, record, bad, what, "read")
-                self.writes[g] = mine | strong
-                lost = self.writes[g] & ~1 != mine
-                if lost.any() and not strong:
-                    j = int(lost.argmax())
-                    self._fail(frame, op, off, idx, j, int(self.writes[g][j]), what, "written")
-                self.reads[g] = 0
-            elif not strong:
-                old = self.reads[g]
-                several = (old != 0) & ((old & 0xFFFFFFFE) != me)
-                self.reads[g] = np.where(several, mine | 1, mine | (old & 1))
-                lost = (self.reads[g] & 0xFFFFFFFE) != me
-                if lost.any():
-                    self.reads[g[lost]] |= 1
+                self._check(op, off, lanes, block, self.reads[g], "read")
+                self._check(op, off, lanes, block, self.others[g], "read")
+                self.writes[g] = mine
+                last = self.writes[g]
+                if not strong and (last != mine).any():
+                    lost = self._foreign(last, block)
+                    if lost.any():
+                        j = int(lost.argmax())
+                        self._fail(op, off, lanes, j, int(last[j]), op.kind, "written")
+                self.reads[g] = self.others[g] = 0
+            else:
+                self._note_read(g, block, mine, strong)
+
+    def _note_read(self, g: np.ndarray, block: np.ndarray, mine: np.ndarray, strong: int) -> None:
+        old = self.reads[g]
+        if strong:  # a plain read may clash with more than this one
+            rest = (old == 0) | ((old & 1) != 0)
+            g, block, mine, old = g[rest], block[rest], mine[rest], old[rest]
+        foreign = self._foreign(old, block)
+        if not strong and foreign.any():
+            foreign &= (old & 1) == 0
+        if foreign.any():
+            self.others[g[foreign]] = old[foreign]
+        self.reads[g] = mine
+        last = self.reads[g]
+        lost = last != mine  # several lanes of this load read one granule
+        if lost.any():
+            foreign = lost & self._foreign(last, block)
+            self.others[g[foreign]] = mine[foreign]
+            self.reads[g[lost & (last >> 7 == mine >> 7)]] |= 2  # but for the lane they are the same
 
     def _check(
-        self,
-        frame: Frame,
-        op: MemOp,
-        off: np.ndarray,
-        idx: np.ndarray | None,
-        cta: np.ndarray,
-        record: np.ndarray,
-        bad: np.ndarray,
-        what: str,
-        did: str,
+        self, op: MemOp, off: np.ndarray, lanes: np.ndarray, block: np.ndarray, record: np.ndarray, did: str
     ) -> None:
-        for j in np.flatnonzero(bad):
-            if not self._ordered(int(cta[j]), int(record[j])):
-                self._fail(frame, op, off, idx, int(j), int(record[j]), what, did)
+        bad = self._foreign(record, block)
+        if op.strong and bad.any():
+            bad &= (record & 1) == 0
+        if bad.any():
+            c = np.flatnonzero(bad)
+            c = c[self._unordered(lanes[c], record[c])]
+            if len(c):
+                self._fail(op, off, lanes, int(c[0]), int(record[c[0]]), op.kind, did)
 
-    @staticmethod
+    def _unordered(self, lanes: np.ndarray, record: np.ndarray) -> np.ndarray:
+        """Which of the recorded accesses, of other thread blocks, race with one by `lanes` now."""
+        bad = np.ones(len(lanes), np.bool_)
+        if self.order.clocks is None or not self.flags:
+            return bad
+        known, (cta, thread, time) = self.order.clocks.known[lanes], self._fields(record)
+        clocks = {id(clock): clock for clock in known if clock is not None}
+        numbers = np.array([id(clock) for clock in known])
+        for number, clock in clocks.items():
+            mine = numbers == number
+            for other in np.unique(cta[mine]).tolist():
+                row = clock.get(other)
+                if row is not None:
+                    at = np.flatnonzero(mine & (cta == other))
+                    whole = np.minimum.reduceat(row, np.arange(0, len(row), 32))
+                    upto = np.where(record[at] & 2, whole[thread[at] >> 5], row[thread[at]])
+                    bad[at] = time[at] >= upto
+        return bad
+
     def _fail(
-        frame: Frame, op: MemOp, off: np.ndarray, idx: np.ndarray | None, j: int, record: int, what: str, did: str
+        self, op: MemOp, off: np.ndarray, lanes: np.ndarray, j: int, record: int, what: str, did: str
     ) -> NoReturn:
-        other = frame.cta_coordinates((record >> 1 & 0x7FFFFFFF) - 1)
-        lane = j if idx is None else int(idx[j])
+        number = ((record & self._cta_bits) >> self._cta) - 1
+        other, lane = self.frame.cta_coordinates(number), int(lanes[j])
         words = f"global-memory race: {what} of a location {did} by thread block {other} in the same launch"
-        frame.fail(RaceFault, words, op.ins, lane, *frame.describe("global", int(off[j]), lane))
+        self.frame.fail(RaceFault, words, op.ins, lane, *self.frame.describe("global", int(off[j]), lane))

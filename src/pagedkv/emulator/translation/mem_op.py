@@ -17,7 +17,9 @@ class MemOp:
     element: int  # its bytes
     count: int = 1  # elements of the vector
     strong: bool = False  # volatile, relaxed, acquire, release or atomic: cannot race with its like
+    acquire: bool = False
     release: bool = False
+    grid: bool = True  # a strong access to global memory is one for all thread blocks, not for its own alone
     size: int = field(init=False)
     shift: int = field(init=False)
 

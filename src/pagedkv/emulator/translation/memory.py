@@ -11,6 +11,7 @@ HANDLERS = Handlers()
 
 _SPACES = ("global", "shared", "local", "const", "param")
 _ATOMS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+_BLOCK_SCOPES = ("cta", "cluster")  # without clusters a thread block is one
 _STRONG = ("volatile", "relaxed", "acquire", "release", "acq_rel", "mmio")
 
 
@@ -29,7 +30,9 @@ def _mem_op(ins: Instruction, kind: str, ty: str, count: int) -> MemOp:
         SIZE[ty],
         count,
         strong,
+        acquire=any(q in ("acquire", "acq_rel") for q in p),
         release=any(q in ("release", "acq_rel") for q in p),
+        grid=not any(q in _BLOCK_SCOPES for q in p),
     )
 
 
@@ -104,8 +107,8 @@ def _cp_async(t: BlockTranslator, ins: Instruction) -> None:
 
 @HANDLERS.of("membar", "fence")
 def _fence(t: BlockTranslator, ins: Instruction) -> None:
-    if any(q in ("gl", "sys", "gpu", "cluster") for q in ins.parts):
-        t.emit(f"fence({t.mask})")
+    if any(q in ("gl", "sys", "gpu", *_BLOCK_SCOPES) for q in ins.parts):
+        t.emit(f"fence({not any(q in _BLOCK_SCOPES for q in ins.parts)},{t.mask})")
 
 
 @HANDLERS.of(

@@ -11,9 +11,10 @@ from types import CodeType
 
 from ..ptx.instruction import Instruction
 from ..ptx.liveness import Liveness
-from ..ptx.program import Program
+from ..ptx.program import FULL_MASKS, Program, is_warp_barrier
 from . import arith, convert, logic, matrix, memory, warp
 from .block import BlockTranslator, Handler, UntranslatedError
+from .mem_op import MemOp
 from .scope import Scope
 
 _HANDLERS: dict[str, Handler] = {
@@ -33,6 +34,11 @@ class Translation:
     program : Program
     scope : Scope
     liveness : Liveness
+    uses_flags : bool
+        Whether it has fences, or accesses that acquire or release.
+    orders_lanes : bool
+        Whether it orders accesses to shared memory by single lanes and not by warps: a bar.warp.sync of part of a warp,
+        or flags in shared memory.
     unsupported : dict of int to str
         Instructions that no handler takes, by PTX line; executing them raises.
     """
@@ -45,6 +51,14 @@ class Translation:
             (index, None): self._translate(index, None) for index in range(len(program.blocks))
         }
         self._code: dict[tuple[int, int | None], CodeType] = {}
+        instructions = [ins for block in program.blocks for ins in block.instructions]
+        ops = [op for op in self.scope.objects.values() if isinstance(op, MemOp)]
+        self.uses_flags = any(ins.parts[0] in ("membar", "fence") for ins in instructions) or any(
+            op.acquire or op.release for op in ops
+        )
+        self.orders_lanes = any(is_warp_barrier(ins) and ins.operands[0] not in FULL_MASKS for ins in instructions) or (
+            self.uses_flags and any(op.strong and op.space in ("shared", "generic") for op in ops)
+        )
 
     def _translate(self, index: int, keep: int | None) -> str:
         t = BlockTranslator(self.scope, self.liveness, index, keep)

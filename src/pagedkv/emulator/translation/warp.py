@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..ptx.instruction import Instruction
+from ..ptx.program import FULL_MASKS
 from .block import BlockTranslator, Handlers, UntranslatedError
 
 HANDLERS = Handlers()
@@ -60,7 +61,9 @@ def _activemask(t: BlockTranslator, ins: Instruction) -> None:
 @HANDLERS.of("bar", "barrier")
 def _bar(t: BlockTranslator, ins: Instruction) -> None:
     if ins.parts[1] == "warp":
-        t.emit(f"warp_sync({t.mask})")
+        mask = ins.operands[0]
+        members = "None" if mask in FULL_MASKS else t.src(mask, "u32")
+        t.emit(f"warp_sync({t.object(ins)},{members},{t.mask})")
     elif ins.parts[1] == "cluster":
         raise UntranslatedError
     elif "red" in ins.parts:  # The scheduler does the reduction; here its operands only get names.

@@ -1,0 +1,280 @@
+"""Which accesses of a batch come before others whatever the schedule: happens-before.
+
+Each thread block counts its synchronisations as time. An access by thread u at time t is ordered before one by thread
+v now if t is smaller than the time up to which v knows u. Barriers are kept by warp, all that most kernels need: warp w
+knows warp v up to `seen[cta, w, v]`, and a lane its own warp up to `warp_synced`. What single threads learn, at a
+bar.warp.sync of part of a warp or from flags, stands in a matrix of the thread block's threads, made on first use.
+
+Flags follow PTX's memory model: a fence and then a strong store release what the thread knew at the fence; a strong
+load that finds this store, or an atomic of its chain, and then a fence acquire it. The fence may stand on the other
+side of a barrier, as in CUDA's own samples; strictly that takes fence.sc, which __threadfence() is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..translation.mem_op import MemOp
+from .clocks import Clock, Clocks, Snapshot, joined
+from .frame import Frame, Mask
+
+TIME = 33  # a stamp is time << TIME | lane << 1
+Flags = dict[int, Clock]  # by byte offset in global memory, what its last strong stores released to the grid
+
+
+@dataclass
+class Arrival:
+    """What threads at a bar.arrive knew: by warp, by thread if a matrix is kept, and their clocks."""
+
+    seen: np.ndarray
+    threads: np.ndarray | None
+    clocks: list[Clock | None] | None
+
+
+class Order:
+    """What every thread of a batch knows.
+
+    Parameters
+    ----------
+    frame : Frame
+    flags : dict, optional
+        The flags of the launch; None if nothing asks for an order between thread blocks.
+    uses_flags : bool
+        Whether the kernel has fences, or accesses that acquire or release.
+
+    Attributes
+    ----------
+    now, stamp, floor : ndarray of int64
+        Of each lane: the time; the time and its number; the time, shifted, before which all of its block is known.
+    precise : bool
+        Whether a matrix of any thread block is kept.
+    """
+
+    def __init__(self, frame: Frame, flags: Flags | None, uses_flags: bool) -> None:
+        self.frame = frame
+        self.time = np.zeros(frame.num_ctas, np.int64)
+        self.seen = np.zeros((frame.num_ctas, frame.warps_per_cta, frame.warps_per_cta), np.int64)
+        self.floor = np.zeros(frame.num_lanes, np.int64)
+        self.warp_synced = np.zeros(frame.num_lanes, np.int64)
+        self.now, self.stamp = np.zeros(frame.num_lanes, np.int64), frame.lanes << 1
+        self._matrices: dict[int, np.ndarray] = {}
+        self._flags = flags
+        self._block_flags: dict[tuple[str, int], dict[int, Clock]] = {}  # by space and offset, then by slot
+        self.clocks = Clocks(frame.num_lanes, frame.num_threads) if uses_flags else None
+
+    @property
+    def precise(self) -> bool:
+        return bool(self._matrices)
+
+    def rows(self, lanes: np.ndarray) -> np.ndarray:
+        """What each of these lanes knows of the threads of its block, shape (lanes, threads)."""
+        f = self.frame
+        slot, warp, thread = f.cta_slot[lanes], f.warp_in_cta[lanes], f.thread[lanes]
+        warps = f.warp_in_cta[: f.num_threads]
+        known = self.seen[slot, warp][:, warps]
+        same = warps == warp[:, None]
+        np.maximum(known, self.warp_synced[lanes][:, None], out=known, where=same)
+        for kept, matrix in self._matrices.items():
+            mine = np.flatnonzero(slot == kept)
+            if len(mine):
+                known[mine] = np.maximum(known[mine], matrix[thread[mine]])
+        known[np.arange(len(lanes)), thread] = self.time[slot]
+        return known
+
+    def _matrix(self, slot: int) -> np.ndarray:
+        if slot not in self._matrices:
+            self._matrices[slot] = np.zeros((self.frame.num_threads,) * 2, np.int64)
+        return self._matrices[slot]
+
+    def _threads(self, slot: int) -> slice:
+        return slice(slot * self.frame.num_threads, (slot + 1) * self.frame.num_threads)
+
+    def _tick(self, slots: np.ndarray | slice | int) -> None:
+        self.time[slots] += 1
+        self.now = np.repeat(self.time, self.frame.num_threads)
+        self.stamp = (self.now << TIME) | (self.frame.lanes << 1)
+
+    # -- barriers
+    def barrier_all(self) -> None:
+        """All threads of the batch passed a barrier."""
+        self._tick(slice(None))
+        self.seen[...] = self.time[:, None, None]
+        self.floor = self.now << TIME
+        self._matrices.clear()
+        if self.clocks is not None:
+            for slot in self.clocks.uneven:
+                self._share_clocks(self.frame.lanes[self._threads(slot)], [])
+            self.clocks.uneven.clear()
+
+    def arrive(self, slot: int, warps: np.ndarray) -> Arrival:
+        """Warps of a thread block passed a bar.arrive."""
+        self._tick(slot)
+        seen = self.seen[slot, warps].max(0)
+        seen[warps] = self.time[slot]
+        lanes = self._threads(slot).start + np.flatnonzero(np.isin(self.frame.warp_in_cta[self._threads(slot)], warps))
+        matrix = self._matrices.get(slot)
+        threads = None if matrix is None else matrix[self.frame.thread[lanes]].max(0)
+        return Arrival(seen, threads, None if self.clocks is None else self.clocks.of(lanes))
+
+    def barrier(self, slot: int, warps: np.ndarray, arrivals: list[Arrival]) -> None:
+        """`warps` synchronise with each other and with earlier arrivals."""
+        self._tick(slot)
+        known = np.maximum.reduce([self.seen[slot, warps].max(0), *(arrival.seen for arrival in arrivals)])
+        known[warps] = self.time[slot]
+        self.seen[slot, warps] = known
+        every = self._threads(slot)
+        self.floor[every] = self.seen[slot].min(1)[self.frame.warp_in_cta[every]] << TIME
+        threads = np.flatnonzero(np.isin(self.frame.warp_in_cta[every], warps))
+        lanes = every.start + threads
+        learned = [arrival.threads for arrival in arrivals if arrival.threads is not None]
+        if len(warps) == self.frame.warps_per_cta:
+            self._matrices.pop(slot, None)
+        elif slot in self._matrices or learned:
+            matrix = self._matrix(slot)
+            matrix[threads] = np.maximum.reduce([matrix[threads].max(0), *learned])
+        if self.clocks is not None and (slot in self.clocks.uneven or arrivals):
+            clocks = [arrival.clocks for arrival in arrivals if arrival.clocks is not None]
+            self._share_clocks(lanes, clocks)
+            if len(warps) == self.frame.warps_per_cta:
+                self.clocks.uneven.discard(slot)
+            else:
+                self.clocks.uneven.add(slot)
+
+    def _share_clocks(self, lanes: np.ndarray, others: list[list[Clock | None]]) -> None:
+        assert self.clocks is not None
+        together = self.clocks.of(lanes)
+        for other in others:
+            together = [joined(a, b) for a, b in zip(together, other, strict=True)]
+        self.clocks.give(lanes, together)
+
+    def warp_sync(self, members: np.ndarray | None, m: Mask) -> None:
+        """Lanes passed a bar.warp.sync; `members` are the lanes that each one named, or None for its whole warp."""
+        f = self.frame
+        self._tick(slice(None))
+        lanes = f.lanes if m is None else np.flatnonzero(m)
+        named = f.exists[lanes] if members is None else members[lanes] & f.exists[lanes]
+        part = named != f.exists[lanes]
+        whole = lanes[~part]
+        self.warp_synced[whole] = self.now[whole]
+        uneven = set(self._matrices) | (set() if self.clocks is None else self.clocks.uneven)
+        if not part.any() and not uneven:
+            return
+        apart = part | np.isin(f.cta_slot[lanes], list(uneven))
+        groups = f.warp[lanes[apart]] << 32 | named[apart]
+        for group in np.unique(groups).tolist():
+            among = lanes[apart][groups == group]
+            self._meet(among, bool(part[apart][groups == group].any()))
+
+    def _meet(self, lanes: np.ndarray, part: bool) -> None:
+        """Lanes of one warp, all of it or a part, learn what any of them knows."""
+        slot, threads = int(self.frame.cta_slot[lanes[0]]), self.frame.thread[lanes]
+        if part or slot in self._matrices:
+            matrix = self._matrix(slot)
+            matrix[threads] = self.rows(lanes).max(0)
+        if self.clocks is not None and slot in self.clocks.uneven:
+            self._share_clocks(lanes, [])
+
+    # -- flags
+    def fence(self, grid: bool, m: Mask) -> None:
+        """Lanes passed a fence, of the scope of the grid or of their thread block."""
+        f, clocks = self.frame, self.clocks
+        assert clocks is not None
+        lanes = f.lanes if m is None else np.flatnonzero(m)
+        if not len(lanes):
+            return
+        slots = np.unique(f.cta_slot[lanes])
+        self._tick(slots)
+        clocks.used = True
+        for scope in (0, 1) if grid else (0,):
+            self._acquire(lanes, clocks.pending[scope])
+        for slot in slots.tolist():
+            mine = lanes if len(slots) == 1 else lanes[f.cta_slot[lanes] == slot]
+            snapshot = self._snapshot(slot)
+            for scope in (0, 1) if grid else (0,):
+                clocks.released[scope][mine] = snapshot
+        clocks.uneven.update(slots.tolist())
+
+    def _snapshot(self, slot: int) -> Snapshot:
+        """What all threads of a block know now."""
+        assert self.clocks is not None
+        f, every, time = self.frame, self._threads(slot), int(self.time[slot])
+        seen, synced, matrix = self.seen[slot].copy(), self.warp_synced[every].copy(), self._matrices.get(slot)
+        matrix = None if matrix is None else matrix.copy()
+        warps = f.warp_in_cta[: f.num_threads]
+
+        def rows(threads: np.ndarray) -> np.ndarray:
+            known = seen[warps[threads]][:, warps]
+            np.maximum(known, synced[threads][:, None], out=known, where=warps == warps[threads][:, None])
+            if matrix is not None:
+                np.maximum(known, matrix[threads], out=known)
+            known[np.arange(len(threads)), threads] = time
+            return known
+
+        return Snapshot(int(f.cta[every.start]), time, rows, self.clocks.known[every].copy())
+
+    def _acquire(self, lanes: np.ndarray, pending: np.ndarray) -> None:
+        """These lanes know from now on what is pending for them."""
+        assert self.clocks is not None
+        found, known = pending[lanes].tolist(), self.clocks.known[lanes].tolist()
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for i, slot in enumerate(self.frame.cta_slot[lanes].tolist()):
+            if found[i] is not None:
+                groups.setdefault((slot, id(found[i]), id(known[i])), []).append(i)
+        for (slot, _, _), group in groups.items():
+            mine, clock = lanes[group], found[group[0]]
+            row = clock.get(int(self.frame.cta[mine[0]]))
+            if row is not None and (row > self.rows(mine)).any():
+                matrix, threads = self._matrix(slot), self.frame.thread[mine]
+                matrix[threads] = np.maximum(matrix[threads], row)
+            self.clocks.known[mine] = joined(known[group[0]], clock)
+            pending[mine] = None
+
+    def strong(self, op: MemOp, space: str, off: np.ndarray, idx: np.ndarray | None, wrote: np.ndarray | None) -> None:
+        """Hand on clocks at a strong access of lanes in any order; `wrote` says which of them stored, None all."""
+        clocks, f = self.clocks, self.frame
+        if clocks is None or not (clocks.used or self._flags or op.release):
+            return
+        lanes = f.lanes if idx is None else idx
+        grid = self._flags if op.grid and space == "global" else None
+        slots, offsets = f.cta_slot[lanes].tolist(), off.tolist()
+        if op.kind != "load":
+            now: dict[int, Snapshot] = {}
+            if op.release:
+                clocks.used = True
+                self._tick(np.unique(f.cta_slot[lanes]))
+                now = {slot: self._snapshot(slot) for slot in set(slots)}
+            chain = op.kind == "atomic"
+            for i, lane in enumerate(lanes.tolist()):
+                if wrote is not None and not wrote[i]:
+                    continue
+                flags = self._block_flags.setdefault((space, offsets[i]), {})
+                if not chain:
+                    flags.clear()
+                mine = now[slots[i]].clock(f.thread[[lane]]) if op.release else None
+                _publish(flags, slots[i], joined(clocks.released_by(lane, 0), mine), chain)
+                if grid is not None:
+                    _publish(grid, offsets[i], joined(clocks.released_by(lane, 1), mine), chain)
+        if op.kind != "store":
+            for i, lane in enumerate(lanes.tolist()):
+                found = (
+                    self._block_flags.get((space, offsets[i]), {}).get(slots[i]),
+                    None if grid is None else grid.get(offsets[i]),
+                )
+                for scope, clock in enumerate(found):
+                    if clock is not None:
+                        clocks.uneven.add(slots[i])
+                        clocks.pending[scope][lane] = joined(clocks.pending[scope][lane], clock)
+            if op.acquire:
+                for scope in (0, 1):
+                    self._acquire(lanes, clocks.pending[scope])
+
+
+def _publish(flags: dict[int, Clock], key: int, clock: Clock | None, chain: bool) -> None:
+    """Store a clock at a flag; an atomic goes on with the chain that it finds there, a store begins a new one."""
+    clock = joined(flags.get(key), clock) if chain else clock
+    if clock is None:
+        flags.pop(key, None)
+    else:
+        flags[key] = clock
