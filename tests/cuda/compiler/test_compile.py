@@ -381,15 +381,40 @@ def test_an_error_of_a_kernel_is_not_blamed_on_the_score_mod():
 
 
 def make_printing(config):
+    factor = config.factor
+
     def kernel(values):
-        print(values[0])
+        t = cuda.threadIdx.x
+        if t < 2:
+            print("value", values[t], factor * t, float32(0.5))
+
+    return KernelSource(kernel, types.void(types.CPointer(types.int64)), 32)
+
+
+@pytest.mark.parametrize("lineinfo", [True, False])
+def test_a_kernel_may_print(capsys, lineinfo):
+    """vprintf is no function of the module: every driver has it, and so has the emulator."""
+    kernel = compile_kernel(make_printing, Config(3), lineinfo=lineinfo)
+    with EmulatorDevice() as device:
+        device.launch(kernel, (2, 1, 1), [device.address("values", np.array([1 << 40, -5]))])
+    where = "thread block ({}, 0, 0), thread ({}, 0, 0): value "
+    text = [(where + "1099511627776 0 0.500000", 0), (where + "-5 3 0.500000", 1)]
+    assert capsys.readouterr().out.splitlines() == [line.format(b, t) for b in range(2) for line, t in text]
+    assert b"vprintf" in kernel.cubin
+
+
+def make_calling(config):
+    nobody = cuda.declare_device("nobody", types.int64(types.int64))
+
+    def kernel(values):
+        values[0] = nobody(values[1])
 
     return KernelSource(kernel, types.void(types.CPointer(types.int64)), 32)
 
 
 def test_a_kernel_with_an_external_call_is_refused():
-    with pytest.raises(TypeError, match="pagedkv_printing calls vprintf"):
-        compile_kernel(make_printing, Config(3))
+    with pytest.raises(TypeError, match="pagedkv_calling calls nobody, which no device has"):
+        compile_kernel(make_calling, Config(3))
 
 
 def test_the_oldest_kernels_are_forgotten(monkeypatch):

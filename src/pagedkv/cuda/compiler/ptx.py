@@ -30,9 +30,14 @@ def versions() -> tuple[str | None, ...]:
     return sys.version, *map(version, TOOLS)
 
 
+# What the driver brings to every module: CUDA C++ Programming Guide, formatted output, assertion, dynamic allocation.
+SYSTEM_CALLS = ("vprintf", "__assertfail", "malloc", "free")
+
+
 def external_functions(ptx: str) -> list[str]:
-    """The functions that a PTX module calls but does not define."""
-    return re.findall(r"\.extern\s+\.func\s+(?:\([^)]*\)\s*)?([\w$]+)", ptx)
+    """The functions that a PTX module calls but neither it nor the driver defines."""
+    declared = re.findall(r"\.extern\s+\.func\s+(?:\([^)]*\)\s*)?([\w$]+)", ptx)
+    return [name for name in declared if name not in SYSTEM_CALLS]
 
 
 _STATUS = re.compile(

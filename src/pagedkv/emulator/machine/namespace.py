@@ -15,6 +15,7 @@ from . import numeric
 from .access import Access
 from .async_copy import AsyncCopies
 from .matrix import MatrixOps
+from .printing import Printer
 from .warp import WarpOps
 from .warp_barriers import WarpBarriers
 
@@ -79,6 +80,8 @@ def operations(
         if order is not None:
             order.fence(grid, m)
 
-    ns.update(param=param, unsupported=unsupported, warp_sync=warp_barriers.sync, fence=fence)
+    ns.update(
+        vprintf=Printer(access).vprintf, param=param, unsupported=unsupported, warp_sync=warp_barriers.sync, fence=fence
+    )
     ns.update(async_copy=copies.copy, async_commit=copies.commit, async_wait=copies.wait)
     return ns

@@ -135,8 +135,9 @@ class Program:
         args = _names(ops[0]) if ops and ops[0].startswith("(") else []
         fn = self._mod.functions.get(callee)
         if callee == "vprintf":
-            self.registers.setdefault(f"{rets[0]}+0", "b32")
-            return [ins.replaced("mov.b32", [f"{rets[0]}+0", "0"], ins.pred, ins.negated)]
+            count = f"{rets[0]}+0"
+            self.registers.setdefault(count, "b32")
+            return [ins.replaced("vprintf", [count, *(f"{arg}+0" for arg in args)], ins.pred, ins.negated)]
         if callee == "__assertfail":
             return [ins.replaced("trap", [], ins.pred, ins.negated)]
         if fn is None or not fn.has_body or callee in stack:

@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, cp.async and fences; hints, which do nothing."""
+"""Loads, stores, atomics, cp.async, fences and prints; hints, which do nothing."""
 
 from __future__ import annotations
 
@@ -103,6 +103,13 @@ def _cp_async(t: BlockTranslator, ins: Instruction) -> None:
         t.emit(f"async_copy({load},{store},{t.address(o[0])},{t.address(o[1])},{limit},{t.mask})")
     else:
         raise UntranslatedError
+
+
+@HANDLERS.of("vprintf")
+def _vprintf(t: BlockTranslator, ins: Instruction) -> None:
+    count, form, buffer = ins.operands
+    t.emit(f"v=vprintf({t.object(ins)},{t.src(form, 'u64')},{t.src(buffer, 'u64')},{t.mask})")
+    t.put(count, "u32", "v")
 
 
 @HANDLERS.of("membar", "fence")
