@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedkv.emulator import Device
+from pagedkv.emulator.state import host_array
 from pagedkv.emulator.state.host_array import PAGE_BYTES
 
 LARGE = np.arange(3 * 200 * 500, dtype=np.int32).reshape(3, 200, 500)
@@ -31,7 +32,16 @@ def test_a_buffer_holds_what_the_array_holds(name):
     assert buffer.initialised().all()
 
 
+@pytest.fixture(scope="module")
+def small_pages():
+    """No array is so small that it is one page."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_array, "SMALL_BYTES", 0)
+        yield
+
+
 @given(st.sampled_from(sorted(VIEWS)), st.data())
+@pytest.mark.usefixtures("small_pages")
 def test_fetching_bytes_brings_their_pages_and_no_others(name, data):
     view = VIEWS[name]
     device = Device(8 << 20)
@@ -41,7 +51,9 @@ def test_fetching_bytes_brings_their_pages_and_no_others(name, data):
         assert not device.fetch(np.array([buffer.offset]), 1)
         return
     size = data.draw(st.sampled_from([1, 4, 16]))
-    at = np.array(data.draw(st.lists(st.integers(-300, buffer.nbytes + 300), min_size=1, max_size=5)))
+    anywhere = st.integers(-300, buffer.nbytes + 300)
+    whole = anywhere.filter(lambda a: a <= -size or a >= buffer.nbytes or 0 <= a <= buffer.nbytes - size)
+    at = np.array(data.draw(st.lists(whole, min_size=1, max_size=5)))
     inside = [a + q for a in at for q in range(size) if 0 <= a + q < buffer.nbytes]
     assert device.fetch(at + buffer.offset, size) == bool(inside)
     shadow = device.space.shadow[buffer.offset : buffer.offset + buffer.nbytes]

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-PAGE_BYTES = 1 << 16  # what one miss copies: a launch takes memory for what it touches, not for a whole cache
+# What one miss copies: a launch takes memory for what it touches, not for a whole cache. Small arrays are one page.
+PAGE_BYTES = 1 << 16
+SMALL_BYTES = 1 << 23
 
 
 class HostArray:
@@ -19,6 +21,10 @@ class HostArray:
 
     Attributes
     ----------
+    bytes : ndarray of uint8
+        All bytes from its lowest to its highest, gaps included.
+    page_bytes : int
+        Size of a page.
     absent : ndarray of bool
         The pages that have not been copied to the device.
     """
@@ -41,7 +47,8 @@ class HostArray:
         overlap = any(inner > step for inner, (step, _) in zip(reach, reversed(self._axes), strict=False))
         self.bytes = _span(array, nbytes)
         self._overlapping = _marked(array, nbytes) if overlap else None
-        self.absent = np.ones(-(-nbytes // PAGE_BYTES), np.bool_)
+        self.page_bytes = PAGE_BYTES if nbytes > SMALL_BYTES else max(nbytes, 1)
+        self.absent = np.ones(-(-nbytes // self.page_bytes), np.bool_)
 
     def rebind(self, array: np.ndarray) -> None:
         """Use another view of the same elements from now on, which may be writable."""
@@ -49,7 +56,8 @@ class HostArray:
 
     def page(self, number: int) -> slice:
         """The bytes of a page."""
-        return slice(int(number) * PAGE_BYTES, min((int(number) + 1) * PAGE_BYTES, len(self.bytes)))
+        begin = int(number) * self.page_bytes
+        return slice(begin, min(begin + self.page_bytes, len(self.bytes)))
 
     def elements(self, span: slice) -> Any:
         """Which bytes of whole pages belong to elements, and not to the gaps between them; True if all do."""

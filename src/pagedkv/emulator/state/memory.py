@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import EmulatorError
 from ..ptx.types import GLOBAL_BASE, VIEW_DTYPE
-from .host_array import PAGE_BYTES, HostArray
+from .host_array import HostArray
 
 # States of a byte. Allocated but never written is 0, so that untouched pages of large buffers cost nothing.
 # PENDING: a cp.async is still writing it.
@@ -128,22 +128,27 @@ class Buffer:
         """Copy what its source holds from byte `low` up to `high`; whether anything was left to copy."""
         if self.freed:
             raise EmulatorError(f"buffer {self.name!r} was freed")
-        if self.source is None:
+        source = self.source
+        if source is None:
             return False
-        first, last = max(low, 0) // PAGE_BYTES, ((self.nbytes if high is None else high) - 1) // PAGE_BYTES
-        return self._copy(first + np.flatnonzero(self.source.absent[first : last + 1]))
+        first = max(low, 0) // source.page_bytes
+        last = ((self.nbytes if high is None else high) - 1) // source.page_bytes
+        return self._copy(first + np.flatnonzero(source.absent[first : last + 1]))
 
     def fetch_at(self, off: np.ndarray, size: int) -> bool:
         """As `fetch`, for `size` bytes at each offset in device memory; those outside of the buffer are left out."""
         source = self.source
+        if source is None:
+            return False
         low, high = int(off.min()) - self.offset, int(off.max()) - self.offset + size
-        if source is None or not source.absent[max(low, 0) // PAGE_BYTES : (high - 1) // PAGE_BYTES + 1].any():
+        first, last = max(low, 0) // source.page_bytes, (high - 1) // source.page_bytes
+        if not source.absent[first : last + 1].any():
             return False
         wanted = np.zeros(len(source.absent), np.bool_)
         for at in (off - self.offset, off - (self.offset - size + 1)):
             if low < 0 or high > self.nbytes:
                 at = at[(at >= 0) & (at < self.nbytes)]
-            wanted[at // PAGE_BYTES] = True
+            wanted[at // source.page_bytes] = True
         return self._copy(np.flatnonzero(wanted & source.absent))
 
     def _copy(self, pages: np.ndarray) -> bool:
