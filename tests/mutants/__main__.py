@@ -16,10 +16,36 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import blocks, command_line, compiling, cpu, cuda, memory, merge_states, paged, split, split_grid, split_many
+from . import (
+    blocks,
+    command_line,
+    compiling,
+    cpu,
+    cuda,
+    emulator,
+    memory,
+    merge_states,
+    paged,
+    split,
+    split_grid,
+    split_many,
+)
 from .mutant import Mutant
 
-SUBJECTS = (memory, cpu, paged, split, split_grid, split_many, blocks, merge_states, cuda, command_line, compiling)
+SUBJECTS = (
+    memory,
+    cpu,
+    paged,
+    split,
+    split_grid,
+    split_many,
+    blocks,
+    merge_states,
+    cuda,
+    command_line,
+    compiling,
+    emulator,
+)
 MUTANTS = [mutant for subject in SUBJECTS for mutant in subject.MUTANTS]
 
 ROOT = Path(__file__).parents[2]

@@ -13,6 +13,7 @@ LARGE = np.arange(3 * 200 * 500, dtype=np.int32).reshape(3, 200, 500)
 VIEWS = {
     "contiguous": LARGE,
     "rows apart": LARGE[:, ::2],
+    "rows and slices apart": LARGE[:, 10:90:2],
     "columns apart": LARGE[:, :, 3::7],
     "transposed": LARGE.transpose(2, 0, 1),
     "backwards": LARGE[::-1, ::-1, ::-3],
@@ -30,6 +31,10 @@ def test_a_buffer_holds_what_the_array_holds(name):
     buffer = Device(8 << 20).mirror(view)
     np.testing.assert_array_equal(buffer.get(), view)
     assert buffer.initialised().all()
+    marks = np.ones(8 << 20, np.uint8)  # 2 where there are elements, and 1 between them
+    buffer.bytes_in(marks)[...] = 2
+    inside = slice(buffer.offset, buffer.offset + buffer.nbytes)
+    np.testing.assert_array_equal(buffer.memory.space.shadow[inside], marks[inside])
 
 
 @pytest.fixture(scope="module")

@@ -490,3 +490,23 @@ def test_barriers_of_the_grid(seed):
     for broken in ("", SECOND.replace("bar.sync 0; @%p5", "@%p5", 1), SECOND.replace("membar.gl;", "", 1)):
         with pytest.raises(RaceFault, match="store of a location read by thread block"):
             run_ptx(ROUNDS.replace("SECOND", broken), [np.zeros(1024, "u4")], ["u4"], **options)
+
+
+READERS = """ld.param.u64 %rd1, [p0]; mov.u32 %o0, 0; setp.ne.u32 %p5, %lid, 0; @%p5 bra $end;
+setp.eq.u32 %p1, %ct, 1; @%p1 bra $one; setp.eq.u32 %p2, %ct, 2; @%p2 bra $two;
+ld.global.u32 %o0, [%rd1+1024]; FIRST bra $end;
+$one: ld.global.u32 %o0, [%rd1+1024]; SECOND bra $end;
+$two: atom.global.or.b32 %r1, [%rd1+2048], 0; membar.gl; ld.global.u32 %o0, [%rd1+1024]; st.global.u32 [%rd1+1024], 5;
+$end:"""
+
+
+@pytest.mark.parametrize("silent", ["", "FIRST", "SECOND"])
+def test_a_store_is_ordered_after_the_reads_of_two_thread_blocks(silent):
+    """Blocks 0 and 1 read a word and say so, each at its own time; block 2 hears both, reads and stores."""
+    text = READERS.replace(silent, "") if silent else READERS
+    text = text.replace("FIRST", "SECOND").replace("SECOND", "membar.gl; red.global.add.u32 [%rd1+2048], 1;")
+    if silent:
+        with pytest.raises(RaceFault, match="store of a location read by thread block"):
+            run_ptx(text, [np.zeros(1024, "u4")], ["u4"], n=96, grid=3, global_race=True)
+    else:
+        run_ptx(text, [np.zeros(1024, "u4")], ["u4"], n=96, grid=3, global_race=True)

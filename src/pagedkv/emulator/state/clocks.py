@@ -75,8 +75,8 @@ class Clocks:
         What its strong loads have found: known after its next fence.
     uneven : set of int
         Slots of the thread blocks whose threads do not all have the same clocks.
-    used : bool
-        Whether any lane has released anything.
+    used, learned : bool
+        Whether any lane has released anything, and acquired anything.
     """
 
     def __init__(self, num_lanes: int, num_threads: int) -> None:
@@ -84,7 +84,7 @@ class Clocks:
         self.known, *rest = (np.full(num_lanes, None, object) for _ in range(5))
         self.released, self.pending = rest[:2], rest[2:]
         self.uneven: set[int] = set()
-        self.used = False
+        self.used = self.learned = False
 
     def released_by(self, lane: int, scope: int) -> Clock | None:
         """What one lane hands on."""

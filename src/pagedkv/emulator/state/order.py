@@ -228,6 +228,7 @@ class Order:
             if row is not None and (row > self.rows(mine)).any():
                 matrix, threads = self._matrix(slot), self.frame.thread[mine]
                 matrix[threads] = np.maximum(matrix[threads], row)
+            self.clocks.learned = True
             self.clocks.known[mine] = joined(known[group[0]], clock)
             pending[mine] = None
 

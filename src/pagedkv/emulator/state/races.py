@@ -252,18 +252,20 @@ class GlobalRaces:
                         self._fail(op, off, lanes, j, int(last[j]), op.kind, "written")
                 self.reads[g] = self.others[g] = 0
             else:
-                self._note_read(g, block, mine, strong)
+                self._note_read(g, lanes, block, mine, strong)
 
-    def _note_read(self, g: np.ndarray, block: np.ndarray, mine: np.ndarray, strong: int) -> None:
+    def _note_read(self, g: np.ndarray, lanes: np.ndarray, block: np.ndarray, mine: np.ndarray, strong: int) -> None:
         old = self.reads[g]
         if strong:  # a plain read may clash with more than this one
             rest = (old == 0) | ((old & 1) != 0)
-            g, block, mine, old = g[rest], block[rest], mine[rest], old[rest]
+            g, lanes, block, mine, old = g[rest], lanes[rest], block[rest], mine[rest], old[rest]
         foreign = self._foreign(old, block)
         if not strong and foreign.any():
             foreign &= (old & 1) == 0
-        if foreign.any():
-            self.others[g[foreign]] = old[foreign]
+        if foreign.any():  # what is ordered before this read need not be kept
+            c = np.flatnonzero(foreign)
+            c = c[self._unordered(lanes[c], old[c])]
+            self.others[g[c]] = old[c]
         self.reads[g] = mine
         last = self.reads[g]
         lost = last != mine  # several lanes of this load read one granule
@@ -287,7 +289,7 @@ class GlobalRaces:
     def _unordered(self, lanes: np.ndarray, record: np.ndarray) -> np.ndarray:
         """Which of the recorded accesses, of other thread blocks, race with one by `lanes` now."""
         bad = np.ones(len(lanes), np.bool_)
-        if self.order.clocks is None or not self.flags:
+        if self.order.clocks is None or not self.order.clocks.learned:
             return bad
         known, (cta, thread, time) = self.order.clocks.known[lanes], self._fields(record)
         clocks = {id(clock): clock for clock in known if clock is not None}

@@ -1,0 +1,195 @@
+"""The emulator: the order of accesses and races, warp barriers, what is copied, and what is printed."""
+
+from .mutant import Mutant
+
+RACES = "tests/emulator/state/test_races.py::"
+WARP = "tests/emulator/machine/test_warp.py::"
+MERGE = (RACES + "test_a_release_or_acquire_with_something_missing",)
+MERGED = (RACES + "test_barrier_fence_atomic_fence_barrier",)
+BETWEEN = (RACES + "test_flags_between_thread_blocks",)
+INSIDE = (RACES + "test_flags_in_a_thread_block",)
+HALVES = (RACES + "test_a_sync_of_half_a_warp_orders_the_lanes_that_it_names",)
+BRANCHES = (WARP + "test_a_full_sync_in_both_branches",)
+LOOPS = (WARP + "test_syncs_in_loops_that_the_halves_of_a_warp_run_apart",)
+GRID = (RACES + "test_barriers_of_the_grid",)
+READ_FIRST = (RACES + "test_a_plain_read_before_an_atomic",)
+LARGE = ("tests/emulator/test_device.py::test_a_large_array_takes_memory_only_for_what_a_kernel_touches",)
+HOST = ("tests/emulator/state/test_host_array.py",)
+SIZES = ("tests/emulator/machine/test_launch.py::test_sizes_that_no_launch_has",)
+PRINT = ("tests/emulator/machine/test_printing.py",)
+
+ORDER, CLOCKS, DETECTORS = ("emulator/state/order.py", "emulator/state/clocks.py", "emulator/state/races.py")
+
+MUTANTS = [
+    Mutant(
+        "emulator: syncwarp orders the whole warp, whatever it names",
+        ORDER,
+        "        part = named != f.exists[lanes]\n",
+        "        part = named != named\n",
+        HALVES,
+        ci=True,
+    ),
+    Mutant(
+        "emulator: lanes that meet learn nothing but each other",
+        ORDER,
+        "            matrix[threads] = self.rows(lanes).max(0)\n",
+        "            matrix[np.ix_(threads, threads)] = self.time[slot]\n",
+        (RACES + "test_what_a_lane_learned_goes_on_with_the_next_sync",),
+    ),
+    Mutant(
+        "emulator: a fence acquires nothing",
+        ORDER,
+        "            self._acquire(lanes, clocks.pending[scope])\n        for slot",
+        "            pass\n        for slot",
+        BETWEEN,
+    ),
+    Mutant(
+        "emulator: a strong load acquires without a fence",
+        ORDER,
+        "            if op.acquire:\n",
+        "            if op.grid:\n",
+        BETWEEN,
+        ci=True,
+    ),
+    Mutant(
+        "emulator: a strong store releases without a fence",
+        ORDER,
+        "mine = now[slots[i]].clock(f.thread[[lane]]) if op.release else None",
+        "mine = self._snapshot(slots[i]).clock(f.thread[[lane]])",
+        GRID,
+    ),
+    Mutant(
+        "emulator: a fence of a thread block counts for the grid",
+        ORDER,
+        "        for scope in (0, 1) if grid else (0,):\n            self._acquire",
+        "        grid = True\n        for scope in (0, 1) if grid else (0,):\n            self._acquire",
+        MERGE,
+    ),
+    Mutant(
+        "emulator: a fence releases what the whole thread block did",
+        CLOCKS,
+        "        every = len(threads) == len(self.known)\n",
+        "        every = True\n",
+        MERGE,
+    ),
+    Mutant(
+        "emulator: a barrier passes no clocks on",
+        ORDER,
+        "                self._share_clocks(self.frame.lanes[self._threads(slot)], [])\n",
+        "                pass\n",
+        MERGED,
+    ),
+    Mutant(
+        "emulator: a compare-and-swap that fails releases",
+        ORDER,
+        "                if wrote is not None and not wrote[i]:\n",
+        "                if wrote is None and not wrote:\n",
+        (RACES + "test_a_compare_and_swap_that_fails_stores_nothing",),
+    ),
+    Mutant(
+        "emulator: an atomic begins a new chain",
+        ORDER,
+        '            chain = op.kind == "atomic"\n',
+        "            chain = False\n",
+        MERGED,
+    ),
+    Mutant(
+        "emulator: flags in a thread block teach nothing",
+        ORDER,
+        "            if row is not None and (row > self.rows(mine)).any():\n",
+        "            if row is None:\n",
+        INSIDE,
+    ),
+    Mutant(
+        "emulator: an atomic races with no read of another thread block",
+        DETECTORS,
+        '                self._check(op, off, lanes, block, self.reads[g], "read")\n',
+        '                op.strong or self._check(op, off, lanes, block, self.reads[g], "read")\n',
+        READ_FIRST,
+    ),
+    Mutant(
+        "emulator: an atomic races with no read in its thread block",
+        DETECTORS,
+        "                self._check_readers(op, g, off, thread, floor, what)\n",
+        "                op.strong or self._check_readers(op, g, off, thread, floor, what)\n",
+        READ_FIRST,
+    ),
+    Mutant(
+        "emulator: only the last reader of a location counts",
+        DETECTORS,
+        "            self.others[g[c]] = old[c]\n",
+        "            pass\n",
+        (RACES + "test_a_store_is_ordered_after_the_reads_of_two_thread_blocks",),
+    ),
+    Mutant(
+        "emulator: a lane that has met runs on into the next barrier",
+        "emulator/machine/warp_barriers.py",
+        "            self.passed &= ~active\n",
+        "",
+        LOOPS,
+    ),
+    Mutant(
+        "emulator: lanes that name different lanes meet",
+        "emulator/machine/warp_barriers.py",
+        "f.warp[lanes] << 32 | need[lanes]",
+        "f.warp[lanes] << 32",
+        BRANCHES,
+    ),
+    Mutant(
+        "emulator: syncwarps meet at one instruction only",
+        "emulator/ptx/program.py",
+        "            blocks[-1].sync, blocks[-1].apart = kind, barrier\n",
+        "            blocks[-1].sync = kind\n",
+        BRANCHES,
+        ci=True,
+    ),
+    Mutant(
+        "emulator: two syncwarps in a row are one",
+        "emulator/ptx/program.py",
+        " or (barrier and blocks[-1].apart)):",
+        "):",
+        BRANCHES,
+    ),
+    Mutant(
+        "emulator: an array is copied whole",
+        "emulator/state/host_array.py",
+        "PAGE_BYTES if nbytes > SMALL_BYTES else max(nbytes, 1)",
+        "max(nbytes, 1)",
+        LARGE,
+    ),
+    Mutant(
+        "emulator: the gaps of a strided array can be read",
+        "emulator/state/host_array.py",
+        "            inside &= index < n\n",
+        "",
+        HOST,
+    ),
+    Mutant(
+        "emulator: without the check of initialisation what is still on the host reads as zeros",
+        "emulator/machine/access.py",
+        "        if is_global and not (load and init_check):",
+        "        if is_global and not load:",
+        LARGE,
+    ),
+    Mutant(
+        "emulator: negative shared memory",
+        "emulator/machine/launch.py",
+        'shared_bytes = _at_least(0, shared_bytes, "shared_bytes")',
+        "shared_bytes = int(shared_bytes)",
+        SIZES,
+    ),
+    Mutant(
+        "emulator: every lane prints, whatever its branch",
+        "emulator/machine/printing.py",
+        "        lanes = f.lanes if m is None else np.flatnonzero(m)\n",
+        "        lanes = f.lanes\n",
+        PRINT,
+    ),
+    Mutant(
+        "emulator: printed arguments stand one after the other",
+        "emulator/machine/printing.py",
+        "            offset = (offset + size - 1) // size * size\n",
+        "",
+        PRINT,
+    ),
+]
