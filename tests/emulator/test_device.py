@@ -215,6 +215,14 @@ def _load_16(x, o):
     o[t] = x[t]
 
 
+def test_an_array_without_axes(copy_rows):
+    target = np.zeros((), np.float32)
+    with EmulatorDevice() as device:
+        args = [device.address("source", np.full((), 7, np.float32)), device.address("target", target)]
+        device.launch(copy_rows[4], (1, 1, 1), [*args, 1, 1, 1, 1, 1, 1])
+    assert target == 7
+
+
 def test_the_alignment_is_the_arrays_own():
     raw = np.zeros(4096, np.uint8)
     start = -raw.__array_interface__["data"][0] % 256

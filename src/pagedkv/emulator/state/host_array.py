@@ -79,6 +79,7 @@ def _span(array: np.ndarray, nbytes: int) -> np.ndarray:
     """All bytes from an array's lowest to its highest, gaps included."""
     if not nbytes:
         return np.empty(0, np.uint8)
+    array = np.atleast_1d(array)
     lowest = array[tuple(slice(-1, None) if step < 0 else slice(1) for step in array.strides)]
     first = lowest.reshape(1).view(np.uint8)
     return np.lib.stride_tricks.as_strided(first, (nbytes,), (1,), writeable=array.flags.writeable)
