@@ -84,20 +84,20 @@ def test_options_reach_the_kernel(kernel):
     assert [type(x) for x in (options.scale, options.softcap, options.window)] == [float, float, int]
     assert options.causal is False
     assert options.score_mod is own_parity
-    assert options.sinks is vectors["sinks"]
-    assert options.alibi_slopes is vectors["alibi_slopes"]
+    for name, vector in vectors.items():
+        np.testing.assert_array_equal(getattr(options, name), vector)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("operation", ["decode_attention", "prefill_attention"])
-def test_arrays_are_not_copied_and_results_are_of_the_same_kind(kernel, operation, framework, dtype):
+def test_large_arrays_are_not_copied_and_results_are_of_the_same_kind(kernel, operation, framework, dtype):
     arguments = ragged_arguments() if operation == "prefill_attention" else attention_arguments()
     arguments |= {name: arguments[name].astype(FLOATS[dtype]) for name in ("q", "k_cache", "v_cache")}
     given_arrays = {name: as_torch(x) for name, x in arguments.items()} if framework == "torch" else arguments
     out, lse = getattr(pagedkv, operation)(**given_arrays, return_lse=True)
-    for name, x in arguments.items():
-        view = getattr(kernel.call, name)
+    for name in ("q", "k_cache", "v_cache"):
+        view, x = getattr(kernel.call, name), arguments[name]
         assert view.__array_interface__ == x.__array_interface__
         assert view.dtype == x.dtype
     if framework == "torch":
@@ -206,6 +206,16 @@ def fused():
 )
 def test_accepted(kernel, changes):
     assert (decode(**changes) == 1).all()
+
+
+def test_an_array_of_a_float_without_an_axis_is_a_number(kernel):
+    half = np.array(0.5, np.float32)
+    decode(scale=half, softcap=np.array(3.0), k_scale=half, v_scale=half[()], **fp8(), kv_dtype="fp8_e4m3")
+    options = kernel.call.options
+    assert (options.scale, options.softcap, kernel.call.k_scale, kernel.call.v_scale) == (0.5, 3.0, 0.5, 0.5)
+    for name, wrong in (("scale", np.array(1)), ("softcap", np.array(True)), ("scale", np.array([0.5]))):
+        with pytest.raises(TypeError, match=f"^{name} must be a number, got ndarray$"):
+            decode(**{name: wrong})
 
 
 @pytest.mark.parametrize(("given_scale", "expected"), [(2, [2, 2]), (np.float32(0.5), [0.5, 0.5]), (None, [1, 1])])

@@ -112,13 +112,13 @@ def test_swap_blocks_goes_across(moved):
 
 def test_a_machine_without_a_driver():
     """Whatever the machine: the real message, if there is no driver here."""
-    cache, table = InterfaceArray(np.zeros((8, 4, 2, 16), np.float32)), np.zeros((1, 2), np.int64)
+    k_cache, v_cache = (InterfaceArray(x) for x in np.zeros((2, 8, 4, 2, 16), np.float32))
     try:
         from cuda.bindings import driver
 
         driver.cuDriverGetVersion()
     except RuntimeError:
         with pytest.raises(pagedkv.BackendUnavailableError, match=r"no CUDA driver \(.*\) was found: install"):
-            pagedkv.copy_blocks(cache, cache, InterfaceArray(table))
+            pagedkv.copy_blocks(k_cache, v_cache, InterfaceArray(np.zeros((1, 2), np.int64)))
     else:
         pytest.skip("there is a CUDA driver here")

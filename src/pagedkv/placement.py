@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .arrays import Argument, Array, DeviceArgument, HostArgument, identify
 
+Optional = TypeVar("Optional", Array, Array | None)
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
 
 
@@ -34,6 +35,20 @@ class Placement(NamedTuple):
     def on_host(self) -> bool:
         """True if the arrays of the call are on the host, so that their values can be validated."""
         return self.backend != "cuda"
+
+    def own(self, x: Optional) -> Optional:
+        """A copy of a small array on the host: what has been checked is what will be read, whatever other threads do.
+
+        Arrays on a device stay where they are: nobody has looked at them.
+        """
+        return x.copy() if x is not None and self.on_host else x
+
+    def own_table(self, x: Array, num_used: int) -> Array:
+        """`own` of a block table of which the first `num_used` columns are used: on the CPU, a copy of those alone.
+
+        The kernels of the emulator are chosen by the width of the table, as on a device.
+        """
+        return self.own(x[..., :num_used] if self.backend == "cpu" else x)
 
     def new_array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], remedy: str) -> tuple[Any, Array]:
         """An uninitialised array for a result, for the caller in his framework, and as kernels see it.

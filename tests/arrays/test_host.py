@@ -107,3 +107,20 @@ class Broken:
 def test_not_an_array(x):
     with pytest.raises(TypeError, match=r"x must be an array \(NumPy, CuPy or torch\), got "):
         identify("x", x)
+
+
+def test_masked_arrays_are_refused():
+    """What is masked in them would be read all the same."""
+    for mask in (np.ma.nomask, [True, False, False]):
+        with pytest.raises(TypeError) as caught:
+            identify("q", np.ma.array(np.zeros(3, np.float32), mask=mask))
+        assert str(caught.value) == (
+            "q must be an array without a mask, got a numpy.ma.MaskedArray: fill what is masked (x.filled(value)), "
+            "or give x.data if nothing is"
+        )
+
+
+def test_arrays_of_other_subclasses_are_arrays(tmp_path):
+    mapped = np.memmap(tmp_path / "cache", np.float32, "w+", shape=(2, 3))
+    assert address(host_view("x", mapped)) == address(mapped)
+    assert type(host_view("x", mapped)) is np.ndarray

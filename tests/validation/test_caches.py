@@ -108,6 +108,7 @@ GATHER = [
     ),
     ({"seq_len": 2.0}, TypeError, "seq_len must be an int, got float"),
     ({"seq_len": True}, TypeError, "seq_len must be an int, got bool"),
+    ({"seq_len": int}, TypeError, "seq_len must be an int, got type"),
     ({"seq_len": -1}, ValueError, "seq_len must be in 0..max_blocks * block_size = 0..12, got -1"),
     ({"seq_len": 13}, ValueError, "seq_len must be in 0..max_blocks * block_size = 0..12, got 13"),
     ({"seq_len": 9}, IndexError, "block_table must hold block ids in 0..num_blocks-1 = 0..7, got -1 at column 2"),
@@ -150,6 +151,8 @@ COPY = [
         "pairs must be contiguous along its last axis, got strides (8, 24) in bytes",
     ),
     (change("v_cache", read_only), ValueError, "v_cache must be writable, got a read-only array"),
+    ({"v_cache": Change("k_cache", lambda x: x)}, ValueError, "k_cache must not overlap v_cache"),
+    (combined_overlap(), ValueError, "k_cache must not overlap v_cache"),
     (
         change("pairs", lambda x: with_value(x, (1, 0), -1)),
         IndexError,
@@ -235,6 +238,16 @@ CASES = [
 @pytest.mark.parametrize(("operation", "changes", "error", "message", "side"), on_every_side(CASES))
 def test_wrong_argument(operation, changes, error, message, side):
     check_on_every_side(operation, changes, error, message, side)
+
+
+def test_layers_that_lie_between_each_other():
+    """Halves of one allocation overlap in what they span, and share nothing; two layers of one half do."""
+    layers = np.zeros((3, N, 2, P, HKV, D), np.float32)
+    halves = {"k_cache": list(layers[:, :, 0]), "v_cache": list(layers[:, :, 1])}
+    call("copy_blocks", halves)
+    halves["v_cache"][2] = layers[1, :, 0]
+    with pytest.raises(ValueError, match=r"^k_cache\[1\] must not overlap v_cache\[2\]$"):
+        call("copy_blocks", halves)
 
 
 def test_overlap_that_takes_too_long_to_rule_out(monkeypatch):

@@ -27,6 +27,11 @@ def identify(name: str, x: Any) -> HostArgument | DeviceArgument:
         x is on a device that is neither the host nor a CUDA GPU.
     """
     if isinstance(x, np.ndarray):
+        if type(x) is not np.ndarray and _is_masked(x):
+            raise TypeError(
+                f"{name} must be an array without a mask, got a numpy.ma.MaskedArray: "
+                "fill what is masked (x.filled(value)), or give x.data if nothing is"
+            )
         return HostArray(name, x)
     if _is_torch(type(x)):
         return tensor(name, x)
@@ -55,6 +60,11 @@ def current_streams() -> list[int]:
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         streams.append(int(torch.cuda.current_stream().cuda_stream))
     return streams
+
+
+def _is_masked(x: object) -> bool:
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(x, masked.MaskedArray)
 
 
 def _is_torch(kind: type) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,11 +64,11 @@ def make_arguments(call: AttentionCall, q: Array) -> tuple[Arguments, tuple[Arra
     k_scale, v_scale = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
     factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)
     k_strides, v_strides = cache_strides(k_cache, spec.layout), cache_strides(v_cache, spec.layout)
-    slopes = _plain(options.alibi_slopes)
+    slopes = _heads(options.alibi_slopes)
     arguments = Arguments(
         q.astype(np.float32, order="C") * factor[:, None],
-        _plain(call.block_tables),
-        _plain(call.seq_lens),
+        call.block_tables,
+        call.seq_lens,
         Caches(k_cache.ctypes.data, v_cache.ctypes.data, tuple(k_strides), tuple(v_strides), spec.block_size),
         LogitOptions(
             options.causal,
@@ -76,12 +76,11 @@ def make_arguments(call: AttentionCall, q: Array) -> tuple[Arguments, tuple[Arra
             np.float32(options.softcap or 0),
             slopes.ctypes.data if slopes.size else 0,
         ),
-        _plain(options.sinks),
-        _plain(v_scale),
+        _heads(options.sinks),
+        v_scale,
     )
     return arguments, (k_cache, v_cache, slopes)
 
 
-def _plain(array: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    """A small array as the kernels are compiled for it: contiguous and writable, empty for None."""
-    return NO_HEADS if array is None else np.require(array, requirements=["C", "W"])
+def _heads(array: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
+    return NO_HEADS if array is None else array

@@ -60,13 +60,14 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
     require.boolean("return_lse", given["return_lse"])
     checked = require.check(given["check"])
     scale, softcap, window = given["scale"], given["softcap"], given["window"]
+    alibi_slopes, sinks = (placement.own(views.get(name)) for name in ("alibi_slopes", "sinks"))
     options = AttentionOptions(
         scale=1.0 / math.sqrt(geometry.head_dim) if scale is None else require.number("scale", scale),
         causal=bool(causal),
         window=None if window is None else _window(window),
         softcap=None if softcap is None else require.number("softcap", softcap, positive=True),
-        alibi_slopes=views.get("alibi_slopes"),
-        sinks=views.get("sinks"),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         score_mod=python_function(given["score_mod"]),
     )
     k_scale, v_scale = cache_pair.scales(given, views, kind, placement)
@@ -75,11 +76,16 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
         require.writable("out", out)
         require.apart("out", out, views.items())
 
+    query_starts = views.get("query_starts")
     if placement.on_host:
-        values.seq_lens(seq_lens, block_tables.shape[1] * geometry.block_size)
-        if ragged:
-            values.query_starts(views["query_starts"], seq_lens, q.shape[0])
-        values.block_tables("block_tables", block_tables, seq_lens, geometry.block_size, geometry.num_blocks)
+        block_size, capacity = geometry.block_size, block_tables.shape[1] * geometry.block_size
+        seq_lens = placement.own(seq_lens)
+        num_used = -(-values.seq_lens(seq_lens, capacity) // block_size)
+        if query_starts is not None:
+            query_starts = placement.own(query_starts)
+            values.query_starts(query_starts, seq_lens, q.shape[0])
+        block_tables = placement.own_table(block_tables, num_used)
+        values.block_tables("block_tables", block_tables[:, :num_used], seq_lens, block_size, geometry.num_blocks)
     return AttentionCall(
         given=given,
         placement=placement,
@@ -88,7 +94,7 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
         v_cache=v_cache,
         block_tables=block_tables,
         seq_lens=seq_lens,
-        query_starts=views.get("query_starts"),
+        query_starts=query_starts,
         out=out,
         spec=cache_spec(layout, kind, geometry),
         k_scale=k_scale,

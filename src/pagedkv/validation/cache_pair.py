@@ -22,7 +22,7 @@ _UINT8 = np.dtype(np.uint8)
 def scale_arrays(given: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Those of the two scales that are not numbers, with their names."""
     pair = [(name, given[name]) for name in ("k_scale", "v_scale")]
-    return [(name, x) for name, x in pair if x is not None and not np.isscalar(x)]
+    return [(name, x) for name, x in pair if x is not None and not np.isscalar(x) and not require.is_array_of_one(x)]
 
 
 def geometry_of(given: Mapping[str, Any], k_cache: Array, v_cache: Array) -> Geometry:
@@ -68,6 +68,7 @@ def _scale(name: str, value: Any, view: Array | None, kind: str, placement: Plac
     if view is None:
         return require.number(name, value, positive=True)
     require.dtype(name, view, FLOAT32)
+    scales = placement.own(view)
     if placement.on_host:
-        values.scales(name, view)
-    return view
+        values.scales(name, scales)
+    return scales

@@ -52,6 +52,7 @@ def write_call(given: Mapping[str, Any]) -> WriteCall:
         require.writable(name, cache)
         require.apart(name, cache, [(other, x) for other, x in views.items() if other != name])
     if placement.on_host:
+        slots = placement.own(slots)
         values.slots(slots, geometry.num_blocks * geometry.block_size)
     spec = cache_spec(given["layout"], kind, geometry)
     return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked)
@@ -77,8 +78,10 @@ def gather_call(given: Mapping[str, Any]) -> GatherCall:
     if not 0 <= length <= capacity:
         raise ValueError(f"seq_len must be in 0..max_blocks * block_size = 0..{capacity}, got {length}")
     if placement.on_host:
-        lengths = np.array([length])
-        values.block_tables("block_table", block_table[None], lengths, geometry.block_size, geometry.num_blocks)
+        num_used = -(-length // geometry.block_size)
+        block_table = placement.own_table(block_table, num_used)
+        used, lengths = block_table[None, :num_used], np.array([length])
+        values.block_tables("block_table", used, lengths, geometry.block_size, geometry.num_blocks)
     spec = cache_spec(given["layout"], kind, geometry)
     return GatherCall(placement, k_cache, v_cache, block_table, length, spec, k_scale, v_scale, require.check(None))
 
@@ -101,8 +104,10 @@ def copy_call(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> Cop
         require.strides(name, cache)
         require.row_alignment(name, cache, placement)
         require.writable(name, cache)
+    _require_apart(list(zip(names, caches, strict=True)))
     require.strides("pairs", pairs)
     if placement.on_host:
+        pairs = placement.own(pairs)
         values.pairs(pairs, num_blocks, num_blocks, one_pool=True)
     return CopyCall(placement, caches, pairs, require.check(None))
 
@@ -137,22 +142,33 @@ def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> 
                 require.row_alignment(name, cache, placement)
         require.writable(to_name, y)
         one_pool |= _same_memory(x, y)
-    _require_apart(list(zip(from_names, to_names, copies, strict=True)))
+    read = [(name, x) for name, (x, y) in zip(from_names, copies, strict=True) if not _same_memory(x, y)]
+    written = [(name, y) for name, (_, y) in zip(to_names, copies, strict=True)]
+    _require_apart(written, read)
     require.strides("pairs", pairs)
     if not isinstance(pairs, Shadow):
+        pairs = pairs.copy()  # as Placement.own, of a call that may have its caches on a device
         values.pairs(pairs, num_sources, num_destinations, one_pool=one_pool)
     return SwapCall(placement, copies, pairs, require.check(None))
 
 
-def _require_apart(copies: list[tuple[str, str, tuple[Array, Array]]]) -> None:
-    """Raise ValueError if a destination shares an element with any other cache; it may be its own source."""
-    named = [(from_name, x) for from_name, _, (x, y) in copies if not _same_memory(x, y)]
-    named += [(to_name, y) for _, to_name, (_, y) in copies]
-    bounds = sorted(byte_bounds(array) for _, array in named)
-    if all(end <= start for (_, end), (start, _) in pairwise(bounds)):
+def _require_apart(written: Sequence[tuple[str, Array]], read: Sequence[tuple[str, Array]] = ()) -> None:
+    """Raise ValueError if a cache that is written shares an element with another one that is written or read."""
+    caches = [*written, *read]
+    bounds = [_bounds(cache) for _, cache in caches]
+    if all(end <= start for (_, end), (start, _) in pairwise(sorted(bounds))):
         return
-    for _, to_name, (_, y) in copies:
-        require.apart(to_name, y, [(name, other) for name, other in named if name != to_name])
+    starts, ends = np.array(bounds).T
+    near = (starts[: len(written), None] < ends) & (starts < ends[: len(written), None])
+    for i, j in np.argwhere(np.triu(near, 1)).tolist():
+        require.apart(*caches[i], [caches[j]])
+
+
+def _bounds(x: Array) -> tuple[int, int]:
+    """Where the bytes of an array begin and end."""
+    if x.flags.c_contiguous:
+        return (address := address_of(x)), address + x.nbytes
+    return byte_bounds(x)
 
 
 def _leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ import operator
 import os
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -121,7 +121,9 @@ def _overlap(x: Array, y: Array) -> bool:
 
 
 def number(name: str, value: object, *, positive: bool = False) -> float:
-    """The value as a float that float32 can hold, or raise."""
+    """The value as a float that float32 can hold, or raise; an array without an axis is the number in it."""
+    if is_array_of_one(value):
+        value = value[()]
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     try:
@@ -133,11 +135,16 @@ def number(name: str, value: object, *, positive: bool = False) -> float:
     return result
 
 
+def is_array_of_one(value: object) -> TypeGuard[Array]:
+    """True for a NumPy array of a float without an axis."""
+    return isinstance(value, np.ndarray) and not value.ndim and value.dtype.kind == "f"
+
+
 def integer(name: str, value: Any) -> int:
     """The value as an int, or raise TypeError; a bool is none."""
     if type(value) is int:
         return value
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__") or isinstance(value, np.ndarray):
+    if isinstance(value, (bool, np.bool_, type, np.ndarray)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     return operator.index(value)
 

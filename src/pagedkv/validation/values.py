@@ -1,4 +1,8 @@
-"""What the values of arrays on the host must be; those on a device are never read, unless by a kernel that checks."""
+"""What the values of arrays on the host must be; those on a device are never read, unless by a kernel that checks.
+
+What is checked here are copies (`Placement.own`), and kernels read the same copies: another thread may write to the
+caller's arrays at any time.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ import numpy as np
 
 from ..arrays import Array
 
+_INFINITY_BITS = np.array(np.inf, np.float32).view(np.uint32)
 
-def seq_lens(lengths: Array, capacity: int) -> None:
-    """Raise ValueError unless every length is in 0..capacity."""
-    if not len(lengths) or int(lengths.view(np.uint32).max()) <= capacity:
-        return
+
+def seq_lens(lengths: Array, capacity: int) -> int:
+    """The longest length, 0 if there is none; raise ValueError unless every length is in 0..capacity."""
+    longest = int(lengths.view(np.uint32).max()) if len(lengths) else 0
+    if longest <= capacity:
+        return longest
     seq = int((lengths.view(np.uint32) > capacity).argmax())
     raise ValueError(
         f"seq_lens must be in 0..max_blocks * block_size = 0..{capacity}, got {lengths[seq]} for sequence {seq}"
@@ -18,9 +25,8 @@ def seq_lens(lengths: Array, capacity: int) -> None:
 
 
 def block_tables(name: str, tables: Array, lengths: Array, block_size: int, num_blocks: int) -> None:
-    """Raise IndexError if a used entry of a table is no block's id; the lengths are valid."""
-    longest = int(lengths.max()) if len(lengths) else 0
-    used = tables[:, : -(-longest // block_size)].view(np.uint32)
+    """Raise IndexError if a used entry is no block's id; lengths are valid, and the longest fills all columns given."""
+    used = tables.view(np.uint32)
     # Most tables are valid even where they are not used: one pass, and no mask.
     if not used.size or int(used.max()) < num_blocks:
         return
@@ -57,7 +63,8 @@ def query_starts(starts: Array, lengths: Array, num_tokens: int) -> None:
 
 def scales(name: str, per_head: Array) -> None:
     """Raise ValueError unless every scale is positive and finite."""
-    bad = ~((per_head > 0) & np.isfinite(per_head))
+    # By their bits: a thread that flushes denormals takes small scales for zeros.
+    bad = per_head.view(np.uint32) - np.uint32(1) >= _INFINITY_BITS - np.uint32(1)
     if bad.any():
         head = int(bad.argmax())
         raise ValueError(f"{name} must be positive and finite, got {per_head[head]} for KV head {head}")
@@ -99,6 +106,6 @@ def pairs(blocks: Array, num_sources: int, num_destinations: int, *, one_pool: b
     if again.any():
         raise ValueError(f"pairs must name a destination once, got destination {written[1:][again][0]} twice")
     if one_pool:
-        both = np.isin(blocks[:, 0], written)
+        both = written.take(written.searchsorted(blocks[:, 0]), mode="clip") == blocks[:, 0]
         if both.any():
             raise ValueError(f"pairs must not use a destination as a source, got block {blocks[both, 0][0]} as both")

@@ -172,7 +172,7 @@ def test_more_sequences_than_a_grid_has_in_y_or_z(variant, open_device):
 def test_a_negative_block_id_is_skipped_without_a_check_as_with_one(variant, open_device):
     problem = build(variant.spec(seq_lens=(40, 3, 90)))
     call = checked_call(problem, variant.kernel)
-    problem.block_tables[2, 64 // variant.block_size] = -1
+    call.block_tables[2, 64 // variant.block_size] = -1
     results = []
     for checked in (False, True):
         out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
