@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol, cast
 
+from .arithmetic import plain
 from .arrays import Array
 from .calls import AttentionCall, CopyCall, GatherCall, MergeCall, SwapCall, WriteCall
 from .compile_thread import apart
@@ -31,6 +33,7 @@ class Backend(Protocol):
     def merge_states(self, call: MergeCall, out: Array, lse: Array) -> None: ...
 
 
+_OPERATIONS = ("decode_attention", "write_kv", "gather_kv", "copy_blocks", "swap_blocks", "merge_states")
 _backends: dict[str, Backend] = {}
 
 
@@ -58,7 +61,8 @@ def _load(name: str) -> Backend:
         from .cuda.backend import KernelBackend
         from .emulator import EmulatorDevice
 
-        return KernelBackend(lambda placement: EmulatorDevice())
+        emulator = KernelBackend(lambda placement: EmulatorDevice())
+        return cast(Backend, SimpleNamespace(**{x: plain(getattr(emulator, x)) for x in _OPERATIONS}))
     from .cuda.backend import GpuBackend
 
     return GpuBackend()

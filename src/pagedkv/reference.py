@@ -87,6 +87,7 @@ def decode_attention(
     )
 
 
+@np.errstate(all="ignore")
 def prefill_attention(
     q: Array,
     k_cache: Array,
@@ -179,8 +180,7 @@ def _attend(
     dtype: Any = np.float64 if round_to is None else np.float32
 
     def rounded(x: Array) -> Array:
-        with np.errstate(over="ignore"):
-            return x if round_to is None else x.astype(round_to).astype(dtype)
+        return x if round_to is None else x.astype(round_to).astype(dtype)
 
     num_rows, num_heads, _ = q.shape
     seq_len, num_kv_heads, _ = k.shape
@@ -216,11 +216,11 @@ def _attend(
         total = terms.sum(axis=1) + np.exp(sink - shift)
         probabilities = rounded(terms / np.where(total == 0, 1, total)[:, None])
         out[:, head] = rounded(probabilities @ v[:, kv_head])
-        with np.errstate(divide="ignore"):
-            lse[:, head] = shift + np.log(total)
+        lse[:, head] = shift + np.log(total)
     return out, lse
 
 
+@np.errstate(all="ignore")
 def merge_states(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -> tuple[Array, Array]:
     """Attention over the union of disjoint sets of keys, from the attention over each.
 
@@ -242,10 +242,10 @@ def merge_states(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -
     weights = np.exp(lse - shift)
     total = weights.sum(axis=0)
     merged = (weights[..., None] * out).sum(axis=0) / np.where(total == 0, 1, total)[..., None]
-    with np.errstate(divide="ignore"):
-        return merged, shift + np.log(total)
+    return merged, shift + np.log(total)
 
 
+@np.errstate(all="ignore")
 def gather_kv(
     k_cache: Array,
     v_cache: Array,
@@ -282,6 +282,7 @@ def gather_kv(
     return _widened(k, kv_dtype, k_scale), _widened(v, kv_dtype, v_scale)
 
 
+@np.errstate(all="ignore")
 def write_kv(
     k: Array,
     v: Array,
@@ -331,13 +332,11 @@ def _widened(x: Array, kv_dtype: str | None, scale: Scale) -> Array:
 
 def _narrowed(x: Array, dtype: np.dtype[Any], kv_dtype: str | None, scale: Scale) -> Array:
     if kv_dtype is None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return x.astype(dtype)
+        return x.astype(dtype)
     fp8 = FP8_DTYPES[kv_dtype]
     largest = float(ml_dtypes.finfo(fp8).max)
     # The division is a float32 one, as it is in every backend; NaN passes through clip.
-    with np.errstate(over="ignore", invalid="ignore"):
-        scaled = x.astype(np.float32) / _per_head(scale)
+    scaled = x.astype(np.float32) / _per_head(scale)
     return np.clip(scaled, -largest, largest).astype(fp8).view(np.uint8)
 
 

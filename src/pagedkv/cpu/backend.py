@@ -1,26 +1,22 @@
-"""The CPU as a backend. numba is imported by the first attention call: the other operations do with NumPy."""
+"""The CPU as a backend. numba is imported by the first attention call: the other operations do with NumPy.
+
+An infinity in a result is a value like any other: it comes back without a warning, as from a device.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from ..arithmetic import plain
 from ..arrays import Array
 from ..calls import AttentionCall
 from ..compile_thread import made_once
-from .blocks import copy_blocks, gather_kv, swap_blocks, write_kv
-from .merge import merge_states
+from . import blocks, merge
 
-__all__ = [
-    "copy_blocks",
-    "decode_attention",
-    "gather_kv",
-    "merge_states",
-    "prefill_attention",
-    "swap_blocks",
-    "write_kv",
-]
+write_kv = plain(blocks.write_kv)
+gather_kv = plain(blocks.gather_kv)
+copy_blocks, swap_blocks = blocks.copy_blocks, blocks.swap_blocks
+merge_states = plain(merge.merge_states)
 
 
 @made_once(most=1)
@@ -37,14 +33,13 @@ def _prefill() -> Any:
     return prefill
 
 
+@plain
 def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Run a decode call."""
-    # An infinity in a result is a value like any other: it comes back without a warning, as from a device.
-    with np.errstate(over="ignore", invalid="ignore"):
-        _decode().decode_attention(call, out, lse)
+    _decode().decode_attention(call, out, lse)
 
 
+@plain
 def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Run a prefill call."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        _prefill().prefill_attention(call, out, lse)
+    _prefill().prefill_attention(call, out, lse)
