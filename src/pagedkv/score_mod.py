@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from inspect import CO_VARARGS, CO_VARKEYWORDS
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
+
+import numpy as np
 
 
 def python_function(score_mod: Any) -> Callable[..., Any] | None:
@@ -29,6 +31,18 @@ def python_function(score_mod: Any) -> Callable[..., Any] | None:
             f"({', '.join(inspect.signature(function).parameters)})"
         )
     return function
+
+
+def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function over copies of the arrays that it closes over or knows as globals.
+
+    numba takes small contiguous arrays for constants, but would read others where they are, in every call.
+    """
+    code, known = function.__code__, function.__globals__
+    arrays = {name: known[name].copy() for name in code.co_names if isinstance(known.get(name), np.ndarray)}
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    copies = tuple(CellType(x.copy() if isinstance(x, np.ndarray) else x) for x in cells)
+    return FunctionType(code, known | arrays, function.__name__, None, copies or None)
 
 
 def refusal(score_mod_error: Exception) -> TypeError:

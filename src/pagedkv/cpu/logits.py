@@ -12,7 +12,7 @@ from numba import float32, int32, njit, types
 from numba.core import config as settings
 from numba.core.errors import NumbaError
 
-from ..score_mod import can_raise, refusal
+from ..score_mod import can_raise, frozen, refusal
 from .compile import device
 from .simd import get_float, put_float
 from .tiles import FLOAT_BYTES
@@ -53,7 +53,7 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
 def _compile_score_mod(score_mod: Callable[..., Any] | None) -> Callable[..., Any] | None:
     if score_mod is None:
         return None
-    user: Any = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(score_mod)
+    user: Any = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(frozen(score_mod))
     try:
         user.compile(SIGNATURE)
         compiled = user.overloads[SIGNATURE]
