@@ -57,7 +57,9 @@ def write_kv(
 
     Notes
     -----
-    After any exception nothing has been written.
+    After an error nothing has been written; after an interrupt (Ctrl-C) both caches are written or neither. All memory
+    for the tokens is asked for before, but NumPy asks for about a kilobyte between K and V: if even that is refused, a
+    MemoryError leaves K written and V not. The same call again writes both.
     """
     call = write_call(locals())
     backend_of(call.placement).write_kv(call)
@@ -122,7 +124,8 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto"
     Parameters
     ----------
     k_cache, v_cache : array or list of arrays
-        Caches of any layout with the same num_blocks, or a list of them with one cache per layer; written in place.
+        Caches of any layout with the same num_blocks, or a list of them with one cache per layer; written in place, so
+        writable and sharing no element with each other.
     pairs : (num_pairs, 2) int64 array
         Source block and destination block of each copy.
     backend : {"auto", "cpu", "cuda", "emulator"}
@@ -133,8 +136,8 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto"
     TypeError
         Something is not an array, or has a wrong dtype.
     ValueError
-        A wrong shape, stride, alignment or side; a read-only cache; a destination that is named twice or is also a
-        source.
+        A wrong shape, stride, alignment or side; a cache that is read-only or overlaps another; a destination that is
+        named twice or is also a source.
     IndexError
         A block outside 0..num_blocks-1.
     BackendUnavailableError
@@ -142,7 +145,9 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto"
 
     Notes
     -----
-    After any exception nothing has been written.
+    After an error nothing has been written; after an interrupt (Ctrl-C) all caches have been written or none, except
+    on a device: there each launch copies in up to 8 caches that are alike, and an interrupt between two launches leaves
+    the other caches as they were. The same call again copies in all.
     """
     call = copy_call(k_cache, v_cache, pairs, backend=backend)
     backend_of(call.placement).copy_blocks(call)
@@ -176,7 +181,9 @@ def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "au
 
     Notes
     -----
-    After any exception nothing has been written.
+    After an error nothing has been written; after an interrupt (Ctrl-C) all caches have been written or none, except
+    where a device is involved: it copies in many steps, and an interrupt, or an error of the driver, may come between
+    them. The same call again copies everything.
 
     Between host and device the copies are in the order of the stream. Those to or from pinned memory are not waited
     for: synchronise the stream before you read such a destination, or write to such a source. Any other array of the

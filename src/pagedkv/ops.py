@@ -110,8 +110,11 @@ def decode_attention(
 
     Notes
     -----
-    After any exception nothing has been written. The bits of a sequence's result do not depend on the other
-    sequences of the batch, on where its blocks lie, on the block size, on NHD or HND, or on the number of threads.
+    After any exception `out` is as before; after an interrupt (Ctrl-C) as before or complete. Tables, lengths and the
+    arrays of options are copied before they are checked if they are on the host: another thread may write to them.
+
+    The bits of a sequence's result do not depend on the other sequences of the batch, on where its blocks lie, on the
+    block size, on NHD or HND, on the number of threads, or on how the calling thread rounds or treats denormals.
     CUDA calls in layout vllm are the exception: v1 and v2 round differently, also from block size to block size, and
     "auto" chooses by the number of sequences and the width of the table; a kernel that is named keeps its bits.
 
@@ -207,9 +210,9 @@ def prefill_attention(
 
     Notes
     -----
-    After any exception nothing has been written. A row whose every key is masked gives zeros and LSE -inf (or the
-    sink's logit). A NaN or Inf in V at a used position may reach any query row of the same sequence and KV head;
-    in K only the rows that attend to it.
+    After any exception `out` is as before; after an interrupt (Ctrl-C) as before or complete. A row whose every key is
+    masked gives zeros and LSE -inf (or the sink's logit). A NaN or Inf in V at a used position may reach any query row
+    of the same sequence and KV head; in K only the rows that attend to it.
 
     References
     ----------

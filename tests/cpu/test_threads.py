@@ -1,6 +1,7 @@
 """The worker threads: their number, Ctrl-C, fork and callers that call at once."""
 
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -63,16 +64,16 @@ def test_every_item_is_done_once():
 
     def kernel(counter, num_items):
         with lock:
-            done.append((counter, num_items, threading.current_thread().name))
+            done.append((counter, num_items, threading.get_ident()))
 
     pagedkv.set_num_threads(3)
     threads.run(kernel, 5, (), parallel=True)
     assert len(done) == 3
     assert len({counter for counter, _, _ in done}) == 1
-    assert all(name.startswith("pagedkv") for _, _, name in done)
+    assert threading.get_ident() not in {thread for _, _, thread in done}
     done.clear()
     threads.run(kernel, 5, (), parallel=False)
-    assert [name for _, _, name in done] == [threading.current_thread().name]
+    assert [thread for _, _, thread in done] == [threading.get_ident()]
 
 
 def test_an_exception_in_a_worker_reaches_the_caller():
@@ -134,15 +135,74 @@ def test_a_forked_child_has_its_own_workers():
     assert os.waitstatus_to_exitcode(status[1]) == 0
 
 
-def test_without_further_threads_the_call_is_done_all_the_same(monkeypatch):
-    class NoThreads:
-        def submit(self, work):
+@pytest.mark.parametrize("num_possible", [0, 1])
+def test_without_further_threads_the_call_is_done_all_the_same(monkeypatch, num_possible):
+    started = []
+
+    def start(*args):
+        if len(started) == num_possible:
             raise RuntimeError("can't start new thread")
+        started.append(start_new_thread(*args))
 
     problem = _problem()
     expected = pagedkv.decode_attention(*problem)
-    monkeypatch.setattr(threads._workers, "executor", NoThreads)
+    pagedkv.set_num_threads(2)
+    start_new_thread = threads.start_new_thread
+    monkeypatch.setattr(threads, "start_new_thread", start)
     np.testing.assert_array_equal(pagedkv.decode_attention(*problem), expected)
+    assert len(started) == num_possible
+
+
+def test_no_worker_is_waited_for_once_the_interpreter_is_ending(monkeypatch):
+    """Its daemon threads stop where they are; a destructor may still call."""
+    problem = _problem()
+    expected = pagedkv.decode_attention(*problem)
+    monkeypatch.setattr(threads.sys, "is_finalizing", lambda: True)
+    monkeypatch.setattr(threads, "_Share", None)
+    np.testing.assert_array_equal(pagedkv.decode_attention(*problem), expected)
+
+
+def num_threads_down_to(expected):
+    """How many threads Python runs, once those are gone that end."""
+    deadline = time.monotonic() + 30
+    while len(sys._current_frames()) > expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return len(sys._current_frames())
+
+
+def test_workers_end_when_another_number_is_set():
+    pagedkv.set_num_threads(1)
+    problem = _problem()
+    pagedkv.decode_attention(*problem)
+    before = len(sys._current_frames())
+    for n in (4, 2, 3):
+        pagedkv.set_num_threads(n)
+        pagedkv.decode_attention(*problem)
+    pagedkv.set_num_threads(1)
+    pagedkv.decode_attention(*problem)
+    assert num_threads_down_to(before) == before
+
+
+def test_the_number_is_set_while_calls_run():
+    problem = _problem()
+    expected = pagedkv.decode_attention(*problem)
+    done = threading.Event()
+
+    def resize():
+        for n in itertools.cycle((1, 4, 2, 3)):
+            pagedkv.set_num_threads(n)
+            if done.is_set():
+                return
+
+    other = threading.Thread(target=resize)
+    other.start()
+    try:
+        with ThreadPoolExecutor(3) as executor:
+            results = list(executor.map(lambda _: pagedkv.decode_attention(*problem), range(60)))
+    finally:
+        done.set()
+        other.join()
+    assert all(np.array_equal(result, expected) for result in results)
 
 
 def test_a_worker_whose_caller_does_not_wait_keeps_the_arrays_alive(monkeypatch):
@@ -154,10 +214,10 @@ def test_a_worker_whose_caller_does_not_wait_keeps_the_arrays_alive(monkeypatch)
         go.wait(30)
         done.set()
 
-    def interrupted(futures):
+    def interrupted(share):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threads, "wait", interrupted)
+    monkeypatch.setattr(threads._Share, "wait", interrupted)
     pagedkv.set_num_threads(1)
     with pytest.raises(KeyboardInterrupt):
         threads.run(kernel, 1, (), parallel=True, owners=(cache,))
@@ -168,8 +228,42 @@ def test_a_worker_whose_caller_does_not_wait_keeps_the_arrays_alive(monkeypatch)
 
 
 def test_one_thread_leaves_the_main_thread_free_for_ctrl_c():
-    names = []
+    ran = []
     pagedkv.set_num_threads(1)
-    threads.run(lambda counter, num_items: names.append(threading.current_thread().name), 5, (), parallel=True)
-    assert len(names) == 1
-    assert names[0].startswith("pagedkv")
+    threads.run(lambda counter, num_items: ran.append(threading.get_ident()), 5, (), parallel=True)
+    assert len(ran) == 1
+    assert threading.get_ident() not in ran
+
+
+def test_an_idle_worker_keeps_no_arrays_alive():
+    pagedkv.set_num_threads(1)
+    cache = np.zeros(8)
+    alive = weakref.ref(cache)
+    threads.run(lambda counter, num_items: None, 1, (), parallel=True, owners=(cache,))
+    del cache
+    deadline = time.monotonic() + 30
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert alive() is None
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timer of signals")
+def test_a_signal_handler_may_call_in_the_middle_of_a_call():
+    problem = _problem()
+    expected = pagedkv.decode_attention(*problem)
+    same = []
+
+    def handle(number, frame):
+        same.append(np.array_equal(pagedkv.decode_attention(*problem), expected))
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        for delay in np.random.default_rng(0).uniform(1e-6, 4e-4, 60):
+            pagedkv.set_num_threads(2)  # so that workers are started when the signal comes
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            same.append(np.array_equal(pagedkv.decode_attention(*problem), expected))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(same) > 60
+    assert all(same)

@@ -14,39 +14,16 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
-from . import (
-    blocks,
-    command_line,
-    compiling,
-    cpu,
-    cuda,
-    emulator,
-    memory,
-    merge_states,
-    paged,
-    split,
-    split_grid,
-    split_many,
-)
 from .mutant import Mutant
 
 SUBJECTS = (
-    memory,
-    cpu,
-    paged,
-    split,
-    split_grid,
-    split_many,
-    blocks,
-    merge_states,
-    cuda,
-    command_line,
-    compiling,
-    emulator,
+    *("memory", "cpu", "promises", "compiling", "paged", "split", "split_grid", "split_many", "blocks", "merge_states"),
+    *("cuda", "emulator", "command_line"),
 )
-MUTANTS = [mutant for subject in SUBJECTS for mutant in subject.MUTANTS]
+MUTANTS = [mutant for subject in SUBJECTS for mutant in import_module(f".{subject}", __package__).MUTANTS]
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2

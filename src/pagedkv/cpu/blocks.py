@@ -1,13 +1,14 @@
 """Writing, gathering and copying blocks on the CPU, in NumPy.
 
-Caches are indexed along their block axis, which every layout has first, and are never copied. Elements move as
-unsigned integers: NumPy copies those faster than bfloat16, and every NaN keeps its bits.
+Caches are indexed along their block axis, which every layout has first, and are never copied. Elements move as bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import repeat
+from operator import getitem
 from typing import Any
 
 import ml_dtypes
@@ -16,10 +17,10 @@ import numpy.typing as npt
 
 from ..arrays import Array
 from ..calls import CopyCall, GatherCall, SwapCall, WriteCall, per_head
+from ..commit import Write, bits, commit
 from ..layouts import FP8_DTYPES
 
 PIECE_BYTES = 256 * 1024
-_BITS: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 _FLOATS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -36,9 +37,11 @@ def write_kv(call: WriteCall) -> None:
         k, v, slots = k[kept], v[kept], slots[kept]
     at = np.divmod(slots, spec.block_size)
     keys, values = _encode(k, spec.kind, k_scale), _encode(v, spec.kind, v_scale)
+    writes: list[Write] = []
     for x, cache in ((keys, call.k_cache), (values, call.v_cache)):
         tokens = _tokens(cache, spec.layout)
-        tokens[at] = x.reshape(len(slots), *tokens.shape[2:])
+        writes.append((tokens, at, x.reshape(len(slots), *tokens.shape[2:])))
+    commit(writes)
 
 
 def gather_kv(call: GatherCall, k: Array, v: Array) -> None:
@@ -66,19 +69,23 @@ def swap_blocks(call: SwapCall) -> None:
 
 
 def _copy(copies: Iterable[tuple[Array, Array]], pairs: npt.NDArray[np.int64]) -> None:
+    # Block by block: with an index array NumPy would copy everything twice, and ask for memory between the caches.
+    at, to = pairs.T.tolist()
+    writes: list[Write] = []
     for source, destination in copies:
-        bits = _BITS[source.itemsize]
-        destination.view(bits)[pairs[:, 1]] = source.view(bits)[pairs[:, 0]]
+        blocks = map(getitem, repeat(bits(source)), at)
+        writes += zip(map(getitem, repeat(bits(destination)), to), repeat(...), blocks)
+    commit(writes)
 
 
 def _tokens(cache: Array, layout: str) -> Array:
     """The bits of a cache as (num_blocks, block_size, ...): a view with the positions behind the blocks."""
-    bits = cache.view(_BITS[cache.itemsize])
+    elements = bits(cache)
     if layout == "NHD":
-        return bits
+        return elements
     if layout == "HND":
-        return bits.transpose(0, 2, 1, 3)
-    return bits.transpose(0, 3, 1, 2, *range(4, cache.ndim))
+        return elements.transpose(0, 2, 1, 3)
+    return elements.transpose(0, 3, 1, 2, *range(4, cache.ndim))
 
 
 def _decode(codes: Array, kind: str, scale: npt.NDArray[np.float32], result: Array) -> None:
@@ -87,23 +94,19 @@ def _decode(codes: Array, kind: str, scale: npt.NDArray[np.float32], result: Arr
         result.view(codes.dtype).reshape(codes.shape)[...] = codes
         return
     wide = np.ascontiguousarray(codes).reshape(result.shape).view(FP8_DTYPES[kind]).astype(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.multiply(wide, scale[:, None], out=result)
+    np.multiply(wide, scale[:, None], out=result)
 
 
 def _encode(x: Array, kind: str, scale: npt.NDArray[np.float32]) -> Array:
     """The bits of x (T, Hkv, D) as elements of a cache."""
     if kind in _FLOATS:
-        dtype = _FLOATS[kind]
-        with np.errstate(over="ignore", invalid="ignore"):
-            return x.astype(dtype, copy=False).view(_BITS[dtype.itemsize])
-    with np.errstate(over="ignore", invalid="ignore"):
-        bits = (x.astype(np.float32, copy=False) / scale[:, None]).view(np.uint32)
+        return bits(x.astype(_FLOATS[kind], copy=False))
+    wide = (x.astype(np.float32, copy=False) / scale[:, None]).view(np.uint32)
     # Truncate to 16 bits with a sticky last bit: rounding that to nearest even gives the same code as rounding the
     # float32, and 65,536 cases fit a table.
-    low = bits & np.uint32(0xFFFF)
+    low = wide & np.uint32(0xFFFF)
     low += np.uint32(0xFFFF)
-    low |= bits
+    low |= wide
     low >>= np.uint32(16)
     return np.take(_fp8_codes(kind), low)
 
@@ -114,5 +117,4 @@ def _fp8_codes(kind: str) -> npt.NDArray[np.uint8]:
     dtype = FP8_DTYPES[kind]
     largest = float(ml_dtypes.finfo(dtype).max)
     values = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-    with np.errstate(invalid="ignore"):
-        return np.clip(values, -largest, largest).astype(dtype).view(np.uint8)
+    return np.clip(values, -largest, largest).astype(dtype).view(np.uint8)

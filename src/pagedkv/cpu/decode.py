@@ -19,6 +19,7 @@ from numba import boolean, float32, int64, njit, types
 
 from ..arrays import Array
 from ..calls import AttentionCall
+from ..commit import commit, result_writes
 from ..compile_thread import made_once
 from .arguments import FIRST_TYPES, make_arguments
 from .compile import compile_kernel, inlined
@@ -256,6 +257,4 @@ def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None
         owners=owners,
         parallel=total_bytes >= PARALLEL_BYTES,
     )
-    out[...] = result
-    if lse is not None:
-        lse[...] = lse_result
+    commit(result_writes(out, result, lse, lse_result))

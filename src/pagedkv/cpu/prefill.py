@@ -17,6 +17,7 @@ from numba import float32, int64, types
 
 from ..arrays import Array
 from ..calls import AttentionCall
+from ..commit import commit, result_writes
 from ..compile_thread import made_once
 from .arguments import FIRST_TYPES, make_arguments
 from .compile import compile_kernel, inlined
@@ -167,6 +168,4 @@ def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> Non
         owners=owners,
         parallel=logits >= PARALLEL_LOGITS,
     )
-    out[:num_tokens] = result
-    if lse is not None:
-        lse[:num_tokens] = lse_result
+    commit(result_writes(out[:num_tokens], result, None if lse is None else lse[:num_tokens], lse_result))

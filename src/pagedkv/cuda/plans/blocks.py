@@ -295,14 +295,15 @@ def _launch_copies(
         )
         alike.setdefault((config, scalars, num_vectors), []).append((from_address, to_address))
     report = _report(device, checked)
+    # All of them before the first launch: a kernel that cannot be compiled is met with nothing written.
+    kernels = {config: compile_for(device, make_copy_blocks, config) for config, _, _ in alike}
     for (config, scalars, num_vectors), addresses in alike.items():
-        kernel = compile_for(device, make_copy_blocks, config)
         for first in range(0, len(addresses), MAX_CACHES):
             some = addresses[first : first + MAX_CACHES]
             filled = some + some[-1:] * (MAX_CACHES - len(some))
             sources, destinations = zip(*filled, strict=True)
             grid = num_pairs, min(-(-num_vectors // PIECE), LARGEST_GRID_Y), len(some)
-            device.launch(kernel, grid, (*sources, *destinations, pairs, report, *scalars))
+            device.launch(kernels[config], grid, (*sources, *destinations, pairs, report, *scalars))
 
 
 def _alignment(*numbers: int) -> int:

@@ -1,0 +1,44 @@
+"""How operations store their results: all of them or none.
+
+An operation first computes everything that it will store, in arrays of its own, and lists the writes; `commit` then
+makes them in one call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import starmap
+from operator import setitem
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array
+
+_UNSIGNED: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4)}
+
+Write = tuple[Array, Any, Array]
+"""An array, an index, and what to store there, of the array's own dtype."""
+
+
+def commit(writes: Sequence[Write]) -> None:
+    """Store every write, in order.
+
+    The loop runs in C, and Python runs signal handlers between byte codes only: a Ctrl-C comes before the first write
+    or after the last. With the index ``...`` NumPy copies integers without asking for memory: such a write cannot fail.
+    """
+    deque(starmap(setitem, writes), maxlen=0)
+
+
+def bits(x: Array) -> Array:
+    """A view of the elements as unsigned integers: NumPy copies those faster than bfloat16, and NaN keeps its bits."""
+    return x.view(_UNSIGNED[x.itemsize])
+
+
+def result_writes(out: Array, result: Array, lse: Array | None, lse_result: Array) -> list[Write]:
+    """The writes of an attention: its result rounded to the dtype of `out`, and its LSE if there is to be one."""
+    writes: list[Write] = [(bits(out), ..., bits(result.astype(out.dtype, copy=False)))]
+    if lse is not None:
+        writes.append((lse, ..., lse_result))
+    return writes
