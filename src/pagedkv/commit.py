@@ -1,7 +1,7 @@
-"""How operations store their results: all of them or none.
+"""How operations and the memory manager store: all of a change or none of it.
 
-An operation first computes everything that it will store, in arrays of its own, and lists the writes; `commit` then
-makes them in one call.
+Each first checks its arguments and computes everything that it will store, in arrays of its own, and lists the writes;
+`commit` then makes them in one call.
 """
 
 from __future__ import annotations
@@ -18,15 +18,24 @@ from .arrays import Array
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4)}
 
-Write = tuple[Array, Any, Array]
-"""An array, an index, and what to store there, of the array's own dtype."""
+Write = tuple[Array, Any, Any]
+"""An array, an index, and what to store there, of the array's own dtype.
+
+In these forms NumPy converts nothing and allocates nothing, and so the write cannot fail:
+
+* any array of integers, the index ``...``, and an array of its shape;
+* a 1-D array, an int64 array of indices in range, and an array of as many values;
+* an int64 array of one element, 0 and an int.
+
+All writes of the memory manager have one of the last two.
+"""
 
 
 def commit(writes: Sequence[Write]) -> None:
     """Store every write, in order.
 
     The loop runs in C, and Python runs signal handlers between byte codes only: a Ctrl-C comes before the first write
-    or after the last. With the index ``...`` NumPy copies integers without asking for memory: such a write cannot fail.
+    or after the last.
     """
     deque(starmap(setitem, writes), maxlen=0)
 

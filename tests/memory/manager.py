@@ -14,7 +14,7 @@ import pytest
 
 from pagedkv.memory import BlockPool, PagedKVCache, SequenceTable
 from pagedkv.memory.handles import Handles
-from pagedkv.memory.transaction import Tally
+from pagedkv.memory.tally import Tally
 
 Manager = BlockPool | SequenceTable | PagedKVCache
 

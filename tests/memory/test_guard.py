@@ -7,7 +7,8 @@ from operator import setitem
 
 import pytest
 
-from pagedkv.memory import BlockPool, PagedKVCache, Stats, transaction
+from pagedkv import commit
+from pagedkv.memory import BlockPool, PagedKVCache, Stats
 
 from .scene import MUTATIONS, Scene
 
@@ -43,7 +44,7 @@ def in_another_thread(monkeypatch, owner, name, call):
 @pytest.mark.parametrize("name", ["allocate", "store"])
 def test_a_second_thread_in_the_middle_of_a_mutation_is_refused(mutate, name, monkeypatch):
     scene = Scene()
-    place = (BlockPool, "_plan_allocate") if name == "allocate" else (transaction, "setitem")
+    place = (BlockPool, "_plan_allocate") if name == "allocate" else (commit, "setitem")
     with in_another_thread(monkeypatch, *place, lambda: scene.cache.append([scene.other, scene.forks[1]])):
         before = scene.everything()
         with pytest.raises(RuntimeError, match=r"called in the middle of another mutation of the same pool$"):
@@ -95,7 +96,7 @@ def test_reads_of_other_threads_see_all_of_a_change_that_is_half_stored(monkeypa
             assert finish.wait(10)
         setitem(array, index, value)
 
-    monkeypatch.setattr(transaction, "setitem", slow)
+    monkeypatch.setattr(commit, "setitem", slow)
     writer = threading.Thread(target=scene.cache.append, args=(seqs, [2, 5]))
     writer.start()
     assert half.wait(10)

@@ -8,12 +8,10 @@ from operator import setitem
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from pagedkv import commit
 from pagedkv.errors import OutOfBlocksError
-from pagedkv.memory import BlockPool, SequenceTable, transaction
-from pagedkv.memory.transaction import Tally
+from pagedkv.memory import BlockPool, SequenceTable
 
 from .manager import fails_after, interrupted_at, printed_by
 from .scene import MUTATIONS, Scene
@@ -119,7 +117,7 @@ def test_whichever_allocations_fail_nothing_has_changed():
 
 
 def test_no_store_allocates(mutate, monkeypatch):
-    """Every store has a form for which NumPy neither converts nor allocates: see `transaction.Write`."""
+    """Every store has a form for which NumPy neither converts nor allocates: see `commit.Write`."""
     stored = []
 
     def checked(array, index, value):
@@ -136,7 +134,7 @@ def test_no_store_allocates(mutate, monkeypatch):
         setitem(array, index, value)
         stored.append(array)
 
-    monkeypatch.setattr(transaction, "setitem", checked)
+    monkeypatch.setattr(commit, "setitem", checked)
     mutate(Scene())
     assert stored
 
@@ -150,7 +148,7 @@ def test_stores_of_many_blocks_allocate_nothing(monkeypatch):
         setitem(array, index, value)
         peaks.append(tracemalloc.get_traced_memory()[1] - before)
 
-    monkeypatch.setattr(transaction, "setitem", traced)
+    monkeypatch.setattr(commit, "setitem", traced)
     table = SequenceTable(BlockPool(30_000), block_size=1, max_seqs=4, max_blocks=20_000)
     tracemalloc.start()
     try:
@@ -172,19 +170,3 @@ def test_copies_are_refused(duplicate):
     for owner in (cache, cache.table, cache.pool):
         with pytest.raises(TypeError, match=rf"^a {type(owner).__name__} cannot be copied or pickled, .* make a new"):
             duplicate(owner)
-
-
-@given(st.lists(st.integers(0, 6), max_size=12), st.lists(st.integers(0, 6), max_size=12))
-def test_tally(first, second):
-    tally = Tally(7)
-    for values in (first, second):
-        last, counts = tally(np.array(values, np.int64))
-        assert [values[place] for place in last] == values
-        for value in set(values):
-            assert {int(place) for place, other in zip(last, values, strict=True) if other == value} == {
-                len(values) - 1 - values[::-1].index(value)
-            }
-        assert [counts[place] for place in last] == [values.count(value) for value in values]
-        assert counts.sum() == len(values)
-        repeated = tally.repeated(np.array(values, np.int64))
-        assert repeated.tolist() == [value in values[place + 1 :] for place, value in enumerate(values)]

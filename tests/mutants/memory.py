@@ -268,10 +268,10 @@ MUTANTS = [
     ),
     Mutant(
         "tally counts at the first place but says the last",
-        "memory/transaction.py",
+        "memory/tally.py",
         "np.bincount(last, minlength=len(values))",
         "np.bincount(last, minlength=len(values))[::-1]",
-        TRANSACTION,
+        ("tests/memory/test_tally.py",),
         ci=True,
     ),
     Mutant(
@@ -299,8 +299,8 @@ MUTANTS = [
         ci=True,
     ),
     Mutant(
-        "Ctrl-C between two writes",
-        "memory/transaction.py",
+        "Ctrl-C between two writes of the manager",
+        "commit.py",
         "    deque(starmap(setitem, writes), maxlen=0)\n",
         "    for array, index, value in writes:\n        array[index] = value\n",
         TRANSACTION,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..commit import commit
 from ..layouts import cache_shapes, storage_dtype
 from .arrays import Arrays
 from .checks import MAX_INT32, as_int, as_ints
@@ -18,7 +19,6 @@ from .mirror import Mirror
 from .pool import BlockPool
 from .stats import Stats, draw
 from .table import SequenceTable
-from .transaction import commit
 
 
 class Added(NamedTuple):

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Array
+from ..commit import Write, commit
 from ..errors import OutOfBlocksError
 from .checks import MAX_INT32, as_int, as_ints, require
 from .guard import Guard, Guarded, consistent, exclusive
-from .transaction import Array, Tally, Write, commit
+from .tally import Tally
 
 _ONE_REFERENCE = np.ones(1, np.int32)
 

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Array
+from ..commit import Write, commit
 from .checks import MAX_INT32, MAX_INT64, as_int, as_ints, require
 from .guard import Guarded, consistent, exclusive
 from .handles import Handles, Int64Array
 from .pool import BlockPool
-from .transaction import Array, Write, commit
 
 UNUSED = -1
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)

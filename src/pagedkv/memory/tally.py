@@ -1,35 +1,10 @@
-"""How the manager changes its state: all of a change or none of it.
-
-A mutation first checks its arguments and computes everything that it will store, as a list of writes; `commit` then
-stores them in one call that cannot fail.
-"""
+"""Tally: how often each of some integers occurs."""
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import starmap
-from operator import setitem
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-Write = tuple[Array, Any, Any]
-"""What to store where, in one of two forms, for which NumPy allocates nothing and converts nothing:
-
-* a 1-D array, an int64 array of indices in range, and as many values in an array of the first one's dtype;
-* an int64 array of one element, 0 and an int.
-"""
-
-
-def commit(writes: list[Write]) -> None:
-    """Store every write, in order.
-
-    No store fails, because none allocates. The loop runs in C: Python runs signal handlers between byte codes only, so
-    a Ctrl-C comes before the first write or after the last.
-    """
-    deque(starmap(setitem, writes), maxlen=0)
+from ..arrays import Array
 
 
 class Tally:
