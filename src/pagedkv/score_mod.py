@@ -40,9 +40,16 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     code, known = function.__code__, function.__globals__
     arrays = {name: known[name].copy() for name in code.co_names if isinstance(known.get(name), np.ndarray)}
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    copies = tuple(CellType(x.copy() if isinstance(x, np.ndarray) else x) for x in cells)
-    return FunctionType(code, known | arrays, function.__name__, None, copies or None)
+    cells = tuple(map(_frozen_cell, function.__closure__ or ()))
+    return FunctionType(code, known | arrays, function.__name__, None, cells or None)
+
+
+def _frozen_cell(cell: CellType) -> CellType:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # a name that has no value yet, of which numba says more
+        return cell
+    return CellType(content.copy() if isinstance(content, np.ndarray) else content)
 
 
 def refusal(score_mod_error: Exception) -> TypeError:

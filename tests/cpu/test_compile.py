@@ -170,6 +170,14 @@ for call in (pagedkv.decode_attention, pagedkv.prefill_attention):
     assert run(program=program, NUMBA_DISABLE_JIT="1") == ["True", "True"]
 
 
+def _before_its_bias():
+    def score_mod(score, q_pos, k_pos, head, seq):
+        return score + bias
+
+    return score_mod
+    bias = 1
+
+
 @pytest.mark.parametrize(
     "score_mod",
     [
@@ -177,9 +185,10 @@ for call in (pagedkv.decode_attention, pagedkv.prefill_attention):
         lambda score, q_pos, k_pos, head, seq: None,
         lambda score, q_pos, k_pos, head, seq: score * 1j,
         lambda score: score,
+        _before_its_bias(),
         print,
     ],
-    ids=["a string", "nothing", "complex", "one argument", "built in"],
+    ids=["a string", "nothing", "complex", "one argument", "a name without a value", "built in"],
 )
 def test_a_score_mod_that_cannot_be_used_says_so_and_writes_nothing(score_mod):
     k = np.zeros((1, 16, 1, 64), np.float32)
