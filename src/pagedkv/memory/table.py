@@ -10,11 +10,11 @@ import numpy.typing as npt
 from ..arrays import Array
 from ..commit import Write, commit
 from .checks import MAX_INT32, MAX_INT64, as_int, as_ints, require
+from .copy_on_write import UNUSED, plan_writable
 from .guard import Guarded, consistent, exclusive
 from .handles import Handles, Int64Array
 from .pool import BlockPool
 
-UNUSED = -1
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)
 
 
@@ -409,38 +409,9 @@ class SequenceTable(Guarded):
             first_entry = np.cumsum(num_written) - num_written
             entry_of_token = (first_entry - first)[owners] + positions // self.block_size
 
-        blocks, copies, writes = self._plan_writable(entries)
+        blocks, copies, writes = plan_writable(self.pool, self._entries, entries)
         slots = blocks[entry_of_token] * self.block_size + positions % self.block_size
         return Appended(slots, copies), [*writes, (self._lens, rows, ends)]
-
-    def _plan_writable(self, entries: Int64Array) -> tuple[Int64Array, Int64Array, list[Write]]:
-        """The blocks to write to for entries of the table: a new one for an empty entry, a copy of a shared one.
-
-        Returns
-        -------
-        blocks : (num_entries,) int64
-            The blocks to write to.
-        copies : (m, 2) int64
-            Source and destination of the copies to do first.
-        writes : list
-            What to store.
-        """
-        blocks = self._entries[entries].astype(np.int64)
-        replaced = blocks == UNUSED
-        shared = (self.pool._refs[blocks] > 1) & ~replaced
-        copied = sources = np.empty(0, np.int64)
-        writes: list[Write] = []
-        if np.count_nonzero(shared):
-            owners = np.flatnonzero(shared)
-            gives_up, writes = self.pool._plan_unshare(blocks[owners])
-            copied = owners[gives_up]
-            sources = blocks[copied]
-            replaced[copied] = True
-        new_blocks, allocated = self.pool._plan_allocate(int(np.count_nonzero(replaced)))
-        blocks[replaced] = new_blocks
-        copies = np.empty((len(copied), 2), np.int64)
-        copies[:, 0], copies[:, 1] = sources, blocks[copied]
-        return blocks, copies, [*writes, *allocated, (self._entries, entries[replaced], new_blocks)]
 
 
 def _ragged(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
