@@ -10,7 +10,8 @@ import pagedkv
 from pagedkv.commit import commit
 from pagedkv.cpu import blocks, decode, prefill
 
-from .interrupted import Alarm, operations
+from .alarm import Alarm
+from .promises.interrupted import operations
 
 MOST_ALLOCATIONS = 40  # of a commit
 

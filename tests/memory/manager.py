@@ -2,7 +2,6 @@
 
 import dis
 import linecache
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,14 +42,6 @@ def refused(owner: Manager, error: type[Exception], match: str | None = None) ->
     assert raised.type is error
     assert state(owner) == before
     owner.check()
-
-
-def printed_by(module: str, *arguments: object) -> list[str]:
-    """The lines that a program beside this file prints."""
-    command = [sys.executable, "-m", f"tests.memory.{module}", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def fails_after(calls: int, function: Callable, error: BaseException) -> Callable:

@@ -10,7 +10,7 @@ import pytest
 from pagedkv import commit
 from pagedkv.memory import BlockPool, PagedKVCache, Stats
 
-from .scene import MUTATIONS, Scene
+from .transactions.scene import MUTATIONS, Scene
 
 
 @pytest.fixture(params=MUTATIONS)

@@ -5,7 +5,7 @@ from .mutant import Mutant
 POOL = ("tests/memory/test_pool.py",)
 TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
 MACHINE = ("tests/memory/test_manager_machine.py",)
-TRANSACTION = ("tests/memory/test_transaction.py",)
+TRANSACTION = ("tests/memory/transactions/test_transaction.py",)
 GUARD = ("tests/memory/test_guard.py",)
 CACHE = ("tests/memory/test_cache.py",)
 

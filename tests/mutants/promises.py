@@ -3,7 +3,7 @@
 from .mutant import Mutant
 
 THREADS = ("tests/cpu/test_threads.py",)
-INTERRUPTS = ("tests/test_interrupts.py::test_random_interrupts[300]",)
+INTERRUPTS = ("tests/promises/test_interrupts.py::test_random_interrupts[300]",)
 COMMIT = ("tests/test_commit.py",)
 OWN = ("tests/validation/test_own_arrays.py",)
 ARITHMETIC = ("tests/test_arithmetic.py",)

@@ -4,7 +4,7 @@ import numpy as np
 
 from pagedkv.memory import PagedKVCache
 
-from .manager import state
+from ..manager import state
 
 
 class Scene:

@@ -5,8 +5,8 @@ import pytest
 
 import pagedkv
 
-from .problems import Spec, build
-from .strategies import SPLIT
+from ..problems import Spec, build
+from ..strategies import SPLIT
 
 
 def everything(x):

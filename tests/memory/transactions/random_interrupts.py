@@ -4,12 +4,12 @@ Takes how many; prints how many of them came before the change, and how many aft
 """
 
 import random
-import signal
 import statistics
 import sys
 import threading
 import time
 
+from ...alarm import Alarm
 from .scene import MUTATIONS, Scene
 
 CALLS = {
@@ -18,10 +18,6 @@ CALLS = {
     "stats": lambda s: s.cache.stats(),
     "check": lambda s: s.cache.check(),
 }
-
-
-def interrupt(*_) -> None:
-    raise KeyboardInterrupt
 
 
 def seconds(call) -> float:
@@ -33,7 +29,7 @@ def seconds(call) -> float:
 
 
 def main(wanted: int) -> tuple[int, int]:
-    signal.signal(signal.SIGALRM, interrupt)
+    alarm = Alarm()
     rng = random.Random(wanted)
     before, outcomes, usual = Scene().everything(), {}, {}
     for name, call in CALLS.items():
@@ -60,9 +56,9 @@ def main(wanted: int) -> tuple[int, int]:
         name = rng.choice(list(CALLS))
         scene = Scene()
         try:
-            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 2 * usual[name]))
+            alarm.arm(rng.uniform(1e-6, 2 * usual[name]))
             CALLS[name](scene)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            alarm.disarm()
         except KeyboardInterrupt:
             now = scene.everything()
             assert now in (before, outcomes[name]), f"{name} is half done"

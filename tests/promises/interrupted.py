@@ -1,13 +1,10 @@
-"""Operations under random interrupts: `python -m tests.interrupted NUMBER [SEED]`.
+"""Operations under random interrupts: `python -m tests.promises.interrupted NUMBER [SEED]`.
 
 A timer's signal raises KeyboardInterrupt at a random time of a call, until that has happened NUMBER times. What a call
 writes must then be as before or as after it, nothing else may be raised, and calls go on giving the same bits.
 """
 
-import contextlib
-import ctypes
 import faulthandler
-import signal
 import sys
 import threading
 import time
@@ -17,8 +14,9 @@ import numpy as np
 
 import pagedkv
 
+from ..alarm import Alarm
+
 SECONDS_OF_A_HANG = 60
-PR_SET_TIMERSLACK = 29
 MOST_THREADS = 8  # those of calls, and those of pools that are ending
 
 
@@ -100,28 +98,6 @@ def operations(rng):
         gather(rng),
         merge(rng),
     ]
-
-
-class Alarm:
-    """Raises KeyboardInterrupt, once, in what runs between `arm` and `disarm`."""
-
-    def __init__(self):
-        self.armed = False
-        signal.signal(signal.SIGALRM, self._ring)
-        with contextlib.suppress(AttributeError):  # Linux may be 50 microseconds late, unless it is asked not to be
-            ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
-
-    def _ring(self, number, frame):
-        if self.armed:
-            self.armed = False
-            raise KeyboardInterrupt
-
-    def arm(self, seconds):
-        self.armed = True
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    def disarm(self):
-        self.armed = False
 
 
 def main(number, seed=0):

@@ -13,7 +13,8 @@ from pagedkv import commit
 from pagedkv.errors import OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable
 
-from .manager import fails_after, interrupted_at, printed_by
+from ...programs import printed_by
+from ..manager import fails_after, interrupted_at
 from .scene import MUTATIONS, Scene
 
 ALLOCATING = ["pool.allocate", "table.append", "table.add", "add", "append 1", "append n"]
@@ -111,7 +112,7 @@ def test_failed_copies_change_nothing(monkeypatch):
 
 def test_whichever_allocations_fail_nothing_has_changed():
     pytest.importorskip("_testcapi")  # with which CPython tests itself; some distributions leave it out
-    lines = [line.rsplit(maxsplit=2) for line in printed_by("failed_allocations")]
+    lines = [line.rsplit(maxsplit=2) for line in printed_by("memory.transactions.failed_allocations")]
     assert [name for name, *_ in lines] == [*MUTATIONS, "batch"]
     assert all(int(number) > 20 for _, *numbers in lines for number in numbers)
 

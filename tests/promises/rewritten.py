@@ -1,4 +1,4 @@
-"""Operations whose arrays another thread rewrites: `python -m tests.rewritten NUMBER SEED [score_mod]`.
+"""Operations whose arrays another thread rewrites: `python -m tests.promises.rewritten NUMBER SEED [score_mod]`.
 
 The thread stores one content after the other in tables, lengths, slots, pairs and the arrays of options, valid ones and
 garbage, while NUMBER calls are made. Each must give the result of one of the valid contents, or refuse the garbage. A

@@ -10,7 +10,7 @@ import sys
 
 from pagedkv.memory import PagedKVCache
 
-from .device_module import DeviceModule
+from ..device_module import DeviceModule
 from .scene import MUTATIONS, Scene
 
 
