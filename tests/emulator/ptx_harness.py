@@ -12,6 +12,8 @@ from pagedkv.emulator import Buffer, Device, Module
 _BITS = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}
 _serial = count()
 
+SHARED = {"shared": ".shared .align 16 .b8 buf[1024];"}  # an option of launches: shared memory `buf`
+
 
 def kernel_text(body, inputs, outputs, extra="", shared=""):
     """PTX of a kernel `test` that loads a value per thread from each input, and stores one to each output.

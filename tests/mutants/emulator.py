@@ -3,15 +3,16 @@
 from .mutant import Mutant
 
 RACES = "tests/emulator/state/test_races.py::"
+ORDERING = "tests/emulator/state/test_order.py::"
 WARP = "tests/emulator/machine/test_warp.py::"
-MERGE = (RACES + "test_a_release_or_acquire_with_something_missing",)
-MERGED = (RACES + "test_barrier_fence_atomic_fence_barrier",)
-BETWEEN = (RACES + "test_flags_between_thread_blocks",)
-INSIDE = (RACES + "test_flags_in_a_thread_block",)
-HALVES = (RACES + "test_a_sync_of_half_a_warp_orders_the_lanes_that_it_names",)
+MERGE = (ORDERING + "test_a_release_or_acquire_with_something_missing",)
+MERGED = (ORDERING + "test_barrier_fence_atomic_fence_barrier",)
+BETWEEN = (ORDERING + "test_flags_between_thread_blocks",)
+INSIDE = (ORDERING + "test_flags_in_a_thread_block",)
+HALVES = (ORDERING + "test_a_sync_of_half_a_warp_orders_the_lanes_that_it_names",)
 BRANCHES = (WARP + "test_a_full_sync_in_both_branches",)
 LOOPS = (WARP + "test_syncs_in_loops_that_the_halves_of_a_warp_run_apart",)
-GRID = (RACES + "test_barriers_of_the_grid",)
+GRID = (ORDERING + "test_barriers_of_the_grid",)
 READ_FIRST = (RACES + "test_a_plain_read_before_an_atomic",)
 LARGE = ("tests/emulator/test_device.py::test_a_large_array_takes_memory_only_for_what_a_kernel_touches",)
 HOST = ("tests/emulator/state/test_host_array.py",)
@@ -34,7 +35,7 @@ MUTANTS = [
         ORDER,
         "            matrix[threads] = self.rows(lanes).max(0)\n",
         "            matrix[np.ix_(threads, threads)] = self.time[slot]\n",
-        (RACES + "test_what_a_lane_learned_goes_on_with_the_next_sync",),
+        (ORDERING + "test_what_a_lane_learned_goes_on_with_the_next_sync",),
     ),
     Mutant(
         "emulator: a fence acquires nothing",
@@ -84,7 +85,7 @@ MUTANTS = [
         ORDER,
         "                if wrote is not None and not wrote[i]:\n",
         "                if wrote is None and not wrote:\n",
-        (RACES + "test_a_compare_and_swap_that_fails_stores_nothing",),
+        (ORDERING + "test_a_compare_and_swap_that_fails_stores_nothing",),
     ),
     Mutant(
         "emulator: an atomic begins a new chain",
@@ -119,7 +120,7 @@ MUTANTS = [
         DETECTORS,
         "            self.others[g[c]] = old[c]\n",
         "            pass\n",
-        (RACES + "test_a_store_is_ordered_after_the_reads_of_two_thread_blocks",),
+        (ORDERING + "test_a_store_is_ordered_after_the_reads_of_two_thread_blocks",),
     ),
     Mutant(
         "emulator: a lane that has met runs on into the next barrier",
