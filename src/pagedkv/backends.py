@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from .arithmetic import plain
 from .arrays import Array
 from .calls import AttentionCall, CopyCall, GatherCall, MergeCall, SwapCall, WriteCall
-from .compile_thread import apart
+from .compiling.compile_thread import apart
 from .errors import BackendUnavailableError
 from .placement import Placement
 

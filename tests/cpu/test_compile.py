@@ -13,10 +13,10 @@ import pytest
 from numba import float64, njit, typeof
 
 import pagedkv
+from pagedkv.compiling.kernel_cache import DIGEST_BYTES
 from pagedkv.cpu import compile as kernels
 from pagedkv.cpu import decode, prefill
 from pagedkv.cpu.logits import make_modify
-from pagedkv.kernel_cache import DIGEST_BYTES
 
 PROGRAM = """
 import numpy as np

@@ -2,14 +2,14 @@
 
 from .mutant import Mutant
 
-CACHE = "tests/test_kernel_cache.py::"
-THREAD = "tests/test_compile_thread.py::"
+CACHE = "tests/compiling/test_kernel_cache.py::"
+THREAD = "tests/compiling/test_compile_thread.py::"
 CPU = "tests/cpu/test_compile.py::"
 
 MUTANTS = [
     Mutant(
         "others may swap a folder above the cache",
-        "private_folder.py",
+        "compiling/private_folder.py",
         "            _refuse_writers(os.fstat(descriptor), here)\n",
         "",
         (CACHE + "test_a_directory_below_one_that_others_may_write_is_not_used",),
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     Mutant(
         "links are followed",
-        "private_folder.py",
+        "compiling/private_folder.py",
         'getattr(os, "O_NOFOLLOW", 0) | ',
         "",
         (
@@ -27,28 +27,28 @@ MUTANTS = [
     ),
     Mutant(
         "a file that others may write to is loaded",
-        "private_folder.py",
+        "compiling/private_folder.py",
         "                _refuse_others(facts, self.path / name)\n",
         "                pass\n",
         (CACHE + "test_a_file_that_another_may_have_made_is_not_loaded",),
     ),
     Mutant(
         "what is no file is loaded",
-        "private_folder.py",
+        "compiling/private_folder.py",
         'raise RefusedError(self.path / name, "is no regular file")',
         "pass",
         (CACHE + "test_a_file_that_another_may_have_made_is_not_loaded",),
     ),
     Mutant(
         "a refusal is said again and again",
-        "kernel_cache.py",
+        "compiling/kernel_cache.py",
         "    _refused.add(directory)\n",
         "",
         (CACHE + "test_a_directory_that_others_may_write_is_not_used",),
     ),
     Mutant(
         "signals arrive where kernels are compiled",
-        "compile_thread.py",
+        "compiling/compile_thread.py",
         "start_new_thread(run, ())",
         "run()",
         (THREAD + "test_what_was_interrupted_is_finished_for_the_next_call",),
@@ -56,28 +56,28 @@ MUTANTS = [
     ),
     Mutant(
         "what an interrupted caller asked for is made again",
-        "compile_thread.py",
+        "compiling/compile_thread.py",
         "if args not in self.made:",
         "if args:",
         (THREAD + "test_what_was_interrupted_is_finished_for_the_next_call", THREAD + "test_threads_make_it_once"),
     ),
     Mutant(
         "a fork does not wait for a compilation",
-        "compile_thread.py",
+        "compiling/compile_thread.py",
         "before=_wait, after_in_parent=_turn.release, after_in_child=_turn.release",
         "before=int",
         (THREAD + "test_a_child_forked_in_the_middle_of_a_compilation_compiles",),
     ),
     Mutant(
         "an interrupt ends a fork's wait",
-        "compile_thread.py",
+        "compiling/compile_thread.py",
         "            raised = error\n",
         "            raise\n",
         (THREAD + "test_a_child_forked_in_the_middle_of_a_compilation_compiles",),
     ),
     Mutant(
         "the process ends in the middle of a compilation",
-        "compile_thread.py",
+        "compiling/compile_thread.py",
         "@atexit.register\n",
         "",
         (THREAD + "test_a_process_that_ends_in_the_middle_of_a_compilation_waits_for_it",),

@@ -10,7 +10,7 @@ from typing import Any
 from ..arithmetic import plain
 from ..arrays import Array
 from ..calls import AttentionCall
-from ..compile_thread import made_once
+from ..compiling.compile_thread import made_once
 from . import blocks, merge
 
 write_kv = plain(blocks.write_kv)

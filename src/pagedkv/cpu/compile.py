@@ -26,8 +26,8 @@ from numba.core.environment import Environment
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
+from ..compiling.kernel_cache import Store, cache_dir, hash_of_sources
 from ..errors import BackendUnavailableError
-from ..kernel_cache import Store, cache_dir, hash_of_sources
 
 if settings.DISABLE_JIT:
     raise BackendUnavailableError(

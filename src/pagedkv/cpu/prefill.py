@@ -18,7 +18,7 @@ from numba import float32, int64, types
 from ..arrays import Array
 from ..calls import AttentionCall
 from ..commit import commit, result_writes
-from ..compile_thread import made_once
+from ..compiling.compile_thread import made_once
 from .arguments import FIRST_TYPES, make_arguments
 from .compile import compile_kernel, inlined
 from .flash import STEP, make_steps, make_walk, merge

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import kernels
-from ...compile_thread import apart, made_once
+from ...compiling.compile_thread import apart, made_once
+from ...compiling.kernel_cache import Store, cache_dir, hash_of_sources
 from ...errors import BackendUnavailableError
-from ...kernel_cache import Store, cache_dir, hash_of_sources
 from ...kernels.device.source import KernelSource, with_lineinfo
 from ...score_mod import can_raise, refusal
 from .. import INSTALL

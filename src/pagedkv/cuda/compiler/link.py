@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...compiling.kernel_cache import Store, cache_dir, hash_of_sources
 from ...errors import BackendUnavailableError
-from ...kernel_cache import Store, cache_dir, hash_of_sources
 from .. import INSTALL
 from .occupancy import SYSTEM_SHARED_BYTES
 from .ptx import Capability, external_functions, versions

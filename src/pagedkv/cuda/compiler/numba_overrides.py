@@ -2,7 +2,7 @@
 
 On its own it queries the current device even when told what to compile for, orders device functions differently in
 every process, and spends a quarter of its time on the types of `a + b`. Only one thread at a time may enter:
-compile_thread.py sees to that.
+compiling/compile_thread.py sees to that.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv import kernel_cache as stores
-from pagedkv import private_folder
-from pagedkv.kernel_cache import Store, cache_dir, hash_of_sources
+from pagedkv.compiling import kernel_cache as stores
+from pagedkv.compiling import private_folder
+from pagedkv.compiling.kernel_cache import Store, cache_dir, hash_of_sources
 
 posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes of directories are POSIX")
 as_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root gives files to other users")
@@ -362,7 +362,7 @@ def test_a_blob_that_is_used_is_not_the_oldest(tmp_path):
 RACE = """
 import sys
 from pathlib import Path
-from pagedkv.kernel_cache import Store
+from pagedkv.compiling.kernel_cache import Store
 store = Store(Path(sys.argv[1]), ".blob", most_files=3)
 for step in range(300):
     key = b"%d" % (step % 5)

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from pagedkv import compile_thread
-from pagedkv.compile_thread import MadeOnce, apart, made_once
+from pagedkv.compiling import compile_thread
+from pagedkv.compiling.compile_thread import MadeOnce, apart, made_once
 
 posix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="signals and fork are POSIX")
 
@@ -30,7 +30,7 @@ def program(text, *args, timeout=100):
 KERNELS = """
 import os, random, signal, sys, threading, time
 import numpy as np
-from pagedkv.compile_thread import made_once
+from pagedkv.compiling.compile_thread import made_once
 
 @made_once(most=10_000)
 def scale(factor):
@@ -165,7 +165,7 @@ def work():
     check(2)
     done.append(2)
 
-from pagedkv.compile_thread import apart
+from pagedkv.compiling.compile_thread import apart
 threading.Thread(target=apart, args=(work,)).start()
 started.wait()
 def interrupt(*args):
@@ -192,7 +192,7 @@ def test_a_child_forked_in_the_middle_of_a_compilation_compiles(how):
 
 @posix
 def test_a_process_that_ends_in_the_middle_of_a_compilation_waits_for_it():
-    text = "from pagedkv.compile_thread import apart\n_thread = __import__('_thread')\n"
+    text = "from pagedkv.compiling.compile_thread import apart\n_thread = __import__('_thread')\n"
     text += "_thread.start_new_thread(apart, (lambda: (time.sleep(0.2), check(2), print('finished', flush=True)),))\n"
     assert program(text + "time.sleep(0.1)") == ["finished"]
 
