@@ -135,6 +135,25 @@ def test_a_forked_child_has_its_own_workers():
     assert os.waitstatus_to_exitcode(status[1]) == 0
 
 
+def test_interrupts_while_workers_start_leave_none_missing(monkeypatch):
+    left = [2]
+
+    def start(*args):
+        thread = start_new_thread(*args)
+        if left[0]:
+            left[0] -= 1
+            raise KeyboardInterrupt
+        return thread
+
+    start_new_thread = threads.start_new_thread
+    monkeypatch.setattr(threads, "start_new_thread", start)
+    pool = threads._Pool(2)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            pool.ready(2)
+    assert pool.ready(2) == 2
+
+
 @pytest.mark.parametrize("num_possible", [0, 1])
 def test_without_further_threads_the_call_is_done_all_the_same(monkeypatch, num_possible):
     started = []

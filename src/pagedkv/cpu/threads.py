@@ -87,13 +87,15 @@ class _Pool:
         while len(self._started) < wanted:
             try:
                 self._free.pop()
+                self._started.append(start_new_thread(_serve, (self.shares, self._end)))
             except IndexError:  # somebody else is about to start it
                 break
-            try:
-                self._started.append(start_new_thread(_serve, (self.shares, self._end)))
             except RuntimeError:  # no further thread can be started
                 self._free.append(None)
                 break
+            except BaseException:  # an interrupt; if the thread runs all the same, one more does no harm
+                self._free.append(None)
+                raise
         return min(len(self._started), wanted)
 
 
