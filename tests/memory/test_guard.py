@@ -1,5 +1,7 @@
 """Threads, and signal handlers: what is refused in the middle of a mutation, and what waits for its end."""
 
+import os
+import signal
 import sys
 import threading
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ import pytest
 from pagedkv import commit
 from pagedkv.memory import BlockPool, PagedKVCache, Stats
 
+from ..programs import printed_by
 from .transactions.scene import MUTATIONS, Scene
 
 
@@ -192,3 +195,29 @@ def test_threads_that_try_again_when_refused():
     assert refusals
     cache.check()
     assert cache.pool.num_free == 64
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_waits_for_the_calls_of_other_threads():
+    assert printed_by("memory.forks", 20) == ["0"] * 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_in_the_middle_of_a_call_of_its_own_thread(monkeypatch):
+    """A signal handler that forks: the child's call ends as the parent's does."""
+    scene = Scene()
+    allocate = BlockPool._plan_allocate
+
+    def handler(pool, n):
+        monkeypatch.undo()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)
+            os._exit(0 if scene.cache.stats() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        return allocate(pool, n)
+
+    monkeypatch.setattr(BlockPool, "_plan_allocate", handler)
+    scene.cache.append(scene.seq)
+    scene.cache.append(scene.seq)
+    scene.cache.check()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Generator
 from functools import wraps
 from threading import Lock, get_ident
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+from ..compiling import compile_thread  # noqa: F401 (its hook at a fork is to run after the one below)
 
 
 class Guard:
@@ -20,12 +24,54 @@ class Guard:
         Whether it holds it for a mutation.
     """
 
-    __slots__ = ("changing", "holder", "lock")
+    __slots__ = ("__weakref__", "changing", "holder", "lock")
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.holder: int | None = None
         self.changing = False
+        _guards[id(self)] = self
+
+
+_guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()
+_held: dict[int, list[Generator[None]]] = {}  # by the thread that forks
+
+
+def _hold(guard: Guard) -> Generator[None]:
+    """Hold a guard as a read does, from the first step to the end of the generator."""
+    with guard.lock:
+        guard.holder = get_ident()
+        try:
+            yield
+        finally:
+            guard.holder = None
+
+
+def _hold_all() -> None:
+    """Wait for the calls of other threads, and keep further ones waiting, whatever signal handlers raise meanwhile.
+
+    A child has no other thread of its parent: a call that one of them was in would never end, and may have stored half.
+    """
+    raised = None
+    held = _held[get_ident()] = []
+    # In the same order in each thread that forks. In a signal handler this thread may be in the middle of a call.
+    for guard in sorted((guard for ref in _guards.valuerefs() if (guard := ref())), key=id):
+        while guard.holder != get_ident():
+            held.append(_hold(guard))
+            try:
+                next(held[-1])
+            except BaseException as error:
+                raised = error
+    if raised is not None:
+        raise raised
+
+
+def _let_go() -> None:
+    _held.pop(get_ident(), None)  # without a reference the generators end
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold_all, after_in_parent=_let_go, after_in_child=_let_go)
 
 
 class Guarded:
