@@ -35,7 +35,12 @@ def _problem(length=2000):
 @pytest.mark.parametrize(
     ("n", "error", "message"),
     [
-        (0, ValueError, "at least 1, got 0"),
+        (0, ValueError, r"^n must be in 1\.\.1024, got 0$"),
+        (-3, ValueError, "got -3$"),
+        (1025, ValueError, "got 1025$"),
+        (np.int8(-128), ValueError, "got -128$"),
+        (np.uint64(2**64 - 1), ValueError, "got 18446744073709551615$"),
+        pytest.param(10**5000, ValueError, "got one of more than 80 digits$", id="huge"),
         (True, TypeError, "an int, got bool"),
         (2.0, TypeError, "an int, got float"),
     ],
@@ -55,7 +60,9 @@ def test_number_of_threads_comes_from_the_environment():
         return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
     assert run("7").stdout.strip() == "7"
-    assert "PAGEDKV_NUM_THREADS must be an integer of at least 1, got '0'" in run("0").stderr
+    for value in ("0", "1025", "many", "9" * 60):
+        assert f"PAGEDKV_NUM_THREADS must be an integer in 1..1024, got '{value}'" in run(value).stderr
+    assert "PAGEDKV_NUM_THREADS must be an integer in 1..1024, got '999" in run("9" * 5000).stderr
 
 
 def test_every_item_is_done_once():

@@ -18,19 +18,22 @@ from typing import Any
 
 import numpy as np
 
+MAX_NUM_THREADS = 1024
+
 
 def _available() -> int:
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return min(len(os.sched_getaffinity(0)), MAX_NUM_THREADS)
+    return min(os.cpu_count() or 1, MAX_NUM_THREADS)
 
 
 def _from_environment() -> int:
     text = os.environ.get("PAGEDKV_NUM_THREADS")
     if not text:
         return _available()
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"PAGEDKV_NUM_THREADS must be an integer of at least 1, got {text!r}")
+    # The length first: Python refuses to read thousands of digits.
+    if not text.isdecimal() or len(text) > 80 or not 1 <= int(text) <= MAX_NUM_THREADS:
+        raise ValueError(f"PAGEDKV_NUM_THREADS must be an integer in 1..{MAX_NUM_THREADS}, got {text[:80]!r}")
     return int(text)
 
 
@@ -131,20 +134,21 @@ def set_num_threads(n: int) -> None:
     Parameters
     ----------
     n : int
-        At least 1. Starts at ``PAGEDKV_NUM_THREADS``, else the cores this process may run on. Calls that are running
-        go on with as many as they began with.
+        From 1 to 1024. Starts at ``PAGEDKV_NUM_THREADS``, else the cores this process may run on. Calls that are
+        running go on with as many as they began with.
 
     Raises
     ------
     TypeError
         `n` is not an int.
     ValueError
-        `n` is below 1.
+        `n` is out of range.
     """
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
         raise TypeError(f"n must be an int, got {type(n).__name__}")
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
+    if not 1 <= n <= MAX_NUM_THREADS:
+        got = n if abs(int(n)) < 10**80 else "one of more than 80 digits"
+        raise ValueError(f"n must be in 1..{MAX_NUM_THREADS}, got {got}")
     _state.resize(int(n))
 
 
