@@ -1,6 +1,7 @@
 """The command line: each bench with its own options, in an installation without any extra too."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -128,3 +129,23 @@ def test_command_line_survives_ctrl_c(monkeypatch, capsys):
     monkeypatch.setattr(cpu, "run", interrupted)
     assert main(["bench", "cpu"]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def writing_to(stdout):
+    command = [sys.executable, "-m", "pagedkv", "bench", "memory", "--quick", "--repeats", "1", "--csv"]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a pipe without a reader is another error there")
+def test_a_reader_that_leaves_ends_the_command_quietly():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        assert writing_to(stdout) == (141, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk_is_said_in_one_line():
+    with open("/dev/full", "w") as stdout:
+        assert writing_to(stdout) == (1, "the results cannot be written: No space left on device\n")

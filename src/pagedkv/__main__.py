@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -87,11 +88,24 @@ def _measure(module: Any, form: str | None, plot: str | None = None, **options: 
         print(error, file=sys.stderr)
         return 1
     _progress("")
-    if rows:
-        print(getattr(report, form or "as_table")(rows))
+    written = _write(getattr(report, form or "as_table")(rows)) if rows else 0
     if plot and not code:
         drawing.draw(rows, plot)
-    return code
+    return code or written
+
+
+def _write(text: str) -> int:
+    """Print the results; returns the exit code, after a reader that has left the one of a tool that SIGPIPE ends."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # Python writes what is left once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"the results cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
