@@ -23,7 +23,7 @@ def mutate(request):
 
 @contextmanager
 def in_another_thread(monkeypatch, owner, name, call):
-    """Enters when a thread that makes the call is about to call owner.name; it goes on when the block ends."""
+    """Enters when a thread that makes the call is about to call owner.name; then it waits for the block."""
     inside, finish = threading.Event(), threading.Event()
     function = getattr(owner, name)
 
@@ -38,7 +38,7 @@ def in_another_thread(monkeypatch, owner, name, call):
     try:
         assert inside.wait(10)
         monkeypatch.setattr(owner, name, function)
-        yield
+        yield finish
     finally:
         finish.set()
         thread.join()
@@ -221,3 +221,32 @@ def test_a_fork_in_the_middle_of_a_call_of_its_own_thread(monkeypatch):
     scene.cache.append(scene.seq)
     scene.cache.append(scene.seq)
     scene.cache.check()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_while_a_fork_waits(monkeypatch):
+    """The fork waits on, Python reports the interrupt as it does for every hook, and no guard stays taken."""
+    scene = Scene()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with in_another_thread(monkeypatch, Stats, "of", scene.cache.stats) as finish:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            threading.Timer(0.2, finish.set).start()
+            child = os.fork()
+            if child == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(5)
+                try:
+                    scene.cache.append(scene.seq)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert os.waitpid(child, 0)[1] == 0
+    scene.cache.append(scene.seq)

@@ -63,7 +63,10 @@ def _hold_all() -> None:
             except BaseException as error:
                 raised = error
     if raised is not None:
-        raise raised
+        try:
+            raise raised
+        finally:
+            del raised, held  # the error refers to this frame
 
 
 def _let_go() -> None:
