@@ -8,7 +8,6 @@ LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]",)
 LONG = (SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-2048-tensor cores]",)
 COUNTERS = (SPLIT + "test_counters_are_ready_for_the_next_launch[emulator-tensor cores]",)
 BAD_LENGTH = (ALIKE + "test_a_bad_length_that_is_not_looked_at_harms_no_later_call[emulator-tensor cores]",)
-IN_TURN = (SPLIT + "test_a_thread_block_may_take_several_splits[emulator-tensor cores]",)
 WINDOWS = (SPLIT + "test_windows_over_the_edges_of_splits[emulator-tensor cores]",)
 NEGATIVE = (SPLIT + "test_caches_whose_strides_are_negative[emulator-tensor cores]",)
 BAD_LENGTH = (ALIKE + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
@@ -26,8 +25,8 @@ MUTANTS = [
     Mutant(
         "split: no barrier before warps are added up",
         KERNEL,
-        "            cuda.syncthreads()\n            seq, head, num_splits, split_index =",
-        "            seq, head, num_splits, split_index =",
+        "            cuda.syncthreads()\n            # `attend`",
+        "            # `attend`",
         LENGTHS,
         ci=True,
     ),
@@ -58,8 +57,8 @@ MUTANTS = [
     Mutant(
         "split: splits of long sequences begin as if they were short",
         KERNEL,
-        "start = uint32(split_index * size)",
-        "start = uint32(split_index * uint32(SHORTEST_SPLIT))",
+        "first, q_pos = uint32(length - visible + split_index * size)",
+        "first, q_pos = uint32(length - visible + split_index * uint32(SHORTEST_SPLIT))",
         LONG,
     ),
     Mutant(
@@ -79,8 +78,8 @@ MUTANTS = [
     Mutant(
         "split: what waits in shared memory comes back in another order",
         KERNEL,
-        "seq, head, num_splits, split_index = load_shared_words(kept)",
-        "head, seq, num_splits, split_index = load_shared_words(kept)",
+        "seq, head, num_splits = kept[0], kept[1], kept[3]",
+        "seq, head, num_splits = kept[1], kept[0], kept[3]",
         FULL,
     ),
     Mutant(
@@ -93,30 +92,30 @@ MUTANTS = [
     Mutant(
         "split: no fence before a thread block counts",
         KERNEL,
-        "            fence()\n            last_count[0] =",
-        "            last_count[0] =",
+        "            fence()\n            count = count_up(",
+        "            count = count_up(",
         COUNTERS,
         ci=True,
     ),
     Mutant(
         "split: no fence after a thread block has counted",
         KERNEL,
-        "uint32(num_counts - 1))\n            fence()\n",
-        "uint32(num_counts - 1))\n",
+        "            if count == last:\n                fence()\n",
+        "",
         COUNTERS,
     ),
     Mutant(
         "split: a thread block counts before its last stores",
         KERNEL,
-        "            cuda.syncthreads()\n            if split_index >= num_splits:\n",
-        "            if split_index >= num_splits:\n",
+        "        cuda.syncthreads()\n        if thread == 0:\n            fence()\n",
+        "        if thread == 0:\n            fence()\n",
         COUNTERS,
     ),
     Mutant(
         "split: what a counter reaches depends on the length",
         KERNEL,
-        "        num_counts = uint32(cuda.gridDim.y)\n",
-        "        num_counts = min(num_splits, uint32(cuda.gridDim.y))\n",
+        "uint32(most_splits - 1)\n",
+        "uint32(num_splits - 1)\n",
         BAD_LENGTH,
         ci=True,
     ),
@@ -128,17 +127,10 @@ MUTANTS = [
         BAD_LENGTH,
     ),
     Mutant(
-        "split: a thread block takes its first split only",
-        KERNEL,
-        "            if split_index >= num_splits:\n",
-        "            if split_index != cuda.blockIdx.y:\n",
-        IN_TURN,
-    ),
-    Mutant(
         "split: the last but one to finish merges",
         KERNEL,
-        "if last_count[0] == uint32(num_counts - 1) and",
-        "if last_count[0] == uint32(num_counts - 2) and",
+        "if counted[0] == last:",
+        "if counted[0] == uint32(last - 1):",
         COUNTERS,
     ),
     Mutant(

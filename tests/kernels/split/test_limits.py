@@ -11,7 +11,14 @@ from pagedkv.kernels.split.shape import TensorShape
 from .variants import check_registers
 
 CUDA_CORES = (limits.requests, limits.min_blocks_on_cuda_cores)
-CONFIGS = (limits.through_shared, limits.staged_dims, limits.heads, limits.head_shares, limits.dims_of_warp)
+CONFIGS = (
+    limits.through_shared,
+    limits.staged_dims,
+    limits.heads,
+    limits.head_shares,
+    limits.dims_of_warp,
+    limits.forgets,
+)
 
 
 def variant(head_dim, group_size, q_kind="float16", kv_kind="float16", architecture=9, **fields):
@@ -27,6 +34,7 @@ VARIANTS = [
     variant(256, 16, architecture=10, modified=True),
     variant(128, 16, "bfloat16", "bfloat16", 10),
     variant(256, 16, "float32", modified=True),
+    variant(512, 8, "bfloat16", "bfloat16", 8, modified=True),
     variant(256, 8, "float32", "bfloat16", 8, checked=True),
     variant(128, 8, architecture=8),
     variant(256, 48, architecture=8),

@@ -1,7 +1,6 @@
 """The split kernel in the emulator, with all of its checks on, against the oracle."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -9,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import reference
-from pagedkv.cuda.plans import attention, split
-from pagedkv.emulator.machine import launch
-from pagedkv.emulator.state.frame import Frame
+from pagedkv.cuda.plans import attention
+from pagedkv.emulator.machine.access import Access
 from pagedkv.kernels.split.config import LONG, MOST_SPLITS, SHORTEST_SPLIT
 
 from ...problems import assert_close, build, expect
@@ -135,39 +133,30 @@ def test_counters_are_ready_for_the_next_launch(variant, open_device):
 
 
 @ALL
-def test_a_thread_block_may_take_several_splits(variant, open_device, monkeypatch):
-    """Grids are bounded, and the bits are those of a thread block for each split."""
-    problem = build(
-        variant.spec(seq_lens=(3 * SHORTEST_SPLIT, 0, 7 * SHORTEST_SPLIT - 9, 5), num_kv_heads=1, sinks=True)
-    )
-    expected = decode(problem, variant, open_device)
-    for most in (1, 8, 4 * 5):
-        monkeypatch.setattr(split, "MOST_THREAD_BLOCKS", most)
-        assert_same_bits(decode(problem, variant, open_device), expected)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_lengths_that_change_under_a_running_call_harm_no_later_one(seed, monkeypatch):
-    """Each thread block finds other lengths in memory."""
-    problem = build(TENSOR.spec(seq_lens=(3 * SHORTEST_SPLIT, 40), num_kv_heads=1))
+@pytest.mark.parametrize("seed", range(2))
+def test_lengths_that_change_under_a_running_call_harm_no_later_one(variant, seed, monkeypatch):
+    """Every load of a length finds another one in memory."""
+    problem = build(variant.spec(seq_lens=(3 * SHORTEST_SPLIT, 40), num_kv_heads=1))
     problem.block_tables %= len(problem.k_cache)  # entries past the lengths are used, too
-    expected = decode(problem, TENSOR)
-    call, rng = checked_call(problem, "split"), np.random.default_rng(seed)
-    with emulator(init_check=False) as device:  # partial results that no thread block has left may be merged
-        monkeypatch.setattr(device.memory, "launch", partial(device.memory.launch, batch_threads=1))
-        address = device.address("seq_lens", call.seq_lens)
+    expected = decode(problem, variant)
+    call, rng, load = checked_call(problem, "split"), np.random.default_rng(seed), Access.ld_global
+    results = []
+    # Partial results that no thread block has left may be merged.
+    with emulator(init_check=False, seed=seed) as device:
+        where = device.address("seq_lens", call.seq_lens)
 
-        def changing(*arguments):
-            lengths = rng.choice([0, 40, SHORTEST_SPLIT, 2 * SHORTEST_SPLIT + 5, 3 * SHORTEST_SPLIT, 2**30], 2)
-            device.copy_from_host([(address, lengths.astype(np.int32))])
-            return Frame(*arguments)
+        def changing(access, op, addresses, *rest):
+            if where <= addresses.flat[0] < where + call.seq_lens.nbytes:
+                lengths = rng.choice([0, 40, SHORTEST_SPLIT, 2 * SHORTEST_SPLIT + 5, 3 * SHORTEST_SPLIT, 2**30], 2)
+                device.copy_from_host([(where, lengths.astype(np.int32))])
+            return load(access, op, addresses, *rest)
 
-        for frame in (changing, changing, Frame):
-            monkeypatch.setattr(launch, "Frame", frame)
-            device.copy_from_host([(address, call.seq_lens)])
-            out, lse = np.full_like(problem.q, np.nan), np.full(problem.q.shape[:2], np.nan, np.float32)
-            attention.decode_attention(device, call, out, lse)
-    assert_same_bits((out, lse), expected)
+        for each in (changing, changing, load):
+            monkeypatch.setattr(Access, "ld_global", each)
+            device.copy_from_host([(where, call.seq_lens)])
+            results.append((np.full_like(problem.q, np.nan), np.full(problem.q.shape[:2], np.nan, np.float32)))
+            attention.decode_attention(device, call, *results[-1])
+    assert_same_bits(results[-1], expected)
 
 
 def seeing(score, q_pos, k_pos, head, seq):

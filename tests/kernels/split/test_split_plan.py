@@ -151,20 +151,6 @@ def test_the_grid_follows_from_capacity_and_window():
         assert tiles.launches[0].grid == (6 * num_tiles, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("num_seqs", "length", "num_kv_heads"), [(128, 512, 8), (64, 512, 8), (256, 256, 8), (32, 700, 4)]
-)
-def test_tables_much_wider_than_lengths_leave_few_thread_blocks_without_work(num_seqs, length, num_kv_heads):
-    """As CUDA graphs have them."""
-    call = checked_call(build(TENSOR.spec(seq_lens=(5,), num_kv_heads=num_kv_heads)), "split")
-    table = np.broadcast_to(call.block_tables[:, :1], (num_seqs, 256 * length // 16))
-    many = call._replace(q=np.broadcast_to(call.q, (num_seqs, *call.q.shape[1:])), block_tables=table)
-    (launch,) = split.plan(RecordingDevice(), many, many.q).launches
-    columns, rows, _ = launch.grid
-    with_work = columns * -(-length // split.split_config(call, capability=(9, 0)).split_size(length))
-    assert with_work < columns * rows <= max(2 * with_work, split.MOST_THREAD_BLOCKS)
-
-
 @pytest.mark.parametrize(("head_dim", "kind", "vector"), [(64, "float16", 16), (8, "fp8_e4m3", 8)])
 def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(head_dim, kind, vector):
     assert SplitConfig(head_dim, 1, 16, "float32", kind).vector_bytes == vector <= VECTOR_BYTES

@@ -1,13 +1,10 @@
 """Planning of kernel "split": decode attention for NHD and HND in one launch.
 
 The grid follows from the capacity of the block tables and the window, never from lengths: those of a device are not
-read on the host. Tables are often much wider than lengths, as CUDA graphs need them, so a grid has at most
-MOST_THREAD_BLOCKS if the batch has not more columns than that, and thread blocks take several splits in turn.
+read on the host.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
@@ -19,8 +16,6 @@ from ...kernels.split.kernel import dynamic_bytes, make_split
 from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
 from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan
-
-MOST_THREAD_BLOCKS = 4096  # eight for each place that a GPU of 128 multiprocessors has for four
 
 _POINTERS = (
     *("out", "lse", "split_sums", "split_states", "split_counters"),
@@ -59,7 +54,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     most_splits = config.most_splits(min(capacity, window))
     launch = Launch(
         compile_for(device, make_split, config),
-        (num_columns, min(most_splits, max(1, MOST_THREAD_BLOCKS // num_columns)), 1),
+        (num_columns, most_splits, 1),
         _POINTERS,
         (
             *(spec.num_kv_heads, num_heads, spec.num_blocks, capacity, most_splits, window),
@@ -104,7 +99,8 @@ def _strides(call: AttentionCall, cache: Array) -> tuple[int, int, int]:
     return (block, token, head) if call.spec.layout == "NHD" else (block, head, token)
 
 
-def _bits(number: Any) -> int:
+def _bits(number: float) -> int:
+    """The bits of a float32: to convert a float64 in the kernel takes registers."""
     return int(np.float32(number).view(np.uint32))
 
 

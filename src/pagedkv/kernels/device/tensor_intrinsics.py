@@ -150,6 +150,14 @@ count_up = declare(
     ),
 )
 
+thread_number = declare(
+    "thread_number",
+    "threadIdx.x, read where this stands: a register holds it from there on, and not from the first use in the kernel.",
+    uint32,
+    [],
+    lambda builder: emit_asm(builder, I32, "mov.u32 $0, %tid.x;", "=r", [], side_effect=True),
+)
+
 # ---- warps
 
 sync_warp = declare(

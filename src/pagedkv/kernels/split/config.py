@@ -111,6 +111,11 @@ class SplitConfig:
         return limits.head_shares(self)
 
     @property
+    def forgets(self) -> bool:
+        """What only the end of the work needs is read again after the inner loop."""
+        return bool(limits.forgets(self))
+
+    @property
     def heads_of_warp(self) -> int:
         """Query heads of a warp; the last warp of a team may have fewer."""
         return -(-self.num_heads // self.head_shares)

@@ -6,19 +6,19 @@
 
 Grid. x is seq * (num_kv_heads * num_tiles) + kv_head * num_tiles + tile: neighbours read neighbouring heads of the
 same tokens. A tile is here the part of the query heads that share a KV head which one thread block takes
-(`SplitConfig.num_heads`). y is the first split of the thread block, which takes every gridDim.y-th one from there.
+(`SplitConfig.num_heads`). y is the split.
 
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
-their number alone. A thread block owns its splits of one KV head, for all heads of the tile, one after the other, and
-each warp takes every fourth step of a split's tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches.
-Where O of all dims does not fit into the registers of a warp (`limits.dims_of_warp`), a pair of warps takes every
-second step. With more than 16 heads on tensor cores, two or four warps take the same tokens, each with its share of the
-heads: tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that finishes last for its
-sequence, KV head and tile, the splits.
+their number alone. A thread block owns one split of one KV head, for all heads of the tile, and each warp takes every
+fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches. Where O of all dims does not
+fit into the registers of a warp (`limits.dims_of_warp`), a pair of warps takes every second step. With more than 16
+heads on tensor cores, two or four warps take the same tokens, each with its share of the heads:
+tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its sequence, KV
+head and tile, the splits. A thread block past the last split only counts.
 
 Shared memory. The sums of all warps, in the place of Q or of staged rows and Q, and the weights of the splits: static,
 or dynamic where static is too small. Always static are the maxima and sums of exponentials of all warps, the count of
-the thread block, and 16 bytes that the loop over splits would else keep in registers.
+the thread block, and what all threads, and the end of the work, are to know: 16 bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
 from ..device.intrinsics import address, bits_float, divmod_32, load_4, shared_address
 from ..device.logits import NONE
 from ..device.source import KernelSource, device_function
-from ..device.tensor_intrinsics import count_up, fence, load_shared_words, store_shared_words
+from ..device.tensor_intrinsics import count_up, fence, thread_number
 from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
 from .config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
@@ -59,16 +59,14 @@ def make_split(config: SplitConfig) -> KernelSource:
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
     PAIRS, LONG_SPLIT, CHECKED = config.head_dim // 2, config.long_split, config.checked
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
-    NUM_STATES = config.num_teams * config.num_heads
+    NUM_STATES, IS_EVEN = config.num_teams * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
     pair_address, store_pair = make_pair_address(config), make_store_pair(config)
     attend, store_quad = make_attend(config, pair_address), make_store_quad(store_pair)
     leave, merge_splits = make_leave(config, pair_address, store_quad), make_merge(config, store_quad)
     # Dynamic ones are behind the sums.
     FIRST_WEIGHT, NUM_WEIGHTS = (sums_bytes(config) // 4, 0) if are_dynamic(config) else (0, weights_bytes(config) // 4)
-    VALUE_FACTOR = float32(software_factor(config))
+    VALUE_FACTOR, FORGETS = float32(software_factor(config)), config.forgets
 
-    # What does not change from split to split is an argument of the launch wherever it can be: anything computed from
-    # arguments alone would be taken out of the loop over splits, into registers that `attend` needs.
     @device_function
     def split_size(num_tokens):
         """As SplitConfig.split_size."""
@@ -76,10 +74,6 @@ def make_split(config: SplitConfig) -> KernelSource:
             return uint32(SHORTEST_SPLIT)
         count = min(max(uint32(num_tokens // uint32(LONG_SPLIT)), uint32(1)), uint32(MOST_SPLITS))
         return uint32((uint32(uint32(num_tokens - 1) // uint32(count * SPLIT_UNIT)) + 1) * SPLIT_UNIT)
-
-    @device_function
-    def number(bits):
-        return bits_float(uint32(bits))
 
     @device_function
     def length_of(seq_lens, table, report, seq, num_blocks, capacity):
@@ -97,6 +91,8 @@ def make_split(config: SplitConfig) -> KernelSource:
     @device_function
     def heads_from(head):
         """Query heads of a thread block whose first one is `head`."""
+        if IS_EVEN:
+            return uint32(NUM_HEADS)
         kv_head = uint32(head // uint32(GROUP_SIZE))
         return min(uint32(NUM_HEADS), uint32(uint32(kv_head + 1) * GROUP_SIZE - head))
 
@@ -104,7 +100,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     def output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head):
         """Where the rows of a thread block go, from its first head on."""
         kv_head = uint32(head // uint32(GROUP_SIZE))
-        v_factor = v_scale[kv_head] if address(v_scale) != 0 else number(v_number)
+        v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
         row = int64(seq) * num_heads + int64(head)
         target = address(out) + int64(seq) * strides[0] + int64(head) * strides[1]
         return Output(target, strides[1], lse, row, heads_from(head), head, sinks, float32(VALUE_FACTOR * v_factor))
@@ -128,10 +124,10 @@ def make_split(config: SplitConfig) -> KernelSource:
     ):  # fmt: skip
         o = shared_address(cuda.shared.array(NUM_FLOATS, float32, alignment=16))
         maxima, sums = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(NUM_STATES, float32)
-        last_count = cuda.shared.array(1, uint32)
+        counted = cuda.shared.array(1, uint32)
         weights = cuda.shared.array(NUM_WEIGHTS, float32, alignment=16)[FIRST_WEIGHT:]
         shared = Shared(o, maxima, sums, weights)
-        kept = shared_address(cuda.shared.array(4, uint32, alignment=16))
+        kept = cuda.shared.array(4, uint32)
         thread = uint32(cuda.threadIdx.x)
         # 32 bits where they suffice: what lives through the inner loop takes registers from it.
         seq, column = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads * NUM_TILES))
@@ -139,28 +135,26 @@ def make_split(config: SplitConfig) -> KernelSource:
         head, split_index = uint32(kv_head * GROUP_SIZE + tile * NUM_HEADS), uint32(cuda.blockIdx.y)
         strides, partials = (out_seq_stride, out_head_stride), Partials(partial_sums, partial_states, most_splits)
 
-        while True:
-            table = address(block_tables) + int64(seq) * table_stride
-            length = length_of(seq_lens, table, report, seq, num_blocks, capacity)
-            visible = min(length, uint32(window))
-            size = split_size(visible)
-            start = uint32(split_index * size)
-            if start >= visible:
-                num_splits = uint32(0)
-                if visible > 0:
-                    num_splits = uint32(uint32(uint32(visible - 1) // size) + 1)
-                elif split_index == 0:
-                    output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
-                    store_nothing(output, thread)
-                break
-            # Only `attend` needs registers: what comes after it waits in shared memory.
+        table = address(block_tables) + int64(seq) * table_stride
+        # One thread asks for the length: all must agree on it, even if it changes meanwhile.
+        if thread == 0:
+            kept[0], kept[1] = seq, head
+            kept[2] = length_of(seq_lens, table, report, seq, num_blocks, capacity)
+        cuda.syncthreads()
+        length = kept[2]
+        visible = min(length, uint32(window))
+        size, num_splits = split_size(visible), uint32(0)
+        if visible > 0:
             num_splits = uint32(uint32(uint32(visible - 1) // size) + 1)
-            if thread == 0:
-                store_shared_words(kept, seq, head, num_splits, split_index)
-            kv_head = uint32(head // uint32(GROUP_SIZE))
-            first, q_pos = uint32(length - visible + start), uint32(length - 1)
-            last = min(uint32(first + size - 1), q_pos)
-            k_factor = k_scale[kv_head] if address(k_scale) != 0 else number(k_number)
+        elif split_index == 0:
+            output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
+            store_nothing(output, thread)
+        if split_index < num_splits:
+            if FORGETS and thread == 0:
+                kept[3] = num_splits
+            first, q_pos = uint32(length - visible + split_index * size), uint32(length - 1)
+            last_token = min(uint32(first + size - 1), q_pos)
+            k_factor = k_scale[kv_head] if address(k_scale) != 0 else bits_float(uint32(k_number))
             q_row = address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride
             attend(
                 thread,
@@ -168,30 +162,37 @@ def make_split(config: SplitConfig) -> KernelSource:
                 Query(q_row, q_head_stride, heads_from(head), head),
                 Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
                 Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
-                Pages(table, last, num_blocks, report, seq),
-                Options(float32(number(scale) * k_factor), number(softcap), alibi_slopes, q_pos, seq),
+                Pages(table, last_token, num_blocks, report, seq),
+                Options(
+                    float32(bits_float(uint32(scale)) * k_factor), bits_float(uint32(softcap)), alibi_slopes, q_pos, seq
+                ),
                 shared,
             )
             cuda.syncthreads()
-            seq, head, num_splits, split_index = load_shared_words(kept)
+            if FORGETS:  # `attend` needs the registers: what comes after it is read again
+                seq, head, num_splits = kept[0], kept[1], kept[3]
+                thread = thread_number()
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
-            leave(thread, output, partials, num_splits, split_index, shared)
-            split_index = uint32(split_index + uint32(cuda.gridDim.y))
-            cuda.syncthreads()
-            if split_index >= num_splits:
-                break
+            leave(thread, output, partials, num_splits, uint32(cuda.blockIdx.y), shared)
 
         if most_splits == 1:
             return
+        counter, last = address(counters) + int64(cuda.blockIdx.x) * 4, uint32(most_splits - 1)
+        if num_splits <= 1:  # nothing waits to be merged
+            if thread == 0:
+                count_up(counter, last)
+            return
         # All of the block's stores are before the barrier, and those of other blocks before their fences: what thread 0
         # has seen in the counter holds for the whole block after the second barrier.
-        num_counts = uint32(cuda.gridDim.y)
+        cuda.syncthreads()
         if thread == 0:
             fence()
-            last_count[0] = count_up(address(counters) + int64(cuda.blockIdx.x) * 4, uint32(num_counts - 1))
-            fence()
+            count = count_up(counter, last)
+            counted[0] = count
+            if count == last:
+                fence()
         cuda.syncthreads()
-        if last_count[0] == uint32(num_counts - 1) and num_splits > 1:
+        if counted[0] == last:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge_splits(thread, output, partials, num_splits, weights)
 

@@ -145,6 +145,18 @@ dims_of_warp: Limit[SplitConfig] = Limit(
     ),
 )
 
+forgets: Limit[SplitConfig] = Limit(
+    "1 if what only the end of the work needs is read again, from shared memory, after the inner loop",
+    (
+        Row(
+            lambda c: c.on_tensor_cores and c.architecture < 9 and c.head_dim > 256 and c.modified,
+            0,
+            "48 bytes at D = 512, G = 8 in bfloat16 with a softcap for 8.0.",
+        ),
+        Row(otherwise, 1, "16 bytes at D = 128, G = 16 in bfloat16 for 10.0."),
+    ),
+)
+
 # ---- of a TensorShape
 
 q_in_registers: Limit[TensorShape] = Limit(
@@ -185,11 +197,6 @@ scales_logits: Limit[TensorShape] = Limit(
 keeps_q_address: Limit[TensorShape] = Limit(
     "1 if a shuffle hides from ptxas how the address of Q is made, so that it does not make it again in each step",
     (
-        Row(
-            lambda s: s.config.architecture > 9 and s.is_fp8,
-            0,
-            "8 bytes at D = 64, G = 16 over e4m3 for 10.0, with three thread blocks.",
-        ),
         Row(lambda s: s.is_plain, 1, "ptxas would find the address again in each step."),
         Row(otherwise, 0, "With options it spilled."),
     ),
@@ -203,11 +210,6 @@ keeps_lane: Limit[TensorShape] = Limit(
             1,
             "ptxas would find t again in each step.",
         ),
-        Row(
-            lambda s: s.is_plain and s.head_tiles == 2 and s.config.head_dim > 128,
-            1,
-            "16 bytes at D = 256, G = 16 for 9.0.",
-        ),
         Row(otherwise, 0, "Up to 8 heads of 256 dims of a float32 q spilled, and other variants gain nothing."),
     ),
 )
@@ -216,11 +218,6 @@ chunk: Limit[TensorShape] = Limit(
     "bytes of a row in a buffer of registers",
     (
         Row(lambda s: s.config.staged, 128, "Rows are in shared memory: a buffer lives for a few instructions."),
-        Row(
-            lambda s: s.config.architecture > 9 and s.config.modified and s.config.head_dim > 128,
-            128,
-            "64 bytes at D = 256, G = 16 with a softcap for 10.0.",
-        ),
         Row(otherwise, 256, "One buffer for K and one for V at D = 128 in 16 bits."),
     ),
 )
