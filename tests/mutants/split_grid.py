@@ -25,8 +25,8 @@ MUTANTS = [
     Mutant(
         "split: no barrier before warps are added up",
         KERNEL,
-        "            cuda.syncthreads()\n            # `attend`",
-        "            # `attend`",
+        "            cuda.syncthreads()\n            if FORGETS:",
+        "            if FORGETS:",
         LENGTHS,
         ci=True,
     ),
