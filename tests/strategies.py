@@ -51,9 +51,9 @@ class Kernel(NamedTuple):
 # Every value of each meets several of the others.
 DECODE_KERNELS = [
     *(Kernel("float32", width) for width in (8, 64)),
-    *(Kernel("bfloat16", width) for width in (8, 64)),
+    Kernel("bfloat16", 64),
     Kernel("float16", 64),
-    *(Kernel("fp8_e4m3", width) for width in (8, 32)),
+    Kernel("fp8_e4m3", 32),
     Kernel("float32", 8, is_vllm=True),
     Kernel("float16", 64, is_vllm=True),
     Kernel("bfloat16", 16, is_vllm=True),
@@ -66,6 +66,7 @@ DECODE_KERNELS = [
 MORE_DECODE_KERNELS = [
     *(Kernel("float32", width) for width in (16, 32)),
     *(Kernel("fp8_e5m2", width) for width in (16, 64)),
+    *(Kernel(kv_dtype, 8) for kv_dtype in ("bfloat16", "fp8_e4m3")),
     Kernel("float16", 16),
 ]
 PREFILL_KERNELS = [

@@ -204,6 +204,19 @@ def test_copy_blocks_of_all_layers(layout, kv_dtype):
     pagedkv.copy_blocks(k_caches[0], v_caches[0], np.zeros((0, 2), np.int64))
 
 
+@pytest.mark.parametrize("block_size", [1, 31, 32, 256])
+def test_small_and_large_blocks_are_copied(block_size):
+    """Of 128 bytes a token: fewer than 4 KiB are stored in another way."""
+    rng = np.random.default_rng(block_size)
+    k_cache, v_cache = rng.normal(size=(2, 9, block_size, 2, 16)).astype(np.float32)
+    before = k_cache.copy(), v_cache.copy()
+    pairs = np.array([[0, 5], [0, 6], [8, 1]])
+    pagedkv.copy_blocks(k_cache, v_cache, pairs)
+    for cache, old in zip((k_cache, v_cache), before, strict=True):
+        old[[5, 6, 1]] = old[[0, 0, 8]]
+        np.testing.assert_array_equal(cache, old)
+
+
 def test_copying_keeps_the_bits_of_every_nan():
     codes = np.arange(2**16, dtype=np.uint16).reshape(2, 128, 1, 256)
     for dtype in (np.float16, ml_dtypes.bfloat16):

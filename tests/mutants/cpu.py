@@ -350,8 +350,8 @@ MUTANTS = [
     Mutant(
         "copy: destination onto source",
         "cpu/blocks.py",
-        "at, to = pairs.T.tolist()",
-        "to, at = pairs.T.tolist()",
+        "bits(destination), pairs[:, 1], bits(source)[pairs[:, 0]]",
+        "bits(destination), pairs[:, 0], bits(source)[pairs[:, 1]]",
         ("tests/cpu/test_blocks.py::test_swap_blocks_between_pools",),
     ),
     Mutant(

@@ -68,10 +68,10 @@ MUTANTS = [
     Mutant(
         "commit: blocks are stored by index arrays",
         "cpu/blocks.py",
-        "        blocks = map(getitem, repeat(bits(source)), at)\n"
-        "        writes += zip(map(getitem, repeat(bits(destination)), to), repeat(...), blocks)\n"
+        "            blocks = map(getitem, repeat(bits(source)), at)\n"
+        "            writes += zip(map(getitem, repeat(bits(destination)), to), repeat(...), blocks)\n"
         "    commit(writes)",
-        "        bits(destination)[to] = bits(source)[at]\n    commit(writes)",
+        "            bits(destination)[to] = bits(source)[at]\n    commit(writes)",
         COMMIT,
     ),
     Mutant(

@@ -7,7 +7,7 @@ SPLIT = "tests/kernels/split/test_split.py::"
 LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]",)
 LONG = (SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-2048-tensor cores]",)
 COUNTERS = (SPLIT + "test_counters_are_ready_for_the_next_launch[emulator-tensor cores]",)
-BAD_LENGTH = (ALIKE + "test_a_bad_length_that_is_not_looked_at_harms_no_later_call[emulator-tensor cores]",)
+UNCHECKED_LENGTH = (ALIKE + "test_a_bad_length_that_is_not_looked_at_harms_no_later_call[emulator-tensor cores]",)
 WINDOWS = (SPLIT + "test_windows_over_the_edges_of_splits[emulator-tensor cores]",)
 NEGATIVE = (SPLIT + "test_caches_whose_strides_are_negative[emulator-tensor cores]",)
 BAD_LENGTH = (ALIKE + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
@@ -116,7 +116,7 @@ MUTANTS = [
         KERNEL,
         "uint32(most_splits - 1)\n",
         "uint32(num_splits - 1)\n",
-        BAD_LENGTH,
+        UNCHECKED_LENGTH,
         ci=True,
     ),
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         KERNEL,
         "if seq_len < 0 or seq_len > capacity:\n            if CHECKED:\n",
         "if seq_len < 0 or CHECKED:\n            if CHECKED:\n",
-        BAD_LENGTH,
+        UNCHECKED_LENGTH,
     ),
     Mutant(
         "split: the last but one to finish merges",

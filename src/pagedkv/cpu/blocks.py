@@ -21,6 +21,7 @@ from ..commit import Write, bits, commit
 from ..layouts import FP8_DTYPES
 
 PIECE_BYTES = 256 * 1024
+SMALL_BLOCK = 4096  # bytes: to store fewer costs less than a write of its own for each block
 _FLOATS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -69,12 +70,13 @@ def swap_blocks(call: SwapCall) -> None:
 
 
 def _copy(copies: Iterable[tuple[Array, Array]], pairs: npt.NDArray[np.int64]) -> None:
-    # Block by block: with an index array NumPy would copy everything twice, and ask for memory between the caches.
-    at, to = pairs.T.tolist()
-    writes: list[Write] = []
+    (at, to), writes = pairs.T.tolist(), list[Write]()
     for source, destination in copies:
-        blocks = map(getitem, repeat(bits(source)), at)
-        writes += zip(map(getitem, repeat(bits(destination)), to), repeat(...), blocks)
+        if source[:1].nbytes < SMALL_BLOCK:
+            writes.append((bits(destination), pairs[:, 1], bits(source)[pairs[:, 0]]))
+        else:  # with an index array NumPy would copy everything twice
+            blocks = map(getitem, repeat(bits(source)), at)
+            writes += zip(map(getitem, repeat(bits(destination)), to), repeat(...), blocks)
     commit(writes)
 
 
