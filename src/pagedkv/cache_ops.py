@@ -148,6 +148,8 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto"
     After an error nothing has been written; after an interrupt (Ctrl-C) all caches have been written or none, except
     on a device: there each launch copies in up to 8 caches that are alike, and an interrupt between two launches leaves
     the other caches as they were. The same call again copies in all.
+    Of blocks below 4 KiB NumPy asks for about a kilobyte between two caches: if even that is refused, a MemoryError
+    leaves the other caches as they were, too.
     """
     call = copy_call(k_cache, v_cache, pairs, backend=backend)
     backend_of(call.placement).copy_blocks(call)
@@ -184,6 +186,7 @@ def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "au
     After an error nothing has been written; after an interrupt (Ctrl-C) all caches have been written or none, except
     where a device is involved: it copies in many steps, and an interrupt, or an error of the driver, may come between
     them. The same call again copies everything.
+    On the host the MemoryError of :func:`~pagedkv.copy_blocks` is possible here as well.
 
     Between host and device the copies are in the order of the stream. Those to or from pinned memory are not waited
     for: synchronise the stream before you read such a destination, or write to such a source. Any other array of the

@@ -27,7 +27,8 @@ In these forms NumPy converts nothing and allocates nothing, and so the write ca
 * a 1-D array, an int64 array of indices in range, and an array of as many values;
 * an int64 array of one element, 0 and an int.
 
-All writes of the memory manager have one of the last two.
+All writes of the memory manager have one of the last two. Tokens and small blocks are stored through index arrays in
+caches of more dimensions, for which NumPy asks for about a kilobyte: SECURITY.md says what that means.
 """
 
 
