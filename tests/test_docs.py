@@ -122,7 +122,7 @@ def test_wrong_snippets_are_noticed(tmp_path, monkeypatch, text):
         run_snippets(page)
 
 
-MODULES = ["ops", "memory.pool", "memory.table", "memory.cache"]
+MODULES = ["operations.attention", "memory.pool", "memory.table", "memory.cache"]
 
 
 @pytest.mark.parametrize("module", MODULES)

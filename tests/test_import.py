@@ -53,7 +53,7 @@ def test_module_can_be_imported(name):
 
 
 def test_the_list_of_modules_is_not_empty():
-    assert {"pagedkv.ops", "pagedkv.memory.pool", "pagedkv.cpu.blocks"} <= set(MODULES)
+    assert {"pagedkv.operations.attention", "pagedkv.memory.pool", "pagedkv.cpu.blocks"} <= set(MODULES)
 
 
 def test_types_are_shipped():

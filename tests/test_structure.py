@@ -91,7 +91,6 @@ def ours(*rooms):
 
 
 BACKENDS = ("cpu", "cuda", "emulator")
-OPERATIONS = ("ops", "cache_ops", "warmup")
 OF_KERNELS = ("device", "paged", "split", "blocks", "merge_states")
 OF_THE_EMULATOR = ("errors", "ptx", "translation", "state", "machine", "device")  # from the ground up
 RULES = {
@@ -110,16 +109,16 @@ RULES = {
         for i, x in enumerate(OF_THE_EMULATOR)
     },
     "a backend gets a valid call and checks nothing": Rule(
-        ours("cpu", "cuda.backend", "cuda.plans", "emulator"), ours("validation", *OPERATIONS), ()
+        ours("cpu", "cuda.backend", "cuda.plans", "emulator"), ours("validation", "operations"), ()
     ),
-    "validation knows no backend": Rule(ours("validation"), ours(*BACKENDS, "backends", *OPERATIONS), ()),
+    "validation knows no backend": Rule(ours("validation"), ours(*BACKENDS, "backends", "operations"), ()),
     "arrays know nothing of calls": Rule(
-        ours("arrays", "layouts"), ours(*BACKENDS, "backends", "calls", "placement", "validation", *OPERATIONS), ()
+        ours("arrays", "layouts"), ours(*BACKENDS, "backends", "calls", "placement", "validation", "operations"), ()
     ),
     "memory knows no operation and no backend": Rule(
-        ours("memory"), ours(*OPERATIONS, "kernels", *BACKENDS, "bench"), ()
+        ours("memory"), ours("operations", "kernels", *BACKENDS, "bench"), ()
     ),
-    "kernels are device code": Rule(ours("kernels"), ours(*OPERATIONS, "memory", *BACKENDS), ()),
+    "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", *BACKENDS), ()),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
@@ -176,7 +175,7 @@ def test_circles_are_found(graph, found):
 
 def test_imports_are_found_wherever_they_stand():
     text = """
-import numpy as np, pagedkv.ops
+import numpy as np, pagedkv.operations.attention
 from . import sibling
 from .sibling import name
 from ...layouts import LAYOUTS, cache_shapes
@@ -191,7 +190,7 @@ class A:
 """
     assert list(imports(text, "pagedkv.cuda.plans")) == [
         ("numpy", ""),
-        ("pagedkv.ops", ""),
+        ("pagedkv.operations.attention", ""),
         ("pagedkv.cuda.plans", "sibling"),
         ("pagedkv.cuda.plans.sibling", "name"),
         ("pagedkv.layouts", "LAYOUTS"),

@@ -6,13 +6,13 @@ one on a device or in the emulator. `pagedkv.reference` and `pagedkv.emulator` a
 
 import typing
 
-from .bad_entries import raise_if_failed
-from .cache_ops import copy_blocks, gather_kv, swap_blocks, write_kv
 from .cpu.threads import get_num_threads, set_num_threads
 from .errors import BackendUnavailableError, CapacityError, OutOfBlocksError
 from .memory import BlockPool, PagedKVCache, SequenceTable
-from .ops import decode_attention, merge_states, prefill_attention
-from .warmup import warmup
+from .operations.attention import decode_attention, merge_states, prefill_attention
+from .operations.bad_entries import raise_if_failed
+from .operations.caches import copy_blocks, gather_kv, swap_blocks, write_kv
+from .operations.warmup import warmup
 
 __version__ = "0.1.0"
 

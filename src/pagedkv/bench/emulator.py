@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..emulator import EmulatorDevice
-from ..ops import decode_attention
+from ..operations.attention import decode_attention
 from .emulated import emulated_on
 from .report import Row, median, spread
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ..ops import decode_attention
+from ..operations.attention import decode_attention
 from .report import Row, median, spread
 
 NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_BLOCKS = 32, 32, 8, 128, 16, 128

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import backends, ops
+from pagedkv import backends
 from pagedkv.arrays import identify, pointers
 from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda.plans.cache import PlanCache
+from pagedkv.operations import attention as operations
 
 from ...device_fakes import InterfaceArray, address_of, fake_cupy, fake_torch, recording
 
@@ -34,13 +35,13 @@ def devices():
 def validations(monkeypatch):
     """The calls that were validated."""
     calls = []
-    attention_call = ops.attention_call
+    attention_call = operations.attention_call
 
     def counting(given):
         calls.append(given)
         return attention_call(given)
 
-    monkeypatch.setattr(ops, "attention_call", counting)
+    monkeypatch.setattr(operations, "attention_call", counting)
     return calls
 
 

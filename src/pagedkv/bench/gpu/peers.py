@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...layouts import cache_shapes
-from ...ops import decode_attention
+from ...operations.attention import decode_attention
 from ..report import median
 from .frameworks import Call, Gpu
 from .samples import sample

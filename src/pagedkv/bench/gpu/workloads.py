@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...layouts import FP8_DTYPES
-from ...ops import decode_attention
+from ...operations.attention import decode_attention
 
 # (B, Hq, Hkv, D, L, P) of KernelBench-Hard's problem 03_paged_attention, which is bfloat16.
 KERNELBENCH = (

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...cache_ops import write_kv
 from ...layouts import LAYOUTS, cache_shapes, storage_dtype
+from ...operations.caches import write_kv
 from ..report import Row
 from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
 from .timing import Refused, contest

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import cache_ops, ops
 from ...layouts import FP8_KINDS, cache_shapes, storage_dtype
+from ...operations import attention, caches
 
 # Sizes of the runs on the emulator.
 NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV heads
@@ -159,7 +159,7 @@ def _split(variant: Variant) -> Work:
             options[name] = np.repeat(options[name], variant.group_size)
     visible = 2 * NUM_HEADS * min(seq_len, options.get("window", seq_len)) * variant.head_dim * k_cache.itemsize
     call = partial(
-        ops.decode_attention,
+        attention.decode_attention,
         *(q, k_cache, v_cache, tables, np.array([seq_len], np.int32)),
         **{"kv_dtype": fp8, "backend": "emulator", **options},
     )
@@ -189,7 +189,7 @@ def _attention(variant: Variant) -> Work:
     partial_sums = rows * (SEQ_LEN // 512) * variant.head_dim * 4
     name = variant.kernel.removesuffix("_reduce")
     call = partial(
-        ops.decode_attention,
+        attention.decode_attention,
         *(q, k_cache, v_cache, tables, np.full(NUM_SEQS, seq_len, np.int32)),
         **{"layout": "vllm", "kv_dtype": fp8, "kernel": name, "backend": "emulator", **options},
     )
@@ -206,19 +206,17 @@ def _cache_work(variant: Variant) -> Work:
     both = ("k_cache", "v_cache")
     call: Callable[[], Any]
     if variant.kernel == "copy_blocks":
-        call = partial(
-            cache_ops.copy_blocks, k_cache, v_cache, blocks.reshape(-1, 2).astype(np.int64), backend="emulator"
-        )
+        call = partial(caches.copy_blocks, k_cache, v_cache, blocks.reshape(-1, 2).astype(np.int64), backend="emulator")
         names, nbytes = ("source[0]", "source[1]"), k_cache.nbytes
         return Work(call, {"read": (names, nbytes)}, (names, nbytes))
     place: dict[str, Any] = {"layout": layout, "kv_dtype": fp8, "backend": "emulator"}
     cache_bytes = 2 * k_cache.nbytes
     if variant.kernel == "gather_kv":
-        call = partial(cache_ops.gather_kv, k_cache, v_cache, blocks, NUM_TOKENS, **place)
+        call = partial(caches.gather_kv, k_cache, v_cache, blocks, NUM_TOKENS, **place)
         return Work(call, {"read": (both, cache_bytes)}, (("k", "v"), cache_bytes * (4 if fp8 else 1)))
     k = _normal((NUM_TOKENS, NUM_HEADS, variant.head_dim), _dtype(variant.kind)[0])
     slots = (blocks[:, None] * np.int64(variant.block_size) + np.arange(variant.block_size)).reshape(-1)
-    call = partial(cache_ops.write_kv, k, k.copy(), k_cache, v_cache, slots, **place)
+    call = partial(caches.write_kv, k, k.copy(), k_cache, v_cache, slots, **place)
     return Work(call, {"read": (("k", "v"), 2 * k.nbytes)}, (both, cache_bytes))
 
 
@@ -228,7 +226,7 @@ def _merge(variant: Variant) -> Work:
     outs = [_normal((NUM_ROWS, NUM_HEADS, variant.head_dim), _dtype(variant.kind)[0]) for _ in range(num_states)]
     lses = [np.zeros((NUM_ROWS, NUM_HEADS), np.float32) for _ in outs]
     names = tuple(f"outs[{i}]" for i in range(num_states))
-    call = partial(ops.merge_states, outs, lses, backend="emulator")
+    call = partial(attention.merge_states, outs, lses, backend="emulator")
     return Work(call, {"read": (names, num_states * outs[0].nbytes)}, (("out",), outs[0].nbytes))
 
 

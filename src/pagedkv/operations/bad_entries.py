@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .backends import gpus
+from ..backends import gpus
 
 
 def raise_if_failed() -> None:

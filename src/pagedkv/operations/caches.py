@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .backends import backend_of
-from .layouts import FLOAT32, FLOAT_DTYPES
-from .validation.caches import copy_call, gather_call, swap_call, write_call
+from ..backends import backend_of
+from ..layouts import FLOAT32, FLOAT_DTYPES
+from ..validation.caches import copy_call, gather_call, swap_call, write_call
 
 
 def write_kv(

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array
-from .backends import backend_of, gpus, prefill_of
-from .calls import AttentionCall
-from .layouts import FLOAT32
-from .validation.attention import attention_call
-from .validation.merge import merge_call
+from ..arrays import Array
+from ..backends import backend_of, gpus, prefill_of
+from ..calls import AttentionCall
+from ..layouts import FLOAT32
+from ..validation.attention import attention_call
+from ..validation.merge import merge_call
 
 
 def decode_attention(

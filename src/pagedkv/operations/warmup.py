@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .layouts import cache_shapes, storage_dtype
-from .validation import require
-from .validation.attention import attention_call
-from .validation.caches import copy_call, gather_call, write_call
-from .validation.merge import merge_call
+from ..layouts import cache_shapes, storage_dtype
+from ..validation import require
+from ..validation.attention import attention_call
+from ..validation.caches import copy_call, gather_call, write_call
+from ..validation.merge import merge_call
 
 _KERNELS = {"vllm": ("v1", "v2"), "NHD": ("split",), "HND": ("split",)}
 # Kernel "split" is compiled with or without softcap and ALiBi; v1 and v2 decide when they run.
@@ -116,6 +116,6 @@ def warmup(
             raise ValueError(f"num_states must be at least 1, got {count}")
         lses = np.zeros((count, *q.shape[:2]), np.float32)
         merge = merge_call([q] * count, list(lses), backend="emulator")
-    from .cuda.warmup import compile_ahead
+    from ..cuda.warmup import compile_ahead
 
     return compile_ahead(decodes, write, gather, copy, merge, capabilities)

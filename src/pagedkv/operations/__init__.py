@@ -1,0 +1,1 @@
+"""What the user calls: each operation validates, finds its backend, and runs."""
