@@ -102,6 +102,32 @@ def test_what_was_interrupted_is_finished_for_the_next_call():
     assert calls == [(1, False)]
 
 
+@posix
+def test_what_was_interrupted_before_it_began_is_dropped():
+    """Later calls would queue behind what nobody waits for."""
+    begun, go, calls = threading.Event(), threading.Event(), []
+
+    @made_once(most=2)
+    def make(key):
+        calls.append(key)
+        begun.set()
+        assert go.wait(30)
+        return [key]
+
+    first = threading.Thread(target=make, args=(1,))
+    first.start()
+    assert begun.wait(30)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        make(2)
+    timer.join()
+    go.set()
+    first.join()
+    make(3)
+    assert calls == [1, 3]
+
+
 def test_threads_make_it_once():
     calls, found = [], []
 

@@ -2,7 +2,7 @@
 
 Python runs signal handlers in the main thread alone, between any two steps of it: a KeyboardInterrupt in the middle of
 a compilation, or of an import, leaves numba's registries half filled for good. Here the caller waits in C and can be
-interrupted; what it has asked for is finished all the same, and the next call finds it.
+interrupted; what has begun for it is finished all the same, and the next call finds it. What has not begun is dropped.
 """
 
 from __future__ import annotations
@@ -66,9 +66,12 @@ def apart(work: Callable[[], T]) -> T:
     if _mine():  # work that asks for other work
         return work()
     answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    wanted = True
 
     def run() -> None:
         with _turn:
+            if not wanted:
+                return
             try:
                 answer.put((work(), None))
             except BaseException as error:
@@ -78,7 +81,11 @@ def apart(work: Callable[[], T]) -> T:
         start_new_thread(run, ())
     except RuntimeError:  # no further thread can be started, or the interpreter is about to end
         run()
-    result, error = answer.get()
+    try:
+        result, error = answer.get()
+    except BaseException:
+        wanted = False
+        raise
     if error is not None:
         raise error
     return cast("T", result)
