@@ -60,7 +60,8 @@ class AttentionOptions:
 class AttentionCall(NamedTuple):
     """A call of decode_attention, which has no query_starts, or of prefill_attention.
 
-    `given` has the arguments by name as the caller gave them: a plan is kept under them.
+    `given` has the arguments by name as the caller gave them: a plan is kept under them. `max_seq_len` is the capacity
+    of the tables unless the caller knows a lower bound.
     """
 
     given: Mapping[str, Any]
@@ -70,6 +71,7 @@ class AttentionCall(NamedTuple):
     v_cache: Array
     block_tables: Array
     seq_lens: Array
+    max_seq_len: int
     query_starts: Array | None
     out: Array | None
     spec: CacheSpec

@@ -44,7 +44,7 @@ class Idle:
         (
             (1, SEQ_LEN, 65536, 0, -5),
             ValueError,
-            "seq_lens must be in 0..max_blocks * block_size, got -5 for sequence 65536",
+            "seq_lens must be in 0..max_blocks * block_size and at most max_seq_len, got -5 for sequence 65536",
         ),
         ((1, SLOT, 12, 0, 2**40), IndexError, f"slots must be below num_blocks * block_size, got {2**40} for token 12"),
         (

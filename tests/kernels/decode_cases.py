@@ -65,7 +65,7 @@ def checked_call(problem: Problem, kernel: str = "auto", check: bool = False) ->
     names = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
     return attention_call(
         {
-            **dict.fromkeys(("kv_dtype", "k_scale", "v_scale", "alibi_slopes", "sinks")),
+            **dict.fromkeys(("kv_dtype", "k_scale", "v_scale", "alibi_slopes", "sinks", "max_seq_len")),
             **dict(zip(names, problem.args, strict=True)),
             **problem.options,
             **{"kernel": kernel, "backend": "emulator", "out": problem.out, "return_lse": True, "check": check},

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagedkv import reference
 from pagedkv.cuda.bad_entries import raise_if_failed
@@ -99,6 +101,65 @@ def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
     assert_same_bits((out[::2], lse[::2]), (expected[0][::2], expected[1][::2]))
     assert (out[1] == 0).all()
     assert (lse[1] == -np.inf).all()
+
+
+@st.composite
+def bounded(draw, variant):
+    """A problem in tables that are wider than its lengths, and a bound that it keeps."""
+    lengths = st.sampled_from([0, 1, 255, 256, 257, 511, 512, 513]) | st.integers(0, 700)
+    problem = build(
+        variant.spec(
+            seq_lens=tuple(draw(st.lists(lengths, min_size=1, max_size=3))),
+            num_kv_heads=1,
+            window=draw(st.none() | st.integers(1, 700)),
+            sinks=draw(st.booleans()),
+            seed=draw(st.integers(0, 2**16)),
+        )
+    )
+    more = draw(st.sampled_from([0, 3, 200]))
+    unused = np.full((len(problem.seq_lens), more), -7, np.int32)
+    problem.block_tables = np.concatenate([problem.block_tables, unused], axis=1)
+    longest = int(problem.seq_lens.max())
+    return problem, longest + draw(st.sampled_from([0, 0, 1, 10**6]))
+
+
+@each_of(FORMS)
+@settings(max_examples=6)
+@given(data=st.data())
+def test_a_bound_on_lengths_changes_no_bit(variant, data, open_device):
+    problem, bound = data.draw(bounded(variant))
+    expected = decode(problem, variant, open_device)
+    problem.options["max_seq_len"] = bound
+    assert_same_bits(decode(problem, variant, open_device), expected)
+    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+    with open_device() as device:
+        attention.decode_attention(device, checked_call(problem, variant.kernel, check=True), out, lse)
+        raise_if_failed([device])
+    assert_same_bits((out, lse), expected)
+
+
+@each_of(FORMS)
+def test_a_length_beyond_the_bound_is_skipped_and_harms_no_later_call(variant, open_device):
+    """On a device nobody looks at lengths: the bound is rounded up to 512, and what is longer counts as 0."""
+    spec = variant.spec(seq_lens=(600, 3, 512), sinks=True)
+    problem = build(spec)
+    expected = decode(problem, variant, open_device)
+    unbounded, bounded = checked_call(problem, variant.kernel), {}
+    for check in (False, True):
+        call = checked_call(problem, variant.kernel, check=check)
+        bounded[check] = call._replace(max_seq_len=300)
+    results = []
+    with open_device(global_race=True) as device:
+        for call in (unbounded, bounded[False], bounded[True], unbounded):
+            results.append((np.full_like(problem.q, np.nan), np.full(problem.q.shape[:2], np.nan, np.float32)))
+            attention.decode_attention(device, call, *results[-1])
+        with pytest.raises(ValueError, match=r"^seq_lens .* at most max_seq_len, got 600 for sequence 0$"):
+            raise_if_failed([device])
+    for out, lse in results[1:-1]:
+        assert (out[0] == 0).all()
+        assert (lse[0] == -np.inf).all()
+        assert_same_bits((out[1:], lse[1:]), (expected[0][1:], expected[1][1:]))
+    assert_same_bits(results[-1], expected)
 
 
 @each_of(FORMS)

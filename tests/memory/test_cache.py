@@ -109,9 +109,11 @@ def test_arrays_that_it_hands_out(array_module):
         assert isinstance(array, ARRAYS[array_module])
         assert array.tolist() == values
         assert str(array.dtype).removeprefix("torch.") == dtype
+    assert (type(batch.max_seq_len), batch.max_seq_len) == (int, P + 1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.seq_lens = slots
     assert cache.batch(seqs[0]).seq_lens.tolist() == [P + 2]
+    assert (cache.batch(seqs[1]).max_seq_len, cache.batch([]).max_seq_len) == (4, 0)
 
 
 @pytest.mark.parametrize("tokens", [4, np.int32(4), [1, 2, 3, 4], (1, 2, 3, 4), np.arange(4), range(4)])

@@ -68,11 +68,11 @@ def test_it_is_always_what_was_sent(data):
         mirror = Mirror(Arrays("cupy"), 4, 3)
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     for _ in range(data.draw(st.integers(1, 12))):
-        shape = data.draw(st.tuples(st.integers(0, 6), st.integers(1, 5)))
-        rows = rng.integers(-1, 2, shape, np.int32)
-        device = mirror.update(rows)
-        assert device.shape == shape
-        assert (device == rows).all()
+        num_rows, num_columns, min_width = data.draw(st.tuples(st.integers(0, 6), st.integers(1, 5), st.integers(0, 6)))
+        rows = rng.integers(-1, 2, (num_rows, num_columns), np.int32)
+        device = mirror.update(rows, min_width)
+        assert device.shape == (num_rows, max(num_columns, min_width))
+        assert (device[:, :num_columns] == rows).all()
 
 
 def test_the_memory_stays_where_it_is(cupy):
@@ -121,17 +121,34 @@ def test_the_batch_of_a_cache_is_mirrored(cupy):
     batch = cache.batch(seqs)
     assert slots_bytes == 8 * len(seqs)
     grown = 2  # the sequences of 16 and 4 tokens have begun another block
-    assert cupy.copied - slots_bytes == grown * (4 * batch.block_tables.shape[1] + 8) + 4 * len(seqs)
-    np.testing.assert_array_equal(batch.block_tables, cache.table.block_tables(seqs))
+    expected = cache.table.block_tables(seqs)
+    assert cupy.copied - slots_bytes == grown * (4 * expected.shape[1] + 8) + 4 * len(seqs)
+    np.testing.assert_array_equal(batch.block_tables[:, : expected.shape[1]], expected)
     np.testing.assert_array_equal(batch.seq_lens, cache.table.seq_lens(seqs))
+    assert (first.max_seq_len, batch.max_seq_len) == (30, 31)
     assert batch.seq_lens.shape == (8,)
     assert batch.seq_lens.flags.c_contiguous
     assert batch.block_tables.ctypes.data == first.block_tables.ctypes.data
     assert batch.seq_lens.ctypes.data == first.seq_lens.ctypes.data
     some = cache.batch(seqs[2:5])
-    np.testing.assert_array_equal(some.block_tables, cache.table.block_tables(seqs[2:5]))
+    np.testing.assert_array_equal(some.block_tables[:, :8], cache.table.block_tables(seqs[2:5]))
     twice = cache.batch([seqs[2]] * 20)
-    np.testing.assert_array_equal(twice.block_tables, cache.table.block_tables([seqs[2]] * 20))
+    np.testing.assert_array_equal(twice.block_tables[:, :8], cache.table.block_tables([seqs[2]] * 20))
+
+
+def test_tables_on_a_device_change_their_shape_once_for_each_doubling(cupy):
+    """Otherwise every new block is a new plan, and a CUDA graph ends where its tables ended when it was captured."""
+    cache = PagedKVCache(1, 1024, 4, 1, 8, array_module="cupy", max_seqs=2, max_seq_len=3000)
+    seq = cache.add(1).seq
+    widths = []
+    for _ in range(2900):
+        batch = cache.batch(seq)
+        widths.append(batch.block_tables.shape[1])
+        assert widths[-1] * 4 >= batch.max_seq_len
+        cache.append(seq)
+    assert sorted(set(widths)) == [64, 128, 256, 512, 750]
+    assert widths == sorted(widths)
+    assert cache.batch([]).max_seq_len == 0
 
 
 def test_copies_of_shared_blocks_on_a_device(cupy):
@@ -149,10 +166,10 @@ def test_a_batch_in_the_middle_of_another_one_is_refused(cupy, monkeypatch):
     seq = cache.add(3).seq
     update = Mirror.update
 
-    def handler(mirror, rows):
+    def handler(mirror, rows, *width):
         with pytest.raises(RuntimeError, match="in the middle of another call of the same pool"):
             cache.batch(seq)
-        return update(mirror, rows)
+        return update(mirror, rows, *width)
 
     monkeypatch.setattr(Mirror, "update", handler)
     assert cache.batch(seq).seq_lens == [3]

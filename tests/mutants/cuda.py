@@ -3,6 +3,8 @@
 from .mutant import Mutant
 
 PLANS = "tests/cuda/plans/test_cache.py::"
+ATTENTION = "tests/cuda/plans/test_attention.py::"
+GRID = "tests/kernels/split/test_split_plan.py::test_a_bound_leaves_few_thread_blocks_without_work"
 COPIES = "tests/cuda/test_copies.py::"
 OVERRIDES = "tests/cuda/compiler/test_numba_overrides.py::"
 
@@ -20,6 +22,56 @@ MUTANTS = [
         "with device.lock:",
         "if device.lock:",
         (PLANS + "test_the_launches_of_a_call_follow_each_other[decode]",),
+    ),
+    Mutant(
+        "launches end with the tables, whatever bound there is",
+        "cuda/plans/plan.py",
+        "min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size)",
+        "call.block_tables.shape[1] * call.spec.block_size",
+        (GRID, ATTENTION + "test_a_bound_leaves_v1_little_shared_memory"),
+    ),
+    Mutant(
+        "a plan of a bucket ends at the first bound that came",
+        "cuda/plans/plan.py",
+        "min(bucket(call.max_seq_len),",
+        "min(call.max_seq_len,",
+        (PLANS + "test_a_decode_loop_of_1000_steps_makes_few_plans[int-split]",),
+        ci=True,
+    ),
+    Mutant(
+        "a plan forgets that the tables end before the bucket",
+        "cuda/plans/plan.py",
+        "return min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size)",
+        "return bucket(call.max_seq_len)",
+        (ATTENTION + "test_a_bound_beyond_the_tables_is_none[split]",),
+    ),
+    Mutant(
+        "any bound repeats any call",
+        "cuda/plans/cache.py",
+        "        max_seq_len = _bucket_of(max_seq_len)\n",
+        "        max_seq_len = 0\n",
+        (PLANS + "test_a_decode_loop_of_1000_steps_makes_few_plans[int-split]",),
+    ),
+    Mutant(
+        "a negative bound has the bucket of a valid one",
+        "buckets.py",
+        "return num_tokens if num_tokens < 1 else max(",
+        "return max(",
+        (PLANS + "test_a_wrong_bound_between_good_ones",),
+    ),
+    Mutant(
+        "lengths on the host may be beyond the bound",
+        "validation/attention.py",
+        "values.seq_lens(seq_lens, max_seq_len, capacity)",
+        "values.seq_lens(seq_lens, capacity, capacity)",
+        ("tests/validation/test_attention.py::test_wrong_array",),
+    ),
+    Mutant(
+        "tables on a device are as wide as they are used",
+        "memory/cache.py",
+        "tables.update(block_tables, room)",
+        "tables.update(block_tables)",
+        ("tests/memory/test_mirror.py::test_tables_on_a_device_change_their_shape_once_for_each_doubling",),
     ),
     Mutant(
         "pinned memory is filled again while the GPU reads it",

@@ -333,7 +333,7 @@ MUTANTS = [
     Mutant(
         "v2: the reduction believes any length",
         "kernels/paged/reduction.py",
-        "if seq_len < 0 or seq_len > capacity:",
+        "if seq_len < 0 or seq_len > max_seq_len:",
         "if seq_len < 0:",
         BAD_LENGTH,
     ),

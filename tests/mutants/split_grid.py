@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "split: a bad length is not looked at",
         KERNEL,
-        "if seq_len < 0 or seq_len > capacity:",
+        "if seq_len < 0 or seq_len > max_seq_len:",
         "if seq_len < 0:",
         BAD_LENGTH,
     ),
@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "split: a length is not limited to the table",
         KERNEL,
-        "if seq_len < 0 or seq_len > capacity:\n            if CHECKED:\n",
+        "if seq_len < 0 or seq_len > max_seq_len:\n            if CHECKED:\n",
         "if seq_len < 0 or CHECKED:\n            if CHECKED:\n",
         UNCHECKED_LENGTH,
     ),

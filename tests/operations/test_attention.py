@@ -320,3 +320,21 @@ def test_merge_no_rows():
     out, lse = pagedkv.merge_states(np.zeros((2, 0, 4, 8), ml_dtypes.bfloat16), np.zeros((2, 0, 4), np.float32))
     assert out.shape == (0, 4, 8)
     assert lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize("operation", [decode, prefill])
+def test_a_bound_on_lengths_reaches_the_backend_clamped_to_the_tables(kernel, operation):
+    capacity = 3 * P
+    for bound in (None, capacity, np.int64(capacity), 10**30):
+        kernel.calls.clear()
+        operation(max_seq_len=bound)
+        assert kernel.call.max_seq_len == capacity
+    kernel.calls.clear()
+    operation(seq_lens=np.array([9, 5, 0], np.int32), max_seq_len=10)
+    assert kernel.call.max_seq_len == 10
+
+
+def test_a_bound_of_0_is_for_sequences_without_tokens():
+    nothing = np.zeros(B, np.int32)
+    for name in ("cpu", "emulator"):
+        assert (decode(seq_lens=nothing, max_seq_len=0, backend=name) == 0).all()

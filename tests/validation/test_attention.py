@@ -262,6 +262,18 @@ DECODE = [
         ValueError,
         "seq_lens must be in 0..max_blocks * block_size = 0..12, got 13 for sequence 2",
     ),
+    ({"max_seq_len": 11}, ValueError, "seq_lens must be in 0..max_seq_len = 0..11, got 12 for sequence 0"),
+    ({"max_seq_len": 0}, ValueError, "seq_lens must be in 0..max_seq_len = 0..0, got 12 for sequence 0"),
+    (
+        change("seq_lens", lambda x: with_value(x, 1, -1), max_seq_len=12),
+        ValueError,
+        "seq_lens must be in 0..max_blocks * block_size = 0..12, got -1 for sequence 1",
+    ),
+    (
+        change("seq_lens", lambda x: with_value(x, 2, 13), max_seq_len=100),
+        ValueError,
+        "seq_lens must be in 0..max_blocks * block_size = 0..12, got 13 for sequence 2",
+    ),
     (
         change("block_tables", lambda x: with_value(x, (1, 1), -1)),
         IndexError,
@@ -332,6 +344,7 @@ PREFILL = [
         ValueError,
         "seq_lens must be in 0..max_blocks * block_size = 0..12, got 13 for sequence 1",
     ),
+    ({"max_seq_len": 11}, ValueError, "seq_lens must be in 0..max_seq_len = 0..11, got 12 for sequence 0"),
     (
         change("block_tables", lambda x: with_value(x, (0, 2), -5)),
         IndexError,

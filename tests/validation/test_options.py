@@ -46,6 +46,11 @@ DECODE = [
     ({"window": True}, TypeError, "window must be an int, got bool"),
     ({"window": np.array(3)}, TypeError, "window must be an int, got ndarray"),
     ({"window": int}, TypeError, "window must be an int, got type"),
+    ({"max_seq_len": -1}, ValueError, "max_seq_len must be at least 0, got -1"),
+    ({"max_seq_len": 12.0}, TypeError, "max_seq_len must be an int, got float"),
+    ({"max_seq_len": True}, TypeError, "max_seq_len must be an int, got bool"),
+    ({"max_seq_len": "12"}, TypeError, "max_seq_len must be an int, got str"),
+    ({"max_seq_len": int}, TypeError, "max_seq_len must be an int, got type"),
     ({"softcap": 0}, ValueError, "softcap must be positive and finite in float32, got 0"),
     ({"softcap": -1.5}, ValueError, "softcap must be positive and finite in float32, got -1.5"),
     ({"softcap": math.inf}, ValueError, "softcap must be positive and finite in float32, got inf"),
@@ -99,6 +104,7 @@ DECODE = [
 
 PREFILL = [
     ({"causal": None}, TypeError, "causal must be True or False, got None"),
+    ({"max_seq_len": -1}, ValueError, "max_seq_len must be at least 0, got -1"),
     ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
 ]
 

@@ -26,7 +26,7 @@ def raise_if_failed(devices: Iterable[Device]) -> None:
     IndexError
         A block id outside 0..num_blocks-1, or a slot at or past num_blocks * block_size.
     ValueError
-        A sequence length below 0 or beyond the table's capacity.
+        A sequence length below 0, or beyond the table's capacity or max_seq_len.
     """
     for device in devices:
         content = device.take("report")
@@ -41,7 +41,8 @@ def exception(what: int, sequence: int, column: int, value: int) -> IndexError |
         where = f"for sequence {sequence}, column {column}" if sequence >= 0 else f"at column {column}"
         return IndexError(f"{name} must hold block ids in 0..num_blocks-1, got {value} {where}")
     if what == SEQ_LEN:
-        return ValueError(f"seq_lens must be in 0..max_blocks * block_size, got {value} for sequence {sequence}")
+        where = f"got {value} for sequence {sequence}"
+        return ValueError(f"seq_lens must be in 0..max_blocks * block_size and at most max_seq_len, {where}")
     if what == PAIR:
         side = "destination" if column else "source"
         return IndexError(f"pairs must hold block ids in 0..num_blocks-1, got {side} {value} in pair {sequence}")

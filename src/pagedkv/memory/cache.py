@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from ..buckets import bucket
 from ..commit import commit
 from ..layouts import cache_shapes, storage_dtype
 from .arrays import Arrays
@@ -43,12 +45,15 @@ class Batch:
     Attributes
     ----------
     block_tables : (num_seqs, width) int32
-        Entries at or past ceil(seq_len / P) are -1.
+        Entries at or past ceil(seq_len / P) are unused: -1 on the host, anything on a device.
     seq_lens : (num_seqs,) int32
+    max_seq_len : int
+        The longest of them, 0 if there are none; known on the host wherever the arrays are.
     """
 
     block_tables: Any
     seq_lens: Any
+    max_seq_len: int
 
 
 class PagedKVCache(Guarded):
@@ -105,7 +110,7 @@ class PagedKVCache(Guarded):
     >>> cache.append([seq])
     array([6])
     >>> cache.batch([seq])
-    Batch(block_tables=array([[0, 1]], dtype=int32), seq_lens=array([7], dtype=int32))
+    Batch(block_tables=array([[0, 1]], dtype=int32), seq_lens=array([7], dtype=int32), max_seq_len=7)
     """
 
     def __init__(
@@ -227,8 +232,9 @@ class PagedKVCache(Guarded):
         """The block tables and lengths of sequences.
 
         On the host they are new arrays. On a device they are views of buffers that stay in place; only rows that have
-        changed are copied there, and the next call overwrites them in stream order. Tables and lengths are of the same
-        instant: another thread's call is waited for.
+        changed are copied there, and the next call overwrites them in stream order. Their tables have room for
+        `max_seq_len` rounded up to a power of two, from 256 tokens on, so that their shape changes as seldom as the
+        plan of an attention call. Tables and lengths are of the same instant: another thread's call is waited for.
 
         Raises
         ------
@@ -240,7 +246,7 @@ class PagedKVCache(Guarded):
         if self._mirrors is not None:
             return self._mirrored_batch(seqs)
         block_tables, seq_lens = self.table._batch(seqs)
-        return Batch(self._arrays.asarray(block_tables), self._arrays.asarray(seq_lens))
+        return Batch(self._arrays.asarray(block_tables), self._arrays.asarray(seq_lens), _longest(seq_lens))
 
     def _make_mirrors(self) -> tuple[Mirror, Mirror]:
         rows = self.table.max_seqs
@@ -251,7 +257,9 @@ class PagedKVCache(Guarded):
         assert self._mirrors is not None
         tables, lens = self._mirrors
         block_tables, seq_lens = self.table._batch(seqs)
-        return Batch(tables.update(block_tables), lens.update(seq_lens[:, None])[:, 0])
+        longest = _longest(seq_lens)
+        room = min(-(-bucket(longest) // self.table.block_size), self.table.max_blocks)
+        return Batch(tables.update(block_tables, room), lens.update(seq_lens[:, None])[:, 0], longest)
 
     @consistent
     def stats(self) -> Stats:
@@ -270,3 +278,7 @@ class PagedKVCache(Guarded):
     @consistent
     def _repr_html_(self) -> str:
         return f"{self.stats().to_html()}<pre>{escape(self.plot())}</pre>"
+
+
+def _longest(seq_lens: npt.NDArray[np.int32]) -> int:
+    return int(seq_lens.max(initial=0))

@@ -35,22 +35,25 @@ class Mirror:
         device = self._arrays.zeros((num_rows, num_columns), np.dtype(np.int32))
         self._device, self._sent = device, np.full((num_rows, num_columns), _NOT_SENT, np.int32)
 
-    def update(self, rows: npt.NDArray[np.int32]) -> Any:
+    def update(self, rows: npt.NDArray[np.int32], min_width: int = 0) -> Any:
         """Send the rows that have changed since they were last sent.
 
         Parameters
         ----------
         rows : (num_rows, num_columns) int32
             No entry is -2**31, the mark of a row that was not sent.
+        min_width : int
+            Columns that the result has at least; those past `rows` may hold anything.
 
         Returns
         -------
-        (num_rows, num_columns) int32 device array
+        (num_rows, max(num_columns, min_width)) int32 device array
             A view, which the next update overwrites.
         """
         num_rows, num_columns = rows.shape
-        if num_rows > len(self._sent) or num_columns > self._sent.shape[1]:
-            self._make(max(num_rows, len(self._sent)), max(num_columns, self._sent.shape[1]))
+        width = max(num_columns, min_width)
+        if num_rows > len(self._sent) or width > self._sent.shape[1]:
+            self._make(max(num_rows, len(self._sent)), max(width, self._sent.shape[1]))
         sent, device = self._sent[:num_rows, :num_columns], self._device[:num_rows, :num_columns]
         changed = np.flatnonzero((sent != rows).any(axis=1))
         if len(changed):
@@ -62,4 +65,4 @@ class Mirror:
             else:
                 device[...] = self._arrays.asarray(rows)
             sent[changed] = rows[changed]
-        return device
+        return self._device[:num_rows, :width]

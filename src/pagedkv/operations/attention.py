@@ -22,6 +22,7 @@ def decode_attention(
     block_tables: Any,
     seq_lens: Any,
     *,
+    max_seq_len: int | None = None,
     scale: float | None = None,
     layout: str = "NHD",
     kv_dtype: str | None = None,
@@ -56,6 +57,11 @@ def decode_attention(
         ``ceil(seq_lens[i] / block_size)`` may hold anything.
     seq_lens : (num_seqs,) int32 array
         Tokens of each sequence, from 0 to max_blocks * block_size. A sequence of length 0 gives zeros and LSE -inf.
+    max_seq_len : int, optional
+        A bound that no length exceeds; the tables' capacity, max_blocks * block_size, if None or if that is less. CUDA
+        kernels are launched for that many tokens, rounded up to a power of two of at least 256: with wide tables, or
+        in a CUDA graph, it saves thread blocks without work, workspaces, and shared memory of v1. It changes no bit of
+        a kernel's result.
     scale : float, optional
         Factor of ``q . k``; finite; ``1 / sqrt(head_dim)`` if None.
     layout : {"NHD", "HND", "vllm"}
@@ -101,8 +107,8 @@ def decode_attention(
     TypeError
         Something is not an array, or has a wrong dtype or type.
     ValueError
-        A wrong shape, layout, stride, alignment, side (host or device) or option; a length below 0 or beyond
-        the table's capacity.
+        A wrong shape, layout, stride, alignment, side (host or device) or option; a length below 0, beyond the
+        table's capacity or beyond max_seq_len.
     IndexError
         An entry in the used part of a table is outside 0..num_blocks-1.
     BackendUnavailableError
@@ -113,10 +119,13 @@ def decode_attention(
     After any exception `out` is as before; after an interrupt (Ctrl-C) as before or complete. Tables, lengths and the
     arrays of options are copied before they are checked if they are on the host: another thread may write to them.
 
+    A length on a device that is out of range counts as 0, and with `check` it is recorded; one beyond max_seq_len is
+    out of range if it is beyond what that was rounded up to.
+
     The bits of a sequence's result do not depend on the other sequences of the batch, on where its blocks lie, on the
     block size, on NHD or HND, on the number of threads, or on how the calling thread rounds or treats denormals.
     CUDA calls in layout vllm are the exception: v1 and v2 round differently, also from block size to block size, and
-    "auto" chooses by the number of sequences and the width of the table; a kernel that is named keeps its bits.
+    "auto" chooses by the number of sequences and by max_seq_len; a kernel that is named keeps its bits.
 
     References
     ----------
@@ -154,6 +163,7 @@ def prefill_attention(
     seq_lens: Any,
     query_starts: Any,
     *,
+    max_seq_len: int | None = None,
     causal: bool = True,
     scale: float | None = None,
     layout: str = "NHD",
@@ -182,7 +192,7 @@ def prefill_attention(
     q : (num_tokens, num_heads, head_dim) array
         float32, float16 or bfloat16. Rows at and past ``query_starts[-1]`` are padding: not read, and not written
         in the result.
-    k_cache, v_cache, block_tables, seq_lens
+    k_cache, v_cache, block_tables, seq_lens, max_seq_len
         As in :func:`~pagedkv.decode_attention`; seq_lens count the query tokens, whose keys and values are in the
         cache already.
     query_starts : (num_seqs + 1,) int32 array

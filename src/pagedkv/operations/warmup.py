@@ -99,7 +99,7 @@ def warmup(
     }
     attention = caches | {
         **{"q": q, "block_tables": table, "seq_lens": lengths, "score_mod": score_mod, "return_lse": False},
-        **dict.fromkeys(("scale", "alibi_slopes", "window", "sinks", "out")),
+        **dict.fromkeys(("scale", "alibi_slopes", "window", "sinks", "out", "max_seq_len")),
     }
     decodes = [
         attention_call(attention | {"kernel": kernel, "softcap": softcap})

@@ -70,6 +70,8 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
         sinks=sinks,
         score_mod=python_function(given["score_mod"]),
     )
+    capacity = block_tables.shape[1] * geometry.block_size
+    max_seq_len = capacity if given["max_seq_len"] is None else min(_max_seq_len(given["max_seq_len"]), capacity)
     k_scale, v_scale = cache_pair.scales(given, views, kind, placement)
     out = views.pop("out", None)
     if out is not None:
@@ -78,9 +80,8 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
 
     query_starts = views.get("query_starts")
     if placement.on_host:
-        block_size, capacity = geometry.block_size, block_tables.shape[1] * geometry.block_size
-        seq_lens = placement.own(seq_lens)
-        num_used = -(-values.seq_lens(seq_lens, capacity) // block_size)
+        block_size, seq_lens = geometry.block_size, placement.own(seq_lens)
+        num_used = -(-values.seq_lens(seq_lens, max_seq_len, capacity) // block_size)
         if query_starts is not None:
             query_starts = placement.own(query_starts)
             values.query_starts(query_starts, seq_lens, q.shape[0])
@@ -94,6 +95,7 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
         v_cache=v_cache,
         block_tables=block_tables,
         seq_lens=seq_lens,
+        max_seq_len=max_seq_len,
         query_starts=query_starts,
         out=out,
         spec=cache_spec(layout, kind, geometry),
@@ -153,3 +155,10 @@ def _window(window: object) -> int:
     if width < 1:
         raise ValueError(f"window must be at least 1, got {width}")
     return min(width, _INT32_MAX)
+
+
+def _max_seq_len(max_seq_len: object) -> int:
+    longest = require.integer("max_seq_len", max_seq_len)
+    if longest < 0:
+        raise ValueError(f"max_seq_len must be at least 0, got {longest}")
+    return longest

@@ -13,15 +13,17 @@ from ..arrays import Array
 _INFINITY_BITS = np.array(np.inf, np.float32).view(np.uint32)
 
 
-def seq_lens(lengths: Array, capacity: int) -> int:
-    """The longest length, 0 if there is none; raise ValueError unless every length is in 0..capacity."""
+def seq_lens(lengths: Array, max_seq_len: int, capacity: int) -> int:
+    """The longest length, 0 if there is none; raise ValueError unless every length is in 0..max_seq_len.
+
+    That is at most the capacity of the tables.
+    """
     longest = int(lengths.view(np.uint32).max()) if len(lengths) else 0
-    if longest <= capacity:
+    if longest <= max_seq_len:
         return longest
-    seq = int((lengths.view(np.uint32) > capacity).argmax())
-    raise ValueError(
-        f"seq_lens must be in 0..max_blocks * block_size = 0..{capacity}, got {lengths[seq]} for sequence {seq}"
-    )
+    seq = int((lengths.view(np.uint32) > max_seq_len).argmax())
+    bound = "max_seq_len" if max_seq_len < capacity else "max_blocks * block_size"
+    raise ValueError(f"seq_lens must be in 0..{bound} = 0..{max_seq_len}, got {lengths[seq]} for sequence {seq}")
 
 
 def block_tables(name: str, tables: Array, lengths: Array, block_size: int, num_blocks: int) -> None:

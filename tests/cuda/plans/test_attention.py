@@ -23,11 +23,12 @@ def call_of(kernel="auto", num_seqs=2, num_heads=4, max_blocks=4, block_size=16,
     k_cache, v_cache = (np.zeros(shape, np.float32) for shape in shapes)
     call = attention_call(
         {
-            **dict.fromkeys(("scale", "kv_dtype", "k_scale", "v_scale", "alibi_slopes", "window", "softcap", "sinks")),
+            **dict.fromkeys(("max_seq_len", "scale", "kv_dtype", "k_scale", "v_scale", "window", "softcap", "sinks")),
             **{"q": q, "k_cache": k_cache, "v_cache": v_cache, "layout": layout, "kernel": kernel},
             "block_tables": np.broadcast_to(np.zeros(max_blocks, np.int32), (num_seqs, max_blocks)),
             "seq_lens": np.zeros(num_seqs, np.int32),
-            **{"backend": "emulator", "out": None, "return_lse": True, "check": None, "score_mod": None},
+            **{"backend": "emulator", "out": None, "return_lse": True},
+            **dict.fromkeys(("check", "score_mod", "alibi_slopes")),
             **options,
         }
     )
@@ -91,8 +92,12 @@ def test_a_window_needs_few_logits_and_partitions():
 
 def test_logits_that_exceed_shared_memory_are_an_error_with_v1_alone():
     sizes = {"max_blocks": 4096, "block_size": 16}
-    with pytest.raises(ValueError, match=r'kernel "v1" .* = 65536 tokens .* 232448 .* 262144: use kernel "v2"'):
+    message = r'kernel "v1" .* of 65536 tokens .* 232448 .* 262144: give a lower max_seq_len, or use kernel "v2"$'
+    with pytest.raises(ValueError, match=message):
         plan_of("v1", **sizes)
+    with pytest.raises(ValueError, match=message):
+        plan_of("v1", max_blocks=10**6, max_seq_len=32769)
+    assert len(plan_of("v1", max_blocks=10**6, max_seq_len=32768).launches) == 1
     assert len(plan_of("auto", num_seqs=200, **sizes).launches) == 2
     assert len(plan_of("v1", max_blocks=3600).launches) == 1
 
@@ -129,6 +134,38 @@ def test_strides_inside_of_a_block_choose_the_config():
     assert not attention.attention_config(call._replace(k_cache=spread), capability=(9, 0)).packed
     halves = np.zeros((3, 2, 2, 16, 16, 4), np.float32)[:, 0]
     assert attention.attention_config(call._replace(k_cache=halves), capability=(9, 0)).packed
+
+
+WIDE = {"num_seqs": 128, "num_heads": 8, "max_blocks": 131_072 // 16}
+
+
+def test_a_bound_leaves_v1_little_shared_memory():
+    assert plan_of("v1", **WIDE, max_seq_len=512).launches[0].shared_bytes == 4 * 512
+    assert plan_of("v1", **WIDE, max_seq_len=513).launches[0].shared_bytes == 4 * 1024
+    assert plan_of("v1", num_seqs=128, max_blocks=40, max_seq_len=513).launches[0].shared_bytes == 4 * 640
+
+
+def test_a_bound_leaves_v2_few_partitions_and_small_workspaces():
+    plan = plan_of("v2", **WIDE, max_seq_len=1025, head_dim=64)
+    partitions, reduction = plan.launches
+    assert partitions.grid == (1024, 4, 1)
+    assert dict(plan.workspaces) == {"tmp_out": 1024 * 4 * 64 * 4, "exp_sums": 1024 * 4 * 4, "max_logits": 1024 * 4 * 4}
+    assert partitions.scalars[3] == reduction.scalars[1] == 2048  # what lengths are compared with
+    assert plan_of("v2", **WIDE).launches[0].grid == (1024, 256, 1)
+
+
+@pytest.mark.parametrize(("max_seq_len", "launches"), [(0, 1), (512, 1), (513, 1), (8192, 1), (8193, 2), (None, 2)])
+def test_auto_looks_at_the_bound(max_seq_len, launches):
+    assert len(plan_of("auto", **WIDE, max_seq_len=max_seq_len).launches) == launches
+
+
+@pytest.mark.parametrize("kernel", ["v1", "v2", "split"])
+def test_a_bound_beyond_the_tables_is_none(kernel):
+    sizes = {"layout": "NHD" if kernel == "split" else "vllm", "max_blocks": 100}
+    for max_seq_len in (None, 1600, 1601, 10**30):
+        plan = plan_of(kernel, **sizes, max_seq_len=max_seq_len)
+        assert plan == plan_of(kernel, **sizes)
+        assert plan.launches[0].scalars[3] == 1600  # what lengths are compared with
 
 
 @pytest.mark.parametrize("kernel", ["auto", "split"])

@@ -165,6 +165,8 @@ def read_only(x):
         {"scale": 0.25},
         {"scale": 1},
         {"window": 7},
+        {"max_seq_len": 5},
+        {"max_seq_len": 0},
         {"softcap": 2.0},
         {"kernel": "v2"},
         {"kernel": "auto"},
@@ -232,6 +234,42 @@ def test_a_wrong_call_between_good_ones(changes, error, message, devices, valida
         decode(scale=1, window=1)
     assert len(launches(devices)) == 3
     assert len(validations) == 3
+
+
+WRONG_BOUNDS = [
+    (True, TypeError, "max_seq_len must be an int, got bool"),
+    (np.bool_(True), TypeError, "max_seq_len must be an int, got bool"),
+    (20.0, TypeError, "max_seq_len must be an int, got float"),
+    (-20, ValueError, "max_seq_len must be at least 0, got -20"),
+    (np.int64(-20), ValueError, "max_seq_len must be at least 0, got -20"),
+]
+
+
+@pytest.mark.parametrize(("bound", "error", "message"), WRONG_BOUNDS, ids=str)
+def test_a_wrong_bound_between_good_ones(bound, error, message, validations):
+    decode(max_seq_len=20)
+    for _ in range(2):
+        with pytest.raises(error, match=f"^{message}$"):
+            decode(max_seq_len=bound)
+        decode(max_seq_len=20)
+    assert len(validations) == 3
+
+
+@pytest.mark.parametrize("kernel", ["v1", "v2", "split"])
+@pytest.mark.parametrize("number", [int, np.int64])
+def test_a_decode_loop_of_1000_steps_makes_few_plans(devices, validations, kernel, number):
+    layout = {"layout": "vllm"}
+    if kernel == "split":
+        layout = {"layout": "NHD"} | {name: np.zeros((N, P, HKV, D), np.float16) for name in ("k_cache", "v_cache")}
+    tables = np.zeros((B, 4096 // P), np.int32)
+    for length in range(100, 1100):
+        decode(**layout, kernel=kernel, block_tables=tables, max_seq_len=number(length))
+    assert [given["max_seq_len"] for given in validations] == [100, 257, 513, 1025]
+    per_call = 2 if kernel == "v2" else 1
+    grids = [grid[1] * grid[2] for _, grid, _, _ in launches(devices)[::per_call]]
+    tokens = 256 if kernel == "split" else 512
+    for length, grid in zip(range(100, 1100), grids, strict=True):
+        assert grid >= (1 if kernel == "v1" else -(-length // tokens))
 
 
 def test_addresses_in_the_middle_of_a_vector(kind):

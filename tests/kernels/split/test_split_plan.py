@@ -5,8 +5,11 @@ from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedkv.bench.launch import RecordingDevice
+from pagedkv.buckets import bucket
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import split
 from pagedkv.kernels.split.config import LONG, MOST_SPLITS, SHORTEST_SPLIT, SPLIT_UNIT, VECTOR_BYTES, SplitConfig
@@ -149,6 +152,33 @@ def test_the_grid_follows_from_capacity_and_window():
     for variant, num_tiles in ((MANY_HEADS, 1), (Variant("split", 72, 16, "float16", "fp8_e5m2", group_size=71), 2)):
         tiles = plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0]
         assert tiles.launches[0].grid == (6 * num_tiles, 1, 1)
+
+
+def test_a_bound_leaves_few_thread_blocks_without_work():
+    """128 sequences of 512 tokens in tables of 131,072, as a CUDA graph has them."""
+    problem = build(Variant("split", 128, 16, "float16", "float16", group_size=4).spec(seq_lens=(1,), num_kv_heads=8))
+    call = checked_call(problem, "split")
+    call = call._replace(
+        q=np.broadcast_to(call.q, (128, *call.q.shape[1:])),
+        block_tables=np.broadcast_to(call.block_tables[:, :1], (128, 131_072 // 16)),
+    )
+    config, grids = split.split_config(call, capability=(9, 0)), {}
+    for bound in (512, 131_072):
+        plan = split.plan(RecordingDevice(), call._replace(max_seq_len=bound), call.q)
+        (launch,) = plan.launches
+        num_columns, grids[bound], _ = launch.grid
+        assert num_columns == 128 * 8
+        assert dict(plan.workspaces)["split_sums"] == 128 * 32 * grids[bound] * 128 * 4
+    with_work = -(-512 // config.split_size(512))
+    assert grids[512] <= 2 * with_work
+    assert grids[131_072] > 8 * with_work
+
+
+@given(n=st.integers(1, 10**6))
+def test_a_bound_that_is_rounded_up_covers_every_length_up_to_it(n):
+    config = SplitConfig(128, 4, 16, "float16", "float16")
+    assert n <= bucket(n) <= max(2 * n, 256)
+    assert -(-n // config.split_size(n)) <= config.most_splits(bucket(n))
 
 
 @pytest.mark.parametrize(("head_dim", "kind", "vector"), [(64, "float16", 16), (8, "fp8_e4m3", 8)])

@@ -17,7 +17,7 @@ from ...layouts import VECTOR_BYTES
 from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, Device
 from . import split
-from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, Workspaces, run
+from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, Workspaces, max_seq_len_of, run
 
 LONGEST_V1 = 8192  # tokens, of vLLM's rule
 MANY_ROWS = 512  # query heads of the batch from which it finds enough work in v1
@@ -63,12 +63,12 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     if num_rows > LARGEST_GRID_X:
         raise ValueError(f"num_seqs * num_heads must be below 2**31 on a device, got {num_rows}")
     config = attention_config(call, capability=device.capability)
-    capacity = call.block_tables.shape[1] * call.spec.block_size
-    if choose(call.kernel, capacity, num_rows) == "v1":
-        launches: tuple[Launch, ...] = (_v1(device, call, out, config, capacity),)
+    max_seq_len = max_seq_len_of(call)
+    if choose(call.kernel, max_seq_len, num_rows) == "v1":
+        launches: tuple[Launch, ...] = (_v1(device, call, out, config, max_seq_len),)
         workspaces: Workspaces = ()
     else:
-        launches, workspaces = _v2(device, call, out, config, capacity)
+        launches, workspaces = _v2(device, call, out, config, max_seq_len)
     return Plan(launches, (*workspaces, *((("report", NUM_BYTES),) if call.checked else ())))
 
 
@@ -88,43 +88,44 @@ def attention_config(call: AttentionCall, *, capability: Capability) -> Attentio
     )
 
 
-def choose(kernel: str, capacity: int, num_rows: int) -> str:
-    """The kernel for num_rows = num_seqs * num_heads and tables of `capacity` tokens: vLLM's rule if "auto"."""
+def choose(kernel: str, max_seq_len: int, num_rows: int) -> str:
+    """The kernel for num_rows = num_seqs * num_heads and up to `max_seq_len` tokens: vLLM's rule if "auto"."""
     if kernel != "auto":
         return kernel
-    is_short = capacity <= LONGEST_V1
-    return "v1" if is_short and (capacity <= PARTITION_SIZE or num_rows > MANY_ROWS) else "v2"
+    is_short = max_seq_len <= LONGEST_V1
+    return "v1" if is_short and (max_seq_len <= PARTITION_SIZE or num_rows > MANY_ROWS) else "v2"
 
 
-def num_partitions(capacity: int, window: int) -> int:
+def num_partitions(max_seq_len: int, window: int) -> int:
     """Partitions that the visible tokens of one sequence can lie in, at least 1."""
-    return max(1, min(-(-capacity // PARTITION_SIZE), (window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1))
+    return max(1, min(-(-max_seq_len // PARTITION_SIZE), (window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1))
 
 
-def _v1(device: Device, call: AttentionCall, out: Array, config: AttentionConfig, capacity: int) -> Launch:
+def _v1(device: Device, call: AttentionCall, out: Array, config: AttentionConfig, max_seq_len: int) -> Launch:
     chunk, window, limit = config.chunk_size, _window(call), device.max_shared_bytes
-    num_tokens = min(capacity, ((window + chunk - 2) // chunk + 1) * chunk)
+    num_tokens = min(max_seq_len, ((window + chunk - 2) // chunk + 1) * chunk)
     dynamic = shared_bytes(config, num_tokens)
     if dynamic + static_shared_bytes(config) > limit:
         raise ValueError(
-            f'kernel "v1" keeps the logits of max_blocks * block_size = {capacity} tokens in shared memory, '
-            f'and {limit} bytes have no room for {dynamic}: use kernel "v2"'
+            f'kernel "v1" keeps the logits of {max_seq_len} tokens (max_blocks * block_size, or max_seq_len rounded up '
+            f"to a power of two) in shared memory, and {limit} bytes have no room for {dynamic}: "
+            'give a lower max_seq_len, or use kernel "v2"'
         )
     num_rows = call.q.shape[0] * call.q.shape[1]
     return Launch(
         compile_for(device, make_v1, config),
         (num_rows, 1, 1),
         ("out", "lse", "", "", *_INPUTS),
-        _scalars(call, out.strides[:2]),
+        _scalars(call, max_seq_len, out.strides[:2]),
         dynamic,
     )
 
 
 def _v2(
-    device: Device, call: AttentionCall, out: Array, config: AttentionConfig, capacity: int
+    device: Device, call: AttentionCall, out: Array, config: AttentionConfig, max_seq_len: int
 ) -> tuple[tuple[Launch, ...], Workspaces]:
     num_seqs, num_heads, head_dim = call.q.shape
-    num_rows, needed = num_seqs * num_heads, num_partitions(capacity, _window(call))
+    num_rows, needed = num_seqs * num_heads, num_partitions(max_seq_len, _window(call))
     grid = (num_rows, min(needed, LARGEST_GRID_Y), -(-needed // LARGEST_GRID_Y))
     most = grid[1] * grid[2]
     tmp_strides = (num_heads * most * head_dim * FLOAT_BYTES, most * head_dim * FLOAT_BYTES)
@@ -132,14 +133,14 @@ def _v2(
         compile_for(device, make_v2, config),
         grid,
         ("tmp_out", "", "exp_sums", "max_logits", *_INPUTS),
-        _scalars(call, tmp_strides),
+        _scalars(call, max_seq_len, tmp_strides),
         shared_bytes(config, PARTITION_SIZE),
     )
     reduction = Launch(
         compile_for(device, make_v2_reduce, ReductionConfig(head_dim, config.q_kind)),
         (num_rows, 1, 1),
         ("out", "lse", "tmp_out", "exp_sums", "max_logits", "seq_lens", "sinks"),
-        (num_heads, capacity, _window(call), most, *out.strides[:2]),
+        (num_heads, max_seq_len, _window(call), most, *out.strides[:2]),
     )
     sizes = (("tmp_out", head_dim), ("exp_sums", 1), ("max_logits", 1))
     workspaces = tuple((name, num_rows * most * per_row * FLOAT_BYTES) for name, per_row in sizes)
@@ -153,10 +154,10 @@ _INPUTS = (
 )
 
 
-def _scalars(call: AttentionCall, out_strides: tuple[int, ...]) -> tuple[int | float, ...]:
+def _scalars(call: AttentionCall, max_seq_len: int, out_strides: tuple[int, ...]) -> tuple[int | float, ...]:
     num_heads, spec, options = call.q.shape[1], call.spec, call.options
     return (
-        *(num_heads, num_heads // spec.num_kv_heads, spec.num_blocks, call.block_tables.shape[1], _window(call)),
+        *(num_heads, num_heads // spec.num_kv_heads, spec.num_blocks, max_seq_len, _window(call)),
         call.block_tables.strides[0] // call.block_tables.itemsize,
         *(*call.q.strides[:2], *out_strides),
         *(*call.k_cache.strides[:4], *call.v_cache.strides[:3]),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...buckets import bucket
+
 if TYPE_CHECKING:
     from ...arrays import Array
     from ...calls import AttentionCall
@@ -17,6 +19,14 @@ Workspaces = tuple[tuple[str, int], ...]
 
 NO_WINDOW = 2**31 - 1
 FLOAT_BYTES = 4
+
+
+def max_seq_len_of(call: AttentionCall) -> int:
+    """The longest sequence that a call is planned for: its bound, rounded up within the capacity of the tables.
+
+    Kernels compare lengths with it, so that calls with bounds of one bucket have one plan.
+    """
+    return min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Planning of kernel "split": decode attention for NHD and HND in one launch.
 
-The grid follows from the capacity of the block tables and the window, never from lengths: those of a device are not
-read on the host.
+The grid follows from the bound on lengths, which is the capacity of the block tables if nothing better is known, and
+the window, never from lengths: those of a device are not read on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...kernels.split.config import SplitConfig
 from ...kernels.split.kernel import dynamic_bytes, make_split
 from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
-from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan
+from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, max_seq_len_of
 
 _POINTERS = (
     *("out", "lse", "split_sums", "split_states", "split_counters"),
@@ -49,15 +49,14 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
             f"num_seqs * num_kv_heads, times the number of thread blocks that share a KV head, must be below 2**31 "
             f"on a device, got {num_columns}"
         )
-    window = options.window or NO_WINDOW
-    capacity = call.block_tables.shape[1] * spec.block_size
-    most_splits = config.most_splits(min(capacity, window))
+    window, max_seq_len = options.window or NO_WINDOW, max_seq_len_of(call)
+    most_splits = config.most_splits(min(max_seq_len, window))
     launch = Launch(
         compile_for(device, make_split, config),
         (num_columns, most_splits, 1),
         _POINTERS,
         (
-            *(spec.num_kv_heads, num_heads, spec.num_blocks, capacity, most_splits, window),
+            *(spec.num_kv_heads, num_heads, spec.num_blocks, max_seq_len, most_splits, window),
             *(call.block_tables.strides[0], *call.q.strides[:2], *out.strides[:2]),
             *(*_strides(call, call.k_cache), *_strides(call, call.v_cache)),
             *(_bits(options.scale), _bits(options.softcap or 0.0)),

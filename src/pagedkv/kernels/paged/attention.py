@@ -78,14 +78,18 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
     NUM_SUMS = 2 * NUM_WARPS
     KV_BYTES, PACKED = config.kv_bytes, config.packed
     stage_query, query_key, modify = make_stage_query(config), make_query_key(config), make_modify(config.score_mod)
-    length_of, block_of, tokens_of = make_length_of(config), make_block_of(config), make_tokens_of(PARTITION_SIZE)
+    length_of, block_of, tokens_of = (
+        make_length_of(config),
+        make_block_of(config),
+        make_tokens_of(PARTITION_SIZE),
+    )
     sum_of_group = make_sum_of_group(config)
     weigh_values, reduce_rows = make_weigh_values(config), make_reduce_rows(config)
     write_row = make_write_row(config, "float32" if PARTITION_SIZE else config.q_kind)
 
     def paged_attention(
         out, lse, exp_sums, max_logits, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, sinks, k_scale,
-        v_scale, report, num_heads, group_size, num_blocks, max_blocks, window, table_stride, q_seq_stride,
+        v_scale, report, num_heads, group_size, num_blocks, max_seq_len, window, table_stride, q_seq_stride,
         q_head_stride, out_seq_stride, out_head_stride, k_block_stride, k_head_stride, k_vec_stride, k_token_stride,
         v_block_stride, v_head_stride, v_row_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
@@ -102,7 +106,7 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
             k_vec_stride, k_token_stride, v_row_stride = BLOCK_SIZE * 16, 16, BLOCK_SIZE * KV_BYTES
 
         # The thread block's tokens are first_token to last_token - 1, in chunks.
-        seq_len = length_of(seq_lens, seq_idx, max_blocks, report)
+        seq_len = length_of(seq_lens, seq_idx, max_seq_len, report)
         first_token, last_token = tokens_of(seq_len, window, partition_idx)
         if PARTITION_SIZE and first_token >= last_token:
             return

@@ -49,7 +49,7 @@ def make_v2_reduce(config: ReductionConfig) -> KernelSource:
 
     def v2_reduce(
         out, lse, tmp_out, exp_sums, max_logits, seq_lens, sinks,
-        num_heads, capacity, window, max_num_partitions, out_seq_stride, out_head_stride,
+        num_heads, max_seq_len, window, max_num_partitions, out_seq_stride, out_head_stride,
     ):  # fmt: skip
         red_smem = cuda.shared.array(NUM_SUMS, float32)
         weights = cuda.shared.array(NUM_THREADS, float32)
@@ -60,7 +60,7 @@ def make_v2_reduce(config: ReductionConfig) -> KernelSource:
         first_partition = row * max_num_partitions
 
         seq_len = int64(seq_lens[seq_idx])
-        if seq_len < 0 or seq_len > capacity:
+        if seq_len < 0 or seq_len > max_seq_len:
             seq_len = int64(0)
         num_partitions = (seq_len + PARTITION_SIZE - 1) // PARTITION_SIZE - max(seq_len - window, 0) // PARTITION_SIZE
         sink = sinks[head_idx] if address(sinks) != 0 and seq_len > 0 else NONE

@@ -12,16 +12,16 @@ from .config import AttentionConfig
 
 
 def make_length_of(config: AttentionConfig) -> Any:
-    """The device function (seq_lens, seq_idx, max_blocks, report): a length; one out of range counts as 0.
+    """The device function (seq_lens, seq_idx, max_seq_len, report): a length; one out of range counts as 0.
 
-    Shared memory ends at the capacity of the tables, as they do themselves.
+    Shared memory and the grid end at max_seq_len, and the tables there or later.
     """
-    BLOCK_SIZE, CHECKED = config.block_size, config.checked
+    CHECKED = config.checked
 
     @device_function
-    def length_of(seq_lens, seq_idx, max_blocks, report):
+    def length_of(seq_lens, seq_idx, max_seq_len, report):
         seq_len = int64(seq_lens[seq_idx])
-        if seq_len < 0 or seq_len > max_blocks * BLOCK_SIZE:
+        if seq_len < 0 or seq_len > max_seq_len:
             if CHECKED:
                 record(report, SEQ_LEN, seq_idx, 0, seq_len)
             seq_len = int64(0)

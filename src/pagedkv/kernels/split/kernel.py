@@ -76,10 +76,10 @@ def make_split(config: SplitConfig) -> KernelSource:
         return uint32((uint32(uint32(num_tokens - 1) // uint32(count * SPLIT_UNIT)) + 1) * SPLIT_UNIT)
 
     @device_function
-    def length_of(seq_lens, table, report, seq, num_blocks, capacity):
-        """The length of a sequence; one out of range counts as 0: its table and the workspace end at the capacity."""
+    def length_of(seq_lens, table, report, seq, num_blocks, max_seq_len):
+        """The length of a sequence; one out of range counts as 0: the grid and the workspace end at max_seq_len."""
         seq_len = int64(int32(load_4(address(seq_lens) + int64(seq) * 4)))
-        if seq_len < 0 or seq_len > capacity:
+        if seq_len < 0 or seq_len > max_seq_len:
             if CHECKED:
                 record(report, SEQ_LEN, seq, 0, seq_len)
             seq_len = int64(0)
@@ -118,7 +118,7 @@ def make_split(config: SplitConfig) -> KernelSource:
 
     def split(
         out, lse, partial_sums, partial_states, counters, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes,
-        sinks, k_scale, v_scale, report, num_kv_heads, num_heads, num_blocks, capacity, most_splits, window,
+        sinks, k_scale, v_scale, report, num_kv_heads, num_heads, num_blocks, max_seq_len, most_splits, window,
         table_stride, q_seq_stride, q_head_stride, out_seq_stride, out_head_stride, k_block_stride, k_token_stride,
         k_head_stride, v_block_stride, v_token_stride, v_head_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
@@ -139,7 +139,7 @@ def make_split(config: SplitConfig) -> KernelSource:
         # One thread asks for the length: all must agree on it, even if it changes meanwhile.
         if thread == 0:
             kept[0], kept[1] = seq, head
-            kept[2] = length_of(seq_lens, table, report, seq, num_blocks, capacity)
+            kept[2] = length_of(seq_lens, table, report, seq, num_blocks, max_seq_len)
         cuda.syncthreads()
         length = kept[2]
         visible = min(length, uint32(window))
