@@ -92,8 +92,8 @@ MUTANTS = [
     Mutant(
         "split: no fence before a thread block counts",
         KERNEL,
-        "            fence()\n            count = count_up(",
-        "            count = count_up(",
+        "                if thread == 0:\n                    fence()\n",
+        "",
         COUNTERS,
         ci=True,
     ),
@@ -107,8 +107,8 @@ MUTANTS = [
     Mutant(
         "split: a thread block counts before its last stores",
         KERNEL,
-        "        cuda.syncthreads()\n        if thread == 0:\n            fence()\n",
-        "        if thread == 0:\n            fence()\n",
+        "                cuda.syncthreads()\n                if thread == 0:\n",
+        "                if thread == 0:\n",
         COUNTERS,
     ),
     Mutant(

@@ -174,6 +174,12 @@ def make_split(config: SplitConfig) -> KernelSource:
                 thread = thread_number()
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             leave(thread, output, partials, num_splits, uint32(cuda.blockIdx.y), shared)
+            if num_splits > 1:
+                # All of the block's stores are before the barrier, and those of other blocks before their fences: what
+                # thread 0 will see in the counter holds for the whole block after the next barrier.
+                cuda.syncthreads()
+                if thread == 0:
+                    fence()
 
         if most_splits == 1:
             return
@@ -182,11 +188,7 @@ def make_split(config: SplitConfig) -> KernelSource:
             if thread == 0:
                 count_up(counter, last)
             return
-        # All of the block's stores are before the barrier, and those of other blocks before their fences: what thread 0
-        # has seen in the counter holds for the whole block after the second barrier.
-        cuda.syncthreads()
         if thread == 0:
-            fence()
             count = count_up(counter, last)
             counted[0] = count
             if count == last:
