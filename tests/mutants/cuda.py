@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 PLANS = "tests/cuda/plans/test_cache.py::"
 ATTENTION = "tests/cuda/plans/test_attention.py::"
+READ = "tests/bench/gpu/test_read.py::test_every_byte_is_read_once_and_added_up"
 GRID = "tests/kernels/split/test_split_plan.py::test_a_bound_leaves_few_thread_blocks_without_work"
 COPIES = "tests/cuda/test_copies.py::"
 OVERRIDES = "tests/cuda/compiler/test_numba_overrides.py::"
@@ -72,6 +73,27 @@ MUTANTS = [
         "tables.update(block_tables, room)",
         "tables.update(block_tables)",
         ("tests/memory/test_mirror.py::test_tables_on_a_device_change_their_shape_once_for_each_doubling",),
+    ),
+    Mutant(
+        "the read leaves out a turn",
+        "kernels/read.py",
+        "for turn in range(TURNS):",
+        "for turn in range(TURNS - 1):",
+        (READ,),
+    ),
+    Mutant(
+        "warps of the read are one vector apart",
+        "kernels/read.py",
+        "ROW_BYTES = NUM_THREADS // WARP_SIZE, 4 * LOADS, NUM_THREADS * 16",
+        "ROW_BYTES = NUM_THREADS // WARP_SIZE, 4 * LOADS, NUM_THREADS * 16 - 16",
+        (READ,),
+    ),
+    Mutant(
+        "shares of decode are of the copy",
+        "bench/gpu/decode.py",
+        "result.columns(name, cell.num_bytes, READ)",
+        'result.columns(name, cell.num_bytes, "copy")',
+        ("tests/bench/gpu/test_decode.py::test_time_becomes_bandwidth_and_a_share_of_what_reading_has",),
     ),
     Mutant(
         "pinned memory is filled again while the GPU reads it",

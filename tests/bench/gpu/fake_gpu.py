@@ -5,7 +5,7 @@ import torch
 
 from ...problems import as_torch
 
-COLD_MS, COPY_MS = 100.0, 2.0
+COLD_MS, COPY_MS, READ_MS = 100.0, 2.0, 0.8
 
 
 class FakeGpu:
@@ -14,6 +14,7 @@ class FakeGpu:
     `trace` names what was asked for, in order; `host_is_slow` is whether events have passed when they are asked.
     """
 
+    capability = (9, 0)
     num_multiprocessors = 4
 
     def __init__(self, framework="numpy", copy_bytes=10**9, host_is_slow=False):
@@ -59,6 +60,10 @@ class FakeGpu:
     def copy(self):
         self.trace.append("copy")
         self.clock += COPY_MS
+
+    def read(self):
+        self.trace.append("read")
+        self.clock += READ_MS
 
     def capture(self, call, times):
         return lambda: [call() for _ in range(times)]

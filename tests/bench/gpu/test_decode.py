@@ -1,5 +1,6 @@
 """bench decode: subjects that are right, wrong, missing or broken; means, targets, launches, the command line."""
 
+import inspect
 import json
 import math
 import sys
@@ -11,14 +12,18 @@ import torch
 
 import pagedkv
 from pagedkv.__main__ import main
-from pagedkv.bench.gpu import decode, peers
+from pagedkv.bench.gpu import decode, peers, waves
 from pagedkv.bench.gpu.peers import FIRST, SUBJECTS, Problem
 from pagedkv.bench.gpu.timing import Refused, reason
 from pagedkv.bench.gpu.workloads import Cell, HostProblem
+from pagedkv.cuda.plans import split
+from pagedkv.kernels.split.config import SplitConfig
+from pagedkv.kernels.split.shape import TensorShape
+from pagedkv.validation.attention import attention_call
 
 from ...device_fakes import InterfaceArray, recording
 from ...strategies import long
-from .fake_gpu import COPY_MS, FakeGpu
+from .fake_gpu import COPY_MS, READ_MS, FakeGpu
 
 CELL = Cell("x", (40, 3, 32), 4, 2, 64, dtype="bfloat16")
 EQUAL = Cell("x", (40, 40), 4, 2, 64)
@@ -43,26 +48,55 @@ def taking(milliseconds, name="peer"):
     return lambda problem: problem.gpu.subject(name, milliseconds, expected_of(problem))
 
 
-def test_time_becomes_bandwidth_and_a_share_of_the_copy():
+def test_time_becomes_bandwidth_and_a_share_of_what_reading_has():
     gpu = FakeGpu()
     rows = measured(gpu, {FIRST: taking(0.25), "slower": taking(0.5)})
     for name, milliseconds in ((FIRST, 0.25), ("slower", 0.5)):
         row = rows[name]
         assert row["us"] == pytest.approx(milliseconds * 1e3)
         assert row["GB/s"] == pytest.approx(CELL.num_bytes / milliseconds / 1e6)
+        assert row["read GB/s"] == pytest.approx(gpu.copy_bytes / READ_MS / 1e6)
         assert row["copy GB/s"] == pytest.approx(2 * gpu.copy_bytes / COPY_MS / 1e6)
-        assert row["share"] == pytest.approx(row["GB/s"] / row["copy GB/s"])
+        assert row["share"] == pytest.approx(row["GB/s"] / row["read GB/s"])
         assert row[f"x {FIRST}"] == pytest.approx(milliseconds / 0.25)
         assert (row["note"], row["error"], row["spread"], row["late"]) == (None, 0, 0, 0)
     assert gpu.released == 1
 
 
-def test_everyone_and_the_copy_take_turns():
+def test_everyone_the_read_and_the_copy_take_turns():
     gpu = FakeGpu()
     measured(gpu, {"a": taking(2.0, "a"), "b": taking(2.0, "b")}, repeats=3)
-    turns = [name for name in gpu.trace if name in ("copy", "a", "b")]
-    assert turns[-11:-2] == ["copy", "a", "b"] * 3
+    turns = [name for name in gpu.trace if name in ("read", "copy", "a", "b")]
+    assert turns[-14:-2] == ["read", "copy", "a", "b"] * 3
     assert turns[-2:] == ["a", "b"]  # looked at once more
+
+
+def test_work_is_said_of_kernels_whose_splits_are_known():
+    cell = Cell("x", (300, 0, 2047), 16, 2, 128)  # 2, 0 and 8 splits
+    (row,) = measured(FakeGpu(), {FIRST: taking(1.0)}, cell).values()
+    config = SplitConfig(128, 8, 16, "float16", "float16")
+    blocks = 2 * sum(-(-n // config.split_size(n)) for n in cell.seq_lens)
+    assert row["blocks"] == blocks == 20
+    assert row["waves"] == blocks / (FakeGpu.num_multiprocessors * TensorShape(config).min_blocks)
+    (row,) = measured(FakeGpu(), {"peer": taking(1.0)}, cell).values()
+    assert (row["blocks"], row["waves"]) == (None, None)
+
+
+@pytest.mark.parametrize("name", peers.SPLIT)
+def test_the_kernel_whose_work_is_said_is_the_one_that_runs(name):
+    for cell in (CELL, FP8):
+        problem = build_call(cell, name)
+        assert waves.config_of(cell, (9, 0)) == split.split_config(problem, capability=(9, 0))
+
+
+def build_call(cell, name):
+    """The call of a cell, on the host."""
+    host = HostProblem(cell)
+    given = dict.fromkeys(inspect.signature(pagedkv.decode_attention).parameters)
+    given |= {"q": host.q, "block_tables": host.block_tables, "seq_lens": host.seq_lens, "return_lse": False}
+    k, v = host.kv if name == FIRST else host.kv.transpose(0, 1, 3, 2, 4).copy()
+    given |= {"k_cache": k, "v_cache": v, "layout": name.split()[1], "kv_dtype": cell.kv_dtype}
+    return attention_call(given | {"kernel": "split", "backend": "emulator"})
 
 
 def wrong(problem):
@@ -282,6 +316,7 @@ def test_a_quick_run_has_everything(fake_gpu):
     kinds = [next(iter(row)) for row in rows]
     assert kinds == ["device"] + ["decode"] * 4 * len(SUBJECTS) + ["launch"] * len(peers.OURS)
     assert list(rows[1])[-1] == "note"
+    assert rows[0]["read GB/s"] == pytest.approx(fake_gpu.copy_bytes / READ_MS / 1e6)
     assert rows[0]["copy GB/s"] == pytest.approx(2 * fake_gpu.copy_bytes / COPY_MS / 1e6)
     assert rows[0]["empty us"] == 0
     assert {row["note"] for row in rows if row.get("subject") in peers.OURS} == {None}
@@ -351,7 +386,7 @@ def test_command_line_refuses_unknown_names(wrong, capsys):
 def test_quick_on_a_gpu(capsys):
     assert main(["bench", "decode", "--quick", "--repeats", "2", "--json", "--subjects", *peers.OURS, "Triton"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert rows[0]["copy GB/s"] > 0
+    assert rows[0]["read GB/s"] > rows[0]["copy GB/s"] / 2 > 0
     ours = [row for row in rows if row.get("subject") in peers.OURS]
     assert [row["note"] for row in ours] == [None] * len(ours)
     assert all(row["us"] > 0 and row["share"] > 0 for row in ours)

@@ -12,8 +12,11 @@ from pagedkv.bench.gpu import frameworks
 from pagedkv.bench.gpu.frameworks import CupyGpu, TorchGpu, driver_version, open_gpu
 from pagedkv.cuda import driver
 from pagedkv.errors import BackendUnavailableError
+from pagedkv.kernels.read import BLOCK_BYTES
 
-L2_BYTES = 1000
+from ...device_fakes import recording
+
+L2_BYTES, NUM_BYTES = 1000, 2 * BLOCK_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -23,24 +26,24 @@ def small_flush(monkeypatch):
 
 @pytest.fixture
 def of_torch():
-    properties = SimpleNamespace(name="a GPU", L2_cache_size=L2_BYTES, multi_processor_count=132)
+    properties = SimpleNamespace(name="a GPU", L2_cache_size=L2_BYTES, multi_processor_count=132, major=9, minor=0)
     cuda = MagicMock()
     cuda.get_device_properties.return_value = properties
     zeros = MagicMock(side_effect=lambda n, dtype, device: torch.zeros(n, dtype=dtype))
     module = SimpleNamespace(
         cuda=cuda, zeros=zeros, int32=torch.int32, __version__="2.9", version=SimpleNamespace(cuda="13.0")
     )
-    return TorchGpu(module, 64), module
+    return TorchGpu(module, NUM_BYTES), module
 
 
 @pytest.fixture
 def of_cupy():
     module = MagicMock(__version__="14.2")
-    properties = {"name": b"a GPU", "l2CacheSize": L2_BYTES, "multiProcessorCount": 132}
+    properties = {"name": b"a GPU", "l2CacheSize": L2_BYTES, "multiProcessorCount": 132, "major": 9, "minor": 0}
     module.cuda.runtime.getDeviceProperties.return_value = properties
     module.cuda.runtime.runtimeGetVersion.return_value = 13010
     module.ascontiguousarray, module.asnumpy = np.ascontiguousarray, np.asarray
-    return CupyGpu(module, 64), module
+    return CupyGpu(module, NUM_BYTES), module
 
 
 def test_facts(of_torch, of_cupy):
@@ -50,9 +53,10 @@ def test_facts(of_torch, of_cupy):
     ):
         facts = {key: value for key, value in gpu.facts.items() if key != "driver"}
         assert facts == {"device": "a GPU", **versions, "L2 MiB": L2_BYTES / 2**20}
-        assert gpu.num_multiprocessors == 132
-        # Two buffers to copy between, and one of 8 times the cache to read.
-        assert [call.args[0] for call in module.zeros.call_args_list] == [16, 16, 8 * L2_BYTES // 4]
+        assert (gpu.num_multiprocessors, gpu.capability) == (132, (9, 0))
+        # Two buffers to copy between, sums of what is read, and one of 8 times the cache to flush it.
+        sizes = [NUM_BYTES // 4, NUM_BYTES // 4, 2, 8 * L2_BYTES // 4]
+        assert [call.args[0] for call in module.zeros.call_args_list] == sizes
 
 
 def test_arrays_of_torch(of_torch):
@@ -96,7 +100,7 @@ def test_torch_copies_and_captures(of_torch):
 def test_cupy_copies_and_captures(of_cupy):
     gpu, module = of_cupy
     gpu.copy()
-    gpu._target.data.copy_from_device_async.assert_called_once_with(gpu._source.data, 64)
+    gpu._target.data.copy_from_device_async.assert_called_once_with(gpu._source.data, NUM_BYTES)
     trace = []
     stream = module.cuda.Stream.return_value.__enter__.return_value
     stream.begin_capture.side_effect = lambda: trace.append("capture")
@@ -106,6 +110,20 @@ def test_cupy_copies_and_captures(of_cupy):
     module.cuda.Stream.assert_called_once_with(non_blocking=True)
     replay()
     stream.end_capture.return_value.launch.assert_called_once_with(module.cuda.get_current_stream.return_value)
+
+
+def test_both_read_on_the_current_stream(of_torch, of_cupy):
+    (gpu, module), sources = of_torch, []
+    module.cuda.current_stream.return_value.cuda_stream = 5
+    sources.append((gpu, 5, gpu._source.data_ptr(), gpu._sums.data_ptr()))
+    gpu, module = of_cupy
+    module.cuda.get_current_stream.return_value.ptr = 7
+    sources.append((gpu, 7, gpu._source.data.ptr, gpu._sums.data.ptr))
+    for gpu, stream, source, sums in sources:
+        with recording() as devices:
+            gpu.read()
+        ((kernel, grid, args, shared_bytes),) = devices[0, stream].launches
+        assert (kernel.entry, grid, args, shared_bytes) == ("pagedkv_read", (2, 1, 1), (source, sums), 0)
 
 
 def test_events(of_torch, of_cupy):

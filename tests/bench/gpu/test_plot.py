@@ -12,7 +12,7 @@ from pagedkv.errors import BackendUnavailableError
 
 def row(length, subject, bandwidth, copied=3000.0, group="lengths"):
     shape = {"decode": group, "B": 8, "Hq": 32, "Hkv": 8, "D": 128, "L": str(length), "P": 16, "kv": "float16"}
-    return shape | {"subject": subject, "GB/s": bandwidth, "copy GB/s": copied}
+    return shape | {"subject": subject, "GB/s": bandwidth, "read GB/s": copied}
 
 
 ROWS = [
@@ -60,7 +60,7 @@ def drawn(monkeypatch):
 def test_bandwidth_by_length_of_cells_that_differ_in_nothing_else():
     assert plot.series(ROWS) == {
         "split NHD": [(128, 500.0), (2048, 2000.0)],
-        "copy": [(128, 2900.0), (2048, 3000.0)],
+        "read": [(128, 2900.0), (2048, 3000.0)],
         "v1": [(128, 100.0)],
     }
 
@@ -70,7 +70,7 @@ def test_every_series_is_a_line(drawn):
     lines = {options["label"]: args for name, args, options in drawn if name == "plot"}
     assert lines == {
         "split NHD": ((128, 2048), (500.0, 2000.0)),
-        "copy": ((128, 2048), (2900.0, 3000.0)),
+        "read": ((128, 2048), (2900.0, 3000.0)),
         "v1": ((128,), (100.0,)),
     }
     (written,) = [(args, options["format"]) for name, args, options in drawn if name == "print_figure"]

@@ -44,6 +44,18 @@ def test_everyone_writes_the_same(framework, case):
         assert refused["note"] == ("no conversion to fp8" if case.kv_dtype else None)
 
 
+def test_a_share_is_that_of_a_copy_which_reads_and_writes_too(monkeypatch):
+    def write_kv(*args, **options):
+        original(*args, **options)
+        gpu.clock += 0.1
+
+    gpu, original = FakeGpu(), write.write_kv
+    monkeypatch.setattr(write, "write_kv", write_kv)
+    row = write.measure(gpu, QUICK_CASES[0], 1, quietly)[0]
+    assert row["GB/s"] == pytest.approx(QUICK_CASES[0].num_bytes / 0.1e6)
+    assert row["share"] == row["GB/s"] / row["copy GB/s"]
+
+
 def test_a_wrong_element_is_counted_and_nothing_is_timed(monkeypatch):
     def write_kv(k, v, k_cache, v_cache, slots, **options):
         original(k, v, k_cache, v_cache, slots, **options)

@@ -1,8 +1,9 @@
-"""decode_attention on a GPU: bandwidth of our kernels and of peers against that of a copy, and costs of a launch.
+"""decode_attention on a GPU: bandwidth of our kernels and of peers against that of reading, and costs of a launch.
 
 `samples.sample` documents what is timed, `workloads.Cell.num_bytes` what counts as traffic. Bandwidth is those bytes
-over the median time. A copy of 1 GiB within the device takes turns with the subjects of each cell. Its bandwidth counts
-reads and writes, and a subject's *share* is its own bandwidth over the copy's.
+over the median time. A kernel that only reads 1 GiB, and a copy of 1 GiB within the device, take turns with the
+subjects of each cell; the copy's bandwidth counts reads and writes. A subject's *share* is its own bandwidth over that
+of the read.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy.typing as npt
 
 from ..report import Interrupted, Row, median, spread
 from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
-from .peers import FIRST, OURS, PACKAGES, PEERS, SUBJECTS, Problem
-from .samples import interleaved, launches_for, sample
-from .timing import NOT_INSTALLED, contest, reason
+from .peers import FIRST, OURS, PACKAGES, PEERS, SPLIT, SUBJECTS, Problem
+from .samples import interleaved, sample
+from .timing import NOT_INSTALLED, READ, contest, reason
 from .workloads import GROUPS, Cell, HostProblem, cells, only, quick_cells
 
 # Largest error allowed, relative to the largest expected magnitude.
@@ -58,11 +59,16 @@ def measure(
         repeats,
         lambda name: progress(f"{where}: {name}"),
     )
+    from .waves import work_of  # where there is a GPU: see frameworks.py
+
     first, rows = result.seconds(FIRST), []
+    work = work_of(cell, gpu.capability, gpu.num_multiprocessors)
     for name in subjects:
         own = result.seconds(name)
         compared = {f"x {FIRST}": own / first if own and first else None}
-        rows.append(_shape(cell) | result.columns(name, cell.num_bytes) | compared | result.note(name))
+        launched = work if name in SPLIT else dict.fromkeys(work)
+        columns = result.columns(name, cell.num_bytes, READ)
+        rows.append(_shape(cell) | columns | compared | launched | result.note(name))
     del problem
     gpu.release()
     return rows
@@ -110,18 +116,19 @@ def launch_row(gpu: Gpu, name: str, problem: Problem, repeats: int) -> Row:
 
 
 def header(gpu: Gpu, repeats: int) -> Row:
-    """Device, driver and versions, bandwidth of a copy, and time between two events in a row."""
+    """Device, driver and versions, bandwidth of reading and of a copy, and time between two events in a row."""
     versions = {}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    launches = launches_for(gpu, gpu.copy)
-    copies = [sample(gpu, gpu.copy, launches).milliseconds for _ in range(repeats)]
+    samples = interleaved(gpu, {"read": gpu.read, "copy": gpu.copy}, repeats)
+    reads, copies = ([each.milliseconds for each in of] for of in samples.values())
     nothing = [sample(gpu, lambda: None, 1).milliseconds * 1e3 for _ in range(repeats)]
     measured = {
         "copy MiB": gpu.copy_bytes / 2**20,
+        "read GB/s": gpu.copy_bytes / median(reads) / 1e6,
         "copy GB/s": 2 * gpu.copy_bytes / median(copies) / 1e6,
         "spread": spread(copies),
         "empty us": median(nothing),
@@ -210,7 +217,7 @@ def run(
     """
     gpu = open_gpu(QUICK_COPY_BYTES if quick else COPY_BYTES)
     chosen = {name: SUBJECTS[name] for name in SUBJECTS if subjects is None or name in subjects}
-    progress("copy")
+    progress("read, copy")
     first = header(gpu, repeats)
     rows: list[Row] = []
     launches: list[Row] = []

@@ -33,13 +33,16 @@ class Gpu(Protocol):
         "torch" or "cupy".
     facts : dict
         Device, driver and versions.
+    capability : tuple of int
+        Compute capability.
     num_multiprocessors : int
     copy_bytes : int
-        Bytes of one `copy`.
+        Bytes of one `copy` and of one `read`.
     """
 
     framework: str
     facts: Row
+    capability: tuple[int, int]
     num_multiprocessors: int
     copy_bytes: int
 
@@ -71,6 +74,9 @@ class Gpu(Protocol):
     def copy(self) -> None:
         """Copy `copy_bytes` from one buffer to another with cudaMemcpyAsync."""
 
+    def read(self) -> None:
+        """Read `copy_bytes` with a kernel that does nothing else; see kernels/read.py."""
+
     def capture(self, call: Call, times: int) -> Call:
         """Capture a CUDA graph of that many calls, and return its replay; `call` must have run before."""
 
@@ -89,11 +95,13 @@ class TorchGpu:
     def __init__(self, torch: ModuleType, copy_bytes: int = COPY_BYTES) -> None:
         self._torch, self.copy_bytes = torch, copy_bytes
         properties = torch.cuda.get_device_properties(0)
+        self.capability = properties.major, properties.minor
         self.num_multiprocessors = properties.multi_processor_count
         self.facts = _facts(properties.name, properties.L2_cache_size, torch.__version__, str(torch.version.cuda))
         self._source, self._target = (torch.zeros(copy_bytes // 4, dtype=torch.int32, device="cuda") for _ in range(2))
+        self._sums = torch.zeros(_num_sums(copy_bytes), dtype=torch.int32, device="cuda")
         nbytes = max(FLUSH_BYTES, FLUSH_L2 * properties.L2_cache_size)
-        self._read = torch.zeros(nbytes // 4, dtype=torch.int32, device="cuda")
+        self._flushed = torch.zeros(nbytes // 4, dtype=torch.int32, device="cuda")
 
     def array(self, x: npt.NDArray[Any]) -> Any:
         return from_numpy(x).cuda()
@@ -117,10 +125,14 @@ class TorchGpu:
         return float(start.elapsed_time(stop))
 
     def flush(self) -> None:
-        self._read.sum()
+        self._flushed.sum()
 
     def copy(self) -> None:
         self._target.copy_(self._source)
+
+    def read(self) -> None:
+        stream = self._torch.cuda.current_stream().cuda_stream
+        _read(stream, self._source.data_ptr(), self._sums.data_ptr(), self.copy_bytes)
 
     def capture(self, call: Call, times: int) -> Call:
         cuda = self._torch.cuda
@@ -151,11 +163,13 @@ class CupyGpu:
         self._cupy, self.copy_bytes = cupy, copy_bytes
         runtime = cupy.cuda.runtime
         properties, cuda = runtime.getDeviceProperties(0), runtime.runtimeGetVersion()
+        self.capability = int(properties["major"]), int(properties["minor"])
         self.num_multiprocessors = int(properties["multiProcessorCount"])
         name, l2_bytes = properties["name"].decode(), int(properties["l2CacheSize"])
         self.facts = _facts(name, l2_bytes, cupy.__version__, f"{cuda // 1000}.{cuda % 1000 // 10}", "CuPy")
         self._source, self._target = (cupy.zeros(copy_bytes // 4, np.int32) for _ in range(2))
-        self._read = cupy.zeros(max(FLUSH_BYTES, FLUSH_L2 * l2_bytes) // 4, np.int32)
+        self._sums = cupy.zeros(_num_sums(copy_bytes), np.int32)
+        self._flushed = cupy.zeros(max(FLUSH_BYTES, FLUSH_L2 * l2_bytes) // 4, np.int32)
 
     def array(self, x: npt.NDArray[Any]) -> Any:
         return self._cupy.asarray(x)
@@ -179,10 +193,14 @@ class CupyGpu:
         return float(self._cupy.cuda.get_elapsed_time(start, stop))
 
     def flush(self) -> None:
-        self._read.sum()
+        self._flushed.sum()
 
     def copy(self) -> None:
         self._target.data.copy_from_device_async(self._source.data, self.copy_bytes)
+
+    def read(self) -> None:
+        stream = self._cupy.cuda.get_current_stream().ptr
+        _read(stream, self._source.data.ptr, self._sums.data.ptr, self.copy_bytes)
 
     def capture(self, call: Call, times: int) -> Call:
         self.synchronize()
@@ -200,6 +218,19 @@ class CupyGpu:
 
     def release(self) -> None:
         self._cupy.get_default_memory_pool().free_all_blocks()
+
+
+# Imported when there is a GPU: without numba-cuda a bench still says what it needs.
+def _num_sums(num_bytes: int) -> int:
+    from .read import num_sums
+
+    return num_sums(num_bytes)
+
+
+def _read(stream: int, source: int, sums: int, num_bytes: int) -> None:
+    from .read import read_on
+
+    read_on(stream, source, sums, num_bytes)
 
 
 def _facts(device: str, l2_bytes: int, version: str, cuda: str, framework: str = "torch") -> Row:

@@ -20,11 +20,11 @@ def require() -> None:
 
 
 def series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """(length, GB/s) of each subject and of the copy, over the cells that differ in length alone."""
+    """(length, GB/s) of each subject and of the read, over the cells that differ in length alone."""
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         if row.get("decode") == GROUP:
-            for name, value in ((row["subject"], row["GB/s"]), ("copy", row["copy GB/s"])):
+            for name, value in ((row["subject"], row["GB/s"]), ("read", row["read GB/s"])):
                 if value is not None:
                     points.setdefault(name, {})[int(row["L"])] = value
     return {name: sorted(values.items()) for name, values in points.items()}
@@ -54,7 +54,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for name, points in lines.items():
-        style = {"color": "black", "linestyle": "--"} if name == "copy" else {"marker": "o"}
+        style = {"color": "black", "linestyle": "--"} if name == "read" else {"marker": "o"}
         axes.plot(*zip(*points, strict=True), label=name, **style)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)

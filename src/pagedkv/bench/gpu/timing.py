@@ -11,7 +11,7 @@ from .frameworks import Call, Gpu
 from .samples import Sample, interleaved
 
 REASON_LENGTH = 160
-COPY = "copy"
+READ, COPY = "read", "copy"
 NOT_INSTALLED = " is not installed"
 
 
@@ -37,9 +37,9 @@ class Contest:
     Attributes
     ----------
     copy_bytes : int
-        Bytes of one copy.
+        Bytes of one copy, and of one read.
     samples : dict
-        For the copy, and for every subject that was right both times.
+        For the read, for the copy, and for every subject that was right both times.
     errors : dict
         The largest error of every subject that returned a result.
     notes : dict
@@ -57,19 +57,20 @@ class Contest:
             return None
         return median([each.milliseconds for each in self.samples[name]]) / 1e3
 
-    def columns(self, name: str, num_bytes: int) -> Row:
-        """Time, error, and bandwidth of a subject that has to move `num_bytes`."""
-        seconds, copied = self.seconds(name), self.seconds(COPY)
-        samples = self.samples.get(name)
+    def columns(self, name: str, num_bytes: int, limit: str) -> Row:
+        """Time, error, bandwidth of a subject that has to move `num_bytes`, and its share of that of READ or COPY."""
+        seconds, samples = self.seconds(name), self.samples.get(name)
         bandwidth = num_bytes / seconds / 1e9 if seconds else None
-        copy_bandwidth = 2 * self.copy_bytes / copied / 1e9 if copied else None
+        moved = {READ: self.copy_bytes, COPY: 2 * self.copy_bytes}
+        limits = {of: nbytes / taken / 1e9 for of, nbytes in moved.items() if (taken := self.seconds(of))}
         return {
             "subject": name,
             "us": seconds and seconds * 1e6,
             "spread": spread([each.milliseconds for each in samples]) if samples else None,
             "GB/s": bandwidth,
-            "copy GB/s": copy_bandwidth,
-            "share": bandwidth / copy_bandwidth if bandwidth and copy_bandwidth else None,
+            "read GB/s": limits.get(READ),
+            "copy GB/s": limits.get(COPY),
+            "share": bandwidth / limits[limit] if bandwidth and limit in limits else None,
             "late": sum(each.late for each in samples) / len(samples) if samples else None,
             "error": self.errors.get(name),
         }
@@ -87,7 +88,7 @@ def contest(
     repeats: int,
     progress: Callable[[str], Any],
 ) -> Contest:
-    """Make all subjects, and time those that are right, in turns with a copy on the device.
+    """Make all subjects, and time those that are right, in turns with a read and a copy on the device.
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ def contest(
             result.notes[name] = reason(error)
     progress("timing")
     try:
-        samples = interleaved(gpu, {COPY: gpu.copy, **calls}, repeats)
+        samples = interleaved(gpu, {READ: gpu.read, COPY: gpu.copy, **calls}, repeats)
         wrong = [name for name, call in calls.items() if not is_right(name, call)]
         result.samples = {name: values for name, values in samples.items() if name not in wrong}
     except Exception as error:  # a failed device stays failed: keep what was measured

@@ -18,7 +18,7 @@ from ...layouts import LAYOUTS, cache_shapes, storage_dtype
 from ...operations.caches import write_kv
 from ..report import Row
 from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
-from .timing import Refused, contest
+from .timing import COPY, Refused, contest
 
 NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE = 8, 128, 16, np.dtype(np.float16)
 
@@ -116,7 +116,9 @@ def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) 
     )
     shape = {"write": case.name, "T": case.num_tokens, "Hkv": NUM_KV_HEADS, "D": HEAD_DIM, "P": BLOCK_SIZE}
     shape |= {"of": DTYPE.name, "kv": case.kv_dtype or DTYPE.name}
-    return [shape | result.columns(name, case.num_bytes) | result.note(name) for name in (*subjects, "torch index")]
+    return [
+        shape | result.columns(name, case.num_bytes, COPY) | result.note(name) for name in (*subjects, "torch index")
+    ]
 
 
 def add_options(parser: ArgumentParser) -> None:

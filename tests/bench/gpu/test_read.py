@@ -1,0 +1,41 @@
+"""The kernel that only reads: every byte once, and nothing that a kernel of attention could not do."""
+
+import numpy as np
+import pytest
+
+from pagedkv.bench.gpu.read import num_sums, read
+from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.cuda.compiler.occupancy import occupancy
+from pagedkv.emulator import EmulatorDevice
+from pagedkv.kernels.read import BLOCK_BYTES, BLOCKS, NUM_THREADS, ReadConfig, make_read
+
+SECTOR_BYTES = 32
+
+
+def test_every_byte_is_read_once_and_added_up():
+    num_bytes = 3 * BLOCK_BYTES
+    memory = np.random.default_rng(0).integers(0, 2**32, num_bytes // 4 + 64, np.uint32)
+    source = memory[-memory.ctypes.data % 256 // 4 :][: num_bytes // 4]
+    sums = np.zeros(3, np.uint32)
+    with EmulatorDevice(stats=True, global_race=True) as device:
+        device.lineinfo = False  # as for a GPU
+        read(device, device.address("source", source), device.address("sums", sums), num_bytes)
+        (launch,) = device.launches
+    np.testing.assert_array_equal(sums, source.reshape(3, -1).sum(axis=1, dtype=np.uint32))
+    traffic = launch.buffers["source"]
+    assert traffic.bytes_read == num_bytes
+    assert traffic.sectors_read == traffic.distinct_sectors_read == num_bytes // SECTOR_BYTES
+    assert launch.buffers["sums"].bytes_written == sums.nbytes
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_nothing_is_spilled_and_128_kib_are_in_flight(capability):
+    resources = compile_kernel(make_read, ReadConfig(), capability).linked.resources()
+    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
+    assert occupancy(capability, resources.registers, NUM_THREADS, resources.shared_bytes) >= BLOCKS
+
+
+def test_only_whole_chunks_are_read():
+    assert num_sums(5 * BLOCK_BYTES) == 5
+    with pytest.raises(ValueError, match=rf"^num_bytes must be a multiple of {BLOCK_BYTES}, got 100$"):
+        num_sums(100)
