@@ -1,8 +1,9 @@
 """Plans of calls that were valid, so that the next call like one of them costs little on the host.
 
 Of arrays on a device nothing but metadata is looked at. So the plan of a valid call is kept under a key of all
-that was looked at: shapes, strides, dtypes, devices, read-only flags, the low bits of addresses, and the options by
-value and type. A call with a known key needs its addresses read, and `out` compared with the inputs.
+that was looked at: shapes, strides, dtypes, devices, read-only flags, the low bits of addresses, the bucket of
+max_seq_len, and the options by value and type. A call with a known key needs its addresses read, and `out` compared
+with the inputs.
 """
 
 from __future__ import annotations
