@@ -179,6 +179,8 @@ def test_the_text_is_that_of_c(parts, data):
         ("%a %A", [1.5, 0.0], "0x1.8p+0 0X0P+0"),
         ("%.*d", [-1, 5], "5"),
         ("100%% %q %", [], "100% %q %"),
+        ("%c%c%3c|", [-191, 321, -191 - 256], "AA  A|"),
+        ("%c%c", [-1, 200], "\ufffd\ufffd"),
     ],
 )
 def test_rarer_conversions(form, values, wanted):

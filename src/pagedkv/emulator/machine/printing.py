@@ -50,6 +50,8 @@ def formatted(form: str, values: Iterator[Any]) -> str:
             precision = ""
         if width.startswith("-"):
             flags, width = flags + "-", width[1:]
+        if kind == "c":  # C makes it an unsigned char
+            value = bytes([value & 0xFF]).decode(errors="replace")
         if kind in "diouxXp":
             return _integer(flags, int(width or 0), precision, kind, _narrow(value, length, kind))
         if kind in "eEfFgG" and not np.isfinite(value):
