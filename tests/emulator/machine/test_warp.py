@@ -186,6 +186,22 @@ def test_barrier_counts():
         one("bar.sync 1, 32; mov.u32 %o0, 0;", [U])
 
 
+@pytest.mark.parametrize("arrive", [False, True])
+def test_a_named_barrier_of_half_warps(arrive):
+    """Halves of two warps make 32 threads, which must not pass for both warps; halves of one may arrive apart."""
+    halves = "and.b32 %r1, %lid, 31; setp.lt.u32 %p1, %r1, 16; setp.ge.u32 %p2, %lid, 64; mov.u32 %o0, 0;"
+    first = "bar.arrive 1, 64;" if arrive else "bar.sync 1, 64;"
+    body = f"{halves} @%p2 bra $last; @%p1 {first} bra $end;\n$last: bar.sync 1, 64;\n$end:"
+    inputs = [np.zeros(96, "u4")]
+    with pytest.raises(SyncFault, match="barrier completed by part of a warp"):
+        one(body, inputs)
+    if arrive:
+        body = (
+            f"{halves} @%p2 bra $last; setp.ge.u32 %p3, %lid, 32; @%p3 bra $end; @%p1 {first} @!%p1 {first} bra $end;"
+        )
+        assert (one(body + "\n$last: bar.sync 1, 64;\n$end:", inputs) == 0).all()
+
+
 def test_partial_last_warp():
     u = U[:48]
     got = one("shfl.sync.bfly.b32 %o0, %i0, 1, 31, -1;", [u], block=48)

@@ -48,6 +48,7 @@ class _Arrivals:
 
     threads: int = 0
     count: int = 0
+    lanes: list[np.ndarray] = field(default_factory=list)
     knew: list[Arrival] = field(default_factory=list)
 
 
@@ -111,6 +112,7 @@ class Barriers:
                 chosen = lanes[self._number[lanes] == b]
                 state = self._arrivals.setdefault((cta, b), _Arrivals())
                 state.threads += len(chosen)
+                state.lanes.append(chosen)
                 state.count = max(state.count, int(self._count[chosen].max()))
                 if self.order is not None:
                     state.knew.append(self.order.arrive(cta, np.unique(f.warp_in_cta[chosen])))
@@ -163,6 +165,12 @@ class Barriers:
         if (gone & (f.cta_slot == cta) & np.isin(f.warp_in_cta, warps)).any():
             lane = int(lanes[0])
             what = "barrier reached by part of a warp whose other threads have exited"
+            f.fail(SyncFault, what, self._instruction(lane), lane)
+        met = np.unique(np.concatenate([lanes, *state.lanes]))
+        each, counts = np.unique(f.warp_in_cta[met], return_counts=True)
+        if (counts < np.minimum(32, f.num_threads - 32 * each)).any():  # the order of accesses is kept by warp
+            lane = int(lanes[0])
+            what = "barrier completed by part of a warp: all of its threads have to reach it"
             f.fail(SyncFault, what, self._instruction(lane), lane)
         if red := self._reduction.get(int(pcs[0]) - 1):
             red.apply(s, self._vote[s][None], part[s][None])
