@@ -5,6 +5,7 @@ from .mutant import Mutant
 RACES = "tests/emulator/state/test_races.py::"
 ORDERING = "tests/emulator/state/test_order.py::"
 WARP = "tests/emulator/machine/test_warp.py::"
+COPIES = "tests/emulator/machine/test_async_copy.py::"
 MERGE = (ORDERING + "test_a_release_or_acquire_with_something_missing",)
 MERGED = (ORDERING + "test_barrier_fence_atomic_fence_barrier",)
 BETWEEN = (ORDERING + "test_flags_between_thread_blocks",)
@@ -40,30 +41,30 @@ MUTANTS = [
     Mutant(
         "emulator: a fence acquires nothing",
         ORDER,
-        "            self._acquire(lanes, clocks.pending[scope])\n        for slot",
-        "            pass\n        for slot",
-        BETWEEN,
+        "            if what.acquire:\n",
+        "            if what.acquire and not what.release:\n",
+        MERGED,
     ),
     Mutant(
         "emulator: a strong load acquires without a fence",
         ORDER,
-        "            if op.acquire:\n",
-        "            if op.grid:\n",
+        "                        clocks.find(lane, scope, flag)\n",
+        "                        clocks.known[lane], clocks.learned = joined(clocks.known[lane], flag[0]), True\n",
         BETWEEN,
         ci=True,
     ),
     Mutant(
         "emulator: a strong store releases without a fence",
         ORDER,
-        "mine = now[slots[i]].clock(f.thread[[lane]]) if op.release else None",
-        "mine = self._snapshot(slots[i]).clock(f.thread[[lane]])",
+        "mine = now[slot].clock_of(lane % f.num_threads) if op.release else None",
+        "mine = self._snapshot(slot).clock_of(lane % f.num_threads)",
         GRID,
     ),
     Mutant(
         "emulator: a fence of a thread block counts for the grid",
         ORDER,
-        "        for scope in (0, 1) if grid else (0,):\n            self._acquire",
-        "        grid = True\n        for scope in (0, 1) if grid else (0,):\n            self._acquire",
+        "(0, 1) if what.grid else (0,)",
+        "(0, 1)",
         MERGE,
     ),
     Mutant(
@@ -83,15 +84,15 @@ MUTANTS = [
     Mutant(
         "emulator: a compare-and-swap that fails releases",
         ORDER,
-        "                if wrote is not None and not wrote[i]:\n",
-        "                if wrote is None and not wrote:\n",
+        " and (wrote is None or bool(wrote[i]))\n",
+        "\n",
         (ORDERING + "test_a_compare_and_swap_that_fails_stores_nothing",),
     ),
     Mutant(
         "emulator: an atomic begins a new chain",
         ORDER,
-        '            chain = op.kind == "atomic"\n',
-        "            chain = False\n",
+        '                        if op.kind == "store":  # begins',
+        '                        if op.kind != "load":  # begins',
         MERGED,
     ),
     Mutant(
@@ -104,15 +105,15 @@ MUTANTS = [
     Mutant(
         "emulator: an atomic races with no read of another thread block",
         DETECTORS,
-        '                self._check(op, off, lanes, block, self.reads[g], "read")\n',
-        '                op.strong or self._check(op, off, lanes, block, self.reads[g], "read")\n',
+        '            self._check(op, off, lanes, block, self.reads[g], likeness, "read")\n',
+        '            likeness or self._check(op, off, lanes, block, self.reads[g], likeness, "read")\n',
         READ_FIRST,
     ),
     Mutant(
         "emulator: an atomic races with no read in its thread block",
         DETECTORS,
-        "                self._check_readers(op, g, off, thread, floor, what)\n",
-        "                op.strong or self._check_readers(op, g, off, thread, floor, what)\n",
+        "            self._check_readers(op, g, off, thread, floor, what)\n",
+        "            likeness or self._check_readers(op, g, off, thread, floor, what)\n",
         READ_FIRST,
     ),
     Mutant(
@@ -121,6 +122,98 @@ MUTANTS = [
         "            self.others[g[c]] = old[c]\n",
         "            pass\n",
         (ORDERING + "test_a_store_is_ordered_after_the_reads_of_two_thread_blocks",),
+    ),
+    Mutant(
+        "emulator: a fence.acq_rel counts on the other side of a barrier",
+        CLOCKS,
+        "(self.known, *self.sc_released, *self.sc_pending)",
+        "(self.known, *self.released, *self.pending, *self.sc_released, *self.sc_pending)",
+        (ORDERING + "test_fences_that_do_not",),
+        ci=True,
+    ),
+    Mutant(
+        "emulator: a fence.sc does not",
+        CLOCKS,
+        "(self.known, *self.sc_released, *self.sc_pending)",
+        "(self.known,)",
+        (ORDERING + "test_fences_that_order_what_a_thread_block_wrote",),
+    ),
+    Mutant(
+        "emulator: an acquire is one of all that was found before",
+        ORDER,
+        "        for pending in found:\n",
+        "        for pending in (*found, *clocks.pending) if op.acquire else ():\n",
+        (ORDERING + "test_an_acquire_is_of_its_own_location",),
+    ),
+    Mutant(
+        "emulator: a reduction and a fence acquire",
+        "emulator/translation/memory.py",
+        ' and p[0] != "red"',
+        "",
+        (ORDERING + "test_a_reduction_acquires_nothing",),
+    ),
+    Mutant(
+        "emulator: a fence of a proxy is one of memory",
+        "emulator/translation/memory.py",
+        "    if rest not in _FENCE_SCOPES:",
+        "    if not rest:",
+        (ORDERING + "test_fences_that_the_emulator_does_not_model",),
+    ),
+    Mutant(
+        "emulator: the scope of a thread block is the grid's",
+        DETECTORS,
+        "        likeness = op.likeness if op.grid else 0\n",
+        "        likeness = op.likeness\n",
+        (RACES + "test_atomics_of_the_scope_of_a_thread_block",),
+    ),
+    Mutant(
+        "emulator: strong accesses of different sizes do not race",
+        "emulator/translation/mem_op.py",
+        "self.likeness = 1 + self.shift if",
+        "self.likeness = 1 if",
+        (RACES + "test_strong_accesses_of_different_sizes",),
+    ),
+    Mutant(
+        "emulator: a strong store replaces any other",
+        DETECTORS,
+        "            unordered[c] = ((last[c] & _SEVERAL) != 0) | others(lanes[c], last[c])\n",
+        "            unordered[c] = False\n",
+        (RACES + "test_strong_stores_of_two_thread_blocks",),
+    ),
+    Mutant(
+        "emulator: an atomic races with what it has replaced",
+        DETECTORS,
+        '            if likeness and op.kind == "store":\n',
+        "            if likeness:\n",
+        (RACES + "test_the_last_thread_block_resets_the_counter",),
+    ),
+    Mutant(
+        "emulator: atomics of one instruction run in another order than they are seen in",
+        "emulator/machine/access.py",
+        "            for j in range(len(element)):\n",
+        "            for j in reversed(range(len(element))):\n",
+        (RACES + "test_the_last_thread_block_resets_the_counter",),
+    ),
+    Mutant(
+        "emulator: a cp.async reads when it is issued",
+        "emulator/machine/access.py",
+        "            for copies in self.copies:\n",
+        "            for copies in ():\n",
+        (COPIES + "test_a_store_to_the_source_of_a_copy_in_flight",),
+    ),
+    Mutant(
+        "emulator: other thread blocks may store to the source of a cp.async in flight",
+        "emulator/machine/async_copy.py",
+        "                    self._read_again(ready, acc.global_races)\n",
+        "                    pass\n",
+        (COPIES + "test_another_thread_block_stores_to_the_source",),
+    ),
+    Mutant(
+        "emulator: half a warp passes a barrier for all of it",
+        "emulator/machine/barriers.py",
+        "        if (counts < np.minimum(32, f.num_threads - 32 * each)).any():",
+        "        if not len(counts):",
+        (WARP + "test_a_named_barrier_of_half_warps",),
     ),
     Mutant(
         "emulator: a lane that has met runs on into the next barrier",

@@ -7,7 +7,7 @@ from numba import cuda, types
 from pagedkv.emulator import Device, MemoryFault, RaceFault
 
 from .. import ptx_intrinsics as X
-from ..ptx_harness import build
+from ..ptx_harness import SHARED, build, run_ptx
 
 u8p, f32p = types.CPointer(types.uint8), types.CPointer(types.float32)
 SRC = np.arange(512, dtype="f4")
@@ -136,3 +136,48 @@ def test_copies_to_one_place():
 
     with pytest.raises(RaceFault, match=r"two threads copy to one shared location.*thread \(1, 0, 0\)"):
         run_async(kernel, race=False)
+
+
+# Thread 0 starts a copy of 16 bytes; then somebody stores to the array.
+IN_FLIGHT = """ld.param.u64 %rd1, [p0]; setp.eq.u32 %p1, %lid, 0; setp.eq.u32 %p2, %lid, 40; mov.u32 %o0, 0;
+mov.u32 %r5, 0; @%p1 cp.async.ca.shared.global [buf], [%rd1+64], 16, AMOUNT; cp.async.commit_group; FIRST
+cp.async.wait_group 0; SECOND bar.sync 0; ld.shared.u32 %o0, [buf];"""
+
+
+def in_flight(first="", second="", amount="16", **options):
+    text = IN_FLIGHT.replace("FIRST", first).replace("SECOND", second).replace("AMOUNT", amount)
+    return run_ptx(text, [np.arange(1024, dtype="u4")], ["u4"], n=64, **SHARED, **options)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"race": False}, {"seed": 1}], ids=str)
+def test_a_store_to_the_source_of_a_copy_in_flight(options):
+    for store in ("st.global.u32 [%rd1+64], %r5", "st.global.u8 [%rd1+79], 19", "red.global.add.u32 [%rd1+72], 1"):
+        with pytest.raises(
+            RaceFault, match=r"to the source of a cp\.async still in flight \(PTX line \d+: @%p1 cp\.async"
+        ):
+            in_flight(f"bar.sync 0; @%p2 {store};", **options)
+        assert (in_flight("", f"bar.sync 0; @%p2 {store};", **options) == 16).all()
+    for store in ("st.global.u32 [%rd1+60], 1", "st.global.u8 [%rd1+80], 1"):
+        assert (in_flight(f"@%p1 {store};", **options) == 16).all()
+    in_flight("@%p1 st.global.u8 [%rd1+70], 1;", amount="6", **options)
+    in_flight("@%p1 st.global.u8 [%rd1+64], 1;", amount="0", **options)
+    with pytest.raises(RaceFault, match=r"to the source of a cp\.async still in flight"):
+        in_flight("@%p1 st.global.u8 [%rd1+69], 1;", amount="6", **options)
+
+
+# Thread block 0 copies a word and says so; 1 hears it and stores to the word.
+HEARD = """ld.param.u64 %rd1, [p0]; setp.eq.u32 %p1, %ct, 1; mov.u32 %o0, 0; setp.ne.u32 %p5, %lid, 0; @%p5 bra $end;
+@%p1 bra $other; cp.async.ca.shared.global [buf], [%rd1+64], AMOUNT; FIRST SECOND bra $end;
+$other: atom.global.or.b32 %r1, [%rd1+512], 0; membar.gl; st.global.u32 [%rd1+64], 1;
+$end:"""
+
+
+@pytest.mark.parametrize("amount", ["4", "8, 5"])
+def test_another_thread_block_stores_to_the_source(amount):
+    """It must be told after the wait."""
+    wait, tell = "cp.async.wait_all;", "membar.gl; red.global.add.u32 [%rd1+512], 1;"
+    options = {"n": 64, "grid": 2, "global_race": True, "batch_threads": 32, **SHARED}
+    text = HEARD.replace("AMOUNT", amount)
+    run_ptx(text.replace("FIRST", wait).replace("SECOND", tell), [np.zeros(1024, "u4")], ["u4"], **options)
+    with pytest.raises(RaceFault, match="store of a location read by thread block"):
+        run_ptx(text.replace("FIRST", tell).replace("SECOND", wait), [np.zeros(1024, "u4")], ["u4"], **options)

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from pagedkv.emulator import RaceFault
+from pagedkv.emulator import RaceFault, UnsupportedInstructionError
 
 from ..ptx_harness import SHARED, run_ptx
 
 T = np.arange(64)
 MY_WORD = "mov.u32 %r20, buf; shl.b32 %r21, %lid, 2; add.u32 %r22, %r20, %r21;"
+BETWEEN_BLOCKS = r"(load|store) of a location (written|read) by thread block"
 HALF = "setp.lt.u32 %p1, %r30, 16; selp.u32 %r31, 0x0000ffff, 0xffff0000, %p1;"
 
 
@@ -108,6 +109,76 @@ def test_a_release_or_acquire_with_something_missing(broken, options):
         merge(**broken, **options)
 
 
+ALL_FENCED = MERGE.replace("BARRIER", "FENCED bar.sync 0;", 1).replace("BARRIER", "bar.sync 0; THEN", 1)
+ACQ_REL, SC = "fence.acq_rel.gpu;", "fence.sc.gpu;"
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@pytest.mark.parametrize(
+    ("before", "release", "acquire", "after"),
+    [
+        ("", ACQ_REL, ACQ_REL, ""),
+        ("", "fence.release.gpu;", "fence.acquire.gpu;", ""),
+        (SC, "", SC, ""),
+        (SC, "", "", SC),
+        ("", SC, "", SC),
+        ("membar.gl;", "", "", "fence.sc.sys;"),
+    ],
+)
+def test_fences_that_order_what_a_thread_block_wrote(before, release, acquire, after, options):
+    got = fenced(before, release, acquire, after, **options).reshape(4, 32)
+    last = int(got.any(1).argmax())
+    np.testing.assert_array_equal(got[last], (np.arange(32) + 32 * (last + 1)) % 128)
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@pytest.mark.parametrize(
+    ("before", "release", "acquire", "after"),
+    [
+        (ACQ_REL, "", ACQ_REL, ""),
+        (ACQ_REL, "", SC, ""),
+        (SC, "", ACQ_REL, ""),
+        ("", ACQ_REL, "", ACQ_REL),
+        ("", ACQ_REL, "", SC),
+        ("", SC, "", ACQ_REL),
+        ("fence.release.gpu;", "", ACQ_REL, ""),
+        ("fence.sc.cta;", "", SC, ""),
+        (SC, "", "", "fence.sc.cta;"),
+        ("", "fence.acquire.gpu;", ACQ_REL, ""),
+        ("", ACQ_REL, "fence.release.gpu;", ""),
+    ],
+)
+def test_fences_that_do_not(before, release, acquire, after, options):
+    """Patterns are of one thread; only fence.sc on both sides orders what is behind the barriers."""
+    with pytest.raises(RaceFault, match="load of a location written by thread block"):
+        fenced(before, release, acquire, after, **options)
+
+
+def fenced(before, release, acquire, after, **options):
+    """All threads pass the fences `before` the first barrier and `after` the second, one those at the atomic."""
+    text = ALL_FENCED.replace("FENCED", before).replace("THEN", after)
+    text = text.replace("@%p1 RELEASE", release and f"@%p1 {release}")
+    text = text.replace("@%p1 ACQUIRE", acquire and f"@%p1 {acquire}")
+    zeros = [np.zeros(1024, "u4")]
+    return run_ptx(text, zeros, ["u4"], n=128, grid=4, block=32, global_race=True, **SHARED, **options)[0]
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+def test_an_atomic_learns_only_from_those_before_it(options):
+    """The first thread block to count, not the last, loads what the next block wrote."""
+    text = MERGE.replace("BARRIER", "bar.sync 0;").replace("RELEASE", ACQ_REL).replace("ACQUIRE", ACQ_REL)
+    text = text.replace("setp.ne.u32 %p2, %r2, 3;", "setp.ne.u32 %p2, %r2, 0;")
+    options = {"n": 128, "grid": 4, "block": 32, "global_race": True, **SHARED, **options}
+    with pytest.raises(RaceFault, match=BETWEEN_BLOCKS):
+        run_ptx(text, [np.zeros(1024, "u4")], ["u4"], **options)
+
+
+@pytest.mark.parametrize("fence", ["fence.proxy.alias;", "membar.proxy.alias;", "fence.mbarrier_init.release.cluster;"])
+def test_fences_that_the_emulator_does_not_model(fence):
+    with pytest.raises(UnsupportedInstructionError, match=rf"does not model.*{fence}"):
+        merge(release=fence)
+
+
 FLAG = """ld.param.u64 %rd1, [p0]; setp.eq.u32 %p1, %ct, 0; mov.u32 %o0, 0; setp.ne.u32 %p5, %lid, 0; @%p5 bra $end;
 @%p1 bra $writer;
 $spin: READ; setp.eq.u32 %p2, %r1, 0; @%p2 bra $spin; ACQUIRE ld.global.u32 %o0, [%rd1+640]; bra $end;
@@ -161,8 +232,45 @@ def test_acquire_and_release_at_the_access():
         (load, store.replace("gpu", "cta")),
         (load, STORES["cas"]),
     ):
-        with pytest.raises(RaceFault, match="load of a location written by thread block"):
+        with pytest.raises(RaceFault, match=BETWEEN_BLOCKS):
             hand_over(read, "", "", write)
+
+
+def test_stores_after_a_release_at_the_same_location():
+    load, release = "ld.acquire.gpu.global.u32 %r1, [%rd1+512]", "st.release.gpu.global.u32 [%rd1+512], 0;"
+    hand_over(load, "", release, STORES["relaxed"])
+    for broken in (release.replace("+512", "+516"), release.replace("gpu", "cta")):
+        with pytest.raises(RaceFault, match=BETWEEN_BLOCKS):
+            hand_over(load, "", broken, STORES["relaxed"])
+
+
+def test_an_acquire_is_of_its_own_location():
+    elsewhere = "ld.acquire.gpu.global.u32 %r3, [%rd1+516];"
+    with pytest.raises(RaceFault, match="load of a location written by thread block"):
+        hand_over(LOADS["relaxed"], elsewhere, "membar.gl;", STORES["relaxed"])
+
+
+def test_flags_of_several_words():
+    """Each element of a vector is a flag; a word is none for half of it."""
+    store, load = "st.volatile.global.v2.u32 [%rd1+512], {%r5, 1}", "ld.volatile.global.{} %{}1, [%rd1+516]"
+    hand_over(load.format("u32", "r"), "membar.gl;", "mov.u32 %r5, 0; membar.gl;", store)
+    half = load.format("u16", "h") + "; cvt.u32.u16 %r1, %h1"
+    with pytest.raises(RaceFault, match=BETWEEN_BLOCKS):
+        hand_over(half, "membar.gl;", "mov.u32 %r5, 0; membar.gl;", store)
+
+
+AFTER = """ld.param.u64 %rd1, [p0]; setp.eq.u32 %p1, %ct, 0; mov.u32 %o0, 0; setp.ne.u32 %p5, %lid, 0; @%p5 bra $end;
+@!%p1 bra $other; st.global.u32 [%rd1+640], 42; membar.gl; red.global.add.u32 [%rd1+512], 1; bra $end;
+$other: READ; membar.gl; ld.global.u32 %o0, [%rd1+640];
+$end:"""
+
+
+def test_a_reduction_acquires_nothing():
+    options = {"n": 64, "grid": 2, "global_race": True}
+    run_ptx(AFTER.replace("READ", "atom.global.add.u32 %r1, [%rd1+512], 1"), [np.zeros(256, "u4")], ["u4"], **options)
+    for read in ("red.global.add.u32 [%rd1+512], 1", "atom.global.add.u32 _, [%rd1+512], 1"):
+        with pytest.raises(RaceFault, match="load of a location written by thread block"):
+            run_ptx(AFTER.replace("READ", read), [np.zeros(256, "u4")], ["u4"], **options)
 
 
 def test_a_compare_and_swap_that_fails_stores_nothing():

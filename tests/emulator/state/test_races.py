@@ -272,3 +272,108 @@ def test_a_plain_store_after_a_volatile_read():
         $end:"""
         with pytest.raises(RaceFault, match=f"{space}-memory race: store of a location read by"):
             run_ptx(body, [np.zeros(512, "u4")], ["u4"], n=128, grid=2, global_race=True, **SHARED)
+
+
+@pytest.mark.parametrize("batch_threads", [8192, 64])
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("scope", ["cta", "cluster", "gpu", "sys"])
+def test_atomics_of_the_scope_of_a_thread_block(scope, alike, batch_threads):
+    """Those of two thread blocks are not morally strong with each other, those of two warps are."""
+    body = f"""ld.param.u64 %rd1, [p0]; mul.wide.u32 %rd2, %ct, 4; add.u64 %rd2, %rd2, %rd1; setp.eq.u32 %p1, %ct, 0;
+    @%p1 atom.gpu.global.add.u32 %o0, [ADDRESS+1024], 1; @!%p1 atom.{scope}.global.add.u32 %o0, [ADDRESS+1024], 1;"""
+    body = body.replace("gpu", scope) if alike else body
+    one, each = body.replace("ADDRESS", "%rd1"), body.replace("ADDRESS", "%rd2")
+    options = {"global_race": True, "batch_threads": batch_threads}
+    run_ptx(one, [np.zeros(512, "u4")], ["u4"], n=64, **options)
+    run_ptx(each, [np.zeros(512, "u4")], ["u4"], n=128, grid=2, **options)
+    if scope in ("gpu", "sys"):
+        run_ptx(one, [np.zeros(512, "u4")], ["u4"], n=128, grid=2, **options)
+    else:
+        with pytest.raises(RaceFault, match=r"global-memory race: atomic of a location (read|written) by thread block"):
+            run_ptx(one, [np.zeros(512, "u4")], ["u4"], n=128, grid=2, **options)
+
+
+# Thread blocks 0 and 1 store to a word, each tells block 2, if it tells; block 2 has a weak access to the word.
+STORERS = """ld.param.u64 %rd1, [p0]; mov.u32 %o0, 0; setp.ne.u32 %p5, %lid, 0; @%p5 bra $end;
+setp.eq.u32 %p1, %ct, 1; @%p1 bra $one; setp.eq.u32 %p2, %ct, 2; @%p2 bra $two; STORE FIRST bra $end;
+$one: STORE SECOND bra $end;
+$two: atom.global.or.b32 %r1, [%rd1+2048], 0; membar.gl; ACCESS
+$end:"""
+
+
+@pytest.mark.parametrize("access", ["ld.global.u32 %o0, [%rd1+1024];", "st.global.u32 [%rd1+1024], 5;"])
+@pytest.mark.parametrize("silent", ["", "FIRST", "SECOND"])
+def test_strong_stores_of_two_thread_blocks(silent, access):
+    text = STORERS.replace(silent, "") if silent else STORERS
+    text = text.replace("FIRST", "SECOND").replace("SECOND", "membar.gl; red.global.add.u32 [%rd1+2048], 1;")
+    text = text.replace("STORE", "st.relaxed.gpu.global.u32 [%rd1+1024], 7;").replace("ACCESS", access)
+    for batch_threads in (8192, 32):
+        options = {"n": 96, "grid": 3, "global_race": True, "batch_threads": batch_threads}
+        if silent:
+            with pytest.raises(RaceFault, match=r"(load|store) of a location written by thread block"):
+                run_ptx(text, [np.zeros(1024, "u4")], ["u4"], **options)
+        else:
+            run_ptx(text, [np.zeros(1024, "u4")], ["u4"], **options)
+
+
+@pytest.mark.parametrize("arrive", ["", "bar.arrive 2, 64;"])
+def test_strong_stores_of_two_warps(arrive):
+    """Warps 0 and 1 store to a word; warp 2 meets 1, and 0 if it arrives, and loads it."""
+    body = f"""shr.u32 %r1, %lid, 5; mov.u32 %o0, 0; setp.eq.u32 %p1, %r1, 1; setp.eq.u32 %p2, %r1, 2;
+    @%p1 bra $one; @%p2 bra $two; st.volatile.shared.u32 [buf], 7; {arrive} bra $end;
+    $one: st.volatile.shared.u32 [buf], 7; bar.arrive 1, 64; bra $end;
+    $two: bar.sync 1, 64; {arrive.replace("arrive", "sync")} ld.shared.u32 %o0, [buf];
+    $end:"""
+    if arrive:
+        assert (run_ptx(body, [np.zeros(96, "u4")], ["u4"], **SHARED)[0][64:] == 7).all()
+    else:
+        with pytest.raises(RaceFault, match=r"load of a location written by thread \(\d+, 0, 0\)"):
+            run_ptx(body, [np.zeros(96, "u4")], ["u4"], **SHARED)
+
+
+@pytest.mark.parametrize("space", ["shared", "global"])
+def test_a_strong_read_before_a_strong_and_a_weak_store(space):
+    """The strong store does not order the read before the weak one."""
+    address, writer = ("[buf]", "%lid, 40") if space == "shared" else ("[%rd1+1024]", "%ct, 1")
+    body = f"""ld.param.u64 %rd1, [p0]; setp.eq.u32 %p9, %lid, 0; @%p9 st.shared.u32 [buf], 0; bar.sync 0;
+    mov.u32 %o0, 0; setp.eq.u32 %p1, {writer}; @%p1 bra $writer; ld.volatile.{space}.u32 %o0, {address}; bra $end;
+    $writer: setp.eq.u32 %p2, %lid, 40; @%p2 st.volatile.{space}.u32 {address}, 1; WEAK
+    $end:"""
+    options = {"n": 128, "grid": 2, "global_race": True, **SHARED}
+    run_ptx(body.replace("WEAK", ""), [np.zeros(512, "u4")], ["u4"], **options)
+    with pytest.raises(RaceFault, match=f"{space}-memory race: store of a location read by"):
+        run_ptx(body.replace("WEAK", f"@%p2 st.{space}.u32 {address}, 2;"), [np.zeros(512, "u4")], ["u4"], **options)
+
+
+def test_the_last_thread_block_resets_the_counter():
+    """An atomic comes after those whose values it has seen, even for a weak store, by observation order."""
+    body = """ld.param.u64 %rd1, [p0]; mov.u32 %o0, 0; setp.ne.u32 %p5, %lid, 0; @%p5 bra $end;
+    ATOMIC; setp.eq.u32 %p1, %r1, 3; @%p1 st.global.u32 [%rd1+1024], 0;
+    $end:"""
+    for options in ({}, {"seed": 1}, {"batch_threads": 32}, {"seed": 3, "batch_threads": 32}):
+        options = {"n": 128, "grid": 4, "global_race": True, **options}
+        text = body.replace("ATOMIC", "atom.global.add.u32 %r1, [%rd1+1024], 1")
+        run_ptx(text, [np.zeros(1024, "u4")], ["u4"], **options)
+        text = text.replace("setp.eq.u32 %p1, %r1, 3", "setp.eq.u32 %p1, %r1, 1")
+        with pytest.raises(RaceFault, match=r"(store|atomic) of a location written by thread block"):
+            run_ptx(text, [np.zeros(1024, "u4")], ["u4"], **options)
+
+
+@pytest.mark.parametrize("space", ["shared", "global"])
+@pytest.mark.parametrize(
+    "second", ["ld.volatile.{}.u32 %o0", "ld.volatile.{}.v2.u32 {{%o0, %r9}}", "atom.{}.add.u32 %o0"]
+)
+def test_strong_accesses_of_different_sizes(space, second):
+    address, first = ("buf", "%lid, 40") if space == "shared" else ("%rd1+1024", "%ct, 1")
+    operand = ", 1" if "atom" in second else ""
+    body = f"""ld.param.u64 %rd1, [p0]; mov.u64 %rd5, 1; setp.eq.u32 %p9, %lid, 0; @%p9 st.shared.u64 [buf], %rd5;
+    bar.sync 0; mov.u32 %o0, 0; setp.eq.u32 %p1, {first}; @%p1 bra $first;
+    {second.format(space)}, [{address}]{operand}; bra $end;
+    $first: setp.eq.u32 %p2, %lid, 40; STORE
+    $end:"""
+    options = {"n": 128, "grid": 2, "global_race": True, **SHARED}
+    same = f"@%p2 st.volatile.{space}.v2.u32 [{address}], {{%lid, %lid}};"
+    run_ptx(body.replace("STORE", same), [np.zeros(512, "u4")], ["u4"], **options)
+    wide = f"@%p2 st.volatile.{space}.u64 [{address}], %rd5;"
+    with pytest.raises(RaceFault, match=f"{space}-memory race: store of a location (read|written) by"):
+        run_ptx(body.replace("STORE", wide), [np.zeros(512, "u4")], ["u4"], **options)

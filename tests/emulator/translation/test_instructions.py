@@ -416,3 +416,11 @@ def test_unsupported_instruction_names_line():
     assert (got == 3).all()
     entry = Module(kernel_text("txq.width.b32 %o0, [%rd0];", [], [4])).entry()
     assert [t.split()[0] for t in entry.unsupported_instructions().values()] == ["txq.width.b32"]
+
+
+@pytest.mark.parametrize(
+    "text", ["st.async.weak.u32 [%rd0], %gid, [%rd1];", "red.async.relaxed.cta.add.u32 [%rd0], %gid;"]
+)
+def test_asynchronous_stores_are_not_plain_ones(text):
+    with pytest.raises(UnsupportedInstructionError, match=r"line \d+: (st|red)\.async"):
+        one(f"{text} mov.u32 %o0, 0;", [U], "u4")

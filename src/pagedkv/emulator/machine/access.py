@@ -16,6 +16,7 @@ from ..state.order import Order
 from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import StatsRecorder
 from ..translation.mem_op import MemOp
+from .copies import Copies
 
 Offsets = tuple[np.ndarray | None, np.ndarray | None]  # byte offsets of the active lanes, and their numbers
 
@@ -60,6 +61,7 @@ class Access:
         self.shared_races, self.global_races, self.rng = shared_races, global_races, rng
         self.stats = stats if stats.memory else None
         self.footprint = footprint
+        self.copies: list[Copies] = []  # unfinished
 
     # -- checks
     def check(
@@ -104,16 +106,19 @@ class Access:
     def _signed(address: np.ndarray) -> np.ndarray:
         return address.view(np.int64) if address.dtype.itemsize == 8 else address.astype(np.int64)
 
-    @staticmethod
-    def _lanes(address: np.ndarray, m: Mask) -> tuple[np.ndarray, np.ndarray | None]:
-        if m is None:
+    def _lanes(self, op: MemOp, address: np.ndarray, m: Mask) -> tuple[np.ndarray, np.ndarray | None]:
+        """Addresses and numbers of the active lanes; atomics are done in this order."""
+        if op.kind == "atomic" and self.rng is not None:
+            idx = self.rng.permutation(self.frame.lanes if m is None else np.flatnonzero(m))
+        elif m is None:
             return address, None
-        idx = np.flatnonzero(m)
+        else:
+            idx = np.flatnonzero(m)
         return address[idx], idx
 
     def global_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
         """Byte offsets and lanes of an access, checked and counted; offsets are None if no lane is active."""
-        a, idx = self._lanes(address, m)
+        a, idx = self._lanes(op, address, m)
         if not len(a):
             return None, idx
         off = self._signed(a) - GLOBAL_BASE
@@ -125,6 +130,13 @@ class Access:
             j = self.memory.note_store(off)
             if j is not None:
                 self._fault("read-only", "global", op, off, idx, np.arange(len(off)) == j)
+            for copies in self.copies:
+                j = copies.read_from(off, op.size)
+                if j is not None:
+                    line = copies.load.ins
+                    what = f"{op.kind} to the source of a cp.async still in flight (PTX line {line.line}: {line.text})"
+                    lane = j if idx is None else int(idx[j])
+                    self.frame.fail(RaceFault, what, op.ins, lane, *self.frame.describe("global", int(off[j]), lane))
         if self.global_races is not None:
             self.global_races.access(op, off, op.size, idx, store)
         if self.stats is not None:
@@ -137,7 +149,7 @@ class Access:
     def shared_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
         """As `global_offsets`, in shared memory."""
         f = self.frame
-        a, idx = self._lanes(address, m)
+        a, idx = self._lanes(op, address, m)
         if not len(a):
             return None, idx
         base = f.shared_base if idx is None else f.shared_base[idx]
@@ -153,7 +165,7 @@ class Access:
     def local_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool) -> Offsets:
         """As `global_offsets`, in local memory."""
         f = self.frame
-        a, idx = self._lanes(address, m)
+        a, idx = self._lanes(op, address, m)
         if not len(a):
             return None, idx
         base = f.local_base if idx is None else f.local_base[idx]
@@ -297,7 +309,7 @@ class Access:
             return None
         else:  # lanes share a location and want its old values: one after the other
             old = np.empty(len(element), data.dtype)
-            for j in range(len(element)) if self.rng is None else self.rng.permutation(len(element)):
+            for j in range(len(element)):
                 old[j] = data[element[j]]
                 data[element[j]] = _apply(what, old[j : j + 1], [value[j : j + 1] for value in values])[0]
         if dst is not None:

@@ -1,8 +1,11 @@
-"""cp.async: a copy becomes visible when the thread that issued it waits for its group."""
+"""cp.async: a copy becomes visible when the thread that issued it waits for its group.
+
+Until then it may read its source at any time, as it is no part of the thread's program order (PTX ISA, "Asynchronous
+Operations"): it counts as a read when it is issued and as one when it is waited for, and in between
+nothing may store there.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,34 +14,21 @@ from ..ptx.instruction import Instruction
 from ..ptx.types import GLOBAL_BASE
 from ..state.frame import Frame, Mask
 from ..state.memory import INITIALISED, PENDING
+from ..state.races import GlobalRaces
 from ..translation.mem_op import MemOp
 from .access import Access
-
-
-@dataclass
-class _Copies:
-    op: MemOp
-    lanes: np.ndarray
-    offsets: np.ndarray
-    data: np.ndarray  # (copies, bytes)
-    group: np.ndarray  # of each copy, counted by its thread
-
-    def where(self, chosen: np.ndarray) -> _Copies:
-        return _Copies(self.op, self.lanes[chosen], self.offsets[chosen], self.data[chosen], self.group[chosen])
-
-    @property
-    def destination(self) -> np.ndarray:
-        """The offset in shared memory of every byte."""
-        return self.offsets[:, None] + np.arange(self.data.shape[1])
+from .copies import Copies
 
 
 class AsyncCopies:
-    """Unfinished copies: their destination bytes are PENDING, and any access to them is a fault."""
+    """Unfinished copies: their destination bytes are PENDING, and any access to them is a fault.
+
+    They stand in `Access.copies`, as any store to their source bytes is a fault, too.
+    """
 
     def __init__(self, frame: Frame, access: Access) -> None:
         self.frame, self.access = frame, access
         self.open_group = np.zeros(frame.num_lanes, np.int64)
-        self.pending: list[_Copies] = []
 
     def copy(
         self, load: MemOp, store: MemOp, dst: np.ndarray, src: np.ndarray, limit: np.ndarray | None, m: Mask
@@ -67,17 +57,17 @@ class AsyncCopies:
                 goff, _ = acc.global_offsets(byte, src + np.uint64(q), self._mask(lanes[part]), True, False)
                 assert goff is not None
                 data[part, q] = acc.memory.space.data[goff]
-        copies = _Copies(store, lanes, off, data, self.open_group[lanes])
+        copies = Copies(load, store, lanes, off, source, amount, data, self.open_group[lanes])
         self._check_overlap(copies, load.ins)
         f.shared.shadow[copies.destination] = PENDING
-        self.pending.append(copies)
+        acc.copies.append(copies)
 
     def _mask(self, lanes: np.ndarray) -> Mask:
         mask = np.zeros(self.frame.num_lanes, np.bool_)
         mask[lanes] = True
         return None if mask.all() else mask
 
-    def _check_overlap(self, copies: _Copies, ins: Instruction) -> None:
+    def _check_overlap(self, copies: Copies, ins: Instruction) -> None:
         """Fault if two copies of one instruction have the same destination."""
         order = np.argsort(copies.offsets, kind="stable")
         same = np.diff(copies.offsets[order]) == 0
@@ -93,9 +83,9 @@ class AsyncCopies:
 
     def wait(self, m: Mask, keep: int | None) -> None:
         """Complete all but the last `keep` groups of each lane; with None everything, committed or not."""
-        f = self.frame
+        f, acc = self.frame, self.access
         remaining = []
-        for copies in self.pending:
+        for copies in acc.copies:
             done = np.ones(len(copies.lanes), np.bool_) if m is None else m[copies.lanes]
             if keep is not None:
                 done = done & (copies.group < self.open_group[copies.lanes] - keep)
@@ -103,8 +93,21 @@ class AsyncCopies:
                 ready = copies.where(done)
                 f.shared.data[ready.destination] = ready.data
                 f.shared.shadow[ready.destination] = INITIALISED
-                if self.access.shared_races is not None:
-                    self.access.shared_races.record_write(ready.op, ready.offsets, ready.op.size, ready.lanes)
+                if acc.shared_races is not None:
+                    acc.shared_races.record_write(ready.store, ready.offsets, ready.store.size, ready.lanes)
+                if acc.global_races is not None:
+                    self._read_again(ready, acc.global_races)
             if not done.all():
                 remaining.append(copies.where(~done))
-        self.pending = remaining
+        acc.copies = remaining
+
+    @staticmethod
+    def _read_again(copies: Copies, races: GlobalRaces) -> None:
+        size = copies.load.size
+        full = copies.amounts == size
+        if full.any():
+            races.access(copies.load, copies.sources[full], size, copies.lanes[full], False)
+        for q in range(size) if not full.all() else ():
+            part = ~full & (copies.amounts > q)
+            if part.any():
+                races.access(copies.load, copies.sources[part] + q, 1, copies.lanes[part], False)

@@ -11,6 +11,7 @@ from ..ptx.instruction import Instruction
 from ..ptx.types import VIEW_DTYPE, dtype_of
 from ..state.frame import Frame
 from ..state.order import Order
+from ..translation.mem_op import Fence
 from . import numeric
 from .access import Access
 from .async_copy import AsyncCopies
@@ -76,9 +77,9 @@ def operations(
                 f"the emulator does not model this: {what}; kernel {frame.name}; PTX line {ins.line}: {ins.text}"
             )
 
-    def fence(grid: bool, m: np.ndarray | None) -> None:
+    def fence(what: Fence, m: np.ndarray | None) -> None:
         if order is not None:
-            order.fence(grid, m)
+            order.fence(what, m)
 
     ns.update(
         vprintf=Printer(access).vprintf, param=param, unsupported=unsupported, warp_sync=warp_barriers.sync, fence=fence

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 # By number of a thread block, for each of its threads the time before which its accesses are known. Never changed.
 Clock = Mapping[int, np.ndarray]
+Scope = int  # 0 if what a fence says reaches its own thread block, 1 if it reaches the grid
 
 
 def joined(a: Clock | None, b: Clock | None) -> Clock | None:
@@ -44,6 +45,13 @@ class Snapshot:
     time: int
     rows: Callable[[np.ndarray], np.ndarray]
     known: np.ndarray
+    _clocks: dict[int, Clock] = field(default_factory=dict)
+
+    def clock_of(self, thread: int) -> Clock:
+        """What one of the threads knew; the same object whenever it is asked for."""
+        if thread not in self._clocks:
+            self._clocks[thread] = self.clock(np.array([thread]))
+        return self._clocks[thread]
 
     def clock(self, threads: np.ndarray) -> Clock:
         """All that some threads, which passed the fence, knew together."""
@@ -63,16 +71,23 @@ def joined_all(clocks: list[Clock | None]) -> Clock | None:
 
 
 class Clocks:
-    """The clocks of each lane of a batch; each list has one for fences of a thread block and one for those of the grid.
+    """The clocks of each lane of a batch. All but `known` are pairs, by `Scope`.
+
+    `released` and `pending` make release and acquire patterns: what one thread does in program order, so no barrier
+    hands them on. The other two are for fence.sc. All of those stand in one order, so that one of them, X, synchronizes
+    with another one, Y, even if the write and the read between them are other threads', behind barriers: were Y the
+    first, the read would come before the write that it sees. Those go on with whatever X, or the read, comes before.
 
     Attributes
     ----------
     known : ndarray of Clock or None
         What the lane knows of other thread blocks.
     released : list of ndarray of Clock, Snapshot or None
-        What it knew at its last fence: its strong stores hand that on.
+        What it knew at its last fence that releases: its strong stores hand that on.
     pending : list of ndarray of Clock or None
-        What its strong loads have found: known after its next fence.
+        What its strong loads have found: known after its next fence that acquires.
+    sc_released, sc_pending
+        The same of the fence.scs that come before, and of the strong loads that do: for the next fence.sc.
     uneven : set of int
         Slots of the thread blocks whose threads do not all have the same clocks.
     used, learned : bool
@@ -81,19 +96,29 @@ class Clocks:
 
     def __init__(self, num_lanes: int, num_threads: int) -> None:
         self._num_threads = num_threads
-        self.known, *rest = (np.full(num_lanes, None, object) for _ in range(5))
-        self.released, self.pending = rest[:2], rest[2:]
+        self.known, *rest = (np.full(num_lanes, None, object) for _ in range(9))
+        self.released, self.pending, self.sc_released, self.sc_pending = (rest[i : i + 2] for i in range(0, 8, 2))
+        self._shared = (self.known, *self.sc_released, *self.sc_pending)  # what barriers hand on
         self.uneven: set[int] = set()
         self.used = self.learned = False
 
-    def released_by(self, lane: int, scope: int) -> Clock | None:
-        """What one lane hands on."""
-        clock = self.released[scope][lane]
-        return clock.clock(np.array([lane % self._num_threads])) if isinstance(clock, Snapshot) else clock
+    def released_by(self, lane: int, scope: Scope) -> tuple[Clock | None, Clock | None]:
+        """What the strong stores of a lane hand on: to any fence, and to a fence.sc."""
+        first, second = self._at(self.released[scope], lane), self._at(self.sc_released[scope], lane)
+        return first, second
+
+    def _at(self, clocks: np.ndarray, lane: int) -> Clock | None:
+        clock: Clock | Snapshot | None = clocks[lane]
+        return clock.clock_of(lane % self._num_threads) if isinstance(clock, Snapshot) else clock
+
+    def find(self, lane: int, scope: Scope, flag: tuple[Clock | None, Clock | None]) -> None:
+        """A strong load of a lane found a flag: what it says to any fence, and to a fence.sc."""
+        for mine, other in zip((self.pending[scope], self.sc_pending[scope]), flag, strict=True):
+            mine[lane] = joined(mine[lane], other)
 
     def of(self, lanes: np.ndarray) -> list[Clock | None]:
-        """What some lanes of a thread block have together."""
-        return [self._of(clocks, lanes) for clocks in (self.known, *self.released, *self.pending)]
+        """What some lanes of a thread block have together, of what barriers hand on."""
+        return [self._of(clocks, lanes) for clocks in self._shared]
 
     def _of(self, clocks: np.ndarray, lanes: np.ndarray) -> Clock | None:
         held = clocks[lanes].tolist()
@@ -106,5 +131,5 @@ class Clocks:
 
     def give(self, lanes: np.ndarray, clocks: list[Clock | None]) -> None:
         """Give these lanes the same clocks."""
-        for mine, clock in zip((self.known, *self.released, *self.pending), clocks, strict=True):
+        for mine, clock in zip(self._shared, clocks, strict=True):
             mine[lanes] = clock

@@ -5,23 +5,29 @@ v now if t is smaller than the time up to which v knows u. Barriers are kept by 
 knows warp v up to `seen[cta, w, v]`, and a lane its own warp up to `warp_synced`. What single threads learn, at a
 bar.warp.sync of part of a warp or from flags, stands in a matrix of the thread block's threads, made on first use.
 
-Flags follow PTX's memory model: a fence and then a strong store release what the thread knew at the fence; a strong
-load that finds this store, or an atomic of its chain, and then a fence acquire it. The fence may stand on the other
-side of a barrier, as in CUDA's own samples; strictly that takes fence.sc, which __threadfence() is.
+Flags follow the PTX ISA, "Memory Consistency Model". A release pattern is a fence and then a strong store by the same
+thread: it hands on what the thread knew at the fence. An acquire pattern is a strong load that finds this store, or an
+atomic of its chain, and then a fence by the same thread. So "barrier; fence and atomic in one thread" hands on what the
+whole thread block did. "Fence in all threads; barrier; atomic in one" does not: its pattern begins before the barrier.
+It does if the fences on both sides are fence.sc, as __threadfence() is: see `Clocks`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..translation.mem_op import MemOp
-from .clocks import Clock, Clocks, Snapshot, joined
+from ..translation.mem_op import Fence, MemOp
+from .clocks import Clock, Clocks, Scope, Snapshot, joined
 from .frame import Frame, Mask
 
-TIME = 33  # a stamp is time << TIME | lane << 1
-Flags = dict[int, Clock]  # by byte offset in global memory, what its last strong stores released to the grid
+LANE, TIME = 4, 36  # a stamp is time << TIME | lane << LANE
+# What the last strong stores to a location released, to any fence and to a fence.sc. A location is a byte offset, which
+# belongs to one array only, and a size: strong accesses of different sizes are not morally strong and hand on nothing.
+Flag = tuple[Clock | None, Clock | None]
+Flags = dict[tuple[int, int], Flag]
 
 
 @dataclass
@@ -40,7 +46,7 @@ class Order:
     ----------
     frame : Frame
     flags : dict, optional
-        The flags of the launch; None if nothing asks for an order between thread blocks.
+        The flags of the grid; None if nothing asks for an order between thread blocks.
     uses_flags : bool
         Whether the kernel has fences, or accesses that acquire or release.
 
@@ -58,10 +64,11 @@ class Order:
         self.seen = np.zeros((frame.num_ctas, frame.warps_per_cta, frame.warps_per_cta), np.int64)
         self.floor = np.zeros(frame.num_lanes, np.int64)
         self.warp_synced = np.zeros(frame.num_lanes, np.int64)
-        self.now, self.stamp = np.zeros(frame.num_lanes, np.int64), frame.lanes << 1
+        self.now, self.stamp = np.zeros(frame.num_lanes, np.int64), frame.lanes << LANE
         self._matrices: dict[int, np.ndarray] = {}
         self._flags = flags
-        self._block_flags: dict[tuple[str, int], dict[int, Clock]] = {}  # by space and offset, then by slot
+        self._block_flags: dict[tuple[str, int, int], dict[int, Flag]] = {}  # by space and location, then by slot
+        self._release_ops: dict[tuple[Scope, int, str, int, int], Clock] = {}  # by scope, lane, space and location
         self.clocks = Clocks(frame.num_lanes, frame.num_threads) if uses_flags else None
 
     @property
@@ -94,7 +101,7 @@ class Order:
     def _tick(self, slots: np.ndarray | slice | int) -> None:
         self.time[slots] += 1
         self.now = np.repeat(self.time, self.frame.num_threads)
-        self.stamp = (self.now << TIME) | (self.frame.lanes << 1)
+        self.stamp = (self.now << TIME) | (self.frame.lanes << LANE)
 
     # -- barriers
     def barrier_all(self) -> None:
@@ -177,8 +184,8 @@ class Order:
             self._share_clocks(lanes, [])
 
     # -- flags
-    def fence(self, grid: bool, m: Mask) -> None:
-        """Lanes passed a fence, of the scope of the grid or of their thread block."""
+    def fence(self, what: Fence, m: Mask) -> None:
+        """Lanes passed a fence."""
         f, clocks = self.frame, self.clocks
         assert clocks is not None
         lanes = f.lanes if m is None else np.flatnonzero(m)
@@ -187,13 +194,19 @@ class Order:
         slots = np.unique(f.cta_slot[lanes])
         self._tick(slots)
         clocks.used = True
-        for scope in (0, 1) if grid else (0,):
-            self._acquire(lanes, clocks.pending[scope])
-        for slot in slots.tolist():
+        scopes: tuple[Scope, ...] = (0, 1) if what.grid else (0,)
+        for scope in scopes:
+            if what.acquire:
+                self._acquire(lanes, clocks.pending[scope])
+            if what.sc:
+                self._acquire(lanes, clocks.sc_pending[scope])
+        for slot in slots.tolist() if what.release else ():
             mine = lanes if len(slots) == 1 else lanes[f.cta_slot[lanes] == slot]
             snapshot = self._snapshot(slot)
-            for scope in (0, 1) if grid else (0,):
+            for scope in scopes:
                 clocks.released[scope][mine] = snapshot
+                if what.sc:
+                    clocks.sc_released[scope][mine] = snapshot
         clocks.uneven.update(slots.tolist())
 
     def _snapshot(self, slot: int) -> Snapshot:
@@ -233,49 +246,54 @@ class Order:
             pending[mine] = None
 
     def strong(self, op: MemOp, space: str, off: np.ndarray, idx: np.ndarray | None, wrote: np.ndarray | None) -> None:
-        """Hand on clocks at a strong access of lanes in any order; `wrote` says which of them stored, None all."""
+        """Hand on clocks at a strong access of lanes, one by one; `wrote` says which of them stored, None all."""
         clocks, f = self.clocks, self.frame
         if clocks is None or not (clocks.used or self._flags or op.release):
             return
         lanes = f.lanes if idx is None else idx
         grid = self._flags if op.grid and space == "global" else None
-        slots, offsets = f.cta_slot[lanes].tolist(), off.tolist()
-        if op.kind != "load":
-            now: dict[int, Snapshot] = {}
-            if op.release:
-                clocks.used = True
-                self._tick(np.unique(f.cta_slot[lanes]))
-                now = {slot: self._snapshot(slot) for slot in set(slots)}
-            chain = op.kind == "atomic"
-            for i, lane in enumerate(lanes.tolist()):
-                if wrote is not None and not wrote[i]:
-                    continue
-                flags = self._block_flags.setdefault((space, offsets[i]), {})
-                if not chain:
-                    flags.clear()
-                mine = now[slots[i]].clock(f.thread[[lane]]) if op.release else None
-                _publish(flags, slots[i], joined(clocks.released_by(lane, 0), mine), chain)
-                if grid is not None:
-                    _publish(grid, offsets[i], joined(clocks.released_by(lane, 1), mine), chain)
-        if op.kind != "store":
-            for i, lane in enumerate(lanes.tolist()):
-                found = (
-                    self._block_flags.get((space, offsets[i]), {}).get(slots[i]),
-                    None if grid is None else grid.get(offsets[i]),
-                )
-                for scope, clock in enumerate(found):
-                    if clock is not None:
-                        clocks.uneven.add(slots[i])
-                        clocks.pending[scope][lane] = joined(clocks.pending[scope][lane], clock)
-            if op.acquire:
-                for scope in (0, 1):
-                    self._acquire(lanes, clocks.pending[scope])
+        now: dict[int, Snapshot] = {}
+        if op.release:
+            clocks.used = True
+            self._tick(np.unique(f.cta_slot[lanes]))
+            now = {slot: self._snapshot(slot) for slot in np.unique(f.cta_slot[lanes]).tolist()}
+        found = [np.full(f.num_lanes, None, object) for _ in range(2)] if op.acquire else []
+        for i, (lane, first) in enumerate(zip(lanes.tolist(), off.tolist(), strict=True)):
+            slot = lane // f.num_threads
+            stored = op.kind != "load" and (wrote is None or bool(wrote[i]))
+            mine = now[slot].clock_of(lane % f.num_threads) if op.release else None
+            for offset in range(first, first + op.size, op.element):
+                location = (space, offset, op.element)
+                in_block = self._block_flags.setdefault(location, {})
+                by_scope: list[tuple[Scope, dict[Any, Flag] | None, Any]]
+                by_scope = [(0, in_block, slot), (1, grid, location[1:])]
+                for scope, flags, key in by_scope:
+                    flag = None if flags is None else flags.get(key)
+                    if op.observes and flag is not None:
+                        clocks.uneven.add(slot)
+                        clocks.find(lane, scope, flag)
+                        if op.acquire:
+                            found[scope][lane] = joined(found[scope][lane], flag[0])
+                    if stored and flags is not None:
+                        if op.kind == "store":  # begins a new chain; an atomic goes on with the one that it finds
+                            flag = None
+                            if scope == 0:
+                                in_block.clear()
+                        flag = self._released(lane, scope, location, flag, mine)
+                        if flag != (None, None):
+                            flags[key] = flag
+                        else:
+                            flags.pop(key, None)
+        for pending in found:
+            self._acquire(lanes, pending)
 
-
-def _publish(flags: dict[int, Clock], key: int, clock: Clock | None, chain: bool) -> None:
-    """Store a clock at a flag; an atomic goes on with the chain that it finds there, a store begins a new one."""
-    clock = joined(flags.get(key), clock) if chain else clock
-    if clock is None:
-        flags.pop(key, None)
-    else:
-        flags[key] = clock
+    def _released(
+        self, lane: int, scope: Scope, location: tuple[str, int, int], flag: Flag | None, mine: Clock | None
+    ) -> Flag:
+        """What a flag says after a strong store of a lane; `mine` is what the lane knows, if it is a release itself."""
+        assert self.clocks is not None
+        if mine is not None:
+            self._release_ops[scope, lane, *location] = mine
+        first, sc = self.clocks.released_by(lane, scope)
+        first = joined(first, self._release_ops.get((scope, lane, *location)))  # its later stores hand that on as well
+        return (first, sc) if flag is None else (joined(flag[0], first), joined(flag[1], sc))

@@ -2,11 +2,17 @@
 
 Both have a record of the last write and of the last reads for each granule, the size of the kernel's smallest access,
 so that half-words written by different lanes do not clash. Two accesses race if one of them is a store, not both are
-strong, and `Order` does not know that one comes before the other.
+morally strong, and `Order` does not know that one comes before the other. Morally strong are strong accesses of one
+size whose scopes include each other's thread: between thread blocks, those of .cta scope never are.
+
+A strong store does not replace the record of another thread's that nothing orders before it: `Unordered` keeps that one
+for weak accesses to come. An atomic does: it reads what it replaces, so that what comes after the one comes after the
+other, by observation order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import numpy as np
@@ -15,16 +21,70 @@ from ..errors import RaceFault
 from ..translation.mem_op import MemOp
 from .frame import Frame
 from .memory import sparse_zeros
-from .order import TIME, Flags, Order
+from .order import LANE, TIME, Flags, Order
 
-# A record in shared memory is time << TIME | op << _OP | thread << 1 | strong.
-_OP = 21
-_MANY = (1 << (_OP - 1)) - 1  # instead of a thread: several readers
+# A record in shared memory is time << TIME | op << _OP | thread << LANE | _SEVERAL | likeness.
+_OP = 24
+_MANY = (1 << (_OP - LANE)) - 1  # instead of a thread: several readers
 _MOST_OPS = (1 << (TIME - _OP)) - 1
+_LIKENESS, _SEVERAL = 7, 8
 
 
 def _thread(record: np.ndarray) -> np.ndarray:
-    return record >> 1 & _MANY
+    return record >> LANE & _MANY
+
+
+Others = Callable[[np.ndarray, np.ndarray], np.ndarray]  # which records race, were they weak, with an access of lanes
+
+
+class Unordered:
+    """Strong stores that another one has followed without an order; the last one's record says _SEVERAL.
+
+    Attributes
+    ----------
+    kept : dict of int to list of int
+        Their records, by granule.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[int]] = {}
+
+    def store(self, writes: np.ndarray, g: np.ndarray, lanes: np.ndarray, mine: np.ndarray, others: Others) -> None:
+        """Record a strong store of each lane, one after the other."""
+        last = writes[g]
+        unordered = (last > 0) & ((last & _LIKENESS) != 0)
+        if unordered.any():
+            c = np.flatnonzero(unordered)
+            unordered[c] = ((last[c] & _SEVERAL) != 0) | others(lanes[c], last[c])
+        writes[g] = mine
+        if not unordered.any() and (writes[g] == mine).all():
+            return
+        writes[g] = last
+        for granule, lane, record in zip(g.tolist(), lanes.tolist(), mine.tolist(), strict=True):
+            old, kept = max(int(writes[granule]), 0), self.kept.pop(granule, [])
+            kept = (kept if old & _SEVERAL else []) + ([old & ~_SEVERAL] if old & _LIKENESS else [])
+            kept = [one for one in kept if others(np.array([lane]), np.array([one]))[0]]
+            if kept:
+                self.kept[granule] = kept
+            writes[granule] = record | (_SEVERAL if kept else 0)
+
+    def plain(self, last: np.ndarray) -> np.ndarray:
+        """The last records without _SEVERAL."""
+        return last & ~_SEVERAL if self.kept else last
+
+    def atomic(self, last: np.ndarray) -> np.ndarray | int:
+        """What the record of an atomic takes over from the last ones."""
+        return np.where(last > 0, last & _SEVERAL, 0) if self.kept else 0
+
+    def racing(
+        self, g: np.ndarray, lanes: np.ndarray, last: np.ndarray, likeness: int, others: Others
+    ) -> tuple[int, int] | None:
+        """The number of an access that races with a store kept here, and that store."""
+        for j in np.flatnonzero((last > 0) & ((last & _SEVERAL) != 0)).tolist():
+            for old in self.kept[int(g[j])]:
+                if (not likeness or old & _LIKENESS != likeness) and others(lanes[[j]], np.array([old]))[0]:
+                    return j, old
+        return None
 
 
 class SharedRaces:
@@ -50,6 +110,7 @@ class SharedRaces:
         self.warp_bit = np.left_shift(np.uint32(1), frame.warp_in_cta.astype(np.uint32))
         self.lane_bit = np.left_shift(np.uint32(1), frame.lane.astype(np.uint32))
         self._strong_reads = False
+        self._several = Unordered()
         self._ops: list[MemOp] = []
         self._numbers: dict[MemOp, int] = {}
 
@@ -92,8 +153,8 @@ class SharedRaces:
         thread, floor, stamp = self.frame.lanes, self.order.floor, self.order.stamp
         if idx is not None:
             thread, floor, stamp = idx, floor[idx], stamp[idx]
-        strong = int(op.strong)
-        mine = stamp | (self._number(op) | strong)
+        likeness = op.likeness
+        mine = stamp | (self._number(op) | likeness)
         first = off >> self.shift
         for q in range(max(1, size >> self.shift)):
             g = first + q if q else first
@@ -101,19 +162,33 @@ class SharedRaces:
             bad = record >= floor
             if bad.any():
                 bad &= _thread(record) != thread
-            if strong:
-                bad &= (record & 1) == 0
+            if likeness:
+                bad &= (record & _LIKENESS) != likeness
             if bad.any():
                 c = np.flatnonzero(bad)
                 c = c[self._unordered(thread[c], record[c])]
                 if len(c):
                     self._report(op, int(thread[c[0]]), int(off[c[0]]), what, "written", int(record[c[0]]))
-            if store:
-                self._check_readers(op, g, off, thread, floor, what)
-                self.writes[g] = mine
-                self.reads[g] = -1
+            if self._several.kept and (found := self._several.racing(g, thread, record, likeness, self._others)):
+                j, other = found
+                self._report(op, int(thread[j]), int(off[j]), what, "written", other)
+            if not store:
+                bit = self.warp_bit if idx is None else self.warp_bit[idx]
+                self._note_read(g, thread, floor, mine, bit, likeness)
+                continue
+            self._check_readers(op, g, off, thread, floor, what)
+            if not likeness:
+                self.writes[g], self.reads[g] = mine, -1
+                continue
+            if op.kind == "store":
+                self._several.store(self.writes, g, thread, mine, self._others)
             else:
-                self._note_read(g, thread, floor, mine, self.warp_bit if idx is None else self.warp_bit[idx], strong)
+                self.writes[g] = mine | self._several.atomic(record)
+            weak = (self.reads[g] & _LIKENESS) == 0  # these come before; strong reads may still clash with a weak store
+            self.reads[g[weak]] = -1
+
+    def _others(self, lane: np.ndarray, record: np.ndarray) -> np.ndarray:
+        return (_thread(record) != lane) & self._unordered(lane, record)
 
     def _number(self, op: MemOp) -> int:
         """The bits that stand for an op in a record."""
@@ -130,8 +205,8 @@ class SharedRaces:
         bad = record >= floor
         if bad.any():
             bad &= _thread(record) != thread
-        if op.strong:
-            bad &= (record & 1) == 0
+        if op.likeness:
+            bad &= (record & _LIKENESS) != op.likeness
         if not bad.any():
             return
         c = np.flatnonzero(bad)
@@ -140,28 +215,28 @@ class SharedRaces:
             self._report(op, int(thread[c[0]]), int(off[c[0]]), what, "read", int(record[c[0]]))
 
     def _note_read(
-        self, g: np.ndarray, thread: np.ndarray, floor: np.ndarray, mine: np.ndarray, bit: np.ndarray, strong: int
+        self, g: np.ndarray, thread: np.ndarray, floor: np.ndarray, mine: np.ndarray, bit: np.ndarray, likeness: int
     ) -> None:
         old = self.reads[g]
-        if ((old == mine) | (old == (mine | _MANY << 1))).all() and (self.readers[g] & bit).all():
+        if ((old == mine) | (old == (mine | _MANY << LANE))).all() and (self.readers[g] & bit).all():
             return  # a loop that reads the same again
         live = old >= floor
-        self._strong_reads |= bool(strong)
+        self._strong_reads |= bool(likeness)
         if live.any():
             if self._strong_reads:  # a plain read is kept before a strong one: it may clash with more
-                plain = (old & 1) == 0
-                if strong and (live & plain).any():
+                plain = (old & _LIKENESS) == 0
+                if likeness and (live & plain).any():
                     rest = ~(live & plain)
                     if rest.any():
-                        self._note_read(g[rest], thread[rest], floor[rest], mine[rest], bit[rest], strong)
+                        self._note_read(g[rest], thread[rest], floor[rest], mine[rest], bit[rest], likeness)
                     return
-                live &= plain | bool(strong)
+                live &= plain | bool(likeness)
             several = live & (_thread(old) != thread)
             if self.lanes_read is not None and several.any():  # what is ordered before this read need not be kept
                 c = np.flatnonzero(several)
                 several[c] = self._unordered(thread[c], old[c], g[c])
                 live &= several | (_thread(old) == thread)
-            new = np.where(several, mine | (_MANY << 1), mine)
+            new = np.where(several, mine | (_MANY << LANE), mine)
             readers = np.where(live, self.readers[g], np.uint32(0)) | bit
         else:
             new, readers = mine, bit
@@ -171,7 +246,7 @@ class SharedRaces:
         self.reads[g], self.readers[g] = new, readers
         lost = self.reads[g] != new  # several lanes of this load read one granule
         if lost.any():
-            self.reads[g[lost]] |= _MANY << 1
+            self.reads[g[lost]] |= _MANY << LANE
             missing = (self.readers[g] & bit) == 0
             if missing.any():
                 np.bitwise_or.at(self.readers, g[missing], bit[missing])
@@ -184,7 +259,7 @@ class SharedRaces:
             self.reads[g] = -1
 
     def _report(self, op: MemOp, lane: int, off: int, what: str, did: str, record: int) -> NoReturn:
-        f, who = self.frame, record >> 1 & _MANY
+        f, who = self.frame, record >> LANE & _MANY
         other = "several threads" if who == _MANY else f"thread {f.thread_coordinates(who)}"
         ins = self._ops[record >> _OP & _MOST_OPS].ins
         where = next(map(str, f.program.source(ins.line)), f"PTX line {ins.line}: {ins.text}")
@@ -195,13 +270,13 @@ class SharedRaces:
 class GlobalRaces:
     """Detects conflicting accesses to global memory by different thread blocks of a launch.
 
-    A record has, from its lowest bit, whether the access was strong; whether more lanes of the thread's warp made it,
-    too; the thread; the thread block + 1; the time. 0 is no access.
+    A record has, from its lowest bit, the likeness of a strong access, 0 if its scope is a thread block; _SEVERAL, for
+    reads by more lanes of the thread's warp; the thread; the thread block + 1; the time. 0 is no access.
     """
 
     def __init__(self, nbytes: int, granule: int, num_threads: int, num_ctas: int) -> None:
         self.shift = granule.bit_length() - 1
-        self._cta = 2 + (num_threads - 1).bit_length()
+        self._cta = LANE + (num_threads - 1).bit_length()
         self._time = self._cta + num_ctas.bit_length()
         self._cta_bits = (1 << self._time) - (1 << self._cta)
         count = (nbytes >> self.shift) + 1
@@ -209,12 +284,13 @@ class GlobalRaces:
         self.reads = sparse_zeros(count, np.int64)  # the last ones,
         self.others = sparse_zeros(count, np.int64)  # and the last ones of another thread block than these
         self.flags: Flags = {}
+        self._several = Unordered()
 
     def begin(self, frame: Frame, order: Order) -> None:
         """Look at another batch from now on."""
         self.frame, self.order = frame, order
         self._block = (frame.cta + 1) << self._cta
-        self._who = self._block | frame.thread << 2
+        self._who = self._block | frame.thread << LANE
 
     def _foreign(self, record: np.ndarray, block: np.ndarray) -> np.ndarray:
         """Which records are of another thread block than this one, as its bits in a record."""
@@ -223,7 +299,7 @@ class GlobalRaces:
 
     def _fields(self, record: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Thread block, thread and time of accesses."""
-        thread = record >> 2 & ((1 << (self._cta - 2)) - 1)
+        thread = record >> LANE & ((1 << (self._cta - LANE)) - 1)
         return ((record & self._cta_bits) >> self._cta) - 1, thread, record >> self._time
 
     def access(self, op: MemOp, off: np.ndarray, size: int, idx: np.ndarray | None, store: bool) -> None:
@@ -231,37 +307,44 @@ class GlobalRaces:
         lanes, block, who, now = self.frame.lanes, self._block, self._who, self.order.now
         if idx is not None:
             lanes, block, who, now = idx, block[idx], who[idx], now[idx]
-        strong = int(op.strong)
-        mine = (now << self._time) | who | strong
+        likeness = op.likeness if op.grid else 0
+        mine = (now << self._time) | who | likeness
         for q in range(max(1, size >> self.shift)):
             g = (off >> self.shift) + q
             record = self.writes[g]
-            self._check(op, off, lanes, block, record, "written")
+            self._check(op, off, lanes, block, self._several.plain(record), likeness, "written")
+            if self._several.kept and (
+                found := self._several.racing(g, lanes, record, likeness, self._others_of_blocks)
+            ):
+                self._fail(op, off, lanes, *found, op.kind, "written")
             if "nc" in op.ins.parts and record.any():
                 j = int(record.argmax())
                 self._fail(op, off, lanes, j, int(record[j]), "read-only (.nc) load", "written")
-            if store:
-                self._check(op, off, lanes, block, self.reads[g], "read")
-                self._check(op, off, lanes, block, self.others[g], "read")
-                self.writes[g] = mine
-                last = self.writes[g]
-                if not strong and (last != mine).any():
-                    lost = self._foreign(last, block)
-                    if lost.any():
-                        j = int(lost.argmax())
-                        self._fail(op, off, lanes, j, int(last[j]), op.kind, "written")
-                self.reads[g] = self.others[g] = 0
+            if not store:
+                self._note_read(g, lanes, block, mine, likeness)
+                continue
+            self._check(op, off, lanes, block, self.reads[g], likeness, "read")
+            self._check(op, off, lanes, block, self.others[g], likeness, "read")
+            if likeness and op.kind == "store":
+                self._several.store(self.writes, g, lanes, mine, self._others)
             else:
-                self._note_read(g, lanes, block, mine, strong)
+                self.writes[g] = mine | self._several.atomic(record) if likeness else mine
+            if not likeness:
+                last = self.writes[g]
+                if (last != mine).any() and (lost := self._foreign(last, block)).any():
+                    j = int(lost.argmax())
+                    self._fail(op, off, lanes, j, int(last[j]), op.kind, "written")
+            for reads in (self.reads, self.others):  # strong reads may still clash with a weak store
+                reads[g] = np.where(reads[g] & _LIKENESS, reads[g], 0) if likeness else 0
 
-    def _note_read(self, g: np.ndarray, lanes: np.ndarray, block: np.ndarray, mine: np.ndarray, strong: int) -> None:
+    def _note_read(self, g: np.ndarray, lanes: np.ndarray, block: np.ndarray, mine: np.ndarray, likeness: int) -> None:
         old = self.reads[g]
-        if strong:  # a plain read may clash with more than this one
-            rest = (old == 0) | ((old & 1) != 0)
+        if likeness:  # a plain read may clash with more than this one
+            rest = (old == 0) | ((old & _LIKENESS) != 0)
             g, lanes, block, mine, old = g[rest], lanes[rest], block[rest], mine[rest], old[rest]
         foreign = self._foreign(old, block)
-        if not strong and foreign.any():
-            foreign &= (old & 1) == 0
+        if not likeness and foreign.any():
+            foreign &= (old & _LIKENESS) == 0
         if foreign.any():  # what is ordered before this read need not be kept
             c = np.flatnonzero(foreign)
             c = c[self._unordered(lanes[c], old[c])]
@@ -272,14 +355,21 @@ class GlobalRaces:
         if lost.any():
             foreign = lost & self._foreign(last, block)
             self.others[g[foreign]] = mine[foreign]
-            self.reads[g[lost & (last >> 7 == mine >> 7)]] |= 2  # but for the lane they are the same
+            self.reads[g[lost & (last >> LANE + 5 == mine >> LANE + 5)]] |= _SEVERAL  # the same but for the lane
 
     def _check(
-        self, op: MemOp, off: np.ndarray, lanes: np.ndarray, block: np.ndarray, record: np.ndarray, did: str
+        self,
+        op: MemOp,
+        off: np.ndarray,
+        lanes: np.ndarray,
+        block: np.ndarray,
+        record: np.ndarray,
+        likeness: int,
+        did: str,
     ) -> None:
         bad = self._foreign(record, block)
-        if op.strong and bad.any():
-            bad &= (record & 1) == 0
+        if likeness and bad.any():
+            bad &= (record & _LIKENESS) != likeness
         if bad.any():
             c = np.flatnonzero(bad)
             c = c[self._unordered(lanes[c], record[c])]
@@ -301,9 +391,18 @@ class GlobalRaces:
                 if row is not None:
                     at = np.flatnonzero(mine & (cta == other))
                     whole = np.minimum.reduceat(row, np.arange(0, len(row), 32))
-                    upto = np.where(record[at] & 2, whole[thread[at] >> 5], row[thread[at]])
+                    upto = np.where(record[at] & _SEVERAL, whole[thread[at] >> 5], row[thread[at]])
                     bad[at] = time[at] >= upto
         return bad
+
+    def _others(self, lanes: np.ndarray, record: np.ndarray) -> np.ndarray:
+        cta, thread, time = self._fields(record)
+        late = time >= self.order.rows(lanes)[np.arange(len(lanes)), thread]
+        own = late & (thread != self.frame.thread[lanes])
+        return np.where(cta == self.frame.cta[lanes], own, self._unordered(lanes, record))
+
+    def _others_of_blocks(self, lanes: np.ndarray, record: np.ndarray) -> np.ndarray:
+        return self._foreign(record, self._block[lanes]) & self._unordered(lanes, record)
 
     def _fail(
         self, op: MemOp, off: np.ndarray, lanes: np.ndarray, j: int, record: int, what: str, did: str

@@ -1,4 +1,4 @@
-"""Memory instructions as the checks see them."""
+"""Memory instructions and fences as the checks see them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,26 @@ class MemOp:
     space: str
     element: int  # its bytes
     count: int = 1  # elements of the vector
-    strong: bool = False  # volatile, relaxed, acquire, release or atomic: cannot race with its like
+    strong: bool = False  # volatile, relaxed, acquire, release or atomic
     acquire: bool = False
     release: bool = False
-    grid: bool = True  # a strong access to global memory is one for all thread blocks, not for its own alone
+    observes: bool = False  # a strong read that a fence makes an acquire pattern: a load or an atom, never a red
+    grid: bool = True  # its scope is all thread blocks, not its own alone
     size: int = field(init=False)
     shift: int = field(init=False)
+    likeness: int = field(init=False)  # strong accesses that overlap do not race if they have the same; 0 for weak ones
 
     def __post_init__(self) -> None:
         self.size = self.element * self.count
         self.shift = self.element.bit_length() - 1
+        self.likeness = 1 + self.shift if self.strong else 0
+
+
+@dataclass(frozen=True)
+class Fence:
+    """What a fence says."""
+
+    acquire: bool
+    release: bool
+    sc: bool
+    grid: bool

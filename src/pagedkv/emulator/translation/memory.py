@@ -5,13 +5,15 @@ from __future__ import annotations
 from ..ptx.instruction import Instruction, split_group
 from ..ptx.types import SIZE, bits_of, view_of
 from .block import BlockTranslator, Handlers, UntranslatedError
-from .mem_op import MemOp
+from .mem_op import Fence, MemOp
 
 HANDLERS = Handlers()
 
 _SPACES = ("global", "shared", "local", "const", "param")
 _ATOMS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 _BLOCK_SCOPES = ("cta", "cluster")  # without clusters a thread block is one
+_FENCES = ("sc", "acq_rel", "acquire", "release")
+_FENCE_SCOPES = [[q] for q in ("gl", "sys", "gpu", *_BLOCK_SCOPES)]
 _STRONG = ("volatile", "relaxed", "acquire", "release", "acq_rel", "mmio")
 
 
@@ -22,7 +24,11 @@ def _space(ins: Instruction) -> str:
 
 def _mem_op(ins: Instruction, kind: str, ty: str, count: int) -> MemOp:
     p = ins.parts
+    if "async" in p or "bulk" in p:
+        raise UntranslatedError
     strong = kind == "atomic" or any(q in _STRONG for q in p)
+    # An atom that drops the old value is a red.
+    observes = strong and kind != "store" and p[0] != "red" and ins.operands[0] != "_"
     return MemOp(
         ins,
         kind,
@@ -32,6 +38,7 @@ def _mem_op(ins: Instruction, kind: str, ty: str, count: int) -> MemOp:
         strong,
         acquire=any(q in ("acquire", "acq_rel") for q in p),
         release=any(q in ("release", "acq_rel") for q in p),
+        observes=observes,
         grid=not any(q in _BLOCK_SCOPES for q in p),
     )
 
@@ -114,8 +121,13 @@ def _vprintf(t: BlockTranslator, ins: Instruction) -> None:
 
 @HANDLERS.of("membar", "fence")
 def _fence(t: BlockTranslator, ins: Instruction) -> None:
-    if any(q in ("gl", "sys", "gpu", *_BLOCK_SCOPES) for q in ins.parts):
-        t.emit(f"fence({not any(q in _BLOCK_SCOPES for q in ins.parts)},{t.mask})")
+    head, *rest = ins.parts
+    what = "sc" if head == "membar" else rest.pop(0) if rest[0] in _FENCES else "acq_rel"
+    if rest not in _FENCE_SCOPES:  # of a proxy, or for some operations only
+        raise UntranslatedError
+    both = what in ("sc", "acq_rel")
+    fence = Fence(both or what == "acquire", both or what == "release", what == "sc", rest[0] not in _BLOCK_SCOPES)
+    t.emit(f"fence({t.object(fence)},{t.mask})")
 
 
 @HANDLERS.of(
