@@ -162,32 +162,46 @@ def test_a_bad_entry_is_raised_when_it_is_asked_for(gpu_framework):
     pagedkv.raise_if_failed()
 
 
-def capture(framework, call):
-    """A function that replays the call, which has run once before."""
+def capture(framework, call, num_warmups):
+    """A function that replays the call, which runs that often before, on another stream than that of the capture."""
     if framework.name == "cupy":
         cupy = pytest.importorskip("cupy")
-        with cupy.cuda.Stream(non_blocking=True) as stream:
+        own = cupy.cuda.get_current_stream()
+        for _ in range(num_warmups):
             call()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
             call()
             graph = stream.end_capture()
-        return lambda: (graph.launch(stream), stream.synchronize())
+
+        def replay():
+            stream.wait_event(own.record())  # what the call reads was written there
+            graph.launch(stream)
+            stream.synchronize()
+
+        return replay
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call()
-    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(num_warmups):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
         call()
     return lambda: (graph.replay(), torch.cuda.synchronize())
 
 
+@pytest.mark.parametrize("num_warmups", [1, 0])
 @pytest.mark.parametrize("kernel", ["v1", "v2", "split"])
-def test_a_captured_call_reads_what_is_in_its_buffers(gpu_framework, kernel):
+def test_a_captured_call_reads_what_is_in_its_buffers(gpu_framework, kernel, num_warmups):
     spec = SPLIT_SPECS[0] if kernel == "split" else SPECS[0]
     problem = build(spec)
     args, options = [gpu_framework.send(x) for x in problem.args], sent(gpu_framework, problem.options)
     out = gpu_framework.send(np.zeros(problem.q.shape, problem.q.dtype))
     replay = capture(
-        gpu_framework, lambda: pagedkv.decode_attention(*args, **options, kernel=kernel, out=out, check=False)
+        gpu_framework,
+        lambda: pagedkv.decode_attention(*args, **options, kernel=kernel, out=out, check=False),
+        num_warmups,
     )
     shorter = build(spec)
     shorter.seq_lens[...] = (20, 0, 513)

@@ -13,6 +13,7 @@ from .operations.attention import decode_attention, merge_states, prefill_attent
 from .operations.bad_entries import raise_if_failed
 from .operations.caches import copy_blocks, gather_kv, swap_blocks, write_kv
 from .operations.warmup import warmup
+from .operations.workspaces import release_workspaces, workspace_bytes
 
 __version__ = "0.1.0"
 
@@ -30,9 +31,11 @@ __all__ = [
     "merge_states",
     "prefill_attention",
     "raise_if_failed",
+    "release_workspaces",
     "set_num_threads",
     "swap_blocks",
     "warmup",
+    "workspace_bytes",
     "write_kv",
 ]
 

@@ -16,13 +16,13 @@ from pagedkv.cuda.device import Device
 from pagedkv.cuda.driver import CudaDevice, cuda_device, cuda_devices
 from pagedkv.errors import BackendUnavailableError
 
-from .driver_fakes import Code, Recorder
+from .driver_fakes import OWN_STREAM, RELAXED, Code, Recorder
 
 
 @pytest.fixture
 def cuda(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(drivers, "_bindings", lambda: (recorder, recorder))
+    monkeypatch.setattr(drivers, "bindings", lambda: (recorder, recorder))
     monkeypatch.setattr(drivers, "_gpus", {})
     monkeypatch.setattr(drivers, "_devices", {})
     return recorder
@@ -148,52 +148,79 @@ def test_many_grids_do_not_fill_the_host(cuda, monkeypatch):
     assert names(cuda) == ["load"] + ["launch"] * 19
 
 
-def test_a_workspace_is_zeroed_on_the_stream_and_only_grows(cuda):
+def test_a_workspace_is_zero_and_grows_and_the_one_before_is_freed(cuda):
     device = cuda_device(0, 5)
     first = device.scratch("tmp", 1000)
     assert device.scratch("tmp", 1000) == device.scratch("tmp", 1) == first
     assert first % 256 == 0
     second = device.scratch("tmp", 1025)
-    assert second >= first + 1024
-    third = device.scratch("tmp", 100_000)
     other = device.scratch("report", 40)
-    assert cuda.calls == [
-        ("alloc", 1000, 1024),
-        ("zero", 1000, first, 0, 1024, 5),
-        ("alloc", 1000, 1536),
-        ("zero", 1000, second, 0, 1536, 5),
-        ("alloc", 1000, 100_096),
-        ("zero", 1000, third, 0, 100_096, 5),
-        ("alloc", 1000, 256),
-        ("zero", 1000, other, 0, 256, 5),
-    ]
-    assert cuda_device(0, 6).scratch("tmp", 10) not in (first, second, third, other)
+
+    def made(address, nbytes):
+        return [
+            ("alloc", 1000, nbytes),
+            ("zero", 1000, address, 0, nbytes, OWN_STREAM),
+            ("wait for stream", 1000, OWN_STREAM),
+        ]
+
+    gone = [("wait for stream", 1000, 5), ("free", 1000, first)]
+    assert cuda.calls == [*made(first, 1024), *made(second, 1536), *gone, *made(other, 256)]
+    assert device.num_bytes == 1536 + 256
+    assert cuda_device(0, 6).scratch("tmp", 10) not in (first, second, other)
 
 
-def test_what_was_made_before_can_be_captured(cuda):
+def test_a_workspace_that_finds_no_room_changes_nothing(cuda):
+    device = cuda_device(0, 5)
+    before, calls = device.scratch("tmp", 1000), len(cuda.calls)
+    cuda.fail = {"alloc": 2}
+    with pytest.raises(MemoryError, match="cuMemAlloc failed on GPU 0: CUDA_ERROR_OUT_OF_MEMORY"):
+        device.scratch("tmp", 2000)
+    assert device.scratch("tmp", 1000) == before
+    assert (device.num_bytes, len(cuda.calls)) == (1024, calls)
+
+
+def test_what_was_made_before_only_launches(cuda):
+    cuda.begin_capture(5)
     device, k = cuda_device(0, 5), kernel()
     tmp = device.scratch("tmp", 1000)
     device.launch(k, (1, 1, 1), (tmp,), 100)
     before = len(cuda.calls)
-    cuda.capturing = True
     assert device.scratch("tmp", 900) == tmp
     device.launch(k, (1, 1, 1), (tmp,), 100)
     device.launch(k, (2, 1, 1), (tmp,), 100)
-    assert names(cuda)[before:] == ["launch", "launch"]
-
-
-def test_nothing_is_made_during_a_capture(cuda):
-    device, k = cuda_device(0, 5), kernel()
-    device.scratch("tmp", 1000)
-    before = len(cuda.calls)
-    cuda.capturing = True
-    with pytest.raises(RuntimeError, match=r"workspace tmp has to grow to 2048 bytes.*before the capture"):
-        device.scratch("tmp", 2000)
-    with pytest.raises(RuntimeError, match=r"kernel k\[\] has to be loaded.*before the capture"):
-        device.launch(k, (1, 1, 1), ())
     assert len(cuda.calls) == before
-    cuda.capturing = False
-    device.launch(k, (1, 1, 1), (device.scratch("tmp", 2000),))
+    assert len(cuda.end_capture(5)) == 3
+
+
+def test_a_graph_has_a_device_of_its_own(cuda):
+    device, k = cuda_device(0, 5), kernel()
+    tmp = device.scratch("tmp", 1000)
+    cuda.begin_capture(5)
+    captured = cuda_device(0, 5)
+    assert captured is not device
+    assert cuda_device(0, 5) is captured
+    small, large = captured.scratch("tmp", 100), captured.scratch("tmp", 1000)
+    captured.launch(k, (1, 1, 1), (small, large))
+    assert [node[0] for node in cuda.end_capture(5)] == ["launch"]
+    assert cuda_device(0, 5) is device
+    assert len({tmp, small, large}) == 3
+    assert captured.num_bytes == 256 + 1024
+    assert captured.release() == 0
+    assert "free" not in names(cuda)
+
+
+def test_workspaces_are_released_but_for_the_report(cuda):
+    device = cuda_device(1, 5)
+    assert device.release() == 0
+    assert cuda.calls == []
+    addresses = [device.scratch("sums", 1000), device.scratch("states", 200)]
+    report = device.scratch("report", 40)
+    before = len(cuda.calls)
+    assert device.release() == 1024 + 256
+    assert cuda.calls[before:] == [("wait", 1001), *(("free", 1001, address) for address in addresses)]
+    assert device.num_bytes == 256
+    assert device.scratch("report", 40) == report
+    assert device.scratch("sums", 1000) not in addresses
 
 
 def test_copies_are_on_the_stream(cuda):
@@ -213,15 +240,15 @@ def test_copies_are_on_the_stream(cuda):
 
 
 def test_copies_are_not_captured(cuda):
+    cuda.begin_capture(5, RELAXED)
     device = cuda_device(0, 5)
-    cuda.capturing = True
     for copy in (
         lambda: device.copy_from_host([(4096, np.zeros(3))]),
         lambda: device.copy_to_host([(np.zeros(3), 4096)]),
     ):
         with pytest.raises(RuntimeError, match=r"captured by a CUDA graph, and copies .* make them before the capture"):
             copy()
-    assert cuda.calls == []
+    assert cuda.calls == cuda.end_capture(5) == []
 
 
 def test_a_workspace_is_taken_when_all_of_the_gpu_is_done(cuda):
@@ -238,12 +265,40 @@ def test_a_workspace_is_taken_when_all_of_the_gpu_is_done(cuda):
 
 
 def test_a_capture_on_any_of_the_streams_is_refused(cuda):
-    cuda.capturing = 7
+    cuda.begin_capture(7)
     drivers.refuse_capture([7], "this waits")  # no GPU has been used
     cuda_device(0, 5)
     drivers.refuse_capture([0, 5], "this waits")
     with pytest.raises(RuntimeError, match=r"^the stream is being captured by a CUDA graph, and this waits$"):
         drivers.refuse_capture([5, 7], "this waits")
+
+
+@pytest.mark.parametrize("stream", [0, 2, 5])
+def test_a_thread_without_a_context_gets_none(cuda, stream):
+    """As one that has called neither torch nor CuPy yet."""
+    done = []
+
+    def in_a_thread():
+        device = cuda_device(1, stream)
+        drivers.refuse_capture([stream], "this waits")
+        device.launch(kernel(), (1, 1, 1), (device.scratch("report", 40),))
+        assert not device.take("report").any()
+        device.scratch("tmp", 40)
+        assert device.release() == 256
+        assert cuda.context == 0
+        done.append(True)
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert done
+    assert {call[1] for call in cuda.calls} == {1001}
+
+
+def test_the_default_stream_is_not_asked_whether_it_is_captured(cuda):
+    """It cannot be, and to ask is an error while a stream that waits for it is."""
+    cuda.begin_capture(5, blocking=True)
+    assert cuda_device(0, 0) is cuda_device(0, 1)
 
 
 def test_a_gpu_that_is_not_there(cuda):
@@ -269,17 +324,17 @@ def bindings(monkeypatch):
     """cuda.bindings.driver, as if there were a driver for CUDA 13.0; the rest of it is there."""
     from cuda.bindings import driver
 
-    drivers._bindings.cache_clear()
+    drivers.bindings.cache_clear()
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (Code(0), 13000))
     monkeypatch.setattr(driver, "cuInit", lambda flags: (Code(0),))
     yield driver
-    drivers._bindings.cache_clear()
+    drivers.bindings.cache_clear()
 
 
 def test_a_driver_that_starts(bindings):
     import cuda.core
 
-    assert drivers._bindings() == (bindings, cuda.core)
+    assert drivers.bindings() == (bindings, cuda.core)
 
 
 def test_without_a_driver_the_message_says_what_to_install(bindings, monkeypatch):
@@ -290,7 +345,7 @@ def test_without_a_driver_the_message_says_what_to_install(bindings, monkeypatch
         patch.setattr(bindings, "cuDriverGetVersion", missing)
         with pytest.raises(BackendUnavailableError, match=r'no CUDA driver.*driver >= 580, or use backend="emulator"'):
             cuda_device(0, 0)
-    assert drivers._bindings()
+    assert drivers.bindings()
 
 
 def test_an_old_driver_is_named(bindings, monkeypatch):
@@ -328,9 +383,15 @@ def test_the_names_that_are_used_exist():
     from cuda.bindings import driver
 
     own = {name for name in dir(Recorder) if name.startswith(("cu", "CU")) and not name.startswith("context")}
-    assert len(own) >= 17
+    assert len(own) >= 20
     assert all(hasattr(driver, name) for name in own)
-    for name in ("CUresult", "CUdevice_attribute", "CUfunction_attribute", "CUstreamCaptureStatus"):
+    for name in (
+        "CUresult",
+        "CUdevice_attribute",
+        "CUfunction_attribute",
+        "CUstreamCaptureStatus",
+        "CUstreamCaptureMode",
+    ):
         assert set(vars(getattr(Recorder, name))) <= set(dir(getattr(driver, name))), name
     assert core.Stream.from_handle(5) is not None
     assert core.ObjectCode.from_cubin

@@ -139,7 +139,7 @@ def test_without_a_gpu_the_capabilities_must_be_given(monkeypatch):
     def missing():
         raise BackendUnavailableError("no CUDA driver")
 
-    monkeypatch.setattr(driver, "_bindings", missing)
+    monkeypatch.setattr(driver, "bindings", missing)
     monkeypatch.setattr(driver, "_gpus", {})
     with pytest.raises(BackendUnavailableError, match="no CUDA driver"):
         pagedkv.warmup(4, 2, 64, 16, "float16", layout="vllm")

@@ -7,6 +7,7 @@ ATTENTION = "tests/cuda/plans/test_attention.py::"
 READ = "tests/bench/gpu/test_read.py::test_every_byte_is_read_once_and_added_up"
 GRID = "tests/kernels/split/test_split_plan.py::test_a_bound_leaves_few_thread_blocks_without_work"
 COPIES = "tests/cuda/test_copies.py::"
+GRAPHS = "tests/cuda/test_graphs.py::"
 OVERRIDES = "tests/cuda/compiler/test_numba_overrides.py::"
 
 MUTANTS = [
@@ -110,10 +111,53 @@ MUTANTS = [
         (COPIES + "test_pageable_memory_is_filled_when_the_call_returns",),
     ),
     Mutant(
+        "graphs and calls share workspaces",
+        "cuda/driver.py",
+        "else 0, gpu.is_captured(stream))",
+        "else 0, False)",
+        (GRAPHS + "test_torch_makes_graphed_callables", GRAPHS + "test_cupy_captures_on_the_stream_of_calls"),
+        ci=True,
+    ),
+    Mutant(
+        "what a graph may use is freed when it is outgrown",
+        "cuda/driver.py",
+        "if before[1] and not self._for_graphs:",
+        "if before[1]:",
+        (GRAPHS + "test_graphs_of_one_stream_share_workspaces_and_keep_those_that_were_outgrown",),
+    ),
+    Mutant(
+        "what a graph uses is released",
+        "cuda/driver.py",
+        " if name != _REPORT and not self._for_graphs]",
+        " if name != _REPORT]",
+        (GRAPHS + "test_graphs_of_one_stream_share_workspaces_and_keep_those_that_were_outgrown",),
+    ),
+    Mutant(
+        "a workspace is zeroed behind the host's back",
+        "cuda/gpu.py",
+        "        self.call(driver.cuStreamSynchronize, self._own_stream)\n",
+        "",
+        (GRAPHS + "test_torch_makes_graphed_callables",),
+    ),
+    Mutant(
+        "a capture forbids to allocate and to load",
+        "cuda/gpu.py",
+        "self.call(exchange, relaxed.CU_STREAM_CAPTURE_MODE_RELAXED)",
+        "self.call(exchange, relaxed.CU_STREAM_CAPTURE_MODE_RELAXED - 2)",
+        (GRAPHS + "test_torch_captures_on_a_stream_that_no_call_has_seen",),
+    ),
+    Mutant(
+        "a stream is asked about in a thread without a context",
+        "cuda/gpu.py",
+        "        if int(error) != 0:  #",
+        "        if stream == PER_THREAD_STREAM:  #",
+        ("tests/cuda/test_driver.py::test_a_thread_without_a_context_gets_none",),
+    ),
+    Mutant(
         "copies are captured",
         "cuda/driver.py",
-        '            self._gpu.refuse_capture(\n                self._handle, "copies',
-        '            str(\n                "copies',
+        "        if self._for_graphs:\n            raise",
+        "        if not self:\n            raise",
         ("tests/cuda/test_driver.py::test_copies_are_not_captured",),
     ),
     Mutant(

@@ -78,3 +78,12 @@ class GpuBackend(KernelBackend):
         """Wait for the GPUs, and raise the first bad entry that a kernel has skipped; see `pagedkv.raise_if_failed`."""
         driver.refuse_capture(current_streams(), "raise_if_failed waits for the GPU: call it after the replay")
         bad_entries.raise_if_failed(driver.cuda_devices())
+
+    def workspace_bytes(self) -> int:
+        """What `pagedkv.workspace_bytes` returns."""
+        return sum(device.num_bytes for device in driver.cuda_devices())
+
+    def release_workspaces(self) -> int:
+        """Free what no graph uses once the GPUs are done; see `pagedkv.release_workspaces`."""
+        driver.refuse_capture(current_streams(), "release_workspaces waits for the GPU: call it after the capture")
+        return sum(device.release() for device in driver.cuda_devices())

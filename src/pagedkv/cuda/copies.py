@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..arrays import Array
 
 if TYPE_CHECKING:
-    from .driver import Gpu
+    from .gpu import Gpu
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -19,7 +19,7 @@ FIRST_WITH_FP8 = (8, 9)
 
 
 class Device(Protocol):
-    """Memory and launches of one GPU and one stream, or of the emulator.
+    """Memory and launches of one GPU and one stream, or of the graphs captured there, or of the emulator.
 
     Attributes
     ----------
@@ -61,12 +61,7 @@ class Device(Protocol):
         """The address of a workspace of at least `nbytes` bytes, one for each name, 256-byte aligned.
 
         Zero when it is first allocated and each time it grows; other contents stay as the last kernel left them.
-        It belongs to this device and stream and only grows.
-
-        Raises
-        ------
-        RuntimeError
-            It would have to grow while the stream is being captured in a CUDA graph.
+        It belongs to this device and stream. Another call for the same name may free it, once the stream is done.
         """
         ...
 

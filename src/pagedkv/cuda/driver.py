@@ -1,44 +1,37 @@
-"""The CUDA driver as a Device: one for each GPU and stream.
+"""The CUDA driver as a Device: one for each GPU and stream, and one for the graphs that are captured there.
 
-Everything that touches the driver or cuda.core is here. A launch allocates nothing, waits for nothing and reads nothing
-back: the first call like it makes its kernel, launch configuration and workspaces, outside of stream capture.
+A launch allocates nothing, waits for nothing and reads nothing back: the first call like it makes its kernel, launch
+configuration and workspaces.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Array
-from ..errors import BackendUnavailableError
 from ..placement import Placement
-from . import INSTALL
 from .compiler.compile import Capability, CompiledKernel
 from .copies import Copies
+from .gpu import LEGACY_STREAM, PER_THREAD_STREAM, Gpu, bindings
 
-# The default stream is named by what it always is, not by 0, which an environment variable can redefine.
-LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
-FIRST_CAPABILITY = (8, 0)
 MOST_PREPARED = 1024
-_NO_GPU = 'or use backend="emulator" on host arrays'
-_BEFORE_CAPTURE = "make one call with the largest shapes on this stream before the capture"
+# A workspace with what nobody has been told yet.
+_REPORT = "report"
 
 _lock = threading.RLock()
 _gpus: dict[int, Gpu] = {}
-_devices: dict[tuple[int, int, int], CudaDevice] = {}
+_devices: dict[tuple[int, int, int, bool], CudaDevice] = {}
 
 
 def cuda_device(ordinal: int, stream: int) -> CudaDevice:
-    """The device of a GPU and a stream, always the same one.
+    """The device of a GPU and a stream, always the same one; another one while a graph is captured on the stream.
 
     Parameters
     ----------
@@ -52,14 +45,16 @@ def cuda_device(ordinal: int, stream: int) -> CudaDevice:
     BackendUnavailableError
         There is no CUDA driver, it is too old, there is no such GPU, it is too old, or cuda-core is not installed.
     """
+    stream = stream or LEGACY_STREAM
+    gpu = _gpus.get(ordinal) or _gpu(ordinal)
     # The per-thread stream is another one in each thread, and needs workspaces of its own.
-    key = (ordinal, stream or LEGACY_STREAM, threading.get_ident() if stream == PER_THREAD_STREAM else 0)
+    key = (ordinal, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0, gpu.is_captured(stream))
     device = _devices.get(key)
     if device is None:
         with _lock:
             device = _devices.get(key)
             if device is None:
-                device = _devices[key] = CudaDevice(_gpu(ordinal), key[1])
+                device = _devices[key] = CudaDevice(gpu, stream, for_graphs=key[-1])
     return device
 
 
@@ -117,166 +112,39 @@ def capabilities() -> list[Capability]:
 def _gpu(ordinal: int) -> Gpu:
     with _lock:
         if ordinal not in _gpus:
-            _gpus[ordinal] = Gpu(ordinal, *_bindings())
+            _gpus[ordinal] = Gpu(ordinal, *bindings())
         return _gpus[ordinal]
-
-
-@cache
-def _bindings() -> tuple[Any, Any]:
-    """cuda.bindings.driver, started, and cuda.core."""
-    try:
-        import cuda.bindings
-        import cuda.core as core
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"kernels are launched by cuda-core, which cannot be imported ({error}): {INSTALL}"
-        ) from error
-    major = int(cuda.bindings.__version__.split(".")[0])
-    wanted = f"the NVIDIA driver >= {525 if major == 12 else 580}"
-    try:
-        status, version = driver.cuDriverGetVersion()
-    except RuntimeError as error:
-        library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-        raise BackendUnavailableError(f"no CUDA driver ({library}) was found: install {wanted}, {_NO_GPU}") from error
-    if int(status) == 0 and version < 1000 * major:
-        raise BackendUnavailableError(
-            f"the CUDA driver is for CUDA {version // 1000}.{version % 1000 // 10}, and the CUDA {major} packages are "
-            f'installed: install {wanted}, or pip install "pagedkv[cu12]"'
-        )
-    (status,) = driver.cuInit(0)
-    if int(status) != 0:
-        raise BackendUnavailableError(
-            f"the CUDA driver finds no GPU that it can use ({status.name}): see what nvidia-smi and "
-            f"CUDA_VISIBLE_DEVICES say, {_NO_GPU}"
-        )
-    return driver, core
-
-
-class Gpu:
-    """What is the same for all streams of a GPU.
-
-    Attributes
-    ----------
-    driver, core : module
-        cuda.bindings.driver and cuda.core.
-    ordinal, count : int
-        Which GPU, of how many.
-    handle : CUdevice
-    capability : tuple of int
-    max_shared_bytes : int
-        What one block can have when it opts in.
-    """
-
-    def __init__(self, ordinal: int, driver: Any, core: Any) -> None:
-        self.driver, self.core, self.ordinal = driver, core, ordinal
-        self.count = int(self.call(driver.cuDeviceGetCount))
-        if ordinal >= self.count:
-            raise BackendUnavailableError(f"there is no GPU {ordinal}: the CUDA driver sees {self.count}")
-        self.handle = self.call(driver.cuDeviceGet, ordinal)
-        self.capability: Capability = (
-            self._attribute("COMPUTE_CAPABILITY_MAJOR"),
-            self._attribute("COMPUTE_CAPABILITY_MINOR"),
-        )
-        if self.capability < FIRST_CAPABILITY:
-            raise BackendUnavailableError(
-                f"GPU {ordinal} has compute capability {self.capability[0]}.{self.capability[1]}, and kernels need "
-                f'{FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} (Ampere) or newer: use backend="cpu" on host arrays'
-            )
-        self.max_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-        # Never forgotten: a captured CUDA graph, or a launch that has not run yet, may need any of them.
-        self._kernels: dict[CompiledKernel, Any] = {}
-        self._opted_in: dict[CompiledKernel, int] = {}
-
-    @cached_property
-    def context(self) -> Any:
-        """The primary context, which CuPy and torch use as well; made when it is first needed."""
-        return self.call(self.driver.cuDevicePrimaryCtxRetain, self.handle)
-
-    def call(self, function: Any, *args: Any) -> Any:
-        """What a function of the driver returns beside its error code.
-
-        Raises
-        ------
-        MemoryError
-            The device, or the host where memory is pinned, has no room.
-        RuntimeError
-            Any other error code.
-        """
-        error, *values = function(*args)
-        if int(error) != 0:
-            kind = MemoryError if error == self.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else RuntimeError
-            raise kind(f"{function.__name__} failed on GPU {self.ordinal}: {error.name}")
-        return values[0] if values else None
-
-    def _attribute(self, name: str) -> int:
-        attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(self.call(self.driver.cuDeviceGetAttribute, attribute, self.handle))
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make this GPU the thread's current one, and restore the one before at the end."""
-        self.call(self.driver.cuCtxPushCurrent, self.context)
-        try:
-            yield
-        finally:
-            self.call(self.driver.cuCtxPopCurrent)
-
-    def kernel(self, compiled: CompiledKernel, shared_bytes: int, stream: int) -> Any:
-        """The kernel, loaded and allowed as much dynamic shared memory; this GPU must be current."""
-        kernel = self._kernels.get(compiled)
-        if kernel is None:
-            self.refuse_capture(stream, f"kernel {compiled.name} has to be loaded: {_BEFORE_CAPTURE}")
-            code = self.core.ObjectCode.from_cubin(compiled.cubin, name=compiled.name)
-            kernel = self._kernels[compiled] = code.get_kernel(compiled.entry)
-        if shared_bytes > self._opted_in.get(compiled, 0):
-            attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self.call(self.driver.cuKernelSetAttribute, attribute, shared_bytes, kernel.handle, self.handle)
-            self._opted_in[compiled] = shared_bytes
-        return kernel
-
-    def refuse_capture(self, stream: int, reason: str) -> None:
-        """Raise RuntimeError if the stream is being captured."""
-        status = self.call(self.driver.cuStreamIsCapturing, stream)
-        if status != self.driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
-            raise RuntimeError(f"the stream is being captured by a CUDA graph, and {reason}")
-
-    def is_pinned(self, address: int) -> bool:
-        """True if memory of the host is known to the driver, so that the GPU copies to and from it by itself."""
-        attribute = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-        error, kind = self.driver.cuPointerGetAttribute(attribute, address)
-        return int(error) == 0 and int(kind) == int(self.driver.CUmemorytype.CU_MEMORYTYPE_HOST)
-
-    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """New pinned memory of the host, which is never given back; this GPU must be current."""
-        address = int(self.call(self.driver.cuMemHostAlloc, nbytes, self.driver.CU_MEMHOSTALLOC_PORTABLE))
-        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 class CudaDevice:
     """A GPU and a stream, as `cuda.device.Device` describes it.
 
-    Workspaces and pinned memory are never given back: a captured graph may still use them. Each is at least one and a
-    half times as large as the one before it.
+    A graph that was captured on the stream may be replayed on any other one, so graphs do not share workspaces with
+    calls. Those of graphs are never freed: nobody says when the last graph that uses them is gone.
 
     Parameters
     ----------
     gpu : Gpu
     stream : int
         Not 0.
+    for_graphs : bool
+        It launches what is captured on the stream, rather than what runs there at once.
 
     Attributes
     ----------
     lock : threading.RLock
         Held while a call launches: its launches share workspaces, so no other thread's may come between them.
+    num_bytes : int
+        What its workspaces take on the GPU, those included that have been outgrown and that a graph may still use.
     """
 
-    def __init__(self, gpu: Gpu, stream: int) -> None:
+    def __init__(self, gpu: Gpu, stream: int, *, for_graphs: bool = False) -> None:
         self.capability = gpu.capability
         self.max_shared_bytes = gpu.max_shared_bytes
         self.lineinfo = wants_lineinfo()
         self._gpu = gpu
         self._handle = stream
+        self._for_graphs = for_graphs
         self._stream = gpu.core.Stream.from_handle(stream)
         self._launch = gpu.core.launch
         self._current_context = gpu.driver.cuCtxGetCurrent
@@ -284,6 +152,7 @@ class CudaDevice:
         self._prepared: dict[tuple[CompiledKernel, tuple[int, int, int], int], tuple[Any, Any]] = {}
         self._workspaces: dict[str, tuple[int, int]] = {}
         self._copies = Copies(gpu, stream)
+        self.num_bytes = 0
         self.lock = threading.RLock()
 
     def address(self, name: str, array: Array) -> int:
@@ -295,42 +164,54 @@ class CudaDevice:
 
         Raises
         ------
-        RuntimeError
-            It would have to grow while the stream is being captured.
         MemoryError
             The GPU has no room for it.
         """
         held = self._workspaces.get(name)
         if held is None or held[1] < nbytes:
-            with _lock:
-                held = self._workspaces.get(name)
-                if held is None or held[1] < nbytes:
-                    held = self._workspaces[name] = self._allocate(name, nbytes, held[1] if held else 0)
+            held = self._grow(name, nbytes)
         return held[0]
 
-    def _allocate(self, name: str, nbytes: int, before: int) -> tuple[int, int]:
-        nbytes = _grown(nbytes, before)
-        with self._gpu.current():
-            reason = f"workspace {name} has to grow to {nbytes} bytes: {_BEFORE_CAPTURE}"
-            self._gpu.refuse_capture(self._handle, reason)
-            address = int(self._gpu.call(self._gpu.driver.cuMemAlloc, nbytes))
-            self._gpu.call(self._gpu.driver.cuMemsetD8Async, address, 0, nbytes, self._handle)
-        return address, nbytes
+    def _grow(self, name: str, nbytes: int) -> tuple[int, int]:
+        """At least one and a half times as large as before: growing is seldom, and waits for the GPU."""
+        before = self._workspaces.get(name, (0, 0))
+        nbytes = -(-max(nbytes, before[1] + before[1] // 2, 1) // 256) * 256
+        with self._gpu.relaxed():
+            held = self._workspaces[name] = self._gpu.allocate(nbytes), nbytes
+            self.num_bytes += nbytes
+            if before[1] and not self._for_graphs:
+                self._gpu.call(self._gpu.driver.cuStreamSynchronize, self._handle)
+                self._free(*before)
+        return held
+
+    def _free(self, address: int, nbytes: int) -> None:
+        self._gpu.call(self._gpu.driver.cuMemFree, address)
+        self.num_bytes -= nbytes
+
+    def release(self) -> int:
+        """Free the workspaces that no graph uses once all work of the GPU is done, and say how many bytes they were.
+
+        Bad entries that have not been raised stay.
+        """
+        with self.lock, self._gpu.relaxed():
+            before = self.num_bytes
+            names = [name for name in self._workspaces if name != _REPORT and not self._for_graphs]
+            if names:
+                # Of the whole GPU: the stream may have been destroyed since.
+                self._gpu.call(self._gpu.driver.cuCtxSynchronize)
+            for name in names:
+                self._free(*self._workspaces.pop(name))
+            return before - self.num_bytes
 
     def launch(
         self, kernel: CompiledKernel, grid: tuple[int, int, int], args: Sequence[int | float], shared_bytes: int = 0
     ) -> None:
-        """Start a kernel on the stream; see `Device`.
-
-        Raises
-        ------
-        RuntimeError
-            The kernel's first launch, while the stream is being captured.
-        """
+        """Start a kernel on the stream; see `Device`."""
         prepared = self._prepared.get((kernel, grid, shared_bytes))
         if prepared is None:
-            prepared = self._prepare(kernel, grid, shared_bytes)
-        if int(self._current_context()[1]) == self._context:
+            with self._gpu.relaxed():  # around the launch too: only with it the driver may load the kernel's code
+                self._launch(self._stream, *self._prepare(kernel, grid, shared_bytes), *args)
+        elif int(self._current_context()[1]) == self._context:
             self._launch(self._stream, *prepared, *args)
         else:
             with self._gpu.current():
@@ -338,8 +219,8 @@ class CudaDevice:
 
     def _prepare(self, kernel: CompiledKernel, grid: tuple[int, int, int], shared_bytes: int) -> tuple[Any, Any]:
         config = self._gpu.core.LaunchConfig(grid=grid, block=kernel.num_threads, shmem_size=shared_bytes)
-        with _lock, self._gpu.current():
-            prepared = config, self._gpu.kernel(kernel, shared_bytes, self._handle)
+        with _lock:
+            prepared = config, self._gpu.kernel(kernel, shared_bytes)
             if len(self._prepared) >= MOST_PREPARED:
                 self._prepared.clear()
             self._prepared[kernel, grid, shared_bytes] = prepared
@@ -371,10 +252,12 @@ class CudaDevice:
 
     @contextmanager
     def _copying(self) -> Iterator[Copies]:
-        with self._gpu.current():
-            self._gpu.refuse_capture(
-                self._handle, "copies between host and device are not for a replay: make them before the capture"
+        if self._for_graphs:
+            raise RuntimeError(
+                "the stream is being captured by a CUDA graph, and copies between host and device are not for a "
+                "replay: make them before the capture"
             )
+        with self._gpu.relaxed():
             yield self._copies
 
     def take(self, name: str) -> npt.NDArray[np.uint8] | None:
@@ -391,7 +274,3 @@ class CudaDevice:
                 self._gpu.call(self._gpu.driver.cuMemsetD8, held[0], 0, held[1])
                 self._gpu.call(self._gpu.driver.cuCtxSynchronize)
         return content
-
-
-def _grown(nbytes: int, before: int) -> int:
-    return -(-max(nbytes, before + before // 2, 1) // 256) * 256

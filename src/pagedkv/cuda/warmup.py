@@ -12,6 +12,7 @@ from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, WriteCall
 from ..validation import require
 from . import driver
 from .compiler.compile import Capability, CompiledKernel
+from .gpu import FIRST_CAPABILITY
 from .plans.attention import decode_attention
 from .plans.blocks import copy_blocks, gather_kv, write_kv
 from .plans.merge import merge_states
@@ -92,7 +93,7 @@ def _pairs(capabilities: Any) -> list[Capability]:
     pairs = list(capabilities) if isinstance(capabilities, (list, tuple)) else []
     if not pairs or not all(isinstance(x, (list, tuple)) and len(x) == 2 for x in pairs):
         raise TypeError(f"capabilities must be a sequence of (major, minor), such as [(9, 0)], got {capabilities!r}")
-    first = driver.FIRST_CAPABILITY
+    first = FIRST_CAPABILITY
     asked = [(require.integer("capabilities", x), require.integer("capabilities", y)) for x, y in pairs]
     for pair in asked:
         if pair < first or pair[1] < 0:

@@ -1,0 +1,191 @@
+"""A GPU under the CUDA driver: what is the same for all of its streams."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import BackendUnavailableError
+from . import INSTALL
+from .compiler.compile import Capability, CompiledKernel
+
+# The default stream is named by what it always is, not by 0, which an environment variable can redefine.
+LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
+FIRST_CAPABILITY = (8, 0)
+_NO_GPU = 'or use backend="emulator" on host arrays'
+
+
+@cache
+def bindings() -> tuple[Any, Any]:
+    """cuda.bindings.driver, started, and cuda.core."""
+    try:
+        import cuda.bindings
+        import cuda.core as core
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"kernels are launched by cuda-core, which cannot be imported ({error}): {INSTALL}"
+        ) from error
+    major = int(cuda.bindings.__version__.split(".")[0])
+    wanted = f"the NVIDIA driver >= {525 if major == 12 else 580}"
+    try:
+        status, version = driver.cuDriverGetVersion()
+    except RuntimeError as error:
+        library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+        raise BackendUnavailableError(f"no CUDA driver ({library}) was found: install {wanted}, {_NO_GPU}") from error
+    if int(status) == 0 and version < 1000 * major:
+        raise BackendUnavailableError(
+            f"the CUDA driver is for CUDA {version // 1000}.{version % 1000 // 10}, and the CUDA {major} packages are "
+            f'installed: install {wanted}, or pip install "pagedkv[cu12]"'
+        )
+    (status,) = driver.cuInit(0)
+    if int(status) != 0:
+        raise BackendUnavailableError(
+            f"the CUDA driver finds no GPU that it can use ({status.name}): see what nvidia-smi and "
+            f"CUDA_VISIBLE_DEVICES say, {_NO_GPU}"
+        )
+    return driver, core
+
+
+class Gpu:
+    """What is the same for all streams of a GPU.
+
+    Attributes
+    ----------
+    driver, core : module
+        cuda.bindings.driver and cuda.core.
+    ordinal, count : int
+        Which GPU, of how many.
+    handle : CUdevice
+    capability : tuple of int
+    max_shared_bytes : int
+        What one block can have when it opts in.
+    """
+
+    def __init__(self, ordinal: int, driver: Any, core: Any) -> None:
+        self.driver, self.core, self.ordinal = driver, core, ordinal
+        self.count = int(self.call(driver.cuDeviceGetCount))
+        if ordinal >= self.count:
+            raise BackendUnavailableError(f"there is no GPU {ordinal}: the CUDA driver sees {self.count}")
+        self.handle = self.call(driver.cuDeviceGet, ordinal)
+        self.capability: Capability = (
+            self._attribute("COMPUTE_CAPABILITY_MAJOR"),
+            self._attribute("COMPUTE_CAPABILITY_MINOR"),
+        )
+        if self.capability < FIRST_CAPABILITY:
+            raise BackendUnavailableError(
+                f"GPU {ordinal} has compute capability {self.capability[0]}.{self.capability[1]}, and kernels need "
+                f'{FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} (Ampere) or newer: use backend="cpu" on host arrays'
+            )
+        self.max_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        # Never forgotten: a captured CUDA graph, or a launch that has not run yet, may need any of them.
+        self._kernels: dict[CompiledKernel, Any] = {}
+        self._opted_in: dict[CompiledKernel, int] = {}
+
+    @cached_property
+    def context(self) -> Any:
+        """The primary context, which CuPy and torch use as well; made when it is first needed."""
+        return self.call(self.driver.cuDevicePrimaryCtxRetain, self.handle)
+
+    def call(self, function: Any, *args: Any) -> Any:
+        """What a function of the driver returns beside its error code.
+
+        Raises
+        ------
+        MemoryError
+            The device, or the host where memory is pinned, has no room.
+        RuntimeError
+            Any other error code.
+        """
+        error, *values = function(*args)
+        if int(error) != 0:
+            kind = MemoryError if error == self.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else RuntimeError
+            raise kind(f"{function.__name__} failed on GPU {self.ordinal}: {error.name}")
+        return values[0] if values else None
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call(self.driver.cuDeviceGetAttribute, attribute, self.handle))
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this GPU the thread's current one, and restore the one before at the end."""
+        self.call(self.driver.cuCtxPushCurrent, self.context)
+        try:
+            yield
+        finally:
+            self.call(self.driver.cuCtxPopCurrent)
+
+    @contextmanager
+    def relaxed(self) -> Iterator[None]:
+        """`current`, with memory and code to be had although this or another thread captures a graph.
+
+        None of that becomes part of the graph. What its replays need has to stay.
+        """
+        driver = self.driver
+        exchange, relaxed = driver.cuThreadExchangeStreamCaptureMode, driver.CUstreamCaptureMode
+        with self.current():
+            mode = self.call(exchange, relaxed.CU_STREAM_CAPTURE_MODE_RELAXED)
+            try:
+                yield
+            finally:
+                self.call(exchange, mode)
+
+    def kernel(self, compiled: CompiledKernel, shared_bytes: int) -> Any:
+        """The kernel, loaded and allowed as much dynamic shared memory; in `relaxed`."""
+        kernel = self._kernels.get(compiled)
+        if kernel is None:
+            code = self.core.ObjectCode.from_cubin(compiled.cubin, name=compiled.name)
+            kernel = self._kernels[compiled] = code.get_kernel(compiled.entry)
+        if shared_bytes > self._opted_in.get(compiled, 0):
+            attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self.call(self.driver.cuKernelSetAttribute, attribute, shared_bytes, kernel.handle, self.handle)
+            self._opted_in[compiled] = shared_bytes
+        return kernel
+
+    def is_captured(self, stream: int) -> bool:
+        """True if a graph is being captured on the stream, which is not 0; any GPU may be current, or none."""
+        if stream == LEGACY_STREAM:  # cannot be captured; to ask is an error while a stream that waits for it is
+            return False
+        is_capturing = self.driver.cuStreamIsCapturing
+        error, status = is_capturing(stream) if stream != PER_THREAD_STREAM else (1, None)
+        if int(error) != 0:  # it takes a current context, and the per-thread stream is one of that context
+            with self.current():
+                status = self.call(is_capturing, stream)
+        return bool(status != self.driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def refuse_capture(self, stream: int, reason: str) -> None:
+        """Raise RuntimeError if a graph is being captured on the stream."""
+        if self.is_captured(stream):
+            raise RuntimeError(f"the stream is being captured by a CUDA graph, and {reason}")
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of new memory, which is zero already; in `relaxed`."""
+        driver = self.driver
+        address = int(self.call(driver.cuMemAlloc, nbytes))
+        # On the caller's stream it could become part of a graph, to be zeroed again by each replay.
+        self.call(driver.cuMemsetD8Async, address, 0, nbytes, self._own_stream)
+        self.call(driver.cuStreamSynchronize, self._own_stream)
+        return address
+
+    @cached_property
+    def _own_stream(self) -> int:
+        return int(self.call(self.driver.cuStreamCreate, int(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+    def is_pinned(self, address: int) -> bool:
+        """True if memory of the host is known to the driver, so that the GPU copies to and from it by itself."""
+        attribute = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        error, kind = self.driver.cuPointerGetAttribute(attribute, address)
+        return int(error) == 0 and int(kind) == int(self.driver.CUmemorytype.CU_MEMORYTYPE_HOST)
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """New pinned memory of the host, which is never given back; this GPU must be current."""
+        address = int(self.call(self.driver.cuMemHostAlloc, nbytes, self.driver.CU_MEMHOSTALLOC_PORTABLE))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
