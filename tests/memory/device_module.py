@@ -1,6 +1,6 @@
-"""A device without a GPU, for tables that are mirrored to one."""
+"""Devices without a GPU, for tables that are mirrored to one."""
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
@@ -12,6 +12,9 @@ class DeviceModule(ModuleType):
         super().__init__("cupy")
         self.copied = 0
         self.current = []
+        self.is_capturing = False
+        stream = SimpleNamespace(is_capturing=lambda: self.is_capturing)
+        self.cuda = SimpleNamespace(get_current_stream=lambda: stream)
 
     class Array(np.ndarray):
         """Takes nothing that was not copied to the device before."""
@@ -50,3 +53,91 @@ class _Device:
 
     def __exit__(self, *error):
         self.module.current.pop()
+
+
+class TorchModule(ModuleType):
+    """A module like torch with CUDA: what it is asked to do is done when somebody calls `synchronize`.
+
+    Attributes
+    ----------
+    num_waits : int
+        How often a call has waited for the device, as copies of pageable memory do.
+    """
+
+    float32 = "float32"
+    int32 = "int32"
+
+    def __init__(self):
+        super().__init__("torch")
+        self.num_waits, self.is_capturing, self._queue = 0, False, []
+        self.cuda = SimpleNamespace(is_current_stream_capturing=lambda: self.is_capturing)
+
+    def run(self, work):
+        self._queue.append(work)
+
+    def synchronize(self):
+        for work in self._queue:
+            work()
+        self._queue.clear()
+
+    def wait(self):
+        self.num_waits += 1
+        self.synchronize()
+
+    def empty(self, size, *, device=None):
+        return Tensor(self, np.empty(size), SimpleNamespace(type="cuda"))
+
+    def zeros(self, shape, *, dtype, device):
+        return Tensor(self, np.zeros(shape, dtype), device)
+
+    def asarray(self, x, *, device):
+        return HostTensor(self, x).to(device)
+
+    def from_numpy(self, x):
+        return HostTensor(self, x)
+
+
+class HostTensor:
+    """A tensor on the host, in memory that is pinned or not."""
+
+    def __init__(self, torch, x, *, is_pinned=False):
+        self.torch, self.x, self.is_pinned = torch, x, is_pinned
+
+    def pin_memory(self):
+        return HostTensor(self.torch, self.x.copy(), is_pinned=True)
+
+    def to(self, device, *, non_blocking=False):
+        """As torch does it: a copy that may not block does not, but the driver waits for pageable memory anyhow."""
+        sent = Tensor(self.torch, np.empty_like(self.x), device)
+        self.torch.run(lambda: np.copyto(sent.x, self.x))
+        if not (non_blocking and self.is_pinned):
+            self.torch.wait()
+        return sent
+
+
+class Tensor:
+    """A tensor on the device; x is what it is once everything has been done."""
+
+    def __init__(self, torch, x, device):
+        self.torch, self.x, self.device = torch, x, device
+
+    def __getitem__(self, index):
+        if isinstance(index, Tensor):
+            taken = Tensor(self.torch, np.empty((len(index.x), *self.x.shape[1:]), self.x.dtype), self.device)
+            self.torch.run(lambda: np.copyto(taken.x, self.x[index.x]))
+            return taken
+        return Tensor(self.torch, self.x[index], self.device)
+
+    def __setitem__(self, index, value):
+        def store():
+            self.x[index.x if isinstance(index, Tensor) else index] = value.x
+
+        self.torch.run(store)
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self.x)))
+
+    def clone(self):
+        copy = Tensor(self.torch, np.empty_like(self.x), self.device)
+        self.torch.run(lambda: np.copyto(copy.x, self.x))
+        return copy

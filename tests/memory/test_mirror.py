@@ -12,7 +12,7 @@ from pagedkv.memory import PagedKVCache
 from pagedkv.memory.arrays import Arrays
 from pagedkv.memory.mirror import Mirror
 
-from .device_module import DeviceModule
+from .device_module import DeviceModule, TorchModule
 from .manager import fails_after
 
 INT32 = np.dtype(np.int32)
@@ -158,6 +158,51 @@ def test_copies_of_shared_blocks_on_a_device(cupy):
     cache.fork(seq)
     cache.append(seq)
     assert (cache.k_caches[1].view(np.ndarray)[2] == 7).all()
+
+
+@pytest.fixture
+def cuda_torch(monkeypatch):
+    module = TorchModule()
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module
+
+
+def test_no_step_waits_for_the_device_of_torch(cuda_torch):
+    """And what arrives is what was there at the call, in the order of the calls."""
+    cache = PagedKVCache(2, 64, 4, 1, 8, array_module="torch", device="cuda", max_seqs=8, max_seq_len=64)
+    seqs = [cache.add(n).seq for n in (5, 16, 30, 4, 1)]
+    arrived, expected = [], []
+    for step in range(12):
+        if step == 5:
+            seqs += cache.fork(seqs[0])  # of 10 tokens: the next append copies a block
+        slots = cache.append(seqs)
+        batch = cache.batch(seqs)
+        arrived += [slots, batch.block_tables.clone(), batch.seq_lens.clone()]
+        tables, lens = cache.table.block_tables(seqs), cache.table.seq_lens(seqs)
+        last = lens - 1
+        expected += [tables[np.arange(len(seqs)), last // 4] * 4 + last % 4, tables, lens]
+    assert cuda_torch.num_waits == 0
+    cuda_torch.synchronize()
+    for got, wanted in zip(arrived, expected, strict=True):
+        np.testing.assert_array_equal(got.x, wanted)
+
+
+@pytest.mark.parametrize("name", ["torch", "cupy"])
+def test_nothing_is_sent_in_a_capture(cupy, cuda_torch, name):
+    """Replays would send again whatever is in the pinned memory by then."""
+    cache = PagedKVCache(1, 8, 4, 1, 8, array_module=name, max_seqs=4)
+    seq = cache.add(6).seq
+    twin = cache.fork(seq)[0]
+    module = cuda_torch if name == "torch" else cupy
+    module.is_capturing = True
+    for call in (lambda: cache.append(twin), lambda: cache.slots(seq, 0, 3), lambda: cache.batch(seq)):
+        with pytest.raises(RuntimeError, match=r"captured by a CUDA graph, .* ask for them before the capture"):
+            call()
+    assert cache.table.seq_lens([seq, twin]).tolist() == [6, 6]
+    module.is_capturing = False
+    cache.batch(seq)
+    module.is_capturing = True
+    cache.batch(seq)  # nothing has changed, so there is nothing to send
 
 
 def test_a_batch_in_the_middle_of_another_one_is_refused(cupy, monkeypatch):

@@ -11,6 +11,20 @@ CACHE = ("tests/memory/test_cache.py",)
 
 MUTANTS = [
     Mutant(
+        "a step waits for the GPU",
+        "memory/arrays.py",
+        ".pin_memory().to(",
+        ".to(",
+        ("tests/memory/test_mirror.py::test_no_step_waits_for_the_device_of_torch",),
+    ),
+    Mutant(
+        "tables are sent in a capture",
+        "memory/arrays.py",
+        "        if self._is_capturing():",
+        "        if not self:",
+        ("tests/memory/test_mirror.py::test_nothing_is_sent_in_a_capture",),
+    ),
+    Mutant(
         "retain counts a block that is named twice once",
         "memory/pool.py",
         "self._refs[blocks] + times * counts[last]",

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 
 class Arrays:
@@ -43,6 +44,7 @@ class Arrays:
         else:
             self._device = self._module.empty(0).device if name == "cupy" else nullcontext()
             self.on_device = name == "cupy"
+        self._on_cuda = self._is_torch and bool(self._device.type == "cuda")
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """A new array of zeros."""
@@ -51,9 +53,34 @@ class Arrays:
         with self._device:
             return self._module.zeros(shape, dtype=dtype)
 
-    def asarray(self, x: Any) -> Any:
-        """A NumPy array as an array of the module, sharing memory where possible."""
+    def asarray(self, x: npt.NDArray[Any]) -> Any:
+        """A NumPy array as an array of the module, sharing memory where possible.
+
+        A copy to a GPU goes through pinned memory, in stream order: the host does not wait, and may change `x` at once.
+
+        Raises
+        ------
+        RuntimeError
+            The current stream is being captured in a CUDA graph: every replay would copy what is in the pinned memory
+            by then.
+        """
+        if self._is_capturing():
+            raise RuntimeError(
+                "the current stream is being captured by a CUDA graph, and tables and slots come from the host: "
+                "ask for them before the capture"
+            )
+        if self._on_cuda:
+            # torch's allocator gives this pinned memory to nobody else before the copy is done; CuPy does all of it.
+            return self._module.from_numpy(x).pin_memory().to(self._device, non_blocking=True)
         if self._is_torch:
             return self._module.asarray(x, device=self._device)
         with self._device:
             return self._module.asarray(x)
+
+    def _is_capturing(self) -> bool:
+        if self._on_cuda:
+            return bool(self._module.cuda.is_current_stream_capturing())
+        if self.on_device and not self._is_torch:
+            with self._device:
+                return bool(self._module.cuda.get_current_stream().is_capturing())
+        return False

@@ -201,6 +201,8 @@ class PagedKVCache(Guarded):
             Too few blocks are free.
         KeyError
             A sequence that was freed or never was.
+        RuntimeError
+            On a device, while the current stream is being captured in a CUDA graph.
         """
         appended, writes = self.table._plan_append(seqs, n)
         if len(appended.copies):
@@ -241,7 +243,8 @@ class PagedKVCache(Guarded):
         KeyError
             A sequence that was freed or never was.
         RuntimeError
-            On a device, in the middle of another call of the same thread.
+            On a device, in the middle of another call of the same thread; something has to be sent there while the
+            current stream is being captured in a CUDA graph.
         """
         if self._mirrors is not None:
             return self._mirrored_batch(seqs)
