@@ -161,6 +161,13 @@ MUTANTS = [
         ("tests/cuda/test_driver.py::test_copies_are_not_captured",),
     ),
     Mutant(
+        "PTX is for a linker as new as the compiler",
+        "cuda/compiler/compile.py",
+        "    ptx = with_lowest_version(ptx, capability)\n",
+        "",
+        ("tests/cuda/compiler/test_compile.py::test_a_kernel_says_what_it_is",),
+    ),
+    Mutant(
         "an operator has the type that it had for other scalars",
         "cuda/compiler/numba_overrides.py",
         "key = function, tuple(args)",

@@ -74,7 +74,7 @@ def test_a_kernel_says_what_it_is():
     assert kernel.capability == (8, 0)
     assert "scale[factor=3" in repr(kernel)
     assert kernel.ptx.count(".visible .entry pagedkv_scale(") == 1
-    assert ".target sm_80" in kernel.ptx
+    assert ".version 8.0\n.target sm_80\n" in kernel.ptx
     assert ".maxntid 64" in kernel.ptx
     assert "NumbaEnv" not in kernel.ptx
     assert compile_kernel(make_scale, TupleConfig(3)).name == "scale[factor=3]"

@@ -5,7 +5,7 @@ import pytest
 from pagedkv.cuda.compiler import link as linking
 from pagedkv.cuda.compiler.link import link, load_or_link
 from pagedkv.cuda.compiler.occupancy import occupancy
-from pagedkv.cuda.compiler.ptx import global_loads
+from pagedkv.cuda.compiler.ptx import global_loads, with_lowest_version
 from pagedkv.errors import BackendUnavailableError
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
@@ -107,6 +107,41 @@ def test_a_call_of_an_external_function_is_refused(result):
         link(UNKNOWN.replace("nobody()", f"{result}nobody()"), (9, 0))
 
 
+def test_a_driver_of_another_major_version_links_nothing(monkeypatch):
+    """cuda.core would take its linker, which refuses options of ptxas and may be older than the PTX."""
+    import cuda.core
+
+    def refused(*args, **options):
+        raise ValueError("ptxas_options option is not supported by the driver API")
+
+    monkeypatch.setattr(cuda.core, "Linker", refused)
+    assert link(SMALL, (9, 0)).resources().shared_bytes == 256
+
+
+def test_the_message_has_the_reason_of_ptxas():
+    with pytest.raises(BackendUnavailableError, match=r"If torch was imported before(.|\n)*Unsupported \.version 99"):
+        link(SMALL.replace(".version 8.0", ".version 99.0"), (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("capability", "before", "after"),
+    [
+        ((8, 0), "9.5", "8.0"),
+        ((8, 9), "9.5", "8.1"),
+        ((9, 0), "9.5", "8.0"),
+        ((10, 0), "9.5", "8.6"),
+        ((10, 3), "9.5", "8.8"),
+        ((12, 0), "9.5", "8.7"),
+        ((12, 0), "10.0", "8.7"),
+        ((9, 0), "7.8", "7.8"),
+        ((13, 0), "9.9", "9.9"),
+    ],
+)
+def test_ptx_names_the_lowest_version_that_it_needs(capability, before, after):
+    module = f"// .version 1.0\n.version {before}\n.target sm_90 // .version 9.5\n"
+    assert with_lowest_version(module, capability) == module.replace(f"\n.version {before}", f"\n.version {after}")
+
+
 def test_without_nvjitlink_the_message_says_what_to_install(monkeypatch):
     from cuda.bindings import nvjitlink
 
@@ -133,10 +168,14 @@ def test_machine_code_is_kept(monkeypatch, tmp_path):
         patch.setattr(linking, "SOURCE", b"another version of the code that links")
         load_or_link(SMALL, (9, 0))
     assert len(calls) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr("cuda.bindings.nvjitlink.version", lambda: (13, 0))  # torch has loaded another one
+        load_or_link(SMALL, (9, 0))
+    assert len(calls) == 5
     for path in (tmp_path / "cuda").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     assert load_or_link(SMALL, (9, 0)).resources() == first.resources()
-    assert len(calls) == 5
+    assert len(calls) == 6
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\ncubin", b"[]\ncubin", b"\xff\ncubin", b"{"])

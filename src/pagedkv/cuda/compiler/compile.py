@@ -27,7 +27,7 @@ from ...score_mod import can_raise, refusal
 from .. import INSTALL
 from .link import Linked, load_or_link
 from .numba_overrides import overridden
-from .ptx import Capability, external_functions, returns_0, versions
+from .ptx import Capability, external_functions, returns_0, versions, with_lowest_version
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -200,6 +200,7 @@ def _make_ptx(
         lineinfo=lineinfo,
         launch_bounds=(source.num_threads, source.min_blocks),
     )
+    ptx = with_lowest_version(ptx, capability)
     return _tidy(ptx, entry, _shared_arrays(source.function)), source.num_threads
 
 

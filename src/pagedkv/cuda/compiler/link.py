@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,8 @@ class Linked:
 def load_or_link(ptx: str, capability: Capability) -> Linked:
     """The machine code of a PTX module: from disk, or linked now and kept."""
     store = Store(cache_dir("cuda"), SUFFIX)
-    key = repr((capability, versions())).encode() + SOURCE + ptx.encode()
+    _, version = _nvjitlink()
+    key = repr((capability, version, versions())).encode() + SOURCE + ptx.encode()
     with suppress(ValueError, TypeError, KeyError):
         header, cubin = (store.load(key) or b"").split(b"\n", 1)
         return Linked(capability, cubin, json.loads(header)["log"])
@@ -100,26 +102,55 @@ def link(ptx: str, capability: Capability) -> Linked:
     """
     if external := external_functions(ptx):
         raise ValueError(f"ptx must have all functions that it calls, got calls of {', '.join(external)}")
+    nvjitlink, version = _nvjitlink()
+    arch, code = f"sm_{capability[0]}{capability[1]}", ptx.encode()
+    options = [f"-arch={arch}", "-Xptxas=-v"]
+    handle = None
+    try:
+        handle = nvjitlink.create(len(options), options)
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, code, len(code), "ptx")
+        nvjitlink.complete(handle)
+        cubin = _filled(handle, nvjitlink.get_linked_cubin_size, nvjitlink.get_linked_cubin)
+        log = _filled(handle, nvjitlink.get_info_log_size, nvjitlink.get_info_log)
+        return Linked(capability, cubin, _text(log))
+    except nvjitlink.nvJitLinkError as error:
+        log = _filled(handle, nvjitlink.get_error_log_size, nvjitlink.get_error_log) if handle else b""
+        raise BackendUnavailableError(
+            f"nvJitLink {version} cannot make code for {arch}, update it with: {INSTALL}. If torch was imported "
+            f"before, it is torch's: update torch, or call pagedkv.warmup before you import torch "
+            f"({error}: {_text(log).strip()})"
+        ) from error
+    finally:
+        if handle:
+            nvjitlink.destroy(handle)
+
+
+def _nvjitlink() -> tuple[Any, str]:
+    """cuda.bindings.nvjitlink, and the version of the library: of the one that torch has loaded, if it has.
+
+    cuda.core's Linker takes the driver's linker instead where the driver is of another major version, which the code
+    of the extra cu12 meets often; that one may be older than the PTX, and has no log of the resources.
+    """
     try:
         from cuda.bindings import nvjitlink
-        from cuda.core import Linker, LinkerOptions, ObjectCode
 
-        version = ".".join(map(str, nvjitlink.version()))
+        return nvjitlink, ".".join(map(str, nvjitlink.version()))
     except (ImportError, RuntimeError) as error:
-        # Without nvJitLink cuda.core would warn and fall back to the driver, which may be older than the PTX.
         reason = str(error).split("\n", 1)[0]  # what follows lists folders
         raise BackendUnavailableError(
             f"CUDA kernels are linked by nvJitLink, which is missing or does not work ({reason}): {INSTALL}"
         ) from error
-    arch = f"sm_{capability[0]}{capability[1]}"
-    try:
-        code: Any = ObjectCode.from_ptx(ptx.encode())
-        linker = Linker(code, options=LinkerOptions(arch=arch, ptxas_options=["-v"]))
-        return Linked(capability, bytes(linker.link("cubin").code), linker.get_info_log().rstrip("\0"))
-    except nvjitlink.nvJitLinkError as error:
-        raise BackendUnavailableError(
-            f"nvJitLink {version} cannot make code for {arch}, update it with: {INSTALL} ({error})"
-        ) from error
+
+
+def _filled(handle: int, size_of: Callable[[int], int], fill: Callable[[int, bytearray], None]) -> bytes:
+    buffer = bytearray(size_of(handle))
+    if buffer:
+        fill(handle, buffer)
+    return bytes(buffer)
+
+
+def _text(log: bytes) -> str:
+    return log.decode(errors="backslashreplace").rstrip("\0")
 
 
 def _sections(elf: bytes) -> dict[str, int]:

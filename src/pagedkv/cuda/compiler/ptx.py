@@ -30,6 +30,30 @@ def versions() -> tuple[str | None, ...]:
     return sys.version, *map(version, TOOLS)
 
 
+# The lowest versions of the PTX ISA that the targets and what kernels use on them need: that of CUDA 12.0 up to 9.0;
+# 8.1 for the conversions of fp8 on 8.9. PTX ISA, .target and release notes.
+_FROM_CUDA_12 = (8, 0)
+_LOWEST_VERSIONS = {
+    **{(8, 8): (9, 0), (8, 9): (8, 1), (10, 0): (8, 6), (10, 1): (8, 6), (10, 3): (8, 8)},
+    **{(11, 0): (9, 0), (12, 0): (8, 7), (12, 1): (8, 8)},
+}
+
+
+def with_lowest_version(ptx: str, capability: Capability) -> str:
+    """The PTX module under the lowest version of the PTX ISA that it needs.
+
+    NVVM writes the newest that it knows, which an older linker refuses, such as one that torch has loaded.
+    """
+    lowest = _LOWEST_VERSIONS.get(capability, _FROM_CUDA_12 if capability <= (9, 0) else None)
+
+    def version(match: re.Match[str]) -> str:
+        own = int(match[1]), int(match[2])
+        major, minor = own if lowest is None else min(own, lowest)
+        return f".version {major}.{minor}"
+
+    return re.sub(r"^\.version (\d+)\.(\d+)", version, ptx, count=1, flags=re.MULTILINE)
+
+
 # What the driver brings to every module: CUDA C++ Programming Guide, formatted output, assertion, dynamic allocation.
 SYSTEM_CALLS = ("vprintf", "__assertfail", "malloc", "free")
 
