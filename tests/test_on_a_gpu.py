@@ -1,6 +1,7 @@
 """The public operations on CuPy and torch arrays; on NumPy's, in the emulator, to see that these tests are right."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,6 +161,65 @@ def test_a_bad_entry_is_raised_when_it_is_asked_for(gpu_framework):
     with pytest.raises(IndexError, match="got 1000000 for sequence 2, column 7"):
         pagedkv.raise_if_failed()
     pagedkv.raise_if_failed()
+
+
+def in_a_thread(call):
+    """What the call returns in a thread that has called nothing of CUDA yet."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(call).result()
+
+
+def test_a_bad_entry_is_raised_in_another_thread(gpu_framework):
+    problem = build(SPECS[0])
+    problem.block_tables[2, 7] = 10**6
+    args, options = [gpu_framework.send(x) for x in problem.args], sent(gpu_framework, problem.options)
+    pagedkv.decode_attention(*args, **options, check=True)
+    with pytest.raises(IndexError, match="got 1000000 for sequence 2, column 7"):
+        in_a_thread(pagedkv.raise_if_failed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stream", ["null", "ptds"])
+def test_default_streams_in_another_thread(stream):
+    cupy, problem = pytest.importorskip("cupy"), build(SPECS[0])
+
+    def decode():
+        with getattr(cupy.cuda.Stream, stream):
+            args, options = [cupy.asarray(x) for x in problem.args], sent(cupy_frame(), problem.options)
+            out, lse = pagedkv.decode_attention(*args, **options, kernel="v2", return_lse=True)
+            return cupy.asnumpy(out), cupy.asnumpy(lse)
+
+    assert_close(problem, *in_a_thread(decode))
+
+
+def test_workspaces_are_made_anew_once_they_are_released(gpu_framework):
+    problem = build(SPECS[0])
+    args, options = [gpu_framework.send(x) for x in problem.args], sent(gpu_framework, problem.options)
+    for _ in range(2):
+        out, lse = pagedkv.decode_attention(*args, **options, kernel="v2", return_lse=True)
+        assert_close(problem, gpu_framework.fetch(out), gpu_framework.fetch(lse))
+        held = pagedkv.workspace_bytes()
+        released = pagedkv.release_workspaces()
+        assert 0 < released <= held
+        assert pagedkv.workspace_bytes() == held - released
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_device_of_torch():
+    cache = pagedkv.PagedKVCache(1, 64, 4, 1, 8, array_module=torch, device="cuda", max_seqs=8, max_seq_len=64)
+    seqs = [cache.add(n).seq for n in (5, 16, 30, 4)]
+    arrived, expected = [], []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(20):
+            cache.append(seqs)
+            batch = cache.batch(seqs)
+            arrived += [batch.block_tables.clone(), batch.seq_lens.clone()]
+            expected += [cache.table.block_tables(seqs), cache.table.seq_lens(seqs)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for got, wanted in zip(arrived, expected, strict=True):
+        np.testing.assert_array_equal(got.cpu().numpy(), wanted)
 
 
 def capture(framework, call, num_warmups):

@@ -85,6 +85,9 @@ class Gpu:
                 f'{FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} (Ampere) or newer: use backend="cpu" on host arrays'
             )
         self.max_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        # Each call asks.
+        self._is_capturing = driver.cuStreamIsCapturing
+        self._not_captured = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         # Never forgotten: a captured CUDA graph, or a launch that has not run yet, may need any of them.
         self._kernels: dict[CompiledKernel, Any] = {}
         self._opted_in: dict[CompiledKernel, int] = {}
@@ -154,12 +157,11 @@ class Gpu:
         """True if a graph is being captured on the stream, which is not 0; any GPU may be current, or none."""
         if stream == LEGACY_STREAM:  # cannot be captured; to ask is an error while a stream that waits for it is
             return False
-        is_capturing = self.driver.cuStreamIsCapturing
-        error, status = is_capturing(stream) if stream != PER_THREAD_STREAM else (1, None)
+        error, status = self._is_capturing(stream) if stream != PER_THREAD_STREAM else (1, None)
         if int(error) != 0:  # it takes a current context, and the per-thread stream is one of that context
             with self.current():
-                status = self.call(is_capturing, stream)
-        return bool(status != self.driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+                status = self.call(self._is_capturing, stream)
+        return bool(status != self._not_captured)
 
     def refuse_capture(self, stream: int, reason: str) -> None:
         """Raise RuntimeError if a graph is being captured on the stream."""
