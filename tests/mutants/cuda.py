@@ -121,8 +121,8 @@ MUTANTS = [
     Mutant(
         "what a graph may use is freed when it is outgrown",
         "cuda/driver.py",
-        "if before[1] and not self._for_graphs:",
-        "if before[1]:",
+        "            if before and not self._for_graphs:\n                self._free(",
+        "            if before:\n                self._free(",
         (GRAPHS + "test_graphs_of_one_stream_share_workspaces_and_keep_those_that_were_outgrown",),
     ),
     Mutant(

@@ -165,7 +165,7 @@ class CudaDevice:
         Raises
         ------
         MemoryError
-            The GPU has no room for it.
+            The GPU has no room for it. The workspace of before is still there.
         """
         held = self._workspaces.get(name)
         if held is None or held[1] < nbytes:
@@ -174,13 +174,21 @@ class CudaDevice:
 
     def _grow(self, name: str, nbytes: int) -> tuple[int, int]:
         """At least one and a half times as large as before: growing is seldom, and waits for the GPU."""
-        before = self._workspaces.get(name, (0, 0))
-        nbytes = -(-max(nbytes, before[1] + before[1] // 2, 1) // 256) * 256
+        before = self._workspaces.get(name)
+        least = before[1] + before[1] // 2 if before else 1
+        nbytes = -(-max(nbytes, least) // 256) * 256
         with self._gpu.relaxed():
-            held = self._workspaces[name] = self._gpu.allocate(nbytes), nbytes
-            self.num_bytes += nbytes
-            if before[1] and not self._for_graphs:
+            if before and not self._for_graphs:
                 self._gpu.call(self._gpu.driver.cuStreamSynchronize, self._handle)
+            try:
+                held = self._workspaces[name] = self._gpu.allocate(nbytes), nbytes
+            except MemoryError as error:
+                raise MemoryError(
+                    f"workspace {name} needs {nbytes} bytes ({error}): make room, as torch.cuda.empty_cache() and "
+                    "cupy.get_default_memory_pool().free_all_blocks() do, or pass narrower block_tables"
+                ) from error
+            self.num_bytes += nbytes
+            if before and not self._for_graphs:
                 self._free(*before)
         return held
 
