@@ -148,7 +148,7 @@ class CudaDevice:
         self._stream = gpu.core.Stream.from_handle(stream)
         self._launch = gpu.core.launch
         self._current_context = gpu.driver.cuCtxGetCurrent
-        self._context = int(gpu.context)
+        self._context = gpu.context
         self._prepared: dict[tuple[CompiledKernel, tuple[int, int, int], int], tuple[Any, Any]] = {}
         self._workspaces: dict[str, tuple[int, int]] = {}
         self._copies = Copies(gpu, stream)
@@ -219,7 +219,7 @@ class CudaDevice:
         if prepared is None:
             with self._gpu.relaxed():  # around the launch too: only with it the driver may load the kernel's code
                 self._launch(self._stream, *self._prepare(kernel, grid, shared_bytes), *args)
-        elif int(self._current_context()[1]) == self._context:
+        elif self._current_context()[1] == self._context:
             self._launch(self._stream, *prepared, *args)
         else:
             with self._gpu.current():
