@@ -14,6 +14,9 @@ from typing import Any
 
 from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, WHITE, box, drawing, text, title
 
+from pagedkv.bench.static.waves import Cell
+from pagedkv.kernels.split.config import SplitConfig
+
 DOCS = Path(__file__).parent
 PAGE = DOCS / "performance.md"
 GRID = "#e2e6eb"
@@ -41,6 +44,7 @@ TARGETS = {
     "split: all, 16 bits, G 1 to 16": ("split", "instructions in all, 16 bits, G 1 to 16"),
     "split: KV in flight KiB": ("split", "KiB in flight on a multiprocessor"),
     "split: partials": ("split", "bytes of partial results, over K and V"),
+    "split: partials, G 1 to 16": ("split", "bytes of partial results, over K and V, G 1 to 16"),
     "split: compile s": ("split", "seconds to compile"),
     "external": ("all", "calls of missing functions"),
     "disk ms": ("all", "milliseconds to load from disk"),
@@ -149,12 +153,27 @@ def static() -> str:
     return table(["kernels", "count", "target", "worst", "misses", "of"], lines)
 
 
+def waves() -> str:
+    """The model of split's thread blocks: of small batches, by length and KV heads."""
+    config = SplitConfig(128, 8, 16, "float16", "float16")
+    lines = []
+    for seq_len in (512, 2048, 4096, 8192, 32768, 131072):
+        line = [str(seq_len)]
+        for num_seqs, num_kv_heads in ((1, 1), (1, 8), (8, 8), (64, 8)):
+            cell = Cell(config, num_kv_heads, num_seqs, seq_len)
+            line += [str(cell.blocks), f"{cell.share:.2f}"]
+        lines.append(line)
+    names = ("1 sequence, 1 KV head", "1, 8 KV heads", "8, 8", "64, 8")
+    return table(["tokens", *(f"{name}: {what}" for name in names for what in ("blocks", "share"))], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "machine": machine,
     "decode": decode,
     "calls": calls,
     "memory": memory,
     "static": static,
+    "waves": waves,
 }
 
 

@@ -21,7 +21,7 @@ from pagedkv.kernels.split import limits
 from pagedkv.kernels.split.config import NUM_WARPS, WARP_SIZE
 from pagedkv.kernels.split.shape import K_VECTOR, TILE, TensorShape
 
-CAPACITY, LENGTHS = 2560, (2300, 600, 21)
+CAPACITY, LENGTHS, NUM_KV_HEADS = 2560, (2300, 600, 21), 32
 LANE, WORD = 6, 1  # whose registers are shown in detail, and of which word of its vectors of V
 QUARTERS = range(4)
 
@@ -39,13 +39,13 @@ def piece_of(lane: int, x: float, y: float, width: float, height: float) -> str:
 
 def split_work() -> str:
     """Sequences to splits, a split to warps, and everything back into one row of the output."""
-    left, scale, most = 150, 560 / CAPACITY, CONFIG.most_splits(CAPACITY)
+    left, scale, most = 150, 560 / CAPACITY, CONFIG.most_splits(CAPACITY, NUM_KV_HEADS)
     parts = [
         title(20, 30, f"1  three sequences in tables of {CAPACITY} tokens: blockIdx.y is the split, grid y = {most}")
     ]
     top = 52
     for i, length in enumerate(LENGTHS):
-        size = CONFIG.split_size(length)
+        size = CONFIG.split_size(length, NUM_KV_HEADS)
         count = -(-length // size)
         parts += [
             text(20, top + 14, f"sequence {i}"),
@@ -60,10 +60,10 @@ def split_work() -> str:
         parts.append(text(left, top + 43, f"{plural}; y = {count} to {most - 1} end at once", 11, fill=GREY))
         top += 62
     words = f"x is sequence * num_kv_heads + KV head: each bar stands once for each of them. D = {CONFIG.head_dim}, "
-    parts.append(text(20, top + 8, f"{words}G = {CONFIG.group_size}, float16.", 12))
+    parts.append(text(20, top + 8, f"{words}G = {CONFIG.group_size}, float16, {NUM_KV_HEADS} KV heads.", 12))
     top += 44
 
-    size = CONFIG.split_size(LENGTHS[1])
+    size = CONFIG.split_size(LENGTHS[1], NUM_KV_HEADS)
     steps = size // SHAPE.step
     words = f"2  a thread block: a split of {size} tokens is {steps} steps of {SHAPE.step}, dealt to {NUM_WARPS} warps"
     parts.append(title(20, top, words))
@@ -95,7 +95,7 @@ def split_work() -> str:
         text(490, top + 66, "several", 10, fill=GREY),
     ]
     top += 84
-    count = -(-LENGTHS[0] // CONFIG.split_size(LENGTHS[0]))
+    count = -(-LENGTHS[0] // CONFIG.split_size(LENGTHS[0], NUM_KV_HEADS))
     for y in range(count):
         parts.append(box(330 + 82 * y, top, 78, 26, COLOURS[y % 4], INK, f"m, l, O of {y}"))
     parts += [

@@ -34,9 +34,9 @@ def without_extras(*arguments):
     return subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, *arguments], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("what", ["cpu", "memory"])
+@pytest.mark.parametrize("what", [["cpu"], ["memory"], ["static", "--waves"]], ids=" ".join)
 def test_benches_that_need_no_extra_run_without_any(what):
-    done = without_extras("bench", what, "--quick", "--repeats", "1", "--json")
+    done = without_extras("bench", *what, "--quick", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"]
 
@@ -60,7 +60,7 @@ OWN = {
     "memory": {"--quick"},
     "launch": set(),
     "emulator": set(),
-    "static": {"--cc", "--cold", "--quick"},
+    "static": {"--cc", "--cold", "--quick", "--waves"},
     "decode": {"--quick", "--only", "--subjects", "--plot"},
     "write": {"--quick"},
 }

@@ -6,7 +6,9 @@ ALIKE = "tests/kernels/test_decode.py::"
 SPLIT = "tests/kernels/split/test_split.py::"
 LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]",)
 CORES_LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-CUDA cores]",)
-LONG = (SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-2048-tensor cores]",)
+LONG = (
+    SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-800-64-tensor cores]",
+)
 NEEDLE = (SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-split-D64-G4-P16-float16-float16]",)
 FP8_NEEDLE = (SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-split-D64-G8-P16-float16-fp8_e4m3]",)
 EXACT = (SPLIT + "test_float32_queries_lose_nothing_to_16_bit_operands[emulator-float16]",)

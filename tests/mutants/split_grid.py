@@ -5,7 +5,9 @@ from .mutant import Mutant
 ALIKE = "tests/kernels/test_decode.py::"
 SPLIT = "tests/kernels/split/test_split.py::"
 LENGTHS = (SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]",)
-LONG = (SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-2048-tensor cores]",)
+LONG = (
+    SPLIT + "test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges[emulator-800-64-tensor cores]",
+)
 COUNTERS = (SPLIT + "test_counters_are_ready_for_the_next_launch[emulator-tensor cores]",)
 UNCHECKED_LENGTH = (ALIKE + "test_a_bad_length_that_is_not_looked_at_harms_no_later_call[emulator-tensor cores]",)
 WINDOWS = (SPLIT + "test_windows_over_the_edges_of_splits[emulator-tensor cores]",)
@@ -16,6 +18,12 @@ BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-"
 FULL = (BOUND + "D256-G12-P16-float32-float16]",)
 SIDE_BY_SIDE = (BOUND + "D64-G71-P1-float16-fp8_e4m3-modified]",)
 STRIDED = (SPLIT + "test_k_and_v_have_strides_of_their_own[emulator-tensor cores]",)
+
+WAVES = (
+    "tests/bench/static/test_waves.py::"
+    "test_no_cell_with_work_for_half_of_the_multiprocessors_leaves_more_than_half_idle",
+)
+AS_THE_HOST = (SPLIT + "test_a_sequence_leaves_as_many_partial_results_as_the_host_says[5000-64]",)
 
 MERGE = "kernels/split/merge.py"
 KERNEL = "kernels/split/kernel.py"
@@ -136,9 +144,38 @@ MUTANTS = [
     Mutant(
         "split: the last partial result is left out",
         MERGE,
-        "            while split < num_splits:",
-        "            while split + 1 < num_splits:",
+        "        while split < num_splits:",
+        "        while split + 1 < num_splits:",
         LENGTHS,
+    ),
+    Mutant(
+        "split: of threads that share dims, only the first adds its splits",
+        MERGE,
+        "                for n in range(SHARES - 1):",
+        "                for n in range(SHARES - 2):",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: threads that share dims do not wait for each other",
+        MERGE,
+        "        if SHARES > 1:\n            cuda.syncthreads()\n",
+        "        if SHARES > 1:\n",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: a sequence alone makes half a grid",
+        "kernels/split/config.py",
+        "FULL_GRID = 128 ",
+        "FULL_GRID = 64 ",
+        WAVES,
+        ci=True,
+    ),
+    Mutant(
+        "split: the kernel has other splits than the host",
+        KERNEL,
+        "32 - FULL_GRID.bit_length()",
+        "33 - FULL_GRID.bit_length()",
+        AS_THE_HOST,
     ),
     Mutant(
         "split: sequences of several splits have no sink",

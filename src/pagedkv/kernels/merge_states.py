@@ -17,8 +17,8 @@ from typing import Any
 from numba import cuda, float32, int64, types, uint16, uint32, uint64
 
 from .device.conversions import narrow, unpack
+from .device.elements import ELEMENT_BITS
 from .device.intrinsics import (
-    ELEMENT_BITS,
     address,
     bits_float,
     larger,

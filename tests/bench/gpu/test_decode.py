@@ -75,7 +75,7 @@ def test_work_is_said_of_kernels_whose_splits_are_known():
     cell = Cell("x", (300, 0, 2047), 16, 2, 128)  # 2, 0 and 8 splits
     (row,) = measured(FakeGpu(), {FIRST: taking(1.0)}, cell).values()
     config = SplitConfig(128, 8, 16, "float16", "float16")
-    blocks = 2 * sum(-(-n // config.split_size(n)) for n in cell.seq_lens)
+    blocks = 2 * sum(-(-n // config.split_size(n, cell.num_kv_heads)) for n in cell.seq_lens)
     assert row["blocks"] == blocks == 20
     assert row["waves"] == blocks / (FakeGpu.num_multiprocessors * TensorShape(config).min_blocks)
     (row,) = measured(FakeGpu(), {"peer": taking(1.0)}, cell).values()

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from pagedkv.__main__ import main
-from pagedkv.bench.static import run
+from pagedkv.bench.static import counts, run
 from pagedkv.bench.static.targets import targets
 from pagedkv.bench.static.variants import WORK, Variant, quick_variants
+from pagedkv.kernels.split.config import MERGE_LOADS, NUM_THREADS, SHORT_SHARE
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,11 @@ def test_split_is_within_its_targets(rows):
     (row,) = (row for row in rows if row.get("kernel") == "split")
     assert row["KV sectors"] == 1
     assert row["KV in flight KiB"] == row["blocks/SM"] * 32
+    assert row["merge in flight KiB"] == NUM_THREADS * MERGE_LOADS * 16 / 1024
     assert row["wavefronts"] <= 1.1
     assert row["loop instr/512B"] <= 14
     assert row["instr/512B"] <= 30
-    assert 0 < row["partials"] <= 0.04
+    assert 0 < row["partials"] <= SHORT_SHARE
 
 
 @pytest.mark.parametrize(("kernel", "dynamic", "v_bytes"), [("v1", 8192, 8), ("v2", 2048, 16)])
@@ -74,7 +76,7 @@ def test_targets(rows):
 def test_a_cold_run_times_the_compiler_and_leaves_the_cache_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
     one = Variant("copy_blocks", "float16", "float16", 128, 16, "NHD")
-    monkeypatch.setattr(run, "quick_variants", lambda: [one])
+    monkeypatch.setattr(counts, "quick_variants", lambda: [one])
     options = {"repeats": 1, "progress": print, "capabilities": [(8, 0)], "quick": True, "processes": 1}
     (row, *_) = run.run(**options, cold=True)
     assert row["compile s"] > 0.01
@@ -86,6 +88,6 @@ def test_command_line(monkeypatch, capsys):
     monkeypatch.setattr(run, "run", lambda *, progress, **options: [options])
     assert main(["bench", "static", "--json", "--cc", "8.0", "10.0", "--quick"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert row == {"repeats": 9, "capabilities": [[8, 0], [10, 0]], "quick": True, "cold": False}
+    assert row == {"repeats": 9, "capabilities": [[8, 0], [10, 0]], "quick": True, "cold": False, "waves": False}
     with pytest.raises(SystemExit):
         main(["bench", "static", "--cc", "7.5"])

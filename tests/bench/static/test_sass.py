@@ -48,6 +48,15 @@ def test_loads_in_flight_are_those_before_the_first_use(capability, body, narrow
     assert loads_of(code_of(cubin, "loads"), narrowest) == loads
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_loads_of_what_others_have_written_are_told_apart(capability):
+    target = PTX.replace("sm_80", f"sm_{capability[0]}{capability[1]}").replace("8.0", "8.7")
+    body = "\n".join([LOADS[0], *(load.replace("ld.global", "ld.global.cg") for load in LOADS[1:]), *SUMS])
+    code = code_of(link(target.format(body=body), capability).cubin, "loads")
+    assert loads_of(code) == [Loads(16, 16, 16)]
+    assert loads_of(code, strong=True) == [Loads(48, 16, 16)]
+
+
 def test_a_barrier_ends_a_stretch():
     cubin = link(PTX.replace("sm_80", "sm_90").format(body=TWO_STRETCHES), (9, 0)).cubin
     assert len(loads_of(code_of(cubin, "loads"))) == 2

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from pagedkv import reference
 from pagedkv.cuda.plans import attention
+from pagedkv.cuda.plans.split import split_config
 from pagedkv.emulator.machine.access import Access
-from pagedkv.kernels.split.config import LONG, MOST_SPLITS, SHORTEST_SPLIT
+from pagedkv.kernels.split.config import FULL_GRID, SHORTEST_SPLIT
 
 from ...problems import assert_close, build, expect
 from ...strategies import long
@@ -49,11 +50,29 @@ def test_lengths_at_the_boundaries(variant, open_device):
     assert_close(problem, *decode(problem, variant, open_device))
 
 
+LONG = SHORTEST_SPLIT * FULL_GRID  # tokens of one KV head, from which on its splits grow
+
+
 @ALL
-@pytest.mark.parametrize("length", [LONG - 1, LONG, SHORTEST_SPLIT * MOST_SPLITS + 1])
-def test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges(variant, length, open_device):
-    problem = build(variant.spec(seq_lens=(length, 7), num_kv_heads=1, sinks=True))
+@pytest.mark.parametrize(("length", "num_kv_heads"), [(LONG, 1), (LONG + 1, 1), (800, FULL_GRID // 2)])
+def test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges(
+    variant, length, num_kv_heads, open_device
+):
+    problem = build(variant.spec(seq_lens=(length, 7), num_kv_heads=num_kv_heads, sinks=True))
     assert_close(problem, *decode(problem, variant, open_device))
+
+
+@pytest.mark.parametrize(
+    ("length", "num_kv_heads"), [(300, 1), (2047, 8), (2048, 8), (4500, 1), (2300, 32), (5000, 64)]
+)
+def test_a_sequence_leaves_as_many_partial_results_as_the_host_says(length, num_kv_heads):
+    problem = build(TENSOR.spec(seq_lens=(length,), num_kv_heads=num_kv_heads))
+    device = emulator(stats=True)
+    decode(problem, TENSOR, device=device)
+    config = split_config(checked_call(problem, "split"), capability=device.capability)
+    count = -(-length // config.split_size(length, num_kv_heads))
+    written = device.launches[0].buffers["split_sums"].bytes_written
+    assert written == count * problem.spec.num_heads * TENSOR.head_dim * 4
 
 
 @pytest.mark.parametrize("variant", OPERANDS, ids=str)
@@ -73,7 +92,7 @@ def test_a_needle_is_found_at_every_position_of_a_step(variant, open_device):
 
 @ALL
 def test_the_bits_are_the_same_in_any_batch_placement_layout_and_schedule(variant, open_device):
-    spec = variant.spec(seq_lens=(700, 3, 65, LONG + 5))
+    spec = variant.spec(seq_lens=(700, 3, 65, 2053))
     out, lse = decode(build(spec), variant, open_device)
     for seed in range(3):
         device = open_device(seed=seed, global_race=True)
@@ -112,7 +131,7 @@ def elsewhere(spec):
 )
 def test_the_bits_are_the_same_for_any_block_size(variant, block_size, open_device):
     """That of kernels with many heads is in test_many.py, with rows of other sizes."""
-    spec = variant.spec(seq_lens=(700, 3, 65, LONG + 5))
+    spec = variant.spec(seq_lens=(700, 3, 65, 2053))
     out, lse = decode(build(spec), variant, open_device)
     for other, order in elsewhere(spec.replace(block_size=block_size)):
         assert_same_bits(decode(build(other), variant, open_device), (out[order], lse[order]))

@@ -12,7 +12,17 @@ from pagedkv.bench.launch import RecordingDevice
 from pagedkv.buckets import bucket
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import split
-from pagedkv.kernels.split.config import LONG, MOST_SPLITS, SHORTEST_SPLIT, SPLIT_UNIT, VECTOR_BYTES, SplitConfig
+from pagedkv.kernels.split.config import (
+    FEW_SPLITS,
+    FULL_GRID,
+    LONG_SHARE,
+    MOST_SPLITS,
+    SHORT_SHARE,
+    SHORTEST_SPLIT,
+    SPLIT_UNIT,
+    VECTOR_BYTES,
+    SplitConfig,
+)
 from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 from pagedkv.kernels.split.lanes import slots_bytes
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
@@ -120,20 +130,45 @@ def test_up_to_16_heads_share_a_thread_block_if_registers_are_enough():
         assert replace(config, **{**fields, "head_dim": 128}).num_tiles == 1
 
 
-@pytest.mark.parametrize("group_size", [1, 4, 8, 16, 48])
+EDGES = sorted({n + e for i in range(7, 21) for n in (2**i, 3 * 2**i) for e in (-1, 0, 1)})
+
+
+@pytest.mark.parametrize("group_size", [1, 4, 8, 16, 64])
 @pytest.mark.parametrize("kind", ["float32", "float16", "fp8_e4m3"])
-def test_splits_cover_a_sequence_and_never_outnumber_the_grid(group_size, kind):
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8, 32, 200])
+def test_splits_cover_a_sequence_and_never_outnumber_the_grid(group_size, kind, num_kv_heads):
     config = SplitConfig(128, group_size, 16, "float32", kind)
     most = 0
-    for n in sorted([*range(1, 5 * LONG, 37), LONG - 1, LONG, 10**5, 10**6, 2**31 - 1]):
-        size = config.split_size(n)
+    for n in sorted([*range(1, 10000, 37), *EDGES, 10**5, 2**31 - 1]):
+        size = config.split_size(n, num_kv_heads)
         assert size % SPLIT_UNIT == 0
-        count = -(-n // size)
-        most = max(most, count)
-        assert most <= config.most_splits(n) <= MOST_SPLITS
-        if n >= LONG:
-            traffic = 2 * count * group_size * (config.head_dim + 2) * 4
-            assert count == 1 or traffic <= 0.04 * 2 * n * config.row_bytes
+        most = max(most, -(-n // size))
+        assert most <= config.most_splits(n, num_kv_heads) <= MOST_SPLITS
+
+
+@pytest.mark.parametrize("group_size", [1, 4, 8, 16, 64])
+@pytest.mark.parametrize("kind", ["float32", "float16", "fp8_e4m3"])
+def test_partial_results_stay_small_beside_keys_and_values(group_size, kind):
+    config = SplitConfig(128, group_size, 16, "float32", kind)
+    traffic, row_traffic = 2 * 4 * group_size * (config.head_dim + 2), 2 * config.row_bytes
+    for num_kv_heads in (1, 2, 8, 32):
+        for n in EDGES:
+            size = config.split_size(n, num_kv_heads)
+            if n >= FEW_SPLITS * config.short_split:
+                assert traffic <= SHORT_SHARE * size * row_traffic
+            if n * num_kv_heads >= FULL_GRID * config.long_split:
+                assert traffic <= LONG_SHARE * size * row_traffic
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 5, 8])
+def test_a_sequence_alone_makes_a_full_grid_before_its_splits_grow(num_kv_heads):
+    config = SplitConfig(128, 8, 16, "float16", "float16")
+    for n in EDGES:
+        count = -(-n // config.split_size(n, num_kv_heads))
+        if n * num_kv_heads <= FULL_GRID * SHORTEST_SPLIT:
+            assert count == -(-n // SHORTEST_SPLIT)
+        else:
+            assert count * num_kv_heads >= FULL_GRID * 5 / 8
 
 
 def plan_of(variant, **fields):
@@ -169,7 +204,7 @@ def test_a_bound_leaves_few_thread_blocks_without_work():
         num_columns, grids[bound], _ = launch.grid
         assert num_columns == 128 * 8
         assert dict(plan.workspaces)["split_sums"] == 128 * 32 * grids[bound] * 128 * 4
-    with_work = -(-512 // config.split_size(512))
+    with_work = -(-512 // config.split_size(512, 8))
     assert grids[512] <= 2 * with_work
     assert grids[131_072] > 8 * with_work
 
@@ -178,7 +213,8 @@ def test_a_bound_leaves_few_thread_blocks_without_work():
 def test_a_bound_that_is_rounded_up_covers_every_length_up_to_it(n):
     config = SplitConfig(128, 4, 16, "float16", "float16")
     assert n <= bucket(n) <= max(2 * n, 256)
-    assert -(-n // config.split_size(n)) <= config.most_splits(bucket(n))
+    for num_kv_heads in (1, 8):
+        assert -(-n // config.split_size(n, num_kv_heads)) <= config.most_splits(bucket(n), num_kv_heads)
 
 
 @pytest.mark.parametrize(("head_dim", "kind", "vector"), [(64, "float16", 16), (8, "fp8_e4m3", 8)])

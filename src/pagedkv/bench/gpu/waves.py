@@ -17,7 +17,7 @@ def work_of(cell: Cell, capability: tuple[int, int], num_multiprocessors: int) -
     the bandwidth that is missing.
     """
     config = config_of(cell, capability)
-    num_splits = sum(-(-length // config.split_size(length)) for length in cell.seq_lens)
+    num_splits = sum(-(-length // config.split_size(length, cell.num_kv_heads)) for length in cell.seq_lens)
     blocks = num_splits * cell.num_kv_heads * config.num_tiles
     return {"blocks": blocks, "waves": blocks / (num_multiprocessors * make_split(config).min_blocks)}
 

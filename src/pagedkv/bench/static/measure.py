@@ -123,6 +123,7 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
         row[f"{name} in flight KiB"] = per_thread * 32 * warps * blocks / 1024
     row |= _counts(stats, work)
     if variant.kernel == "split":
+        row["merge in flight KiB"] = max(x.in_flight for x in loads_of(code, strong=True)) * 32 * warps / 1024
         row["loop instr/512B"] = _loop_instructions(code, capability)
         row["partials"] = stats and _partials(stats) / work.read["KV"][1]
     row["compile s"] = sum(seconds) if compiled and linked else None

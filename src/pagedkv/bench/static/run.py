@@ -1,48 +1,16 @@
-"""Runs the static counts: all kernels and compute capabilities, in several processes, with the targets."""
+"""What can be said of the CUDA kernels without a GPU: counts of machine code, or how split fills one."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import subprocess
-import sys
-import tempfile
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
-from unittest.mock import patch
 
-from ...cuda.compiler import compile as compiling
-from ...cuda.compiler.ptx import TOOLS, Capability, versions
 from ..report import Row
-from .measure import measure
-from .targets import targets
-from .variants import Variant, quick_variants, variants
+from . import waves as model
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 _NAMED = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-# In a new process: seconds to import the compiler, to compile a first kernel, and to load it from disk.
-FRESH = """
-import json, time
-start = time.process_time()
-import numba.cuda, cuda.core
-from pagedkv.bench.static.measure import Variant, measure
-imported = time.process_time()
-row = measure(Variant("v1", "float16", "float16", 128, 16), (9, 0), 1)
-print(json.dumps([imported - start, row["compile s"], row["disk ms"]]))
-"""
-
-
-def _fresh_row() -> Row:
-    """Time the first kernel of a new process with an empty disk cache."""
-    with tempfile.TemporaryDirectory() as directory:
-        environment = {**os.environ, "PAGEDKV_CACHE_DIR": directory}
-        command = [sys.executable, "-c", FRESH]
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    imported, compiled, loaded = json.loads(output)
-    return {"new process": "v1", "import s": imported, "compile s": compiled, "disk ms": loaded}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -58,9 +26,12 @@ def add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--cold", action="store_true", help="compile all, and take nothing from the cache on disk")
     parser.add_argument("--quick", action="store_true", help="one variant of a kernel")
+    parser.add_argument(
+        "--waves", action="store_true", help="compile nothing: a model of how split's thread blocks fill an H100"
+    )
 
 
-def _capability(text: str) -> Capability:
+def _capability(text: str) -> tuple[int, int]:
     for major, minor in CAPABILITIES:
         if text == f"{major}.{minor}":
             return major, minor
@@ -71,12 +42,13 @@ def run(
     *,
     repeats: int = 9,
     progress: Callable[[str], Any] = print,
-    capabilities: Sequence[Capability] = CAPABILITIES,
+    capabilities: Sequence[tuple[int, int]] = CAPABILITIES,
     quick: bool = False,
     cold: bool = False,
+    waves: bool = False,
     processes: int = 2,
 ) -> list[Row]:
-    """Compile the kernels, count their machine code, and run those for 9.0 on the emulator.
+    """Count the kernels' machine code, or model how split fills an H100.
 
     Parameters
     ----------
@@ -86,47 +58,16 @@ def run(
         Called with what is being measured.
     capabilities : sequence of (int, int)
     quick : bool
-        One variant of each kernel.
+        One variant of each kernel; with `waves`, one of split.
     cold : bool
         Compile everything, into an empty cache directory, instead of loading it from disk.
+    waves : bool
+        The model of `waves.rows`, which compiles nothing, instead of the counts of `counts.rows`.
     processes : int
         How many to use; 1 for this one alone.
-
-    Returns
-    -------
-    list of dict
-        For each variant and compute capability: registers; bytes of spills, stack and shared memory; resident thread
-        blocks of a multiprocessor and their limit; bytes of a load and KiB in flight on a multiprocessor; sectors and
-        shared wavefronts over the minimum; warp instructions for every 512 bytes read; processor time to compile and
-        to load. Then the first kernel of a new process, unless `quick`; the targets; versions of the compiler.
     """
-    jobs = [(variant, cc) for variant in (quick_variants() if quick else variants()) for cc in capabilities]
-    with tempfile.TemporaryDirectory() as directory:
-        environment = {"PAGEDKV_CACHE_DIR": directory} if cold else {}
-        with patch.dict(os.environ, environment), patch.dict(compiling._load_or_compile.made, {}, clear=cold):
-            rows = _measure_all(jobs, repeats, progress, processes)
-    tools = zip(TOOLS, versions()[1:], strict=True)
-    compilers: list[Row] = [{"compiler": tool, "version": version} for tool, version in tools if version]
-    return rows + ([] if quick else [_fresh_row()]) + targets(rows) + compilers
+    if waves:
+        return model.rows(quick=quick)
+    from . import counts  # compiles kernels, which an installation without extras cannot
 
-
-def _measure_all(
-    jobs: list[tuple[Variant, Capability]], repeats: int, progress: Callable[[str], Any], processes: int
-) -> list[Row]:
-    def tell(done: int, job: tuple[Variant, Capability]) -> None:
-        progress(f"static, {done + 1} of {len(jobs)}: {job[0].kernel} for {job[1][0]}.{job[1][1]}")
-
-    if processes == 1:
-        rows = []
-        for i, job in enumerate(jobs):
-            tell(i, job)
-            rows.append(measure(*job, repeats))
-        return rows
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
-    try:
-        futures = {pool.submit(measure, *job, repeats): job for job in jobs}
-        for i, future in enumerate(as_completed(futures)):
-            tell(i, futures[future])
-        return [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return counts.rows(repeats, progress, capabilities, quick=quick, cold=cold, processes=processes)

@@ -2,7 +2,8 @@
 
 NVIDIA does not document the encoding. From compute capability 7.0 on, an instruction is 16 bytes. Its low 12 bits are
 the opcode, and bits 116 to 121 the scoreboards that it waits for before it starts. A load has its width in bits 73 to
-75, and in bits 110 to 112 the scoreboard that it releases when its data arrives. A copy from global to shared memory
+75, and in bits 110 to 112 the scoreboard that it releases when its data arrives. Bits 77 to 80 are 7 in a load that is
+to see what other thread blocks have written (ld.global.cg): it is told apart. A copy from global to shared memory
 has its width in the same bits, from 10.0 on one bit higher; a wait for all groups of copies but the last n has n in
 bits 38 to 43. A branch has its predicate in bits 12 to 15, and in bits 34 to 81 its distance in words of 4 bytes from
 its own end; from 9.0 on, the distance has 8 more low bits, in bits 16 to 23. After Jia et al., "Dissecting the NVIDIA
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 _INSTRUCTION_BYTES = 16
 _LOADS = (0x381, 0x981)  # LDG, without and with a descriptor
+_STRONG = 7
 _COPY, _END_OF_GROUP, _WAIT = 0xFAE, 0x9AF, 0x91A  # LDGSTS, LDGDEPBAR, DEPBAR
 _BARRIER = 0xB1D  # BAR
 _BRANCH = 0x947  # BRA
@@ -66,7 +68,7 @@ class Loads(NamedTuple):
     widest: int
 
 
-def loads_of(code: bytes, narrowest: int = 1) -> list[Loads]:
+def loads_of(code: bytes, narrowest: int = 1, *, strong: bool = False) -> list[Loads]:
     """The loads from global memory, split at barriers of the thread block.
 
     Goes through instructions by address, as if no branch were taken. A load is in flight until the first instruction
@@ -77,6 +79,8 @@ def loads_of(code: bytes, narrowest: int = 1) -> list[Loads]:
     code : bytes
     narrowest : int
         Loads of fewer bytes do not count.
+    strong : bool
+        Only loads of what other thread blocks have written in the same launch count, instead of all others.
 
     Returns
     -------
@@ -94,7 +98,7 @@ def loads_of(code: bytes, narrowest: int = 1) -> list[Loads]:
                 waiting[i] = 0
         if opcode == _BARRIER:
             is_new = True
-        elif opcode in _LOADS and _WIDTHS[width] >= narrowest and scoreboard < _NUM_SCOREBOARDS:
+        elif _is_load(word, strong) and _WIDTHS[width] >= narrowest and scoreboard < _NUM_SCOREBOARDS:
             waiting[scoreboard] += _WIDTHS[width]
             last = Loads(0, _WIDTHS[width], 0) if is_new else result.pop()
             least, most = min(last.narrowest, _WIDTHS[width]), max(last.widest, _WIDTHS[width])
@@ -131,11 +135,15 @@ def copies_of(code: bytes, capability: tuple[int, int]) -> Loads | None:
     return Loads(most, min(widths), max(widths)) if widths else None
 
 
+def _is_load(word: int, strong: bool) -> bool:
+    return word & 0xFFF in _LOADS and (word >> 77 & 15 == _STRONG) == strong
+
+
 def _width(word: int, capability: tuple[int, int]) -> int:
-    """Bytes that a load or a copy requests; 0 for other instructions."""
+    """Bytes that a copy, or a load of what no thread writes meanwhile, requests; 0 for other instructions."""
     if word & 0xFFF == _COPY:
         return _WIDTHS[word >> (74 if capability >= (10, 0) else 73) & 7]
-    return _WIDTHS[word >> 73 & 7] if word & 0xFFF in _LOADS else 0
+    return _WIDTHS[word >> 73 & 7] if _is_load(word, strong=False) else 0
 
 
 class Loop(NamedTuple):
@@ -158,7 +166,8 @@ class Loop(NamedTuple):
 def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | None:
     """The loop with the widest loads, and of those with the most, on its shortest path.
 
-    If any loops use tensor cores, only they count. Between equals the longest wins, as it does most with what it loads.
+    Loads of what other thread blocks have written do not count. If any loops use tensor cores, only they count. Between
+    equals the longest wins, as it does most with what it loads.
 
     Parameters
     ----------

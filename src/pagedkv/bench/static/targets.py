@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...kernels.split.config import SHORT_SHARE
 from ..report import Row
 
 
@@ -24,9 +25,9 @@ def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, in
             (f"split: loop, {name}", [row for row in among if low < row["G"] <= high], "loop instr/512B", limit, 1)
             for name, among, low, high, limit in loops
         ),
-        ("split: all, 16 bits, G 1 to 16", [row for row in half if row["G"] <= 16], "instr/512B", 30.0, 1),
+        ("split: all, 16 bits, G 1 to 16", [row for row in half if row["G"] <= 16], "instr/512B", 50.0, 1),
         ("split: KV in flight KiB", usual, "KV in flight KiB", 64, -1),
-        ("split: partials", usual, "partials", 0.04, 1),
+        ("split: partials, G 1 to 16", [row for row in usual if row["G"] <= 16], "partials", SHORT_SHARE, 1),
         ("split: compile s", split, "compile s", 5.0, 1),
     ]
 

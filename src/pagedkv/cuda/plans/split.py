@@ -50,7 +50,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
             f"on a device, got {num_columns}"
         )
     window, max_seq_len = options.window or NO_WINDOW, max_seq_len_of(call)
-    most_splits = config.most_splits(min(max_seq_len, window))
+    most_splits = config.most_splits(min(max_seq_len, window), spec.num_kv_heads)
     launch = Launch(
         compile_for(device, make_split, config),
         (num_columns, most_splits, 1),

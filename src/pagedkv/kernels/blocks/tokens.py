@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from ..device.intrinsics import ELEMENT_BITS
+from ..device.elements import ELEMENT_BITS
 from ..device.source import device_function
 
 NUM_THREADS = 128

@@ -28,8 +28,6 @@ int64, float32 = types.int64, types.float32
 WORDS_2, WORDS_4 = types.UniTuple(uint32, 2), types.UniTuple(uint32, 4)
 FLOATS_2, FLOATS_4 = types.UniTuple(float32, 2), types.UniTuple(float32, 4)
 
-ELEMENT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8}
-
 
 def declare(name: str, doc: str, result: Any, arguments: list[Any], emit: Callable[..., Any]) -> Any:
     """A device function of exactly these types; ``emit(builder, *values)`` gives its LLVM value, or a list of them."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.intrinsics import ELEMENT_BITS
+from ..device.elements import ELEMENT_BITS
 from ..device.warp import WARP_SIZE
 
 NUM_THREADS = 128

@@ -11,8 +11,8 @@ from typing import Any
 from numba import cuda, float32, uint16
 
 from ..device.conversions import multiply_add, narrow
+from ..device.elements import ELEMENT_BITS
 from ..device.intrinsics import (
-    ELEMENT_BITS,
     bit_masks,
     for_each,
     load_8,

@@ -48,7 +48,7 @@ class Shared(NamedTuple):
     address: Any  # of O, where Q and rows of the caches may be before
     maxima: Any
     sums: Any
-    weights: Any  # of the teams, then of the splits
+    weights: Any  # of the teams
 
 
 class Output(NamedTuple):

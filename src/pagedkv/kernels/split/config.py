@@ -7,16 +7,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.intrinsics import ELEMENT_BITS
+from ..device.elements import ELEMENT_BITS
 from . import limits
 
 SHORTEST_SPLIT = 256  # tokens
-MOST_SPLITS = 64  # of a sequence: two for each lane of the warp that merges them
 SPLIT_UNIT = 128  # splits are multiples of it: the most tokens that all warps take in one step
-LONG = 2048  # tokens: from here on, partial results are at most 4 % of the traffic
+# Splits of a sequence, all powers of two: the kernel shifts where it would divide.
+FEW_SPLITS = 8  # what it has before partial results have a say
+MANY_SPLITS = 64  # the most, unless its KV heads need more to make a FULL_GRID
+FULL_GRID = 128  # thread blocks that occupy a large GPU: an H100 has 132 multiprocessors
+MOST_SPLITS = FULL_GRID  # with one KV head: four for each lane of the warp that merges them
+# The most that the partial result of a split takes, of its keys and values.
+SHORT_SHARE, LONG_SHARE = 0.13, 0.04
+LONG_BYTES = 2**17  # of the keys and values of a long split: its prologue and epilogue count little
 VECTOR_BYTES = 16
 WARP_SIZE = 32
 NUM_WARPS = 4
+MERGE_LOADS = 16  # splits that a thread reads at once when it adds them
+MOST_MERGE_SHARES = 8
 NUM_THREADS = WARP_SIZE * NUM_WARPS
 
 
@@ -134,24 +142,44 @@ class SplitConfig:
         return NUM_WARPS // (self.head_shares * self.dim_shares)
 
     @property
+    def merge_shares(self) -> int:
+        """Threads that share four dims of a head in the merge, where there are fewer of these than threads."""
+        return max(1, min(NUM_THREADS // (self.num_heads * self.head_dim // 4), MOST_MERGE_SHARES))
+
+    @property
+    def short_split(self) -> int:
+        """The fewest tokens of a split of a sequence that has FEW_SPLITS of them."""
+        return max(SHORTEST_SPLIT, self._tokens_for(SHORT_SHARE))
+
+    @property
     def long_split(self) -> int:
-        """The fewest tokens of a split of a sequence of LONG tokens or more.
+        """The tokens of a split of a sequence that makes a full grid by itself."""
+        return max(SHORTEST_SPLIT, self._tokens_for(LONG_SHARE), _whole_units(LONG_BYTES / (2 * self.row_bytes)))
 
-        Long enough that a partial result, float32 written and read once, is at most 4 % of the split's keys and values,
-        and that these are 128 KiB or more, so that a block's prologue and epilogue count little.
-        """
+    def _tokens_for(self, share: float) -> int:
+        """Of a split whose partial result, float32 written and read once, is at most this share of its traffic."""
         traffic = 2 * 4 * self.group_size * (self.head_dim + 2)
-        needed = max(25 * traffic / (2 * self.row_bytes), 2**16 / self.row_bytes)
-        return -(-math.ceil(needed) // SHORTEST_SPLIT) * SHORTEST_SPLIT
+        return _whole_units(traffic / (2 * self.row_bytes * share))
 
-    def split_size(self, num_tokens: int) -> int:
+    def split_size(self, num_tokens: int, num_kv_heads: int) -> int:
         """Tokens of each split but the last, of a sequence with this many visible tokens."""
-        if num_tokens < LONG:
-            return SHORTEST_SPLIT
-        count = min(max(num_tokens // self.long_split, 1), MOST_SPLITS)
-        return -(-num_tokens // (count * SPLIT_UNIT)) * SPLIT_UNIT
+        size = max(num_tokens // filling_splits(num_kv_heads), min(num_tokens // FEW_SPLITS, self.short_split))
+        size = min(size, self.long_split) // SPLIT_UNIT * SPLIT_UNIT
+        return max(size, SHORTEST_SPLIT, _whole_units(num_tokens / max(filling_splits(num_kv_heads), MANY_SPLITS)))
 
-    def most_splits(self, capacity: int) -> int:
-        """The most splits that a sequence of up to `capacity` visible tokens has."""
-        short = -(-min(capacity, LONG - 1) // SHORTEST_SPLIT)
-        return max(1, short, min(capacity // self.long_split, MOST_SPLITS) if capacity >= LONG else 0)
+    def most_splits(self, capacity: int, num_kv_heads: int) -> int:
+        """The most splits that a sequence of up to `capacity` visible tokens may have."""
+        filling = filling_splits(num_kv_heads)
+        # Sizes are rounded down to whole units: n splits of 383 tokens become 3/2 n of 256.
+        few, full = FEW_SPLITS + FEW_SPLITS // 2, filling + -(-filling // 2)
+        short = min(-(-capacity // SHORTEST_SPLIT), max(few, -(-capacity // self.short_split)), full)
+        return max(1, min(max(short, -(-capacity // self.long_split)), max(filling, MANY_SPLITS)))
+
+
+def filling_splits(num_kv_heads: int) -> int:
+    """Splits with which one sequence makes a full grid; a power of two."""
+    return max(FULL_GRID >> (num_kv_heads.bit_length() - 1), 1)
+
+
+def _whole_units(num_tokens: float) -> int:
+    return math.ceil(num_tokens / SPLIT_UNIT) * SPLIT_UNIT

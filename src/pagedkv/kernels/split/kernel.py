@@ -9,16 +9,16 @@ same tokens. A tile is here the part of the query heads that share a KV head whi
 (`SplitConfig.num_heads`). y is the split.
 
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
-their number alone. A thread block owns one split of one KV head, for all heads of the tile, and each warp takes every
-fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches. Where O of all dims does not
-fit into the registers of a warp (`limits.dims_of_warp`), a pair of warps takes every second step. With more than 16
-heads on tensor cores, two or four warps take the same tokens, each with its share of the heads:
-tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its sequence, KV
-head and tile, the splits. A thread block past the last split only counts.
+their number and that of the KV heads alone. A thread block owns one split of one KV head, for all heads of the tile,
+and each warp takes every fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches.
+Where O of all dims does not fit into the registers of a warp (`limits.dims_of_warp`), a pair of warps takes every
+second step. With more than 16 heads on tensor cores, two or four warps take the same tokens, each with its share of the
+heads: tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its
+sequence, KV head and tile, the splits. A thread block past the last split only counts.
 
-Shared memory. The sums of all warps, in the place of Q or of staged rows and Q, and the weights of the splits: static,
-or dynamic where static is too small. Always static are the maxima and sums of exponentials of all warps, the count of
-the thread block, and what all threads, and the end of the work, are to know: 16 bytes.
+Shared memory. One room, static, or dynamic where static is too small: first for Q or staged rows and Q, then for the
+sums of all warps, then for the merge of the splits. Always static are the maxima, sums of exponentials and weights of
+all teams, the count of the thread block, and what all threads, and the end of the work, are to know: 16 bytes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ..device.logits import NONE
 from ..device.source import KernelSource, device_function
 from ..device.tensor_intrinsics import count_up, fence, thread_number
 from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
-from .config import LONG, MOST_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
+from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
-from .merge import make_leave, make_merge, make_store_pair, make_store_quad, weights_bytes
+from .merge import make_leave, make_merge, make_store_pair, make_store_quad, merge_bytes
 from .shape import TensorShape
 from .sums import are_dynamic, make_pair_address, sums_bytes
 from .tensor_cores.few_heads import make_attend_on_tensor_cores
@@ -57,23 +57,25 @@ SIGNATURE = types.void(
 def make_split(config: SplitConfig) -> KernelSource:
     """Attention of all query heads over all splits of all sequences."""
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
-    PAIRS, LONG_SPLIT, CHECKED = config.head_dim // 2, config.long_split, config.checked
+    PAIRS, CHECKED = config.head_dim // 2, config.checked
+    SHORT_SPLIT, LONG_SPLIT = uint32(config.short_split), uint32(config.long_split)
+    LEADING_ZEROS, MANY = 32 - FULL_GRID.bit_length(), int32(MANY_SPLITS.bit_length() - 1)
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
     NUM_STATES, IS_EVEN = config.num_teams * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
     pair_address, store_pair = make_pair_address(config), make_store_pair(config)
     attend, store_quad = make_attend(config, pair_address), make_store_quad(store_pair)
     leave, merge_splits = make_leave(config, pair_address, store_quad), make_merge(config, store_quad)
-    # Dynamic ones are behind the sums.
-    FIRST_WEIGHT, NUM_WEIGHTS = (sums_bytes(config) // 4, 0) if are_dynamic(config) else (0, weights_bytes(config) // 4)
     VALUE_FACTOR, FORGETS = float32(software_factor(config)), config.forgets
 
     @device_function
-    def split_size(num_tokens):
-        """As SplitConfig.split_size."""
-        if num_tokens < LONG:
-            return uint32(SHORTEST_SPLIT)
-        count = min(max(uint32(num_tokens // uint32(LONG_SPLIT)), uint32(1)), uint32(MOST_SPLITS))
-        return uint32((uint32(uint32(num_tokens - 1) // uint32(count * SPLIT_UNIT)) + 1) * SPLIT_UNIT)
+    def split_size(num_tokens, num_kv_heads):
+        """As SplitConfig.split_size, with the binary logarithms of numbers of splits."""
+        filling = max(int32(int32(cuda.clz(uint32(num_kv_heads))) - LEADING_ZEROS), int32(0))
+        size = max(uint32(num_tokens >> uint32(filling)), min(uint32(num_tokens // uint32(FEW_SPLITS)), SHORT_SPLIT))
+        size = uint32(min(size, LONG_SPLIT) & uint32(-SPLIT_UNIT))
+        most = uint32(max(filling, MANY))
+        whole_units = uint32(uint32(uint32(uint32(num_tokens - 1) >> most) // uint32(SPLIT_UNIT) + 1) * SPLIT_UNIT)
+        return max(max(size, uint32(SHORTEST_SPLIT)), whole_units)
 
     @device_function
     def length_of(seq_lens, table, report, seq, num_blocks, max_seq_len):
@@ -122,11 +124,10 @@ def make_split(config: SplitConfig) -> KernelSource:
         table_stride, q_seq_stride, q_head_stride, out_seq_stride, out_head_stride, k_block_stride, k_token_stride,
         k_head_stride, v_block_stride, v_token_stride, v_head_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
-        o = shared_address(cuda.shared.array(NUM_FLOATS, float32, alignment=16))
+        room = cuda.shared.array(NUM_FLOATS, float32, alignment=16)
         maxima, sums = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(NUM_STATES, float32)
-        counted = cuda.shared.array(1, uint32)
-        weights = cuda.shared.array(NUM_WEIGHTS, float32, alignment=16)[FIRST_WEIGHT:]
-        shared = Shared(o, maxima, sums, weights)
+        weights, counted = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(1, uint32)
+        shared = Shared(shared_address(room), maxima, sums, weights)
         kept = cuda.shared.array(4, uint32)
         thread = uint32(cuda.threadIdx.x)
         # 32 bits where they suffice: what lives through the inner loop takes registers from it.
@@ -143,7 +144,7 @@ def make_split(config: SplitConfig) -> KernelSource:
         cuda.syncthreads()
         length = kept[2]
         visible = min(length, uint32(window))
-        size, num_splits = split_size(visible), uint32(0)
+        size, num_splits = split_size(visible, num_kv_heads), uint32(0)
         if visible > 0:
             num_splits = uint32(uint32(uint32(visible - 1) // size) + 1)
         elif split_index == 0:
@@ -196,7 +197,7 @@ def make_split(config: SplitConfig) -> KernelSource:
         cuda.syncthreads()
         if counted[0] == last:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
-            merge_splits(thread, output, partials, num_splits, weights)
+            merge_splits(thread, output, partials, num_splits, room)
 
     return KernelSource(split, SIGNATURE, NUM_THREADS, _min_blocks(config))
 
@@ -220,8 +221,8 @@ def dynamic_bytes(config: SplitConfig) -> int:
 
 
 def _shared_bytes(config: SplitConfig) -> int:
-    """Of the sums, with the weights if dynamic, or of what is there before them: Q, or staged rows and Q."""
-    nbytes = sums_bytes(config) + weights_bytes(config) * are_dynamic(config)
+    """Of the sums, or of what is in their place before them, Q and staged rows, or after them, the merge."""
+    nbytes = max(sums_bytes(config), merge_bytes(config))
     if not config.on_tensor_cores:
         return nbytes
     return max(nbytes, StageShape(config).nbytes if config.staged else TensorShape(config).q_bytes)

@@ -15,26 +15,31 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from ..device.conversions import narrow
+from ..device.elements import ELEMENT_BITS
 from ..device.intrinsics import (
-    ELEMENT_BITS,
     address,
+    assign,
     clear,
     divmod_32,
     exp2,
     float_bits,
+    for_each,
     larger,
+    load_shared,
     local_array,
+    shared_address,
     store_4,
     store_8,
     store_16,
 )
 from ..device.logits import LOG2E, NONE
 from ..device.source import device_function
-from ..device.tensor_intrinsics import exchange, load_l2_2, load_l2_4, log2, reciprocal
-from .config import MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
+from ..device.tensor_intrinsics import exchange, load_l2_2, load_l2_4, log2, reciprocal, store_shared_4
+from .config import MERGE_LOADS, MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
 from .sums import make_load_quad, team_bytes
 
 LN2 = float32(0.6931471805599453)
+SPLITS_OF_LANE = MOST_SPLITS // WARP_SIZE  # in the merge: four
 
 
 def make_store_pair(config: SplitConfig) -> Any:
@@ -83,9 +88,10 @@ def add(sums, weight, x):
     sums[2], sums[3] = float32(sums[2] + weight * x[2]), float32(sums[3] + weight * x[3])
 
 
-def weights_bytes(config: SplitConfig) -> int:
-    """Shared memory of the weights of all splits."""
-    return 4 * config.num_heads * MOST_SPLITS
+def merge_bytes(config: SplitConfig) -> int:
+    """Shared memory of the merge: weights of all splits, and what threads that share four dims hand to the first."""
+    quads = config.num_heads * config.head_dim // 4
+    return 4 * config.num_heads * MOST_SPLITS + 16 * quads * (config.merge_shares - 1)
 
 
 def make_leave(config: SplitConfig, pair_address: Any, store_quad: Any) -> Any:
@@ -158,64 +164,116 @@ def make_store_quad(store_pair: Any) -> Any:
 def make_merge(config: SplitConfig, store_quad: Any) -> Any:
     """The device function ``merge_splits(thread, output, partials, num_splits, weights)``.
 
-    It adds the partial results of all splits to the output. A warp for each head and a lane for each two splits find
-    the weights; then a thread for each four dims adds.
+    It adds the partial results of all splits to the output. A warp for each head, with every 32nd split for each lane,
+    finds the weights; then `make_add_splits`.
     """
-    QUADS, ROW_BYTES = config.head_dim // 4, 4 * config.head_dim
+    add_splits = make_add_splits(config, store_quad)
 
     @device_function
-    def state_of(partials, partial, num_splits, split):
+    def load_state(i, maxima, totals, partials, partial, num_splits, lane):
+        split = lane + WARP_SIZE * i
+        maxima[i], totals[i] = NONE, float32(0)
         if split < num_splits:
-            return load_l2_2(address(partials.states) + (partial + split) * 8)
-        return NONE, float32(0)
+            maxima[i], totals[i] = load_l2_2(address(partials.states) + (partial + split) * 8)
+
+    @device_function
+    def weigh(i, maxima, totals, maximum):
+        maxima[i] = exp2(float32(maxima[i] - finite(maximum)))
+        totals[i] = float32(maxima[i] * totals[i])
+
+    @device_function
+    def put_weight(i, weights, at, maxima, factor):
+        weights[at + WARP_SIZE * i] = float32(maxima[i] * factor)
 
     @device_function
     def merge_splits(thread, output, partials, num_splits, weights):
         lane, h = int64(uint32(thread & 31)), int64(uint32(thread >> 5))
+        maxima, totals = local_array(SPLITS_OF_LANE, float32), local_array(SPLITS_OF_LANE, float32)
         while h < int64(output.num_heads):
             partial = (output.row + h) * partials.most_splits
-            first, first_sum = state_of(partials, partial, num_splits, lane)
-            second, second_sum = state_of(partials, partial, num_splits, lane + WARP_SIZE)
-            maximum = larger(first, second)
+            for_each(load_state, SPLITS_OF_LANE, (maxima, totals, partials, partial, num_splits, lane))
+            sink = sink_of(output.sinks, output.head + h)
+            maximum = larger(larger(larger(maxima[0], maxima[1]), larger(maxima[2], maxima[3])), sink)
             for b in range(5):
                 maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
-            sink = sink_of(output.sinks, output.head + h)
-            maximum = larger(maximum, sink)
-            first, second = exp2(float32(first - finite(maximum))), exp2(float32(second - finite(maximum)))
-            total = float32(first * first_sum + second * second_sum)
+            for_each(weigh, SPLITS_OF_LANE, (maxima, totals, maximum))
+            total = float32(float32(totals[0] + totals[1]) + float32(totals[2] + totals[3]))
             for b in range(5):
                 total = float32(total + exchange(total, uint32(1 << b)))
             total = float32(total + exp2(float32(sink - finite(maximum))))
             factor = float32(inverse(total) * output.v_factor)
-            weights[h * MOST_SPLITS + lane] = float32(first * factor)
-            weights[h * MOST_SPLITS + lane + WARP_SIZE] = float32(second * factor)
+            for_each(put_weight, SPLITS_OF_LANE, (weights, h * MOST_SPLITS + lane, maxima, factor))
             if lane == 0:
                 store_lse(output.lse, output.row + h, maximum, total)
             h += NUM_WARPS
         cuda.syncthreads()
-
-        sums = local_array(4, float32)
-        i = thread
-        while i < uint32(output.num_heads * QUADS):
-            head_of_tile, quad = divmod_32(i, QUADS)
-            h = int64(head_of_tile)
-            where = address(partials.sums) + (output.row + h) * partials.most_splits * ROW_BYTES + int64(quad) * 16
-            clear(sums, 4)
-            at, split = h * MOST_SPLITS, int64(0)
-            while split + 4 <= num_splits:
-                a, b = load_l2_4(where), load_l2_4(where + ROW_BYTES)
-                c, d = load_l2_4(where + 2 * ROW_BYTES), load_l2_4(where + 3 * ROW_BYTES)
-                add(sums, weights[at], a)
-                add(sums, weights[at + 1], b)
-                add(sums, weights[at + 2], c)
-                add(sums, weights[at + 3], d)
-                where += 4 * ROW_BYTES
-                at, split = at + 4, split + 4
-            while split < num_splits:
-                add(sums, weights[at], load_l2_4(where))
-                where += ROW_BYTES
-                at, split = at + 1, split + 1
-            store_quad(output.address + h * output.head_stride, uint32(quad << 1), sums)
-            i = uint32(i + NUM_THREADS)
+        add_splits(thread, output, partials, num_splits, weights)
 
     return merge_splits
+
+
+def make_add_splits(config: SplitConfig, store_quad: Any) -> Any:
+    """The device function ``add_splits(thread, output, partials, num_splits, weights)``: to the output, in their order.
+
+    A thread has four dims of a head. Where there are fewer of these than threads, each of `merge_shares` threads takes
+    every so many splits, and the first one adds what the others have. One multiprocessor does all of it, while nothing
+    else is left to do: what counts is how many loads a thread has in flight.
+    """
+    QUADS, ROW_BYTES, NUM_QUADS = config.head_dim // 4, 4 * config.head_dim, config.num_heads * config.head_dim // 4
+    SHARES, OTHERS = config.merge_shares, 4 * config.num_heads * MOST_SPLITS
+    STRIDE, BUFFERED, load_floats = ROW_BYTES * SHARES, 4 * MERGE_LOADS, load_shared(4)
+
+    @device_function
+    def load_sums(j, buffer, where):
+        assign(buffer, 4 * j, load_l2_4(where + STRIDE * j))
+
+    @device_function
+    def add_sums(j, sums, weights, at, buffer):
+        x = buffer[4 * j], buffer[4 * j + 1], buffer[4 * j + 2], buffer[4 * j + 3]
+        add(sums, weights[at + SHARES * j], x)
+
+    @device_function
+    def add_share(sums, h, quad, share, output, partials, num_splits, weights):
+        """Every SHARES-th split of four dims."""
+        buffer = local_array(BUFFERED, float32)
+        row = (output.row + h) * partials.most_splits + int64(share)
+        where, at, split = address(partials.sums) + row * ROW_BYTES + int64(quad) * 16, h * MOST_SPLITS, int64(share)
+        clear(sums, 4)
+        while split + SHARES * (MERGE_LOADS - 1) < num_splits:
+            for_each(load_sums, MERGE_LOADS, (buffer, where))
+            for_each(add_sums, MERGE_LOADS, (sums, weights, at + split, buffer))
+            where += STRIDE * MERGE_LOADS
+            split += SHARES * MERGE_LOADS
+        while split + SHARES * 3 < num_splits:
+            for_each(load_sums, 4, (buffer, where))
+            for_each(add_sums, 4, (sums, weights, at + split, buffer))
+            where += STRIDE * 4
+            split += SHARES * 4
+        while split < num_splits:
+            add(sums, weights[at + split], load_l2_4(where))
+            where += STRIDE
+            split += SHARES
+
+    @device_function
+    def add_splits(thread, output, partials, num_splits, weights):
+        sums = local_array(4, float32)
+        share, i = divmod_32(thread, NUM_QUADS)
+        others = uint32(shared_address(weights) + OTHERS + uint32(thread << 4))
+        while share < SHARES and i < uint32(output.num_heads * QUADS):
+            head, quad = divmod_32(i, QUADS)
+            h = int64(head)
+            add_share(sums, h, quad, share, output, partials, num_splits, weights)
+            if SHARES == 1:
+                store_quad(output.address + h * output.head_stride, uint32(quad << 1), sums)
+            elif share > 0:
+                store_shared_4(uint32(others - 16 * NUM_QUADS), sums[0], sums[1], sums[2], sums[3])
+            i = uint32(i + NUM_THREADS)
+        if SHARES > 1:
+            cuda.syncthreads()
+            if thread < uint32(output.num_heads * QUADS):
+                for n in range(SHARES - 1):
+                    add(sums, float32(1), load_floats(uint32(others + 16 * NUM_QUADS * n)))
+                head, quad = divmod_32(thread, QUADS)
+                store_quad(output.address + int64(head) * output.head_stride, uint32(quad << 1), sums)
+
+    return add_splits
