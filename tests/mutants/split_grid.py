@@ -23,6 +23,7 @@ WAVES = (
     "tests/bench/static/test_waves.py::"
     "test_no_cell_with_work_for_half_of_the_multiprocessors_leaves_more_than_half_idle",
 )
+CHECK = (SPLIT + "test_a_check_before_the_loop_changes_no_bits[160]",)
 AS_THE_HOST = (SPLIT + "test_a_sequence_leaves_as_many_partial_results_as_the_host_says[5000-64]",)
 
 MERGE = "kernels/split/merge.py"
@@ -137,8 +138,8 @@ MUTANTS = [
     Mutant(
         "split: the last but one to finish merges",
         KERNEL,
-        "if counted[0] == last:",
-        "if counted[0] == uint32(last - 1):",
+        "if told[0] == last:",
+        "if told[0] == uint32(last - 1):",
         COUNTERS,
     ),
     Mutant(
@@ -161,6 +162,20 @@ MUTANTS = [
         "        if SHARES > 1:\n            cuda.syncthreads()\n",
         "        if SHARES > 1:\n",
         LENGTHS,
+    ),
+    Mutant(
+        "split: a split with a refused block id is merged",
+        KERNEL,
+        "if CHECKS_SPLITS and told[0] != 0:",
+        "if CHECKS_SPLITS and told[0] == 2:",
+        CHECK,
+    ),
+    Mutant(
+        "split: a refused block id is looked up",
+        "kernels/split/pages.py",
+        "        if CHECKS_SPLITS:\n            block = block if block < pages.num_blocks else uint32(0)\n",
+        "",
+        CHECK,
     ),
     Mutant(
         "split: a sequence alone makes half a grid",

@@ -17,6 +17,7 @@ CONFIGS = (
     limits.heads,
     limits.head_shares,
     limits.dims_of_warp,
+    limits.checks_splits,
     limits.forgets,
 )
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import reference
+from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import attention
 from pagedkv.cuda.plans.split import split_config
 from pagedkv.emulator.machine.access import Access
@@ -15,6 +16,7 @@ from pagedkv.kernels.split.config import FULL_GRID, SHORTEST_SPLIT
 
 from ...problems import assert_close, build, expect
 from ...strategies import long
+from ..block_cases import with_capability
 from ..decode_cases import CUDA_CORES, MANY_HEADS, TENSOR, Variant, assert_same_bits, checked_call, decode, emulator
 from .variants import MORE_VARIANTS, VARIANTS, specs
 
@@ -284,6 +286,34 @@ def test_only_visible_rows_are_read_and_each_sector_once(variant):
     for name in ("k_cache", "v_cache"):
         device.launches[0].footprint.expect(name, read=rows, written=False)
     device.launches[0].footprint.expect("seq_lens", read=True)
+
+
+@pytest.mark.parametrize("head_dim", [160, *long([256])])
+def test_a_check_before_the_loop_changes_no_bits(head_dim):
+    """And a block id that it refuses takes its split along, and nothing else."""
+    variant = Variant("split", head_dim, 16, "float16", "float16", group_size=2, capability=(8, 0))
+    problem = build(variant.spec(seq_lens=(3 * SHORTEST_SPLIT, 3), num_kv_heads=1))
+    expected = decode(problem, variant)
+    call = checked_call(problem, "split", check=True)
+    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+    with with_capability(emulator(global_race=True), variant.capability) as device:
+        attention.decode_attention(device, call, out, lse)
+        raise_if_failed([device])
+    assert_same_bits((out, lse), expected)
+
+    column = SHORTEST_SPLIT // 16 + 2
+    call.block_tables[0, column] = 10**6
+    with with_capability(emulator(global_race=True), variant.capability) as device:
+        attention.decode_attention(device, call, out, lse)
+        with pytest.raises(IndexError, match=f"got 1000000 for sequence 0, column {column}"):
+            raise_if_failed([device])
+    assert_same_bits((out[1:], lse[1:]), (expected[0][1:], expected[1][1:]))
+
+    def masked(score, q_pos, k_pos, head, seq):
+        return -math.inf if seq == 0 and k_pos // SHORTEST_SPLIT == 1 else score
+
+    options = {**problem.options, "score_mod": masked}
+    np.testing.assert_allclose(out, reference.decode_attention(*problem.args, **options), atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "capability"), [("fp8_e4m3", (8, 0)), ("fp8_e4m3", (9, 0)), ("fp8_e5m2", (9, 0))])

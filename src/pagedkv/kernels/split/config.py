@@ -124,6 +124,16 @@ class SplitConfig:
         return bool(limits.forgets(self))
 
     @property
+    def checks_splits(self) -> bool:
+        """Block ids are checked before the inner loop; a split with one that is refused counts as empty."""
+        return self.checked and bool(limits.checks_splits(self))
+
+    @property
+    def masks_blocks(self) -> bool:
+        """The inner loop checks block ids, and masks the tokens of those that are refused."""
+        return self.checked and not self.checks_splits
+
+    @property
     def heads_of_warp(self) -> int:
         """Query heads of a warp; the last warp of a team may have fewer."""
         return -(-self.num_heads // self.head_shares)
@@ -132,7 +142,7 @@ class SplitConfig:
     def dim_shares(self) -> int:
         """Warps that take the same tokens, each with its share of the values' dims.
 
-        Strides and placement, such as `wide`, have no say in it: it decides the order of additions.
+        `wide` and `checked` have no say in it: it decides the order of additions.
         """
         return 2 if self.on_tensor_cores and self.head_dim > limits.dims_of_warp(self) else 1
 

@@ -18,7 +18,8 @@ sequence, KV head and tile, the splits. A thread block past the last split only 
 
 Shared memory. One room, static, or dynamic where static is too small: first for Q or staged rows and Q, then for the
 sums of all warps, then for the merge of the splits. Always static are the maxima, sums of exponentials and weights of
-all teams, the count of the thread block, and what all threads, and the end of the work, are to know: 16 bytes.
+all teams, a word that thread 0 tells the others (whether a block id is refused, then the count), and what all threads,
+and the end of the work, are to know: 16 bytes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
 from .merge import make_leave, make_merge, make_store_pair, make_store_quad, merge_bytes
+from .pages import make_check_split
 from .shape import TensorShape
 from .sums import are_dynamic, make_pair_address, sums_bytes
 from .tensor_cores.few_heads import make_attend_on_tensor_cores
@@ -63,7 +65,9 @@ def make_split(config: SplitConfig) -> KernelSource:
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
     NUM_STATES, IS_EVEN = config.num_teams * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
     pair_address, store_pair = make_pair_address(config), make_store_pair(config)
+    CHECKS_SPLITS, NUM_SUMS = config.checks_splits, sums_bytes(config) // 4
     attend, store_quad = make_attend(config, pair_address), make_store_quad(store_pair)
+    check_split = make_check_split(config)
     leave, merge_splits = make_leave(config, pair_address, store_quad), make_merge(config, store_quad)
     VALUE_FACTOR, FORGETS = float32(software_factor(config)), config.forgets
 
@@ -118,6 +122,16 @@ def make_split(config: SplitConfig) -> KernelSource:
         if thread < output.num_heads and address(output.lse) != 0:
             output.lse[output.row + int64(thread)] = NONE
 
+    @device_function
+    def put_nothing(thread, room, shared):
+        """The sums of a split without tokens."""
+        i = int64(thread)
+        while i < NUM_SUMS:
+            room[i] = float32(0)
+            i += NUM_THREADS
+        if thread < NUM_STATES:
+            shared.maxima[thread], shared.sums[thread] = NONE, float32(0)
+
     def split(
         out, lse, partial_sums, partial_states, counters, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes,
         sinks, k_scale, v_scale, report, num_kv_heads, num_heads, num_blocks, max_seq_len, most_splits, window,
@@ -126,7 +140,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     ):  # fmt: skip
         room = cuda.shared.array(NUM_FLOATS, float32, alignment=16)
         maxima, sums = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(NUM_STATES, float32)
-        weights, counted = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(1, uint32)
+        weights, told = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(1, uint32)
         shared = Shared(shared_address(room), maxima, sums, weights)
         kept = cuda.shared.array(4, uint32)
         thread = uint32(cuda.threadIdx.x)
@@ -157,13 +171,18 @@ def make_split(config: SplitConfig) -> KernelSource:
             last_token = min(uint32(first + size - 1), q_pos)
             k_factor = k_scale[kv_head] if address(k_scale) != 0 else bits_float(uint32(k_number))
             q_row = address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride
+            pages = Pages(table, last_token, num_blocks, report, seq)
+            if CHECKS_SPLITS:
+                is_bad = check_split(thread, first, pages)
+                if thread == 0:
+                    told[0] = uint32(1) if is_bad else uint32(0)
             attend(
                 thread,
                 first,
                 Query(q_row, q_head_stride, heads_from(head), head),
                 Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
                 Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
-                Pages(table, last_token, num_blocks, report, seq),
+                pages,
                 Options(
                     float32(bits_float(uint32(scale)) * k_factor), bits_float(uint32(softcap)), alibi_slopes, q_pos, seq
                 ),
@@ -173,6 +192,9 @@ def make_split(config: SplitConfig) -> KernelSource:
             if FORGETS:  # `attend` needs the registers: what comes after it is read again
                 seq, head, num_splits = kept[0], kept[1], kept[3]
                 thread = thread_number()
+            if CHECKS_SPLITS and told[0] != 0:
+                put_nothing(thread, room, shared)
+                cuda.syncthreads()
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             leave(thread, output, partials, num_splits, uint32(cuda.blockIdx.y), shared)
             if num_splits > 1:
@@ -191,11 +213,11 @@ def make_split(config: SplitConfig) -> KernelSource:
             return
         if thread == 0:
             count = count_up(counter, last)
-            counted[0] = count
+            told[0] = count
             if count == last:
                 fence()
         cuda.syncthreads()
-        if counted[0] == last:
+        if told[0] == last:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge_splits(thread, output, partials, num_splits, room)
 

@@ -137,11 +137,24 @@ dims_of_warp: Limit[SplitConfig] = Limit(
     "most dims of O of a warp",
     (
         Row(
-            lambda c: c.architecture < 9 and (c.modified or c.checked) and not c.staged,
+            lambda c: c.architecture < 9 and c.modified and not c.staged,
             128,
-            "252 bytes at D = 256, G = 8 for 8.0 with a softcap, and 396 with a check.",
+            "252 bytes at D = 256, G = 8 for 8.0 with a softcap.",
         ),
         Row(otherwise, 256, "48 bytes at D = 512, G = 8 for 9.0."),
+    ),
+)
+
+checks_splits: Limit[SplitConfig] = Limit(
+    "1 if a check comes before the loop, and a block id that it refuses takes its whole split along",
+    (
+        Row(lambda c: c.architecture >= 9 or c.modified or c.staged or not c.on_tensor_cores, 0, "Masks fit."),
+        Row(
+            lambda c: 128 < c.head_dim <= 256,
+            1,
+            "With masks in the loop 396 bytes at D = 256, G = 8 for 8.0, and 340 if they are behind a test of a flag.",
+        ),
+        Row(otherwise, 0, "Up to 128 dims of a warp leave registers for masks."),
     ),
 )
 

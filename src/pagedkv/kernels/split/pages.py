@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import int32, int64, uint32
+from numba import cuda, int32, int64, uint32
 
 from ..device.bad_entries import BLOCK_ID, record
 from ..device.intrinsics import load_4
 from ..device.source import device_function
-from .config import SplitConfig
+from .config import NUM_THREADS, SplitConfig
 from .lanes import make_fetch
 
 
@@ -22,9 +22,9 @@ def make_find_token(config: SplitConfig) -> Any:
     """The device function ``find_token(pages, token) -> block, position, good``.
 
     A token past the last one is looked up as the last one, so that every lane has a row to load. A block id that
-    check=True refuses is recorded and taken as block 0, and `good` is False.
+    check=True refuses is taken as block 0. If `check_split` has not met it, it is recorded, and `good` is False.
     """
-    BLOCK_SIZE, CHECKED = config.block_size, config.checked
+    BLOCK_SIZE, MASKS, CHECKS_SPLITS = config.block_size, config.masks_blocks, config.checks_splits
 
     @device_function
     def find_token(pages, token):
@@ -32,7 +32,9 @@ def make_find_token(config: SplitConfig) -> Any:
         column = uint32(token // uint32(BLOCK_SIZE))
         block = load_4(pages.table + int64(column) * 4)
         good = True
-        if CHECKED:
+        if CHECKS_SPLITS:
+            block = block if block < pages.num_blocks else uint32(0)
+        if MASKS:
             good = block < pages.num_blocks
             if not good:
                 record(pages.report, BLOCK_ID, pages.seq, column, int64(int32(block)))
@@ -40,6 +42,28 @@ def make_find_token(config: SplitConfig) -> Any:
         return block, uint32(token - uint32(column * uint32(BLOCK_SIZE))), good
 
     return find_token
+
+
+def make_check_split(config: SplitConfig) -> Any:
+    """The device function ``check_split(thread, first, pages)``: True if check=True refuses a block id of the split.
+
+    Every thread of the block calls it, and gets the same answer. The first bad id of a thread is recorded.
+    """
+    BLOCK_SIZE = config.block_size
+
+    @device_function
+    def check_split(thread, first, pages):
+        column, last = uint32(uint32(first // uint32(BLOCK_SIZE)) + thread), uint32(pages.last // uint32(BLOCK_SIZE))
+        is_bad = int32(0)
+        while column <= last and is_bad == 0:
+            block = load_4(pages.table + int64(column) * 4)
+            if not block < pages.num_blocks:
+                record(pages.report, BLOCK_ID, pages.seq, column, int64(int32(block)))
+                is_bad = int32(1)
+            column = uint32(column + NUM_THREADS)
+        return cuda.syncthreads_or(is_bad) != 0
+
+    return check_split
 
 
 def make_row_offset(config: SplitConfig) -> Any:

@@ -75,7 +75,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory."""
     shape = TensorShape(config)
     CHUNKS, BUFFER, STEP, TURN = shape.num_chunks, shape.buffer, shape.step, shape.step * config.num_teams
-    NUM_RAW, CHECKED, DIM_SHARES = shape.num_raw, config.checked, config.dim_shares
+    NUM_RAW, CHECKED, DIM_SHARES = shape.num_raw, config.masks_blocks, config.dim_shares
     Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
     KEEP_Q, KEEP_T = bool(limits.keeps_q_address(shape)), bool(limits.keeps_lane(shape))
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
