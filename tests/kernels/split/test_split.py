@@ -64,9 +64,7 @@ def test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges(
     assert_close(problem, *decode(problem, variant, open_device))
 
 
-@pytest.mark.parametrize(
-    ("length", "num_kv_heads"), [(300, 1), (2047, 8), (2048, 8), (4500, 1), (2300, 32), (5000, 64)]
-)
+@pytest.mark.parametrize(("length", "num_kv_heads"), [(300, 1), (2047, 8), (2048, 8), (4500, 1), (2300, 32), (800, 64)])
 def test_a_sequence_leaves_as_many_partial_results_as_the_host_says(length, num_kv_heads):
     problem = build(TENSOR.spec(seq_lens=(length,), num_kv_heads=num_kv_heads))
     device = emulator(stats=True)
