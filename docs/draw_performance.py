@@ -14,7 +14,7 @@ from typing import Any
 
 from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, WHITE, box, drawing, text, title
 
-from pagedkv.bench.static.waves import Cell
+from pagedkv.bench.waves import Cell
 from pagedkv.kernels.split.config import SplitConfig
 
 DOCS = Path(__file__).parent

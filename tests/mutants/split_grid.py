@@ -20,8 +20,7 @@ SIDE_BY_SIDE = (BOUND + "D64-G71-P1-float16-fp8_e4m3-modified]",)
 STRIDED = (SPLIT + "test_k_and_v_have_strides_of_their_own[emulator-tensor cores]",)
 
 WAVES = (
-    "tests/bench/static/test_waves.py::"
-    "test_no_cell_with_work_for_half_of_the_multiprocessors_leaves_more_than_half_idle",
+    "tests/bench/test_waves.py::test_no_cell_with_work_for_half_of_the_multiprocessors_leaves_more_than_half_idle",
 )
 CHECK = (SPLIT + "test_a_check_before_the_loop_changes_no_bits[160]",)
 AS_THE_HOST = (SPLIT + "test_a_sequence_leaves_as_many_partial_results_as_the_host_says[800-64]",)

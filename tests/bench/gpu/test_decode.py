@@ -78,8 +78,20 @@ def test_work_is_said_of_kernels_whose_splits_are_known():
     blocks = 2 * sum(-(-n // config.split_size(n, cell.num_kv_heads)) for n in cell.seq_lens)
     assert row["blocks"] == blocks == 20
     assert row["waves"] == blocks / (FakeGpu.num_multiprocessors * TensorShape(config).min_blocks)
+    assert row["expected share"] is None  # of an H100, and of equal lengths
     (row,) = measured(FakeGpu(), {"peer": taking(1.0)}, cell).values()
-    assert (row["blocks"], row["waves"]) == (None, None)
+    assert (row["blocks"], row["waves"], row["expected share"]) == (None, None, None)
+
+
+def test_the_share_that_the_model_expects_stands_beside_the_measured_one():
+    gpu, cell = FakeGpu(), Cell("x", (2048,) * 4, 16, 2, 128)
+    gpu.num_multiprocessors = 132
+    (row,) = measured(gpu, {FIRST: taking(1.0)}, cell).values()
+    model = waves.Model(SplitConfig(128, 8, 16, "float16", "float16"), 2, 4, 2048)
+    assert (row["blocks"], row["waves"]) == (model.blocks, pytest.approx(model.blocks / model.slots))
+    assert row["expected share"] == model.share
+    (ragged,) = measured(gpu, {FIRST: taking(1.0)}, Cell("x", (2048, 7), 16, 2, 128)).values()
+    assert ragged["expected share"] is None
 
 
 @pytest.mark.parametrize("name", peers.SPLIT)

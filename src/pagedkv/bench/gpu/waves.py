@@ -1,4 +1,4 @@
-"""How many thread blocks of kernel split have work in a cell, and how many waves of them there are."""
+"""What is to be expected of kernel split in a cell: thread blocks with work, waves of them, and a share by a model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from ...cuda.device import FIRST_WITH_FP8
 from ...kernels.split.config import SplitConfig
 from ...kernels.split.kernel import make_split
 from ..report import Row
+from ..waves import NUM_SMS
+from ..waves import Cell as Model
 from .workloads import Cell
 
 
 def work_of(cell: Cell, capability: tuple[int, int], num_multiprocessors: int) -> Row:
-    """*blocks* and *waves* of a cell.
+    """*blocks*, *waves* and *expected share* of a cell.
 
     A wave is as many thread blocks as all multiprocessors hold at once, by the number that the kernel is compiled for.
     While a last wave that is nearly empty runs, most of the GPU has nothing to do: where waves are few, look there for
@@ -19,7 +21,15 @@ def work_of(cell: Cell, capability: tuple[int, int], num_multiprocessors: int) -
     config = config_of(cell, capability)
     num_splits = sum(-(-length // config.split_size(length, cell.num_kv_heads)) for length in cell.seq_lens)
     blocks = num_splits * cell.num_kv_heads * config.num_tiles
-    return {"blocks": blocks, "waves": blocks / (num_multiprocessors * make_split(config).min_blocks)}
+    waves = blocks / (num_multiprocessors * make_split(config).min_blocks)
+    return {"blocks": blocks, "waves": waves, "expected share": _expected_share(cell, config, num_multiprocessors)}
+
+
+def _expected_share(cell: Cell, config: SplitConfig, num_multiprocessors: int) -> float | None:
+    """What the model says, which is one of an H100, of equal lengths, and of query heads that a thread block takes."""
+    if num_multiprocessors != NUM_SMS or cell.is_ragged or config.num_tiles > 1 or not config.on_tensor_cores:
+        return None
+    return Model(config, cell.num_kv_heads, len(cell.seq_lens), cell.seq_lens[0]).share
 
 
 def config_of(cell: Cell, capability: tuple[int, int]) -> SplitConfig:

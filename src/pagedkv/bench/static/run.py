@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..report import Row
-from . import waves as model
+from .. import waves as model
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 _NAMED = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pagedkv.bench.static import waves
-from pagedkv.bench.static.waves import BANDWIDTH, L2_LATENCY, LATENCY, NUM_SMS, SM_BANDWIDTH, Cell, cells
+from pagedkv.bench import waves
+from pagedkv.bench.waves import BANDWIDTH, L2_LATENCY, LATENCY, NUM_SMS, SM_BANDWIDTH, Cell, cells
 from pagedkv.kernels.split.config import MERGE_LOADS, SplitConfig
 
 CONFIG = SplitConfig(128, 8, 16, "float16", "float16")

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from ...kernels.split.config import MERGE_LOADS, NUM_THREADS, SHORTEST_SPLIT, SplitConfig
-from ...kernels.split.shape import TensorShape
-from ..report import Row
+from ..kernels.split.config import MERGE_LOADS, NUM_THREADS, SHORTEST_SPLIT, SplitConfig
+from ..kernels.split.shape import TensorShape
+from .report import Row
 
 NUM_SMS = 132
 BANDWIDTH = 3.0e12  # bytes per second
