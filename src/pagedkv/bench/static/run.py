@@ -6,8 +6,8 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..report import Row
 from .. import waves as model
+from ..report import Row
 
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 _NAMED = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
