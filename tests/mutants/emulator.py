@@ -21,6 +21,7 @@ SIZES = ("tests/emulator/machine/test_launch.py::test_sizes_that_no_launch_has",
 PRINT = ("tests/emulator/machine/test_printing.py",)
 
 ORDER, CLOCKS, DETECTORS = ("emulator/state/order.py", "emulator/state/clocks.py", "emulator/state/races.py")
+UNORDERED = "emulator/state/unordered.py"
 
 MUTANTS = [
     Mutant(
@@ -48,16 +49,16 @@ MUTANTS = [
     Mutant(
         "emulator: a strong load acquires without a fence",
         ORDER,
-        "                        clocks.find(lane, scope, flag)\n",
-        "                        clocks.known[lane], clocks.learned = joined(clocks.known[lane], flag[0]), True\n",
+        "            clocks.find(lane, scope, flag)\n",
+        "            clocks.known[lane], clocks.learned = joined(clocks.known[lane], flag[0]), True\n",
         BETWEEN,
         ci=True,
     ),
     Mutant(
         "emulator: a strong store releases without a fence",
         ORDER,
-        "mine = now[slot].clock_of(lane % f.num_threads) if op.release else None",
-        "mine = self._snapshot(slot).clock_of(lane % f.num_threads)",
+        "mine = now[lane // f.num_threads].clock_of(lane % f.num_threads) if op.release else None",
+        "mine = self._snapshot(lane // f.num_threads).clock_of(lane % f.num_threads)",
         GRID,
     ),
     Mutant(
@@ -91,8 +92,8 @@ MUTANTS = [
     Mutant(
         "emulator: an atomic begins a new chain",
         ORDER,
-        '                        if op.kind == "store":  # begins',
-        '                        if op.kind != "load":  # begins',
+        '            if op.kind == "store":  # begins',
+        '            if op.kind != "load":  # begins',
         MERGED,
     ),
     Mutant(
@@ -105,15 +106,15 @@ MUTANTS = [
     Mutant(
         "emulator: an atomic races with no read of another thread block",
         DETECTORS,
-        '            self._check(op, off, lanes, block, self.reads[g], likeness, "read")\n',
-        '            likeness or self._check(op, off, lanes, block, self.reads[g], likeness, "read")\n',
+        '            self._check(op, off, lanes, block, self.reads[g], strong_class, "read")\n',
+        '            strong_class or self._check(op, off, lanes, block, self.reads[g], strong_class, "read")\n',
         READ_FIRST,
     ),
     Mutant(
         "emulator: an atomic races with no read in its thread block",
         DETECTORS,
         "            self._check_readers(op, g, off, thread, floor, what)\n",
-        "            likeness or self._check_readers(op, g, off, thread, floor, what)\n",
+        "            strong_class or self._check_readers(op, g, off, thread, floor, what)\n",
         READ_FIRST,
     ),
     Mutant(
@@ -162,29 +163,29 @@ MUTANTS = [
     Mutant(
         "emulator: the scope of a thread block is the grid's",
         DETECTORS,
-        "        likeness = op.likeness if op.grid else 0\n",
-        "        likeness = op.likeness\n",
+        "        strong_class = op.strong_class if op.grid else 0\n",
+        "        strong_class = op.strong_class\n",
         (RACES + "test_atomics_of_the_scope_of_a_thread_block",),
     ),
     Mutant(
         "emulator: strong accesses of different sizes do not race",
         "emulator/translation/mem_op.py",
-        "self.likeness = 1 + self.shift if",
-        "self.likeness = 1 if",
+        "self.strong_class = 1 + self.shift if",
+        "self.strong_class = 1 if",
         (RACES + "test_strong_accesses_of_different_sizes",),
     ),
     Mutant(
         "emulator: a strong store replaces any other",
-        DETECTORS,
-        "            unordered[c] = ((last[c] & _SEVERAL) != 0) | others(lanes[c], last[c])\n",
+        UNORDERED,
+        "            unordered[c] = ((last[c] & SEVERAL) != 0) | would_race(lanes[c], last[c])\n",
         "            unordered[c] = False\n",
         (RACES + "test_strong_stores_of_two_thread_blocks",),
     ),
     Mutant(
         "emulator: an atomic races with what it has replaced",
         DETECTORS,
-        '            if likeness and op.kind == "store":\n',
-        "            if likeness:\n",
+        '            if strong_class and op.kind == "store":\n',
+        "            if strong_class:\n",
         (RACES + "test_the_last_thread_block_resets_the_counter",),
     ),
     Mutant(
@@ -211,7 +212,7 @@ MUTANTS = [
     Mutant(
         "emulator: half a warp passes a barrier for all of it",
         "emulator/machine/barriers.py",
-        "        if (counts < np.minimum(32, f.num_threads - 32 * each)).any():",
+        "        if (counts < np.minimum(WARP_SIZE, f.num_threads - WARP_SIZE * each)).any():",
         "        if not len(counts):",
         (WARP + "test_a_named_barrier_of_half_warps",),
     ),

@@ -1,8 +1,8 @@
 """cp.async: a copy becomes visible when the thread that issued it waits for its group.
 
 Until then it may read its source at any time, as it is no part of the thread's program order (PTX ISA, "Asynchronous
-Operations"): it counts as a read when it is issued and as one when it is waited for, and in between
-nothing may store there.
+Operations"): it counts as a read when it is issued and as one when it is waited for, and in between nothing may store
+there.
 """
 
 from __future__ import annotations

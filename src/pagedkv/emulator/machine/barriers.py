@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import SyncFault
 from ..ptx.instruction import Instruction
 from ..ptx.program import Block
-from ..state.frame import Frame
+from ..state.frame import WARP_SIZE, Frame
 from ..state.order import Arrival, Order
 
 
@@ -168,7 +168,8 @@ class Barriers:
             f.fail(SyncFault, what, self._instruction(lane), lane)
         met = np.unique(np.concatenate([lanes, *state.lanes]))
         each, counts = np.unique(f.warp_in_cta[met], return_counts=True)
-        if (counts < np.minimum(32, f.num_threads - 32 * each)).any():  # the order of accesses is kept by warp
+        # The order of accesses is kept by warp.
+        if (counts < np.minimum(WARP_SIZE, f.num_threads - WARP_SIZE * each)).any():
             lane = int(lanes[0])
             what = "barrier completed by part of a warp: all of its threads have to reach it"
             f.fail(SyncFault, what, self._instruction(lane), lane)

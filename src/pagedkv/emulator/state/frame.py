@@ -17,6 +17,7 @@ from ..ptx.types import GLOBAL_BASE, VIEW_DTYPE
 from ..translation.scope import Scope
 from .memory import UNALLOCATED, ByteSpace, Memory
 
+WARP_SIZE = 32
 Mask = np.ndarray | None  # the active lanes of a batch; None: all of them
 
 
@@ -45,18 +46,18 @@ class Frame:
         self.num_lanes = self.num_ctas * threads
         self.lanes = np.arange(self.num_lanes, dtype=np.int64)
         self.thread = np.tile(np.arange(threads, dtype=np.int64), self.num_ctas)
-        self.lane = self.thread % 32
-        self.warps_per_cta = (threads + 31) // 32
+        self.lane = self.thread % WARP_SIZE
+        self.warps_per_cta = -(-threads // WARP_SIZE)
         self.num_warps = self.num_ctas * self.warps_per_cta
-        self.warp_in_cta = self.thread // 32
+        self.warp_in_cta = self.thread // WARP_SIZE
         self.cta_slot = np.repeat(np.arange(self.num_ctas, dtype=np.int64), threads)
         self.cta = ctas[self.cta_slot]
         self.warp = self.cta_slot * self.warps_per_cta + self.warp_in_cta
         self.warp_first = self.lanes - self.lane
-        self.warp_size_of_lane = np.minimum(32, threads - self.warp_in_cta * 32)
-        self.whole_warps = threads % 32 == 0
+        self.warp_size_of_lane = np.minimum(WARP_SIZE, threads - self.warp_in_cta * WARP_SIZE)
+        self.whole_warps = threads % WARP_SIZE == 0
         everyone = (np.int64(1) << self.warp_size_of_lane) - 1
-        self.exists = np.where(self.warp_size_of_lane == 32, 0xFFFFFFFF, everyone).astype(np.uint32)
+        self.exists = np.where(self.warp_size_of_lane == WARP_SIZE, 0xFFFFFFFF, everyone).astype(np.uint32)
         self.dynamic_shared = dynamic_shared
         self._make_shared()
         self._make_local()

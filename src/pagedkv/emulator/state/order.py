@@ -251,7 +251,7 @@ class Order:
         if clocks is None or not (clocks.used or self._flags or op.release):
             return
         lanes = f.lanes if idx is None else idx
-        grid = self._flags if op.grid and space == "global" else None
+        scopes: tuple[Scope, ...] = (0, 1) if op.grid and space == "global" and self._flags is not None else (0,)
         now: dict[int, Snapshot] = {}
         if op.release:
             clocks.used = True
@@ -259,33 +259,45 @@ class Order:
             now = {slot: self._snapshot(slot) for slot in np.unique(f.cta_slot[lanes]).tolist()}
         found = [np.full(f.num_lanes, None, object) for _ in range(2)] if op.acquire else []
         for i, (lane, first) in enumerate(zip(lanes.tolist(), off.tolist(), strict=True)):
-            slot = lane // f.num_threads
             stored = op.kind != "load" and (wrote is None or bool(wrote[i]))
-            mine = now[slot].clock_of(lane % f.num_threads) if op.release else None
+            mine = now[lane // f.num_threads].clock_of(lane % f.num_threads) if op.release else None
             for offset in range(first, first + op.size, op.element):
-                location = (space, offset, op.element)
-                in_block = self._block_flags.setdefault(location, {})
-                by_scope: list[tuple[Scope, dict[Any, Flag] | None, Any]]
-                by_scope = [(0, in_block, slot), (1, grid, location[1:])]
-                for scope, flags, key in by_scope:
-                    flag = None if flags is None else flags.get(key)
-                    if op.observes and flag is not None:
-                        clocks.uneven.add(slot)
-                        clocks.find(lane, scope, flag)
-                        if op.acquire:
-                            found[scope][lane] = joined(found[scope][lane], flag[0])
-                    if stored and flags is not None:
-                        if op.kind == "store":  # begins a new chain; an atomic goes on with the one that it finds
-                            flag = None
-                            if scope == 0:
-                                in_block.clear()
-                        flag = self._released(lane, scope, location, flag, mine)
-                        if flag != (None, None):
-                            flags[key] = flag
-                        else:
-                            flags.pop(key, None)
+                for scope in scopes:
+                    clock = self._hand_on(lane, scope, op, (space, offset, op.element), stored, mine)
+                    if op.acquire:
+                        found[scope][lane] = joined(found[scope][lane], clock)
         for pending in found:
             self._acquire(lanes, pending)
+
+    def _hand_on(
+        self, lane: int, scope: Scope, op: MemOp, location: tuple[str, int, int], stored: bool, mine: Clock | None
+    ) -> Clock | None:
+        """Hand on clocks from and to the flag at a location; returns what it says to any fence, if `op` observes it."""
+        clocks, slot = self.clocks, lane // self.frame.num_threads
+        assert clocks is not None
+        flags: dict[Any, Flag] | None
+        key: Any
+        if scope == 0:
+            flags, key = self._block_flags.setdefault(location, {}), slot
+        else:
+            flags, key = self._flags, location[1:]
+        assert flags is not None
+        flag, clock = flags.get(key), None
+        if op.observes and flag is not None:
+            clocks.uneven.add(slot)
+            clocks.find(lane, scope, flag)
+            clock = flag[0]
+        if stored:
+            if op.kind == "store":  # begins a new chain; an atomic goes on with the one that it finds
+                flag = None
+                if scope == 0:
+                    flags.clear()
+            flag = self._released(lane, scope, location, flag, mine)
+            if flag != (None, None):
+                flags[key] = flag
+            else:
+                flags.pop(key, None)
+        return clock
 
     def _released(
         self, lane: int, scope: Scope, location: tuple[str, int, int], flag: Flag | None, mine: Clock | None

@@ -12,79 +12,25 @@ other, by observation order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NoReturn
 
 import numpy as np
 
 from ..errors import RaceFault
 from ..translation.mem_op import MemOp
-from .frame import Frame
+from .frame import WARP_SIZE, Frame
 from .memory import sparse_zeros
 from .order import LANE, TIME, Flags, Order
+from .unordered import SEVERAL, STRONG_CLASS, Unordered
 
-# A record in shared memory is time << TIME | op << _OP | thread << LANE | _SEVERAL | likeness.
+# A record in shared memory is time << TIME | op << _OP | thread << LANE | SEVERAL | the strong class.
 _OP = 24
 _MANY = (1 << (_OP - LANE)) - 1  # instead of a thread: several readers
 _MOST_OPS = (1 << (TIME - _OP)) - 1
-_LIKENESS, _SEVERAL = 7, 8
 
 
 def _thread(record: np.ndarray) -> np.ndarray:
     return record >> LANE & _MANY
-
-
-Others = Callable[[np.ndarray, np.ndarray], np.ndarray]  # which records race, were they weak, with an access of lanes
-
-
-class Unordered:
-    """Strong stores that another one has followed without an order; the last one's record says _SEVERAL.
-
-    Attributes
-    ----------
-    kept : dict of int to list of int
-        Their records, by granule.
-    """
-
-    def __init__(self) -> None:
-        self.kept: dict[int, list[int]] = {}
-
-    def store(self, writes: np.ndarray, g: np.ndarray, lanes: np.ndarray, mine: np.ndarray, others: Others) -> None:
-        """Record a strong store of each lane, one after the other."""
-        last = writes[g]
-        unordered = (last > 0) & ((last & _LIKENESS) != 0)
-        if unordered.any():
-            c = np.flatnonzero(unordered)
-            unordered[c] = ((last[c] & _SEVERAL) != 0) | others(lanes[c], last[c])
-        writes[g] = mine
-        if not unordered.any() and (writes[g] == mine).all():
-            return
-        writes[g] = last
-        for granule, lane, record in zip(g.tolist(), lanes.tolist(), mine.tolist(), strict=True):
-            old, kept = max(int(writes[granule]), 0), self.kept.pop(granule, [])
-            kept = (kept if old & _SEVERAL else []) + ([old & ~_SEVERAL] if old & _LIKENESS else [])
-            kept = [one for one in kept if others(np.array([lane]), np.array([one]))[0]]
-            if kept:
-                self.kept[granule] = kept
-            writes[granule] = record | (_SEVERAL if kept else 0)
-
-    def plain(self, last: np.ndarray) -> np.ndarray:
-        """The last records without _SEVERAL."""
-        return last & ~_SEVERAL if self.kept else last
-
-    def atomic(self, last: np.ndarray) -> np.ndarray | int:
-        """What the record of an atomic takes over from the last ones."""
-        return np.where(last > 0, last & _SEVERAL, 0) if self.kept else 0
-
-    def racing(
-        self, g: np.ndarray, lanes: np.ndarray, last: np.ndarray, likeness: int, others: Others
-    ) -> tuple[int, int] | None:
-        """The number of an access that races with a store kept here, and that store."""
-        for j in np.flatnonzero((last > 0) & ((last & _SEVERAL) != 0)).tolist():
-            for old in self.kept[int(g[j])]:
-                if (not likeness or old & _LIKENESS != likeness) and others(lanes[[j]], np.array([old]))[0]:
-                    return j, old
-        return None
 
 
 class SharedRaces:
@@ -153,8 +99,8 @@ class SharedRaces:
         thread, floor, stamp = self.frame.lanes, self.order.floor, self.order.stamp
         if idx is not None:
             thread, floor, stamp = idx, floor[idx], stamp[idx]
-        likeness = op.likeness
-        mine = stamp | (self._number(op) | likeness)
+        strong_class = op.strong_class
+        mine = stamp | (self._number(op) | strong_class)
         first = off >> self.shift
         for q in range(max(1, size >> self.shift)):
             g = first + q if q else first
@@ -162,32 +108,33 @@ class SharedRaces:
             bad = record >= floor
             if bad.any():
                 bad &= _thread(record) != thread
-            if likeness:
-                bad &= (record & _LIKENESS) != likeness
+            if strong_class:
+                bad &= (record & STRONG_CLASS) != strong_class
             if bad.any():
                 c = np.flatnonzero(bad)
                 c = c[self._unordered(thread[c], record[c])]
                 if len(c):
                     self._report(op, int(thread[c[0]]), int(off[c[0]]), what, "written", int(record[c[0]]))
-            if self._several.kept and (found := self._several.racing(g, thread, record, likeness, self._others)):
+            if found := self._several.racing(g, thread, record, strong_class, self._would_race):
                 j, other = found
                 self._report(op, int(thread[j]), int(off[j]), what, "written", other)
             if not store:
                 bit = self.warp_bit if idx is None else self.warp_bit[idx]
-                self._note_read(g, thread, floor, mine, bit, likeness)
+                self._note_read(g, thread, floor, mine, bit, strong_class)
                 continue
             self._check_readers(op, g, off, thread, floor, what)
-            if not likeness:
+            if not strong_class:
                 self.writes[g], self.reads[g] = mine, -1
                 continue
             if op.kind == "store":
-                self._several.store(self.writes, g, thread, mine, self._others)
+                self._several.store(self.writes, g, thread, mine, self._would_race)
             else:
                 self.writes[g] = mine | self._several.atomic(record)
-            weak = (self.reads[g] & _LIKENESS) == 0  # these come before; strong reads may still clash with a weak store
+            # Weak reads come before; strong ones may still clash with a weak store.
+            weak = (self.reads[g] & STRONG_CLASS) == 0
             self.reads[g[weak]] = -1
 
-    def _others(self, lane: np.ndarray, record: np.ndarray) -> np.ndarray:
+    def _would_race(self, lane: np.ndarray, record: np.ndarray) -> np.ndarray:
         return (_thread(record) != lane) & self._unordered(lane, record)
 
     def _number(self, op: MemOp) -> int:
@@ -205,8 +152,8 @@ class SharedRaces:
         bad = record >= floor
         if bad.any():
             bad &= _thread(record) != thread
-        if op.likeness:
-            bad &= (record & _LIKENESS) != op.likeness
+        if op.strong_class:
+            bad &= (record & STRONG_CLASS) != op.strong_class
         if not bad.any():
             return
         c = np.flatnonzero(bad)
@@ -215,22 +162,22 @@ class SharedRaces:
             self._report(op, int(thread[c[0]]), int(off[c[0]]), what, "read", int(record[c[0]]))
 
     def _note_read(
-        self, g: np.ndarray, thread: np.ndarray, floor: np.ndarray, mine: np.ndarray, bit: np.ndarray, likeness: int
+        self, g: np.ndarray, thread: np.ndarray, floor: np.ndarray, mine: np.ndarray, bit: np.ndarray, strong_class: int
     ) -> None:
         old = self.reads[g]
         if ((old == mine) | (old == (mine | _MANY << LANE))).all() and (self.readers[g] & bit).all():
             return  # a loop that reads the same again
         live = old >= floor
-        self._strong_reads |= bool(likeness)
+        self._strong_reads |= bool(strong_class)
         if live.any():
             if self._strong_reads:  # a plain read is kept before a strong one: it may clash with more
-                plain = (old & _LIKENESS) == 0
-                if likeness and (live & plain).any():
+                plain = (old & STRONG_CLASS) == 0
+                if strong_class and (live & plain).any():
                     rest = ~(live & plain)
                     if rest.any():
-                        self._note_read(g[rest], thread[rest], floor[rest], mine[rest], bit[rest], likeness)
+                        self._note_read(g[rest], thread[rest], floor[rest], mine[rest], bit[rest], strong_class)
                     return
-                live &= plain | bool(likeness)
+                live &= plain | bool(strong_class)
             several = live & (_thread(old) != thread)
             if self.lanes_read is not None and several.any():  # what is ordered before this read need not be kept
                 c = np.flatnonzero(several)
@@ -270,8 +217,13 @@ class SharedRaces:
 class GlobalRaces:
     """Detects conflicting accesses to global memory by different thread blocks of a launch.
 
-    A record has, from its lowest bit, the likeness of a strong access, 0 if its scope is a thread block; _SEVERAL, for
-    reads by more lanes of the thread's warp; the thread; the thread block + 1; the time. 0 is no access.
+    A record has, from its lowest bit:
+
+    * the class of a strong access, 0 if its scope is a thread block;
+    * SEVERAL: of reads, by more lanes of the warp; of stores, that earlier ones are in `Unordered`;
+    * the thread; the thread block + 1; the time.
+
+    0 is no access.
     """
 
     def __init__(self, nbytes: int, granule: int, num_threads: int, num_ctas: int) -> None:
@@ -307,44 +259,44 @@ class GlobalRaces:
         lanes, block, who, now = self.frame.lanes, self._block, self._who, self.order.now
         if idx is not None:
             lanes, block, who, now = idx, block[idx], who[idx], now[idx]
-        likeness = op.likeness if op.grid else 0
-        mine = (now << self._time) | who | likeness
+        strong_class = op.strong_class if op.grid else 0
+        mine = (now << self._time) | who | strong_class
         for q in range(max(1, size >> self.shift)):
             g = (off >> self.shift) + q
             record = self.writes[g]
-            self._check(op, off, lanes, block, self._several.plain(record), likeness, "written")
-            if self._several.kept and (
-                found := self._several.racing(g, lanes, record, likeness, self._others_of_blocks)
-            ):
+            self._check(op, off, lanes, block, self._several.plain(record), strong_class, "written")
+            if found := self._several.racing(g, lanes, record, strong_class, self._would_race_blocks):
                 self._fail(op, off, lanes, *found, op.kind, "written")
             if "nc" in op.ins.parts and record.any():
                 j = int(record.argmax())
                 self._fail(op, off, lanes, j, int(record[j]), "read-only (.nc) load", "written")
             if not store:
-                self._note_read(g, lanes, block, mine, likeness)
+                self._note_read(g, lanes, block, mine, strong_class)
                 continue
-            self._check(op, off, lanes, block, self.reads[g], likeness, "read")
-            self._check(op, off, lanes, block, self.others[g], likeness, "read")
-            if likeness and op.kind == "store":
-                self._several.store(self.writes, g, lanes, mine, self._others)
+            self._check(op, off, lanes, block, self.reads[g], strong_class, "read")
+            self._check(op, off, lanes, block, self.others[g], strong_class, "read")
+            if strong_class and op.kind == "store":
+                self._several.store(self.writes, g, lanes, mine, self._would_race)
             else:
-                self.writes[g] = mine | self._several.atomic(record) if likeness else mine
-            if not likeness:
+                self.writes[g] = mine | self._several.atomic(record) if strong_class else mine
+            if not strong_class:
                 last = self.writes[g]
                 if (last != mine).any() and (lost := self._foreign(last, block)).any():
                     j = int(lost.argmax())
                     self._fail(op, off, lanes, j, int(last[j]), op.kind, "written")
             for reads in (self.reads, self.others):  # strong reads may still clash with a weak store
-                reads[g] = np.where(reads[g] & _LIKENESS, reads[g], 0) if likeness else 0
+                reads[g] = np.where(reads[g] & STRONG_CLASS, reads[g], 0) if strong_class else 0
 
-    def _note_read(self, g: np.ndarray, lanes: np.ndarray, block: np.ndarray, mine: np.ndarray, likeness: int) -> None:
+    def _note_read(
+        self, g: np.ndarray, lanes: np.ndarray, block: np.ndarray, mine: np.ndarray, strong_class: int
+    ) -> None:
         old = self.reads[g]
-        if likeness:  # a plain read may clash with more than this one
-            rest = (old == 0) | ((old & _LIKENESS) != 0)
+        if strong_class:  # a plain read may clash with more than this one
+            rest = (old == 0) | ((old & STRONG_CLASS) != 0)
             g, lanes, block, mine, old = g[rest], lanes[rest], block[rest], mine[rest], old[rest]
         foreign = self._foreign(old, block)
-        if not likeness and foreign.any():
-            foreign &= (old & _LIKENESS) == 0
+        if not strong_class and foreign.any():
+            foreign &= (old & STRONG_CLASS) == 0
         if foreign.any():  # what is ordered before this read need not be kept
             c = np.flatnonzero(foreign)
             c = c[self._unordered(lanes[c], old[c])]
@@ -355,7 +307,7 @@ class GlobalRaces:
         if lost.any():
             foreign = lost & self._foreign(last, block)
             self.others[g[foreign]] = mine[foreign]
-            self.reads[g[lost & (last >> LANE + 5 == mine >> LANE + 5)]] |= _SEVERAL  # the same but for the lane
+            self.reads[g[lost & (last >> LANE + 5 == mine >> LANE + 5)]] |= SEVERAL  # the same but for the lane
 
     def _check(
         self,
@@ -364,12 +316,12 @@ class GlobalRaces:
         lanes: np.ndarray,
         block: np.ndarray,
         record: np.ndarray,
-        likeness: int,
+        strong_class: int,
         did: str,
     ) -> None:
         bad = self._foreign(record, block)
-        if likeness and bad.any():
-            bad &= (record & _LIKENESS) != likeness
+        if strong_class and bad.any():
+            bad &= (record & STRONG_CLASS) != strong_class
         if bad.any():
             c = np.flatnonzero(bad)
             c = c[self._unordered(lanes[c], record[c])]
@@ -390,18 +342,18 @@ class GlobalRaces:
                 row = clock.get(other)
                 if row is not None:
                     at = np.flatnonzero(mine & (cta == other))
-                    whole = np.minimum.reduceat(row, np.arange(0, len(row), 32))
-                    upto = np.where(record[at] & _SEVERAL, whole[thread[at] >> 5], row[thread[at]])
+                    whole = np.minimum.reduceat(row, np.arange(0, len(row), WARP_SIZE))
+                    upto = np.where(record[at] & SEVERAL, whole[thread[at] // WARP_SIZE], row[thread[at]])
                     bad[at] = time[at] >= upto
         return bad
 
-    def _others(self, lanes: np.ndarray, record: np.ndarray) -> np.ndarray:
+    def _would_race(self, lanes: np.ndarray, record: np.ndarray) -> np.ndarray:
         cta, thread, time = self._fields(record)
         late = time >= self.order.rows(lanes)[np.arange(len(lanes)), thread]
         own = late & (thread != self.frame.thread[lanes])
         return np.where(cta == self.frame.cta[lanes], own, self._unordered(lanes, record))
 
-    def _others_of_blocks(self, lanes: np.ndarray, record: np.ndarray) -> np.ndarray:
+    def _would_race_blocks(self, lanes: np.ndarray, record: np.ndarray) -> np.ndarray:
         return self._foreign(record, self._block[lanes]) & self._unordered(lanes, record)
 
     def _fail(

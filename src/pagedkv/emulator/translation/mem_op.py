@@ -23,12 +23,12 @@ class MemOp:
     grid: bool = True  # its scope is all thread blocks, not its own alone
     size: int = field(init=False)
     shift: int = field(init=False)
-    likeness: int = field(init=False)  # strong accesses that overlap do not race if they have the same; 0 for weak ones
+    strong_class: int = field(init=False)  # morally strong with accesses of the same class; 0 if weak
 
     def __post_init__(self) -> None:
         self.size = self.element * self.count
         self.shift = self.element.bit_length() - 1
-        self.likeness = 1 + self.shift if self.strong else 0
+        self.strong_class = 1 + self.shift if self.strong else 0
 
 
 @dataclass(frozen=True)
