@@ -14,6 +14,7 @@ HALVES = (ORDERING + "test_a_sync_of_half_a_warp_orders_the_lanes_that_it_names"
 BRANCHES = (WARP + "test_a_full_sync_in_both_branches",)
 LOOPS = (WARP + "test_syncs_in_loops_that_the_halves_of_a_warp_run_apart",)
 GRID = (ORDERING + "test_barriers_of_the_grid",)
+READ_ONLY = (RACES + "test_a_store_after_a_read_only_load",)
 READ_FIRST = (RACES + "test_a_plain_read_before_an_atomic",)
 LARGE = ("tests/emulator/test_device.py::test_a_large_array_takes_memory_only_for_what_a_kernel_touches",)
 HOST = ("tests/emulator/state/test_host_array.py",)
@@ -106,8 +107,8 @@ MUTANTS = [
     Mutant(
         "emulator: an atomic races with no read of another thread block",
         DETECTORS,
-        '            self._check(op, off, lanes, block, self.reads[g], strong_class, "read")\n',
-        '            strong_class or self._check(op, off, lanes, block, self.reads[g], strong_class, "read")\n',
+        '            self._check(op, off, lanes, block, read, strong_class, "read")\n',
+        '            strong_class or self._check(op, off, lanes, block, read, strong_class, "read")\n',
         READ_FIRST,
     ),
     Mutant(
@@ -187,6 +188,20 @@ MUTANTS = [
         '            if strong_class and op.kind == "store":\n',
         "            if strong_class:\n",
         (RACES + "test_the_last_thread_block_resets_the_counter",),
+    ),
+    Mutant(
+        "emulator: a store after a read-only load is one after any load",
+        DETECTORS,
+        "                self.reads[g] = mine | self._read_only\n",
+        "                self._note_read(g, lanes, block, mine, strong_class)\n",
+        READ_ONLY,
+    ),
+    Mutant(
+        "emulator: another load hides a read-only one",
+        DETECTORS,
+        " if strong_class else old & self._read_only == 0\n",
+        " if strong_class else old == old\n",
+        READ_ONLY,
     ),
     Mutant(
         "emulator: atomics of one instruction run in another order than they are seen in",

@@ -148,6 +148,41 @@ def test_read_only_load_of_written_data():
         run(kernel, [P(types.uint32)] * 2, args, global_race=True)
 
 
+STORES = (
+    "st.global.u32 [%rd1+1032], 5;",
+    "st.volatile.global.u32 [%rd1+1032], 5;",
+    "red.global.add.u32 [%rd1+1032], 5;",
+)
+LOADS = ("", "ld.global.u32 %r5, [%rd1+1032];", "ld.volatile.global.u32 %r5, [%rd1+1032];")
+# A thread block loads words, then one stores to a word of these: another one that hears of it, or itself.
+LATER_STORE = {
+    "another": """ld.param.u64 %rd1, [p0]; mov.u32 %o0, 0; setp.ne.u32 %p5, %lid, 0; @%p5 bra $end;
+    setp.eq.u32 %p1, %ct, 1; @%p1 bra $one; LOAD membar.gl; red.global.add.u32 [%rd1+2048], 1; bra $end;
+    $one: atom.global.or.b32 %r1, [%rd1+2048], 0; membar.gl; BETWEEN STORE
+    $end:""",
+    "itself": """ld.param.u64 %rd1, [p0]; mov.u32 %o0, 0; setp.ne.u32 %p1, %ct, 0; @%p1 bra $end;
+    LOAD bar.sync 0; BETWEEN bar.sync 0; setp.ne.u32 %p1, %lid, 9; @%p1 bra $end; STORE
+    $end:""",
+}
+
+
+@pytest.mark.parametrize("batch_threads", [8192, 32])
+@pytest.mark.parametrize("between", LOADS)
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("who", LATER_STORE)
+def test_a_store_after_a_read_only_load(who, store, between, batch_threads):
+    """No barrier, flag or other load in between helps: nothing may store to these bytes in the whole launch."""
+    text = LATER_STORE[who].replace("STORE", store).replace("BETWEEN", between)
+    options = {"n": 64, "grid": 2, "global_race": True, "batch_threads": batch_threads}
+    load = "ld.global.nc.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1+1024];"
+    run_ptx(text.replace("LOAD", load.replace(".nc", "")), [np.zeros(1024, "u4")], ["u4"], **options)
+    run_ptx(text.replace("LOAD", load.replace("+1024", "+1040")), [np.zeros(1024, "u4")], ["u4"], **options)
+    message = r"(store|atomic) of a location read as read-only \(.nc\) by thread block \(0, 0, 0\)"
+    for loads in (load, LOADS[1] + load, LOADS[2] + load):
+        with pytest.raises(RaceFault, match=message):
+            run_ptx(text.replace("LOAD", loads), [np.zeros(1024, "u4")], ["u4"], **options)
+
+
 @pytest.mark.parametrize("fence", [True, False])
 def test_last_cta_pattern(fence):
     """The last thread block to arrive reads what the others wrote: needs a fence before the counter."""

@@ -221,7 +221,8 @@ class GlobalRaces:
 
     * the class of a strong access, 0 if its scope is a thread block;
     * SEVERAL: of reads, by more lanes of the warp; of stores, that earlier ones are in `Unordered`;
-    * the thread; the thread block + 1; the time.
+    * the thread; the thread block + 1; whether it is a read-only load, whose record stays, as nothing may store there
+      any more; the time.
 
     0 is no access.
     """
@@ -229,8 +230,9 @@ class GlobalRaces:
     def __init__(self, nbytes: int, granule: int, num_threads: int, num_ctas: int) -> None:
         self.shift = granule.bit_length() - 1
         self._cta = LANE + (num_threads - 1).bit_length()
-        self._time = self._cta + num_ctas.bit_length()
-        self._cta_bits = (1 << self._time) - (1 << self._cta)
+        self._read_only = 1 << self._cta + num_ctas.bit_length()
+        self._cta_bits = self._read_only - (1 << self._cta)
+        self._time = self._read_only.bit_length()
         count = (nbytes >> self.shift) + 1
         self.writes = sparse_zeros(count, np.int64)
         self.reads = sparse_zeros(count, np.int64)  # the last ones,
@@ -267,13 +269,20 @@ class GlobalRaces:
             self._check(op, off, lanes, block, self._several.plain(record), strong_class, "written")
             if found := self._several.racing(g, lanes, record, strong_class, self._would_race_blocks):
                 self._fail(op, off, lanes, *found, op.kind, "written")
-            if "nc" in op.ins.parts and record.any():
-                j = int(record.argmax())
-                self._fail(op, off, lanes, j, int(record[j]), "read-only (.nc) load", "written")
+            if op.read_only:
+                if record.any():
+                    j = int(record.argmax())
+                    self._fail(op, off, lanes, j, int(record[j]), "read-only (.nc) load", "written")
+                self.reads[g] = mine | self._read_only
+                continue
             if not store:
                 self._note_read(g, lanes, block, mine, strong_class)
                 continue
-            self._check(op, off, lanes, block, self.reads[g], strong_class, "read")
+            read = self.reads[g]
+            if (constant := read & self._read_only).any():
+                j = int(constant.argmax())
+                self._fail(op, off, lanes, j, int(read[j]), op.kind, "read as read-only (.nc)")
+            self._check(op, off, lanes, block, read, strong_class, "read")
             self._check(op, off, lanes, block, self.others[g], strong_class, "read")
             if strong_class and op.kind == "store":
                 self._several.store(self.writes, g, lanes, mine, self._would_race)
@@ -291,9 +300,10 @@ class GlobalRaces:
         self, g: np.ndarray, lanes: np.ndarray, block: np.ndarray, mine: np.ndarray, strong_class: int
     ) -> None:
         old = self.reads[g]
-        if strong_class:  # a plain read may clash with more than this one
-            rest = (old == 0) | ((old & STRONG_CLASS) != 0)
-            g, lanes, block, mine, old = g[rest], lanes[rest], block[rest], mine[rest], old[rest]
+        # A plain read may clash with more than a strong one, and a read-only load with any store.
+        replaced = (old == 0) | (old & STRONG_CLASS != 0) if strong_class else old & self._read_only == 0
+        if not replaced.all():
+            g, lanes, block, mine, old = g[replaced], lanes[replaced], block[replaced], mine[replaced], old[replaced]
         foreign = self._foreign(old, block)
         if not strong_class and foreign.any():
             foreign &= (old & STRONG_CLASS) == 0

@@ -21,6 +21,7 @@ class MemOp:
     release: bool = False
     observes: bool = False  # a strong read that a fence makes an acquire pattern: a load or an atom, never a red
     grid: bool = True  # its scope is all thread blocks, not its own alone
+    read_only: bool = False  # ld.global.nc: nothing may store to its bytes in the whole launch
     size: int = field(init=False)
     shift: int = field(init=False)
     strong_class: int = field(init=False)  # morally strong with accesses of the same class; 0 if weak

@@ -40,6 +40,7 @@ def _mem_op(ins: Instruction, kind: str, ty: str, count: int) -> MemOp:
         release=any(q in ("release", "acq_rel") for q in p),
         observes=observes,
         grid=not any(q in _BLOCK_SCOPES for q in p),
+        read_only="nc" in p,
     )
 
 
