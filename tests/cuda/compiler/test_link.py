@@ -1,5 +1,8 @@
 """PTX to machine code without a driver, and what is read out of both."""
 
+import sys
+from types import ModuleType
+
 import pytest
 
 from pagedkv.cuda.compiler import link as linking
@@ -119,7 +122,9 @@ def test_a_driver_of_another_major_version_links_nothing(monkeypatch):
 
 
 def test_the_message_has_the_reason_of_ptxas():
-    with pytest.raises(BackendUnavailableError, match=r"If torch was imported before(.|\n)*Unsupported \.version 99"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"cannot make code for(.|\n)*Unsupported \.version 99(.|\n)*pip install"
+    ):
         link(SMALL.replace(".version 8.0", ".version 99.0"), (9, 0))
 
 
@@ -149,7 +154,23 @@ def test_without_nvjitlink_the_message_says_what_to_install(monkeypatch):
         raise RuntimeError("libnvJitLink.so was not found\n  listdir of many folders")
 
     monkeypatch.setattr(nvjitlink, "version", missing)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     with pytest.raises(BackendUnavailableError, match=r'nvJitLink.*was not found\): pip install "pagedkv\[cu13\]"'):
+        link(SMALL, (9, 0))
+
+
+def test_an_old_nvjitlink_of_torch_is_named(monkeypatch):
+    """Before 12.3 it has no nvJitLinkVersion."""
+    from cuda.bindings import nvjitlink
+    from cuda.bindings._internal.utils import FunctionNotFoundError
+
+    def too_old():
+        raise FunctionNotFoundError("function nvJitLinkVersion is not found")
+
+    monkeypatch.setattr(nvjitlink, "version", too_old)
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    message = r"nvJitLinkVersion is not found\): torch was imported, .* update torch, or call pagedkv\.warmup before"
+    with pytest.raises(BackendUnavailableError, match=message):
         link(SMALL, (9, 0))
 
 

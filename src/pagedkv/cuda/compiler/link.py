@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Linked:
 
 
 def load_or_link(ptx: str, capability: Capability) -> Linked:
-    """The machine code of a PTX module: from disk, or linked now and kept."""
+    """The machine code of a PTX module: from disk, or linked now and kept; either way nvJitLink says its version."""
     store = Store(cache_dir("cuda"), SUFFIX)
     _, version = _nvjitlink()
     key = repr((capability, version, versions())).encode() + SOURCE + ptx.encode()
@@ -116,9 +117,7 @@ def link(ptx: str, capability: Capability) -> Linked:
     except nvjitlink.nvJitLinkError as error:
         log = _filled(handle, nvjitlink.get_error_log_size, nvjitlink.get_error_log) if handle else b""
         raise BackendUnavailableError(
-            f"nvJitLink {version} cannot make code for {arch}, update it with: {INSTALL}. If torch was imported "
-            f"before, it is torch's: update torch, or call pagedkv.warmup before you import torch "
-            f"({error}: {_text(log).strip()})"
+            f"nvJitLink {version} cannot make code for {arch} ({error}: {_text(log).strip()}): {_remedy()}"
         ) from error
     finally:
         if handle:
@@ -127,6 +126,8 @@ def link(ptx: str, capability: Capability) -> Linked:
 
 def _nvjitlink() -> tuple[Any, str]:
     """cuda.bindings.nvjitlink, and the version of the library: of the one that torch has loaded, if it has.
+
+    Libraries before 12.3 cannot say their version, which is an error here.
 
     cuda.core's Linker takes the driver's linker instead where the driver is of another major version, which the code
     of the extra cu12 meets often; that one may be older than the PTX, and has no log of the resources.
@@ -138,8 +139,17 @@ def _nvjitlink() -> tuple[Any, str]:
     except (ImportError, RuntimeError) as error:
         reason = str(error).split("\n", 1)[0]  # what follows lists folders
         raise BackendUnavailableError(
-            f"CUDA kernels are linked by nvJitLink, which is missing or does not work ({reason}): {INSTALL}"
+            f"CUDA kernels are linked by nvJitLink, which is missing or does not work ({reason}): {_remedy()}"
         ) from error
+
+
+def _remedy() -> str:
+    if "torch" not in sys.modules:
+        return INSTALL
+    return (
+        "torch was imported, and a process has one nvJitLink, the first one that is loaded. If that is torch's, update "
+        f"torch, or call pagedkv.warmup before you import torch, in every process. Otherwise {INSTALL}"
+    )
 
 
 def _filled(handle: int, size_of: Callable[[int], int], fill: Callable[[int, bytearray], None]) -> bytes:
