@@ -1,5 +1,6 @@
 """Devices without a GPU, for tables that are mirrored to one."""
 
+import contextlib
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -62,6 +63,8 @@ class TorchModule(ModuleType):
     ----------
     num_waits : int
         How often a call has waited for the device, as copies of pageable memory do.
+    is_capturing : bool
+        Whether the stream of `device`, which is not the current one, is being captured.
     """
 
     float32 = "float32"
@@ -70,7 +73,17 @@ class TorchModule(ModuleType):
     def __init__(self):
         super().__init__("torch")
         self.num_waits, self.is_capturing, self._queue = 0, False, []
-        self.cuda = SimpleNamespace(is_current_stream_capturing=lambda: self.is_capturing)
+        self.device, self.current_device = SimpleNamespace(type="cuda"), None
+        self.cuda = SimpleNamespace(device=self._use, is_current_stream_capturing=self._is_captured)
+
+    @contextlib.contextmanager
+    def _use(self, device):
+        before, self.current_device = self.current_device, device
+        yield
+        self.current_device = before
+
+    def _is_captured(self):
+        return self.is_capturing and self.current_device is self.device
 
     def run(self, work):
         self._queue.append(work)
@@ -85,7 +98,7 @@ class TorchModule(ModuleType):
         self.synchronize()
 
     def empty(self, size, *, device=None):
-        return Tensor(self, np.empty(size), SimpleNamespace(type="cuda"))
+        return Tensor(self, np.empty(size), self.device)
 
     def zeros(self, shape, *, dtype, device):
         return Tensor(self, np.zeros(shape, dtype), device)

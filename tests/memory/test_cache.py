@@ -191,10 +191,11 @@ def test_the_longest_sequence_is_a_whole_number_of_blocks():
     assert make(max_seq_len=None).table.max_blocks == BLOCKS
 
 
-def test_an_array_module_that_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ModuleNotFoundError, match="cupy"):
-        make(array_module="cupy")
+@pytest.mark.parametrize(("name", "extra"), [("cupy", "cu13"), ("torch", "torch")])
+def test_an_array_module_that_is_not_installed(monkeypatch, name, extra):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=rf'^array_module {name} .*: pip install "pagedkv\[{extra}\]"'):
+        make(array_module=name)
 
 
 @pytest.mark.parametrize(

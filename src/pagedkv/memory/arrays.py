@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_EXTRAS = {"torch": '"pagedkv[torch]"', "cupy": '"pagedkv[cu13]" or "pagedkv[cu12]"'}
+
 
 class Arrays:
     """New arrays of one module, all of them on one device.
@@ -35,7 +37,12 @@ class Arrays:
             raise ValueError(f"array_module must be numpy, torch or cupy, or the name of one, got {module!r}")
         if device is not None and name != "torch":
             raise ValueError(f"device is for array_module torch, got {device!r} for {name}")
-        self._module = import_module(name)
+        try:
+            self._module = import_module(name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"array_module {name} cannot be imported ({error}): pip install {_EXTRAS[name]}", name=error.name
+            ) from error
         self._is_torch = name == "torch"
         # Later arrays go to the same device, whichever is current by then.
         if self._is_torch:
@@ -61,13 +68,13 @@ class Arrays:
         Raises
         ------
         RuntimeError
-            The current stream is being captured in a CUDA graph: every replay would copy what is in the pinned memory
-            by then.
+            The device's current stream is being captured in a CUDA graph: every replay would copy what is in the
+            pinned memory by then.
         """
         if self._is_capturing():
             raise RuntimeError(
-                "the current stream is being captured by a CUDA graph, and tables and slots come from the host: "
-                "ask for them before the capture"
+                "the current stream of the cache's device is being captured by a CUDA graph, and tables and slots come "
+                "from the host: ask for them before the capture"
             )
         if self._on_cuda:
             # torch's allocator gives this pinned memory to nobody else before the copy is done; CuPy does all of it.
@@ -79,7 +86,8 @@ class Arrays:
 
     def _is_capturing(self) -> bool:
         if self._on_cuda:
-            return bool(self._module.cuda.is_current_stream_capturing())
+            with self._module.cuda.device(self._device):  # torch asks about the current stream of the current device
+                return bool(self._module.cuda.is_current_stream_capturing())
         if self.on_device and not self._is_torch:
             with self._device:
                 return bool(self._module.cuda.get_current_stream().is_capturing())
