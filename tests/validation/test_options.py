@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 from ..wrong_arguments import HKV, check_on_every_side, fp8, on_every_side, vllm
 
@@ -24,6 +25,7 @@ class Scorer:
 OTHER_PARAMETERS = (
     "score_mod must be a function of (score, q_pos, k_pos, head, seq) without other parameters, got one of "
 )
+ONCE = "pass the max_seq_len of PagedKVCache.batch, or int(...) once"
 FINITE = 3.4028235677973366e38  # rounds to infinity in float32
 
 DECODE = [
@@ -47,10 +49,11 @@ DECODE = [
     ({"window": np.array(3)}, TypeError, "window must be an int, got ndarray"),
     ({"window": int}, TypeError, "window must be an int, got type"),
     ({"max_seq_len": -1}, ValueError, "max_seq_len must be at least 0, got -1"),
-    ({"max_seq_len": 12.0}, TypeError, "max_seq_len must be an int, got float"),
-    ({"max_seq_len": True}, TypeError, "max_seq_len must be an int, got bool"),
-    ({"max_seq_len": "12"}, TypeError, "max_seq_len must be an int, got str"),
-    ({"max_seq_len": int}, TypeError, "max_seq_len must be an int, got type"),
+    ({"max_seq_len": 12.0}, TypeError, f"max_seq_len must be an int, got float: {ONCE}"),
+    ({"max_seq_len": True}, TypeError, f"max_seq_len must be an int, got bool: {ONCE}"),
+    ({"max_seq_len": torch.tensor(12)}, TypeError, f"max_seq_len must be an int, got Tensor: {ONCE}"),
+    ({"max_seq_len": "12"}, TypeError, f"max_seq_len must be an int, got str: {ONCE}"),
+    ({"max_seq_len": int}, TypeError, f"max_seq_len must be an int, got type: {ONCE}"),
     ({"softcap": 0}, ValueError, "softcap must be positive and finite in float32, got 0"),
     ({"softcap": -1.5}, ValueError, "softcap must be positive and finite in float32, got -1.5"),
     ({"softcap": math.inf}, ValueError, "softcap must be positive and finite in float32, got inf"),

@@ -157,8 +157,13 @@ def _window(window: object) -> int:
     return min(width, _INT32_MAX)
 
 
-def _max_seq_len(max_seq_len: object) -> int:
-    longest = require.integer("max_seq_len", max_seq_len)
-    if longest < 0:
-        raise ValueError(f"max_seq_len must be at least 0, got {longest}")
-    return longest
+def _max_seq_len(value: object) -> int:
+    """The bound on lengths as an int, or raise; objects with ``__index__`` are refused, which may wait for a GPU."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(
+            f"max_seq_len must be an int, got {type(value).__name__}: pass the max_seq_len of PagedKVCache.batch, "
+            "or int(...) once"
+        )
+    if value < 0:
+        raise ValueError(f"max_seq_len must be at least 0, got {value}")
+    return int(value)

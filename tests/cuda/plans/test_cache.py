@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 import pagedkv
 from pagedkv import backends
@@ -166,7 +167,6 @@ def read_only(x):
         {"scale": 1},
         {"window": 7},
         {"max_seq_len": 5},
-        {"max_seq_len": 0},
         {"softcap": 2.0},
         {"kernel": "v2"},
         {"kernel": "auto"},
@@ -240,6 +240,7 @@ WRONG_BOUNDS = [
     (True, TypeError, "max_seq_len must be an int, got bool"),
     (np.bool_(True), TypeError, "max_seq_len must be an int, got bool"),
     (20.0, TypeError, "max_seq_len must be an int, got float"),
+    (torch.tensor(20), TypeError, "max_seq_len must be an int, got Tensor"),
     (-20, ValueError, "max_seq_len must be at least 0, got -20"),
     (np.int64(-20), ValueError, "max_seq_len must be at least 0, got -20"),
 ]
@@ -249,10 +250,16 @@ WRONG_BOUNDS = [
 def test_a_wrong_bound_between_good_ones(bound, error, message, validations):
     decode(max_seq_len=20)
     for _ in range(2):
-        with pytest.raises(error, match=f"^{message}$"):
+        with pytest.raises(error, match=f"^{message}"):
             decode(max_seq_len=bound)
         decode(max_seq_len=20)
     assert len(validations) == 3
+
+
+def test_a_bound_of_0_is_planned_as_1_is(validations):
+    for bound in (1, 0, np.int32(0)):
+        decode(max_seq_len=bound)
+    assert len(validations) == 1
 
 
 @pytest.mark.parametrize("kernel", ["v1", "v2", "split"])

@@ -176,19 +176,12 @@ def _read(given: Mapping[str, Any]) -> tuple[tuple[int, ...], Hashable]:
     options = _options_of(given)
     max_seq_len = given["max_seq_len"]
     if max_seq_len is not None:
-        max_seq_len = _bucket_of(max_seq_len)
+        if type(max_seq_len) is not int and not isinstance(max_seq_len, np.integer):
+            raise TypeError
+        max_seq_len = bucket(int(max_seq_len))
     # 1 and 1.0 and True are equal, and are not all valid.
     key = (*[key for _, key in facts], *options, *map(type, options), max_seq_len, os.environ.get("PAGEDKV_CHECK"))
     return tuple([address for address, _ in facts]), key
-
-
-def _bucket_of(max_seq_len: Any) -> int:
-    """What of a bound on lengths its plan depends on: no negative number has the bucket of a valid one."""
-    if type(max_seq_len) is int:
-        return bucket(max_seq_len)
-    if not isinstance(max_seq_len, np.integer):
-        raise TypeError
-    return bucket(int(max_seq_len))
 
 
 _NOTHING: Facts = 0, None
