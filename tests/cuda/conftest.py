@@ -1,8 +1,23 @@
-"""Compiled kernels start from nothing in the tests that ask for it."""
+"""Compiled kernels and the driver start from nothing in the tests that ask for it."""
 
 import pytest
 
 import pagedkv.cuda.compiler.compile as compiling
+from pagedkv import backends
+from pagedkv.cuda import driver as drivers
+
+from .driver_fakes import Recorder
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The driver of two GPUs that nobody has used yet: it records its calls."""
+    recorder = Recorder()
+    monkeypatch.setattr(drivers, "bindings", lambda: (recorder, recorder))
+    monkeypatch.setattr(drivers, "_gpus", {})
+    monkeypatch.setattr(drivers, "_devices", {})
+    monkeypatch.setattr(backends, "_backends", {})
+    return recorder
 
 
 def start_again(monkeypatch):

@@ -5,7 +5,7 @@ import threading
 from types import SimpleNamespace
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
-LEGACY, OWN_STREAM = 1, 77
+LEGACY, PER_THREAD, OWN_STREAM = 1, 2, 77
 UNSUPPORTED, IMPLICIT = 900, 906
 
 
@@ -50,7 +50,11 @@ class Recorder:
     Memory of the GPU is an address in `memory`; it must be zero, and not freed, when a launch gets its address.
     """
 
-    CUresult = SimpleNamespace(CUDA_ERROR_OUT_OF_MEMORY=2)
+    CUresult = SimpleNamespace(
+        CUDA_ERROR_OUT_OF_MEMORY=2,
+        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED=UNSUPPORTED,
+        CUDA_ERROR_STREAM_CAPTURE_IMPLICIT=IMPLICIT,
+    )
     CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1)
     CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_MEMORY_TYPE="memory type")
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
@@ -88,14 +92,18 @@ class Recorder:
 
     def begin_capture(self, stream, mode=GLOBAL, *, blocking=False):
         assert stream not in (0, LEGACY), "the legacy default stream cannot be captured"
-        assert stream not in self.captures
-        self.captures[stream] = Capture(mode, blocking=blocking)
+        assert self._named(stream) not in self.captures
+        self.captures[self._named(stream)] = Capture(mode, blocking=blocking)
 
     def end_capture(self, stream):
         """The nodes of the graph."""
-        capture = self.captures.pop(stream)
+        capture = self.captures.pop(self._named(stream))
         assert not capture.invalidated, "something unsafe was called"
         return capture.nodes
+
+    def _named(self, stream):
+        """What a handle means: the per-thread stream is that of the current context."""
+        return (stream, self.context) if stream == PER_THREAD else stream
 
     def _effect(self, name, *args, stream=None, unsafe=False, waits=False):
         """Takes note of a call; `stream` is what it goes to, `waits` says that it cannot be captured anyhow."""
@@ -109,8 +117,7 @@ class Recorder:
             return Code(UNSUPPORTED)
         if stream in (0, LEGACY) and any(capture.blocking for capture in self.captures.values()):
             return Code(IMPLICIT)
-        if stream in self.captures:
-            capture = self.captures[stream]
+        if (capture := self.captures.get(self._named(stream))) is not None:
             if waits:
                 capture.invalidated = True
                 return Code(UNSUPPORTED)
@@ -159,12 +166,12 @@ class Recorder:
             return Code(201), None
         if stream == LEGACY and any(capture.blocking for capture in self.captures.values()):
             return Code(IMPLICIT), None
-        capture = self.captures.get(stream)
+        capture = self.captures.get(self._named(stream))
         return Code(0), 0 if capture is None else 1 + capture.invalidated
 
     def cuStreamCreate(self, flags):
         assert flags == 1
-        return Code(0 if self.context else 201), OWN_STREAM
+        return Code(self.fail.get("stream", 0 if self.context else 201)), OWN_STREAM
 
     def cuStreamSynchronize(self, stream):
         code = self._effect("wait for stream", stream, stream=stream, waits=True)

@@ -20,15 +20,6 @@ from pagedkv.errors import BackendUnavailableError
 from .driver_fakes import OWN_STREAM, RELAXED, Code, Recorder
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    recorder = Recorder()
-    monkeypatch.setattr(drivers, "bindings", lambda: (recorder, recorder))
-    monkeypatch.setattr(drivers, "_gpus", {})
-    monkeypatch.setattr(drivers, "_devices", {})
-    return recorder
-
-
 def kernel(name="k"):
     made = CompiledKernel(f"{name}[]", f"pagedkv_{name}", "PTX", 128, (9, 0))
     made._linked = Linked((9, 0), b"cubin", "")
@@ -67,6 +58,23 @@ def test_the_per_thread_stream_has_workspaces_of_its_own_in_each_thread(cuda):
     thread.join()
     assert found[0] is cuda_device(0, 2)
     assert found[0] is not found[1]
+
+
+def test_a_thread_gets_nothing_of_one_that_has_ended(cuda):
+    """Python numbers it alike, but the stream of the one before may still work in its workspaces."""
+    found, idents = [], set()
+
+    def in_a_thread():
+        found.append(cuda_device(0, 2))
+        idents.add(threading.get_ident())
+        assert cuda_device(0, 2) is found[-1]
+
+    for _ in range(8):
+        thread = threading.Thread(target=in_a_thread)
+        thread.start()
+        thread.join()
+    assert len(set(map(id, found))) == 8
+    assert len(idents) < 8, "no number came twice: this test shows nothing"
 
 
 def test_threads_get_one_device(cuda):
@@ -183,6 +191,41 @@ def test_a_workspace_that_finds_no_room_changes_nothing(cuda):
     assert (device.num_bytes, "free" in names(cuda)) == (1024, False)
 
 
+def test_a_workspace_grows_by_what_there_is_room_for(cuda, monkeypatch):
+    device = cuda_device(0, 5)
+    device.scratch("tmp", 1000)
+    allocate = cuda.cuMemAlloc
+    monkeypatch.setattr(cuda, "cuMemAlloc", lambda nbytes: allocate(nbytes) if nbytes < 1500 else (Code(2), 0))
+    monkeypatch.setattr(cuda.cuMemAlloc, "__name__", "cuMemAlloc")
+    device.scratch("tmp", 1025)
+    assert device.num_bytes == 1280
+    message = r"workspace tmp needs 1792 bytes .*pagedkv\.release_workspaces\(\).* a lower max_seq_len or narrower "
+    with pytest.raises(MemoryError, match=message):
+        device.scratch("tmp", 1700)
+    assert device.num_bytes == 1280
+
+
+@pytest.mark.parametrize("fails", ["stream", "zero", "wait for stream"])
+def test_memory_that_cannot_be_zeroed_is_freed(cuda, fails):
+    cuda.fail = {fails: 1}
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        cuda_device(0, 5).scratch("tmp", 1000)
+    assert {state for _, state in cuda.memory.values()} <= {"freed"}
+    assert cuda_device(0, 5).num_bytes == 0
+
+
+def test_a_workspace_that_cannot_be_freed_stays(cuda):
+    device = cuda_device(0, 5)
+    address = device.scratch("tmp", 1000)
+    cuda.fail = {"free": 1}
+    with pytest.raises(RuntimeError, match="cuMemFree"):
+        device.release()
+    cuda.fail = {}
+    assert device.scratch("tmp", 1000) == address
+    assert device.num_bytes == device.release() == 1024
+    assert device.num_bytes == 0
+
+
 def test_what_was_made_before_only_launches(cuda):
     cuda.begin_capture(5)
     device, k = cuda_device(0, 5), kernel()
@@ -266,6 +309,43 @@ def test_a_workspace_is_taken_when_all_of_the_gpu_is_done(cuda):
     assert device.take("report")[:3].tolist() == [1, 2, 0]
     assert [call[0] for call in cuda.calls[before:]] == ["wait", "read", "set", "wait"]
     assert not device.take("report").any()
+
+
+def test_nothing_is_launched_between_the_copy_and_the_memset_of_a_report(cuda, monkeypatch):
+    device, copy, found = cuda_device(0, 5), cuda.cuMemcpyDtoH, []
+    device.scratch("report", 40)
+    cuda.content = b"\1"
+
+    def read(*args):
+        thread = threading.Thread(target=lambda: found.append(device.lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        return copy(*args)
+
+    monkeypatch.setattr(cuda, "cuMemcpyDtoH", read)
+    assert device.take("report").any()
+    assert found == [False]
+
+
+@pytest.mark.parametrize("call", [lambda device: device.take("report"), CudaDevice.release])
+def test_to_wait_during_a_capture_of_another_stream_says_what_to_do(cuda, call):
+    device = cuda_device(1, 5)
+    device.scratch("report", 40)
+    device.scratch("tmp", 40)
+    cuda.begin_capture(7)
+    with pytest.raises(RuntimeError, match=r"^a stream of GPU 1 is being captured, .* call this after the capture \("):
+        call(device)
+    assert cuda.end_capture(7) == []
+    call(device)
+
+
+def test_the_per_thread_stream_is_one_of_each_gpu(cuda):
+    cuda_device(0, 5)
+    gpu = cuda_device(1, 5)._gpu
+    with gpu.current():
+        cuda.begin_capture(2)
+    with pytest.raises(RuntimeError, match="and this waits"):
+        drivers.refuse_capture([2], "this waits")
 
 
 def test_a_capture_on_any_of_the_streams_is_refused(cuda):

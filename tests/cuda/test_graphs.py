@@ -9,22 +9,11 @@ import pytest
 
 import pagedkv
 from pagedkv import backends
-from pagedkv.cuda import driver as drivers
 
-from .driver_fakes import GLOBAL, RELAXED, THREAD_LOCAL, Recorder
+from .driver_fakes import GLOBAL, RELAXED, THREAD_LOCAL
 from .graph_fakes import cupy_with_graphs, torch_with_graphs
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM = 64, 16, 2, 4, 64
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    recorder = Recorder()
-    monkeypatch.setattr(drivers, "bindings", lambda: (recorder, recorder))
-    monkeypatch.setattr(drivers, "_gpus", {})
-    monkeypatch.setattr(drivers, "_devices", {})
-    monkeypatch.setattr(backends, "_backends", {})
-    return recorder
 
 
 @pytest.fixture
@@ -147,6 +136,27 @@ def test_another_thread_may_grow_and_load_during_a_capture(cuda, torch):
     assert not failed
     assert len(graph.nodes) == 1
     assert cuda.thread.mode == GLOBAL
+
+
+def test_another_thread_that_waits_during_a_capture_is_told_so(cuda, torch):
+    decode, graph, failed = decode_of(torch.Tensor), torch.cuda.CUDAGraph(), []
+    decode.call()
+
+    def in_a_thread():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for call in (pagedkv.raise_if_failed, pagedkv.release_workspaces):
+                with pytest.raises(RuntimeError, match="GPU 0 is being captured, by this or another thread: call this"):
+                    call()
+                failed.append(call)
+
+    with torch.cuda.graph(graph):
+        thread = threading.Thread(target=in_a_thread)
+        thread.start()
+        thread.join()
+        decode.call()
+    assert len(failed) == 2
+    graph.replay()
+    pagedkv.raise_if_failed()
 
 
 def test_what_a_replay_has_skipped_is_raised(cuda, torch):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..kernels.device.bad_entries import BLOCK_ID, NUM_BYTES, PAIR, SEQ_LEN
+from .device import REPORT
 
 if TYPE_CHECKING:
     from .device import Device
@@ -29,7 +30,7 @@ def raise_if_failed(devices: Iterable[Device]) -> None:
         A sequence length below 0, or beyond the table's capacity or max_seq_len.
     """
     for device in devices:
-        content = device.take("report")
+        content = device.take(REPORT)
         if content is not None and content.any():
             raise exception(*map(int, content[8:NUM_BYTES].view(np.int64)))
 

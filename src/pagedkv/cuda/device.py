@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # Thread blocks of a launch in x, and in each of y and z; the first compute capability with instructions for fp8.
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
 FIRST_WITH_FP8 = (8, 9)
+# The workspace that checked kernels record the first bad entry in.
+REPORT = "report"
 
 
 class Device(Protocol):

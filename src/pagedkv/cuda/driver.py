@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -19,15 +19,23 @@ from ..arrays import Array
 from ..placement import Placement
 from .compiler.compile import Capability, CompiledKernel
 from .copies import Copies
+from .device import REPORT
 from .gpu import LEGACY_STREAM, PER_THREAD_STREAM, Gpu, bindings
 
 MOST_PREPARED = 1024
-# A workspace with what nobody has been told yet.
-_REPORT = "report"
+
+
+class _Thread(threading.local):
+    """What is another object in each thread; the numbers of threads come again once a thread has ended."""
+
+    def __init__(self) -> None:
+        self.token = object()
+
 
 _lock = threading.RLock()
+_thread = _Thread()
 _gpus: dict[int, Gpu] = {}
-_devices: dict[tuple[int, int, int, bool], CudaDevice] = {}
+_devices: dict[tuple[int, int, object, bool], CudaDevice] = {}
 
 
 def cuda_device(ordinal: int, stream: int) -> CudaDevice:
@@ -48,7 +56,8 @@ def cuda_device(ordinal: int, stream: int) -> CudaDevice:
     stream = stream or LEGACY_STREAM
     gpu = _gpus.get(ordinal) or _gpu(ordinal)
     # The per-thread stream is another one in each thread, and needs workspaces of its own.
-    key = (ordinal, stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0, gpu.is_captured(stream))
+    thread = _thread.token if stream == PER_THREAD_STREAM else None
+    key = (ordinal, stream, thread, gpu.is_captured(stream))
     device = _devices.get(key)
     if device is None:
         with _lock:
@@ -92,8 +101,9 @@ def refuse_capture(streams: Iterable[int], reason: str) -> None:
     reason : str
         What a CUDA graph cannot capture, and what to do instead.
     """
-    if gpu := next(iter(_gpus.values()), None):
-        for stream in streams:
+    given = list(streams)
+    for gpu in list(_gpus.values()):  # each: the per-thread stream is another one in the context of each GPU
+        for stream in given:
             gpu.refuse_capture(stream or LEGACY_STREAM, reason)
 
 
@@ -173,24 +183,30 @@ class CudaDevice:
         return held[0]
 
     def _grow(self, name: str, nbytes: int) -> tuple[int, int]:
-        """At least one and a half times as large as before: growing is seldom, and waits for the GPU."""
+        """One and a half times as large as before if there is room: growing is seldom, and waits for the GPU."""
         before = self._workspaces.get(name)
-        least = before[1] + before[1] // 2 if before else 1
-        nbytes = -(-max(nbytes, least) // 256) * 256
         with self._gpu.relaxed():
             if before and not self._for_graphs:
                 self._gpu.call(self._gpu.driver.cuStreamSynchronize, self._handle)
-            try:
-                held = self._workspaces[name] = self._gpu.allocate(nbytes), nbytes
-            except MemoryError as error:
-                raise MemoryError(
-                    f"workspace {name} needs {nbytes} bytes ({error}): make room, as torch.cuda.empty_cache() and "
-                    "cupy.get_default_memory_pool().free_all_blocks() do, or pass narrower block_tables"
-                ) from error
-            self.num_bytes += nbytes
+            ample = before[1] + before[1] // 2 if before else 0
+            held = self._workspaces[name] = self._allocate(name, _rounded(nbytes), _rounded(ample))
+            self.num_bytes += held[1]
             if before and not self._for_graphs:
                 self._free(*before)
         return held
+
+    def _allocate(self, name: str, nbytes: int, ample: int) -> tuple[int, int]:
+        if ample > nbytes:
+            with suppress(MemoryError):
+                return self._gpu.allocate(ample), ample
+        try:
+            return self._gpu.allocate(nbytes), nbytes
+        except MemoryError as error:
+            raise MemoryError(
+                f"workspace {name} needs {nbytes} bytes ({error}): make room, as pagedkv.release_workspaces(), "
+                "torch.cuda.empty_cache() and cupy.get_default_memory_pool().free_all_blocks() do, or give a lower "
+                "max_seq_len or narrower block_tables"
+            ) from error
 
     def _free(self, address: int, nbytes: int) -> None:
         self._gpu.call(self._gpu.driver.cuMemFree, address)
@@ -201,14 +217,17 @@ class CudaDevice:
 
         Bad entries that have not been raised stay.
         """
+        if self._for_graphs:
+            return 0
         with self.lock, self._gpu.relaxed():
             before = self.num_bytes
-            names = [name for name in self._workspaces if name != _REPORT and not self._for_graphs]
+            names = [name for name in self._workspaces if name != REPORT]
             if names:
                 # Of the whole GPU: the stream may have been destroyed since.
                 self._gpu.call(self._gpu.driver.cuCtxSynchronize)
             for name in names:
-                self._free(*self._workspaces.pop(name))
+                self._free(*self._workspaces[name])
+                del self._workspaces[name]
             return before - self.num_bytes
 
     def launch(
@@ -270,15 +289,20 @@ class CudaDevice:
 
     def take(self, name: str) -> npt.NDArray[np.uint8] | None:
         """The bytes of a workspace once all work of the GPU is done, and zero from then on; see `Device`."""
-        held = self._workspaces.get(name)
-        if held is None:
+        if name not in self._workspaces:
             return None
-        content = np.empty(held[1], np.uint8)
-        with self._gpu.current():
+        # With the lock: what a kernel of another thread wrote between the copy and the memset would be lost.
+        with self.lock, self._gpu.relaxed():
+            address, nbytes = self._workspaces[name]
+            content = np.empty(nbytes, np.uint8)
             # Of the whole GPU: the stream may have been destroyed since.
             self._gpu.call(self._gpu.driver.cuCtxSynchronize)
-            self._gpu.call(self._gpu.driver.cuMemcpyDtoH, content.ctypes.data, held[0], held[1])
+            self._gpu.call(self._gpu.driver.cuMemcpyDtoH, content.ctypes.data, address, nbytes)
             if content.any():
-                self._gpu.call(self._gpu.driver.cuMemsetD8, held[0], 0, held[1])
+                self._gpu.call(self._gpu.driver.cuMemsetD8, address, 0, nbytes)
                 self._gpu.call(self._gpu.driver.cuCtxSynchronize)
         return content
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // 256) * 256

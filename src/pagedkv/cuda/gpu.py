@@ -85,7 +85,7 @@ class Gpu:
                 f'{FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} (Ampere) or newer: use backend="cpu" on host arrays'
             )
         self.max_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-        # Each call asks.
+        # Kept: every call asks whether its stream is captured.
         self._is_capturing = driver.cuStreamIsCapturing
         self._not_captured = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         # Never forgotten: a captured CUDA graph, or a launch that has not run yet, may need any of them.
@@ -105,12 +105,19 @@ class Gpu:
         MemoryError
             The device, or the host where memory is pinned, has no room.
         RuntimeError
-            Any other error code.
+            Any other error code; the message of a capture that forbids the call says what to do.
         """
         error, *values = function(*args)
         if int(error) != 0:
-            kind = MemoryError if error == self.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY else RuntimeError
-            raise kind(f"{function.__name__} failed on GPU {self.ordinal}: {error.name}")
+            codes, message = self.driver.CUresult, f"{function.__name__} failed on GPU {self.ordinal}: {error.name}"
+            if error == codes.CUDA_ERROR_OUT_OF_MEMORY:
+                raise MemoryError(message)
+            if error in (codes.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, codes.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT):
+                raise RuntimeError(
+                    f"a stream of GPU {self.ordinal} is being captured, by this or another thread: call this after "
+                    f"the capture ({message})"
+                )
+            raise RuntimeError(message)
         return values[0] if values else None
 
     def _attribute(self, name: str) -> int:
@@ -157,11 +164,12 @@ class Gpu:
         """True if a graph is being captured on the stream, which is not 0; any GPU may be current, or none."""
         if stream == LEGACY_STREAM:  # cannot be captured; to ask is an error while a stream that waits for it is
             return False
-        error, status = self._is_capturing(stream) if stream != PER_THREAD_STREAM else (1, None)
-        if int(error) != 0:  # it takes a current context, and the per-thread stream is one of that context
-            with self.current():
-                status = self.call(self._is_capturing, stream)
-        return bool(status != self._not_captured)
+        if stream != PER_THREAD_STREAM:
+            error, status = self._is_capturing(stream)
+            if int(error) == 0:
+                return bool(status != self._not_captured)
+        with self.current():  # it takes a current context, and the per-thread stream is one of that context
+            return bool(self.call(self._is_capturing, stream) != self._not_captured)
 
     def refuse_capture(self, stream: int, reason: str) -> None:
         """Raise RuntimeError if a graph is being captured on the stream."""
@@ -170,11 +178,15 @@ class Gpu:
 
     def allocate(self, nbytes: int) -> int:
         """The address of new memory, which is zero already; in `relaxed`."""
-        driver = self.driver
+        # On the caller's stream the memset could become part of a graph, to be made again by each replay.
+        driver, stream = self.driver, self._own_stream
         address = int(self.call(driver.cuMemAlloc, nbytes))
-        # On the caller's stream it could become part of a graph, to be zeroed again by each replay.
-        self.call(driver.cuMemsetD8Async, address, 0, nbytes, self._own_stream)
-        self.call(driver.cuStreamSynchronize, self._own_stream)
+        try:
+            self.call(driver.cuMemsetD8Async, address, 0, nbytes, stream)
+            self.call(driver.cuStreamSynchronize, stream)
+        except BaseException:
+            driver.cuMemFree(address)
+            raise
         return address
 
     @cached_property

@@ -15,7 +15,7 @@ from ...kernels.paged.config import PARTITION_SIZE, AttentionConfig
 from ...kernels.paged.reduction import ReductionConfig, make_v2_reduce
 from ...layouts import VECTOR_BYTES
 from ..compiler.compile import Capability, compile_for
-from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, Device
+from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, REPORT, Device
 from . import split
 from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, Workspaces, max_seq_len_of, run
 
@@ -69,7 +69,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
         workspaces: Workspaces = ()
     else:
         launches, workspaces = _v2(device, call, out, config, max_seq_len)
-    return Plan(launches, (*workspaces, *((("report", NUM_BYTES),) if call.checked else ())))
+    return Plan(launches, (*workspaces, *(((REPORT, NUM_BYTES),) if call.checked else ())))
 
 
 def attention_config(call: AttentionCall, *, capability: Capability) -> AttentionConfig:
@@ -150,7 +150,7 @@ def _v2(
 # What v1 and v2 read, in the order of their parameters.
 _INPUTS = (
     *("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
-    *("alibi_slopes", "sinks", "k_scale", "v_scale", "report"),
+    *("alibi_slopes", "sinks", "k_scale", "v_scale", REPORT),
 )
 
 

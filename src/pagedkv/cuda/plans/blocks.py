@@ -22,7 +22,7 @@ from ...kernels.blocks.write_kv import WriteConfig, make_write_kv
 from ...kernels.device.bad_entries import NUM_BYTES
 from ...layouts import VECTOR_BYTES
 from ..compiler.compile import compile_for
-from ..device import FIRST_WITH_FP8, LARGEST_GRID_Y, Device
+from ..device import FIRST_WITH_FP8, LARGEST_GRID_Y, REPORT, Device
 
 
 def write_kv(device: Device, call: WriteCall) -> None:
@@ -212,7 +212,7 @@ def _scale_arguments(
 
 
 def _report(device: Device, checked: bool) -> int:
-    return device.scratch("report", NUM_BYTES) if checked else 0
+    return device.scratch(REPORT, NUM_BYTES) if checked else 0
 
 
 class BlockLayout(NamedTuple):

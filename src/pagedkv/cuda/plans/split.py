@@ -14,13 +14,13 @@ from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.split.config import SplitConfig
 from ...kernels.split.kernel import dynamic_bytes, make_split
 from ..compiler.compile import Capability, compile_for
-from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
+from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
 from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, max_seq_len_of
 
 _POINTERS = (
     *("out", "lse", "split_sums", "split_states", "split_counters"),
     *("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
-    *("alibi_slopes", "sinks", "k_scale", "v_scale", "report"),
+    *("alibi_slopes", "sinks", "k_scale", "v_scale", REPORT),
 )
 
 
@@ -69,7 +69,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
         ("split_sums", num_partials * head_dim * FLOAT_BYTES),
         ("split_states", num_partials * 2 * FLOAT_BYTES),
         ("split_counters", num_columns * 4),
-        *((("report", NUM_BYTES),) if call.checked else ()),
+        *(((REPORT, NUM_BYTES),) if call.checked else ()),
     )
     return Plan((launch,), workspaces)
 
