@@ -4,7 +4,8 @@ Nothing here is fast, paged or clever, so that it can be checked by eye: the key
 and values of a sequence are gathered into dense arrays, and attention over them is
 q k^T, the options in their documented order, a softmax, and times v.
 Backends are tested against it and never import it. It reads NumPy arrays only,
-checks nothing, and computes in float64 whatever the inputs are.
+checks nothing, and computes in float64 whatever the inputs are. Arguments that change
+no result are left out: max_seq_len, kernel, backend, check and out.
 """
 
 from collections.abc import Callable, Sequence

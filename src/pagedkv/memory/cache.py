@@ -97,7 +97,7 @@ class PagedKVCache(Guarded):
     TypeError, ValueError
         An argument is not as described here.
     ModuleNotFoundError
-        `array_module` is not installed.
+        `array_module` is not installed; the message names the extra that brings it.
 
     Examples
     --------
@@ -202,7 +202,7 @@ class PagedKVCache(Guarded):
         KeyError
             A sequence that was freed or never was.
         RuntimeError
-            On a device, while the current stream is being captured in a CUDA graph.
+            On a device, while its current stream is being captured in a CUDA graph.
         """
         appended, writes = self.table._plan_append(seqs, n)
         if len(appended.copies):
@@ -234,9 +234,10 @@ class PagedKVCache(Guarded):
         """The block tables and lengths of sequences.
 
         On the host they are new arrays. On a device they are views of buffers that stay in place; only rows that have
-        changed are copied there, and the next call overwrites them in stream order. Their tables have room for
-        `max_seq_len` rounded up to a power of two, from 256 tokens on, so that their shape changes as seldom as the
-        plan of an attention call. Tables and lengths are of the same instant: another thread's call is waited for.
+        changed are copied there, and the next call overwrites them in stream order. Their tables have room for the
+        batch's longest length, rounded up to a power of two of at least 256 tokens, so that their shape changes as
+        seldom as the plan of an attention call. Tables and lengths are of the same instant: another thread's call is
+        waited for.
 
         Raises
         ------
@@ -244,7 +245,7 @@ class PagedKVCache(Guarded):
             A sequence that was freed or never was.
         RuntimeError
             On a device, in the middle of another call of the same thread; something has to be sent there while the
-            current stream is being captured in a CUDA graph.
+            device's current stream is being captured in a CUDA graph.
         """
         if self._mirrors is not None:
             return self._mirrored_batch(seqs)

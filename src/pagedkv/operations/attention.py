@@ -113,14 +113,16 @@ def decode_attention(
         An entry in the used part of a table is outside 0..num_blocks-1.
     BackendUnavailableError
         The backend that the arrays or the caller ask for is not here.
+    MemoryError
+        The GPU has no room for a workspace; `release_workspaces`, a lower max_seq_len or narrower block_tables help.
 
     Notes
     -----
     After any exception `out` is as before; after an interrupt (Ctrl-C) as before or complete. Tables, lengths and the
     arrays of options are copied before they are checked if they are on the host: another thread may write to them.
 
-    A length on a device that is out of range counts as 0, and with `check` it is recorded; one beyond max_seq_len is
-    out of range if it is beyond what that was rounded up to.
+    On a device, a length beyond max_seq_len rounded up (or beyond the table) counts as 0: its row is zeros.
+    ``check=True`` records it.
 
     The bits of a sequence's result do not depend on the other sequences of the batch, on where its blocks lie, on the
     block size, on NHD or HND, on the number of threads, or on how the calling thread rounds or treats denormals.
@@ -192,9 +194,11 @@ def prefill_attention(
     q : (num_tokens, num_heads, head_dim) array
         float32, float16 or bfloat16. Rows at and past ``query_starts[-1]`` are padding: not read, and not written
         in the result.
-    k_cache, v_cache, block_tables, seq_lens, max_seq_len
+    k_cache, v_cache, block_tables, seq_lens
         As in :func:`~pagedkv.decode_attention`; seq_lens count the query tokens, whose keys and values are in the
         cache already.
+    max_seq_len : int, optional
+        A bound that no length exceeds; here only compared with the lengths.
     query_starts : (num_seqs + 1,) int32 array
         Begins with 0, never decreases, ends at or before num_tokens; no query_len exceeds its seq_len.
     causal : bool

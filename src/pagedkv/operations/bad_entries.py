@@ -17,9 +17,9 @@ def raise_if_failed() -> None:
     IndexError
         A block id outside 0..num_blocks-1, or a slot at or past num_blocks * block_size.
     ValueError
-        A sequence length below 0 or beyond the table's capacity.
+        A sequence length below 0, or beyond the table's capacity or max_seq_len rounded up.
     RuntimeError
-        The current stream is being captured in a CUDA graph, which cannot wait.
+        A stream of the GPU is being captured in a CUDA graph, by any thread, and cannot be waited for.
     """
     used = gpus()
     if used is not None:

@@ -6,9 +6,14 @@ from ..backends import gpus
 
 
 def workspace_bytes() -> int:
-    """Memory of GPUs that the package holds for its kernels, in bytes: of all GPUs, streams and graphs.
+    """Memory of GPUs that the package holds for its kernels: of all GPUs, streams and graphs.
 
     Neither torch's nor CuPy's figures include it.
+
+    Returns
+    -------
+    int
+        Bytes.
     """
     used = gpus()
     return 0 if used is None else used.workspace_bytes()
@@ -17,6 +22,7 @@ def workspace_bytes() -> int:
 def release_workspaces() -> int:
     """Wait for the GPUs that calls of this process went to, and free the workspaces of calls.
 
+    All but the few bytes that ``check=True`` records in, which `raise_if_failed` still has to read.
     The next calls make those anew that they need. What has been captured in CUDA graphs keeps its workspaces.
 
     Returns
@@ -27,7 +33,7 @@ def release_workspaces() -> int:
     Raises
     ------
     RuntimeError
-        The current stream is being captured in a CUDA graph, which cannot wait.
+        A stream of the GPU is being captured in a CUDA graph, by any thread, and cannot be waited for.
     """
     used = gpus()
     return 0 if used is None else used.release_workspaces()
