@@ -14,7 +14,7 @@ from typing import Any
 
 from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, WHITE, box, drawing, text, title
 
-from pagedkv.bench.waves import Cell
+from pagedkv.bench.waves import Model
 from pagedkv.kernels.split.config import SplitConfig
 
 DOCS = Path(__file__).parent
@@ -43,8 +43,9 @@ TARGETS = {
     "split: loop, float32, G 4": ("split", "instructions in the loop, float32, G 4"),
     "split: all, 16 bits, G 1 to 16": ("split", "instructions in all, 16 bits, G 1 to 16"),
     "split: KV in flight KiB": ("split", "KiB in flight on a multiprocessor"),
+    "split: short splits, all, 16 bits, G 1 to 16": ("split", "the same, with short splits"),
     "split: partials": ("split", "bytes of partial results, over K and V"),
-    "split: partials, G 1 to 16": ("split", "bytes of partial results, over K and V, G 1 to 16"),
+    "split: short splits, partials": ("split", "the same, with short splits"),
     "split: compile s": ("split", "seconds to compile"),
     "external": ("all", "calls of missing functions"),
     "disk ms": ("all", "milliseconds to load from disk"),
@@ -160,11 +161,11 @@ def waves() -> str:
     for seq_len in (512, 2048, 4096, 8192, 32768, 131072):
         line = [str(seq_len)]
         for num_seqs, num_kv_heads in ((1, 1), (1, 8), (8, 8), (64, 8)):
-            cell = Cell(config, num_kv_heads, num_seqs, seq_len)
-            line += [str(cell.blocks), f"{cell.share:.2f}"]
+            model = Model(config, num_kv_heads, num_seqs, seq_len)
+            line += [str(model.thread_blocks), f"{model.share:.2f}"]
         lines.append(line)
     names = ("1 sequence, 1 KV head", "1, 8 KV heads", "8, 8", "64, 8")
-    return table(["tokens", *(f"{name}: {what}" for name in names for what in ("blocks", "share"))], lines)
+    return table(["tokens", *(f"{name}: {what}" for name in names for what in ("thread blocks", "share"))], lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -17,7 +17,10 @@ BENCHES = {
     "memory": ("memory", "the memory manager, beside one of Python lists"),
     "launch": ("launch", "what a call on device arrays costs the host; no GPU is needed"),
     "emulator": ("emulator", "the emulator, with fewer and with more checks"),
-    "static": ("static.run", "CUDA kernels without running them on a GPU: registers, instructions, occupancy"),
+    "static": (
+        "static.run",
+        "CUDA kernels without a GPU: registers, instructions, occupancy, or a model of how split fills one",
+    ),
     "decode": ("gpu.decode", "decode_attention on a GPU, beside other libraries"),
     "write": ("gpu.write", "write_kv on a GPU"),
 }

@@ -5,53 +5,53 @@ from dataclasses import replace
 import pytest
 
 from pagedkv.bench import waves
-from pagedkv.bench.waves import BANDWIDTH, L2_LATENCY, LATENCY, NUM_SMS, SM_BANDWIDTH, Cell, cells
+from pagedkv.bench.waves import BANDWIDTH, L2_LATENCY, LATENCY, NUM_SMS, SM_BANDWIDTH, Model, models
 from pagedkv.kernels.split.config import MERGE_LOADS, SplitConfig
 
 CONFIG = SplitConfig(128, 8, 16, "float16", "float16")
 
 
 def test_no_cell_with_work_for_half_of_the_multiprocessors_leaves_more_than_half_idle():
-    assert [cell for cell in cells() if cell.has_work and cell.is_idle] == []
+    assert [model for model in models() if model.has_work and model.is_idle] == []
     assert waves.rows(quick=True)[-1]["cells"] == 0
 
 
 def test_the_grid_has_calls_of_every_size():
-    some = list(cells())
-    assert min(cell.blocks for cell in some) == 2
-    assert {cell.seq_len for cell in some} >= {512, 2047, 2048, 2049, 4097, 2**17}
-    assert sum(cell.has_work for cell in some) > len(some) / 2
-    assert any(cell.is_idle for cell in some)
+    some = list(models())
+    assert min(model.thread_blocks for model in some) == 2
+    assert {model.seq_len for model in some} >= {512, 2047, 2048, 2049, 4097, 2**17}
+    assert sum(model.has_work for model in some) > len(some) / 2
+    assert any(model.is_idle for model in some)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 64, 1000])
 def test_the_bits_of_a_sequence_cannot_depend_on_the_batch(num_seqs):
-    cell = Cell(CONFIG, 8, num_seqs, 5000)
-    assert (cell.split, cell.num_splits) == (256, 20)
-    assert cell.blocks == num_seqs * 8 * 20
+    model = Model(CONFIG, 8, num_seqs, 5000)
+    assert (model.split, model.num_splits) == (256, 20)
+    assert model.thread_blocks == num_seqs * 8 * 20
 
 
 def test_one_short_sequence_by_hand():
     """Eight KV heads of one split: eight thread blocks with 32 KiB each in flight."""
-    cell = Cell(CONFIG, 8, 1, 256)
+    model = Model(CONFIG, 8, 1, 256)
     nbytes = 8 * 256 * 2 * 256
-    assert (cell.blocks, cell.kv_bytes, cell.partial_bytes) == (8, nbytes, 0)
-    assert cell.seconds == pytest.approx(3 * LATENCY + nbytes / (8 * 32 * 1024 / LATENCY))
+    assert (model.thread_blocks, model.kv_bytes, model.partial_bytes) == (8, nbytes, 0)
+    assert model.seconds == pytest.approx(3 * LATENCY + nbytes / (8 * 32 * 1024 / LATENCY))
 
 
 def test_the_last_wave_and_the_merge_by_hand():
     """1024 thread blocks, 396 at once: two full waves, and 232 more, which fill memory as well."""
-    cell = Cell(CONFIG, 8, 8, 4096)
-    assert (cell.blocks, cell.slots, cell.num_splits) == (1024, 3 * NUM_SMS, 16)
+    model = Model(CONFIG, 8, 8, 4096)
+    assert (model.thread_blocks, model.wave_size, model.num_splits) == (1024, 3 * NUM_SMS, 16)
     sums = 16 * 8 * 128 * 4  # bytes of one KV head
     rate = min(128 * MERGE_LOADS * 16 / L2_LATENCY, SM_BANDWIDTH)
     partials = 8 * 8 * 16 * 8 * 130 * 4 / BANDWIDTH
-    expected = 3 * LATENCY + cell.kv_bytes / BANDWIDTH + partials + 3 * L2_LATENCY + sums / rate
-    assert cell.seconds == pytest.approx(expected)
+    expected = 3 * LATENCY + model.kv_bytes / BANDWIDTH + partials + 3 * L2_LATENCY + sums / rate
+    assert model.seconds == pytest.approx(expected)
 
 
 def test_more_work_never_takes_less_time_nor_more_than_the_bandwidth():
-    for cell in cells(quick=True):
-        assert 0 < cell.share < 1
-        assert replace(cell, num_seqs=2 * cell.num_seqs).seconds >= cell.seconds
-        assert replace(cell, num_seqs=2 * cell.num_seqs).share >= 0.99 * cell.share
+    for model in models(quick=True):
+        assert 0 < model.share < 1
+        assert replace(model, num_seqs=2 * model.num_seqs).seconds >= model.seconds
+        assert replace(model, num_seqs=2 * model.num_seqs).share >= 0.99 * model.share

@@ -62,6 +62,13 @@ MUTANTS = [
         (THREAD + "test_what_was_interrupted_is_finished_for_the_next_call", THREAD + "test_threads_make_it_once"),
     ),
     Mutant(
+        "what was interrupted before it began is made all the same",
+        "compiling/compile_thread.py",
+        "if not wanted:",
+        "if False:",
+        (THREAD + "test_what_was_interrupted_before_it_began_is_dropped",),
+    ),
+    Mutant(
         "a fork does not wait for a compilation",
         "compiling/compile_thread.py",
         "before=_wait, after_in_parent=_turn.release, after_in_child=_turn.release",

@@ -22,6 +22,7 @@ STRIDED = (SPLIT + "test_k_and_v_have_strides_of_their_own[emulator-tensor cores
 WAVES = (
     "tests/bench/test_waves.py::test_no_cell_with_work_for_half_of_the_multiprocessors_leaves_more_than_half_idle",
 )
+PARTIALS = ("tests/kernels/split/test_split_plan.py::test_partial_results_stay_small_beside_keys_and_values",)
 CHECK = (SPLIT + "test_a_check_before_the_loop_changes_no_bits[160]",)
 AS_THE_HOST = (SPLIT + "test_a_sequence_leaves_as_many_partial_results_as_the_host_says[800-64]",)
 
@@ -183,6 +184,20 @@ MUTANTS = [
         "FULL_GRID = 64 ",
         WAVES,
         ci=True,
+    ),
+    Mutant(
+        "split: short splits have partial results twice as large",
+        "kernels/split/config.py",
+        "SHORT_SHARE, LONG_SHARE = 0.13, 0.04",
+        "SHORT_SHARE, LONG_SHARE = 0.26, 0.04",
+        PARTIALS,
+    ),
+    Mutant(
+        "split: long splits have partial results twice as large",
+        "kernels/split/config.py",
+        "SHORT_SHARE, LONG_SHARE = 0.13, 0.04",
+        "SHORT_SHARE, LONG_SHARE = 0.13, 0.08",
+        PARTIALS,
     ),
     Mutant(
         "split: the kernel has other splits than the host",

@@ -41,8 +41,8 @@ LENGTHS = tuple(n for i in range(9, 18) for n in (2**i - 1, 2**i, 2**i + 1, 3 * 
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A call of kernel split, and what the model says of it.
+class Model:
+    """A call of kernel split, and what is to be expected of it.
 
     Attributes
     ----------
@@ -67,12 +67,12 @@ class Cell:
         return -(-self.seq_len // self.split)
 
     @property
-    def blocks(self) -> int:
+    def thread_blocks(self) -> int:
         """Thread blocks with work."""
         return self.num_seqs * self.num_kv_heads * self.num_splits
 
     @property
-    def slots(self) -> int:
+    def wave_size(self) -> int:
         """Thread blocks of a full wave."""
         return NUM_SMS * TensorShape(self.config).min_blocks
 
@@ -84,7 +84,7 @@ class Cell:
     @property
     def is_idle(self) -> bool:
         """More than half of the multiprocessors have no thread block with work."""
-        return 2 * self.blocks < NUM_SMS
+        return 2 * self.thread_blocks < NUM_SMS
 
     @property
     def kv_bytes(self) -> int:
@@ -101,15 +101,15 @@ class Cell:
         """Bytes that a thread block has asked for."""
         return NUM_THREADS * 2 * TensorShape(self.config).buffer * 4
 
-    def bytes_of_last(self, blocks: int) -> int:
+    def bytes_of_last(self, thread_blocks: int) -> int:
         """K and V of so many thread blocks at the end of the grid, where those of last splits are."""
-        short = min(blocks, self.blocks // self.num_splits)
+        short = min(thread_blocks, self.thread_blocks // self.num_splits)
         last_split = self.seq_len - (self.num_splits - 1) * self.split
-        return 2 * self.config.row_bytes * (short * last_split + (blocks - short) * self.split)
+        return 2 * self.config.row_bytes * (short * last_split + (thread_blocks - short) * self.split)
 
-    def wave_seconds(self, nbytes: int, blocks: int) -> float:
+    def wave_seconds(self, nbytes: int, thread_blocks: int) -> float:
         """Of a number of bytes, by so many thread blocks at once."""
-        rates = BANDWIDTH, blocks * self.block_in_flight / LATENCY, min(blocks, NUM_SMS) * SM_BANDWIDTH
+        rates = BANDWIDTH, thread_blocks * self.block_in_flight / LATENCY, min(thread_blocks, NUM_SMS) * SM_BANDWIDTH
         return nbytes / min(rates)
 
     @property
@@ -123,9 +123,11 @@ class Cell:
 
     @property
     def seconds(self) -> float:
-        last = self.blocks % self.slots
+        last = self.thread_blocks % self.wave_size
         rest = self.bytes_of_last(last)
-        waves = self.wave_seconds(self.kv_bytes - rest, self.slots) + (self.wave_seconds(rest, last) if last else 0.0)
+        waves = self.wave_seconds(self.kv_bytes - rest, self.wave_size) + (
+            self.wave_seconds(rest, last) if last else 0.0
+        )
         return 3 * LATENCY + waves + self.partial_bytes / 2 / BANDWIDTH + self.merge_seconds
 
     @property
@@ -143,29 +145,29 @@ class Cell:
             "L": self.seq_len,
             "split": self.split,
             "splits": self.num_splits,
-            "blocks": self.blocks,
-            "waves": self.blocks / self.slots,
-            "in flight KiB/SM": min(self.blocks, self.slots) * self.block_in_flight / NUM_SMS / 1024,
+            "thread blocks": self.thread_blocks,
+            "waves": self.thread_blocks / self.wave_size,
+            "in flight KiB/SM": min(self.thread_blocks, self.wave_size) * self.block_in_flight / NUM_SMS / 1024,
             "partials": self.partial_bytes / self.kv_bytes,
             "us": self.seconds * 1e6,
             "share": self.share,
         }
 
 
-def cells(*, quick: bool = False) -> Iterator[Cell]:
-    """All of them; or those of float16, G = 8, three batches and powers of two."""
+def models(*, quick: bool = False) -> Iterator[Model]:
+    """One for each cell of the report; if quick, those of float16, G = 8, three batches and powers of two."""
     kinds, groups = (KINDS[:1], GROUP_SIZES[-1:]) if quick else (KINDS, GROUP_SIZES)
     batches = (1, 8, 64) if quick else BATCHES
     lengths = tuple(n for n in LENGTHS if n.bit_count() == 1) if quick else LENGTHS
     for kind, group_size in product(kinds, groups):
         config = SplitConfig(HEAD_DIM, group_size, BLOCK_SIZE, "float16", kind)
         for num_kv_heads, num_seqs, seq_len in product(KV_HEADS, batches, lengths):
-            yield Cell(config, num_kv_heads, num_seqs, seq_len)
+            yield Model(config, num_kv_heads, num_seqs, seq_len)
 
 
 def rows(*, quick: bool = False) -> list[Row]:
     """A row for each cell, and how many leave multiprocessors idle for which there would be work."""
-    all_cells = list(cells(quick=quick))
-    idle = sum(cell.is_idle for cell in all_cells if cell.has_work)
+    cells = list(models(quick=quick))
+    idle = sum(model.is_idle for model in cells if model.has_work)
     target: Row = {"target": "work for half of the SMs, and more than half idle", "limit": 0, "cells": idle}
-    return [*(cell.row() for cell in all_cells), target | {"of": len(all_cells)}]
+    return [*(model.row() for model in cells), target | {"of": len(cells)}]

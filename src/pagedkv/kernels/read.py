@@ -22,7 +22,7 @@ from .device.warp import WARP_SIZE
 NUM_THREADS, LOADS, TURNS = 128, 8, 4
 TURN_BYTES = NUM_THREADS * LOADS * 16
 BLOCK_BYTES = TURNS * TURN_BYTES
-BLOCKS = 8  # on a multiprocessor: 128 KiB in flight
+MIN_BLOCKS = 8  # on a multiprocessor: 128 KiB in flight
 
 WORDS = types.CPointer(uint32)
 SIGNATURE = types.void(WORDS, WORDS)  # source, sums
@@ -35,6 +35,7 @@ class ReadConfig(NamedTuple):
 def make_read(config: ReadConfig) -> KernelSource:
     """The sum of the 32-bit words of each chunk, modulo 2**32."""
     NUM_WARPS, NUM_WORDS, ROW_BYTES = NUM_THREADS // WARP_SIZE, 4 * LOADS, NUM_THREADS * 16
+    LOG_WARP_SIZE = WARP_SIZE.bit_length() - 1
 
     @device_function
     def load(i, words, where):
@@ -57,9 +58,9 @@ def make_read(config: ReadConfig) -> KernelSource:
         for turn in range(TURNS):
             for_each(load, LOADS, (words, where + turn * TURN_BYTES))
             for_each(add, NUM_WORDS, (words, total))
-        for_each(add_lanes, 5, (total, uint32(thread & 31)))
-        if thread & 31 == 0:
-            of_warps[thread >> 5] = total[0]
+        for_each(add_lanes, LOG_WARP_SIZE, (total, uint32(thread & (WARP_SIZE - 1))))
+        if thread & (WARP_SIZE - 1) == 0:
+            of_warps[thread >> LOG_WARP_SIZE] = total[0]
         cuda.syncthreads()
         if thread == 0:
             clear(total, 1)
@@ -67,4 +68,4 @@ def make_read(config: ReadConfig) -> KernelSource:
                 total[0] = uint32(total[0] + of_warps[warp])
             sums[cuda.blockIdx.x] = total[0]
 
-    return KernelSource(read, SIGNATURE, NUM_THREADS, BLOCKS)
+    return KernelSource(read, SIGNATURE, NUM_THREADS, MIN_BLOCKS)

@@ -126,8 +126,9 @@ def decode_attention(
 
     The bits of a sequence's result do not depend on the other sequences of the batch, on where its blocks lie, on the
     block size, on NHD or HND, on the number of threads, or on how the calling thread rounds or treats denormals.
-    CUDA calls in layout vllm are the exception: v1 and v2 round differently, also from block size to block size, and
-    "auto" chooses by the number of sequences and by max_seq_len; a kernel that is named keeps its bits.
+    On a GPU they depend on num_kv_heads, so sharding KV heads (tensor parallelism) changes the last bits. CUDA calls in
+    layout vllm are the exception: v1 and v2 round differently, also from block size to block size, and "auto" chooses
+    by the number of sequences and by max_seq_len; a kernel that is named keeps its bits.
 
     References
     ----------

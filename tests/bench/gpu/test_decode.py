@@ -12,10 +12,11 @@ import torch
 
 import pagedkv
 from pagedkv.__main__ import main
-from pagedkv.bench.gpu import decode, peers, waves
+from pagedkv.bench.gpu import decode, expected, peers
 from pagedkv.bench.gpu.peers import FIRST, SUBJECTS, Problem
 from pagedkv.bench.gpu.timing import Refused, reason
 from pagedkv.bench.gpu.workloads import Cell, HostProblem
+from pagedkv.bench.waves import Model
 from pagedkv.cuda.plans import split
 from pagedkv.kernels.split.config import SplitConfig
 from pagedkv.kernels.split.shape import TensorShape
@@ -75,20 +76,23 @@ def test_work_is_said_of_kernels_whose_splits_are_known():
     cell = Cell("x", (300, 0, 2047), 16, 2, 128)  # 2, 0 and 8 splits
     (row,) = measured(FakeGpu(), {FIRST: taking(1.0)}, cell).values()
     config = SplitConfig(128, 8, 16, "float16", "float16")
-    blocks = 2 * sum(-(-n // config.split_size(n, cell.num_kv_heads)) for n in cell.seq_lens)
-    assert row["blocks"] == blocks == 20
-    assert row["waves"] == blocks / (FakeGpu.num_multiprocessors * TensorShape(config).min_blocks)
+    thread_blocks = 2 * sum(-(-n // config.split_size(n, cell.num_kv_heads)) for n in cell.seq_lens)
+    assert row["thread blocks"] == thread_blocks == 20
+    assert row["waves"] == thread_blocks / (FakeGpu.num_multiprocessors * TensorShape(config).min_blocks)
     assert row["expected share"] is None  # of an H100, and of equal lengths
     (row,) = measured(FakeGpu(), {"peer": taking(1.0)}, cell).values()
-    assert (row["blocks"], row["waves"], row["expected share"]) == (None, None, None)
+    assert (row["thread blocks"], row["waves"], row["expected share"]) == (None, None, None)
 
 
 def test_the_share_that_the_model_expects_stands_beside_the_measured_one():
     gpu, cell = FakeGpu(), Cell("x", (2048,) * 4, 16, 2, 128)
     gpu.num_multiprocessors = 132
     (row,) = measured(gpu, {FIRST: taking(1.0)}, cell).values()
-    model = waves.Model(SplitConfig(128, 8, 16, "float16", "float16"), 2, 4, 2048)
-    assert (row["blocks"], row["waves"]) == (model.blocks, pytest.approx(model.blocks / model.slots))
+    model = Model(SplitConfig(128, 8, 16, "float16", "float16"), 2, 4, 2048)
+    assert (row["thread blocks"], row["waves"]) == (
+        model.thread_blocks,
+        pytest.approx(model.thread_blocks / model.wave_size),
+    )
     assert row["expected share"] == model.share
     (ragged,) = measured(gpu, {FIRST: taking(1.0)}, Cell("x", (2048, 7), 16, 2, 128)).values()
     assert ragged["expected share"] is None
@@ -98,7 +102,7 @@ def test_the_share_that_the_model_expects_stands_beside_the_measured_one():
 def test_the_kernel_whose_work_is_said_is_the_one_that_runs(name):
     for cell in (CELL, FP8):
         problem = build_call(cell, name)
-        assert waves.config_of(cell, (9, 0)) == split.split_config(problem, capability=(9, 0))
+        assert expected.config_of(cell, (9, 0)) == split.split_config(problem, capability=(9, 0))
 
 
 def build_call(cell, name):

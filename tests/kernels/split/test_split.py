@@ -286,7 +286,7 @@ def test_only_visible_rows_are_read_and_each_sector_once(variant):
     device.launches[0].footprint.expect("seq_lens", read=True)
 
 
-@pytest.mark.parametrize("head_dim", [160, *long([256])])
+@pytest.mark.parametrize("head_dim", [160, *long([64, 256, 512])])
 def test_a_check_before_the_loop_changes_no_bits(head_dim):
     """And a block id that it refuses takes its split along, and nothing else."""
     variant = Variant("split", head_dim, 16, "float16", "float16", group_size=2, capability=(8, 0))

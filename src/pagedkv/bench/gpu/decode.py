@@ -59,7 +59,7 @@ def measure(
         repeats,
         lambda name: progress(f"{where}: {name}"),
     )
-    from .waves import work_of  # where there is a GPU: see frameworks.py
+    from .expected import work_of  # where there is a GPU: see frameworks.py
 
     first, rows = result.seconds(FIRST), []
     work = work_of(cell, gpu.capability, gpu.num_multiprocessors)
@@ -130,7 +130,8 @@ def header(gpu: Gpu, repeats: int) -> Row:
         "copy MiB": gpu.copy_bytes / 2**20,
         "read GB/s": gpu.copy_bytes / median(reads) / 1e6,
         "copy GB/s": 2 * gpu.copy_bytes / median(copies) / 1e6,
-        "spread": spread(copies),
+        "read spread": spread(reads),
+        "copy spread": spread(copies),
         "empty us": median(nothing),
     }
     return {**gpu.facts, **versions, **measured}

@@ -27,7 +27,9 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--cold", action="store_true", help="compile all, and take nothing from the cache on disk")
     parser.add_argument("--quick", action="store_true", help="one variant of a kernel")
     parser.add_argument(
-        "--waves", action="store_true", help="compile nothing: a model of how split's thread blocks fill an H100"
+        "--waves",
+        action="store_true",
+        help="compile nothing: a model of how split's thread blocks fill an H100; takes --quick, and ignores the rest",
     )
 
 
@@ -62,7 +64,8 @@ def run(
     cold : bool
         Compile everything, into an empty cache directory, instead of loading it from disk.
     waves : bool
-        The model of `waves.rows`, which compiles nothing, instead of the counts of `counts.rows`.
+        The model of `waves.rows`, which compiles nothing, instead of the counts of `counts.rows`. Of the other
+        arguments only `quick` has a meaning for it.
     processes : int
         How many to use; 1 for this one alone.
     """

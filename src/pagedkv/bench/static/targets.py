@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from ...kernels.split.config import SHORT_SHARE
 from ..report import Row
+from .variants import SHORT
+
+
+def few_heads(rows: list[Row]) -> list[Row]:
+    """Those of at most 16 query heads to a KV head."""
+    return [row for row in rows if row["G"] <= 16]
 
 
 def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
     """For kernel split: name, rows, column, limit, and 1 for an upper limit or -1 for a lower one."""
     split = [row for row in rows if row["kernel"] == "split"]
-    usual = [row for row in split if row["cc"] == "9.0" and row["D"] in (64, 128, 256) and row["case"] == "-"]
-    half = [row for row in usual if row["kv"] in ("float16", "bfloat16")]
+    common = [row for row in split if row["cc"] == "9.0" and row["D"] in (64, 128, 256)]
+    usual, short = ([row for row in common if row["case"] == case] for case in ("-", SHORT))
+    half, short_half = ([row for row in of if row["kv"] in ("float16", "bfloat16")] for of in (usual, short))
     fp8, single = ([row for row in usual if row["kv"].startswith(kind)] for kind in ("fp8", "float32"))
     loops = [
         *(("16 bits, G 1 to 8", half, 0, 8, 14.0), ("16 bits, G 9 to 16", half, 8, 16, 20.0)),
@@ -25,9 +31,11 @@ def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, in
             (f"split: loop, {name}", [row for row in among if low < row["G"] <= high], "loop instr/512B", limit, 1)
             for name, among, low, high, limit in loops
         ),
-        ("split: all, 16 bits, G 1 to 16", [row for row in half if row["G"] <= 16], "instr/512B", 50.0, 1),
+        ("split: all, 16 bits, G 1 to 16", few_heads(half), "instr/512B", 30.0, 1),
+        ("split: short splits, all, 16 bits, G 1 to 16", few_heads(short_half), "instr/512B", 50.0, 1),
         ("split: KV in flight KiB", usual, "KV in flight KiB", 64, -1),
-        ("split: partials, G 1 to 16", [row for row in usual if row["G"] <= 16], "partials", SHORT_SHARE, 1),
+        ("split: partials", usual, "partials", 0.04, 1),
+        ("split: short splits, partials", short, "partials", 0.13, 1),
         ("split: compile s", split, "compile s", 5.0, 1),
     ]
 

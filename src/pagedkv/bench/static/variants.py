@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits
 from ...layouts import FP8_KINDS, cache_shapes, storage_dtype
 from ...operations import attention, caches
 
 # Sizes of the runs on the emulator.
 NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV heads
-SPLIT_LEN = 4096
+SHORT = "short splits"
 NUM_TOKENS = 256  # in operations on caches
 NUM_STATES, NUM_ROWS = 8, 64
 
@@ -40,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "check": {"check": True},
     "strided": {},
     "L=999": {},
+    SHORT: {},
 }
 
 
@@ -78,7 +80,7 @@ def variants() -> list[Variant]:
         grid = [(dtype, head_dim, size) for dtype in DTYPES for head_dim in (64, 128, 256) for size in (8, 16, 32)]
         result += [Variant(kernel, _q_kind(dtype), dtype, head_dim, size) for dtype, head_dim, size in grid]
         usual = Variant(kernel, "float16", "float16", 128, 16)
-        result += [replace(usual, options=options) for options in OPTIONS if options]
+        result += [replace(usual, options=options) for options in OPTIONS if options not in ("", SHORT)]
         result += [replace(usual, block_size=size) for size in (64, 128, 256)]
         result += [replace(usual, head_dim=head_dim) for head_dim in (8, 72, 120, 512)]
         result += [Variant(kernel, "float32", kv_kind, 128, 16) for kv_kind in ("bfloat16", "fp8_e4m3")]
@@ -96,23 +98,24 @@ def _split_variants() -> list[Variant]:
     def split(q: str, kv: str, head_dim: int, group_size: int, block_size: int = 16, options: str = "") -> Variant:
         return Variant("split", q, kv, head_dim, block_size, options, group_size)
 
-    dims, cases = (64, 128, 256), [options for options in OPTIONS if options]
+    dims, cases = (64, 128, 256), [options for options in OPTIONS if options not in ("", SHORT)]
     result = [split(_q_kind(kv), kv, d, g) for kv in DTYPES[1:4] for d in dims for g in (1, 8, 16)]
     result += [split("float16", "fp8_e5m2", 128, g) for g in (1, 8, 16)]
     result += [split("float32", "float32", d, g) for d in dims for g in (1, 4)]
     result += [split("float32", kv, d, g) for kv in DTYPES[1:4] for d in dims for g in (8, 16)]
+    result += [split("float16", kv, d, 48) for kv in ("float16", "fp8_e4m3") for d in dims]
+    result += [replace(each, options=SHORT) for each in result]
     result += [split("float16", "float16", 128, 8, p) for p in (1, 3, 256)]
     result += [split("float16", kv, 128, 8, 16, options) for kv in ("float16", "fp8_e4m3") for options in cases]
     result += [split("float32", "float32", 128, 4, 16, options) for options in cases]
     result += [split("float16", "float16", 128, g) for g in (5, 7, 12, 24)]
-    result += [split("float16", kv, d, 48) for kv in ("float16", "fp8_e4m3") for d in dims]
     result += [split(_q_kind(kv), kv, d, 8) for kv in ("float16", "fp8_e4m3") for d in (8, 24, 40, 72, 192, 384, 512)]
     return result + [split("float32", "float32", d, 4) for d in (8, 24, 40, 72, 192, 384, 512)]
 
 
 def quick_variants() -> list[Variant]:
     """One variant of each kernel."""
-    wanted = [Variant("split", "float16", "float16", 128, 16, "", 8)]
+    wanted = [Variant("split", "float16", "float16", 128, 16, options, 8) for options in ("", SHORT)]
     wanted += [Variant("v1", "float16", "fp8_e5m2", 64, 8), Variant("v2", "float16", "float16", 128, 16)]
     wanted += [Variant("v2_reduce", "float16", "", 128, 0), Variant("write_kv", "float16", "float16", 128, 16, "vllm")]
     wanted += [Variant("gather_kv", "float16", "float16", 128, 16, "vllm")]
@@ -145,14 +148,15 @@ def _normal(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
 
 def _split(variant: Variant) -> Work:
-    """Decode of one sequence of 4096 tokens, Hkv = 2, NHD."""
-    num_blocks, num_heads = -(-SPLIT_LEN // variant.block_size), NUM_HEADS * variant.group_size
+    """Decode of one sequence with long splits, or with the shortest that are promised a share; Hkv = 2, NHD."""
+    capacity = _split_tokens(variant)
+    num_blocks, num_heads = -(-capacity // variant.block_size), NUM_HEADS * variant.group_size
     k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
     if variant.options == "strided":  # k_cache and v_cache are halves of one array
         k_cache, v_cache = np.stack([k_cache, v_cache], 1).swapaxes(0, 1)
     q = _normal((1, num_heads, variant.head_dim), _dtype(variant.kind)[0])
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(1, -1)
-    seq_len = 999 if variant.options == "L=999" else SPLIT_LEN
+    seq_len = 999 if variant.options == "L=999" else capacity
     options = dict(OPTIONS[variant.options])
     for name in ("alibi_slopes", "sinks"):
         if name in options:
@@ -164,6 +168,14 @@ def _split(variant: Variant) -> Work:
         **{"kv_dtype": fp8, "backend": "emulator", **options},
     )
     return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
+
+
+def _split_tokens(variant: Variant) -> int:
+    """The fewest tokens whose splits have all `long_split` tokens; of the case SHORT, `short_split`."""
+    config = SplitConfig(variant.head_dim, variant.group_size, variant.block_size, variant.kind, variant.kv_kind)
+    if variant.options == SHORT:
+        return FEW_SPLITS * config.short_split
+    return filling_splits(NUM_HEADS) * config.long_split
 
 
 def _caches(variant: Variant, layout: str, num_blocks: int, *, strided: bool = False) -> tuple[Any, Any, str | None]:

@@ -78,11 +78,7 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
     NUM_SUMS = 2 * NUM_WARPS
     KV_BYTES, PACKED = config.kv_bytes, config.packed
     stage_query, query_key, modify = make_stage_query(config), make_query_key(config), make_modify(config.score_mod)
-    length_of, block_of, tokens_of = (
-        make_length_of(config),
-        make_block_of(config),
-        make_tokens_of(PARTITION_SIZE),
-    )
+    length_of, block_of, tokens_of = make_length_of(config), make_block_of(config), make_tokens_of(PARTITION_SIZE)
     sum_of_group = make_sum_of_group(config)
     weigh_values, reduce_rows = make_weigh_values(config), make_reduce_rows(config)
     write_row = make_write_row(config, "float32" if PARTITION_SIZE else config.q_kind)

@@ -158,7 +158,10 @@ class SplitConfig:
 
     @property
     def short_split(self) -> int:
-        """The fewest tokens of a split of a sequence that has FEW_SPLITS of them."""
+        """Tokens of a split from which its partial result is at most SHORT_SHARE.
+
+        Reached by sequences of FEW_SPLITS times as many.
+        """
         return max(SHORTEST_SPLIT, self._tokens_for(SHORT_SHARE))
 
     @property

@@ -6,13 +6,12 @@ from ...cuda.device import FIRST_WITH_FP8
 from ...kernels.split.config import SplitConfig
 from ...kernels.split.kernel import make_split
 from ..report import Row
-from ..waves import NUM_SMS
-from ..waves import Cell as Model
+from ..waves import NUM_SMS, Model
 from .workloads import Cell
 
 
 def work_of(cell: Cell, capability: tuple[int, int], num_multiprocessors: int) -> Row:
-    """*blocks*, *waves* and *expected share* of a cell.
+    """*thread blocks*, *waves* and *expected share* of a cell.
 
     A wave is as many thread blocks as all multiprocessors hold at once, by the number that the kernel is compiled for.
     While a last wave that is nearly empty runs, most of the GPU has nothing to do: where waves are few, look there for
@@ -20,9 +19,10 @@ def work_of(cell: Cell, capability: tuple[int, int], num_multiprocessors: int) -
     """
     config = config_of(cell, capability)
     num_splits = sum(-(-length // config.split_size(length, cell.num_kv_heads)) for length in cell.seq_lens)
-    blocks = num_splits * cell.num_kv_heads * config.num_tiles
-    waves = blocks / (num_multiprocessors * make_split(config).min_blocks)
-    return {"blocks": blocks, "waves": waves, "expected share": _expected_share(cell, config, num_multiprocessors)}
+    thread_blocks = num_splits * cell.num_kv_heads * config.num_tiles
+    waves = thread_blocks / (num_multiprocessors * make_split(config).min_blocks)
+    share = _expected_share(cell, config, num_multiprocessors)
+    return {"thread blocks": thread_blocks, "waves": waves, "expected share": share}
 
 
 def _expected_share(cell: Cell, config: SplitConfig, num_multiprocessors: int) -> float | None:
