@@ -223,7 +223,7 @@ def test_sums_are_cut_where_the_numerics_page_says():
     page = " ".join((ROOT / "docs" / "numerics.md").read_text().split())
     for words in (
         f"keys come in tiles of {TILE} tokens",
-        f"a sequence into splits of {SPLIT} tokens",
+        f"begin anew with every split of {SPLIT} tokens",
         f"Splits and tiles start at multiples of {SPLIT} and {TILE} *tokens of the sequence*",
         f"largest {ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max:g}) or e5m2 "
         f"(largest finite {ml_dtypes.finfo(ml_dtypes.float8_e5m2).max:g})",

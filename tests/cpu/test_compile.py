@@ -140,15 +140,20 @@ def test_kernels_get_what_they_are_compiled_for(monkeypatch, module):
     monkeypatch.setattr(module, "_make_kernel", lambda config, score_mod: None)
     monkeypatch.setattr(module, "run", lambda kernel, num_items, args, **how: seen.append((0, num_items, *args)))
     k = np.zeros((2, 16, 2, 64), np.float32)
-    q, table, read_only = np.zeros((3, 4, 64), np.float32), np.zeros((3, 2), np.int32), np.full(3, 20, np.int32)
+    tokens = 1 if module is decode else 20  # of a sequence: few of them are not for prefill
+    q, table, read_only = (
+        np.zeros((3 * tokens, 4, 64), np.float32),
+        np.zeros((3, 2), np.int32),
+        np.full(3, 20, np.int32),
+    )
     wide = np.zeros((3, 4), np.int32)
     read_only.flags.writeable = False
-    starts = np.arange(4, dtype=np.int32) if module is prefill else None
+    starts = np.arange(0, 4 * tokens, tokens, np.int32) if module is prefill else None
     vector = np.ones(4, np.float32)
     plain = {"scale": 1, "window": None, "softcap": None, "alibi_slopes": None, "sinks": None}
     chosen = {"scale": np.float64(2), "window": np.int32(7), "softcap": 3, "alibi_slopes": vector, "sinks": vector}
     for options in (plain, chosen):
-        for lens, some in ((np.ones(3, np.int32), table), (read_only, wide[:, :2])):
+        for lens, some in ((read_only.copy(), table), (read_only, wide[:, :2])):
             arguments = (q, k, k, some, lens) if starts is None else (q, k, k, some, lens, starts)
             call = pagedkv.decode_attention if starts is None else pagedkv.prefill_attention
             call(*arguments, **options)

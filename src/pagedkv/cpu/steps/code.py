@@ -1,0 +1,221 @@
+"""LLVM instructions on vectors of float32: what the steps of attention are written in.
+
+A vector lives in SIMD registers. LLVM splits one that is wider than the machine's, so the same code runs on AVX2,
+AVX-512 and NEON, and every sum is taken in the same order on all of them. Memory is named by an address, an integer in
+bytes, and not checked: the kernels own their bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+Value = Any  # of llvmlite, which has no types
+
+BYTE, SHORT, INT32, INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+HALF, FLOAT = ir.HalfType(), ir.FloatType()
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+LOG2E = 1.4426950408889634
+LN2_HIGH = 0.693359375  # ln 2 in two parts, so that n * LN2_HIGH is exact (Cody and Waite)
+LN2_LOW = -2.12194440054690583e-4
+EXP_POLYNOMIAL = (  # exp(r) on |r| <= ln(2) / 2, highest power first (Cephes expf)
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+    1.0,
+    1.0,
+)
+
+
+def vector(lanes: int, element: Any = FLOAT) -> Any:
+    """The type of a vector."""
+    return ir.VectorType(element, lanes)
+
+
+class Code:
+    """Instructions at the place where a builder of llvmlite stands."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    # ---- memory
+
+    def load(self, address: Value, type_: Any, offset: int = 0) -> Value:
+        """What is at an address, plus an offset in bytes; aligned to an element."""
+        return self.builder.load(self._pointer(address, type_, offset), align=_element_bytes(type_))
+
+    def store(self, value: Value, address: Value, offset: int = 0) -> None:
+        """Store a value at an address, plus an offset in bytes."""
+        self.builder.store(value, self._pointer(address, value.type, offset), align=_element_bytes(value.type))
+
+    def prefetch(self, address: Value, offset: int = 0) -> None:
+        """Prefetch the cache line at an address; never faults."""
+        pointer = self._pointer(address, BYTE, offset)
+        read, keep, data = INT32(0), INT32(3), INT32(1)
+        self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
+
+    def _pointer(self, address: Value, type_: Any, offset: int) -> Value:
+        return self.builder.inttoptr(self.plus(address, offset), ir.PointerType(type_))
+
+    # ---- integers
+
+    def plus(self, x: Value, number: int) -> Value:
+        """x + number."""
+        return self.builder.add(x, x.type(number)) if number else x
+
+    def times(self, x: Value, number: int) -> Value:
+        """x * number."""
+        return self.builder.mul(x, x.type(number))
+
+    def rows(self, first: Value, stride: Value, count: int) -> list[Value]:
+        """`count` addresses, a stride apart."""
+        found = [first]
+        for _ in range(count - 1):
+            found.append(self.builder.add(found[-1], stride))
+        return found
+
+    # ---- vectors
+
+    def constant(self, number: float, lanes: int, element: Any = FLOAT) -> Value:
+        """A vector with the same number in every lane."""
+        return ir.Constant(vector(lanes, element), [number] * lanes)
+
+    def numbers(self, numbers: Sequence[int]) -> Value:
+        """A vector of constant int32."""
+        return ir.Constant(vector(len(numbers), INT32), list(numbers))
+
+    def splat(self, x: Value, lanes: int) -> Value:
+        """A vector with x in every lane."""
+        undefined = ir.Constant(vector(lanes, x.type), ir.Undefined)
+        return self.shuffle(self.builder.insert_element(undefined, x, INT32(0)), [0] * lanes)
+
+    def both(self, x: Value, y: Value) -> Value:
+        """A vector of two numbers."""
+        return self.builder.insert_element(self.splat(x, 2), y, INT32(1))
+
+    def joined(self, vectors: Sequence[Value]) -> Value:
+        """Vectors one after the other, a power of two of them, as one vector."""
+        while len(vectors) > 1:
+            lanes = range(2 * vectors[0].type.count)
+            vectors = [self.shuffle(x, lanes, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
+
+    def lane(self, x: Value, lane: int) -> Value:
+        """The number in a lane of x."""
+        return self.builder.extract_element(x, INT32(lane))
+
+    def repeat(self, x: Value, lanes: int) -> Value:
+        """A vector with the lanes of x again and again."""
+        count = x.type.count
+        return x if count == lanes else self.shuffle(x, [i % count for i in range(lanes)])
+
+    def shuffle(self, x: Value, lanes: Sequence[int], y: Value | None = None) -> Value:
+        """The named lanes of x, or of x followed by y."""
+        mask = ir.Constant(vector(len(lanes), INT32), list(lanes))
+        return self.builder.shuffle_vector(x, x if y is None else y, mask)
+
+    def fma(self, x: Value, y: Value, z: Value) -> Value:
+        """x * y + z, rounded once."""
+        return self.call(f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
+
+    def larger(self, x: Value, y: Value) -> Value:
+        """The larger one, lane by lane; y where one of them is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
+
+    def halve(self, x: Value, combine: Callable[[Value, Value], Value], lanes: int) -> Value:
+        """Combine the lower and the upper half of x until so many lanes are left."""
+        while (half := x.type.count // 2) >= lanes:
+            x = combine(self.shuffle(x, range(half)), self.shuffle(x, range(half, 2 * half)))
+        return x
+
+    def exp(self, x: Value) -> Value:
+        """exp(x) for x <= 0 to about one unit in the last place; below -87.3 exactly 0, NaN stays NaN."""
+        builder, lanes = self.builder, x.type.count
+
+        def number(value: float) -> Value:
+            return self.constant(value, lanes)
+
+        normal = builder.fcmp_ordered(">", x, number(-87.3))
+        clamped = builder.select(normal, x, number(-87.3))
+        n = self.call(f"llvm.rint.v{lanes}f32", x.type, [builder.fmul(clamped, number(LOG2E))])
+        r = self.fma(n, number(-LN2_LOW), self.fma(n, number(-LN2_HIGH), clamped))
+        y = number(EXP_POLYNOMIAL[0])
+        for coefficient in EXP_POLYNOMIAL[1:]:
+            y = self.fma(y, r, number(coefficient))
+        exponent = builder.add(builder.fptosi(n, vector(lanes, INT32)), self.constant(127, lanes, INT32))
+        scale = builder.bitcast(builder.shl(exponent, self.constant(23, lanes, INT32)), x.type)
+        y = builder.select(normal, builder.fmul(y, scale), number(0.0))
+        return builder.select(builder.fcmp_unordered("uno", x, x), x, y)
+
+    # ---- branches and loops
+
+    def prefetching(self, ahead: Value, emit: Callable[[bool], None]) -> None:
+        """What ``emit(prefetches)`` emits, with or without prefetches: without, if `ahead` is 0."""
+        with self.builder.if_else(self.builder.icmp_signed("!=", ahead, ahead.type(0))) as (then, otherwise):
+            with then:
+                emit(True)
+            with otherwise:
+                emit(False)
+
+    def repeatedly(self, count: Value, turn: Callable[[Value], None]) -> None:
+        """``turn(i)`` for i = 0 .. count - 1."""
+
+        def without_values(i: Value, _: list[Value]) -> list[Value]:
+            turn(i)
+            return []
+
+        self.loop(count, [], without_values)
+
+    def loop(
+        self, count: Value, values: Sequence[Value], turn: Callable[[Value, list[Value]], Sequence[Value]]
+    ) -> list[Value]:
+        """The values after ``values = turn(i, values)`` for i = 0 .. count - 1; `count` may be 0."""
+        builder, before = self.builder, self.builder.block
+        body, after = builder.append_basic_block("turn"), builder.append_basic_block("after")
+        builder.cbranch(builder.icmp_signed(">", count, count.type(0)), body, after)
+        builder.position_at_end(body)
+        i, old = builder.phi(count.type), [builder.phi(value.type) for value in values]
+        new = turn(i, list(old))
+        following, end = builder.add(i, count.type(1)), builder.block
+        builder.cbranch(builder.icmp_signed("<", following, count), body, after)
+        builder.position_at_end(after)
+        results = [builder.phi(value.type) for value in values]
+        for phi, first, last in zip((i, *old), (count.type(0), *values), (following, *new), strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(last, end)
+        for phi, first, last in zip(results, values, new, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(last, end)
+        return results
+
+    def call(self, name: str, result: Any, arguments: list[Value]) -> Value:
+        signature = ir.FunctionType(result, [argument.type for argument in arguments])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, signature, name), arguments)
+
+
+def _element_bytes(type_: Any) -> int:
+    element = type_.element if isinstance(type_, ir.VectorType) else type_
+    return {HALF: 2, FLOAT: 4}.get(element) or element.width // 8
+
+
+def step(emit: Callable[..., None]) -> Any:
+    """A function for numba's code, of integers and without result, whose code is ``emit(code, *arguments)``."""
+
+    @intrinsic
+    def call(typing: Any, *arguments: Any) -> Any:
+        count = len(arguments)
+
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            emit(Code(builder), *cgutils.unpack_tuple(builder, values[0], count))
+            return context.get_dummy_value()
+
+        return types.void(types.containers.UniTuple(types.int64, count)), codegen
+
+    return call

@@ -1,0 +1,23 @@
+"""What this machine's processor can do, as numba compiles for it."""
+
+from __future__ import annotations
+
+from numba.core.registry import cpu_target
+
+
+def _has(feature: str) -> bool:
+    features = cpu_target.target_context.codegen().magic_tuple()[2]
+    return f"+{feature}" in features.split(",")
+
+
+def has_byte_permutes() -> bool:
+    """Any 64 bytes out of 128 in one instruction (AVX-512 VBMI)."""
+    return _has("avx512vbmi")
+
+
+def num_accumulators() -> int:
+    """Vectors of 16 float32 that stay in registers beside the operands: 16 of AVX-512's 32, or 4 elsewhere.
+
+    Each of those 4 takes two registers of AVX2's 16, or four of NEON's 32.
+    """
+    return 16 if _has("avx512f") else 4

@@ -1,0 +1,95 @@
+"""Weights: the softmax of a tile's scores, online (Milakov and Gimelshein, 2018).
+
+    scores            (TILE, R) of a group of R rows, in place
+    maximum, total    (R,) the largest logit and the sum of weights so far
+    factor            (R,) by which the accumulators are to be multiplied
+
+The sum of a tile's weights is 16 sums, each over every sixteenth token, added in a fixed tree: the first ones with
+those four further, then in pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .code import INT32, INT64, Code, Value, step, vector
+from .shapes import FLOAT_BYTES, LANES, TILE
+
+NOTHING = -math.inf  # the largest of no logits
+INT32_BYTES = 4
+
+
+def make_softmax(group_rows: int, *, masked: bool) -> Any:
+    """The step ``softmax(scores, maximum, total, factor, starts, stops, first)``.
+
+    If `masked`, a row sees the tokens from its start to before its stop, int32 positions (R,); the tile's first token
+    is at position `first`. A tile of which a row sees nothing leaves its state as it was.
+    """
+    tokens = LANES // group_rows  # of a vector
+
+    def emit(
+        code: Code,
+        scores: Value,
+        maximum: Value,
+        total: Value,
+        factor: Value,
+        starts: Value,
+        stops: Value,
+        first: Value,
+    ) -> None:
+        builder, turns = code.builder, INT64(TILE // LANES)
+
+        def seen(i: Value, n: int, logit: Value) -> Value:
+            """The logits of vector n of a turn that their rows see, and NOTHING in place of the others."""
+            if not masked:
+                return logit
+            token = builder.add(
+                code.numbers([n * tokens + lane // group_rows for lane in range(LANES)]),
+                code.splat(builder.trunc(builder.add(first, code.times(i, LANES)), INT32), LANES),
+            )
+            inside = builder.and_(builder.icmp_signed(">=", token, since), builder.icmp_signed("<", token, until))
+            return builder.select(inside, logit, code.constant(NOTHING, LANES))
+
+        since, until = (code.repeat(code.load(x, vector(group_rows, INT32)), LANES) for x in (starts, stops))
+
+        def vectors(i: Value) -> list[Value]:
+            """The addresses of the vectors of a turn, LANES tokens of all rows."""
+            at = builder.add(scores, code.times(i, LANES * group_rows * FLOAT_BYTES))
+            return [code.plus(at, n * LANES * FLOAT_BYTES) for n in range(group_rows)]
+
+        def find(i: Value, largest: list[Value]) -> list[Value]:
+            logits = [seen(i, n, code.load(at, vector(LANES))) for n, at in enumerate(vectors(i))]
+            return [code.larger(x, y) for x, y in zip(logits, largest, strict=True)]
+
+        largest = code.loop(turns, [code.constant(NOTHING, LANES)] * group_rows, find)
+        while len(largest) > 1:
+            largest = [code.larger(x, y) for x, y in zip(largest[::2], largest[1::2], strict=True)]
+        before = code.load(maximum, vector(group_rows))
+        after = code.larger(code.halve(largest[0], code.larger, group_rows), before)
+        is_some = builder.fcmp_ordered(">", after, code.constant(NOTHING, group_rows))
+        base = builder.select(is_some, after, code.constant(0.0, group_rows))
+        base_of_all = code.repeat(base, LANES)
+
+        def weigh(i: Value, sums: list[Value]) -> list[Value]:
+            for n, at in enumerate(vectors(i)):
+                weight = code.exp(builder.fsub(seen(i, n, code.load(at, vector(LANES))), base_of_all))
+                code.store(weight, at)
+                sums[n] = builder.fadd(sums[n], weight)
+            return sums
+
+        sums = code.loop(turns, [code.constant(0.0, LANES)] * group_rows, weigh)
+        # Vectors of four tokens, then tokens.
+        quarter = 4 * group_rows
+        fours = [code.shuffle(x, range(i, i + quarter)) for x in sums for i in range(0, LANES, quarter)]
+        four = builder.fadd(builder.fadd(fours[0], fours[1]), builder.fadd(fours[2], fours[3]))
+        pairs = [code.shuffle(four, range(i, i + group_rows)) for i in range(0, quarter, group_rows)]
+        added = builder.fadd(builder.fadd(pairs[0], pairs[1]), builder.fadd(pairs[2], pairs[3]))
+
+        same = builder.fcmp_ordered("==", before, after)
+        rescale = builder.select(same, code.constant(1.0, group_rows), code.exp(builder.fsub(before, base)))
+        code.store(after, maximum)
+        code.store(builder.fadd(builder.fmul(code.load(total, vector(group_rows)), rescale), added), total)
+        code.store(rescale, factor)
+
+    return step(emit)

@@ -1,0 +1,172 @@
+"""Widening rows of a cache to float32, in the order of `order`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from .code import BYTE, ELEMENT_BYTES, FLOAT, HALF, INT32, INT64, SHORT, Code, Value, step, vector
+from .machine import has_byte_permutes
+from .order import CHUNK_DIMS, UNIT, chunk_order, unit_order
+from .shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP
+
+FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
+UPPER_HALF = -(2**16)
+
+
+def make_widen(kind: str) -> Any:
+    """The step ``widen(target, target_stride, rows, offset, head_dim)``.
+
+    The STEP rows of `kind` whose addresses lie at `rows`, plus an offset, as float32 rows a stride apart.
+    """
+    dims, item = CHUNK_DIMS[kind], ELEMENT_BYTES[kind]
+
+    def emit(code: Code, target: Value, stride: Value, rows: Value, offset: Value, head_dim: Value) -> None:
+        builder = code.builder
+        whole = builder.sdiv(head_dim, INT64(dims))
+        units = builder.sdiv(builder.sub(head_dim, code.times(whole, dims)), INT64(UNIT))
+        targets = code.rows(target, stride, STEP)
+        for i, to in enumerate(targets):
+            row = builder.add(code.load(rows, INT64, INT_BYTES * i), offset)
+
+            def chunk(n: Value, row: Value = row, to: Value = to) -> None:
+                place = builder.add(to, code.times(n, FLOAT_BYTES * dims))
+                for v, widened in enumerate(widen_chunk(code, kind, builder.add(row, code.times(n, item * dims)))):
+                    code.store(widened, place, FLOAT_BYTES * LANES * v)
+
+            def unit(n: Value, row: Value = row, to: Value = to) -> None:
+                dim = builder.add(code.times(whole, dims), code.times(n, UNIT))
+                widened = widen_unit(code, kind, builder.add(row, code.times(dim, item)))
+                code.store(widened, builder.add(to, code.times(dim, FLOAT_BYTES)))
+
+            code.repeatedly(whole, chunk)
+            code.repeatedly(units, unit)
+
+    return step(emit)
+
+
+def make_widen_piece(kind: str) -> Any:
+    """The step ``widen_piece(target, apart, address)``: 16 bytes of a row, as vectors so many bytes apart."""
+
+    def emit(code: Code, target: Value, apart: Value, address: Value) -> None:
+        item = ELEMENT_BYTES[kind]
+        if item == 1:
+            raw = code.load(address, vector(16, BYTE))
+            dims = [half + i for half in (0, UNIT) for i in unit_order(kind)]
+            widened = [WIDEN[kind](code, code.shuffle(raw, dims[i : i + 4])) for i in range(0, 16, 4)]
+        elif kind == "bfloat16":
+            widened = _from_words(code, code.load(address, vector(4, INT32)))
+        else:
+            widened = [WIDEN[kind](code, code.load(address, vector(16 // item, FLOAT if item == 4 else SHORT)))]
+        for to, v in zip(code.rows(target, apart, len(widened)), widened, strict=True):
+            code.store(v, to)
+
+    return step(emit)
+
+
+def widen_chunk(code: Code, kind: str, address: Value) -> list[Value]:
+    """A chunk as vectors of LANES."""
+    if kind == "float32":
+        return [code.load(address, vector(LANES))]
+    if kind == "float16":
+        return [_from_half(code, code.load(address, vector(LANES, SHORT)))]
+    if kind == "bfloat16":
+        return _from_words(code, code.load(address, vector(LANES, INT32)))
+    raw = code.load(address, vector(4 * LANES, BYTE))
+    if has_byte_permutes():
+        return _by_tables(code, kind, raw)
+    dims = chunk_order(kind)
+    return [WIDEN[kind](code, code.shuffle(raw, dims[i : i + LANES])) for i in range(0, len(dims), LANES)]
+
+
+def widen_unit(code: Code, kind: str, address: Value) -> Value:
+    """A unit as a vector of UNIT."""
+    element = {4: FLOAT, 2: SHORT, 1: BYTE}[ELEMENT_BYTES[kind]]
+    raw = code.shuffle(code.load(address, vector(UNIT, element)), unit_order(kind))
+    return WIDEN[kind](code, raw)
+
+
+def _from_half(code: Code, bits: Value) -> Value:
+    lanes = bits.type.count
+    return code.builder.fpext(code.builder.bitcast(bits, vector(lanes, HALF)), vector(lanes))
+
+
+def _from_bfloat16(code: Code, bits: Value) -> Value:
+    lanes = bits.type.count
+    words = code.builder.zext(bits, vector(lanes, INT32))
+    return code.builder.bitcast(code.builder.shl(words, code.constant(16, lanes, INT32)), vector(lanes))
+
+
+def _from_words(code: Code, words: Value) -> list[Value]:
+    """The lower and the upper halves of words as bfloat16."""
+    builder, lanes = code.builder, words.type.count
+    lower = builder.shl(words, code.constant(16, lanes, INT32))
+    upper = builder.and_(words, code.constant(UPPER_HALF, lanes, INT32))
+    return [builder.bitcast(half, vector(lanes)) for half in (lower, upper)]
+
+
+def _from_e5m2(code: Code, raw: Value) -> Value:
+    lanes = raw.type.count
+    return _from_half(
+        code, code.builder.shl(code.builder.zext(raw, vector(lanes, SHORT)), code.constant(8, lanes, SHORT))
+    )
+
+
+def _from_e4m3(code: Code, raw: Value) -> Value:
+    # A float16 with the exponent and mantissa of a code is 2**-8 times its value, subnormals included. Sign extension
+    # and a shift move sign and magnitude into place; the mask clears the extra copy of the sign.
+    builder, lanes = code.builder, raw.type.count
+    magnitude = builder.and_(raw, code.constant(0x7F, lanes, BYTE))
+    is_nan = builder.icmp_unsigned("==", magnitude, code.constant(0x7F, lanes, BYTE))
+    shifted = builder.shl(builder.sext(raw, vector(lanes, SHORT)), code.constant(7, lanes, SHORT))
+    bits = builder.and_(shifted, code.constant(0xBFFF, lanes, SHORT))
+    bits = builder.select(is_nan, code.constant(0x7E00, lanes, SHORT), bits)
+    return builder.fmul(_from_half(code, bits), code.constant(256.0, lanes))
+
+
+def _by_tables(code: Code, kind: str, raw: Value) -> list[Value]:
+    """A chunk of fp8, both bytes of its bfloat16 by a table of 128; the sign is that of the code."""
+    builder = code.builder
+    exact = np.arange(128, dtype=np.uint8).view(FP8[kind]).astype(ml_dtypes.bfloat16).view(np.uint16)
+    lower, upper = (_lookup(code, raw, part.astype(np.uint8)) for part in (exact & 0xFF, exact >> 8))
+    upper = builder.or_(upper, builder.and_(raw, code.constant(-128, 64, BYTE)))
+    halves = []
+    for first in (0, 8):  # what `unpack` does within each 16 bytes
+        lanes = [quarter * 16 + first + i + 64 * which for quarter in range(4) for i in range(8) for which in (0, 1)]
+        words = builder.bitcast(code.shuffle(lower, lanes, upper), vector(LANES, INT32))
+        halves += _from_words(code, words)
+    return halves
+
+
+def _lookup(code: Code, indices: Value, table: Any) -> Value:
+    first, second = (ir.Constant(indices.type, [int(x) for x in part]) for part in (table[:64], table[64:]))
+    return code.call("llvm.x86.avx512.vpermi2var.qi.512", indices.type, [first, indices, second])
+
+
+WIDEN = {
+    "float32": lambda _, raw: raw,
+    "float16": _from_half,
+    "bfloat16": _from_bfloat16,
+    "fp8_e4m3": _from_e4m3,
+    "fp8_e5m2": _from_e5m2,
+}
+
+
+def make_load(kind: str) -> Any:
+    """The function ``load(address)``: one element as a float32."""
+    element = {4: FLOAT, 2: SHORT, 1: BYTE}[ELEMENT_BYTES[kind]]
+
+    @intrinsic
+    def load(typing: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = Code(builder)
+            return code.lane(WIDEN[kind](code, code.load(arguments[0], vector(1, element))), 0)
+
+        return types.float32(types.int64), codegen
+
+    return load

@@ -1,0 +1,186 @@
+"""Dots, softmax, values and fold, each against NumPy, and that groups of rows and registers change no bit."""
+
+import numpy as np
+import pytest
+from numba import njit
+
+from pagedkv.cpu.steps import dots, values
+from pagedkv.cpu.steps.fold import make_fold, make_rescale
+from pagedkv.cpu.steps.shapes import LANES, STEP, TILE
+from pagedkv.cpu.steps.softmax import make_softmax
+
+PLACES = 48
+RNG = np.random.default_rng(0)
+
+
+def stepper(function):
+    """A step as a function of arrays and integers."""
+
+    @njit
+    def call(arguments):
+        function(*arguments)
+
+    def run(*arguments):
+        call(tuple(x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments))
+
+    return run
+
+
+def rows_at(rows):
+    return (rows.ctypes.data + np.arange(len(rows)) * rows.strides[0]).astype(np.int64)
+
+
+def grouped(q, group_rows):
+    """Queries (rows, places) as (groups, places / 4, R, 4)."""
+    return np.ascontiguousarray(q.reshape(-1, group_rows, PLACES // 4, 4).transpose(0, 2, 1, 3))
+
+
+@pytest.fixture(params=[16, 4], ids=["32 registers", "16 registers"])
+def registers(request, monkeypatch):
+    for module in (dots, values):
+        monkeypatch.setattr(module, "num_accumulators", lambda: request.param)
+
+
+def dot_products(q, keys, num_groups, group_rows, ahead=0):
+    scores = np.full((num_groups, TILE, group_rows), np.nan, np.float32)
+    run = stepper(dots.make_dots(num_groups, group_rows, 4))
+    run(scores, grouped(q, group_rows), rows_at(keys), 0, PLACES // LANES, ahead)
+    assert np.isnan(scores[:, STEP:]).all()
+    return scores[:, :STEP].transpose(0, 2, 1).reshape(-1, STEP)
+
+
+@pytest.mark.usefixtures("registers")
+def test_dots():
+    q, keys = RNG.standard_normal((8, PLACES), np.float32), RNG.standard_normal((STEP, PLACES), np.float32)
+    exact = q.astype(np.float64) @ keys.T
+    found = dot_products(q, keys, 2, 4)
+    np.testing.assert_allclose(found, exact, atol=1e-5)
+    for row in range(8):
+        alone = dot_products(q[row : row + 1], keys, 1, 1, ahead=keys.ctypes.data)
+        np.testing.assert_array_equal(alone[0], found[row])
+    np.testing.assert_array_equal(dot_products(q[4:], keys, 1, 4), found[4:])
+
+
+@pytest.mark.usefixtures("registers")
+def test_dots_are_rounded_in_their_order():
+    q = RNG.integers(-(2**12), 2**12, (1, PLACES)).astype(np.float32)
+    keys = RNG.integers(-(2**12), 2**12, (STEP, PLACES)).astype(np.float32)
+    sums = np.zeros((8, STEP), np.float32)
+    for place in range(PLACES):  # the products, and their sums with others, are exact in float64
+        product = q[0, place].astype(np.float64) * keys[:, place]
+        sums[place % 8] = (sums[place % 8] + product).astype(np.float32)
+    four = sums[:4] + sums[4:]
+    expected = (four[0] + four[1]) + (four[2] + four[3])
+    assert (expected != (q.astype(np.float64) @ keys.T)[0]).any()
+    np.testing.assert_array_equal(dot_products(q, keys, 1, 1)[0], expected)
+
+
+def weighted_sums(acc, weights, rows, count, num_groups, group_rows, ahead=0):
+    acc = acc.copy()
+    run = stepper(values.make_values(num_groups, group_rows, 4))
+    run(acc, acc.strides[0], weights, rows_at(rows), 0, count, PLACES // LANES, ahead)
+    return acc
+
+
+@pytest.mark.usefixtures("registers")
+@pytest.mark.parametrize("count", [1, 5, STEP])
+def test_values_are_added_token_after_token(count):
+    acc = RNG.standard_normal((8, PLACES), np.float32)
+    weights = RNG.uniform(0, 1, (2, TILE, 4)).astype(np.float32)
+    rows = RNG.standard_normal((STEP, PLACES), np.float32)
+    rows[count:] = np.nan
+    of_row = weights.transpose(0, 2, 1).reshape(8, TILE)
+    exact = acc + of_row[:, :count].astype(np.float64) @ rows[:count]
+    found = weighted_sums(acc, weights, rows, count, 2, 4)
+    np.testing.assert_allclose(found, exact, atol=1e-5)
+    for row in range(8):
+        mine = np.ascontiguousarray(of_row[row])
+        alone = weighted_sums(acc[row : row + 1], mine, rows, count, 1, 1, ahead=rows.ctypes.data)
+        np.testing.assert_array_equal(alone[0], found[row])
+
+
+def softmax_of(logits, maximum, total, seen=None):
+    """Weights (rows, TILE) and the state after them, of rows that see the positions from and to `seen`, or all."""
+    group_rows = len(logits)
+    scores = np.ascontiguousarray(logits.T)
+    maximum, total, factor = maximum.copy(), total.copy(), np.empty_like(maximum)
+    starts, stops = np.zeros((2, group_rows), np.int32) if seen is None else np.array(seen, np.int32)
+    run = stepper(make_softmax(group_rows, masked=seen is not None))
+    run(scores, maximum, total, factor, starts, stops, 1000)
+    return scores.T, maximum, total, factor
+
+
+@pytest.mark.parametrize("seen", [None, ([900, 1003, 1010, 1064], [2000, 1050, 1011, 1064])])
+def test_softmax_is_online(seen):
+    logits = 3 * RNG.standard_normal((4, TILE)).astype(np.float32)
+    before, total = np.array([-np.inf, 0.5, 50, 1.5], np.float32), np.array([0, 2, 3, 1], np.float32)
+    weights, maximum, sums, factor = softmax_of(logits, before, total, seen)
+    if seen is not None:
+        position = 1000 + np.arange(TILE)
+        start, stop = np.array(seen)[:, :, None]
+        logits = np.where((position >= start) & (position < stop), logits, np.float32(-np.inf))
+    after = np.maximum(before, logits.max(1))
+    np.testing.assert_array_equal(maximum, after)
+    exact = np.exp(logits.astype(np.float64) - after[:, None])
+    np.testing.assert_allclose(weights, exact, rtol=1e-5)
+    np.testing.assert_allclose(factor, np.exp(before.astype(np.float64) - after), rtol=1e-6)
+    np.testing.assert_allclose(sums, total * np.exp(before.astype(np.float64) - after) + exact.sum(1), rtol=1e-6)
+    for row in range(4):
+        alone = softmax_of(
+            logits[row : row + 1],
+            before[row : row + 1],
+            total[row : row + 1],
+            seen and np.array(seen)[:, row : row + 1],
+        )
+        for mine, together in zip(alone, (weights, maximum, sums, factor), strict=True):
+            np.testing.assert_array_equal(mine[0], together[row])
+
+
+def test_a_tile_that_a_row_does_not_see_leaves_its_state():
+    logits = np.full((4, TILE), np.nan, np.float32)
+    before, total = np.array([-np.inf, 0, 7, -3], np.float32), np.array([0, 1, 2, 3], np.float32)
+    weights, maximum, sums, factor = softmax_of(logits, before, total, ([2000] * 4, [3000] * 4))
+    assert (weights == 0).all()
+    np.testing.assert_array_equal(maximum, before)
+    np.testing.assert_array_equal(sums, total)
+    assert (factor == 1).all()
+
+
+def fold_of(state, other):
+    """The state (acc, maximum, total) after another one has been folded in."""
+    arrays = [np.array(x, np.float32) for x in (*state, *other)]
+    stepper(make_fold())(*arrays, PLACES // LANES)
+    return arrays[0], float(arrays[1]), float(arrays[2])
+
+
+def test_fold_weighs_by_the_larger_maximum():
+    a, b = RNG.standard_normal((2, PLACES), np.float32)
+    for low, high in ((-1.0, 2.0), (2.0, -1.0), (0.5, 0.5)):
+        acc, maximum, total = fold_of((a, low, 3.0), (b, high, 5.0))
+        assert maximum == max(low, high)
+        f, g = np.exp([low - maximum, high - maximum])
+        np.testing.assert_allclose(acc, f * a + g * b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(total, 3 * f + 5 * g, rtol=1e-6)
+
+
+def test_fold_into_nothing_is_the_other_state():
+    a = RNG.standard_normal(PLACES).astype(np.float32)
+    acc, maximum, total = fold_of((np.zeros(PLACES), -np.inf, 0.0), (a, 1.5, 4.0))
+    np.testing.assert_array_equal(acc, a)
+    assert (maximum, total) == (1.5, 4.0)
+
+
+def test_rescale():
+    a, factor = RNG.standard_normal(PLACES).astype(np.float32), np.array([0.3], np.float32)
+    scaled = np.empty_like(a)
+    stepper(make_rescale())(scaled, a, factor, PLACES // LANES)
+    np.testing.assert_array_equal(scaled, a * factor)
+
+
+@pytest.mark.parametrize("group_rows", [1, 4])
+def test_pack(group_rows):
+    q, packed = RNG.standard_normal((group_rows, PLACES), np.float32), np.empty(group_rows * PLACES, np.float32)
+    pack = stepper(dots.make_pack())
+    for row in range(group_rows):
+        pack(packed[4 * row :], group_rows, q[row], PLACES // LANES)
+    np.testing.assert_array_equal(packed, grouped(q, group_rows).reshape(-1))

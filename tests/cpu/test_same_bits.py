@@ -1,0 +1,93 @@
+"""One row, one result: the same bits whichever way a row is computed, drawn by Hypothesis."""
+
+import itertools
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import pagedkv
+
+from ..problems import Spec, build, run
+from ..strategies import Kernel, fade, long, specs
+
+KERNELS = [
+    Kernel("float32", 64),
+    Kernel("fp8_e4m3", 16),
+    *long([Kernel("bfloat16", 32), Kernel("float32", 64, score_mod=fade)]),
+]
+
+
+def rows_of(spec, seq, first, count, seq_len, is_decode):
+    """Query rows first .. first + count of a sequence of the problem, as a call of its own, of seq_len tokens."""
+    whole = build(spec)
+    start = whole.query_starts[seq] + first
+    arguments = (whole.q[start : start + count], whole.k_cache, whole.v_cache, whole.block_tables[seq : seq + 1])
+    options = {name: value for name, value in whole.options.items() if not (is_decode and name == "causal")}
+    lens = np.array([seq_len], np.int32)
+    if is_decode:
+        return pagedkv.decode_attention(*arguments, lens, **options, return_lse=True)
+    return pagedkv.prefill_attention(*arguments, lens, np.array([0, count], np.int32), **options, return_lse=True)
+
+
+@st.composite
+def ways(draw, kernel):
+    """A problem, the same one laid out differently, and where to cut the query tokens of each sequence into chunks."""
+    spec = draw(specs(kernel, prefill=True)).replace(causal=True, alibi=draw(st.booleans()), padding_rows=0)
+    layouts = ["NHD", "HND"]
+    if (spec.head_dim * build(spec).k_cache.itemsize) % 16 == 0:
+        layouts.append("vllm")
+    layout = draw(st.sampled_from(layouts))
+    block_sizes = [8, 16, 256] if layout == "vllm" else [1, 3, 16, 256]
+    other = spec.replace(
+        layout=layout,
+        block_size=draw(st.sampled_from(block_sizes)),
+        strides=draw(st.sampled_from(["own", "halves", "strided"])),
+        placement_seed=draw(st.integers(1, 9)),
+    )
+    cuts = [sorted({0, n, *(draw(st.integers(0, n)) for _ in range(draw(st.integers(0, 3))))}) for n in spec.query_lens]
+    return spec, other, cuts, draw(st.integers(1, 3))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_every_way_gives_the_same_bits(kernel):
+    """Whole, in chunks, in another layout, placement and block size, token by token, and by decode."""
+
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(ways(kernel))
+    def check(drawn):
+        spec, other, cuts, num_threads = drawn
+        before = pagedkv.get_num_threads()
+        expected = run(build(spec))
+        try:
+            pagedkv.set_num_threads(num_threads)
+            for result, wanted in zip(run(build(other)), expected, strict=True):
+                assert (result == wanted).all()
+        finally:
+            pagedkv.set_num_threads(before)
+        starts = np.cumsum((0, *spec.query_lens))
+        for seq, (length, query_len, chunks) in enumerate(zip(spec.seq_lens, spec.query_lens, cuts, strict=True)):
+            calls = [(a, b - a, False) for a, b in itertools.pairwise(chunks)]
+            calls += [(i, 1, is_decode) for i in {0, query_len - 1} if query_len for is_decode in (False, True)]
+            for first, count, is_decode in calls:
+                seen = length - query_len + first + count
+                rows = slice(starts[seq] + first, starts[seq] + first + count)
+                results = rows_of(spec, seq, first, count, seen, is_decode)
+                for result, wanted in zip(results, expected, strict=True):
+                    assert (result == wanted[rows]).all(), (seq, first, count, is_decode)
+
+    check()
+
+
+def test_a_verification_of_drafts_behind_a_long_context():
+    """Many splits: rows that decode takes side by side, and prefill one after the other."""
+    spec = Spec(
+        seq_lens=(3 * 512 + 77,), query_lens=(130,), num_kv_heads=2, group_size=4, head_dim=64, window=900, sinks=True
+    )
+    out, lse = run(build(spec))
+    for first, count in ((0, 130), (60, 8), (129, 1), (3, 40), (64, 2)):
+        for is_decode in {False, count == 1}:
+            results = rows_of(spec, 0, first, count, spec.seq_lens[0] - 130 + first + count, is_decode)
+            for result, wanted in zip(results, (out, lse), strict=True):
+                assert (result == wanted[first : first + count]).all()
