@@ -273,3 +273,13 @@ def test_a_result_beyond_float16_is_infinite_without_a_warning():
     fp8 = np.full(values.shape, 0x40, np.uint8)
     out = pagedkv.decode_attention(arguments[0], fp8, fp8, *arguments[3:], kv_dtype="fp8_e4m3", v_scale=1e6)
     assert np.isposinf(out).all()
+
+
+def test_heads_between_the_tokens_of_a_vllm_cache():
+    """Strides of NHD in layout vllm, and so many sequences that a work item has several KV heads."""
+    problem = build(Spec(seq_lens=(100,) * 64, head_dim=32, layout="vllm"))
+    expected = run(problem)
+    k = np.ascontiguousarray(problem.k_cache.transpose(0, 2, 3, 1, 4))
+    problem.k_cache = k.transpose(0, 3, 1, 2, 4)
+    for result, wanted in zip(run(problem), expected, strict=True):
+        np.testing.assert_array_equal(result, wanted)

@@ -324,7 +324,8 @@ def attend_few(
     busy = -(-ITEMS_PER_THREAD * get_num_threads() // max(1, splits.seq.size))
     heads_per_item = max(1, min(in_l1, spec.num_kv_heads // busy))
     groups = -(-spec.num_kv_heads // heads_per_item)
-    token_major = strides[0].token > strides[0].head
+    # In layout vllm the tile of a head is staged whole, and has to last for all of its steps.
+    token_major = spec.layout != "vllm" and strides[0].token > strides[0].head
     # A step prefetches one run of bytes, so rows must follow each other without gaps.
     in_order = spec.layout != "vllm" and all(min(s.head, s.token) == row_bytes for s in strides)
     total_bytes = 2 * row_bytes * spec.num_kv_heads * int(seq_lens.sum())
