@@ -38,6 +38,14 @@ def why_no_gpu():
     return ""
 
 
+@pytest.fixture
+def without_lines(monkeypatch):
+    """Backend "emulator" runs the kernels that a GPU gets, without lines: other tests have compiled most of them."""
+    from pagedkv.emulator import EmulatorDevice
+
+    monkeypatch.setattr(EmulatorDevice, "lineinfo", False)
+
+
 def pytest_runtest_setup(item):
     # Here and not in a fixture: all of them are one line of pytest's summary.
     if item.get_closest_marker("gpu") and (reason := why_no_gpu()):

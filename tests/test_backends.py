@@ -16,6 +16,8 @@ from .problems import Spec, assert_close, build, run
 from .strategies import own_parity
 from .wrong_arguments import HKV, OPERATIONS, B, D, N, P, misaligned
 
+pytestmark = pytest.mark.usefixtures("without_lines")
+
 EMULATOR = {"backend": "emulator"}
 
 
@@ -59,7 +61,7 @@ def test_what_numba_has_decorated_is_the_function_within():
 
 @pytest.mark.parametrize("layout", ["vllm", "HND"])
 def test_checked_kernels_in_the_emulator(layout):
-    problem = build(Spec(layout=layout))
+    problem = build(Spec(layout=layout, group_size=3))
     expected = run(problem, **EMULATOR)
     for got in (run(problem, **EMULATOR, check=True), run(problem, **EMULATOR, check=False)):
         for x, y in zip(got, expected, strict=True):

@@ -13,18 +13,22 @@ import pagedkv
 from .problems import FLOATS, Spec, as_torch, assert_close, build
 from .strategies import long
 
+pytestmark = pytest.mark.usefixtures("without_lines")
+
 SPECS = [
     Spec(seq_lens=(37, 0, 600), layout="vllm", group_size=3, sinks=True, alibi=True),
-    Spec(seq_lens=(33, 530), layout="vllm", q_dtype="float16", kv_dtype="float16", window=100, softcap=5.0),
+    Spec(
+        seq_lens=(33, 530), layout="vllm", q_dtype="float16", kv_dtype="float16", window=100, softcap=5.0, block_size=8
+    ),
     Spec(seq_lens=(20, 513), layout="vllm", q_dtype="float16", kv_dtype="fp8_e4m3", kv_scales="per head"),
     Spec(seq_lens=(16, 530), layout="vllm", q_dtype="bfloat16", kv_dtype="bfloat16", sinks=True, group_size=3),
     Spec(seq_lens=(20,), layout="vllm", kv_dtype="fp8_e5m2", kv_scales="scalar", softcap=20.0, alibi=True),
 ]
 
 SPLIT_SPECS = [
-    Spec(seq_lens=(37, 0, 600), group_size=3, block_size=3, sinks=True, alibi=True),
-    Spec(seq_lens=(33, 530, 5000), layout="HND", q_dtype="float16", kv_dtype="float16", window=2100, group_size=8),
-    Spec(seq_lens=(20, 513), q_dtype="bfloat16", kv_dtype="fp8_e4m3", kv_scales="per head", softcap=5.0),
+    Spec(seq_lens=(37, 0, 600), group_size=3, block_size=3, sinks=True),
+    Spec(seq_lens=(33, 530, 5000), layout="HND", q_dtype="float16", kv_dtype="float16", window=2100, group_size=4),
+    Spec(seq_lens=(20, 513), q_dtype="bfloat16", kv_dtype="fp8_e4m3", kv_scales="per head", softcap=5.0, alibi=True),
 ]
 
 

@@ -51,10 +51,10 @@ def test_calls_find_what_they_need(compiled, directory):
 
 
 def test_calls_of_nhd_find_what_they_need_with_and_without_softcap(compiled):
-    names = pagedkv.warmup(4, 2, 64, 16, "float16", capabilities=[(9, 0)])
+    names = pagedkv.warmup(4, 2, 64, 16, "float32", capabilities=[(9, 0)])
     assert [name.split("[")[0] for name in names] == ["split", "split", "write_kv", "gather_kv", "copy_blocks"]
     del compiled[:]
-    cache, q = np.ones((3, 16, 2, 64), np.float16), np.zeros((1, 4, 64), np.float16)
+    cache, q = np.ones((3, 16, 2, 64), np.float32), np.zeros((1, 4, 64), np.float32)
     tables, lengths = np.array([[2]], np.int32), np.array([2], np.int32)
     for options in ({}, {"softcap": 5.0}, {"alibi_slopes": np.ones(4, np.float32)}, {"window": 1}):
         out = pagedkv.decode_attention(q, cache, cache.copy(), tables, lengths, **options, backend="emulator")

@@ -9,6 +9,8 @@ import pytest
 from numba import types
 from numba.core.errors import TypingError
 from numba.cuda import codegen, compiler, dispatcher
+from numba.cuda.compiler import CUDAFlags
+from numba.cuda.core.targetconfig import TargetConfig
 from numba.cuda.descriptor import cuda_target
 
 import pagedkv.cuda.compiler.compile as compiling
@@ -18,6 +20,7 @@ from pagedkv.cuda.compiler.numba_overrides import (
     current_device_is,
     functions_in_order,
     operators_typed_once,
+    options_listed_at_once,
     overridden,
 )
 from pagedkv.kernels.paged.attention import make_v1
@@ -32,7 +35,7 @@ def state():
     """Everything that is overridden."""
     return (
         *(dispatcher.get_current_device, compiler.get_current_device),
-        *("set" in vars(codegen), "resolve_function_type" in vars(CONTEXT), gc.isenabled()),
+        *("set" in vars(codegen), "resolve_function_type" in vars(CONTEXT), TargetConfig.values, gc.isenabled()),
     )
 
 
@@ -123,7 +126,19 @@ def test_an_operator_that_scalars_do_not_have_is_an_error_each_time(asked):
     assert len(asked) == 2
 
 
-def test_operators_typed_once_make_the_same_kernel(monkeypatch):
+def test_options_listed_at_once_are_those_that_numba_lists():
+    options = CUDAFlags()
+    options.fastmath, options.lto = True, True
+    for given in (CUDAFlags(), options):
+        expected = given.values()
+        with options_listed_at_once():
+            assert given.values() == expected
+            assert list(given.values()) == list(expected)
+            assert CUDAFlags() != options
+
+
+@pytest.mark.parametrize("override", ["operators_typed_once", "options_listed_at_once"])
+def test_overrides_that_save_time_make_the_same_kernel(override, monkeypatch):
     config = AttentionConfig(64, 16, "float32", "float32")
 
     def ptx():
@@ -131,7 +146,7 @@ def test_operators_typed_once_make_the_same_kernel(monkeypatch):
             return compiling._make_ptx(make_v1, config, (9, 0), False, "pagedkv_v1")
 
     once = ptx()
-    monkeypatch.setattr(numba_overrides, "operators_typed_once", nullcontext)
+    monkeypatch.setattr(numba_overrides, override, nullcontext)
     assert ptx() == once
 
 

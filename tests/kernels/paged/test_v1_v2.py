@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.compiler.link import link
@@ -147,9 +148,19 @@ def test_more_partitions_than_the_grid_has_in_one_dimension(monkeypatch, open_de
     assert_close(problem, *decode(problem, V2, device=device))
 
 
+@BOTH
+def test_rows_of_many_sequences_are_in_x_of_the_grid(variant):
+    """Which has room for 2**31 thread blocks; y and z have room for 65,535."""
+    problem = build(variant.spec(seq_lens=(5,), num_kv_heads=1, group_size=3))
+    call = checked_call(problem, variant.kernel)
+    many = call._replace(q=np.broadcast_to(call.q, (65_540, *call.q.shape[1:])))
+    for launch in attention.plan(RecordingDevice(), many, many.q).launches:
+        assert launch.grid == (65_540 * 3, 1, 1)
+
+
 @pytest.mark.parametrize(
     "variant",
-    [Variant("v1", 8, 64, "bfloat16", "bfloat16"), *long([Variant("v2", 8, 32, "float32", "float32")])],
+    long([Variant("v1", 8, 64, "bfloat16", "bfloat16"), Variant("v2", 8, 32, "float32", "float32")]),
     ids=str,
 )
 def test_more_sequences_than_a_grid_has_in_y_or_z(variant, open_device):

@@ -60,8 +60,10 @@ def test_every_variant_has_everything_in_registers(variant):
 @pytest.mark.parametrize(
     ("variant", "capability"),
     [
-        *product(LARGEST, [(10, 0)]),
-        *long([*product(LARGEST, [(8, 0)]), *product(MORE_LARGEST, [(8, 0), (10, 0)])]),
+        *product(LARGEST[:1], [(10, 0)]),
+        *long(
+            [*product(LARGEST[1:], [(10, 0)]), *product(LARGEST, [(8, 0)]), *product(MORE_LARGEST, [(8, 0), (10, 0)])]
+        ),
     ],
     ids=str,
 )
@@ -90,18 +92,16 @@ def test_caches_beyond_64_gib_leave_256_dims_in_registers(group_size, q_kind, kv
 
 @pytest.mark.parametrize(
     ("head_dim", "group_size", "q_kind", "kv_kind", "capability"),
-    [
-        (256, 16, "float32", "float16", (9, 0)),
-        (256, 8, "float32", "bfloat16", (8, 0)),
-        *long(
-            [
-                (256, 48, "float16", "fp8_e4m3", (9, 0)),
-                (256, 8, "float32", "float16", (9, 0)),
-                (128, 16, "float32", "float16", (9, 0)),
-                (256, 16, "float16", "fp8_e4m3", (9, 0)),
-            ]
-        ),
-    ],
+    long(
+        [
+            (256, 16, "float32", "float16", (9, 0)),
+            (256, 8, "float32", "bfloat16", (8, 0)),
+            (256, 48, "float16", "fp8_e4m3", (9, 0)),
+            (256, 8, "float32", "float16", (9, 0)),
+            (128, 16, "float32", "float16", (9, 0)),
+            (256, 16, "float16", "fp8_e4m3", (9, 0)),
+        ]
+    ),
 )
 def test_options_leave_everything_in_registers(head_dim, group_size, q_kind, kv_kind, capability):
     for fields in ({"modified": True}, {"checked": True}):
@@ -192,14 +192,15 @@ def test_the_grid_follows_from_capacity_and_window():
     assert plan.launches[0].grid == (6, -(-capacity // SHORTEST_SPLIT), 1)
     assert plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3, window=300)[0].launches[0].grid == (6, 2, 1)
     assert plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0].launches[0].grid == (6, 1, 1)
-    for variant, num_tiles in ((MANY_HEADS, 1), (Variant("split", 72, 16, "float16", "fp8_e5m2", group_size=71), 2)):
-        tiles = plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0]
+    two_tiles = Variant("split", 64, 1, "float16", "fp8_e4m3", group_size=71)
+    for variant, softcap, num_tiles in ((MANY_HEADS, None, 1), (two_tiles, 2.0, 2)):
+        tiles = plan_of(variant, seq_lens=(9, 3), num_kv_heads=3, softcap=softcap)[0]
         assert tiles.launches[0].grid == (6 * num_tiles, 1, 1)
 
 
 def test_a_bound_leaves_few_thread_blocks_without_work():
     """128 sequences of 512 tokens in tables of 131,072, as a CUDA graph has them."""
-    problem = build(Variant("split", 128, 16, "float16", "float16", group_size=4).spec(seq_lens=(1,), num_kv_heads=8))
+    problem = build(Variant("split", 128, 16, "float16", "float16", group_size=8).spec(seq_lens=(1,), num_kv_heads=8))
     call = checked_call(problem, "split")
     call = call._replace(
         q=np.broadcast_to(call.q, (128, *call.q.shape[1:])),
@@ -211,7 +212,7 @@ def test_a_bound_leaves_few_thread_blocks_without_work():
         (launch,) = plan.launches
         num_columns, grids[bound], _ = launch.grid
         assert num_columns == 128 * 8
-        assert dict(plan.workspaces)["split_sums"] == 128 * 32 * grids[bound] * 128 * 4
+        assert dict(plan.workspaces)["split_sums"] == 128 * 64 * grids[bound] * 128 * 4
     assert grids == {512: 2, 131_072: 64}
 
 

@@ -1,12 +1,13 @@
 """Overrides of numba-cuda for the length of one compilation.
 
 On its own it queries the current device even when told what to compile for, orders device functions differently in
-every process, and spends a quarter of its time on the types of `a + b`. Only one thread at a time may enter:
-compiling/compile_thread.py sees to that.
+every process, and spends a quarter of its time on the types of `a + b` and a tenth on comparing compiler options. Only
+one thread at a time may enter: compiling/compile_thread.py sees to that.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import threading
@@ -19,7 +20,13 @@ from typing import Any
 @contextmanager
 def overridden(capability: tuple[int, int]) -> Iterator[None]:
     """Apply all overrides of this file, to compile for `capability`."""
-    with current_device_is(capability), functions_in_order(), operators_typed_once(), no_collection():
+    with (
+        current_device_is(capability),
+        functions_in_order(),
+        operators_typed_once(),
+        options_listed_at_once(),
+        no_collection(),
+    ):
         yield
 
 
@@ -93,6 +100,23 @@ def operators_typed_once() -> Iterator[None]:
 
 
 @contextmanager
+def options_listed_at_once() -> Iterator[None]:
+    """List the options of a compilation by one merge of dicts.
+
+    numba-cuda hashes and compares them all for each call of an overloaded function, and asks for each by its name.
+    """
+    from numba.cuda.core.targetconfig import TargetConfig
+
+    defaults = functools.cache(lambda kind: {name: option.default for name, option in kind.options.items()})
+
+    def values(options: Any) -> dict[str, Any]:
+        return {**defaults(type(options)), **options._values}
+
+    with _replaced(TargetConfig, "values", values):
+        yield
+
+
+@contextmanager
 def no_collection() -> Iterator[None]:
     """No garbage collection: it would traverse all objects of the process again and again, and free next to none."""
     was_enabled = gc.isenabled()
@@ -107,13 +131,16 @@ def no_collection() -> Iterator[None]:
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of a module or an object, be it its own, its class's or a builtin."""
-    own = {name: vars(owner)[name]} if name in vars(owner) else {}
+    is_own = name in vars(owner)
+    before = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        delattr(owner, name)
-        vars(owner).update(own)
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 class _InOrder:
