@@ -57,6 +57,39 @@ class AttentionOptions:
     score_mod: Callable[..., Any] | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """What follows from the shapes, strides, dtypes and options of a valid call of decode_ or prefill_attention.
+
+    Calls on the CPU that are alike share one, so that a backend can keep what it has made of it. It is hashed by
+    identity.
+
+    Attributes
+    ----------
+    spec : CacheSpec
+    capacity : int
+        max_blocks * block_size.
+    q_shape, k_strides, v_strides : tuple of int
+    options : AttentionOptions
+        Without the arrays and the score_mod, which belong to a call.
+    k_scale, v_scale : float or None
+        None for an array.
+    kernel : str
+    checked : bool
+    """
+
+    spec: CacheSpec
+    capacity: int
+    q_shape: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    options: AttentionOptions
+    k_scale: float | None
+    v_scale: float | None
+    kernel: str
+    checked: bool
+
+
 class AttentionCall(NamedTuple):
     """A call of decode_attention, which has no query_starts, or of prefill_attention.
 
@@ -65,6 +98,7 @@ class AttentionCall(NamedTuple):
     """
 
     given: Mapping[str, Any]
+    form: Form
     placement: Placement
     q: Array
     k_cache: Array

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from .arrays import Argument, Array, DeviceArgument, HostArgument, identify
+from .arrays import Argument, Array, DeviceArgument, HostArgument, HostArray, identify
 
 Optional = TypeVar("Optional", Array, Array | None)
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
@@ -89,6 +89,9 @@ def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = F
     """
     if not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f'backend must be "auto", "cpu", "cuda" or "emulator", got {backend!r}')
+    arrays = [x for _, x in named]
+    if set(map(type, arrays)) == {np.ndarray} and backend in ("auto", "cpu"):  # most calls on the host
+        return Placement("cpu", 0, 0, HostArray(*named[0])), arrays
     arguments = [identify(name, x) for name, x in named]
     first = next((argument for argument in arguments if isinstance(argument, DeviceArgument)), None)
     if first is not None:

@@ -65,31 +65,72 @@ def test_number_of_threads_comes_from_the_environment():
     assert "PAGEDKV_NUM_THREADS must be an integer in 1..1024, got '999" in run("9" * 5000).stderr
 
 
-def test_every_item_is_done_once():
-    done = []
-    lock = threading.Lock()
+ALONE, SHARED, HANDED_OVER = 0, threads.ALONE_NS, threads.PATIENCE_NS  # estimates
+
+
+def noting(done):
+    """A kernel that notes its counter and its thread, and waits until every thread of three has come."""
+    together = threading.Barrier(3)
 
     def kernel(counter, num_items):
-        with lock:
-            done.append((counter, num_items, threading.get_ident()))
+        done.append((counter, num_items, threading.get_ident()))
+        together.wait(30)
 
+    return kernel
+
+
+@pytest.mark.parametrize(("estimate", "caller_works"), [(SHARED, True), (HANDED_OVER, False)])
+def test_a_call_is_shared_by_as_many_threads_as_are_set(estimate, caller_works):
+    done = []
     pagedkv.set_num_threads(3)
-    threads.run(kernel, 5, (), parallel=True)
-    assert len(done) == 3
+    threads.run(noting(done), 5, (), estimate=estimate)
     assert len({counter for counter, _, _ in done}) == 1
-    assert threading.get_ident() not in {thread for _, _, thread in done}
-    done.clear()
-    threads.run(kernel, 5, (), parallel=False)
-    assert [thread for _, _, thread in done] == [threading.get_ident()]
+    assert {num_items for _, num_items, _ in done} == {5}
+    who = {thread for _, _, thread in done}
+    assert len(who) == 3
+    assert (threading.get_ident() in who) is caller_works
 
 
-def test_an_exception_in_a_worker_reaches_the_caller():
+@pytest.mark.parametrize(("num_items", "estimate"), [(5, ALONE), (5, SHARED - 1), (1, HANDED_OVER - 1)])
+def test_a_short_call_is_the_callers_alone(num_items, estimate):
+    done = []
+    pagedkv.set_num_threads(3)
+    threads.run(lambda *_: done.append(threading.get_ident()), num_items, (), estimate=estimate)
+    assert done == [threading.get_ident()]
+
+
+def stopped(pool):
+    """Keep the workers of a pool from work until the event that comes back is set."""
+    go = threading.Event()
+    for _ in range(pool.ready(pool.size)):
+        share = threads._Share(lambda: go.wait(30))
+        pool.shares.put(share)
+        while not share._begun.locked():
+            time.sleep(0.001)
+    return go
+
+
+def test_a_caller_who_has_done_all_waits_for_no_helper_that_has_not_begun():
+    pagedkv.set_num_threads(3)
+    pool = threads._state.pool()
+    go, done = stopped(pool), []
+    try:
+        for _ in range(9):
+            threads.run(lambda *_: done.append(threading.get_ident()), 5, (), estimate=SHARED)
+        assert done == [threading.get_ident()] * 9
+        assert pool.shares.qsize() <= pool.size + 1  # what nobody comes to does not pile up
+    finally:
+        go.set()
+
+
+@pytest.mark.parametrize("estimate", [SHARED, HANDED_OVER])
+def test_an_exception_in_a_worker_reaches_the_caller(estimate):
     def kernel(counter, num_items):
         raise MemoryError("no scratch")
 
     pagedkv.set_num_threads(2)
     with pytest.raises(MemoryError, match="no scratch"):
-        threads.run(kernel, 4, (), parallel=True)
+        threads.run(kernel, 4, (), estimate=estimate)
 
 
 def test_ctrl_c_stops_the_workers_at_their_next_item():
@@ -106,7 +147,7 @@ def test_ctrl_c_stops_the_workers_at_their_next_item():
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        threads.run(kernel, 1000, (), parallel=True)
+        threads.run(kernel, 1000, (), estimate=HANDED_OVER)
     assert 0 < len(items) < 1000
     count = len(items)
     time.sleep(0.05)
@@ -234,29 +275,31 @@ def test_the_number_is_set_while_calls_run():
 def test_a_worker_whose_caller_does_not_wait_keeps_the_arrays_alive(monkeypatch):
     cache = np.zeros(8)
     alive = weakref.ref(cache)
-    go, done = threading.Event(), threading.Event()
+    begun, go, done = threading.Event(), threading.Event(), threading.Event()
 
     def kernel(counter, num_items):
+        begun.set()
         go.wait(30)
         done.set()
 
     def interrupted(share):
+        begun.wait(30)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threads._Share, "wait", interrupted)
     pagedkv.set_num_threads(1)
     with pytest.raises(KeyboardInterrupt):
-        threads.run(kernel, 1, (), parallel=True, owners=(cache,))
+        threads.run(kernel, 1, (), estimate=HANDED_OVER, owners=(cache,))
     del cache
     assert alive() is not None
     go.set()
     assert done.wait(30)
 
 
-def test_one_thread_leaves_the_main_thread_free_for_ctrl_c():
+def test_a_long_call_on_one_thread_leaves_the_main_thread_free_for_ctrl_c():
     ran = []
     pagedkv.set_num_threads(1)
-    threads.run(lambda counter, num_items: ran.append(threading.get_ident()), 5, (), parallel=True)
+    threads.run(lambda counter, num_items: ran.append(threading.get_ident()), 5, (), estimate=HANDED_OVER)
     assert len(ran) == 1
     assert threading.get_ident() not in ran
 
@@ -265,7 +308,7 @@ def test_an_idle_worker_keeps_no_arrays_alive():
     pagedkv.set_num_threads(1)
     cache = np.zeros(8)
     alive = weakref.ref(cache)
-    threads.run(lambda counter, num_items: None, 1, (), parallel=True, owners=(cache,))
+    threads.run(lambda counter, num_items: None, 1, (), estimate=HANDED_OVER, owners=(cache,))
     del cache
     deadline = time.monotonic() + 30
     while alive() is not None and time.monotonic() < deadline:

@@ -66,8 +66,8 @@ MUTANTS = [
     Mutant(
         "decode: the LSE of an empty row is 0",
         "cpu/arguments.py",
-        "np.full((rows, num_heads), -np.inf, np.float32)",
-        "np.zeros((rows, num_heads), np.float32)",
+        "lse.fill(-np.inf)",
+        "lse.fill(0)",
         EMPTY,
     ),
     Mutant(
@@ -151,8 +151,8 @@ MUTANTS = [
     Mutant(
         "dims come out in the order in which they were widened",
         "cpu/arguments.py",
-        'return np.take(rows, places(kind, head_dim), axis=2, mode="clip")',
-        "return rows[:, :, :head_dim]",
+        'return np.take(rows, plan.places, axis=2, mode="clip")',
+        "return rows[:, :, : plan.places.size]",
         FP8_ORACLE,
     ),
     Mutant(
@@ -279,15 +279,15 @@ MUTANTS = [
     Mutant(
         "decode: values are read with the strides of K",
         "cpu/arguments.py",
-        "tuple(v_strides)",
-        "tuple(k_strides)",
+        "        tuple(v),",
+        "        tuple(k),",
         ORACLE,
     ),
     Mutant(
         "decode: k_scale of the wrong heads",
         "cpu/arguments.py",
-        "factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)",
-        "factor = np.tile(options.scale * k_scale, q.shape[1] // spec.num_kv_heads)",
+        "factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)[:, None]",
+        "factor = np.tile(options.scale * k_scale, q.shape[1] // spec.num_kv_heads)[:, None]",
         FP8_ORACLE,
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 THREADS = ("tests/cpu/test_threads.py",)
+FORMS = ("tests/validation/test_forms.py",)
 INTERRUPTS = ("tests/promises/test_interrupts.py::test_random_interrupts[300]",)
 COMMIT = ("tests/test_commit.py",)
 OWN = ("tests/validation/test_own_arrays.py",)
@@ -12,14 +13,14 @@ MUTANTS = [
     Mutant(
         "threads: workers go on after an interrupt",
         "cpu/threads.py",
-        "counter[0] = num_items",
+        "counter.value = num_items",
         "pass",
         THREADS,
     ),
     Mutant(
         "threads: what a worker raises is lost",
         "cpu/threads.py",
-        "share.error = error",
+        "self.error = error",
         "pass",
         THREADS,
     ),
@@ -43,6 +44,35 @@ MUTANTS = [
         "if sys.is_finalizing():",
         "if False:",
         THREADS,
+    ),
+    Mutant(
+        "threads: shares pile up that no worker comes to",
+        "cpu/threads.py",
+        "return 0 if self.shares.qsize() >= self.size else self.ready(",
+        "return self.ready(",
+        THREADS,
+    ),
+    Mutant(
+        "threads: the caller works however long it takes",
+        "cpu/threads.py",
+        "pool, joins = _state.pool(), estimate < PATIENCE_NS",
+        "pool, joins = _state.pool(), True",
+        THREADS,
+    ),
+    Mutant(
+        "forms: options of other types are alike",
+        "validation/forms.py",
+        "return (*views, *arrays, *options, *map(type, options))",
+        "return (*views, *arrays, *options)",
+        FORMS,
+        ci=True,
+    ),
+    Mutant(
+        "forms: strides do not count",
+        "validation/forms.py",
+        "(x.shape, x.strides, x.dtype, x.flags.num)",
+        "(x.shape, x.dtype)",
+        FORMS,
     ),
     Mutant(
         "threads: an interrupted caller waits for a share twice",
@@ -85,8 +115,8 @@ MUTANTS = [
     Mutant(
         "own: what was checked is not what is read",
         "validation/attention.py",
-        "seq_lens=seq_lens,",
-        'seq_lens=views["seq_lens"],',
+        "block_tables, seq_lens, max_seq_len, query_starts, out, spec,",
+        'block_tables, views["seq_lens"], max_seq_len, query_starts, out, spec,',
         OWN,
     ),
     Mutant(

@@ -1,6 +1,7 @@
 """Arrays of every framework: what an argument is, found out once, and how NumPy sees it. Nothing is imported for it."""
 
 from .argument import Argument, DeviceArgument, Facts, HostArgument
+from .host import HostArray
 from .identify import current_streams, device_kind, identify
 from .shadow import Array, Shadow, address_of
 
@@ -10,6 +11,7 @@ __all__ = [
     "DeviceArgument",
     "Facts",
     "HostArgument",
+    "HostArray",
     "Shadow",
     "address_of",
     "current_streams",

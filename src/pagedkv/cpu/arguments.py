@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import boolean, float32, int32, int64, types
 
-from ..arrays import Array
-from ..calls import AttentionCall, per_head
+from ..arrays import Array, address_of
+from ..calls import AttentionCall, Form, per_head
+from .steps.code import ELEMENT_BYTES
 from .steps.order import is_shuffled, order, places
 from .steps.shapes import LANES
 from .tiles import cache_strides
@@ -62,40 +64,77 @@ FIRST_TYPES = (
 )
 
 
+class Plan(NamedTuple):
+    """What follows from the form of a call; the kernels only read it."""
+
+    row_bytes: int  # of a row of a cache
+    k_strides: tuple[int, ...]  # Strides
+    v_strides: tuple[int, ...]
+    token_major: bool  # the heads of a token lie side by side, rather than the tokens of a head
+    in_order: bool  # rows follow each other without gaps, so that a step can prefetch one run of bytes
+    options: LogitOptions  # without slopes
+    factor: np.float32 | None  # of q; None if k_scale is an array
+    v_scale: npt.NDArray[np.float32] | None  # (num_kv_heads,); None if it is an array of the call's
+    order: npt.NDArray[np.int64] | None  # (head_dim,) the dim at each place of a widened row; None if they are in order
+    places: npt.NDArray[np.int64]  # (head_dim,) the place of each dim
+
+
+@lru_cache(maxsize=256)
+def plan_of(form: Form) -> Plan:
+    """The plan of all calls of a form."""
+    spec, options, vllm = form.spec, form.options, form.spec.layout == "vllm"
+    row_bytes = spec.head_dim * ELEMENT_BYTES[spec.kind]
+    k, v = (cache_strides(x, spec.layout) for x in (form.k_strides, form.v_strides))
+    return Plan(
+        row_bytes,
+        tuple(k),
+        tuple(v),
+        # In layout vllm the tile of a head is staged whole, and has to last for all of its steps.
+        not vllm and k.token > k.head,
+        not vllm and all(min(x.head, x.token) == row_bytes for x in (k, v)),
+        LogitOptions(
+            options.causal,
+            NO_WINDOW if options.window is None else options.window,
+            np.float32(options.softcap or 0),
+            0,
+        ),
+        None if form.k_scale is None else np.float32(options.scale) * np.float32(form.k_scale),
+        None if form.v_scale is None else per_head(form.v_scale, spec.num_kv_heads),
+        order(spec.kind, spec.head_dim) if is_shuffled(spec.kind) else None,
+        places(spec.kind, spec.head_dim),
+    )
+
+
 def make_arguments(
     call: AttentionCall, q: Array, query_starts: npt.NDArray[np.int64]
 ) -> tuple[Arguments, tuple[Array, ...]]:
     """The arguments of a call for some of its rows of q, and the arrays that must outlive the addresses among them."""
     spec, options, k_cache, v_cache = call.spec, call.options, call.k_cache, call.v_cache
-    k_scale, v_scale = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
-    factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)
-    k_strides, v_strides = cache_strides(k_cache, spec.layout), cache_strides(v_cache, spec.layout)
-    slopes = _heads(options.alibi_slopes)
+    plan, slopes = plan_of(call.form), _heads(options.alibi_slopes)
+    factor: np.float32 | npt.NDArray[np.float32] | None = plan.factor
+    if factor is None:
+        k_scale = per_head(call.k_scale, spec.num_kv_heads)
+        factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)[:, None]
+    scaled = np.multiply(q, factor, dtype=np.float32, order="C")
     arguments = Arguments(
-        _in_places(q.astype(np.float32, order="C") * factor[:, None], spec.kind),
+        _in_places(scaled, plan.order),
         call.block_tables,
         call.seq_lens,
         query_starts,
-        Caches(k_cache.ctypes.data, v_cache.ctypes.data, tuple(k_strides), tuple(v_strides), spec.block_size),
-        LogitOptions(
-            options.causal,
-            NO_WINDOW if options.window is None else options.window,
-            np.float32(options.softcap or 0),
-            slopes.ctypes.data if slopes.size else 0,
-        ),
+        Caches(address_of(k_cache), address_of(v_cache), plan.k_strides, plan.v_strides, spec.block_size),
+        plan.options._replace(slopes=address_of(slopes)) if slopes.size else plan.options,
         _heads(options.sinks),
-        v_scale,
-        places(spec.kind, q.shape[2]),
+        per_head(call.v_scale, spec.num_kv_heads) if plan.v_scale is None else plan.v_scale,
+        plan.places,
     )
     return arguments, (k_cache, v_cache, slopes)
 
 
-def _in_places(q: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float32]:
+def _in_places(q: npt.NDArray[np.float32], order: npt.NDArray[np.int64] | None) -> npt.NDArray[np.float32]:
     """Rows with their dims in the places of a widened row, and zeros behind them up to a whole vector."""
-    head_dim = q.shape[2]
-    if is_shuffled(kind):
-        q = np.take(q, order(kind, head_dim), axis=2, mode="clip")  # several times as fast as an index
-    padding = -head_dim % LANES
+    if order is not None:
+        q = np.take(q, order, axis=2, mode="clip")  # several times as fast as an index
+    padding = -q.shape[2] % LANES
     return np.pad(q, ((0, 0), (0, 0), (0, padding))) if padding else q
 
 
@@ -103,14 +142,16 @@ def new_result(q: Array) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float3
     """Room for the rows of the result, in places, and for their LSEs: those of rows without keys."""
     rows, num_heads, head_dim = q.shape
     width = -(-head_dim // LANES) * LANES
-    return np.zeros((rows, num_heads, width), np.float32), np.full((rows, num_heads), -np.inf, np.float32)
+    lse = np.empty((rows, num_heads), np.float32)
+    lse.fill(-np.inf)
+    return np.zeros((rows, num_heads, width), np.float32), lse
 
 
-def from_places(rows: npt.NDArray[np.float32], kind: str, head_dim: int) -> npt.NDArray[np.float32]:
+def from_places(rows: npt.NDArray[np.float32], plan: Plan) -> npt.NDArray[np.float32]:
     """Rows with their dims in order again."""
-    if is_shuffled(kind):
-        return np.take(rows, places(kind, head_dim), axis=2, mode="clip")
-    return rows[:, :, :head_dim]
+    if plan.order is None:
+        return rows[:, :, : plan.places.size]
+    return np.take(rows, plan.places, axis=2, mode="clip")
 
 
 def _heads(array: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:

@@ -11,6 +11,7 @@ order of every sum is that of prefill.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..calls import AttentionCall
 from ..commit import commit, result_writes
 from ..compiling.compile_thread import made_once
 from .access import fetch_add, get_float, get_int, get_int32
-from .arguments import FIRST_TYPES, from_places, make_arguments, new_result
+from .arguments import FIRST_TYPES, from_places, make_arguments, new_result, plan_of
 from .compile import compile_kernel, inlined
 from .flash import SPLIT, fold, make_steps, make_walk
 from .scratch import (
@@ -37,16 +38,16 @@ from .scratch import (
     start_states,
     whole_groups,
 )
-from .steps.code import ELEMENT_BYTES
 from .steps.shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
-from .threads import get_num_threads, run
-from .tiles import TABLE_BYTES, TileConfig, address, cache_strides, make_tiles, tile_config
+from .threads import ALONE_NS, get_num_threads, run
+from .tiles import TABLE_BYTES, TileConfig, address, make_tiles, tile_config
 
 GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless there is one
 ITEMS_PER_THREAD = 4
 GROUP_BYTES = 32 * 1024
 MOST_ROWS = 64  # of an item, if they are those of several KV heads
-PARALLEL_BYTES = 256 * 1024
+# What one thread takes for a key and a value of a KV head, for each dim: about so many ns, and so many for each row.
+DIM_NS, ROW_NS = 0.2, 0.04
 
 
 class Item(NamedTuple):
@@ -271,6 +272,15 @@ SIGNATURE = (
 )
 
 
+class Few(NamedTuple):
+    """Sequences with a few query tokens each."""
+
+    query_starts: npt.NDArray[np.int64]  # (num_seqs + 1,) the first row of q of each, and the end
+    splits: Splits
+    most_tokens: int  # query tokens of a sequence
+    num_states: int  # partial states, for all heads
+
+
 def plan_splits(
     seq_lens: npt.NDArray[np.int64],
     query_lens: npt.NDArray[np.int64],
@@ -292,44 +302,63 @@ def plan_splits(
     return Splits(seq, begin, np.cumsum(sizes) - sizes, first)
 
 
+def plan_few(
+    call: AttentionCall, query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64], num_heads: int
+) -> Few:
+    """Plan for those sequences whose query_lens, not to be taken from query_starts, is above 0."""
+    splits = plan_splits(call.seq_lens.astype(np.int64), query_lens, call.options.window, num_heads)
+    num_states = int(query_lens[splits.seq].sum()) * num_heads
+    return Few(query_starts, splits, int(query_lens.max(initial=1)), num_states)
+
+
+@lru_cache(maxsize=64)
+def _one_split_each(num_seqs: int) -> Few:
+    """The plan for one query token of each sequence, if all have at least one token and none more than a split."""
+    every, nothing = np.arange(num_seqs + 1), np.zeros(num_seqs, np.int64)
+    return Few(every, Splits(every[:-1], nothing, nothing, every), 1, 0)
+
+
 def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Fill `out` (num_seqs, num_heads, head_dim) and `lse` (num_seqs, num_heads)."""
-    num_seqs, num_heads, head_dim = call.q.shape
+    num_seqs, num_heads, _ = call.q.shape
     result, lse_result = new_result(call.q)
     group_rows = 1 if num_heads == call.spec.num_kv_heads else GROUP_ROWS
-    attend_few(call, call.q, np.arange(num_seqs + 1), np.ones(num_seqs, np.int64), group_rows, result, lse_result)
-    commit(result_writes(out, from_places(result, call.spec.kind, head_dim), lse, lse_result))
+    if _most_tokens(call) <= SPLIT and np.count_nonzero(call.seq_lens) == num_seqs:
+        few = _one_split_each(num_seqs)
+    else:
+        few = plan_few(call, np.arange(num_seqs + 1), np.ones(num_seqs, np.int64), num_heads)
+    attend_few(call, call.q, few, group_rows, result, lse_result)
+    commit(result_writes(out, from_places(result, plan_of(call.form)), lse, lse_result))
+
+
+def _most_tokens(call: AttentionCall) -> int:
+    """A bound on the lengths: the used columns of the tables have room for so many tokens."""
+    return call.block_tables.shape[1] * call.spec.block_size
 
 
 def attend_few(
     call: AttentionCall,
     q: Array,
-    query_starts: npt.NDArray[np.int64],
-    query_lens: npt.NDArray[np.int64],
+    few: Few,
     group_rows: int,
     result: npt.NDArray[np.float32],
     lse: npt.NDArray[np.float32],
 ) -> None:
-    """Fill the rows of those sequences whose query_lens, not to be taken from query_starts, is above 0."""
-    spec, seq_lens, options = call.spec, call.seq_lens.astype(np.int64), call.options
+    """Fill the rows of the sequences in `few`, and no others."""
+    spec, splits, plan = call.spec, few.splits, plan_of(call.form)
     num_heads, head_dim = q.shape[1:]
-    group_size, most_tokens = num_heads // spec.num_kv_heads, int(query_lens.max(initial=1))
-    kernel = _make_kernel(tile_config(spec, group_rows), options.score_mod)
-    splits = plan_splits(seq_lens, query_lens, options.window, num_heads)
-    arguments, owners = make_arguments(call, q, query_starts)
-    strides = cache_strides(call.k_cache, spec.layout), cache_strides(call.v_cache, spec.layout)
+    rows, num_seqs = few.most_tokens * num_heads // spec.num_kv_heads, len(call.seq_lens)
+    kernel = _make_kernel(tile_config(spec, group_rows), call.options.score_mod)
+    arguments, owners = make_arguments(call, q, few.query_starts)
 
-    row_bytes = head_dim * ELEMENT_BYTES[spec.kind]
-    in_l1 = max(1, min(GROUP_BYTES // (STEP * row_bytes), MOST_ROWS // (most_tokens * group_size)))
+    in_l1 = max(1, min(GROUP_BYTES // (STEP * plan.row_bytes), MOST_ROWS // rows))
     busy = -(-ITEMS_PER_THREAD * get_num_threads() // max(1, splits.seq.size))
     heads_per_item = max(1, min(in_l1, spec.num_kv_heads // busy))
     groups = -(-spec.num_kv_heads // heads_per_item)
-    # In layout vllm the tile of a head is staged whole, and has to last for all of its steps.
-    token_major = spec.layout != "vllm" and strides[0].token > strides[0].head
-    # A step prefetches one run of bytes, so rows must follow each other without gaps.
-    in_order = spec.layout != "vllm" and all(min(s.head, s.token) == row_bytes for s in strides)
-    total_bytes = 2 * row_bytes * spec.num_kv_heads * int(seq_lens.sum())
-    num_states = int(query_lens[splits.seq].sum()) * num_heads
+    token_ns = spec.num_kv_heads * head_dim * (DIM_NS + rows * ROW_NS)
+    estimate = num_seqs * _most_tokens(call) * token_ns
+    if estimate >= ALONE_NS:
+        estimate = int(call.seq_lens.sum(dtype=np.int64)) * token_ns
     run(
         kernel,
         splits.seq.size * groups,
@@ -338,16 +367,16 @@ def attend_few(
             splits,
             head_dim,
             heads_per_item,
-            most_tokens,
-            token_major,
-            in_order,
-            np.empty(num_states * -(-head_dim // LANES) * LANES, np.float32),
-            np.empty(num_states, np.float32),
-            np.empty(num_states, np.float32),
-            np.zeros((seq_lens.size, groups), np.int64),
+            few.most_tokens,
+            plan.token_major,
+            plan.in_order,
+            np.empty(few.num_states * -(-head_dim // LANES) * LANES, np.float32),
+            np.empty(few.num_states, np.float32),
+            np.empty(few.num_states, np.float32),
+            np.zeros((num_seqs, groups), np.int64),
             result,
             lse,
         ),
         owners=owners,
-        parallel=total_bytes >= PARALLEL_BYTES,
+        estimate=estimate,
     )

@@ -21,9 +21,9 @@ from ..calls import AttentionCall
 from ..commit import commit, result_writes
 from ..compiling.compile_thread import made_once
 from .access import fetch_add, get_int32
-from .arguments import FIRST_TYPES, from_places, make_arguments, new_result
+from .arguments import FIRST_TYPES, from_places, make_arguments, new_result, plan_of
 from .compile import compile_kernel, inlined
-from .decode import GROUP_ROWS, attend_few
+from .decode import GROUP_ROWS, attend_few, plan_few
 from .flash import SPLIT, fold_all, make_steps, make_walk
 from .scratch import (
     NOTHING,
@@ -42,7 +42,7 @@ from .tiles import TABLE_BYTES, TileConfig, address, make_tiles, tile_config
 
 ROWS = 64
 FEW_ROWS = 32
-PARALLEL_LOGITS = 4096
+DIM_NS = 0.08  # what one thread takes for a logit and its value, about, for each dim
 
 
 class Item(NamedTuple):
@@ -183,10 +183,11 @@ def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> Non
     q, few = call.q[:num_tokens], query_lens * group_size <= FEW_ROWS
     result, lse_result = new_result(q)
     if few.any():
-        attend_few(call, q, starts, np.where(few, query_lens, 0), GROUP_ROWS, result, lse_result)
+        planned = plan_few(call, starts, np.where(few, query_lens, 0), num_heads)
+        attend_few(call, q, planned, GROUP_ROWS, result, lse_result)
     if not few.all():
         _attend_many(call, q, starts, np.where(few, 0, query_lens), result, lse_result)
-    rows = from_places(result, call.spec.kind, call.q.shape[2])
+    rows = from_places(result, plan_of(call.form))
     commit(result_writes(out[:num_tokens], rows, None if lse is None else lse[:num_tokens], lse_result))
 
 
@@ -205,10 +206,11 @@ def _attend_many(
     tokens_per_item = max(1, ROWS // (q.shape[1] // num_kv_heads))
     chunks = plan_chunks(query_starts, query_lens, tokens_per_item)
     logits = int((query_lens * call.seq_lens).sum()) * q.shape[1]
+    head_dim = call.q.shape[2]
     run(
         kernel,
         chunks.seq.size * num_kv_heads,
-        (*arguments, chunks, call.q.shape[2], tokens_per_item, result, lse),
+        (*arguments, chunks, head_dim, tokens_per_item, result, lse),
         owners=owners,
-        parallel=logits >= PARALLEL_LOGITS,
+        estimate=logits * head_dim * DIM_NS,
     )

@@ -1,9 +1,10 @@
 """The threads of the CPU backend: how many, and how a kernel runs on them.
 
 A kernel releases the GIL and takes its work items from a shared counter; which thread takes which item never changes a
-bit of the result. Unlike an OpenMP pool it survives fork, concurrent callers and Ctrl-C: the waiting thread gets the
-KeyboardInterrupt, and the workers stop at their next item. Work is handed over through C alone, a SimpleQueue and locks
-that belong to one call: an interrupt leaves nothing behind that another call waits for.
+bit of the result. Short calls are the caller's alone, in others it works as one of the threads, and in long ones it
+waits: the waiting thread gets the KeyboardInterrupt, and the workers stop at their next item. Unlike an OpenMP pool all
+of it survives fork, concurrent callers and Ctrl-C. Work is handed over through C alone, a SimpleQueue and locks that
+belong to one call: an interrupt leaves nothing behind that another call waits for.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import sys
 import weakref
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
+from ctypes import addressof, c_int64
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 MAX_NUM_THREADS = 1024
+ALONE_NS = 50_000  # below, a helper would come when most is done
+PATIENCE_NS = 20_000_000  # for so long an interrupt may wait
 
 
 def _available() -> int:
@@ -40,29 +44,40 @@ def _from_environment() -> int:
 class _Share:
     """What one worker does of a call; its `work` keeps alive whatever it reads and writes."""
 
-    __slots__ = ("begun", "done", "error", "work")
+    __slots__ = ("_begun", "done", "error", "work")
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self.work = work
-        self.begun = False
+        self.work: Callable[[], None] | None = work
         self.error: BaseException | None = None
+        self._begun = allocate_lock()  # for ever taken by the first one who begins
         self.done = allocate_lock()  # taken until the worker is done
         self.done.acquire()
+
+    def do(self) -> None:
+        """The worker's part, unless the caller needs it no more."""
+        if self._begun.acquire(blocking=False):
+            try:
+                self.work()  # type: ignore[misc]
+            except BaseException as error:
+                self.error = error
+            self.done.release()
 
     def wait(self) -> None:
         with self.done:  # and leave it free, for an interrupted caller waits again
             pass
 
+    def finish(self) -> None:
+        """Wait for the worker, but not for one that has not begun: it has nothing to do any more."""
+        if self._begun.acquire(blocking=False):
+            self.work = None
+        else:
+            self.wait()
+
 
 def _serve(shares: SimpleQueue[Any], end: object) -> None:
     """What a worker does: one share after the other, until `end` comes."""
     while (share := shares.get()) is not end:
-        share.begun = True
-        try:
-            share.work()
-        except BaseException as error:
-            share.error = error
-        share.done.release()
+        share.do()
         share = None  # an idle worker keeps no arrays alive
     shares.put(end)  # for the next worker
 
@@ -100,6 +115,10 @@ class _Pool:
                 self._free.append(None)
                 raise
         return min(len(self._started), wanted)
+
+    def helpers(self, num_items: int) -> int:
+        """How many workers there are for a caller who works too: none while they have not come to what is waiting."""
+        return 0 if self.shares.qsize() >= self.size else self.ready(min(num_items, self.size) - 1)
 
 
 class _State:
@@ -160,36 +179,42 @@ def get_num_threads() -> int:
 
 
 def run(
-    kernel: Callable[..., Any], num_items: int, args: tuple[Any, ...], *, parallel: bool, owners: tuple[Any, ...] = ()
+    kernel: Callable[..., Any], num_items: int, args: tuple[Any, ...], *, estimate: float, owners: tuple[Any, ...] = ()
 ) -> None:
-    """Call ``kernel(counter_address, num_items, *args)`` on all threads until the counter has reached num_items.
+    """Call ``kernel(counter_address, num_items, *args)`` on some threads until the counter has reached num_items.
+
+    `estimate` is about how many nanoseconds one thread would take. The caller does a short call alone, and works as one
+    of the threads in a longer one. A call that takes so long that somebody may interrupt it is for the workers only:
+    the caller, in a kernel itself, would see the interrupt at the end.
 
     `owners` are the arrays whose addresses are among the args: every worker keeps them alive, even when the caller
     does not wait for it. What a kernel writes must be the call's own: after an interrupt it may still be written.
     """
-    counter = np.zeros(1, np.int64)
-    if not parallel:
-        kernel(counter.ctypes.data, num_items, *args)
+    counter = c_int64()
+    address = addressof(counter)
+    if estimate < ALONE_NS or (num_items < 2 and estimate < PATIENCE_NS):
+        kernel(address, num_items, *args)
         return
 
-    def work(owners: tuple[Any, ...] = owners) -> None:
-        kernel(counter.ctypes.data, num_items, *args)
+    def work(counter: c_int64 = counter, owners: tuple[Any, ...] = owners) -> None:
+        kernel(address, num_items, *args)
 
-    pool = _state.pool()  # until the end of the call, or its workers would end
-    shares = [_Share(work) for _ in range(pool.ready(num_items))]
-    if not shares:
-        work()
+    pool, joins = _state.pool(), estimate < PATIENCE_NS  # the pool until the end of the call, or its workers would end
+    shares = [_Share(work) for _ in range(pool.helpers(num_items) if joins else pool.ready(num_items))]
     try:
         for share in shares:
             pool.shares.put(share)
+        if joins or not shares:
+            work()
+        else:
+            shares[0].wait()  # every item is taken then
         for share in shares:
-            share.wait()
+            share.finish()
     except BaseException:
-        counter[0] = num_items
-        # Those that have not begun have nothing to do. A second interrupt leaves the others to themselves.
+        counter.value = num_items
+        # A second interrupt leaves those that have begun to themselves.
         for share in shares:
-            if share.begun:
-                share.wait()
+            share.finish()
         raise
     for share in shares:
         if share.error is not None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ..layouts import CacheSpec
 from .access import get_int, get_int32, prefetch, put_float, put_int
@@ -50,9 +49,8 @@ def tile_config(spec: CacheSpec, group_rows: int) -> TileConfig:
     return TileConfig(spec.kind, vllm, spec.kind == "float32" and not vllm and spec.head_dim % LANES == 0, group_rows)
 
 
-def cache_strides(cache: npt.NDArray[Any], layout: str) -> Strides:
-    """The strides of a K or V cache."""
-    strides = cache.strides
+def cache_strides(strides: tuple[int, ...], layout: str) -> Strides:
+    """Those strides of a K or V cache by which kernels find rows."""
     if layout == "NHD":
         return Strides(strides[0], strides[2], strides[1], 0)
     if layout == "HND":

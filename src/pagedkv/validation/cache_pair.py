@@ -21,8 +21,8 @@ _UINT8 = np.dtype(np.uint8)
 
 def scale_arrays(given: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Those of the two scales that are not numbers, with their names."""
-    pair = [(name, given[name]) for name in ("k_scale", "v_scale")]
-    return [(name, x) for name, x in pair if x is not None and not np.isscalar(x) and not require.is_array_of_one(x)]
+    given_ones = [(name, x) for name in ("k_scale", "v_scale") if (x := given[name]) is not None]
+    return [(name, x) for name, x in given_ones if not np.isscalar(x) and not require.is_array_of_one(x)]
 
 
 def geometry_of(given: Mapping[str, Any], k_cache: Array, v_cache: Array) -> Geometry:
@@ -56,11 +56,15 @@ def scales(
     given: Mapping[str, Any], views: Mapping[str, Array], kind: str, placement: Placement
 ) -> tuple[Scale, Scale]:
     """Both scales, 1.0 where there is none."""
-    k_scale, v_scale = (_scale(name, given[name], views.get(name), kind, placement) for name in ("k_scale", "v_scale"))
+    numbers = {name: scale_of(name, given[name], views.get(name), kind) for name in ("k_scale", "v_scale")}
+    k_scale, v_scale = (
+        own_scales(name, views[name], placement) if number is None else number for name, number in numbers.items()
+    )
     return k_scale, v_scale
 
 
-def _scale(name: str, value: Any, view: Array | None, kind: str, placement: Placement) -> Scale:
+def scale_of(name: str, value: Any, view: Array | None, kind: str) -> float | None:
+    """A scale that is a number, 1.0 where there is none; None for one that is an array."""
     if value is None:
         return 1.0
     if not kind.startswith("fp8"):
@@ -68,6 +72,11 @@ def _scale(name: str, value: Any, view: Array | None, kind: str, placement: Plac
     if view is None:
         return require.number(name, value, positive=True)
     require.dtype(name, view, FLOAT32)
+    return None
+
+
+def own_scales(name: str, view: Array, placement: Placement) -> Array:
+    """A scale that is an array, as the call's own where it is on the host."""
     scales = placement.own(view)
     if placement.on_host:
         values.scales(name, scales)

@@ -1,0 +1,103 @@
+"""A call like a valid one before it is not looked at again; one that differs in anything that matters is."""
+
+import numpy as np
+import pytest
+
+from pagedkv.validation import attention, forms
+
+from ..wrong_arguments import attention_arguments, ragged_arguments
+
+DEFAULTS = {
+    **dict.fromkeys(("max_seq_len", "scale", "kv_dtype", "k_scale", "v_scale", "alibi_slopes", "window")),
+    **dict.fromkeys(("softcap", "sinks", "score_mod", "out", "check")),
+    **{"layout": "NHD", "kernel": "auto", "backend": "auto", "return_lse": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def looked_at(monkeypatch):
+    """The calls that have been looked at since the test began, when nothing was known."""
+    seen, checked = [], forms._checked
+
+    def counting(*args):
+        seen.append(args)
+        return checked(*args)
+
+    monkeypatch.setattr(forms, "_checked", counting)
+    monkeypatch.setattr(attention, "_forms", forms.Forms())
+    return seen
+
+
+def arguments(**options):
+    given = DEFAULTS | attention_arguments()
+    return given | {"out": np.zeros_like(given["q"])} | options
+
+
+@pytest.mark.parametrize("of", [attention_arguments, ragged_arguments])
+def test_only_the_first_of_many_calls_is_looked_at(looked_at, of):
+    first = attention.attention_call(DEFAULTS | of())
+    for longest in (12, 13, 100):
+        call = attention.attention_call(DEFAULTS | of() | {"max_seq_len": longest})
+        assert call.form is first.form
+        assert call.max_seq_len == min(longest, 12)
+    assert len(looked_at) == 1
+
+
+@pytest.mark.parametrize(
+    ("valid", "wrong", "error"),
+    [
+        ({"window": 1}, {"window": True}, TypeError),
+        ({"window": 1}, {"window": 1.0}, TypeError),
+        ({"scale": 1}, {"scale": True}, TypeError),
+        ({"softcap": 1.0}, {"softcap": True}, TypeError),
+        ({"return_lse": True}, {"return_lse": 1}, TypeError),
+        ({"check": False}, {"check": 0}, TypeError),
+        ({}, {"kernel": "v1"}, ValueError),
+        ({}, {"k_scale": 1.0}, ValueError),
+        ({}, {"kv_dtype": "fp8_e4m3"}, TypeError),
+        ({}, {"q": np.zeros((3, 4, 32), np.float32)[..., ::2]}, ValueError),
+        ({}, {"q": np.zeros((3, 4, 16))}, TypeError),
+        ({}, {"out": np.broadcast_to(np.float32(0), (3, 4, 16))}, ValueError),
+        ({}, {"out": np.lib.stride_tricks.as_strided(np.zeros(64, np.float32), (3, 4, 16), (0, 64, 4))}, ValueError),
+        ({}, {"seq_lens": np.array([12, 5, 0])}, TypeError),
+        ({}, {"score_mod": 3}, TypeError),
+        ({"sinks": np.zeros(4, np.float32)}, {"alibi_slopes": np.zeros(3, np.float32)}, ValueError),
+        ({"sinks": np.zeros(4, np.float32)}, {"sinks": np.zeros(4)}, TypeError),
+        ({"max_seq_len": 12}, {"max_seq_len": 3}, ValueError),
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else None,
+)
+def test_what_differs_is_refused_after_a_valid_call(valid, wrong, error):
+    attention.attention_call(arguments(**valid))
+    with pytest.raises(error):
+        attention.attention_call(arguments(**valid, **wrong) if not valid.keys() & wrong else arguments(**wrong))
+
+
+def test_options_and_arrays_of_a_call_are_its_own(looked_at):
+    first = attention.attention_call(arguments(sinks=np.zeros(4, np.float32)))
+    second = attention.attention_call(arguments(sinks=np.ones(4, np.float32), score_mod=lambda s, q, k, h, i: s))
+    assert first.form is second.form
+    assert len(looked_at) == 1
+    assert first.options.score_mod is None
+    assert [call.options.sinks.tolist() for call in (first, second)] == [[0.0] * 4, [1.0] * 4]
+    assert second.form.options.sinks is second.form.options.score_mod is None
+
+
+def test_an_option_that_cannot_be_hashed_is_looked_at_each_time(looked_at):
+    for scale in (0.5, 0.25):
+        assert attention.attention_call(arguments(scale=np.array(scale))).options.scale == scale
+    assert len(looked_at) == 2
+
+
+def test_the_emulator_is_chosen_by_addresses_too(looked_at):
+    for _ in range(2):
+        attention.attention_call(arguments(backend="emulator"))
+    assert len(looked_at) == 2
+
+
+def test_the_oldest_are_forgotten(monkeypatch, looked_at):
+    monkeypatch.setattr(forms, "MOST_FORMS", 3)
+    for window in (1, 2, 3, 4, 5, 5, 4, 3, 1):
+        attention.attention_call(arguments(window=window))
+        assert len(attention._forms) <= 3
+    assert len(looked_at) == 6
