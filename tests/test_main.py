@@ -9,12 +9,12 @@ import pytest
 
 import pagedkv
 from pagedkv.__main__ import BENCHES, main
-from pagedkv.bench import cpu
+from pagedkv.bench.cpu import run as cpu
 
 # Hides what no plain install has from import and from find_spec, and then is the command line.
 WITHOUT_EXTRAS = """
 import sys
-EXTRAS = {"cuda", "cupy", "matplotlib", "numba_cuda", "scipy", "torch", "triton"}
+EXTRAS = {"cuda", "cupy", "matplotlib", "numba_cuda", "onnx", "onnxruntime", "scipy", "torch", "triton", "vllm"}
 class Hidden:
     def __init__(self, finder):
         self.finder = finder
@@ -56,7 +56,7 @@ def test_a_plot_without_matplotlib_says_so():
 
 
 OWN = {
-    "cpu": {"--quick"},
+    "cpu": {"--quick", "--one-thread"},
     "memory": {"--quick"},
     "launch": set(),
     "emulator": set(),
@@ -113,7 +113,7 @@ def test_the_version(capsys):
 
 
 def test_command_line_prints_the_form_that_was_asked_for(monkeypatch, capsys):
-    monkeypatch.setattr(cpu, "run", lambda *, repeats, progress, quick: [{"repeats": repeats}])
+    monkeypatch.setattr(cpu, "run", lambda *, repeats, progress, quick, one_thread: [{"repeats": repeats}])
     assert main(["bench", "cpu", "--json", "--repeats", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == [{"repeats": 2}]
     assert main(["bench", "--json", "--repeats", "2", "cpu"]) == 0

@@ -123,6 +123,7 @@ RULES = {
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
     "bench/gpu needs no static count": Rule(ours("bench.gpu"), ours("bench.static"), ()),
+    "bench/cpu needs no GPU": Rule(ours("bench.cpu"), ours("bench.gpu", "bench.static", "cuda", "kernels"), ()),
     "bench/static needs no GPU": Rule(ours("bench.static"), ours("bench.gpu"), ()),
     # A move to the successor of numba-cuda touches nothing else.
     "numba-cuda is for cuda and kernels": Rule(ours(*TOP - {"cuda", "kernels"}), ("numba.cuda",), ()),

@@ -13,7 +13,7 @@ from .errors import BackendUnavailableError
 
 # Where each bench is, and what it measures. Only the chosen one is imported: the others may need what is not installed.
 BENCHES = {
-    "cpu": ("cpu", "decode and prefill on the CPU, beside the speed of its memory and torch"),
+    "cpu": ("cpu.run", "decode and prefill on the CPU, beside the speed of its memory and other libraries"),
     "memory": ("memory", "the memory manager, beside one of Python lists"),
     "launch": ("launch", "what a call on device arrays costs the host; no GPU is needed"),
     "emulator": ("emulator", "the emulator, with fewer and with more checks"),

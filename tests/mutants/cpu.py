@@ -19,6 +19,7 @@ STEPS = ("tests/cpu/steps/test_attention.py",)
 WRITE = ("tests/cpu/test_blocks.py::test_write_oracle",)
 ROUNDING = ("tests/cpu/test_blocks.py::test_fp8_rounding_of_every_16_bit_pattern",)
 MERGE = ("tests/cpu/test_merge.py::test_oracle",)
+CONTEST = ("tests/bench/cpu/test_contest.py",)
 
 MUTANTS = [
     Mutant(
@@ -422,5 +423,19 @@ MUTANTS = [
         "term = state.astype(np.float32) * weight[..., None]",
         "term = state.astype(np.float32) * (weight[..., None] > 0)",
         MERGE,
+    ),
+    Mutant(
+        "bench: contestants that are wrong are timed",
+        "bench/cpu/contest.py",
+        "if error <= tolerance:",
+        "if True:",
+        CONTEST,
+    ),
+    Mutant(
+        "bench: the last run of a cell counts",
+        "bench/cpu/contest.py",
+        "if best is None or largest < best:",
+        "if True:",
+        CONTEST,
     ),
 ]

@@ -80,8 +80,15 @@ def as_json(rows: list[Row]) -> str:
     return json.dumps({"machine": machine(), "rows": rows}, indent=1)
 
 
+def _without_samples(rows: list[Row]) -> list[Row]:
+    """Rows without the columns that are lists, which JSON alone has room for."""
+    lists = {name for row in rows for name, value in row.items() if isinstance(value, list)}
+    return [{name: value for name, value in row.items() if name not in lists} for row in rows]
+
+
 def as_csv(rows: list[Row]) -> str:
-    """One table, with the union of all columns."""
+    """One table, with the union of all columns but those of samples."""
+    rows = _without_samples(rows)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
@@ -91,11 +98,11 @@ def as_csv(rows: list[Row]) -> str:
 
 
 def as_table(rows: list[Row]) -> str:
-    """One table for each run of rows with the same columns."""
+    """One table for each run of rows with the same columns, without those of samples."""
     lines = [", ".join(f"{name} {value}" for name, value in machine().items())]
     columns: list[str] = []
     group: list[Row] = []
-    for row in [*rows, {}]:
+    for row in [*_without_samples(rows), {}]:
         if list(row) != columns and group:
             lines += ["", *_format(columns, group)]
             group = []

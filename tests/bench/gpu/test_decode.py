@@ -14,8 +14,8 @@ import pagedkv
 from pagedkv.__main__ import main
 from pagedkv.bench.gpu import decode, expected, peers
 from pagedkv.bench.gpu.peers import FIRST, SUBJECTS, Problem
-from pagedkv.bench.gpu.timing import Refused, reason
 from pagedkv.bench.gpu.workloads import Cell, HostProblem
+from pagedkv.bench.reasons import Refused, reason
 from pagedkv.bench.waves import Model
 from pagedkv.cuda.plans import split
 from pagedkv.kernels.split.config import SplitConfig

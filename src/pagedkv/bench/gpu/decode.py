@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..reasons import NOT_INSTALLED, reason
 from ..report import Interrupted, Row, median, spread
 from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
 from .peers import FIRST, OURS, PACKAGES, PEERS, SPLIT, SUBJECTS, Problem
 from .samples import interleaved, sample
-from .timing import NOT_INSTALLED, READ, contest, reason
+from .timing import READ, contest
 from .workloads import GROUPS, Cell, HostProblem, cells, only, quick_cells
 
 # Largest error allowed, relative to the largest expected magnitude.

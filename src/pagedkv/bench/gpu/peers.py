@@ -14,10 +14,10 @@ import numpy as np
 
 from ...layouts import cache_shapes
 from ...operations.attention import decode_attention
+from ..reasons import Refused
 from ..report import median
 from .frameworks import Call, Gpu
 from .samples import sample
-from .timing import Refused
 from .workloads import HostProblem
 
 # Triton's candidates: tokens of a step, and programs for each multiprocessor.

@@ -6,28 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..reasons import reason
 from ..report import Row, median, spread
 from .frameworks import Call, Gpu
 from .samples import Sample, interleaved
 
-REASON_LENGTH = 160
 READ, COPY = "read", "copy"
-NOT_INSTALLED = " is not installed"
-
-
-class Refused(Exception):
-    """A subject does not support the problem; the message says why."""
-
-
-def reason(error: Exception) -> str:
-    """The first line of the error, with the exception's type unless that adds nothing."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name}{NOT_INSTALLED}"
-    first = (str(error).strip().splitlines() or [""])[0]
-    text = (
-        first if type(error).__name__ in ("Refused", "BackendUnavailableError") else f"{type(error).__name__}: {first}"
-    )
-    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 3] + "..."
 
 
 @dataclass

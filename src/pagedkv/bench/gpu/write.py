@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from ...layouts import LAYOUTS, cache_shapes, storage_dtype
 from ...operations.caches import write_kv
+from ..reasons import Refused
 from ..report import Row
 from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
-from .timing import COPY, Refused, contest
+from .timing import COPY, contest
 
 NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE = 8, 128, 16, np.dtype(np.float16)
 

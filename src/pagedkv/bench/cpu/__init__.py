@@ -1,0 +1,1 @@
+"""``python -m pagedkv bench cpu``: attention on the CPU, beside its read bandwidth and other libraries."""
