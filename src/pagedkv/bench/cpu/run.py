@@ -31,7 +31,7 @@ SHAPES = ((8, 4096), (1, 16384), (64, 512))
 GROUP_SIZES = (1, 4, 8)
 SUM_BYTES = 2 * 2**30
 QUICK_SHAPE, QUICK_GROUP_SIZE, QUICK_SUM_BYTES = (2, 512), 4, 2**26
-SMALL_LENGTH, SMALL_CALLS = 128, 100
+SMALL_LENGTH, SMALL_CALLS, SMALL_TURNS = 128, 20, 50
 DRAFTS, DRAFTS_LENGTH = 8, 32768
 READ = "read"
 FIRST_CALL = """
@@ -180,16 +180,19 @@ def _prefill_row(repeats: int, num_threads: int, num_tokens: int = 2048, num_hea
 
 
 def _small_call_row(repeats: int) -> Row:
-    """Microseconds of a small call, and of one whose kernel is left out; the least of means of many."""
+    """Microseconds of a small call, and of one whose kernel is left out: the least mean of SMALL_CALLS in a row.
+
+    So few fit in the time that a shared machine leaves a program alone.
+    """
     call = SUBJECTS[FIRST](Problem("float32", 4, 1, SMALL_LENGTH), 1)
 
     def many() -> None:
         for _ in range(SMALL_CALLS):
             call()
 
-    seconds = interleaved({"whole": many}, repeats)
+    seconds = interleaved({"whole": many}, repeats * SMALL_TURNS, pause=0)
     with patch.object(decode, "run", lambda *args, **options: None):
-        seconds |= interleaved({"without": many}, repeats)
+        seconds |= interleaved({"without": many}, repeats * SMALL_TURNS, pause=0)
     whole, without = (min(seconds[name]) / SMALL_CALLS * 1e6 for name in ("whole", "without"))
     return {"small call": "float32", "G": 4, "L": SMALL_LENGTH, "us": whole, "without kernel us": without}
 
