@@ -7,7 +7,6 @@ one thread at a time may enter: compiling/compile_thread.py sees to that.
 
 from __future__ import annotations
 
-import functools
 import gc
 import operator
 import threading
@@ -107,10 +106,13 @@ def options_listed_at_once() -> Iterator[None]:
     """
     from numba.cuda.core.targetconfig import TargetConfig
 
-    defaults = functools.cache(lambda kind: {name: option.default for name, option in kind.options.items()})
+    defaults: dict[type, dict[str, Any]] = {}
 
     def values(options: Any) -> dict[str, Any]:
-        return {**defaults(type(options)), **options._values}
+        kind = type(options)
+        if kind not in defaults:
+            defaults[kind] = {name: option.default for name, option in kind.options.items()}
+        return {**defaults[kind], **options._values}
 
     with _replaced(TargetConfig, "values", values):
         yield
