@@ -205,8 +205,8 @@ MUTANTS = [
     Mutant(
         "numba-cuda keeps an override",
         "cuda/compiler/numba_overrides.py",
-        "        vars(owner).update(own)\n",
-        "        setattr(owner, name, value)\n",
+        "            delattr(owner, name)\n",
+        "            setattr(owner, name, value)\n",
         (OVERRIDES + "test_numba_is_itself_after_a_compilation_and_after_an_error",),
     ),
 ]
