@@ -71,7 +71,6 @@ class Plan(NamedTuple):
     k_strides: tuple[int, ...]  # Strides
     v_strides: tuple[int, ...]
     token_major: bool  # the heads of a token lie side by side, rather than the tokens of a head
-    in_order: bool  # rows follow each other without gaps, so that a step can prefetch one run of bytes
     options: LogitOptions  # without slopes
     factor: np.float32 | None  # of q; None if k_scale is an array
     v_scale: npt.NDArray[np.float32] | None  # (num_kv_heads,); None if it is an array of the call's
@@ -91,7 +90,6 @@ def plan_of(form: Form) -> Plan:
         tuple(v),
         # In layout vllm the tile of a head is staged whole, and has to last for all of its steps.
         not vllm and k.token > k.head,
-        not vllm and all(min(x.head, x.token) == row_bytes for x in (k, v)),
         LogitOptions(
             options.causal,
             NO_WINDOW if options.window is None else options.window,

@@ -22,10 +22,10 @@ from ..arrays import Array
 from ..calls import AttentionCall
 from ..commit import commit, result_writes
 from ..compiling.compile_thread import made_once
-from .access import fetch_add, get_float, get_int, get_int32
+from .access import fetch_add, get_float, get_int32
 from .arguments import FIRST_TYPES, from_places, make_arguments, new_result, plan_of
-from .compile import compile_kernel, inlined
-from .flash import SPLIT, fold, make_steps, make_walk
+from .compile import compile_kernel
+from .flash import SPLIT, Item, fold, make_walk
 from .scratch import (
     NOTHING,
     copy_floats,
@@ -40,7 +40,7 @@ from .scratch import (
 )
 from .steps.shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .threads import ALONE_NS, get_num_threads, run
-from .tiles import TABLE_BYTES, TileConfig, address, make_tiles, tile_config
+from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
 GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless there is one
 ITEMS_PER_THREAD = 4
@@ -50,93 +50,10 @@ MOST_ROWS = 64  # of an item, if they are those of several KV heads
 DIM_NS, ROW_NS = 0.2, 0.04
 
 
-class Item(NamedTuple):
-    """A work item, for the walk over its split."""
-
-    seq: Any
-    table: Any  # the address of the sequence's row of the block table
-    first: Any  # the first position that any row sees
-    num_rows: Any  # of all KV heads
-    first_kv_head: Any
-    kv_heads: Any
-    head_rows: Any  # of a KV head, whole groups
-    head_dim: Any
-    places: Any  # the address of the places of dims
-    token_major: Any  # whether the heads of a token lie side by side, rather than the tokens of a head
-    prefetches: Any  # whether a step prefetches the rows of a later one
-
-
-def _make_sweep(stage: Any, widen: Any, take_step: Any) -> Callable[..., Any]:
-    """The device function that takes all steps of a tile of keys or of values, in the order of the rows in memory.
-
-    Its rows are widened before: all of the tile by `stage`, or those of a step by `widen`, unless that is None.
-
-    Steps come in groups: those of all heads at some tokens (token_major), or those of a head at all tokens. Each step
-    prefetches its share of the group that follows. After the last group come `next_rows`, or nothing if that is 0.
-    """
-
-    @inlined
-    def sweep(scratch, item, count, rows, strides, next_rows, next_strides):
-        heads, head_rows, head_dim, token_major = item.kv_heads, item.head_rows, item.head_dim, item.token_major
-        steps, of_first = (count + STEP - 1) // STEP, item.first_kv_head * strides[1]
-        groups, of_group = (steps, heads) if token_major else (heads, steps)
-        ahead = np.int64(0)
-        for group in range(groups):
-            later, later_strides = (rows, strides) if group + 1 < groups else (next_rows, next_strides)
-            prefetches = item.prefetches and later != 0
-            later_token, later_head = np.int64(0), np.int64(0)
-            if group + 1 < groups and token_major:
-                later_token = (group + 1) * STEP
-            elif group + 1 < groups:
-                later_head = np.int64(group + 1)
-            for i in range(of_group):
-                t, h = (group * STEP, i) if token_major else (i * STEP, group)
-                at, offset = rows + t * INT_BYTES, of_first + h * strides[1]
-                if stage is not None:
-                    if t == 0:
-                        stage(
-                            scratch.tile,
-                            scratch.row_bytes,
-                            rows,
-                            offset,
-                            strides[3],
-                            head_dim,
-                            count,
-                            rows,
-                            item.places,
-                        )
-                    at, offset = scratch.staged_rows + t * INT_BYTES, np.int64(0)
-                elif widen is not None:
-                    widen(scratch.tile, scratch.row_bytes, at, offset, head_dim)
-                    at, offset = scratch.staged_rows, np.int64(0)
-                if prefetches:
-                    head = item.first_kv_head + later_head
-                    ahead = get_int(later + later_token * INT_BYTES) + head * later_strides[1]
-                    if token_major:
-                        later_head += STEP
-                        while later_head >= heads:
-                            later_head, later_token = later_head - heads, later_token + 1
-                    else:
-                        later_token += STEP
-                take_step(scratch, h * head_rows, head_rows, t, at, offset, min(STEP, count - t), ahead)
-                ahead = np.int64(0)
-
-    return sweep
-
-
 @made_once(most=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The kernel of one TileConfig and score_mod."""
-    tiles, steps, R = make_tiles(config), make_steps(config, score_mod), config.group_rows
-    widen = None if config.direct or config.vllm else tiles.widen
-    stages = (tiles.stage_keys, tiles.stage_values) if config.vllm else (None, None)
-    dots, weigh, add_values = steps
-
-    @inlined
-    def score_step(scratch, begin, num_rows, t, rows, offset, count, ahead):
-        dots(scratch, begin, num_rows, t, rows, offset, ahead)
-
-    walk = make_walk(_make_sweep(stages[0], widen, score_step), weigh, _make_sweep(stages[1], widen, add_values))
+    walk, R = make_walk(config, score_mod), config.group_rows
 
     def decode(
         counter,
@@ -155,7 +72,6 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         heads_per_item,
         most_tokens,
         token_major,
-        in_order,
         partial_acc,
         maxima,
         sums,
@@ -183,7 +99,6 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             first_token, num_tokens = query_starts[seq], query_starts[seq + 1] - query_starts[seq]
             used = num_tokens * group_size
             head_rows = whole_groups(used, R)
-            num_rows = kv_heads * head_rows
             length = np.int64(seq_lens[seq])
             table = address(tables) + seq * tables.shape[1] * TABLE_BYTES
             for h in range(kv_heads):
@@ -194,14 +109,12 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                     start_row(scratch, h * head_rows + r, position, head, options, length)
                     query = address(q) + ((first_token + token) * num_heads + head) * row_bytes
                     put_query(scratch, h * head_rows + r, R, query)
-            start_states(scratch, num_rows)
+            start_states(scratch, kv_heads * head_rows)
 
             first = np.int64(get_int32(scratch.starts))
             start, stop = max(begin, first // TILE * TILE), min(begin + SPLIT, length)
-            prefetches = in_order and (not token_major or kv_heads == num_kv_heads or kv_heads % STEP == 0)
             heads = Item(
-                seq, table, first, num_rows, first_kv_head, kv_heads, head_rows, head_dim, address(places), token_major,
-                prefetches,
+                seq, table, first, first_kv_head, kv_heads, head_rows, head_dim, address(places), token_major
             )  # fmt: skip
             walk(scratch, heads, caches, options, start, stop)
 
@@ -266,7 +179,7 @@ class Splits(NamedTuple):
 SIGNATURE = (
     *FIRST_TYPES,
     types.NamedUniTuple(int64[::1], 4, Splits),
-    *(int64, int64, int64, boolean, boolean),
+    *(int64, int64, int64, boolean),
     *(float32[::1], float32[::1], float32[::1], int64[:, ::1]),
     *(float32[:, :, ::1], float32[:, ::1]),
 )
@@ -348,7 +261,7 @@ def attend_few(
     spec, splits, plan = call.spec, few.splits, plan_of(call.form)
     num_heads, head_dim = q.shape[1:]
     rows, num_seqs = few.most_tokens * num_heads // spec.num_kv_heads, len(call.seq_lens)
-    kernel = _make_kernel(tile_config(spec, group_rows), call.options.score_mod)
+    kernel = _make_kernel(tile_config(spec, group_rows, staged=False), call.options.score_mod)
     arguments, owners = make_arguments(call, q, few.query_starts)
 
     in_l1 = max(1, min(GROUP_BYTES // (STEP * plan.row_bytes), MOST_ROWS // rows))
@@ -369,7 +282,6 @@ def attend_few(
             heads_per_item,
             few.most_tokens,
             plan.token_major,
-            plan.in_order,
             np.empty(few.num_states * -(-head_dim // LANES) * LANES, np.float32),
             np.empty(few.num_states, np.float32),
             np.empty(few.num_states, np.float32),

@@ -11,60 +11,116 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .access import get_float, get_int, get_int32
 from .compile import helper, inlined
 from .logits import make_modify
 from .scratch import NOTHING, ONE, ZERO, start_states
-from .steps.code import ELEMENT_BYTES
-from .steps.dots import keys_at_once, make_dots
 from .steps.fold import make_fold, make_rescale
 from .steps.shapes import FLOAT_BYTES, INT_BYTES, TILE
 from .steps.softmax import make_softmax
-from .steps.values import make_values
-from .tiles import SCORES, TileConfig, token_rows
+from .steps.sweep import Form, make_add, make_score
+from .tiles import SCORES, TileConfig, make_stages, token_rows
 
 SPLIT = 512  # tokens; a multiple of TILE
 
 _fold, _rescale = make_fold(), make_rescale()
 
 
-class Steps(NamedTuple):
-    """The device functions of one TileConfig and score_mod."""
+class Item(NamedTuple):
+    """A work item: the query rows of neighbouring KV heads of a sequence."""
 
-    dots: Callable[..., Any]
-    weigh: Callable[..., Any]
-    add_values: Callable[..., Any]
+    seq: Any
+    table: Any  # the address of the sequence's row of the block table
+    first: Any  # the first position that any row sees
+    first_kv_head: Any
+    kv_heads: Any
+    head_rows: Any  # query rows of a KV head, whole groups
+    head_dim: Any
+    places: Any  # the address of the places of dims
+    token_major: Any  # whether the heads of a token lie side by side, rather than the tokens of a head
 
 
-def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Steps:
-    """The steps of a tile: logits from its keys, weights from the logits, then the weighted sum of its values.
+def make_walk(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The device function that attends an item's query rows to the tokens start .. stop of its sequence.
 
-    Keys and values are float32 rows, named by the addresses of their addresses. `ahead` is 0 or the address of what a
-    later step reads, as many bytes as this one, which is prefetched meanwhile.
+    `start` is that of a tile. Each tile goes through its steps: logits from its keys, weights from the logits, then the
+    weighted sum of its values.
     """
-    R, item = config.group_rows, ELEMENT_BYTES[config.kind]
-    MANY = 2 if R > 1 and keys_at_once(2, R) >= 4 else 1
+    R, staged = config.group_rows, config.staged
+    form = Form("float32", R, True, True) if staged else Form(config.kind, R, config.whole, False)
+    score, add, weigh = make_score(form), make_add(form), _make_weigh(R, score_mod)
+    stage_keys, stage_values = make_stages(config)
+
+    @inlined
+    def walk(scratch, item, caches, options, start, stop):
+        k_rows, next_k, v_rows = scratch.k_rows, scratch.next_k_rows, scratch.v_rows
+        k_strides, v_strides, block_size, table = caches.k_strides, caches.v_strides, caches.block_size, item.table
+        heads, head_rows, head_dim, token_major = item.kv_heads, item.head_rows, item.head_dim, item.token_major
+        tile, tile_rows, row_bytes, places = scratch.tile, scratch.staged_rows, scratch.row_bytes, item.places
+        k_offset, v_offset = item.first_kv_head * k_strides[1], item.first_kv_head * v_strides[1]
+        groups = head_rows // R
+        if start < stop:
+            token_rows(next_k, caches.k, k_strides, table, block_size, start, max(start, item.first), stop)
+        while start < stop:
+            k_rows, next_k = next_k, k_rows
+            token_rows(v_rows, caches.v, v_strides, table, block_size, start, max(start, item.first), stop)
+            count, after = min(TILE, stop - start), start + TILE
+            last = after >= stop
+            if not last:
+                token_rows(next_k, caches.k, k_strides, table, block_size, after, after, stop)
+            if staged:
+                for h in range(heads):
+                    row, offset = h * head_rows, k_offset + h * k_strides[1]
+                    stage_keys(
+                        tile, row_bytes, k_rows, offset, k_strides[3], head_dim, count, v_rows,
+                        v_offset + h * v_strides[1], places,
+                    )  # fmt: skip
+                    score(
+                        scratch.scores + row * SCORES, scratch.queries + row * row_bytes,
+                        tile_rows, 0, 0, tile_rows, 0, 0, count, 1, groups, head_dim, 0, tile, tile_rows,
+                    )  # fmt: skip
+            else:
+                score(
+                    scratch.scores, scratch.queries,
+                    k_rows, k_offset, k_strides[1], v_rows, v_offset, v_strides[1],
+                    count, heads, groups, head_dim, token_major, tile, tile_rows,
+                )  # fmt: skip
+            weigh(scratch, heads * head_rows, start, count, options, item.seq)
+            later, later_offset, later_stride = next_k, k_offset, k_strides[1]
+            if last:
+                later, later_offset, later_stride = v_rows, v_offset, v_strides[1]
+            if staged:
+                for h in range(heads):
+                    row, offset = h * head_rows, v_offset + h * v_strides[1]
+                    stage_values(
+                        tile, row_bytes, v_rows, offset, v_strides[3], head_dim, count, later,
+                        later_offset + h * later_stride, places,
+                    )  # fmt: skip
+                    add(
+                        scratch.acc + row * row_bytes, scratch.scores + row * SCORES,
+                        tile_rows, 0, 0, tile_rows, 0, 0, count, 1, groups, head_dim, 0, tile, tile_rows,
+                    )  # fmt: skip
+            else:
+                add(
+                    scratch.acc, scratch.scores,
+                    v_rows, v_offset, v_strides[1], later, later_offset, later_stride,
+                    count, heads, groups, head_dim, token_major, tile, tile_rows,
+                )  # fmt: skip
+            start = after
+
+    return walk
+
+
+def _make_weigh(R: int, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The device function that turns the logits of all rows with a tile into weights, and rescales their sums.
+
+    The tile's first key is at position `first`, and it has `count` of them.
+    """
     modify, modified = make_modify(score_mod), score_mod is not None
-    many_dots, one_dots = make_dots(MANY, R, item), make_dots(1, R, item)
-    many_values, one_values = make_values(MANY, R, item), make_values(1, R, item)
     softmax, masked_softmax = make_softmax(R, masked=False), make_softmax(R, masked=True)
 
     @inlined
-    def dots(scratch, begin, num_rows, t, rows, offset, ahead):
-        """Dot products of num_rows query rows from `begin` on with the STEP keys from token t of a tile on."""
-        row, n = scratch.row_bytes, scratch.num_vectors
-        scores, queries = scratch.scores + begin * SCORES + t * R * FLOAT_BYTES, scratch.queries + begin * row
-        for _ in range(num_rows // (MANY * R)):
-            many_dots(scores, queries, rows, offset, n, ahead)
-            scores, queries, ahead = scores + MANY * R * SCORES, queries + MANY * R * row, 0
-        if num_rows % (MANY * R) > 0:
-            one_dots(scores, queries, rows, offset, n, ahead)
-
-    @inlined
     def weigh(scratch, num_rows, first, count, options, seq):
-        """Turn the logits of all rows with a tile whose first key is at position `first` into weights."""
         softcap, slopes = options.softcap, options.slopes
         if modified or softcap != ZERO or slopes != 0:
             for r in range(num_rows):
@@ -87,53 +143,12 @@ def make_steps(config: TileConfig, score_mod: Callable[..., Any] | None) -> Step
                 masked_softmax(scores, maximum, total, factor, starts, stops, first)
             else:
                 softmax(scores, maximum, total, factor, starts, stops, first)
+            for row in range(r, r + R):
+                factor, acc = scratch.rescale + row * FLOAT_BYTES, scratch.acc + row * scratch.row_bytes
+                if get_float(factor) != ONE:
+                    _rescale(acc, acc, factor, scratch.num_vectors)
 
-    @inlined
-    def add_values(scratch, begin, num_rows, t, rows, offset, count, ahead):
-        """Add the weighted values t .. t + count of a tile to the accumulators of num_rows rows from `begin` on."""
-        row, n = scratch.row_bytes, scratch.num_vectors
-        acc, weights = scratch.acc + begin * row, scratch.scores + begin * SCORES + t * R * FLOAT_BYTES
-        if t == 0:
-            for r in range(begin, begin + num_rows):
-                if get_float(scratch.rescale + r * FLOAT_BYTES) != ONE:
-                    _rescale(scratch.acc + r * row, scratch.acc + r * row, scratch.rescale + r * FLOAT_BYTES, n)
-        for _ in range(num_rows // (MANY * R)):
-            many_values(acc, row, weights, rows, offset, count, n, ahead)
-            acc, weights, ahead = acc + MANY * R * row, weights + MANY * R * SCORES, 0
-        if num_rows % (MANY * R) > 0:
-            one_values(acc, row, weights, rows, offset, count, n, ahead)
-
-    return Steps(dots, weigh, add_values)
-
-
-def make_walk(score: Any, weigh: Any, add: Any) -> Callable[..., Any]:
-    """The device function that attends an item's query rows to the tokens start .. stop of its sequence.
-
-    `start` is that of a tile. `score` multiplies the queries with a tile of keys and `add` sums a tile of values, each
-    in its kernel's own way: (scratch, item, count, rows, strides, next_rows, next_strides), where `next_rows` are the
-    ones that the other function reads next, to prefetch, or 0 after the last tile. An item is a NamedTuple with at
-    least the fields seq, table (the address of its row of the block table), first (the first position that any row
-    sees) and num_rows.
-    """
-
-    @inlined
-    def walk(scratch, item, caches, options, start, stop):
-        k_rows, next_k, v_rows = scratch.k_rows, scratch.next_k_rows, scratch.v_rows
-        k_strides, v_strides, block_size, table = caches.k_strides, caches.v_strides, caches.block_size, item.table
-        if start < stop:
-            token_rows(next_k, caches.k, k_strides, table, block_size, start, max(start, item.first), stop)
-        while start < stop:
-            k_rows, next_k = next_k, k_rows
-            token_rows(v_rows, caches.v, v_strides, table, block_size, start, max(start, item.first), stop)
-            count, after = min(TILE, stop - start), start + TILE
-            if after < stop:
-                token_rows(next_k, caches.k, k_strides, table, block_size, after, after, stop)
-            score(scratch, item, count, k_rows, k_strides, v_rows, v_strides)
-            weigh(scratch, item.num_rows, start, count, options, item.seq)
-            add(scratch, item, count, v_rows, v_strides, next_k if after < stop else np.int64(0), k_strides)
-            start = after
-
-    return walk
+    return weigh
 
 
 @helper

@@ -22,9 +22,9 @@ from ..commit import commit, result_writes
 from ..compiling.compile_thread import made_once
 from .access import fetch_add, get_int32
 from .arguments import FIRST_TYPES, from_places, make_arguments, new_result, plan_of
-from .compile import compile_kernel, inlined
+from .compile import compile_kernel
 from .decode import GROUP_ROWS, attend_few, plan_few
-from .flash import SPLIT, fold_all, make_steps, make_walk
+from .flash import SPLIT, Item, fold_all, make_walk
 from .scratch import (
     NOTHING,
     finish_row,
@@ -36,54 +36,19 @@ from .scratch import (
     start_states,
     whole_groups,
 )
-from .steps.shapes import INT_BYTES, STEP, TILE
+from .steps.shapes import TILE
 from .threads import run
-from .tiles import TABLE_BYTES, TileConfig, address, make_tiles, tile_config
+from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
-ROWS = 64
+ROWS = 128
 FEW_ROWS = 32
 DIM_NS = 0.08  # what one thread takes for a logit and its value, about, for each dim
-
-
-class Item(NamedTuple):
-    """A work item, for the walk over its keys."""
-
-    seq: Any
-    table: Any  # the address of the sequence's row of the block table
-    first: Any  # the first position that any row sees
-    num_rows: Any
-    kv_head: Any
-    head_dim: Any
-    places: Any  # the address of the places of dims
 
 
 @made_once(most=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The prefill kernel of one TileConfig and score_mod."""
-    tiles, (dots, weigh, add_values) = make_tiles(config), make_steps(config, score_mod)
-    stage_keys, stage_values = tiles.stage_keys, tiles.stage_values
-    AT_ONCE = 2 * GROUP_ROWS
-
-    @inlined
-    def score(scratch, item, count, rows, strides, next_rows, next_strides):
-        offset = item.kv_head * strides[1]
-        stage_keys(
-            scratch.tile, scratch.row_bytes, rows, offset, strides[3], item.head_dim, count, next_rows, item.places
-        )
-        for r in range(0, item.num_rows, AT_ONCE):
-            for t in range(0, count, STEP):
-                at = scratch.staged_rows + t * INT_BYTES
-                dots(scratch, r, min(AT_ONCE, item.num_rows - r), t, at, 0, 0)
-
-    @inlined
-    def add(scratch, item, count, rows, strides, next_rows, next_strides):
-        offset, later = item.kv_head * strides[1], next_rows if next_rows != 0 else rows
-        stage_values(
-            scratch.tile, scratch.row_bytes, rows, offset, strides[3], item.head_dim, count, later, item.places
-        )
-        add_values(scratch, 0, item.num_rows, 0, scratch.staged_rows, 0, count, 0)
-
-    walk = make_walk(score, weigh, add)
+    walk = make_walk(config, score_mod)
 
     def prefill(
         counter,
@@ -134,7 +99,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             first = np.int64(get_int32(scratch.starts))
             stop = min(length, first_position + num_tokens) if options.causal else length
             start = first // TILE * TILE
-            heads = Item(seq, table, first, num_rows, kv_head, head_dim, address(places))
+            heads = Item(seq, table, first, kv_head, 1, num_rows, head_dim, address(places), False)
             while start < stop:
                 end = min(stop, start // SPLIT * SPLIT + SPLIT)
                 walk(scratch, heads, caches, options, start, end)
@@ -200,7 +165,7 @@ def _attend_many(
     lse: npt.NDArray[np.float32],
 ) -> None:
     """Fill the rows of those sequences whose query_lens, not to be taken from query_starts, is above 0."""
-    kernel = _make_kernel(tile_config(call.spec, GROUP_ROWS), call.options.score_mod)
+    kernel = _make_kernel(tile_config(call.spec, GROUP_ROWS, staged=True), call.options.score_mod)
     arguments, owners = make_arguments(call, q, query_starts)
     num_kv_heads = call.spec.num_kv_heads
     tokens_per_item = max(1, ROWS // (q.shape[1] // num_kv_heads))

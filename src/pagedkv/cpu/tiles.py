@@ -1,8 +1,8 @@
 """Tiles: TILE tokens of one sequence, and where the rows of their keys and values lie.
 
-A kernel turns token positions into the addresses of their rows (`token_rows`). Rows of float32 are read where they lie,
-if their dims fill whole vectors; all others are widened into a scratch tile first, a few rows at once (`Tiles.widen`)
-or all of them (`Tiles.stage_keys`, `stage_values`), in the order of `steps.order`. Addresses and strides are in bytes.
+A kernel turns token positions into the addresses of their rows (`token_rows`). Decode reads them where they lie
+(`steps.sweep`); prefill, and both kernels in layout vllm, widen a tile of them first (`make_stages`), in the order of
+`steps.order`. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..layouts import CacheSpec
 from .access import get_int, get_int32, prefetch, put_float, put_int
-from .compile import device, helper, inlined
+from .compile import device, helper
 from .steps.code import ELEMENT_BYTES
 from .steps.order import CHUNK_DIMS, is_shuffled
 from .steps.shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
@@ -30,7 +30,8 @@ class TileConfig(NamedTuple):
 
     kind: str  # the cache's dtype
     vllm: bool  # layout vllm
-    direct: bool  # rows are read where they lie
+    staged: bool  # tiles are widened before their steps
+    whole: bool  # the dims of a row are whole chunks; not asked where it makes no difference
     group_rows: int  # query rows that share a vector
 
 
@@ -43,10 +44,11 @@ class Strides(NamedTuple):
     inner: int
 
 
-def tile_config(spec: CacheSpec, group_rows: int) -> TileConfig:
-    """The config for a pair of caches."""
+def tile_config(spec: CacheSpec, group_rows: int, *, staged: bool) -> TileConfig:
+    """The config for a pair of caches; in layout vllm, where a row is no run of bytes, tiles are always staged."""
     vllm = spec.layout == "vllm"
-    return TileConfig(spec.kind, vllm, spec.kind == "float32" and not vllm and spec.head_dim % LANES == 0, group_rows)
+    whole = not (staged or vllm) and spec.head_dim % CHUNK_DIMS[spec.kind] == 0
+    return TileConfig(spec.kind, vllm, staged or vllm, whole, group_rows)
 
 
 def cache_strides(strides: tuple[int, ...], layout: str) -> Strides:
@@ -101,41 +103,28 @@ def tile_rows(rows, tile, row_bytes):
         put_int(rows + t * INT_BYTES, tile + t * row_bytes)
 
 
-class Tiles(NamedTuple):
-    """The functions that widen rows of one TileConfig.
+def make_stages(config: TileConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The functions that widen the first `count` rows of keys and of values into a tile, for one TileConfig.
 
-    ``widen(tile, row_bytes, rows, offset, head_dim)`` widens STEP rows. ``stage_keys`` and ``stage_values``
-    (tile, row_bytes, rows, offset, inner, head_dim, count, ahead, places) widen the first `count` rows of a tile and
-    prefetch as many at the addresses `ahead`.
+    Both take (tile, row_bytes, rows, offset, inner, head_dim, count, ahead, ahead_offset, places) and prefetch as
+    many rows at the addresses `ahead`, plus an offset.
     """
-
-    widen: Callable[..., Any]
-    stage_keys: Callable[..., Any]
-    stage_values: Callable[..., Any]
-
-
-def make_tiles(config: TileConfig) -> Tiles:
-    """The functions of a TileConfig."""
     kind, item = config.kind, ELEMENT_BYTES[config.kind]
     widen, widen_piece, load = make_widen(kind), make_widen_piece(kind), make_load(kind)
     piece_dims, chunk_dims = 16 // item, CHUNK_DIMS[kind]
     shuffled = is_shuffled(kind)
 
-    @inlined
-    def widen_rows(tile, row_bytes, rows, offset, head_dim):
-        widen(tile, row_bytes, rows, offset, head_dim)
-
     @device(config)
-    def stage_rows(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, places):
+    def stage_rows(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, ahead_offset, places):
         for t in range(0, count, STEP):
             for i in range(t, t + STEP):
-                later = get_int(ahead + i * INT_BYTES) + offset
+                later = get_int(ahead + i * INT_BYTES) + ahead_offset
                 for line in range(0, head_dim * item, CACHE_LINE):
                     prefetch(later + line)
             widen(tile + t * row_bytes, row_bytes, rows + t * INT_BYTES, offset, head_dim)
 
     @device(config)
-    def stage_vllm_keys(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, places):
+    def stage_vllm_keys(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, ahead_offset, places):
         whole = head_dim // chunk_dims * chunk_dims
         for dim in range(0, head_dim, piece_dims):
             place, apart = dim, 4
@@ -146,12 +135,10 @@ def make_tiles(config: TileConfig) -> Tiles:
                 widen_piece(tile + t * row_bytes + place * FLOAT_BYTES, apart * FLOAT_BYTES, at)
 
     @device(config)
-    def stage_vllm_values(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, places):
+    def stage_vllm_values(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, ahead_offset, places):
         for dim in range(head_dim):
             place = tile + get_int(places + dim * INT_BYTES) * FLOAT_BYTES
             for t in range(count):
                 put_float(place + t * row_bytes, load(get_int(rows + t * INT_BYTES) + offset + dim * inner))
 
-    if config.vllm:
-        return Tiles(widen_rows, stage_vllm_keys, stage_vllm_values)
-    return Tiles(widen_rows, stage_rows, stage_rows)
+    return (stage_vllm_keys, stage_vllm_values) if config.vllm else (stage_rows, stage_rows)

@@ -2,37 +2,17 @@
 
 import numpy as np
 import pytest
-from numba import njit
 
 from pagedkv.cpu.steps import dots, values
 from pagedkv.cpu.steps.fold import make_fold, make_rescale
 from pagedkv.cpu.steps.shapes import LANES, STEP, TILE
 from pagedkv.cpu.steps.softmax import make_softmax
+from pagedkv.cpu.steps.sweep import Form, make_add, make_score
+
+from .stepper import grouped, stepper, swept
 
 PLACES = 48
 RNG = np.random.default_rng(0)
-
-
-def stepper(function):
-    """A step as a function of arrays and integers."""
-
-    @njit
-    def call(arguments):
-        function(*arguments)
-
-    def run(*arguments):
-        call(tuple(x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments))
-
-    return run
-
-
-def rows_at(rows):
-    return (rows.ctypes.data + np.arange(len(rows)) * rows.strides[0]).astype(np.int64)
-
-
-def grouped(q, group_rows):
-    """Queries (rows, places) as (groups, places / 4, R, 4)."""
-    return np.ascontiguousarray(q.reshape(-1, group_rows, PLACES // 4, 4).transpose(0, 2, 1, 3))
 
 
 @pytest.fixture(params=[16, 4], ids=["32 registers", "16 registers"])
@@ -41,10 +21,10 @@ def registers(request, monkeypatch):
         monkeypatch.setattr(module, "num_accumulators", lambda: request.param)
 
 
-def dot_products(q, keys, num_groups, group_rows, ahead=0):
+def dot_products(q, keys, num_groups, group_rows):
     scores = np.full((num_groups, TILE, group_rows), np.nan, np.float32)
-    run = stepper(dots.make_dots(num_groups, group_rows, 4))
-    run(scores, grouped(q, group_rows), rows_at(keys), 0, PLACES // LANES, ahead)
+    run = stepper(make_score(Form("float32", group_rows, whole=True, staged=False)))
+    run(scores, grouped(q, group_rows), *swept(keys[:, None], num_groups))
     assert np.isnan(scores[:, STEP:]).all()
     return scores[:, :STEP].transpose(0, 2, 1).reshape(-1, STEP)
 
@@ -56,7 +36,7 @@ def test_dots():
     found = dot_products(q, keys, 2, 4)
     np.testing.assert_allclose(found, exact, atol=1e-5)
     for row in range(8):
-        alone = dot_products(q[row : row + 1], keys, 1, 1, ahead=keys.ctypes.data)
+        alone = dot_products(q[row : row + 1], keys, 1, 1)
         np.testing.assert_array_equal(alone[0], found[row])
     np.testing.assert_array_equal(dot_products(q[4:], keys, 1, 4), found[4:])
 
@@ -75,27 +55,26 @@ def test_dots_are_rounded_in_their_order():
     np.testing.assert_array_equal(dot_products(q, keys, 1, 1)[0], expected)
 
 
-def weighted_sums(acc, weights, rows, count, num_groups, group_rows, ahead=0):
+def weighted_sums(acc, weights, rows, num_groups, group_rows):
     acc = acc.copy()
-    run = stepper(values.make_values(num_groups, group_rows, 4))
-    run(acc, acc.strides[0], weights, rows_at(rows), 0, count, PLACES // LANES, ahead)
+    run = stepper(make_add(Form("float32", group_rows, whole=True, staged=False)))
+    run(acc, weights, *swept(rows[:, None], num_groups))
     return acc
 
 
 @pytest.mark.usefixtures("registers")
-@pytest.mark.parametrize("count", [1, 5, STEP])
+@pytest.mark.parametrize("count", [1, 5, 2 * STEP + 3])
 def test_values_are_added_token_after_token(count):
     acc = RNG.standard_normal((8, PLACES), np.float32)
     weights = RNG.uniform(0, 1, (2, TILE, 4)).astype(np.float32)
-    rows = RNG.standard_normal((STEP, PLACES), np.float32)
-    rows[count:] = np.nan
+    rows = RNG.standard_normal((count, PLACES), np.float32)
     of_row = weights.transpose(0, 2, 1).reshape(8, TILE)
-    exact = acc + of_row[:, :count].astype(np.float64) @ rows[:count]
-    found = weighted_sums(acc, weights, rows, count, 2, 4)
+    exact = acc + of_row[:, :count].astype(np.float64) @ rows
+    found = weighted_sums(acc, weights, rows, 2, 4)
     np.testing.assert_allclose(found, exact, atol=1e-5)
     for row in range(8):
         mine = np.ascontiguousarray(of_row[row])
-        alone = weighted_sums(acc[row : row + 1], mine, rows, count, 1, 1, ahead=rows.ctypes.data)
+        alone = weighted_sums(acc[row : row + 1], mine, rows, 1, 1)
         np.testing.assert_array_equal(alone[0], found[row])
 
 

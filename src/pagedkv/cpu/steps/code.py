@@ -56,13 +56,17 @@ class Code:
         self.builder.store(value, self._pointer(address, value.type, offset), align=_element_bytes(value.type))
 
     def prefetch(self, address: Value, offset: int = 0) -> None:
-        """Prefetch the cache line at an address; never faults."""
+        """Prefetch the cache line at an address into L2, which has room for more misses than L1; never faults."""
         pointer = self._pointer(address, BYTE, offset)
-        read, keep, data = INT32(0), INT32(3), INT32(1)
+        read, keep, data = INT32(0), INT32(2), INT32(1)
         self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 
     def _pointer(self, address: Value, type_: Any, offset: int) -> Value:
-        return self.builder.inttoptr(self.plus(address, offset), ir.PointerType(type_))
+        # An offset of its own, not a sum, becomes part of an instruction's operand instead of an addition in each turn.
+        pointer = self.builder.inttoptr(address, ir.PointerType(BYTE))
+        if offset:
+            pointer = self.builder.gep(pointer, [INT64(offset)], source_etype=BYTE)
+        return self.builder.bitcast(pointer, ir.PointerType(type_))
 
     # ---- integers
 
@@ -155,14 +159,6 @@ class Code:
         return builder.select(builder.fcmp_unordered("uno", x, x), x, y)
 
     # ---- branches and loops
-
-    def prefetching(self, ahead: Value, emit: Callable[[bool], None]) -> None:
-        """What ``emit(prefetches)`` emits, with or without prefetches: without, if `ahead` is 0."""
-        with self.builder.if_else(self.builder.icmp_signed("!=", ahead, ahead.type(0))) as (then, otherwise):
-            with then:
-                emit(True)
-            with otherwise:
-                emit(False)
 
     def repeatedly(self, count: Value, turn: Callable[[Value], None]) -> None:
         """``turn(i)`` for i = 0 .. count - 1."""

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .code import INT64, Code, Value, step, vector
+from .code import ELEMENT_BYTES, INT64, Code, Value, step, vector
 from .machine import num_accumulators
-from .shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
+from .order import CHUNK_DIMS
+from .rows import Ahead, Rows, prefetch_turn
+from .shapes import FLOAT_BYTES, LANES, STEP, TILE
+from .widen import widen_chunk
 
 PARTS = 8  # sums of a dot product
-
-
-def _places(group_rows: int) -> int:
-    """Of a row, in a vector."""
-    return 4 if group_rows > 1 else PARTS
 
 
 def keys_at_once(num_groups: int, group_rows: int) -> int:
@@ -30,58 +28,61 @@ def keys_at_once(num_groups: int, group_rows: int) -> int:
     return min(STEP, num_accumulators() * LANES // (PARTS * group_rows * num_groups))
 
 
-def make_dots(num_groups: int, group_rows: int, item: int) -> Any:
-    """The step ``dots(scores, queries, rows, offset, num_vectors, ahead)`` of some groups and the STEP keys of a step.
+def dots(
+    code: Code,
+    kind: str,
+    num_groups: int,
+    group_rows: int,
+    scores: Value,
+    queries: Value,
+    keys: Rows,
+    num_vectors: Value,
+    ahead: Ahead | None,
+) -> None:
+    """The scores of some groups with the STEP keys of a step, which are whole chunks of `kind`, widened in registers.
 
-    The addresses of keys lie at `rows`; a key is num_vectors * LANES float32 from there plus an offset. If `ahead` is
-    not 0, as many keys of `item` bytes for a dim are prefetched from there on between the arithmetic, one line at a
-    time in address order, which keeps the memory busy and never fills the processor's miss buffers.
+    The rows `ahead` of a later step are prefetched between the arithmetic, a few lines at a time: all of them at once
+    would fill the processor's miss buffers.
     """
-    places, at_once = _places(group_rows), keys_at_once(num_groups, group_rows)
-    lanes, chains = places * group_rows, PARTS // places
+    builder = code.builder
+    places, at_once = 4 if group_rows > 1 else PARTS, keys_at_once(num_groups, group_rows)
+    lanes, chains, chunk = places * group_rows, PARTS // places, CHUNK_DIMS[kind]
+    groups = code.rows(queries, code.times(num_vectors, LANES * group_rows * FLOAT_BYTES), num_groups)
 
-    def emit(
-        code: Code, scores: Value, queries: Value, rows: Value, offset: Value, num_vectors: Value, ahead: Value
-    ) -> None:
-        builder = code.builder
-        groups = code.rows(queries, code.times(num_vectors, LANES * group_rows * FLOAT_BYTES), num_groups)
+    def parts(address: Value) -> list[Value]:
+        """A chunk of a key, as vectors of `places`."""
+        if kind == "float32":
+            return [code.load(address, vector(places), n * FLOAT_BYTES) for n in range(0, chunk, places)]
+        widened = widen_chunk(code, kind, address)
+        return [code.shuffle(x, range(n, n + places)) for x in widened for n in range(0, LANES, places)]
 
-        def some(first: int, prefetches: bool) -> None:
-            at = [INT_BYTES * (first + t) for t in range(at_once)]
-            keys = [builder.add(code.load(rows, INT64, place), offset) for place in at]
+    def some(block: Value) -> None:
+        first = code.times(block, at_once)
+        rows = keys.after(code, first)
+        addresses = [rows.at(code, t) for t in range(at_once)]
 
-            def turn(i: Value, sums: list[Value]) -> list[Value]:
-                if prefetches:
-                    asked = builder.add(ahead, code.times(i, STEP * LANES * item))
-                    for line in range(first * LANES * item, (first + at_once) * LANES * item, CACHE_LINE):
-                        code.prefetch(asked, line)
-                of_key = code.times(i, LANES * FLOAT_BYTES)
-                of_queries = [builder.add(q, code.times(of_key, group_rows)) for q in groups]
-                for n in range(LANES // places):
-                    q = [code.load(x, vector(lanes), n * lanes * FLOAT_BYTES) for x in of_queries]
-                    for t, key in enumerate(keys):
-                        k = code.load(builder.add(key, of_key), vector(places), n * places * FLOAT_BYTES)
-                        repeated = code.repeat(k, lanes)
-                        for g in range(num_groups):
-                            chain = (g * at_once + t) * chains + n % chains
-                            sums[chain] = code.fma(q[g], repeated, sums[chain])
-                return sums
+        def turn(i: Value, sums: list[Value]) -> list[Value]:
+            if ahead is not None:
+                prefetch_turn(code, ahead, first, at_once, i, chunk)
+            of_key = code.times(i, chunk * ELEMENT_BYTES[kind])
+            at = [builder.add(q, code.times(i, chunk * group_rows * FLOAT_BYTES)) for q in groups]
+            q = [[code.load(x, vector(lanes), n * lanes * FLOAT_BYTES) for x in at] for n in range(chunk // places)]
+            for t, address in enumerate(addresses):
+                for n, part in enumerate(parts(builder.add(address, of_key))):
+                    repeated = code.repeat(part, lanes)
+                    for g in range(num_groups):
+                        chain = (g * at_once + t) * chains + n % chains
+                        sums[chain] = code.fma(q[n][g], repeated, sums[chain])
+            return sums
 
-            zeros = [code.constant(0.0, lanes)] * (num_groups * at_once * chains)
-            sums = code.loop(num_vectors, zeros, turn)
-            for g in range(num_groups):
-                mine = sums[g * at_once * chains : (g + 1) * at_once * chains]
-                code.store(
-                    _totals(code, mine, chains, group_rows), scores, FLOAT_BYTES * group_rows * (g * TILE + first)
-                )
+        turns = builder.sdiv(num_vectors, INT64(chunk // LANES))
+        sums = code.loop(turns, [code.constant(0.0, lanes)] * (num_groups * at_once * chains), turn)
+        for g in range(num_groups):
+            totals = _totals(code, sums[g * at_once * chains : (g + 1) * at_once * chains], chains, group_rows)
+            place = builder.add(scores, code.times(first, group_rows * FLOAT_BYTES))
+            code.store(totals, place, g * TILE * group_rows * FLOAT_BYTES)
 
-        def whole(prefetches: bool) -> None:
-            for first in range(0, STEP, at_once):
-                some(first, prefetches)
-
-        code.prefetching(ahead, whole)
-
-    return step(emit)
+    code.repeatedly(INT64(STEP // at_once), some)
 
 
 def _totals(code: Code, sums: list[Value], chains: int, group_rows: int) -> Value:

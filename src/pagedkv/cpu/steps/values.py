@@ -6,69 +6,69 @@ weights        (groups, TILE, R)
 
 from __future__ import annotations
 
-from typing import Any
-
-from .code import FLOAT, INT64, Code, Value, step, vector
+from .code import ELEMENT_BYTES, FLOAT, INT64, Code, Value, vector
 from .machine import num_accumulators
-from .shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
+from .order import CHUNK_DIMS
+from .rows import Ahead, Rows
+from .shapes import CACHE_LINE, FLOAT_BYTES, LANES, TILE
+from .widen import widen_chunk
 
 
-def make_values(num_groups: int, group_rows: int, item: int) -> Any:
-    """The step ``values(acc, stride, weights, rows, offset, count, num_vectors, ahead)`` of the first `count` tokens.
+def widens_in_registers(kind: str, num_rows: int) -> bool:
+    """The accumulators of a chunk of values and so many query rows stay in registers."""
+    return num_rows * CHUNK_DIMS[kind] // LANES <= num_accumulators()
 
-    The addresses of values lie at `rows`; a value is num_vectors * LANES float32 from there plus an offset. If `ahead`
-    is not 0, STEP values of `item` bytes for a dim are prefetched from there on between the arithmetic.
+
+def values(
+    code: Code,
+    kind: str,
+    num_groups: int,
+    group_rows: int,
+    acc: Value,
+    stride: Value,
+    weights: Value,
+    rows: Rows,
+    count: Value,
+    num_vectors: Value,
+    ahead: Ahead | None,
+) -> None:
+    """The weighted values of the first `count` tokens, which are whole chunks of `kind`, for some groups.
+
+    As many rows `ahead` are prefetched between the arithmetic.
     """
-    most = max(1, min(4, num_accumulators() // (num_groups * group_rows)))
+    builder, num_rows, chunk = code.builder, num_groups * group_rows, CHUNK_DIMS[kind] // LANES
+    most = max(chunk, min(4, num_accumulators() // num_rows))
+    targets = code.rows(acc, stride, num_rows)
 
-    def emit(
-        code: Code,
-        acc: Value,
-        stride: Value,
-        weights: Value,
-        rows: Value,
-        offset: Value,
-        count: Value,
-        num_vectors: Value,
-        ahead: Value,
-    ) -> None:
-        builder = code.builder
-        targets = code.rows(acc, stride, num_groups * group_rows)
+    def columns(first: Value, width: int) -> None:
+        """The vectors first .. first + width of all rows."""
+        place = code.times(first, LANES * FLOAT_BYTES)
+        begin = code.times(first, LANES * ELEMENT_BYTES[kind])
 
-        def columns(first: Value, width: int, prefetches: bool) -> None:
-            """The vectors first .. first + width of all rows."""
-            asked = width * LANES * item  # for a token
-            place = code.times(first, LANES * FLOAT_BYTES)
-            of_row = builder.add(offset, place)
+        def token(t: Value, sums: list[Value]) -> list[Value]:
+            if ahead is not None:
+                later = builder.add(ahead.rows.after(code, t).at(code, 0), code.times(first, LANES * ahead.item))
+                for line in range(0, width * LANES * ahead.item, CACHE_LINE):
+                    code.prefetch(later, line)
+            row = builder.add(rows.after(code, t).at(code, 0), begin)
+            parts = range(0, width * LANES * ELEMENT_BYTES[kind], CHUNK_DIMS[kind] * ELEMENT_BYTES[kind])
+            value = [v for part in parts for v in widen_chunk(code, kind, code.plus(row, part))]
+            weight = builder.add(weights, code.times(t, group_rows * FLOAT_BYTES))
+            for r in range(num_rows):
+                of_group = r // group_rows * TILE * group_rows + r % group_rows
+                w = code.splat(code.load(weight, FLOAT, of_group * FLOAT_BYTES), LANES)
+                those = slice(r * width, (r + 1) * width)
+                sums[those] = [code.fma(w, v, x) for v, x in zip(value, sums[those], strict=True)]
+            return sums
 
-            def token(t: Value, sums: list[Value]) -> list[Value]:
-                if prefetches:
-                    at = builder.add(code.times(first, STEP * LANES * item), code.times(t, asked))
-                    for line in range(0, asked, CACHE_LINE):
-                        code.prefetch(builder.add(ahead, at), line)
-                row = builder.add(code.load(builder.add(rows, code.times(t, INT_BYTES)), INT64), of_row)
-                value = [code.load(row, vector(LANES), v * LANES * FLOAT_BYTES) for v in range(width)]
-                weight = builder.add(weights, code.times(t, group_rows * FLOAT_BYTES))
-                for r in range(num_groups * group_rows):
-                    of_group = r // group_rows * TILE * group_rows + r % group_rows
-                    w = code.splat(code.load(weight, FLOAT, of_group * FLOAT_BYTES), LANES)
-                    those = slice(r * width, (r + 1) * width)
-                    sums[those] = [code.fma(w, v, x) for v, x in zip(value, sums[those], strict=True)]
-                return sums
+        at = [(builder.add(row, place), v * LANES * FLOAT_BYTES) for row in targets for v in range(width)]
+        before = [code.load(row, vector(LANES), v) for row, v in at]
+        for (row, v), after in zip(at, code.loop(count, before, token), strict=True):
+            code.store(after, row, v)
 
-            at = [(builder.add(row, place), v * LANES * FLOAT_BYTES) for row in targets for v in range(width)]
-            before = [code.load(row, vector(LANES), v) for row, v in at]
-            for (row, v), after in zip(at, code.loop(count, before, token), strict=True):
-                code.store(after, row, v)
-
-        def whole(prefetches: bool) -> None:
-            turns = builder.sdiv(num_vectors, INT64(most))
-            code.repeatedly(turns, lambda i: columns(code.times(i, most), most, prefetches))
-            if most > 1:
-                done = code.times(turns, most)
-                left = builder.sub(num_vectors, done)
-                code.repeatedly(left, lambda i: columns(builder.add(done, i), 1, prefetches))
-
-        code.prefetching(ahead, whole)
-
-    return step(emit)
+    turns = builder.sdiv(num_vectors, INT64(most))
+    code.repeatedly(turns, lambda i: columns(code.times(i, most), most))
+    if most > chunk:
+        done = code.times(turns, most)
+        left = builder.sdiv(builder.sub(num_vectors, done), INT64(chunk))
+        code.repeatedly(left, lambda i: columns(builder.add(done, code.times(i, chunk)), chunk))

@@ -13,41 +13,46 @@ from numba.extending import intrinsic
 from .code import BYTE, ELEMENT_BYTES, FLOAT, HALF, INT32, INT64, SHORT, Code, Value, step, vector
 from .machine import has_byte_permutes
 from .order import CHUNK_DIMS, UNIT, chunk_order, unit_order
-from .shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP
+from .rows import Rows
+from .shapes import FLOAT_BYTES, LANES, STEP
 
 FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 UPPER_HALF = -(2**16)
 
 
 def make_widen(kind: str) -> Any:
-    """The step ``widen(target, target_stride, rows, offset, head_dim)``.
-
-    The STEP rows of `kind` whose addresses lie at `rows`, plus an offset, as float32 rows a stride apart.
-    """
-    dims, item = CHUNK_DIMS[kind], ELEMENT_BYTES[kind]
+    """The step ``widen(target, target_stride, rows, offset, head_dim)``: `widen_rows`."""
 
     def emit(code: Code, target: Value, stride: Value, rows: Value, offset: Value, head_dim: Value) -> None:
-        builder = code.builder
-        whole = builder.sdiv(head_dim, INT64(dims))
-        units = builder.sdiv(builder.sub(head_dim, code.times(whole, dims)), INT64(UNIT))
-        targets = code.rows(target, stride, STEP)
-        for i, to in enumerate(targets):
-            row = builder.add(code.load(rows, INT64, INT_BYTES * i), offset)
-
-            def chunk(n: Value, row: Value = row, to: Value = to) -> None:
-                place = builder.add(to, code.times(n, FLOAT_BYTES * dims))
-                for v, widened in enumerate(widen_chunk(code, kind, builder.add(row, code.times(n, item * dims)))):
-                    code.store(widened, place, FLOAT_BYTES * LANES * v)
-
-            def unit(n: Value, row: Value = row, to: Value = to) -> None:
-                dim = builder.add(code.times(whole, dims), code.times(n, UNIT))
-                widened = widen_unit(code, kind, builder.add(row, code.times(dim, item)))
-                code.store(widened, builder.add(to, code.times(dim, FLOAT_BYTES)))
-
-            code.repeatedly(whole, chunk)
-            code.repeatedly(units, unit)
+        widen_rows(code, kind, target, stride, Rows(rows, offset), head_dim, whole=False)
 
     return step(emit)
+
+
+def widen_rows(
+    code: Code, kind: str, target: Value, stride: Value, rows: Rows, head_dim: Value, *, whole: bool
+) -> None:
+    """STEP rows of `kind` as float32 rows a stride apart; `whole` if head_dim is known to be whole chunks."""
+    builder, dims, item = code.builder, CHUNK_DIMS[kind], ELEMENT_BYTES[kind]
+    chunks = builder.sdiv(head_dim, INT64(dims))
+    pairs = [(rows.at(code, t), to) for t, to in enumerate(code.rows(target, stride, STEP))]
+
+    def chunk(n: Value) -> None:
+        begin, place = code.times(n, item * dims), code.times(n, FLOAT_BYTES * dims)
+        for row, to in pairs:
+            for v, widened in enumerate(widen_chunk(code, kind, builder.add(row, begin))):
+                code.store(widened, builder.add(to, place), FLOAT_BYTES * LANES * v)
+
+    def unit(n: Value) -> None:
+        dim = builder.add(code.times(chunks, dims), code.times(n, UNIT))
+        for row, to in pairs:
+            widened = widen_unit(code, kind, builder.add(row, code.times(dim, item)))
+            code.store(widened, builder.add(to, code.times(dim, FLOAT_BYTES)))
+
+    code.repeatedly(chunks, chunk)
+    if not whole:
+        units = builder.sdiv(builder.sub(head_dim, code.times(chunks, dims)), INT64(UNIT))
+        code.repeatedly(units, unit)
 
 
 def make_widen_piece(kind: str) -> Any:

@@ -1,0 +1,79 @@
+"""Sweeps: rows of every dtype read in every way give the same bits, and what comes next is prefetched."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from pagedkv.cpu.steps.code import BYTE, Code
+from pagedkv.cpu.steps.order import order
+from pagedkv.cpu.steps.shapes import CACHE_LINE, STEP, TILE
+from pagedkv.cpu.steps.sweep import Form, make_add, make_score
+
+from .stepper import grouped, stepper, swept
+from .test_widen import FORMATS
+
+HEADS, GROUPS, DIMS = 2, 3, 128
+RNG = np.random.default_rng(0)
+
+
+@cache
+def sweeps(form):
+    return stepper(make_score(form)), stepper(make_add(form))
+
+
+def rows_of(kind, tokens):
+    return RNG.standard_normal((tokens, HEADS, DIMS), np.float32).astype(FORMATS[kind])
+
+
+def state_of(group_rows):
+    """Queries, accumulators and scores of all heads."""
+    rows = HEADS * GROUPS * group_rows
+    q, acc = RNG.standard_normal((2, rows, DIMS), np.float32)
+    return q, acc, RNG.uniform(0, 1, (rows // group_rows, TILE, group_rows)).astype(np.float32)
+
+
+def head_by_head(kind, rows, group_rows, q, acc, scores):
+    """What the sweeps leave, from rows that were widened before."""
+    score, add = sweeps(Form("float32", group_rows, whole=True, staged=True))
+    dots, acc, heads = np.full_like(scores, np.nan), acc.copy(), range(HEADS)
+    for h in heads:
+        wide = np.ascontiguousarray(rows[:, h : h + 1].astype(np.float32)[:, :, order(kind, DIMS)])
+        some = slice(h * GROUPS, (h + 1) * GROUPS)
+        of_rows = slice(some.start * group_rows, some.stop * group_rows)
+        score(dots[some], grouped(q[of_rows], group_rows), *swept(wide, GROUPS))
+        add(acc[of_rows], scores[some], *swept(wide, GROUPS))
+    return dots, acc
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["in registers", "in a tile"])
+@pytest.mark.parametrize("group_rows", [1, 4])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8_e4m3"])
+def test_every_way_to_read_rows(kind, group_rows, whole):
+    rows, (q, acc, scores) = rows_of(kind, 2 * STEP + 3), state_of(group_rows)
+    expected_dots, expected_acc = head_by_head(kind, rows, group_rows, q, acc, scores)
+    score, add = sweeps(Form(kind, group_rows, whole=whole, staged=False))
+    for token_major in (True, False):
+        arguments = swept(rows, GROUPS, token_major=token_major)
+        found_dots, found_acc = np.full_like(scores, np.nan), acc.copy()
+        score(found_dots, grouped(q, group_rows), *arguments)
+        add(found_acc, scores, *arguments)
+        np.testing.assert_array_equal(found_dots[:, : len(rows)], expected_dots[:, : len(rows)])
+        np.testing.assert_array_equal(found_acc, expected_acc)
+
+
+@pytest.mark.parametrize("group_rows", [1, 4])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_each_line_of_the_next_rows_is_prefetched(kind, group_rows, monkeypatch):
+    monkeypatch.setattr(Code, "prefetch", lambda code, address, offset=0: code.store(BYTE(1), address, offset))
+    rows, (q, acc, scores) = rows_of(kind, STEP), state_of(group_rows)
+    row_bytes = DIMS * rows.itemsize
+    for make, first in ((make_score, grouped(q, group_rows)), (make_add, acc)):
+        memory = np.zeros((STEP * HEADS + 1) * row_bytes + CACHE_LINE, np.uint8)
+        begin = -memory.ctypes.data % CACHE_LINE
+        later = memory[begin : begin + STEP * HEADS * row_bytes].reshape(STEP, HEADS, row_bytes)
+        run = stepper(make(Form(kind, group_rows, whole=True, staged=False)))
+        one, other = (scores, first) if make is make_score else (first, scores)
+        run(one, other, *swept(rows, GROUPS, next_rows=later))
+        assert (later.reshape(-1, CACHE_LINE)[:, 0] == 1).all()
+        assert memory.sum() == later.sum()
