@@ -38,6 +38,13 @@ def test_whole_prompts_around_tile_boundaries(spec, causal):
 
 
 @some
+def test_a_window_begins_between_the_rows_of_a_group(spec):
+    """In a tile that the first of four rows sees whole, and the others do not."""
+    problem = build(spec.replace(seq_lens=(257,), query_lens=(257,), group_size=1, window=102))
+    assert_close(problem, *run(problem))
+
+
+@some
 def test_group_sizes(spec):
     for group_size in (1, 3, 5, 7, 8, 16, 48):
         problem = build(spec.replace(seq_lens=(90, 40), query_lens=(9, 40), group_size=group_size, num_kv_heads=1))
