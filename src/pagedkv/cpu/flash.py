@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .access import get_float, get_int, get_int32
-from .compile import helper, inlined
+from .compile import device, helper, inlined
 from .logits import make_modify
 from .scratch import NOTHING, ONE, ZERO, start_states
 from .steps.fold import make_fold, make_rescale
@@ -119,7 +119,7 @@ def _make_weigh(R: int, score_mod: Callable[..., Any] | None) -> Callable[..., A
     modify, modified = make_modify(score_mod), score_mod is not None
     softmax, masked_softmax = make_softmax(R, masked=False), make_softmax(R, masked=True)
 
-    @inlined
+    @device((R, score_mod))
     def weigh(scratch, num_rows, first, count, options, seq):
         softcap, slopes = options.softcap, options.slopes
         if modified or softcap != ZERO or slopes != 0:
