@@ -20,14 +20,10 @@ from pagedkv.kernels.device.intrinsics import address, local_array
 from pagedkv.kernels.device.source import KernelSource, device_function
 from pagedkv.kernels.split.arguments import Query
 from pagedkv.kernels.split.config import WARP_SIZE, SplitConfig
-from pagedkv.kernels.split.pages import make_row_address
+from pagedkv.kernels.split.lanes import make_lanes
+from pagedkv.kernels.split.pages import make_pages
 from pagedkv.kernels.split.shape import TILE, TensorShape
-from pagedkv.kernels.split.tensor_cores.fragments import (
-    make_key_fragment,
-    make_load_keys,
-    make_load_values,
-    make_value_fragment,
-)
+from pagedkv.kernels.split.tensor_cores.fragments import make_load_keys, make_load_values, make_products
 from pagedkv.kernels.split.tensor_cores.query import make_stage_query
 
 CONFIG = SplitConfig(head_dim=128, group_size=8, block_size=16, q_kind="float16", kv_kind="float16")
@@ -46,10 +42,9 @@ def make_probe(_config: Probe) -> KernelSource:
     WORDS, STEPS, ROW_VECTORS = SHAPE.v_vector // 4, SHAPE.k_steps, CONFIG.row_bytes // 16
     NUM_BUFFERED, NUM_Q, NUM_WORDS = SHAPE.buffer, 4 * SHAPE.q_fragments, 16 + 8 + 4
     GROUP_SIZE, ROW_BYTES, V_VECTOR = CONFIG.group_size, CONFIG.row_bytes, SHAPE.v_vector
-    row_address = make_row_address(CONFIG)
-    load_keys, load_values = make_load_keys(CONFIG, SHAPE, row_address), make_load_values(CONFIG, SHAPE, row_address)
-    key_fragment, value_fragment = make_key_fragment(CONFIG, SHAPE), make_value_fragment(CONFIG, SHAPE)
-    stage_query = make_stage_query(CONFIG, SHAPE)
+    row_address, products = make_pages(CONFIG, make_lanes(CONFIG).fetch).row_address, make_products(SHAPE)
+    load_keys, load_values = make_load_keys(SHAPE, row_address), make_load_values(SHAPE, row_address)
+    stage_query = make_stage_query(SHAPE)
 
     @device_function
     def put(out, at, word):
@@ -64,13 +59,13 @@ def make_probe(_config: Probe) -> KernelSource:
         v_first = g * V_VECTOR
         load_values(0, buffer, 0, address(v) + v_first, offset, ROW_BYTES - v_first, t)
         for j in range(WORDS):
-            a = value_fragment(buffer[j], buffer[j + WORDS], buffer[j + 2 * WORDS], buffer[j + 3 * WORDS], 0)
+            a = products.value_fragment(buffer[j], buffer[j + WORDS], buffer[j + 2 * WORDS], buffer[j + 3 * WORDS], 0)
             for i in range(4):
                 put(out, at + 4 * j + i, a[i])
         load_keys(0, buffer, 0, address(k) + t * 16, offset, g, t)
         for n in range(2):
             for step in range(STEPS):
-                b = key_fragment(buffer, 4 * n, step)
+                b = products.key_fragment(buffer, 4 * n, step)
                 put(out, at + 16 + 4 * n + 2 * step, b[0])
                 put(out, at + 16 + 4 * n + 2 * step + 1, b[1])
         query = Query(address(q), ROW_BYTES, uint32(GROUP_SIZE), uint32(0))

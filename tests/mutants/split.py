@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "split: no barrier before terms are loaded",
         QUERY,
-        "                cuda.syncthreads()\n                for_each(take",
-        "                for_each(take",
+        "                cuda.syncthreads()\n                take(",
+        "                take(",
         EXACT,
     ),
     Mutant(
@@ -122,14 +122,14 @@ MUTANTS = [
     Mutant(
         "split: no barrier of the warp before its lanes read from each other",
         LANES,
-        "    store_shared_word(where, x)\n    sync_warp()\n",
+        "    store_shared_word(where, x)\n    warps.sync_warp()\n",
         "    store_shared_word(where, x)\n",
         THROUGH_SHARED,
     ),
     Mutant(
         "split: no barrier of the warp before what lanes have read is replaced",
         LANES,
-        "    sync_warp()  # every lane has read what was there\n",
+        "    warps.sync_warp()  # every lane has read what was there\n",
         "",
         THROUGH_SHARED,
     ),
@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant(
         "split: tokens past the end are not selected away",
         TENSOR,
-        "        if valid != ALL:\n            mask(registers.s, valid, t)\n",
+        "        if valid != ALL:\n            scores.mask(registers.s, valid, t)\n",
         "",
         LENGTHS,
         ci=True,
@@ -236,14 +236,14 @@ MUTANTS = [
     Mutant(
         "split: tokens of a bad block are seen",
         TENSOR,
-        "            if CHECKED and valid != ALL:\n                mask(registers.s, valid, t)\n",
+        "            if CHECKED and valid != ALL:\n                scores.mask(registers.s, valid, t)\n",
         "",
         BAD_BLOCK,
     ),
     Mutant(
         "split: CUDA cores do not select tokens past the end away",
         CORES,
-        "            mask(s, values, valid, group)\n            update(",
+        "            scores.mask(s, values, valid, group)\n            update(",
         "            update(",
         CORES_LENGTHS,
     ),

@@ -100,14 +100,14 @@ MUTANTS = [
     Mutant(
         "split: tokens of a stage past the end are not masked",
         MANY_HEADS,
-        "            if valid != ALL:\n                mask(registers.s, valid, t)\n",
+        "            if valid != ALL:\n                scores.mask(registers.s, valid, t)\n",
         "",
         TAILS,
     ),
     Mutant(
         "split: tokens of a bad block are seen, of many heads",
         MANY_HEADS,
-        "valid = bits_of_warp(others, good) if CHECKED else ALL",
+        "valid = lanes.bits_of_warp(others, good) if CHECKED else ALL",
         "valid = ALL",
         BAD_BLOCK,
     ),

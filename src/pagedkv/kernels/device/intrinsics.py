@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import typeof, types
 from numba.core import cgutils
 from numba.cuda.extending import intrinsic
+
+from .source import device_function
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -44,12 +46,15 @@ def declare(name: str, doc: str, result: Any, arguments: list[Any], emit: Callab
 
         return result(*arguments), codegen
 
-    typing.__name__ = typing.__qualname__ = name
     typing.__doc__ = doc
+    return _intrinsic(typing, name, [f"argument_{i}" for i in range(len(arguments))])
+
+
+def _intrinsic(typing: Any, name: str, arguments: list[str]) -> Any:
+    typing.__name__ = typing.__qualname__ = name
     # numba reads the names of the arguments from here and does not support *args.
-    names = ["typingctx", *(f"argument_{i}" for i in range(len(arguments)))]
-    parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in names]
-    typing.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in ["typingctx", *arguments]]
+    typing.__signature__ = Signature(parameters)
     return intrinsic(typing)
 
 
@@ -89,6 +94,33 @@ def for_each(typingctx: Any, body: Any, count: Any, args: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(body, count, args), codegen
+
+
+def unrolled(count: int) -> Callable[[Callable[..., None]], Any]:
+    """Decorate ``body(i, *args)``: kernels call it as ``body(*args)``, which runs it for i from 0 to count - 1.
+
+    Without a loop: a local array stays in registers only if every index into it is a constant, and LLVM unrolls loops
+    only up to a certain size.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        body = device_function(function)  # numba's type of it does not keep it alive
+
+        def typing(typingctx: Any, *given: Any) -> Any:
+            kind = typeof(body)
+            call = kind.get_call_type(typingctx, (int64, *given), {})
+
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                run = context.get_function(kind, call)
+                for i in range(count):
+                    run(builder, [I64(i), *args])
+                return context.get_dummy_value()
+
+            return types.void(*given), codegen
+
+        return _intrinsic(typing, function.__name__, list(signature(function).parameters)[1:])
+
+    return decorate
 
 
 opaque = declare(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 
@@ -53,3 +54,14 @@ def device_function(function: Callable[..., Any]) -> Any:
     from numba import cuda
 
     return cuda.jit(device=True, forceinline=True, lineinfo=_lineinfo.get())(function)
+
+
+class Steps(ModuleType):
+    """The device functions of one subject, called as ``steps.name(...)``: a module is the one namespace numba knows."""
+
+    def __init__(self, *functions: Any) -> None:
+        super().__init__("steps")
+        vars(self).update({function.__name__: function for function in functions})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no step {name!r}, only {', '.join(vars(self))}")

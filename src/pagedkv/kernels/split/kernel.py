@@ -31,15 +31,16 @@ from numba import cuda, float32, int32, int64, types, uint32
 from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
 from ..device.intrinsics import address, bits_float, divmod_32, load_4, shared_address
 from ..device.logits import NONE
-from ..device.source import KernelSource, device_function
+from ..device.source import KernelSource, Steps, device_function
 from ..device.tensor_intrinsics import count_up, fence, thread_number
 from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
-from .merge import make_leave, make_merge, make_store_pair, make_store_quad, merge_bytes
-from .pages import make_check_split
+from .lanes import make_lanes
+from .merge import make_leave, make_merge, make_store, merge_bytes
+from .pages import make_pages
 from .shape import TensorShape
-from .sums import are_dynamic, make_pair_address, sums_bytes
+from .sums import are_dynamic, make_sums, sums_bytes
 from .tensor_cores.few_heads import make_attend_on_tensor_cores
 from .tensor_cores.fragments import software_factor
 from .tensor_cores.many_heads import make_attend_with_many_heads
@@ -64,11 +65,10 @@ def make_split(config: SplitConfig) -> KernelSource:
     LEADING_ZEROS, MANY = 32 - FULL_GRID.bit_length(), int32(MANY_SPLITS.bit_length() - 1)
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
     NUM_STATES, IS_EVEN = config.num_teams * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
-    pair_address, store_pair = make_pair_address(config), make_store_pair(config)
     CHECKS_SPLITS, NUM_SUMS = config.checks_splits, sums_bytes(config) // 4
-    attend, store_quad = make_attend(config, pair_address), make_store_quad(store_pair)
-    check_split = make_check_split(config)
-    leave, merge_splits = make_leave(config, pair_address, store_quad), make_merge(config, store_quad)
+    team_sums, store = make_sums(config), make_store(config)
+    attend, lookup = make_attend(config, team_sums), make_pages(config, make_lanes(config).fetch)
+    leave, merge_splits = make_leave(config, team_sums, store), make_merge(config, store)
     VALUE_FACTOR, FORGETS = float32(software_factor(config)), config.forgets
 
     @device_function
@@ -117,7 +117,7 @@ def make_split(config: SplitConfig) -> KernelSource:
         i = thread
         while i < uint32(output.num_heads * PAIRS):
             h, pair = divmod_32(i, PAIRS)
-            store_pair(output.address + int64(h) * output.head_stride, pair, float32(0), float32(0))
+            store.store_pair(output.address + int64(h) * output.head_stride, pair, float32(0), float32(0))
             i = uint32(i + NUM_THREADS)
         if thread < output.num_heads and address(output.lse) != 0:
             output.lse[output.row + int64(thread)] = NONE
@@ -173,7 +173,7 @@ def make_split(config: SplitConfig) -> KernelSource:
             q_row = address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride
             pages = Pages(table, last_token, num_blocks, report, seq)
             if CHECKS_SPLITS:
-                is_bad = check_split(thread, first, pages)
+                is_bad = lookup.check_split(thread, first, pages)
                 if thread == 0:
                     told[0] = uint32(1) if is_bad else uint32(0)
             attend(
@@ -224,12 +224,12 @@ def make_split(config: SplitConfig) -> KernelSource:
     return KernelSource(split, SIGNATURE, NUM_THREADS, _min_blocks(config))
 
 
-def make_attend(config: SplitConfig, pair_address: Any) -> Any:
+def make_attend(config: SplitConfig, sums: Steps) -> Any:
     """The inner loop of a config."""
     if config.staged:
-        return make_attend_with_many_heads(config, pair_address)
+        return make_attend_with_many_heads(config, sums)
     make = make_attend_on_tensor_cores if config.on_tensor_cores else make_attend_on_cuda_cores
-    return make(config, pair_address)
+    return make(config, sums)
 
 
 def _min_blocks(config: SplitConfig) -> int:

@@ -10,19 +10,10 @@ from typing import Any, NamedTuple
 
 from numba import cuda, uint32
 
+from ..device import tensor_intrinsics as warps
 from ..device.intrinsics import bits_float, float_bits, larger, shared_address
-from ..device.source import device_function
-from ..device.tensor_intrinsics import (
-    any_lane,
-    ballot,
-    exchange,
-    load_shared_word,
-    load_shared_words,
-    shuffle,
-    shuffle_float,
-    store_shared_word,
-    sync_warp,
-)
+from ..device.source import Steps, device_function
+from ..device.tensor_intrinsics import load_shared_word, load_shared_words, shuffle, shuffle_float, store_shared_word
 from .config import NUM_WARPS, WARP_SIZE, SplitConfig
 
 SLOT_BYTES = 2 * 4 * WARP_SIZE  # two words for each lane
@@ -43,9 +34,18 @@ class Slots(NamedTuple):
     others: Any
 
 
-def make_slots(config: SplitConfig) -> Any:
-    """The device function ``slots(warp)``."""
-    THROUGH_SHARED, NUM_WORDS = config.through_shared, slots_bytes(config) // 4
+@device_function
+def share_word(slot, x):
+    """Store a uint32 of this lane in a slot of its warp."""
+    where = uint32(slot + (uint32(cuda.threadIdx.x) & 31) * 4)
+    warps.sync_warp()  # every lane has read what was there
+    store_shared_word(where, x)
+    warps.sync_warp()
+
+
+def make_lanes(config: SplitConfig) -> Steps:
+    """The steps of a config; the whole warp calls each of them."""
+    THROUGH_SHARED, WIDE, NUM_WORDS = config.through_shared, config.wide, slots_bytes(config) // 4
 
     @device_function
     def slots(warp):
@@ -56,24 +56,9 @@ def make_slots(config: SplitConfig) -> Any:
             values, others = uint32(keys + VALUES * SLOT_BYTES), uint32(keys + OTHERS * SLOT_BYTES)
         return Slots(keys, values, others)
 
-    return slots
-
-
-@device_function
-def share_word(slot, x):
-    """Store a uint32 of this lane in a slot of its warp."""
-    where = uint32(slot + (uint32(cuda.threadIdx.x) & 31) * 4)
-    sync_warp()  # every lane has read what was there
-    store_shared_word(where, x)
-    sync_warp()
-
-
-def make_share(config: SplitConfig) -> Any:
-    """The device function ``share(slot, x)``: offer a uint32 (int64 if wide) of this lane to `make_fetch`."""
-    THROUGH_SHARED, WIDE = config.through_shared, config.wide
-
     @device_function
     def share(slot, x):
+        """Offer a uint32 (int64 if wide) of this lane to `fetch`."""
         if THROUGH_SHARED:
             if WIDE:
                 share_word(uint32(slot + 4 * WARP_SIZE), uint32(x >> 32))
@@ -81,44 +66,26 @@ def make_share(config: SplitConfig) -> Any:
             return slot
         return x
 
-    return share
-
-
-def make_fetch(config: SplitConfig) -> Any:
-    """The device function ``fetch(shared, lane, half)``: a half of what a lane offered to `share`."""
-    THROUGH_SHARED = config.through_shared
-
     @device_function
     def fetch(shared, lane, half):
+        """A half of what a lane offered to `share`."""
         if THROUGH_SHARED:
             return load_shared_word(uint32(shared + lane * 4 + 4 * WARP_SIZE * half))
         return shuffle(uint32(shared >> (32 * half)), lane)
 
-    return fetch
-
-
-def make_largest_of_head(config: SplitConfig) -> Any:
-    """The device function ``largest_of_head(slot, x, g)``: the largest float32 of lanes (g, 0) .. (g, 3)."""
-    THROUGH_SHARED = config.through_shared
-
     @device_function
     def largest_of_head(slot, x, g):
+        """The largest float32 of lanes (g, 0) .. (g, 3)."""
         if THROUGH_SHARED:
             share_word(slot, float_bits(x))
             y = load_shared_words(uint32(slot + g * 16))
             return larger(larger(bits_float(y[0]), bits_float(y[1])), larger(bits_float(y[2]), bits_float(y[3])))
-        x = larger(x, exchange(x, 1))
-        return larger(x, exchange(x, 2))
-
-    return largest_of_head
-
-
-def make_of_heads(config: SplitConfig) -> Any:
-    """The device function ``of_heads(slot, x, t)``: the float32 of lanes g = 2t and g = 2t + 1."""
-    THROUGH_SHARED = config.through_shared
+        x = larger(x, warps.exchange(x, 1))
+        return larger(x, warps.exchange(x, 2))
 
     @device_function
     def of_heads(slot, x, t):
+        """The float32 of lanes g = 2t and g = 2t + 1."""
         even, odd = uint32(t << 3), uint32((t << 3) + 4)
         if THROUGH_SHARED:
             share_word(slot, float_bits(x))
@@ -126,32 +93,20 @@ def make_of_heads(config: SplitConfig) -> Any:
             return bits_float(load_shared_word(even)), bits_float(load_shared_word(odd))
         return shuffle_float(x, even), shuffle_float(x, odd)
 
-    return of_heads
-
-
-def make_any_of_warp(config: SplitConfig) -> Any:
-    """The device function ``any_of_warp(condition)``: False only if the condition holds in no lane of the warp."""
-    THROUGH_SHARED = config.through_shared
-
     @device_function
     def any_of_warp(condition):
-        return True if THROUGH_SHARED else any_lane(condition)
-
-    return any_of_warp
-
-
-def make_bits_of_warp(config: SplitConfig) -> Any:
-    """The device function ``bits_of_warp(slot, condition)``: the word whose bit i is the condition of lane i."""
-    THROUGH_SHARED = config.through_shared
+        """False only if the condition holds in no lane of the warp."""
+        return True if THROUGH_SHARED else warps.any_lane(condition)
 
     @device_function
     def bits_of_warp(slot, condition):
+        """The word whose bit i is the condition of lane i."""
         if THROUGH_SHARED:
             share_word(slot, uint32(1) if condition else uint32(0))
             bits = uint32(0)
             for i in range(WARP_SIZE):
                 bits = uint32(bits | uint32(load_shared_word(uint32(slot + 4 * i)) << uint32(i)))
             return bits
-        return ballot(condition)
+        return warps.ballot(condition)
 
-    return bits_of_warp
+    return Steps(slots, share, fetch, largest_of_head, of_heads, any_of_warp, bits_of_warp)

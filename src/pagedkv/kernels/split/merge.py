@@ -15,7 +15,6 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from ..device.conversions import narrow
-from ..device.elements import ELEMENT_BITS
 from ..device.intrinsics import (
     address,
     assign,
@@ -31,29 +30,16 @@ from ..device.intrinsics import (
     store_4,
     store_8,
     store_16,
+    unrolled,
 )
 from ..device.logits import LOG2E, NONE
-from ..device.source import device_function
+from ..device.source import Steps, device_function
 from ..device.tensor_intrinsics import exchange, load_l2_2, load_l2_4, log2, reciprocal, store_shared_4
 from .config import MERGE_LOADS, MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
-from .sums import make_load_quad, team_bytes
+from .sums import team_bytes
 
 LN2 = float32(0.6931471805599453)
 SPLITS_OF_LANE = MOST_SPLITS // WARP_SIZE  # in the merge: four
-
-
-def make_store_pair(config: SplitConfig) -> Any:
-    """The device function ``store_pair(out, pair, x, y)``: dims 2 * pair and the next of a row of q's kind."""
-    rounded, Q_BYTES = narrow(config.q_kind), ELEMENT_BITS[config.q_kind] // 8
-
-    @device_function
-    def store_pair(out, pair, x, y):
-        if Q_BYTES == 4:
-            store_8(out + int64(pair) * 8, float_bits(x), float_bits(y))
-        else:
-            store_4(out + int64(pair) * 4, uint32(rounded(x) | (rounded(y) << 16)))
-
-    return store_pair
 
 
 @device_function
@@ -94,18 +80,36 @@ def merge_bytes(config: SplitConfig) -> int:
     return 4 * config.num_heads * MOST_SPLITS + 16 * quads * (config.merge_shares - 1)
 
 
-def make_leave(config: SplitConfig, pair_address: Any, store_quad: Any) -> Any:
-    """The device function ``leave(thread, output, partials, num_splits, split, shared)``.
+def make_store(config: SplitConfig) -> Steps:
+    """How the output is written: `pair` is of dims 2 * pair and the next of a row of q's kind."""
+    rounded, Q_BYTES = narrow(config.q_kind), config.q_bytes
 
-    After all warps have put their sums, it adds the teams: to the output of the only split of a sequence, to a partial
-    result of one of several. Every thread of the block calls it.
-    """
+    @device_function
+    def store_pair(out, pair, x, y):
+        if Q_BYTES == 4:
+            store_8(out + int64(pair) * 8, float_bits(x), float_bits(y))
+        else:
+            store_4(out + int64(pair) * 4, uint32(rounded(x) | (rounded(y) << 16)))
+
+    @device_function
+    def store_quad(out, pair, sums):
+        store_pair(out, pair, sums[0], sums[1])
+        store_pair(out, uint32(pair + 1), sums[2], sums[3])
+
+    return Steps(store_pair, store_quad)
+
+
+def make_leave(config: SplitConfig, sums: Steps, store: Steps) -> Any:
+    """The device function ``leave(thread, output, partials, num_splits, split, shared)``."""
     NUM_HEADS, NUM_TEAMS, QUADS = config.num_heads, config.num_teams, config.head_dim // 4
     ROW_BYTES, TEAM_BYTES = 4 * config.head_dim, team_bytes(config)
-    load_quad = make_load_quad(config)
 
     @device_function
     def leave(thread, output, partials, num_splits, split, shared):
+        """Add the teams: to the output of the only split of a sequence, to a partial result of one of several.
+
+        Every thread of the block calls it, after all warps have put their sums.
+        """
         quad, weights = local_array(4, float32), shared.weights
         is_only = num_splits == 1
         partial = output.row * partials.most_splits + int64(split)
@@ -135,12 +139,12 @@ def make_leave(config: SplitConfig, pair_address: Any, store_quad: Any) -> Any:
         while i < uint32(output.num_heads * QUADS):
             h, q = divmod_32(i, QUADS)
             pair = uint32(q << 1)
-            where = pair_address(shared.address, h, pair, int64(0))
+            where = sums.pair_address(shared.address, h, pair, int64(0))
             clear(quad, 4)
             for w in range(NUM_TEAMS):
-                add(quad, weights[w * NUM_HEADS + int64(h)], load_quad(uint32(where + w * TEAM_BYTES)))
+                add(quad, weights[w * NUM_HEADS + int64(h)], sums.load_quad(uint32(where + w * TEAM_BYTES)))
             if is_only:
-                store_quad(output.address + int64(h) * output.head_stride, pair, quad)
+                store.store_quad(output.address + int64(h) * output.head_stride, pair, quad)
             else:
                 target = address(partials.sums) + (partial + int64(h) * partials.most_splits) * ROW_BYTES
                 words = float_bits(quad[0]), float_bits(quad[1]), float_bits(quad[2]), float_bits(quad[3])
@@ -150,59 +154,48 @@ def make_leave(config: SplitConfig, pair_address: Any, store_quad: Any) -> Any:
     return leave
 
 
-def make_store_quad(store_pair: Any) -> Any:
-    """The device function ``store_quad(out, pair, sums)``: four sums as dims 2 * pair to 2 * pair + 3 of a row."""
+def make_merge(config: SplitConfig, store: Steps) -> Any:
+    """The device function ``merge_splits(thread, output, partials, num_splits, weights)``."""
+    add_splits = make_add_splits(config, store)
 
-    @device_function
-    def store_quad(out, pair, sums):
-        store_pair(out, pair, sums[0], sums[1])
-        store_pair(out, uint32(pair + 1), sums[2], sums[3])
-
-    return store_quad
-
-
-def make_merge(config: SplitConfig, store_quad: Any) -> Any:
-    """The device function ``merge_splits(thread, output, partials, num_splits, weights)``.
-
-    It adds the partial results of all splits to the output. A warp for each head, with every 32nd split for each lane,
-    finds the weights; then `make_add_splits`.
-    """
-    add_splits = make_add_splits(config, store_quad)
-
-    @device_function
-    def load_state(i, maxima, totals, partials, partial, num_splits, lane):
+    @unrolled(SPLITS_OF_LANE)
+    def load_states(i, maxima, totals, partials, partial, num_splits, lane):
         split = lane + WARP_SIZE * i
         maxima[i], totals[i] = NONE, float32(0)
         if split < num_splits:
             maxima[i], totals[i] = load_l2_2(address(partials.states) + (partial + split) * 8)
 
-    @device_function
+    @unrolled(SPLITS_OF_LANE)
     def weigh(i, maxima, totals, maximum):
         maxima[i] = exp2(float32(maxima[i] - finite(maximum)))
         totals[i] = float32(maxima[i] * totals[i])
 
-    @device_function
-    def put_weight(i, weights, at, maxima, factor):
+    @unrolled(SPLITS_OF_LANE)
+    def put_weights(i, weights, at, maxima, factor):
         weights[at + WARP_SIZE * i] = float32(maxima[i] * factor)
 
     @device_function
     def merge_splits(thread, output, partials, num_splits, weights):
+        """Add the partial results of all splits to the output.
+
+        A warp for each head, with every 32nd split for each lane, finds the weights; then `add_splits`.
+        """
         lane, h = int64(uint32(thread & 31)), int64(uint32(thread >> 5))
         maxima, totals = local_array(SPLITS_OF_LANE, float32), local_array(SPLITS_OF_LANE, float32)
         while h < int64(output.num_heads):
             partial = (output.row + h) * partials.most_splits
-            for_each(load_state, SPLITS_OF_LANE, (maxima, totals, partials, partial, num_splits, lane))
+            load_states(maxima, totals, partials, partial, num_splits, lane)
             sink = sink_of(output.sinks, output.head + h)
             maximum = larger(larger(larger(maxima[0], maxima[1]), larger(maxima[2], maxima[3])), sink)
             for b in range(5):
                 maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
-            for_each(weigh, SPLITS_OF_LANE, (maxima, totals, maximum))
+            weigh(maxima, totals, maximum)
             total = float32(float32(totals[0] + totals[1]) + float32(totals[2] + totals[3]))
             for b in range(5):
                 total = float32(total + exchange(total, uint32(1 << b)))
             total = float32(total + exp2(float32(sink - finite(maximum))))
             factor = float32(inverse(total) * output.v_factor)
-            for_each(put_weight, SPLITS_OF_LANE, (weights, h * MOST_SPLITS + lane, maxima, factor))
+            put_weights(weights, h * MOST_SPLITS + lane, maxima, factor)
             if lane == 0:
                 store_lse(output.lse, output.row + h, maximum, total)
             h += NUM_WARPS
@@ -212,13 +205,8 @@ def make_merge(config: SplitConfig, store_quad: Any) -> Any:
     return merge_splits
 
 
-def make_add_splits(config: SplitConfig, store_quad: Any) -> Any:
-    """The device function ``add_splits(thread, output, partials, num_splits, weights)``: to the output, in their order.
-
-    A thread has four dims of a head. Where there are fewer of these than threads, each of `merge_shares` threads takes
-    every so many splits, and the first one adds what the others have. One multiprocessor does all of it, while nothing
-    else is left to do: what counts is how many loads a thread has in flight.
-    """
+def make_add_splits(config: SplitConfig, store: Steps) -> Any:
+    """The device function ``add_splits(thread, output, partials, num_splits, weights)``."""
     QUADS, ROW_BYTES, NUM_QUADS = config.head_dim // 4, 4 * config.head_dim, config.num_heads * config.head_dim // 4
     SHARES, OTHERS = config.merge_shares, 4 * config.num_heads * MOST_SPLITS
     STRIDE, BUFFERED, load_floats = ROW_BYTES * SHARES, 4 * MERGE_LOADS, load_shared(4)
@@ -256,6 +244,12 @@ def make_add_splits(config: SplitConfig, store_quad: Any) -> Any:
 
     @device_function
     def add_splits(thread, output, partials, num_splits, weights):
+        """Add partial results to the output, in the order of their splits.
+
+        A thread has four dims of a head. Where there are fewer of these than threads, each of `merge_shares` threads
+        takes every so many splits, and the first one adds what the others have. One multiprocessor does all of it,
+        while nothing else is left to do: what counts is how many loads a thread has in flight.
+        """
         sums = local_array(4, float32)
         share, i = divmod_32(thread, NUM_QUADS)
         others = uint32(shared_address(weights) + OTHERS + uint32(thread << 4))
@@ -264,7 +258,7 @@ def make_add_splits(config: SplitConfig, store_quad: Any) -> Any:
             h = int64(head)
             add_share(sums, h, quad, share, output, partials, num_splits, weights)
             if SHARES == 1:
-                store_quad(output.address + h * output.head_stride, uint32(quad << 1), sums)
+                store.store_quad(output.address + h * output.head_stride, uint32(quad << 1), sums)
             elif share > 0:
                 store_shared_4(uint32(others - 16 * NUM_QUADS), sums[0], sums[1], sums[2], sums[3])
             i = uint32(i + NUM_THREADS)
@@ -274,6 +268,6 @@ def make_add_splits(config: SplitConfig, store_quad: Any) -> Any:
                 for n in range(SHARES - 1):
                     add(sums, float32(1), load_floats(uint32(others + 16 * NUM_QUADS * n)))
                 head, quad = divmod_32(thread, QUADS)
-                store_quad(output.address + int64(head) * output.head_stride, uint32(quad << 1), sums)
+                store.store_quad(output.address + int64(head) * output.head_stride, uint32(quad << 1), sums)
 
     return add_splits

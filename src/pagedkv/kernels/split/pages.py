@@ -13,21 +13,22 @@ from numba import cuda, int32, int64, uint32
 
 from ..device.bad_entries import BLOCK_ID, record
 from ..device.intrinsics import load_4
-from ..device.source import device_function
+from ..device.source import Steps, device_function
 from .config import NUM_THREADS, SplitConfig
-from .lanes import make_fetch
 
 
-def make_find_token(config: SplitConfig) -> Any:
-    """The device function ``find_token(pages, token) -> block, position, good``.
-
-    A token past the last one is looked up as the last one, so that every lane has a row to load. A block id that
-    check=True refuses is taken as block 0. If `check_split` has not met it, it is recorded, and `good` is False.
-    """
+def make_pages(config: SplitConfig, fetch: Any) -> Steps:
+    """The steps of a config; `fetch` is that of lanes.py."""
     BLOCK_SIZE, MASKS, CHECKS_SPLITS = config.block_size, config.masks_blocks, config.checks_splits
+    WIDE, VECTOR_BYTES, SHIFT = config.wide, config.vector_bytes, config.vector_bytes.bit_length() - 1
 
     @device_function
     def find_token(pages, token):
+        """The block and position of a token, and whether they are good.
+
+        A token past the last one is looked up as the last one, so that every lane has a row to load. A block id that
+        check=True refuses is taken as block 0. If `check_split` has not met it, it is recorded, and not good.
+        """
         token = min(token, pages.last)
         column = uint32(token // uint32(BLOCK_SIZE))
         block = load_4(pages.table + int64(column) * 4)
@@ -41,18 +42,12 @@ def make_find_token(config: SplitConfig) -> Any:
                 block = uint32(0)
         return block, uint32(token - uint32(column * uint32(BLOCK_SIZE))), good
 
-    return find_token
-
-
-def make_check_split(config: SplitConfig) -> Any:
-    """The device function ``check_split(thread, first, pages)``: True if check=True refuses a block id of the split.
-
-    Every thread of the block calls it, and gets the same answer. The first bad id of a thread is recorded.
-    """
-    BLOCK_SIZE = config.block_size
-
     @device_function
     def check_split(thread, first, pages):
+        """True if check=True refuses a block id of the split; every thread of the block calls it, and gets the same.
+
+        The first bad id of a thread is recorded.
+        """
         column, last = uint32(uint32(first // uint32(BLOCK_SIZE)) + thread), uint32(pages.last // uint32(BLOCK_SIZE))
         is_bad = int32(0)
         while column <= last and is_bad == 0:
@@ -63,43 +58,25 @@ def make_check_split(config: SplitConfig) -> Any:
             column = uint32(column + NUM_THREADS)
         return cuda.syncthreads_or(is_bad) != 0
 
-    return check_split
-
-
-def make_row_offset(config: SplitConfig) -> Any:
-    """The device function ``row_offset(cache, block, position)``: of a token's row."""
-    WIDE, SHIFT = config.wide, config.vector_bytes.bit_length() - 1
-
     @device_function
     def row_offset(cache, block, position):
+        """The offset of a token's row."""
         if WIDE:
             return int64(block) * cache.block_stride + int64(position) * cache.token_stride
         # Each product is cast by itself: the sum becomes an address, and LLVM would multiply in 64 bits.
         block_vectors, token_vectors = uint32(cache.block_stride >> SHIFT), uint32(cache.token_stride >> SHIFT)
         return uint32(uint32(block * block_vectors) + uint32(position * token_vectors))
 
-    return row_offset
-
-
-def make_address_at(config: SplitConfig) -> Any:
-    """The device function ``address_at(base, offset)``: the row at an offset."""
-    WIDE, VECTOR_BYTES = config.wide, config.vector_bytes
-
     @device_function
     def address_at(base, offset):
+        """The row at an offset."""
         return base + (offset if WIDE else int64(offset) * VECTOR_BYTES)
-
-    return address_at
-
-
-def make_row_address(config: SplitConfig) -> Any:
-    """The device function ``row_address(base, offset, lane)``: the row whose offset that lane offered."""
-    WIDE, VECTOR_BYTES, fetch = config.wide, config.vector_bytes, make_fetch(config)
 
     @device_function
     def row_address(base, offset, lane):
+        """The row whose offset that lane offered."""
         if WIDE:
             return base + (int64(fetch(offset, lane, 1)) << 32 | int64(fetch(offset, lane, 0)))
         return base + int64(fetch(offset, lane, 0)) * VECTOR_BYTES
 
-    return row_address
+    return Steps(find_token, check_split, row_offset, address_at, row_address)

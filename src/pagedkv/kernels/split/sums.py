@@ -14,8 +14,8 @@ from typing import Any
 
 from numba import float32, uint32
 
-from ..device.intrinsics import float_bits, for_each, load_shared
-from ..device.source import device_function
+from ..device.intrinsics import float_bits, load_shared, unrolled
+from ..device.source import Steps, device_function
 from ..device.tensor_intrinsics import exchange, load_shared_2, store_shared_2, store_shared_word
 from .config import SplitConfig
 from .shape import TensorShape
@@ -44,16 +44,17 @@ def team_bytes(config: SplitConfig) -> int:
     return 8 * row_pairs(config) * config.num_heads
 
 
-def make_pair_address(config: SplitConfig) -> Any:
-    """The device function ``pair_address(shared, head, pair, j)`` -> shared address of pair + j for team 0.
-
-    `pair` is a multiple of what a lane has of a vector, and j less than that; or `pair` is even, and j is 0.
-    """
-    ROW_BYTES = 8 * row_pairs(config)
+def make_sums(config: SplitConfig) -> Steps:
+    """How sums are addressed and read back."""
+    ROW_BYTES, ON_TENSOR_CORES, load_floats = 8 * row_pairs(config), config.on_tensor_cores, load_shared(4)
     DIMS = TensorShape(config).v_dims if config.on_tensor_cores else 0
 
     @device_function
     def pair_address(shared, head, pair, j):
+        """The shared address of pair + j for team 0.
+
+        `pair` is a multiple of what a lane has of a vector, and j less than that; or `pair` is even, and j is 0.
+        """
         t = uint32(uint32(head >> 1) & 3)
         upper, highest = uint32(uint32(pair >> 4) & 1), uint32(uint32(pair >> 5) & 1)
         if DIMS == 4:  # bits 1 to 3 of the pair are g's
@@ -65,41 +66,32 @@ def make_pair_address(config: SplitConfig) -> Any:
             pair = uint32(pair ^ t ^ ((upper * 5) | (highest << 1)))
         return uint32(shared + head * ROW_BYTES + ((pair << 3) ^ (8 * j)))
 
-    return pair_address
-
-
-def make_load_quad(config: SplitConfig) -> Any:
-    """The device function ``load_quad(where)``: the sums of two pairs, the first of them even and at `where`."""
-    ON_TENSOR_CORES, load_floats = config.on_tensor_cores, load_shared(4)
-
     @device_function
     def load_quad(where):
+        """The sums of two pairs, the first of them even and at `where`."""
         if ON_TENSOR_CORES:  # pairs of a row are swizzled
             a, b = load_shared_2(where)
             c, d = load_shared_2(uint32(where ^ 8))
             return a, b, c, d
         return load_floats(where)
 
-    return load_quad
+    return Steps(pair_address, load_quad)
 
 
-def make_put_sums(config: SplitConfig, shape: TensorShape, pair_address: Any) -> Any:
-    """The device function ``put_sums(...)`` of the tensor cores.
-
-    Into shared memory go this team's maxima and sums of exponentials, and the dims of O of this member of it, for the
-    heads of the warp from first_head on.
-    """
+def make_put_sums(shape: TensorShape, sums: Steps) -> Any:
+    """How a warp of the tensor cores leaves its sums: ``put_sums(...)``."""
+    config, pair_address = shape.config, sums.pair_address
     HEAD_TILES, NUM_HEADS, HEAD_DIM = shape.head_tiles, config.num_heads, config.head_dim
-    PRODUCTS, PER_VECTOR, HEADS_IN_TURN = shape.num_products, shape.v_dims // 2, 2 * shape.head_tiles
-    PER_MEMBER, HEADS_OF_WARP = shape.v_vectors * 8 * PER_VECTOR, config.heads_of_warp
-    IS_EVEN, TEAM_BYTES = config.num_heads == config.head_shares * config.heads_of_warp, team_bytes(config)
+    PER_VECTOR, HEADS_OF_WARP = shape.v_dims // 2, config.heads_of_warp
+    PER_MEMBER, TEAM_BYTES = shape.v_vectors * 8 * PER_VECTOR, team_bytes(config)
+    IS_EVEN = config.num_heads == config.head_shares * config.heads_of_warp
 
     @device_function
     def has_row(head, first_head):
         return head < uint32(HEADS_OF_WARP) and (IS_EVEN or uint32(first_head + head) < uint32(NUM_HEADS))
 
-    @device_function
-    def put_pair(i, h, k, shared, o, head, g, member):
+    @unrolled(shape.num_products)
+    def put_pairs(i, h, k, shared, o, head, g, member):
         vector, j = i // PER_VECTOR, i % PER_VECTOR
         first_pair = uint32(member * PER_MEMBER)
         pair = uint32(PER_VECTOR * 8 * vector + g * PER_VECTOR + first_pair)
@@ -111,15 +103,16 @@ def make_put_sums(config: SplitConfig, shape: TensorShape, pair_address: Any) ->
                 store_shared_word(where, float_bits(o[at]))
                 store_shared_word(uint32(where + 4), float_bits(o[at + 2]))
 
-    @device_function
-    def put_head(i, shared, o, first_head, g, t, member):
+    @unrolled(2 * shape.head_tiles)
+    def put_heads(i, shared, o, first_head, g, t, member):
         h, k = i // 2, i % 2
         head = uint32((t << 1) + 8 * h + k)
         if has_row(head, first_head):
-            for_each(put_pair, PRODUCTS, (h, k, shared, o, uint32(first_head + head), g, member))
+            put_pairs(h, k, shared, o, uint32(first_head + head), g, member)
 
     @device_function
     def put_sums(shared, registers, first_head, g, t, team, member):
+        """A team's maxima and sums of exponentials, and this member's dims of O, of heads from first_head on."""
         for h in range(HEAD_TILES):
             total = float32(registers.sums[h] + exchange(registers.sums[h], 1))
             total = float32(total + exchange(total, 2))
@@ -127,7 +120,6 @@ def make_put_sums(config: SplitConfig, shape: TensorShape, pair_address: Any) ->
             if member == 0 and t == 0 and has_row(head, first_head):
                 at = uint32(team * NUM_HEADS + first_head + head)
                 shared.maxima[at], shared.sums[at] = registers.pivots[h], total
-        where = uint32(shared.address + team * TEAM_BYTES)
-        for_each(put_head, HEADS_IN_TURN, (where, registers.o, first_head, g, t, member))
+        put_heads(uint32(shared.address + team * TEAM_BYTES), registers.o, first_head, g, t, member)
 
     return put_sums

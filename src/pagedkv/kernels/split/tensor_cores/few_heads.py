@@ -39,26 +39,19 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int64, uint32
 
-from ...device.intrinsics import clear, divmod_32, for_each
-from ...device.source import device_function
+from ...device.intrinsics import clear, divmod_32, unrolled
+from ...device.source import Steps, device_function
 from ...device.tensor_intrinsics import shuffle
 from .. import limits
 from ..config import SplitConfig
-from ..lanes import SLOT_BYTES, make_bits_of_warp, make_share, make_slots
-from ..pages import make_find_token, make_row_address, make_row_offset
+from ..lanes import SLOT_BYTES, make_lanes
+from ..pages import make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums
-from .fragments import (
-    make_load_keys,
-    make_load_values,
-    make_multiply_keys,
-    make_multiply_values,
-    make_zero_values,
-    software_factor,
-)
+from .fragments import make_load_keys, make_load_values, make_products, make_zero_values, software_factor
 from .query import make_stage_query
 from .registers import make_registers
-from .softmax import make_logits, make_mask, make_set_units, make_soften, make_start, make_until_last
+from .softmax import make_logits, make_soften
 
 
 class Rows(NamedTuple):
@@ -71,7 +64,7 @@ class Rows(NamedTuple):
     t: Any
 
 
-def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
+def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory."""
     shape = TensorShape(config)
     CHUNKS, BUFFER, STEP, TURN = shape.num_chunks, shape.buffer, shape.step, shape.step * config.num_teams
@@ -80,34 +73,29 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
     KEEP_Q, KEEP_T = bool(limits.keeps_q_address(shape)), bool(limits.keeps_lane(shape))
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     FACTOR, ALL = float32(software_factor(config)), uint32(0xFFFFFFFF)
-    new_registers, slots = make_registers(shape, 2), make_slots(config)
-    share, bits_of_warp = make_share(config), make_bits_of_warp(config)
-    find_token, row_offset, row_address = make_find_token(config), make_row_offset(config), make_row_address(config)
-    load_keys = make_load_keys(config, shape, row_address)
-    load_values, zero_values = make_load_values(config, shape, row_address), make_zero_values(shape)
-    stage_query = make_stage_query(config, shape)
-    multiply_keys, multiply_values = make_multiply_keys(config, shape), make_multiply_values(config, shape)
-    logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(config, shape)
-    start, set_units, until_last = make_start(config, shape), make_set_units(config, shape), make_until_last(shape)
-    put_sums = make_put_sums(config, shape, pair_address)
+    lanes, new_registers = make_lanes(config), make_registers(shape, 2)
+    lookup = make_pages(config, lanes.fetch)
+    load_keys, load_values = make_load_keys(shape, lookup.row_address), make_load_values(shape, lookup.row_address)
+    zero_values, stage_query, products = make_zero_values(shape), make_stage_query(shape), make_products(shape)
+    scores, soften, put_sums = make_logits(shape), make_soften(shape, lanes), make_put_sums(shape, sums)
 
-    @device_function
+    @unrolled(CHUNKS)
     def use_keys(i, registers, q_shared, rows, k_offset, v_offset):
         """Multiply chunk i of K, and refill its buffer with the chunk two later if that is of this step."""
         at = (i % 2) * BUFFER
-        multiply_keys(i, registers, at, q_shared)
+        products.multiply_keys(i, registers, at, q_shared)
         if i + 2 < CHUNKS:
             load_keys(i + 2, registers.words, at, rows.k, k_offset, rows.g, rows.t)
         elif i + 2 < 2 * CHUNKS:
             load_values(i + 2 - CHUNKS, registers.words, at, rows.v, v_offset, rows.room, rows.t)
 
-    @device_function
+    @unrolled(CHUNKS)
     def use_values(i, registers, rows, next_k, v_offset, next_v, valid):
         """Multiply chunk i of V, and refill its buffer with the chunk two later."""
         at = ((CHUNKS + i) % 2) * BUFFER
         if CHECKED and valid != ALL:
             zero_values(registers.words, at, valid, rows.t)
-        multiply_values(i, registers, at)
+        products.multiply_values(i, registers, at)
         if i + 2 < CHUNKS:
             load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
         elif i + 2 < 2 * CHUNKS:
@@ -115,13 +103,13 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
         else:
             load_values(i + 2 - 2 * CHUNKS, registers.words, at, rows.v, next_v, rows.room, rows.t)
 
-    @device_function
+    @unrolled(CHUNKS)
     def use_last_values(i, registers, rows, v_offset, valid):
         """As `use_values`, in the warp's last step."""
         at = ((CHUNKS + i) % 2) * BUFFER
         if valid != ALL:
             zero_values(registers.words, at, valid, rows.t)
-        multiply_values(i, registers, at)
+        products.multiply_values(i, registers, at)
         if i + 2 < CHUNKS:
             load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
 
@@ -141,24 +129,24 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
             q_shared = shuffle(q_shared, lane)
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         rows = Rows(k.address + int64(t) * 16, v.address + v_first, ROW_BYTES - v_first, g, t)
-        keys, values, others = slots(warp)
+        keys, values, others = lanes.slots(warp)
         both_values = uint32(2 * values + SLOT_BYTES)
         registers, last = new_registers(), pages.last
-        start(registers, query, options.slopes, g)
+        scores.start(registers, query, options.slopes, g)
 
         # The longest dependency chain first: table entries of the first two steps, then the first keys.
         base, mine = uint32(first + team * STEP), uint32(lane & (STEP - 1))
-        block, position, good = find_token(pages, uint32(base + mine))
-        k_offset = share(keys, row_offset(k, block, position))
-        v_offset = share(values, row_offset(v, block, position))
-        valid = bits_of_warp(others, good) if CHECKED else ALL
-        block, position, good = find_token(pages, uint32(base + mine + TURN))
+        block, position, good = lookup.find_token(pages, uint32(base + mine))
+        k_offset = lanes.share(keys, lookup.row_offset(k, block, position))
+        v_offset = lanes.share(values, lookup.row_offset(v, block, position))
+        valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
+        block, position, good = lookup.find_token(pages, uint32(base + mine + TURN))
         load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
         if CHUNKS > 1:
             load_keys(int64(1), registers.words, int64(BUFFER), rows.k, k_offset, g, t)
 
         stage_query(registers.q, q_shared, registers.factors, query, g, t, int64(warp), options.scale < float32(0))
-        set_units(registers.units, registers.factors, float32(options.scale * FACTOR))
+        scores.set_units(registers.units, registers.factors, float32(options.scale * FACTOR))
         if Q_IN_SHARED:
             cuda.syncthreads()
 
@@ -166,28 +154,28 @@ def make_attend_on_tensor_cores(config: SplitConfig, pair_address: Any) -> Any:
             load_values(int64(0), registers.words, int64(BUFFER), rows.v, v_offset, rows.room, t)
         while uint32(base + TURN) <= last:
             clear(registers.raw, NUM_RAW)
-            for_each(use_keys, CHUNKS, (registers, q_shared, rows, k_offset, v_offset))
-            k_offset = share(keys, row_offset(k, block, position))
+            use_keys(registers, q_shared, rows, k_offset, v_offset)
+            k_offset = lanes.share(keys, lookup.row_offset(k, block, position))
             values = uint32(both_values - values)
-            next_v = share(values, row_offset(v, block, position))
-            next_valid = bits_of_warp(others, good) if CHECKED else ALL
-            block, position, good = find_token(pages, uint32(base + mine + 2 * TURN))
+            next_v = lanes.share(values, lookup.row_offset(v, block, position))
+            next_valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
+            block, position, good = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
             if CHUNKS == 1:
                 load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
-            logits(registers, options, uint32(base + (t << 2)))
+            scores.logits(registers, options, uint32(base + (t << 2)))
             if CHECKED and valid != ALL:
-                mask(registers.s, valid, t)
+                scores.mask(registers.s, valid, t)
             soften(registers, others, g, t)
-            for_each(use_values, CHUNKS, (registers, rows, k_offset, v_offset, next_v, valid))
+            use_values(registers, rows, k_offset, v_offset, next_v, valid)
             base, v_offset, valid = uint32(base + TURN), next_v, next_valid
         clear(registers.raw, NUM_RAW)
-        for_each(use_keys, CHUNKS, (registers, q_shared, rows, k_offset, v_offset))
-        valid = until_last(valid, base, last)
-        logits(registers, options, uint32(base + (t << 2)))
+        use_keys(registers, q_shared, rows, k_offset, v_offset)
+        valid = scores.until_last(valid, base, last)
+        scores.logits(registers, options, uint32(base + (t << 2)))
         if valid != ALL:
-            mask(registers.s, valid, t)
+            scores.mask(registers.s, valid, t)
         soften(registers, others, g, t)
-        for_each(use_last_values, CHUNKS, (registers, rows, v_offset, valid))
+        use_last_values(registers, rows, v_offset, valid)
         if Q_IS_SHARED:
             cuda.syncthreads()  # the sums replace Q
         # Recomputed: keeping them would cost registers in the loop, and the shuffle hides the range of t.

@@ -9,18 +9,10 @@ from typing import Any
 
 from numba import uint32
 
-from ...device.intrinsics import assign, for_each
-from ...device.source import device_function
-from ...device.tensor_intrinsics import (
-    halves_of_lower_e4m3,
-    halves_of_upper_e4m3,
-    load_shared_words,
-    mma_bfloat16,
-    mma_float16,
-    permute,
-    stream_8,
-    stream_16,
-)
+from ...device import tensor_intrinsics as tensor
+from ...device.intrinsics import assign, unrolled
+from ...device.source import Steps, device_function
+from ...device.tensor_intrinsics import permute, stream_8, stream_16
 from ..config import VECTOR_BYTES, SplitConfig
 from ..shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape
 
@@ -31,14 +23,10 @@ def key_token(g):
     return uint32((uint32(g >> 1) << 2) + (g & 1))
 
 
-def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) -> Any:
-    """The device function ``load_keys(chunk, buffers, at, base, offset, g, t)``: a chunk of K for a step.
-
-    `base` is the address of the lane's vector 0 in the row at offset 0. Register j of vector c of tile i lies at
-    ``at + 8 (i * k_per_chunk + c) + j``; j from 4 on is the token two later. Bytes past the row become 0.
-    """
-    TILES, PER_CHUNK, VECTORS, ROW_BYTES = shape.tiles, shape.k_per_chunk, shape.k_vectors, config.row_bytes
-    FULL, ALIGNED = ROW_BYTES // K_VECTOR, config.vector_bytes == VECTOR_BYTES
+def make_load_keys(shape: TensorShape, row_address: Any) -> Any:
+    """The device function ``load_keys(chunk, buffers, at, base, offset, g, t)``."""
+    TILES, PER_CHUNK, VECTORS, ROW_BYTES = shape.tiles, shape.k_per_chunk, shape.k_vectors, shape.config.row_bytes
+    FULL, ALIGNED = ROW_BYTES // K_VECTOR, shape.config.vector_bytes == VECTOR_BYTES
 
     @device_function
     def pair(x, y):
@@ -46,9 +34,7 @@ def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) ->
 
     @device_function
     def load(where):
-        if ALIGNED:
-            return stream_16(where)
-        return pair(stream_8(where), stream_8(where + 8))
+        return stream_16(where) if ALIGNED else pair(stream_8(where), stream_8(where + 8))
 
     @device_function
     def load_part(row, vector, t):
@@ -63,8 +49,8 @@ def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) ->
         zero = uint32(0)
         return x[0] if low else zero, x[1] if low else zero, x[2] if high else zero, x[3] if high else zero
 
-    @device_function
-    def load_vector(c, chunk, buffers, at, first, second, t):
+    @unrolled(shape.k_per_chunk)
+    def load_vectors(c, chunk, buffers, at, first, second, t):
         vector = chunk * PER_CHUNK + c
         if vector < VECTORS:
             if vector < FULL:
@@ -76,30 +62,29 @@ def make_load_keys(config: SplitConfig, shape: TensorShape, row_address: Any) ->
 
     @device_function
     def load_keys(chunk, buffers, at, base, offset, g, t):
+        """Load a chunk of K for a step.
+
+        `base` is the address of the lane's vector 0 in the row at offset 0. Register j of vector c of tile i lies at
+        ``at + 8 (i * k_per_chunk + c) + j``; j from 4 on is the token two later. Bytes past the row become 0.
+        """
         token = key_token(g)
         for i in range(TILES):
             first = row_address(base, offset, uint32(token + TILE * i))
             second = row_address(base, offset, uint32(token + TILE * i + 2))
-            for_each(load_vector, PER_CHUNK, (chunk, buffers, at + 8 * PER_CHUNK * i, first, second, t))
+            load_vectors(chunk, buffers, at + 8 * PER_CHUNK * i, first, second, t)
 
     return load_keys
 
 
-def make_load_values(config: SplitConfig, shape: TensorShape, row_address: Any) -> Any:
-    """The device function ``load_values(chunk, buffers, at, base, offset, room, t)``: a chunk of V for a step.
-
-    `base` is the address of the lane's vector 0 in the row at offset 0, and `room` the bytes of the row from there on.
-    Register j of vector c of token 4t + k of tile i lies at ``at + ((i * v_per_chunk + c) * 4 + k) * words + j``. A
-    lane past the row loads the row's last vector, for rows of the product that nobody stores.
-    """
+def make_load_values(shape: TensorShape, row_address: Any) -> Any:
+    """The device function ``load_values(chunk, buffers, at, base, offset, room, t)``."""
     PER_CHUNK, VECTORS = shape.v_per_chunk, shape.v_vectors
     V_VECTOR, WORDS, STRIDE = shape.v_vector, shape.v_vector // 4, 8 * shape.v_vector
-    ROWS = 4 * shape.tiles
-    IS_WHOLE = VECTORS * STRIDE * config.dim_shares == config.row_bytes
+    IS_WHOLE = VECTORS * STRIDE * shape.config.dim_shares == shape.config.row_bytes
     load = stream_16 if V_VECTOR == VECTOR_BYTES else stream_8
 
-    @device_function
-    def load_row(row_of_lane, chunk, buffers, at, base, offset, room, token):
+    @unrolled(4 * shape.tiles)
+    def load_rows(row_of_lane, chunk, buffers, at, base, offset, room, token):
         i, k = row_of_lane // 4, row_of_lane % 4
         row = row_address(base, offset, uint32(token + TILE * i + k))
         for c in range(PER_CHUNK):
@@ -110,141 +95,59 @@ def make_load_values(config: SplitConfig, shape: TensorShape, row_address: Any) 
 
     @device_function
     def load_values(chunk, buffers, at, base, offset, room, t):
-        for_each(load_row, ROWS, (chunk, buffers, at, base, offset, room, uint32(t << 2)))
+        """Load a chunk of V for a step.
+
+        `base` is the address of the lane's vector 0 in the row at offset 0, and `room` the bytes of the row from there
+        on. Register j of vector c of token 4t + k of tile i lies at ``at + ((i * v_per_chunk + c) * 4 + k) * words +
+        j``. A lane past the row loads the row's last vector, for rows of the product that nobody stores.
+        """
+        load_rows(chunk, buffers, at, base, offset, room, uint32(t << 2))
 
     return load_values
 
 
 def make_zero_values(shape: TensorShape) -> Any:
-    """The device function ``zero_values(buffers, at, valid, t)``: zero the tokens whose bit in `valid` is not set.
+    """The device function ``zero_values(buffers, at, valid, t)``."""
+    PER_TILE, WORDS = shape.v_per_chunk * shape.v_vector, shape.v_vector // 4
 
-    A value past the end may be NaN, which a probability of 0 does not remove.
-    """
-    PER_CHUNK, WORDS = shape.v_per_chunk, shape.v_vector // 4
-    ALL_WORDS = shape.tiles * shape.v_per_chunk * 4 * WORDS
-
-    @device_function
-    def zero_word(word, buffers, at, mine):
-        i, k = word // (PER_CHUNK * 4 * WORDS), word // WORDS % 4
+    @unrolled(shape.tiles * PER_TILE)
+    def zero_words(word, buffers, at, mine):
+        i, k = word // PER_TILE, word // WORDS % 4
         is_valid = uint32(mine & (1 << (TILE * i + k))) != 0
         buffers[at + word] = buffers[at + word] if is_valid else uint32(0)
 
     @device_function
     def zero_values(buffers, at, valid, t):
-        for_each(zero_word, ALL_WORDS, (buffers, at, uint32(valid >> uint32(t << 2))))
+        """Zero tokens whose bit in `valid` is not set: they may be NaN, which a probability of 0 does not remove."""
+        zero_words(buffers, at, uint32(valid >> uint32(t << 2)))
 
     return zero_values
 
 
-def make_multiply_keys(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``multiply_keys(chunk, registers, at, q_shared)``: raw += Q K^T over a chunk at words[at].
+def make_products(shape: TensorShape) -> Steps:
+    """Both products of a chunk, from words[at] on, and what of it is an operand.
 
-    raw has 4 accumulators for each tile, token row and set; q_shared is the shared address of this lane's part of
-    fragment 0, if Q is in shared memory.
+    raw has 4 accumulators for each tile, token row and set; o for each product of 16 dims and 8 heads. p and p_rest
+    have two words for each tile and 8 heads.
     """
-    TILES, PER_CHUNK, VECTORS = shape.tiles, shape.k_per_chunk, shape.k_vectors
+    TILES, K_PER_CHUNK, K_VECTORS = shape.tiles, shape.k_per_chunk, shape.k_vectors
     FOLD, SETS, Q_PER_VECTOR, Q_IN_SHARED = shape.fold, shape.score_sets, shape.q_per_vector, shape.q_in_shared
-    FRAGMENTS, PRODUCTS = shape.k_per_chunk * shape.q_per_vector, (4 if shape.fold else 2) * shape.tiles
     FRAGMENTS_OF_STEP = 1 if shape.fold else shape.q_per_vector // shape.k_steps
-    mma, key_fragment = make_mma(shape), make_key_fragment(config, shape)
-
-    @device_function
-    def q_fragment(fragment, q_frags, q_shared):
-        if Q_IN_SHARED:
-            return load_shared_words(uint32(q_shared + FRAGMENT_BYTES * fragment))
-        at = 4 * fragment
-        return q_frags[at], q_frags[at + 1], q_frags[at + 2], q_frags[at + 3]
-
-    @device_function
-    def multiply_step(i, f, c, raw, buffers, at, a):
-        e, n = i // (2 * TILES), i % (2 * TILES)
-        step = 2 * f + e if FOLD else f // FRAGMENTS_OF_STEP
-        words = at + 8 * ((n // 2) * PER_CHUNK + c) + 4 * (n % 2)
-        b = key_fragment(buffers, words, step)
-        mma(raw, 4 * (n * SETS + e), a, b[0], b[1])
-
-    @device_function
-    def multiply_fragment(fragment, chunk, raw, buffers, at, q_frags, q_shared):
-        c, f = fragment // Q_PER_VECTOR, fragment % Q_PER_VECTOR
-        vector = chunk * PER_CHUNK + c
-        if vector < VECTORS:
-            a = q_fragment(vector * Q_PER_VECTOR + f, q_frags, q_shared)
-            for_each(multiply_step, PRODUCTS, (f, c, raw, buffers, at, a))
-
-    @device_function
-    def multiply_keys(chunk, registers, at, q_shared):
-        args = (chunk, registers.raw, registers.words, at, registers.q, q_shared)
-        for_each(multiply_fragment, FRAGMENTS, args)
-
-    return multiply_keys
-
-
-def make_multiply_values(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``multiply_values(chunk, registers, at)``: o += V^T P^T over a chunk at words[at].
-
-    o has 4 accumulators for each product of 16 dims and 8 heads; p and p_rest hold two words for each tile and 8 heads.
-    """
-    PER_CHUNK, VECTORS, WORDS = shape.v_per_chunk, shape.v_vectors, shape.v_vector // 4
-    ALL_WORDS = shape.tiles * shape.v_per_chunk * WORDS
-    EXPAND, HEAD_TILES = shape.v_dims // (2 * WORDS), shape.head_tiles
-    mma, value_fragment = make_mma(shape), make_value_fragment(config, shape)
-
-    @device_function
-    def multiply_heads(h, product, i, o, a, p, p_rest):
-        into, b = 4 * (product * HEAD_TILES + h), 2 * (i * HEAD_TILES + h)
-        mma(o, into, a, p[b], p[b + 1])
-        mma(o, into, a, p_rest[b], p_rest[b + 1])
-
-    @device_function
-    def multiply_half(z, v, product, i, o, buffers, p, p_rest):
-        a = value_fragment(buffers[v], buffers[v + WORDS], buffers[v + 2 * WORDS], buffers[v + 3 * WORDS], z)
-        for_each(multiply_heads, HEAD_TILES, (product + z, i, o, a, p, p_rest))
-
-    @device_function
-    def multiply_word(word, chunk, o, buffers, at, p, p_rest):
-        i, c, j = word // (PER_CHUNK * WORDS), word // WORDS % PER_CHUNK, word % WORDS
-        vector = chunk * PER_CHUNK + c
-        if vector < VECTORS:
-            v = at + (i * PER_CHUNK + c) * 4 * WORDS + j
-            for_each(multiply_half, EXPAND, (v, (vector * WORDS + j) * EXPAND, i, o, buffers, p, p_rest))
-
-    @device_function
-    def multiply_values(chunk, registers, at):
-        args = (chunk, registers.o, registers.words, at, registers.p, registers.p_rest)
-        for_each(multiply_word, ALL_WORDS, args)
-
-    return multiply_values
-
-
-def make_mma(shape: TensorShape) -> Any:
-    """The device function ``mma(c, at, a, b0, b1)``: c[at : at + 4] += A B."""
-    return mma_bfloat16 if shape.operand == "bfloat16" else mma_float16
-
-
-def make_key_fragment(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``key_fragment(words, at, step) -> b0, b1``: a k16 step of the four words at `at`."""
-    IS_FP8 = shape.is_fp8
-    lower, upper = make_halves(config)
+    V_PER_CHUNK, V_VECTORS, WORDS = shape.v_per_chunk, shape.v_vectors, shape.v_vector // 4
+    EXPAND, HEAD_TILES, IS_FP8 = shape.v_dims // (2 * WORDS), shape.head_tiles, shape.is_fp8
+    mma = tensor.mma_bfloat16 if shape.operand == "bfloat16" else tensor.mma_float16
+    lower, upper = make_halves(shape.config)
 
     @device_function
     def key_fragment(words, at, step):
+        """Registers b0 and b1: a k16 step of the four words at `at`."""
         if IS_FP8:
             return lower(words[at + step]), upper(words[at + step])
         return words[at + 2 * step], words[at + 2 * step + 1]
 
-    return key_fragment
-
-
-def make_value_fragment(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``value_fragment(v0, v1, v2, v3, z) -> a0, a1, a2, a3``.
-
-    From one word of each of a lane's four tokens: dims in rows, pairs of tokens in halves of a register.
-    """
-    IS_FP8 = shape.is_fp8
-    lower, upper = make_halves(config)
-
     @device_function
     def value_fragment(v0, v1, v2, v3, z):
+        """Registers a0..a3, from one word of each of a lane's four tokens: dims in rows, pairs of tokens in halves."""
         if IS_FP8:
             # Bytes 2z and 2z + 1 of both tokens: dim 4j + 2z below, the next one above.
             selector = uint32(0x7362) if z else uint32(0x5140)
@@ -252,7 +155,59 @@ def make_value_fragment(config: SplitConfig, shape: TensorShape) -> Any:
             return lower(x), upper(x), lower(y), upper(y)
         return permute(v0, v1, 0x5410), permute(v0, v1, 0x7632), permute(v2, v3, 0x5410), permute(v2, v3, 0x7632)
 
-    return value_fragment
+    @device_function
+    def q_fragment(fragment, q_frags, q_shared):
+        if Q_IN_SHARED:
+            return tensor.load_shared_words(uint32(q_shared + FRAGMENT_BYTES * fragment))
+        at = 4 * fragment
+        return q_frags[at], q_frags[at + 1], q_frags[at + 2], q_frags[at + 3]
+
+    @unrolled((4 if shape.fold else 2) * shape.tiles)
+    def multiply_steps(i, f, c, raw, buffers, at, a):
+        e, n = i // (2 * TILES), i % (2 * TILES)
+        step = 2 * f + e if FOLD else f // FRAGMENTS_OF_STEP
+        words = at + 8 * ((n // 2) * K_PER_CHUNK + c) + 4 * (n % 2)
+        b = key_fragment(buffers, words, step)
+        mma(raw, 4 * (n * SETS + e), a, b[0], b[1])
+
+    @unrolled(shape.k_per_chunk * shape.q_per_vector)
+    def multiply_fragments(fragment, chunk, raw, buffers, at, q_frags, q_shared):
+        c, f = fragment // Q_PER_VECTOR, fragment % Q_PER_VECTOR
+        vector = chunk * K_PER_CHUNK + c
+        if vector < K_VECTORS:
+            a = q_fragment(vector * Q_PER_VECTOR + f, q_frags, q_shared)
+            multiply_steps(f, c, raw, buffers, at, a)
+
+    @device_function
+    def multiply_keys(chunk, registers, at, q_shared):
+        """raw += Q K^T; q_shared is the shared address of this lane's part of fragment 0, if Q is there."""
+        multiply_fragments(chunk, registers.raw, registers.words, at, registers.q, q_shared)
+
+    @unrolled(shape.head_tiles)
+    def multiply_heads(h, product, i, o, a, p, p_rest):
+        into, b = 4 * (product * HEAD_TILES + h), 2 * (i * HEAD_TILES + h)
+        mma(o, into, a, p[b], p[b + 1])
+        mma(o, into, a, p_rest[b], p_rest[b + 1])
+
+    @unrolled(EXPAND)
+    def multiply_halves(z, v, product, i, o, buffers, p, p_rest):
+        a = value_fragment(buffers[v], buffers[v + WORDS], buffers[v + 2 * WORDS], buffers[v + 3 * WORDS], z)
+        multiply_heads(product + z, i, o, a, p, p_rest)
+
+    @unrolled(shape.tiles * shape.v_per_chunk * WORDS)
+    def multiply_words(word, chunk, o, buffers, at, p, p_rest):
+        i, c, j = word // (V_PER_CHUNK * WORDS), word // WORDS % V_PER_CHUNK, word % WORDS
+        vector = chunk * V_PER_CHUNK + c
+        if vector < V_VECTORS:
+            v = at + (i * V_PER_CHUNK + c) * 4 * WORDS + j
+            multiply_halves(v, (vector * WORDS + j) * EXPAND, i, o, buffers, p, p_rest)
+
+    @device_function
+    def multiply_values(chunk, registers, at):
+        """O += V^T P^T."""
+        multiply_words(chunk, registers.o, registers.words, at, registers.p, registers.p_rest)
+
+    return Steps(multiply_keys, multiply_values, key_fragment, value_fragment)
 
 
 def make_halves(config: SplitConfig) -> tuple[Any, Any]:
@@ -260,9 +215,9 @@ def make_halves(config: SplitConfig) -> tuple[Any, Any]:
 
     Without the instruction for it, e4m3 comes out as 2**-8 times the value, which `software_factor` makes up for.
     """
-    if config.kv_kind == "fp8_e4m3" and config.hardware_fp8:
-        return halves_of_lower_e4m3, halves_of_upper_e4m3
     IS_E4M3 = config.kv_kind == "fp8_e4m3"
+    if IS_E4M3 and config.hardware_fp8:
+        return tensor.halves_of_lower_e4m3, tensor.halves_of_upper_e4m3
 
     @device_function
     def widen(halves):

@@ -16,69 +16,54 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from ...device.intrinsics import clear, divmod_32, for_each
-from ...device.source import device_function
+from ...device.intrinsics import clear, divmod_32, unrolled
+from ...device.source import Steps, device_function
 from ...device.tensor_intrinsics import end_group, shuffle, wait_but
 from ..arguments import Cache, Query
 from ..config import SplitConfig
-from ..lanes import make_bits_of_warp, make_slots
-from ..pages import make_find_token
+from ..lanes import make_lanes
+from ..pages import make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums
-from .fragments import make_multiply_keys, make_multiply_values, software_factor
+from .fragments import make_products, software_factor
 from .query import make_stage_query
 from .registers import make_registers
-from .softmax import make_logits, make_mask, make_set_units, make_soften, make_start, make_until_last
-from .stages import (
-    StageShape,
-    make_copy_rows,
-    make_find_rows,
-    make_found,
-    make_places,
-    make_read_keys,
-    make_read_values,
-    make_zero_ring,
-)
+from .softmax import make_logits, make_soften
+from .stages import StageShape, make_found, make_stages
 
 
-def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
+def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
     """The device function ``attend(...)``, as that of few_heads.py."""
     shape, stage = TensorShape(config), StageShape(config)
-    CHUNKS, STEP, NUM_HEADS = shape.num_chunks, shape.step, config.heads_of_warp
-    CHECKED = config.checked
-    FACTOR, MEMBERS, VECTOR_BYTES = float32(software_factor(config)), config.head_shares, config.vector_bytes
-    TOKENS, ROWS, LANES, AHEAD = stage.tokens, stage.rows_of_lane, stage.lanes, stage.num_stages - 1
+    STEP, NUM_HEADS, CHECKED, MEMBERS = shape.step, config.heads_of_warp, config.checked, config.head_shares
+    FACTOR, VECTOR_BYTES, LANES = float32(software_factor(config)), config.vector_bytes, stage.lanes
+    TOKENS, ROWS, AHEAD = stage.tokens, stage.rows_of_lane, stage.num_stages - 1
     STAGE_BYTES, RING_BYTES, Q_BYTES, NUM_RAW = stage.stage_bytes, stage.ring_bytes, shape.q_bytes, shape.num_raw
     ALL = uint32(0xFFFFFFFF)
-    new_registers, new_found, slots = make_registers(shape, 1), make_found(stage), make_slots(config)
-    find_token, bits_of_warp = make_find_token(config), make_bits_of_warp(config)
-    find_rows, copy_rows = make_find_rows(config, stage), make_copy_rows(config, stage)
-    zero_ring, places = make_zero_ring(stage), make_places(stage)
-    read_keys, read_values = make_read_keys(stage), make_read_values(stage)
-    wait_for_oldest, wait_for_all = wait_but(AHEAD - 1), wait_but(0)
-    stage_query = make_stage_query(config, shape)
-    multiply_keys, multiply_values = make_multiply_keys(config, shape), make_multiply_values(config, shape)
-    logits, mask, soften = make_logits(config, shape), make_mask(shape), make_soften(config, shape)
-    start, set_units, until_last = make_start(config, shape), make_set_units(config, shape), make_until_last(shape)
-    put_sums = make_put_sums(config, shape, pair_address)
+    lanes, new_registers, new_found = make_lanes(config), make_registers(shape, 1), make_found(stage)
+    lookup = make_pages(config, lanes.fetch)
+    stages, products = make_stages(stage, lookup), make_products(shape)
+    stage_query, wait_for_oldest, wait_for_all = make_stage_query(shape), wait_but(AHEAD - 1), wait_but(0)
+    scores, soften, put_sums = make_logits(shape), make_soften(shape, lanes), make_put_sums(shape, sums)
 
-    @device_function
+    @unrolled(shape.num_chunks)
     def use_keys(i, registers, q_shared, where):
-        read_keys(i, registers.words, where)
-        multiply_keys(i, registers, int64(0), q_shared)
+        stages.read_keys(i, registers.words, where)
+        products.multiply_keys(i, registers, int64(0), q_shared)
 
-    @device_function
+    @unrolled(shape.num_chunks)
     def use_values(i, registers, where):
-        read_values(i, registers.words, where)
-        multiply_values(i, registers, int64(0))
+        stages.read_values(i, registers.words, where)
+        products.multiply_values(i, registers, int64(0))
 
-    @device_function
-    def find_stage(i, found, pages, token):
-        find_rows(found, ROWS * i, pages, uint32(token + TOKENS * i))
+    @unrolled(AHEAD)
+    def find_stages(i, found, pages, token):
+        stages.find_rows(found, ROWS * i, pages, uint32(token + TOKENS * i))
 
-    @device_function
-    def copy_stage(i, shared, found, token, last, k, v, row, piece):
-        copy_rows(uint32(shared + STAGE_BYTES * i), found, ROWS * i, uint32(token + TOKENS * i), last, k, v, row, piece)
+    @unrolled(AHEAD)
+    def copy_stages(i, ring, found, token, last, k, v, row, piece):
+        token = uint32(token + TOKENS * i)
+        stages.copy_rows(uint32(ring + STAGE_BYTES * i), found, ROWS * i, token, last, k, v, row, piece)
         end_group()
 
     @device_function
@@ -97,46 +82,46 @@ def make_attend_with_many_heads(config: SplitConfig, pair_address: Any) -> Any:
         ring = shared.address
         ring_end = uint32(ring + RING_BYTES)
         q_shared = uint32(ring_end + member * Q_BYTES + (lane << 4))
-        others, registers, found = slots(warp).others, new_registers(), new_found()
-        start(registers, query, options.slopes, g)
+        others, registers, found = lanes.slots(warp).others, new_registers(), new_found()
+        scores.start(registers, query, options.slopes, g)
 
         # The longest dependency chain first: table entries of the first stages, then their rows.
         row, piece = divmod_32(thread, LANES)
         k = Cache(k.address + int64(piece) * VECTOR_BYTES, k.block_stride, k.token_stride)
         v = Cache(v.address + int64(piece) * VECTOR_BYTES, v.block_stride, v.token_stride)
         token, last = uint32(first + row), pages.last
-        for_each(find_stage, AHEAD, (found, pages, token))
-        zero_ring(ring, thread)
-        for_each(copy_stage, AHEAD, (ring, found, token, last, k, v, row, piece))
+        find_stages(found, pages, token)
+        stages.zero_ring(ring, thread)
+        copy_stages(ring, found, token, last, k, v, row, piece)
         token = uint32(token + AHEAD * TOKENS)
-        find_rows(found, int64(0), pages, token)
+        stages.find_rows(found, int64(0), pages, token)
 
         stage_query(registers.q, q_shared, registers.factors, query, g, t, int64(team), options.scale < float32(0))
-        set_units(registers.units, registers.factors, float32(options.scale * FACTOR))
+        scores.set_units(registers.units, registers.factors, float32(options.scale * FACTOR))
 
         base = uint32(first + team * STEP)
-        k_from, v_from = places(team, g, t)
+        k_from, v_from = stages.places(team, g, t)
         oldest, youngest = ring, uint32(ring + AHEAD * STAGE_BYTES)
         while first <= last:
             good = True
             if CHECKED:
-                _, _, good = find_token(pages, uint32(base + (lane & (STEP - 1))))
+                _, _, good = lookup.find_token(pages, uint32(base + (lane & (STEP - 1))))
             wait_for_oldest()
             cuda.syncthreads()
-            copy_rows(youngest, found, int64(0), token, last, k, v, row, piece)
+            stages.copy_rows(youngest, found, int64(0), token, last, k, v, row, piece)
             end_group()
             token = uint32(token + TOKENS)
-            find_rows(found, int64(0), pages, token)
+            stages.find_rows(found, int64(0), pages, token)
 
             clear(registers.raw, NUM_RAW)
-            for_each(use_keys, CHUNKS, (registers, q_shared, uint32(oldest + k_from)))
-            logits(registers, options, uint32(base + (t << 2)))
-            valid = bits_of_warp(others, good) if CHECKED else ALL
-            valid = until_last(valid, base, last)
+            use_keys(registers, q_shared, uint32(oldest + k_from))
+            scores.logits(registers, options, uint32(base + (t << 2)))
+            valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
+            valid = scores.until_last(valid, base, last)
             if valid != ALL:
-                mask(registers.s, valid, t)
+                scores.mask(registers.s, valid, t)
             soften(registers, others, g, t)
-            for_each(use_values, CHUNKS, (registers, uint32(oldest + v_from)))
+            use_values(registers, uint32(oldest + v_from))
             youngest = oldest
             oldest = uint32(oldest + STAGE_BYTES)
             oldest = ring if oldest == ring_end else oldest

@@ -13,10 +13,10 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from ...device.conversions import unpack
-from ...device.intrinsics import assign, bits_float, clear, float_bits, for_each, larger, load_8, load_16, local_array
-from ...device.source import device_function
+from ...device.intrinsics import assign, bits_float, clear, float_bits, larger, load_8, load_16, local_array, unrolled
+from ...device.source import Steps, device_function
 from ...device.tensor_intrinsics import exchange, load_shared_words, pack_bfloat16, pack_float16, store_shared_words
-from ..config import NUM_WARPS, SplitConfig
+from ..config import NUM_WARPS
 from ..shape import FRAGMENT_BYTES, K_VECTOR, TensorShape
 
 SIGN = 0x80008000  # of both halves of a word
@@ -24,64 +24,44 @@ LARGEST_EXPONENT = 14  # of a normalised head's largest element
 SMALLEST_SHIFT = -120
 
 
-def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``stage_query(q_frags, q_shared, factors, query, g, t, worker, is_negative)``.
-
-    q_shared is the shared address of this lane's part of fragment 0; factors[h] becomes what the scores of head g + 8h
-    must be multiplied with. Heads that the warp does not have are loaded as its first one, and nobody reads their
-    results. `worker` numbers the warps with the same heads, which make the fragments together unless q stays in
-    registers as it is. With `is_negative`, fragments are of -q. The whole thread block calls it.
-    """
-    HEAD_TILES, NUM_WORKERS, NUM_WORDS = shape.head_tiles, NUM_WARPS // config.head_shares, 4 * shape.q_fragments
-    Q_IN_SHARED, Q_IS_SHARED, IS_NORMALISED = shape.q_in_shared, shape.q_is_shared, shape.is_normalised
-    FOLD, IS_EXACT, NUM_FRAGMENTS = shape.fold, shape.is_exact, shape.q_fragments
+def make_stage_query(shape: TensorShape) -> Any:
+    """The device function ``stage_query(q_frags, q_shared, factors, query, g, t, worker, is_negative)``."""
+    HEAD_TILES, NUM_WORKERS = shape.head_tiles, NUM_WARPS // shape.config.head_shares
+    NUM_WORDS, Q_IN_SHARED, Q_IS_SHARED = 4 * shape.q_fragments, shape.q_in_shared, shape.q_is_shared
+    FOLD, IS_EXACT, IS_NORMALISED = shape.fold, shape.is_exact, shape.is_normalised
     NUM_QUADS = shape.k_vectors * shape.k_steps
     NUM_GROUPS = NUM_QUADS // 2 if shape.fold else NUM_QUADS  # of fragments with the same elements of q
     TERM_FRAGMENTS, BELOW = shape.q_fragments // NUM_GROUPS, 0 if shape.head_tiles == 1 and not shape.fold else 4
-    NUM_TURNS, IS_WHOLE = -(-NUM_GROUPS // NUM_WORKERS), NUM_GROUPS % NUM_WORKERS == 0
-    load_words, load_quad = make_load_words(config, shape), make_load_quad(config, shape)
-    next_term = make_next_term(shape)
+    IS_WHOLE = NUM_GROUPS % NUM_WORKERS == 0
+    quads, next_term = make_quads(shape), make_next_term(shape.operand)
 
-    @device_function
+    @unrolled(NUM_QUADS)
     def raise_largest(quad, largest, q, t):
-        x = load_quad(q, quad, t)
+        x = quads.load_quad(q, quad, t)
         largest[0] = larger(largest[0], larger(larger(abs(x[0]), abs(x[1])), larger(abs(x[2]), abs(x[3]))))
-
-    @device_function
-    def normaliser(q, t):
-        """The exponent of the power of two that q is divided by."""
-        of_lane = local_array(1, float32)
-        clear(of_lane, 1)
-        for_each(raise_largest, NUM_QUADS, (of_lane, q, t))
-        largest = larger(of_lane[0], exchange(of_lane[0], 1))
-        largest = larger(largest, exchange(largest, 2))
-        return max(int64(float_bits(largest) >> 23) - 127 - LARGEST_EXPONENT, SMALLEST_SHIFT)
 
     @device_function
     def power_of_two(exponent):
         return bits_float(uint32((exponent + 127) << 23))
 
     @device_function
+    def normalise(q, t, side):
+        """The power of two that q is divided by, with its sign; what products are multiplied with for it."""
+        if not IS_NORMALISED:
+            return side, float32(1)
+        of_lane = local_array(1, float32)
+        clear(of_lane, 1)
+        raise_largest(of_lane, q, t)
+        largest = larger(of_lane[0], exchange(of_lane[0], 1))
+        largest = larger(largest, exchange(largest, 2))
+        exponent = max(int64(float_bits(largest) >> 23) - 127 - LARGEST_EXPONENT, SMALLEST_SHIFT)
+        return float32(side * power_of_two(-exponent)), power_of_two(exponent)
+
+    @device_function
     def load_scaled(rest, at, q, quad, inverse, t):
-        x = load_quad(q, quad, t)
+        x = quads.load_quad(q, quad, t)
         scaled = (float32(x[0] * inverse), float32(x[1] * inverse), float32(x[2] * inverse), float32(x[3] * inverse))
         assign(rest, at, scaled)
-
-    @device_function
-    def exact_fragment(group, rows):
-        """Registers a0..a3: q as it stands."""
-        q_first, q_second, _, _, t = rows
-        if FOLD:
-            above, below = load_words(q_first, 2 * group, t), load_words(q_first, 2 * group + 1, t)
-        else:
-            above, below = load_words(q_first, group, t), load_words(q_second, group, t)
-        return above[0], below[0], above[1], below[1]
-
-    @device_function
-    def next_fragment(rest):
-        """The next term of two quads, or the next two terms of one."""
-        a0, a2 = next_term(rest, int64(0)), next_term(rest, int64(2))
-        return a0, next_term(rest, int64(BELOW)), a2, next_term(rest, int64(BELOW + 2))
 
     @device_function
     def load_rest(rest, group, rows):
@@ -96,57 +76,70 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
                 load_scaled(rest, int64(4), q_second, group, inverse_second, t)
 
     @device_function
+    def next_fragment(rest):
+        """The next term of two quads, or the next two terms of one."""
+        a0, a2 = next_term(rest, int64(0)), next_term(rest, int64(2))
+        return a0, next_term(rest, int64(BELOW)), a2, next_term(rest, int64(BELOW + 2))
+
+    @device_function
+    def exact_fragment(group, rows):
+        """Registers a0..a3: q as it stands."""
+        q_first, q_second, _, _, t = rows
+        if FOLD:
+            above, below = quads.load_words(q_first, 2 * group, t), quads.load_words(q_first, 2 * group + 1, t)
+        else:
+            above, below = quads.load_words(q_first, group, t), quads.load_words(q_second, group, t)
+        return above[0], below[0], above[1], below[1]
+
+    @unrolled(-(-NUM_GROUPS // NUM_WORKERS))
+    def put(i, worker, q_shared, sign, rows):
+        """This warp's part of the fragments, to shared memory."""
+        group = NUM_WORKERS * i + worker
+        if IS_WHOLE or group < NUM_GROUPS:
+            where = uint32(q_shared + FRAGMENT_BYTES * TERM_FRAGMENTS * group)
+            if IS_EXACT:
+                a = exact_fragment(group, rows)
+                a = uint32(a[0] ^ sign), uint32(a[1] ^ sign), uint32(a[2] ^ sign), uint32(a[3] ^ sign)
+                store_shared_words(where, a[0], a[1], a[2], a[3])
+            else:
+                rest = local_array(8, float32)
+                load_rest(rest, group, rows)
+                for f in range(TERM_FRAGMENTS):
+                    a = next_fragment(rest)
+                    store_shared_words(uint32(where + FRAGMENT_BYTES * f), a[0], a[1], a[2], a[3])
+
+    @unrolled(shape.q_fragments)
+    def take(i, q_frags, q_shared):
+        assign(q_frags, 4 * i, load_shared_words(uint32(q_shared + FRAGMENT_BYTES * i)))
+
+    @unrolled(NUM_GROUPS)
     def keep(i, q_frags, rows):
         assign(q_frags, 4 * i, exact_fragment(i, rows))
 
     @device_function
-    def take(i, q_frags, q_shared):
-        assign(q_frags, 4 * i, load_shared_words(uint32(q_shared + FRAGMENT_BYTES * i)))
-
-    @device_function
-    def put(group, q_shared, sign, rows):
-        where = uint32(q_shared + FRAGMENT_BYTES * TERM_FRAGMENTS * group)
-        if IS_EXACT:
-            a = exact_fragment(group, rows)
-            store_shared_words(
-                where, uint32(a[0] ^ sign), uint32(a[1] ^ sign), uint32(a[2] ^ sign), uint32(a[3] ^ sign)
-            )
-        else:
-            rest = local_array(8, float32)
-            load_rest(rest, group, rows)
-            for f in range(TERM_FRAGMENTS):
-                a = next_fragment(rest)
-                store_shared_words(uint32(where + FRAGMENT_BYTES * f), a[0], a[1], a[2], a[3])
-
-    @device_function
-    def put_turn(i, worker, q_shared, sign, rows):
-        group = NUM_WORKERS * i + worker
-        if IS_WHOLE or group < NUM_GROUPS:
-            put(group, q_shared, sign, rows)
-
-    @device_function
     def stage_query(q_frags, q_shared, factors, query, g, t, worker, is_negative):
+        """Make the fragments of q; the whole thread block calls it.
+
+        q_shared is the shared address of this lane's part of fragment 0; factors[h] becomes what the scores of head g +
+        8h must be multiplied with. Heads that the warp does not have are loaded as its first one, and nobody reads
+        their results. `worker` numbers the warps with the same heads, which make the fragments together unless q stays
+        in registers as it is. With `is_negative`, fragments are of -q.
+        """
         q_first = query.address + (int64(g) * query.head_stride if g < query.num_heads else int64(0))
         q_second = query.address + (int64(g + 8) * query.head_stride if g + 8 < query.num_heads else int64(0))
         side = float32(-1) if is_negative else float32(1)
-        inverse_first, inverse_second, factors[0] = side, side, float32(1)
-        if IS_NORMALISED:
-            exponent = normaliser(q_first, t)
-            inverse_first, factors[0] = float32(side * power_of_two(-exponent)), power_of_two(exponent)
+        inverse_first, factors[0] = normalise(q_first, t, side)
+        inverse_second = side
         if HEAD_TILES == 2:
-            factors[1] = float32(1)
-            if IS_NORMALISED:
-                exponent = normaliser(q_second, t)
-                inverse_second, factors[1] = float32(side * power_of_two(-exponent)), power_of_two(exponent)
+            inverse_second, factors[1] = normalise(q_second, t, side)
         rows = (q_first, q_second, inverse_first, inverse_second, t)
         if Q_IS_SHARED:
-            sign = uint32(SIGN) if is_negative else uint32(0)
-            for_each(put_turn, NUM_TURNS, (worker, q_shared, sign, rows))
+            put(worker, q_shared, uint32(SIGN) if is_negative else uint32(0), rows)
             if not Q_IN_SHARED:
                 cuda.syncthreads()
-                for_each(take, NUM_FRAGMENTS, (q_frags, q_shared))
+                take(q_frags, q_shared)
         else:
-            for_each(keep, NUM_GROUPS, (q_frags, rows))
+            keep(q_frags, rows)
             if is_negative:
                 for i in range(NUM_WORDS):
                     q_frags[i] = uint32(q_frags[i] ^ SIGN)
@@ -154,31 +147,30 @@ def make_stage_query(config: SplitConfig, shape: TensorShape) -> Any:
     return stage_query
 
 
-def make_load_words(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``load_words(q, quad, t)``: a lane's quad of 16-bit elements as two words, 0 past the row."""
-    HEAD_DIM, IS_WHOLE, first_dim = config.head_dim, config.row_bytes % K_VECTOR == 0, make_first_dim(shape)
+def make_quads(shape: TensorShape) -> Steps:
+    """A lane's quads of all vectors, one by one, 0 past the row."""
+    HEAD_DIM, IS_WHOLE, K_STEPS = shape.config.head_dim, shape.config.row_bytes % K_VECTOR == 0, shape.k_steps
+    Q_BYTES, widen = shape.config.q_bytes, unpack(shape.config.q_kind)
+
+    @device_function
+    def first_dim(quad, t):
+        vector, step = uint32(uint32(quad) // uint32(K_STEPS)), uint32(uint32(quad) % uint32(K_STEPS))
+        return int64(4 * ((4 * vector + int64(t)) * K_STEPS + step))
 
     @device_function
     def load_words(q, quad, t):
+        """A quad of 16-bit elements as two words."""
         first = first_dim(quad, t)
         is_inside = IS_WHOLE or first < HEAD_DIM
         x = load_8(q + (first * 2 if is_inside else int64(0)))
         return x[0] if is_inside else uint32(0), x[1] if is_inside else uint32(0)
 
-    return load_words
-
-
-def make_load_quad(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``load_quad(q, quad, t)``: a lane's quad as 4 float32, 0 past the row."""
-    HEAD_DIM, IS_WHOLE, first_dim = config.head_dim, config.row_bytes % K_VECTOR == 0, make_first_dim(shape)
-    Q_BYTES, widen = config.q_bytes, unpack(config.q_kind)
-
     @device_function
     def load_quad(q, quad, t):
+        """A quad as 4 float32."""
         first = first_dim(quad, t)
         is_inside = IS_WHOLE or first < HEAD_DIM
-        where = q + (first * Q_BYTES if is_inside else int64(0))
-        zero = float32(0)
+        where, zero = q + (first * Q_BYTES if is_inside else int64(0)), float32(0)
         if Q_BYTES == 4:
             x = load_16(where)
             a, b, c, d = widen(x[0])[0], widen(x[1])[0], widen(x[2])[0], widen(x[3])[0]
@@ -188,25 +180,12 @@ def make_load_quad(config: SplitConfig, shape: TensorShape) -> Any:
             c, d = widen(y[1])
         return a if is_inside else zero, b if is_inside else zero, c if is_inside else zero, d if is_inside else zero
 
-    return load_quad
+    return Steps(load_words, load_quad)
 
 
-def make_first_dim(shape: TensorShape) -> Any:
-    """The device function ``first_dim(quad, t)``: of the quads of all vectors, one by one, as an int64."""
-    K_STEPS = shape.k_steps
-
-    @device_function
-    def first_dim(quad, t):
-        vector, step = uint32(uint32(quad) // uint32(K_STEPS)), uint32(uint32(quad) % uint32(K_STEPS))
-        return int64(4 * ((4 * vector + int64(t)) * K_STEPS + step))
-
-    return first_dim
-
-
-def make_next_term(shape: TensorShape) -> Any:
+def make_next_term(operand: str) -> Any:
     """The device function ``next_term(rest, at)``: two float32 rounded to the halves of a word, and subtracted."""
-    pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
-    widen = unpack(shape.operand)
+    pack, widen = pack_bfloat16 if operand == "bfloat16" else pack_float16, unpack(operand)
 
     @device_function
     def next_term(rest, at):

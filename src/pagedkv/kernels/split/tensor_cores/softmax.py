@@ -11,12 +11,10 @@ from typing import Any
 from numba import float32, int64, uint32
 
 from ...device.conversions import unpack
-from ...device.intrinsics import address, clear, exp2, for_each, larger, local_array
+from ...device.intrinsics import address, clear, exp2, larger, local_array, unrolled
 from ...device.logits import LOG2E, NONE, make_modify
-from ...device.source import device_function
+from ...device.source import Steps, device_function
 from ...device.tensor_intrinsics import low_bits, pack_bfloat16, pack_float16
-from ..config import SplitConfig
-from ..lanes import make_any_of_warp, make_largest_of_head, make_of_heads
 from ..shape import TILE, TensorShape
 
 SMALLEST = float32(2.0**-126)  # positive and normal
@@ -24,48 +22,30 @@ LOWEST = float32(-3.4028234663852886e38)  # the pivot of a head whose logits wer
 MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that its pivot was made from
 
 
-def bias(shape: TensorShape) -> float:
-    """The exponent of the power of two that P is multiplied with, so that float16 underflows at 2**-37.
+def make_logits(shape: TensorShape) -> Steps:
+    """From products to logits."""
+    HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, shape.config.modified, shape.num_o
+    FOLD, SCALED, STEP = shape.fold, shape.scales_logits, shape.step
+    modify = make_modify(shape.config.score_mod)
 
-    With SLACK, P is at most 2**15, which float16 can hold.
-    """
-    return 12.0 if shape.operand == "float16" else 0.0
-
-
-def make_start(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``start(registers, query, slopes, g)``: before the first step.
-
-    A head that does not exist gets the number of the query's first one, so that no score_mod sees it.
-    """
-    HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, config.modified, shape.num_o
-
-    @device_function
-    def start_head(h, pivots, sums, heads, slope, slopes, query, g):
-        pivots[h], sums[h] = LOWEST, float32(0)
+    @unrolled(shape.head_tiles)
+    def start_heads(h, registers, slopes, query, g):
+        registers.pivots[h], registers.sums[h] = LOWEST, float32(0)
         mine = uint32(g + 8 * h)
-        heads[h] = uint32(query.head + mine) if mine < query.num_heads else query.head
-        slope[h] = slopes[heads[h]] if MODIFIED and address(slopes) != 0 else float32(0)
+        head = uint32(query.head + mine) if mine < query.num_heads else query.head
+        registers.heads[h] = head
+        registers.slopes[h] = slopes[head] if MODIFIED and address(slopes) != 0 else float32(0)
 
     @device_function
     def start(registers, query, slopes, g):
+        """Before the first step. A head that does not exist is the query's first one: no score_mod sees it."""
         clear(registers.o, NUM_O)
-        args = (registers.pivots, registers.sums, registers.heads, registers.slopes, slopes, query, g)
-        for_each(start_head, HEAD_TILES, args)
+        start_heads(registers, slopes, query, g)
 
-    return start
-
-
-def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``logits(registers, options, position)``: from products, the lane's first token at position.
-
-    A token past the query's has the position of that.
-    """
-    FOLD, HEAD_TILES, MODIFIED, SCALED = shape.fold, shape.head_tiles, config.modified, shape.scales_logits
-    SCORES = shape.num_scores
-    modify = make_modify(config.score_mod)
-
-    @device_function
-    def logit(i, s, raw, factors, heads, slopes, options, position):
+    @unrolled(shape.num_scores)
+    def logits(i, registers, options, position):
+        """From products, the lane's first token at position; a token past the query's has the position of that."""
+        raw = registers.raw
         n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
         if FOLD:  # the even steps of rows g, and the odd ones of rows g + 8
             x = float32(raw[8 * n + k] + raw[8 * n + 6 + k])
@@ -75,31 +55,18 @@ def make_logits(config: SplitConfig, shape: TensorShape) -> Any:
             x = raw[4 * n + 2 * h + k]
         if MODIFIED:
             k_pos = min(uint32(position + TILE * (n // 2) + 2 * (n % 2) + k), options.q_pos)
-            x = float32(x * factors[h])
-            x = modify(x, options.softcap, slopes[h], int64(options.q_pos), int64(k_pos), heads[h], options.seq)
+            x, head = float32(x * registers.factors[h]), registers.heads[h]
+            x = modify(x, options.softcap, registers.slopes[h], int64(options.q_pos), int64(k_pos), head, options.seq)
         elif SCALED:
-            x = float32(x * factors[h])
-        s[i] = x
-
-    @device_function
-    def logits(registers, options, position):
-        args = (registers.s, registers.raw, registers.factors, registers.heads, registers.slopes, options, position)
-        for_each(logit, SCORES, args)
-
-    return logits
-
-
-def make_set_units(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``set_units(units, factors, scale)``.
-
-    factors[h] becomes what products are multiplied with before logits are modified, and units[h] what takes logits to
-    units of log(2). Where registers are scarce, factors[h] is both, at the price of more instructions. Neither is
-    negative: the sign of the scale is in q.
-    """
-    HEAD_TILES, MODIFIED, SCALED = shape.head_tiles, config.modified, shape.scales_logits
+            x = float32(x * registers.factors[h])
+        registers.s[i] = x
 
     @device_function
     def set_units(units, factors, scale):
+        """factors[h] becomes what products are multiplied with before logits are modified, and units[h] what takes
+        logits to units of log(2). Where registers are scarce, factors[h] is both, at the price of more instructions.
+        Neither is negative: the sign of the scale is in q.
+        """
         for h in range(HEAD_TILES):
             factors[h] = float32(factors[h] * abs(scale))
             unit = LOG2E if MODIFIED else float32(factors[h] * LOG2E)
@@ -107,63 +74,50 @@ def make_set_units(config: SplitConfig, shape: TensorShape) -> Any:
                 factors[h], unit = unit, float32(1)
             units[h] = SMALLEST if unit == float32(0) else unit  # times -inf, 0 would be NaN
 
-    return set_units
-
-
-def make_mask(shape: TensorShape) -> Any:
-    """The device function ``mask(s, valid, t)``: -inf for tokens of the step whose bit in `valid` is not set."""
-    HEAD_TILES, SCORES = shape.head_tiles, shape.num_scores
-
-    @device_function
-    def mask_score(i, s, mine):
+    @unrolled(shape.num_scores)
+    def mask_scores(i, s, mine):
         n, k = i // (2 * HEAD_TILES), i % 2
         is_valid = uint32(mine & (1 << (TILE * (n // 2) + 2 * (n % 2) + k))) != 0
         s[i] = s[i] if is_valid else NONE
 
     @device_function
     def mask(s, valid, t):
-        for_each(mask_score, SCORES, (s, uint32(valid >> uint32(t << 2))))
-
-    return mask
-
-
-def make_until_last(shape: TensorShape) -> Any:
-    """The device function ``until_last(valid, base, last)``: `valid` without the tokens of the step past the last."""
-    STEP = shape.step
+        """-inf for tokens of the step whose bit in `valid` is not set."""
+        mask_scores(s, uint32(valid >> uint32(t << 2)))
 
     @device_function
     def until_last(valid, base, last):
+        """`valid` without the tokens of the step past the last."""
         if uint32(base + STEP - 1) > last:
             left = uint32(last - base + 1) if base <= last else uint32(0)
             valid = uint32(valid & low_bits(left))
         return valid
 
-    return until_last
+    return Steps(start, logits, set_units, mask, until_last)
 
 
-def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
-    """The device function ``soften(registers, slot, g, t)``.
+def make_soften(shape: TensorShape, lanes: Steps) -> Any:
+    """The online softmax: ``soften(registers, slot, g, t)`` makes P of S, and rescales m, l and O if need be.
 
-    S becomes P, and m, l and O are rescaled if need be. units[h] is applied with the subtraction of m, in one
-    instruction; it is positive, so that the maximum can be taken before. A pivot stays until a logit exceeds it by more
-    than SLACK. Rescaling by 1 changes no bits, so it is skipped unless a pivot of the warp moved. `sums` are of this
-    lane's tokens alone.
+    units[h] is applied with the subtraction of m, in one instruction; it is positive, so that the maximum can be taken
+    before. A pivot stays until a logit exceeds it by more than SLACK. Rescaling by 1 changes no bits, so it is skipped
+    unless a pivot of the warp moved. `sums` are of this lane's tokens alone.
     """
-    HEAD_TILES, PRODUCTS, BIAS = shape.head_tiles, shape.num_products, float32(bias(shape))
-    SLACK = float32(bias(shape) + MOST_EXCESS)
+    HEAD_TILES = shape.head_tiles
+    # P is multiplied with a power of two so that float16 underflows at 2**-37; with SLACK, it is at most 2**15.
+    bias = 12.0 if shape.operand == "float16" else 0.0
+    BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)
     PAIRS = 2 * shape.tiles * shape.head_tiles
     pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
     widen = unpack(shape.operand)
-    largest_of_head, of_heads = make_largest_of_head(config), make_of_heads(config)
-    any_of_warp = make_any_of_warp(config)
 
-    @device_function
-    def raise_maximum(i, new, s):
+    @unrolled(PAIRS)
+    def raise_maxima(i, new, s):
         x = larger(s[2 * i], s[2 * i + 1])
         new[i % HEAD_TILES] = x if i < HEAD_TILES else larger(new[i % HEAD_TILES], x)
 
-    @device_function
-    def rescale_product(i, o, h, even, odd):
+    @unrolled(shape.num_products)
+    def rescale_products(i, o, h, even, odd):
         at = 4 * (i * HEAD_TILES + h)
         o[at], o[at + 1] = float32(o[at] * even), float32(o[at + 1] * odd)
         o[at + 2], o[at + 3] = float32(o[at + 2] * even), float32(o[at + 3] * odd)
@@ -176,10 +130,10 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
             sums[h] = float32(sums[h] * factor)
             pivots[h] = pivot
             # This lane's O is of heads 2t and 2t + 1, whose factors lanes g = 2t and 2t + 1 have.
-            even, odd = of_heads(slot, factor, t)
-            for_each(rescale_product, PRODUCTS, (o, h, even, odd))
+            even, odd = lanes.of_heads(slot, factor, t)
+            rescale_products(o, h, even, odd)
 
-    @device_function
+    @unrolled(PAIRS)
     def weigh(i, s, units, pivots, sums, p, p_rest):
         """Two probabilities as both terms of a word of P."""
         n, h = i // HEAD_TILES, i % HEAD_TILES
@@ -195,13 +149,13 @@ def make_soften(config: SplitConfig, shape: TensorShape) -> Any:
     def soften(registers, slot, g, t):
         s, units, pivots, sums = registers.s, registers.units, registers.pivots, registers.sums
         new = local_array(HEAD_TILES, float32)
-        for_each(raise_maximum, PAIRS, (new, s))
+        raise_maxima(new, s)
         grew = False
         for h in range(HEAD_TILES):
-            new[h] = float32(largest_of_head(slot, new[h], g) * units[h])
+            new[h] = float32(lanes.largest_of_head(slot, new[h], g) * units[h])
             grew = grew or new[h] > float32(pivots[h] + SLACK)
-        if any_of_warp(grew):
+        if lanes.any_of_warp(grew):
             rescale(pivots, sums, registers.o, new, slot, t)
-        for_each(weigh, PAIRS, (s, units, pivots, sums, registers.p, registers.p_rest))
+        weigh(s, units, pivots, sums, registers.p, registers.p_rest)
 
     return soften

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 from numba import cuda, uint32
 
-from ...device.intrinsics import assign, for_each, local_arrays
-from ...device.source import device_function
+from ...device.intrinsics import assign, local_arrays, unrolled
+from ...device.source import Steps, device_function
 from ...device.tensor_intrinsics import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
 from ..config import NUM_THREADS, VECTOR_BYTES, WARP_SIZE, SplitConfig
-from ..pages import make_address_at, make_find_token, make_row_offset
 from ..shape import K_VECTOR, TILE, TensorShape
 from .fragments import key_token
 
@@ -127,76 +126,70 @@ def make_found(stage: StageShape) -> Any:
     return local_arrays(Found, blocks=array, positions=array, goods=array)
 
 
-def make_find_rows(config: SplitConfig, stage: StageShape) -> Any:
-    """The device function ``find_rows(found, at, pages, token)``: where a lane's rows of a stage are.
-
-    token is that of the lane's first row, which goes to element `at`; its next rows go to the next elements.
-    """
-    ROWS, AT_ONCE = stage.rows_of_lane, stage.rows_at_once
-    find_token = make_find_token(config)
-
-    @device_function
-    def find_row(j, found, at, pages, token):
-        row = find_token(pages, uint32(token + AT_ONCE * j))
-        found.blocks[at + j], found.positions[at + j], found.goods[at + j] = row
-
-    @device_function
-    def find_rows(found, at, pages, token):
-        for_each(find_row, ROWS, (found, at, pages, token))
-
-    return find_rows
-
-
-def make_copy_rows(config: SplitConfig, stage: StageShape) -> Any:
-    """The device function ``copy_rows(slot, found, at, token, last, k, v, row, piece)``: a lane's rows of a stage.
-
-    slot is the shared address of the stage; the lane begins with a piece of a row, and k and v are the caches from that
-    piece on. Tokens past the last one, and those of refused blocks, become zeros.
-    """
-    TOKENS, ROWS, AT_ONCE = stage.tokens, stage.rows_of_lane, stage.rows_at_once
-    LANES, PIECES, NBYTES = stage.lanes, stage.pieces, config.vector_bytes
-    PIECES_OF_LANE = -(-stage.pieces // stage.lanes)
+def make_stages(stage: StageShape, lookup: Steps) -> Steps:
+    """From global memory to a stage, and from there to registers."""
+    config, shape = stage.config, stage.shape
+    TOKENS, AT_ONCE, LANES, PIECES, NBYTES = (
+        stage.tokens,
+        stage.rows_at_once,
+        stage.lanes,
+        stage.pieces,
+        config.vector_bytes,
+    )
     K_STRIDE, V_STRIDE, V_GROUP, V_START = stage.k_stride, stage.v_stride, stage.v_group, stage.v_start
     K_JUMP, V_JUMP = AT_ONCE * K_STRIDE, AT_ONCE // 4 * V_GROUP
-    row_offset, address_at = make_row_offset(config), make_address_at(config)
+    RING_BYTES, IS_PADDED, STEP = stage.ring_bytes, stage.is_padded, shape.step
+    K_PER_CHUNK, K_VECTORS, V_PER_CHUNK, V_VECTORS = (
+        shape.k_per_chunk,
+        shape.k_vectors,
+        shape.v_per_chunk,
+        shape.v_vectors,
+    )
+    V_VECTOR, WORDS = shape.v_vector, shape.v_vector // 4
     copy = copy_16 if NBYTES == VECTOR_BYTES else copy_8
+    load_value = load_shared_words if V_VECTOR == VECTOR_BYTES else load_shared_pair
 
-    @device_function
+    @unrolled(stage.rows_of_lane)
+    def find_rows(j, found, at, pages, token):
+        """Where a lane's rows of a stage are, from element `at` on; token is that of the first of them."""
+        row = lookup.find_token(pages, uint32(token + AT_ONCE * j))
+        found.blocks[at + j], found.positions[at + j], found.goods[at + j] = row
+
+    @unrolled(-(-stage.pieces // stage.lanes))
     def copy_pieces(i, k_target, v_target, k_row, v_row, piece, count):
         at = NBYTES * LANES * i
         is_inside = PIECES % LANES == 0 or piece < PIECES - LANES * i
         copy(uint32(k_target + uint32(at)), k_row + at, count, is_inside)
         copy(uint32(v_target + uint32(at)), v_row + at, count, is_inside)
 
-    @device_function
-    def copy_row(j, k_target, v_target, found, at, token, last, k, v, row, piece):
+    @unrolled(stage.rows_of_lane)
+    def copy_each(j, k_target, v_target, found, at, token, last, k, v, row, piece):
         block, position = found.blocks[at + j], found.positions[at + j]
-        k_row = address_at(k.address, row_offset(k, block, position))
-        v_row = address_at(v.address, row_offset(v, block, position))
+        k_row = lookup.address_at(k.address, lookup.row_offset(k, block, position))
+        v_row = lookup.address_at(v.address, lookup.row_offset(v, block, position))
         is_there = found.goods[at + j] and uint32(token + AT_ONCE * j) <= last
         if TOKENS % AT_ONCE == 0 or row < TOKENS:
             count = uint32(NBYTES if is_there else 0)
             k_target, v_target = uint32(k_target + K_JUMP * j), uint32(v_target + V_JUMP * j)
-            for_each(copy_pieces, PIECES_OF_LANE, (k_target, v_target, k_row, v_row, piece, count))
+            copy_pieces(k_target, v_target, k_row, v_row, piece, count)
 
     @device_function
     def copy_rows(slot, found, at, token, last, k, v, row, piece):
+        """Copy a lane's rows of a stage, whose shared address is `slot`.
+
+        The lane begins with a piece of a row, and k and v are the caches from that piece on. Tokens past the last one,
+        and those of refused blocks, become zeros.
+        """
         start = uint32(slot + piece * NBYTES)
         k_target = uint32(start + row * K_STRIDE)
         in_group = uint32((row & 3) * V_STRIDE)
         group = uint32(uint32(row >> 2) * V_GROUP)
         v_target = uint32(start + V_START + group + in_group)
-        for_each(copy_row, ROWS, (k_target, v_target, found, at, token, last, k, v, row, piece))
-
-    return copy_rows
-
-
-def make_zero_ring(stage: StageShape) -> Any:
-    """The device function ``zero_ring(shared, thread)``: zeros where fragments reach past what is copied."""
-    RING_BYTES, IS_PADDED = stage.ring_bytes, stage.is_padded
+        copy_each(k_target, v_target, found, at, token, last, k, v, row, piece)
 
     @device_function
     def zero_ring(shared, thread):
+        """Zeros where fragments reach past what is copied."""
         if IS_PADDED:
             at = uint32(thread * VECTOR_BYTES)
             while at < uint32(RING_BYTES):
@@ -204,69 +197,31 @@ def make_zero_ring(stage: StageShape) -> Any:
                 at = uint32(at + NUM_THREADS * VECTOR_BYTES)
             cuda.syncthreads()
 
-    return zero_ring
-
-
-def make_places(stage: StageShape) -> Any:
-    """The device function ``places(team, g, t)``: where in a stage a lane's vectors 0 of K and V are, in bytes."""
-    STEP, K_STRIDE, V_GROUP, V_START = stage.shape.step, stage.k_stride, stage.v_group, stage.v_start
-    V_VECTOR = stage.shape.v_vector
-
     @device_function
     def places(team, g, t):
+        """Where in a stage a lane's vectors 0 of K and V are, in bytes."""
         token = uint32(team * STEP + key_token(g))
         k_place = uint32(token * K_STRIDE + (t << 4))
         group = uint32(team * (STEP // 4) + t)
         v_place = uint32(group * V_GROUP + g * V_VECTOR)
         return k_place, uint32(v_place + V_START)
 
-    return places
-
-
-def make_read_keys(stage: StageShape) -> Any:
-    """The device function ``read_keys(chunk, words, where)``: a chunk of K of a step, as `load_keys` does.
-
-    where is the shared address of the lane's vector 0 of its first token.
-    """
-    shape, K_STRIDE = stage.shape, stage.k_stride
-    PER_CHUNK, VECTORS = shape.k_per_chunk, shape.k_vectors
-    ALL_VECTORS = 2 * shape.tiles * shape.k_per_chunk
-
-    @device_function
-    def read_vector(i, chunk, words, where):
-        token, c = TILE * (i // (2 * PER_CHUNK)) + 2 * (i % 2), i // 2 % PER_CHUNK
-        vector = chunk * PER_CHUNK + c
-        if vector < VECTORS:
+    @unrolled(2 * shape.tiles * shape.k_per_chunk)
+    def read_keys(i, chunk, words, where):
+        """A chunk of K of a step, as `load_keys` does, from the shared address of the lane's vector 0."""
+        token, c = TILE * (i // (2 * K_PER_CHUNK)) + 2 * (i % 2), i // 2 % K_PER_CHUNK
+        vector = chunk * K_PER_CHUNK + c
+        if vector < K_VECTORS:
             x = load_shared_words(uint32(where + K_STRIDE * token + K_VECTOR * vector))
             assign(words, 4 * i, x)
 
-    @device_function
-    def read_keys(chunk, words, where):
-        for_each(read_vector, ALL_VECTORS, (chunk, words, where))
-
-    return read_keys
-
-
-def make_read_values(stage: StageShape) -> Any:
-    """The device function ``read_values(chunk, words, where)``: a chunk of V of a step, as `load_values` does.
-
-    where is the shared address of the lane's vector 0 of token 4t.
-    """
-    shape, V_STRIDE, V_GROUP = stage.shape, stage.v_stride, stage.v_group
-    PER_CHUNK, VECTORS, V_VECTOR, WORDS = shape.v_per_chunk, shape.v_vectors, shape.v_vector, shape.v_vector // 4
-    ALL_VECTORS = 4 * shape.tiles * shape.v_per_chunk
-    load = load_shared_words if shape.v_vector == VECTOR_BYTES else load_shared_pair
-
-    @device_function
-    def read_vector(i, chunk, words, where):
-        at, c = TILE // 4 * V_GROUP * (i // (4 * PER_CHUNK)) + V_STRIDE * (i % 4), i // 4 % PER_CHUNK
-        vector = chunk * PER_CHUNK + c
-        if vector < VECTORS:
-            x = load(uint32(where + at + 8 * V_VECTOR * vector))
+    @unrolled(4 * shape.tiles * shape.v_per_chunk)
+    def read_values(i, chunk, words, where):
+        """A chunk of V of a step, as `load_values` does, from the shared address of the lane's vector 0."""
+        at, c = TILE // 4 * V_GROUP * (i // (4 * V_PER_CHUNK)) + V_STRIDE * (i % 4), i // 4 % V_PER_CHUNK
+        vector = chunk * V_PER_CHUNK + c
+        if vector < V_VECTORS:
+            x = load_value(uint32(where + at + 8 * V_VECTOR * vector))
             assign(words, WORDS * i, x)
 
-    @device_function
-    def read_values(chunk, words, where):
-        for_each(read_vector, ALL_VECTORS, (chunk, words, where))
-
-    return read_values
+    return Steps(find_rows, copy_rows, zero_ring, places, read_keys, read_values)
