@@ -46,6 +46,7 @@ VARIANTS = [
     variant(128, 16, "float32"),
     variant(64, 16, "bfloat16", "fp8_e4m3", 10),
     variant(64, 8, "float16", "fp8_e4m3"),
+    variant(64, 16, "float16", "fp8_e4m3"),
     variant(64, 8, "float16", "fp8_e4m3", modified=True),
     variant(256, 4, "float32", "float32", 8, modified=True),
     variant(512, 2, "float32", "float32", checked=True),

@@ -23,6 +23,7 @@ from pagedkv.kernels.split.config import (
 )
 from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 from pagedkv.kernels.split.lanes import slots_bytes
+from pagedkv.kernels.split.shape import TensorShape
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
 from ...problems import build
@@ -80,6 +81,16 @@ def test_rows_and_queries_of_many_heads_fit_into_the_shared_memory_of_every_gpu(
         states = 2 * 4 * config.num_teams * config.num_heads
         assert dynamic_bytes(config) + slots_bytes(config) + states + 128 <= MOST_SHARED
         assert SPLIT_UNIT % StageShape(config).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("group_size", "q_kind", "kv_kind"),
+    [(16, "float16", "fp8_e4m3"), *long([(12, "bfloat16", "fp8_e5m2"), (9, "float16", "fp8_e5m2")])],
+)
+def test_four_thread_blocks_have_everything_in_registers(group_size, q_kind, kv_kind):
+    config = SplitConfig(64, group_size, 16, q_kind, kv_kind)
+    assert TensorShape(config).min_blocks == 4
+    check_registers(config, (9, 0))
 
 
 @pytest.mark.parametrize(

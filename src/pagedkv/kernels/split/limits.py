@@ -180,6 +180,14 @@ q_in_registers: Limit[TensorShape] = Limit(
             0,
             "The slots of through_shared take the registers that few fragments would have.",
         ),
+        Row(
+            lambda s: (
+                s.is_fp8 and s.head_tiles == 2 and s.is_plain and s.config.architecture == 9 and not s.config.staged
+            ),
+            0,
+            "12 bytes at D = 64, G = 16 in fp8_e4m3 for 9.0, where four thread blocks leave 128 registers a thread; 20 "
+            "in fp8_e5m2.",
+        ),
         Row(lambda s: s.terms == 1, 4, "92 bytes with 8 fragments at D = 256, G = 8 for 9.0."),
         Row(
             lambda s: s.is_fp8 or s.config.staged,
