@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedkv.bench.launch import RecordingDevice
+from pagedkv.bench.static.sass import code_of, loop_of
 from pagedkv.buckets import bucket
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import split
@@ -91,6 +92,12 @@ def test_four_thread_blocks_have_everything_in_registers(group_size, q_kind, kv_
     config = SplitConfig(64, group_size, 16, q_kind, kv_kind)
     assert TensorShape(config).min_blocks == 4
     check_registers(config, (9, 0))
+
+
+def test_loops_on_cuda_cores_have_no_code_for_lanes_that_diverge():
+    kernel = compile_kernel(make_split, SplitConfig(64, 1, 16, "float32", "float32"))
+    loop = loop_of(code_of(kernel.cubin, kernel.entry), (9, 0), 8)
+    assert loop.instructions <= 15 * 32 * loop.bytes_loaded / 512  # 18 with such code
 
 
 @pytest.mark.parametrize(

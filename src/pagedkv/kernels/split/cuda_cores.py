@@ -103,7 +103,8 @@ def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
     @device_function
     def attend(thread, first, query, k, v, pages, options, shared):
         lane = uint32(thread & 31)
-        warp = shuffle(uint32(thread >> 5), 0)
+        # Broadcast, so that ptxas knows both are warp-uniform: shuffles in the loop need no code for diverged lanes.
+        warp, last = shuffle(uint32(thread >> 5), 0), shuffle(pages.last, 0)
         sub, group = uint32(lane & (LANES - 1)), uint32(lane >> SHIFT)
         k_lane, v_lane = k.address + int64(sub) * 16, v.address + int64(sub) * 16
         keys, values = local_array(NUM_BUFFERED, uint32), local_array(NUM_BUFFERED, uint32)
@@ -123,7 +124,6 @@ def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
         rows.load(keys, k_lane, k_offset, group, sub)
         rows.load_query(q, query, options.scale if MODIFIED else float32(options.scale * LOG2E), sub)
 
-        last = pages.last
         if base <= last:
             rows.load(values, v_lane, v_offset, group, sub)
             while uint32(base + TURN) <= last:
