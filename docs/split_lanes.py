@@ -23,7 +23,7 @@ from pagedkv.kernels.split.config import WARP_SIZE, SplitConfig
 from pagedkv.kernels.split.lanes import make_lanes
 from pagedkv.kernels.split.pages import make_pages
 from pagedkv.kernels.split.shape import TILE, TensorShape
-from pagedkv.kernels.split.tensor_cores.fragments import make_load_keys, make_load_values, make_products
+from pagedkv.kernels.split.tensor_cores.fragments import make_products, make_rows
 from pagedkv.kernels.split.tensor_cores.query import make_stage_query
 
 CONFIG = SplitConfig(head_dim=128, group_size=8, block_size=16, q_kind="float16", kv_kind="float16")
@@ -43,8 +43,7 @@ def make_probe(_config: Probe) -> KernelSource:
     NUM_BUFFERED, NUM_Q, NUM_WORDS = SHAPE.buffer, 4 * SHAPE.q_fragments, 16 + 8 + 4
     GROUP_SIZE, ROW_BYTES, V_VECTOR = CONFIG.group_size, CONFIG.row_bytes, SHAPE.v_vector
     row_address, products = make_pages(CONFIG, make_lanes(CONFIG).fetch).row_address, make_products(SHAPE)
-    load_keys, load_values = make_load_keys(SHAPE, row_address), make_load_values(SHAPE, row_address)
-    stage_query = make_stage_query(SHAPE)
+    rows, stage_query = make_rows(SHAPE, row_address), make_stage_query(SHAPE)
 
     @device_function
     def put(out, at, word):
@@ -57,12 +56,12 @@ def make_probe(_config: Probe) -> KernelSource:
         buffer, q_frags = local_array(NUM_BUFFERED, types.uint32), local_array(NUM_Q, types.uint32)
         factors = local_array(1, types.float32)
         v_first = g * V_VECTOR
-        load_values(0, buffer, 0, address(v) + v_first, offset, ROW_BYTES - v_first, t)
+        rows.load_values(0, buffer, 0, address(v) + v_first, offset, ROW_BYTES - v_first, t)
         for j in range(WORDS):
             a = products.value_fragment(buffer[j], buffer[j + WORDS], buffer[j + 2 * WORDS], buffer[j + 3 * WORDS], 0)
             for i in range(4):
                 put(out, at + 4 * j + i, a[i])
-        load_keys(0, buffer, 0, address(k) + t * 16, offset, g, t)
+        rows.load_keys(0, buffer, 0, address(k) + t * 16, offset, g, t)
         for n in range(2):
             for step in range(STEPS):
                 b = products.key_fragment(buffer, 4 * n, step)

@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant(
         "split: tokens past the end are not selected away",
         TENSOR,
-        "        if valid != ALL:\n            scores.mask(registers.s, valid, t)\n",
+        "        if valid != ALL:\n            softmax.mask(registers.s, valid, t)\n",
         "",
         LENGTHS,
         ci=True,
@@ -236,7 +236,7 @@ MUTANTS = [
     Mutant(
         "split: tokens of a bad block are seen",
         TENSOR,
-        "            if CHECKED and valid != ALL:\n                scores.mask(registers.s, valid, t)\n",
+        "            if CHECKED and valid != ALL:\n                softmax.mask(registers.s, valid, t)\n",
         "",
         BAD_BLOCK,
     ),

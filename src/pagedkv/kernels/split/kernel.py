@@ -37,7 +37,7 @@ from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
 from .lanes import make_lanes
-from .merge import make_leave, make_merge, make_store, merge_bytes
+from .merge import make_merge, merge_bytes
 from .pages import make_pages
 from .shape import TensorShape
 from .sums import are_dynamic, make_sums, sums_bytes
@@ -60,15 +60,13 @@ SIGNATURE = types.void(
 def make_split(config: SplitConfig) -> KernelSource:
     """Attention of all query heads over all splits of all sequences."""
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
-    PAIRS, CHECKED = config.head_dim // 2, config.checked
+    CHECKED, CHECKS_SPLITS, NUM_SUMS = config.checked, config.checks_splits, sums_bytes(config) // 4
     SHORT_SPLIT, LONG_SPLIT = uint32(config.short_split), uint32(config.long_split)
     LEADING_ZEROS, MANY = 32 - FULL_GRID.bit_length(), int32(MANY_SPLITS.bit_length() - 1)
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
     NUM_STATES, IS_EVEN = config.num_teams * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
-    CHECKS_SPLITS, NUM_SUMS = config.checks_splits, sums_bytes(config) // 4
-    team_sums, store = make_sums(config), make_store(config)
-    attend, lookup = make_attend(config, team_sums), make_pages(config, make_lanes(config).fetch)
-    leave, merge_splits = make_leave(config, team_sums, store), make_merge(config, store)
+    team_sums, lookup = make_sums(config), make_pages(config, make_lanes(config).fetch)
+    attend, merge = make_attend(config, team_sums), make_merge(config, team_sums)
     VALUE_FACTOR, FORGETS = float32(software_factor(config)), config.forgets
 
     @device_function
@@ -112,17 +110,6 @@ def make_split(config: SplitConfig) -> KernelSource:
         return Output(target, strides[1], lse, row, heads_from(head), head, sinks, float32(VALUE_FACTOR * v_factor))
 
     @device_function
-    def store_nothing(output, thread):
-        """The result of an empty sequence."""
-        i = thread
-        while i < uint32(output.num_heads * PAIRS):
-            h, pair = divmod_32(i, PAIRS)
-            store.store_pair(output.address + int64(h) * output.head_stride, pair, float32(0), float32(0))
-            i = uint32(i + NUM_THREADS)
-        if thread < output.num_heads and address(output.lse) != 0:
-            output.lse[output.row + int64(thread)] = NONE
-
-    @device_function
     def put_nothing(thread, room, shared):
         """The sums of a split without tokens."""
         i = int64(thread)
@@ -163,7 +150,7 @@ def make_split(config: SplitConfig) -> KernelSource:
             num_splits = uint32(uint32(uint32(visible - 1) // size) + 1)
         elif split_index == 0:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
-            store_nothing(output, thread)
+            merge.store_nothing(output, thread)
         if split_index < num_splits:
             if FORGETS and thread == 0:
                 kept[3] = num_splits
@@ -196,7 +183,7 @@ def make_split(config: SplitConfig) -> KernelSource:
                 put_nothing(thread, room, shared)
                 cuda.syncthreads()
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
-            leave(thread, output, partials, num_splits, uint32(cuda.blockIdx.y), shared)
+            merge.leave(thread, output, partials, num_splits, uint32(cuda.blockIdx.y), shared)
             if num_splits > 1:
                 # All of the block's stores are before the barrier, and those of other blocks before their fences: what
                 # thread 0 will see in the counter holds for the whole block after the next barrier.
@@ -219,7 +206,7 @@ def make_split(config: SplitConfig) -> KernelSource:
         cuda.syncthreads()
         if told[0] == last:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
-            merge_splits(thread, output, partials, num_splits, room)
+            merge.merge_splits(thread, output, partials, num_splits, room)
 
     return KernelSource(split, SIGNATURE, NUM_THREADS, _min_blocks(config))
 

@@ -80,12 +80,15 @@ def merge_bytes(config: SplitConfig) -> int:
     return 4 * config.num_heads * MOST_SPLITS + 16 * quads * (config.merge_shares - 1)
 
 
-def make_store(config: SplitConfig) -> Steps:
-    """How the output is written: `pair` is of dims 2 * pair and the next of a row of q's kind."""
+def make_merge(config: SplitConfig, sums: Steps) -> Steps:
+    """From the sums of warps to the output, or to a partial result; and from these to the output."""
+    NUM_HEADS, NUM_TEAMS, QUADS = config.num_heads, config.num_teams, config.head_dim // 4
+    ROW_BYTES, TEAM_BYTES, PAIRS = 4 * config.head_dim, team_bytes(config), config.head_dim // 2
     rounded, Q_BYTES = narrow(config.q_kind), config.q_bytes
 
     @device_function
     def store_pair(out, pair, x, y):
+        """Dims 2 * pair and the next of a row of q's kind."""
         if Q_BYTES == 4:
             store_8(out + int64(pair) * 8, float_bits(x), float_bits(y))
         else:
@@ -96,13 +99,16 @@ def make_store(config: SplitConfig) -> Steps:
         store_pair(out, pair, sums[0], sums[1])
         store_pair(out, uint32(pair + 1), sums[2], sums[3])
 
-    return Steps(store_pair, store_quad)
-
-
-def make_leave(config: SplitConfig, sums: Steps, store: Steps) -> Any:
-    """The device function ``leave(thread, output, partials, num_splits, split, shared)``."""
-    NUM_HEADS, NUM_TEAMS, QUADS = config.num_heads, config.num_teams, config.head_dim // 4
-    ROW_BYTES, TEAM_BYTES = 4 * config.head_dim, team_bytes(config)
+    @device_function
+    def store_nothing(output, thread):
+        """The result of an empty sequence."""
+        i = thread
+        while i < uint32(output.num_heads * PAIRS):
+            h, pair = divmod_32(i, PAIRS)
+            store_pair(output.address + int64(h) * output.head_stride, pair, float32(0), float32(0))
+            i = uint32(i + NUM_THREADS)
+        if thread < output.num_heads and address(output.lse) != 0:
+            output.lse[output.row + int64(thread)] = NONE
 
     @device_function
     def leave(thread, output, partials, num_splits, split, shared):
@@ -144,19 +150,14 @@ def make_leave(config: SplitConfig, sums: Steps, store: Steps) -> Any:
             for w in range(NUM_TEAMS):
                 add(quad, weights[w * NUM_HEADS + int64(h)], sums.load_quad(uint32(where + w * TEAM_BYTES)))
             if is_only:
-                store.store_quad(output.address + int64(h) * output.head_stride, pair, quad)
+                store_quad(output.address + int64(h) * output.head_stride, pair, quad)
             else:
                 target = address(partials.sums) + (partial + int64(h) * partials.most_splits) * ROW_BYTES
                 words = float_bits(quad[0]), float_bits(quad[1]), float_bits(quad[2]), float_bits(quad[3])
                 store_16(target + int64(pair) * 8, words[0], words[1], words[2], words[3])
             i = uint32(i + NUM_THREADS)
 
-    return leave
-
-
-def make_merge(config: SplitConfig, store: Steps) -> Any:
-    """The device function ``merge_splits(thread, output, partials, num_splits, weights)``."""
-    add_splits = make_add_splits(config, store)
+    add_splits = make_add_splits(config, store_quad)
 
     @unrolled(SPLITS_OF_LANE)
     def load_states(i, maxima, totals, partials, partial, num_splits, lane):
@@ -202,10 +203,10 @@ def make_merge(config: SplitConfig, store: Steps) -> Any:
         cuda.syncthreads()
         add_splits(thread, output, partials, num_splits, weights)
 
-    return merge_splits
+    return Steps(store_nothing, leave, merge_splits)
 
 
-def make_add_splits(config: SplitConfig, store: Steps) -> Any:
+def make_add_splits(config: SplitConfig, store_quad: Any) -> Any:
     """The device function ``add_splits(thread, output, partials, num_splits, weights)``."""
     QUADS, ROW_BYTES, NUM_QUADS = config.head_dim // 4, 4 * config.head_dim, config.num_heads * config.head_dim // 4
     SHARES, OTHERS = config.merge_shares, 4 * config.num_heads * MOST_SPLITS
@@ -258,7 +259,7 @@ def make_add_splits(config: SplitConfig, store: Steps) -> Any:
             h = int64(head)
             add_share(sums, h, quad, share, output, partials, num_splits, weights)
             if SHARES == 1:
-                store.store_quad(output.address + h * output.head_stride, uint32(quad << 1), sums)
+                store_quad(output.address + h * output.head_stride, uint32(quad << 1), sums)
             elif share > 0:
                 store_shared_4(uint32(others - 16 * NUM_QUADS), sums[0], sums[1], sums[2], sums[3])
             i = uint32(i + NUM_THREADS)
@@ -268,6 +269,6 @@ def make_add_splits(config: SplitConfig, store: Steps) -> Any:
                 for n in range(SHARES - 1):
                     add(sums, float32(1), load_floats(uint32(others + 16 * NUM_QUADS * n)))
                 head, quad = divmod_32(thread, QUADS)
-                store.store_quad(output.address + int64(head) * output.head_stride, uint32(quad << 1), sums)
+                store_quad(output.address + int64(head) * output.head_stride, uint32(quad << 1), sums)
 
     return add_splits

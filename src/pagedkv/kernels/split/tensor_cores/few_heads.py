@@ -48,10 +48,10 @@ from ..lanes import SLOT_BYTES, make_lanes
 from ..pages import make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums
-from .fragments import make_load_keys, make_load_values, make_products, make_zero_values, software_factor
+from .fragments import make_products, make_rows
 from .query import make_stage_query
 from .registers import make_registers
-from .softmax import make_logits, make_soften
+from .softmax import make_softmax
 
 
 class Rows(NamedTuple):
@@ -72,12 +72,11 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
     KEEP_Q, KEEP_T = bool(limits.keeps_q_address(shape)), bool(limits.keeps_lane(shape))
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
-    FACTOR, ALL = float32(software_factor(config)), uint32(0xFFFFFFFF)
+    ALL = uint32(0xFFFFFFFF)
     lanes, new_registers = make_lanes(config), make_registers(shape, 2)
     lookup = make_pages(config, lanes.fetch)
-    load_keys, load_values = make_load_keys(shape, lookup.row_address), make_load_values(shape, lookup.row_address)
-    zero_values, stage_query, products = make_zero_values(shape), make_stage_query(shape), make_products(shape)
-    scores, soften, put_sums = make_logits(shape), make_soften(shape, lanes), make_put_sums(shape, sums)
+    caches, products, stage_query = make_rows(shape, lookup.row_address), make_products(shape), make_stage_query(shape)
+    softmax, put_sums = make_softmax(shape, lanes), make_put_sums(shape, sums)
 
     @unrolled(CHUNKS)
     def use_keys(i, registers, q_shared, rows, k_offset, v_offset):
@@ -85,33 +84,33 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         at = (i % 2) * BUFFER
         products.multiply_keys(i, registers, at, q_shared)
         if i + 2 < CHUNKS:
-            load_keys(i + 2, registers.words, at, rows.k, k_offset, rows.g, rows.t)
+            caches.load_keys(i + 2, registers.words, at, rows.k, k_offset, rows.g, rows.t)
         elif i + 2 < 2 * CHUNKS:
-            load_values(i + 2 - CHUNKS, registers.words, at, rows.v, v_offset, rows.room, rows.t)
+            caches.load_values(i + 2 - CHUNKS, registers.words, at, rows.v, v_offset, rows.room, rows.t)
 
     @unrolled(CHUNKS)
     def use_values(i, registers, rows, next_k, v_offset, next_v, valid):
         """Multiply chunk i of V, and refill its buffer with the chunk two later."""
         at = ((CHUNKS + i) % 2) * BUFFER
         if CHECKED and valid != ALL:
-            zero_values(registers.words, at, valid, rows.t)
+            caches.zero_values(registers.words, at, valid, rows.t)
         products.multiply_values(i, registers, at)
         if i + 2 < CHUNKS:
-            load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
+            caches.load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
         elif i + 2 < 2 * CHUNKS:
-            load_keys(i + 2 - CHUNKS, registers.words, at, rows.k, next_k, rows.g, rows.t)
+            caches.load_keys(i + 2 - CHUNKS, registers.words, at, rows.k, next_k, rows.g, rows.t)
         else:
-            load_values(i + 2 - 2 * CHUNKS, registers.words, at, rows.v, next_v, rows.room, rows.t)
+            caches.load_values(i + 2 - 2 * CHUNKS, registers.words, at, rows.v, next_v, rows.room, rows.t)
 
     @unrolled(CHUNKS)
     def use_last_values(i, registers, rows, v_offset, valid):
         """As `use_values`, in the warp's last step."""
         at = ((CHUNKS + i) % 2) * BUFFER
         if valid != ALL:
-            zero_values(registers.words, at, valid, rows.t)
+            caches.zero_values(registers.words, at, valid, rows.t)
         products.multiply_values(i, registers, at)
         if i + 2 < CHUNKS:
-            load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
+            caches.load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
 
     @device_function
     def attend(thread, first, query, k, v, pages, options, shared):
@@ -132,7 +131,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         keys, values, others = lanes.slots(warp)
         both_values = uint32(2 * values + SLOT_BYTES)
         registers, last = new_registers(), pages.last
-        scores.start(registers, query, options.slopes, g)
+        softmax.start(registers, query, options.slopes, g)
 
         # The longest dependency chain first: table entries of the first two steps, then the first keys.
         base, mine = uint32(first + team * STEP), uint32(lane & (STEP - 1))
@@ -141,17 +140,17 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         v_offset = lanes.share(values, lookup.row_offset(v, block, position))
         valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
         block, position, good = lookup.find_token(pages, uint32(base + mine + TURN))
-        load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
+        caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
         if CHUNKS > 1:
-            load_keys(int64(1), registers.words, int64(BUFFER), rows.k, k_offset, g, t)
+            caches.load_keys(int64(1), registers.words, int64(BUFFER), rows.k, k_offset, g, t)
 
         stage_query(registers.q, q_shared, registers.factors, query, g, t, int64(warp), options.scale < float32(0))
-        scores.set_units(registers.units, registers.factors, float32(options.scale * FACTOR))
+        softmax.set_units(registers, options.scale)
         if Q_IN_SHARED:
             cuda.syncthreads()
 
         if CHUNKS == 1:
-            load_values(int64(0), registers.words, int64(BUFFER), rows.v, v_offset, rows.room, t)
+            caches.load_values(int64(0), registers.words, int64(BUFFER), rows.v, v_offset, rows.room, t)
         while uint32(base + TURN) <= last:
             clear(registers.raw, NUM_RAW)
             use_keys(registers, q_shared, rows, k_offset, v_offset)
@@ -161,20 +160,20 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             next_valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
             block, position, good = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
             if CHUNKS == 1:
-                load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
-            scores.logits(registers, options, uint32(base + (t << 2)))
+                caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
+            softmax.logits(registers, options, uint32(base + (t << 2)))
             if CHECKED and valid != ALL:
-                scores.mask(registers.s, valid, t)
-            soften(registers, others, g, t)
+                softmax.mask(registers.s, valid, t)
+            softmax.soften(registers, others, g, t)
             use_values(registers, rows, k_offset, v_offset, next_v, valid)
             base, v_offset, valid = uint32(base + TURN), next_v, next_valid
         clear(registers.raw, NUM_RAW)
         use_keys(registers, q_shared, rows, k_offset, v_offset)
-        valid = scores.until_last(valid, base, last)
-        scores.logits(registers, options, uint32(base + (t << 2)))
+        valid = softmax.until_last(valid, base, last)
+        softmax.logits(registers, options, uint32(base + (t << 2)))
         if valid != ALL:
-            scores.mask(registers.s, valid, t)
-        soften(registers, others, g, t)
+            softmax.mask(registers.s, valid, t)
+        softmax.soften(registers, others, g, t)
         use_last_values(registers, rows, v_offset, valid)
         if Q_IS_SHARED:
             cuda.syncthreads()  # the sums replace Q

@@ -23,10 +23,17 @@ def key_token(g):
     return uint32((uint32(g >> 1) << 2) + (g & 1))
 
 
-def make_load_keys(shape: TensorShape, row_address: Any) -> Any:
-    """The device function ``load_keys(chunk, buffers, at, base, offset, g, t)``."""
-    TILES, PER_CHUNK, VECTORS, ROW_BYTES = shape.tiles, shape.k_per_chunk, shape.k_vectors, shape.config.row_bytes
+def make_rows(shape: TensorShape, row_address: Any) -> Steps:
+    """Loads of chunks for a step, from rows whose offsets lanes have shared.
+
+    `base` is the address of the lane's vector 0 in the row at offset 0.
+    """
+    TILES, K_PER_CHUNK, K_VECTORS, ROW_BYTES = shape.tiles, shape.k_per_chunk, shape.k_vectors, shape.config.row_bytes
     FULL, ALIGNED = ROW_BYTES // K_VECTOR, shape.config.vector_bytes == VECTOR_BYTES
+    V_PER_CHUNK, V_VECTORS, PER_TILE = shape.v_per_chunk, shape.v_vectors, shape.v_per_chunk * shape.v_vector
+    V_VECTOR, WORDS, STRIDE = shape.v_vector, shape.v_vector // 4, 8 * shape.v_vector
+    IS_WHOLE = V_VECTORS * STRIDE * shape.config.dim_shares == shape.config.row_bytes
+    load_value = stream_16 if V_VECTOR == VECTOR_BYTES else stream_8
 
     @device_function
     def pair(x, y):
@@ -51,8 +58,8 @@ def make_load_keys(shape: TensorShape, row_address: Any) -> Any:
 
     @unrolled(shape.k_per_chunk)
     def load_vectors(c, chunk, buffers, at, first, second, t):
-        vector = chunk * PER_CHUNK + c
-        if vector < VECTORS:
+        vector = chunk * K_PER_CHUNK + c
+        if vector < K_VECTORS:
             if vector < FULL:
                 x, y = load(first + K_VECTOR * vector), load(second + K_VECTOR * vector)
             else:
@@ -62,53 +69,34 @@ def make_load_keys(shape: TensorShape, row_address: Any) -> Any:
 
     @device_function
     def load_keys(chunk, buffers, at, base, offset, g, t):
-        """Load a chunk of K for a step.
+        """Register j of vector c of tile i goes to ``at + 8 (i * k_per_chunk + c) + j``.
 
-        `base` is the address of the lane's vector 0 in the row at offset 0. Register j of vector c of tile i lies at
-        ``at + 8 (i * k_per_chunk + c) + j``; j from 4 on is the token two later. Bytes past the row become 0.
+        j from 4 on is the token two later. Bytes past the row become 0.
         """
         token = key_token(g)
         for i in range(TILES):
             first = row_address(base, offset, uint32(token + TILE * i))
             second = row_address(base, offset, uint32(token + TILE * i + 2))
-            load_vectors(chunk, buffers, at + 8 * PER_CHUNK * i, first, second, t)
-
-    return load_keys
-
-
-def make_load_values(shape: TensorShape, row_address: Any) -> Any:
-    """The device function ``load_values(chunk, buffers, at, base, offset, room, t)``."""
-    PER_CHUNK, VECTORS = shape.v_per_chunk, shape.v_vectors
-    V_VECTOR, WORDS, STRIDE = shape.v_vector, shape.v_vector // 4, 8 * shape.v_vector
-    IS_WHOLE = VECTORS * STRIDE * shape.config.dim_shares == shape.config.row_bytes
-    load = stream_16 if V_VECTOR == VECTOR_BYTES else stream_8
+            load_vectors(chunk, buffers, at + 8 * K_PER_CHUNK * i, first, second, t)
 
     @unrolled(4 * shape.tiles)
     def load_rows(row_of_lane, chunk, buffers, at, base, offset, room, token):
         i, k = row_of_lane // 4, row_of_lane % 4
         row = row_address(base, offset, uint32(token + TILE * i + k))
-        for c in range(PER_CHUNK):
-            vector = chunk * PER_CHUNK + c
-            if vector < VECTORS:
-                x = load(row + (STRIDE * vector if IS_WHOLE else min(STRIDE * vector, room - V_VECTOR)))
-                assign(buffers, at + ((i * PER_CHUNK + c) * 4 + k) * WORDS, x)
+        for c in range(V_PER_CHUNK):
+            vector = chunk * V_PER_CHUNK + c
+            if vector < V_VECTORS:
+                x = load_value(row + (STRIDE * vector if IS_WHOLE else min(STRIDE * vector, room - V_VECTOR)))
+                assign(buffers, at + ((i * V_PER_CHUNK + c) * 4 + k) * WORDS, x)
 
     @device_function
     def load_values(chunk, buffers, at, base, offset, room, t):
-        """Load a chunk of V for a step.
+        """Word j of vector c of token 4t + k of tile i goes to ``at + words (4 (i * v_per_chunk + c) + k) + j``.
 
-        `base` is the address of the lane's vector 0 in the row at offset 0, and `room` the bytes of the row from there
-        on. Register j of vector c of token 4t + k of tile i lies at ``at + ((i * v_per_chunk + c) * 4 + k) * words +
-        j``. A lane past the row loads the row's last vector, for rows of the product that nobody stores.
+        `room` is the bytes of the row from vector 0 on. A lane past the row loads the row's last vector, for rows of
+        the product that nobody stores.
         """
         load_rows(chunk, buffers, at, base, offset, room, uint32(t << 2))
-
-    return load_values
-
-
-def make_zero_values(shape: TensorShape) -> Any:
-    """The device function ``zero_values(buffers, at, valid, t)``."""
-    PER_TILE, WORDS = shape.v_per_chunk * shape.v_vector, shape.v_vector // 4
 
     @unrolled(shape.tiles * PER_TILE)
     def zero_words(word, buffers, at, mine):
@@ -121,7 +109,7 @@ def make_zero_values(shape: TensorShape) -> Any:
         """Zero tokens whose bit in `valid` is not set: they may be NaN, which a probability of 0 does not remove."""
         zero_words(buffers, at, uint32(valid >> uint32(t << 2)))
 
-    return zero_values
+    return Steps(load_keys, load_values, zero_values)
 
 
 def make_products(shape: TensorShape) -> Steps:

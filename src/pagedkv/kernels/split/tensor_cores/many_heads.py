@@ -25,10 +25,10 @@ from ..lanes import make_lanes
 from ..pages import make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums
-from .fragments import make_products, software_factor
+from .fragments import make_products
 from .query import make_stage_query
 from .registers import make_registers
-from .softmax import make_logits, make_soften
+from .softmax import make_softmax
 from .stages import StageShape, make_found, make_stages
 
 
@@ -36,7 +36,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
     """The device function ``attend(...)``, as that of few_heads.py."""
     shape, stage = TensorShape(config), StageShape(config)
     STEP, NUM_HEADS, CHECKED, MEMBERS = shape.step, config.heads_of_warp, config.checked, config.head_shares
-    FACTOR, VECTOR_BYTES, LANES = float32(software_factor(config)), config.vector_bytes, stage.lanes
+    VECTOR_BYTES, LANES = config.vector_bytes, stage.lanes
     TOKENS, ROWS, AHEAD = stage.tokens, stage.rows_of_lane, stage.num_stages - 1
     STAGE_BYTES, RING_BYTES, Q_BYTES, NUM_RAW = stage.stage_bytes, stage.ring_bytes, shape.q_bytes, shape.num_raw
     ALL = uint32(0xFFFFFFFF)
@@ -44,7 +44,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
     lookup = make_pages(config, lanes.fetch)
     stages, products = make_stages(stage, lookup), make_products(shape)
     stage_query, wait_for_oldest, wait_for_all = make_stage_query(shape), wait_but(AHEAD - 1), wait_but(0)
-    scores, soften, put_sums = make_logits(shape), make_soften(shape, lanes), make_put_sums(shape, sums)
+    softmax, put_sums = make_softmax(shape, lanes), make_put_sums(shape, sums)
 
     @unrolled(shape.num_chunks)
     def use_keys(i, registers, q_shared, where):
@@ -83,7 +83,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
         ring_end = uint32(ring + RING_BYTES)
         q_shared = uint32(ring_end + member * Q_BYTES + (lane << 4))
         others, registers, found = lanes.slots(warp).others, new_registers(), new_found()
-        scores.start(registers, query, options.slopes, g)
+        softmax.start(registers, query, options.slopes, g)
 
         # The longest dependency chain first: table entries of the first stages, then their rows.
         row, piece = divmod_32(thread, LANES)
@@ -97,7 +97,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
         stages.find_rows(found, int64(0), pages, token)
 
         stage_query(registers.q, q_shared, registers.factors, query, g, t, int64(team), options.scale < float32(0))
-        scores.set_units(registers.units, registers.factors, float32(options.scale * FACTOR))
+        softmax.set_units(registers, options.scale)
 
         base = uint32(first + team * STEP)
         k_from, v_from = stages.places(team, g, t)
@@ -115,12 +115,12 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
 
             clear(registers.raw, NUM_RAW)
             use_keys(registers, q_shared, uint32(oldest + k_from))
-            scores.logits(registers, options, uint32(base + (t << 2)))
+            softmax.logits(registers, options, uint32(base + (t << 2)))
             valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
-            valid = scores.until_last(valid, base, last)
+            valid = softmax.until_last(valid, base, last)
             if valid != ALL:
-                scores.mask(registers.s, valid, t)
-            soften(registers, others, g, t)
+                softmax.mask(registers.s, valid, t)
+            softmax.soften(registers, others, g, t)
             use_values(registers, uint32(oldest + v_from))
             youngest = oldest
             oldest = uint32(oldest + STAGE_BYTES)

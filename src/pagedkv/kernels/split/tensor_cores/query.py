@@ -33,7 +33,8 @@ def make_stage_query(shape: TensorShape) -> Any:
     NUM_GROUPS = NUM_QUADS // 2 if shape.fold else NUM_QUADS  # of fragments with the same elements of q
     TERM_FRAGMENTS, BELOW = shape.q_fragments // NUM_GROUPS, 0 if shape.head_tiles == 1 and not shape.fold else 4
     IS_WHOLE = NUM_GROUPS % NUM_WORKERS == 0
-    quads, next_term = make_quads(shape), make_next_term(shape.operand)
+    quads, widen = make_quads(shape), unpack(shape.operand)
+    pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
 
     @unrolled(NUM_QUADS)
     def raise_largest(quad, largest, q, t):
@@ -74,6 +75,14 @@ def make_stage_query(shape: TensorShape) -> Any:
             load_scaled(rest, int64(0), q_first, group, inverse_first, t)
             if HEAD_TILES == 2:
                 load_scaled(rest, int64(4), q_second, group, inverse_second, t)
+
+    @device_function
+    def next_term(rest, at):
+        """Two float32 rounded to the halves of a word, and subtracted."""
+        word = pack(rest[at], rest[at + 1])
+        low, high = widen(word)
+        rest[at], rest[at + 1] = float32(rest[at] - low), float32(rest[at + 1] - high)
+        return word
 
     @device_function
     def next_fragment(rest):
@@ -181,17 +190,3 @@ def make_quads(shape: TensorShape) -> Steps:
         return a if is_inside else zero, b if is_inside else zero, c if is_inside else zero, d if is_inside else zero
 
     return Steps(load_words, load_quad)
-
-
-def make_next_term(operand: str) -> Any:
-    """The device function ``next_term(rest, at)``: two float32 rounded to the halves of a word, and subtracted."""
-    pack, widen = pack_bfloat16 if operand == "bfloat16" else pack_float16, unpack(operand)
-
-    @device_function
-    def next_term(rest, at):
-        word = pack(rest[at], rest[at + 1])
-        low, high = widen(word)
-        rest[at], rest[at + 1] = float32(rest[at] - low), float32(rest[at + 1] - high)
-        return word
-
-    return next_term

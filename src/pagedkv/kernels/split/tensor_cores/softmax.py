@@ -6,8 +6,6 @@ A lane has the logits of head g + 8h for tokens 4t .. 4t + 3 of each tile: two f
 
 from __future__ import annotations
 
-from typing import Any
-
 from numba import float32, int64, uint32
 
 from ...device.conversions import unpack
@@ -16,16 +14,23 @@ from ...device.logits import LOG2E, NONE, make_modify
 from ...device.source import Steps, device_function
 from ...device.tensor_intrinsics import low_bits, pack_bfloat16, pack_float16
 from ..shape import TILE, TensorShape
+from .fragments import software_factor
 
 SMALLEST = float32(2.0**-126)  # positive and normal
 LOWEST = float32(-3.4028234663852886e38)  # the pivot of a head whose logits were all -inf
 MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that its pivot was made from
 
 
-def make_logits(shape: TensorShape) -> Steps:
-    """From products to logits."""
+def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
+    """From products to logits, and from these to P, m, l and O."""
     HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, shape.config.modified, shape.num_o
-    FOLD, SCALED, STEP = shape.fold, shape.scales_logits, shape.step
+    FOLD, SCALED, STEP, FACTOR = shape.fold, shape.scales_logits, shape.step, float32(software_factor(shape.config))
+    # P is multiplied with a power of two so that float16 underflows at 2**-37; with SLACK, it is at most 2**15.
+    bias = 12.0 if shape.operand == "float16" else 0.0
+    BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)
+    PAIRS = 2 * shape.tiles * shape.head_tiles
+    pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
+    widen = unpack(shape.operand)
     modify = make_modify(shape.config.score_mod)
 
     @unrolled(shape.head_tiles)
@@ -62,13 +67,15 @@ def make_logits(shape: TensorShape) -> Steps:
         registers.s[i] = x
 
     @device_function
-    def set_units(units, factors, scale):
+    def set_units(registers, scale):
         """factors[h] becomes what products are multiplied with before logits are modified, and units[h] what takes
         logits to units of log(2). Where registers are scarce, factors[h] is both, at the price of more instructions.
         Neither is negative: the sign of the scale is in q.
         """
+        factors, units = registers.factors, registers.units
+        scale = abs(float32(scale * FACTOR))
         for h in range(HEAD_TILES):
-            factors[h] = float32(factors[h] * abs(scale))
+            factors[h] = float32(factors[h] * scale)
             unit = LOG2E if MODIFIED else float32(factors[h] * LOG2E)
             if SCALED:
                 factors[h], unit = unit, float32(1)
@@ -92,24 +99,6 @@ def make_logits(shape: TensorShape) -> Steps:
             left = uint32(last - base + 1) if base <= last else uint32(0)
             valid = uint32(valid & low_bits(left))
         return valid
-
-    return Steps(start, logits, set_units, mask, until_last)
-
-
-def make_soften(shape: TensorShape, lanes: Steps) -> Any:
-    """The online softmax: ``soften(registers, slot, g, t)`` makes P of S, and rescales m, l and O if need be.
-
-    units[h] is applied with the subtraction of m, in one instruction; it is positive, so that the maximum can be taken
-    before. A pivot stays until a logit exceeds it by more than SLACK. Rescaling by 1 changes no bits, so it is skipped
-    unless a pivot of the warp moved. `sums` are of this lane's tokens alone.
-    """
-    HEAD_TILES = shape.head_tiles
-    # P is multiplied with a power of two so that float16 underflows at 2**-37; with SLACK, it is at most 2**15.
-    bias = 12.0 if shape.operand == "float16" else 0.0
-    BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)
-    PAIRS = 2 * shape.tiles * shape.head_tiles
-    pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
-    widen = unpack(shape.operand)
 
     @unrolled(PAIRS)
     def raise_maxima(i, new, s):
@@ -147,6 +136,12 @@ def make_soften(shape: TensorShape, lanes: Steps) -> Any:
 
     @device_function
     def soften(registers, slot, g, t):
+        """Make P of S, and rescale m, l and O if need be.
+
+        units[h] is applied with the subtraction of m, in one instruction; it is positive, so that the maximum can be
+        taken before. A pivot stays until a logit exceeds it by more than SLACK. Rescaling by 1 changes no bits, so it
+        is skipped unless a pivot of the warp moved. `sums` are of this lane's tokens alone.
+        """
         s, units, pivots, sums = registers.s, registers.units, registers.pivots, registers.sums
         new = local_array(HEAD_TILES, float32)
         raise_maxima(new, s)
@@ -158,4 +153,4 @@ def make_soften(shape: TensorShape, lanes: Steps) -> Any:
             rescale(pivots, sums, registers.o, new, slot, t)
         weigh(s, units, pivots, sums, registers.p, registers.p_rest)
 
-    return soften
+    return Steps(start, logits, set_units, mask, until_last, soften)
