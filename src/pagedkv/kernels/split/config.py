@@ -119,11 +119,6 @@ class SplitConfig:
         return limits.head_shares(self)
 
     @property
-    def forgets(self) -> bool:
-        """What only the end of the work needs is read again after the inner loop."""
-        return bool(limits.forgets(self))
-
-    @property
     def checks_splits(self) -> bool:
         """Block ids are checked before the inner loop; a split with one that is refused counts as empty."""
         return self.checked and bool(limits.checks_splits(self))

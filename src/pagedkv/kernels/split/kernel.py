@@ -33,6 +33,7 @@ from ..device.intrinsics import address, bits_float, divmod_32, load_4, shared_a
 from ..device.logits import NONE
 from ..device.source import KernelSource, Steps, device_function
 from ..device.tensor_intrinsics import count_up, fence, thread_number
+from . import limits
 from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
@@ -67,7 +68,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     NUM_STATES, IS_EVEN = config.num_teams * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
     team_sums, lookup = make_sums(config), make_pages(config, make_lanes(config).fetch)
     attend, merge = make_attend(config, team_sums), make_merge(config, team_sums)
-    VALUE_FACTOR, FORGETS = float32(software_factor(config)), config.forgets
+    VALUE_FACTOR, FORGETS = float32(software_factor(config)), bool(limits.forgets(config))
 
     @device_function
     def split_size(num_tokens, num_kv_heads):

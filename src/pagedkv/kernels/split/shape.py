@@ -67,17 +67,12 @@ class TensorShape:
         return self.v_vector // self.config.kv_bytes
 
     @property
-    def chunk(self) -> int:
-        """Bytes of a row that one buffer holds."""
-        return limits.chunk(self)
-
-    @property
     def num_chunks(self) -> int:
-        return -(-self.config.row_bytes // self.chunk)
+        return -(-self.config.row_bytes // limits.chunk(self))
 
     @property
     def k_per_chunk(self) -> int:
-        return self.k_vectors if self.num_chunks == 1 else self.chunk // K_VECTOR
+        return self.k_vectors if self.num_chunks == 1 else limits.chunk(self) // K_VECTOR
 
     @property
     def v_per_chunk(self) -> int:
@@ -139,14 +134,9 @@ class TensorShape:
         return self.config.row_bytes % K_VECTOR == 0 and not self.config.has_options
 
     @property
-    def is_exact(self) -> bool:
-        """Elements of q are operands as they stand."""
-        return self.config.q_kind == self.operand
-
-    @property
     def q_is_shared(self) -> bool:
         """Warps make the fragments of Q together, in shared memory, though each may load them to registers then."""
-        return self.q_in_shared or not self.is_exact
+        return self.q_in_shared or self.config.q_kind != self.operand
 
     @property
     def q_bytes(self) -> int:
@@ -159,11 +149,6 @@ class TensorShape:
     def score_sets(self) -> int:
         """Accumulators for each product of S."""
         return 2 if self.fold else 1
-
-    @property
-    def scales_logits(self) -> bool:
-        """Logits are in units of log(2) before their maximum is found."""
-        return bool(limits.scales_logits(self))
 
     @property
     def num_products(self) -> int:
@@ -184,11 +169,6 @@ class TensorShape:
     @property
     def num_scores(self) -> int:
         return 4 * self.tiles * self.head_tiles
-
-    @property
-    def num_p(self) -> int:
-        """Words of each of the two terms of P."""
-        return 2 * self.tiles * self.head_tiles
 
     @property
     def num_o(self) -> int:

@@ -28,7 +28,7 @@ def make_stage_query(shape: TensorShape) -> Any:
     """The device function ``stage_query(q_frags, q_shared, factors, query, g, t, worker, is_negative)``."""
     HEAD_TILES, NUM_WORKERS = shape.head_tiles, NUM_WARPS // shape.config.head_shares
     NUM_WORDS, Q_IN_SHARED, Q_IS_SHARED = 4 * shape.q_fragments, shape.q_in_shared, shape.q_is_shared
-    FOLD, IS_EXACT, IS_NORMALISED = shape.fold, shape.is_exact, shape.is_normalised
+    FOLD, IS_EXACT, IS_NORMALISED = shape.fold, shape.config.q_kind == shape.operand, shape.is_normalised
     NUM_QUADS = shape.k_vectors * shape.k_steps
     NUM_GROUPS = NUM_QUADS // 2 if shape.fold else NUM_QUADS  # of fragments with the same elements of q
     TERM_FRAGMENTS, BELOW = shape.q_fragments // NUM_GROUPS, 0 if shape.head_tiles == 1 and not shape.fold else 4

@@ -30,7 +30,7 @@ class Registers(NamedTuple):
 
 def make_registers(shape: TensorShape, num_buffers: int) -> Any:
     """The device function ``registers()``."""
-    each_head = (shape.head_tiles, float32)
+    each_head, terms_of_p = (shape.head_tiles, float32), (2 * shape.tiles * shape.head_tiles, uint32)
     return local_arrays(
         Registers,
         words=(num_buffers * shape.buffer, uint32),
@@ -38,8 +38,8 @@ def make_registers(shape: TensorShape, num_buffers: int) -> Any:
         raw=(shape.num_raw, float32),
         s=(shape.num_scores, float32),
         o=(shape.num_o, float32),
-        p=(shape.num_p, uint32),
-        p_rest=(shape.num_p, uint32),
+        p=terms_of_p,
+        p_rest=terms_of_p,
         pivots=each_head,
         sums=each_head,
         factors=each_head,

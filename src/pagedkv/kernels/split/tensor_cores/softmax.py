@@ -13,6 +13,7 @@ from ...device.intrinsics import address, clear, exp2, larger, local_array, unro
 from ...device.logits import LOG2E, NONE, make_modify
 from ...device.source import Steps, device_function
 from ...device.tensor_intrinsics import low_bits, pack_bfloat16, pack_float16
+from .. import limits
 from ..shape import TILE, TensorShape
 from .fragments import software_factor
 
@@ -24,7 +25,8 @@ MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that its pi
 def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     """From products to logits, and from these to P, m, l and O."""
     HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, shape.config.modified, shape.num_o
-    FOLD, SCALED, STEP, FACTOR = shape.fold, shape.scales_logits, shape.step, float32(software_factor(shape.config))
+    FOLD, SCALED, STEP = shape.fold, bool(limits.scales_logits(shape)), shape.step
+    FACTOR = float32(software_factor(shape.config))
     # P is multiplied with a power of two so that float16 underflows at 2**-37; with SLACK, it is at most 2**15.
     bias = 12.0 if shape.operand == "float16" else 0.0
     BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)

@@ -85,11 +85,6 @@ class StageShape:
         """Of the ring and Q."""
         return self.ring_bytes + self.config.head_shares * self.shape.q_bytes
 
-    @property
-    def is_padded(self) -> bool:
-        """Fragments reach past what is copied."""
-        return max(self.shape.k_vectors * K_VECTOR, self.v_stride) > self.config.row_bytes
-
     # ---- who copies what
 
     @property
@@ -129,23 +124,13 @@ def make_found(stage: StageShape) -> Any:
 def make_stages(stage: StageShape, lookup: Steps) -> Steps:
     """From global memory to a stage, and from there to registers."""
     config, shape = stage.config, stage.shape
-    TOKENS, AT_ONCE, LANES, PIECES, NBYTES = (
-        stage.tokens,
-        stage.rows_at_once,
-        stage.lanes,
-        stage.pieces,
-        config.vector_bytes,
-    )
+    TOKENS, AT_ONCE, LANES, PIECES = stage.tokens, stage.rows_at_once, stage.lanes, stage.pieces
     K_STRIDE, V_STRIDE, V_GROUP, V_START = stage.k_stride, stage.v_stride, stage.v_group, stage.v_start
-    K_JUMP, V_JUMP = AT_ONCE * K_STRIDE, AT_ONCE // 4 * V_GROUP
-    RING_BYTES, IS_PADDED, STEP = stage.ring_bytes, stage.is_padded, shape.step
-    K_PER_CHUNK, K_VECTORS, V_PER_CHUNK, V_VECTORS = (
-        shape.k_per_chunk,
-        shape.k_vectors,
-        shape.v_per_chunk,
-        shape.v_vectors,
-    )
-    V_VECTOR, WORDS = shape.v_vector, shape.v_vector // 4
+    K_JUMP, V_JUMP, NBYTES = AT_ONCE * K_STRIDE, AT_ONCE // 4 * V_GROUP, config.vector_bytes
+    K_PER_CHUNK, K_VECTORS, STEP = shape.k_per_chunk, shape.k_vectors, shape.step
+    V_PER_CHUNK, V_VECTORS, V_VECTOR = shape.v_per_chunk, shape.v_vectors, shape.v_vector
+    WORDS, RING_BYTES = V_VECTOR // 4, stage.ring_bytes
+    IS_PADDED = max(K_VECTORS * K_VECTOR, V_STRIDE) > config.row_bytes  # fragments reach past what is copied
     copy = copy_16 if NBYTES == VECTOR_BYTES else copy_8
     load_value = load_shared_words if V_VECTOR == VECTOR_BYTES else load_shared_pair
 
