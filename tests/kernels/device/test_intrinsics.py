@@ -7,6 +7,7 @@ from numba.core.errors import TypingError as CpuTypingError
 from numba.cuda.core.errors import TypingError
 
 from pagedkv.kernels.device import intrinsics as device
+from pagedkv.kernels.device.source import Steps
 
 from .function_cases import all_floats, run
 
@@ -106,6 +107,23 @@ def test_for_each_counts_and_opaque_changes_nothing():
 
     result = run(last, np.zeros(10, np.uint32), np.zeros(10, np.uint32))
     np.testing.assert_array_equal(result, np.arange(10) ** 2 + 4)
+
+
+def test_steps_unroll_themselves_and_are_called_by_name():
+    @device.unrolled(4)
+    def add(j, words, factor):
+        words[0] = uint32(words[0] + factor * j)
+
+    steps = Steps(add)
+
+    def turn(source, result, i):
+        words = device.local_array(1, uint32)
+        words[0] = uint32(i)
+        steps.add(words, uint32(10))
+        device.store_4(result + i * 4, words[0])
+
+    result = run(turn, np.zeros(10, np.uint32), np.zeros(10, np.uint32))
+    np.testing.assert_array_equal(result, np.arange(10) + 10 * (0 + 1 + 2 + 3))
 
 
 def test_a_local_array_holds_what_was_assigned():

@@ -62,6 +62,3 @@ class Steps(ModuleType):
     def __init__(self, *functions: Any) -> None:
         super().__init__("steps")
         vars(self).update({function.__name__: function for function in functions})
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no step {name!r}, only {', '.join(vars(self))}")
