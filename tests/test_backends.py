@@ -74,22 +74,6 @@ def test_no_sequences_in_the_emulator():
     assert pagedkv.decode_attention(**arguments, **EMULATOR).shape == (0, 4, D)
 
 
-@pytest.mark.parametrize(
-    ("backend", "remedy"),
-    [
-        ("emulator", 'use backend "cpu"'),
-        ("cuda", 'copy all arrays to the host, as torch\'s cpu() and cupy.asnumpy do, and use backend "cpu"'),
-    ],
-)
-def test_prefill_has_a_kernel_on_the_cpu_alone(backend, remedy):
-    arguments = OPERATIONS["prefill_attention"]()
-    if backend == "cuda":
-        arguments = {name: InterfaceArray(x) for name, x in arguments.items()}
-    with pytest.raises(pagedkv.BackendUnavailableError) as caught:
-        pagedkv.prefill_attention(**arguments, backend=backend)
-    assert str(caught.value) == f"this version of pagedkv has no prefill kernel for the {backend} backend; {remedy}"
-
-
 def test_misaligned_arrays_in_the_emulator():
     problem = build(Spec(layout="vllm", q_dtype="float16", kv_dtype="float16"))
     q = np.zeros((len(problem.q) + 1, 4, 64 + 4), np.float16)
@@ -126,7 +110,7 @@ def device_arguments(operation, kind):
     return {name: kind(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "prefill_attention"])
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("backend", ["auto", "cuda"])
 def test_every_operation_on_a_device(operation, backend, kind):
     with recording() as devices:
@@ -134,14 +118,16 @@ def test_every_operation_on_a_device(operation, backend, kind):
     (device,) = devices.values()
     assert device.launches
     results = results if isinstance(results, tuple) else (results,) if results is not None else ()
-    assert len(results) == {"decode_attention": 1, "gather_kv": 2, "merge_states": 2}.get(operation, 0)
+    assert len(results) == {"decode_attention": 1, "prefill_attention": 1, "gather_kv": 2, "merge_states": 2}.get(
+        operation, 0
+    )
     for x in results:
         assert type(x) is kind
         shadow, _ = identify("x", x).metadata(0)
         assert any(address_of(shadow) in args for _, _, args, _ in device.launches)
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "prefill_attention"])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_device_array_that_begins_in_the_middle_of_a_vector(operation):
     """Every array whose rows are moved in vectors; the others only need their items aligned."""
     arguments = OPERATIONS[operation]()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -10,7 +9,6 @@ from .arithmetic import plain
 from .arrays import Array
 from .calls import AttentionCall, CopyCall, GatherCall, MergeCall, SwapCall, WriteCall
 from .compiling.compile_thread import apart
-from .errors import BackendUnavailableError
 from .placement import Placement
 
 if TYPE_CHECKING:
@@ -21,6 +19,8 @@ class Backend(Protocol):
     """Every operation, on a valid call, into arrays that are already there."""
 
     def decode_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None: ...
+
+    def prefill_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None: ...
 
     def write_kv(self, call: WriteCall) -> None: ...
 
@@ -33,7 +33,10 @@ class Backend(Protocol):
     def merge_states(self, call: MergeCall, out: Array, lse: Array) -> None: ...
 
 
-_OPERATIONS = ("decode_attention", "write_kv", "gather_kv", "copy_blocks", "swap_blocks", "merge_states")
+_OPERATIONS = (
+    *("decode_attention", "prefill_attention", "merge_states"),
+    *("write_kv", "gather_kv", "copy_blocks", "swap_blocks"),
+)
 _backends: dict[str, Backend] = {}
 
 
@@ -71,22 +74,3 @@ def _load(name: str) -> Backend:
 def gpus() -> GpuBackend | None:
     """The backend of calls on GPUs, if there has been one: it has plans to repeat, and what kernels have noted."""
     return cast("GpuBackend | None", _backends.get("cuda"))
-
-
-def prefill_of(placement: Placement) -> Callable[[AttentionCall, Array, Array | None], None]:
-    """What runs a prefill call.
-
-    Raises
-    ------
-    BackendUnavailableError
-        The backend has no kernel for it.
-    """
-    if placement.backend != "cpu":
-        remedy = "" if placement.on_host else "copy all arrays to the host, as torch's cpu() and cupy.asnumpy do, and "
-        raise BackendUnavailableError(
-            f"this version of pagedkv has no prefill kernel for the {placement.backend} backend; "
-            f'{remedy}use backend "cpu"'
-        )
-    from .cpu.backend import prefill_attention
-
-    return prefill_attention

@@ -62,7 +62,7 @@ FORMS = {"v1": V1, "v2": V2, "tensor cores": TENSOR, "CUDA cores": CUDA_CORES, "
 
 def checked_call(problem: Problem, kernel: str = "auto", check: bool = False) -> AttentionCall:
     """The call of a problem as the public operation validates it."""
-    names = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
+    names = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts")[: len(problem.args)]
     return attention_call(
         {
             **dict.fromkeys(("kv_dtype", "k_scale", "v_scale", "alibi_slopes", "sinks", "max_seq_len")),

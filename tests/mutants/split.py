@@ -24,6 +24,7 @@ THROUGH_SHARED = (BOUND + "D128-G16-P16-float16-float16-modified-cc8.0]",)
 SLOWLY = "test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone"
 RISING = (SPLIT + SLOWLY + "[emulator-split-D64-G4-P16-float16-float16]",)
 
+HALVES = "kernels/device/halves.py"
 FRAGMENTS = "kernels/split/tensor_cores/fragments.py"
 SOFTMAX = "kernels/split/tensor_cores/softmax.py"
 SUMS = "kernels/split/sums.py"
@@ -100,7 +101,7 @@ MUTANTS = [
     ),
     Mutant(
         "split: e4m3 without the instruction knows no NaN",
-        FRAGMENTS,
+        HALVES,
         "magnitude + 0x01000100",
         "magnitude + 0x00000000",
         CODES,

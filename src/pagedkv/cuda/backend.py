@@ -10,8 +10,8 @@ from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, SwapCall, Wr
 from ..placement import Placement
 from . import bad_entries, driver
 from .device import Device
-from .plans import attention, blocks, merge
-from .plans.cache import PlanCache
+from .plans import attention, blocks, merge, prefill
+from .plans.cache import DECODE, PREFILL, PlanCache
 
 
 class KernelBackend:
@@ -29,6 +29,10 @@ class KernelBackend:
     def decode_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
         with self._device_of(call.placement) as device:
             attention.decode_attention(device, call, out, lse)
+
+    def prefill_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
+        with self._device_of(call.placement) as device:
+            prefill.prefill_attention(device, call, out, lse)
 
     def write_kv(self, call: WriteCall) -> None:
         if len(call.slots):
@@ -61,18 +65,23 @@ class GpuBackend(KernelBackend):
 
     Attributes
     ----------
-    plans : PlanCache
-        Of decode calls, for `PlanCache.repeat`.
+    decodes, prefills : PlanCache
+        Of calls of decode_attention and of prefill_attention, for `PlanCache.repeat`.
     """
 
     def __init__(self) -> None:
         super().__init__(driver.device_of)
-        self.plans = PlanCache()
+        self.decodes, self.prefills = PlanCache(DECODE), PlanCache(PREFILL)
 
     def decode_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
         with self._device_of(call.placement) as device:
             plan = attention.decode_attention(device, call, out, lse)
-        self.plans.add(call, out, plan)
+        self.decodes.add(call, out, plan)
+
+    def prefill_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
+        with self._device_of(call.placement) as device:
+            plan = prefill.prefill_attention(device, call, out, lse)
+        self.prefills.add(call, out, plan)
 
     def raise_if_failed(self) -> None:
         """Wait for the GPUs, and raise the first bad entry that a kernel has skipped; see `pagedkv.raise_if_failed`."""

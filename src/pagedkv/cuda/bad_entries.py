@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..kernels.device.bad_entries import BLOCK_ID, NUM_BYTES, PAIR, SEQ_LEN
+from ..kernels.device.bad_entries import BLOCK_ID, NUM_BYTES, PAIR, QUERY_START, SEQ_LEN
 from .device import REPORT
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def raise_if_failed(devices: Iterable[Device]) -> None:
     IndexError
         A block id outside 0..num_blocks-1, or a slot at or past num_blocks * block_size.
     ValueError
-        A sequence length below 0, or beyond the table's capacity or max_seq_len.
+        A sequence length below 0, or beyond the table's capacity or max_seq_len; query_starts that are out of order or
+        out of range.
     """
     for device in devices:
         content = device.take(REPORT)
@@ -44,6 +45,11 @@ def exception(what: int, sequence: int, column: int, value: int) -> IndexError |
     if what == SEQ_LEN:
         where = f"got {value} for sequence {sequence}"
         return ValueError(f"seq_lens must be in 0..max_blocks * block_size and at most max_seq_len, {where}")
+    if what == QUERY_START:
+        return ValueError(
+            "query_starts must begin with 0, never decrease, end at or before num_tokens, and give no sequence more "
+            f"tokens than its seq_len, got {value} for sequence {sequence}"
+        )
     if what == PAIR:
         side = "destination" if column else "source"
         return IndexError(f"pairs must hold block ids in 0..num_blocks-1, got {side} {value} in pair {sequence}")

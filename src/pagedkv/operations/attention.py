@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..backends import backend_of, gpus, prefill_of
+from ..backends import backend_of, gpus
 from ..calls import AttentionCall
 from ..layouts import FLOAT32
 from ..validation.attention import attention_call
@@ -148,7 +148,7 @@ def decode_attention(
     """
     given = locals()  # the signature is the one list of the arguments
     if type(q) is not np.ndarray and (used := gpus()) is not None:
-        repeated = used.plans.repeat(given)
+        repeated = used.decodes.repeat(given)
         if repeated is not None:
             return repeated
     call = attention_call(given)
@@ -199,7 +199,7 @@ def prefill_attention(
         As in :func:`~pagedkv.decode_attention`; seq_lens count the query tokens, whose keys and values are in the
         cache already.
     max_seq_len : int, optional
-        A bound that no length exceeds; here only compared with the lengths.
+        A bound that no length exceeds. On a device, a longer one counts as out of range: see Notes.
     query_starts : (num_seqs + 1,) int32 array
         Begins with 0, never decreases, ends at or before num_tokens; no query_len exceeds its seq_len.
     causal : bool
@@ -229,17 +229,28 @@ def prefill_attention(
     masked gives zeros and LSE -inf (or the sink's logit). A NaN or Inf in V at a used position may reach any query row
     of the same sequence and KV head; in K only the rows that attend to it.
 
+    On a device, a length beyond max_seq_len rounded up as in decode_attention (or beyond the table), or below its
+    query_len, counts as 0: the rows are zeros. Rows of a sequence whose query_starts decrease, or end past num_tokens,
+    may hold anything. ``check=True`` records both; rows that need a block id out of range become zeros then.
+
+    The bits of a row depend on the keys that it sees alone, as those of :func:`~pagedkv.decode_attention` do: a prompt
+    gets the same bits at once and in any chunks. On a device they are not those of decode_attention.
+
     References
     ----------
     .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
     .. [2] Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
     .. [3] Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    call = attention_call(locals())
-    prefill = prefill_of(call.placement)
+    given = locals()
+    if type(q) is not np.ndarray and (used := gpus()) is not None:
+        repeated = used.prefills.repeat(given)
+        if repeated is not None:
+            return repeated
+    call = attention_call(given)
     returned, result, lse = _results(call)
     if len(call.q) and len(call.seq_lens):
-        prefill(call, result, lse)
+        backend_of(call.placement).prefill_attention(call, result, lse)
     return returned
 
 

@@ -12,7 +12,7 @@ import pagedkv
 from pagedkv import backends
 from pagedkv.arrays import identify, pointers
 from pagedkv.bench.launch import RecordingDevice
-from pagedkv.cuda.plans.cache import PlanCache
+from pagedkv.cuda.plans.cache import DECODE, PlanCache
 from pagedkv.operations import attention as operations
 
 from ...device_fakes import InterfaceArray, address_of, fake_cupy, fake_torch, recording
@@ -114,6 +114,30 @@ def test_a_repeated_call_of_kernel_split_launches_the_same(kind, devices, valida
     decode(kind, **first | {"k_cache": halves[:, :, 0], "v_cache": halves[:, :, 1]}, kernel="auto")
     assert len(validations) == 3
     assert device.launches[-1][2] != once[2]
+
+
+def test_a_repeated_prefill_launches_the_same_unless_it_differs(kind, devices, validations):
+    """The rows of q are not those of the tables; query_starts and causal are in the key."""
+    given = host_arguments() | {"q": np.zeros((5, HQ, D), np.float16), "out": np.zeros((5, HQ, D), np.float16)}
+    given |= {"query_starts": np.zeros(B + 1, np.int32), "layout": "vllm"}
+
+    def prefill(**changes):
+        arguments = {name: kind(x) if isinstance(x, np.ndarray) else x for name, x in (given | changes).items()}
+        return pagedkv.prefill_attention(**arguments)
+
+    for _ in range(2):
+        prefill()
+    assert len(validations) == 1
+    (device,) = devices.values()
+    once, again = device.launches
+    assert repr(once) == repr(again)
+    for i, changes in enumerate([{"causal": False}, {"window": 3}, {"query_starts": np.zeros(B + 1, np.int32)}]):
+        prefill(**changes)
+        assert len(validations) == min(2 + i, 3)  # other starts are other addresses alone
+    assert device.launches[-1][2] != once[2]
+    overlapping = np.zeros((6, HQ, D), np.float16)
+    with pytest.raises(ValueError, match="out must not overlap q"):
+        prefill(q=overlapping[:5], out=overlapping[1:])
 
 
 def test_a_repetition_has_its_own_addresses(kind, devices, validations):
@@ -365,7 +389,7 @@ def test_interface_arrays_on_several_devices(monkeypatch, devices):
 
 def test_plans_used_longest_ago_are_forgotten(monkeypatch, validations):
     decode()
-    plans = backends.gpus().plans = PlanCache(2)
+    plans = backends.gpus().decodes = PlanCache(DECODE, 2)
     validations.clear()
     for scale in (1.0, 2.0, 1.0, 3.0, 1.0):
         decode(scale=scale)

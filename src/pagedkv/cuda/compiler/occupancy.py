@@ -9,11 +9,14 @@ SYSTEM_SHARED_BYTES = 1024
 
 # Shared memory of a multiprocessor and the most that a block may have: CUDA C++ Programming Guide, technical
 # specifications per compute capability.
-_SHARED_BYTES = {
-    (8, 0): (164 * 1024, 163 * 1024),
-    (9, 0): (228 * 1024, 227 * 1024),
-    (10, 0): (228 * 1024, 227 * 1024),
-}
+_SMALL_KIB, _MEDIUM_KIB, _LARGE_KIB = 100, 164, 228
+
+
+def shared_kib(capability: Capability) -> int:
+    """KiB of shared memory of a multiprocessor; a block has at most 1 less. Of one not known yet, the least."""
+    if capability in ((8, 0), (8, 7)):
+        return _MEDIUM_KIB
+    return _LARGE_KIB if capability[0] in (9, 10) else _SMALL_KIB
 
 
 def occupancy(capability: Capability, registers: int, num_threads: int, shared_bytes: int) -> int:
@@ -26,7 +29,7 @@ def occupancy(capability: Capability, registers: int, num_threads: int, shared_b
     Parameters
     ----------
     capability : tuple of int
-        (8, 0), (9, 0) or (10, 0).
+        The rules are those of (8, 0), (9, 0) and (10, 0).
     registers : int
         Per thread.
     num_threads : int
@@ -34,10 +37,10 @@ def occupancy(capability: Capability, registers: int, num_threads: int, shared_b
     shared_bytes : int
         Per block, static and dynamic.
     """
-    most_shared, most_of_block = _SHARED_BYTES[capability]
+    most_shared = shared_kib(capability) * 1024
     warps = -(-num_threads // 32)
     warp_registers = -(-registers * 32 // 256) * 256
-    if num_threads > 1024 or shared_bytes > most_of_block:
+    if num_threads > 1024 or shared_bytes > most_shared - SYSTEM_SHARED_BYTES:
         return 0
     by_registers = 16384 // warp_registers * 4 // warps
     by_shared = most_shared // (-(-(shared_bytes + SYSTEM_SHARED_BYTES) // 128) * 128)

@@ -22,6 +22,7 @@ from ...arrays import Array, DeviceArgument, Facts, address_of, device_kind
 from ...buckets import bucket
 from ...layouts import FLOAT32
 from .. import driver
+from .plan import arrays_of
 
 if TYPE_CHECKING:
     from ...calls import AttentionCall
@@ -30,15 +31,30 @@ if TYPE_CHECKING:
 
 MAX_PLANS = 1024
 
-# The arguments of decode_attention that may be arrays, and all others.
-_ARRAYS = (
-    *("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
-    *("alibi_slopes", "sinks", "k_scale", "v_scale", "out"),
+
+class Arguments:
+    """The arguments of an operation by name.
+
+    Parameters
+    ----------
+    arrays : tuple of str
+        Those that may be arrays, `out` the last of them.
+    options : tuple of str
+        All others but max_seq_len.
+    """
+
+    def __init__(self, arrays: tuple[str, ...], options: tuple[str, ...]) -> None:
+        self.arrays = arrays
+        self.arrays_of, self.options_of = itemgetter(*arrays), itemgetter(*options)
+
+
+_INPUTS, _VECTORS = (
+    ("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
+    ("alibi_slopes", "sinks", "k_scale", "v_scale"),
 )
-_arrays_of = itemgetter(*_ARRAYS)
-_options_of = itemgetter(
-    *("scale", "layout", "kv_dtype", "window", "softcap", "score_mod", "kernel", "backend", "check", "return_lse")
-)
+_OPTIONS = ("scale", "layout", "kv_dtype", "window", "softcap", "score_mod", "kernel", "backend", "check", "return_lse")
+DECODE = Arguments((*_INPUTS, *_VECTORS, "out"), _OPTIONS)
+PREFILL = Arguments((*_INPUTS, "query_starts", *_VECTORS, "out"), (*_OPTIONS, "causal"))
 # What reading raises where an argument is not one of a valid call on a device, or not known well enough.
 _UNREADABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
@@ -48,6 +64,8 @@ class Known:
 
     Parameters
     ----------
+    arguments : Arguments
+        Of the operation.
     plan : Plan
     call : AttentionCall
         The call that it is the plan of.
@@ -60,16 +78,15 @@ class Known:
         When it was last asked for, in calls.
     """
 
-    def __init__(self, plan: Plan, call: AttentionCall, out: Array) -> None:
+    def __init__(self, arguments: Arguments, plan: Plan, call: AttentionCall, out: Array) -> None:
         self.last_use = 0
         self.ordinal = call.placement.ordinal
         self.shape, self.dtype = call.q.shape, call.q.dtype
-        inputs = (call.q, call.k_cache, call.v_cache, call.block_tables, call.seq_lens)
-        vectors = (call.options.alibi_slopes, call.options.sinks, call.k_scale, call.v_scale)
-        self._spans = tuple(_span(x) for x in (*inputs, *vectors))
+        arrays = arrays_of(call)
+        self._spans = tuple(_span(arrays[name]) for name in arguments.arrays[:-1])
         self._out_span = _span(out)
         self._workspaces = plan.workspaces
-        names = (*_ARRAYS, "lse", *(name for name, _ in self._workspaces))
+        names = (*arguments.arrays, "lse", *(name for name, _ in self._workspaces))
         at = {name: i for i, name in enumerate(names)}  # anything else is the null pointer, behind them
         self._launches = [
             (
@@ -113,12 +130,14 @@ class PlanCache:
 
     Parameters
     ----------
+    arguments : Arguments
+        Of the operation.
     size : int
         How many are kept.
     """
 
-    def __init__(self, size: int = MAX_PLANS) -> None:
-        self._size = size
+    def __init__(self, arguments: Arguments, size: int = MAX_PLANS) -> None:
+        self._arguments, self._size = arguments, size
         self._known: dict[Hashable, Known] = {}
         self._clock = count(1)
 
@@ -127,10 +146,10 @@ class PlanCache:
 
     def add(self, call: AttentionCall, out: Array, plan: Plan) -> None:
         """Keep the plan of a call that has been launched into `out`."""
-        known = Known(plan, call, out)
+        known = Known(self._arguments, plan, call, out)
         known.last_use = next(self._clock)
         try:
-            self._known[_read(call.given)[1]] = known
+            self._known[_read(self._arguments, call.given)[1]] = known
         except _UNREADABLE:
             return
         while len(self._known) > self._size:
@@ -139,15 +158,15 @@ class PlanCache:
             self._known.pop(oldest, None)
 
     def repeat(self, given: Mapping[str, Any]) -> Any:
-        """Run a call that is like a valid one before it, and return what decode_attention returns; otherwise None.
+        """Run a call that is like a valid one before it, and return what the operation returns; otherwise None.
 
         Parameters
         ----------
         given : mapping
-            The arguments of decode_attention by their names.
+            The arguments of the operation by their names.
         """
         try:
-            addresses, key = _read(given)
+            addresses, key = _read(self._arguments, given)
             known = self._known.get(key)
         except _UNREADABLE:  # it is for validation to say what is wrong
             return None
@@ -170,10 +189,10 @@ class PlanCache:
         return out, lse
 
 
-def _read(given: Mapping[str, Any]) -> tuple[tuple[int, ...], Hashable]:
+def _read(arguments: Arguments, given: Mapping[str, Any]) -> tuple[tuple[int, ...], Hashable]:
     """The addresses of the arguments, 0 for those that are no arrays, and the key of the call."""
-    facts = [_NOTHING if x is None else _readers[x.__class__](x) for x in _arrays_of(given)]
-    options = _options_of(given)
+    facts = [_NOTHING if x is None else _readers[x.__class__](x) for x in arguments.arrays_of(given)]
+    options = arguments.options_of(given)
     max_seq_len = given["max_seq_len"]
     if max_seq_len is not None:
         if type(max_seq_len) is not int and not isinstance(max_seq_len, np.integer):

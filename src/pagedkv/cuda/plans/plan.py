@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,25 @@ def max_seq_len_of(call: AttentionCall) -> int:
     Kernels compare lengths with it, so that calls with bounds of one bucket have one plan.
     """
     return min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size)
+
+
+def cache_strides(call: AttentionCall, cache: Array) -> tuple[int, int, int]:
+    """The block, token and head stride of a cache in bytes, 0 for an axis of one element."""
+    block, token, head = (0 if n == 1 else stride for n, stride in zip(cache.shape[:3], cache.strides[:3], strict=True))
+    return (block, token, head) if call.spec.layout == "NHD" else (block, head, token)
+
+
+def bits_of(number: float) -> int:
+    """The bits of a float32: to convert a float64 in the kernel takes registers."""
+    return int(np.float32(number).view(np.uint32))
+
+
+def is_wide(call: AttentionCall, cache: Array) -> bool:
+    """True where 32 bits do not count the vectors up to the last row of a KV head."""
+    block, token, _ = cache_strides(call, cache)
+    vector = min(16, call.spec.head_dim * cache.itemsize & -(call.spec.head_dim * cache.itemsize))
+    last = max(call.spec.num_blocks - 1, 0) * block + (call.spec.block_size - 1) * token
+    return min(block, token) < 0 or last // vector >= 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +78,20 @@ class Plan:
     workspaces: Workspaces
 
 
-def run(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: Array | None) -> None:
-    """Launch a plan with the addresses of a call."""
+def arrays_of(call: AttentionCall) -> dict[str, Any]:
+    """The arguments of a call that may be arrays, by name."""
     options = call.options
-    arrays = {
-        **{"out": out, "lse": lse, "q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache},
-        **{"block_tables": call.block_tables, "seq_lens": call.seq_lens},
+    return {
+        **{"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache},
+        **{"block_tables": call.block_tables, "seq_lens": call.seq_lens, "query_starts": call.query_starts},
         **{"alibi_slopes": options.alibi_slopes, "sinks": options.sinks},
         **{"k_scale": call.k_scale, "v_scale": call.v_scale},
     }
+
+
+def run(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: Array | None) -> None:
+    """Launch a plan with the addresses of a call."""
+    arrays = {"out": out, "lse": lse, **arrays_of(call)}
     addresses = {name: device.address(name, x) for name, x in arrays.items() if isinstance(x, np.ndarray)}
     for name, nbytes in plan.workspaces:
         addresses[name] = device.scratch(name, nbytes)

@@ -15,7 +15,7 @@ from ...kernels.split.config import SplitConfig
 from ...kernels.split.kernel import dynamic_bytes, make_split
 from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
-from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, max_seq_len_of
+from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, bits_of, cache_strides, is_wide, max_seq_len_of
 
 _POINTERS = (
     *("out", "lse", "split_sums", "split_states", "split_counters"),
@@ -58,9 +58,9 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
         (
             *(spec.num_kv_heads, num_heads, spec.num_blocks, max_seq_len, most_splits, window),
             *(call.block_tables.strides[0], *call.q.strides[:2], *out.strides[:2]),
-            *(*_strides(call, call.k_cache), *_strides(call, call.v_cache)),
-            *(_bits(options.scale), _bits(options.softcap or 0.0)),
-            *(_bits(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
+            *(*cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache)),
+            *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
+            *(bits_of(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
         ),
         dynamic_bytes(config),
     )
@@ -84,28 +84,9 @@ def split_config(call: AttentionCall, *, capability: Capability) -> SplitConfig:
         q_kind=call.q.dtype.name,
         kv_kind=spec.kind,
         modified=bool(options.softcap or options.alibi_slopes is not None or options.score_mod),
-        wide=any(_is_wide(call, cache) for cache in (call.k_cache, call.v_cache)),
+        wide=any(is_wide(call, cache) for cache in (call.k_cache, call.v_cache)),
         checked=call.checked,
         hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
         architecture=capability[0],
         score_mod=options.score_mod,
     )
-
-
-def _strides(call: AttentionCall, cache: Array) -> tuple[int, int, int]:
-    """The block, token and head stride of a cache in bytes, 0 for an axis of one element."""
-    block, token, head = (0 if n == 1 else stride for n, stride in zip(cache.shape[:3], cache.strides[:3], strict=True))
-    return (block, token, head) if call.spec.layout == "NHD" else (block, head, token)
-
-
-def _bits(number: float) -> int:
-    """The bits of a float32: to convert a float64 in the kernel takes registers."""
-    return int(np.float32(number).view(np.uint32))
-
-
-def _is_wide(call: AttentionCall, cache: Array) -> bool:
-    """True where 32 bits do not count the vectors up to the last row of a KV head."""
-    block, token, _ = _strides(call, cache)
-    vector = min(16, call.spec.head_dim * cache.itemsize & -(call.spec.head_dim * cache.itemsize))
-    last = max(call.spec.num_blocks - 1, 0) * block + (call.spec.block_size - 1) * token
-    return min(block, token) < 0 or last // vector >= 2**32

@@ -370,6 +370,14 @@ exp2 = declare(
     lambda builder, x: emit_asm(builder, F32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x]),
 )
 
+multiply_and_add = declare(
+    "multiply_and_add",
+    "x * y + z of float32, rounded once (fma.rn).",
+    float32,
+    [float32, float32, float32],
+    lambda builder, x, y, z: emit_asm(builder, F32, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z]),
+)
+
 divide = declare(
     "divide",
     "x / y of float32, to two units in the last place (div.full), without the branch of an exact division.",

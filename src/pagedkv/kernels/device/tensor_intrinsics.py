@@ -1,4 +1,4 @@
-"""Device functions of one or a few instructions for the split kernel: warps, tensor cores, memory that blocks share.
+"""Device functions of one or a few instructions for attention: warps, tensor cores, memory that blocks share.
 
 Addresses and types are as in intrinsics.py: int64 for global memory, uint32 for shared memory and for words. A function
 that a whole warp must call says so.
@@ -83,6 +83,21 @@ def _copy(nbytes: int) -> Any:
 
 
 copy_16, copy_8 = _copy(16), _copy(8)
+
+copy_vector = declare(
+    "copy_vector",
+    "Start an asynchronous copy of 16 bytes from global to shared memory: (target, source).",
+    types.void,
+    [uint32, int64],
+    lambda builder, target, source: emit_asm(
+        builder,
+        VOID,
+        "cp.async.cg.shared.global.L2::128B [$0], [$1], 16;",
+        "r,l,~{memory}",
+        [target, source],
+        side_effect=True,
+    ),
+)
 
 end_group = declare(
     "end_group",
@@ -254,6 +269,32 @@ def _mma(kind: str) -> Any:
 
 
 mma_float16, mma_bfloat16 = _mma("f16"), _mma("bf16")
+
+
+def _load_matrices(name: str, modifier: str, doc: str) -> Any:
+    struct = ir.LiteralStructType([I32] * 4)
+    text = f"ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
+
+    def emit(builder: Any, where: Any) -> Any:
+        # Memory counts as written: never above the barrier or the wait that makes the rows visible.
+        return parts_of(builder, _warp_wide(builder, struct, text, "=r,=r,=r,=r,r,~{memory}", [where]), 4)
+
+    return declare(name, doc, WORDS_4, [uint32], emit)
+
+
+load_matrices = _load_matrices(
+    "load_matrices",
+    "",
+    """Four 8 x 8 matrices of 16 bits (ldmatrix): lane (g, t) gets elements 2t and 2t + 1 of row g of each.
+
+    Lane 8 i + r names the shared address of row r of matrix i. The whole warp calls it.
+    """,
+)
+load_transposed = _load_matrices(
+    "load_transposed",
+    ".trans",
+    "As `load_matrices`, but lane (g, t) gets elements g of rows 2t and 2t + 1 of each matrix.",
+)
 
 # ---- bits and conversions
 

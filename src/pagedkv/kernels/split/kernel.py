@@ -29,6 +29,7 @@ from typing import Any
 from numba import cuda, float32, int32, int64, types, uint32
 
 from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
+from ..device.halves import software_factor
 from ..device.intrinsics import address, bits_float, divmod_32, load_4, shared_address
 from ..device.logits import NONE
 from ..device.source import KernelSource, Steps, device_function
@@ -43,7 +44,6 @@ from .pages import make_pages
 from .shape import TensorShape
 from .sums import are_dynamic, make_sums, sums_bytes
 from .tensor_cores.few_heads import make_attend_on_tensor_cores
-from .tensor_cores.fragments import software_factor
 from .tensor_cores.many_heads import make_attend_with_many_heads
 from .tensor_cores.stages import StageShape
 
@@ -68,7 +68,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     NUM_STATES, IS_EVEN = config.num_teams * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
     team_sums, lookup = make_sums(config), make_pages(config, make_lanes(config).fetch)
     attend, merge = make_attend(config, team_sums), make_merge(config, team_sums)
-    VALUE_FACTOR, FORGETS = float32(software_factor(config)), bool(limits.forgets(config))
+    VALUE_FACTOR, FORGETS = float32(software_factor(config.kv_kind, config.hardware_fp8)), bool(limits.forgets(config))
 
     @device_function
     def split_size(num_tokens, num_kv_heads):

@@ -1,8 +1,7 @@
 """Steps of the split kernel: from tokens to the addresses of their rows.
 
 Each lane looks up one token of a step, two steps ahead, whatever the block size; a shuffle hands the offset of its
-row to the lanes that load it. Offsets are 32-bit counts of vectors of 16 bytes (8 where rows are not multiples of 16),
-or 64-bit counts of bytes where 32 bits are too few.
+row (device/row_offsets.py, in vectors of 16 bytes, or 8 where rows are not multiples of 16) to the lanes that load it.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from numba import cuda, int32, int64, uint32
 
 from ..device.bad_entries import BLOCK_ID, record
 from ..device.intrinsics import load_4
+from ..device.row_offsets import make_address_at, make_row_offset
 from ..device.source import Steps, device_function
 from .config import NUM_THREADS, SplitConfig
 
@@ -20,7 +20,8 @@ from .config import NUM_THREADS, SplitConfig
 def make_pages(config: SplitConfig, fetch: Any) -> Steps:
     """The steps of a config; `fetch` is that of lanes.py."""
     BLOCK_SIZE, MASKS, CHECKS_SPLITS = config.block_size, config.masks_blocks, config.checks_splits
-    WIDE, VECTOR_BYTES, SHIFT = config.wide, config.vector_bytes, config.vector_bytes.bit_length() - 1
+    WIDE, VECTOR_BYTES = config.wide, config.vector_bytes
+    row_offset, address_at = make_row_offset(WIDE, VECTOR_BYTES), make_address_at(WIDE, VECTOR_BYTES)
 
     @device_function
     def find_token(pages, token):
@@ -57,20 +58,6 @@ def make_pages(config: SplitConfig, fetch: Any) -> Steps:
                 is_bad = int32(1)
             column = uint32(column + NUM_THREADS)
         return cuda.syncthreads_or(is_bad) != 0
-
-    @device_function
-    def row_offset(cache, block, position):
-        """The offset of a token's row."""
-        if WIDE:
-            return int64(block) * cache.block_stride + int64(position) * cache.token_stride
-        # Each product is cast by itself: the sum becomes an address, and LLVM would multiply in 64 bits.
-        block_vectors, token_vectors = uint32(cache.block_stride >> SHIFT), uint32(cache.token_stride >> SHIFT)
-        return uint32(uint32(block * block_vectors) + uint32(position * token_vectors))
-
-    @device_function
-    def address_at(base, offset):
-        """The row at an offset."""
-        return base + (offset if WIDE else int64(offset) * VECTOR_BYTES)
 
     @device_function
     def row_address(base, offset, lane):

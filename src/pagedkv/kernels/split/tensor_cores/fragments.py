@@ -10,10 +10,11 @@ from typing import Any
 from numba import uint32
 
 from ...device import tensor_intrinsics as tensor
+from ...device.halves import make_halves
 from ...device.intrinsics import assign, unrolled
 from ...device.source import Steps, device_function
 from ...device.tensor_intrinsics import permute, stream_8, stream_16
-from ..config import VECTOR_BYTES, SplitConfig
+from ..config import VECTOR_BYTES
 from ..shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape
 
 
@@ -124,7 +125,7 @@ def make_products(shape: TensorShape) -> Steps:
     V_PER_CHUNK, V_VECTORS, WORDS = shape.v_per_chunk, shape.v_vectors, shape.v_vector // 4
     EXPAND, HEAD_TILES, IS_FP8 = shape.v_dims // (2 * WORDS), shape.head_tiles, shape.is_fp8
     mma = tensor.mma_bfloat16 if shape.operand == "bfloat16" else tensor.mma_float16
-    lower, upper = make_halves(shape.config)
+    lower, upper = make_halves(shape.config.kv_kind, shape.config.hardware_fp8)
 
     @device_function
     def key_fragment(words, at, step):
@@ -196,40 +197,3 @@ def make_products(shape: TensorShape) -> Steps:
         multiply_words(chunk, registers.o, registers.words, at, registers.p, registers.p_rest)
 
     return Steps(multiply_keys, multiply_values, key_fragment, value_fragment)
-
-
-def make_halves(config: SplitConfig) -> tuple[Any, Any]:
-    """Device functions that widen the lower and the upper two fp8 of a word to float16 halves.
-
-    Without the instruction for it, e4m3 comes out as 2**-8 times the value, which `software_factor` makes up for.
-    """
-    IS_E4M3 = config.kv_kind == "fp8_e4m3"
-    if IS_E4M3 and config.hardware_fp8:
-        return tensor.halves_of_lower_e4m3, tensor.halves_of_upper_e4m3
-
-    @device_function
-    def widen(halves):
-        """Codes in the upper bytes of both halves: of e5m2, that is the float16."""
-        if IS_E4M3:
-            # Shifted right by one, exponent and mantissa are those of 2**-8 times the value. All ones are NaN: adding
-            # one carries into the sign bit, which then fills the exponent.
-            magnitude = uint32(halves & 0x7F007F00)
-            nan = uint32((magnitude + 0x01000100) & 0x80008000)
-            value = uint32(uint32(magnitude >> 1) | uint32(nan >> 1))
-            return uint32((halves & 0x80008000) | value)
-        return halves
-
-    @device_function
-    def lower(word):
-        return widen(permute(word, 0, 0x1404))
-
-    @device_function
-    def upper(word):
-        return widen(permute(word, 0, 0x3424))
-
-    return lower, upper
-
-
-def software_factor(config: SplitConfig) -> float:
-    """What the caches' values must be multiplied with after `make_halves`."""
-    return 256.0 if config.kv_kind == "fp8_e4m3" and not config.hardware_fp8 else 1.0

@@ -9,13 +9,13 @@ from __future__ import annotations
 from numba import float32, int64, uint32
 
 from ...device.conversions import unpack
+from ...device.halves import software_factor
 from ...device.intrinsics import address, clear, exp2, larger, local_array, unrolled
 from ...device.logits import LOG2E, NONE, make_modify
 from ...device.source import Steps, device_function
 from ...device.tensor_intrinsics import low_bits, pack_bfloat16, pack_float16
 from .. import limits
 from ..shape import TILE, TensorShape
-from .fragments import software_factor
 
 SMALLEST = float32(2.0**-126)  # positive and normal
 LOWEST = float32(-3.4028234663852886e38)  # the pivot of a head whose logits were all -inf
@@ -26,7 +26,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     """From products to logits, and from these to P, m, l and O."""
     HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, shape.config.modified, shape.num_o
     FOLD, SCALED, STEP = shape.fold, bool(limits.scales_logits(shape)), shape.step
-    FACTOR = float32(software_factor(shape.config))
+    FACTOR = float32(software_factor(shape.config.kv_kind, shape.config.hardware_fp8))
     # P is multiplied with a power of two so that float16 underflows at 2**-37; with SLACK, it is at most 2**15.
     bias = 12.0 if shape.operand == "float16" else 0.0
     BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)

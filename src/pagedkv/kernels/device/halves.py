@@ -1,0 +1,47 @@
+"""fp8 as float16 halves of words, which is exact: what tensor cores multiply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import uint32
+
+from .source import device_function
+from .tensor_intrinsics import halves_of_lower_e4m3, halves_of_upper_e4m3, permute
+
+
+def make_halves(kind: str, hardware_fp8: bool) -> tuple[Any, Any]:
+    """Device functions that widen the lower and the upper two fp8 of a word to float16 halves.
+
+    Without the instruction for it, e4m3 comes out as 2**-8 times the value, which `software_factor` makes up for.
+    """
+    if kind == "fp8_e4m3" and hardware_fp8:
+        return halves_of_lower_e4m3, halves_of_upper_e4m3
+    IS_E4M3 = kind == "fp8_e4m3"
+
+    @device_function
+    def widen(halves):
+        """Codes in the upper bytes of both halves: of e5m2, that is the float16."""
+        if IS_E4M3:
+            # Shifted right by one, exponent and mantissa are those of 2**-8 times the value. All ones are NaN: adding
+            # one carries into the sign bit, which then fills the exponent.
+            magnitude = uint32(halves & 0x7F007F00)
+            nan = uint32((magnitude + 0x01000100) & 0x80008000)
+            value = uint32(uint32(magnitude >> 1) | uint32(nan >> 1))
+            return uint32((halves & 0x80008000) | value)
+        return halves
+
+    @device_function
+    def lower(word):
+        return widen(permute(word, 0, 0x1404))
+
+    @device_function
+    def upper(word):
+        return widen(permute(word, 0, 0x3424))
+
+    return lower, upper
+
+
+def software_factor(kind: str, hardware_fp8: bool) -> float:
+    """What the caches' values must be multiplied with after `make_halves`."""
+    return 256.0 if kind == "fp8_e4m3" and not hardware_fp8 else 1.0

@@ -1,0 +1,1 @@
+"""Prefill attention: ragged runs of query tokens over paged keys and values."""

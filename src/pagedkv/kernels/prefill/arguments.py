@@ -1,0 +1,51 @@
+"""What a thread block hands to the steps of the prefill kernels, as named tuples; to LLVM they are their fields."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Item(NamedTuple):
+    """The rows of one thread block: neighbouring tokens of a sequence, each with the query heads of one KV head.
+
+    Row r of a sequence is token r // group_size and head r % group_size.
+    """
+
+    seq: Any
+    first_row: Any  # of the sequence's
+    num_rows: Any  # of the sequence
+    start: Any  # of the sequence in q
+    context: Any  # position of the sequence's first query token
+    seq_len: Any  # 0 if nothing is to be read: rows become zeros
+
+
+class Visible(NamedTuple):
+    """Keys that rows see: one from its position - window + 1 on, up to its position or to the last one."""
+
+    is_causal: Any
+    window: Any
+    seq_len: Any
+
+
+class Cache(NamedTuple):
+    """The rows of one KV head in the cache of keys or of values."""
+
+    address: Any  # of the row at offset 0, from the lane's chunk on
+    block_stride: Any  # bytes
+    token_stride: Any
+
+
+class Pages(NamedTuple):
+    """Where a sequence's tokens are looked up."""
+
+    table: Any  # address of its row of block_tables
+    last: Any  # token that a row of the tile sees
+
+
+class Options(NamedTuple):
+    """What makes logits of products, and where a lane's rows are."""
+
+    scale: Any
+    softcap: Any
+    seq: Any
+    last: Any  # token of the sequence

@@ -1,0 +1,89 @@
+"""What the prefill kernels are compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..device.elements import ELEMENT_BITS
+from ..device.warp import WARP_SIZE
+
+NUM_WARPS = 4
+NUM_THREADS = WARP_SIZE * NUM_WARPS
+MOST_DIMS = 256  # that the accumulators of a warp have registers for
+
+
+@dataclass(frozen=True, slots=True)
+class TensorConfig:
+    """The compile-time constants of the kernel on tensor cores; everything else is an argument of the launch.
+
+    Attributes
+    ----------
+    head_dim, group_size, block_size : int
+        D, at most MOST_DIMS, G and P.
+    q_kind : str
+        Elements of q and `out`, which tensor cores multiply: "float16" or "bfloat16".
+    kv_kind : str
+        Elements of the caches: q_kind, "fp8_e4m3" or "fp8_e5m2".
+    modified : bool
+        Logits are changed by a softcap, ALiBi slopes or `score_mod`.
+    wide : bool
+        A cache has more than 2**32 vectors, or a negative block or token stride: offsets take 64 bits.
+    checked : bool
+        Skip and record lengths, query starts and block ids out of range.
+    hardware_fp8 : bool
+        The device converts e4m3.
+    shared_kib : int
+        Shared memory of a multiprocessor.
+    optimisation : int
+        The level of ptxas.
+    score_mod : callable or None
+    """
+
+    head_dim: int
+    group_size: int
+    block_size: int
+    q_kind: str
+    kv_kind: str
+    modified: bool = False
+    wide: bool = False
+    checked: bool = False
+    hardware_fp8: bool = True
+    shared_kib: int = 228
+    optimisation: int = 3
+    score_mod: Callable[..., Any] | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        return ELEMENT_BITS[self.kv_kind] == 8
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of a cache that become 16 bytes of operands: what a thread copies at once."""
+        return ELEMENT_BITS[self.kv_kind]
+
+
+@dataclass(frozen=True, slots=True)
+class CoresConfig:
+    """The compile-time constants of the kernel on CUDA cores.
+
+    Attributes
+    ----------
+    head_dim : int
+        D.
+    q_kind, kv_kind : str
+        Elements of q and `out`, and of the caches.
+    is_vllm : bool
+        The caches have layout vllm.
+    checked, hardware_fp8, score_mod
+        As in TensorConfig.
+    """
+
+    head_dim: int
+    q_kind: str
+    kv_kind: str
+    is_vllm: bool = False
+    checked: bool = False
+    hardware_fp8: bool = True
+    score_mod: Callable[..., Any] | None = None

@@ -1,0 +1,192 @@
+"""Steps of the kernel on tensor cores: from rows in global memory to rows in shared memory.
+
+A row is cut into chunks of 8 elements. Chunk c of row r lies at chunk ``c ^ (r & 7)`` of its row, so that ldmatrix,
+which reads the same chunk of 8 rows, and the copies, which write all chunks of some rows, both meet every bank once.
+
+Each lane looks up one of the rows that its warp copies, two tiles ahead whatever the block size; a shuffle hands the
+row's offset to the lanes that copy it. Tokens past the last one that a row sees are taken to be that one: their logits
+are masked, and nothing beyond it is read.
+
+Rows of fp8 caches are copied as they are, to where the thread that copies them converts them: it waits for nobody else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import int64, uint32
+
+from ..device.conversions import unpack
+from ..device.halves import make_halves
+from ..device.intrinsics import divmod_32, for_each, load_4
+from ..device.row_offsets import make_address_at, make_row_offset
+from ..device.source import device_function
+from ..device.tensor_intrinsics import (
+    copy_8,
+    copy_vector,
+    load_shared_pair,
+    load_shared_words,
+    pack_bfloat16,
+    shuffle,
+    store_shared_words,
+)
+from .config import NUM_THREADS, TensorConfig
+from .tile import CHUNK_DIMS, TileShape
+
+SIGNS = 0x80008000  # of both halves of a word
+
+
+def make_chunk_place(shape: TileShape) -> Any:
+    """The device function ``chunk_place(first, i)``: of the i-th row that a thread copies, from its first one's.
+
+    Rows in between are a power of two: if it is below 8, the chunk changes its place, too.
+    """
+    AT_ONCE, ROW_BYTES = shape.rows_at_once, shape.row_bytes
+
+    @device_function
+    def chunk_place(first, i):
+        return uint32(uint32(first ^ uint32((AT_ONCE * i) % 8 << 4)) + uint32(AT_ONCE * ROW_BYTES * i))
+
+    return chunk_place
+
+
+def make_copy_query(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``copy_query(place, q, strides, row, last_row, has_chunk)``.
+
+    place is that of the thread's chunk of the first row it copies, q the address of that chunk in row 0 of the
+    sequence, strides those of a token and a head, row the number of that row in the sequence. Rows past the last one
+    are as it.
+    """
+    ROWS, AT_ONCE, GROUP_SIZE = shape.rows // shape.rows_at_once, shape.rows_at_once, config.group_size
+    chunk_place = make_chunk_place(shape)
+
+    @device_function
+    def copy_row(i, place, q, strides, row, last_row):
+        token, head = divmod_32(min(uint32(row + AT_ONCE * i), last_row), GROUP_SIZE)
+        copy_vector(chunk_place(place, i), q + int64(token) * strides[0] + int64(head) * strides[1])
+
+    @device_function
+    def copy_query(place, q, strides, row, last_row, has_chunk):
+        if has_chunk:
+            for_each(copy_row, ROWS, (place, q, strides, row, last_row))
+
+    return copy_query
+
+
+def make_negate_query(shape: TileShape) -> Any:
+    """The device function ``negate_query(place)``: change the sign of the chunks that a thread has copied."""
+    ROWS, chunk_place = shape.rows // shape.rows_at_once, make_chunk_place(shape)
+
+    @device_function
+    def negate_row(i, place):
+        where = chunk_place(place, i)
+        x = load_shared_words(where)
+        store_shared_words(
+            where, uint32(x[0] ^ SIGNS), uint32(x[1] ^ SIGNS), uint32(x[2] ^ SIGNS), uint32(x[3] ^ SIGNS)
+        )
+
+    @device_function
+    def negate_query(place):
+        for_each(negate_row, ROWS, (place,))
+
+    return negate_query
+
+
+def make_clear_gaps(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``clear_gaps(shared, thread)``: zeros in the chunk of each row that only fills up a step."""
+    HAS_GAP, ROWS = shape.has_gap, shape.rows + 2 * shape.stages * shape.keys
+    GAP, ROW_BYTES = shape.chunks, shape.row_bytes
+
+    @device_function
+    def clear_gaps(shared, thread):
+        if HAS_GAP:
+            row, zero = thread, uint32(0)
+            while row < ROWS:
+                where = uint32(uint32(row * ROW_BYTES) + uint32(uint32(GAP ^ uint32(row & 7)) << 4))
+                store_shared_words(uint32(shared + where), zero, zero, zero, zero)
+                row = uint32(row + NUM_THREADS)
+
+    return clear_gaps
+
+
+def make_find_row(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``find_row(pages, first, lane, warp) -> block, position``.
+
+    Of one of the rows that the lane's warp copies of the tile whose first token this is.
+    """
+    AT_ONCE, BLOCK_ROWS, BLOCK_SIZE = shape.warp_rows_at_once, shape.rows_at_once, config.block_size
+    NUM_ROWS = shape.warp_rows_at_once * shape.rows_of_thread
+
+    @device_function
+    def find_row(pages, first, lane, warp):
+        turn, row = divmod_32(uint32(lane % uint32(NUM_ROWS)), AT_ONCE)
+        row = uint32(uint32(warp * AT_ONCE) + uint32(row + uint32(turn * BLOCK_ROWS)))
+        token = min(uint32(first + row), pages.last)
+        column = uint32(token // uint32(BLOCK_SIZE))
+        return load_4(pages.table + int64(column) * 4), uint32(token - uint32(column * uint32(BLOCK_SIZE)))
+
+    return find_row
+
+
+def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``copy_rows(place, cache, block, position, group, has_chunk)``: start copying a tile.
+
+    place is that of the thread's chunk of its first row, block and position what `find_row` has found, and group the
+    number of the lane's row among those that its warp copies at once.
+    """
+    ROWS, AT_ONCE, IS_FP8, WIDE = shape.rows_of_thread, shape.warp_rows_at_once, config.is_fp8, config.wide
+    IS_WHOLE = shape.lanes == shape.chunks
+    row_offset = make_row_offset(config.wide, config.vector_bytes)
+    address_at = make_address_at(config.wide, config.vector_bytes)
+    chunk_place = make_chunk_place(shape)
+
+    @device_function
+    def offset_of(offset, lane):
+        if WIDE:
+            high, low = shuffle(uint32(offset >> 32), lane), shuffle(uint32(offset), lane)
+            return int64(high) << 32 | int64(low)
+        return shuffle(offset, lane)
+
+    @device_function
+    def copy_row(i, place, cache, offset, group, has_chunk):
+        source = address_at(cache.address, offset_of(offset, uint32(group + AT_ONCE * i)))
+        if IS_FP8:
+            copy_8(uint32(place + NUM_THREADS * CHUNK_DIMS * i), source, uint32(CHUNK_DIMS), has_chunk)
+        elif IS_WHOLE or has_chunk:
+            copy_vector(chunk_place(place, i), source)
+
+    @device_function
+    def copy_rows(place, cache, block, position, group, has_chunk):
+        offset = row_offset(cache, block, position)
+        for_each(copy_row, ROWS, (place, cache, offset, group, has_chunk))
+
+    return copy_rows
+
+
+def make_convert_rows(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``convert_rows(codes, place, has_chunk)``: a thread's chunks of an fp8 tile to operands."""
+    ROWS, chunk_place = shape.rows_of_thread, make_chunk_place(shape)
+    IS_FLOAT16 = config.q_kind == "float16"
+    lower, upper = make_halves(config.kv_kind, config.hardware_fp8)
+    widen = unpack(config.kv_kind, config.hardware_fp8)
+
+    @device_function
+    def operands(word):
+        if IS_FLOAT16:
+            return lower(word), upper(word)
+        a, b, c, d = widen(word)
+        return pack_bfloat16(a, b), pack_bfloat16(c, d)
+
+    @device_function
+    def convert_row(i, codes, place):
+        word = load_shared_pair(uint32(codes + NUM_THREADS * CHUNK_DIMS * i))
+        a, b = operands(word[0])
+        c, d = operands(word[1])
+        store_shared_words(chunk_place(place, i), a, b, c, d)
+
+    @device_function
+    def convert_rows(codes, place, has_chunk):
+        if has_chunk:
+            for_each(convert_row, ROWS, (codes, place))
+
+    return convert_rows

@@ -1,0 +1,476 @@
+"""Prefill attention on CUDA cores: what tensor cores do not take, and the form to read first.
+
+float32 queries and caches, layout vllm, and rows of more than 256 dims. Every option is an argument of the launch.
+
+Grid and rows are as on tensor cores (tensor_cores.py, items.py). A few neighbouring lanes share a row of queries: each
+has every `lanes`-th key of a tile in Q K^T and in the softmax, and every `lanes`-th vector of 4 dims of O.
+
+Shared memory, dynamic: Q, then one tile that K and V take turns in, both widened to float32, with a vector between rows
+so that lanes meet different banks; then P. Only the lanes of a row read what they have left in P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from numba import cuda, float32, int64, uint32
+
+from ..device.conversions import unpack
+from ..device.elements import ELEMENT_BITS
+from ..device.intrinsics import (
+    address,
+    assign,
+    bits_float,
+    clear,
+    divmod_32,
+    exp2,
+    float_bits,
+    for_each,
+    larger,
+    load_1,
+    load_2,
+    load_4,
+    load_8,
+    load_16,
+    load_shared,
+    local_array,
+    multiply_and_add,
+    shared_address,
+    store_8,
+    store_16,
+)
+from ..device.logits import LOG2E, NONE, make_modify
+from ..device.source import KernelSource, device_function
+from ..device.tensor_intrinsics import (
+    exchange,
+    load_shared_word,
+    pack_bfloat16,
+    pack_float16,
+    shuffle,
+    store_shared_4,
+    store_shared_word,
+    sync_warp,
+)
+from .arguments import Item
+from .config import NUM_THREADS, CoresConfig
+from .items import check_batch, check_blocks, make_find_item
+from .output import Output, make_store_nothing
+from .signature import signature
+from .softmax import finish
+
+VECTOR = 4  # elements
+FLOAT_BYTES = 4
+MOST_VECTORS = 16  # of O, of a lane
+
+
+@dataclass(frozen=True, slots=True)
+class CoresShape:
+    """A tile of query rows and one of keys, as many.
+
+    Attributes
+    ----------
+    config : CoresConfig
+    """
+
+    config: CoresConfig
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a thread block, and keys of a tile."""
+        return 32 if self.config.head_dim <= 256 else 16
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a row."""
+        return NUM_THREADS // self.rows
+
+    @property
+    def keys_of_lane(self) -> int:
+        return self.rows // self.lanes
+
+    @property
+    def row_vectors(self) -> int:
+        return self.config.head_dim // VECTOR
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of O of a lane; the last one may reach past the row."""
+        return -(-self.row_vectors // self.lanes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from a row in shared memory to the next one."""
+        return (self.row_vectors + 1) * VECTOR * FLOAT_BYTES
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def p_bytes(self) -> int:
+        """Of a row of P: with a float between two rows."""
+        return (self.rows + 1) * FLOAT_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.tile_bytes + self.rows * self.p_bytes
+
+
+class Row(NamedTuple):
+    """A row of queries, as its lanes see it."""
+
+    position: Any
+    first: Any  # key that it sees
+    last: Any
+    head: Any
+    slope: Any
+    seq: Any
+    last_token: Any  # of the sequence
+
+
+def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
+    """Attention of all rows of all sequences over the keys that they see."""
+    shape = CoresShape(config)
+    ROWS, LANES, CHECKED, TILE_BYTES, P_BYTES = shape.rows, shape.lanes, config.checked, shape.tile_bytes, shape.p_bytes
+    Q_BYTES, ROW_BYTES, SUMS = ELEMENT_BITS[config.q_kind] // 8, shape.row_bytes, shape.vectors * VECTOR
+    find_item, store_nothing = make_find_item(ROWS), make_store_nothing(ROWS, config.head_dim * Q_BYTES // 4)
+    load_query, load_keys = make_load_query(shape), make_load_rows(shape, is_keys=True)
+    load_values, store_row = make_load_rows(shape, is_keys=False), make_store(shape)
+    dots, soften, add_values = make_dots(shape), make_soften(shape), make_add_values(shape)
+    NUM_PLACES = 2 * ROWS
+
+    @device_function
+    def find_rows(rows, table, first, last, block_size, k_strides, v_strides, thread):
+        """Where the rows of a tile are in the caches, from the first row of the KV head on."""
+        if thread < ROWS:
+            column, position = divmod_32(min(uint32(first + thread), last), block_size)
+            block = int64(load_4(table + int64(column) * 4))
+            rows[int64(thread)] = block * k_strides[0] + int64(position) * k_strides[1]
+            rows[int64(thread) + ROWS] = block * v_strides[0] + int64(position) * v_strides[1]
+
+    def prefill_on_cuda_cores(
+        out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
+        report, num_seqs, num_tokens, num_kv_heads, num_heads, num_blocks, max_seq_len, window, is_causal, block_size,
+        table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, k_block_stride,
+        k_token_stride, k_head_stride, k_dim_stride, v_block_stride, v_token_stride, v_head_stride, v_dim_stride,
+        scale, softcap, k_number, v_number,
+    ):  # fmt: skip
+        q_tile = shared_address(cuda.shared.array(0, uint32, alignment=16))
+        rows, kept = cuda.shared.array(NUM_PLACES, int64), cuda.shared.array(6, uint32)
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
+        tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
+        lengths, group_size = (query_starts, seq_lens), uint32(uint32(num_heads) // uint32(num_kv_heads))
+        if CHECKED and cuda.blockIdx.x == 0:
+            check_batch(thread, lengths, num_seqs, num_tokens, max_seq_len, report)
+        # One warp looks: all threads must agree, even if lengths change meanwhile.
+        if warp == 0:
+            found = find_item(lane, tile, group_size, lengths, num_seqs, num_tokens, max_seq_len)
+            if lane == 0:
+                kept[0], kept[1], kept[2] = found.seq, found.first_row, found.num_rows
+                kept[3], kept[4], kept[5] = found.start, found.context, found.seq_len
+        cuda.syncthreads()
+        item = Item(kept[0], kept[1], kept[2], kept[3], kept[4], kept[5])
+        if item.num_rows == 0:
+            return
+        last_row = uint32(item.num_rows - 1)
+        first_position = uint32(item.context + uint32(item.first_row // group_size))
+        end_position = uint32(item.context + uint32(min(uint32(item.first_row + (ROWS - 1)), last_row) // group_size))
+        last = end_position if is_causal != 0 else uint32(item.seq_len - 1)
+        low = uint32(first_position - window + 1) if first_position >= window else uint32(0)
+        table = address(block_tables) + int64(item.seq) * table_stride
+        is_refused = item.seq_len == 0
+        if CHECKED and not is_refused:
+            is_refused = check_blocks(
+                thread, table, low, last, uint32(block_size), uint32(num_blocks), item.seq, report
+            )
+        head = uint32(kv_head * group_size)
+        v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
+        output = Output(
+            address(out) + int64(item.start) * out_token_stride + int64(head) * out_head_stride,
+            out_token_stride,
+            out_head_stride,
+            lse,
+            int64(item.start) * num_heads + int64(head),
+            num_heads,
+            sinks,
+            head,
+            v_factor,
+        )
+        if is_refused:
+            store_nothing(output, item, group_size, thread)
+            return
+
+        k_factor = k_scale[kv_head] if address(k_scale) != 0 else bits_float(uint32(k_number))
+        factor = float32(bits_float(uint32(scale)) * k_factor)
+        k_head, v_head = address(k_cache) + kv_head * k_head_stride, address(v_cache) + kv_head * v_head_stride
+        k_strides, v_strides = (k_block_stride, k_token_stride), (v_block_stride, v_token_stride)
+        q_head = address(q) + int64(item.start) * q_token_stride + int64(head) * q_head_stride
+        r, c = divmod_32(thread, LANES)
+        token, of_group = divmod_32(min(uint32(item.first_row + r), last_row), group_size)
+        position = uint32(item.context + token)
+        row = Row(
+            position,
+            uint32(position - window + 1) if position >= window else uint32(0),
+            position if is_causal != 0 else uint32(item.seq_len - 1),
+            uint32(head + of_group),
+            alibi_slopes[int64(head) + int64(of_group)] if address(alibi_slopes) != 0 else float32(0),
+            item.seq,
+            uint32(item.seq_len - 1),
+        )
+        kv_tile, p_row = uint32(q_tile + TILE_BYTES), uint32(uint32(q_tile + 2 * TILE_BYTES) + uint32(r * P_BYTES))
+        q_row = uint32(q_tile + uint32(r * ROW_BYTES))
+        load_query(q_tile, q_head, (q_token_stride, q_head_stride), item.first_row, last_row, group_size, thread)
+        o, state = local_array(SUMS, float32), local_array(2, float32)
+        clear(o, SUMS)
+        state[0], state[1] = NONE, float32(0)
+        first = uint32(uint32(low // uint32(ROWS)) * uint32(ROWS))
+        while first <= last:
+            cuda.syncthreads()
+            find_rows(rows, table, first, last, uint32(block_size), k_strides, v_strides, thread)
+            cuda.syncthreads()
+            load_keys(kv_tile, rows, k_head, k_dim_stride, thread)
+            cuda.syncthreads()
+            dots(p_row, q_row, kv_tile, c)
+            soften(p_row, o, state, row, factor, bits_float(uint32(softcap)), first, c)
+            cuda.syncthreads()
+            load_values(kv_tile, rows, v_head, v_dim_stride, thread)
+            cuda.syncthreads()
+            add_values(o, p_row, kv_tile, c)
+            first = uint32(first + ROWS)
+        store_row(o, state, output, uint32(item.first_row + r), item.num_rows, token, of_group, c)
+
+    return KernelSource(prefill_on_cuda_cores, signature(14), NUM_THREADS)
+
+
+def dynamic_bytes(config: CoresConfig) -> int:
+    """Bytes of dynamic shared memory of a launch."""
+    return CoresShape(config).nbytes
+
+
+def make_load_quad(kind: str, hardware_fp8: bool) -> Any:
+    """The device function ``load_quad(where)``: 4 elements side by side as float32."""
+    BYTES, widen = ELEMENT_BITS[kind] // 8, unpack(kind, hardware_fp8)
+
+    @device_function
+    def load_quad(where):
+        if BYTES == 4:
+            x = load_16(where)
+            return bits_float(x[0]), bits_float(x[1]), bits_float(x[2]), bits_float(x[3])
+        if BYTES == 2:
+            y = load_8(where)
+            a, b = widen(y[0])
+            c, d = widen(y[1])
+            return a, b, c, d
+        return widen(load_4(where))
+
+    return load_quad
+
+
+def make_load_strided(kind: str, hardware_fp8: bool) -> Any:
+    """The device function ``load_strided(where, stride)``: 4 elements this many bytes apart as float32."""
+    BYTES, widen = ELEMENT_BITS[kind] // 8, unpack(kind, hardware_fp8)
+    load = {1: load_1, 2: load_2, 4: load_4}[BYTES]
+
+    @device_function
+    def load_one(where):
+        return widen(uint32(load(where)))[0]
+
+    @device_function
+    def load_strided(where, stride):
+        second, third, fourth = where + stride, where + 2 * stride, where + 3 * stride
+        return load_one(where), load_one(second), load_one(third), load_one(fourth)
+
+    return load_strided
+
+
+def make_load_query(shape: CoresShape) -> Any:
+    """The device function ``load_query(tile, q, strides, first_row, last_row, group_size, thread)``.
+
+    Rows past the last one of the sequence are as it.
+    """
+    VECTORS, ROW_BYTES, ALL = shape.row_vectors, shape.row_bytes, shape.rows * shape.row_vectors
+    Q_BYTES, load_quad = ELEMENT_BITS[shape.config.q_kind] // 8, make_load_quad(shape.config.q_kind, False)
+
+    @device_function
+    def load_query(tile, q, strides, first_row, last_row, group_size, thread):
+        i = thread
+        while i < uint32(ALL):
+            r, vector = divmod_32(i, VECTORS)
+            token, head = divmod_32(min(uint32(first_row + r), last_row), group_size)
+            where = q + int64(token) * strides[0] + int64(head) * strides[1] + int64(vector) * (VECTOR * Q_BYTES)
+            a, b, c, d = load_quad(where)
+            store_shared_4(uint32(tile + uint32(uint32(r * ROW_BYTES) + uint32(vector << 4))), a, b, c, d)
+            i = uint32(i + NUM_THREADS)
+
+    return load_query
+
+
+def make_load_rows(shape: CoresShape, *, is_keys: bool) -> Any:
+    """The device function ``load_rows(tile, rows, base, dim_stride, thread)``: a tile of K or of V as float32.
+
+    In layout vllm, dim_stride is that of a vector of 16 bytes of K, and of a dim of V.
+    """
+    config = shape.config
+    VECTORS, ROW_BYTES, ALL = shape.row_vectors, shape.row_bytes, shape.rows * shape.row_vectors
+    KV_BYTES, OFFSET, IS_VLLM = ELEMENT_BITS[config.kv_kind] // 8, 0 if is_keys else shape.rows, config.is_vllm
+    PER_VECTOR, IS_STRIDED = 16 // (VECTOR * KV_BYTES), config.is_vllm and not is_keys
+    load_quad = make_load_quad(config.kv_kind, config.hardware_fp8)
+    load_strided = make_load_strided(config.kv_kind, config.hardware_fp8)
+
+    @device_function
+    def load_rows(tile, rows, base, dim_stride, thread):
+        i = thread
+        while i < uint32(ALL):
+            r, vector = divmod_32(i, VECTORS)
+            where = base + rows[int64(r) + OFFSET]
+            if IS_STRIDED:
+                a, b, c, d = load_strided(where + int64(vector) * (VECTOR * dim_stride), dim_stride)
+            elif IS_VLLM:
+                piece, part = divmod_32(vector, PER_VECTOR)
+                a, b, c, d = load_quad(where + int64(piece) * dim_stride + int64(part) * (VECTOR * KV_BYTES))
+            else:
+                a, b, c, d = load_quad(where + int64(vector) * (VECTOR * KV_BYTES))
+            store_shared_4(uint32(tile + uint32(uint32(r * ROW_BYTES) + uint32(vector << 4))), a, b, c, d)
+            i = uint32(i + NUM_THREADS)
+
+    return load_rows
+
+
+def make_dots(shape: CoresShape) -> Any:
+    """The device function ``dots(p_row, q_row, tile, c)``: q . k of a lane's keys, left in P."""
+    KEYS, LANES, ROW_BYTES, VECTORS = shape.keys_of_lane, shape.lanes, shape.row_bytes, shape.row_vectors
+    load = load_shared(VECTOR)
+
+    @device_function
+    def add_products(j, s, x, keys):
+        y = load(uint32(keys + ROW_BYTES * LANES * j))
+        total = multiply_and_add(x[0], y[0], s[j])
+        total = multiply_and_add(x[1], y[1], total)
+        total = multiply_and_add(x[2], y[2], total)
+        s[j] = multiply_and_add(x[3], y[3], total)
+
+    @device_function
+    def put(j, s, p_row, c):
+        store_shared_word(uint32(p_row + uint32(uint32(c + LANES * j) << 2)), float_bits(s[j]))
+
+    @device_function
+    def dots(p_row, q_row, tile, c):
+        s = local_array(KEYS, float32)
+        clear(s, KEYS)
+        at, end, keys = q_row, uint32(q_row + 16 * VECTORS), uint32(tile + uint32(c * ROW_BYTES))
+        while at < end:
+            for_each(add_products, KEYS, (s, load(at), keys))
+            at, keys = uint32(at + 16), uint32(keys + 16)
+        for_each(put, KEYS, (s, p_row, c))
+
+    return dots
+
+
+def make_soften(shape: CoresShape) -> Any:
+    """The device function ``soften(p_row, o, state, row, factor, softcap, first, c)``: products become P.
+
+    state is the maximum and this lane's sum of exponentials; it and O are rescaled, by 1 where no maximum has moved.
+    """
+    KEYS, LANES, SUMS, STEPS = shape.keys_of_lane, shape.lanes, shape.vectors * VECTOR, shape.lanes.bit_length() - 1
+    modify = make_modify(shape.config.score_mod)
+
+    @device_function
+    def largest_of_row(x):
+        for b in range(STEPS):
+            x = larger(x, exchange(x, uint32(1 << b)))
+        return x
+
+    @device_function
+    def rescale(i, o, factor):
+        o[i] = float32(o[i] * factor)
+
+    @device_function
+    def soften(p_row, o, state, row, factor, softcap, first, c):
+        largest, key = NONE, c
+        while key < uint32(KEYS * LANES):
+            where, token = uint32(p_row + uint32(key << 2)), uint32(first + key)
+            x = float32(bits_float(load_shared_word(where)) * factor)
+            k_pos = int64(min(token, row.last_token))
+            x = float32(modify(x, softcap, row.slope, int64(row.position), k_pos, row.head, row.seq) * LOG2E)
+            x = x if row.first <= token and token <= row.last else NONE
+            largest = larger(largest, x)
+            store_shared_word(where, float_bits(x))
+            key = uint32(key + LANES)
+        maximum = larger(state[0], largest_of_row(largest))
+        pivot = float32(0) if maximum == NONE else maximum
+        factor_of_o = exp2(float32(state[0] - pivot))
+        total, key = float32(state[1] * factor_of_o), c
+        while key < uint32(KEYS * LANES):
+            where = uint32(p_row + uint32(key << 2))
+            p = exp2(float32(bits_float(load_shared_word(where)) - pivot))
+            total = float32(total + p)
+            store_shared_word(where, float_bits(p))
+            key = uint32(key + LANES)
+        state[0], state[1] = maximum, total
+        for_each(rescale, SUMS, (o, factor_of_o))
+        sync_warp()
+
+    return soften
+
+
+def make_add_values(shape: CoresShape) -> Any:
+    """The device function ``add_values(o, p_row, tile, c)``: O += P V of a lane's dims."""
+    KEYS, LANES, ROW_BYTES = shape.rows, shape.lanes, shape.row_bytes
+    VECTORS, IS_WHOLE, LAST = shape.vectors, shape.row_vectors % shape.lanes == 0, shape.row_vectors - 1
+    load = load_shared(VECTOR)
+
+    @device_function
+    def add_vector(n, o, p, row, c):
+        # Past the row there is its last vector, for sums that nobody stores.
+        vector = uint32(c + LANES * n) if IS_WHOLE else min(uint32(c + LANES * n), uint32(LAST))
+        x, at = load(uint32(row + uint32(vector << 4))), VECTOR * n
+        a, b = multiply_and_add(p, x[0], o[at]), multiply_and_add(p, x[1], o[at + 1])
+        assign(o, at, (a, b, multiply_and_add(p, x[2], o[at + 2]), multiply_and_add(p, x[3], o[at + 3])))
+
+    @device_function
+    def add_values(o, p_row, tile, c):
+        row, at, end = tile, p_row, uint32(p_row + 4 * KEYS)
+        while at < end:
+            for_each(add_vector, VECTORS, (o, bits_float(load_shared_word(at)), row, c))
+            row, at = uint32(row + ROW_BYTES), uint32(at + 4)
+
+    return add_values
+
+
+def make_store(shape: CoresShape) -> Any:
+    """The device function ``store(o, state, output, row, num_rows, token, head, c)``: a lane's dims of a row."""
+    LANES, VECTORS, ROW_VECTORS, STEPS = shape.lanes, shape.vectors, shape.row_vectors, shape.lanes.bit_length() - 1
+    Q_BYTES = ELEMENT_BITS[shape.config.q_kind] // 8
+    pack = pack_bfloat16 if shape.config.q_kind == "bfloat16" else pack_float16
+
+    @device_function
+    def store_vector(n, o, target, factor, is_inside, c):
+        vector, at, zero = uint32(c + LANES * n), VECTOR * n, float32(0)
+        a, b = float32(o[at] * factor), float32(o[at + 1] * factor)
+        x, y = float32(o[at + 2] * factor), float32(o[at + 3] * factor)
+        if factor == zero:  # without keys, values may still be NaN
+            a = b = x = y = zero
+        if is_inside and vector < ROW_VECTORS:
+            where = target + int64(vector) * (VECTOR * Q_BYTES)
+            if Q_BYTES == 4:
+                store_16(where, float_bits(a), float_bits(b), float_bits(x), float_bits(y))
+            else:
+                store_8(where, pack(a, b), pack(x, y))
+
+    @device_function
+    def store(o, state, output, row, num_rows, token, head, c):
+        total = state[1]
+        for b in range(STEPS):
+            total = float32(total + exchange(total, uint32(1 << b)))
+        is_inside, has_sink = row < num_rows, address(output.sinks) != 0
+        sink = output.sinks[int64(output.head) + int64(head)] if has_sink else float32(0)
+        pivot = float32(0) if state[0] == NONE else state[0]
+        factor, lse = finish(total, float32(-pivot), has_sink, sink)
+        target = output.address + int64(token) * output.token_stride + int64(head) * output.head_stride
+        for_each(store_vector, VECTORS, (o, target, float32(factor * output.v_factor), is_inside, c))
+        if is_inside and c == 0 and address(output.lse) != 0:
+            output.lse[output.lse_row + int64(token) * output.num_heads + int64(head)] = lse
+
+    return store

@@ -1,0 +1,113 @@
+"""Which rows a thread block has: work items of ragged batches, found on the device.
+
+Sequence i owns the tiles of ROWS rows from ``query_starts[i] * group_size // ROWS + i`` on. These numbers rise with i
+and leave each sequence as many tiles as it needs, so a tile finds its sequence by a search, and a grid of
+``num_tokens * group_size // ROWS + num_seqs`` tiles is enough: nothing is summed up, and the host need not know the
+lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda, int32, int64, uint32
+
+from ..device.bad_entries import BLOCK_ID, QUERY_START, SEQ_LEN, record
+from ..device.intrinsics import address, load_4
+from ..device.source import device_function
+from ..device.tensor_intrinsics import ballot
+from ..device.warp import WARP_SIZE
+from .arguments import Item
+from .config import NUM_THREADS
+
+
+def num_tiles(num_tokens: int, num_seqs: int, group_size: int, rows: int) -> int:
+    """Tiles of `rows` rows that any batch of this size fits into."""
+    return num_tokens * group_size // rows + num_seqs
+
+
+def make_find_item(rows: int) -> Any:
+    """The device function ``find_item(lane, tile, group_size, lengths, num_seqs, num_tokens, max_seq_len)``.
+
+    lengths are (query_starts, seq_lens). A tile without rows gets an Item of 0 rows, and so does one of a sequence
+    whose query starts are out of range; one of a sequence whose length is, one of length 0. A whole warp calls it.
+    """
+    ROWS = rows
+
+    @device_function
+    def start_of(query_starts, seq):
+        return load_4(address(query_starts) + int64(seq) * 4)
+
+    @device_function
+    def first_tile(query_starts, seq, group_size):
+        return uint32(uint32(uint32(start_of(query_starts, seq) * group_size) // uint32(ROWS)) + seq)
+
+    @device_function
+    def find_sequence(lane, tile, group_size, query_starts, num_seqs):
+        """The last sequence whose first tile is at or before this one: of 32 candidates at a time, each one's lane."""
+        seq, left = uint32(0), uint32(num_seqs)
+        while left > 1:
+            step = uint32(uint32(left + (WARP_SIZE - 1)) // uint32(WARP_SIZE))
+            mine = uint32(lane * step)
+            is_before = mine < left and first_tile(query_starts, uint32(seq + min(mine, left - 1)), group_size) <= tile
+            passed = max(uint32(WARP_SIZE - uint32(cuda.clz(ballot(is_before)))), uint32(1))
+            skipped = uint32(uint32(passed - 1) * step)
+            seq = uint32(seq + skipped)
+            left = min(step, uint32(left - skipped))
+        return seq
+
+    @device_function
+    def find_item(lane, tile, group_size, lengths, num_seqs, num_tokens, max_seq_len):
+        query_starts, seq_lens = lengths
+        seq = find_sequence(lane, tile, group_size, query_starts, num_seqs)
+        start, stop = start_of(query_starts, seq), start_of(query_starts, uint32(seq + 1))
+        num_rows = uint32(0)
+        if start <= stop and stop <= uint32(num_tokens):
+            num_rows = uint32(uint32(stop - start) * group_size)
+        tiles = uint32(uint32(num_rows + (ROWS - 1)) // uint32(ROWS))
+        mine = uint32(tile - first_tile(query_starts, seq, group_size))
+        if mine >= tiles:
+            num_rows, mine = uint32(0), uint32(0)
+            tiles = uint32(1)
+        # The last rows first: with a causal mask they take longest.
+        first_row = uint32(uint32(tiles - 1 - mine) * uint32(ROWS))
+        length, query_len = load_4(address(seq_lens) + int64(seq) * 4), uint32(stop - start)
+        is_valid = length <= uint32(max_seq_len) and query_len <= length
+        seq_len = length if is_valid else uint32(0)
+        return Item(seq, first_row, num_rows, start, uint32(seq_len - query_len), seq_len)
+
+    return find_item
+
+
+@device_function
+def check_batch(thread, lengths, num_seqs, num_tokens, max_seq_len, report):
+    """Record what check=True refuses of query_starts and seq_lens. One thread block calls it."""
+    query_starts, seq_lens = lengths
+    seq = int64(thread)
+    while seq < num_seqs:
+        start, stop = int64(int32(query_starts[seq])), int64(int32(query_starts[seq + 1]))
+        length = int64(int32(seq_lens[seq]))
+        if length < 0 or length > max_seq_len:
+            record(report, SEQ_LEN, seq, 0, length)
+        elif seq == 0 and start != 0:
+            record(report, QUERY_START, seq, 0, start)
+        elif stop < start or stop > num_tokens or stop - start > length:
+            record(report, QUERY_START, seq, 0, stop)
+        seq += NUM_THREADS
+
+
+@device_function
+def check_blocks(thread, table, first, last, block_size, num_blocks, seq, report):
+    """True if check=True refuses a block id of tokens first..last. Every thread of the block calls it.
+
+    The first bad id of a thread is recorded.
+    """
+    column, last_column = uint32(uint32(first // block_size) + thread), uint32(last // block_size)
+    is_bad = int32(0)
+    while column <= last_column and is_bad == 0:
+        block = load_4(table + int64(column) * 4)
+        if not block < num_blocks:
+            record(report, BLOCK_ID, int64(seq), int64(column), int64(int32(block)))
+            is_bad = int32(1)
+        column = uint32(column + NUM_THREADS)
+    return cuda.syncthreads_or(is_bad) != 0

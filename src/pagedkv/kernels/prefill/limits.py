@@ -1,0 +1,33 @@
+"""The sizes of tiles: what fits into the registers of a thread and the shared memory of a multiprocessor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import TensorConfig
+    from .tile import TileShape
+
+SYSTEM_BYTES = 1024  # of each thread block's shared memory
+SMALL_SHARED_KIB = 100  # of compute capability 8.6, 8.9 and 12.0
+MIN_BLOCKS = 2  # thread blocks on a multiprocessor that 255 registers allow
+
+
+def row_tiles(config: TensorConfig) -> int:
+    """With two, reading K and V from shared memory takes less time than the products; with 128 dims, two fill the
+    registers, and the options of logits need some."""
+    return 2 if config.head_dim <= 128 and not config.modified else 1
+
+
+def keys(config: TensorConfig) -> int:
+    """Logits of 32 keys at a time where options need registers, or where tiles of 64 leave room for one block."""
+    if config.modified or (config.is_fp8 and config.head_dim > 128):
+        return 32
+    return 32 if config.shared_kib <= SMALL_SHARED_KIB and 64 < config.head_dim <= 128 else 64
+
+
+def stages(shape: TileShape) -> int:
+    """Two if two thread blocks have room for them; fp8 rows wait elsewhere."""
+    room = shape.config.shared_kib * 1024 // MIN_BLOCKS - SYSTEM_BYTES
+    needed = shape.q_bytes + 4 * shape.tile_bytes + 4 * 8
+    return 2 if needed <= room and not shape.config.is_fp8 else 1

@@ -1,0 +1,152 @@
+"""The inner loop on tensor cores: tiles of keys, copied while the one before is used."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from numba import cuda, float32, int64, uint32
+
+from ..device.intrinsics import divmod_32, local_array
+from ..device.source import device_function
+from ..device.tensor_intrinsics import end_group, wait_but
+from .arguments import Cache
+from .config import TensorConfig
+from .copies import (
+    make_clear_gaps,
+    make_convert_rows,
+    make_copy_query,
+    make_copy_rows,
+    make_find_row,
+    make_negate_query,
+)
+from .products import make_multiply_keys, make_multiply_values, make_places
+from .softmax import make_logits, make_mask, make_soften
+from .tile import CHUNK, CHUNK_DIMS, TileShape
+
+
+class Span(NamedTuple):
+    """Keys that some row sees, as tokens of the sequence, and those that every row sees, in whole tiles."""
+
+    first: Any  # a multiple of a tile's
+    last: Any
+    clear: Any
+    num_clear: Any
+
+
+class Query(NamedTuple):
+    """Rows of q of a sequence and KV head."""
+
+    address: Any  # of the first head of the first token
+    token_stride: Any  # bytes
+    head_stride: Any
+    is_negative: Any  # take -q: the scale is negative
+
+
+def make_attend(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``attend(registers, shared, thread, lane, warp, item, query, k, v, pages, ...)``.
+
+    ``..., visible, options, span, unit``: unit is what `soften` takes. O, sums and shifts are left in registers.
+    """
+    KEYS, STAGES, LANES, CHUNKS = shape.keys, shape.stages, shape.lanes, shape.chunks
+    ROW_BYTES, TILE_BYTES, WARP_BYTES = shape.row_bytes, shape.tile_bytes, shape.rows_of_warp * shape.row_bytes
+    K_START, V_START, CODES, CODES_BYTES = shape.k_start, shape.v_start, shape.codes_start, shape.codes_bytes
+    VECTOR_BYTES, IS_FP8, IS_WHOLE = config.vector_bytes, config.is_fp8, shape.lanes == shape.chunks
+    clear_gaps, copy_query, negate_query = (
+        make_clear_gaps(config, shape),
+        make_copy_query(config, shape),
+        make_negate_query(shape),
+    )
+    find_row, copy_rows, convert_rows = (
+        make_find_row(config, shape),
+        make_copy_rows(config, shape),
+        make_convert_rows(config, shape),
+    )
+    places_of, multiply_keys = make_places(shape), make_multiply_keys(config, shape)
+    begin_values, multiply_values = make_multiply_values(config, shape)
+    logits, mask, soften = make_logits(config, shape), make_mask(config, shape), make_soften(config, shape)
+    wait_all = wait_but(0)
+
+    @device_function
+    def begin_query(place, query, row, chunk, item, has_chunk):
+        """Q to shared memory."""
+        strides = (query.token_stride, query.head_stride)
+        first, last = uint32(item.first_row + row), uint32(item.num_rows - 1)
+        copy_query(place, query.address + int64(chunk) * CHUNK, strides, first, last, has_chunk)
+        if query.is_negative:
+            end_group()
+            wait_all()
+            if has_chunk:
+                negate_query(place)
+
+    @device_function
+    def attend(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
+        row, chunk = divmod_32(thread, LANES)
+        has_chunk = True if IS_WHOLE else chunk < CHUNKS
+        group = uint32(lane // uint32(LANES))
+        place = uint32(shared + uint32(uint32(row * ROW_BYTES) + uint32(uint32(chunk ^ uint32(row & 7)) << 4)))
+        clear_gaps(shared, thread)
+        begin_query(place, query, row, chunk, item, has_chunk)
+        offset = int64(chunk if has_chunk else uint32(0)) * VECTOR_BYTES
+        keys = Cache(k.address + offset, k.block_stride, k.token_stride)
+        values = Cache(v.address + offset, v.block_stride, v.token_stride)
+        k_place, v_place = uint32(place + K_START), uint32(place + V_START)
+        k_codes = uint32(uint32(shared + CODES) + uint32(thread * CHUNK_DIMS))
+        v_codes = uint32(k_codes + CODES_BYTES)
+
+        first, stage = span.first, uint32(0)
+        block, position = find_row(pages, first, lane, warp)
+        copy_rows(k_codes if IS_FP8 else k_place, keys, block, position, group, has_chunk)
+        if IS_FP8 or STAGES == 2:
+            copy_rows(v_codes if IS_FP8 else v_place, values, block, position, group, has_chunk)
+        end_group()
+        v_block, v_position = block, position
+        block, position = find_row(pages, uint32(first + KEYS), lane, warp)
+
+        places, excess = places_of(lane), local_array(1, float32)
+        g, t = uint32(lane >> 2), uint32(lane & 3)
+        q_tile = uint32(shared + uint32(warp * WARP_BYTES))
+        k_tile, v_tile = uint32(shared + K_START), uint32(shared + V_START)
+        while first <= span.last:
+            wait_all()
+            cuda.syncthreads()
+            is_followed = uint32(first + KEYS) <= span.last
+            if IS_FP8:
+                convert_rows(k_codes, k_place, has_chunk)
+                convert_rows(v_codes, v_place, has_chunk)
+                if is_followed:
+                    copy_rows(k_codes, keys, block, position, group, has_chunk)
+                    copy_rows(v_codes, values, block, position, group, has_chunk)
+                end_group()
+                block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
+                cuda.syncthreads()
+            elif STAGES == 2:
+                if is_followed:
+                    other = uint32(TILE_BYTES - stage)
+                    copy_rows(uint32(k_place + other), keys, block, position, group, has_chunk)
+                    copy_rows(uint32(v_place + other), values, block, position, group, has_chunk)
+                end_group()
+                block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
+            else:
+                copy_rows(v_place, values, v_block, v_position, group, has_chunk)
+                end_group()
+            multiply_keys(registers, places, q_tile, uint32(k_tile + stage))
+            if STAGES == 1 and not IS_FP8:
+                wait_all()
+                cuda.syncthreads()
+                if is_followed:
+                    copy_rows(k_place, keys, block, position, group, has_chunk)
+                end_group()
+                v_block, v_position = block, position
+                block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
+            begin_values(registers, places, uint32(v_tile + stage))
+            mine = uint32(first + uint32(t << 1))
+            logits(registers, options, mine)
+            if uint32(first - span.clear) >= span.num_clear:
+                mask(registers, visible, item, mine, warp, g)
+            soften(registers, excess, unit)
+            multiply_values(registers, places, uint32(v_tile + stage))
+            first = uint32(first + KEYS)
+            if STAGES == 2:
+                stage = uint32(TILE_BYTES - stage)
+
+    return attend

@@ -1,0 +1,89 @@
+"""The end of a thread block on tensor cores: rows of O to `out`, and the LSE."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from numba import float32, int64, uint32
+
+from ..device.intrinsics import address, divmod_32, for_each, store_4
+from ..device.source import device_function
+from ..device.tensor_intrinsics import exchange, pack_bfloat16, pack_float16
+from .config import NUM_THREADS, TensorConfig
+from .softmax import finish, make_row_of
+from .tile import TileShape
+
+
+class Output(NamedTuple):
+    """Where the rows of a sequence go."""
+
+    address: Any  # of the KV head's first query head of the sequence's first token
+    token_stride: Any  # bytes
+    head_stride: Any
+    lse: Any
+    lse_row: Any  # of that head in lse
+    num_heads: Any
+    sinks: Any
+    head: Any  # number of that head
+    v_factor: Any  # of the values
+
+
+def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``store_rows(registers, output, item, warp, g, t)``."""
+    OF_ROWS, DIM_TILES, TILES, GROUP_SIZE = 2 * shape.row_tiles, 2 * shape.k_steps, shape.chunks, config.group_size
+    pack, row_of = pack_float16 if config.q_kind == "float16" else pack_bfloat16, make_row_of(shape)
+
+    @device_function
+    def store_pair(n, i, o, target, factor, is_inside):
+        at = 4 * (i // 2 * DIM_TILES + n) + 2 * (i % 2)
+        # Without keys, values may still be NaN.
+        zero = float32(0)
+        first, second = float32(o[at] * factor), float32(o[at + 1] * factor)
+        word = pack(first if factor != zero else zero, second if factor != zero else zero)
+        if is_inside:
+            store_4(target + 16 * n, word)
+
+    @device_function
+    def store_row(i, registers, output, item, warp, g, t):
+        total = float32(registers.sums[i] + exchange(registers.sums[i], 1))
+        total = float32(total + exchange(total, 2))
+        row = uint32(item.first_row + row_of(i, warp, g))
+        # No branch around all of it: NVVM has left jumps to a block that it had removed, for 3 heads to a KV head.
+        is_inside = row < item.num_rows
+        token, head = divmod_32(min(row, uint32(item.num_rows - 1)), GROUP_SIZE)
+        has_sink = address(output.sinks) != 0
+        sink = output.sinks[int64(output.head) + int64(head)] if has_sink else float32(0)
+        factor, lse = finish(total, registers.shifts[i], has_sink, sink)
+        target = output.address + int64(token) * output.token_stride + int64(head) * output.head_stride
+        args = (i, registers.o, target + int64(t) * 4, float32(factor * output.v_factor), is_inside)
+        for_each(store_pair, TILES, args)
+        if is_inside and t == 0 and address(output.lse) != 0:
+            output.lse[output.lse_row + int64(token) * output.num_heads + int64(head)] = lse
+
+    @device_function
+    def store_rows(registers, output, item, warp, g, t):
+        for_each(store_row, OF_ROWS, (registers, output, item, warp, g, t))
+
+    return store_rows
+
+
+def make_store_nothing(rows: int, row_words: int) -> Any:
+    """The device function ``store_nothing(output, item, group_size, thread)``: zeros, LSEs of -inf."""
+    ROWS, ROW_WORDS, NONE = rows, row_words, float32(-float("inf"))
+
+    @device_function
+    def store_nothing(output, item, group_size, thread):
+        i = thread
+        while i < uint32(ROWS * ROW_WORDS):
+            row = uint32(item.first_row + uint32(i // uint32(ROW_WORDS)))
+            word = uint32(i % uint32(ROW_WORDS))
+            if row < item.num_rows:
+                token = uint32(row // group_size)
+                head = uint32(row - uint32(token * group_size))
+                target = output.address + int64(token) * output.token_stride + int64(head) * output.head_stride
+                store_4(target + int64(word) * 4, uint32(0))
+                if word == 0 and address(output.lse) != 0:
+                    output.lse[output.lse_row + int64(token) * output.num_heads + int64(head)] = NONE
+            i = uint32(i + NUM_THREADS)
+
+    return store_nothing

@@ -1,0 +1,212 @@
+"""The online softmax of the kernel on tensor cores: S becomes P.
+
+What is kept of a row is ``shift``, which is BIAS minus the pivot that exponents are measured from, and the sum of this
+lane's exponentials. A pivot moves only where a logit of its own row is more than 2**SLACK above it. So in most tiles no
+lane asks another one for a maximum and nothing is rescaled; and the bits of a row depend on that row alone: the vote
+only decides whether the warp multiplies, which for the other rows is by 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import float32, int32, int64, uint32
+
+from ..device.intrinsics import address, clear, exp2, for_each, larger, multiply_and_add
+from ..device.logits import LOG2E, NONE, make_modify
+from ..device.source import device_function
+from ..device.tensor_intrinsics import any_lane, exchange, log2, pack_bfloat16, pack_float16, reciprocal
+from .config import TensorConfig
+from .tile import TileShape
+
+SLACK = 8  # powers of two
+UNSEEN = float32(1e30)  # the shift of a row without keys: it exceeds every pivot, and makes 0 of what it leaves
+LN2 = float32(0.6931471805599453)
+
+
+def bias(config: TensorConfig) -> int:
+    """The exponent of P at the pivot: float16 holds what is SLACK above it, and the more of what is below."""
+    return 15 - SLACK if config.q_kind == "float16" else 0
+
+
+def make_row_of(shape: TileShape) -> Any:
+    """The device function ``row_of(i, warp, g)``: number of a lane's row i in the thread block's tile."""
+    ROWS = shape.rows_of_warp
+
+    @device_function
+    def row_of(i, warp, g):
+        return uint32(uint32(warp * ROWS) + uint32(g + (16 * (i // 2) + 8 * (i % 2))))
+
+    return row_of
+
+
+def make_start(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``start(registers, item, slopes, kv_head, warp, g)``: before the first tile."""
+    OF_ROWS, SUMS, MODIFIED, GROUP_SIZE = (
+        2 * shape.row_tiles,
+        shape.row_tiles * 8 * shape.k_steps,
+        config.modified,
+        config.group_size,
+    )
+    row_of = make_row_of(shape)
+
+    @device_function
+    def start_row(i, registers, item, slopes, kv_head, warp, g):
+        registers.shifts[i], registers.sums[i] = UNSEEN, float32(0)
+        if MODIFIED:
+            row = min(uint32(item.first_row + row_of(i, warp, g)), uint32(item.num_rows - 1))
+            token = uint32(row // uint32(GROUP_SIZE))
+            head = uint32(uint32(kv_head * GROUP_SIZE) + uint32(row - uint32(token * uint32(GROUP_SIZE))))
+            registers.positions[i], registers.heads[i] = uint32(item.context + token), head
+            registers.slopes[i] = slopes[int64(head)] if address(slopes) != 0 else float32(0)
+
+    @device_function
+    def start(registers, item, slopes, kv_head, warp, g):
+        clear(registers.o, SUMS)
+        for_each(start_row, OF_ROWS, (registers, item, slopes, kv_head, warp, g))
+
+    return start
+
+
+def make_logits(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``logits(registers, options, first)``: from products, in units of log(2).
+
+    first is the lane's first key of the tile. Keys past the sequence have the position of its last one.
+    """
+    SCORES, PER_TILE, MODIFIED = shape.row_tiles * 8 * shape.key_pairs, 8 * shape.key_pairs, config.modified
+    modify = make_modify(config.score_mod)
+
+    @device_function
+    def logit(x, registers, options, first):
+        n, h, e = x % PER_TILE // 4, x // 2 % 2, x % 2
+        i = 2 * (x // PER_TILE) + h
+        k_pos = min(uint32(first + (8 * n + e)), options.last)
+        y = modify(
+            float32(registers.s[x] * options.scale),
+            options.softcap,
+            registers.slopes[i],
+            int64(registers.positions[i]),
+            int64(k_pos),
+            registers.heads[i],
+            options.seq,
+        )
+        registers.s[x] = float32(y * LOG2E)
+
+    @device_function
+    def logits(registers, options, first):
+        if MODIFIED:
+            for_each(logit, SCORES, (registers, options, first))
+
+    return logits
+
+
+def make_mask(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``mask(registers, visible, item, first, warp, g)``: -inf for keys that a row does not see.
+
+    first is the lane's first key of the tile.
+    """
+    OF_ROWS, SCORES, PER_TILE = 2 * shape.row_tiles, shape.row_tiles * 8 * shape.key_pairs, 8 * shape.key_pairs
+    GROUP_SIZE, row_of = config.group_size, make_row_of(shape)
+
+    @device_function
+    def set_limits(i, lows, widths, visible, item, first, warp, g):
+        row = min(uint32(item.first_row + row_of(i, warp, g)), uint32(item.num_rows - 1))
+        position = uint32(item.context + uint32(row // uint32(GROUP_SIZE)))
+        last = position if visible.is_causal else uint32(visible.seq_len - 1)
+        low = uint32(max(int32(int32(position) - int32(visible.window - 1)), int32(0)))
+        lows[i], widths[i] = int32(int32(low) - int32(first)), uint32(last - low)
+
+    @device_function
+    def mask_score(x, s, lows, widths):
+        n, h, e = x % PER_TILE // 4, x // 2 % 2, x % 2
+        i = 2 * (x // PER_TILE) + h
+        if uint32(int32(8 * n + e) - lows[i]) > widths[i]:
+            s[x] = NONE
+
+    @device_function
+    def mask(registers, visible, item, first, warp, g):
+        for_each(set_limits, OF_ROWS, (registers.lows, registers.widths, visible, item, first, warp, g))
+        for_each(mask_score, SCORES, (registers.s, registers.lows, registers.widths))
+
+    return mask
+
+
+def make_soften(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``soften(registers, unit)``: S becomes P; sums and O are rescaled where a pivot moved.
+
+    unit takes logits to units of log(2); it is positive, so that the maximum can be taken before.
+    """
+    OF_ROWS, KEY_TILES, DIM_TILES = 2 * shape.row_tiles, 2 * shape.key_pairs, 2 * shape.k_steps
+    SCORE_PAIRS, SUM_PAIRS = OF_ROWS * KEY_TILES, OF_ROWS * DIM_TILES
+    BIAS, TOP = float32(bias(config)), float32(bias(config) + SLACK)
+    pack = pack_float16 if config.q_kind == "float16" else pack_bfloat16
+    P_OF_TILE = 4 * shape.key_pairs
+
+    @device_function
+    def raise_maximum(x, s, maxima):
+        i, n = 2 * (x // (2 * KEY_TILES)) + x % 2, x // 2 % KEY_TILES
+        at = x // (2 * KEY_TILES) * 4 * KEY_TILES + 4 * n + 2 * (x % 2)
+        y = larger(s[at], s[at + 1])
+        maxima[i] = y if n == 0 else larger(maxima[i], y)
+
+    @device_function
+    def find_excess(i, excess, maxima, shifts, unit):
+        y = multiply_and_add(maxima[i], unit, shifts[i])
+        excess[0] = y if i == 0 else larger(excess[0], y)
+
+    @device_function
+    def move_pivot(i, registers, unit):
+        largest = larger(registers.maxima[i], exchange(registers.maxima[i], 1))
+        largest = larger(largest, exchange(largest, 2))
+        old = registers.shifts[i]
+        is_above = multiply_and_add(largest, unit, old) > TOP
+        new = multiply_and_add(float32(-largest), unit, BIAS) if is_above else old
+        registers.factors[i] = exp2(float32(new - old))
+        registers.sums[i] = float32(registers.sums[i] * registers.factors[i])
+        registers.shifts[i] = new
+
+    @device_function
+    def rescale(x, o, factors):
+        m, n, h = x // (2 * DIM_TILES), x // 2 % DIM_TILES, x % 2
+        at = 4 * (m * DIM_TILES + n) + 2 * h
+        o[at], o[at + 1] = float32(o[at] * factors[2 * m + h]), float32(o[at + 1] * factors[2 * m + h])
+
+    @device_function
+    def weigh(x, s, p, sums, shifts, unit):
+        m, n, h = x // (2 * KEY_TILES), x // 2 % KEY_TILES, x % 2
+        at, i = 4 * (m * KEY_TILES + n) + 2 * h, 2 * m + h
+        first = exp2(multiply_and_add(s[at], unit, shifts[i]))
+        second = exp2(multiply_and_add(s[at + 1], unit, shifts[i]))
+        sums[i] = float32(sums[i] + float32(first + second))
+        p[m * P_OF_TILE + 4 * (n // 2) + 2 * (n % 2) + h] = pack(first, second)
+
+    @device_function
+    def soften(registers, excess, unit):
+        s, maxima, shifts = registers.s, registers.maxima, registers.shifts
+        for_each(raise_maximum, SCORE_PAIRS, (s, maxima))
+        for_each(find_excess, OF_ROWS, (excess, maxima, shifts, unit))
+        if any_lane(excess[0] > TOP):
+            for_each(move_pivot, OF_ROWS, (registers, unit))
+            for_each(rescale, SUM_PAIRS, (registers.o, registers.factors))
+        for_each(weigh, SCORE_PAIRS, (s, registers.p, registers.sums, shifts, unit))
+
+    return soften
+
+
+@device_function
+def finish(total, shift, has_sink, sink):
+    """What O is multiplied with and the LSE of a row, from the sum of its exponentials and its shift.
+
+    The sink is one more exponential; it may be larger than what can be told of in units of the pivot.
+    """
+    pivot, weight = float32(-shift), float32(0)
+    if has_sink:
+        logit = float32(sink * LOG2E)
+        pivot = larger(pivot, logit)
+        weight = exp2(float32(logit - pivot))
+    own = exp2(float32(float32(-shift) - pivot))
+    denominator = multiply_and_add(total, own, weight)
+    lse = float32(float32(pivot + log2(denominator)) * LN2)
+    if total == float32(0):
+        return float32(0), sink if has_sink else NONE
+    return float32(own * reciprocal(denominator)), lse

@@ -1,0 +1,171 @@
+"""Prefill attention on tensor cores (mma.sync), after FlashAttention-2: 16-bit and fp8 caches in NHD and HND.
+
+    q, out             (num_tokens, num_heads, head_dim)
+    K cache, V cache   (num_blocks, block_size, num_kv_heads, head_dim) or (num_blocks, num_kv_heads, block_size,
+                       head_dim), by their strides
+
+Grid. x is tile * num_kv_heads + kv_head: neighbours read neighbouring heads of the same tokens. A tile is up to
+`TileShape.rows` query rows of a sequence and KV head (items.py): row r of a sequence is token r // group_size and head
+r % group_size, so that any number of query heads shares what is read of K and V.
+
+Who owns what. Each of four warps has 16 or 32 of the rows, with O in registers, and goes through all tiles of keys that
+a row of the thread block sees, in ascending order from a multiple of the tile's size on. A tile of keys that a row does
+not see changes nothing of that row, so neither chunks of a prompt nor windows nor neighbours change its bits.
+
+Shared memory, dynamic: Q, a ring of one or two tiles of K, one of V, codes of fp8 on their way, and what all threads
+are told (copies.py has the order of a row, tile.py the places). With two stages, the next tile is copied while this one
+is used, at one barrier a tile. With one, K of the next tile is copied from when S is there, and V from when the tile
+begins, at two barriers. fp8 takes one stage: codes of the next tile are copied while this one is used.
+"""
+
+from __future__ import annotations
+
+from numba import cuda, float32, int64, uint32
+
+from ..device.halves import software_factor
+from ..device.intrinsics import address, bits_float, divmod_32, shared_address
+from ..device.logits import LOG2E
+from ..device.source import KernelSource, device_function
+from ..device.tensor_intrinsics import load_shared_word, shuffle, store_shared_word, thread_number
+from .arguments import Cache, Item, Options, Pages, Visible
+from .config import NUM_THREADS, TensorConfig
+from .items import check_batch, check_blocks, make_find_item
+from .limits import MIN_BLOCKS
+from .loop import Query, Span, make_attend
+from .output import Output, make_store_nothing, make_store_rows
+from .registers import make_registers
+from .signature import signature
+from .softmax import make_start
+from .tile import SWIZZLED, TileShape
+
+SMALLEST = float32(2.0**-126)  # positive and normal
+
+
+def make_prefill(config: TensorConfig) -> KernelSource:
+    """Attention of all rows of all sequences over the keys that they see."""
+    shape = TileShape(config)
+    ROWS, KEYS, GROUP_SIZE, BLOCK_SIZE = shape.rows, shape.keys, config.group_size, config.block_size
+    CHECKED, MODIFIED, KEPT = config.checked, config.modified, shape.kept_start
+    FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.q_kind == "float16" else 1.0)
+    attend, find_item, registers_of = make_attend(config, shape), make_find_item(ROWS), make_registers(shape)
+    start, store_rows = make_start(config, shape), make_store_rows(config, shape)
+    store_nothing = make_store_nothing(ROWS, config.head_dim // 2)
+
+    @device_function
+    def keep(shared, item):
+        where = uint32(shared + KEPT)
+        store_shared_word(where, item.seq)
+        store_shared_word(uint32(where + 4), item.first_row)
+        store_shared_word(uint32(where + 8), item.num_rows)
+        store_shared_word(uint32(where + 12), item.start)
+        store_shared_word(uint32(where + 16), item.context)
+        store_shared_word(uint32(where + 20), item.seq_len)
+
+    @device_function
+    def kept(shared):
+        where = uint32(shared + KEPT)
+        return Item(
+            load_shared_word(where),
+            load_shared_word(uint32(where + 4)),
+            load_shared_word(uint32(where + 8)),
+            load_shared_word(uint32(where + 12)),
+            load_shared_word(uint32(where + 16)),
+            load_shared_word(uint32(where + 20)),
+        )
+
+    @device_function
+    def output_of(out, strides, lse, sinks, v_factor, item, kv_head, num_heads):
+        head = uint32(kv_head * GROUP_SIZE)
+        where = address(out) + int64(item.start) * strides[0] + int64(head) * strides[1]
+        row = int64(item.start) * num_heads + int64(head)
+        return Output(where, strides[0], strides[1], lse, row, num_heads, sinks, head, v_factor)
+
+    @device_function
+    def first_of_window(position, window):
+        return uint32(position - window + 1) if position >= window else uint32(0)
+
+    def prefill(
+        out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
+        report, num_seqs, num_tokens, num_kv_heads, num_heads, num_blocks, max_seq_len, window, is_causal,
+        table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, k_block_stride,
+        k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
+        scale, softcap, k_number, v_number,
+    ):  # fmt: skip
+        shared = shared_address(cuda.shared.array(0, uint32, alignment=SWIZZLED))
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
+        tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
+        lengths = (query_starts, seq_lens)
+        if CHECKED and cuda.blockIdx.x == 0:
+            check_batch(thread, lengths, num_seqs, num_tokens, max_seq_len, report)
+        # One warp looks: all threads must agree, even if lengths change meanwhile.
+        if warp == 0:
+            found = find_item(lane, tile, uint32(GROUP_SIZE), lengths, num_seqs, num_tokens, max_seq_len)
+            if lane == 0:
+                keep(shared, found)
+        cuda.syncthreads()
+        item = kept(shared)
+        if item.num_rows == 0:
+            return
+        visible = Visible(is_causal != 0, uint32(window), item.seq_len)
+        first_token = uint32(item.first_row // uint32(GROUP_SIZE))
+        last_row = min(uint32(item.first_row + (ROWS - 1)), uint32(item.num_rows - 1))
+        first_position = uint32(item.context + first_token)
+        last_position = uint32(item.context + uint32(last_row // uint32(GROUP_SIZE)))
+        last = last_position if visible.is_causal else uint32(item.seq_len - 1)
+        low = first_of_window(first_position, visible.window)
+        table = address(block_tables) + int64(item.seq) * table_stride
+        is_refused = item.seq_len == 0
+        if CHECKED and not is_refused:
+            is_refused = check_blocks(
+                thread, table, low, last, uint32(BLOCK_SIZE), uint32(num_blocks), item.seq, report
+            )
+        out_strides = (out_token_stride, out_head_stride)
+        v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
+        if is_refused:
+            output = output_of(out, out_strides, lse, sinks, v_factor, item, kv_head, num_heads)
+            store_nothing(output, item, uint32(GROUP_SIZE), thread)
+            return
+
+        everyone = first_position if visible.is_causal else uint32(item.seq_len - 1)
+        low_of_last = first_of_window(last_position, visible.window)
+        clear = uint32(uint32(uint32(low_of_last + (KEYS - 1)) // uint32(KEYS)) * uint32(KEYS))
+        end = uint32(uint32(uint32(everyone + 1) // uint32(KEYS)) * uint32(KEYS))
+        num_clear = uint32(end - clear) if end > clear else uint32(0)
+        span = Span(uint32(uint32(low // uint32(KEYS)) * uint32(KEYS)), last, clear, num_clear)
+        k_factor = k_scale[kv_head] if address(k_scale) != 0 else bits_float(uint32(k_number))
+        factor = float32(float32(bits_float(uint32(scale)) * k_factor) * FACTOR)
+        unit = float32(1) if MODIFIED else float32(abs(factor) * LOG2E)
+        registers = registers_of()
+        start(registers, item, alibi_slopes, kv_head, warp, uint32(lane >> 2))
+        q_row = address(q) + int64(item.start) * q_token_stride + int64(uint32(kv_head * GROUP_SIZE)) * q_head_stride
+        attend(
+            registers,
+            shared,
+            thread,
+            lane,
+            warp,
+            item,
+            Query(q_row, q_token_stride, q_head_stride, not MODIFIED and factor < float32(0)),
+            Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
+            Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
+            Pages(table, last),
+            visible,
+            Options(factor, bits_float(uint32(softcap)), item.seq, uint32(item.seq_len - 1)),
+            span,
+            SMALLEST if unit == float32(0) else unit,  # times -inf, 0 would be NaN
+        )
+        # `attend` needs the registers: what comes after it is read again.
+        item, thread = kept(shared), thread_number()
+        lane, warp = uint32(thread & 31), uint32(thread >> 5)
+        tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
+        v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
+        output = output_of(out, out_strides, lse, sinks, float32(v_factor * FACTOR), item, kv_head, num_heads)
+        store_rows(registers, output, item, warp, uint32(lane >> 2), uint32(lane & 3))
+
+    return KernelSource(prefill, signature(11), NUM_THREADS, MIN_BLOCKS)
+
+
+def dynamic_bytes(config: TensorConfig) -> int:
+    """Bytes of dynamic shared memory of a launch."""
+    return TileShape(config).nbytes

@@ -1,0 +1,135 @@
+"""How rows of queries, keys and dims are cut for tensor cores, and where they lie in shared memory: numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..device.warp import WARP_SIZE
+from . import limits
+from .config import NUM_THREADS, NUM_WARPS, TensorConfig
+
+CHUNK = 16  # bytes: of a copy, and of a row of a matrix that ldmatrix loads
+CHUNK_DIMS = 8
+SWIZZLED = 128  # bytes of a row in which chunks change places
+KEPT_WORDS = 8  # what all threads are told
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """A tile of query rows and one of keys.
+
+    Attributes
+    ----------
+    config : TensorConfig
+    """
+
+    config: TensorConfig
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 rows that a warp has: each fragment of K and V is multiplied with all of them."""
+        return limits.row_tiles(self.config)
+
+    @property
+    def rows_of_warp(self) -> int:
+        return 16 * self.row_tiles
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a thread block."""
+        return NUM_WARPS * self.rows_of_warp
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return limits.keys(self.config)
+
+    @property
+    def stages(self) -> int:
+        """Tiles of K, and of V, in shared memory."""
+        return limits.stages(self)
+
+    # ---- products
+
+    @property
+    def k_steps(self) -> int:
+        """Steps of 16 dims in Q K^T, and pairs of 8 dims in P V; the last one may reach past the row."""
+        return -(-self.config.head_dim // 16)
+
+    @property
+    def key_pairs(self) -> int:
+        """Pairs of 8 keys in Q K^T, and steps of 16 keys in P V."""
+        return self.keys // 16
+
+    # ---- rows in shared memory
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from a row to the next one."""
+        return -(-2 * self.config.head_dim // SWIZZLED) * SWIZZLED
+
+    @property
+    def q_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of a tile of K, or of V."""
+        return self.keys * self.row_bytes
+
+    @property
+    def k_start(self) -> int:
+        return self.q_bytes
+
+    @property
+    def v_start(self) -> int:
+        return self.k_start + self.stages * self.tile_bytes
+
+    @property
+    def codes_start(self) -> int:
+        """Where rows of fp8 caches wait to be converted: of K, then of V, a chunk's 8 codes for each thread and row."""
+        return self.v_start + self.stages * self.tile_bytes
+
+    @property
+    def codes_bytes(self) -> int:
+        """Of K, or of V."""
+        return self.keys * self.lanes * CHUNK_DIMS if self.config.is_fp8 else 0
+
+    @property
+    def kept_start(self) -> int:
+        return self.codes_start + 2 * self.codes_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.kept_start + 4 * KEPT_WORDS
+
+    @property
+    def has_gap(self) -> bool:
+        """The last step of 16 dims reaches past the row, to a chunk that has to be zero."""
+        return self.config.head_dim % 16 != 0
+
+    # ---- who copies what
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a row."""
+        return self.config.head_dim // CHUNK_DIMS
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a row, a power of two; some may have no chunk."""
+        return max(1 << (self.chunks - 1).bit_length(), NUM_THREADS // self.keys)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that all threads copy at once; a thread's next row is as many later."""
+        return NUM_THREADS // self.lanes
+
+    @property
+    def rows_of_thread(self) -> int:
+        """Rows of a tile of K, and of one of V, that a thread copies a chunk of."""
+        return self.keys // self.rows_at_once
+
+    @property
+    def warp_rows_at_once(self) -> int:
+        return WARP_SIZE // self.lanes

@@ -1,0 +1,338 @@
+"""The prefill kernels in the emulator, with all of its checks on, against the oracle."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedkv import reference
+from pagedkv.cuda.bad_entries import raise_if_failed
+from pagedkv.cuda.plans import prefill as planning
+from pagedkv.cuda.plans.prefill import suits_tensor_cores, tensor_config
+from pagedkv.kernels.prefill.cuda_cores import CoresShape
+from pagedkv.kernels.prefill.tile import TileShape
+
+from ...problems import POISONS, assert_close, build, expect
+from ...strategies import long
+from ..block_cases import with_capability
+from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
+from .variants import CORES, FORMS, FP8, MORE_FORMS, OPTIONS, TENSOR, VLLM, prefill, specs
+
+
+def each_of(forms, more=()):
+    cases = [pytest.param(form, id=name) for name, form in forms.items()]
+    cases += [pytest.param(FORMS[name], id=name, marks=pytest.mark.long) for name in more]
+    return pytest.mark.parametrize("form", cases)
+
+
+BOTH = {"tensor cores": TENSOR, "CUDA cores": CORES}
+OTHERS = [name for name in FORMS if name not in BOTH]
+
+
+def keys_of_tile(form):
+    call = checked_call(build(form.replace(seq_lens=(3,), query_lens=(1,))))
+    if suits_tensor_cores(call):
+        return TileShape(tensor_config(call, capability=(9, 0))).keys
+    return CoresShape(planning.cores_config(call, capability=(9, 0))).rows
+
+
+def test_forms():
+    """They differ in what they are here for."""
+    calls = {name: checked_call(build(form.replace(seq_lens=(3,), query_lens=(1,)))) for name, form in FORMS.items()}
+    suited = {name: call for name, call in calls.items() if suits_tensor_cores(call)}
+    shapes = {name: TileShape(tensor_config(call, capability=(9, 0))) for name, call in suited.items()}
+    assert {name: (x.row_tiles, x.keys, x.stages, x.has_gap) for name, x in shapes.items()} == {
+        "tensor cores": (2, 64, 2, False),
+        "options": (1, 32, 2, True),
+        "one stage": (1, 64, 1, False),
+        "fp8": (2, 64, 1, True),
+    }
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(pytest.param(form, id=name) for name, form in FORMS.items()),
+        *(pytest.param(form, id=name, marks=pytest.mark.long) for name, form in MORE_FORMS.items()),
+    ],
+)
+@settings(max_examples=5)
+@given(data=st.data())
+def test_every_form_meets_the_error_bound(form, data, open_device):
+    problem = build(data.draw(specs(form)))
+    assert_close(problem, *prefill(problem, open_device))
+
+
+def test_float32_loses_nothing(open_device):
+    problem = build(CORES.replace(seq_lens=(2, 90), query_lens=(2, 40), scale=0.25))
+    out, _ = prefill(problem, open_device)
+    assert np.abs(out - expect(problem)[0]).max() <= 1e-5
+
+
+@each_of(FORMS)
+def test_a_needle_is_found_at_every_position_of_a_tile(form, open_device):
+    """Of the rows at and past it; a KV head each."""
+    size = keys_of_tile(form)
+    for first in range(0, size, size // 2):
+        needles = tuple(range(first, first + size // 2, 3))
+        spec = form.replace(
+            seq_lens=(size + 5,), query_lens=(6,), num_kv_heads=len(needles), needles=needles, fingerprint=True
+        )
+        problem = build(
+            spec.replace(group_size=1, kv_scales=None) if form in (CORES, VLLM) else spec.replace(kv_scales=None)
+        )
+        out, lse = prefill(problem, open_device)
+        assert_close(problem, out, lse)
+        if not form.softcap:
+            np.testing.assert_array_equal(out.astype(np.float32), np.round(expect(problem)[0]))
+
+
+@each_of(BOTH, OTHERS)
+def test_many_sequences_find_their_rows(form, open_device):
+    """More than a warp searches at once, of none to a few tokens each, and one of several tiles."""
+    rng = np.random.default_rng(3)
+    lengths = [*rng.integers(0, 4, 40).tolist(), 70, *rng.integers(0, 4, 5).tolist(), 0, 0]
+    problem = build(form.replace(seq_lens=tuple(lengths), query_lens=tuple(lengths), num_kv_heads=1))
+    assert_close(problem, *prefill(problem, open_device))
+
+
+@pytest.mark.long
+def test_a_thousand_sequences_find_their_rows(open_device):
+    lengths = tuple(np.random.default_rng(4).integers(0, 3, 1100).tolist())
+    problem = build(CORES.replace(seq_lens=lengths, query_lens=lengths, num_kv_heads=1, group_size=1))
+    assert_close(problem, *prefill(problem, open_device))
+
+
+def chunk_of(whole, start, stop, device):
+    """Rows start to stop of the only sequence of a problem, as its last ones."""
+    chunk = build(whole.spec.replace(seq_lens=(stop,), query_lens=(stop - start,)))
+    chunk.q = whole.q[start:stop]
+    chunk.k_cache, chunk.v_cache, chunk.block_tables = whole.k_cache, whole.v_cache, whole.block_tables
+    return prefill(chunk, device=device)
+
+
+@st.composite
+def elsewhere(draw, form):
+    """A sequence, cut into chunks, and other ways to look at it."""
+    length = draw(st.sampled_from([1, 33, 64, 65, 130]))
+    stops = sorted({length, *draw(st.lists(st.integers(1, length), max_size=3))})
+    fields = {"window": draw(st.sampled_from([None, 20])), "sinks": draw(st.booleans())}
+    spec = form.replace(seq_lens=(length,), query_lens=(length,), **fields, seed=draw(st.integers(0, 99)))
+    return spec, stops, draw(st.integers(0, 2**16))
+
+
+@each_of(BOTH | {"options": OPTIONS}, ["one stage", "fp8", "vllm"])
+@settings(max_examples=4)
+@given(data=st.data())
+def test_a_row_has_the_same_bits_in_any_chunk_batch_placement_layout_and_schedule(form, data, open_device):
+    spec, stops, seed = data.draw(elsewhere(form))
+    whole = build(spec)
+    out, lse = prefill(whole, open_device)
+    start = 0
+    for stop in stops:
+        part = chunk_of(whole, start, stop, open_device(seed=seed, global_race=True))
+        assert_same_bits(part, (out[start:stop], lse[start:stop]))
+        start = stop
+    other = spec.replace(
+        seq_lens=(5, *spec.seq_lens, 70), query_lens=(5, *spec.query_lens, 3), ids=(8, 0, 9), placement_seed=seed,
+        layout=spec.layout if spec.layout == "vllm" else "HND",
+    )  # fmt: skip
+    if form == CORES:
+        other = other.replace(block_size=3)
+    rows = slice(5, 5 + len(out))
+    moved, moved_lse = prefill(build(other), open_device)
+    assert_same_bits((moved[rows], moved_lse[rows]), (out, lse))
+
+
+@pytest.mark.parametrize("block_size", [3, *long([1, 256])])
+def test_the_bits_are_the_same_for_any_block_size(block_size, open_device):
+    spec = TENSOR.replace(seq_lens=(150, 3, 70), query_lens=(130, 3, 1))
+    expected = prefill(build(spec), open_device)
+    assert_same_bits(prefill(build(spec.replace(block_size=block_size)), open_device), expected)
+
+
+@each_of(BOTH, OTHERS)
+def test_what_is_not_used_does_not_change_a_bit(form, open_device):
+    spec = form.replace(seq_lens=(37, 1, 130, 0), query_lens=(20, 1, 30, 0), window=50, sinks=True)
+    expected = prefill(build(spec.replace(poison="zero")), open_device)
+    for poison in POISONS:
+        assert_same_bits(prefill(build(spec.replace(poison=poison)), open_device), expected)
+
+
+@each_of(BOTH, OTHERS)
+@pytest.mark.parametrize("position", [64, *long([0, 31, 90])])
+def test_nan_in_a_key_reaches_only_the_rows_that_see_it(form, position, open_device):
+    problem = build(form.replace(seq_lens=(100,), query_lens=(100,), window=30, kv_scales=None))
+    out, lse = prefill(problem, open_device)
+    block, offset = problem.block_tables[0, position // form.block_size], position % form.block_size
+    index = {"NHD": (block, offset, 1), "HND": (block, 1, offset), "vllm": (block, 1, slice(None), offset)}
+    problem.k_cache[index[form.layout]] = 0x7F if form.is_fp8 else np.nan
+    got, got_lse = prefill(problem, open_device)
+    seen = np.zeros(lse.shape, bool)
+    seen[position : position + 30, form.group_size :] = True
+    assert_same_bits((got[~seen], got_lse[~seen]), (out[~seen], lse[~seen]))
+    assert np.isnan(got_lse[seen]).all()
+
+
+def one_sided(score, q_pos, k_pos, head, seq):
+    """Head 1 sees nothing; the others what they see by position, head and sequence."""
+    if head == 1:
+        return -math.inf
+    return 0.5 * score + (0.7 if k_pos % 3 == 1 else 0.0) + 0.1 * head + 0.3 * seq - 0.01 * (q_pos - k_pos)
+
+
+@pytest.mark.parametrize("form", [CORES, *long([TENSOR, OPTIONS, FP8])], ids=["CUDA cores", "tensor", "options", "fp8"])
+def test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key(form, open_device):
+    for sinks in (False, True):
+        spec = form.replace(seq_lens=(1, 40, 70), query_lens=(1, 5, 70), sinks=sinks, score_mod=one_sided)
+        problem = build(spec.replace(causal=not sinks))
+        out, lse = prefill(problem, open_device)
+        assert_close(problem, out, lse)
+        assert (out[:, 1] == 0).all()
+        expected = problem.options["sinks"][1] if sinks else np.float32(-np.inf)
+        np.testing.assert_array_equal(lse[:, 1], np.full(len(lse), expected))
+
+
+@each_of(BOTH, ["one stage", "fp8"])
+def test_sinks_far_above_and_below_all_logits(form, open_device):
+    problem = build(form.replace(seq_lens=(20,), query_lens=(20,), sinks=True))
+    heads = np.arange(problem.spec.num_heads)
+    problem.options["sinks"] = np.array([-1e30, 300.0, -300.0, 0.5], np.float32)[heads % 4]
+    assert_close(problem, *prefill(problem, open_device))
+
+
+def rows_read(problem, first, last):
+    """Which rows of the caches of a sequence hold tokens first..last."""
+    rows = np.zeros(problem.k_cache.shape, bool)
+    position, size = np.arange(first, last + 1), problem.spec.block_size
+    rows[problem.block_tables[0, position // size], position % size] = True
+    return rows
+
+
+@each_of(BOTH)
+def test_keys_that_no_row_sees_are_not_read(form):
+    """Whole tiles before the window, and everything past the last row."""
+    size = keys_of_tile(form)
+    spec = form.replace(seq_lens=(300,), query_lens=(200,), window=40)
+    problem = build(spec)
+    whole = problem.block_tables, problem.k_cache, problem.v_cache
+    problem = build(spec.replace(seq_lens=(150,), query_lens=(5,)))  # behind it, 150 more tokens
+    problem.q = problem.q[:5]
+    problem.block_tables, problem.k_cache, problem.v_cache = whole
+    device = emulator(footprint=True)
+    prefill(problem, device=device)
+    rows = rows_read(problem, (145 - 39) // size * size, 149)
+    for name in ("k_cache", "v_cache"):
+        device.launches[0].footprint.expect(name, read=rows, written=False)
+
+
+def numbers(*values):
+    return np.array(values, np.int32)
+
+
+CHECKED = {"tensor cores": TENSOR}
+
+
+@each_of(CHECKED, ["CUDA cores"])
+def test_what_check_refuses_is_recorded_and_harms_nobody_else(form, open_device):
+    problem = build(form.replace(seq_lens=(40, 3, 200), query_lens=(40, 3, 40), sinks=True))
+    expected = prefill(problem, open_device)
+    good = checked_call(problem, check=True)
+    column = 64 // form.block_size
+    tables, lengths = good.block_tables.copy(), good.seq_lens.copy()
+    tables[2, column], lengths[1] = 10**6, 2
+    cases = [
+        ({}, None, "", []),
+        ({"block_tables": tables}, IndexError, rf"got 1000000 for sequence 2, column {column}", [2]),
+        ({"seq_lens": lengths}, ValueError, r"query_starts .* got 43 for sequence 1", [1]),
+        ({"seq_lens": numbers(40, -1, 200)}, ValueError, r"seq_lens .* got -1 for sequence 1", [1]),
+        ({"query_starts": numbers(0, 40, 43, 90)}, ValueError, r"query_starts .* got 90 for sequence 2", [2]),
+        ({"query_starts": numbers(0, 40, 39, 83)}, ValueError, r"query_starts .* got 39 for sequence 1", [0, 1, 2]),
+        ({"query_starts": numbers(-3, 40, 43, 83)}, ValueError, r"query_starts .* got -3 for sequence 0", [0]),
+    ]
+    starts = problem.query_starts
+    for changes, error, message, bad in cases:
+        out, lse = np.full_like(problem.q, np.nan), np.full(problem.q.shape[:2], np.nan, np.float32)
+        with open_device() as device:
+            planning.prefill_attention(device, good._replace(**changes), out, lse)
+            if error is None:
+                raise_if_failed([device])
+            else:
+                with pytest.raises(error, match=message):
+                    raise_if_failed([device])
+        for seq in range(3):
+            rows = slice(starts[seq], starts[seq + 1])
+            if seq not in bad:
+                assert_same_bits((out[rows], lse[rows]), (expected[0][rows], expected[1][rows]))
+            elif "query_starts" not in changes:
+                assert (out[rows] == 0).all()
+                assert (lse[rows] == -np.inf).all()
+
+
+@each_of(BOTH, ["vllm"])
+def test_a_length_that_is_not_looked_at_harms_nobody(form, open_device):
+    """What is out of range counts as 0: its rows are zeros, and nothing past the table is read."""
+    problem = build(form.replace(seq_lens=(40, 3, 70), query_lens=(40, 3, 4), sinks=True))
+    expected, call = prefill(problem, open_device), checked_call(problem)
+    for bad in (-1, 10**6, 2**31 - 1, 39):
+        out, lse = np.full_like(problem.q, np.nan), np.full(problem.q.shape[:2], np.nan, np.float32)
+        with open_device(global_race=True) as device:
+            planning.prefill_attention(device, call._replace(seq_lens=numbers(bad, 3, 70)), out, lse)
+        assert (out[:40] == 0).all()
+        assert (lse[:40] == -np.inf).all()
+        assert_same_bits((out[40:], lse[40:]), (expected[0][40:], expected[1][40:]))
+
+
+@each_of(BOTH, OTHERS)
+def test_without_an_lse_and_with_strides_of_its_own(form, open_device):
+    problem = build(form.replace(seq_lens=(40, 70), query_lens=(40, 5)))
+    expected, _ = prefill(problem, open_device)
+    problem.q = np.ascontiguousarray(problem.q[:, ::-1])[:, ::-1]
+    out = np.zeros_like(problem.q)
+    with open_device() as device:
+        planning.prefill_attention(device, checked_call(problem), out, None)
+    assert_same_bits((out,), (expected,))
+
+
+@pytest.mark.parametrize("form", [CORES, *long([TENSOR, FP8])], ids=["CUDA cores", "tensor cores", "fp8"])
+def test_caches_of_more_than_4_gib_and_of_negative_strides(form):
+    spec = form.replace(seq_lens=(70, 3), query_lens=(20, 3))
+    expected = prefill(build(spec))
+    problem = build(spec)
+    num_blocks = len(problem.k_cache)
+    move_past_4_gib(problem)
+    assert_same_bits(prefill(problem, device=LargeCaches(num_blocks)), expected)
+    problem = build(spec)
+    for name in ("k_cache", "v_cache"):
+        setattr(problem, name, np.ascontiguousarray(getattr(problem, name)[::-1])[::-1])
+    assert_same_bits(prefill(problem), expected)
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", *long(["fp8_e5m2"])])
+@pytest.mark.parametrize(
+    "capability", [(9, 0), pytest.param((8, 0), marks=pytest.mark.long)], ids="cc{0[0]}.{0[1]}".format
+)
+def test_every_fp8_code_is_its_value(kind, capability):
+    """As a value: the output of one token. As a key: its LSE."""
+    codes = np.arange(256, dtype=np.uint8)
+    values = codes.view(reference.FP8_DTYPES[kind]).astype(np.float32)
+    for q_dtype in ("float16", "bfloat16") if kind == "fp8_e5m2" else ("bfloat16",):
+        form = FP8.replace(q_dtype=q_dtype, kv_dtype=kind, kv_scales=None)
+        problem = build(form.replace(seq_lens=(1,) * 256, query_lens=(1,) * 256, num_kv_heads=1, scale=1.0))
+        block = problem.block_tables[:, 0]
+        problem.q[...] = 0
+        problem.q[:, :, 5] = 1
+        problem.k_cache[block] = 0
+        problem.k_cache[block, 0, 0, 5] = codes
+        problem.v_cache[block, 0, 0] = codes[:, None]
+        with with_capability(emulator(), capability) as device:
+            out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+            planning.prefill_attention(device, checked_call(problem), out, lse)
+        finite = np.isfinite(values)
+        np.testing.assert_allclose(lse[finite, 0], values[finite], rtol=3e-7, atol=2e-6)
+        assert np.isnan(lse[~finite, 0]).all()
+        np.testing.assert_array_equal(
+            out[finite, 0, 7].astype(np.float32), values[finite].astype(out.dtype).astype(np.float32)
+        )

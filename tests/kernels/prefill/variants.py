@@ -1,0 +1,94 @@
+"""What the prefill kernels are compiled for in tests, the problems drawn for each, and calls on an emulator."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+
+from pagedkv.cuda.plans import prefill as planning
+
+from ...problems import Problem, Spec
+from ...strategies import fade, own_parity
+from ..block_cases import with_capability
+from ..decode_cases import checked_call, emulator
+
+# Two stages and 32 rows of a warp; a gap in rows, options, 16 rows; one stage; fp8 on its way to operands.
+TENSOR = Spec(q_dtype="float16", kv_dtype="float16", group_size=4)
+OPTIONS = Spec(q_dtype="bfloat16", kv_dtype="bfloat16", head_dim=72, group_size=3, block_size=3, softcap=3.0)
+ONE_STAGE = Spec(q_dtype="float16", kv_dtype="float16", head_dim=256, group_size=1)
+FP8 = Spec(q_dtype="bfloat16", kv_dtype="fp8_e4m3", head_dim=40, group_size=2, kv_scales="per head")
+# float32; layout vllm.
+CORES = Spec(head_dim=64, group_size=3)
+VLLM = Spec(q_dtype="float16", kv_dtype="fp8_e5m2", head_dim=48, group_size=2, layout="vllm", kv_scales="scalar")
+FORMS = {
+    **{"tensor cores": TENSOR, "options": OPTIONS, "one stage": ONE_STAGE, "fp8": FP8},
+    **{"CUDA cores": CORES, "vllm": VLLM},
+}
+MORE_FORMS = {
+    "128 dims": TENSOR.replace(head_dim=128, group_size=5),
+    "128 dims of bfloat16": OPTIONS.replace(head_dim=128, softcap=None, group_size=8),
+    "8 dims": TENSOR.replace(head_dim=8, group_size=9, block_size=1),
+    "256 dims with options": ONE_STAGE.replace(alibi=True, block_size=7),
+    "fp8 as float16": FP8.replace(q_dtype="float16", head_dim=128),
+    "e5m2": FP8.replace(kv_dtype="fp8_e5m2", head_dim=256, group_size=7),
+    "many heads": TENSOR.replace(group_size=130),
+    "score_mod": TENSOR.replace(score_mod=own_parity, head_dim=80),
+    "score_mod on CUDA cores": CORES.replace(score_mod=fade),
+    "512 dims": CORES.replace(q_dtype="bfloat16", kv_dtype="bfloat16", head_dim=512),
+    "264 dims": CORES.replace(kv_dtype="fp8_e4m3", head_dim=264),
+    "float32 over bfloat16": CORES.replace(kv_dtype="bfloat16", head_dim=128),
+    "vllm of float32": VLLM.replace(q_dtype="float32", kv_dtype="float32", kv_scales=None, head_dim=24),
+    "vllm of float16": VLLM.replace(kv_dtype="float16", kv_scales=None, head_dim=128),
+}
+CAPABILITY = (9, 0)
+
+
+@st.composite
+def specs(draw: st.DrawFn, form: Spec) -> Spec:
+    """Problems for a form: every option that is an argument of the launch."""
+    size = form.block_size
+    near = [0, 1, 2, size, size + 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 150]
+    lengths = draw(st.lists(st.sampled_from(near) | st.integers(0, 150), min_size=1, max_size=3))
+    query_lens = [min(n, draw(st.sampled_from([0, 1, 2, 17, 33, 150]) | st.integers(0, 150))) for n in lengths]
+    layouts, strides = [form.layout] if form.layout == "vllm" else ["NHD", "HND"], ["own", "halves", "strided"]
+    if form.is_fp8 and (form.layout == "vllm" or form.head_dim % 16 == 0):
+        strides.remove("strided")  # gaps of 8 bytes, which whole vectors cannot have
+    cores = form.layout == "vllm" or "float32" in (form.q_dtype, form.kv_dtype)
+    fields: dict[str, Any] = {}
+    if form.softcap or form.alibi or cores:
+        fields["softcap"] = draw(st.sampled_from([None, 0.7, 30.0]))
+        fields["alibi"] = (fields["softcap"] is None and not cores) or draw(st.booleans())
+    if cores:
+        fields["block_size"] = draw(st.sampled_from([8, 16, 32] if form.layout == "vllm" else [1, 3, 16, 64]))
+        fields["group_size"] = draw(st.integers(1, 5))
+    return form.replace(
+        seq_lens=tuple(lengths),
+        query_lens=tuple(query_lens),
+        padding_rows=draw(st.integers(0, 2)),
+        num_kv_heads=draw(st.integers(1, 2)) if form.num_heads < 100 else 1,
+        layout=draw(st.sampled_from(layouts)),
+        strides=draw(st.sampled_from(strides)),
+        scale=draw(st.sampled_from([None, None, 0.0, -0.1, 0.25])),
+        window=draw(st.none() | st.sampled_from([1, 2, 17, 33, 64, 65, 10**6])),
+        sinks=draw(st.booleans()),
+        causal=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+        **fields,
+    )
+
+
+def prefill(
+    problem: Problem, open_device: Any = emulator, *, device: Any = None, capability: tuple[int, int] = CAPABILITY
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of a problem, and that nothing beside the rows of sequences was written."""
+    call = checked_call(problem)
+    problem.out_buffer[...] = np.nan
+    lse = np.full(problem.q.shape[:2], np.nan, np.float32)
+    with with_capability(device or open_device(global_race=True), capability) as device:
+        planning.prefill_attention(device, call, problem.out, lse)
+    rows = problem.num_written
+    written = problem.out[:rows].copy()
+    problem.out[:rows] = np.nan
+    assert np.isnan(problem.out_buffer.astype(np.float32)).all()
+    assert np.isnan(lse[rows:]).all()
+    return written, lse[:rows]
