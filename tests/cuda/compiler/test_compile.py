@@ -283,7 +283,7 @@ def test_nothing_on_disk_is_a_pickle(directory):
     compile_kernel(make_scale, Config(3)).linked  # noqa: B018
     for path in directory.iterdir():
         header = json.loads(path.read_bytes()[32:].split(b"\n", 1)[0])
-        assert set(header) == ({"name", "num_threads"} if path.suffix == ".ptx" else {"log"})
+        assert set(header) == ({"name", "num_threads", "optimisation"} if path.suffix == ".ptx" else {"log"})
 
 
 def test_a_score_mod_is_kept_in_the_process_alone(compiled, directory):

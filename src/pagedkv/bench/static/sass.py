@@ -20,8 +20,8 @@ _LOADS = (0x381, 0x981)  # LDG, without and with a descriptor
 _STRONG = 7
 _COPY, _END_OF_GROUP, _WAIT = 0xFAE, 0x9AF, 0x91A  # LDGSTS, LDGDEPBAR, DEPBAR
 _BARRIER = 0xB1D  # BAR
-_BRANCH = 0x947  # BRA
-_MMA = 0x23C  # HMMA
+_BRANCH, _UNIFORM_BRANCH = 0x947, 0x547  # BRA, and BRA.U, whose predicate is in bits 24 to 27
+_MMA, _LOAD_MATRICES = 0x23C, 0x83B  # HMMA, LDSM
 _ALWAYS = 7
 _WIDTHS = (1, 1, 2, 2, 4, 8, 16)
 _NUM_SCOREBOARDS = 6
@@ -183,12 +183,18 @@ def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | 
         None if no loop has loads.
     """
     words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
-    targets = {at: _target(at, word, capability) for at, word in enumerate(words) if word & 0xFFF == _BRANCH}
+    targets = {
+        at: _target(at, word, capability) for at, word in enumerate(words) if word & 0xFFF in (_BRANCH, _UNIFORM_BRANCH)
+    }
     ranges = [(first, last) for last, first in targets.items() if 0 <= first < last]
     multiplying = [(first, last) for first, last in ranges if any(x & 0xFFF == _MMA for x in words[first:last])]
     loops = [_shortest(words, targets, *range_, narrowest, capability) for range_ in multiplying or ranges]
     loading = [loop for loop in loops if loop.bytes_loaded]
     return min(loading, key=lambda loop: (-loop.widest, -loop.bytes_loaded, -loop.instructions), default=None)
+
+
+def _is_always_taken(word: int) -> bool:
+    return word >> (24 if word & 0xFFF == _UNIFORM_BRANCH else 12) & 15 == _ALWAYS
 
 
 def _target(at: int, word: int, capability: tuple[int, int]) -> int:
@@ -213,8 +219,66 @@ def _shortest(
         after = Loop(way.instructions + 1, way.bytes_loaded + width, max(way.widest, width))
         following = [at + 1]
         if first < targets.get(at, first) <= last and targets[at] > at:
-            following = [targets[at]] if word >> 12 & 15 == _ALWAYS else [at + 1, targets[at]]
+            following = [targets[at]] if _is_always_taken(word) else [at + 1, targets[at]]
         for then in following:
             ways[then] = min(ways.get(then, after), after)
     way = ways.get(last, Loop(0, 0, 0))
     return way._replace(instructions=way.instructions + 1)
+
+
+class Products(NamedTuple):
+    """A turn of a loop on tensor cores that skips no copy, on the shortest such path.
+
+    Attributes
+    ----------
+    instructions, mma, load_matrices : int
+        All of them, and those that multiply and that load operands from shared memory (ldmatrix).
+    """
+
+    instructions: int
+    mma: int
+    load_matrices: int
+
+
+def products_of(code: bytes, capability: tuple[int, int]) -> Products | None:
+    """The loop with the most instructions that multiply.
+
+    The turn before the last copies nothing, and is shorter than the others: paths with the most copies count.
+
+    Parameters
+    ----------
+    code : bytes
+    capability : tuple of int
+        Compute capability.
+
+    Returns
+    -------
+    Products or None
+        None if no loop multiplies.
+    """
+    words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
+    targets = {
+        at: _target(at, word, capability) for at, word in enumerate(words) if word & 0xFFF in (_BRANCH, _UNIFORM_BRANCH)
+    }
+    ranges = [(first, last) for last, first in targets.items() if 0 <= first < last]
+    count, first, last = max(((sum(x & 0xFFF == _MMA for x in words[a:b]), a, b) for a, b in ranges), default=(0, 0, 0))
+    if not count:
+        return None
+    ways = {first: (0, 0, 0, 0)}  # to an instruction: copies, less than none, then what is counted
+    for at in range(first, last):
+        if at not in ways:
+            continue
+        opcode, (copies, instructions, mma, matrices) = words[at] & 0xFFF, ways[at]
+        after = (
+            copies - (opcode == _COPY),
+            instructions + 1,
+            mma + (opcode == _MMA),
+            matrices + (opcode == _LOAD_MATRICES),
+        )
+        following = [at + 1]
+        if first < targets.get(at, first) <= last and targets[at] > at:
+            following = [targets[at]] if _is_always_taken(words[at]) else [at + 1, targets[at]]
+        for then in following:
+            ways[then] = min(ways.get(then, after), after)
+    _, instructions, mma, matrices = ways[last]
+    return Products(instructions + 1, mma, matrices)

@@ -56,14 +56,19 @@ class CompiledKernel:
         Threads of a block.
     capability : tuple of int
         Compute capability, (9, 0) for an H100.
+    optimisation : int
+        The level of ptxas.
     """
 
-    def __init__(self, name: str, entry: str, ptx: str, num_threads: int, capability: Capability) -> None:
+    def __init__(
+        self, name: str, entry: str, ptx: str, num_threads: int, capability: Capability, optimisation: int = 3
+    ) -> None:
         self.name = name
         self.entry = entry
         self.ptx = ptx
         self.num_threads = num_threads
         self.capability = capability
+        self.optimisation = optimisation
         self._linked: Linked | None = None
 
     def __repr__(self) -> str:
@@ -86,7 +91,7 @@ class CompiledKernel:
         return self.linked.cubin
 
     def _link(self) -> Linked:
-        self._linked = self._linked or load_or_link(self.ptx, self.capability)
+        self._linked = self._linked or load_or_link(self.ptx, self.capability, self.optimisation)
         return self._linked
 
 
@@ -142,11 +147,13 @@ def _load_or_compile(
     name = f"{name}[{', '.join(f'{field}={_shown(value)}' for field, value in fields.items())}]"
     with suppress(ValueError, TypeError, KeyError):
         header, ptx = (store.load(key) or b"").decode().split("\n", 1)
-        return CompiledKernel(name, entry, ptx, int(json.loads(header)["num_threads"]), capability)
-    ptx, num_threads = _compile(make, config, capability, lineinfo, entry)
-    header = json.dumps({"name": name, "num_threads": num_threads})
+        facts_of = json.loads(header)
+        launch = int(facts_of["num_threads"]), capability, int(facts_of["optimisation"])
+        return CompiledKernel(name, entry, ptx, *launch)
+    ptx, num_threads, optimisation = _compile(make, config, capability, lineinfo, entry)
+    header = json.dumps({"name": name, "num_threads": num_threads, "optimisation": optimisation})
     store.save(key, f"{header}\n{ptx}".encode())
-    return CompiledKernel(name, entry, ptx, num_threads, capability)
+    return CompiledKernel(name, entry, ptx, num_threads, capability, optimisation)
 
 
 def _settings() -> list[Any]:
@@ -158,7 +165,7 @@ def _settings() -> list[Any]:
 
 def _compile(
     make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
-) -> tuple[str, int]:
+) -> tuple[str, int, int]:
     from cuda.bindings.nvvm import nvvmError
     from cuda.pathfinder import DynamicLibNotFoundError
     from numba.cuda.core import config as settings
@@ -186,7 +193,7 @@ def _compile(
 
 def _make_ptx(
     make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
-) -> tuple[str, int]:
+) -> tuple[str, int, int]:
     from numba import cuda
 
     with with_lineinfo(lineinfo):
@@ -201,7 +208,7 @@ def _make_ptx(
         launch_bounds=(source.num_threads, source.min_blocks),
     )
     ptx = with_lowest_version(ptx, capability)
-    return _tidy(ptx, entry, _shared_arrays(source.function)), source.num_threads
+    return _tidy(ptx, entry, _shared_arrays(source.function)), source.num_threads, source.optimisation
 
 
 def _tidy(ptx: str, entry: str, shared_arrays: Sequence[str] = ()) -> str:

@@ -78,21 +78,21 @@ class Linked:
         )
 
 
-def load_or_link(ptx: str, capability: Capability) -> Linked:
+def load_or_link(ptx: str, capability: Capability, optimisation: int = 3) -> Linked:
     """The machine code of a PTX module: from disk, or linked now and kept; either way nvJitLink says its version."""
     store = Store(cache_dir("cuda"), SUFFIX)
     _, version = _nvjitlink()
-    key = repr((capability, version, versions())).encode() + SOURCE + ptx.encode()
+    key = repr((capability, optimisation, version, versions())).encode() + SOURCE + ptx.encode()
     with suppress(ValueError, TypeError, KeyError):
         header, cubin = (store.load(key) or b"").split(b"\n", 1)
         return Linked(capability, cubin, json.loads(header)["log"])
-    linked = link(ptx, capability)
+    linked = link(ptx, capability, optimisation)
     store.save(key, json.dumps({"log": linked.log}).encode() + b"\n" + linked.cubin)
     return linked
 
 
-def link(ptx: str, capability: Capability) -> Linked:
-    """Link a PTX module into a cubin.
+def link(ptx: str, capability: Capability, optimisation: int = 3) -> Linked:
+    """Link a PTX module into a cubin, at a level of ptxas.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def link(ptx: str, capability: Capability) -> Linked:
         raise ValueError(f"ptx must have all functions that it calls, got calls of {', '.join(external)}")
     nvjitlink, version = _nvjitlink()
     arch, code = f"sm_{capability[0]}{capability[1]}", ptx.encode()
-    options = [f"-arch={arch}", "-Xptxas=-v"]
+    options = [f"-arch={arch}", "-Xptxas=-v", f"-Xptxas=-O{optimisation}"]
     handle = None
     try:
         handle = nvjitlink.create(len(options), options)

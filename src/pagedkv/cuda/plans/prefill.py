@@ -14,6 +14,7 @@ from ...arrays import Array
 from ...calls import AttentionCall
 from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.prefill import cuda_cores, tensor_cores
+from ...kernels.prefill.check import CheckConfig, make_check_batch
 from ...kernels.prefill.config import MOST_DIMS, CoresConfig, TensorConfig
 from ...kernels.prefill.cuda_cores import CoresShape, make_prefill_on_cuda_cores
 from ...kernels.prefill.items import num_tiles
@@ -25,10 +26,7 @@ from ..compiler.occupancy import shared_kib
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
 from .plan import NO_WINDOW, Launch, Plan, bits_of, cache_strides, is_wide, max_seq_len_of, run
 
-_POINTERS = (
-    *("out", "lse", "q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts"),
-    *("alibi_slopes", "sinks", "k_scale", "v_scale", REPORT),
-)
+CHECKED_LENS = "checked_lens"  # the workspace that has the lengths of a checked call
 
 
 def prefill_attention(device: Device, call: AttentionCall, out: Array, lse: Array | None) -> Plan:
@@ -73,13 +71,30 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
         )
     options = call.options
     scalars = (
-        *(num_seqs, num_tokens, spec.num_kv_heads, num_heads, spec.num_blocks, max_seq_len_of(call)),
+        *(num_seqs, num_tokens, spec.num_kv_heads, num_heads, max_seq_len_of(call)),
         *(options.window or NO_WINDOW, int(options.causal), *strides),
         *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
         *(bits_of(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
     )
-    workspaces = ((REPORT, NUM_BYTES),) if call.checked else ()
-    return Plan((Launch(kernel, (num_blocks, 1, 1), _POINTERS, scalars, shared_bytes),), workspaces)
+    lengths = CHECKED_LENS if call.checked else "seq_lens"
+    pointers = (
+        *("out", "lse", "q", "k_cache", "v_cache", "block_tables", lengths, "query_starts"),
+        *("alibi_slopes", "sinks", "k_scale", "v_scale"),
+    )
+    attention = Launch(kernel, (num_blocks, 1, 1), pointers, scalars, shared_bytes)
+    if not call.checked:
+        return Plan((attention,), ())
+    return Plan((_check(device, call), attention), ((REPORT, NUM_BYTES), (CHECKED_LENS, 4 * num_seqs)))
+
+
+def _check(device: Device, call: AttentionCall) -> Launch:
+    """Of the kernel that looks at tables, lengths and query starts, and records what it refuses."""
+    spec = call.spec
+    sizes = (call.q.shape[0], spec.num_blocks, max_seq_len_of(call), spec.block_size, call.block_tables.strides[0])
+    kernel = compile_for(device, make_check_batch, CheckConfig())
+    return Launch(
+        kernel, (len(call.seq_lens), 1, 1), (CHECKED_LENS, "block_tables", "seq_lens", "query_starts", REPORT), sizes
+    )
 
 
 class _Kernel(NamedTuple):
@@ -125,7 +140,6 @@ def tensor_config(call: AttentionCall, *, capability: Capability) -> TensorConfi
         kv_kind=spec.kind,
         modified=bool(options.softcap or options.alibi_slopes is not None or options.score_mod),
         wide=any(is_wide(call, cache) for cache in (call.k_cache, call.v_cache)),
-        checked=call.checked,
         hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
         shared_kib=shared_kib(capability),
         score_mod=options.score_mod,
@@ -140,7 +154,6 @@ def cores_config(call: AttentionCall, *, capability: Capability) -> CoresConfig:
         q_kind=call.q.dtype.name,
         kv_kind=spec.kind,
         is_vllm=spec.layout == "vllm",
-        checked=call.checked,
         hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
         score_mod=call.options.score_mod,
     )

@@ -24,12 +24,15 @@ class KernelSource:
         Threads of a block, which is one-dimensional.
     min_blocks : int
         Blocks that must fit on a multiprocessor at once: ptxas limits the registers of a thread for them.
+    optimisation : int
+        The level of ptxas, up to 3; at 1 it moves instructions less, and needs fewer registers.
     """
 
     function: Callable[..., None]
     signature: Any
     num_threads: int
     min_blocks: int = 1
+    optimisation: int = 3
 
 
 _lineinfo = ContextVar("lineinfo", default=True)

@@ -24,7 +24,6 @@ class Visible(NamedTuple):
 
     is_causal: Any
     window: Any
-    seq_len: Any
 
 
 class Cache(NamedTuple):

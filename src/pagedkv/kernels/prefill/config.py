@@ -30,14 +30,10 @@ class TensorConfig:
         Logits are changed by a softcap, ALiBi slopes or `score_mod`.
     wide : bool
         A cache has more than 2**32 vectors, or a negative block or token stride: offsets take 64 bits.
-    checked : bool
-        Skip and record lengths, query starts and block ids out of range.
     hardware_fp8 : bool
         The device converts e4m3.
     shared_kib : int
         Shared memory of a multiprocessor.
-    optimisation : int
-        The level of ptxas.
     score_mod : callable or None
     """
 
@@ -48,10 +44,8 @@ class TensorConfig:
     kv_kind: str
     modified: bool = False
     wide: bool = False
-    checked: bool = False
     hardware_fp8: bool = True
     shared_kib: int = 228
-    optimisation: int = 3
     score_mod: Callable[..., Any] | None = None
 
     @property
@@ -76,7 +70,7 @@ class CoresConfig:
         Elements of q and `out`, and of the caches.
     is_vllm : bool
         The caches have layout vllm.
-    checked, hardware_fp8, score_mod
+    hardware_fp8, score_mod
         As in TensorConfig.
     """
 
@@ -84,6 +78,5 @@ class CoresConfig:
     q_kind: str
     kv_kind: str
     is_vllm: bool = False
-    checked: bool = False
     hardware_fp8: bool = True
     score_mod: Callable[..., Any] | None = None

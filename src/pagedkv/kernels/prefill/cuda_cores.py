@@ -54,7 +54,7 @@ from ..device.tensor_intrinsics import (
 )
 from .arguments import Item
 from .config import NUM_THREADS, CoresConfig
-from .items import check_batch, check_blocks, make_find_item
+from .items import make_find_item
 from .output import Output, make_store_nothing
 from .signature import signature
 from .softmax import finish
@@ -132,7 +132,7 @@ class Row(NamedTuple):
 def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
     """Attention of all rows of all sequences over the keys that they see."""
     shape = CoresShape(config)
-    ROWS, LANES, CHECKED, TILE_BYTES, P_BYTES = shape.rows, shape.lanes, config.checked, shape.tile_bytes, shape.p_bytes
+    ROWS, LANES, TILE_BYTES, P_BYTES = shape.rows, shape.lanes, shape.tile_bytes, shape.p_bytes
     Q_BYTES, ROW_BYTES, SUMS = ELEMENT_BITS[config.q_kind] // 8, shape.row_bytes, shape.vectors * VECTOR
     find_item, store_nothing = make_find_item(ROWS), make_store_nothing(ROWS, config.head_dim * Q_BYTES // 4)
     load_query, load_keys = make_load_query(shape), make_load_rows(shape, is_keys=True)
@@ -151,7 +151,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
 
     def prefill_on_cuda_cores(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
-        report, num_seqs, num_tokens, num_kv_heads, num_heads, num_blocks, max_seq_len, window, is_causal, block_size,
+        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, window, is_causal, block_size,
         table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, k_block_stride,
         k_token_stride, k_head_stride, k_dim_stride, v_block_stride, v_token_stride, v_head_stride, v_dim_stride,
         scale, softcap, k_number, v_number,
@@ -162,8 +162,6 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
         lengths, group_size = (query_starts, seq_lens), uint32(uint32(num_heads) // uint32(num_kv_heads))
-        if CHECKED and cuda.blockIdx.x == 0:
-            check_batch(thread, lengths, num_seqs, num_tokens, max_seq_len, report)
         # One warp looks: all threads must agree, even if lengths change meanwhile.
         if warp == 0:
             found = find_item(lane, tile, group_size, lengths, num_seqs, num_tokens, max_seq_len)
@@ -180,11 +178,6 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         last = end_position if is_causal != 0 else uint32(item.seq_len - 1)
         low = uint32(first_position - window + 1) if first_position >= window else uint32(0)
         table = address(block_tables) + int64(item.seq) * table_stride
-        is_refused = item.seq_len == 0
-        if CHECKED and not is_refused:
-            is_refused = check_blocks(
-                thread, table, low, last, uint32(block_size), uint32(num_blocks), item.seq, report
-            )
         head = uint32(kv_head * group_size)
         v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
         output = Output(
@@ -198,7 +191,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
             head,
             v_factor,
         )
-        if is_refused:
+        if item.seq_len == 0:
             store_nothing(output, item, group_size, thread)
             return
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, int32, int64, uint32
+from numba import cuda, int64, uint32
 
-from ..device.bad_entries import BLOCK_ID, QUERY_START, SEQ_LEN, record
 from ..device.intrinsics import address, load_4
 from ..device.source import device_function
 from ..device.tensor_intrinsics import ballot
 from ..device.warp import WARP_SIZE
 from .arguments import Item
-from .config import NUM_THREADS
 
 
 def num_tiles(num_tokens: int, num_seqs: int, group_size: int, rows: int) -> int:
@@ -77,37 +75,3 @@ def make_find_item(rows: int) -> Any:
         return Item(seq, first_row, num_rows, start, uint32(seq_len - query_len), seq_len)
 
     return find_item
-
-
-@device_function
-def check_batch(thread, lengths, num_seqs, num_tokens, max_seq_len, report):
-    """Record what check=True refuses of query_starts and seq_lens. One thread block calls it."""
-    query_starts, seq_lens = lengths
-    seq = int64(thread)
-    while seq < num_seqs:
-        start, stop = int64(int32(query_starts[seq])), int64(int32(query_starts[seq + 1]))
-        length = int64(int32(seq_lens[seq]))
-        if length < 0 or length > max_seq_len:
-            record(report, SEQ_LEN, seq, 0, length)
-        elif seq == 0 and start != 0:
-            record(report, QUERY_START, seq, 0, start)
-        elif stop < start or stop > num_tokens or stop - start > length:
-            record(report, QUERY_START, seq, 0, stop)
-        seq += NUM_THREADS
-
-
-@device_function
-def check_blocks(thread, table, first, last, block_size, num_blocks, seq, report):
-    """True if check=True refuses a block id of tokens first..last. Every thread of the block calls it.
-
-    The first bad id of a thread is recorded.
-    """
-    column, last_column = uint32(uint32(first // block_size) + thread), uint32(last // block_size)
-    is_bad = int32(0)
-    while column <= last_column and is_bad == 0:
-        block = load_4(table + int64(column) * 4)
-        if not block < num_blocks:
-            record(report, BLOCK_ID, int64(seq), int64(column), int64(int32(block)))
-            is_bad = int32(1)
-        column = uint32(column + NUM_THREADS)
-    return cuda.syncthreads_or(is_bad) != 0

@@ -142,7 +142,7 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
             mine = uint32(first + uint32(t << 1))
             logits(registers, options, mine)
             if uint32(first - span.clear) >= span.num_clear:
-                mask(registers, visible, item, mine, warp, g)
+                mask(registers, visible, shared, mine, warp, g)
             soften(registers, excess, unit)
             multiply_values(registers, places, uint32(v_tile + stage))
             first = uint32(first + KEYS)

@@ -44,16 +44,19 @@ def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
             store_4(target + 16 * n, word)
 
     @device_function
+    def add_lanes(i, sums):
+        sums[i] = float32(sums[i] + exchange(sums[i], 1))
+        sums[i] = float32(sums[i] + exchange(sums[i], 2))
+
+    @device_function
     def store_row(i, registers, output, item, warp, g, t):
-        total = float32(registers.sums[i] + exchange(registers.sums[i], 1))
-        total = float32(total + exchange(total, 2))
         row = uint32(item.first_row + row_of(i, warp, g))
         # No branch around all of it: NVVM has left jumps to a block that it had removed, for 3 heads to a KV head.
         is_inside = row < item.num_rows
         token, head = divmod_32(min(row, uint32(item.num_rows - 1)), GROUP_SIZE)
         has_sink = address(output.sinks) != 0
         sink = output.sinks[int64(output.head) + int64(head)] if has_sink else float32(0)
-        factor, lse = finish(total, registers.shifts[i], has_sink, sink)
+        factor, lse = finish(registers.sums[i], registers.shifts[i], has_sink, sink)
         target = output.address + int64(token) * output.token_stride + int64(head) * output.head_stride
         args = (i, registers.o, target + int64(t) * 4, float32(factor * output.v_factor), is_inside)
         for_each(store_pair, TILES, args)
@@ -62,6 +65,8 @@ def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
 
     @device_function
     def store_rows(registers, output, item, warp, g, t):
+        # Before any branch: behind one, the compiler does not know that the warp is whole.
+        for_each(add_lanes, OF_ROWS, (registers.sums,))
         for_each(store_row, OF_ROWS, (registers, output, item, warp, g, t))
 
     return store_rows

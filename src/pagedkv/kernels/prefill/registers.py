@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import float32, int32, uint32
+from numba import float32, uint32
 
 from ..device.intrinsics import local_arrays
 from .tile import TileShape
@@ -25,8 +25,6 @@ class Registers(NamedTuple):
     shifts: Any  # [row], what is added to logits before they are exponents
     maxima: Any  # [row], of this lane's logits of the tile
     factors: Any  # [row], of what a pivot that moved leaves
-    lows: Any  # [row], the first visible key of the tile, counted from the lane's first one
-    widths: Any  # [row], visible keys from there on, but one
     positions: Any  # [row], where options ask
     heads: Any
     slopes: Any
@@ -49,8 +47,6 @@ def make_registers(shape: TileShape) -> Any:
         shifts=(of_rows, float32),
         maxima=(of_rows, float32),
         factors=(of_rows, float32),
-        lows=(of_rows, int32),
-        widths=(of_rows, uint32),
         positions=(options, uint32),
         heads=(options, uint32),
         slopes=(options, float32),

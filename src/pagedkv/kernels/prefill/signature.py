@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import float32, int32, int64, types, uint8
 
-_BYTES, _INTS, _FLOATS, _LONGS = (types.CPointer(dtype) for dtype in (uint8, int32, float32, int64))
+_BYTES, _INTS, _FLOATS = (types.CPointer(dtype) for dtype in (uint8, int32, float32))
 
 
 def signature(num_strides: int) -> Any:
@@ -14,8 +14,8 @@ def signature(num_strides: int) -> Any:
     return types.void(
         *(_BYTES, _FLOATS, _BYTES, _BYTES, _BYTES),  # out, lse, q, k_cache, v_cache
         *(_INTS, _INTS, _INTS),  # block_tables, seq_lens, query_starts
-        *(_FLOATS, _FLOATS, _FLOATS, _FLOATS, _LONGS),  # alibi_slopes, sinks, k_scale, v_scale, report
-        *[int64] * 8,  # sizes, window, causal
+        *(_FLOATS, _FLOATS, _FLOATS, _FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
+        *[int64] * 7,  # sizes, window, causal
         *[int64] * num_strides,
         *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
     )

@@ -17,6 +17,7 @@ from ..device.logits import LOG2E, NONE, make_modify
 from ..device.source import device_function
 from ..device.tensor_intrinsics import any_lane, exchange, log2, pack_bfloat16, pack_float16, reciprocal
 from .config import TensorConfig
+from .kept import make_keep
 from .tile import TileShape
 
 SLACK = 8  # powers of two
@@ -101,32 +102,30 @@ def make_logits(config: TensorConfig, shape: TileShape) -> Any:
 
 
 def make_mask(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``mask(registers, visible, item, first, warp, g)``: -inf for keys that a row does not see.
+    """The device function ``mask(registers, visible, shared, first, warp, g)``: -inf for keys that a row does not see.
 
     first is the lane's first key of the tile.
     """
-    OF_ROWS, SCORES, PER_TILE = 2 * shape.row_tiles, shape.row_tiles * 8 * shape.key_pairs, 8 * shape.key_pairs
-    GROUP_SIZE, row_of = config.group_size, make_row_of(shape)
+    OF_ROWS, OF_ROW, PER_TILE = 2 * shape.row_tiles, 4 * shape.key_pairs, 8 * shape.key_pairs
+    GROUP_SIZE, row_of, (_, kept) = config.group_size, make_row_of(shape), make_keep(shape)
 
     @device_function
-    def set_limits(i, lows, widths, visible, item, first, warp, g):
+    def mask_score(n, i, s, low, width):
+        at = i // 2 * PER_TILE + 4 * (n // 2) + 2 * (i % 2) + n % 2
+        if uint32(int32(8 * (n // 2) + n % 2) - low) > width:
+            s[at] = NONE
+
+    @device_function
+    def mask_row(i, s, visible, item, first, warp, g):
         row = min(uint32(item.first_row + row_of(i, warp, g)), uint32(item.num_rows - 1))
         position = uint32(item.context + uint32(row // uint32(GROUP_SIZE)))
-        last = position if visible.is_causal else uint32(visible.seq_len - 1)
+        last = position if visible.is_causal else uint32(item.seq_len - 1)
         low = uint32(max(int32(int32(position) - int32(visible.window - 1)), int32(0)))
-        lows[i], widths[i] = int32(int32(low) - int32(first)), uint32(last - low)
+        for_each(mask_score, OF_ROW, (i, s, int32(int32(low) - int32(first)), uint32(last - low)))
 
     @device_function
-    def mask_score(x, s, lows, widths):
-        n, h, e = x % PER_TILE // 4, x // 2 % 2, x % 2
-        i = 2 * (x // PER_TILE) + h
-        if uint32(int32(8 * n + e) - lows[i]) > widths[i]:
-            s[x] = NONE
-
-    @device_function
-    def mask(registers, visible, item, first, warp, g):
-        for_each(set_limits, OF_ROWS, (registers.lows, registers.widths, visible, item, first, warp, g))
-        for_each(mask_score, SCORES, (registers.s, registers.lows, registers.widths))
+    def mask(registers, visible, shared, first, warp, g):
+        for_each(mask_row, OF_ROWS, (registers.s, visible, kept(shared), first, warp, g))
 
     return mask
 

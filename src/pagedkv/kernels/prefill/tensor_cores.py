@@ -26,11 +26,12 @@ from ..device.halves import software_factor
 from ..device.intrinsics import address, bits_float, divmod_32, shared_address
 from ..device.logits import LOG2E
 from ..device.source import KernelSource, device_function
-from ..device.tensor_intrinsics import load_shared_word, shuffle, store_shared_word, thread_number
-from .arguments import Cache, Item, Options, Pages, Visible
+from ..device.tensor_intrinsics import shuffle, thread_number
+from .arguments import Cache, Options, Pages, Visible
 from .config import NUM_THREADS, TensorConfig
-from .items import check_batch, check_blocks, make_find_item
-from .limits import MIN_BLOCKS
+from .items import make_find_item
+from .kept import make_keep
+from .limits import MIN_BLOCKS, optimisation, pins_thread
 from .loop import Query, Span, make_attend
 from .output import Output, make_store_nothing, make_store_rows
 from .registers import make_registers
@@ -44,34 +45,12 @@ SMALLEST = float32(2.0**-126)  # positive and normal
 def make_prefill(config: TensorConfig) -> KernelSource:
     """Attention of all rows of all sequences over the keys that they see."""
     shape = TileShape(config)
-    ROWS, KEYS, GROUP_SIZE, BLOCK_SIZE = shape.rows, shape.keys, config.group_size, config.block_size
-    CHECKED, MODIFIED, KEPT = config.checked, config.modified, shape.kept_start
+    ROWS, KEYS, GROUP_SIZE = shape.rows, shape.keys, config.group_size
+    MODIFIED, (keep, kept) = config.modified, make_keep(shape)
     FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.q_kind == "float16" else 1.0)
     attend, find_item, registers_of = make_attend(config, shape), make_find_item(ROWS), make_registers(shape)
     start, store_rows = make_start(config, shape), make_store_rows(config, shape)
-    store_nothing = make_store_nothing(ROWS, config.head_dim // 2)
-
-    @device_function
-    def keep(shared, item):
-        where = uint32(shared + KEPT)
-        store_shared_word(where, item.seq)
-        store_shared_word(uint32(where + 4), item.first_row)
-        store_shared_word(uint32(where + 8), item.num_rows)
-        store_shared_word(uint32(where + 12), item.start)
-        store_shared_word(uint32(where + 16), item.context)
-        store_shared_word(uint32(where + 20), item.seq_len)
-
-    @device_function
-    def kept(shared):
-        where = uint32(shared + KEPT)
-        return Item(
-            load_shared_word(where),
-            load_shared_word(uint32(where + 4)),
-            load_shared_word(uint32(where + 8)),
-            load_shared_word(uint32(where + 12)),
-            load_shared_word(uint32(where + 16)),
-            load_shared_word(uint32(where + 20)),
-        )
+    store_nothing, PINNED = make_store_nothing(ROWS, config.head_dim // 2), pins_thread(shape)
 
     @device_function
     def output_of(out, strides, lse, sinks, v_factor, item, kv_head, num_heads):
@@ -86,28 +65,26 @@ def make_prefill(config: TensorConfig) -> KernelSource:
 
     def prefill(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
-        report, num_seqs, num_tokens, num_kv_heads, num_heads, num_blocks, max_seq_len, window, is_causal,
+        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, window, is_causal,
         table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, k_block_stride,
         k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
         shared = shared_address(cuda.shared.array(0, uint32, alignment=SWIZZLED))
-        thread = uint32(cuda.threadIdx.x)
+        # Read by an instruction of its own, it is not read again in the loop, nor is what follows from it made again.
+        thread = thread_number() if PINNED else uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
         lengths = (query_starts, seq_lens)
-        if CHECKED and cuda.blockIdx.x == 0:
-            check_batch(thread, lengths, num_seqs, num_tokens, max_seq_len, report)
-        # One warp looks: all threads must agree, even if lengths change meanwhile.
-        if warp == 0:
-            found = find_item(lane, tile, uint32(GROUP_SIZE), lengths, num_seqs, num_tokens, max_seq_len)
-            if lane == 0:
-                keep(shared, found)
+        # All threads must agree, even if lengths change meanwhile: what the first one has found counts.
+        found = find_item(lane, tile, uint32(GROUP_SIZE), lengths, num_seqs, num_tokens, max_seq_len)
+        if thread == 0:
+            keep(shared, found)
         cuda.syncthreads()
         item = kept(shared)
         if item.num_rows == 0:
             return
-        visible = Visible(is_causal != 0, uint32(window), item.seq_len)
+        visible = Visible(is_causal != 0, uint32(window))
         first_token = uint32(item.first_row // uint32(GROUP_SIZE))
         last_row = min(uint32(item.first_row + (ROWS - 1)), uint32(item.num_rows - 1))
         first_position = uint32(item.context + first_token)
@@ -115,14 +92,9 @@ def make_prefill(config: TensorConfig) -> KernelSource:
         last = last_position if visible.is_causal else uint32(item.seq_len - 1)
         low = first_of_window(first_position, visible.window)
         table = address(block_tables) + int64(item.seq) * table_stride
-        is_refused = item.seq_len == 0
-        if CHECKED and not is_refused:
-            is_refused = check_blocks(
-                thread, table, low, last, uint32(BLOCK_SIZE), uint32(num_blocks), item.seq, report
-            )
         out_strides = (out_token_stride, out_head_stride)
         v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
-        if is_refused:
+        if item.seq_len == 0:
             output = output_of(out, out_strides, lse, sinks, v_factor, item, kv_head, num_heads)
             store_nothing(output, item, uint32(GROUP_SIZE), thread)
             return
@@ -163,7 +135,7 @@ def make_prefill(config: TensorConfig) -> KernelSource:
         output = output_of(out, out_strides, lse, sinks, float32(v_factor * FACTOR), item, kv_head, num_heads)
         store_rows(registers, output, item, warp, uint32(lane >> 2), uint32(lane & 3))
 
-    return KernelSource(prefill, signature(11), NUM_THREADS, MIN_BLOCKS)
+    return KernelSource(prefill, signature(11), NUM_THREADS, MIN_BLOCKS, optimisation(config))
 
 
 def dynamic_bytes(config: TensorConfig) -> int:

@@ -1,0 +1,61 @@
+"""What check=True looks at before a prefill kernel runs: a kernel of its own, as its branches would slow that one down.
+
+A thread block for each sequence. It leaves the length of the sequence, or -1 where something is refused: then the
+prefill kernel reads nothing of that sequence, and its rows become zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numba import cuda, int32, int64, types
+
+from ..device.bad_entries import BLOCK_ID, QUERY_START, SEQ_LEN, record
+from ..device.source import KernelSource
+from .config import NUM_THREADS
+
+_INTS, _LONGS = types.CPointer(int32), types.CPointer(int64)
+SIGNATURE = types.void(
+    *(_INTS, _INTS, _INTS, _INTS, _LONGS),  # checked_lens, block_tables, seq_lens, query_starts, report
+    *[int64] * 5,  # num_tokens, num_blocks, max_seq_len, block_size, table_stride in bytes
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckConfig:
+    """Everything is an argument of the launch."""
+
+
+def make_check_batch(config: CheckConfig) -> KernelSource:
+    """checked_lens[seq] = seq_lens[seq], or -1, with what is refused recorded."""
+
+    def check_batch(
+        checked_lens, block_tables, seq_lens, query_starts, report, num_tokens, num_blocks, max_seq_len, block_size,
+        table_stride,
+    ):  # fmt: skip
+        seq, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+        start, stop, length = int64(query_starts[seq]), int64(query_starts[seq + 1]), int64(seq_lens[seq])
+        what, value = int64(0), int64(0)
+        if length < 0 or length > max_seq_len:
+            what, value = int64(SEQ_LEN), length
+        elif seq == 0 and start != 0:
+            what, value = int64(QUERY_START), start
+        elif stop < start or stop > num_tokens or stop - start > length:
+            what, value = int64(QUERY_START), stop
+        column, end = thread, int64(0)
+        if what == 0:
+            end = (length + block_size - 1) // block_size
+        row = seq * (table_stride // 4)
+        while column < end:
+            block = int64(block_tables[row + column])
+            if block < 0 or block >= num_blocks:
+                record(report, BLOCK_ID, seq, column, block)
+                what, end = int64(BLOCK_ID), int64(0)
+            column += NUM_THREADS
+        is_bad = cuda.syncthreads_or(int32(what)) != 0
+        if thread == 0:
+            if what not in (0, BLOCK_ID):
+                record(report, what, seq, 0, value)
+            checked_lens[seq] = int32(-1) if is_bad else int32(length)
+
+    return KernelSource(check_batch, SIGNATURE, NUM_THREADS)
