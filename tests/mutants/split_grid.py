@@ -28,7 +28,6 @@ AS_THE_HOST = (SPLIT + "test_a_sequence_leaves_as_many_partial_results_as_the_ho
 
 MERGE = "kernels/split/merge.py"
 KERNEL = "kernels/split/kernel.py"
-PLAN = "cuda/plans/split.py"
 
 MUTANTS = [
     Mutant(
@@ -215,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "split: offsets are never wide",
-        PLAN,
+        "cuda/plans/plan.py",
         "return min(block, token) < 0 or last // vector >= 2**32",
         "return False",
         NEGATIVE,

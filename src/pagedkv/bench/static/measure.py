@@ -17,7 +17,7 @@ from ...cuda.compiler.ptx import Capability, external_functions
 from ...emulator import BufferTraffic, EmulatorDevice, LaunchStats
 from ..emulated import emulated_on
 from ..report import Row, median
-from .sass import code_of, copies_of, loads_of, loop_of
+from .sass import code_of, copies_of, loads_of, loop_of, products_of
 from .variants import WORK, Variant, Work
 
 COUNTED = EmulatorDevice.capability
@@ -25,7 +25,7 @@ SECTOR_BYTES = 32
 ALIGNMENT = 256
 UNIT_BYTES = 512  # one 16-byte load by each lane of a warp
 NARROWEST = 8  # narrowest load of q, K or V, in bytes
-ATTENTION = ("v1", "v2", "split")
+ATTENTION = ("v1", "v2", "split", "prefill")
 
 
 def _aligned(array: Any) -> Any:
@@ -105,7 +105,7 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
         "q" if variant.kernel in ATTENTION else "of": variant.kind,
         **({"kv": variant.kv_kind} if variant.kv_kind else {}),
         "D": variant.head_dim,
-        **({"G": variant.group_size} if variant.kernel == "split" else {}),
+        **({"G": variant.group_size} if variant.kernel in ("split", "prefill") else {}),
         **({"P": variant.block_size} if variant.block_size else {}),
         "case": variant.options or "-",
         "cc": f"{capability[0]}.{capability[1]}",
@@ -126,6 +126,10 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
         row["merge in flight KiB"] = max(x.in_flight for x in loads_of(code, strong=True)) * 32 * warps / 1024
         row["loop instr/512B"] = _loop_instructions(code, capability)
         row["partials"] = stats and _partials(stats) / work.read["KV"][1]
+    if variant.kernel == "prefill":
+        loop = products_of(code, capability)
+        row["other/mma"] = loop and (loop.instructions - loop.mma) / loop.mma
+        row["ldmatrix/mma"] = loop and loop.load_matrices / loop.mma
     row["compile s"] = sum(seconds) if compiled and linked else None
     return row | {"disk ms": _milliseconds_from_disk(kernel, repeats)}
 

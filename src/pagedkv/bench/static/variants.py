@@ -19,6 +19,7 @@ from ...operations import attention, caches
 # Sizes of the runs on the emulator.
 NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV heads
 SHORT = "short splits"
+PREFILL_TOKENS = 512
 NUM_TOKENS = 256  # in operations on caches
 NUM_STATES, NUM_ROWS = 8, 64
 
@@ -61,7 +62,7 @@ class Variant:
     options : str
         One of OPTIONS, a layout, or a number of states.
     group_size : int
-        Query heads of a KV head; 1 except for kernel split.
+        Query heads of a KV head; 1 except for split and prefill.
     """
 
     kernel: str
@@ -74,8 +75,8 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """For v1, v2 and split a grid of dtypes, D, and P or G, and cases beside it; for the others the usual cases."""
-    result = _split_variants()
+    """For attention a grid of dtypes, D, and P or G, and cases beside it; for the others the usual cases."""
+    result = _split_variants() + _prefill_variants()
     for kernel in ("v1", "v2"):
         grid = [(dtype, head_dim, size) for dtype in DTYPES for head_dim in (64, 128, 256) for size in (8, 16, 32)]
         result += [Variant(kernel, _q_kind(dtype), dtype, head_dim, size) for dtype, head_dim, size in grid]
@@ -113,9 +114,21 @@ def _split_variants() -> list[Variant]:
     return result + [split("float32", "float32", d, 4) for d in (8, 24, 40, 72, 192, 384, 512)]
 
 
+def _prefill_variants() -> list[Variant]:
+    def prefill(q: str, kv: str, head_dim: int, group_size: int = 4, options: str = "") -> Variant:
+        return Variant("prefill", q, kv, head_dim, 16, options, group_size)
+
+    result = [prefill(kind, kind, d) for kind in ("float16", "bfloat16") for d in (64, 128, 256)]
+    result += [prefill("float16", kind, d) for kind in FP8_KINDS for d in (64, 128, 256)]
+    result += [prefill("float16", "float16", 128, g) for g in (1, 5, 8)]
+    cases = [options for options in OPTIONS if options not in ("", SHORT, "L=999")]
+    return result + [prefill("float16", "float16", 128, 4, options) for options in cases]
+
+
 def quick_variants() -> list[Variant]:
     """One variant of each kernel."""
     wanted = [Variant("split", "float16", "float16", 128, 16, options, 8) for options in ("", SHORT)]
+    wanted += [Variant("prefill", "float16", "float16", 64, 16, "", 4)]
     wanted += [Variant("v1", "float16", "fp8_e5m2", 64, 8), Variant("v2", "float16", "float16", 128, 16)]
     wanted += [Variant("v2_reduce", "float16", "", 128, 0), Variant("write_kv", "float16", "float16", 128, 16, "vllm")]
     wanted += [Variant("gather_kv", "float16", "float16", 128, 16, "vllm")]
@@ -165,6 +178,29 @@ def _split(variant: Variant) -> Work:
     call = partial(
         attention.decode_attention,
         *(q, k_cache, v_cache, tables, np.array([seq_len], np.int32)),
+        **{"kv_dtype": fp8, "backend": "emulator", **options},
+    )
+    return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
+
+
+def _prefill(variant: Variant) -> Work:
+    """A whole tile of query rows at the end of a sequence of 512 tokens; Hkv = 2, NHD."""
+    num_tokens = 128 // variant.group_size
+    num_blocks, num_heads = -(-PREFILL_TOKENS // variant.block_size), NUM_HEADS * variant.group_size
+    k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
+    if variant.options == "strided":  # k_cache and v_cache are halves of one array
+        k_cache, v_cache = np.stack([k_cache, v_cache], 1).swapaxes(0, 1)
+    q = _normal((num_tokens, num_heads, variant.head_dim), _dtype(variant.kind)[0])
+    tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(1, -1)
+    options = dict(OPTIONS[variant.options])
+    for name in ("alibi_slopes", "sinks"):
+        if name in options:
+            options[name] = np.repeat(options[name], variant.group_size)
+    tiles = -(-num_tokens * variant.group_size // (128 if variant.head_dim <= 128 and not options else 64))
+    visible = 2 * NUM_HEADS * PREFILL_TOKENS * variant.head_dim * k_cache.itemsize * tiles
+    call = partial(
+        attention.prefill_attention,
+        *(q, k_cache, v_cache, tables, np.array([PREFILL_TOKENS], np.int32), np.array([0, num_tokens], np.int32)),
         **{"kv_dtype": fp8, "backend": "emulator", **options},
     )
     return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
@@ -243,6 +279,13 @@ def _merge(variant: Variant) -> Work:
 
 
 WORK: dict[str, Callable[[Variant], Work]] = {
-    **{"split": _split, "v1": _attention, "v2": _attention, "v2_reduce": _attention, "merge_states": _merge},
+    **{
+        "split": _split,
+        "prefill": _prefill,
+        "v1": _attention,
+        "v2": _attention,
+        "v2_reduce": _attention,
+        "merge_states": _merge,
+    },
     **{"write_kv": _cache_work, "gather_kv": _cache_work, "copy_blocks": _cache_work},
 }
