@@ -88,6 +88,23 @@ def test_calls_with_options_find_what_they_need(compiled):
     assert compiled == []
 
 
+def test_calls_of_prefill_find_what_they_need(compiled):
+    names = pagedkv.warmup(
+        *(2, 1, 16, 16, "float16"),
+        **{"layout": "vllm", "kernels": ["v1"], "prefill": True, "check": True, "capabilities": [(9, 0)]},
+    )
+    assert [name.split("[")[0] for name in names[1:3]] == ["check_batch", "prefill_on_cuda_cores"]
+    del compiled[:]
+    q, tables, lengths = np.ones((2, 2, 16), np.float16), np.zeros((1, 1), np.int32), np.array([2], np.int32)
+    caches = np.ones((1, 1, 2, 16, 8), np.float16), np.ones((1, 1, 16, 16), np.float16)
+    options = {"layout": "vllm", "backend": "emulator", "check": True}
+    starts = np.array([0, 2], np.int32)
+    for softcap in (None, 3.0):
+        out = pagedkv.prefill_attention(q, *caches, tables, lengths, starts, softcap=softcap, **options)
+        assert (out == 1).all()
+    assert compiled == []
+
+
 def test_the_default_is_the_gpus_of_the_machine(monkeypatch):
     monkeypatch.setattr(driver, "capabilities", lambda: [(9, 0), (9, 0)])
     names = pagedkv.warmup(1, 1, 64, 16, "float16", layout="vllm", kernels=["v1"], kv_dtype="fp8_e4m3")
@@ -112,6 +129,7 @@ def test_the_default_is_the_gpus_of_the_machine(monkeypatch):
         ({"token_dtype": "bfloat16"}, TypeError, "k must have dtype float16"),
         ({"per_head_scales": 1}, TypeError, "per_head_scales"),
         ({"per_head_scales": True}, ValueError, "k_scale needs an fp8 cache"),
+        ({"prefill": 1}, TypeError, "prefill must be True or False"),
         ({"num_states": 0}, ValueError, "num_states must be at least 1"),
         ({"num_states": 2.0}, TypeError, "num_states must be an int"),
         ({"capabilities": ["9.0"]}, TypeError, r"such as \[\(9, 0\)\], got \['9.0'\]"),

@@ -16,6 +16,7 @@ from .gpu import FIRST_CAPABILITY
 from .plans.attention import decode_attention
 from .plans.blocks import copy_blocks, gather_kv, write_kv
 from .plans.merge import merge_states
+from .plans.prefill import prefill_attention
 
 
 class _Compiler:
@@ -43,6 +44,7 @@ class _Compiler:
 
 def compile_ahead(
     decodes: Sequence[AttentionCall],
+    prefills: Sequence[AttentionCall],
     write: WriteCall,
     gather: GatherCall,
     copy: CopyCall,
@@ -53,7 +55,7 @@ def compile_ahead(
 
     Parameters
     ----------
-    decodes, write, gather, copy, merge
+    decodes, prefills, write, gather, copy, merge
         Valid calls with at least one token each, in place of those to come.
     capabilities : sequence of (int, int), or None
         Compute capabilities; None for those of the GPUs of this machine.
@@ -75,6 +77,8 @@ def compile_ahead(
         device: Any = _Compiler(capability)
         for call in decodes:
             decode_attention(device, call, call.q.copy(), None)
+        for call in prefills:
+            prefill_attention(device, call, call.q.copy(), None)
         write_kv(device, write)
         dense = np.zeros(write.k.shape, np.float32 if gather.spec.kind.startswith("fp8") else gather.k_cache.dtype)
         gather_kv(device, gather, dense, dense.copy())

@@ -33,15 +33,17 @@ def warmup(
     score_mod: Callable[..., Any] | None = None,
     kernels: Sequence[str] | None = None,
     num_states: int | None = None,
+    prefill: bool = False,
     check: bool | None = None,
     capabilities: Sequence[tuple[int, int]] | None = None,
 ) -> list[str]:
     """Compile what CUDA calls with these shapes and options need, so that the first of them starts at once.
 
-    These are decode_attention, write_kv, gather_kv, copy_blocks and swap_blocks within a device, and merge_states with
-    `num_states`. What is compiled is kept on disk as well (see ``PAGEDKV_CACHE_DIR``): this can run where there is no
-    GPU, while an image is built. Calls whose arrays are not contiguous, or only as aligned as they have to be, or whose
-    caches are larger than 64 GiB, may need kernels of their own.
+    These are decode_attention, write_kv, gather_kv, copy_blocks and swap_blocks within a device, prefill_attention with
+    `prefill`, and merge_states with `num_states`. What is compiled is kept on disk as well (see
+    ``PAGEDKV_CACHE_DIR``): this can run where there is no GPU, while an image is built. Calls whose arrays are not
+    contiguous, or only as aligned as they have to be, or whose caches are larger than 64 GiB, may need kernels of their
+    own.
 
     Parameters
     ----------
@@ -65,6 +67,8 @@ def warmup(
         What calls will pass as `kernel`; all of the layout's by default.
     num_states : int, optional
         How many states merge_states will get, with outputs of q's dtype; by default its kernel is not compiled.
+    prefill : bool
+        Whether there will be calls of prefill_attention; by default its kernels are not compiled.
     check : bool, optional
         As in the calls.
     capabilities : sequence of (int, int), optional
@@ -88,6 +92,7 @@ def warmup(
     if kernels is not None and (isinstance(kernels, str) or not isinstance(kernels, Sequence)):
         raise TypeError(f'kernels must be a sequence of names, such as ["v1"], got {kernels!r}')
     require.boolean("per_head_scales", per_head_scales)
+    require.boolean("prefill", prefill)
     shapes = cache_shapes(layout, 2, block_size, num_kv_heads, head_dim, stored.itemsize)
     k_cache, v_cache = (np.zeros(shape, stored) for shape in shapes)
     q, (k, v) = np.zeros((1, num_heads, head_dim), q_dtype), np.zeros((2, 1, num_kv_heads, head_dim), token)
@@ -106,6 +111,8 @@ def warmup(
         for kernel in (_KERNELS[layout] if kernels is None else kernels)
         for softcap in _SOFTCAPS[layout]
     ]
+    ragged = attention | {"query_starts": np.array([0, 1], np.int32), "causal": True, "kernel": "auto"}
+    prefills = [attention_call(ragged | {"softcap": softcap}) for softcap in (None, 1.0) if prefill]
     write = write_call(caches | {"k": k, "v": v, "slots": slots})
     gather = gather_call(caches | {"block_table": table[0], "seq_len": 1})
     copy = copy_call(k_cache, v_cache, np.array([[0, 1]]), backend="emulator")
@@ -118,4 +125,4 @@ def warmup(
         merge = merge_call([q] * count, list(lses), backend="emulator")
     from ..cuda.warmup import compile_ahead
 
-    return compile_ahead(decodes, write, gather, copy, merge, capabilities)
+    return compile_ahead(decodes, prefills, write, gather, copy, merge, capabilities)
