@@ -7,9 +7,10 @@ import pytest
 from pagedkv.bench.static.sass import code_of, products_of
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.compiler.occupancy import occupancy, shared_kib
-from pagedkv.kernels.prefill import cuda_cores
 from pagedkv.kernels.prefill.config import CoresConfig, TensorConfig
-from pagedkv.kernels.prefill.cuda_cores import CoresShape, make_prefill_on_cuda_cores
+from pagedkv.kernels.prefill.cuda_cores import kernel as cuda_cores
+from pagedkv.kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
+from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
 from pagedkv.kernels.prefill.tensor_cores import make_prefill
 from pagedkv.kernels.prefill.tile import TileShape
 

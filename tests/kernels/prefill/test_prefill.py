@@ -11,7 +11,7 @@ from pagedkv import reference
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.cuda.plans.prefill import suits_tensor_cores, tensor_config
-from pagedkv.kernels.prefill.cuda_cores import CoresShape
+from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
 from pagedkv.kernels.prefill.tile import TileShape
 
 from ...problems import POISONS, assert_close, build, expect
@@ -116,9 +116,11 @@ def chunk_of(whole, start, stop, device):
 @st.composite
 def elsewhere(draw, form):
     """A sequence, cut into chunks, and other ways to look at it."""
-    length = draw(st.sampled_from([1, 33, 64, 65, 130]))
+    length = draw(st.sampled_from([130, 1, 33, 64, 65]))
     stops = sorted({length, *draw(st.lists(st.integers(1, length), max_size=3))})
-    fields = {"window": draw(st.sampled_from([None, 20])), "sinks": draw(st.booleans())}
+    # With a scale of 4, pivots of some rows move in most tiles, and those of their neighbours do not.
+    fields = {"scale": draw(st.sampled_from([4.0, None])), "window": draw(st.sampled_from([None, 20]))}
+    fields["sinks"] = draw(st.booleans())
     spec = form.replace(seq_lens=(length,), query_lens=(length,), **fields, seed=draw(st.integers(0, 99)))
     return spec, stops, draw(st.integers(0, 2**16))
 
@@ -144,6 +146,17 @@ def test_a_row_has_the_same_bits_in_any_chunk_batch_placement_layout_and_schedul
     rows = slice(5, 5 + len(out))
     moved, moved_lse = prefill(build(other), open_device)
     assert_same_bits((moved[rows], moved_lse[rows]), (out, lse))
+
+
+@each_of(BOTH, OTHERS)
+def test_pivots_that_move_leave_other_rows_alone(form, open_device):
+    """With a scale of 4, those of some rows move in most tiles: whichever rows are their neighbours."""
+    whole = build(form.replace(seq_lens=(150,), query_lens=(150,), num_kv_heads=1, scale=4.0))
+    out, lse = prefill(whole, open_device)
+    assert_close(whole, out, lse)
+    for start, stop in ((0, 77), (77, 110), (149, 150)):
+        part = chunk_of(whole, start, stop, open_device(global_race=True))
+        assert_same_bits(part, (out[start:stop], lse[start:stop]))
 
 
 @pytest.mark.parametrize("block_size", [3, *long([1, 256])])

@@ -13,10 +13,12 @@ import numpy as np
 from ...arrays import Array
 from ...calls import AttentionCall
 from ...kernels.device.bad_entries import NUM_BYTES
-from ...kernels.prefill import cuda_cores, tensor_cores
+from ...kernels.prefill import tensor_cores
 from ...kernels.prefill.check import CheckConfig, make_check_batch
 from ...kernels.prefill.config import MOST_DIMS, CoresConfig, TensorConfig
-from ...kernels.prefill.cuda_cores import CoresShape, make_prefill_on_cuda_cores
+from ...kernels.prefill.cuda_cores import kernel as cuda_cores
+from ...kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
+from ...kernels.prefill.cuda_cores.shape import CoresShape
 from ...kernels.prefill.items import num_tiles
 from ...kernels.prefill.tensor_cores import make_prefill
 from ...kernels.prefill.tile import TileShape

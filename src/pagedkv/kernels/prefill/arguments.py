@@ -1,8 +1,15 @@
-"""What a thread block hands to the steps of the prefill kernels, as named tuples; to LLVM they are their fields."""
+"""The parameters of the prefill kernels, and what a thread block hands to their steps.
+
+Named tuples: to LLVM they are their fields.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+from numba import float32, int32, int64, types, uint8
+
+_BYTES, _INTS, _FLOATS = (types.CPointer(dtype) for dtype in (uint8, int32, float32))
 
 
 class Item(NamedTuple):
@@ -48,3 +55,15 @@ class Options(NamedTuple):
     softcap: Any
     seq: Any
     last: Any  # token of the sequence
+
+
+def signature(num_strides: int) -> Any:
+    """Of a kernel that takes this many strides, in bytes."""
+    return types.void(
+        *(_BYTES, _FLOATS, _BYTES, _BYTES, _BYTES),  # out, lse, q, k_cache, v_cache
+        *(_INTS, _INTS, _INTS),  # block_tables, seq_lens, query_starts
+        *(_FLOATS, _FLOATS, _FLOATS, _FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
+        *[int64] * 7,  # sizes, window, causal
+        *[int64] * num_strides,
+        *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
+    )

@@ -14,7 +14,7 @@ from numba import cuda, int64, uint32
 
 from ..device.intrinsics import address, load_4
 from ..device.source import device_function
-from ..device.tensor_intrinsics import ballot
+from ..device.tensor_intrinsics import ballot, load_shared_word, store_shared_word
 from ..device.warp import WARP_SIZE
 from .arguments import Item
 
@@ -75,3 +75,35 @@ def make_find_item(rows: int) -> Any:
         return Item(seq, first_row, num_rows, start, uint32(seq_len - query_len), seq_len)
 
     return find_item
+
+
+def make_keep(kept_start: int) -> tuple[Any, Any]:
+    """The device functions ``keep(shared, item)``, for one thread, and ``kept(shared) -> item``, behind a barrier.
+
+    Through shared memory, kept_start bytes on: what all threads are told, and read again where registers are scarce.
+    """
+    KEPT = kept_start
+
+    @device_function
+    def keep(shared, item):
+        where = uint32(shared + KEPT)
+        store_shared_word(where, item.seq)
+        store_shared_word(uint32(where + 4), item.first_row)
+        store_shared_word(uint32(where + 8), item.num_rows)
+        store_shared_word(uint32(where + 12), item.start)
+        store_shared_word(uint32(where + 16), item.context)
+        store_shared_word(uint32(where + 20), item.seq_len)
+
+    @device_function
+    def kept(shared):
+        where = uint32(shared + KEPT)
+        return Item(
+            load_shared_word(where),
+            load_shared_word(uint32(where + 4)),
+            load_shared_word(uint32(where + 8)),
+            load_shared_word(uint32(where + 12)),
+            load_shared_word(uint32(where + 16)),
+            load_shared_word(uint32(where + 20)),
+        )
+
+    return keep, kept

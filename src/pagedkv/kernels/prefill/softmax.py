@@ -17,7 +17,7 @@ from ..device.logits import LOG2E, NONE, make_modify
 from ..device.source import device_function
 from ..device.tensor_intrinsics import any_lane, exchange, log2, pack_bfloat16, pack_float16, reciprocal
 from .config import TensorConfig
-from .kept import make_keep
+from .items import make_keep
 from .tile import TileShape
 
 SLACK = 8  # powers of two
@@ -107,7 +107,7 @@ def make_mask(config: TensorConfig, shape: TileShape) -> Any:
     first is the lane's first key of the tile.
     """
     OF_ROWS, OF_ROW, PER_TILE = 2 * shape.row_tiles, 4 * shape.key_pairs, 8 * shape.key_pairs
-    GROUP_SIZE, row_of, (_, kept) = config.group_size, make_row_of(shape), make_keep(shape)
+    GROUP_SIZE, row_of, (_, kept) = config.group_size, make_row_of(shape), make_keep(shape.kept_start)
 
     @device_function
     def mask_score(n, i, s, low, width):

@@ -27,15 +27,13 @@ from ..device.intrinsics import address, bits_float, divmod_32, shared_address
 from ..device.logits import LOG2E
 from ..device.source import KernelSource, device_function
 from ..device.tensor_intrinsics import shuffle, thread_number
-from .arguments import Cache, Options, Pages, Visible
+from .arguments import Cache, Options, Pages, Visible, signature
 from .config import NUM_THREADS, TensorConfig
-from .items import make_find_item
-from .kept import make_keep
+from .items import make_find_item, make_keep
 from .limits import MIN_BLOCKS, optimisation, pins_thread
 from .loop import Query, Span, make_attend
 from .output import Output, make_store_nothing, make_store_rows
 from .registers import make_registers
-from .signature import signature
 from .softmax import make_start
 from .tile import SWIZZLED, TileShape
 
@@ -46,7 +44,7 @@ def make_prefill(config: TensorConfig) -> KernelSource:
     """Attention of all rows of all sequences over the keys that they see."""
     shape = TileShape(config)
     ROWS, KEYS, GROUP_SIZE = shape.rows, shape.keys, config.group_size
-    MODIFIED, (keep, kept) = config.modified, make_keep(shape)
+    MODIFIED, (keep, kept) = config.modified, make_keep(shape.kept_start)
     FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.q_kind == "float16" else 1.0)
     attend, find_item, registers_of = make_attend(config, shape), make_find_item(ROWS), make_registers(shape)
     start, store_rows = make_start(config, shape), make_store_rows(config, shape)

@@ -11,14 +11,12 @@ so that lanes meet different banks; then P. Only the lanes of a row read what th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numba import cuda, float32, int64, uint32
 
-from ..device.conversions import unpack
-from ..device.elements import ELEMENT_BITS
-from ..device.intrinsics import (
+from ...device.elements import ELEMENT_BITS
+from ...device.intrinsics import (
     address,
     assign,
     bits_float,
@@ -28,11 +26,7 @@ from ..device.intrinsics import (
     float_bits,
     for_each,
     larger,
-    load_1,
-    load_2,
     load_4,
-    load_8,
-    load_16,
     load_shared,
     local_array,
     multiply_and_add,
@@ -40,81 +34,24 @@ from ..device.intrinsics import (
     store_8,
     store_16,
 )
-from ..device.logits import LOG2E, NONE, make_modify
-from ..device.source import KernelSource, device_function
-from ..device.tensor_intrinsics import (
+from ...device.logits import LOG2E, NONE, make_modify
+from ...device.source import KernelSource, device_function
+from ...device.tensor_intrinsics import (
     exchange,
     load_shared_word,
     pack_bfloat16,
     pack_float16,
     shuffle,
-    store_shared_4,
     store_shared_word,
     sync_warp,
 )
-from .arguments import Item
-from .config import NUM_THREADS, CoresConfig
-from .items import make_find_item
-from .output import Output, make_store_nothing
-from .signature import signature
-from .softmax import finish
-
-VECTOR = 4  # elements
-FLOAT_BYTES = 4
-MOST_VECTORS = 16  # of O, of a lane
-
-
-@dataclass(frozen=True, slots=True)
-class CoresShape:
-    """A tile of query rows and one of keys, as many.
-
-    Attributes
-    ----------
-    config : CoresConfig
-    """
-
-    config: CoresConfig
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a thread block, and keys of a tile."""
-        return 32 if self.config.head_dim <= 256 else 16
-
-    @property
-    def lanes(self) -> int:
-        """Lanes that share a row."""
-        return NUM_THREADS // self.rows
-
-    @property
-    def keys_of_lane(self) -> int:
-        return self.rows // self.lanes
-
-    @property
-    def row_vectors(self) -> int:
-        return self.config.head_dim // VECTOR
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of O of a lane; the last one may reach past the row."""
-        return -(-self.row_vectors // self.lanes)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes from a row in shared memory to the next one."""
-        return (self.row_vectors + 1) * VECTOR * FLOAT_BYTES
-
-    @property
-    def tile_bytes(self) -> int:
-        return self.rows * self.row_bytes
-
-    @property
-    def p_bytes(self) -> int:
-        """Of a row of P: with a float between two rows."""
-        return (self.rows + 1) * FLOAT_BYTES
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * self.tile_bytes + self.rows * self.p_bytes
+from ..arguments import Item, signature
+from ..config import NUM_THREADS, CoresConfig
+from ..items import make_find_item
+from ..output import Output, make_store_nothing
+from ..softmax import finish
+from .rows import make_load_query, make_load_rows
+from .shape import VECTOR, CoresShape
 
 
 class Row(NamedTuple):
@@ -240,95 +177,6 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
 def dynamic_bytes(config: CoresConfig) -> int:
     """Bytes of dynamic shared memory of a launch."""
     return CoresShape(config).nbytes
-
-
-def make_load_quad(kind: str, hardware_fp8: bool) -> Any:
-    """The device function ``load_quad(where)``: 4 elements side by side as float32."""
-    BYTES, widen = ELEMENT_BITS[kind] // 8, unpack(kind, hardware_fp8)
-
-    @device_function
-    def load_quad(where):
-        if BYTES == 4:
-            x = load_16(where)
-            return bits_float(x[0]), bits_float(x[1]), bits_float(x[2]), bits_float(x[3])
-        if BYTES == 2:
-            y = load_8(where)
-            a, b = widen(y[0])
-            c, d = widen(y[1])
-            return a, b, c, d
-        return widen(load_4(where))
-
-    return load_quad
-
-
-def make_load_strided(kind: str, hardware_fp8: bool) -> Any:
-    """The device function ``load_strided(where, stride)``: 4 elements this many bytes apart as float32."""
-    BYTES, widen = ELEMENT_BITS[kind] // 8, unpack(kind, hardware_fp8)
-    load = {1: load_1, 2: load_2, 4: load_4}[BYTES]
-
-    @device_function
-    def load_one(where):
-        return widen(uint32(load(where)))[0]
-
-    @device_function
-    def load_strided(where, stride):
-        second, third, fourth = where + stride, where + 2 * stride, where + 3 * stride
-        return load_one(where), load_one(second), load_one(third), load_one(fourth)
-
-    return load_strided
-
-
-def make_load_query(shape: CoresShape) -> Any:
-    """The device function ``load_query(tile, q, strides, first_row, last_row, group_size, thread)``.
-
-    Rows past the last one of the sequence are as it.
-    """
-    VECTORS, ROW_BYTES, ALL = shape.row_vectors, shape.row_bytes, shape.rows * shape.row_vectors
-    Q_BYTES, load_quad = ELEMENT_BITS[shape.config.q_kind] // 8, make_load_quad(shape.config.q_kind, False)
-
-    @device_function
-    def load_query(tile, q, strides, first_row, last_row, group_size, thread):
-        i = thread
-        while i < uint32(ALL):
-            r, vector = divmod_32(i, VECTORS)
-            token, head = divmod_32(min(uint32(first_row + r), last_row), group_size)
-            where = q + int64(token) * strides[0] + int64(head) * strides[1] + int64(vector) * (VECTOR * Q_BYTES)
-            a, b, c, d = load_quad(where)
-            store_shared_4(uint32(tile + uint32(uint32(r * ROW_BYTES) + uint32(vector << 4))), a, b, c, d)
-            i = uint32(i + NUM_THREADS)
-
-    return load_query
-
-
-def make_load_rows(shape: CoresShape, *, is_keys: bool) -> Any:
-    """The device function ``load_rows(tile, rows, base, dim_stride, thread)``: a tile of K or of V as float32.
-
-    In layout vllm, dim_stride is that of a vector of 16 bytes of K, and of a dim of V.
-    """
-    config = shape.config
-    VECTORS, ROW_BYTES, ALL = shape.row_vectors, shape.row_bytes, shape.rows * shape.row_vectors
-    KV_BYTES, OFFSET, IS_VLLM = ELEMENT_BITS[config.kv_kind] // 8, 0 if is_keys else shape.rows, config.is_vllm
-    PER_VECTOR, IS_STRIDED = 16 // (VECTOR * KV_BYTES), config.is_vllm and not is_keys
-    load_quad = make_load_quad(config.kv_kind, config.hardware_fp8)
-    load_strided = make_load_strided(config.kv_kind, config.hardware_fp8)
-
-    @device_function
-    def load_rows(tile, rows, base, dim_stride, thread):
-        i = thread
-        while i < uint32(ALL):
-            r, vector = divmod_32(i, VECTORS)
-            where = base + rows[int64(r) + OFFSET]
-            if IS_STRIDED:
-                a, b, c, d = load_strided(where + int64(vector) * (VECTOR * dim_stride), dim_stride)
-            elif IS_VLLM:
-                piece, part = divmod_32(vector, PER_VECTOR)
-                a, b, c, d = load_quad(where + int64(piece) * dim_stride + int64(part) * (VECTOR * KV_BYTES))
-            else:
-                a, b, c, d = load_quad(where + int64(vector) * (VECTOR * KV_BYTES))
-            store_shared_4(uint32(tile + uint32(uint32(r * ROW_BYTES) + uint32(vector << 4))), a, b, c, d)
-            i = uint32(i + NUM_THREADS)
-
-    return load_rows
 
 
 def make_dots(shape: CoresShape) -> Any:

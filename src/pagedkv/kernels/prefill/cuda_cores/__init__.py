@@ -1,0 +1,1 @@
+"""Prefill attention on CUDA cores."""
