@@ -70,6 +70,7 @@ def run_doctest(body, namespace, path, line):
     assert not runner.failures, report.getvalue()
 
 
+@pytest.mark.usefixtures("without_lines")
 @pytest.mark.parametrize("path", [path for path in PAGES if "```python" in path.read_text()], ids=name)
 def test_snippets(path):
     assert run_snippets(path)
