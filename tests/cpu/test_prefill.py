@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 
 import pagedkv
+from pagedkv.cpu import decode, prefill, threads
 
 from ..problems import FLOATS, Spec, as_torch, assert_close, build, error_bound, expect, move_past_2_31_elements, run
 from ..strategies import MORE_PREFILL_KERNELS, PREFILL_KERNELS, SPLIT, fade, long, own_parity, specs
@@ -219,3 +220,17 @@ def test_caches_of_more_than_2_31_elements(spec):
     move_past_2_31_elements(problem)
     for a, b in zip(run(problem), expected, strict=True):
         assert a.tobytes() == b.tobytes()
+
+
+def test_a_call_with_a_score_mod_is_taken_for_a_long_one(monkeypatch):
+    """What it computes may take any time: an interrupt should not wait for it."""
+    estimates = []
+    for module in (prefill, decode):
+        monkeypatch.setattr(module, "run", lambda *args, estimate, **options: estimates.append(estimate))
+    spec = Spec(seq_lens=(90,), query_lens=(90,))
+    for fields in ({}, {"softcap": 2.0}, {"layout": "vllm"}, {"score_mod": fade}):
+        run(build(spec.replace(**fields)))
+    plain, capped, dimwise, modified = estimates
+    assert plain < capped < threads.PATIENCE_NS
+    assert plain < dimwise < threads.PATIENCE_NS
+    assert modified > threads.PATIENCE_NS

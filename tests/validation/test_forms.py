@@ -96,8 +96,25 @@ def test_the_emulator_is_chosen_by_addresses_too(looked_at):
 
 
 def test_the_oldest_are_forgotten(monkeypatch, looked_at):
-    monkeypatch.setattr(forms, "MOST_FORMS", 3)
-    for window in (1, 2, 3, 4, 5, 5, 4, 3, 1):
+    monkeypatch.setattr(forms, "MOST_FORMS", 8)
+    for window in range(1, 10):
         attention.attention_call(arguments(window=window))
-        assert len(attention._forms) <= 3
-    assert len(looked_at) == 6
+        assert len(attention._forms) == min(window, 8)
+    for window in (9, 2, 1):
+        attention.attention_call(arguments(window=window))
+    assert len(looked_at) == 10
+
+
+class Width:
+    """An index like a tensor of torch, whose hash is that of the object."""
+
+    width = 3
+
+    def __index__(self):
+        return self.width
+
+
+def test_an_index_that_changes_is_read_in_each_call():
+    window = Width()
+    for window.width in (3, 1):
+        assert attention.attention_call(arguments(window=window)).options.window == window.width

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from .tiles import cache_strides
 
 NO_WINDOW = 2**62
 NO_HEADS = np.empty(0, np.float32)
+# Up to how many times as long a call takes that has a tanh for each logit, or caches whose rows lie dim by dim.
+SOFTCAP, VLLM = 4, 7
 
 
 class Caches(NamedTuple):
@@ -134,6 +137,13 @@ def _in_places(q: npt.NDArray[np.float32], order: npt.NDArray[np.int64] | None) 
         q = np.take(q, order, axis=2, mode="clip")  # several times as fast as an index
     padding = -q.shape[2] % LANES
     return np.pad(q, ((0, 0), (0, 0), (0, padding))) if padding else q
+
+
+def estimate_of(call: AttentionCall, plain_ns: float) -> float:
+    """About how many nanoseconds one thread takes, from what it would take for rows of a layout without options."""
+    if call.options.score_mod is not None:
+        return math.inf  # it may be anything
+    return plain_ns * (SOFTCAP if call.options.softcap else 1) * (VLLM if call.spec.layout == "vllm" else 1)
 
 
 def new_result(q: Array) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

@@ -23,7 +23,7 @@ from ..calls import AttentionCall
 from ..commit import commit, result_writes
 from ..compiling.compile_thread import made_once
 from .access import fetch_add, get_float, get_int32
-from .arguments import FIRST_TYPES, from_places, make_arguments, new_result, plan_of
+from .arguments import FIRST_TYPES, estimate_of, from_places, make_arguments, new_result, plan_of
 from .compile import compile_kernel
 from .flash import SPLIT, Item, fold, make_walk
 from .scratch import (
@@ -269,9 +269,9 @@ def attend_few(
     heads_per_item = max(1, min(in_l1, spec.num_kv_heads // busy))
     groups = -(-spec.num_kv_heads // heads_per_item)
     token_ns = spec.num_kv_heads * head_dim * (DIM_NS + rows * ROW_NS)
-    estimate = num_seqs * _most_tokens(call) * token_ns
+    estimate = estimate_of(call, num_seqs * _most_tokens(call) * token_ns)
     if estimate >= ALONE_NS:
-        estimate = int(call.seq_lens.sum(dtype=np.int64)) * token_ns
+        estimate = estimate_of(call, int(call.seq_lens.sum(dtype=np.int64)) * token_ns)
     run(
         kernel,
         splits.seq.size * groups,

@@ -21,7 +21,7 @@ from ..calls import AttentionCall
 from ..commit import commit, result_writes
 from ..compiling.compile_thread import made_once
 from .access import fetch_add, get_int32
-from .arguments import FIRST_TYPES, from_places, make_arguments, new_result, plan_of
+from .arguments import FIRST_TYPES, estimate_of, from_places, make_arguments, new_result, plan_of
 from .compile import compile_kernel
 from .decode import GROUP_ROWS, attend_few, plan_few
 from .flash import SPLIT, Item, fold_all, make_walk
@@ -177,5 +177,5 @@ def _attend_many(
         chunks.seq.size * num_kv_heads,
         (*arguments, chunks, head_dim, tokens_per_item, result, lse),
         owners=owners,
-        estimate=logits * head_dim * DIM_NS,
+        estimate=estimate_of(call, logits * head_dim * DIM_NS),
     )

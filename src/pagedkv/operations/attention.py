@@ -230,8 +230,8 @@ def prefill_attention(
     of the same sequence and KV head; in K only the rows that attend to it.
 
     On a device, a length beyond max_seq_len rounded up as in decode_attention (or beyond the table), or below its
-    query_len, counts as 0: the rows are zeros. Rows of a sequence whose query_starts decrease, or end past num_tokens,
-    may hold anything. ``check=True`` records both; the rows of a sequence with a block id out of range become zeros
+    query_len, counts as 0: the rows are zeros. If query_starts decrease or are out of range, any row may hold anything
+    or stay as it was. ``check=True`` records both; the rows of a sequence with a block id out of range become zeros
     then.
 
     The bits of a row depend on the keys that it sees alone, as those of :func:`~pagedkv.decode_attention` do: a prompt

@@ -42,8 +42,8 @@ def warmup(
     These are decode_attention, write_kv, gather_kv, copy_blocks and swap_blocks within a device, prefill_attention with
     `prefill`, and merge_states with `num_states`. What is compiled is kept on disk as well (see
     ``PAGEDKV_CACHE_DIR``): this can run where there is no GPU, while an image is built. Calls whose arrays are not
-    contiguous, or only as aligned as they have to be, or whose caches are larger than 64 GiB, may need kernels of their
-    own.
+    contiguous, or only as aligned as they have to be, or whose caches are larger than 64 GiB (32 of fp8 for prefill),
+    may need kernels of their own.
 
     Parameters
     ----------

@@ -45,7 +45,8 @@ class Forms:
 
     def of(self, given: Mapping[str, Any], views: Mapping[str, Array], placement: Placement) -> Form:
         """The form of a call with these arguments, of which `views` are the arrays; raises unless it is valid."""
-        if placement.backend != "cpu":
+        # Another index, such as a tensor of torch, may change its value, but not its hash.
+        if placement.backend != "cpu" or not isinstance(given["window"], int | np.integer | None):
             return _checked(given, views, placement)
         key = _key(given, views)
         try:
@@ -54,7 +55,7 @@ class Forms:
             return _checked(given, views, placement)
         if form is None:
             form = _checked(given, views, placement)
-            for oldest in list(self._known)[: len(self._known) + 1 - MOST_FORMS]:
+            for oldest in list(self._known)[: max(0, len(self._known) + 1 - MOST_FORMS)]:
                 self._known.pop(oldest, None)  # another thread may have been first
             self._known[key] = form
         return form

@@ -1,6 +1,7 @@
 """The prefill kernels in the emulator, with all of its checks on, against the oracle."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -226,8 +227,7 @@ def rows_read(problem, first, last):
 
 @each_of(BOTH)
 def test_keys_that_no_row_sees_are_not_read(form):
-    """Whole tiles before the window, and everything past the last row."""
-    size = keys_of_tile(form)
+    """Everything before the window of the first row, and past the last row."""
     spec = form.replace(seq_lens=(300,), query_lens=(200,), window=40)
     problem = build(spec)
     whole = problem.block_tables, problem.k_cache, problem.v_cache
@@ -236,7 +236,7 @@ def test_keys_that_no_row_sees_are_not_read(form):
     problem.block_tables, problem.k_cache, problem.v_cache = whole
     device = emulator(footprint=True)
     prefill(problem, device=device)
-    rows = rows_read(problem, (145 - 39) // size * size, 149)
+    rows = rows_read(problem, 145 - 39, 149)
     for name in ("k_cache", "v_cache"):
         device.launches[0].footprint.expect(name, read=rows, written=False)
 
@@ -296,6 +296,66 @@ def test_a_length_that_is_not_looked_at_harms_nobody(form, open_device):
         assert (out[:40] == 0).all()
         assert (lse[:40] == -np.inf).all()
         assert_same_bits((out[40:], lse[40:]), (expected[0][40:], expected[1][40:]))
+
+
+@each_of(BOTH, OTHERS)
+def test_nothing_before_the_windows_is_looked_up_or_counts(form, open_device):
+    """Blocks that have been given away, and NaN where the first window's tile begins."""
+    spec = form.replace(seq_lens=(100,), query_lens=(4,), window=20, kv_scales=None)
+    first = 100 - 4 - 20 + 1
+    expected, problem = prefill(build(spec), open_device), build(spec)
+    problem.block_tables[0, : first // form.block_size] = -1
+    block, inside = problem.block_tables[0, first // form.block_size], first % form.block_size
+    for cache in (problem.k_cache, problem.v_cache):
+        tokens = {"NHD": cache[block], "HND": cache[block].swapaxes(0, 1), "vllm": np.moveaxis(cache[block], -1, 0)}
+        if form.layout == "vllm" and cache is problem.k_cache:
+            tokens["vllm"] = np.moveaxis(cache[block], 2, 0)
+        tokens[form.layout][:inside] = 0x7F if form.is_fp8 else np.nan
+    call = checked_call(build(spec))._replace(block_tables=problem.block_tables)
+    call = call._replace(k_cache=problem.k_cache, v_cache=problem.v_cache)
+    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+    with open_device() as device:
+        planning.prefill_attention(device, call, out, lse)
+    assert_same_bits((out, lse), expected)
+
+
+def test_rows_whose_logits_are_all_far_below_zero_have_keys(open_device):
+    problem = build(OPTIONS.replace(seq_lens=(50,), query_lens=(50,), softcap=1e36, scale=1e30))
+    problem.q[...], problem.k_cache[...] = 10, -10
+    out, lse = prefill(problem, open_device)
+    expected, expected_lse = expect(problem)
+    np.testing.assert_allclose(out.astype(np.float32), expected, atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+
+
+@each_of(BOTH)
+def test_tables_with_room_for_more_tokens_than_a_length_can_say(form, open_device):
+    problem = build(form.replace(seq_lens=(5,), query_lens=(3,)))
+    expected, call = prefill(problem, open_device), checked_call(problem)
+    table = np.lib.stride_tricks.as_strided(call.block_tables, (1, 2**32 // form.block_size), (4, 0))
+    for length in (5, -(2**31)):
+        out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+        with open_device() as device:
+            wide = call._replace(block_tables=table, seq_lens=numbers(length), max_seq_len=2**33)
+            planning.prefill_attention(device, wide, out, lse)
+        if length == 5:
+            assert_same_bits((out, lse), expected)
+        else:
+            assert (out == 0).all()
+            assert (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize(("form", "vector"), [(TENSOR, 16), (FP8.replace(head_dim=64), 8)], ids=["float16", "fp8"])
+def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(form, vector):
+    call = checked_call(build(form.replace(seq_lens=(5,), query_lens=(3,), num_kv_heads=1)))
+    block_bytes = call.k_cache.strides[0]
+    for num_blocks, is_wide in ((2**32 * vector // block_bytes, False), (2**32 * vector // block_bytes + 1, True)):
+        shape = (num_blocks, *call.k_cache.shape[1:])
+        large = np.lib.stride_tricks.as_strided(call.k_cache, shape, call.k_cache.strides)
+        wide = call._replace(k_cache=large, v_cache=large, spec=replace(call.spec, num_blocks=num_blocks))
+        config = tensor_config(wide, capability=(9, 0))
+        assert config.vector_bytes == vector
+        assert config.wide == is_wide
 
 
 @each_of(BOTH, OTHERS)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Workspaces = tuple[tuple[str, int], ...]
 
-NO_WINDOW = 2**31 - 1
+NO_WINDOW = LONGEST = 2**31 - 1  # lengths are int32
 FLOAT_BYTES = 4
 
 
@@ -26,7 +26,7 @@ def max_seq_len_of(call: AttentionCall) -> int:
 
     Kernels compare lengths with it, so that calls with bounds of one bucket have one plan.
     """
-    return min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size)
+    return min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size, LONGEST)
 
 
 def cache_strides(call: AttentionCall, cache: Array) -> tuple[int, int, int]:
@@ -40,10 +40,10 @@ def bits_of(number: float) -> int:
     return int(np.float32(number).view(np.uint32))
 
 
-def is_wide(call: AttentionCall, cache: Array) -> bool:
-    """True where 32 bits do not count the vectors up to the last row of a KV head."""
+def is_wide(call: AttentionCall, cache: Array, vector_bytes: int = 16) -> bool:
+    """True where 32 bits do not count the vectors, of at most so many bytes, up to the last row of a KV head."""
     block, token, _ = cache_strides(call, cache)
-    vector = min(16, call.spec.head_dim * cache.itemsize & -(call.spec.head_dim * cache.itemsize))
+    vector = min(vector_bytes, call.spec.head_dim * cache.itemsize & -(call.spec.head_dim * cache.itemsize))
     last = max(call.spec.num_blocks - 1, 0) * block + (call.spec.block_size - 1) * token
     return min(block, token) < 0 or last // vector >= 2**32
 

@@ -13,6 +13,7 @@ import numpy as np
 from ...arrays import Array
 from ...calls import AttentionCall
 from ...kernels.device.bad_entries import NUM_BYTES
+from ...kernels.device.elements import ELEMENT_BITS
 from ...kernels.prefill import tensor_cores
 from ...kernels.prefill.check import CheckConfig, make_check_batch
 from ...kernels.prefill.config import MOST_DIMS, CoresConfig, TensorConfig
@@ -141,7 +142,7 @@ def tensor_config(call: AttentionCall, *, capability: Capability) -> TensorConfi
         q_kind=call.q.dtype.name,
         kv_kind=spec.kind,
         modified=bool(options.softcap or options.alibi_slopes is not None or options.score_mod),
-        wide=any(is_wide(call, cache) for cache in (call.k_cache, call.v_cache)),
+        wide=any(is_wide(call, cache, ELEMENT_BITS[spec.kind]) for cache in (call.k_cache, call.v_cache)),
         hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
         shared_kib=shared_kib(capability),
         score_mod=options.score_mod,

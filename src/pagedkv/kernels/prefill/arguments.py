@@ -45,7 +45,8 @@ class Pages(NamedTuple):
     """Where a sequence's tokens are looked up."""
 
     table: Any  # address of its row of block_tables
-    last: Any  # token that a row of the tile sees
+    first: Any  # token that a row of the tile sees
+    last: Any
 
 
 class Options(NamedTuple):

@@ -4,8 +4,8 @@ A row is cut into chunks of 8 elements. Chunk c of row r lies at chunk ``c ^ (r 
 which reads the same chunk of 8 rows, and the copies, which write all chunks of some rows, both meet every bank once.
 
 Each lane looks up one of the rows that its warp copies, two tiles ahead whatever the block size; a shuffle hands the
-row's offset to the lanes that copy it. Tokens past the last one that a row sees are taken to be that one: their logits
-are masked, and nothing beyond it is read.
+row's offset to the lanes that copy it. Tokens before the first one and past the last one that a row sees are taken to
+be those: their logits are masked, and nothing else is read.
 
 Rows of fp8 caches are copied as they are, to where the thread that copies them converts them: it waits for nobody else.
 """
@@ -121,7 +121,7 @@ def make_find_row(config: TensorConfig, shape: TileShape) -> Any:
     def find_row(pages, first, lane, warp):
         turn, row = divmod_32(uint32(lane % uint32(NUM_ROWS)), AT_ONCE)
         row = uint32(uint32(warp * AT_ONCE) + uint32(row + uint32(turn * BLOCK_ROWS)))
-        token = min(uint32(first + row), pages.last)
+        token = min(max(uint32(first + row), pages.first), pages.last)
         column = uint32(token // uint32(BLOCK_SIZE))
         return load_4(pages.table + int64(column) * 4), uint32(token - uint32(column * uint32(BLOCK_SIZE)))
 

@@ -21,7 +21,7 @@ from .items import make_keep
 from .tile import TileShape
 
 SLACK = 8  # powers of two
-UNSEEN = float32(1e30)  # the shift of a row without keys: it exceeds every pivot, and makes 0 of what it leaves
+UNSEEN = float32(3.4028235e38)  # the shift of a row without keys: no pivot is as low, and it makes 0 of what it leaves
 LN2 = float32(0.6931471805599453)
 
 

@@ -119,7 +119,7 @@ def make_prefill(config: TensorConfig) -> KernelSource:
             Query(q_row, q_token_stride, q_head_stride, not MODIFIED and factor < float32(0)),
             Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
             Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
-            Pages(table, last),
+            Pages(table, low, last),
             visible,
             Options(factor, bits_float(uint32(softcap)), item.seq, uint32(item.seq_len - 1)),
             span,

@@ -78,10 +78,10 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
     NUM_PLACES = 2 * ROWS
 
     @device_function
-    def find_rows(rows, table, first, last, block_size, k_strides, v_strides, thread):
+    def find_rows(rows, table, first, low, last, block_size, k_strides, v_strides, thread):
         """Where the rows of a tile are in the caches, from the first row of the KV head on."""
         if thread < ROWS:
-            column, position = divmod_32(min(uint32(first + thread), last), block_size)
+            column, position = divmod_32(min(max(uint32(first + thread), low), last), block_size)
             block = int64(load_4(table + int64(column) * 4))
             rows[int64(thread)] = block * k_strides[0] + int64(position) * k_strides[1]
             rows[int64(thread) + ROWS] = block * v_strides[0] + int64(position) * v_strides[1]
@@ -158,7 +158,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         first = uint32(uint32(low // uint32(ROWS)) * uint32(ROWS))
         while first <= last:
             cuda.syncthreads()
-            find_rows(rows, table, first, last, uint32(block_size), k_strides, v_strides, thread)
+            find_rows(rows, table, first, low, last, uint32(block_size), k_strides, v_strides, thread)
             cuda.syncthreads()
             load_keys(kv_tile, rows, k_head, k_dim_stride, thread)
             cuda.syncthreads()
