@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         "launches end with the tables, whatever bound there is",
         "cuda/plans/plan.py",
-        "min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size)",
+        "min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size, LONGEST)",
         "call.block_tables.shape[1] * call.spec.block_size",
         (GRID, ATTENTION + "test_a_bound_leaves_v1_little_shared_memory"),
     ),
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "a plan forgets that the tables end before the bucket",
         "cuda/plans/plan.py",
-        "return min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size)",
+        "return min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size, LONGEST)",
         "return bucket(call.max_seq_len)",
         (ATTENTION + "test_a_bound_beyond_the_tables_is_none[split]",),
     ),
