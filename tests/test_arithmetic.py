@@ -104,6 +104,14 @@ def merge(dtype=np.float32):
     return lambda: pagedkv.merge_states(outs, lses)
 
 
+def rotate(dtype):
+    q = (np.random.default_rng(4).standard_normal((9, 2, 64), np.float32) * TINY).astype(dtype)
+    q[4:] = 6e4
+    angles = np.linspace(0, 100, 9 * 32, dtype=np.float32).reshape(9, 32)
+    tables = np.cos(angles), np.sin(angles)
+    return lambda: pagedkv.apply_rotary(q, q, *tables, np.arange(9))
+
+
 def copy():
     caches = np.full((2, 4, 16, 2, 8), TINY)
     return lambda: pagedkv.copy_blocks(*caches, np.array([[0, 1]])) or caches
@@ -128,6 +136,8 @@ CALLS = {
     "gather": gather(),
     "merge": merge(),
     "merge of float16": merge(np.float16),
+    "rotate": rotate(np.float32),
+    "rotate float16": rotate(np.float16),
     "copy": copy(),
     "emulator": emulated(),
 }

@@ -118,9 +118,8 @@ def test_every_operation_on_a_device(operation, backend, kind):
     (device,) = devices.values()
     assert device.launches
     results = results if isinstance(results, tuple) else (results,) if results is not None else ()
-    assert len(results) == {"decode_attention": 1, "prefill_attention": 1, "gather_kv": 2, "merge_states": 2}.get(
-        operation, 0
-    )
+    pairs, one = ("gather_kv", "merge_states", "apply_rotary"), ("decode_attention", "prefill_attention")
+    assert len(results) == (2 if operation in pairs else 1 if operation in one else 0)
     for x in results:
         assert type(x) is kind
         shadow, _ = identify("x", x).metadata(0)
@@ -131,7 +130,7 @@ def test_every_operation_on_a_device(operation, backend, kind):
 def test_a_device_array_that_begins_in_the_middle_of_a_vector(operation):
     """Every array whose rows are moved in vectors; the others only need their items aligned."""
     arguments = OPERATIONS[operation]()
-    moved = {"q", "k_cache", "v_cache", "k", "v", "source", "destination", "outs"}
+    moved = {"q", "k_cache", "v_cache", "k", "v", "source", "destination", "outs", "cos", "sin"}
     with recording():
         for name, x in arguments.items():
             if not isinstance(x, np.ndarray):

@@ -11,6 +11,7 @@ import torch
 import pagedkv
 
 from .problems import FLOATS, Spec, as_torch, assert_close, build
+from .rotary_cases import tables_of, tokens_of
 from .strategies import long
 
 pytestmark = pytest.mark.usefixtures("without_lines")
@@ -155,6 +156,17 @@ def test_merge(framework, dtype, is_stacked):
     np.testing.assert_allclose(out.astype(np.float32), expected.astype(np.float32), rtol=rtol, atol=atol)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-6)
     assert (out[3, 0] == 0).all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rotary(framework, dtype, interleaved):
+    rng = np.random.default_rng(0)
+    q, k = tokens_of(rng, 6, (4, 2), 64, FLOATS[dtype])
+    given = (q, k, *tables_of(rng, 50, 16, np.dtype(np.float32)), rng.integers(0, 50, 6))
+    results = pagedkv.apply_rotary(*map(framework.send, given), interleaved=interleaved, **framework.options)
+    for x, y in zip(results, pagedkv.apply_rotary(*given, interleaved=interleaved), strict=True):
+        np.testing.assert_array_equal(framework.fetch(x).astype(np.float32), y.astype(np.float32))
 
 
 def in_a_thread(call):

@@ -224,3 +224,18 @@ def test_write_then_gather_is_the_identity(layout):
     kept = np.arange(20) != 6
     np.testing.assert_array_equal(k_back[kept], k[kept])
     np.testing.assert_array_equal(v_back[kept], v[kept])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_is_a_product_of_complex_numbers(interleaved):
+    rng = np.random.default_rng(7)
+    q, angles, positions = rng.standard_normal((5, 3, 12)), rng.uniform(0, 6, (9, 4)), rng.integers(0, 9, 5)
+    rotated, nothing = reference.apply_rotary(
+        q, None, np.cos(angles), np.sin(angles), positions, interleaved=interleaved
+    )
+    real, imaginary = (np.s_[..., 0:8:2], np.s_[..., 1:8:2]) if interleaved else (np.s_[..., :4], np.s_[..., 4:8])
+    product = (q[real] + 1j * q[imaginary]) * np.exp(1j * angles[positions])[:, None]
+    np.testing.assert_allclose(rotated[real], product.real, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(rotated[imaginary], product.imag, rtol=0, atol=1e-14)
+    np.testing.assert_array_equal(rotated[..., 8:], q[..., 8:])
+    assert nothing is None

@@ -91,7 +91,7 @@ def ours(*rooms):
 
 
 BACKENDS = ("cpu", "cuda", "emulator")
-OF_KERNELS = ("device", "paged", "split", "prefill", "blocks", "merge_states", "read")
+OF_KERNELS = ("device", "paged", "split", "prefill", "blocks", "merge_states", "rotary", "read")
 OF_THE_EMULATOR = ("errors", "ptx", "translation", "state", "machine", "device")  # from the ground up
 RULES = {
     **{

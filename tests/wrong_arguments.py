@@ -66,6 +66,16 @@ def merge_arguments() -> dict[str, Any]:
     return {"outs": np.zeros((2, B, HQ, D), np.float32), "lses": np.zeros((2, B, HQ), np.float32)}
 
 
+def rotary_arguments() -> dict[str, Any]:
+    return {
+        "q": np.ones((B, HQ, D), np.float32),
+        "k": np.ones((B, HKV, D), np.float32),
+        "cos": np.ones((32, D // 2), np.float32),
+        "sin": np.zeros((32, D // 2), np.float32),
+        "positions": np.array([31, 0, 5]),
+    }
+
+
 OPERATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "decode_attention": attention_arguments,
     "prefill_attention": ragged_arguments,
@@ -74,6 +84,7 @@ OPERATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "copy_blocks": copy_arguments,
     "swap_blocks": swap_arguments,
     "merge_states": merge_arguments,
+    "apply_rotary": rotary_arguments,
 }
 
 
@@ -180,7 +191,7 @@ def is_of_a_side(changes: dict[str, Any]) -> bool:
 
 _VALUES = (
     r"seq_lens must be in|block_tables? must hold|query_starts must (begin|never|end|give)|slots must (be|name)|"
-    r"pairs must (hold|name|not)|[kv]_scale must be positive and finite, got"
+    r"positions must be in|pairs must (hold|name|not)|[kv]_scale must be positive and finite, got"
 )
 
 
@@ -211,6 +222,8 @@ def check_on_every_side(operation, changes, error, message, side):
         error, message = pagedkv.BackendUnavailableError, NO_DRIVER
         if operation in ("decode_attention", "prefill_attention"):
             changes = {"out": Change("q", np.empty_like)} | changes
+        elif operation == "apply_rotary":
+            changes = {"out": Change("q", lambda q: (np.empty_like(q), np.empty_like(q[:, :HKV])))} | changes
         elif operation == "gather_kv":
             error, message = ValueError, NO_MEMORY
     check_error(operation, changes, error, message, side)

@@ -12,6 +12,7 @@ from .memory import BlockPool, PagedKVCache, SequenceTable
 from .operations.attention import decode_attention, merge_states, prefill_attention
 from .operations.bad_entries import raise_if_failed
 from .operations.caches import copy_blocks, gather_kv, swap_blocks, write_kv
+from .operations.rotary import apply_rotary
 from .operations.warmup import warmup
 from .operations.workspaces import release_workspaces, workspace_bytes
 
@@ -24,6 +25,7 @@ __all__ = [
     "OutOfBlocksError",
     "PagedKVCache",
     "SequenceTable",
+    "apply_rotary",
     "copy_blocks",
     "decode_attention",
     "gather_kv",

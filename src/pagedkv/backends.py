@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from .arithmetic import plain
 from .arrays import Array
-from .calls import AttentionCall, CopyCall, GatherCall, MergeCall, SwapCall, WriteCall
+from .calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, SwapCall, WriteCall
 from .compiling.compile_thread import apart
 from .placement import Placement
 
@@ -32,9 +32,11 @@ class Backend(Protocol):
 
     def merge_states(self, call: MergeCall, out: Array, lse: Array) -> None: ...
 
+    def apply_rotary(self, call: RotaryCall, q_out: Array, k_out: Array | None) -> None: ...
+
 
 _OPERATIONS = (
-    *("decode_attention", "prefill_attention", "merge_states"),
+    *("decode_attention", "prefill_attention", "merge_states", "apply_rotary"),
     *("write_kv", "gather_kv", "copy_blocks", "swap_blocks"),
 )
 _backends: dict[str, Backend] = {}

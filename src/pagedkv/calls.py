@@ -169,3 +169,17 @@ class MergeCall(NamedTuple):
     placement: Placement
     outs: list[Array]
     lses: list[Array]
+
+
+class RotaryCall(NamedTuple):
+    """A call of apply_rotary, with `out` where the caller says where its results go; its second is None without k."""
+
+    placement: Placement
+    q: Array
+    k: Array | None
+    cos: Array
+    sin: Array
+    positions: Array
+    out: tuple[Array, Array | None] | None
+    interleaved: bool
+    checked: bool

@@ -135,6 +135,12 @@ def require_kv_dtype(kv_dtype: object) -> None:
         raise ValueError(f'kv_dtype must be None, "fp8_e4m3" or "fp8_e5m2", got {kv_dtype!r}')
 
 
+def require_head_dim(head_dim: int) -> None:
+    """Raise ValueError unless heads may have this many elements."""
+    if head_dim % 8 or not 8 <= head_dim <= 512:
+        raise ValueError(f"head_dim must be a multiple of 8 from 8 to 512, got {head_dim}")
+
+
 @lru_cache(maxsize=256)
 def cache_geometry(layout: str, k_shape: tuple[int, ...], v_shape: tuple[int, ...], itemsize: int) -> Geometry:
     """Read the sizes off the shapes of a pair of caches, or raise ValueError."""
@@ -171,8 +177,7 @@ def _require_sizes(layout: str, block_size: int, num_kv_heads: int, head_dim: in
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if num_kv_heads < 1:
         raise ValueError(f"num_kv_heads must be at least 1, got {num_kv_heads}")
-    if head_dim % 8 or not 8 <= head_dim <= 512:
-        raise ValueError(f"head_dim must be a multiple of 8 from 8 to 512, got {head_dim}")
+    require_head_dim(head_dim)
     if layout != "vllm":
         return
     if block_size & (block_size - 1) or not 8 <= block_size <= 256:

@@ -247,6 +247,39 @@ def merge_states(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -
 
 
 @np.errstate(all="ignore")
+def apply_rotary(
+    q: Array, k: Array | None, cos: Array, sin: Array, positions: Array, *, interleaved: bool = False
+) -> tuple[Array, Array | None]:
+    """Queries and keys with pairs of their dims rotated by the angles of their positions.
+
+    Parameters
+    ----------
+    q : (num_tokens, num_heads, head_dim) array
+    k : (num_tokens, num_kv_heads, head_dim) array or None
+    cos, sin : (max_positions, rotary_dim / 2) array
+    positions : (num_tokens,) integer array
+    interleaved : bool
+        Pairs are dims (2i, 2i + 1), not (i, i + rotary_dim / 2).
+
+    Returns
+    -------
+    q, k : float64 arrays of the same shapes; None where k is None
+    """
+    half = cos.shape[1]
+
+    def rotated(x: Array) -> Array:
+        result = x.astype(np.float64)
+        for i in range(half):
+            first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            a, b = x[..., first].astype(np.float64), x[..., second].astype(np.float64)
+            c, s = (table[positions, i].astype(np.float64)[:, None] for table in (cos, sin))
+            result[..., first], result[..., second] = a * c - b * s, b * c + a * s
+        return result
+
+    return rotated(q), None if k is None else rotated(k)
+
+
+@np.errstate(all="ignore")
 def gather_kv(
     k_cache: Array,
     v_cache: Array,

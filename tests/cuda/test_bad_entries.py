@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pagedkv.cuda.bad_entries import raise_if_failed
-from pagedkv.kernels.device.bad_entries import BLOCK_ID, NUM_BYTES, PAIR, SEQ_LEN, SLOT
+from pagedkv.kernels.device.bad_entries import BLOCK_ID, NUM_BYTES, PAIR, POSITION, SEQ_LEN, SLOT
 
 
 class Device:
@@ -52,6 +52,7 @@ class Idle:
             IndexError,
             "pairs must hold block ids in 0..num_blocks-1, got destination -2 in pair 4",
         ),
+        ((1, POSITION, 7, 0, -1), IndexError, "positions must be in 0..max_positions-1, got -1 for token 7"),
     ],
 )
 def test_an_entry_is_raised_once(report, error, text):

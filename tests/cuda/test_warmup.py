@@ -74,6 +74,7 @@ def test_calls_with_options_find_what_they_need(compiled):
         *(2, 2, 16, 16, "float16"),
         **{"layout": "vllm", "kv_dtype": "fp8_e5m2", "kernels": ["v1"], "capabilities": [(np.int64(9), 0)]},
         **{"token_dtype": "float32", "per_head_scales": True, "num_states": 3},
+        **{"rotary_dim": 8, "interleaved": True},
     )
     assert any(name.startswith("merge_states[") and "num_states=3" in name for name in names)
     del compiled[:]
@@ -85,6 +86,8 @@ def test_calls_with_options_find_what_they_need(compiled):
     pagedkv.gather_kv(k_cache, v_cache, table, 2, k_scale=scales, v_scale=scales, **cache)
     out = np.zeros((1, 2, 16), np.float16)
     pagedkv.merge_states([out] * 3, [np.zeros((1, 2), np.float32)] * 3, backend="emulator")
+    tables = np.ones((2, 5, 4), np.float32)
+    pagedkv.apply_rotary(out, out, *tables, np.array([4]), interleaved=True, backend="emulator")
     assert compiled == []
 
 
@@ -132,6 +135,10 @@ def test_the_default_is_the_gpus_of_the_machine(monkeypatch):
         ({"prefill": 1}, TypeError, "prefill must be True or False"),
         ({"num_states": 0}, ValueError, "num_states must be at least 1"),
         ({"num_states": 2.0}, TypeError, "num_states must be an int"),
+        ({"rotary_dim": 7}, ValueError, "rotary_dim must be even, from 2 to head_dim = 64, got 7"),
+        ({"rotary_dim": 66}, ValueError, "rotary_dim must be even, from 2 to head_dim = 64, got 66"),
+        ({"rotary_dim": 64.0}, TypeError, "rotary_dim must be an int, got float"),
+        ({"rotary_dim": 64, "interleaved": 1}, TypeError, "interleaved must be True or False, got 1"),
         ({"capabilities": ["9.0"]}, TypeError, r"such as \[\(9, 0\)\], got \['9.0'\]"),
         ({"capabilities": (9, 0)}, TypeError, r"such as \[\(9, 0\)\], got \(9, 0\)"),
         ({"capabilities": "9.0"}, TypeError, r"such as \[\(9, 0\)\], got '9.0'"),

@@ -85,6 +85,13 @@ def merge(rng):
     return Operation(lambda: pagedkv.merge_states(outs, lses), [])
 
 
+def rotate(rng):
+    q, k = rng.standard_normal((400, 8, 64), np.float32), rng.standard_normal((400, 2, 64), np.float32)
+    angles = rng.standard_normal((400, 32), np.float32)
+    args, out = (q, k, np.cos(angles), np.sin(angles), np.arange(400)), (np.full_like(q, 7), np.full_like(k, 7))
+    return Operation(lambda: pagedkv.apply_rotary(*args, out=out), list(out))
+
+
 def operations(rng):
     return [
         attention(rng, (100, 37)),
@@ -97,6 +104,7 @@ def operations(rng):
         blocks(rng, pagedkv.swap_blocks),
         gather(rng),
         merge(rng),
+        rotate(rng),
     ]
 
 

@@ -9,6 +9,7 @@ import torch
 import pagedkv
 from pagedkv.validation.attention import attention_call
 from pagedkv.validation.caches import copy_call, gather_call, swap_call, write_call
+from pagedkv.validation.rotary import rotary_call
 
 from ..wrong_arguments import HKV, HQ, OPERATIONS, fp8
 
@@ -21,6 +22,7 @@ CASES = {
     "gather_kv": (gather_call, SCALES, ("block_table",)),
     "copy_blocks": (copy_call, {}, ("pairs",)),
     "swap_blocks": (swap_call, {}, ("pairs",)),
+    "apply_rotary": (rotary_call, {}, ("positions",)),
 }
 NAMES = [name for name in OPERATIONS if name in CASES]
 

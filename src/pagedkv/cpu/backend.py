@@ -11,12 +11,13 @@ from ..arithmetic import plain
 from ..arrays import Array
 from ..calls import AttentionCall
 from ..compiling.compile_thread import made_once
-from . import blocks, merge
+from . import blocks, merge, rotary
 
 write_kv = plain(blocks.write_kv)
 gather_kv = plain(blocks.gather_kv)
 copy_blocks, swap_blocks = blocks.copy_blocks, blocks.swap_blocks
 merge_states = plain(merge.merge_states)
+apply_rotary = plain(rotary.apply_rotary)
 
 
 @made_once(most=1)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ..arrays import Array, current_streams
-from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, SwapCall, WriteCall
+from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, SwapCall, WriteCall
 from ..placement import Placement
 from . import bad_entries, driver
 from .device import Device
-from .plans import attention, blocks, merge, prefill
+from .plans import attention, blocks, merge, prefill, rotary
 from .plans.cache import DECODE, PREFILL, PlanCache
 
 
@@ -58,6 +58,11 @@ class KernelBackend:
         if lse.size:
             with self._device_of(call.placement) as device:
                 merge.merge_states(device, call, out, lse)
+
+    def apply_rotary(self, call: RotaryCall, q_out: Array, k_out: Array | None) -> None:
+        if call.q.size or (call.k is not None and call.k.size):
+            with self._device_of(call.placement) as device:
+                rotary.apply_rotary(device, call, q_out, k_out)
 
 
 class GpuBackend(KernelBackend):

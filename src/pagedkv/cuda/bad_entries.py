@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..kernels.device.bad_entries import BLOCK_ID, NUM_BYTES, PAIR, QUERY_START, SEQ_LEN
+from ..kernels.device.bad_entries import BLOCK_ID, NUM_BYTES, PAIR, POSITION, QUERY_START, SEQ_LEN
 from .device import REPORT
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ def raise_if_failed(devices: Iterable[Device]) -> None:
     Raises
     ------
     IndexError
-        A block id outside 0..num_blocks-1, or a slot at or past num_blocks * block_size.
+        A block id outside 0..num_blocks-1, a slot at or past num_blocks * block_size, or a position outside
+        0..max_positions-1.
     ValueError
         A sequence length below 0, or beyond the table's capacity or max_seq_len; query_starts that are out of order or
         out of range.
@@ -53,4 +54,6 @@ def exception(what: int, sequence: int, column: int, value: int) -> IndexError |
     if what == PAIR:
         side = "destination" if column else "source"
         return IndexError(f"pairs must hold block ids in 0..num_blocks-1, got {side} {value} in pair {sequence}")
+    if what == POSITION:
+        return IndexError(f"positions must be in 0..max_positions-1, got {value} for token {sequence}")
     return IndexError(f"slots must be below num_blocks * block_size, got {value} for token {sequence}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, WriteCall
+from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, WriteCall
 from ..validation import require
 from . import driver
 from .compiler.compile import Capability, CompiledKernel
@@ -17,6 +17,7 @@ from .plans.attention import decode_attention
 from .plans.blocks import copy_blocks, gather_kv, write_kv
 from .plans.merge import merge_states
 from .plans.prefill import prefill_attention
+from .plans.rotary import apply_rotary
 
 
 class _Compiler:
@@ -49,13 +50,14 @@ def compile_ahead(
     gather: GatherCall,
     copy: CopyCall,
     merge: MergeCall | None,
+    rotary: RotaryCall | None,
     capabilities: Any,
 ) -> list[str]:
     """Compile and link what calls like these launch.
 
     Parameters
     ----------
-    decodes, prefills, write, gather, copy, merge
+    decodes, prefills, write, gather, copy, merge, rotary
         Valid calls with at least one token each, in place of those to come.
     capabilities : sequence of (int, int), or None
         Compute capabilities; None for those of the GPUs of this machine.
@@ -86,6 +88,8 @@ def compile_ahead(
         if merge is not None:
             out, lse = merge.outs[0].copy(), merge.lses[0].copy()
             merge_states(device, merge, out, lse)
+        if rotary is not None:
+            apply_rotary(device, rotary, rotary.q, rotary.k)
         for compiled in device.kernels:
             compiled.linked  # noqa: B018
             names.append(f"{compiled.name} for {capability[0]}.{capability[1]}")

@@ -12,30 +12,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from numba import cuda, float32, int64, types, uint16, uint32, uint64
+from numba import cuda, float32, int64, types, uint64
 
-from .device.conversions import narrow, unpack
 from .device.elements import ELEMENT_BITS
-from .device.intrinsics import (
-    address,
-    bits_float,
-    larger,
-    load_2,
-    load_4,
-    load_8,
-    load_16,
-    store_2,
-    store_4,
-    store_8,
-    store_16,
-)
-from .device.source import KernelSource, device_function
+from .device.intrinsics import address, bits_float, larger, load_4
+from .device.source import KernelSource
+from .device.vectors import make_load, make_store
 
 NUM_THREADS = 128
 MAX_STATES = 8
-_LOADS = {2: load_2, 4: load_4, 8: load_8, 16: load_16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +55,8 @@ def make_merge_states(config: MergeConfig) -> KernelSource:
     (C-contiguous), num_rows, num_heads, and MAX_STATES times, in bytes: row and head stride of an output, row stride of
     an LSE, whose heads are contiguous.
     """
-    load_first, load_other = _make_load(config.first_kind, config.elements), _make_load(config.kind, config.elements)
-    store = _make_store(config.out_kind, config.elements)
+    load_first, load_other = make_load(config.first_kind, config.elements), make_load(config.kind, config.elements)
+    store = make_store(config.out_kind, config.elements)
     num_states, num_elements = config.num_states, config.elements
     num_vectors, head_dim = uint64(config.head_dim // config.elements), int64(config.head_dim)
     out_bytes, num_threads = int64(ELEMENT_BITS[config.out_kind] // 8), uint64(NUM_THREADS)
@@ -137,59 +123,3 @@ def make_merge_states(config: MergeConfig) -> KernelSource:
     bytes_, floats = types.CPointer(types.uint8), types.CPointer(float32)
     parameters = [bytes_] * MAX_STATES + [floats] * MAX_STATES + [bytes_, floats] + [int64] * (2 + 3 * MAX_STATES)
     return KernelSource(merge_states, types.void(*parameters), NUM_THREADS)
-
-
-def _make_load(kind: str, num_elements: int) -> Any:
-    """The device function that fills values with the vector-th num_elements elements of a row."""
-    nbytes = num_elements * ELEMENT_BITS[kind] // 8
-    per_load = min(nbytes, 16)
-    num_loads, num_words, per_word = nbytes // per_load, max(1, per_load // 4), 32 // ELEMENT_BITS[kind]
-    load_part, is_tuple, widen = _LOADS[per_load], per_load > 4, unpack(kind)
-    last = num_elements - 1
-
-    @device_function
-    def load(values, row, vector):
-        source = row + vector * nbytes
-        for i in range(num_loads):
-            part = load_part(source + i * per_load)
-            for j in range(num_words):
-                wide = widen(part[j]) if is_tuple else widen(uint32(part))
-                for k in range(per_word):
-                    # A lone 16-bit element has a word to itself.
-                    values[min((i * num_words + j) * per_word + k, last)] = wide[min(k, last)]
-
-    return load
-
-
-def _make_store(kind: str, num_elements: int) -> Any:
-    """The device function that stores values at an address as elements of a kind."""
-    itemsize = ELEMENT_BITS[kind] // 8
-    round_ = narrow(kind)
-    if itemsize == 2 and num_elements == 1:
-
-        @device_function
-        def store_half(target, values):
-            store_2(target, uint16(round_(values[0])))
-
-        return store_half
-    num_words = num_elements * itemsize // 4
-    halves = itemsize == 2
-
-    @device_function
-    def store(target, values):
-        words = cuda.local.array(num_words, uint32)
-        for i in range(num_words):
-            if halves:
-                words[i] = uint32(round_(values[2 * i]) | uint32(round_(values[2 * i + 1]) << uint32(16)))
-            else:
-                words[i] = round_(values[i])
-        if num_words == 1:
-            store_4(target, words[0])
-        elif num_words == 2:
-            store_8(target, words[0], words[1])
-        else:
-            for i in range(num_words // 4):
-                at = 4 * i
-                store_16(target + 16 * i, words[at], words[at + 1], words[at + 2], words[at + 3])
-
-    return store

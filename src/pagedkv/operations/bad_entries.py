@@ -8,14 +8,15 @@ from ..backends import gpus
 def raise_if_failed() -> None:
     """Wait for the GPUs that calls of this process went to, and raise the first bad entry that a kernel has skipped.
 
-    Kernels look at the values of block tables, lengths, slots and pairs on a device when they are called with
-    ``check=True``, or under ``PAGEDKV_CHECK=1``; they skip a bad entry, note the first one, and go on. It is raised
-    once. Values in host arrays are checked, and raise, in the call itself.
+    Kernels look at the values of block tables, lengths, slots, positions and pairs on a device when they are called
+    with ``check=True``, or under ``PAGEDKV_CHECK=1``; they skip a bad entry, note the first one, and go on. It is
+    raised once. Values in host arrays are checked, and raise, in the call itself.
 
     Raises
     ------
     IndexError
-        A block id outside 0..num_blocks-1, or a slot at or past num_blocks * block_size.
+        A block id outside 0..num_blocks-1, a slot at or past num_blocks * block_size, or a position outside
+        0..max_positions-1.
     ValueError
         A sequence length below 0, or beyond the table's capacity or max_seq_len rounded up.
     RuntimeError

@@ -12,6 +12,7 @@ from ..validation import require
 from ..validation.attention import attention_call
 from ..validation.caches import copy_call, gather_call, write_call
 from ..validation.merge import merge_call
+from ..validation.rotary import rotary_call
 
 _KERNELS = {"vllm": ("v1", "v2"), "NHD": ("split",), "HND": ("split",)}
 # Kernel "split" is compiled with or without softcap and ALiBi; v1 and v2 decide when they run.
@@ -34,16 +35,18 @@ def warmup(
     kernels: Sequence[str] | None = None,
     num_states: int | None = None,
     prefill: bool = False,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
     check: bool | None = None,
     capabilities: Sequence[tuple[int, int]] | None = None,
 ) -> list[str]:
     """Compile what CUDA calls with these shapes and options need, so that the first of them starts at once.
 
     These are decode_attention, write_kv, gather_kv, copy_blocks and swap_blocks within a device, prefill_attention with
-    `prefill`, and merge_states with `num_states`. What is compiled is kept on disk as well (see
-    ``PAGEDKV_CACHE_DIR``): this can run where there is no GPU, while an image is built. Calls whose arrays are not
-    contiguous, or only as aligned as they have to be, or whose caches are larger than 64 GiB (32 of fp8 for prefill),
-    may need kernels of their own.
+    `prefill`, merge_states with `num_states`, and apply_rotary with `rotary_dim`. What is compiled is kept on disk as
+    well (see ``PAGEDKV_CACHE_DIR``): this can run where there is no GPU, while an image is built. Calls whose arrays
+    are not contiguous, or only as aligned as they have to be, or whose caches are larger than 64 GiB (32 of fp8 for
+    prefill), may need kernels of their own.
 
     Parameters
     ----------
@@ -69,6 +72,10 @@ def warmup(
         How many states merge_states will get, with outputs of q's dtype; by default its kernel is not compiled.
     prefill : bool
         Whether there will be calls of prefill_attention; by default its kernels are not compiled.
+    rotary_dim : int, optional
+        Of apply_rotary for q and k of q's dtype, with tables of float32; by default its kernel is not compiled.
+    interleaved : bool
+        As in apply_rotary.
     check : bool, optional
         As in the calls.
     capabilities : sequence of (int, int), optional
@@ -123,6 +130,14 @@ def warmup(
             raise ValueError(f"num_states must be at least 1, got {count}")
         lses = np.zeros((count, *q.shape[:2]), np.float32)
         merge = merge_call([q] * count, list(lses), backend="emulator")
+    rotary = None
+    if rotary_dim is not None:
+        dim = require.integer("rotary_dim", rotary_dim)
+        if dim % 2 or not 2 <= dim <= head_dim:
+            raise ValueError(f"rotary_dim must be even, from 2 to head_dim = {head_dim}, got {dim}")
+        table = np.ones((1, dim // 2), np.float32)
+        rotation = {"q": q, "k": None, "cos": table, "sin": table, "positions": slots, "interleaved": interleaved}
+        rotary = rotary_call(rotation | {"backend": "emulator", "out": (q.copy(), None), "check": check})
     from ..cuda.warmup import compile_ahead
 
-    return compile_ahead(decodes, prefills, write, gather, copy, merge, capabilities)
+    return compile_ahead(decodes, prefills, write, gather, copy, merge, rotary, capabilities)

@@ -98,6 +98,15 @@ def slots(of_tokens: Array, num_slots: int) -> None:
         raise ValueError(f"slots must name a slot once, got {slot} for tokens {first} and {second}")
 
 
+def positions(of_tokens: Array, max_positions: int) -> None:
+    """Raise IndexError for a position that the tables have no row for."""
+    bad = (of_tokens < 0) | (of_tokens >= max_positions)
+    if bad.any():
+        token = int(bad.argmax())
+        where = f"got {of_tokens[token]} for token {token}"
+        raise IndexError(f"positions must be in 0..max_positions-1 = 0..{max_positions - 1}, {where}")
+
+
 def pairs(blocks: Array, num_sources: int, num_destinations: int, *, one_pool: bool) -> None:
     """Raise unless the pairs (n, 2) name blocks that exist, no destination twice and, in one pool, none as a source."""
     if not len(blocks):

@@ -10,7 +10,7 @@ from numba import cuda, int64
 from .intrinsics import address, compare_and_swap
 
 NUM_BYTES = 40
-BLOCK_ID, SEQ_LEN, SLOT, PAIR, QUERY_START = 1, 2, 3, 4, 5
+BLOCK_ID, SEQ_LEN, SLOT, PAIR, QUERY_START, POSITION = 1, 2, 3, 4, 5, 6
 
 
 @cuda.jit(device=True, lineinfo=True)
@@ -21,7 +21,7 @@ def record(report, what, sequence, column, value):
     ----------
     report : pointer to int64
     what : int
-        BLOCK_ID, SEQ_LEN, SLOT, PAIR (a block id of pairs) or QUERY_START.
+        BLOCK_ID, SEQ_LEN, SLOT, PAIR (a block id of pairs), QUERY_START or POSITION.
     sequence, column : int
         Where the entry is; column is 0 in a one-dimensional array, but sequence is -1 for
         the block ids of one sequence.

@@ -386,6 +386,14 @@ divide = declare(
     lambda builder, x, y: emit_asm(builder, F32, "div.full.f32 $0, $1, $2;", "=f,f,f", [x, y]),
 )
 
+multiply = declare(
+    "multiply",
+    "x * y of float32, rounded before anything is added to it (mul.rn): never part of a fused multiply-add.",
+    float32,
+    [float32, float32],
+    lambda builder, x, y: emit_asm(builder, F32, "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y]),
+)
+
 larger = declare(
     "larger",
     "The larger of two float32; a number wins over a NaN (max.f32).",

@@ -1,0 +1,86 @@
+"""The public operation on queries and keys before attention: validate, choose a backend, call it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..backends import backend_of
+from ..validation.rotary import rotary_call
+
+
+def apply_rotary(
+    q: Any,
+    k: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    *,
+    interleaved: bool = False,
+    backend: str = "auto",
+    out: Any = None,
+    check: bool | None = None,
+) -> tuple[Any, Any]:
+    """Rotary position embedding: rotate pairs of dims of queries and keys by the angles of their positions.
+
+    The pair (a, b) becomes ``(a * cos - b * sin, b * cos + a * sin)``, in float32, rounded once to q's dtype.
+
+    Parameters
+    ----------
+    q : (num_tokens, num_heads, head_dim) array
+        float32, float16 or bfloat16; head_dim is a multiple of 8 from 8 to 512. Any outer strides.
+    k : (num_tokens, num_kv_heads, head_dim) array or None
+        Of q's dtype.
+    cos, sin : (max_positions, rotary_dim / 2) array
+        Row p has the cosines and sines of the angles at position p, one for each pair; float32, or of q's dtype. They
+        may be the halves of one table. rotary_dim is at most head_dim: dims from there on stay as they are. How angles
+        follow from positions, and with them all scaling to longer contexts, is up to the tables.
+    positions : (num_tokens,) int32 or int64 array
+        Where each token stands in its sequence, from 0 to max_positions - 1.
+    interleaved : bool
+        False: dim i and dim i + rotary_dim / 2 are a pair, as in GPT-NeoX, Llama and Qwen of transformers. True: dims
+        2i and 2i + 1, as in GPT-J, and in Llama as Meta published it.
+    backend : {"auto", "cpu", "cuda", "emulator"}
+        "auto" follows the arrays.
+    out : (array, array or None), optional
+        Where to write the results: each like q or k, writable, with no element twice, and overlapping nothing else, or
+        that q or k itself: ``out=(q, k)`` rotates in place. None for k stands where k is None.
+    check : bool, optional
+        As in :func:`~pagedkv.decode_attention`, for positions on a device: tokens at others are not written.
+
+    Returns
+    -------
+    q, k : array
+        The rotated ones, in q's dtype and framework, the objects given as `out`, if any; None where k is None.
+
+    Raises
+    ------
+    TypeError
+        Something is not an array, or has a wrong dtype or type; `out` is no pair.
+    ValueError
+        A wrong shape, stride, alignment, side or option; an output that is read-only or overlaps.
+    IndexError
+        A position outside 0..max_positions-1.
+    BackendUnavailableError
+        The backend that the arrays or the caller ask for is not here.
+
+    Notes
+    -----
+    After an error nothing has been written; after an interrupt (Ctrl-C) both outputs are as before, or both complete.
+    In the emulator the CUDA kernel gives the same bits as the CPU, but for those of a NaN.
+
+    References
+    ----------
+    .. [1] Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    """
+    call = rotary_call(locals())
+    if call.out is not None:
+        returned, results = tuple(out), call.out
+    else:
+        remedy = "give the memory of the results as out="
+        new_q, q_result = call.placement.new_array("q", call.q.shape, call.q.dtype, remedy)
+        returned, results = (new_q, None), (q_result, None)
+        if call.k is not None:
+            new_k, k_result = call.placement.new_array("k", call.k.shape, call.k.dtype, remedy)
+            returned, results = (new_q, new_k), (q_result, k_result)
+    backend_of(call.placement).apply_rotary(call, *results)
+    return returned

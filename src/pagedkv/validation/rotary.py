@@ -1,0 +1,104 @@
+"""What the rotary embedding requires. The order is that of attention.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array, address_of
+from ..calls import RotaryCall
+from ..layouts import FLOAT32, require_head_dim
+from ..placement import place
+from . import require, values
+
+_POSITIONS = (np.dtype(np.int32), np.dtype(np.int64))
+_ROWS = "(num_tokens, num_heads, head_dim)"
+_KV_ROWS = "(num_tokens, num_kv_heads, head_dim)"
+_TABLE = "(max_positions, rotary_dim / 2)"
+
+
+def rotary_call(given: Mapping[str, Any]) -> RotaryCall:
+    """The call of apply_rotary with these arguments."""
+    outs = _outs(given["out"], given["k"])
+    named = [
+        (name, given[name]) for name in ("q", "k", "cos", "sin", "positions") if name != "k" or given[name] is not None
+    ]
+    placement, arrays = place(given["backend"], [*named, *outs])
+    views = dict(zip((name for name, _ in (*named, *outs)), arrays, strict=True))
+    _require_shapes(views)
+
+    q, cos, sin, positions = (views[name] for name in ("q", "cos", "sin", "positions"))
+    require.float_dtype("q", q)
+    for name in ("k", "out[0]", "out[1]"):
+        if name in views:
+            require.dtype(name, views[name], q.dtype, ", that of q")
+    if cos.dtype not in (FLOAT32, q.dtype):
+        other = "" if q.dtype == FLOAT32 else f" or {q.dtype}, that of q"
+        raise TypeError(f"cos must have dtype float32{other}, got {cos.dtype}")
+    require.dtype("sin", sin, cos.dtype, ", that of cos")
+    if positions.dtype not in _POSITIONS:
+        raise TypeError(f"positions must have dtype int32 or int64, got {positions.dtype}")
+    for name, x in views.items():
+        require.strides(name, x)
+        if name != "positions":
+            require.row_alignment(name, x, placement)
+    require.boolean("interleaved", given["interleaved"])
+    checked = require.check(given["check"])
+    _require_writable(views)
+    if placement.on_host:
+        positions = placement.own(positions)
+        values.positions(positions, len(cos))
+    out = (views["out[0]"], views.get("out[1]")) if outs else None
+    return RotaryCall(placement, q, views.get("k"), cos, sin, positions, out, bool(given["interleaved"]), checked)
+
+
+def _outs(out: Any, k: Any) -> list[tuple[str, Any]]:
+    """The arrays for the results, named."""
+    if out is None:
+        return []
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"{len(out)} items" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"out must be a pair of arrays for q and k, such as (q, k) to rotate in place, got {got}")
+    if k is None and out[1] is not None:
+        raise TypeError(f"out[1] must be None where k is None, got {type(out[1]).__name__}")
+    return [("out[0]", out[0])] if k is None else [("out[0]", out[0]), ("out[1]", out[1])]
+
+
+def _require_shapes(views: Mapping[str, Array]) -> None:
+    q, cos = views["q"], views["cos"]
+    require.ndim("q", q, _ROWS, 3)
+    num_tokens, _, head_dim = q.shape
+    require_head_dim(head_dim)
+    if "k" in views:
+        k = views["k"]
+        require.ndim("k", k, _KV_ROWS, 3)
+        require.shape("k", k, _KV_ROWS, (num_tokens, k.shape[1], head_dim))
+    require.ndim("cos", cos, _TABLE, 2)
+    if not 1 <= cos.shape[1] <= head_dim // 2:
+        raise ValueError(
+            f"cos must have one column for each pair of dims, from 1 to head_dim / 2 = {head_dim // 2}, "
+            f"got {cos.shape[1]}; of a table that has them twice, pass the first half"
+        )
+    require.shape("sin", views["sin"], _TABLE, cos.shape)
+    require.shape("positions", views["positions"], "(num_tokens,)", (num_tokens,))
+    for name, like, symbols in (("out[0]", "q", _ROWS), ("out[1]", "k", _KV_ROWS)):
+        if name in views:
+            require.shape(name, views[name], symbols, views[like].shape)
+
+
+def _require_writable(views: Mapping[str, Array]) -> None:
+    """Raise ValueError unless results can be stored: over the very array that they come from, or apart from all."""
+    for name, own in (("out[0]", "q"), ("out[1]", "k")):
+        if name in views:
+            require.writable(name, views[name])
+            in_place = _is_same(views[name], views[own])
+            others = [(x, views[x]) for x in views if x != name and not (in_place and x == own)]
+            require.apart(name, views[name], others)
+
+
+def _is_same(x: Array, y: Array) -> bool:
+    """True for two views, of one shape, of the same elements in the same places."""
+    strides = zip(x.shape, x.strides, y.strides, strict=True)
+    return address_of(x) == address_of(y) and all(a == b for length, a, b in strides if length > 1)
