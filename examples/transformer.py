@@ -33,7 +33,9 @@ class Transformer:
         size = {name.removeprefix("config."): int(arrays[name]) for name in arrays if name.startswith("config.")}
         self.num_layers, self.context = size["num_layers"], size["context"]
         self.num_heads, self.num_kv_heads, self.head_dim = size["num_heads"], size["num_kv_heads"], size["head_dim"]
-        self.frequencies = size["rope_base"] ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        frequencies = size["rope_base"] ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        angles = np.multiply.outer(np.arange(self.context), frequencies)
+        self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         weights = {name: value.astype(np.float32) for name, value in arrays.items() if value.dtype == np.float16}
         self.embed, self.norm = weights["embed"], weights["norm"]
         # torch keeps a linear layer's matrix as (out, in); here rows of x are multiplied from the left.
@@ -64,13 +66,12 @@ class Transformer:
         (n, vocab_size) float32
         """
         x = self.embed[tokens]
-        angles = np.multiply.outer(positions, self.frequencies)[:, None, :]
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         heads = [self.num_heads, self.num_heads + self.num_kv_heads]
         for i, w in enumerate(self.layers):
             qkv = rms_norm(x, w["attn_norm"]) @ w["wqkv"]
             q, k, v = np.split(qkv.reshape(len(x), -1, self.head_dim), heads, axis=1)
-            q, k = rotate(rms_norm(q, w["q_norm"]), cos, sin), rotate(rms_norm(k, w["k_norm"]), cos, sin)
+            q, k = rms_norm(q, w["q_norm"]), rms_norm(k, w["k_norm"])
+            q, k = pagedkv.apply_rotary(q, k, self.cos, self.sin, positions)
             x = x + attend(i, q, k, v).reshape(len(x), -1) @ w["wo"]
             gate, up = np.split(rms_norm(x, w["mlp_norm"]) @ w["w_in"], 2, axis=1)
             x = x + (gate / (1 + np.exp(-gate)) * up) @ w["w_out"]
@@ -86,12 +87,6 @@ def load(path: Path = WEIGHTS) -> tuple[Transformer, Tokenizer]:
 
 def rms_norm(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(1e-6)) * gain
-
-
-def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Rotary position embedding: rotate the pairs (x[i], x[i + head_dim / 2]) by their angles."""
-    a, b = np.split(x, 2, axis=-1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 class PagedAttention:
