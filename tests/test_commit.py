@@ -8,7 +8,7 @@ import pytest
 
 import pagedkv
 from pagedkv.commit import commit
-from pagedkv.cpu import blocks, decode, prefill
+from pagedkv.cpu import blocks, decode, prefill, rotary
 
 from .alarm import Alarm
 from .promises.interrupted import operations
@@ -32,13 +32,13 @@ def test_nothing_is_stored_before_the_commit(monkeypatch):
         num_commits += 1
         raise MemoryError
 
-    for module in (blocks, decode, prefill):
+    for module in (blocks, decode, prefill, rotary):
         monkeypatch.setattr(module, "commit", fail)
     for operation in todo:
         with pytest.raises(MemoryError):
             operation.call()
         assert operation.is_untouched()
-    assert num_commits == len(todo) == 8
+    assert num_commits == len(todo) == 9
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timer of signals")
