@@ -27,9 +27,9 @@ SPECS = [
 ]
 
 SPLIT_SPECS = [
-    Spec(seq_lens=(37, 0, 600), group_size=3, block_size=3, sinks=True),
+    Spec(seq_lens=(37, 0, 600), group_size=3, block_size=3, sinks=True, alibi=True),
     Spec(seq_lens=(33, 530, 5000), layout="HND", q_dtype="float16", kv_dtype="float16", window=2100, group_size=4),
-    Spec(seq_lens=(20, 513), q_dtype="bfloat16", kv_dtype="fp8_e4m3", kv_scales="per head", softcap=5.0, alibi=True),
+    Spec(seq_lens=(20, 513), q_dtype="bfloat16", kv_dtype="fp8_e4m3", kv_scales="per head", softcap=5.0),
 ]
 
 

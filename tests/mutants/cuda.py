@@ -16,14 +16,14 @@ MUTANTS = [
         "cuda/driver.py",
         "    with device.lock:\n        yield device",
         "    if device.lock:\n        yield device",
-        (PLANS + "test_the_launches_of_a_call_follow_each_other[merge]",),
+        ("tests/cuda/plans/test_plan.py::test_the_launches_of_a_call_follow_each_other[merge]",),
     ),
     Mutant(
         "a repeated call's launches are mixed with those of another thread",
         "cuda/plans/cache.py",
         "with device.lock:",
         "if device.lock:",
-        (PLANS + "test_the_launches_of_a_call_follow_each_other[decode]",),
+        ("tests/cuda/plans/test_plan.py::test_the_launches_of_a_call_follow_each_other[decode]",),
     ),
     Mutant(
         "launches end with the tables, whatever bound there is",

@@ -1,8 +1,6 @@
 """Calls that are repeated from a plan: the same launches, and everything that may not be taken for a repetition."""
 
 import sys
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -11,25 +9,13 @@ import torch
 import pagedkv
 from pagedkv import backends
 from pagedkv.arrays import identify, pointers
-from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda.plans.cache import DECODE, PlanCache
 from pagedkv.operations import attention as operations
 
-from ...device_fakes import InterfaceArray, address_of, fake_cupy, fake_torch, recording
+from ...device_fakes import InterfaceArray, address_of, fake_cupy, fake_torch
+from .device_calls import HKV, HQ, B, D, M, N, P, X, decode, host_arguments, launches
 
-N, P, HKV, HQ, D, B, M = 8, 16, 2, 4, 64, 3, 2
-X = 8  # float16 elements of a vector
-
-
-@pytest.fixture(autouse=True)
-def nothing_planned(monkeypatch):
-    monkeypatch.setattr(backends, "_backends", {})
-
-
-@pytest.fixture(autouse=True)
-def devices():
-    with recording() as devices:
-        yield devices
+pytestmark = pytest.mark.usefixtures("nothing_planned", "devices")
 
 
 @pytest.fixture
@@ -54,27 +40,6 @@ def kind(request, monkeypatch):
     module = fake_cupy() if request.param == "cupy" else fake_torch()
     monkeypatch.setitem(sys.modules, request.param, module)
     return module.ndarray if request.param == "cupy" else module.Tensor
-
-
-def host_arguments():
-    return {
-        "q": np.zeros((B, HQ, D), np.float16),
-        "k_cache": np.zeros((N, HKV, D // X, P, X), np.float16),
-        "v_cache": np.zeros((N, HKV, D, P), np.float16),
-        "block_tables": np.zeros((B, M), np.int32),
-        "seq_lens": np.zeros(B, np.int32),
-        "out": np.zeros((B, HQ, D), np.float16),
-    }
-
-
-def decode(kind=InterfaceArray, **changes):
-    arguments = host_arguments() | {"layout": "vllm", "kernel": "v1"} | changes
-    given = {name: kind(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
-    return pagedkv.decode_attention(**given)
-
-
-def launches(devices):
-    return [launch for device in devices.values() for launch in device.launches]
 
 
 @pytest.mark.parametrize("kernel", ["v1", "v2"])
@@ -415,41 +380,3 @@ def test_no_sequences_launch_nothing(devices):
     for _ in range(2):
         assert decode(**arguments, out=out) is out
     assert not devices
-
-
-class SlowDevice(RecordingDevice):
-    """Lets other threads go on in the middle of a launch, and takes down whose it is."""
-
-    def launch(self, kernel, *rest):
-        self.launches.append((threading.get_ident(), kernel.name))
-        time.sleep(1e-3)
-
-
-@pytest.mark.parametrize("operation", ["decode", "merge"])
-def test_the_launches_of_a_call_follow_each_other(monkeypatch, operation):
-    """They share workspaces with those of every other call on the stream."""
-    device = SlowDevice()
-    monkeypatch.setattr("pagedkv.cuda.driver.cuda_device", lambda ordinal, stream: device)
-    torch = fake_torch()
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    outs = [torch.Tensor(np.zeros((B, HQ, D), np.float16)) for _ in range(20)]
-    lses = [torch.Tensor(np.zeros((B, HQ), np.float32)) for _ in range(20)]
-
-    def call():
-        if operation == "decode":
-            decode(kernel="v2")
-        else:
-            pagedkv.merge_states(outs, lses)
-
-    call()
-    calls_per_thread, per_call = 10, len(device.launches)
-    assert per_call == {"decode": 2, "merge": 3}[operation]
-    device.launches.clear()
-    threads = [threading.Thread(target=lambda: [call() for _ in range(calls_per_thread)]) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(device.launches) == 3 * calls_per_thread * per_call
-    for first in range(0, len(device.launches), per_call):
-        assert len({thread for thread, _ in device.launches[first : first + per_call]}) == 1

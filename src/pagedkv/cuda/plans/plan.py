@@ -40,6 +40,12 @@ def bits_of(number: float) -> int:
     return int(np.float32(number).view(np.uint32))
 
 
+def is_modified(call: AttentionCall) -> bool:
+    """True where logits are changed by a softcap, ALiBi slopes or a `score_mod`."""
+    options = call.options
+    return bool(options.softcap or options.alibi_slopes is not None or options.score_mod)
+
+
 def is_wide(call: AttentionCall, cache: Array, vector_bytes: int = 16) -> bool:
     """True where 32 bits do not count the vectors, of at most so many bytes, up to the last row of a KV head."""
     block, token, _ = cache_strides(call, cache)

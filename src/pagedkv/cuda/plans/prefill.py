@@ -27,7 +27,7 @@ from ...layouts import FP8_KINDS
 from ..compiler.compile import Capability, CompiledKernel, compile_for
 from ..compiler.occupancy import shared_kib
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
-from .plan import NO_WINDOW, Launch, Plan, bits_of, cache_strides, is_wide, max_seq_len_of, run
+from .plan import NO_WINDOW, Launch, Plan, bits_of, cache_strides, is_modified, is_wide, max_seq_len_of, run
 
 CHECKED_LENS = "checked_lens"  # the workspace that has the lengths of a checked call
 
@@ -134,18 +134,18 @@ def _strides(call: AttentionCall, out: Array) -> tuple[int, ...]:
 
 def tensor_config(call: AttentionCall, *, capability: Capability) -> TensorConfig:
     """What the kernel on tensor cores is compiled for in a call on a device of this compute capability."""
-    spec, options = call.spec, call.options
+    spec = call.spec
     return TensorConfig(
         head_dim=spec.head_dim,
         group_size=call.q.shape[1] // spec.num_kv_heads,
         block_size=spec.block_size,
         q_kind=call.q.dtype.name,
         kv_kind=spec.kind,
-        modified=bool(options.softcap or options.alibi_slopes is not None or options.score_mod),
+        modified=is_modified(call),
         wide=any(is_wide(call, cache, ELEMENT_BITS[spec.kind]) for cache in (call.k_cache, call.v_cache)),
         hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
         shared_kib=shared_kib(capability),
-        score_mod=options.score_mod,
+        score_mod=call.options.score_mod,
     )
 
 

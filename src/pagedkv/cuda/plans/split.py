@@ -15,7 +15,7 @@ from ...kernels.split.config import SplitConfig
 from ...kernels.split.kernel import dynamic_bytes, make_split
 from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
-from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, bits_of, cache_strides, is_wide, max_seq_len_of
+from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, bits_of, cache_strides, is_modified, is_wide, max_seq_len_of
 
 _POINTERS = (
     *("out", "lse", "split_sums", "split_states", "split_counters"),
@@ -76,17 +76,17 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
 
 def split_config(call: AttentionCall, *, capability: Capability) -> SplitConfig:
     """What the kernel is compiled for in a call on a device of this compute capability."""
-    spec, options = call.spec, call.options
+    spec = call.spec
     return SplitConfig(
         head_dim=spec.head_dim,
         group_size=call.q.shape[1] // spec.num_kv_heads,
         block_size=spec.block_size,
         q_kind=call.q.dtype.name,
         kv_kind=spec.kind,
-        modified=bool(options.softcap or options.alibi_slopes is not None or options.score_mod),
+        modified=is_modified(call),
         wide=any(is_wide(call, cache) for cache in (call.k_cache, call.v_cache)),
         checked=call.checked,
         hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
         architecture=capability[0],
-        score_mod=options.score_mod,
+        score_mod=call.options.score_mod,
     )
