@@ -55,12 +55,14 @@ def no_driver():
 
 
 @contextlib.contextmanager
-def recording():
+def recording(kind=RecordingDevice):
     """A driver that launches nothing: yields its devices by (ordinal, stream)."""
     devices = {}
 
     def cuda_device(ordinal, stream):
-        return devices.setdefault((ordinal, stream), RecordingDevice())
+        if (ordinal, stream) not in devices:
+            devices[ordinal, stream] = kind()
+        return devices[ordinal, stream]
 
     with mock.patch("pagedkv.cuda.driver.cuda_device", cuda_device):
         yield devices

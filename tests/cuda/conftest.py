@@ -12,6 +12,7 @@ from .driver_fakes import Recorder
 @pytest.fixture
 def cuda(monkeypatch):
     """The driver of two GPUs that nobody has used yet: it records its calls."""
+    assert drivers.cuda_device.__module__ == drivers.__name__, "an earlier test has left its own"
     recorder = Recorder()
     monkeypatch.setattr(drivers, "bindings", lambda: (recorder, recorder))
     monkeypatch.setattr(drivers, "_gpus", {})

@@ -10,10 +10,10 @@ import pytest
 import pagedkv
 from pagedkv.bench.launch import RecordingDevice
 
-from ...device_fakes import fake_torch
+from ...device_fakes import fake_torch, recording
 from .device_calls import HQ, B, D, decode
 
-pytestmark = pytest.mark.usefixtures("nothing_planned", "devices")
+pytestmark = pytest.mark.usefixtures("nothing_planned")
 
 
 class SlowDevice(RecordingDevice):
@@ -27,8 +27,6 @@ class SlowDevice(RecordingDevice):
 @pytest.mark.parametrize("operation", ["decode", "merge"])
 def test_the_launches_of_a_call_follow_each_other(monkeypatch, operation):
     """They share workspaces with those of every other call on the stream."""
-    device = SlowDevice()
-    monkeypatch.setattr("pagedkv.cuda.driver.cuda_device", lambda ordinal, stream: device)
     torch = fake_torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
     outs = [torch.Tensor(np.zeros((B, HQ, D), np.float16)) for _ in range(20)]
@@ -40,15 +38,17 @@ def test_the_launches_of_a_call_follow_each_other(monkeypatch, operation):
         else:
             pagedkv.merge_states(outs, lses)
 
-    call()
-    calls_per_thread, per_call = 10, len(device.launches)
-    assert per_call == {"decode": 2, "merge": 3}[operation]
-    device.launches.clear()
-    threads = [threading.Thread(target=lambda: [call() for _ in range(calls_per_thread)]) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with recording(SlowDevice) as devices:
+        call()
+        (device,) = devices.values()
+        calls_per_thread, per_call = 10, len(device.launches)
+        assert per_call == {"decode": 2, "merge": 3}[operation]
+        device.launches.clear()
+        threads = [threading.Thread(target=lambda: [call() for _ in range(calls_per_thread)]) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert len(device.launches) == 3 * calls_per_thread * per_call
     for first in range(0, len(device.launches), per_call):
         assert len({thread for thread, _ in device.launches[first : first + per_call]}) == 1
