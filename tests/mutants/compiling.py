@@ -6,7 +6,23 @@ CACHE = "tests/compiling/test_kernel_cache.py::"
 THREAD = "tests/compiling/test_compile_thread.py::"
 CPU = "tests/cpu/test_compile.py::"
 
+SOURCE = "tests/kernels/device/test_source.py::"
+
 MUTANTS = [
+    Mutant(
+        "device functions with other constants are taken for one",
+        "kernels/device/source.py",
+        "_content((*constants, function.__defaults__))",
+        "_content(function.__defaults__)",
+        (SOURCE + "test_other_code_or_constants_are_another_function",),
+    ),
+    Mutant(
+        "0.0 is taken for -0.0",
+        "kernels/device/source.py",
+        "repr(constant) if isinstance(constant, Real) else constant",
+        "constant",
+        (SOURCE + "test_other_code_or_constants_are_another_function",),
+    ),
     Mutant(
         "others may swap a folder above the cache",
         "compiling/private_folder.py",

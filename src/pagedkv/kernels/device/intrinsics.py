@@ -18,7 +18,7 @@ from numba import typeof, types
 from numba.core import cgutils
 from numba.cuda.extending import intrinsic
 
-from .source import device_function
+from .source import MOST_FUNCTIONS, device_function
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -103,24 +103,24 @@ def unrolled(count: int) -> Callable[[Callable[..., None]], Any]:
     only up to a certain size.
     """
 
-    def decorate(function: Callable[..., None]) -> Any:
-        body = device_function(function)  # numba's type of it does not keep it alive
+    return lambda function: _unrolled(device_function(function), count)
 
-        def typing(typingctx: Any, *given: Any) -> Any:
-            kind = typeof(body)
-            call = kind.get_call_type(typingctx, (int64, *given), {})
 
-            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                run = context.get_function(kind, call)
-                for i in range(count):
-                    run(builder, [I64(i), *args])
-                return context.get_dummy_value()
+@lru_cache(MOST_FUNCTIONS)
+def _unrolled(body: Any, count: int) -> Any:
+    def typing(typingctx: Any, *given: Any) -> Any:
+        kind = typeof(body)
+        call = kind.get_call_type(typingctx, (int64, *given), {})
 
-            return types.void(*given), codegen
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            run = context.get_function(kind, call)
+            for i in range(count):
+                run(builder, [I64(i), *args])
+            return context.get_dummy_value()
 
-        return _intrinsic(typing, function.__name__, list(signature(function).parameters)[1:])
+        return types.void(*given), codegen
 
-    return decorate
+    return _intrinsic(typing, body.__name__, list(signature(body.py_func).parameters)[1:])
 
 
 opaque = declare(
@@ -162,6 +162,7 @@ def local_array(typingctx: Any, count: Any, dtype: Any) -> Any:
     return types.CPointer(dtype.dtype)(count, dtype), codegen
 
 
+@lru_cache
 def local_arrays(kind: Any, **arrays: tuple[int, Any]) -> Any:
     """The device function () that makes a named tuple of this kind, each field of it a `local_array`.
 

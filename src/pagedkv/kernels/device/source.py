@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Real
 from types import ModuleType
 from typing import Any
+
+MOST_FUNCTIONS = 4096  # a kernel of split has some 75
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,11 @@ def with_lineinfo(lineinfo: bool) -> Iterator[None]:
 def device_function(function: Callable[..., Any]) -> Any:
     """Decorate a function that kernels call: inlined, with line info in the PTX if the kernel has it.
 
-    A module-level one, which all kernels share, always has line info. Pass constants as int64(0): a literal has a type
-    of its own, for which the function would be compiled once more.
+    One that has the code and the constants of an earlier one is that one: numba compiles it once for all kernels of a
+    process. A module-level one always has line info. Pass constants as int64(0): a literal has a type of its own, for
+    which the function would be compiled once more.
     """
-    from numba import cuda
-
-    return cuda.jit(device=True, forceinline=True, lineinfo=_lineinfo.get())(function)
+    return _jitted(_Alike(function), _lineinfo.get())
 
 
 class Steps(ModuleType):
@@ -65,3 +68,33 @@ class Steps(ModuleType):
     def __init__(self, *functions: Any) -> None:
         super().__init__("steps")
         vars(self).update({function.__name__: function for function in functions})
+
+
+class _Alike:
+    """A function that equals others of the same code and constants."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        constants = [cell.cell_contents for cell in function.__closure__ or ()]
+        self._content = function.__module__, function.__code__, _content((*constants, function.__defaults__))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Alike) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+
+@lru_cache(MOST_FUNCTIONS)
+def _jitted(alike: _Alike, lineinfo: bool) -> Any:
+    from numba import cuda
+
+    return cuda.jit(device=True, forceinline=True, lineinfo=lineinfo)(alike.function)
+
+
+def _content(constant: Any) -> Hashable:
+    if isinstance(constant, Steps):
+        return tuple((name, step) for name, step in vars(constant).items() if not name.startswith("__"))
+    if isinstance(constant, tuple):
+        return type(constant), *map(_content, constant)
+    return type(constant), repr(constant) if isinstance(constant, Real) else constant  # 1 == True, 0.0 == -0.0
