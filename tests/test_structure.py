@@ -121,6 +121,8 @@ RULES = {
     "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", *BACKENDS), ()),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
+    "trace knows the memory manager alone": Rule(ours("trace"), ours(*TOP - {"trace"}), ours("memory", "errors")),
+    "nothing needs a trace": Rule(ours(*TOP - {"trace", "__main__"}), ours("trace"), ()),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
     "bench/gpu needs no static count": Rule(ours("bench.gpu"), ours("bench.static"), ()),
     "bench/cpu needs no GPU": Rule(ours("bench.cpu"), ours("bench.gpu", "bench.static", "cuda", "kernels"), ()),

@@ -1,7 +1,8 @@
 """Paged KV cache and paged attention for Python.
 
 Importing it imports NumPy and ml_dtypes alone; numba comes with the first attention call, numba-cuda with the first
-one on a device or in the emulator. `pagedkv.reference` and `pagedkv.emulator` are imported when they are looked up.
+one on a device or in the emulator. `pagedkv.reference`, `pagedkv.emulator` and `pagedkv.trace` are imported when they are
+looked up.
 """
 
 import typing
@@ -44,10 +45,11 @@ __all__ = [
 if typing.TYPE_CHECKING:
     from . import emulator as emulator
     from . import reference as reference
+    from . import trace as trace
 else:
 
     def __getattr__(name):
-        if name in ("emulator", "reference"):
+        if name in ("emulator", "reference", "trace"):
             from importlib import import_module
 
             return import_module(f".{name}", __name__)

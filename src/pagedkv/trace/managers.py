@@ -1,0 +1,174 @@
+"""Who gives slots to sequences: contiguous reservation, a buddy allocator, and paging."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import OutOfBlocksError
+from ..memory.checks import MAX_INT32, as_int
+from ..memory.pool import BlockPool
+from ..memory.table import SequenceTable
+from .buddy import BuddyAllocator
+from .first_fit import FirstFit
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Manager(Protocol):
+    """What `simulate` asks of one.
+
+    Attributes
+    ----------
+    memory : int
+        Slots in all.
+    max_len : int
+        Tokens that a sequence can have when it is alone.
+    """
+
+    memory: int
+    max_len: int
+
+    def admit(self, num_tokens: int, seq_len: int) -> int | None:
+        """Start a sequence with num_tokens tokens that will end with seq_len: a handle, or None if it must wait."""
+
+    def append(self, seqs: Int64Array) -> bool:
+        """Add a token to each sequence; False, and nothing has changed, if there is no room."""
+
+    def free(self, seqs: Int64Array) -> None:
+        """End sequences."""
+
+    def held(self, seqs: Int64Array) -> Int64Array:
+        """Slots that each sequence holds, (num_seqs,) int64."""
+
+
+class Reserving:
+    """A run of slots for each sequence, taken when it starts and kept until it ends.
+
+    Parameters
+    ----------
+    allocator : FirstFit or BuddyAllocator
+    reserve : int or None
+        Slots for every sequence; None for as many as the sequence turns out to need, which a server cannot know.
+    """
+
+    def __init__(self, allocator: FirstFit | BuddyAllocator, reserve: int | None = None) -> None:
+        self.allocator = allocator
+        self.reserve = reserve
+        self.memory = allocator.memory
+        self.max_len = allocator.largest if reserve is None else reserve
+
+    def admit(self, num_tokens: int, seq_len: int) -> int | None:
+        return self.allocator.allocate(seq_len if self.reserve is None else self.reserve)
+
+    def append(self, seqs: Int64Array) -> bool:
+        return True
+
+    def free(self, seqs: Int64Array) -> None:
+        for start in seqs.tolist():
+            self.allocator.free(start)
+
+    def held(self, seqs: Int64Array) -> Int64Array:
+        return np.array([self.allocator.sizes[start] for start in seqs.tolist()], np.int64)
+
+
+class Contiguous(Reserving):
+    """Contiguous slots, first fit: as many as the longest sequence may have, or told how many will be needed.
+
+    The first is what serving did before paging (FasterTransformer; Orca (Max) in the vLLM paper). The second is the
+    best that contiguous memory can do (Orca (Oracle)).
+
+    Parameters
+    ----------
+    memory : int
+        Slots, at least 1.
+    max_len : int or None
+        Slots for every sequence, from 1 to `memory`; None to be told.
+    """
+
+    def __init__(self, memory: int, max_len: int | None = None) -> None:
+        memory = as_int("memory", memory, minimum=1)
+        if max_len is not None:
+            max_len = as_int("max_len", max_len, minimum=1, maximum=memory)
+        super().__init__(FirstFit(memory), max_len)
+
+
+class Buddy(Reserving):
+    """A run of a power of two of slots, from a buddy allocator that is told how many will be needed.
+
+    Parameters
+    ----------
+    memory : int
+        Slots, at least 1.
+    """
+
+    def __init__(self, memory: int) -> None:
+        super().__init__(BuddyAllocator(as_int("memory", memory, minimum=1)))
+
+
+class Paged:
+    """Blocks as the tokens come, from the package's own BlockPool and SequenceTable.
+
+    Parameters
+    ----------
+    memory : int
+        Slots; what is left over from whole blocks is never used.
+    block_size : int
+        P, from 1 to `memory`.
+    max_len : int or None
+        Tokens that one sequence can have, rounded up to whole blocks; None for as many as the memory has. The block
+        table takes max_seqs * max_len / P * 4 bytes.
+    max_seqs : int
+        Sequences that run at once.
+    watermark : float
+        Share of the blocks, from 0 to 1, that stays free where a sequence starts beside others, so that those have room
+        to grow: vLLM's rule, and its default.
+
+    Attributes
+    ----------
+    table : SequenceTable
+    """
+
+    def __init__(
+        self,
+        memory: int,
+        block_size: int,
+        *,
+        max_len: int | None = None,
+        max_seqs: int = 256,
+        watermark: float = 0.01,
+    ) -> None:
+        self.memory = as_int("memory", memory, minimum=1, maximum=MAX_INT32)
+        block_size = as_int("block_size", block_size, minimum=1, maximum=self.memory)
+        if not 0 <= watermark <= 1:
+            raise ValueError(f"watermark must be from 0 to 1, got {watermark}")
+        pool = BlockPool(self.memory // block_size)
+        max_blocks = pool.num_blocks
+        if max_len is not None:
+            max_blocks = min(max_blocks, -(-as_int("max_len", max_len, minimum=1) // block_size))
+        self.table = SequenceTable(pool, block_size, max_seqs, max_blocks)
+        self.max_len = self.table.max_seq_len
+        self.kept_free = watermark * pool.num_blocks
+
+    def admit(self, num_tokens: int, seq_len: int) -> int | None:
+        table = self.table
+        left = table.pool.num_free - -(-num_tokens // table.block_size)
+        if table.num_seqs == table.max_seqs or left < (self.kept_free if table.num_seqs else 0):
+            return None
+        return table.add(num_tokens)
+
+    def append(self, seqs: Int64Array) -> bool:
+        try:
+            self.table.append(seqs)
+        except OutOfBlocksError:
+            return False
+        return True
+
+    def free(self, seqs: Int64Array) -> None:
+        self.table.free(seqs)
+
+    def held(self, seqs: Int64Array) -> Int64Array:
+        block_size = self.table.block_size
+        return -(-self.table.seq_lens(seqs).astype(np.int64) // block_size) * block_size

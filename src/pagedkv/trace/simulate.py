@@ -1,0 +1,141 @@
+"""simulate: requests in order against a manager, a token for each running sequence in every step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .lengths import Requests
+from .managers import Manager
+
+Int64Array = npt.NDArray[np.int64]
+KINDS = ("tokens", "reserved", "internal", "external")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What became of every slot in each step.
+
+    Attributes
+    ----------
+    memory : int
+        Slots in all.
+    tokens, reserved, internal, external : (num_steps,) int64
+        Slots of each kind, as `pagedkv.trace` says. What is left of the memory is idle.
+    running, waiting : (num_steps,) int64
+        Sequences that run at once, and requests that wait.
+    preempted : int
+        How often a sequence lost its slots because another one needed them.
+    recomputed : int
+        Tokens whose K and V those had, and compute again.
+    """
+
+    memory: int
+    tokens: Int64Array
+    reserved: Int64Array
+    internal: Int64Array
+    external: Int64Array
+    running: Int64Array
+    waiting: Int64Array
+    preempted: int
+    recomputed: int
+
+    @property
+    def num_steps(self) -> int:
+        """Steps until the last request ended."""
+        return len(self.tokens)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Tokens, reserved, internal and external, over all slots that are not idle: sums over all steps."""
+        sums = {kind: int(getattr(self, kind).sum()) for kind in KINDS}
+        return {kind: slots / sum(sums.values()) for kind, slots in sums.items()}
+
+    @property
+    def waste(self) -> float:
+        """Share of slots that hold no token: reserved, internal and external."""
+        return 1 - self.shares["tokens"]
+
+    @property
+    def at_once(self) -> float:
+        """Mean number of sequences that run at once while others wait; over all steps if none ever does."""
+        busy = self.waiting > 0
+        return float(self.running[busy].mean() if busy.any() else self.running.mean())
+
+
+def simulate(
+    requests: Requests, manager: Manager, watch: Callable[[Int64Array, Int64Array, Int64Array], Any] | None = None
+) -> Run:
+    """Run requests until all have ended.
+
+    In each step every running sequence gets a token. If there is no room for all, the sequences admitted last are
+    preempted: they wait again, at the head, to store all tokens they had once more (recompute, as in vLLM). Otherwise
+    requests are admitted in their order, each with its prompt and the first token, for as long as the next one fits;
+    none overtakes. A sequence with all its tokens counts in that step and then ends.
+
+    Parameters
+    ----------
+    requests : Requests
+    manager : Manager
+        With no sequence in it.
+    watch : callable or None
+        Called in each step with the indices of the running requests, their handles and their lengths.
+
+    Returns
+    -------
+    Run
+
+    Raises
+    ------
+    ValueError
+        A request is longer than the manager can hold when it is alone.
+    """
+    seq_lens = requests.seq_lens
+    longest = int(seq_lens.argmax())
+    if seq_lens[longest] > manager.max_len:
+        raise ValueError(
+            f"request {longest} has {seq_lens[longest]} tokens in the end, a sequence has room for {manager.max_len}: "
+            "make the memory or the maximum length larger, or leave the request out"
+        )
+    queue = deque(range(len(seq_lens)))
+    lens = requests.prompt_lens.copy()
+    running, seqs = np.empty(0, np.int64), np.empty(0, np.int64)
+    steps: list[tuple[int, ...]] = []
+    preempted = recomputed = 0
+    while queue or len(running):
+        given_up = 0
+        while not manager.append(seqs):
+            manager.free(seqs[-1:])
+            queue.appendleft(int(running[-1]))
+            given_up, recomputed = given_up + 1, recomputed + int(lens[running[-1]])
+            running, seqs = running[:-1], seqs[:-1]
+        preempted += given_up
+        admitted: list[tuple[int, int]] = []
+        while queue and not given_up:
+            seq = manager.admit(int(lens[queue[0]]) + 1, int(seq_lens[queue[0]]))
+            if seq is None:
+                break
+            admitted.append((queue.popleft(), seq))
+        if admitted:
+            running = np.concatenate([running, [request for request, _ in admitted]])
+            seqs = np.concatenate([seqs, [seq for _, seq in admitted]])
+        lens[running] += 1
+        now, ends, held = lens[running], seq_lens[running], manager.held(seqs)
+        if watch is not None:
+            watch(running, seqs, now)
+        used = int(now.sum())
+        reserved = int(np.minimum(held, ends).sum()) - used
+        allocated = int(held.sum())
+        external = manager.memory - allocated if queue else 0
+        steps.append((used, reserved, allocated - used - reserved, external, len(running), len(queue)))
+        ended = now == ends
+        if ended.any():
+            manager.free(seqs[ended])
+            running, seqs = running[~ended], seqs[~ended]
+    tokens, fill, unused, denied, at_once, waiting = np.array(steps, np.int64).T
+    return Run(manager.memory, tokens, fill, unused, denied, at_once, waiting, preempted, recomputed)
