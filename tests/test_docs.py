@@ -123,7 +123,7 @@ def test_wrong_snippets_are_noticed(tmp_path, monkeypatch, text):
         run_snippets(page)
 
 
-MODULES = ["operations.attention", "memory.pool", "memory.table", "memory.cache"]
+MODULES = ["operations.attention", "memory.pool", "memory.table", "memory.cache", "sizes"]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -196,19 +196,20 @@ def test_readme_program_with_cupy():
     assert changed(readme_program(), "import numpy as xp", "import cupy as xp") == "(1, 8, 64)\n"
 
 
-@pytest.mark.parametrize("module", ["draw_kernels", "draw_split", "draw_performance"])
+@pytest.mark.parametrize("module", ["draw_kernels", "draw_split", "draw_performance", "draw_trace"])
 def test_drawings_are_up_to_date(monkeypatch, module):
     monkeypatch.syspath_prepend(ROOT / "docs")
     for file, draw in importlib.import_module(module).DRAWINGS.items():
         assert (ROOT / "docs" / "images" / file).read_text(encoding="utf-8") == draw(), f"run docs/{module}.py"
 
 
-def test_figures_are_up_to_date(monkeypatch):
+@pytest.mark.parametrize("module", ["draw_performance", "draw_trace"])
+def test_figures_are_up_to_date(monkeypatch, module):
     monkeypatch.syspath_prepend(ROOT / "docs")
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    drawn = importlib.import_module("draw_performance")
+    drawn = importlib.import_module(module)
+    page = drawn.PAGE.read_text(encoding="utf-8")
     assert {match[2] for match in drawn.TABLE.finditer(page)} == set(drawn.TABLES)
-    assert drawn.with_tables(page) == page, "run docs/draw_performance.py"
+    assert drawn.with_tables(page) == page, f"run docs/{module}.py"
 
 
 def test_messages_are_quoted_as_they_are():

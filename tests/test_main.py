@@ -41,6 +41,12 @@ def test_benches_that_need_no_extra_run_without_any(what):
     assert json.loads(done.stdout)["rows"]
 
 
+def test_other_commands_need_no_extra():
+    done = without_extras("trace", "--requests", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["rows"]) > 5
+
+
 @pytest.mark.parametrize("what", [what for what in BENCHES if what not in ("cpu", "memory")])
 def test_the_other_benches_say_in_one_line_what_to_install(what):
     done = without_extras("bench", what)
@@ -52,7 +58,7 @@ def test_the_other_benches_say_in_one_line_what_to_install(what):
 def test_a_plot_without_matplotlib_says_so():
     done = without_extras("bench", "decode", "--plot", "here.png")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == 'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[bench]"\n'
+    assert done.stderr == 'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[plot]"\n'
 
 
 OWN = {
@@ -77,7 +83,7 @@ def test_help_shows_the_options_of_one_bench(what, capsys):
 
 @pytest.mark.parametrize("what", BENCHES)
 def test_options_of_other_benches_are_refused(what, monkeypatch, capsys):
-    monkeypatch.setattr("pagedkv.__main__._measure", lambda *_, **__: pytest.fail("it is measured"))
+    monkeypatch.setattr("pagedkv.__main__._run", lambda *_, **__: pytest.fail("it is measured"))
     for option in set.union(*OWN.values()) - OWN[what]:
         with pytest.raises(SystemExit) as left:
             main(["bench", what, option, *(["x"] if option in ("--cc", "--only", "--subjects", "--plot") else [])])

@@ -121,7 +121,9 @@ RULES = {
     "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", *BACKENDS), ()),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
-    "trace knows the memory manager alone": Rule(ours("trace"), ours(*TOP - {"trace"}), ours("memory", "errors")),
+    "trace knows the memory manager alone": Rule(
+        ours("trace"), ours(*TOP - {"trace"}), ours("memory", "errors", "figures")
+    ),
     "nothing needs a trace": Rule(ours(*TOP - {"trace", "__main__"}), ours("trace"), ()),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
     "bench/gpu needs no static count": Rule(ours("bench.gpu"), ours("bench.static"), ()),

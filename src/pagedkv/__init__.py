@@ -1,8 +1,7 @@
 """Paged KV cache and paged attention for Python.
 
 Importing it imports NumPy and ml_dtypes alone; numba comes with the first attention call, numba-cuda with the first
-one on a device or in the emulator. `pagedkv.reference`, `pagedkv.emulator` and `pagedkv.trace` are imported when they are
-looked up.
+one on a device or in the emulator. `reference`, `emulator` and `trace` are imported when they are looked up.
 """
 
 import typing
@@ -16,6 +15,7 @@ from .operations.caches import copy_blocks, gather_kv, swap_blocks, write_kv
 from .operations.rotary import apply_rotary
 from .operations.warmup import warmup
 from .operations.workspaces import release_workspaces, workspace_bytes
+from .sizes import kv_bytes
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "decode_attention",
     "gather_kv",
     "get_num_threads",
+    "kv_bytes",
     "merge_states",
     "prefill_attention",
     "raise_if_failed",

@@ -1,4 +1,4 @@
-"""``python -m pagedkv bench cpu | memory | launch | emulator | static | decode | write``, also as ``pagedkv``."""
+"""``python -m pagedkv trace | kv-bytes | bench ...``, also as ``pagedkv``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ BENCHES = {
     "decode": ("gpu.decode", "decode_attention on a GPU, beside other libraries"),
     "write": ("gpu.write", "write_kv on a GPU"),
 }
+# Where each of the other commands is, and what it prints.
+COMMANDS = {
+    "trace": ("trace.command", "how much of a KV cache paging wastes on a trace of requests, beside contiguous memory"),
+    "kv-bytes": ("sizes", "how many bytes the K and V of a model take"),
+}
 
 
 def _progress(text: str) -> None:
@@ -38,10 +43,17 @@ def _repeats(text: str) -> int:
 
 
 def _parser(chosen: str | None, module: Any) -> argparse.ArgumentParser:
-    """The command line, with the chosen bench's own options."""
+    """The command line, with the own options of the chosen bench or other command."""
     parser = argparse.ArgumentParser(prog="python -m pagedkv", description="Paged KV cache and paged attention.")
     parser.add_argument("--version", action="version", version=f"pagedkv {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
+    for name, (_, text) in COMMANDS.items():
+        one = commands.add_parser(name, help=text, description=f"Says {text}.")
+        one.add_argument(
+            "--json", action="store_const", const="as_json", default="as_tables", dest="form", help="print JSON"
+        )
+        if name == chosen:
+            module.add_options(one)
     bench = commands.add_parser("bench", help="measure this machine", description="Measure on this machine.")
     benches = bench.add_subparsers(metavar="what", required=True)
     for name, (_, text) in BENCHES.items():
@@ -58,30 +70,39 @@ def _parser(chosen: str | None, module: Any) -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    chosen = next((word for word in words if word in BENCHES), None) if words[:1] == ["bench"] else None
+    chosen = place = None
+    if words[:1] == ["bench"] and (chosen := next((word for word in words if word in BENCHES), None)):
+        place = f".bench.{BENCHES[chosen][0]}"
+        words.remove(chosen)
+        words.insert(1, chosen)  # options may come before it
+    elif words and words[0] in COMMANDS:
+        chosen = words[0]
+        place = f".{COMMANDS[chosen][0]}"
     try:
-        module = import_module(f".bench.{BENCHES[chosen][0]}", __package__) if chosen else None
+        module = import_module(place, __package__) if place else None
     except BackendUnavailableError as error:
         print(error, file=sys.stderr)
         return 1
-    if chosen:
-        words.remove(chosen)
-        words.insert(1, chosen)  # options may come before it
     options = vars(_parser(chosen, module).parse_args(words))
-    return _measure(module, **options)
+    # What a bench raises is a defect; the other commands refuse options that do not go together.
+    refusals = (ValueError, OSError, MemoryError) if chosen in COMMANDS else ()
+    return _run(module, refusals, **options)
 
 
-def _measure(module: Any, form: str | None, plot: str | None = None, **options: Any) -> int:
-    """Run a bench and print its rows; returns the exit code."""
+def _run(
+    module: Any, refusals: tuple[type[Exception], ...], form: str | None, plot: str | None = None, **options: Any
+) -> int:
+    """Run a bench or another command and print its rows; returns the exit code."""
     from .bench import report
-    from .bench.gpu import plot as drawing
 
-    if plot and drawing.GROUP not in (options["groups"] or [drawing.GROUP]):
-        print(f"--plot draws the group {drawing.GROUP}: name it with --only", file=sys.stderr)
+    drawing = import_module(".plot", module.__package__) if plot else None
+    group = getattr(drawing, "GROUP", None)
+    if group and group not in (options["groups"] or [group]):
+        print(f"--plot draws the group {group}: name it with --only", file=sys.stderr)
         return 2
     code = 0
     try:
-        if plot:
+        if drawing:
             drawing.require()
         rows = module.run(progress=_progress, **options)
     except KeyboardInterrupt as interruption:
@@ -90,10 +111,17 @@ def _measure(module: Any, form: str | None, plot: str | None = None, **options: 
     except BackendUnavailableError as error:
         print(error, file=sys.stderr)
         return 1
+    except refusals as error:
+        print(error, file=sys.stderr)
+        return 2
     _progress("")
     written = _write(getattr(report, form or "as_table")(rows)) if rows else 0
-    if plot and not code:
-        drawing.draw(rows, plot)
+    if drawing and not code:
+        try:
+            drawing.draw(rows, plot)
+        except (OSError, ValueError) as error:
+            print(f"the plot cannot be written: {error}", file=sys.stderr)
+            return 1
     return code or written
 
 

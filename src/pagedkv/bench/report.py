@@ -98,8 +98,13 @@ def as_csv(rows: list[Row]) -> str:
 
 
 def as_table(rows: list[Row]) -> str:
+    """The machine, and `as_tables`."""
+    return "\n\n".join([", ".join(f"{name} {value}" for name, value in machine().items()), as_tables(rows)])
+
+
+def as_tables(rows: list[Row]) -> str:
     """One table for each run of rows with the same columns, without those of samples."""
-    lines = [", ".join(f"{name} {value}" for name, value in machine().items())]
+    lines: list[str] = []
     columns: list[str] = []
     group: list[Row] = []
     for row in [*_without_samples(rows), {}]:
@@ -108,7 +113,7 @@ def as_table(rows: list[Row]) -> str:
             group = []
         columns = list(row)
         group.append(row)
-    return "\n".join(lines)
+    return "\n".join(lines[1:])
 
 
 def _format(columns: list[str], rows: list[Row]) -> list[str]:

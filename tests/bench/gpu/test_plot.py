@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 
+from pagedkv import figures
 from pagedkv.__main__ import main
 from pagedkv.bench.gpu import decode, plot
 from pagedkv.errors import BackendUnavailableError
@@ -83,8 +84,8 @@ def test_nothing_to_draw():
 
 
 def test_matplotlib_is_asked_for_before_anything_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    with pytest.raises(BackendUnavailableError, match=r'pip install "pagedkv\[bench\]"'):
+    monkeypatch.setattr(figures, "find_spec", lambda name: None)
+    with pytest.raises(BackendUnavailableError, match=r'pip install "pagedkv\[plot\]"'):
         plot.require()
     monkeypatch.setattr(decode, "run", lambda **options: pytest.fail("measured"))
     assert main(["bench", "decode", "--plot", "here.png"]) == 1
@@ -93,7 +94,7 @@ def test_matplotlib_is_asked_for_before_anything_is_measured(monkeypatch, capsys
 
 def test_rows_are_printed_before_they_are_drawn(monkeypatch, capsys):
     printed = []
-    monkeypatch.setattr(plot, "find_spec", lambda name: True)
+    monkeypatch.setattr(figures, "find_spec", lambda name: True)
     monkeypatch.setattr(decode, "run", lambda **options: [{"decode": "lengths"}])
     monkeypatch.setattr(plot, "draw", lambda rows, path: printed.append((capsys.readouterr().out, rows, path)))
     assert main(["bench", "decode", "--csv", "--plot", "here.png", "--only", "lengths"]) == 0

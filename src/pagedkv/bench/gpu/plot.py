@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
-from ...errors import BackendUnavailableError
+from ...figures import require as require
 from ..report import Row
 
 GROUP = "lengths"
-
-
-def require() -> None:
-    """Raise BackendUnavailableError unless matplotlib is installed."""
-    if find_spec("matplotlib") is None:
-        raise BackendUnavailableError(
-            'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[bench]"'
-        )
 
 
 def series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:

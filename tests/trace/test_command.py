@@ -1,0 +1,164 @@
+"""`python -m pagedkv trace`: its table, its JSON, and what it says about wrong options."""
+
+import json
+import re
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from pagedkv import figures
+from pagedkv.__main__ import main
+from pagedkv.trace import command, log_normal, plot, simulate
+from pagedkv.trace.managers import Paged
+
+SMALL = ["--requests", "20", "--memory", "600", "--max-len", "200"]
+
+
+def out(capsys, *words):
+    assert main(["trace", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table(capsys):
+    head, requests, empty, columns, *lines = out(capsys, *SMALL, "--block-sizes", "16,4").splitlines()
+    assert head.split() == ["requests", "mean", "prompt", "mean", "output", "longest", "memory"]
+    assert requests.split()[0] == "20"
+    assert empty == ""
+    assert columns.split()[:4] == ["manager", "P", "waste", "%"]
+    assert [re.split("  +", line.strip())[:2] for line in lines] == [
+        ["contiguous, 200 each", "-"],
+        ["contiguous, told", "-"],
+        ["buddy, told", "-"],
+        ["paged", "16"],
+        ["paged", "4"],
+    ]
+
+
+def test_json_has_every_figure_and_series(capsys):
+    rows = json.loads(out(capsys, *SMALL, "--seed", "3", "--block-sizes", "8", "--json"))["rows"]
+    requests = log_normal(20, max_len=200, seed=3)
+    assert rows[0]["longest"] == requests.seq_lens.max()
+    run = simulate(requests, Paged(600, 8, max_len=200))
+    row = rows[-1]
+    assert row["waste %"] == pytest.approx(100 * run.waste)
+    assert row["waste %"] == pytest.approx(row["reserved %"] + row["internal %"] + row["external %"])
+    assert (row["steps"], row["preempted"], row["most"]) == (run.num_steps, run.preempted, run.running.max())
+    held = (run.tokens + run.reserved + run.internal).mean()
+    assert row["table entries"] == round(held / 8)
+    starts = row["steps over time"]
+    assert len(starts) == len(row["tokens over time"]) == 100
+    sizes = np.diff(starts, append=run.num_steps)
+    assert np.dot(sizes, row["tokens over time"]) == pytest.approx(run.tokens.sum(), rel=1e-2)
+
+
+def test_a_file_gives_the_lengths_and_the_longest(tmp_path, capsys):
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,output_tokens\n30,10\n50,7\n90,1\n")
+    rows = json.loads(out(capsys, "--csv", str(path), "--requests", "2", "--json", "--block-sizes", "1"))["rows"]
+    assert rows[0] == {"requests": 2, "mean prompt": 40, "mean output": 8.5, "longest": 57, "memory": 16384}
+    assert rows[1]["manager"] == "contiguous, 57 each"
+
+
+def test_rows_of_the_table_are_enough_for_all_that_fit():
+    requests = log_normal(100, prompt_mean=1, output_mean=1, sigma=0)
+    manager = command._paged(requests, 320, 4, 0.0)
+    assert manager.table.max_seqs == 80
+    assert simulate(requests, manager).running.max() == 80
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--requests", "0"], "num_requests must be at least 1, got 0"),
+        (["--sigma", "nan"], "sigma must be from 0 to 10, got nan"),
+        (["--output-mean", "-3"], "output_mean must be from 1 to 2147483647, got -3.0"),
+        (["--memory", "-1"], "memory must be at least 1, got -1"),
+        (["--memory", "100"], "--memory must be at least the 2048 slots of --max-len, got 100"),
+        (["--max-len", "1"], "max_len must be at least 2, got 1"),
+        (["--block-sizes", "16385"], "--block-sizes must be from 1 to the 16384 slots of --memory, got 16385"),
+        (["--watermark", "nan"], "watermark must be from 0 to 1, got nan"),
+        (["--csv", "x", "--seed", "1"], "--seed and --csv exclude each other: lengths are drawn or read"),
+        (["--csv", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line_before_anything_runs(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(command, "simulate", lambda *_: pytest.fail("it runs"))
+    assert main(["trace", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(message)
+
+
+@pytest.mark.parametrize("sizes", ["", "0", "8,x", "8,,16", "-8", "1.5"])
+def test_block_sizes_are_ints(sizes, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["trace", f"--block-sizes={sizes}"])
+    assert left.value.code == 2
+    assert f"must be block sizes of at least 1, as in 8,16,32, got {sizes}" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_quiet(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "simulate", interrupted)
+    assert main(["trace", *SMALL]) == 130
+    assert capsys.readouterr() == ("", "\ninterrupted\n")
+
+
+def test_matplotlib_is_asked_for_first(monkeypatch, capsys):
+    monkeypatch.setattr(figures, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "simulate", lambda *_: pytest.fail("it runs"))
+    assert main(["trace", *SMALL, "--plot", "x.png"]) == 1
+    assert capsys.readouterr().err == (
+        'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[plot]"\n'
+    )
+
+
+class Drawn:
+    """Stands in for matplotlib: notes every call of anything."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getattr__(self, name):
+        def note(*args, **options):
+            self.calls.append((name, args, options))
+            return [Drawn(self.calls) for _ in range(3)] if name == "subplots" else self
+
+        return note
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    calls = []
+    figure = ModuleType("matplotlib.figure")
+    figure.Figure = lambda **_: Drawn(calls)
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", figure)
+    monkeypatch.setattr(figures, "find_spec", lambda name: True)
+    return calls
+
+
+def test_bars_lines_and_points_of_the_plot(drawn, capsys):
+    out(capsys, *SMALL, "--block-sizes", "4,16,64", "--plot", "here.svg")
+    bars = [(args, options) for name, args, options in drawn if name == "barh"]
+    assert [options["label"] for _, options in bars] == list(plot.NAMES.values())
+    assert np.sum([values for (_, values), _ in bars], axis=0) == pytest.approx([100] * 6)
+    assert bars[1][1]["left"] == list(bars[0][0][1])
+    lines = [options["label"] for name, _, options in drawn if name == "plot" and "label" in options]
+    assert lines == ["contiguous, 200 each", "contiguous, told", "buddy, told", "paged, P = 16"]
+    assert [args[0] for name, args, _ in drawn if name == "annotate"] == ["P = 4", "P = 16", "P = 64"]
+    assert ("savefig", ("here.svg",), {"dpi": 150}) in drawn
+
+
+def test_a_plot_that_cannot_be_written_comes_after_the_table(monkeypatch, drawn, capsys):
+    def draw(rows, path):
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr(plot, "draw", draw)
+    assert main(["trace", *SMALL, "--plot", "no/x.png"]) == 1
+    printed = capsys.readouterr()
+    assert re.search(r"^ +paged +16 ", printed.out, re.MULTILINE)
+    assert printed.err == "the plot cannot be written: [Errno 2] No such file or directory: 'no/x.png'\n"
