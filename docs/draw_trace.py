@@ -1,7 +1,8 @@
-"""The drawings and the table of explanation/memory_waste.md: ``python docs/draw_trace.py`` writes them.
+"""The drawings and tables of explanation/memory_waste.md, and a map of a pool for memory.md.
 
-The table and the chart are of docs/figures/trace-*.json (``python -m pagedkv trace --json``), the last by name. The
-moving picture is of a small run, which this simulates. The tests compare files and page with what this writes.
+``python docs/draw_trace.py`` writes them. Tables and the chart are of the last of docs/figures/trace-*.json by name
+(``python -m pagedkv trace --json``). The moving picture is of a small run, which this simulates, and the map of a small
+cache. The tests compare files and page with what this writes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from draw_kernels import GREY, IMAGES, INK, LINE, WHITE, drawing, text, title
 from draw_performance import latest, table
 
-from pagedkv import trace
+from pagedkv import PagedKVCache, trace
 from pagedkv.trace.plot import COLOURS as KINDS
 
 PAGE = Path(__file__).parent / "explanation" / "memory_waste.md"
@@ -236,7 +237,22 @@ def memory_run(only: int | None = None) -> str:
     return drawing(top + high * rows + 34, parts)
 
 
-DRAWINGS: dict[str, Callable[[], str]] = {"memory-waste.svg": memory_waste, "memory-run.svg": memory_run}
+def pool_map() -> str:
+    """What a notebook shows of a cache with a shared prompt, sequences of many lengths, and holes."""
+    cache = PagedKVCache(num_layers=1, num_blocks=256, block_size=16, num_kv_heads=1, head_dim=8)
+    seqs = [cache.add(length).seq for length in (300, 70, 410, 130, 25, 560, 90, 240)]
+    cache.append(cache.fork(seqs[2], 3), 40)
+    cache.free([seqs[1], seqs[5]])
+    picture = cache._repr_html_()
+    svg = picture[picture.index("<svg") : picture.index("</svg>") + 6].replace("<svg ", '<svg x="26" y="16" ', 1)
+    return drawing(80, [svg])
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "memory-waste.svg": memory_waste,
+    "memory-run.svg": memory_run,
+    "pool-map.svg": pool_map,
+}
 
 if __name__ == "__main__":
     for file, draw in DRAWINGS.items():

@@ -122,8 +122,9 @@ RULES = {
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
     "trace knows the memory manager alone": Rule(
-        ours("trace"), ours(*TOP - {"trace"}), ours("memory", "errors", "figures")
+        ours("trace"), ours(*TOP - {"trace"}), ours("memory", "drawing", "errors")
     ),
+    "drawing takes arrays": Rule(ours("drawing"), ours(*TOP - {"drawing"}), ours("errors")),
     "nothing needs a trace": Rule(ours(*TOP - {"trace", "__main__"}), ours("trace"), ()),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
     "bench/gpu needs no static count": Rule(ours("bench.gpu"), ours("bench.static"), ()),

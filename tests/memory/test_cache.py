@@ -165,25 +165,23 @@ def test_plot():
     cache = make()
     seq = cache.add(2 * P).seq
     cache.fork(cache.add(P).seq)
-    assert cache.plot(width=4) == "##+.\n....\n..\n. free  # used  + shared  - partly used; 1 block a character"
+    other = cache.add(P + 1).seq
+    legend = "A-Z sequences, a-z with empty slots  + shared  . free; 1 block a character"
+    assert cache.plot(width=4) == f"AA+C\nc...\n..\n{legend}"
     cache.free(seq)
-    assert cache.plot().startswith("..+.......\n")
+    cache.append(other, P - 1)
+    assert cache.plot().startswith("..+BB.....\n")
 
 
-def test_a_plot_of_a_large_pool_has_several_blocks_in_a_character():
-    cache = PagedKVCache(1, 5000, 1, 1, 8, max_seqs=2, max_seq_len=5000)
-    cache.add(7)
-    lines = cache.plot().splitlines()
-    assert lines[0] == "#-" + "." * 62
-    assert len(lines) == 17
-    assert lines[-1].endswith("; 5 blocks a character")
-    assert sum(map(len, lines[:-1])) == 1000
-
-
-def test_html():
-    html = make()._repr_html_()
+def test_the_map_for_notebooks_shows_every_sequence_and_the_numbers():
+    cache = make()
+    seqs = [cache.add(n).seq for n in (P, P + 1)]
+    html = cache._repr_html_()
     assert "<tr><th>num_blocks</th><td>10</td></tr>" in html
-    assert "<pre>..........\n" in html
+    assert [f"<title>sequence {seq}</title>" in html for seq in seqs] == [True, True]
+    assert 'stroke="currentColor"' not in html
+    cache.fork(seqs[0])
+    assert 'stroke="currentColor"' in cache._repr_html_()
 
 
 def test_the_longest_sequence_is_a_whole_number_of_blocks():

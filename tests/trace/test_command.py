@@ -8,8 +8,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from pagedkv import figures
 from pagedkv.__main__ import main
+from pagedkv.drawing import figures
 from pagedkv.trace import command, log_normal, plot, simulate
 from pagedkv.trace.managers import Paged
 

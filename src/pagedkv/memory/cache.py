@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from .checks import MAX_INT32, as_int, as_ints
 from .guard import Guarded, alone, consistent, exclusive
 from .mirror import Mirror
 from .pool import BlockPool
-from .stats import Stats, draw
+from .stats import Stats, pool_map
 from .table import SequenceTable
 
 
@@ -276,12 +275,12 @@ class PagedKVCache(Guarded):
 
     @consistent
     def plot(self, width: int = 64) -> str:
-        """A map of the pool in characters, `width` to a line."""
-        return draw(self.pool.ref_counts, as_int("width", width, minimum=1))
+        """A map of the pool in characters, `width` to a line: which sequence has which block, and which are shared."""
+        return pool_map(self.table).to_text(as_int("width", width, minimum=1))
 
     @consistent
     def _repr_html_(self) -> str:
-        return f"{self.stats().to_html()}<pre>{escape(self.plot())}</pre>"
+        return f"{self.stats().to_html()}{pool_map(self.table).to_html()}"
 
 
 def _longest(seq_lens: npt.NDArray[np.int32]) -> int:

@@ -51,6 +51,10 @@ class Handles:
         """Which rows have a handle, (max_rows,) bool."""
         return self._issued[:-1] != NO_HANDLE
 
+    def of(self, rows: Int64Array) -> Int64Array:
+        """The handles of rows in use, (num_rows,) int64."""
+        return self._issued[rows]
+
     def find(self, seqs: Any) -> Int64Array:
         """The rows of an int, a list or tuple of ints or an int64 array of handles; (num_seqs,) int64.
 

@@ -1,12 +1,12 @@
-"""How full a pool is, as numbers and as a picture."""
+"""How full a pool is, as numbers and as a map."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 
+from ..drawing.pool_map import PoolMap
 from .table import SequenceTable
 
 
@@ -63,22 +63,6 @@ class Stats:
         return f"<table>{rows}</table>"
 
 
-def draw(ref_counts: npt.NDArray[np.int32], width: int = 64, max_rows: int = 16) -> str:
-    """A map of the pool in characters, block 0 first, with a legend.
-
-    Parameters
-    ----------
-    ref_counts : (N,) int32
-        References to each block.
-    width, max_rows : int
-        Characters to a line, and lines at most: in a larger pool a character stands for several blocks.
-    """
-    per_cell = -(-len(ref_counts) // (width * max_rows))
-    starts = np.arange(0, len(ref_counts), per_cell)
-    sizes = np.diff(starts, append=len(ref_counts))
-    used = np.add.reduceat(np.minimum(ref_counts, 1), starts)
-    shared = np.maximum.reduceat(ref_counts, starts) > 1
-    cells = np.select([shared, used == sizes, used > 0], ["+", "#", "-"], ".")
-    rows = ["".join(cells[start : start + width]) for start in range(0, len(cells), width)]
-    legend = f". free  # used  + shared  - partly used; {per_cell} block{'s' if per_cell > 1 else ''} a character"
-    return "\n".join([*rows, legend])
+def pool_map(table: SequenceTable) -> PoolMap:
+    """The map of a table's pool."""
+    return PoolMap(table.block_owners(), table.pool.ref_counts, table.block_fills(), table.block_size)

@@ -12,7 +12,7 @@ from ..commit import Write, commit
 from .checks import MAX_INT32, MAX_INT64, as_int, as_ints, require
 from .copy_on_write import UNUSED, plan_writable
 from .guard import Guarded, consistent, exclusive
-from .handles import Handles, Int64Array
+from .handles import NO_HANDLE, Handles, Int64Array
 from .pool import BlockPool
 
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)
@@ -314,6 +314,14 @@ class SequenceTable(Guarded):
         tokens = np.minimum(self._lens[owners] - columns * self.block_size, self.block_size)
         np.maximum.at(fills, self._blocks[owners, columns], tokens.astype(np.int32))
         return fills
+
+    @consistent
+    def block_owners(self) -> Int64Array:
+        """The handle of a sequence that has each block, (N,) int64; -1 for a block that none has."""
+        rows, columns = _ragged(np.zeros_like(self._lens), self._num_blocks(self._lens))
+        owners = np.full(self.pool.num_blocks, NO_HANDLE)
+        owners[self._blocks[rows, columns]] = self._handles.of(rows)
+        return owners
 
     @consistent
     def check(self) -> None:

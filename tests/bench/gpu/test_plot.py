@@ -5,9 +5,9 @@ from types import ModuleType
 
 import pytest
 
-from pagedkv import figures
 from pagedkv.__main__ import main
 from pagedkv.bench.gpu import decode, plot
+from pagedkv.drawing import figures
 from pagedkv.errors import BackendUnavailableError
 
 

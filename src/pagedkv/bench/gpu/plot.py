@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...figures import require as require
+from ...drawing.figures import require as require
 from ..report import Row
 
 GROUP = "lengths"
