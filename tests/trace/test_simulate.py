@@ -56,6 +56,13 @@ def test_paging_by_hand():
     assert run.at_once == 1
 
 
+def test_a_preempted_request_comes_back_before_those_that_never_ran():
+    order = []
+    requests = Requests([3, 3, 7], [5, 2, 1])
+    simulate(requests, Paged(12, 4, watermark=0), lambda running, seqs, lens: order.append(running.tolist()))
+    assert order == [[0, 1], [0], [0], [0], [0], [1], [2]]
+
+
 def test_idle_slots_are_no_waste():
     run = simulate(Requests([4], [4]), Paged(10**6, block_size=1, max_len=8))
     assert run.waste == 0
