@@ -43,12 +43,12 @@ def name_of(row: Row) -> str:
 
 def waste() -> str:
     """What each manager made of the memory."""
-    header = ["", "tokens", "reserved", "internal", "external", "waste", "sequences at once", "steps", "table entries"]
+    header = ["", "P", *(f"{kind} %" for kind in (*WORDS, "waste")), "at once", "steps", "table entries"]
     lines = []
     for row in latest("trace")[1][1:]:
-        shares = [f"{row[f'{kind} %']:.1f} %" for kind in (*WORDS, "waste")]
-        entries = "-" if row["P"] is None else str(row["table entries"])
-        lines.append([name_of(row), *shares, f"{row['at once']:.1f}", str(row["steps"]), entries])
+        shares = [f"{row[f'{kind} %']:.1f}" for kind in (*WORDS, "waste")]
+        rest = [f"{row['at once']:.1f}", str(row["steps"]), str(row["table entries"] or "-")]
+        lines.append([row["manager"], str(row["P"] or "-"), *shares, *rest])
     return table(header, lines)
 
 

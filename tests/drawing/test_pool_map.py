@@ -83,7 +83,7 @@ def test_squares_of_the_picture():
     assert picture.get("viewBox") == "0 0 78 12"
 
 
-@pytest.mark.parametrize("num_seqs", [1, 100, 101, 5000])
+@pytest.mark.parametrize("num_seqs", [100, 101])
 def test_pictures_of_large_pools_are_small(num_seqs):
     rng = np.random.default_rng(0)
     blocks = [(int(seq), 1, 3) if seq < num_seqs else None for seq in rng.integers(0, num_seqs + 1, 100_000)]

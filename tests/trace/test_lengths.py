@@ -16,6 +16,12 @@ def test_log_normal_lengths_have_the_means_that_were_asked_for():
     assert abs(np.corrcoef(requests.prompt_lens, requests.output_lens)[0, 1]) < 0.02
 
 
+def test_without_deviation_every_length_is_the_mean():
+    requests = log_normal(5, prompt_mean=100, output_mean=7.4, sigma=0)
+    assert requests.prompt_lens.tolist() == [100] * 5
+    assert requests.output_lens.tolist() == [7] * 5
+
+
 def test_the_seed_decides():
     first, again, other = (log_normal(100, seed=seed) for seed in (1, 1, 2))
     assert np.array_equal(first.seq_lens, again.seq_lens)

@@ -124,13 +124,6 @@ def test_figures_of_paging_are_those_of_the_real_manager():
     assert [s.free * 8 + 3 for s, waits in zip(stats, waited, strict=True) if waits] == run.external[waited].tolist()
 
 
-def test_less_than_a_25th_of_the_slots_is_wasted_by_paging():
-    """The claim of the vLLM paper, on 1,000 log-normal requests in blocks of 16 tokens."""
-    requests = log_normal(1000)
-    assert simulate(requests, Paged(16384, 16)).waste < 0.04
-    assert simulate(requests, Contiguous(16384, 2048)).waste > 0.7
-
-
 @pytest.mark.parametrize("manager", [Contiguous(64, 40), Contiguous(40), Buddy(63), Paged(47, 8)])
 def test_a_request_that_can_never_fit_is_refused_before_anything_runs(manager):
     room = manager.max_len

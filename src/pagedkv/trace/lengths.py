@@ -98,7 +98,7 @@ def log_normal(
     rng = np.random.default_rng(as_int("seed", seed))
 
     def draw(mean: float) -> npt.NDArray[Any]:
-        return np.ceil(np.minimum(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_requests), max_len))
+        return np.rint(np.minimum(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_requests), max_len))
 
     prompt_lens = draw(prompt_mean).astype(np.int64).clip(1, max_len - 1)
     return Requests(prompt_lens, draw(output_mean).astype(np.int64).clip(1, max_len - prompt_lens))

@@ -124,7 +124,7 @@ class Paged:
         Sequences that run at once.
     watermark : float
         Share of the blocks, from 0 to 1, that stays free where a sequence starts beside others, so that those have room
-        to grow: vLLM's rule, and its default.
+        to grow. Rule and default are those of vLLM's first block manager.
 
     Attributes
     ----------
