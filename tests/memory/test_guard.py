@@ -70,6 +70,7 @@ READS = {
     "block_tables": lambda s: s.cache.table.block_tables([s.seq, s.other]).tolist(),
     "num_tokens": lambda s: s.cache.table.num_tokens,
     "block_fills": lambda s: s.cache.table.block_fills().tolist(),
+    "block_owners": lambda s: s.cache.table.block_owners().tolist(),
 }
 
 
