@@ -121,8 +121,8 @@ RULES = {
     "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", *BACKENDS), ()),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
-    "trace knows the memory manager alone": Rule(
-        ours("trace"), ours(*TOP - {"trace"}), ours("memory", "drawing", "errors")
+    "trace knows no operation and no backend": Rule(
+        ours("trace"), ours(*TOP - {"trace"}), ours("memory", "drawing", "errors", "layouts", "sizes")
     ),
     "drawing takes arrays": Rule(ours("drawing"), ours(*TOP - {"drawing"}), ours("errors")),
     "nothing needs a trace": Rule(ours(*TOP - {"trace", "__main__"}), ours("trace"), ()),

@@ -27,7 +27,7 @@ BENCHES = {
 # Where each of the other commands is, and what it prints.
 COMMANDS = {
     "trace": ("trace.command", "how much of a KV cache paging wastes on a trace of requests, beside contiguous memory"),
-    "kv-bytes": ("sizes", "how many bytes the K and V of a model take"),
+    "kv-bytes": ("trace.model", "how many bytes the K and V of a model take"),
 }
 
 

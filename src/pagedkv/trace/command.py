@@ -30,6 +30,11 @@ def _block_sizes(text: str) -> tuple[int, ...]:
 
 def add_options(parser: ArgumentParser) -> None:
     """Add the options of the command line."""
+    parser.epilog = (
+        "Percentages are of the slots that are not idle: tokens; slots reserved for tokens to come; internal "
+        "fragmentation, held and never used; external fragmentation, free where the next request does not fit. Waste is"
+        ' the last three. "told": the manager knows how long each request will be, which no server does.'
+    )
     parser.add_argument(
         "--requests", type=int, metavar="N", help=f"how many (default: {NUM_REQUESTS}, or all rows of --csv)"
     )

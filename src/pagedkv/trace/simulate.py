@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def simulate(
     queue = deque(range(len(seq_lens)))
     lens = requests.prompt_lens.copy()
     running, seqs = np.empty(0, np.int64), np.empty(0, np.int64)
-    steps: list[tuple[int, ...]] = []
+    steps = array("q")
     preempted = recomputed = 0
     while queue or len(running):
         given_up = 0
@@ -132,10 +133,10 @@ def simulate(
         reserved = int(np.minimum(held, ends).sum()) - used
         allocated = int(held.sum())
         external = manager.memory - allocated if queue else 0
-        steps.append((used, reserved, allocated - used - reserved, external, len(running), len(queue)))
+        steps.extend((used, reserved, allocated - used - reserved, external, len(running), len(queue)))
         ended = now == ends
         if ended.any():
             manager.free(seqs[ended])
             running, seqs = running[~ended], seqs[~ended]
-    tokens, fill, unused, denied, at_once, waiting = np.array(steps, np.int64).T
+    tokens, fill, unused, denied, at_once, waiting = np.frombuffer(steps, np.int64).reshape(-1, 6).T
     return Run(manager.memory, tokens, fill, unused, denied, at_once, waiting, preempted, recomputed)

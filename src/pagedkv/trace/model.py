@@ -1,0 +1,92 @@
+"""``python -m pagedkv kv-bytes``: how many bytes the K and V of a model take."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+from ..layouts import FLOAT_DTYPES, FP8_KINDS
+from ..sizes import kv_bytes
+
+# What transformers calls the numbers of a model's shape in config.json.
+CONFIG = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The shape of a model of transformers, as arguments of `kv_bytes`.
+
+    Parameters
+    ----------
+    path : str
+        Its config.json, or the folder with it.
+
+    Raises
+    ------
+    OSError
+        The file cannot be read.
+    ValueError
+        It is no JSON, does not say the shape, or the model has no K and V for each head (MLA).
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        if "kv_lora_rank" in config:
+            raise ValueError("its attention is MLA, which keeps a latent vector instead of K and V")
+        heads = config.get("num_attention_heads", 0)
+        known = {"num_key_value_heads": heads, "head_dim": config.get("hidden_size", 0) // (heads or 1)}
+        known |= {name: value for name, value in config.items() if value is not None}
+        shape: dict[str, Any] = {ours: known.get(theirs) or 0 for ours, theirs in CONFIG.items()}
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        shape |= {"dtype": dtype} if dtype else {}
+        kv_bytes(0, **shape)
+        return shape
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} does not say the shape of a model ({error}): give --num-layers and so on") from error
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command line."""
+    parser.add_argument("--config", metavar="PATH", help="config.json of a model of transformers, or its folder")
+    parser.add_argument("--num-layers", type=int, metavar="N")
+    parser.add_argument("--num-kv-heads", type=int, metavar="N", help="heads of K and V, not of queries")
+    parser.add_argument("--head-dim", type=int, metavar="D", help="elements of a head")
+    parser.add_argument(
+        "--dtype", choices=[dtype.name for dtype in FLOAT_DTYPES], help="default: the model's, or float16"
+    )
+    parser.add_argument("--kv-dtype", choices=FP8_KINDS, help="a cache in 8 bits")
+    parser.add_argument("--block-size", type=int, default=16, metavar="P", help="tokens in a block (default: 16)")
+    parser.add_argument(
+        "--num-tokens", type=int, default=[4096], nargs="+", metavar="T", help="tokens of a sequence (default: 4096)"
+    )
+
+
+def run(
+    *, config: str | None, num_tokens: list[int], block_size: int, kv_dtype: str | None, progress: Any, **shape: Any
+) -> list[dict[str, Any]]:
+    """Bytes of a token, of a block, and of sequences.
+
+    Returns
+    -------
+    list of dict
+        A row for the shape and one for each length.
+    """
+    given = {name: value for name, value in shape.items() if value is not None}
+    model = {"dtype": "float16"} | (read_config(config) if config else {}) | given
+    missing = [name for name in CONFIG if name not in model]
+    if missing:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise ValueError(f"the model's shape is missing: give {options}, or --config with its config.json")
+    model["kv_dtype"] = kv_dtype
+
+    def size(tokens: int, rounded: int = 1) -> int:
+        return kv_bytes(tokens, **model, block_size=rounded)
+
+    head = {name: model[name] for name in CONFIG} | {"stored as": kv_dtype or str(model["dtype"])}
+    rows = [head | {"bytes of a token": size(1), f"of a block of {block_size}": size(1, block_size)}]
+    for tokens in num_tokens:
+        total = size(tokens, block_size)
+        rows.append({"tokens": tokens, "blocks": -(-tokens // block_size), "bytes": total, "GiB": total / 2**30})
+    return rows

@@ -1,0 +1,78 @@
+"""`python -m pagedkv kv-bytes`: the shape that config.json says, and what is said of one that says none."""
+
+import json
+
+import pytest
+
+from pagedkv.__main__ import main
+from pagedkv.trace.model import read_config
+
+LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "torch_dtype": "bfloat16"}
+EXPECTED = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LLAMA | {"num_key_value_heads": 8}, EXPECTED),
+        (LLAMA, EXPECTED | {"num_kv_heads": 32}),
+        (LLAMA | {"head_dim": 64}, EXPECTED | {"num_kv_heads": 32, "head_dim": 64}),
+        (LLAMA | {"head_dim": None, "num_key_value_heads": None}, EXPECTED | {"num_kv_heads": 32}),
+        ({"text_config": LLAMA, "num_hidden_layers": 2}, EXPECTED | {"num_kv_heads": 32}),
+    ],
+)
+def test_the_shape_of_a_model(tmp_path, config, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(str(tmp_path)) == read_config(str(tmp_path / "config.json")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "has no attribute 'get'"),
+        ("{}", "num_layers must be at least 1, got 0"),
+        (json.dumps(LLAMA | {"hidden_size": "4096"}), "unsupported operand"),
+        (json.dumps(LLAMA | {"kv_lora_rank": 512}), "its attention is MLA"),
+        (json.dumps(LLAMA | {"dtype": "int4"}), "dtype must be float32, float16 or bfloat16, got 'int4'"),
+    ],
+)
+def test_configs_that_say_no_shape(tmp_path, text, message, capsys):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["kv-bytes", "--config", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "config.json does not say the shape of a model (" in line
+    assert message in line
+    assert line.endswith(": give --num-layers and so on")
+
+
+def test_the_command(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 8}))
+    assert main(["kv-bytes", "--config", str(tmp_path), "--num-tokens", "1", "4096", "--json"]) == 0
+    shape, one, many = json.loads(capsys.readouterr().out)["rows"]
+    assert shape["stored as"] == "bfloat16"
+    assert (shape["bytes of a token"], shape["of a block of 16"]) == (2**17, 2**21)
+    assert (one["blocks"], one["bytes"]) == (1, 2**21)
+    assert (many["blocks"], many["GiB"]) == (256, 0.5)
+    assert main(["kv-bytes", "--config", str(tmp_path), "--kv-dtype", "fp8_e4m3", "--num-layers", "16"]) == 0
+    assert "fp8_e4m3" in (out := capsys.readouterr().out)
+    assert out.split()[-1] == "0.125"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the model's shape is missing: give --num-layers, --num-kv-heads, --head-dim, or --config with its"),
+        (["--num-layers", "2", "--head-dim", "64"], "missing: give --num-kv-heads, or --config"),
+        (["--config", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+        (["--num-layers", "2", "--num-kv-heads", "1", "--head-dim", "9"], "head_dim must be a multiple of 8"),
+        (
+            ["--num-layers", "2", "--num-kv-heads", "1", "--head-dim", "8", "--num-tokens", "-1"],
+            "num_tokens must be at",
+        ),
+    ],
+)
+def test_options_that_say_too_little(words, message, capsys):
+    assert main(["kv-bytes", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
