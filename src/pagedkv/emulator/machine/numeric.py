@@ -104,13 +104,12 @@ def brev(a: np.ndarray) -> np.ndarray:
 
 
 def prmt(a: np.ndarray, b: np.ndarray, sel: np.ndarray) -> np.ndarray:
-    src = np.stack([a, b], 1).view(np.uint8)
-    out = np.empty((len(a), 4), np.uint8)
-    rows = np.arange(len(a))
-    for i in range(4):
-        s = (sel >> U32(4 * i)) & U32(15)
-        v = src[rows, s & U32(7)]
-        out[:, i] = np.where(s & U32(8), np.where(v >= 128, 255, 0), v)
+    chosen = sel[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)
+    source = np.stack([a, b], 1).view(np.uint8)
+    out = np.take_along_axis(source, chosen & U32(7), 1)
+    sign = chosen & U32(8) != 0
+    if sign.any():
+        out[sign] = np.where(out[sign] >= 128, 255, 0)
     return out.view(U32).reshape(-1)
 
 
