@@ -88,10 +88,10 @@ def test_a_cold_run_times_the_compiler_and_leaves_the_cache_alone(monkeypatch, t
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
     one = Variant("copy_blocks", "float16", "float16", 128, 16, "NHD")
     monkeypatch.setattr(counts, "quick_variants", lambda: [one])
-    options = {"repeats": 1, "progress": print, "capabilities": [(8, 0)], "quick": True, "processes": 1}
-    (row, *_) = run.run(**options, cold=True)
-    assert row["compile s"] > 0.01
-    assert row["read sectors"] is None
+    options = {"repeats": 1, "progress": print, "capabilities": [(8, 0), (9, 0)], "quick": True, "processes": 1}
+    (row, timed, *_) = run.run(**options, cold=True)
+    assert row["compile s"] is row["read sectors"] is None, "functions of other kernels shorten it"
+    assert timed["compile s"] > 0.01
     assert not any(tmp_path.rglob("*.cubin"))
 
 

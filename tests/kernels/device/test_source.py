@@ -10,7 +10,7 @@ import pagedkv.cuda.compiler.compile as compiling
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.kernels.device import source
 from pagedkv.kernels.device.intrinsics import unrolled
-from pagedkv.kernels.device.source import KernelSource, Steps, device_function, with_lineinfo
+from pagedkv.kernels.device.source import KernelSource, Steps, device_function, forget_functions, with_lineinfo
 
 from ...cuda.compiler.compile_cases import Config
 from ...cuda.conftest import start_again
@@ -111,9 +111,9 @@ def test_a_kernel_is_the_same_with_functions_of_another_one(monkeypatch):
     compiled = []
     make = compiling._make_ptx
     monkeypatch.setattr(compiling, "_make_ptx", lambda *args: compiled.append(args) or make(*args))
-    source._jitted.cache_clear()
+    forget_functions()
     alone = compile_kernel(make_narrow, Config(7)).ptx
-    source._jitted.cache_clear()
+    forget_functions()
     start_again(monkeypatch)
     compile_kernel(make_wide, Config(7))
     shared = source._jitted.cache_info().hits

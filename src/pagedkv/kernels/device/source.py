@@ -62,6 +62,11 @@ def device_function(function: Callable[..., Any]) -> Any:
     return _jitted(_Alike(function), _lineinfo.get())
 
 
+def forget_functions() -> None:
+    """Forget all device functions but those of modules, so that the next kernel is compiled as the first one."""
+    _jitted.cache_clear()
+
+
 class Steps(ModuleType):
     """The device functions of one subject, called as ``steps.name(...)``: a module is the one namespace numba knows."""
 
