@@ -12,6 +12,7 @@ from ..ptx.types import GLOBAL_BASE, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
 from ..state.footprint import FootprintRecorder
 from ..state.frame import Frame, Mask
 from ..state.memory import ByteSpace, Memory
+from ..state.operands import OperandsInFlight
 from ..state.order import Order
 from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import StatsRecorder
@@ -62,6 +63,7 @@ class Access:
         self.stats = stats if stats.memory else None
         self.footprint = footprint
         self.copies: list[Copies] = []  # unfinished
+        self.operands: OperandsInFlight | None = None  # of wgmma, if the kernel has any
 
     # -- checks
     def check(
@@ -155,6 +157,8 @@ class Access:
         base = f.shared_base if idx is None else f.shared_base[idx]
         off = self._signed(a) + base
         self.check(op, "shared", f.shared, off, f.shared_limit, idx, load, base)
+        if store and self.operands is not None:
+            self.operands.check_store(op, off, idx)
         if self.shared_races is not None:
             self.shared_races.access(op, off, op.size, idx, store, op.kind)
         if self.stats is not None:

@@ -25,6 +25,7 @@ from .access import Access
 from .namespace import FUNCTIONS, operations
 from .schedule import Scheduler
 from .warp_barriers import WarpBarriers
+from .warpgroup import WarpgroupOps
 
 MAX_THREADS = 1024
 MAX_SHARED_BYTES = 227 * 1024
@@ -195,8 +196,9 @@ class Device(Memory):
                     global_races.begin(frame, order)
                 access = Access(frame, self, init_check, order, shared_races, global_races, recorder, tracks, rng)
                 warp_barriers = WarpBarriers(frame, order)
+                warpgroups = WarpgroupOps(frame, access, order) if translation.uses_wgmma else None
                 reuse = scheduler is not None and scheduler.frame.num_lanes == frame.num_lanes
-                bound = operations(frame, access, warp_barriers, order, params)
+                bound = operations(frame, access, warp_barriers, warpgroups, order, params)
                 bound.update(frame.namespace(scope, reuse))
                 if reuse:  # same number of lanes: keep register arrays and compiled blocks
                     namespace.update(bound)
@@ -205,6 +207,8 @@ class Device(Memory):
                     scheduler = Scheduler(frame, translation, namespace, recorder, rng, step_limit)
                 assert scheduler is not None
                 scheduler.run(frame, order, warp_barriers)
+                if warpgroups is not None:
+                    warpgroups.finish()
         result = recorder.finish()
         result.footprint = tracks.finish() if tracks else None
         return result

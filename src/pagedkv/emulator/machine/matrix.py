@@ -36,7 +36,7 @@ def _fragments(k: int, per: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return at_a, at_b, at_c.reshape(-1)
 
 
-def _elements(registers: Sequence[np.ndarray], rows: np.ndarray, kind: str) -> np.ndarray:
+def elements(registers: Sequence[np.ndarray], rows: np.ndarray, kind: str) -> np.ndarray:
     """The registers' values in float64, shape (registers, warps, 32, elements of a register)."""
     bits = np.stack([register[rows] for register in registers])
     if kind in ("f16", "bf16"):
@@ -50,26 +50,26 @@ def _elements(registers: Sequence[np.ndarray], rows: np.ndarray, kind: str) -> n
     return values.astype(np.float64).reshape(*bits.shape, -1)
 
 
+def whole_warps(f: Frame, ins: Instruction, m: Mask) -> np.ndarray:
+    """Lane numbers of the active warps, shape (warps, 32); a fault if one is not whole."""
+    if m is None and f.whole_warps:
+        return f.lanes.reshape(-1, 32)
+    active = np.ones(f.num_lanes, np.bool_) if m is None else m
+    count = np.bincount(f.warp[active], minlength=f.num_warps)
+    broken = (count != 0) & (count != 32)
+    if broken.any():
+        warp = int(broken.argmax())
+        lane = int(np.argmax((f.warp == warp) & active))
+        f.fail(SyncFault, f"matrix instruction with {int(count[warp])} of 32 lanes", ins, lane)
+    first = f.warp_first[np.flatnonzero(active & (f.lane == 0))]
+    return first[:, None] + np.arange(32)
+
+
 class MatrixOps:
     """The matrix instructions of one batch."""
 
     def __init__(self, frame: Frame, access: Access) -> None:
         self.frame, self.access = frame, access
-
-    def _warps(self, ins: Instruction, m: Mask) -> np.ndarray:
-        """Lane numbers of the active warps, shape (warps, 32)."""
-        f = self.frame
-        if m is None and f.whole_warps:
-            return f.lanes.reshape(-1, 32)
-        active = np.ones(f.num_lanes, np.bool_) if m is None else m
-        count = np.bincount(f.warp[active], minlength=f.num_warps)
-        broken = (count != 0) & (count != 32)
-        if broken.any():
-            warp = int(broken.argmax())
-            lane = int(np.argmax((f.warp == warp) & active))
-            f.fail(SyncFault, f"matrix instruction with {int(count[warp])} of 32 lanes", ins, lane)
-        first = f.warp_first[np.flatnonzero(active & (f.lane == 0))]
-        return first[:, None] + np.arange(32)
 
     def mma(
         self,
@@ -83,9 +83,9 @@ class MatrixOps:
         m: Mask,
     ) -> np.ndarray:
         """d = a @ b + c for m16n8k{k}, summed in float64 and rounded once to the accumulator's type."""
-        rows = self._warps(ins, m)
+        rows = whole_warps(self.frame, ins, m)
         num_warps = len(rows)
-        in_a, in_b = _elements(a, rows, kind), _elements(b, rows, kind)
+        in_a, in_b = elements(a, rows, kind), elements(b, rows, kind)
         at_a, at_b, at_c = _fragments(k, in_a.shape[-1])
         matrix_a = np.moveaxis(in_a, 1, 0).reshape(num_warps, -1)[:, at_a]
         matrix_b = np.moveaxis(in_b, 1, 0).reshape(num_warps, -1)[:, at_b]
@@ -122,7 +122,7 @@ class MatrixOps:
 
     def ldmatrix(self, op: MemOp, address: np.ndarray, count: int, trans: bool, m: Mask) -> np.ndarray:
         """Load `count` 8x8 matrices of 16-bit elements; lanes 8i to 8i + 7 hold the row addresses of matrix i."""
-        rows = self._warps(op.ins, m)
+        rows = whole_warps(self.frame, op.ins, m)
         where = self._rows_in_shared(op, address, rows, count, True)
         data = self.frame.shared.views["u16"][where].reshape(-1, count, 8, 8)
         if trans:
@@ -135,7 +135,7 @@ class MatrixOps:
 
     def stmatrix(self, op: MemOp, address: np.ndarray, values: Sequence[np.ndarray], trans: bool, m: Mask) -> None:
         """Store matrices, as `ldmatrix` loads them."""
-        rows, count = self._warps(op.ins, m), len(values)
+        rows, count = whole_warps(self.frame, op.ins, m), len(values)
         where = self._rows_in_shared(op, address, rows, count, False)
         data = np.stack([value[rows] for value in values], 1).view(np.uint16).reshape(-1, count, 8, 8)
         if trans:
@@ -144,7 +144,7 @@ class MatrixOps:
 
     def movmatrix(self, ins: Instruction, a: np.ndarray, m: Mask) -> np.ndarray:
         """Transpose the 8x8 matrix in a warp's registers."""
-        rows = self._warps(ins, m)
+        rows = whole_warps(self.frame, ins, m)
         data = np.swapaxes(np.ascontiguousarray(a[rows]).view(np.uint16).reshape(-1, 8, 8), 1, 2)
         out = np.zeros(self.frame.num_lanes, U32)
         out[rows] = np.ascontiguousarray(data).view(U32).reshape(-1, 32)

@@ -19,6 +19,7 @@ from .matrix import MatrixOps
 from .printing import Printer
 from .warp import WarpOps
 from .warp_barriers import WarpBarriers
+from .warpgroup import WarpgroupOps
 
 _NUMPY = (
     "add subtract multiply divide fmin fmax minimum maximum negative absolute bitwise_and bitwise_or bitwise_xor "
@@ -31,6 +32,7 @@ _NUMERIC = (
 )
 _WARP = "shfl vote match redux elect activemask"
 _MATRIX = "mma ldmatrix stmatrix movmatrix"
+_WARPGROUP = "wgmma wgmma_fence wgmma_commit wgmma_wait proxy_fence misuse"
 
 
 def _blend(dst: np.ndarray, mask: np.ndarray, value: Any) -> None:
@@ -54,6 +56,7 @@ def operations(
     frame: Frame,
     access: Access,
     warp_barriers: WarpBarriers,
+    warpgroups: WarpgroupOps | None,
     order: Order | None,
     params: dict[str, bytes],
 ) -> dict[str, Any]:
@@ -64,8 +67,10 @@ def operations(
         for what in ("ld", "st", "atom"):
             if (what, space) != ("atom", "local"):
                 ns[f"{what}_{space}"] = getattr(access, f"{what}_{space}")
-    for names, ops in ((_WARP, WarpOps(frame)), (_MATRIX, MatrixOps(frame, access))):
-        ns.update((name, getattr(ops, name)) for name in names.split())
+    for names, ops in ((_WARP, WarpOps(frame)), (_MATRIX, MatrixOps(frame, access)), (_WARPGROUP, warpgroups)):
+        ns.update((name, getattr(ops, name)) for name in names.split() if ops is not None)
+    if warpgroups is None:
+        ns["proxy_fence"] = lambda m: None  # nothing uses the asynchronous proxy
 
     def param(name: str, off: int, view: str) -> Any:
         return np.frombuffer(params[name], dtype_of(view), 1, off)[0]

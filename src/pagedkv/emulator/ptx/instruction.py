@@ -6,6 +6,7 @@ import re
 
 _IDENT = re.compile(r"%?[A-Za-z_$][\w$]*")
 _PRED = re.compile(r"@(!?)(%?[\w$]+)\s+(.*)", re.S)
+_LONG_GROUP = re.compile(r"\{([^{},]+),[^{}]{80,},([^{},]+)\}")  # the accumulators of a wgmma
 
 
 class Instruction:
@@ -25,7 +26,7 @@ class Instruction:
     __slots__ = ("line", "negated", "op", "operands", "parts", "pred", "text")
 
     def __init__(self, text: str, line: int) -> None:
-        self.text, self.line = text, line
+        self.text, self.line = _LONG_GROUP.sub(r"{\1, ...,\2}", text), line
         self.pred: str | None = None
         self.negated = False
         m = _PRED.match(text)

@@ -14,14 +14,18 @@ _NO_DESTINATION = (
 )
 
 
-def _reads_writes(ins: Instruction) -> tuple[list[str], list[str]]:
+def reads_writes(ins: Instruction) -> tuple[list[str], list[str]]:
     """The identifiers that an instruction reads and writes; not all of them are registers."""
+    if ins.parts[0] == "wgmma" and ins.parts[1] != "mma_async":  # .fence, .commit_group and .wait_group
+        return [], []
     writes = ins.parts[0] not in _NO_DESTINATION.split() or (ins.parts[0] in ("bar", "barrier") and "red" in ins.parts)
     writes = writes and bool(ins.operands) and "[" not in ins.operands[0]
     reads = [token for operand in ins.operands[1 if writes else 0 :] for token in _TOKEN.findall(operand)]
     reads += [token.partition("+")[0] for token in reads]  # "%rd1+16" in an address reads %rd1
     if ins.pred:
         reads.append(ins.pred)
+    if ins.parts[0] == "wgmma":  # adds to what it writes
+        reads += _TOKEN.findall(ins.operands[0])
     return reads, _TOKEN.findall(ins.operands[0]) if writes else []
 
 
@@ -37,27 +41,21 @@ class Liveness:
     def __init__(self, program: Program) -> None:
         self._bit = {register: 1 << i for i, register in enumerate(program.registers)}
         blocks = program.blocks
-        uses, kills, successors = [], [], []
+        uses, kills, successors = [], [], [program.successors(b) for b in range(len(blocks))]
         flushed: dict[str, bool] = {}
         self._writes: list[int] = []
-        for b, block in enumerate(blocks):
+        for block in blocks:
             use = write = kill = 0
             for ins in block.instructions:
-                reads, writes = _reads_writes(ins)
+                reads, writes = reads_writes(ins)
                 for token in reads:
                     use |= self._bit.get(token, 0) & ~kill
                 for token in writes:
                     write |= self._bit.get(token, 0)
                     kill |= 0 if ins.pred else self._bit.get(token, 0)
                     flushed[token] = flushed.get(token, True) and "ftz" in ins.parts and ins.parts[-1] == "f32"
-            last = block.instructions[-1]
-            jumps = last.parts[0] in ("ret", "exit", "bra") and not last.pred
-            following = [b + 1] if not jumps and b + 1 < len(blocks) else []
-            if last.parts[0] == "bra":
-                following.append(program.labels[last.operands[0]])
             uses.append(use)
             kills.append(kill)
-            successors.append(following)
             self._writes.append(write)
         self.always_flushed = {register for register, only in flushed.items() if only}
         self._live_in = [0] * len(blocks)

@@ -13,7 +13,7 @@ from .types import SIZE
 _SLOT = re.compile(r"\[\s*([\w$@]+)\s*(?:\+\s*(\d+))?\s*\]")
 FULL_MASKS = ("-1", "0xffffffff", "4294967295", "0xFFFFFFFF", "0xFFFFFFFFU")
 _WARP_OPS = ("shfl", "vote", "match", "redux", "elect")
-_ALIGNED_OPS = ("mma", "ldmatrix", "stmatrix", "wmma", "movmatrix")
+_ALIGNED_OPS = ("mma", "ldmatrix", "stmatrix", "wmma", "movmatrix", "wgmma")
 SHARED_GAP = 128  # red zone between shared arrays; a multiple of 128 bytes keeps their banks
 
 
@@ -76,6 +76,13 @@ class Program:
     def source(self, ptx_line: int) -> tuple[SourceLine, ...]:
         """The Python line of a PTX line, then its callers' lines; empty without line information."""
         return self._mod.lines.source(ptx_line)
+
+    def successors(self, index: int) -> list[int]:
+        """The blocks that may run after a block."""
+        last = self.blocks[index].instructions[-1]
+        jumps = last.parts[0] in ("ret", "exit", "bra") and not last.pred
+        following = [index + 1] if not jumps and index + 1 < len(self.blocks) else []
+        return [*following, self.labels[last.operands[0]]] if last.parts[0] == "bra" else following
 
     # -- calls
     def _expand(

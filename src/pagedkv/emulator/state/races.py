@@ -25,6 +25,7 @@ from .unordered import SEVERAL, STRONG_CLASS, Unordered
 
 # A record in shared memory is time << TIME | op << _OP | thread << LANE | SEVERAL | the strong class.
 _OP = 24
+UNFENCED = np.int64(2**63 - 1)  # no fence.proxy.async has come after a write
 _MANY = (1 << (_OP - LANE)) - 1  # instead of a thread: several readers
 _MOST_OPS = (1 << (TIME - _OP)) - 1
 
@@ -55,6 +56,7 @@ class SharedRaces:
         self.lanes_read = np.zeros(count, np.uint32) if by_lane else None  # and of the lanes in them
         self.warp_bit = np.left_shift(np.uint32(1), frame.warp_in_cta.astype(np.uint32))
         self.lane_bit = np.left_shift(np.uint32(1), frame.lane.astype(np.uint32))
+        self.fences: np.ndarray | None = None  # by granule, if Proxies keeps them
         self._strong_reads = False
         self._several = Unordered()
         self._ops: list[MemOp] = []
@@ -123,6 +125,8 @@ class SharedRaces:
                 self._note_read(g, thread, floor, mine, bit, strong_class)
                 continue
             self._check_readers(op, g, off, thread, floor, what)
+            if self.fences is not None:
+                self.fences[g] = UNFENCED
             if not strong_class:
                 self.writes[g], self.reads[g] = mine, -1
                 continue
@@ -204,13 +208,38 @@ class SharedRaces:
             g = (off >> self.shift) + q
             self.writes[g] = self.order.stamp[lanes] | self._number(op)
             self.reads[g] = -1
+            if self.fences is not None:
+                self.fences[g] = UNFENCED
+
+    # -- what Proxies asks
+    def writer(self, g: np.ndarray) -> np.ndarray:
+        """The lane that has written each granule last."""
+        return _thread(self.writes[g])
+
+    def is_after(self, lanes: np.ndarray, record: np.ndarray) -> np.ndarray:
+        """Which records do not come before an access by these lanes now."""
+        late = record >= self.order.floor[lanes]
+        c = np.flatnonzero(late & (record != UNFENCED))
+        late[c] = self._would_race(lanes[c], record[c])
+        return late
+
+    def is_unordered(self, lane: int, g: np.ndarray) -> np.ndarray:
+        """Which of the last writes to these granules do not come before an access by a lane now."""
+        return self.is_after(np.full(len(g), lane), self.writes[g])
+
+    def writer_line(self, g: int) -> str:
+        """The line of the instruction that has written a granule last."""
+        return self._line(int(self.writes[g]))
+
+    def _line(self, record: int) -> str:
+        ins = self._ops[record >> _OP & _MOST_OPS].ins
+        return next(map(str, self.frame.program.source(ins.line)), f"PTX line {ins.line}: {ins.text}")
 
     def _report(self, op: MemOp, lane: int, off: int, what: str, did: str, record: int) -> NoReturn:
         f, who = self.frame, record >> LANE & _MANY
         other = "several threads" if who == _MANY else f"thread {f.thread_coordinates(who)}"
-        ins = self._ops[record >> _OP & _MOST_OPS].ins
-        where = next(map(str, f.program.source(ins.line)), f"PTX line {ins.line}: {ins.text}")
-        words = f"shared-memory race: {what} of a location {did} by {other} with no barrier in between ({where})"
+        words = f"shared-memory race: {what} of a location {did} by {other} with no barrier in between"
+        words += f" ({self._line(record)})"
         f.fail(RaceFault, words, op.ins, lane, *f.describe("shared", off, lane))
 
 

@@ -16,7 +16,7 @@ _HEADS_OF_CLASS = {
     "int": "mad selp setp prmt and or xor not shl shr shf lop3 bfe bfi bfind popc clz brev rem addc subc madc sad dp4a "
     "set slct",
     "cvt": "cvt",
-    "mma": "mma",
+    "mma": "mma wgmma",
     "shared_load": "ldmatrix",
     "shared_store": "stmatrix",
     "branch": "bra ret exit trap brx",

@@ -1,4 +1,4 @@
-"""Memory instructions and fences as the checks see them."""
+"""Memory instructions, fences and wgmma as the checks see them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,17 @@ class MemOp:
         self.size = self.element * self.count
         self.shift = self.element.bit_length() - 1
         self.strong_class = 1 + self.shift if self.strong else 0
+
+
+@dataclass(frozen=True)
+class Wgmma:
+    """What a wgmma.mma_async says: m64n{n}k16, its elements, and how its operands lie."""
+
+    n: int
+    kind: str
+    sign: int  # of the product
+    a_is_mn_major: bool
+    b_is_mn_major: bool
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,14 @@ def _vprintf(t: BlockTranslator, ins: Instruction) -> None:
 @HANDLERS.of("membar", "fence")
 def _fence(t: BlockTranslator, ins: Instruction) -> None:
     head, *rest = ins.parts
+    if rest[0] == "proxy":
+        if rest[1] != "async":
+            raise UntranslatedError
+        if rest[2:] != ["global"]:
+            t.emit(f"proxy_fence({t.mask})")
+        return
     what = "sc" if head == "membar" else rest.pop(0) if rest[0] in _FENCES else "acq_rel"
-    if rest not in _FENCE_SCOPES:  # of a proxy, or for some operations only
+    if rest not in _FENCE_SCOPES:  # for some operations only
         raise UntranslatedError
     both = what in ("sc", "acq_rel")
     fence = Fence(both or what == "acquire", both or what == "release", what == "sc", rest[0] not in _BLOCK_SCOPES)

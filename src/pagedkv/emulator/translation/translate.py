@@ -12,14 +12,15 @@ from types import CodeType
 from ..ptx.instruction import Instruction
 from ..ptx.liveness import Liveness
 from ..ptx.program import FULL_MASKS, Program, is_warp_barrier
-from . import arith, convert, logic, matrix, memory, warp
+from ..ptx.wgmma import misuses, uses_wgmma
+from . import arith, convert, logic, matrix, memory, warp, warpgroup
 from .block import BlockTranslator, Handler, UntranslatedError
 from .mem_op import MemOp
 from .scope import Scope
 
 _HANDLERS: dict[str, Handler] = {
     name: handler
-    for module in (arith, convert, logic, memory, warp, matrix)
+    for module in (arith, convert, logic, memory, warp, warpgroup, matrix)
     for name, handler in module.HANDLERS.items()
 }
 _JUMPS = ("bra", "ret", "exit", "trap")
@@ -39,12 +40,15 @@ class Translation:
     orders_lanes : bool
         Whether it orders accesses to shared memory by single lanes and not by warps: a bar.warp.sync of part of a warp,
         or flags in shared memory.
+    uses_wgmma : bool
+        Whether it has wgmma.
     unsupported : dict of int to str
         Instructions that no handler takes, by PTX line; executing them raises.
     """
 
     def __init__(self, program: Program) -> None:
         self.program, self.scope, self.liveness = program, Scope(program), Liveness(program)
+        self.uses_wgmma, self._misuses = uses_wgmma(program), misuses(program)
         self.unsupported: dict[int, str] = {}
         # All blocks now, not when first run: a launch has to know every name in the scope before it starts.
         self._source: dict[tuple[int, int | None], str] = {
@@ -53,9 +57,9 @@ class Translation:
         self._code: dict[tuple[int, int | None], CodeType] = {}
         instructions = [ins for block in program.blocks for ins in block.instructions]
         ops = [op for op in self.scope.objects.values() if isinstance(op, MemOp)]
-        self.uses_flags = any(ins.parts[0] in ("membar", "fence") for ins in instructions) or any(
-            op.acquire or op.release for op in ops
-        )
+        self.uses_flags = any(
+            ins.parts[0] in ("membar", "fence") and "proxy" not in ins.parts for ins in instructions
+        ) or any(op.acquire or op.release for op in ops)
         self.orders_lanes = any(is_warp_barrier(ins) and ins.operands[0] not in FULL_MASKS for ins in instructions) or (
             self.uses_flags and any(op.strong and op.space in ("shared", "generic") for op in ops)
         )
@@ -75,6 +79,8 @@ class Translation:
             return
         if ins.pred and head not in _BARRIERS:
             t.guard(ins.pred, ins.negated)
+        if ins in self._misuses:
+            t.emit(f"misuse({t.object(ins)},{self._misuses[ins]!r},{t.mask})")
         start = len(t.lines)
         try:
             if head not in _HANDLERS:
