@@ -1,5 +1,6 @@
 """Compiling kernels without a driver: once, from disk when it can be, and never from what does not fit."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -277,6 +278,16 @@ def test_a_directory_that_cannot_be_written_costs_nothing_but_time(monkeypatch, 
     start_again(monkeypatch)
     compile_kernel(make_scale, Config(3))
     assert len(compiled) == 2
+
+
+def make_scale_specific(config):
+    return dataclasses.replace(make_scale(config), is_specific=True)
+
+
+def test_a_kernel_for_one_capability_alone(directory):
+    kernel = compile_kernel(make_scale_specific, Config(3))
+    assert ".target sm_90a\n" in kernel.ptx
+    assert kernel.linked.resources().stack_bytes == 0
 
 
 def test_nothing_on_disk_is_a_pickle(directory):

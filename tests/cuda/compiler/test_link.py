@@ -8,8 +8,10 @@ import pytest
 from pagedkv.cuda.compiler import link as linking
 from pagedkv.cuda.compiler.link import link, load_or_link
 from pagedkv.cuda.compiler.occupancy import occupancy
-from pagedkv.cuda.compiler.ptx import global_loads, with_lowest_version
+from pagedkv.cuda.compiler.ptx import global_loads, is_specific, specific, with_lowest_version
 from pagedkv.errors import BackendUnavailableError
+
+from ...emulator.machine import wgmma_kernels as W
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
 # 256 bytes of static shared memory, one 16-byte load.
@@ -119,6 +121,27 @@ def test_a_driver_of_another_major_version_links_nothing(monkeypatch):
 
     monkeypatch.setattr(cuda.core, "Linker", refused)
     assert link(SMALL, (9, 0)).resources().shared_bytes == 256
+
+
+def wgmma(**parts):
+    extra = W.set_descriptor("%db", 0)
+    return W.text_of(64, [W.product(64)], 8192, extra=extra, **parts)
+
+
+def test_what_is_for_one_capability_alone_is_linked_for_it():
+    assert link(wgmma(), (9, 0)).resources().shared_bytes == 8192
+    with pytest.raises(BackendUnavailableError, match="cannot make code for sm_90 "):
+        link(wgmma().replace("sm_90a", "sm_90"), (9, 0))
+    assert specific(SMALL) == SMALL.replace("sm_80", "sm_80a")
+    assert is_specific(specific(SMALL))
+    assert not is_specific(SMALL)
+
+
+@pytest.mark.parametrize("parts", [{"running": "add.f32 %d3, %d3, %d3;"}, {"wait": ""}])
+def test_a_wgmma_that_ptxas_makes_wait_is_refused(parts):
+    """The emulator refuses the same."""
+    with pytest.raises(BackendUnavailableError, match=r"adds waits to the wgmma .*\(C75\d\d\).* function 'test'"):
+        link(wgmma(**parts), (9, 0))
 
 
 def test_the_message_has_the_reason_of_ptxas():

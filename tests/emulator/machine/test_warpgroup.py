@@ -91,10 +91,10 @@ def test_nothing_is_wrong_with_the_kernel_that_the_faults_are_made_from():
 IN_FLIGHT = {
     "an accumulator is read": ("add.f32 %e0, %d3, %d3;", r"reads %d3, an accumulator of a wgmma in flight \(PTX line"),
     "an accumulator is written": ("mov.f32 %d3, 0f00000000;", "writes %d3, an accumulator of a wgmma in flight"),
-    "A is written": ("add.u32 %a2, %tid, 1;", "writes %a2, a part of A of a wgmma in flight"),
+    "A is written": ("add.u32 %a2, %who, 1;", "writes %a2, a part of A of a wgmma in flight"),
     "a copy of an accumulator is read": ("mov.f32 %e1, %d3; add.f32 %e0, %e1, %e1;", "reads %e1, an accumulator of"),
     "some lanes read an accumulator": (
-        "setp.gt.u32 %p, %tid, 40; @%p add.f32 %e0, %d3, %d3;",
+        "setp.gt.u32 %p, %who, 40; @%p add.f32 %e0, %d3, %d3;",
         r"reads %d3, .*thread \(41, 0, 0\)",
     ),
 }
@@ -135,18 +135,18 @@ def test_a_wgmma_fence_stands_between_registers_and_wgmma():
     with pytest.raises(RaceFault, match=r"no wgmma\.fence before the first wgmma"):
         run_faulty(fence="")
     touched = [
-        ("add.u32 %a1, %tid, 1;", r"wgmma uses %a1, touched by PTX line \d+ \(add\.u32 %a1, %tid, 1\)"),
+        ("add.u32 %a1, %who, 1;", r"wgmma uses %a1, touched by PTX line \d+ \(add\.u32 %a1, %who, 1\)"),
         ("mov.f32 %d2, 0f3F800000;", "wgmma uses %d2, touched by PTX line"),
         ("add.f32 %e0, %d2, %d2;", "wgmma uses %d2, touched by PTX line"),
     ]
     for body, message in touched:
         with pytest.raises(RaceFault, match=f"{message}.*no wgmma.fence in between"):
             run_faulty(fence=f"{W.PARTS['fence']} {body}")
-    run_faulty(fence=f"{W.PARTS['fence']} add.u32 %r4, %tid, 1;")
+    run_faulty(fence=f"{W.PARTS['fence']} add.u32 %r4, %who, 1;")
 
 
 def test_a_wgmma_fence_on_one_of_two_paths_is_not_enough():
-    body = f"{W.PARTS['fence']} setp.gt.u32 %p, %tid, 63; @%p bra over; mov.f32 %d2, 0f3F800000; over:"
+    body = f"{W.PARTS['fence']} setp.gt.u32 %p, %who, 63; @%p bra over; mov.f32 %d2, 0f3F800000; over:"
     with pytest.raises(RaceFault, match=r"wgmma uses %d2, .*no wgmma\.fence in between"):
         run_faulty(fence=body)
 
@@ -158,13 +158,13 @@ def test_stores_are_fenced_for_the_asynchronous_proxy():
     with pytest.raises(RaceFault, match=message):
         run_faulty(proxy_fence="fence.proxy.async.global;")
     with pytest.raises(RaceFault, match=message):
-        run_faulty(proxy_fence="setp.ne.u32 %p, %tid, 75; @%p fence.proxy.async;")  # thread 75 leaves its own
+        run_faulty(proxy_fence="setp.ne.u32 %p, %who, 75; @%p fence.proxy.async;")  # thread 75 leaves its own
     fence = W.PARTS["proxy_fence"]
     run_faulty(proxy_fence="", barrier=f"bar.sync 0; {fence}")  # on the way, too
-    run_faulty(proxy_fence="", barrier=f"bar.sync 0; setp.eq.u32 %p, %tid, 0; @%p {fence} bar.sync 0;")
+    run_faulty(proxy_fence="", barrier=f"bar.sync 0; setp.eq.u32 %p, %who, 0; @%p {fence} bar.sync 0;")
     with pytest.raises(RaceFault, match=message):
-        run_faulty(proxy_fence="", barrier=f"bar.sync 0; setp.lt.u32 %p, %tid, 32; @%p {fence}")
-    again = "mov.u32 %r2, buf; mad.lo.u32 %r2, %tid, 8, %r2; mov.u64 %x, 0; st.shared.b64 [%r2], %x;"
+        run_faulty(proxy_fence="", barrier=f"bar.sync 0; setp.lt.u32 %p, %who, 32; @%p {fence}")
+    again = "mov.u32 %r2, buf; mad.lo.u32 %r2, %who, 8, %r2; mov.u64 %x, 0; st.shared.b64 [%r2], %x;"
     with pytest.raises(RaceFault, match=message):
         run_faulty(proxy_fence=f"{fence} {again}")  # it is there for what comes before it
 
@@ -189,7 +189,7 @@ def test_a_barrier_stands_between_stores_and_wgmma():
         run_faulty(barrier="")
 
 
-STORE = "mov.u32 %r2, buf; mad.lo.u32 %r2, %tid, 16, %r2; mov.u64 %x, 0; st.shared.b64 [%r2], %x;"
+STORE = "mov.u32 %r2, buf; mad.lo.u32 %r2, %who, 16, %r2; mov.u64 %x, 0; st.shared.b64 [%r2], %x;"
 
 
 def test_operands_in_flight_are_not_overwritten():
@@ -256,8 +256,8 @@ def test_other_products_are_not_modelled(name):
 
 
 DIFFERING = {
-    "in a warp": ("setp.eq.u32 %p, %tid, 5;", r"in lane 0 of its warp.*thread \(5, 0, 0\)"),
-    "between warps": ("setp.gt.u32 %p, %tid, 95;", r"in warp 0 of its warpgroup.*thread \(96, 0, 0\)"),
+    "in a warp": ("setp.eq.u32 %p, %who, 5;", r"in lane 0 of its warp.*thread \(5, 0, 0\)"),
+    "between warps": ("setp.gt.u32 %p, %who, 95;", r"in warp 0 of its warpgroup.*thread \(96, 0, 0\)"),
 }
 
 
@@ -267,14 +267,14 @@ def test_the_threads_of_a_warpgroup_have_the_same_descriptors(case):
     other = f"{condition} @%p mov.u64 %db, {W.descriptor(2048):#x};"
     with pytest.raises(SyncFault, match=f"descriptor of B must be the same in all threads of a warpgroup, .*{message}"):
         run_faulty(extra=f"{DESCRIPTORS} {other}")
-    by_warpgroup = "setp.gt.u32 %p, %tid, 127; @%p mov.u64 %db, " + f"{W.descriptor(2048):#x};"
+    by_warpgroup = "setp.gt.u32 %p, %who, 127; @%p mov.u64 %db, " + f"{W.descriptor(2048):#x};"
     run_faulty(extra=f"{DESCRIPTORS} {by_warpgroup}", threads=256)
     with pytest.raises(SyncFault, match="scale-d must be the same"):
         run_faulty(extra=f"{DESCRIPTORS} {condition.replace('%p', '%yes')}")
 
 
 def test_all_warps_of_a_warpgroup_take_part():
-    some = "setp.gt.u32 %p, %tid, 31; @%p bra over; {} over:"
+    some = "setp.gt.u32 %p, %who, 31; @%p bra over; {} over:"
     with pytest.raises(SyncFault, match=r"wgmma\.commit_group run by 1 of the 4 warps of a warpgroup"):
         run_faulty(end=some.format("wgmma.commit_group.sync.aligned;"))
     with pytest.raises(SyncFault, match=r"warps of a warpgroup run different instructions: warp . is at PTX line"):
@@ -282,7 +282,7 @@ def test_all_warps_of_a_warpgroup_take_part():
     with pytest.raises(SyncFault, match="whole warpgroups of 128 threads, the thread block has 160"):
         run_faulty(threads=160)
     with pytest.raises(EmulatorError, match=r"31 of 32 lanes|lanes that have exited"):
-        run_faulty(barrier="bar.sync 0; setp.eq.u32 %p, %tid, 9; @%p exit;")
+        run_faulty(barrier="bar.sync 0; setp.eq.u32 %p, %who, 9; @%p exit;")
 
 
 def test_statistics_count_a_wgmma_as_mma():

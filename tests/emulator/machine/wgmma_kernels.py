@@ -9,8 +9,8 @@ DTYPES = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 SWIZZLE_128 = 1 << 62
 
 LOAD = """
-ld.param.u64 %ad, [image]; mad.wide.u32 %ad, %tid, 8, %ad;
-mov.u32 %r0, buf; mad.lo.u32 %r0, %tid, 8, %r0; mov.u32 %r1, 0;
+ld.param.u64 %ad, [image]; mad.wide.u32 %ad, %who, 8, %ad;
+mov.u32 %r0, buf; mad.lo.u32 %r0, %who, 8, %r0; mov.u32 %r1, 0;
 more:
 ld.global.b64 %x, [%ad]; st.shared.b64 [%r0], %x;
 add.u64 %ad, %ad, {step}; add.u32 %r0, %r0, {step}; add.u32 %r1, %r1, {step};
@@ -48,16 +48,16 @@ def text_of(n, products, nbytes, threads=128, extra="", **parts):
 .address_size 64
 .visible .entry test(.param .u64 image, .param .u64 a, .param .u64 c, .param .u64 d)
 {{
-.reg .b64 %ad, %x, %da, %db; .reg .b32 %tid, %r<8>, %a<4>; .reg .f32 %d<{half}>, %e<8>; .reg .pred %p, %yes, %no;
+.reg .b64 %ad, %x, %da, %db; .reg .b32 %who, %r<8>, %a<4>; .reg .f32 %d<{half}>, %e<8>; .reg .pred %p, %yes, %no;
 .shared .align 1024 .b8 buf[{nbytes}];
-mov.u32 %tid, %tid.x; setp.eq.u32 %yes, 0, 0; setp.ne.u32 %no, 0, 0;
-ld.param.u64 %ad, [a]; mad.wide.u32 %ad, %tid, 16, %ad;
+mov.u32 %who, %tid.x; setp.eq.u32 %yes, 0, 0; setp.ne.u32 %no, 0, 0;
+ld.param.u64 %ad, [a]; mad.wide.u32 %ad, %who, 16, %ad;
 ld.global.v4.b32 {{%a0, %a1, %a2, %a3}}, [%ad];
-ld.param.u64 %ad, [c]; mad.wide.u32 %ad, %tid, {2 * n}, %ad;
+ld.param.u64 %ad, [c]; mad.wide.u32 %ad, %who, {2 * n}, %ad;
 {loads}
 {extra}
 {newline.join(body)}
-ld.param.u64 %ad, [d]; mad.wide.u32 %ad, %tid, {2 * n}, %ad;
+ld.param.u64 %ad, [d]; mad.wide.u32 %ad, %who, {2 * n}, %ad;
 {stores}
 ret;
 }}

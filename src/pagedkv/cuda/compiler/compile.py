@@ -27,7 +27,7 @@ from ...score_mod import can_raise, refusal
 from .. import INSTALL
 from .link import Linked, load_or_link
 from .numba_overrides import overridden
-from .ptx import Capability, external_functions, returns_0, versions, with_lowest_version
+from .ptx import Capability, external_functions, returns_0, specific, versions, with_lowest_version
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -208,6 +208,8 @@ def _make_ptx(
         launch_bounds=(source.num_threads, source.min_blocks),
     )
     ptx = with_lowest_version(ptx, capability)
+    if source.is_specific:
+        ptx = specific(ptx)
     return _tidy(ptx, entry, _shared_arrays(source.function)), source.num_threads, source.optimisation
 
 

@@ -16,10 +16,12 @@ from ...compiling.kernel_cache import Store, cache_dir, hash_of_sources
 from ...errors import BackendUnavailableError
 from .. import INSTALL
 from .occupancy import SYSTEM_SHARED_BYTES
-from .ptx import Capability, external_functions, versions
+from .ptx import Capability, external_functions, is_specific, versions
 
 SUFFIX = ".cubin"
 SOURCE = hash_of_sources(Path(__file__))
+# What ptxas says where it makes wgmma wait for each other, or for registers; it names the kernel.
+_SERIALISED = re.compile(r"\(C75(?:1\d|20)\).*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +99,15 @@ def link(ptx: str, capability: Capability, optimisation: int = 3) -> Linked:
     Raises
     ------
     BackendUnavailableError
-        nvJitLink is not installed, or does not know the device or the PTX.
+        nvJitLink is not installed, or does not know the device or the PTX, or lets nothing run beside the wgmma of the
+        module.
     ValueError
         The module calls a function that it does not define; with nvJitLink only the launch would fail.
     """
     if external := external_functions(ptx):
         raise ValueError(f"ptx must have all functions that it calls, got calls of {', '.join(external)}")
     nvjitlink, version = _nvjitlink()
-    arch, code = f"sm_{capability[0]}{capability[1]}", ptx.encode()
+    arch, code = f"sm_{capability[0]}{capability[1]}{'a' if is_specific(ptx) else ''}", ptx.encode()
     options = [f"-arch={arch}", "-Xptxas=-v", f"-Xptxas=-O{optimisation}"]
     handle = None
     try:
@@ -112,16 +115,21 @@ def link(ptx: str, capability: Capability, optimisation: int = 3) -> Linked:
         nvjitlink.add_data(handle, nvjitlink.InputType.PTX, code, len(code), "ptx")
         nvjitlink.complete(handle)
         cubin = _filled(handle, nvjitlink.get_linked_cubin_size, nvjitlink.get_linked_cubin)
-        log = _filled(handle, nvjitlink.get_info_log_size, nvjitlink.get_info_log)
-        return Linked(capability, cubin, _text(log))
+        log = _text(_filled(handle, nvjitlink.get_info_log_size, nvjitlink.get_info_log))
     except nvjitlink.nvJitLinkError as error:
-        log = _filled(handle, nvjitlink.get_error_log_size, nvjitlink.get_error_log) if handle else b""
+        errors = _filled(handle, nvjitlink.get_error_log_size, nvjitlink.get_error_log) if handle else b""
         raise BackendUnavailableError(
-            f"nvJitLink {version} cannot make code for {arch} ({error}: {_text(log).strip()}): {_remedy()}"
+            f"nvJitLink {version} cannot make code for {arch} ({error}: {_text(errors).strip()}): {_remedy()}"
         ) from error
     finally:
         if handle:
             nvjitlink.destroy(handle)
+    if warnings := _SERIALISED.findall(log):
+        raise BackendUnavailableError(
+            f"nvJitLink {version} adds waits to the wgmma of a kernel, which would be slow ({'; '.join(warnings)}): "
+            "take another version of nvidia-nvjitlink, or unset PAGEDKV_WGMMA, and report it"
+        )
+    return Linked(capability, cubin, log)
 
 
 def _nvjitlink() -> tuple[Any, str]:

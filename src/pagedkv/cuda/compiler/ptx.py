@@ -60,6 +60,23 @@ def with_lowest_version(ptx: str, capability: Capability) -> str:
     return re.sub(r"^\.version (\d+)\.(\d+)", version, ptx, count=1, flags=re.MULTILINE)
 
 
+_TARGET = re.compile(r"^\.target (sm_\d+)(a?)", re.MULTILINE)
+
+
+def specific(ptx: str) -> str:
+    """The PTX module for the very compute capability that it names, with all of its instructions: sm_90a for sm_90.
+
+    NVVM is not told: it leaves inline assembly alone.
+    """
+    return _TARGET.sub(r".target \1a", ptx, count=1)
+
+
+def is_specific(ptx: str) -> bool:
+    """Whether a PTX module is for one compute capability alone."""
+    match = _TARGET.search(ptx)
+    return match is not None and match[2] == "a"
+
+
 # What the driver brings to every module: CUDA C++ Programming Guide, formatted output, assertion, dynamic allocation.
 SYSTEM_CALLS = ("vprintf", "__assertfail", "malloc", "free")
 

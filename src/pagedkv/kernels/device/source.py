@@ -30,6 +30,9 @@ class KernelSource:
         Blocks that must fit on a multiprocessor at once: ptxas limits the registers of a thread for them.
     optimisation : int
         The level of ptxas, up to 3; at 1 it moves instructions less, and needs fewer registers.
+    is_specific : bool
+        It has instructions of one compute capability alone, such as wgmma of 9.0: the target is sm_90a, and the machine
+        code runs on no other.
     """
 
     function: Callable[..., None]
@@ -37,6 +40,7 @@ class KernelSource:
     num_threads: int
     min_blocks: int = 1
     optimisation: int = 3
+    is_specific: bool = False
 
 
 _lineinfo = ContextVar("lineinfo", default=True)
