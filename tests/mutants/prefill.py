@@ -136,8 +136,8 @@ MUTANTS = [
     Mutant(
         "prefill kernel: O is not rescaled",
         SOFTMAX,
-        "            for_each(rescale, SUM_PAIRS, (registers.o, registers.factors))\n",
-        "",
+        "            move_pivots(registers, unit)\n            rescale(registers)\n",
+        "            move_pivots(registers, unit)\n",
         PIVOTS,
     ),
     Mutant(

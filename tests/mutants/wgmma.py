@@ -1,4 +1,4 @@
-"""wgmma: the emulator's rules."""
+"""wgmma: the emulator's rules, and the prefill kernel on warpgroups; its tests run in the emulator."""
 
 from .mutant import Mutant
 
@@ -11,6 +11,17 @@ STORES = (WARPGROUP + "test_operands_in_flight_are_not_overwritten",)
 REGISTERS, RACES = "emulator/ptx/wgmma.py", "emulator/state/races.py"
 PROXIES, OPERANDS = "emulator/state/proxies.py", "emulator/state/operands.py"
 MACHINE = "emulator/machine/warpgroup.py"
+
+PREFILL = "tests/kernels/prefill/test_wgmma.py::"
+BOUND = (PREFILL + "test_every_form_meets_the_error_bound[emulator-64 dims]",)
+TILES = (PREFILL + "test_a_prompt_of_several_tiles_of_rows_and_keys[emulator-64 dims]",)
+NEEDLE = (PREFILL + "test_a_needle_is_found_at_every_position_of_a_tile[emulator-64 dims]",)
+PIVOTS = (PREFILL + "test_pivots_that_move_leave_other_rows_alone[emulator-64 dims]",)
+CHOICE = (PREFILL + "test_the_kernel_is_chosen_by_device_and_config_alone[64 dims]",)
+CODE = (PREFILL + "test_the_plain_loop_has_few_instructions_and_moves_nothing_between_products[128-float16]",)
+
+LOOP, SHAPE = "kernels/prefill/wgmma/loop.py", "kernels/prefill/wgmma/shape.py"
+PRODUCTS, CHAINS = "kernels/prefill/wgmma/products.py", "kernels/device/warpgroup_intrinsics.py"
 
 MUTANTS = [
     Mutant(
@@ -69,5 +80,120 @@ MUTANTS = [
         "(operands.groups < oldest_kept[operands.warps])",
         "(operands.groups < oldest_kept[operands.warps] + 2)",
         STORES,
+    ),
+    Mutant(
+        "wgmma kernel: what was copied is not fenced for the products",
+        LOOP,
+        "        wait_all()\n        fence_proxy()\n        cuda.syncthreads()\n",
+        "        wait_all()\n        cuda.syncthreads()\n",
+        TILES,
+        ci=True,
+    ),
+    Mutant(
+        "wgmma kernel: fenced before it has come",
+        LOOP,
+        "        wait_all()\n        fence_proxy()\n        cuda.syncthreads()\n",
+        "        fence_proxy()\n        wait_all()\n        cuda.syncthreads()\n",
+        TILES,
+    ),
+    Mutant(
+        "wgmma kernel: no barrier before a tile is used",
+        LOOP,
+        "        fence_proxy()\n        cuda.syncthreads()\n",
+        "        fence_proxy()\n",
+        TILES,
+    ),
+    Mutant(
+        "wgmma kernel: products without a fence of registers",
+        CHAINS,
+        '    lines.append("wgmma.fence.sync.aligned;")\n',
+        "",
+        TILES,
+    ),
+    Mutant(
+        "wgmma kernel: S is used while its product runs",
+        PRODUCTS,
+        "wait_for(shape.keys, 0), wait_for(shape.keys, 1)",
+        "wait_for(shape.keys, 0), wait_for(shape.keys, 2)",
+        TILES,
+    ),
+    Mutant(
+        "wgmma kernel: O is rescaled while its product runs",
+        PRODUCTS,
+        "wait_for(config.head_dim, 0)",
+        "wait_for(config.head_dim, 1)",
+        TILES,
+    ),
+    Mutant(
+        "wgmma kernel: P is rounded before the product that reads it has ended",
+        LOOP,
+        "            wait_values(registers.o)\n            if has_moved:\n                rescale(registers)\n"
+        "            # The product has read P until now.\n            round_p(registers)\n",
+        "            round_p(registers)\n            wait_values(registers.o)\n            if has_moved:\n"
+        "                rescale(registers)\n",
+        CODE,
+    ),
+    Mutant(
+        "wgmma kernel: the next V takes the place of the one that is read",
+        LOOP,
+        "copy_rows(uint32(v_place + stage), values",
+        "copy_rows(uint32(uint32(v_place + TILE_BYTES) - stage), values",
+        TILES,
+    ),
+    Mutant(
+        "wgmma kernel: 8 rows of K and the next 8 are 512 bytes apart",
+        PRODUCTS,
+        "descriptor(descriptor_bits(UNIT, GROUP)), of_values",
+        "descriptor(descriptor_bits(UNIT, GROUP // 2)), of_values",
+        TILES,
+    ),
+    Mutant(
+        "wgmma kernel: both warpgroups have the first one's rows",
+        LOOP,
+        "warp // uint32(WARPS)",
+        "warp // uint32(2 * WARPS)",
+        TILES,
+    ),
+    Mutant(
+        "wgmma kernel: steps of V are 8 tokens",
+        SHAPE,
+        "2 * GROUP * i for i",
+        "GROUP * i for i",
+        NEEDLE,
+    ),
+    Mutant(
+        "wgmma kernel: V is not transposed",
+        CHAINS,
+        "b, yes, 1, 1, 1",
+        "b, yes, 1, 1, 0",
+        NEEDLE,
+    ),
+    Mutant(
+        "wgmma kernel: S is added to that of the tile before",
+        CHAINS,
+        "{'yes' if i else 'no'}",
+        "{'yes'}",
+        TILES,
+    ),
+    Mutant(
+        "wgmma kernel: O is not rescaled",
+        LOOP,
+        "            if has_moved:\n                rescale(registers)\n",
+        "",
+        PIVOTS,
+    ),
+    Mutant(
+        "wgmma kernel: chosen for every device",
+        "cuda/plans/prefill.py",
+        " and capability == (9, 0) and takes(config)",
+        " and takes(config)",
+        CHOICE,
+    ),
+    Mutant(
+        "wgmma kernel: a setting changes no plan that is kept",
+        "cuda/plans/cache.py",
+        '(*_OPTIONS, "causal"), WGMMA)',
+        '(*_OPTIONS, "causal"))',
+        ("tests/cuda/plans/test_cache.py::test_the_kernel_on_warpgroups_is_asked_for_by_the_environment",),
     ),
 ]

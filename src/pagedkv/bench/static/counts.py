@@ -61,7 +61,8 @@ def rows(
         shared wavefronts over the minimum; warp instructions for every 512 bytes read; processor time to compile and
         to load. Then the first kernel of a new process, unless `quick`; the targets; versions of the compiler.
     """
-    jobs = [(variant, cc) for variant in (quick_variants() if quick else variants()) for cc in capabilities]
+    wanted = quick_variants() if quick else variants()
+    jobs = [(variant, cc) for variant in wanted for cc in capabilities if variant.suits(cc)]
     with tempfile.TemporaryDirectory() as directory:
         environment = {"PAGEDKV_CACHE_DIR": directory} if cold else {}
         with patch.dict(os.environ, environment), patch.dict(compiling._load_or_compile.made, {}, clear=cold):

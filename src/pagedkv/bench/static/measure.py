@@ -18,15 +18,16 @@ from ...emulator import BufferTraffic, EmulatorDevice, LaunchStats
 from ...kernels.device.source import forget_functions
 from ..emulated import emulated_on
 from ..report import Row, median
-from .sass import code_of, copies_of, loads_of, loop_of, products_of
-from .variants import WORK, Variant, Work
+from .sass import code_of, copies_of, loads_of, loop_of, moves_between, products_of
+from .variants import WGMMA, WORK, Variant, Work
 
 COUNTED = EmulatorDevice.capability
 SECTOR_BYTES = 32
 ALIGNMENT = 256
 UNIT_BYTES = 512  # one 16-byte load by each lane of a warp
 NARROWEST = 8  # narrowest load of q, K or V, in bytes
-ATTENTION = ("v1", "v2", "split", "prefill")
+PREFILL = ("prefill", WGMMA)
+ATTENTION = ("v1", "v2", "split", *PREFILL)
 
 
 def _aligned(array: Any) -> Any:
@@ -109,7 +110,7 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
         "q" if variant.kernel in ATTENTION else "of": variant.kind,
         **({"kv": variant.kv_kind} if variant.kv_kind else {}),
         "D": variant.head_dim,
-        **({"G": variant.group_size} if variant.kernel in ("split", "prefill") else {}),
+        **({"G": variant.group_size} if variant.kernel in ("split", *PREFILL) else {}),
         **({"P": variant.block_size} if variant.block_size else {}),
         "case": variant.options or "-",
         "cc": f"{capability[0]}.{capability[1]}",
@@ -134,6 +135,10 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
         loop = products_of(code, capability)
         row["other/mma"] = loop and (loop.instructions - loop.mma) / loop.mma
         row["ldmatrix/mma"] = loop and loop.load_matrices / loop.mma
+    if variant.kernel == WGMMA:
+        loop = products_of(code, capability)
+        row["other/tile"] = loop and loop.instructions - loop.mma
+        row["moves"] = moves_between(code, capability)
     row["compile s"] = sum(seconds) if is_timed and compiled and linked else None
     return row | {"disk ms": _milliseconds_from_disk(kernel, repeats)}
 

@@ -21,7 +21,8 @@ _STRONG = 7
 _COPY, _END_OF_GROUP, _WAIT = 0xFAE, 0x9AF, 0x91A  # LDGSTS, LDGDEPBAR, DEPBAR
 _BARRIER = 0xB1D  # BAR
 _BRANCH, _UNIFORM_BRANCH = 0x947, 0x547  # BRA, and BRA.U, whose predicate is in bits 24 to 27
-_MMA, _LOAD_MATRICES = 0x23C, 0x83B  # HMMA, LDSM
+_MMA, _LOAD_MATRICES = (0x23C, 0x9F0, 0xDF0), 0x83B  # HMMA and two forms of HGMMA, LDSM
+_MOVE, _MULTIPLY_AND_ADD, _ZERO = 0x002, 0x024, 255  # MOV and IMAD, in the low 9 bits; register RZ
 _ALWAYS = 7
 _WIDTHS = (1, 1, 2, 2, 4, 8, 16)
 _NUM_SCOREBOARDS = 6
@@ -183,14 +184,18 @@ def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | 
         None if no loop has loads.
     """
     words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
-    targets = {
-        at: _target(at, word, capability) for at, word in enumerate(words) if word & 0xFFF in (_BRANCH, _UNIFORM_BRANCH)
-    }
+    targets = _targets(words, capability)
     ranges = [(first, last) for last, first in targets.items() if 0 <= first < last]
-    multiplying = [(first, last) for first, last in ranges if any(x & 0xFFF == _MMA for x in words[first:last])]
+    multiplying = [(first, last) for first, last in ranges if any(x & 0xFFF in _MMA for x in words[first:last])]
     loops = [_shortest(words, targets, *range_, narrowest, capability) for range_ in multiplying or ranges]
     loading = [loop for loop in loops if loop.bytes_loaded]
     return min(loading, key=lambda loop: (-loop.widest, -loop.bytes_loaded, -loop.instructions), default=None)
+
+
+def _targets(words: list[int], capability: tuple[int, int]) -> dict[int, int]:
+    """By index of a branch, the one that it jumps to."""
+    branches = (at for at, word in enumerate(words) if word & 0xFFF in (_BRANCH, _UNIFORM_BRANCH))
+    return {at: _target(at, words[at], capability) for at in branches}
 
 
 def _is_always_taken(word: int) -> bool:
@@ -257,12 +262,9 @@ def products_of(code: bytes, capability: tuple[int, int]) -> Products | None:
         None if no loop multiplies.
     """
     words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
-    targets = {
-        at: _target(at, word, capability) for at, word in enumerate(words) if word & 0xFFF in (_BRANCH, _UNIFORM_BRANCH)
-    }
-    ranges = [(first, last) for last, first in targets.items() if 0 <= first < last]
-    count, first, last = max(((sum(x & 0xFFF == _MMA for x in words[a:b]), a, b) for a, b in ranges), default=(0, 0, 0))
-    if not count:
+    targets = _targets(words, capability)
+    first, last = _densest(words, targets)
+    if not last:
         return None
     ways = {first: (0, 0, 0, 0)}  # to an instruction: copies, less than none, then what is counted
     for at in range(first, last):
@@ -272,7 +274,7 @@ def products_of(code: bytes, capability: tuple[int, int]) -> Products | None:
         after = (
             copies - (opcode == _COPY),
             instructions + 1,
-            mma + (opcode == _MMA),
+            mma + (opcode in _MMA),
             matrices + (opcode == _LOAD_MATRICES),
         )
         following = [at + 1]
@@ -282,3 +284,34 @@ def products_of(code: bytes, capability: tuple[int, int]) -> Products | None:
             ways[then] = min(ways.get(then, after), after)
     _, instructions, mma, matrices = ways[last]
     return Products(instructions + 1, mma, matrices)
+
+
+def _densest(words: list[int], targets: dict[int, int]) -> tuple[int, int]:
+    """The loop with the most instructions that multiply, as its first and last one's indices; (0, 0) if none does."""
+    ranges = [(first, last) for last, first in targets.items() if 0 <= first < last]
+    counted = [(sum(x & 0xFFF in _MMA for x in words[first:last]), first, last) for first, last in ranges]
+    count, first, last = max(counted, default=(0, 0, 0))
+    return (first, last) if count else (0, 0)
+
+
+def moves_between(code: bytes, capability: tuple[int, int]) -> int:
+    """Moves of registers between the products of the loop that `products_of` finds.
+
+    Accumulators that have to be moved from one product to the next cost more than some products do.
+
+    Parameters
+    ----------
+    code : bytes
+    capability : tuple of int
+        Compute capability.
+    """
+    words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
+    first, last = _densest(words, _targets(words, capability))
+    products = [at for at in range(first, last) if words[at] & 0xFFF in _MMA]
+    return sum(map(_is_move, words[products[0] : products[-1]])) if products else 0
+
+
+def _is_move(word: int) -> bool:
+    if word & 0x1FF == _MULTIPLY_AND_ADD:  # of 0
+        return word >> 24 & 0xFF == _ZERO
+    return word & 0x1FF == _MOVE

@@ -5,13 +5,16 @@ They go through public operations, so that kernels are compiled as they are for 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
+from ...cuda.plans.plan import WGMMA as PAGEDKV_WGMMA
 from ...kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits
 from ...layouts import FP8_KINDS, cache_shapes, storage_dtype
 from ...operations import attention, caches
@@ -19,6 +22,7 @@ from ...operations import attention, caches
 # Sizes of the runs on the emulator.
 NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV heads
 SHORT = "short splits"
+WGMMA = "prefill_wgmma"  # for 9.0 alone
 PREFILL_TOKENS = 512
 NUM_TOKENS = 256  # in operations on caches
 NUM_STATES, NUM_ROWS = 8, 64
@@ -73,6 +77,10 @@ class Variant:
     options: str = ""
     group_size: int = 1
 
+    def suits(self, capability: tuple[int, int]) -> bool:
+        """Whether there is a kernel for a compute capability."""
+        return self.kernel != WGMMA or capability == (9, 0)
+
 
 def variants() -> list[Variant]:
     """For attention a grid of dtypes, D, and P or G, and cases beside it; for the others the usual cases."""
@@ -122,13 +130,16 @@ def _prefill_variants() -> list[Variant]:
     result += [prefill("float16", kind, d) for kind in FP8_KINDS for d in (64, 128, 256)]
     result += [prefill("float16", "float16", 128, g) for g in (1, 5, 8)]
     cases = [options for options in OPTIONS if options not in ("", SHORT, "L=999")]
-    return result + [prefill("float16", "float16", 128, 4, options) for options in cases]
+    result += [prefill("float16", "float16", 128, 4, options) for options in cases]
+    plain = [each for each in result if each.kv_kind == each.kind and each.options != "score_mod"]
+    return result + [replace(each, kernel=WGMMA) for each in plain]
 
 
 def quick_variants() -> list[Variant]:
     """One variant of each kernel."""
     wanted = [Variant("split", "float16", "float16", 128, 16, options, 8) for options in ("", SHORT)]
     wanted += [Variant("prefill", "float16", "float16", 64, 16, "", 4)]
+    wanted += [Variant(WGMMA, "float16", "float16", 128, 16, "", 4)]
     wanted += [Variant("v1", "float16", "fp8_e5m2", 64, 8), Variant("v2", "float16", "float16", 128, 16)]
     wanted += [Variant("v2_reduce", "float16", "", 128, 0), Variant("write_kv", "float16", "float16", 128, 16, "vllm")]
     wanted += [Variant("gather_kv", "float16", "float16", 128, 16, "vllm")]
@@ -196,7 +207,8 @@ def _prefill(variant: Variant) -> Work:
     for name in ("alibi_slopes", "sinks"):
         if name in options:
             options[name] = np.repeat(options[name], variant.group_size)
-    tiles = -(-num_tokens * variant.group_size // (128 if variant.head_dim <= 128 and not options else 64))
+    has_128_rows = variant.kernel == WGMMA or (variant.head_dim <= 128 and not options)
+    tiles = -(-num_tokens * variant.group_size // (128 if has_128_rows else 64))
     visible = 2 * NUM_HEADS * PREFILL_TOKENS * variant.head_dim * k_cache.itemsize * tiles
     call = partial(
         attention.prefill_attention,
@@ -204,6 +216,17 @@ def _prefill(variant: Variant) -> Work:
         **{"kv_dtype": fp8, "backend": "emulator", **options},
     )
     return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
+
+
+def _prefill_wgmma(variant: Variant) -> Work:
+    """As `_prefill`, where the environment asks for warpgroups."""
+    work = _prefill(variant)
+
+    def call() -> Any:
+        with patch.dict(os.environ, {PAGEDKV_WGMMA: "1"}):
+            return work.call()
+
+    return work._replace(call=call)
 
 
 def _split_tokens(variant: Variant) -> int:
@@ -282,6 +305,7 @@ WORK: dict[str, Callable[[Variant], Work]] = {
     **{
         "split": _split,
         "prefill": _prefill,
+        WGMMA: _prefill_wgmma,
         "v1": _attention,
         "v2": _attention,
         "v2_reduce": _attention,

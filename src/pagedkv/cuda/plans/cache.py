@@ -22,7 +22,7 @@ from ...arrays import Array, DeviceArgument, Facts, address_of, device_kind
 from ...buckets import bucket
 from ...layouts import FLOAT32
 from .. import driver
-from .plan import arrays_of
+from .plan import WGMMA, arrays_of
 
 if TYPE_CHECKING:
     from ...calls import AttentionCall
@@ -41,10 +41,12 @@ class Arguments:
         Those that may be arrays, `out` the last of them.
     options : tuple of str
         All others but max_seq_len.
+    settings : tuple of str
+        Environment variables that plans depend on.
     """
 
-    def __init__(self, arrays: tuple[str, ...], options: tuple[str, ...]) -> None:
-        self.arrays = arrays
+    def __init__(self, arrays: tuple[str, ...], options: tuple[str, ...], *settings: str) -> None:
+        self.arrays, self.settings = arrays, ("PAGEDKV_CHECK", *settings)
         self.arrays_of, self.options_of = itemgetter(*arrays), itemgetter(*options)
 
 
@@ -54,7 +56,7 @@ _INPUTS, _VECTORS = (
 )
 _OPTIONS = ("scale", "layout", "kv_dtype", "window", "softcap", "score_mod", "kernel", "backend", "check", "return_lse")
 DECODE = Arguments((*_INPUTS, *_VECTORS, "out"), _OPTIONS)
-PREFILL = Arguments((*_INPUTS, "query_starts", *_VECTORS, "out"), (*_OPTIONS, "causal"))
+PREFILL = Arguments((*_INPUTS, "query_starts", *_VECTORS, "out"), (*_OPTIONS, "causal"), WGMMA)
 # What reading raises where an argument is not one of a valid call on a device, or not known well enough.
 _UNREADABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
@@ -199,7 +201,13 @@ def _read(arguments: Arguments, given: Mapping[str, Any]) -> tuple[tuple[int, ..
             raise TypeError
         max_seq_len = bucket(int(max_seq_len))
     # 1 and 1.0 and True are equal, and are not all valid.
-    key = (*[key for _, key in facts], *options, *map(type, options), max_seq_len, os.environ.get("PAGEDKV_CHECK"))
+    key = (
+        *[key for _, key in facts],
+        *options,
+        *map(type, options),
+        max_seq_len,
+        *map(os.environ.get, arguments.settings),
+    )
     return tuple([address for address, _ in facts]), key
 
 

@@ -19,6 +19,7 @@ Workspaces = tuple[tuple[str, int], ...]
 
 NO_WINDOW = LONGEST = 2**31 - 1  # lengths are int32
 FLOAT_BYTES = 4
+WGMMA = "PAGEDKV_WGMMA"  # "1": prefill on 9.0 takes the kernel on warpgroups
 
 
 def max_seq_len_of(call: AttentionCall) -> int:

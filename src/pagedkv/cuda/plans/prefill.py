@@ -6,6 +6,7 @@ on the host.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +24,13 @@ from ...kernels.prefill.cuda_cores.shape import CoresShape
 from ...kernels.prefill.items import num_tiles
 from ...kernels.prefill.tensor_cores import make_prefill
 from ...kernels.prefill.tile import TileShape
+from ...kernels.prefill.wgmma.kernel import make_prefill_wgmma
+from ...kernels.prefill.wgmma.shape import WgmmaShape, takes
 from ...layouts import FP8_KINDS
 from ..compiler.compile import Capability, CompiledKernel, compile_for
 from ..compiler.occupancy import shared_kib
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
-from .plan import NO_WINDOW, Launch, Plan, bits_of, cache_strides, is_modified, is_wide, max_seq_len_of, run
+from .plan import NO_WINDOW, WGMMA, Launch, Plan, bits_of, cache_strides, is_modified, is_wide, max_seq_len_of, run
 
 CHECKED_LENS = "checked_lens"  # the workspace that has the lengths of a checked call
 
@@ -112,6 +115,9 @@ class _Kernel(NamedTuple):
 def _on_tensor_cores(device: Device, call: AttentionCall, out: Array) -> _Kernel:
     config = tensor_config(call, capability=device.capability)
     strides = (*_strides(call, out), *cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache))
+    if uses_wgmma(config, capability=device.capability):
+        kernel, shape = compile_for(device, make_prefill_wgmma, config), WgmmaShape(config)
+        return _Kernel(kernel, shape.rows, shape.nbytes, strides)
     kernel = compile_for(device, make_prefill, config)
     return _Kernel(kernel, TileShape(config).rows, tensor_cores.dynamic_bytes(config), strides)
 
@@ -160,6 +166,11 @@ def cores_config(call: AttentionCall, *, capability: Capability) -> CoresConfig:
         hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
         score_mod=call.options.score_mod,
     )
+
+
+def uses_wgmma(config: TensorConfig, *, capability: Capability) -> bool:
+    """True where the kernel on warpgroups takes a config: on 9.0, if the environment asks for it."""
+    return os.environ.get(WGMMA) == "1" and capability == (9, 0) and takes(config)
 
 
 def suits_tensor_cores(call: AttentionCall) -> bool:

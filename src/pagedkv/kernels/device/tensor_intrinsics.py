@@ -35,7 +35,7 @@ I1 = ir.IntType(1)
 WHOLE_WARP = "0xffffffff"
 
 
-def _warp_wide(builder: Any, result: Any, text: str, constraints: str, args: list[Any]) -> Any:
+def warp_wide(builder: Any, result: Any, text: str, constraints: str, args: list[Any]) -> Any:
     """Assembly that LLVM must neither move nor duplicate across branches."""
     call = emit_asm(builder, result, text, constraints, args, side_effect=True)
     call.attributes.add("convergent")
@@ -185,7 +185,7 @@ sync_warp = declare(
 
 
 def _sync_warp(builder: Any) -> None:
-    _warp_wide(builder, ir.VoidType(), f"bar.warp.sync {WHOLE_WARP};", "~{memory}", [])
+    warp_wide(builder, ir.VoidType(), f"bar.warp.sync {WHOLE_WARP};", "~{memory}", [])
 
 
 shuffle = declare(
@@ -193,7 +193,7 @@ shuffle = declare(
     "The word of another lane: (word, lane). The whole warp calls it.",
     uint32,
     [uint32, uint32],
-    lambda builder, x, lane: _warp_wide(
+    lambda builder, x, lane: warp_wide(
         builder, I32, f"shfl.sync.idx.b32 $0, $1, $2, 0x1f, {WHOLE_WARP};", "=r,r,r", [x, lane]
     ),
 )
@@ -203,7 +203,7 @@ shuffle_float = declare(
     "The float32 of another lane: (x, lane). The whole warp calls it.",
     float32,
     [float32, uint32],
-    lambda builder, x, lane: _warp_wide(
+    lambda builder, x, lane: warp_wide(
         builder, F32, f"shfl.sync.idx.b32 $0, $1, $2, 0x1f, {WHOLE_WARP};", "=f,f,r", [x, lane]
     ),
 )
@@ -213,7 +213,7 @@ exchange = declare(
     "The float32 of the lane whose number differs in the bits of `mask`: (x, mask). The whole warp calls it.",
     float32,
     [float32, uint32],
-    lambda builder, x, mask: _warp_wide(
+    lambda builder, x, mask: warp_wide(
         builder, F32, f"shfl.sync.bfly.b32 $0, $1, $2, 0x1f, {WHOLE_WARP};", "=f,f,r", [x, mask]
     ),
 )
@@ -257,7 +257,7 @@ def _mma(kind: str) -> Any:
     def emit(builder: Any, array: Any, at: Any, a: Any, *b: Any) -> None:
         c = [element(builder, array, at, i) for i in range(4)]
         operands = [*parts_of(builder, a, 4), *b, *map(builder.load, c)]
-        d = parts_of(builder, _warp_wide(builder, struct, text, constraints, operands), 4)
+        d = parts_of(builder, warp_wide(builder, struct, text, constraints, operands), 4)
         for where, value in zip(c, d, strict=True):
             builder.store(value, where)
 
@@ -277,7 +277,7 @@ def _load_matrices(name: str, modifier: str, doc: str) -> Any:
 
     def emit(builder: Any, where: Any) -> Any:
         # Memory counts as written: never above the barrier or the wait that makes the rows visible.
-        return parts_of(builder, _warp_wide(builder, struct, text, "=r,=r,=r,=r,r,~{memory}", [where]), 4)
+        return parts_of(builder, warp_wide(builder, struct, text, "=r,=r,=r,=r,r,~{memory}", [where]), 4)
 
     return declare(name, doc, WORDS_4, [uint32], emit)
 

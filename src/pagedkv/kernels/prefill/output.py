@@ -72,9 +72,9 @@ def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
     return store_rows
 
 
-def make_store_nothing(rows: int, row_words: int) -> Any:
+def make_store_nothing(rows: int, row_words: int, num_threads: int = NUM_THREADS) -> Any:
     """The device function ``store_nothing(output, item, group_size, thread)``: zeros, LSEs of -inf."""
-    ROWS, ROW_WORDS, NONE = rows, row_words, float32(-float("inf"))
+    ROWS, ROW_WORDS, STEP, NONE = rows, row_words, num_threads, float32(-float("inf"))
 
     @device_function
     def store_nothing(output, item, group_size, thread):
@@ -89,6 +89,6 @@ def make_store_nothing(rows: int, row_words: int) -> Any:
                 store_4(target + int64(word) * 4, uint32(0))
                 if word == 0 and address(output.lse) != 0:
                     output.lse[output.lse_row + int64(token) * output.num_heads + int64(head)] = NONE
-            i = uint32(i + NUM_THREADS)
+            i = uint32(i + STEP)
 
     return store_nothing

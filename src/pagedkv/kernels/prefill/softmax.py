@@ -30,6 +30,11 @@ def bias(config: TensorConfig) -> int:
     return 15 - SLACK if config.q_kind == "float16" else 0
 
 
+def top(config: TensorConfig) -> Any:
+    """The exponent above which a pivot moves."""
+    return float32(bias(config) + SLACK)
+
+
 def make_row_of(shape: TileShape) -> Any:
     """The device function ``row_of(i, warp, g)``: number of a lane's row i in the thread block's tile."""
     ROWS = shape.rows_of_warp
@@ -130,16 +135,16 @@ def make_mask(config: TensorConfig, shape: TileShape) -> Any:
     return mask
 
 
-def make_soften(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``soften(registers, unit)``: S becomes P; sums and O are rescaled where a pivot moved.
+def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
+    """The device functions ``find_excess``, ``move_pivots`` (registers, [excess,] unit) and ``rescale(registers)``.
 
-    unit takes logits to units of log(2); it is positive, so that the maximum can be taken before.
+    The first leaves in excess[0] by how much logits of the lane exceed their pivots; where that is too much for a lane
+    of the warp, the second moves pivots and rescales sums, and the third rescales O. unit takes logits to units of
+    log(2); it is positive, so that the maximum can be taken before.
     """
     OF_ROWS, KEY_TILES, DIM_TILES = 2 * shape.row_tiles, 2 * shape.key_pairs, 2 * shape.k_steps
     SCORE_PAIRS, SUM_PAIRS = OF_ROWS * KEY_TILES, OF_ROWS * DIM_TILES
-    BIAS, TOP = float32(bias(config)), float32(bias(config) + SLACK)
-    pack = pack_float16 if config.q_kind == "float16" else pack_bfloat16
-    P_OF_TILE = 4 * shape.key_pairs
+    BIAS, TOP = float32(bias(config)), top(config)
 
     @device_function
     def raise_maximum(x, s, maxima):
@@ -149,9 +154,14 @@ def make_soften(config: TensorConfig, shape: TileShape) -> Any:
         maxima[i] = y if n == 0 else larger(maxima[i], y)
 
     @device_function
-    def find_excess(i, excess, maxima, shifts, unit):
+    def exceed(i, excess, maxima, shifts, unit):
         y = multiply_and_add(maxima[i], unit, shifts[i])
         excess[0] = y if i == 0 else larger(excess[0], y)
+
+    @device_function
+    def find_excess(registers, excess, unit):
+        for_each(raise_maximum, SCORE_PAIRS, (registers.s, registers.maxima))
+        for_each(exceed, OF_ROWS, (excess, registers.maxima, registers.shifts, unit))
 
     @device_function
     def move_pivot(i, registers, unit):
@@ -165,10 +175,28 @@ def make_soften(config: TensorConfig, shape: TileShape) -> Any:
         registers.shifts[i] = new
 
     @device_function
-    def rescale(x, o, factors):
+    def move_pivots(registers, unit):
+        for_each(move_pivot, OF_ROWS, (registers, unit))
+
+    @device_function
+    def rescale_pair(x, o, factors):
         m, n, h = x // (2 * DIM_TILES), x // 2 % DIM_TILES, x % 2
         at = 4 * (m * DIM_TILES + n) + 2 * h
         o[at], o[at + 1] = float32(o[at] * factors[2 * m + h]), float32(o[at + 1] * factors[2 * m + h])
+
+    @device_function
+    def rescale(registers):
+        for_each(rescale_pair, SUM_PAIRS, (registers.o, registers.factors))
+
+    return find_excess, move_pivots, rescale
+
+
+def make_soften(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``soften(registers, excess, unit)``: S becomes P; sums and O follow pivots that move."""
+    OF_ROWS, KEY_TILES = 2 * shape.row_tiles, 2 * shape.key_pairs
+    SCORE_PAIRS, P_OF_TILE, TOP = OF_ROWS * KEY_TILES, 4 * shape.key_pairs, top(config)
+    pack = pack_float16 if config.q_kind == "float16" else pack_bfloat16
+    find_excess, move_pivots, rescale = make_pivots(config, shape)
 
     @device_function
     def weigh(x, s, p, sums, shifts, unit):
@@ -181,15 +209,50 @@ def make_soften(config: TensorConfig, shape: TileShape) -> Any:
 
     @device_function
     def soften(registers, excess, unit):
-        s, maxima, shifts = registers.s, registers.maxima, registers.shifts
-        for_each(raise_maximum, SCORE_PAIRS, (s, maxima))
-        for_each(find_excess, OF_ROWS, (excess, maxima, shifts, unit))
+        find_excess(registers, excess, unit)
         if any_lane(excess[0] > TOP):
-            for_each(move_pivot, OF_ROWS, (registers, unit))
-            for_each(rescale, SUM_PAIRS, (registers.o, registers.factors))
-        for_each(weigh, SCORE_PAIRS, (s, registers.p, registers.sums, shifts, unit))
+            move_pivots(registers, unit)
+            rescale(registers)
+        for_each(weigh, SCORE_PAIRS, (registers.s, registers.p, registers.sums, registers.shifts, unit))
 
     return soften
+
+
+def make_exponentials(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
+    """The device functions ``exponentiate(registers, excess, unit)``, ``rescale`` and ``round_p`` (registers).
+
+    They are `make_soften`'s in three parts, for one tile of rows, while a product reads P and adds to O: exponentials
+    stay in S, and whether a pivot has moved is returned.
+    """
+    PAIRS, TOP = 4 * shape.key_pairs, top(config)
+    pack = pack_float16 if config.q_kind == "float16" else pack_bfloat16
+    find_excess, move_pivots, rescale = make_pivots(config, shape)
+
+    @device_function
+    def weigh(x, s, sums, shifts, unit):
+        at, i = 2 * x, x % 2
+        s[at] = exp2(multiply_and_add(s[at], unit, shifts[i]))
+        s[at + 1] = exp2(multiply_and_add(s[at + 1], unit, shifts[i]))
+        sums[i] = float32(sums[i] + float32(s[at] + s[at + 1]))
+
+    @device_function
+    def exponentiate(registers, excess, unit):
+        find_excess(registers, excess, unit)
+        has_moved = any_lane(excess[0] > TOP)
+        if has_moved:
+            move_pivots(registers, unit)
+        for_each(weigh, PAIRS, (registers.s, registers.sums, registers.shifts, unit))
+        return has_moved
+
+    @device_function
+    def round_pair(x, s, p):
+        p[x] = pack(s[2 * x], s[2 * x + 1])
+
+    @device_function
+    def round_p(registers):
+        for_each(round_pair, PAIRS, (registers.s, registers.p))
+
+    return exponentiate, rescale, round_p
 
 
 @device_function

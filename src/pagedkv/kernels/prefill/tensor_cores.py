@@ -20,6 +20,8 @@ begins, at two barriers. fp8 takes one stage: codes of the next tile are copied 
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba import cuda, float32, int64, uint32
 
 from ..device.halves import software_factor
@@ -43,12 +45,19 @@ SMALLEST = float32(2.0**-126)  # positive and normal
 def make_prefill(config: TensorConfig) -> KernelSource:
     """Attention of all rows of all sequences over the keys that they see."""
     shape = TileShape(config)
+    facts = {"num_threads": NUM_THREADS, "min_blocks": MIN_BLOCKS, "optimisation": optimisation(config)}
+    return kernel_of(config, shape, make_attend(config, shape), SWIZZLED, **facts)
+
+
+def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: int, **facts: Any) -> KernelSource:
+    """A kernel around an inner loop; shared memory begins at a multiple of `alignment`, and facts are its source's."""
+    ALIGNMENT = alignment
     ROWS, KEYS, GROUP_SIZE = shape.rows, shape.keys, config.group_size
     MODIFIED, (keep, kept) = config.modified, make_keep(shape.kept_start)
     FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.q_kind == "float16" else 1.0)
-    attend, find_item, registers_of = make_attend(config, shape), make_find_item(ROWS), make_registers(shape)
+    find_item, registers_of = make_find_item(ROWS), make_registers(shape)
     start, store_rows = make_start(config, shape), make_store_rows(config, shape)
-    store_nothing, PINNED = make_store_nothing(ROWS, config.head_dim // 2), pins_thread(shape)
+    store_nothing, PINNED = make_store_nothing(ROWS, config.head_dim // 2, facts["num_threads"]), pins_thread(shape)
 
     @device_function
     def output_of(out, strides, lse, sinks, v_factor, item, kv_head, num_heads):
@@ -68,7 +77,7 @@ def make_prefill(config: TensorConfig) -> KernelSource:
         k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
-        shared = shared_address(cuda.shared.array(0, uint32, alignment=SWIZZLED))
+        shared = shared_address(cuda.shared.array(0, uint32, alignment=ALIGNMENT))
         # Read by an instruction of its own, it is not read again in the loop, nor is what follows from it made again.
         thread = thread_number() if PINNED else uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
@@ -133,7 +142,7 @@ def make_prefill(config: TensorConfig) -> KernelSource:
         output = output_of(out, out_strides, lse, sinks, float32(v_factor * FACTOR), item, kv_head, num_heads)
         store_rows(registers, output, item, warp, uint32(lane >> 2), uint32(lane & 3))
 
-    return KernelSource(prefill, signature(11), NUM_THREADS, MIN_BLOCKS, optimisation(config))
+    return KernelSource(prefill, signature(11), **facts)
 
 
 def dynamic_bytes(config: TensorConfig) -> int:

@@ -1,0 +1,104 @@
+"""How rows of queries, keys and dims are cut for warpgroups, and where they lie in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...device.warp import WARP_SIZE
+from ...device.warpgroup_intrinsics import GROUP, ROW
+from ..config import TensorConfig
+from ..tile import CHUNK, TileShape
+
+NUM_WARPGROUPS, WARPS, ROWS = 2, 4, 64  # warps and rows of a warpgroup
+NUM_THREADS = NUM_WARPGROUPS * WARPS * WARP_SIZE
+PANEL_DIMS, PANEL_CHUNKS = 64, 8
+DIMS = (64, 128, 256)
+
+
+def takes(config: TensorConfig) -> bool:
+    """Whether the kernel takes a config: 16-bit caches, common head dims.
+
+    A score_mod may end up as a call, at which ptxas would wait for all products.
+    """
+    return config.head_dim in DIMS and config.kv_kind == config.q_kind and config.score_mod is None
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaShape(TileShape):
+    """A tile of query rows and one of keys.
+
+    Each is cut into panels of 64 dims: rows of 128 bytes, one after the other, and then the next panel.
+    """
+
+    @property
+    def row_tiles(self) -> int:
+        return 1
+
+    @property
+    def rows(self) -> int:
+        return NUM_WARPGROUPS * ROWS
+
+    @property
+    def keys(self) -> int:
+        """With 256 dims, O alone has 128 registers; options make the code of each logit ten times as long."""
+        return 128 if self.config.head_dim <= 128 and not self.config.modified else 64
+
+    @property
+    def stages(self) -> int:
+        return 2
+
+    # ---- rows in shared memory
+
+    @property
+    def row_bytes(self) -> int:
+        return ROW
+
+    @property
+    def panels(self) -> int:
+        return self.config.head_dim // PANEL_DIMS
+
+    @property
+    def q_panel_bytes(self) -> int:
+        return self.rows * ROW
+
+    @property
+    def panel_bytes(self) -> int:
+        """Of a panel of K, or of V."""
+        return self.keys * ROW
+
+    @property
+    def q_bytes(self) -> int:
+        return self.panels * self.q_panel_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.panels * self.panel_bytes
+
+    # ---- products: bytes from the first step of 16 along k to each
+
+    @property
+    def q_steps(self) -> tuple[int, ...]:
+        return tuple(_step_of_row(i, self.q_panel_bytes) for i in range(self.k_steps))
+
+    @property
+    def key_steps(self) -> tuple[int, ...]:
+        return tuple(_step_of_row(i, self.panel_bytes) for i in range(self.k_steps))
+
+    @property
+    def value_steps(self) -> tuple[int, ...]:
+        return tuple(2 * GROUP * i for i in range(self.key_pairs))
+
+    # ---- who copies what
+
+    @property
+    def lanes(self) -> int:
+        return self.chunks
+
+    @property
+    def rows_at_once(self) -> int:
+        return NUM_THREADS // self.lanes
+
+
+def _step_of_row(i: int, panel_bytes: int) -> int:
+    panel, step = divmod(i, PANEL_CHUNKS // 2)
+    return panel * panel_bytes + step * 2 * CHUNK
