@@ -2,11 +2,13 @@
 
 import pytest
 
-from pagedkv.bench.static.sass import Loads, code_of, copies_of, loads_of, loop_of
+from pagedkv.bench.static.sass import Loads, code_of, copies_of, loads_of, loop_of, moves_between, products_of
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.compiler.link import link
 from pagedkv.kernels.split.config import SplitConfig
 from pagedkv.kernels.split.kernel import make_split
+
+from ...emulator.machine import wgmma_kernels as W
 
 PTX = """
 .version 8.0
@@ -131,6 +133,22 @@ def test_the_loop_of_tensor_cores_is_told_from_one_that_loads_more():
     kernel = compile_kernel(make_split, SplitConfig(64, 48, 16, "float16", "fp8_e4m3"))
     loop = loop_of(code_of(kernel.cubin, kernel.entry), (9, 0), 8)
     assert (loop.bytes_loaded, loop.widest) == (32, 16)  # the loop that adds splits loads 128
+
+
+@pytest.mark.parametrize(("a", "n"), [("registers", 16), ("shared", 64)])
+def test_moves_of_operands_between_products_are_counted(a, n):
+    """Accumulators that change places have to be moved; an index that counts up may be."""
+    product = W.product(n, a=a, majors="0" if a == "registers" else "0, 0")
+    wait = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    begin, end = "mov.u32 %r5, 0; again: wgmma.fence.sync.aligned;", "add.u32 %r5, %r5, 1; setp.lt.u32 %p, %r5, %r0;"
+    moves = "mov.f32 %e0, %d0; mov.f32 %d0, %d1; mov.f32 %d1, %d7; mov.f32 %d7, %e0; wgmma.fence.sync.aligned;"
+    for between, least in (("wgmma.fence.sync.aligned;", 0), (moves, 2)):
+        body = [begin, product, wait, between, product, wait, end, "@%p bra again;", W.PARTS["fence"], product]
+        text = W.text_of(n, body, 16384, extra=W.set_descriptor("%db", 0) + W.set_descriptor("%da", 8192))
+        code = code_of(link(text, (9, 0)).cubin, "test")
+        found = products_of(code, (9, 0)), moves_between(code, (9, 0))
+        assert found[0].mma == 2
+        assert least <= found[1] <= 2 * least
 
 
 def test_code_of_another_kernel_is_refused():

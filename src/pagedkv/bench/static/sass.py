@@ -6,8 +6,9 @@ the opcode, and bits 116 to 121 the scoreboards that it waits for before it star
 to see what other thread blocks have written (ld.global.cg): it is told apart. A copy from global to shared memory
 has its width in the same bits, from 10.0 on one bit higher; a wait for all groups of copies but the last n has n in
 bits 38 to 43. A branch has its predicate in bits 12 to 15, and in bits 34 to 81 its distance in words of 4 bytes from
-its own end; from 9.0 on, the distance has 8 more low bits, in bits 16 to 23. After Jia et al., "Dissecting the NVIDIA
-Volta GPU architecture via microbenchmarking", 2018.
+its own end; from 9.0 on, the distance has 8 more low bits, in bits 16 to 23. Registers are in bits 16 to 23 (the
+result), 24 to 31, 32 to 39 and 64 to 71; a wgmma has n / 8 - 1 in bits 53 to 57. After Jia et al., "Dissecting the
+NVIDIA Volta GPU architecture via microbenchmarking", 2018.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _STRONG = 7
 _COPY, _END_OF_GROUP, _WAIT = 0xFAE, 0x9AF, 0x91A  # LDGSTS, LDGDEPBAR, DEPBAR
 _BARRIER = 0xB1D  # BAR
 _BRANCH, _UNIFORM_BRANCH = 0x947, 0x547  # BRA, and BRA.U, whose predicate is in bits 24 to 27
-_MMA, _LOAD_MATRICES = (0x23C, 0x9F0, 0xDF0), 0x83B  # HMMA and two forms of HGMMA, LDSM
+_WGMMA = (0x9F0, 0xDF0)  # HGMMA, with A in shared memory and in registers
+_MMA, _LOAD_MATRICES = (0x23C, *_WGMMA), 0x83B  # HMMA, LDSM
 _MOVE, _MULTIPLY_AND_ADD, _ZERO = 0x002, 0x024, 255  # MOV and IMAD, in the low 9 bits; register RZ
 _ALWAYS = 7
 _WIDTHS = (1, 1, 2, 2, 4, 8, 16)
@@ -295,9 +297,9 @@ def _densest(words: list[int], targets: dict[int, int]) -> tuple[int, int]:
 
 
 def moves_between(code: bytes, capability: tuple[int, int]) -> int:
-    """Moves of registers between the products of the loop that `products_of` finds.
+    """Moves of operands between the wgmma of the loop that `products_of` finds, of accumulators and of A.
 
-    Accumulators that have to be moved from one product to the next cost more than some products do.
+    From one product to the next, some cost more than a product does.
 
     Parameters
     ----------
@@ -307,11 +309,21 @@ def moves_between(code: bytes, capability: tuple[int, int]) -> int:
     """
     words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
     first, last = _densest(words, _targets(words, capability))
-    products = [at for at in range(first, last) if words[at] & 0xFFF in _MMA]
-    return sum(map(_is_move, words[products[0] : products[-1]])) if products else 0
+    products = [at for at in range(first, last) if words[at] & 0xFFF in _WGMMA]
+    operands = {register for at in products for register in _operands(words[at])}
+    between = words[products[0] : products[-1]] if products else []
+    return sum(not operands.isdisjoint(_moved(word)) for word in between)
 
 
-def _is_move(word: int) -> bool:
-    if word & 0x1FF == _MULTIPLY_AND_ADD:  # of 0
-        return word >> 24 & 0xFF == _ZERO
-    return word & 0x1FF == _MOVE
+def _operands(word: int) -> list[int]:
+    """The registers of a wgmma: n / 2 accumulators, and those of A if it is no descriptor."""
+    target, a, n = word >> 16 & 0xFF, word >> 24 & 0xFF, 8 * ((word >> 53 & 31) + 1)
+    return [*range(target, target + n // 2), *(range(a, a + 4) if word & 0xFFF == _WGMMA[1] else ())]
+
+
+def _moved(word: int) -> tuple[int, ...]:
+    """The registers between which an instruction moves a value: none if it is no move."""
+    target, a, b, c = (word >> bit & 0xFF for bit in (16, 24, 32, 64))
+    if word & 0x1FF == _MULTIPLY_AND_ADD and a == _ZERO:
+        return target, c
+    return (target, b) if word & 0x1FF == _MOVE else ()
