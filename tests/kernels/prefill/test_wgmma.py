@@ -19,7 +19,7 @@ from pagedkv.kernels.prefill.wgmma.shape import DIMS, WgmmaShape
 
 from ...problems import POISONS, assert_close, build, expect
 from ...strategies import long, own_parity
-from ..decode_cases import assert_same_bits, checked_call, emulator
+from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
 from .test_prefill import chunk_of, rows_read
 from .variants import FP8, TENSOR, prefill, specs
 
@@ -182,6 +182,20 @@ def test_keys_that_no_row_sees_are_not_read():
     rows = rows_read(problem, 245 - 39, 249)
     for name in ("k_cache", "v_cache"):
         device.launches[0].footprint.expect(name, read=rows, written=False)
+
+
+@pytest.mark.long
+def test_caches_of_more_than_4_gib_and_of_negative_strides():
+    spec = PLAIN.replace(seq_lens=(140, 3), query_lens=(20, 3))
+    expected = prefill(build(spec))
+    problem = build(spec)
+    num_blocks = len(problem.k_cache)
+    move_past_4_gib(problem)
+    assert_same_bits(prefill(problem, device=LargeCaches(num_blocks)), expected)
+    problem = build(spec)
+    for name in ("k_cache", "v_cache"):
+        setattr(problem, name, np.ascontiguousarray(getattr(problem, name)[::-1])[::-1])
+    assert_same_bits(prefill(problem), expected)
 
 
 def test_what_check_refuses_is_recorded_and_harms_nobody_else(open_device):

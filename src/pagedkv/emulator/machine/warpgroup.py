@@ -49,10 +49,12 @@ class WarpgroupOps:
 
     # -- what the code calls
     def proxy_fence(self, m: Mask) -> None:
+        """What these threads know to be written is there for the asynchronous proxy."""
         if self._proxies is not None:
             self._proxies.fence(m)
 
     def wgmma_fence(self, ins: Instruction, m: Mask) -> None:
+        """Registers are ordered by ptx/wgmma.py; here warps only meet."""
         self._meet(ins, whole_warps(self.frame, ins, m), {})
 
     def wgmma_commit(self, ins: Instruction, m: Mask) -> None:
@@ -95,18 +97,15 @@ class WarpgroupOps:
             chunks = self._chunks(op, "A", a[0][first], first, skipped, 16, what.a_is_mn_major)
             where.append(chunks)
             matrix_a = self._matrix(chunks, what.kind, what.a_is_mn_major)
-        # All warps of a thread block may have the same B.
-        _, one, all_ = np.unique(
-            np.stack([f.cta_slot[first], b[first].astype(np.int64)]), axis=1, return_index=True, return_inverse=True
-        )
-        chunks = self._chunks(
-            op, "B", b[first[one]], first[one], np.zeros(len(one), np.int64), what.n, what.b_is_mn_major
-        )
-        all_ = all_.reshape(-1)
-        where.append(chunks[all_])
+        # Warps of a thread block mostly have the same B.
+        keys = np.stack([f.cta_slot[first], b[first].view(np.int64)])
+        _, some, which = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+        some, which, nothing = first[some], which.reshape(-1), np.zeros(len(some), np.int64)
+        chunks = self._chunks(op, "B", b[some], some, nothing, what.n, what.b_is_mn_major)
+        where.append(chunks[which])
         self._begin(op, rows, np.concatenate([x.reshape(len(rows), -1) for x in where], axis=1))
         matrix_b = self._matrix(chunks, what.kind, what.b_is_mn_major)
-        product = np.matmul(matrix_a, np.swapaxes(matrix_b, 1, 2)[all_]) * what.sign
+        product = np.matmul(matrix_a, np.swapaxes(matrix_b, 1, 2)[which]) * what.sign
         # Register 4 j + 2 h + e of lane (g, t) has row g + 8 h, column 8 j + 2 t + e.
         product = product.reshape(len(rows), 2, 8, what.n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
         product = product.reshape(what.n // 2, len(rows), WARP_SIZE)
