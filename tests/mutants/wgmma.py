@@ -15,6 +15,7 @@ MACHINE = "emulator/machine/warpgroup.py"
 PREFILL = "tests/kernels/prefill/test_wgmma.py::"
 BOUND = (PREFILL + "test_every_form_meets_the_error_bound[emulator-64 dims]",)
 TILES = (PREFILL + "test_a_prompt_of_several_tiles_of_rows_and_keys[emulator-64 dims]",)
+PANELS = (PREFILL + "test_a_prompt_of_several_tiles_of_rows_and_keys[emulator-128 dims]",)
 NEEDLE = (PREFILL + "test_a_needle_is_found_at_every_position_of_a_tile[emulator-64 dims]",)
 PIVOTS = (PREFILL + "test_pivots_that_move_leave_other_rows_alone[emulator-64 dims]",)
 CHOICE = (PREFILL + "test_the_kernel_is_chosen_by_device_and_config_alone[64 dims]",)
@@ -146,6 +147,20 @@ MUTANTS = [
         "descriptor(descriptor_bits(UNIT, GROUP)), of_values",
         "descriptor(descriptor_bits(UNIT, GROUP // 2)), of_values",
         TILES,
+    ),
+    Mutant(
+        "wgmma kernel: the next 64 dims of V are where the first ones are",
+        PRODUCTS,
+        "descriptor_bits(shape.panel_bytes, GROUP)",
+        "descriptor_bits(GROUP, GROUP)",
+        PANELS,
+    ),
+    Mutant(
+        "wgmma kernel: products of Q stay in its first panel",
+        SHAPE,
+        "return panel * panel_bytes + step * 2 * CHUNK",
+        "return step * 2 * CHUNK",
+        PANELS,
     ),
     Mutant(
         "wgmma kernel: both warpgroups have the first one's rows",

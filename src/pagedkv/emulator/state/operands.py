@@ -46,6 +46,7 @@ class OperandsInFlight:
         self._flying: list[Operands] = []
 
     def add(self, operands: Operands) -> None:
+        """From now on they may be read."""
         self._flying.append(operands)
         np.add.at(self._readers, operands.offsets.reshape(-1) >> CHUNK_SHIFT, 1)
 
