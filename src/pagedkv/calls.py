@@ -116,6 +116,15 @@ class AttentionCall(NamedTuple):
     checked: bool
 
 
+class Rotation(NamedTuple):
+    """How write_kv rotates k: the tables, and where each token stands in its sequence."""
+
+    cos: Array
+    sin: Array
+    positions: Array
+    interleaved: bool
+
+
 class WriteCall(NamedTuple):
     """A call of write_kv."""
 
@@ -129,6 +138,7 @@ class WriteCall(NamedTuple):
     k_scale: Scale
     v_scale: Scale
     checked: bool
+    rotation: Rotation | None
 
 
 class GatherCall(NamedTuple):

@@ -328,16 +328,24 @@ def write_kv(
     kv_dtype: str | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
+    cos: Array | None = None,
+    sin: Array | None = None,
+    positions: Array | None = None,
+    interleaved: bool = False,
 ) -> None:
-    """Write the keys and values of tokens into their slots, skipping negative ones.
+    """Write the keys and values of tokens into their slots, skipping negative ones; with tables, rotate the keys.
 
     Parameters
     ----------
     k, v : (num_tokens, num_kv_heads, head_dim) array
     k_cache, v_cache : arrays of `layout`, written
     slots : (num_tokens,) integer array
+    cos, sin, positions, interleaved : as in `apply_rotary`; rotated keys are rounded to k's dtype first
     others : as in `decode_attention`
     """
+    if cos is not None and sin is not None and positions is not None:
+        at = np.where(slots < 0, 0, positions)  # those of skipped tokens may be anything
+        k = apply_rotary(k, None, cos, sin, at, interleaved=interleaved)[0].astype(k.dtype)
     k = _narrowed(k, k_cache.dtype, kv_dtype, k_scale)
     v = _narrowed(v, v_cache.dtype, kv_dtype, v_scale)
     block_size = _block_size(k_cache, layout)

@@ -11,6 +11,7 @@ import pagedkv
 from pagedkv import reference
 
 from ..problems import FLOATS, Spec, as_torch, build, in_layout
+from ..rotary_cases import tables_of
 
 KV_DTYPES = [*FLOATS, *reference.FP8_DTYPES]
 LAYOUTS = ["NHD", "HND", "vllm"]
@@ -70,6 +71,40 @@ def test_write_oracle(write):
         np.testing.assert_array_equal(bits(cache), bits(wanted))
     for array, before in ((k, k_before), (v, v_before), (slots, slots_before)):
         assert array.tobytes() == before.tobytes()
+
+
+@given(write=writes(), half=st.integers(1, 8), interleaved=st.booleans(), wide=st.booleans())
+def test_keys_are_rotated_on_their_way(write, half, interleaved, wide):
+    """The bits of apply_rotary and then write_kv; of the oracle, which rounds later, the values."""
+    spec, token_dtype, count, _ = write
+    problem = build(spec)
+    rng = np.random.default_rng(spec.seed)
+    k, v = rng.standard_normal((2, count, spec.num_kv_heads, spec.head_dim), np.float32).astype(FLOATS[token_dtype])
+    cos, sin = tables_of(rng, 30, half, FLOATS["float32" if wide else token_dtype])
+    positions = rng.integers(0, 30, count, np.int64 if wide else np.int32)
+    slots = rng.permutation(len(problem.k_cache) * spec.block_size)[:count]
+    skipped = rng.random(count) < 0.2
+    slots[skipped] = -1
+    options = {name: problem.options.get(name) for name in ("layout", "kv_dtype", "k_scale", "v_scale")}
+    caches, expected, oracle = ([x.copy() for x in (problem.k_cache, problem.v_cache)] for _ in range(3))
+    rotated = pagedkv.apply_rotary(k, None, cos, sin, positions, interleaved=interleaved)[0]
+    pagedkv.write_kv(rotated, v, *expected, slots, **options)
+    positions[skipped] = 99
+    rotation = {"cos": cos, "sin": sin, "positions": positions, "interleaved": interleaved}
+    before = [x.tobytes() for x in (k, v, cos, sin, positions)]
+    pagedkv.write_kv(k, v, *caches, slots, **options, **rotation)
+    assert [x.tobytes() for x in (k, v, cos, sin, positions)] == before
+    for cache, wanted in zip(caches, expected, strict=True):
+        np.testing.assert_array_equal(bits(cache), bits(wanted))
+    reference.write_kv(k, v, *oracle, slots, **options, **rotation)
+    blocks, num_slots = np.arange(len(caches[0])), len(caches[0]) * spec.block_size
+    near, exact = (reference.gather_kv(*x, blocks, num_slots, **options)[0][slots[~skipped]] for x in (caches, oracle))
+    # A rounding to either dtype may go the other way, and where two products cancel, float32 has lost what is left.
+    stored = ml_dtypes.finfo(reference.FP8_DTYPES.get(spec.kv_dtype) or FLOATS[spec.kv_dtype])
+    steps = float(stored.eps) + float(ml_dtypes.finfo(FLOATS[token_dtype]).eps)
+    lost = 2.0**-21 * np.abs(exact).max(axis=-1, keepdims=True, initial=0)
+    least = float(stored.smallest_subnormal) * np.max(1.0 if options["k_scale"] is None else options["k_scale"])
+    assert (np.abs(near - exact) <= steps * np.abs(exact) + lost + least).all()
 
 
 @pytest.mark.parametrize("token_dtype", FLOATS)

@@ -88,6 +88,9 @@ def test_calls_with_options_find_what_they_need(compiled):
     pagedkv.merge_states([out] * 3, [np.zeros((1, 2), np.float32)] * 3, backend="emulator")
     tables = np.ones((2, 5, 4), np.float32)
     pagedkv.apply_rotary(out, out, *tables, np.array([4]), interleaved=True, backend="emulator")
+    rotation = {"cos": tables[0], "sin": tables[1], "positions": np.array([4]), "interleaved": True}
+    scales = {"k_scale": scales, "v_scale": scales}
+    pagedkv.write_kv(token, token, k_cache, v_cache, np.array([17]), **scales, **rotation, **cache)
     assert compiled == []
 
 

@@ -3,6 +3,8 @@
 from .mutant import Mutant
 
 WRITE = "tests/kernels/blocks/test_write_kv.py::"
+ROTATED = "tests/kernels/blocks/test_rotated_keys.py::"
+ROTATED_BITS = (ROTATED + "test_the_bits_of_both_operations[emulator]",)
 SKIPPED_SLOT = (WRITE + "test_a_slot_that_is_not_there_is_skipped_and_reported_once[emulator]",)
 LARGE_WRITE = (WRITE + "test_slots_past_2_31_elements[HND]",)
 HEADS = (WRITE + "test_more_heads_than_a_grid_has_rows[emulator-NHD]",)
@@ -72,6 +74,41 @@ MUTANTS = [
         "cvt.rn.bf16.f32",
         "cvt.rz.bf16.f32",
         HALVES,
+    ),
+    Mutant(
+        "write_kv: rotated keys are not rounded to their own dtype before fp8",
+        "kernels/blocks/rotated_keys.py",
+        "convert(widen(bits)[0], scale)",
+        "convert(x, scale)",
+        ROTATED_BITS,
+    ),
+    Mutant(
+        "write_kv: the second dims of pairs are rotated like the first",
+        "kernels/blocks/rotated_keys.py",
+        "sine = float32(-s[j]) if is_first else s[j]",
+        "sine = float32(-s[j])",
+        ROTATED_BITS,
+    ),
+    Mutant(
+        "write_kv: a vector that is rotated in part is not written where it is not",
+        "kernels/blocks/write_kv.py",
+        "if uint32(first + uint32(num_elements)) > rotary_dim:",
+        "if first >= rotary_dim:",
+        ROTATED_BITS,
+    ),
+    Mutant(
+        "write_kv: offsets into tables in 32 bits",
+        "kernels/blocks/write_kv.py",
+        "address(sin) + table_row * sin_stride",
+        "address(sin) + int64(types.int32(table_row * sin_stride))",
+        (ROTATED + "test_rows_of_tables_past_2_31_elements",),
+    ),
+    Mutant(
+        "write_kv: positions of skipped tokens must be valid",
+        "validation/caches.py",
+        "values.positions(positions, len(cos), slots >= 0)",
+        "values.positions(positions, len(cos))",
+        ("tests/cpu/test_blocks.py::test_keys_are_rotated_on_their_way",),
     ),
     Mutant(
         "copy_blocks: the last vector is left out",

@@ -9,9 +9,9 @@ SKIPPED = ("tests/kernels/test_rotary.py::test_a_position_without_a_row_is_skipp
 MUTANTS = [
     Mutant(
         "apply_rotary: products are fused with sums",
-        "kernels/rotary.py",
-        "firsts[i] = float32(multiply(a, c) - multiply(b, s))",
-        "firsts[i] = float32(a * c - b * s)",
+        "kernels/device/rotation.py",
+        "float32(multiply(x, cosine) + multiply(other, sine))",
+        "float32(x * cosine + other * sine)",
         ("tests/kernels/test_rotary.py::test_no_product_is_fused_with_a_sum_in_machine_code[cc9.0]",),
         ci=True,
     ),

@@ -97,6 +97,70 @@ WRITE = [
     ),
 ]
 
+TABLE = "(max_positions, rotary_dim / 2)"
+
+
+def rotating(**changes):
+    """Tables for the three tokens, the second of which is skipped and has no position, but for the changes."""
+    tables = {name: np.ones((32, 8), np.float32) for name in ("cos", "sin")} | {"positions": np.array([31, 99, 5])}
+    return tables | changes
+
+
+TOGETHER = "cos, sin and positions must be given together, to rotate k, or not at all, got "
+ROTATE = [
+    (rotating(positions=None), ValueError, TOGETHER + "cos and sin without positions"),
+    (rotating(cos=None, sin=None), ValueError, TOGETHER + "positions without cos and sin"),
+    (
+        {"interleaved": True},
+        ValueError,
+        "interleaved says which dims are rotated together, and needs cos, sin and positions",
+    ),
+    (rotating(interleaved=1), TypeError, "interleaved must be True or False, got 1"),
+    (rotating(sin=3.0), TypeError, "sin must be an array (NumPy, CuPy or torch), got float"),
+    (rotating(cos=np.ones(8, np.float32)), ValueError, f"cos must have shape {TABLE}, got (8,)"),
+    (
+        rotating(cos=np.ones((32, 16), np.float32)),
+        ValueError,
+        "cos must have one column for each pair of dims, from 1 to head_dim / 2 = 8, got 16; of a table that has them "
+        "twice, pass the first half",
+    ),
+    (rotating(sin=np.ones((31, 8), np.float32)), ValueError, f"sin must have shape {TABLE} = (32, 8), got (31, 8)"),
+    (rotating(positions=np.arange(2)), ValueError, "positions must have shape (num_tokens,) = (3,), got (2,)"),
+    (rotating(cos=np.ones((32, 8), np.float16)), TypeError, "cos must have dtype float32, got float16"),
+    (
+        rotating(**fp8(), kv_dtype="fp8_e4m3", cos=np.ones((32, 8))) | change("k", np.float16),
+        TypeError,
+        "cos must have dtype float32 or float16, that of k, got float64",
+    ),
+    (rotating(sin=np.ones((32, 8))), TypeError, "sin must have dtype float32, that of cos, got float64"),
+    (rotating(positions=np.arange(3.0)), TypeError, "positions must have dtype int32 or int64, got float64"),
+    (
+        rotating(cos=spread(np.ones((32, 8), np.float32))),
+        ValueError,
+        "cos must be contiguous along its last axis, got strides (64, 8) in bytes",
+    ),
+    (
+        rotating(sin=misaligned(np.ones((32, 8), np.float32))),
+        ValueError,
+        "sin must be aligned to its item size of 4 bytes",
+    ),
+    (
+        {name: Change("v_cache", lambda x: x[:, 0, 0, :8]) for name in ("cos", "sin")} | {"positions": np.arange(3)},
+        ValueError,
+        "v_cache must not overlap cos",
+    ),
+    (
+        rotating(positions=np.array([31, 0, 32])),
+        IndexError,
+        "positions must be in 0..max_positions-1 = 0..31, got 32 for token 2",
+    ),
+    (
+        rotating(positions=np.array([-1, 0, 31], np.int32)),
+        IndexError,
+        "positions must be in 0..max_positions-1 = 0..31, got -1 for token 0",
+    ),
+]
+
 GATHER = [
     ({"block_table": [3, 4]}, TypeError, "block_table must be an array (NumPy, CuPy or torch), got list"),
     (change("block_table", lambda x: x[None]), ValueError, "block_table must have shape (max_blocks,), got (1, 3)"),
@@ -227,6 +291,7 @@ CASES = [
     (operation, *case)
     for operation, cases in (
         ("write_kv", WRITE),
+        ("write_kv", ROTATE),
         ("gather_kv", GATHER),
         ("copy_blocks", COPY),
         ("swap_blocks", SWAP),

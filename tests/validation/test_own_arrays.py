@@ -15,10 +15,11 @@ from ..wrong_arguments import HKV, HQ, OPERATIONS, fp8
 
 VECTORS = {name: np.ones(HQ, np.float32) for name in ("alibi_slopes", "sinks")}
 SCALES = {name: np.ones(HKV, np.float32) for name in ("k_scale", "v_scale")} | fp8() | {"kv_dtype": "fp8_e4m3"}
+TABLES = {name: np.ones((3, 4), np.float32) for name in ("cos", "sin")} | {"positions": np.array([2, 0, 1])}
 CASES = {
     "decode_attention": (attention_call, VECTORS | SCALES, ("block_tables", "seq_lens")),
     "prefill_attention": (attention_call, VECTORS | SCALES, ("block_tables", "seq_lens", "query_starts")),
-    "write_kv": (write_call, SCALES, ("slots",)),
+    "write_kv": (write_call, SCALES | TABLES, ("slots", "positions")),
     "gather_kv": (gather_call, SCALES, ("block_table",)),
     "copy_blocks": (copy_call, {}, ("pairs",)),
     "swap_blocks": (swap_call, {}, ("pairs",)),
@@ -40,11 +41,8 @@ def validated(operation, arguments):
     """The call, and what it holds by the names of the arguments."""
     call = CASES[operation][0]
     result = call(**arguments) if call in (copy_call, swap_call) else call(arguments)
-    options = getattr(result, "options", None)
-    return {
-        name: getattr(result, name, None) if hasattr(result, name) else getattr(options, name, None)
-        for name in arguments
-    }
+    holders = result, getattr(result, "options", None), getattr(result, "rotation", None)
+    return {name: next((getattr(x, name) for x in holders if hasattr(x, name)), None) for name in arguments}
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])

@@ -19,6 +19,7 @@ from ..arrays import Array
 from ..calls import CopyCall, GatherCall, SwapCall, WriteCall, per_head
 from ..commit import Write, bits, commit
 from ..layouts import FP8_DTYPES
+from .rotary import rotated
 
 PIECE_BYTES = 256 * 1024
 SMALL_BLOCK = 4096  # bytes: to store fewer costs less than a write of its own for each block
@@ -31,11 +32,14 @@ _FLOATS: dict[str, np.dtype[Any]] = {
 
 def write_kv(call: WriteCall) -> None:
     """Write k and v (T, Hkv, D) into the slots (T,); tokens whose slot is negative are skipped."""
-    k, v, slots, spec = call.k, call.v, call.slots, call.spec
+    k, v, slots, spec, rotation = call.k, call.v, call.slots, call.spec, call.rotation
     k_scale, v_scale = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
     kept = slots >= 0
     if not kept.all():
         k, v, slots = k[kept], v[kept], slots[kept]
+    if rotation is not None:
+        positions = rotation.positions[kept]
+        k = rotated(k, rotation.cos, rotation.sin, positions, interleaved=rotation.interleaved)
     at = np.divmod(slots, spec.block_size)
     keys, values = _encode(k, spec.kind, k_scale), _encode(v, spec.kind, v_scale)
     writes: list[Write] = []

@@ -46,7 +46,7 @@ class _Compiler:
 def compile_ahead(
     decodes: Sequence[AttentionCall],
     prefills: Sequence[AttentionCall],
-    write: WriteCall,
+    writes: Sequence[WriteCall],
     gather: GatherCall,
     copy: CopyCall,
     merge: MergeCall | None,
@@ -57,7 +57,7 @@ def compile_ahead(
 
     Parameters
     ----------
-    decodes, prefills, write, gather, copy, merge, rotary
+    decodes, prefills, writes, gather, copy, merge, rotary
         Valid calls with at least one token each, in place of those to come.
     capabilities : sequence of (int, int), or None
         Compute capabilities; None for those of the GPUs of this machine.
@@ -81,8 +81,9 @@ def compile_ahead(
             decode_attention(device, call, call.q.copy(), None)
         for call in prefills:
             prefill_attention(device, call, call.q.copy(), None)
-        write_kv(device, write)
-        dense = np.zeros(write.k.shape, np.float32 if gather.spec.kind.startswith("fp8") else gather.k_cache.dtype)
+        for written in writes:
+            write_kv(device, written)
+        dense = np.zeros(writes[0].k.shape, np.float32 if gather.spec.kind.startswith("fp8") else gather.k_cache.dtype)
         gather_kv(device, gather, dense, dense.copy())
         copy_blocks(device, copy)
         if merge is not None:

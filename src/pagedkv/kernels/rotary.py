@@ -15,11 +15,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from numba import cuda, float32, int32, int64, types, uint64
+from numba import cuda, float32, int64, types, uint64
 
 from .device.bad_entries import POSITION, record
 from .device.elements import ELEMENT_BITS
-from .device.intrinsics import address, load_4, load_8, multiply
+from .device.intrinsics import address
+from .device.rotation import position_of, turn
 from .device.source import KernelSource, device_function
 from .device.vectors import make_load, make_store
 
@@ -98,11 +99,7 @@ def make_apply_rotary(config: RotaryConfig) -> KernelSource:
         token, vector = int64(item // per_token), int64(item % per_token)
         if token >= num_tokens:
             return
-        if position_bytes == 4:
-            position = int64(int32(load_4(address(positions) + 4 * token)))
-        else:
-            low, high = load_8(address(positions) + 8 * token)
-            position = int64(uint64(high) << uint64(32) | uint64(low))
+        position = position_of(positions, position_bytes, token)
         if checked and (position < 0 or position >= max_positions):
             if cuda.blockIdx.z == 0 and cuda.blockIdx.y == 0 and vector == 0:
                 record(report, POSITION, token, int64(0), position)
@@ -144,8 +141,7 @@ def _make_rotate(config: RotaryConfig) -> Any:
             load_both(values, source, vector)
             for i in range(num_pairs):
                 a, b, c, s = values[2 * i], values[2 * i + 1], cosines[i], sines[i]
-                values[2 * i] = float32(multiply(a, c) - multiply(b, s))
-                values[2 * i + 1] = float32(multiply(b, c) + multiply(a, s))
+                values[2 * i], values[2 * i + 1] = turn(a, b, c, float32(-s)), turn(b, a, c, s)
             store_both(target + vector * both_bytes, values)
 
         return rotate_neighbours
@@ -159,8 +155,7 @@ def _make_rotate(config: RotaryConfig) -> Any:
         load(seconds, source + half_bytes, vector)
         for i in range(num_pairs):
             a, b, c, s = firsts[i], seconds[i], cosines[i], sines[i]
-            firsts[i] = float32(multiply(a, c) - multiply(b, s))
-            seconds[i] = float32(multiply(b, c) + multiply(a, s))
+            firsts[i], seconds[i] = turn(a, b, c, float32(-s)), turn(b, a, c, s)
         store(target + vector * vector_bytes, firsts)
         store(target + half_bytes + vector * vector_bytes, seconds)
 

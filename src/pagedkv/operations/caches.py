@@ -20,10 +20,14 @@ def write_kv(
     kv_dtype: str | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    cos: Any = None,
+    sin: Any = None,
+    positions: Any = None,
+    interleaved: bool = False,
     backend: str = "auto",
     check: bool | None = None,
 ) -> None:
-    """Write the keys and values of new tokens into their slots.
+    """Write the keys and values of new tokens into their slots; with tables, rotate the keys on the way.
 
     Parameters
     ----------
@@ -40,6 +44,13 @@ def write_kv(
     k_scale, v_scale : float or (num_kv_heads,) float32 array, optional
         For fp8 caches: values are divided by it in float32, rounded to nearest even, and saturate at the largest
         finite value; NaN stays NaN. 1.0 if None.
+    cos, sin : (max_positions, rotary_dim / 2) array, optional
+        Rotary position embedding of k, as in :func:`~pagedkv.apply_rotary`: float32, or of k's dtype. k itself stays as
+        it is.
+    positions : (num_tokens,) int32 or int64 array, optional
+        Where each token stands in its sequence; required with cos and sin. That of a skipped token may be anything.
+    interleaved : bool
+        As in :func:`~pagedkv.apply_rotary`; only with tables.
     backend, check
         As in :func:`~pagedkv.decode_attention`.
 
@@ -49,9 +60,9 @@ def write_kv(
         Something is not an array, or has a wrong dtype or type.
     ValueError
         A wrong shape, layout, stride, alignment, side or option; a cache that is read-only or overlaps; a slot
-        named twice.
+        named twice; some of cos, sin and positions without the others.
     IndexError
-        A slot at or past ``num_blocks * block_size``.
+        A slot at or past ``num_blocks * block_size``; a position outside 0..max_positions-1.
     BackendUnavailableError
         The backend that the arrays or the caller ask for is not here.
 
@@ -60,6 +71,10 @@ def write_kv(
     After an error nothing has been written; after an interrupt (Ctrl-C) both caches are written or neither. All memory
     for the tokens is asked for before, but NumPy asks for about a kilobyte between K and V: if even that is refused, a
     MemoryError leaves K written and V not. The same call again writes both.
+
+    With tables the caches get the bits that they get from ``write_kv(apply_rotary(q, k, cos, sin, positions)[1], v,
+    ...)``: a rotated key is rounded to k's dtype, and then to that of the cache, or divided by its scale in float32 and
+    rounded to fp8. Only the bits of a NaN may differ, on a GPU and in the emulator.
     """
     call = write_call(locals())
     backend_of(call.placement).write_kv(call)

@@ -43,10 +43,10 @@ def warmup(
     """Compile what CUDA calls with these shapes and options need, so that the first of them starts at once.
 
     These are decode_attention, write_kv, gather_kv, copy_blocks and swap_blocks within a device, prefill_attention with
-    `prefill`, merge_states with `num_states`, and apply_rotary with `rotary_dim`. What is compiled is kept on disk as
-    well (see ``PAGEDKV_CACHE_DIR``): this can run where there is no GPU, while an image is built. Calls whose arrays
-    are not contiguous, or only as aligned as they have to be, or whose caches are larger than 64 GiB (32 of fp8 for
-    prefill), may need kernels of their own.
+    `prefill`, merge_states with `num_states`, and apply_rotary and write_kv with tables with `rotary_dim`. What is
+    compiled is kept on disk as well (see ``PAGEDKV_CACHE_DIR``): this can run where there is no GPU, while an image is
+    built. Calls whose arrays are not contiguous, or only as aligned as they have to be, or whose caches are larger than
+    64 GiB (32 of fp8 for prefill), may need kernels of their own.
 
     Parameters
     ----------
@@ -73,7 +73,8 @@ def warmup(
     prefill : bool
         Whether there will be calls of prefill_attention; by default its kernels are not compiled.
     rotary_dim : int, optional
-        Of apply_rotary for q and k of q's dtype, with tables of float32; by default its kernel is not compiled.
+        Of apply_rotary for q and k of q's dtype, and of write_kv for k of `token_dtype`, with tables of float32; by
+        default these kernels are not compiled.
     interleaved : bool
         As in apply_rotary.
     check : bool, optional
@@ -120,7 +121,9 @@ def warmup(
     ]
     ragged = attention | {"query_starts": np.array([0, 1], np.int32), "causal": True, "kernel": "auto"}
     prefills = [attention_call(ragged | {"softcap": softcap}) for softcap in (None, 1.0) if prefill]
-    write = write_call(caches | {"k": k, "v": v, "slots": slots})
+    written = caches | {"k": k, "v": v, "slots": slots}
+    without_tables = {"cos": None, "sin": None, "positions": None, "interleaved": False}
+    writes = [write_call(written | without_tables)]
     gather = gather_call(caches | {"block_table": table[0], "seq_len": 1})
     copy = copy_call(k_cache, v_cache, np.array([[0, 1]]), backend="emulator")
     merge = None
@@ -136,8 +139,10 @@ def warmup(
         if dim % 2 or not 2 <= dim <= head_dim:
             raise ValueError(f"rotary_dim must be even, from 2 to head_dim = {head_dim}, got {dim}")
         table = np.ones((1, dim // 2), np.float32)
-        rotation = {"q": q, "k": None, "cos": table, "sin": table, "positions": slots, "interleaved": interleaved}
-        rotary = rotary_call(rotation | {"backend": "emulator", "out": (q.copy(), None), "check": check})
+        tables = {"cos": table, "sin": table, "positions": slots, "interleaved": interleaved}
+        own = {"q": q, "k": None, "backend": "emulator", "out": (q.copy(), None), "check": check}
+        rotary = rotary_call(own | tables)
+        writes.append(write_call(written | tables))
     from ..cuda.warmup import compile_ahead
 
-    return compile_ahead(decodes, prefills, write, gather, copy, merge, rotary, capabilities)
+    return compile_ahead(decodes, prefills, writes, gather, copy, merge, rotary, capabilities)

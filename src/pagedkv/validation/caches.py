@@ -13,10 +13,10 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from ..arrays import Array, Shadow, address_of
-from ..calls import CopyCall, GatherCall, SwapCall, WriteCall
+from ..calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall
 from ..layouts import FLOAT32, FLOAT_DTYPES, cache_spec
-from ..placement import place
-from . import cache_pair, require, values
+from ..placement import Placement, place
+from . import cache_pair, require, tables, values
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _STORED_DTYPES = (*FLOAT_DTYPES, np.dtype(np.uint8))
@@ -25,6 +25,9 @@ _STORED_DTYPES = (*FLOAT_DTYPES, np.dtype(np.uint8))
 def write_call(given: Mapping[str, Any]) -> WriteCall:
     """The call of write_kv with these arguments."""
     named = [(name, given[name]) for name in ("k", "v", "k_cache", "v_cache", "slots")]
+    rotates = _rotates(given)
+    if rotates:
+        named += [(name, given[name]) for name in tables.NAMES]
     named += cache_pair.scale_arrays(given)
     placement, arrays = place(given["backend"], named)
     views = {name: view for (name, _), view in zip(named, arrays, strict=True)}
@@ -36,6 +39,8 @@ def write_call(given: Mapping[str, Any]) -> WriteCall:
     require.shape("k", k, symbols, (len(k), geometry.num_kv_heads, geometry.head_dim))
     require.shape("v", v, symbols, k.shape)
     require.shape("slots", slots, "(num_tokens,)", (len(k),))
+    if rotates:
+        tables.require_shapes(views, len(k), geometry.head_dim)
     cache_pair.scale_shapes(views, geometry.num_kv_heads)
 
     kind = cache_pair.kind_of(k_cache, v_cache, given["kv_dtype"])
@@ -45,6 +50,8 @@ def write_call(given: Mapping[str, Any]) -> WriteCall:
         elif x.dtype != k_cache.dtype and x.dtype != FLOAT32:
             raise TypeError(f"{name} must have dtype {k_cache.dtype}, that of the cache, or float32, got {x.dtype}")
     require.dtype("slots", slots, _INT64)
+    if rotates:
+        tables.require_dtypes(views, "k")
     require.memory(views, placement)
     checked = require.check(given["check"])
     k_scale, v_scale = cache_pair.scales(given, views, kind, placement)
@@ -54,8 +61,34 @@ def write_call(given: Mapping[str, Any]) -> WriteCall:
     if placement.on_host:
         slots = placement.own(slots)
         values.slots(slots, geometry.num_blocks * geometry.block_size)
+    rotation = _rotation(views, placement, slots, bool(given["interleaved"])) if rotates else None
     spec = cache_spec(given["layout"], kind, geometry)
-    return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked)
+    return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked, rotation)
+
+
+def _rotates(given: Mapping[str, Any]) -> bool:
+    """True if k is to be rotated; raise unless the arguments that say how are all there, or none of them."""
+    if given["cos"] is given["sin"] is given["positions"] is None and given["interleaved"] is False:
+        return False
+    there = [name for name in tables.NAMES if given[name] is not None]
+    require.boolean("interleaved", given["interleaved"])
+    if there and len(there) < len(tables.NAMES):
+        missing = " and ".join(name for name in tables.NAMES if name not in there)
+        raise ValueError(
+            f"cos, sin and positions must be given together, to rotate k, or not at all, "
+            f"got {' and '.join(there)} without {missing}"
+        )
+    if given["interleaved"] and not there:
+        raise ValueError("interleaved says which dims are rotated together, and needs cos, sin and positions")
+    return bool(there)
+
+
+def _rotation(views: Mapping[str, Array], placement: Placement, slots: Array, interleaved: bool) -> Rotation:
+    cos, sin, positions = (views[name] for name in tables.NAMES)
+    if placement.on_host:
+        positions = placement.own(positions)
+        values.positions(positions, len(cos), slots >= 0)
+    return Rotation(cos, sin, positions, interleaved)
 
 
 def gather_call(given: Mapping[str, Any]) -> GatherCall:

@@ -19,7 +19,7 @@ from ..layouts import FLOAT_DTYPES, VECTOR_BYTES
 from ..placement import Placement
 
 # The arrays whose rows kernels move in vectors of 16 bytes.
-_ROWS = frozenset(("q", "k", "v", "k_cache", "v_cache", "out"))
+_ROWS = frozenset(("q", "k", "v", "k_cache", "v_cache", "out", "cos", "sin"))
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = float(np.finfo(np.float32).smallest_subnormal)

@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from ..arrays import Array, address_of
 from ..calls import RotaryCall
-from ..layouts import FLOAT32, require_head_dim
+from ..layouts import require_head_dim
 from ..placement import place
-from . import require, values
+from . import require, tables, values
 
-_POSITIONS = (np.dtype(np.int32), np.dtype(np.int64))
 _ROWS = "(num_tokens, num_heads, head_dim)"
 _KV_ROWS = "(num_tokens, num_kv_heads, head_dim)"
-_TABLE = "(max_positions, rotary_dim / 2)"
 
 
 def rotary_call(given: Mapping[str, Any]) -> RotaryCall:
     """The call of apply_rotary with these arguments."""
     outs = _outs(given["out"], given["k"])
-    named = [
-        (name, given[name]) for name in ("q", "k", "cos", "sin", "positions") if name != "k" or given[name] is not None
-    ]
+    named = [(name, given[name]) for name in ("q", "k", *tables.NAMES) if name != "k" or given[name] is not None]
     placement, arrays = place(given["backend"], [*named, *outs])
     views = dict(zip((name for name, _ in (*named, *outs)), arrays, strict=True))
     _require_shapes(views)
@@ -34,12 +28,7 @@ def rotary_call(given: Mapping[str, Any]) -> RotaryCall:
     for name in ("k", "out[0]", "out[1]"):
         if name in views:
             require.dtype(name, views[name], q.dtype, ", that of q")
-    if cos.dtype not in (FLOAT32, q.dtype):
-        other = "" if q.dtype == FLOAT32 else f" or {q.dtype}, that of q"
-        raise TypeError(f"cos must have dtype float32{other}, got {cos.dtype}")
-    require.dtype("sin", sin, cos.dtype, ", that of cos")
-    if positions.dtype not in _POSITIONS:
-        raise TypeError(f"positions must have dtype int32 or int64, got {positions.dtype}")
+    tables.require_dtypes(views, "q")
     for name, x in views.items():
         require.strides(name, x)
         if name != "positions":
@@ -67,7 +56,7 @@ def _outs(out: Any, k: Any) -> list[tuple[str, Any]]:
 
 
 def _require_shapes(views: Mapping[str, Array]) -> None:
-    q, cos = views["q"], views["cos"]
+    q = views["q"]
     require.ndim("q", q, _ROWS, 3)
     num_tokens, _, head_dim = q.shape
     require_head_dim(head_dim)
@@ -75,14 +64,7 @@ def _require_shapes(views: Mapping[str, Array]) -> None:
         k = views["k"]
         require.ndim("k", k, _KV_ROWS, 3)
         require.shape("k", k, _KV_ROWS, (num_tokens, k.shape[1], head_dim))
-    require.ndim("cos", cos, _TABLE, 2)
-    if not 1 <= cos.shape[1] <= head_dim // 2:
-        raise ValueError(
-            f"cos must have one column for each pair of dims, from 1 to head_dim / 2 = {head_dim // 2}, "
-            f"got {cos.shape[1]}; of a table that has them twice, pass the first half"
-        )
-    require.shape("sin", views["sin"], _TABLE, cos.shape)
-    require.shape("positions", views["positions"], "(num_tokens,)", (num_tokens,))
+    tables.require_shapes(views, num_tokens, head_dim)
     for name, like, symbols in (("out[0]", "q", _ROWS), ("out[1]", "k", _KV_ROWS)):
         if name in views:
             require.shape(name, views[name], symbols, views[like].shape)

@@ -98,9 +98,11 @@ def slots(of_tokens: Array, num_slots: int) -> None:
         raise ValueError(f"slots must name a slot once, got {slot} for tokens {first} and {second}")
 
 
-def positions(of_tokens: Array, max_positions: int) -> None:
-    """Raise IndexError for a position that the tables have no row for."""
+def positions(of_tokens: Array, max_positions: int, used: Array | None = None) -> None:
+    """Raise IndexError for a position that the tables have no row for, of the tokens that are used."""
     bad = (of_tokens < 0) | (of_tokens >= max_positions)
+    if used is not None:
+        bad &= used
     if bad.any():
         token = int(bad.argmax())
         where = f"got {of_tokens[token]} for token {token}"

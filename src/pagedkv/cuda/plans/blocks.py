@@ -6,6 +6,7 @@ Nothing here reads an array of the device, and nothing waits for it but swap_blo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays import Array, Shadow
-from ...calls import CopyCall, GatherCall, SwapCall, WriteCall
+from ...calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall
 from ...kernels.blocks.copy_blocks import MAX_CACHES, PIECE, CopyConfig, make_copy_blocks
 from ...kernels.blocks.gather_kv import GatherConfig, make_gather_kv
 from ...kernels.blocks.tokens import NUM_THREADS, num_items
@@ -23,6 +24,8 @@ from ...kernels.device.bad_entries import NUM_BYTES
 from ...layouts import VECTOR_BYTES
 from ..compiler.compile import compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_Y, REPORT, Device
+
+_NO_TABLES = (0,) * 7  # arguments that a kernel without tables does not look at
 
 
 def write_kv(device: Device, call: WriteCall) -> None:
@@ -33,8 +36,8 @@ def write_kv(device: Device, call: WriteCall) -> None:
     device : Device
         Where the arrays are.
     call : WriteCall
-        Of at least one token. If checked, slots at or past num_blocks * block_size are skipped, and the first one is
-        recorded.
+        Of at least one token. If checked, tokens with slots at or past num_blocks * block_size, or at positions that
+        the tables have no row for, are skipped, and the first one is recorded.
     """
     spec = call.spec
     config = WriteConfig(
@@ -49,6 +52,8 @@ def write_kv(device: Device, call: WriteCall) -> None:
         checked=call.checked,
         hardware_fp8=spec.kind.startswith("fp8") and device.capability >= FIRST_WITH_FP8,
     )
+    if call.rotation is not None:
+        config = _rotating(config, call.rotation)
     (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, spec.kind, call.k_scale, call.v_scale)
     arguments = (
         device.address("k", call.k),
@@ -68,6 +73,7 @@ def write_kv(device: Device, call: WriteCall) -> None:
         *_token_strides(spec.layout, call.v_cache),
         k_scale,
         v_scale,
+        *_rotation_arguments(device, call.rotation),
     )
     grid = _token_grid(len(call.slots), spec.num_kv_heads, spec.kind, spec.head_dim, is_vllm=config.is_vllm)
     device.launch(compile_for(device, make_write_kv, config), grid, arguments)
@@ -209,6 +215,21 @@ def _scale_arguments(
         else:
             result.append((0, float(scale)))
     return result
+
+
+def _rotating(config: WriteConfig, rotation: Rotation) -> WriteConfig:
+    """The config of the same kernel with tables."""
+    kind, rotary_dim = rotation.cos.dtype.name, 2 * rotation.cos.shape[1]
+    return replace(config, rotary_dim=rotary_dim, table_kind=kind, interleaved=rotation.interleaved)
+
+
+def _rotation_arguments(device: Device, rotation: Rotation | None) -> tuple[int, ...]:
+    """The last arguments of write_kv."""
+    if rotation is None:
+        return _NO_TABLES
+    cos, sin, positions, _ = rotation
+    addresses = (device.address(name, x) for name, x in (("cos", cos), ("sin", sin), ("positions", positions)))
+    return *addresses, len(cos), positions.itemsize, cos.strides[0], sin.strides[0]
 
 
 def _report(device: Device, checked: bool) -> int:

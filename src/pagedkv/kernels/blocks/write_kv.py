@@ -1,4 +1,4 @@
-"""write_kv: the keys and values of new tokens into their slots.
+"""write_kv: the keys and values of new tokens into their slots; keys may be rotated on the way (rotated_keys.py).
 
 Grid. x over (token, group of elements), y over KV heads, z = 0 for K and 1 for V.
 
@@ -15,10 +15,13 @@ from typing import Any
 
 from numba import cuda, float32, int64, types, uint8, uint16, uint32, uint64
 
-from ..device.bad_entries import SLOT, record
+from ..device.bad_entries import POSITION, SLOT, record
 from ..device.conversions import narrow, unpack
+from ..device.elements import ELEMENT_BITS
 from ..device.intrinsics import address, bits_float, float_bits, load_16, store_1, store_2, store_4, store_8, store_16
+from ..device.rotation import position_of
 from ..device.source import KernelSource, device_function
+from .rotated_keys import make_rotate
 from .tokens import NUM_THREADS, RowShape, make_item, row_shape
 
 # NaN without its sign, as the CPU's conversions write it; float16 keeps as much of the payload as fits.
@@ -42,9 +45,15 @@ class WriteConfig:
     k_per_head, v_per_head : bool
         The scale comes from an array, not from a number.
     checked : bool
-        Skip and record slots at or past num_slots.
+        Skip and record slots at or past num_slots, and positions that the tables have no row for.
     hardware_fp8 : bool
         The device has instructions for fp8.
+    rotary_dim : int
+        How many of a key's first dims are rotated; 0 is a kernel that has no tables.
+    table_kind : str
+        Elements of cos and sin: "float32", or `k_kind`.
+    interleaved : bool
+        Pairs are neighbours, not half of rotary_dim apart.
     """
 
     kind: str
@@ -57,6 +66,9 @@ class WriteConfig:
     v_per_head: bool = False
     checked: bool = False
     hardware_fp8: bool = False
+    rotary_dim: int = 0
+    table_kind: str = "float32"
+    interleaved: bool = False
 
 
 def make_write_kv(config: WriteConfig) -> KernelSource:
@@ -64,15 +76,15 @@ def make_write_kv(config: WriteConfig) -> KernelSource:
 
     Its parameters: k, v, k_cache, v_cache, slots, k_scales, v_scales (0 for none), report, num_tokens,
     num_kv_heads, num_slots; in bytes the token and head strides of k and v, then block, position, head and column
-    strides of k_cache and of v_cache; k_scale, v_scale.
+    strides of k_cache and of v_cache; k_scale, v_scale; and of what only a kernel that rotates looks at, cos, sin,
+    positions, max_positions, bytes of a position, row strides of cos and of sin.
     """
     k_row = row_shape(config.kind, config.head_dim, is_vllm=config.is_vllm, is_v=False)
     v_row = row_shape(config.kind, config.head_dim, is_vllm=config.is_vllm, is_v=True)
-    write_k = _make_write(config.k_kind, config.kind, k_row, config.hardware_fp8)
+    write_k = _make_write_keys(config, k_row)
     write_v = _make_write(config.v_kind, config.kind, v_row, config.hardware_fp8)
-    k_size, v_size = (uint32(4 if kind == "float32" else 2) for kind in (config.k_kind, config.v_kind))
     item = make_item(k_row)
-    block_size, checked = uint64(config.block_size), config.checked
+    block_size, checked, rotated = uint64(config.block_size), config.checked, config.rotary_dim > 0
     k_per_head, v_per_head = config.k_per_head, config.v_per_head
 
     def write_kv(
@@ -82,6 +94,7 @@ def make_write_kv(config: WriteConfig) -> KernelSource:
         k_block_stride, k_position_stride, k_cache_head_stride, k_column_stride,
         v_block_stride, v_position_stride, v_cache_head_stride, v_column_stride,
         k_scale, v_scale,
+        cos, sin, positions, max_positions, position_bytes, cos_stride, sin_stride,
     ):  # fmt: skip
         which, first = item()
         token = int64(which)
@@ -94,46 +107,82 @@ def make_write_kv(config: WriteConfig) -> KernelSource:
             if cuda.blockIdx.z == 0 and cuda.blockIdx.y == 0 and first == 0:
                 record(report, SLOT, token, int64(0), slot)
             return
+        table_row = int64(0)
+        if rotated:
+            table_row = position_of(positions, position_bytes, token)
+            if checked and (table_row < 0 or table_row >= max_positions):
+                if cuda.blockIdx.z == 0 and cuda.blockIdx.y == 0 and first == 0:
+                    record(report, POSITION, token, int64(0), table_row)
+                return
         block = int64(uint64(slot) // block_size)
         position = int64(uint64(slot) % block_size)
         head = int64(cuda.blockIdx.y)
         while head < num_kv_heads:
             if cuda.blockIdx.z == 0:
-                source = address(k) + token * k_token_stride + head * k_head_stride + int64(first * k_size)
+                row = address(k) + token * k_token_stride + head * k_head_stride
                 target = address(k_cache) + block * k_block_stride
                 target += position * k_position_stride + head * k_cache_head_stride
-                write_k(source, target, k_column_stride, first, k_scales[head] if k_per_head else float32(k_scale))
+                scale = k_scales[head] if k_per_head else float32(k_scale)
+                cosines, sines = address(cos) + table_row * cos_stride, address(sin) + table_row * sin_stride
+                write_k(row, target, k_column_stride, first, scale, cosines, sines)
             else:
-                source = address(v) + token * v_token_stride + head * v_head_stride + int64(first * v_size)
+                row = address(v) + token * v_token_stride + head * v_head_stride
                 target = address(v_cache) + block * v_block_stride
                 target += position * v_position_stride + head * v_cache_head_stride
-                write_v(source, target, v_column_stride, first, v_scales[head] if v_per_head else float32(v_scale))
+                write_v(row, target, v_column_stride, first, v_scales[head] if v_per_head else float32(v_scale))
             head += int64(cuda.gridDim.y)
 
     bytes_, floats = types.CPointer(types.uint8), types.CPointer(types.float32)
     longs = types.CPointer(int64)
     parameters = [bytes_] * 4 + [longs, floats, floats, longs] + [int64] * 15 + [types.float64] * 2
+    parameters += [bytes_] * 3 + [int64] * 4
     return KernelSource(write_kv, types.void(*parameters), NUM_THREADS)
 
 
-def _make_write(source_kind: str, kind: str, row: RowShape, hardware_fp8: bool) -> Any:
-    """The device function (source address, address of the row, column stride, first element, scale)."""
-    encode = _make_encode(source_kind, kind, row.elements, hardware_fp8)
-    store = _make_store(row)
-    num_elements, chunk, itemsize = row.elements, uint32(row.chunk), uint32(row.itemsize)
+def _make_write_keys(config: WriteConfig, shape: RowShape) -> Any:
+    """The device function of `_make_write` for keys, with the addresses of rows of cosines and sines behind."""
+    if not config.rotary_dim:
+        write = _make_write(config.k_kind, config.kind, shape, config.hardware_fp8)
+
+        @device_function
+        def write_as_they_are(row, target, column_stride, first, scale, cosines, sines):
+            write(row, target, column_stride, first, scale)
+
+        return write_as_they_are
+    encode = _make_encode(config.k_kind, config.kind, shape.elements, config.hardware_fp8)
+    convert = None if config.k_kind == config.kind else _make_convert(config.kind, config.hardware_fp8)
+    rotate, store = make_rotate(config, shape.elements, convert), _make_store(shape)
+    num_elements, rotary_dim = shape.elements, uint32(config.rotary_dim)
 
     @device_function
-    def write(source, target, column_stride, first, scale):
+    def write_rotated(row, target, column_stride, first, scale, cosines, sines):
         codes = cuda.local.array(num_elements, uint32)
-        encode(codes, source, scale)
-        target += int64(first // chunk) * column_stride + int64(uint32(first % chunk) * itemsize)
-        store(codes, target, column_stride)
+        if uint32(first + uint32(num_elements)) > rotary_dim:
+            encode(codes, row, first, scale)
+        if first < rotary_dim:
+            rotate(codes, row, first, cosines, sines, scale)
+        store(codes, target, column_stride, first)
+
+    return write_rotated
+
+
+def _make_write(source_kind: str, kind: str, shape: RowShape, hardware_fp8: bool) -> Any:
+    """The device function (address of the row in k or v, in the cache, column stride, first element, scale)."""
+    encode = _make_encode(source_kind, kind, shape.elements, hardware_fp8)
+    store, num_elements = _make_store(shape), shape.elements
+
+    @device_function
+    def write(row, target, column_stride, first, scale):
+        codes = cuda.local.array(num_elements, uint32)
+        encode(codes, row, first, scale)
+        store(codes, target, column_stride, first)
 
     return write
 
 
 def _make_encode(source_kind: str, kind: str, num_elements: int, hardware_fp8: bool) -> Any:
-    """The device function that fills codes with the elements at an address as the bits that the cache stores."""
+    """The device function that fills codes with the elements of a row from `first` on, as the cache stores them."""
+    size = uint32(ELEMENT_BITS[source_kind] // 8)
     if source_kind == "float32":
         num_loads, halves = num_elements // 4, False
     else:
@@ -143,7 +192,8 @@ def _make_encode(source_kind: str, kind: str, num_elements: int, hardware_fp8: b
     as_is = source_kind == kind
 
     @device_function
-    def encode(codes, source, scale):
+    def encode(codes, row, first, scale):
+        source = row + int64(first * size)
         for i in range(num_loads):
             words = load_16(source + int64(16 * i))
             for j in range(4):
@@ -193,7 +243,19 @@ def _make_convert(kind: str, hardware_fp8: bool) -> Any:
     return convert
 
 
-def _make_store(row: RowShape) -> Any:
+def _make_store(shape: RowShape) -> Any:
+    """The device function that stores codes in a row of a cache, from the element `first` on."""
+    store, chunk, itemsize = _make_store_at(shape), uint32(shape.chunk), uint32(shape.itemsize)
+
+    @device_function
+    def store_from(codes, target, column_stride, first):
+        target += int64(first // chunk) * column_stride + int64(uint32(first % chunk) * itemsize)
+        store(codes, target, column_stride)
+
+    return store_from
+
+
+def _make_store_at(row: RowShape) -> Any:
     """The device function that stores codes at an address: in one piece, or as elements a column stride apart."""
     if row.chunk == 1:
         num_elements = row.elements

@@ -1,0 +1,96 @@
+"""A vector of keys on its way into a cache, rotated by the angles of its token's position.
+
+Each thread rotates the elements that it stores: the other dims of their pairs it loads as well, where another thread
+stores them. They come from the processor's caches, and no thread waits for another.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from numba import cuda, float32, int64, uint32
+
+from ..device.conversions import narrow, unpack
+from ..device.rotation import turn
+from ..device.source import device_function
+from ..device.vectors import make_load
+
+if TYPE_CHECKING:
+    from .write_kv import WriteConfig
+
+
+def make_rotate(config: WriteConfig, num_elements: int, convert: Any) -> Any:
+    """The device function (codes, row, first, cosines, sines, scale) that fills in the codes of what is rotated.
+
+    Parameters
+    ----------
+    config : WriteConfig
+        Its rotary_dim is not 0.
+    num_elements : int
+        Elements that `codes` has room for, 4 or 8; the first one is the element `first` of the key.
+    convert : device function or None
+        (float32, scale) -> bits of an element of the cache; None for caches of the keys' own kind.
+
+    `row`, `cosines` and `sines` are addresses of rows.
+    """
+    kind, finish = config.k_kind, _make_finish(config.k_kind, convert)
+    rotary_dim, half = uint32(config.rotary_dim), uint32(config.rotary_dim // 2)
+    if config.interleaved:
+        # As many pairs at a time as divide both a vector and what is rotated: all of them are rotated, or none.
+        pairs = math.gcd(config.rotary_dim // 2, num_elements // 2)
+        both = 2 * pairs
+        num_parts, part = num_elements // both, uint32(both)
+        load, load_table = make_load(kind, both), make_load(config.table_kind, pairs)
+
+        @device_function
+        def rotate_neighbours(codes, row, first, cosines, sines, scale):
+            x = cuda.local.array(both, float32)
+            c, s = cuda.local.array(pairs, float32), cuda.local.array(pairs, float32)
+            for i in range(num_parts):
+                at = uint32(first + i * part)
+                if at < rotary_dim:
+                    load(x, row, int64(at // part))
+                    load_table(c, cosines, int64(at // part))
+                    load_table(s, sines, int64(at // part))
+                    for j in range(pairs):
+                        a, b = x[2 * j], x[2 * j + 1]
+                        codes[i * both + 2 * j] = finish(turn(a, b, c[j], float32(-s[j])), scale)
+                        codes[i * both + 2 * j + 1] = finish(turn(b, a, c[j], s[j]), scale)
+
+        return rotate_neighbours
+    size = math.gcd(config.rotary_dim // 2, num_elements)
+    num_parts, part = num_elements // size, uint32(size)
+    load, load_table = make_load(kind, size), make_load(config.table_kind, size)
+
+    @device_function
+    def rotate_halves(codes, row, first, cosines, sines, scale):
+        x, other = cuda.local.array(size, float32), cuda.local.array(size, float32)
+        c, s = cuda.local.array(size, float32), cuda.local.array(size, float32)
+        for i in range(num_parts):
+            at = uint32(first + i * part)
+            if at < rotary_dim:
+                is_first = at < half
+                pair = at if is_first else uint32(at - half)
+                load(x, row, int64(at // part))
+                load(other, row, int64(uint32(at + half if is_first else pair) // part))
+                load_table(c, cosines, int64(pair // part))
+                load_table(s, sines, int64(pair // part))
+                for j in range(size):
+                    sine = float32(-s[j]) if is_first else s[j]
+                    codes[i * size + j] = finish(turn(x[j], other[j], c[j], sine), scale)
+
+    return rotate_halves
+
+
+def _make_finish(kind: str, convert: Any) -> Any:
+    """The device function (float32, scale) -> bits of an element of the cache, by way of the keys' own kind."""
+    round_, widen = narrow(kind), unpack(kind)
+    as_is = convert is None
+
+    @device_function
+    def finish(x, scale):
+        bits = round_(x)
+        return bits if as_is else convert(widen(bits)[0], scale)
+
+    return finish
