@@ -68,6 +68,7 @@ OWN = {
     "emulator": set(),
     "static": {"--cc", "--cold", "--quick", "--waves"},
     "decode": {"--quick", "--only", "--subjects", "--plot"},
+    "prefill": {"--quick", "--only", "--subjects"},
     "write": {"--quick"},
 }
 

@@ -22,6 +22,7 @@ BENCHES = {
         "CUDA kernels without a GPU: registers, instructions, occupancy, or a model of how split fills one",
     ),
     "decode": ("gpu.decode", "decode_attention on a GPU, beside other libraries"),
+    "prefill": ("gpu.prefill.run", "prefill_attention on a GPU, beside other libraries"),
     "write": ("gpu.write", "write_kv on a GPU"),
 }
 # Where each of the other commands is, and what it prints.

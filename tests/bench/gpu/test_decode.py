@@ -379,7 +379,7 @@ def test_ctrl_c_leaves_what_has_been_measured(fake_gpu, monkeypatch, capsys):
     assert "interrupted" in captured.err
 
 
-@pytest.mark.parametrize("what", ["decode", "write"])
+@pytest.mark.parametrize("what", ["decode", "prefill", "write"])
 def test_command_line_without_a_gpu(monkeypatch, capsys, what):
     def capabilities():
         raise pagedkv.BackendUnavailableError("there is no GPU here")

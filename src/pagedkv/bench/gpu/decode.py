@@ -12,29 +12,18 @@ import math
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ..reasons import NOT_INSTALLED, reason
-from ..report import Interrupted, Row, median, spread
+from ..report import Interrupted, Row, median
 from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
-from .peers import FIRST, OURS, PACKAGES, PEERS, SPLIT, SUBJECTS, Problem
-from .samples import interleaved, sample
+from .peers import FIRST, OURS, PEERS, SPLIT, SUBJECTS, Problem
+from .results import TOLERANCE, error_of, header, target, targets_of
+from .samples import interleaved
 from .timing import READ, contest
 from .workloads import GROUPS, Cell, HostProblem, cells, only, quick_cells
 
-# Largest error allowed, relative to the largest expected magnitude.
-TOLERANCE = {"float16": 5e-3, "bfloat16": 2e-2}
 CALLS_OF_A_GRAPH = 20
-
-
-def error_of(gpu: Gpu, result: Any, expected: npt.NDArray[np.float32]) -> float:
-    """The largest error relative to the largest expected magnitude; infinite if a value is not finite."""
-    difference = np.abs(gpu.numpy(result).reshape(expected.shape) - expected).max()
-    return float(difference / np.abs(expected).max()) if np.isfinite(difference) else math.inf
 
 
 def measure(
@@ -55,7 +44,7 @@ def measure(
     result = contest(
         gpu,
         {name: partial(subject, problem) for name, subject in subjects.items()},
-        lambda out: error_of(gpu, out, host.expected),
+        lambda out: error_of(gpu.numpy(out), host.expected),
         TOLERANCE[cell.dtype],
         repeats,
         lambda name: progress(f"{where}: {name}"),
@@ -116,28 +105,6 @@ def launch_row(gpu: Gpu, name: str, problem: Problem, repeats: int) -> Row:
     }
 
 
-def header(gpu: Gpu, repeats: int) -> Row:
-    """Device, driver and versions, bandwidth of reading and of a copy, and time between two events in a row."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    samples = interleaved(gpu, {"read": gpu.read, "copy": gpu.copy}, repeats)
-    reads, copies = ([each.milliseconds for each in of] for of in samples.values())
-    nothing = [sample(gpu, lambda: None, 1).milliseconds * 1e3 for _ in range(repeats)]
-    measured = {
-        "copy MiB": gpu.copy_bytes / 2**20,
-        "read GB/s": gpu.copy_bytes / median(reads) / 1e6,
-        "copy GB/s": 2 * gpu.copy_bytes / median(copies) / 1e6,
-        "read spread": spread(reads),
-        "copy spread": spread(copies),
-        "empty us": median(nothing),
-    }
-    return {**gpu.facts, **versions, **measured}
-
-
 def means(rows: Sequence[Row]) -> list[Row]:
     """Geometric means of shares over KernelBench-Hard's five shapes, for subjects timed in all of them."""
     result: list[Row] = []
@@ -157,28 +124,19 @@ def targets(rows: Sequence[Row], launches: Sequence[Row]) -> list[Row]:
     pages = {row["P"]: row["us"] for row in own if row["decode"] == "pages"}
     mean = [row["share"] for row in means(rows) if row["subject"] == FIRST and row["share"] is not None]
     launch = [row for row in launches if row["launch"] == FIRST and row["note"] is None]
-    found: list[tuple[str, str, float, list[float]]] = [
+    found = [
         ("headline, least share", ">=", 0.92, [row["share"] for row in own if row["decode"] == "headline"]),
         ("kernelbench, geometric mean of shares", ">=", 0.80, mean),
         ("time of P = 1 over P = 16", "<=", 1.10, [pages[1] / pages[16]] if {1, 16} <= set(pages) else []),
         ("host us of a call", "<=", 15.0, [row["host us"] for row in launch]),
         ("us that a replay adds", "<=", 3.0, [row["replay adds us"] for row in launch]),
     ]
-    result: list[Row] = []
-    for name, sign, limit, values in found:
-        if values:
-            worst = max(values) if sign == "<=" else min(values)
-            reached = worst <= limit if sign == "<=" else worst >= limit
-            result.append(_target(name, f"{sign} {limit:g}", worst, reached, "-"))
+    result = targets_of(found)
     if rivals:
         best = min(rivals, key=lambda row: row[f"x {FIRST}"])
         least, where = best[f"x {FIRST}"], " ".join(f"{best[key]}" for key in ("subject", *list(best)[:9]))
-        result.append(_target(f"least time of a peer over {FIRST}'s", "> 1", least, least > 1, where))
+        result.append(target(f"least time of a peer over {FIRST}'s", "> 1", least, least > 1, where))
     return result
-
-
-def _target(name: str, limit: str, measured: float, reached: bool, where: str) -> Row:
-    return {"target": name, "limit": limit, "measured": measured, "reached": "yes" if reached else "no", "where": where}
 
 
 def run(

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...layouts import cache_shapes
 from ...operations.attention import decode_attention
@@ -84,7 +85,8 @@ class Problem:
         return gathered(self.nhd[0]), gathered(self.nhd[1])
 
 
-def _torch(problem: Problem) -> Any:
+def torch_of(problem: Problem) -> Any:
+    """torch, if the arrays are its tensors."""
     if problem.gpu.framework != "torch":
         raise Refused("needs torch with CUDA")
     import torch
@@ -92,7 +94,7 @@ def _torch(problem: Problem) -> Any:
     return torch
 
 
-def _fp8_view(problem: Problem, torch: Any) -> tuple[Any, Any]:
+def fp8_view(problem: Problem, torch: Any) -> tuple[Any, Any]:
     """K and V in layout NHD, with torch's own fp8 dtypes."""
     k, v = problem.nhd
     if problem.cell.kv_dtype is None:
@@ -115,7 +117,7 @@ def _pagedkv(problem: Problem, layout: str, kernel: str) -> Call:
 
 def _sdpa(problem: Problem, *, rows: bool) -> Call:
     """SDPA on dense K and V: a KV head's G query heads as heads (enable_gqa) or as G query rows."""
-    torch = _torch(problem)
+    torch = torch_of(problem)
     k, v = problem.dense
     num_seqs, cell = len(problem.q), problem.cell
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -128,7 +130,7 @@ def _sdpa(problem: Problem, *, rows: bool) -> Call:
 
 def _flex(problem: Problem) -> Call:
     """flex_attention compiled for this shape, on dense K and V, without a mask."""
-    torch = _torch(problem)
+    torch = torch_of(problem)
     from torch.nn.attention.flex_attention import flex_attention
 
     k, v = problem.dense
@@ -139,24 +141,25 @@ def _flex(problem: Problem) -> Call:
     return lambda: compiled(q, k, v, enable_gqa=problem.cell.group_size > 1)
 
 
+def pages_of(host: HostProblem) -> tuple[npt.NDArray[np.int32], ...]:
+    """FlashInfer's page table: where each sequence begins, the pages, and the tokens in each last one."""
+    counts = -(-host.seq_lens // host.cell.block_size)
+    used = np.arange(host.block_tables.shape[1]) < counts[:, None]
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return starts, host.block_tables[used], (host.seq_lens - 1) % host.cell.block_size + 1
+
+
 def _flashinfer(problem: Problem, *, tensor_cores: bool) -> Call:
     """BatchDecodeWithPagedKVCacheWrapper in layout NHD, planned in advance: only run() is timed."""
-    torch = _torch(problem)
+    torch = torch_of(problem)
     import flashinfer
 
     cell, host = problem.cell, problem.host
-    k, v = _fp8_view(problem, torch)
-    counts = -(-host.seq_lens // cell.block_size)
-    used = np.arange(host.block_tables.shape[1]) < counts[:, None]
-    plan = (
-        np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-        host.block_tables[used],
-        (host.seq_lens - 1) % cell.block_size + 1,
-    )
+    k, v = fp8_view(problem, torch)
     workspace = problem.gpu.array(np.zeros(FLASHINFER_WORKSPACE, np.uint8))
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
     wrapper.plan(
-        *map(problem.gpu.array, plan),
+        *map(problem.gpu.array, pages_of(host)),
         *(cell.num_heads, cell.num_kv_heads, cell.head_dim, cell.block_size),
         pos_encoding_mode="NONE",
         q_data_type=problem.q.dtype,
@@ -167,7 +170,7 @@ def _flashinfer(problem: Problem, *, tensor_cores: bool) -> Call:
 
 def _flash_attention(problem: Problem, *, version: int) -> Call:
     """flash_attn_with_kvcache on the pages, from flash_attn (2) or flash_attn_interface (3)."""
-    _torch(problem)
+    torch_of(problem)
     if version == 2:
         from flash_attn import flash_attn_with_kvcache
 
@@ -185,13 +188,13 @@ def _flash_attention(problem: Problem, *, version: int) -> Call:
 
 def _triton(problem: Problem) -> Call:
     """The fastest of nine configurations of `triton_decode`, found by timing them."""
-    torch = _torch(problem)
+    torch = torch_of(problem)
     from .triton_decode import TritonDecode
 
     cell = problem.cell
     if cell.head_dim & (cell.head_dim - 1):
         raise Refused("head_dim is no power of two")
-    k, v = _fp8_view(problem, torch)
+    k, v = fp8_view(problem, torch)
     inputs = (problem.q, k, v, problem.block_tables, problem.seq_lens)
     programs, processors = len(problem.q) * cell.num_kv_heads, problem.gpu.num_multiprocessors
     calls: dict[tuple[int, int], Call] = {}
@@ -214,7 +217,7 @@ def fastest(gpu: Gpu, calls: list[Call]) -> Call:
 
 def _vllm(problem: Problem, *, version: int) -> Call:
     """vLLM's paged_attention_v1 and v2, of a version that still has them."""
-    torch = _torch(problem)
+    torch = torch_of(problem)
     from vllm import _custom_ops as ops
 
     cell, out = problem.cell, problem.new_out()

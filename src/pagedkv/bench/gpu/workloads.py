@@ -152,9 +152,9 @@ class HostProblem:
             FLOATS[cell.dtype]
         )
         counts = [-(-length // cell.block_size) for length in cell.seq_lens]
-        values = rng.standard_normal(NUM_VALUES, np.float32)
-        stored = values.astype(FP8_DTYPES[cell.kv_dtype] if cell.kv_dtype else FLOATS[cell.dtype])
         shape = (2, sum(counts), cell.block_size, cell.num_kv_heads, cell.head_dim)
+        values = rng.standard_normal(min(NUM_VALUES, math.prod(shape)), np.float32)
+        stored = values.astype(FP8_DTYPES[cell.kv_dtype] if cell.kv_dtype else FLOATS[cell.dtype])
         self.kv = np.resize(stored.view(np.uint8) if cell.kv_dtype else stored, shape)
         self.block_tables = np.zeros((len(counts), max(counts)), np.int32)
         self.block_tables[np.arange(max(counts)) < np.array(counts)[:, None]] = rng.permutation(sum(counts))

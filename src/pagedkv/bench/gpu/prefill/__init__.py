@@ -1,0 +1,1 @@
+"""prefill_attention on a GPU, beside other libraries."""
