@@ -86,6 +86,8 @@ class Engine:
     sampling : Sampling
     kv_dtype : str or None
         The fp8 format of the cache, if it has one.
+    backend : str
+        Where attention runs: "cpu", or "emulator" for the CUDA kernels without a GPU.
     """
 
     def __init__(
@@ -99,8 +101,10 @@ class Engine:
         max_batch: int,
         sampling: Sampling,
         kv_dtype: str | None = None,
+        backend: str = "cpu",
     ) -> None:
-        self.model, self.cache, self.sampling, self.kv_dtype = model, cache, sampling, kv_dtype
+        self.model, self.cache, self.sampling = model, cache, sampling
+        self.kv_dtype, self.backend = kv_dtype, backend
         self.max_new_tokens, self.max_batch = max_new_tokens, max_batch
         self.samples = [Sample(i, j, prompt) for i, prompt in enumerate(prompts) for j in range(num_samples)]
         self.draws = {sample: sample.draws(sampling.seed) for sample in self.samples}
@@ -210,11 +214,12 @@ class Engine:
             self.beginnings.discard(beginning)
 
     def _forward(self, seqs: list[int], slots: np.ndarray, new_tokens: list[list[int]]) -> np.ndarray:
-        attend = PagedAttention(self.cache, seqs, slots, [len(tokens) for tokens in new_tokens], self.kv_dtype)
+        query_lens = [len(tokens) for tokens in new_tokens]
+        attend = PagedAttention(self.model, self.cache, seqs, slots, query_lens, self.kv_dtype, self.backend)
         stats, counts = self.cache.stats(), self.counts
         counts.peak_blocks = max(counts.peak_blocks, stats.used)
         counts.peak_shared = max(counts.peak_shared, stats.shared)
-        return self.model.forward(list(chain(*new_tokens)), attend.positions, attend, attend.last_rows)
+        return self.model.forward(list(chain(*new_tokens)), attend, attend.last_rows)
 
     def _take(self, samples: list[Sample], logits: np.ndarray) -> None:
         """Draw the next token of each sample, and let those that are done leave."""
@@ -259,6 +264,6 @@ def dense_choices(model: Transformer, sample: Sample, sampling: Sampling, dtype:
         attend.extend(len(tokens))
         rows = range(len(tokens)) if logits else [len(tokens) - 1]
         if len(tokens):
-            logits.extend(model.forward(tokens, attend.positions, attend, rows))
+            logits.extend(model.forward(tokens, attend, rows))
     draws = sample.draws(sampling.seed)
     return [sampling.choose(row, draws.random()) for row, _ in zip(logits, sample.tokens, strict=False)]

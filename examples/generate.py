@@ -138,6 +138,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add("--block-size", type=number(int, 1), default=16, metavar="N", help="tokens in a block")
     kv_dtypes = ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
     add("--kv-dtype", choices=kv_dtypes, default="float32", help="what the cache stores")
+    add("--backend", choices=["cpu", "emulator"], default="cpu", help="emulator: the CUDA kernels, without a GPU")
     add("--weights", type=Path, default=WEIGHTS, help="a file that train.py wrote")
     add("--no-check", action="store_true", help="don't compare with contiguous caches")
     return parser, parser.parse_args()
@@ -221,6 +222,7 @@ def prepare(args: argparse.Namespace, model: Transformer, prompts: list[list[int
             max_batch=args.max_batch,
             sampling=sampling,
             kv_dtype=fp8,
+            backend=args.backend,
         )
         if warm_up:
             list(engine.run())
@@ -245,6 +247,8 @@ def main() -> int:
         print("preparing the kernels ...", end="\r", file=sys.stderr, flush=True)
     try:
         engine = prepare(args, model, encoded)
+    except pagedkv.BackendUnavailableError as error:
+        parser.error(str(error))
     except (MemoryError, ValueError) as error:
         parser.error(f"no pool of {args.num_blocks} blocks of {args.block_size} tokens: {error}")
     console = Console(engine, tokenizer, prompts)

@@ -1,8 +1,8 @@
 """A small decoder-only transformer in NumPy: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-The forward pass does not know how keys and values are kept. It hands each layer's q, k and v to an `attend` function:
-:class:`PagedAttention` writes them into the blocks of a `pagedkv.PagedKVCache`, :class:`DenseAttention` into one
-contiguous array for one sequence, as programs without paging do.
+The forward pass knows neither positions nor how keys and values are kept. It hands each layer's q, k and v to an
+`attend` function: :class:`PagedAttention` writes them into the blocks of a `pagedkv.PagedKVCache`, and rotates keys on
+their way, :class:`DenseAttention` into one contiguous array for one sequence, as programs without paging do.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,16 +48,17 @@ class Transformer:
             for i in range(self.num_layers)
         ]
 
-    def forward(self, tokens: Sequence[int], positions: np.ndarray, attend: Attend, rows: Sequence[int]) -> np.ndarray:
+    def forward(self, tokens: Sequence[int], attend: Attend, rows: Sequence[int]) -> np.ndarray:
         """Run the tokens through the model.
 
         Parameters
         ----------
-        tokens, positions : (num_tokens,) ints
-            The new tokens of all sequences, one sequence after the other, and where each stands in its sequence.
+        tokens : (num_tokens,) ints
+            The new tokens of all sequences, one sequence after the other.
         attend : callable
             attend(layer, q, k, v) -> out, with q and out (num_tokens, num_heads, head_dim) and k and v (num_tokens,
-            num_kv_heads, head_dim): keeps k and v and lets each token attend to its sequence up to itself.
+            num_kv_heads, head_dim): rotates q and k by their positions, keeps k and v, and lets each token attend to
+            its sequence up to itself.
         rows : (n,) ints
             The tokens whose logits are wanted: usually the last one of each sequence.
 
@@ -71,7 +72,6 @@ class Transformer:
             qkv = rms_norm(x, w["attn_norm"]) @ w["wqkv"]
             q, k, v = np.split(qkv.reshape(len(x), -1, self.head_dim), heads, axis=1)
             q, k = rms_norm(q, w["q_norm"]), rms_norm(k, w["k_norm"])
-            q, k = pagedkv.apply_rotary(q, k, self.cos, self.sin, positions)
             x = x + attend(i, q, k, v).reshape(len(x), -1) @ w["wo"]
             gate, up = np.split(rms_norm(x, w["mlp_norm"]) @ w["w_in"], 2, axis=1)
             x = x + (gate / (1 + np.exp(-gate)) * up) @ w["w_out"]
@@ -94,6 +94,7 @@ class PagedAttention:
 
     Parameters
     ----------
+    model : Transformer
     cache : pagedkv.PagedKVCache
         Has room for the new tokens already: they count in the sequences' lengths.
     seqs : list of int
@@ -104,31 +105,38 @@ class PagedAttention:
         How many new tokens each sequence has: its last ones.
     kv_dtype : str or None
         The fp8 format of the cache, if it has one.
+    backend : str
+        "cpu", or "emulator" for the CUDA kernels without a GPU.
     """
 
     def __init__(
         self,
+        model: Transformer,
         cache: pagedkv.PagedKVCache,
         seqs: list[int],
         slots: np.ndarray,
         query_lens: Sequence[int],
         kv_dtype: str | None = None,
+        backend: str = "cpu",
     ) -> None:
-        self.cache, self.slots, self.kv_dtype = cache, slots, kv_dtype
+        self.cache, self.slots = cache, slots
+        self.options = {"kv_dtype": kv_dtype, "backend": backend}
         self.batch = cache.batch(seqs)
         self.query_starts = np.cumsum([0, *query_lens], dtype=np.int32)
         self.decode = len(slots) == len(seqs) and max(query_lens) == 1
         starts = self.batch.seq_lens - np.diff(self.query_starts)
         self.positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, self.batch.seq_lens, strict=True)])
         self.last_rows = self.query_starts[1:] - 1
+        self.rotation = {"cos": model.cos, "sin": model.sin, "positions": self.positions}
 
     def __call__(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         caches = self.cache.k_caches[layer], self.cache.v_caches[layer]
-        pagedkv.write_kv(k, v, *caches, self.slots, kv_dtype=self.kv_dtype)
+        pagedkv.write_kv(k, v, *caches, self.slots, **self.rotation, **self.options)
+        q, _ = pagedkv.apply_rotary(q, None, **self.rotation, backend=self.options["backend"])
         where = self.batch.block_tables, self.batch.seq_lens
         if self.decode:
-            return pagedkv.decode_attention(q, *caches, *where, kv_dtype=self.kv_dtype)
-        return pagedkv.prefill_attention(q, *caches, *where, self.query_starts, kv_dtype=self.kv_dtype)
+            return pagedkv.decode_attention(q, *caches, *where, **self.options)
+        return pagedkv.prefill_attention(q, *caches, *where, self.query_starts, **self.options)
 
 
 class DenseAttention:
@@ -148,6 +156,7 @@ class DenseAttention:
         shape = (model.num_layers, max_len, model.num_kv_heads, model.head_dim)
         self.k, self.v = np.zeros(shape, stored), np.zeros(shape, stored)
         self.largest = float(ml_dtypes.finfo(stored).max)
+        self.tables = model.cos, model.sin
         self.positions = np.arange(0)
 
     def extend(self, num_tokens: int) -> None:
@@ -156,6 +165,7 @@ class DenseAttention:
         self.positions = np.arange(start, start + num_tokens)
 
     def __call__(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        q, k = pagedkv.apply_rotary(q, k, *self.tables, self.positions)
         num_kv_heads, end = k.shape[1], self.positions[-1] + 1
         self.k[layer, self.positions] = k.clip(-self.largest, self.largest).astype(self.k.dtype)
         self.v[layer, self.positions] = v.clip(-self.largest, self.largest).astype(self.v.dtype)

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_the_model_has_learnt_python() -> None:
     tokens = [END, *TOKENIZER.encode(Path(__file__).read_bytes())][: MODEL.context]
     attend = DenseAttention(MODEL, MODEL.context)
     attend.extend(len(tokens))
-    logits = MODEL.forward(tokens, attend.positions, attend, range(len(tokens))).astype(np.float64)
+    logits = MODEL.forward(tokens, attend, range(len(tokens))).astype(np.float64)
     logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
     assert -logits[np.arange(len(tokens) - 1), tokens[1:]].mean() < 4.0  # log(1024) is 6.9
 
@@ -112,7 +113,7 @@ def test_numpy_computes_what_torch_trained() -> None:
     got = []
     for part in (tokens[:7], tokens[7:8], tokens[8:]):
         attend.extend(len(part))
-        got.append(MODEL.forward(part, attend.positions, attend, range(len(part))))
+        got.append(MODEL.forward(part, attend, range(len(part))))
     np.testing.assert_allclose(np.concatenate(got), expected, atol=2e-3)
 
 
@@ -146,6 +147,30 @@ def test_generate_from_the_command_line(tmp_path: Path) -> None:
 def test_an_fp8_cache() -> None:
     done = run("def main(", "--kv-dtype", "fp8_e4m3", "--max-new-tokens", "12")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_operation_runs_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, asked = finish(engine_for([b"def main("])), set()
+
+    def on_cpu(operation: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, backend: str, **options: object) -> object:
+            asked.add((operation.__name__, backend))
+            return operation(*args, **options)
+
+        return call
+
+    for name in ("apply_rotary", "write_kv", "prefill_attention", "decode_attention"):
+        monkeypatch.setattr(pagedkv, name, on_cpu(getattr(pagedkv, name)))
+    assert finish(engine_for([b"def main("], backend="emulator")) == expected
+    assert {backend for _, backend in asked} == {"emulator"}
+    assert len(asked) == 4
+
+
+@pytest.mark.long
+def test_the_cuda_kernels_generate_in_the_emulator() -> None:
+    done = run("def main(", "--backend", "emulator", "--max-new-tokens", "4")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "check: all 4 tokens match" in done.stdout
 
 
 def test_a_common_beginning_is_computed_and_stored_once() -> None:
