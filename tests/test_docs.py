@@ -197,7 +197,7 @@ def test_readme_program_with_cupy():
     assert changed(readme_program(), "import numpy as xp", "import cupy as xp") == "(1, 8, 64)\n"
 
 
-@pytest.mark.parametrize("module", ["draw_kernels", "draw_split", "draw_performance", "draw_trace"])
+@pytest.mark.parametrize("module", ["draw_kernels", "draw_split", "draw_prefill", "draw_performance", "draw_trace"])
 def test_drawings_are_up_to_date(monkeypatch, module):
     monkeypatch.syspath_prepend(ROOT / "docs")
     for file, draw in importlib.import_module(module).DRAWINGS.items():
