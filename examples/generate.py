@@ -3,6 +3,7 @@
     python examples/generate.py "def main("
     python examples/generate.py "class Queue:" "class Stack:" --samples 4
     python examples/generate.py --file prompts.txt      (prompts separated by blank lines)
+    python examples/generate.py "def main(" --backend emulator --max-new-tokens 4      (the CUDA kernels, without a GPU)
 
 Texts appear in the order of the prompts, the first as its tokens come. Afterwards the same tokens are drawn from a
 model run with contiguous caches; the exit code is 1 if any differs, and 130 after Ctrl-C.

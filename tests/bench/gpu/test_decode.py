@@ -12,7 +12,7 @@ import torch
 
 import pagedkv
 from pagedkv.__main__ import main
-from pagedkv.bench.gpu import decode, expected, peers, samples
+from pagedkv.bench.gpu import decode, expected, peers
 from pagedkv.bench.gpu.peers import FIRST, SUBJECTS, Problem
 from pagedkv.bench.gpu.workloads import Cell, HostProblem
 from pagedkv.bench.reasons import Refused, reason
@@ -26,6 +26,7 @@ from ...device_fakes import InterfaceArray, recording
 from ...strategies import long
 from .fake_gpu import COPY_MS, READ_MS, FakeGpu
 
+pytestmark = pytest.mark.usefixtures("one_launch")
 CELL = Cell("x", (40, 3, 32), 4, 2, 64, dtype="bfloat16")
 EQUAL = Cell("x", (40, 40), 4, 2, 64)
 FP8 = Cell("x", (40, 3), 4, 2, 64, kv_dtype="fp8_e4m3")
@@ -324,7 +325,6 @@ def test_what_a_launch_costs(monkeypatch):
 def fake_gpu(monkeypatch):
     gpu = FakeGpu()
     monkeypatch.setattr(decode, "open_gpu", lambda copy_bytes: gpu)
-    monkeypatch.setattr(samples, "MOST_LAUNCHES", 2)  # its clock stands still while our kernels run on the CPU
     return gpu
 
 

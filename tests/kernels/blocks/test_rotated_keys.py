@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 import pagedkv
 from pagedkv import reference
+from pagedkv.bench.static.sass import code_of
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import blocks
@@ -128,6 +129,16 @@ def test_rows_and_tables_move_in_vectors_of_16_bytes():
     assert "ld.global.nc.v4.u32" in ptx
     assert "ld.global.nc.u16" not in ptx
     assert "st.global.v4.u32" in ptx
+
+
+def test_no_product_is_fused_with_a_sum_in_machine_code():
+    """As in apply_rotary, whose bits these are."""
+    kernel = compile_kernel(make_write_kv, OF_A_MODEL)
+    code = code_of(kernel.linked.cubin, kernel.entry)
+    multiply, multiply_add = 0x20, 0x23  # FMUL, FFMA: the low 9 of an instruction's 128 bits
+    operations = [int.from_bytes(code[i : i + 2], "little") & 0x1FF for i in range(0, len(code), 16)]
+    assert operations.count(multiply) >= 2 * 8
+    assert multiply_add not in operations
 
 
 def test_a_position_without_a_row_is_skipped_and_reported_once(open_device):

@@ -15,6 +15,7 @@ from pagedkv.bench.gpu.prefill.workloads import Cell, HostProblem
 
 from ..fake_gpu import FakeGpu
 
+pytestmark = pytest.mark.usefixtures("one_launch")
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 RAGGED = Cell("x", (40, 3, 33), query_lens=(17, 1, 33), **SIZES)
 EQUAL = Cell("x", (40, 40), query_lens=(17, 17), **SIZES)
@@ -22,16 +23,8 @@ FULL = Cell("x", (40, 40), query_lens=(17, 17), causal=False, **SIZES)
 FP8 = Cell("x", (40, 3), kv_dtype="fp8_e4m3", query_lens=(17, 2), **SIZES)
 
 
-class TickingGpu(FakeGpu):
-    """Every launch takes a millisecond, so that a sample is one launch."""
-
-    def record(self):
-        self.clock += 0.5
-        return super().record()
-
-
 def notes(subjects, cell, framework="torch"):
-    rows = run.measure(TickingGpu(framework), cell, {name: SUBJECTS[name] for name in subjects}, 1, lambda text: None)
+    rows = run.measure(FakeGpu(framework), cell, {name: SUBJECTS[name] for name in subjects}, 1, lambda text: None)
     return [row["note"] for row in rows]
 
 
@@ -188,6 +181,6 @@ def test_a_row_that_is_wrong_is_noticed():
         result = whole.copy()
         result[row, 1, 2] = value
         subjects = {FIRST: lambda problem, result=result: lambda: result}
-        (measured,) = run.measure(TickingGpu(), EQUAL, subjects, 1, lambda text: None)
+        (measured,) = run.measure(FakeGpu(), EQUAL, subjects, 1, lambda text: None)
         assert measured["us"] is None
         assert measured["note"].startswith("wrong: error")

@@ -12,6 +12,7 @@ from pagedkv.bench.gpu.prefill.workloads import Cell
 
 from ..fake_gpu import READ_MS, FakeGpu
 
+pytestmark = pytest.mark.usefixtures("one_launch")
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 PROMPT = Cell("prompt", (40,), query_lens=(40,), **SIZES)
 VERIFY = Cell("verify", (40, 40), query_lens=(8, 8), **SIZES)

@@ -1,0 +1,12 @@
+"""What the tests of benches on a GPU share."""
+
+import pytest
+
+from pagedkv.bench.gpu import samples
+
+
+@pytest.fixture
+def one_launch(monkeypatch):
+    """A sample is one launch: subjects that compute take no time by the clock of a fake GPU, and would be launched 50
+    times."""
+    monkeypatch.setattr(samples, "MOST_LAUNCHES", 1)
