@@ -1,8 +1,9 @@
-"""The command line."""
+"""The command line, and what its benches count and hand to other libraries."""
 
 from .mutant import Mutant
 
 MAIN = ("tests/test_main.py",)
+PREFILL = "tests/bench/gpu/prefill/"
 
 MUTANTS = [
     Mutant(
@@ -18,5 +19,19 @@ MUTANTS = [
         "from .report import Row, median, spread\n",
         "from .emulated import emulated_on\nfrom .report import Row, median, spread\n",
         MAIN,
+    ),
+    Mutant(
+        "bench prefill: products past the diagonal count",
+        "bench/gpu/prefill/workloads.py",
+        "n * (length - n) + n * (n + 1) // 2 if self.causal else n * length",
+        "n * length",
+        (PREFILL + "test_workloads.py",),
+    ),
+    Mutant(
+        "bench prefill: SDPA's causal mask begins at the first key",
+        "bench/gpu/prefill/peers.py",
+        "causal_lower_right(q.shape[2], k.shape[2])",
+        "causal_lower_right(q.shape[2], q.shape[2])",
+        (PREFILL + "test_peers.py::test_sdpa_is_right_on_dense_keys_and_refuses_the_rest",),
     ),
 ]
