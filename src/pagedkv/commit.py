@@ -18,7 +18,7 @@ from .arrays import Array
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4)}
 
-Write = tuple[Array, Any, Any]
+Write = tuple[Any, Any, Any]
 """An array, an index, and what to store there, of the array's own dtype.
 
 In these forms NumPy converts nothing and allocates nothing, and so the write cannot fail:
@@ -27,8 +27,11 @@ In these forms NumPy converts nothing and allocates nothing, and so the write ca
 * a 1-D array, an int64 array of indices in range, and an array of as many values;
 * an int64 array of one element, 0 and an int.
 
-All writes of the memory manager have one of the last two. Tokens and small blocks are stored through index arrays in
-caches of more dimensions, for which NumPy asks for about a kilobyte: SECURITY.md says what that means.
+Nor does Python for a list of one element, 0 and an object, or for ``vars`` of an object, the name of an attribute that
+it has, and an object.
+
+All writes of the memory manager have one of these forms but the first. Tokens and small blocks are stored through index
+arrays in caches of more dimensions, for which NumPy asks for about a kilobyte: SECURITY.md says what that means.
 """
 
 

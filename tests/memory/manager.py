@@ -7,29 +7,48 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pagedkv.memory import BlockPool, PagedKVCache, SequenceTable
 from pagedkv.memory.handles import Handles
+from pagedkv.memory.prefix.cache import PrefixCache
+from pagedkv.memory.prefix.chains import Chains
+from pagedkv.memory.prefix.eviction import LRU
+from pagedkv.memory.prefix.index import HashIndex
+from pagedkv.memory.rows import Rows
 from pagedkv.memory.tally import Tally
 
 Manager = BlockPool | SequenceTable | PagedKVCache
 
 
-def state(owner: Manager | Handles) -> dict[str, bytes]:
+PARTS = (BlockPool, SequenceTable, Rows, Handles, Chains, PrefixCache, HashIndex, LRU)
+NO_STATE = {"_guard", "_arrays", "_mirrors", "_hash_of", "_listener", "_medium"}
+
+
+def state(owner: Any) -> dict[str, bytes]:
     """Every array that the manager remembers anything in, by name; K and V included."""
-    found = {}
-    for name, value in vars(owner).items():
-        if isinstance(value, np.ndarray):
-            found[name] = value.tobytes()
-        elif isinstance(value, (BlockPool, SequenceTable, Handles)):
-            found |= {f"{name}.{inner}": content for inner, content in state(value).items()}
-        elif isinstance(value, tuple):
-            found[name] = b"".join(np.asarray(array).tobytes() for array in value)
-        else:
-            assert isinstance(value, (int, Tally)) or name in ("_guard", "_arrays", "_mirrors"), f"is {name} state?"
+    found, seen = {}, set()
+
+    def look(prefix, part):
+        if id(part) in seen:
+            return
+        seen.add(id(part))
+        for name, value in vars(part).items():
+            if isinstance(value, np.ndarray):
+                found[prefix + name] = value.tobytes()
+            elif isinstance(value, PARTS):
+                look(f"{prefix}{name}.", value)
+            elif isinstance(value, tuple):
+                found[prefix + name] = b"".join(np.asarray(array).tobytes() for array in value)
+            elif isinstance(value, (list, dict)):
+                found[prefix + name] = repr(value).encode()
+            else:
+                assert value is None or isinstance(value, (int, Tally)) or name in NO_STATE, f"is {name} state?"
+
+    look("", owner)
     return found
 
 

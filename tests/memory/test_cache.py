@@ -14,6 +14,7 @@ from pagedkv.memory import Batch, PagedKVCache, Stats
 from .manager import refused
 
 LAYERS, BLOCKS, P, HEADS, DIM = 3, 10, 8, 2, 16
+REST_OF_STATS = [field.name for field in dataclasses.fields(Stats)][3:]
 ARRAYS = {"numpy": np.ndarray, "torch": torch.Tensor}
 
 
@@ -139,8 +140,7 @@ def test_sequences_come_and_go():
 
 def test_stats():
     cache = make()
-    empty = Stats(num_blocks=10, used=0, free=10, shared=0, cached=0, num_tokens=0, wasted_slots=0, contiguous_blocks=0)
-    assert cache.stats() == empty
+    assert cache.stats() == Stats(10, used=0, free=10, **dict.fromkeys(REST_OF_STATS, 0))
     seq = cache.add(2 * P + 3).seq
     [fork] = cache.fork(seq)
     cache.truncate(fork, P + 1)
@@ -154,6 +154,8 @@ def test_stats():
         num_tokens=2 * P + 3 + P + 1 + P,
         wasted_slots=P - 3,
         contiguous_blocks=15,
+        queried_tokens=0,
+        hit_tokens=0,
     )
     cache.truncate(seq, P + 3)
     assert cache.stats().wasted_slots == P - 3
@@ -236,7 +238,7 @@ def test_caches_that_cannot_be(options, error, message):
         (lambda c, s: c.fork(s, 4), CapacityError, r"^4 more sequences asked for, 3 of 4 rows are free$"),
         (lambda c, s: c.append([s, s]), ValueError, r"^seqs must name each sequence once"),
         (lambda c, s: c.append(s, 39), ValueError, r"^n must be at most 38"),
-        (lambda c, s: c.truncate(s, 3), ValueError, r"^length must be at most the 2 tokens of the sequence, got 3$"),
+        (lambda c, s: c.truncate(s, 3), ValueError, r"^length must be at most the 2 tokens of sequence 8, got 3$"),
         (lambda c, s: c.free(s + 1), KeyError, r"freed or never added"),
         (lambda c, s: c.batch([s, 0]), KeyError, r"no sequence 0: it was freed or never added"),
         (lambda c, s: c.slots(s, 0, 3), ValueError, r"^start <= stop <= 2"),

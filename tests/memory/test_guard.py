@@ -27,10 +27,10 @@ def in_another_thread(monkeypatch, owner, name, call):
     inside, finish = threading.Event(), threading.Event()
     function = getattr(owner, name)
 
-    def slow(*args):
+    def slow(*args, **kwargs):
         inside.set()
         assert finish.wait(10)
-        return function(*args)
+        return function(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, slow)
     thread = threading.Thread(target=call)
@@ -47,7 +47,7 @@ def in_another_thread(monkeypatch, owner, name, call):
 @pytest.mark.parametrize("name", ["allocate", "store"])
 def test_a_second_thread_in_the_middle_of_a_mutation_is_refused(mutate, name, monkeypatch):
     scene = Scene()
-    place = (BlockPool, "_plan_allocate") if name == "allocate" else (commit, "setitem")
+    place = (BlockPool, "_plan") if name == "allocate" else (commit, "setitem")
     with in_another_thread(monkeypatch, *place, lambda: scene.cache.append([scene.other, scene.forks[1]])):
         before = scene.everything()
         with pytest.raises(RuntimeError, match=r"called in the middle of another mutation of the same pool$"):
@@ -118,13 +118,13 @@ def test_reads_of_other_threads_see_all_of_a_change_that_is_half_stored(monkeypa
 def test_a_read_in_the_middle_of_a_mutation_of_its_own_thread(name, monkeypatch):
     """A signal handler that looks at the cache sees what was before the mutation, and does not wait for it."""
     scene, before = Scene(), READS[name](Scene())
-    allocate, found = BlockPool._plan_allocate, []
+    allocate, found = BlockPool._plan, []
 
-    def handler(pool, n):
+    def handler(pool, *args, **kwargs):
         found.append(READS[name](scene))
-        return allocate(pool, n)
+        return allocate(pool, *args, **kwargs)
 
-    monkeypatch.setattr(BlockPool, "_plan_allocate", handler)
+    monkeypatch.setattr(BlockPool, "_plan", handler)
     scene.cache.append(scene.seq)
     assert found == [before]
     scene.cache.free(scene.seq)
@@ -207,18 +207,18 @@ def test_a_fork_waits_for_the_calls_of_other_threads():
 def test_a_fork_in_the_middle_of_a_call_of_its_own_thread(monkeypatch):
     """A signal handler that forks: the child's call ends as the parent's does."""
     scene = Scene()
-    allocate = BlockPool._plan_allocate
+    allocate = BlockPool._plan
 
-    def handler(pool, n):
+    def handler(pool, *args, **kwargs):
         monkeypatch.undo()
         child = os.fork()
         if child == 0:
             signal.alarm(5)
             os._exit(0 if scene.cache.stats() else 1)
         assert os.waitpid(child, 0)[1] == 0
-        return allocate(pool, n)
+        return allocate(pool, *args, **kwargs)
 
-    monkeypatch.setattr(BlockPool, "_plan_allocate", handler)
+    monkeypatch.setattr(BlockPool, "_plan", handler)
     scene.cache.append(scene.seq)
     scene.cache.append(scene.seq)
     scene.cache.check()

@@ -106,7 +106,7 @@ def test_refusals(call, error, message):
 def test_references_are_counted_up_to_the_last_one_of_int32():
     pool = BlockPool(5)
     pool.allocate(3)
-    pool._refs[1] = 2**31 - 3
+    pool._refs[1], pool._num_shared[0] = 2**31 - 3, 1
     with refused(pool, OverflowError, r"^block 1 would have 2147483648 references, at most 2\*\*31 - 1 are counted$"):
         pool.retain([0, 1, 1, 1])
     pool.retain([0, 1, 1])
@@ -145,6 +145,7 @@ def test_exhaustion_is_a_memory_error():
         ("_refs", 0, -1, "a reference count is negative"),
         ("_refs", 0, 0, "a block that has no references is not free"),
         ("_refs", 3, 1, "a free block has references"),
+        ("_refs", 1, 2, "shared blocks are counted wrongly"),
     ],
 )
 def test_check_finds(array, index, value, message):

@@ -1,5 +1,7 @@
 """SequenceTable: where tokens go, what is shared, and what check() finds."""
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 
@@ -274,34 +276,32 @@ def test_slots_past_32_bits():
 @pytest.mark.parametrize(
     ("where", "index", "value", "message"),
     [
-        ("_lens", 0, -1, "a length is out of range"),
-        ("_lens", 0, 21, "a length is out of range"),
-        ("_lens", 3, 1, "a row without a sequence has a length"),
-        ("_lens", 1, 4, "an entry past the end of a sequence is not -1"),
-        ("_lens", 1, 9, "an entry is no block"),
-        ("_blocks", (0, 4), 3, "an entry past the end of a sequence is not -1"),
-        ("_blocks", (3, 0), 3, "an entry past the end of a sequence is not -1"),
-        ("_blocks", (0, 0), 12, "an entry is no block"),
-        ("_blocks", (0, 0), 1, "a block occurs twice in one sequence"),
-        ("_blocks", (0, 0), 9, "reference counts differ from the table's entries"),
-        ("pool._refs", 0, 2, "reference counts differ from the table's entries"),
+        ("_rows.lens", 0, -1, "a length is out of range"),
+        ("_rows.lens", 0, 21, "a length is out of range"),
+        ("_rows.lens", 3, 1, "a row without a sequence has a length"),
+        ("_rows.lens", 1, 4, "an entry past the end of a sequence is not -1"),
+        ("_rows.lens", 1, 9, "an entry is no block"),
+        ("_rows.blocks", (0, 4), 3, "an entry past the end of a sequence is not -1"),
+        ("_rows.blocks", (3, 0), 3, "an entry past the end of a sequence is not -1"),
+        ("_rows.blocks", (0, 0), 12, "an entry is no block"),
+        ("_rows.blocks", (0, 0), 1, "a block occurs twice in one sequence"),
+        ("_rows.blocks", (0, 0), 9, "reference counts differ from the table's entries"),
+        ("pool._refs", 0, 2, "shared blocks are counted wrongly"),
         ("pool._refs", 0, -1, "a reference count is negative"),
-        ("_handles._num_free", 0, 5, "5 of 4 rows are free"),
-        ("_handles._num_free", 0, 1, "free rows and rows without a handle differ"),
-        ("_handles._free", 0, 2, "free rows and rows without a handle differ"),
-        ("_handles._issued", 0, -1, "free rows and rows without a handle differ"),
-        ("_handles._issued", 0, 17, "a handle is not that of its generation"),
-        ("_handles._generations", 1, 2, "a handle is not that of its generation"),
-        ("_handles._issued", 4, -1, "the entry for handles of no row has changed"),
+        ("_rows.handles._num_free", 0, 5, "5 of 4 rows are free"),
+        ("_rows.handles._num_free", 0, 1, "free rows and rows without a handle differ"),
+        ("_rows.handles._free", 0, 2, "free rows and rows without a handle differ"),
+        ("_rows.handles._issued", 0, -1, "free rows and rows without a handle differ"),
+        ("_rows.handles._issued", 0, 17, "a handle is not that of its generation"),
+        ("_rows.handles._generations", 1, 2, "a handle is not that of its generation"),
+        ("_rows.handles._issued", 4, -1, "the entry for handles of no row has changed"),
     ],
 )
 def test_check_finds(table, where, index, value, message):
     table.add(6)
     table.add(5)
     table.check()
-    owner, _, name = where.rpartition(".")
-    target = table.pool if owner == "pool" else table._handles if owner else table
-    getattr(target, name)[index] = value
+    attrgetter(where)(table)[index] = value
     with pytest.raises(AssertionError, match=message):
         table.check()
 

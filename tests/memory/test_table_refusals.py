@@ -5,7 +5,7 @@ import pytest
 
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable
-from pagedkv.memory import table as table_module
+from pagedkv.memory import pool as pool_module
 
 from .manager import refused, state
 
@@ -14,7 +14,11 @@ REFUSALS = [
     (lambda t, a, b: t.add(-1), ValueError, r"^num_tokens must be at least 0, got -1$"),
     (lambda t, a, b: t.add(1.0), TypeError, r"^num_tokens must be an int, got float$"),
     (lambda t, a, b: t.add(20), OutOfBlocksError, r"^5 blocks asked for, 4 of 12 are free$"),
-    (lambda t, a, b: t.append([a], 1), ValueError, r"n must be at most 0, what is left of .* = 20 for .*, got 1$"),
+    (
+        lambda t, a, b: t.append([a], 1),
+        ValueError,
+        r"n must be at most 0, what is left of .* = 20 for sequence 8, got 1$",
+    ),
     (lambda t, a, b: t.append([b, a], [1, 1]), ValueError, r"n must be at most 0"),
     (lambda t, a, b: t.append([b], 11), ValueError, r"n must be at most 10"),
     (lambda t, a, b: t.append([b], 2**63 - 1), ValueError, r"n must be at most 10"),
@@ -37,9 +41,20 @@ REFUSALS = [
     (lambda t, a, b: t.free([a, b, a]), ValueError, r"^seqs must name each sequence once"),
     (lambda t, a, b: t.fork(b, 3), CapacityError, r"^3 more sequences asked for, 2 of 4 rows are free$"),
     (lambda t, a, b: t.fork(b, -1), ValueError, r"^n must be at least 0, got -1$"),
-    (lambda t, a, b: t.fork([b]), TypeError, r"^seq must be an int, got list$"),
-    (lambda t, a, b: t.fork(True), TypeError, r"^seq must be an int, got bool$"),
-    (lambda t, a, b: t.truncate(b, 11), ValueError, r"^length must be at most the 10 tokens of the sequence, got 11$"),
+    (lambda t, a, b: t.fork([b, a], 2), CapacityError, r"^4 more sequences asked for, 2 of 4 rows are free$"),
+    (lambda t, a, b: t.fork("b"), TypeError, r"^seqs must be handles \(.*\), got str$"),
+    (lambda t, a, b: t.fork(True), TypeError, r"^seqs must hold ints, got a bool$"),
+    (lambda t, a, b: t.slots(True, 0, 0), TypeError, r"^seq must be an int, got bool$"),
+    (
+        lambda t, a, b: t.reorder([a, b], [0]),
+        ValueError,
+        r"^parents must have shape \(num_seqs,\) = \(2,\), got \(1,\)$",
+    ),
+    (lambda t, a, b: t.reorder([a, b], [0, 2]), IndexError, r"^parents must be in 0..num_seqs-1 = 0..1, got 2$"),
+    (lambda t, a, b: t.reorder([a, b], [-1, 1]), IndexError, r"^parents must be in 0..num_seqs-1 = 0..1, got -1$"),
+    (lambda t, a, b: t.reorder([a, a], [0, 1]), ValueError, r"^seqs must name each sequence once"),
+    (lambda t, a, b: t.reorder([b, 0], [0, 0]), KeyError, r"no sequence 0: it was freed or never added"),
+    (lambda t, a, b: t.truncate(b, 11), ValueError, r"^length must be at most the 10 tokens of sequence 9, got 11$"),
     (lambda t, a, b: t.truncate([a, b], [20, 11]), ValueError, r"^length must be at most the 10 tokens"),
     (lambda t, a, b: t.truncate(b, -1), ValueError, r"^length must be at least 0, got -1$"),
     (
@@ -50,7 +65,7 @@ REFUSALS = [
     (
         lambda t, a, b: t.slots(b, 0, 11),
         ValueError,
-        r"^start <= stop <= 10, the length, must hold, got start 0, stop 11$",
+        r"^start <= stop <= 10, the length of sequence 9, must hold, got start 0, stop 11$",
     ),
     (lambda t, a, b: t.slots(b, 3, 2), ValueError, r"got start 3, stop 2$"),
     (lambda t, a, b: t.slots(b, -1, 2), ValueError, r"^start must be at least 0, got -1$"),
@@ -121,7 +136,8 @@ def test_handles_that_another_thread_changes_while_they_are_looked_up(table):
             seqs[:] = 0
             return np.asarray(self).take(rows, mode=mode)
 
-    table._handles._issued = table._handles._issued.view(Changing)
+    handles = table._rows.handles
+    handles._issued = handles._issued.view(Changing)
     with pytest.raises(KeyError, match="no sequence 7: it was freed or never added"):
         table.seq_lens(seqs)
 
@@ -129,14 +145,14 @@ def test_handles_that_another_thread_changes_while_they_are_looked_up(table):
 @pytest.mark.parametrize("name", ["append", "truncate"])
 def test_counts_that_change_while_they_are_used(table, name, monkeypatch):
     counts = np.array([2])
-    commit = table_module.commit
+    commit = pool_module.commit
 
     def changing(writes):
         counts[:] = 99
         commit(writes)
 
     seq = table.add(3)
-    monkeypatch.setattr(table_module, "commit", changing)
+    monkeypatch.setattr(pool_module, "commit", changing)
     getattr(table, name)(seq, counts)
     assert table.seq_lens(seq).tolist() == [5 if name == "append" else 2]
     table.check()

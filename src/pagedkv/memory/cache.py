@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -11,14 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ..buckets import bucket
-from ..commit import commit
 from ..layouts import cache_shapes, storage_dtype
 from .arrays import Arrays
 from .checks import MAX_INT32, as_int, as_ints
 from .guard import Guarded, alone, consistent, exclusive
 from .mirror import Mirror
 from .pool import BlockPool
-from .stats import Stats, pool_map
+from .prefix.cache import PrefixCache
+from .prefix.digests import Hash, blake2b_128, root_digest
+from .prefix.events import Listener
+from .prefix.eviction import LRU, Eviction
+from .rows import Prompt
+from .stats import Stats, draw
 from .table import SequenceTable
 
 
@@ -127,6 +131,10 @@ class PagedKVCache(Guarded):
         max_seq_len: int | None = None,
         array_module: ModuleType | str = "numpy",
         device: Any = None,
+        prefix_cache: bool = True,
+        eviction: Callable[[int], Eviction] = LRU,
+        hash_of: Hash = blake2b_128,
+        events: Listener | None = None,
     ) -> None:
         num_layers = as_int("num_layers", num_layers, minimum=1)
         num_kv_heads = as_int("num_kv_heads", num_kv_heads)
@@ -137,47 +145,65 @@ class PagedKVCache(Guarded):
             max_blocks = min(self.pool.num_blocks, MAX_INT32 // block_size)
         else:
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
-        self.table = SequenceTable(self.pool, block_size, max_seqs, max_blocks)
         self._arrays = Arrays(array_module, device)
+        found = (
+            PrefixCache(
+                self.pool.num_blocks,
+                block_size,
+                eviction=eviction,
+                hash_of=hash_of,
+                listener=events,
+                medium="GPU" if self._arrays.on_device else "CPU",
+            )
+            if prefix_cache
+            else None
+        )
+        self.table = SequenceTable(self.pool, block_size, max_seqs, max_blocks, prefix_cache=found)
         stored = storage_dtype(dtype, kv_dtype)
         k_shape, v_shape = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_dim, stored.itemsize)
         self.k_caches = tuple(self._arrays.zeros((num_layers, *k_shape), stored))
         self.v_caches = tuple(self._arrays.zeros((num_layers, *v_shape), stored))
         self._mirrors = self._make_mirrors() if self._arrays.on_device else None
+        self._pins: dict[str, int] = {}
         self._guard = self.pool._guard
 
     @exclusive
-    def add(self, tokens: int | Sequence[int]) -> Added:
-        """Start a sequence.
+    def add(self, tokens: int | Sequence[int], salt: str | bytes | None = None) -> Added:
+        """Start a sequence, sharing the blocks that hold its first tokens already.
 
         Parameters
         ----------
         tokens : int, or (num_tokens,) ints
-            How many tokens it begins with, or which.
+            How many tokens it begins with, or which: ids from 0 to 2**31 - 1.
+        salt : str, bytes or None
+            Only blocks of sequences with the same salt are shared. Whatever else K and V depend on, such as an adapter
+            or an image, belongs into it.
 
         Returns
         -------
         Added
-            The handle, and 0: the K and V of all its tokens are still to be written, to
-            ``slots(seq, num_cached, num_tokens)``.
+            The handle, and how many of the tokens are in the cache. The K and V of the others are still to be written,
+            to ``slots(seq, num_cached, num_tokens)``: those of the last one in any case, since its output is needed.
 
         Raises
         ------
+        TypeError
+            `salt` is neither a str nor bytes nor None.
         ValueError
-            More than max_seq_len tokens.
+            More than max_seq_len tokens, or an id that is out of range.
         CapacityError
             max_seqs sequences are alive.
         OutOfBlocksError
             Too few blocks are free.
         """
-        num_tokens: Any = tokens if isinstance(tokens, (int, np.integer)) else len(as_ints("tokens", tokens))
-        seq, writes = self.table._plan_add(num_tokens)
-        added = Added(seq, num_cached=0)
-        commit(writes)
+        seq, num_cached, copies, writes = self.table._rows.plan_add(self._prompt(tokens, salt))
+        added = Added(seq, num_cached)
+        self._copy(copies)
+        self.pool._commit(writes)
         return added
 
     @exclusive
-    def append(self, seqs: Any, n: Any = 1) -> Any:
+    def append(self, seqs: Any, n: Any = 1, tokens: Any = None) -> Any:
         """Add n tokens to the end of each sequence, after copying the blocks that would be written but are shared.
 
         Parameters
@@ -186,6 +212,9 @@ class PagedKVCache(Guarded):
             (num_seqs,), each named once.
         n : int, or (num_seqs,) ints
             New tokens of every sequence, or of each; at least 0.
+        tokens : (num_new_tokens,) ints, or None
+            Which tokens, in the order of the sequences. Without them, and after them, blocks of these sequences will
+            not be found by other ones.
 
         Returns
         -------
@@ -195,7 +224,7 @@ class PagedKVCache(Guarded):
         Raises
         ------
         ValueError
-            A sequence would be longer than max_seq_len, or is named twice.
+            A sequence would be longer than max_seq_len, or is named twice; not as many tokens, or an id out of range.
         OutOfBlocksError
             Too few blocks are free.
         KeyError
@@ -203,19 +232,118 @@ class PagedKVCache(Guarded):
         RuntimeError
             On a device, while its current stream is being captured in a CUDA graph.
         """
-        appended, writes = self.table._plan_append(seqs, n)
-        if len(appended.copies):
-            # Before the commit: until then the destinations are free blocks, which may hold anything.
-            sources, destinations = (self._arrays.asarray(ids) for ids in appended.copies.T.copy())
-            for cache in (*self.k_caches, *self.v_caches):
-                cache[destinations] = cache[sources]
-        slots = self._arrays.asarray(appended.slots)
-        commit(writes)
+        new_slots, copies, writes = self.table._rows.plan_append(seqs, n, None if tokens is None else _ids(tokens))
+        self._copy(copies)
+        slots = self._arrays.asarray(new_slots)
+        self.pool._commit(writes)
         return slots
 
-    def fork(self, seq: int, n: int = 1) -> list[int]:
-        """Start n sequences that share the tokens of another: `SequenceTable.fork`."""
-        return self.table.fork(seq, n)
+    @exclusive
+    def commit(self, seqs: Any) -> None:
+        """Say that the K and V of everything that was added and appended so far have been written, in all layers.
+
+        From now on sequences that are added find the full blocks of these, as far as their tokens are known. Where
+        another sequence has committed a block with the same tokens before, that one is shared, and the own one is free.
+
+        Parameters
+        ----------
+        seqs : handles
+            (num_seqs,), each named once.
+
+        Raises
+        ------
+        ValueError
+            A sequence is named twice.
+        KeyError
+            A sequence that was freed or never was.
+        """
+        self.pool._commit(self.table._rows.plan_commit(seqs))
+
+    @consistent
+    def find(self, tokens: Sequence[int], salt: str | bytes | None = None) -> int:
+        """How many of the first tokens `add` would find in the cache; nothing is taken.
+
+        Parameters
+        ----------
+        tokens, salt
+            As in `add`.
+        """
+        return self.table._rows.num_cached(self._prompt(tokens, salt))
+
+    @consistent
+    def can_add(self, tokens: int | Sequence[int], salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
+        """Whether `add` has room for a sequence.
+
+        Parameters
+        ----------
+        tokens, salt
+            As in `add`; blocks that are found and in use already need no room.
+        reserve : int
+            Blocks that must stay free besides: one for each running sequence, say, so that all can go on decoding.
+        """
+        return self.table._rows.can_add(self._prompt(tokens, salt), as_int("reserve", reserve))
+
+    @exclusive
+    def pin(self, name: str, tokens: Sequence[int], salt: str | bytes | None = None) -> int:
+        """Keep the full blocks that tokens begin with, as far as they can be found now, until `unpin` or `reset`.
+
+        A pin counts as a sequence: it takes one of max_seqs, and its blocks are in use.
+
+        Parameters
+        ----------
+        name : str
+            A new name.
+        tokens, salt
+            As in `add`.
+
+        Returns
+        -------
+        int
+            How many tokens are kept.
+
+        Raises
+        ------
+        ValueError
+            There is a pin of this name.
+        CapacityError
+            max_seqs sequences are alive.
+        """
+        if name in self._pins:
+            raise ValueError(f"name must be a new one, got {name!r}, which is pinned: unpin it first")
+        seq, length, writes = self.table._rows.plan_hold(self._prompt(tokens, salt))
+        self.pool._commit([*writes, (vars(self), "_pins", self._pins | {name: seq})])
+        return length
+
+    @exclusive
+    def unpin(self, name: str) -> None:
+        """Let go of what `pin` keeps; it can be found until its blocks are needed.
+
+        Raises
+        ------
+        KeyError
+            No pin has this name.
+        """
+        if name not in self._pins:
+            raise KeyError(f"no pin is called {name!r}")
+        left = {other: seq for other, seq in self._pins.items() if other != name}
+        self.pool._commit([*self.table._rows.plan_free(self._pins[name]), (vars(self), "_pins", left)])
+
+    @exclusive
+    def reset(self) -> None:
+        """Forget what can be found, the pins too: after a change of the model's weights, say.
+
+        Sequences go on, but no block that they have now will ever be found.
+        """
+        pins: dict[str, int] = {}
+        self.pool._commit([*self.table._rows.plan_reset([*self._pins.values()]), (vars(self), "_pins", pins)])
+
+    def fork(self, seqs: Any, n: int = 1) -> list[int]:
+        """Start n sequences that share the tokens of each of some: `SequenceTable.fork`."""
+        return self.table.fork(seqs, n)
+
+    def reorder(self, seqs: Any, parents: Any) -> None:
+        """Let each sequence go on with the tokens of another: `SequenceTable.reorder`."""
+        self.table.reorder(seqs, parents)
 
     def truncate(self, seqs: Any, length: Any) -> None:
         """Shorten sequences to their first `length` tokens: `SequenceTable.truncate`."""
@@ -251,6 +379,20 @@ class PagedKVCache(Guarded):
         block_tables, seq_lens = self.table._batch(seqs)
         return Batch(self._arrays.asarray(block_tables), self._arrays.asarray(seq_lens), _longest(seq_lens))
 
+    def _prompt(self, tokens: int | Sequence[int], salt: str | bytes | None) -> Prompt:
+        root = root_digest(salt)
+        if isinstance(tokens, (int, np.integer)):
+            return Prompt(as_int("num_tokens", tokens), None, root)
+        ids = _ids(tokens)
+        return Prompt(len(ids), ids, root)
+
+    def _copy(self, copies: npt.NDArray[np.int64]) -> None:
+        """Copy blocks in all layers, before the commit: until then the destinations are free blocks."""
+        if len(copies):
+            sources, destinations = (self._arrays.asarray(ids) for ids in copies.T.copy())
+            for cache in (*self.k_caches, *self.v_caches):
+                cache[destinations] = cache[sources]
+
     def _make_mirrors(self) -> tuple[Mirror, Mirror]:
         rows = self.table.max_seqs
         return Mirror(self._arrays, rows, self.table.max_blocks), Mirror(self._arrays, rows, 1)
@@ -281,6 +423,15 @@ class PagedKVCache(Guarded):
     @consistent
     def _repr_html_(self) -> str:
         return f"{self.stats().to_html()}{pool_map(self.table).to_html()}"
+
+
+def _ids(tokens: Any) -> npt.NDArray[np.int32]:
+    """Token ids as a new array."""
+    ids = as_ints("tokens", tokens)
+    if len(ids) and (ids.min() < 0 or ids.max() > MAX_INT32):
+        wrong = ids[(ids < 0) | (ids > MAX_INT32)][0]
+        raise ValueError(f"tokens must be ids in 0..2**31 - 1, got {wrong}")
+    return ids.astype(np.int32)
 
 
 def _longest(seq_lens: npt.NDArray[np.int32]) -> int:

@@ -1,4 +1,7 @@
-"""Copy-on-write: which blocks are written to, where some have no block yet and others share theirs."""
+"""Copy-on-write: which blocks are written to, where some have no block yet and others share theirs.
+
+A block that a prefix cache can find is not written either: its only owner writes it once it cannot be found any longer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import numpy.typing as npt
 
 from ..commit import Write
 from .handles import Int64Array
-from .pool import BlockPool
+from .pool import NO_BLOCKS, BlockPool
 
 UNUSED = -1
 
@@ -37,16 +40,17 @@ def plan_writable(
     blocks = table[entries].astype(np.int64)
     replaced = blocks == UNUSED
     shared = (pool._refs[blocks] > 1) & ~replaced
-    copied = sources = np.empty(0, np.int64)
-    writes: list[Write] = []
+    copied = dropped = forgotten = NO_BLOCKS
     if np.count_nonzero(shared):
         owners = np.flatnonzero(shared)
-        gives_up, writes = pool._plan_unshare(blocks[owners])
-        copied = owners[gives_up]
-        sources = blocks[copied]
+        copied = owners[pool._gives_up(blocks[owners])]
+        dropped = blocks[copied]
         replaced[copied] = True
-    new_blocks, allocated = pool._plan_allocate(int(np.count_nonzero(replaced)))
+    if pool._prefix_cache is not None:
+        forgotten = blocks[~replaced]
+        forgotten = forgotten[pool._prefix_cache.is_findable(forgotten)]
+    new_blocks, writes = pool._plan(int(np.count_nonzero(replaced)), dropped=dropped, forgotten=forgotten)
     blocks[replaced] = new_blocks
     copies = np.empty((len(copied), 2), np.int64)
-    copies[:, 0], copies[:, 1] = sources, blocks[copied]
-    return blocks, copies, [*writes, *allocated, (table, entries[replaced], new_blocks)]
+    copies[:, 0], copies[:, 1] = dropped, blocks[copied]
+    return blocks, copies, [*writes, (table, entries[replaced], new_blocks.astype(np.int32))]

@@ -12,8 +12,11 @@ from ..commit import Write, commit
 from ..errors import OutOfBlocksError
 from .checks import MAX_INT32, as_int, as_ints, require
 from .guard import Guard, Guarded, consistent, exclusive
+from .handles import Int64Array
+from .prefix.cache import PrefixCache, Stored
 from .tally import Tally
 
+NO_BLOCKS = np.empty(0, np.int64)
 _ONE_REFERENCE = np.ones(1, np.int32)
 
 
@@ -21,7 +24,8 @@ class BlockPool(Guarded):
     """The physical blocks of a KV cache, by number: a stack of the free ones and a reference count for each.
 
     Blocks are handed out from the top of the stack, so the ones used last are used again first, and a released
-    list comes back in the same order. A fresh pool hands out 0, 1, 2, ...
+    list comes back in the same order. A fresh pool hands out 0, 1, 2, ... What a prefix cache can find is handed out
+    only when nothing else is left.
 
     Every method changes all or nothing. Mutations exclude each other: a call from a second thread in the middle of
     one raises RuntimeError. The properties may be read at any time. A pool cannot be copied or pickled: TypeError.
@@ -55,7 +59,9 @@ class BlockPool(Guarded):
         self._free = np.arange(num_blocks, dtype=np.int32)[::-1].copy()
         self._num_free = np.array([num_blocks])
         self._refs = np.zeros(num_blocks, np.int32)
+        self._num_cached, self._num_shared = np.array([0]), np.array([0])
         self._tally = Tally(num_blocks)
+        self._prefix_cache: PrefixCache | None = None
         self._guard = Guard()
 
     @property
@@ -65,7 +71,21 @@ class BlockPool(Guarded):
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out."""
+        """Blocks that `allocate` can hand out, the cached ones included."""
+        return self._num_blank + self.num_cached
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without references whose contents a prefix cache still finds; they are handed out last."""
+        return int(self._num_cached[0])
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks with more than one reference."""
+        return int(self._num_shared[0])
+
+    @property
+    def _num_blank(self) -> int:
         return int(self._num_free[0])
 
     @property
@@ -99,9 +119,10 @@ class BlockPool(Guarded):
         TypeError, ValueError
             n is not an int, or negative.
         """
-        blocks, writes = self._plan_allocate(as_int("n", n))
-        commit(writes)
-        return blocks
+        blocks, writes = self._plan(as_int("n", n))
+        ids = blocks.astype(np.int32)
+        self._commit(writes)
+        return ids
 
     @exclusive
     def retain(self, blocks: Any) -> None:
@@ -121,11 +142,15 @@ class BlockPool(Guarded):
         TypeError, ValueError
             `blocks` is not a one-dimensional array of int32 or int64.
         """
-        commit(self._plan_retain(self._known(blocks)))
+        gained = self._known(blocks)
+        dead = self._refs[gained] < 1
+        if dead.any():
+            raise KeyError(f"block {gained[dead][0]} has no reference")
+        self._commit(self._plan(gained=gained)[1])
 
     @exclusive
     def release(self, blocks: Any) -> None:
-        """Drop a reference to each block; blocks without any left are free.
+        """Drop a reference to each block; blocks without any left are free, or cached if they can be found.
 
         Parameters
         ----------
@@ -139,19 +164,25 @@ class BlockPool(Guarded):
         TypeError, ValueError
             `blocks` is not a one-dimensional array of int32 or int64.
         """
-        commit(self._plan_release(self._known(blocks)))
+        self._commit(self._plan(dropped=self._known(blocks))[1])
 
     @consistent
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds: each block is either free once or has references."""
-        require(0 <= self.num_free <= self.num_blocks, f"{self.num_free} of {self.num_blocks} blocks are free")
-        free = self._free[: self.num_free]
+        require(0 <= self._num_blank <= self.num_blocks, f"{self._num_blank} of {self.num_blocks} blocks are free")
+        free = self._free[: self._num_blank]
         require(((free >= 0) & (free < self.num_blocks)).all(), "a free block does not exist")
         require(len(np.unique(free)) == len(free), "a block is free twice")
         require((self._refs >= 0).all(), "a reference count is negative")
         require(not self._refs[free].any(), "a free block has references")
         used = np.count_nonzero(self._refs)
         require(used + self.num_free == self.num_blocks, "a block that has no references is not free")
+        require(np.count_nonzero(self._refs > 1) == self.num_shared, "shared blocks are counted wrongly")
+        if self._prefix_cache is not None:
+            cached = (self._refs == 0) & self._prefix_cache.is_findable(np.arange(self.num_blocks))
+            require(np.count_nonzero(cached) == self.num_cached, "cached blocks are counted wrongly")
+            require(not cached[free].any(), "a free block can be found")
+            self._prefix_cache.check(self._refs)
 
     def _known(self, blocks: Any) -> Array:
         ids = as_ints("blocks", blocks)
@@ -160,56 +191,113 @@ class BlockPool(Guarded):
             raise KeyError(f"no block {ids[wrong][0]} in a pool of {self.num_blocks}")
         return ids
 
-    def _plan_allocate(self, n: int) -> tuple[npt.NDArray[np.int32], list[Write]]:
-        num_free = self.num_free
-        if n > num_free:
-            raise OutOfBlocksError(f"{n} blocks asked for, {num_free} of {self.num_blocks} are free")
-        blocks = self._free[num_free - n : num_free][::-1].copy()
-        return blocks, [
-            (self._num_free, 0, num_free - n),
-            (self._refs, blocks.astype(np.int64), _ONE_REFERENCE.repeat(n)),
+    def _plan(
+        self,
+        num_new: int = 0,
+        *,
+        dropped: Array = NO_BLOCKS,
+        gained: Array = NO_BLOCKS,
+        forgotten: Array = NO_BLOCKS,
+        stored: Stored | None = None,
+    ) -> tuple[Int64Array, list[Write]]:
+        """Everything that one call does to the pool, in one plan: later ones would not see what it is about to store.
+
+        Parameters
+        ----------
+        num_new : int
+            Blocks to hand out.
+        dropped, gained : (n,) int64
+            Blocks that lose and get a reference each time they are named. What can be found may have none before.
+        forgotten : (n,) int64
+            Blocks that can no longer be found, each named once.
+        stored : Stored or None
+            Blocks that can be found from now on; those that make room for them are forgotten, too.
+
+        Returns
+        -------
+        new_blocks : (num_new,) int64
+        writes : list
+        """
+        num_free, num_cached, cache = self._num_blank, self.num_cached, self._prefix_cache
+        writes: list[Write] = []
+        freed = leaving = NO_BLOCKS
+        if len(dropped) or len(gained):
+            freed, leaving, writes = self._plan_references(dropped, gained)
+        if num_new > num_free + num_cached - len(leaving):
+            free = num_free + num_cached - len(leaving)
+            raise OutOfBlocksError(f"{num_new} blocks asked for, {free} of {self.num_blocks} are free")
+        num_blank = min(num_new, num_free)
+        rest = num_free - num_blank
+        new_blocks = self._free[rest:num_free][::-1].astype(np.int64)
+        if cache is not None:
+            if stored is not None:
+                forgotten = np.concatenate([forgotten, stored.forgotten])
+            blank = forgotten[(self._refs[forgotten] == 0) & ~np.isin(forgotten, leaving)]
+            kept = cache.is_findable(freed)
+            if len(freed) and len(forgotten):
+                kept &= ~np.isin(freed, forgotten)
+            if len(leaving) or len(blank) or num_blank < num_new:
+                evicted, left = cache.eviction.plan_leave(np.concatenate([leaving, blank]), num_new - num_blank)
+                new_blocks, forgotten = np.concatenate([new_blocks, evicted]), np.concatenate([forgotten, evicted])
+                writes += left
+                num_cached -= len(leaving) + len(blank) + len(evicted)
+            if len(forgotten) or stored is not None:
+                writes += cache.plan(forgotten, stored)
+            if np.count_nonzero(kept):
+                writes += cache.eviction.plan_enter(cache.tails_first(freed[kept]))
+                num_cached += int(np.count_nonzero(kept))
+            freed = np.concatenate([freed[~kept], blank])
+            writes.append((self._num_cached, 0, num_cached))
+        top = rest + len(freed)
+        return new_blocks, [
+            *writes,
+            (self._refs, new_blocks, _ONE_REFERENCE.repeat(num_new)),
+            # Reversed, so that the next allocation hands them out in the order given.
+            (self._free, np.arange(rest, top), freed[::-1].astype(np.int32)),
+            (self._num_free, 0, top),
         ]
 
-    def _plan_retain(self, blocks: Array, times: int = 1) -> list[Write]:
-        dead = self._refs[blocks] < 1
-        if dead.any():
-            raise KeyError(f"block {blocks[dead][0]} has no reference")
+    def _plan_references(self, dropped: Array, gained: Array) -> tuple[Array, Array, list[Write]]:
+        """The blocks that lose their last reference, those that get their first, and what to store."""
+        blocks = np.concatenate([dropped, gained])
         last, counts = self._tally(blocks)
-        refs = self._refs[blocks] + times * counts[last]
+        signs = np.ones(len(blocks))
+        signs[: len(dropped)] = -1
+        before = self._refs[blocks]
+        refs = before + np.bincount(last, signs, len(blocks)).astype(np.int64)[last]
+        if np.count_nonzero(refs < 0):
+            block = blocks[refs < 0][0]
+            raise KeyError(
+                f"block {block} released {self._refs[block] - refs[refs < 0][0]} times, it has {self._refs[block]} "
+                f"references"
+            )
         too_many = refs > MAX_INT32
         if np.count_nonzero(too_many):
             raise OverflowError(
                 f"block {blocks[too_many][0]} would have {refs[too_many][0]} references, at most 2**31 - 1 are counted"
             )
-        return [(self._refs, blocks, refs.astype(np.int32))]
+        once = counts > 0
+        num_shared = np.count_nonzero((refs > 1) & once) - np.count_nonzero((before > 1) & once)
+        return (
+            blocks[once & (refs == 0) & (before > 0)],
+            blocks[once & (refs > 0) & (before == 0)],
+            [
+                (self._refs, blocks, refs.astype(np.int32)),
+                (self._num_shared, 0, int(self._num_shared[0]) + int(num_shared)),
+            ],
+        )
 
-    def _plan_release(self, blocks: Array) -> list[Write]:
-        last, counts = self._tally(blocks)
-        left = self._refs[blocks] - counts[last]
-        if (left < 0).any():
-            block = blocks[left < 0][0]
-            raise KeyError(
-                f"block {block} released {counts[last][left < 0][0]} times, it has {self._refs[block]} references"
-            )
-        # Reversed, so that the next allocation hands them out in the order given.
-        freed = blocks[(left == 0) & (counts > 0)][::-1]
-        num_free = self.num_free
-        top = num_free + len(freed)
-        return [
-            (self._refs, blocks, left.astype(np.int32)),
-            (self._free, np.arange(num_free, top), freed.astype(np.int32)),
-            (self._num_free, 0, top),
-        ]
+    def _commit(self, writes: list[Write]) -> None:
+        """Store, and tell of it."""
+        commit(writes)
+        if self._prefix_cache is not None:
+            self._prefix_cache.emit()
 
-    def _plan_unshare(self, blocks: Array) -> tuple[Array, list[Write]]:
+    def _gives_up(self, blocks: Array) -> npt.NDArray[np.bool]:
         """Which owners must copy their block before they write to it: owner i holds blocks[i].
 
-        Every owner copies, except the last if no other sequence holds the block. The writes drop the references of the
-        owners that copy.
+        Every owner copies, except the last if no other sequence holds the block.
         """
         last, counts = self._tally(blocks)
-        sharers = counts[last]
-        nobody_else = sharers == self._refs[blocks]
-        gives_up = ~(nobody_else & (last == np.arange(len(blocks))))
-        left = self._refs[blocks] - sharers + nobody_else
-        return gives_up, [(self._refs, blocks, left.astype(np.int32))]
+        nobody_else = counts[last] == self._refs[blocks]
+        return np.asarray(~(nobody_else & (last == np.arange(len(blocks)))))

@@ -30,6 +30,8 @@ class Stats:
         Slots of used blocks that hold no token of any sequence.
     contiguous_blocks : int
         What reserving the maximum length for every sequence would take.
+    queried_tokens, hit_tokens : int
+        Tokens that `add` was given so far, and those of them that were in the cache already.
     """
 
     num_blocks: int
@@ -40,21 +42,25 @@ class Stats:
     num_tokens: int
     wasted_slots: int
     contiguous_blocks: int
+    queried_tokens: int
+    hit_tokens: int
 
     @classmethod
     def of(cls, table: SequenceTable) -> Stats:
         """Read them off a table and its pool."""
-        pool = table.pool
+        pool, found = table.pool, table.pool._prefix_cache
         used = pool.num_blocks - pool.num_free
         return cls(
             num_blocks=pool.num_blocks,
             used=used,
             free=pool.num_free,
-            shared=int(np.count_nonzero(pool.ref_counts > 1)),
-            cached=0,
+            shared=pool.num_shared,
+            cached=pool.num_cached,
             num_tokens=table.num_tokens,
-            wasted_slots=used * table.block_size - int(table.block_fills().sum()),
+            wasted_slots=table._rows.wasted_slots(),
             contiguous_blocks=table.num_seqs * table.max_blocks,
+            queried_tokens=0 if found is None else int(found.num_queried[0]),
+            hit_tokens=0 if found is None else int(found.num_hit[0]),
         )
 
     def to_html(self) -> str:

@@ -7,15 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Array
-from ..commit import Write, commit
-from .checks import MAX_INT32, MAX_INT64, as_int, as_ints, require
-from .copy_on_write import UNUSED, plan_writable
+from .checks import MAX_INT32, as_int
 from .guard import Guarded, consistent, exclusive
-from .handles import NO_HANDLE, Handles, Int64Array
+from .handles import Int64Array
 from .pool import BlockPool
-
-_EMPTY_ENTRY = np.array([UNUSED], np.int32)
+from .prefix.cache import PrefixCache
+from .rows import Prompt, Rows
 
 
 class Appended(NamedTuple):
@@ -54,7 +51,9 @@ class SequenceTable(Guarded):
         Sequences alive at a time.
     max_blocks : int
         Blocks of one sequence, so that its length is at most max_blocks * P, and that at most 2**31 - 1. The table
-        takes max_seqs * max_blocks * 4 bytes.
+        grows with the longest sequence: it begins with 16 columns, or with 4 entries for each block of the pool.
+    prefix_cache : PrefixCache or None
+        Finds full blocks by their tokens; for `PagedKVCache`.
 
     Raises
     ------
@@ -75,7 +74,15 @@ class SequenceTable(Guarded):
            [0, 1]], dtype=int32)
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, max_seqs: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        max_seqs: int,
+        max_blocks: int,
+        *,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
         if not isinstance(pool, BlockPool):
             raise TypeError(f"pool must be a BlockPool, got {type(pool).__name__}")
         block_size = as_int("block_size", block_size, minimum=1, maximum=MAX_INT32)
@@ -87,22 +94,19 @@ class SequenceTable(Guarded):
         self.block_size = block_size
         self.max_seqs = max_seqs
         self.max_blocks = max_blocks
-        self._blocks = np.full((max_seqs, max_blocks), UNUSED, np.int32)
-        self._entries = self._blocks.reshape(-1)
-        self._lens = np.zeros(max_seqs, np.int64)
-        self._handles = Handles(max_seqs)
+        self._rows = Rows(pool, block_size, max_seqs, max_blocks, prefix_cache)
         self._guard = pool._guard
 
     @property
     def num_seqs(self) -> int:
         """Sequences alive."""
-        return self.max_seqs - self._handles.num_free
+        return self.max_seqs - self._rows.handles.num_free
 
     @property
     @consistent
     def num_tokens(self) -> int:
         """The lengths of all sequences together."""
-        return int(self._lens.sum())
+        return int(self._rows.lens.sum())
 
     @property
     def max_seq_len(self) -> int:
@@ -132,8 +136,8 @@ class SequenceTable(Guarded):
         OutOfBlocksError
             Too few blocks are free.
         """
-        seq, writes = self._plan_add(num_tokens)
-        commit(writes)
+        seq, _, _, writes = self._rows.plan_add(Prompt(as_int("num_tokens", num_tokens)))
+        self.pool._commit(writes)
         return seq
 
     @exclusive
@@ -163,47 +167,59 @@ class SequenceTable(Guarded):
         KeyError
             A sequence that was freed or never was.
         """
-        appended, writes = self._plan_append(seqs, n)
-        commit(writes)
+        slots, copies, writes = self._rows.plan_append(seqs, n)
+        appended = Appended(slots, copies)
+        self.pool._commit(writes)
         return appended
 
     @exclusive
-    def fork(self, seq: int, n: int = 1) -> list[int]:
-        """Start n sequences with the tokens of another, sharing all its blocks, the partial last one too.
+    def fork(self, seqs: Any, n: int = 1) -> list[int]:
+        """Start n sequences with the tokens of each of some, sharing all blocks, the partial last ones too.
 
         Parameters
         ----------
-        seq : int
-            The handle of the sequence to share.
+        seqs : handles
+            (num_seqs,), the sequences to share.
         n : int
-            How many, at least 0.
+            How many of each, at least 0.
 
         Returns
         -------
         list of int
-            The handles of the new sequences.
+            The handles of the num_seqs * n new sequences, in the order of those that they share.
 
         Raises
         ------
         CapacityError
-            Fewer than n rows of the table are free.
+            Too few rows of the table are free.
         KeyError
             A sequence that was freed or never was.
         """
-        row = self._row(seq)
-        rows, handles, writes = self._handles.plan_issue(as_int("n", n))
-        length = self._lens[row : row + 1]
-        blocks = self._blocks[row, : self._num_blocks(int(length[0]))]
-        entries = np.arange(len(blocks))[:, None] + rows * self.max_blocks
-        commit(
-            [
-                *self.pool._plan_retain(blocks.astype(np.int64), times=len(rows)),
-                *writes,
-                (self._lens, rows, length.repeat(len(rows))),
-                (self._entries, entries.reshape(-1), blocks.repeat(len(rows))),
-            ]
-        )
+        handles, writes = self._rows.plan_fork(seqs, as_int("n", n))
+        self.pool._commit(writes)
         return handles
+
+    @exclusive
+    def reorder(self, seqs: Any, parents: Any) -> None:
+        """Let each sequence go on with the tokens of another, as beams do; the handles stay, and no row is needed.
+
+        Parameters
+        ----------
+        seqs : handles
+            (num_seqs,), each named once.
+        parents : (num_seqs,) ints
+            ``seqs[i]`` gets the tokens that ``seqs[parents[i]]`` has now, and shares all its blocks.
+
+        Raises
+        ------
+        IndexError
+            A parent is not in 0..num_seqs-1.
+        ValueError
+            A sequence is named twice, or there are not as many parents.
+        KeyError
+            A sequence that was freed or never was.
+        """
+        self.pool._commit(self._rows.plan_reorder(seqs, parents))
 
     @exclusive
     def truncate(self, seqs: Any, length: Any) -> None:
@@ -223,15 +239,7 @@ class SequenceTable(Guarded):
         KeyError
             A sequence that was freed or never was.
         """
-        rows = self._handles.find_distinct(seqs)
-        lens = self._lens[rows]
-        length = self._per_seq("length", length, len(rows))
-        longer = length > lens
-        if longer.any():
-            raise ValueError(
-                f"length must be at most the {lens[longer][0]} tokens of the sequence, got {length[longer][0]}"
-            )
-        commit([*self._plan_drop(rows, self._num_blocks(length)), (self._lens, rows, length)])
+        self.pool._commit(self._rows.plan_truncate(seqs, length))
 
     @exclusive
     def free(self, seqs: Any) -> None:
@@ -249,9 +257,7 @@ class SequenceTable(Guarded):
         KeyError
             A sequence that was freed or never was.
         """
-        rows = self._handles.find_distinct(seqs)
-        dropped = self._plan_drop(rows, np.zeros_like(rows))
-        commit([*dropped, (self._lens, rows, np.zeros_like(rows)), *self._handles.plan_retire(rows)])
+        self.pool._commit(self._rows.plan_free(seqs))
 
     @consistent
     def slots(self, seq: int, start: int, stop: int) -> Int64Array:
@@ -269,14 +275,14 @@ class SequenceTable(Guarded):
         KeyError
             A sequence that was freed or never was.
         """
-        row = self._row(seq)
+        row = self._rows.find_one(seq)
         start, stop = as_int("start", start), as_int("stop", stop)
-        if not start <= stop <= self._lens[row]:
+        length = self._rows.lens[row]
+        if not start <= stop <= length:
             raise ValueError(
-                f"start <= stop <= {self._lens[row]}, the length, must hold, got start {start}, stop {stop}"
+                f"start <= stop <= {length}, the length of sequence {seq}, must hold, got start {start}, stop {stop}"
             )
-        logical, offset = np.divmod(np.arange(start, stop), self.block_size)
-        return self._blocks[row].take(logical) * np.int64(self.block_size) + offset
+        return self._rows.slots_of(row, start, stop)
 
     @consistent
     def block_tables(self, seqs: Any) -> npt.NDArray[np.int32]:
@@ -293,7 +299,7 @@ class SequenceTable(Guarded):
         KeyError
             A sequence that was freed or never was.
         """
-        return self._tables_of(self._handles.find(seqs))
+        return self._rows.tables_of(self._rows.handles.find(seqs))
 
     @consistent
     def seq_lens(self, seqs: Any) -> npt.NDArray[np.int32]:
@@ -304,16 +310,12 @@ class SequenceTable(Guarded):
         KeyError
             A sequence that was freed or never was.
         """
-        return self._lens_of(self._handles.find(seqs))
+        return self._rows.lens_of(self._rows.handles.find(seqs))
 
     @consistent
     def block_fills(self) -> npt.NDArray[np.int32]:
         """How many slots of each block hold a token of some sequence, (N,) int32."""
-        owners, columns = _ragged(np.zeros_like(self._lens), self._num_blocks(self._lens))
-        fills = np.zeros(self.pool.num_blocks, np.int32)
-        tokens = np.minimum(self._lens[owners] - columns * self.block_size, self.block_size)
-        np.maximum.at(fills, self._blocks[owners, columns], tokens.astype(np.int32))
-        return fills
+        return self._rows.block_fills()
 
     @consistent
     def block_owners(self) -> Int64Array:
@@ -328,107 +330,14 @@ class SequenceTable(Guarded):
         """Raise AssertionError unless every invariant holds, the pool's included.
 
         A block has as many references as there are entries for it in the table; a sequence has ceil(length / P)
-        blocks, all different, and -1 behind them; a row is either free or has the handle of its generation.
+        blocks, all different, and -1 behind them; a row is either free or has the handle of its generation. With a
+        prefix cache: a block that can be found is in its index, behind the block that it follows; a block waits for
+        eviction if it can be found and has no references.
         """
-        self.pool.check()
-        self._handles.check()
-        live = self._handles.live
-        require((self._lens >= 0).all() and (self._lens <= self.max_seq_len).all(), "a length is out of range")
-        require(not self._lens[~live].any(), "a row without a sequence has a length")
-        used = np.arange(self.max_blocks) < self._num_blocks(self._lens)[:, None]
-        blocks = self._blocks[used]
-        require((self._blocks[~used] == UNUSED).all(), "an entry past the end of a sequence is not -1")
-        require(((blocks >= 0) & (blocks < self.pool.num_blocks)).all(), "an entry is no block")
-        ordered = np.sort(np.where(used, self._blocks, ~np.arange(self.max_blocks)), axis=1)
-        require((ordered[:, 1:] != ordered[:, :-1]).all(), "a block occurs twice in one sequence")
-        references = np.bincount(blocks, minlength=self.pool.num_blocks)
-        require(np.array_equal(references, self.pool.ref_counts), "reference counts differ from the table's entries")
-
-    def _num_blocks(self, length: Any) -> Any:
-        return (length + (self.block_size - 1)) // self.block_size
-
-    def _row(self, seq: int) -> int:
-        return int(self._handles.find(as_int("seq", seq, minimum=None))[0])
-
-    @staticmethod
-    def _per_seq(name: str, value: Any, num_seqs: int) -> Int64Array:
-        """One int of at least 0 for each sequence."""
-        if isinstance(value, (int, np.integer)):
-            return np.full(num_seqs, as_int(name, value, maximum=MAX_INT64))
-        values = as_ints(name, value, num_seqs, "num_seqs")
-        if values.min(initial=0) < 0:
-            raise ValueError(f"{name} must be at least 0, got {values.min()}")
-        return values
-
-    def _plan_drop(self, rows: Int64Array, num_kept: Int64Array) -> list[Write]:
-        """Release the blocks of each row past its first num_kept."""
-        num_held = self._num_blocks(self._lens[rows])
-        owners, columns = _ragged(num_kept, num_held - num_kept)
-        entries = (rows * self.max_blocks).take(owners) + columns
-        blocks = self._entries.take(entries).astype(np.int64)
-        return [*self.pool._plan_release(blocks), (self._entries, entries, _EMPTY_ENTRY.repeat(len(entries)))]
+        self._rows.check()
 
     @consistent
     def _batch(self, seqs: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """`block_tables` and `seq_lens` of the same instant."""
-        rows = self._handles.find(seqs)
-        return self._tables_of(rows), self._lens_of(rows)
-
-    def _tables_of(self, rows: Int64Array) -> npt.NDArray[np.int32]:
-        longest = self._lens[rows].max(initial=1)
-        return self._blocks[rows, : self._num_blocks(longest)]
-
-    def _lens_of(self, rows: Int64Array) -> npt.NDArray[np.int32]:
-        return self._lens[rows].astype(np.int32)
-
-    def _plan_add(self, num_tokens: int) -> tuple[int, list[Write]]:
-        num_tokens = as_int("num_tokens", num_tokens)
-        if num_tokens > self.max_seq_len:
-            raise ValueError(
-                f"num_tokens must be at most max_blocks * block_size = {self.max_seq_len}, got {num_tokens}"
-            )
-        rows, [seq], writes = self._handles.plan_issue(1)
-        blocks, allocation = self.pool._plan_allocate(self._num_blocks(num_tokens))
-        first = int(rows[0]) * self.max_blocks
-        entries = np.arange(first, first + len(blocks))
-        return seq, [*allocation, *writes, (self._lens, rows, np.array([num_tokens])), (self._entries, entries, blocks)]
-
-    def _plan_append(self, seqs: Any, n: Any) -> tuple[Appended, list[Write]]:
-        rows = self._handles.find_distinct(seqs)
-        num_new = self._per_seq("n", n, len(rows))
-        lens = self._lens[rows]
-        room = self.max_seq_len - lens
-        too_long = num_new > room
-        if np.count_nonzero(too_long):
-            raise ValueError(
-                f"n must be at most {room[too_long][0]}, what is left of max_blocks * block_size = {self.max_seq_len} "
-                f"for the sequence, got {num_new[too_long][0]}"
-            )
-        ends = lens + num_new
-        first = lens // self.block_size
-        if isinstance(n, int) and n == 1:
-            # The general case with one token, and so one block to write, for each sequence.
-            entries, positions, entry_of_token = rows * self.max_blocks + first, lens, np.arange(len(rows))
-        else:
-            num_written = np.where(num_new > 0, self._num_blocks(ends) - first, 0)
-            owners, columns = _ragged(first, num_written)
-            entries = rows[owners] * self.max_blocks + columns
-            owners, positions = _ragged(lens, num_new)
-            first_entry = np.cumsum(num_written) - num_written
-            entry_of_token = (first_entry - first)[owners] + positions // self.block_size
-
-        blocks, copies, writes = plan_writable(self.pool, self._entries, entries)
-        slots = blocks[entry_of_token] * self.block_size + positions % self.block_size
-        return Appended(slots, copies), [*writes, (self._lens, rows, ends)]
-
-
-def _ragged(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
-    """The integers starts[i], ..., starts[i] + counts[i] - 1 for each i in turn, and the i of each.
-
-    Returns
-    -------
-    owners, values : (counts.sum(),) int64
-    """
-    owners = np.repeat(np.arange(len(counts)), counts)
-    begins = np.cumsum(counts) - counts
-    return owners, np.arange(len(owners)) + (starts - begins)[owners]
+        rows = self._rows.handles.find(seqs)
+        return self._rows.tables_of(rows), self._rows.lens_of(rows)

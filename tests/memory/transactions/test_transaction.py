@@ -64,8 +64,8 @@ def test_a_failed_allocation_changes_nothing(name, monkeypatch):
         scene = Scene()
         try:
             with monkeypatch.context() as patch:
-                failing = fails_after(calls, BlockPool._plan_allocate, OutOfBlocksError("injected"))
-                patch.setattr(BlockPool, "_plan_allocate", failing)
+                failing = fails_after(calls, BlockPool._plan, OutOfBlocksError("injected"))
+                patch.setattr(BlockPool, "_plan", failing)
                 MUTATIONS[name](scene)
         except OutOfBlocksError:
             assert scene.everything() == before

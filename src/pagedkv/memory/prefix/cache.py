@@ -1,0 +1,297 @@
+"""PrefixCache: which blocks can be found by their tokens, and by those before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...commit import Write
+from ..checks import require
+from .digests import NUM_BYTES, Hash, blake2b_128, chained
+from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
+from .eviction import LRU, Eviction
+from .index import NO_BLOCK, HashIndex
+
+Int64Array = npt.NDArray[np.int64]
+_FASTER = 16  # how many times as many blocks are looked for next, where all were found
+
+
+class Stored(NamedTuple):
+    """Blocks that can be found from now on.
+
+    Attributes
+    ----------
+    kept : (n,) int64
+        For each block that was asked about: itself, another one with the same tokens before and in it, or NO_BLOCK.
+    blocks, serials, parents : (m,) int64
+        The blocks to store, and what tells their contents apart.
+    keys : (m, 2) int64
+        Their digests.
+    forgotten : (k,) int64
+        Unused blocks that have one of these digests, but other contents, and make room.
+    events : list of BlockStored
+    """
+
+    kept: Int64Array
+    blocks: Int64Array
+    serials: Int64Array
+    parents: Int64Array
+    keys: Int64Array
+    forgotten: Int64Array
+    events: list[Event]
+
+
+class PrefixCache:
+    """The tokens of all blocks, and an index of the full ones that can be found.
+
+    A block is found by a digest of its tokens that is chained to the digest of the block before. Digests may collide:
+    what is found counts only if it has the same token ids, and came after the very block that was found before it,
+    or after the same root.
+
+    Parameters
+    ----------
+    num_blocks, block_size : int
+        N and P.
+    eviction : callable
+        Makes the `Eviction` for num_blocks blocks.
+    hash_of : callable
+        Bytes to a digest of 16 bytes.
+    listener : callable or None
+        Called with each event once what it tells of has happened.
+    medium : str
+        What events call the place of the caches.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        eviction: Callable[[int], Eviction] = LRU,
+        hash_of: Hash = blake2b_128,
+        listener: Listener | None = None,
+        medium: str = "CPU",
+    ) -> None:
+        self.block_size = block_size
+        self.eviction = eviction(num_blocks)
+        self.tokens = np.zeros(num_blocks * block_size, np.int32)
+        self.num_queried, self.num_hit = np.array([0]), np.array([0])
+        self._index = HashIndex(num_blocks)
+        # Stored contents are numbered from 1 on, 0 is for blocks that cannot be found. The parent of a first block is
+        # a negative number made of its root digest.
+        self._serials, self._parents = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
+        self._last_serial = np.array([0])
+        self._hash_of, self._listener, self._medium = hash_of, listener, medium
+        self._outbox: list[list[Event]] = [[]]
+
+    def is_findable(self, blocks: Int64Array) -> npt.NDArray[np.bool]:
+        """Which blocks can be found, (n,) bool."""
+        return self._serials.take(blocks) != 0
+
+    def tails_first(self, blocks: Int64Array) -> Int64Array:
+        """Blocks that can be found, those of a sequence from its last one to its first."""
+        return blocks[np.argsort(-self._serials[blocks], kind="stable")]
+
+    def find(self, tokens: npt.NDArray[np.int32], root: bytes) -> Int64Array:
+        """The blocks that hold the first tokens of a sequence, as far as they can be found, (n,) int64.
+
+        Parameters
+        ----------
+        tokens : (num_tokens,) int32
+        root : bytes
+            The digest of its salt.
+        """
+        num_full = len(tokens) // self.block_size
+        rows = tokens[: num_full * self.block_size].reshape(num_full, self.block_size)
+        digest, parent = root, _root_number(root)
+        found: list[Int64Array] = []
+        start, size = 0, 1
+        while start < num_full:
+            part = rows[start : start + size]
+            digests = chained(self._hash_of, digest, part.tobytes(), part[0].nbytes)
+            blocks = self._index.find(_keys(digests))
+            same = (self._rows()[blocks] == part).all(axis=1) & (blocks != NO_BLOCK)
+            serials = self._serials[blocks]
+            same[0] &= self._parents[blocks[0]] == parent
+            same[1:] &= self._parents[blocks[1:]] == serials[:-1]
+            num_found = len(part) if same.all() else int(same.argmin())
+            found.append(blocks[:num_found])
+            if num_found < len(part):
+                break
+            digest, parent = digests[-1], int(serials[-1])
+            start, size = start + size, size * _FASTER
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def to_store(
+        self,
+        blocks: Int64Array,
+        counts: Sequence[int],
+        above: Sequence[int],
+        roots: Sequence[bytes],
+        refs: npt.NDArray[np.int32],
+    ) -> Stored:
+        """How full blocks of some sequences can be found from now on.
+
+        Parameters
+        ----------
+        blocks : (n,) int64
+            Those of the first sequence in their order, then those of the next.
+        counts : list of int
+            How many each sequence has.
+        above : list of int
+            The block before the first of them, which can be found, or NO_BLOCK.
+        roots : list of bytes
+            The root digest of each sequence.
+        refs : (N,) int32
+            References to each block.
+        """
+        contents, size = self._rows()[blocks].tobytes(), self._block_bytes
+        digests: list[bytes] = []
+        parents_above = []
+        for count, block, root in zip(counts, above, roots, strict=True):
+            parents_above.append(_root_number(root) if block == NO_BLOCK else int(self._serials[block]))
+            start = len(digests) * size
+            part = contents[start : start + count * size]
+            digests += chained(self._hash_of, root if block == NO_BLOCK else self._index.digest(block), part, size)
+        keys = _keys(digests)
+        found = self._index.find(keys).tolist()
+        own, kept, serial = blocks.tolist(), [NO_BLOCK] * len(found), int(self._last_serial[0])
+        stored: list[int] = []  # which of the blocks
+        serials, parents, forgotten = [], [], []
+        holders: dict[bytes, tuple[int, int, int]] = {}  # of each digest: a block, its parent and serial
+        start = 0
+        for count, parent in zip(counts, parents_above, strict=True):
+            for i in range(start, start + count):
+                holder, content = holders.get(digests[i]), contents[i * size : (i + 1) * size]
+                if holder is None and found[i] != NO_BLOCK:
+                    other = found[i]
+                    holder = other, int(self._parents[other]), int(self._serials[other])
+                    if not refs[other] and not self._holds(holder, parent, content):
+                        forgotten.append(other)
+                        holder = None
+                if holder is None:
+                    serial += 1
+                    holder = own[i], parent, serial
+                    stored.append(i)
+                    serials.append(serial)
+                    parents.append(parent)
+                elif not self._holds(holder, parent, content):
+                    break  # the digest belongs to other contents that are in use
+                holders[digests[i]] = holder
+                kept[i], _, parent = holder
+            start += count
+        return Stored(
+            np.array(kept, np.int64),
+            blocks[stored],
+            np.array(serials, np.int64),
+            np.array(parents, np.int64),
+            keys[stored],
+            np.array(forgotten, np.int64),
+            self._stored_events(stored, blocks, digests, counts, above) if self._listener else [],
+        )
+
+    def plan(self, removed: Int64Array, stored: Stored | None = None) -> list[Write]:
+        """Blocks that can no longer be found, each named once, and those that can from now on."""
+        events: list[Event] = []
+        if self._listener and len(removed):
+            events.append(BlockRemoved([self._index.digest(block) for block in removed.tolist()], self._medium))
+        writes: list[Write] = [(self._serials, removed, np.zeros_like(removed))]
+        if stored is None:
+            writes += self._index.plan(removed, removed[:0], np.empty((0, 2), np.int64))
+        else:
+            events += stored.events
+            last = int(self._last_serial[0]) + len(stored.blocks)
+            writes += [
+                *self._index.plan(removed, stored.blocks, stored.keys),
+                (self._serials, stored.blocks, stored.serials),
+                (self._parents, stored.blocks, stored.parents),
+                (self._last_serial, 0, last),
+            ]
+        return [*writes, *self._plan_events(events)]
+
+    def plan_cleared(self) -> list[Write]:
+        """After the writes that remove all blocks: one event in place of theirs."""
+        return self._plan_events([AllBlocksCleared()]) if self._listener else []
+
+    def findable(self) -> Int64Array:
+        """The blocks that can be found, ascending, (n,) int64."""
+        return np.flatnonzero(self._serials)
+
+    def plan_copy(self, copies: Int64Array) -> list[Write]:
+        """The tokens of blocks, copied to others: (m, 2) int64, source and destination."""
+        offsets = np.arange(self.block_size)
+        sources, destinations = (
+            (ids[:, None] * self.block_size + offsets).reshape(-1) for ids in (copies[:, 0], copies[:, 1])
+        )
+        return [(self.tokens, destinations, self.tokens[sources])]
+
+    def plan_count(self, num_queried: int, num_hit: int) -> list[Write]:
+        """Count tokens that were looked for, and those of them that were found."""
+        return [
+            (self.num_queried, 0, int(self.num_queried[0]) + num_queried),
+            (self.num_hit, 0, int(self.num_hit[0]) + num_hit),
+        ]
+
+    def emit(self) -> None:
+        """Tell the listener what has happened."""
+        if self._listener:
+            while self._outbox[0]:
+                self._listener(self._outbox[0].pop(0))
+
+    def check(self, refs: npt.NDArray[np.int32]) -> None:
+        """Raise AssertionError unless every invariant holds: the unused blocks that can be found wait for eviction."""
+        findable = self.findable()
+        self._index.check(findable)
+        self.eviction.check(findable[refs[findable] == 0])
+        serials = self._serials[findable]
+        require(len(np.unique(serials)) == len(serials), "two contents have one number")
+        require((serials <= self._last_serial[0]).all(), "a content has a number that was not given out yet")
+        require((self._parents[findable] < serials).all(), "a content is older than the one before it")
+
+    def follows(self, blocks: Int64Array, root: bytes) -> bool:
+        """Whether blocks can be found one after the other, the first one behind the root."""
+        serials, parents = self._serials[blocks], self._parents[blocks]
+        return bool((serials != 0).all() and (parents == [_root_number(root), *serials[:-1]][: len(blocks)]).all())
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.tokens.itemsize * self.block_size
+
+    def _rows(self) -> npt.NDArray[np.int32]:
+        return self.tokens.reshape(-1, self.block_size)
+
+    def _holds(self, holder: tuple[int, int, int], parent: int, content: bytes) -> bool:
+        block, its_parent, _ = holder
+        return its_parent == parent and self._rows()[block].tobytes() == content
+
+    def _plan_events(self, events: list[Event]) -> list[Write]:
+        return [(self._outbox, 0, self._outbox[0] + events)] if events else []
+
+    def _stored_events(
+        self, stored: list[int], blocks: Int64Array, digests: list[bytes], counts: Sequence[int], above: Sequence[int]
+    ) -> list[Event]:
+        """One event for each run of successive blocks of a sequence."""
+        firsts = dict(zip(np.cumsum([0, *counts[:-1]]).tolist(), above, strict=True))
+        events: list[Event] = []
+        for i, before in zip(stored, [None, *stored], strict=False):
+            if i - 1 != before or i in firsts:
+                parent: bytes | None = digests[i - 1]
+                if i in firsts:
+                    parent = None if firsts[i] == NO_BLOCK else self._index.digest(firsts[i])
+                event = BlockStored([], parent, [], self.block_size, medium=self._medium)
+                events.append(event)
+            event.block_hashes.append(digests[i])
+            event.token_ids.extend(self._rows()[blocks[i]].tolist())
+        return events
+
+
+def _keys(digests: list[bytes]) -> Int64Array:
+    return np.frombuffer(b"".join(digests), np.int64).reshape(-1, NUM_BYTES // 8)
+
+
+def _root_number(root: bytes) -> int:
+    """A negative number for a root digest."""
+    return ~(int.from_bytes(root[:8], "little") >> 1)

@@ -1,0 +1,64 @@
+"""Chains: for each row of a sequence table, what is known of its tokens and which of its blocks can be found."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ...commit import Write
+from .digests import NUM_BYTES
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Chains:
+    """How many of its first tokens are known by their ids, how many of its first blocks can be found, and its root.
+
+    Parameters
+    ----------
+    max_seqs : int
+        Rows of the table.
+    """
+
+    def __init__(self, max_seqs: int) -> None:
+        self.num_known = np.zeros(max_seqs, np.int64)
+        self.num_found = np.zeros(max_seqs, np.int64)
+        self._low, self._high = np.zeros(max_seqs, np.int64), np.zeros(max_seqs, np.int64)
+
+    def root(self, row: int) -> bytes:
+        """The root digest of a row."""
+        return np.array([self._low[row], self._high[row]]).tobytes()
+
+    def plan_start(self, rows: Int64Array, num_known: int, num_found: int, root: bytes) -> list[Write]:
+        """One row, (1,) int64, begins a sequence."""
+        low, high = np.frombuffer(root, np.int64).reshape(NUM_BYTES // 8, 1).copy()
+        return [
+            *self.plan_known(rows, np.array([num_known])),
+            (self.num_found, rows, np.array([num_found])),
+            (self._low, rows, low),
+            (self._high, rows, high),
+        ]
+
+    def plan_known(self, rows: Int64Array, num_known: Int64Array) -> list[Write]:
+        """So many of the first tokens of each row are known."""
+        return [(self.num_known, rows, num_known)]
+
+    def plan_found(self, rows: Int64Array, num_found: Int64Array) -> list[Write]:
+        """So many of the first blocks of each row can be found."""
+        return [(self.num_found, rows, num_found)]
+
+    def plan_shorten(self, rows: Int64Array, lens: Int64Array, num_full: Int64Array) -> list[Write]:
+        """Each row has so many tokens, and full blocks, at most."""
+        return [
+            (self.num_known, rows, np.minimum(self.num_known[rows], lens)),
+            (self.num_found, rows, np.minimum(self.num_found[rows], num_full)),
+        ]
+
+    def plan_copy(self, rows: Int64Array, parents: Int64Array) -> list[Write]:
+        """Each row is as another one is."""
+        return [(state, rows, state[parents]) for state in (self.num_known, self.num_found, self._low, self._high)]
+
+    def plan_clear(self) -> list[Write]:
+        """No row's blocks can be found, now or later."""
+        rows = np.arange(len(self.num_known))
+        return [(state, rows, np.zeros_like(rows)) for state in (self.num_known, self.num_found)]

@@ -1,0 +1,51 @@
+"""Digests: the names of blocks' contents, each chained to that of the block before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+NUM_BYTES = 16
+Hash = Callable[[bytes], bytes]
+"""Bytes to a digest of NUM_BYTES."""
+NO_SALT = bytes(NUM_BYTES)
+
+
+def blake2b_128(data: bytes) -> bytes:
+    """BLAKE2b with 128 bits."""
+    return blake2b(data, digest_size=NUM_BYTES).digest()
+
+
+def root_digest(salt: str | bytes | None) -> bytes:
+    """What the first block of a sequence is chained to.
+
+    Raises
+    ------
+    TypeError
+        `salt` is neither a str nor bytes nor None.
+    """
+    if salt is None:
+        return NO_SALT
+    if not isinstance(salt, (str, bytes)):
+        raise TypeError(f"salt must be a str, bytes or None, got {type(salt).__name__}")
+    return blake2b_128(salt if isinstance(salt, bytes) else salt.encode("utf-8", "surrogatepass"))
+
+
+def chained(hash_of: Hash, parent: bytes, contents: bytes, block_bytes: int) -> list[bytes]:
+    """The digests of successive blocks of one sequence.
+
+    Parameters
+    ----------
+    hash_of : callable
+    parent : bytes
+        The digest of the block before the first one, or the sequence's root digest.
+    contents : bytes
+        The token ids of all blocks.
+    block_bytes : int
+        Of which so many belong to each block.
+    """
+    digests = []
+    for start in range(0, len(contents), block_bytes):
+        parent = hash_of(parent + contents[start : start + block_bytes])
+        digests.append(parent)
+    return digests

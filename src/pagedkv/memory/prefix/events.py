@@ -1,0 +1,67 @@
+"""Events: what can be found from now on, and what no longer, for routers that look for prefixes in many caches.
+
+The fields are those of vLLM's KV events [1]_.
+
+References
+----------
+.. [1] https://docs.vllm.ai/en/latest/api/vllm/distributed/kv_events/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Successive blocks of a sequence can be found.
+
+    Attributes
+    ----------
+    block_hashes : list of bytes
+        Their digests.
+    parent_block_hash : bytes or None
+        The digest of the block before them, None if there is none.
+    token_ids : list of int
+        Of all of them, one after the other.
+    block_size : int
+        P.
+    lora_id, lora_name : None
+        pagedkv knows no adapters: a salt tells their sequences apart.
+    medium : str
+        Where the caches are: "GPU" or "CPU".
+    """
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: None = None
+    medium: str | None = None
+    lora_name: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks can no longer be found.
+
+    Attributes
+    ----------
+    block_hashes : list of bytes
+        Their digests.
+    medium : str
+        Where the caches are: "GPU" or "CPU".
+    """
+
+    block_hashes: list[bytes]
+    medium: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """No block can be found any longer: `PagedKVCache.reset`."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+Listener = Callable[[Event], object]

@@ -1,0 +1,93 @@
+"""Eviction: which of the blocks that nobody uses loses its contents first."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...commit import Write
+from ..checks import require
+
+Int64Array = npt.NDArray[np.int64]
+_AWAY = -1
+
+
+class Eviction(Protocol):
+    """An order of the blocks that have no references but can still be found.
+
+    Both methods change nothing themselves: they return what `commit` is to store, in the forms that `Write` names. A
+    call of the memory manager makes at most one call of each, never both.
+    """
+
+    def plan_enter(self, blocks: Int64Array) -> list[Write]:
+        """Blocks, (n,) int64, that lost their last reference just now; of a sequence, the last block comes first."""
+
+    def plan_leave(self, blocks: Int64Array, num_evicted: int) -> tuple[Int64Array, list[Write]]:
+        """Let blocks go that are used again, and choose others, (num_evicted,) int64, to evict: they are gone, too."""
+
+    def check(self, blocks: Int64Array) -> None:
+        """Raise AssertionError unless exactly these blocks, in ascending order, are here."""
+
+
+class LRU:
+    """The least recently used first: a ring of blocks in the order in which they came.
+
+    A block that leaves stays in the ring, but not at the place that it is known to have, and is passed over later. A
+    full ring is packed, which is O(N) for every N or more blocks that came.
+
+    Parameters
+    ----------
+    num_blocks : int
+        N, the blocks of the pool.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._ring = np.zeros(1 << (2 * num_blocks - 1).bit_length(), np.int64)
+        self._first, self._end = np.array([0]), np.array([0])  # counted on from the first block that ever came
+        self._places = np.full(num_blocks, _AWAY)
+
+    def plan_enter(self, blocks: Int64Array) -> list[Write]:
+        """Put blocks at the end."""
+        first, end, writes = int(self._first[0]), int(self._end[0]), []
+        if end + len(blocks) - first > len(self._ring):
+            blocks = np.concatenate([self._waiting(first, end)[0], blocks])
+            writes = [(self._first, 0, end)]
+        places = np.arange(end, end + len(blocks))
+        return [
+            *writes,
+            (self._ring, places & (len(self._ring) - 1), blocks),
+            (self._places, blocks, places),
+            (self._end, 0, end + len(blocks)),
+        ]
+
+    def plan_leave(self, blocks: Int64Array, num_evicted: int) -> tuple[Int64Array, list[Write]]:
+        """Take blocks out of the order, and the first num_evicted of the others."""
+        first = stop = int(self._first[0])
+        end, size = int(self._end[0]), num_evicted
+        evicted = places = np.empty(0, np.int64)
+        while len(evicted) < num_evicted:
+            size *= 2
+            stop = min(first + size + len(blocks), end)
+            evicted, places = self._waiting(first, stop)
+            others = ~np.isin(evicted, blocks)
+            evicted, places = evicted[others][:num_evicted], places[others][:num_evicted]
+        gone = np.concatenate([blocks, evicted])
+        writes: list[Write] = [(self._places, gone, np.full(len(gone), _AWAY))]
+        if num_evicted:
+            writes.append((self._first, 0, int(places[-1]) + 1))
+        return evicted, writes
+
+    def check(self, blocks: Int64Array) -> None:
+        """Raise AssertionError unless exactly these blocks, in ascending order, are in the ring."""
+        waiting, _ = self._waiting(int(self._first[0]), int(self._end[0]))
+        require(np.array_equal(np.sort(waiting), blocks), "other blocks than those that can be evicted wait for it")
+        require(np.array_equal(np.flatnonzero(self._places != _AWAY), blocks), "a block waits that cannot be evicted")
+
+    def _waiting(self, first: int, end: int) -> tuple[Int64Array, Int64Array]:
+        """The blocks that are where they are known to be, from one place to another, and their places."""
+        places = np.arange(first, end)
+        blocks = self._ring.take(places & (len(self._ring) - 1))
+        here = self._places[blocks] == places
+        return blocks[here], places[here]
