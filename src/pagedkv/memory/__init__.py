@@ -2,7 +2,19 @@
 
 from .cache import Added, Batch, PagedKVCache
 from .pool import BlockPool
+from .prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
 from .stats import Stats
 from .table import Appended, SequenceTable
 
-__all__ = ["Added", "Appended", "Batch", "BlockPool", "PagedKVCache", "SequenceTable", "Stats"]
+__all__ = [
+    "Added",
+    "AllBlocksCleared",
+    "Appended",
+    "Batch",
+    "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
+    "PagedKVCache",
+    "SequenceTable",
+    "Stats",
+]
