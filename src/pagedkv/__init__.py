@@ -6,9 +6,10 @@ one on a device or in the emulator. `reference`, `emulator` and `trace` are impo
 
 import typing
 
+from .cache import PagedKVCache
 from .cpu.threads import get_num_threads, set_num_threads
 from .errors import BackendUnavailableError, CapacityError, OutOfBlocksError
-from .memory import BlockPool, PagedKVCache, SequenceTable
+from .memory import BlockPool, SequenceTable
 from .operations.attention import decode_attention, merge_states, prefill_attention
 from .operations.bad_entries import raise_if_failed
 from .operations.caches import copy_blocks, gather_kv, swap_blocks, write_kv

@@ -6,7 +6,18 @@ class CapacityError(MemoryError):
 
 
 class OutOfBlocksError(CapacityError):
-    """The block pool has fewer free blocks than were asked for. Nothing has changed."""
+    """The block pool has fewer free blocks than were asked for. Nothing has changed.
+
+    Attributes
+    ----------
+    requested, free : int
+        Blocks that were asked for, and blocks that could be handed out.
+    """
+
+    def __init__(self, message: str, requested: int = 0, free: int = 0) -> None:
+        super().__init__(message)
+        self.requested = requested
+        self.free = free
 
 
 class BackendUnavailableError(RuntimeError):

@@ -9,8 +9,8 @@ from operator import setitem
 
 import pytest
 
-from pagedkv import commit
-from pagedkv.memory import BlockPool, PagedKVCache, Stats
+from pagedkv import PagedKVCache, commit
+from pagedkv.memory import BlockPool, Stats
 
 from ..programs import printed_by
 from .transactions.scene import MUTATIONS, Scene
@@ -148,7 +148,7 @@ def test_a_mutation_in_the_middle_of_a_read_of_its_own_thread_is_refused(mutate,
     scene = Scene()
     before = scene.everything()
 
-    def handler(table):
+    def handler(*_):
         with pytest.raises(RuntimeError, match=r"called in the middle of another call of the same pool$"):
             mutate(scene)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from pagedkv.memory import PagedKVCache
+from pagedkv import PagedKVCache
 from pagedkv.memory.arrays import Arrays
 from pagedkv.memory.mirror import Mirror
 

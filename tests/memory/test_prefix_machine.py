@@ -8,7 +8,6 @@ import itertools
 from hashlib import blake2b
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -122,12 +121,10 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(data=st.data(), known=st.sampled_from([True, True, True, False]), committed=st.booleans())
     def append(self, data, known, committed):
         names = self.pick(data, 4)
-        new = {
-            name: self.ids(data, data.draw(st.integers(0, 9))) if known else [-next(self.numbers)] for name in names
-        }
+        new = {name: self.ids(data, data.draw(st.integers(0, 9))) if known else [-next(self.numbers)] for name in names}
         if any(len(self.twin.seqs[name].tokens + new[name]) > self.cache.table.max_seq_len for name in names):
             return
-        counts, tokens = [len(new[name]) for name in names], sum(new.values(), [])
+        counts, tokens = [len(new[name]) for name in names], [*itertools.chain(*new.values())]
         starts = [len(self.twin.seqs[name].tokens) for name in names]
         try:
             self.twin.append(new, known=known)
@@ -150,7 +147,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.cache.commit(names)
         self.twin.commit(names)
 
-    @precondition(lambda self: 0 < len(self.names) and len(self.twin.seqs) < self.cache.table.max_seqs)
+    @precondition(lambda self: len(self.names) > 0 and len(self.twin.seqs) < self.cache.table.max_seqs)
     @rule(data=st.data(), n=st.integers(1, 2))
     def fork(self, data, n):
         name = data.draw(st.sampled_from(self.names))

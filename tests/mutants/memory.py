@@ -7,7 +7,7 @@ TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
 MACHINE = ("tests/memory/test_manager_machine.py",)
 TRANSACTION = ("tests/memory/transactions/test_transaction.py",)
 GUARD = ("tests/memory/test_guard.py",)
-CACHE = ("tests/memory/test_cache.py",)
+CACHE = ("tests/test_cache.py",)
 
 MUTANTS = [
     Mutant(
@@ -353,7 +353,7 @@ MUTANTS = [
     ),
     Mutant(
         "slots are made after the commit",
-        "memory/cache.py",
+        "cache.py",
         "        slots = self._arrays.asarray(appended.slots)\n        commit(writes)\n        return slots\n",
         "        commit(writes)\n        return self._arrays.asarray(appended.slots)\n",
         TRANSACTION,
@@ -391,7 +391,7 @@ MUTANTS = [
     ),
     Mutant(
         "copies after the commit",
-        "memory/cache.py",
+        "cache.py",
         "        if len(appended.copies):\n",
         "        commit(writes)\n        if len(appended.copies):\n",
         TRANSACTION,
@@ -399,7 +399,7 @@ MUTANTS = [
     ),
     Mutant(
         "V is not copied on write",
-        "memory/cache.py",
+        "cache.py",
         "for cache in (*self.k_caches, *self.v_caches):",
         "for cache in self.k_caches:",
         CACHE,
@@ -407,7 +407,7 @@ MUTANTS = [
     ),
     Mutant(
         "the first layer is not copied on write",
-        "memory/cache.py",
+        "cache.py",
         "for cache in (*self.k_caches, *self.v_caches):",
         "for cache in (*self.k_caches[1:], *self.v_caches):",
         CACHE,
@@ -415,7 +415,7 @@ MUTANTS = [
     ),
     Mutant(
         "copies go the other way",
-        "memory/cache.py",
+        "cache.py",
         "sources, destinations = (",
         "destinations, sources = (",
         CACHE,

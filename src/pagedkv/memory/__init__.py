@@ -1,8 +1,9 @@
 """Which sequence has which blocks of a paged KV cache: a block pool, block tables, and the arrays of all layers."""
 
-from .cache import Added, Batch, PagedKVCache
+from .batch import Batch
 from .pool import BlockPool
 from .prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
+from .prefix.prompt import Added
 from .stats import Stats
 from .table import Appended, SequenceTable
 
@@ -14,7 +15,6 @@ __all__ = [
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
-    "PagedKVCache",
     "SequenceTable",
     "Stats",
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -83,6 +86,19 @@ class Arrays:
             return self._module.asarray(x, device=self._device)
         with self._device:
             return self._module.asarray(x)
+
+    def free_bytes(self) -> int:
+        """Memory that is free now: on the device, or on the host what the system can give without swapping."""
+        if self._on_cuda:
+            return int(self._module.cuda.mem_get_info(self._device)[0])
+        if self.on_device and not self._is_torch:
+            with self._device:
+                return int(self._module.cuda.runtime.memGetInfo()[0])
+        try:
+            [kib] = re.findall(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        except (OSError, ValueError):
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(kib) * 1024
 
     def _is_capturing(self) -> bool:
         if self._on_cuda:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,15 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
     return array.astype(np.int64)
 
 
+def per_layer(name: str, scale: Any, num_layers: int) -> Sequence[Any]:
+    """A scale for each layer, of one for all or a list."""
+    if not isinstance(scale, (list, tuple)):
+        return [scale] * num_layers
+    if len(scale) != num_layers:
+        raise ValueError(f"{name} must be one for all layers, or a list of {num_layers}, got {len(scale)}")
+    return scale
+
+
 def refuse_mask(name: str, values: Any) -> None:
     """Raise TypeError for a masked array, whose mask would be lost."""
     if type(values) is not np.ndarray and hasattr(values, "mask"):
@@ -70,7 +80,7 @@ def refuse_mask(name: str, values: Any) -> None:
 
 def refuse_bools(name: str, values: Any) -> None:
     """Raise TypeError for a list or tuple with a bool in it, which NumPy would convert to an int."""
-    if isinstance(values, (list, tuple)) and any(isinstance(value, (bool, np.bool)) for value in values):
+    if isinstance(values, (list, tuple)) and not {bool, np.bool}.isdisjoint(map(type, values)):
         raise TypeError(f"{name} must hold ints, got a bool")
 
 

@@ -51,9 +51,9 @@ class Handles:
         """Which rows have a handle, (max_rows,) bool."""
         return self._issued[:-1] != NO_HANDLE
 
-    def of(self, row: int) -> int:
-        """The handle of a row in use."""
-        return int(self._issued[row])
+    def of(self, rows: Int64Array) -> Int64Array:
+        """The handles of rows in use, (num_rows,) int64."""
+        return self._issued[rows]
 
     def find(self, seqs: Any) -> Int64Array:
         """The rows of an int, a list or tuple of ints or an int64 array of handles; (num_seqs,) int64.
@@ -78,7 +78,7 @@ class Handles:
         rows = self.find(seqs)
         repeated = self._tally.repeated(rows)
         if np.count_nonzero(repeated):
-            raise ValueError(f"seqs must name each sequence once, got {self.of(rows[repeated][0])} twice")
+            raise ValueError(f"seqs must name each sequence once, got {self.of(rows[repeated])[0]} twice")
         return rows
 
     def plan_issue(self, n: int) -> tuple[Int64Array, list[int], list[Write]]:

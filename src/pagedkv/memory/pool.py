@@ -64,6 +64,9 @@ class BlockPool(Guarded):
         self._prefix_cache: PrefixCache | None = None
         self._guard = Guard()
 
+    def __repr__(self) -> str:
+        return f"BlockPool(num_blocks={self.num_blocks}; {self.num_free} free, {self.num_cached} of them cached)"
+
     @property
     def num_blocks(self) -> int:
         """N, the blocks in the pool."""
@@ -223,16 +226,16 @@ class BlockPool(Guarded):
         freed = leaving = NO_BLOCKS
         if len(dropped) or len(gained):
             freed, leaving, writes = self._plan_references(dropped, gained)
-        if num_new > num_free + num_cached - len(leaving):
-            free = num_free + num_cached - len(leaving)
-            raise OutOfBlocksError(f"{num_new} blocks asked for, {free} of {self.num_blocks} are free")
+        self._require(num_new, num_free + num_cached - len(leaving))
         num_blank = min(num_new, num_free)
         rest = num_free - num_blank
         new_blocks = self._free[rest:num_free][::-1].astype(np.int64)
         if cache is not None:
             if stored is not None:
                 forgotten = np.concatenate([forgotten, stored.forgotten])
-            blank = forgotten[(self._refs[forgotten] == 0) & ~np.isin(forgotten, leaving)]
+            blank = forgotten[self._refs[forgotten] == 0]
+            if len(blank) and len(leaving):
+                blank = blank[~np.isin(blank, leaving)]
             kept = cache.is_findable(freed)
             if len(freed) and len(forgotten):
                 kept &= ~np.isin(freed, forgotten)
@@ -248,14 +251,13 @@ class BlockPool(Guarded):
                 num_cached += int(np.count_nonzero(kept))
             freed = np.concatenate([freed[~kept], blank])
             writes.append((self._num_cached, 0, num_cached))
+        if num_new:
+            writes.append((self._refs, new_blocks, _ONE_REFERENCE.repeat(num_new)))
         top = rest + len(freed)
-        return new_blocks, [
-            *writes,
-            (self._refs, new_blocks, _ONE_REFERENCE.repeat(num_new)),
+        if len(freed):
             # Reversed, so that the next allocation hands them out in the order given.
-            (self._free, np.arange(rest, top), freed[::-1].astype(np.int32)),
-            (self._num_free, 0, top),
-        ]
+            writes.append((self._free, np.arange(rest, top), freed[::-1].astype(np.int32)))
+        return new_blocks, [*writes, (self._num_free, 0, top)]
 
     def _plan_references(self, dropped: Array, gained: Array) -> tuple[Array, Array, list[Write]]:
         """The blocks that lose their last reference, those that get their first, and what to store."""
@@ -286,6 +288,11 @@ class BlockPool(Guarded):
                 (self._num_shared, 0, int(self._num_shared[0]) + int(num_shared)),
             ],
         )
+
+    def _require(self, num_new: int, num_free: int) -> None:
+        if num_new > num_free:
+            message = f"{num_new} blocks asked for, {num_free} of {self.num_blocks} are free"
+            raise OutOfBlocksError(message, requested=num_new, free=num_free)
 
     def _commit(self, writes: list[Write]) -> None:
         """Store, and tell of it."""

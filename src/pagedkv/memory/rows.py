@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,29 +15,13 @@ from .handles import Handles, Int64Array
 from .pool import NO_BLOCKS, BlockPool
 from .prefix.cache import PrefixCache
 from .prefix.chains import Chains
-from .prefix.digests import NO_SALT
 from .prefix.index import NO_BLOCK
+from .prefix.prompt import Prompt
 
 Int32Array = npt.NDArray[np.int32]
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)
 _ENTRIES_PER_BLOCK = 4  # of a table that nothing has made wider yet, together for all sequences
 _MIN_COLUMNS = 16
-
-
-class Prompt(NamedTuple):
-    """The tokens that a sequence begins with, if they are known.
-
-    Attributes
-    ----------
-    num_tokens : int
-    tokens : (num_tokens,) int32 or None
-    root : bytes
-        The root digest of its salt.
-    """
-
-    num_tokens: int
-    tokens: Int32Array | None = None
-    root: bytes = NO_SALT
 
 
 class Rows:
@@ -166,10 +150,14 @@ class Rows:
             i = int(too_long.argmax())
             raise ValueError(
                 f"n must be at most {room[i]}, what is left of max_blocks * block_size = {self.max_seq_len} for "
-                f"sequence {self.handles.of(rows[i])}, got {num_new[i]}"
+                f"sequence {self.handles.of(rows)[i]}, got {num_new[i]}"
             )
         ends = lens + num_new
-        table, grown = self._with_columns(self.num_blocks(int(ends.max(initial=0))))
+        num_columns = self.num_blocks(int(ends.max(initial=0)))
+        if num_columns > self.blocks.shape[1]:  # no wider table for blocks that are not there
+            num_added = int((self.num_blocks(ends) - self.num_blocks(lens)).sum())
+            self.pool._require(num_added, self.pool.num_free)
+        table, grown = self._with_columns(num_columns)
         first = lens // self.block_size
         if isinstance(n, int) and n == 1:
             # The general case with one token, and so one block to write, for each sequence.
@@ -241,7 +229,7 @@ class Rows:
         if longer.any():
             i = int(longer.argmax())
             raise ValueError(
-                f"length must be at most the {lens[i]} tokens of sequence {self.handles.of(rows[i])}, got {length[i]}"
+                f"length must be at most the {lens[i]} tokens of sequence {self.handles.of(rows)[i]}, got {length[i]}"
             )
         return self._plan_drop(rows, length)
 
@@ -263,7 +251,7 @@ class Rows:
 
     def plan_commit(self, seqs: Any) -> list[Write]:
         """Let the full blocks of sequences be found, those that were found before replaced by what was there."""
-        rows, cache, chains = self.handles.find_distinct(seqs), self.prefix_cache, self.chains
+        rows, cache, chains = self.handles.find(seqs), self.prefix_cache, self.chains
         if cache is None:
             return []
         first, full = chains.num_found[rows], chains.num_known[rows] // self.block_size
@@ -274,9 +262,10 @@ class Rows:
         owners, columns = ragged(first, full - first)
         entries = rows[owners] * self.blocks.shape[1] + columns
         blocks = self._entries[entries].astype(np.int64)
-        above = np.where(first > 0, self.blocks[rows, first - 1], NO_BLOCK)
-        roots = [chains.root(row) for row in rows.tolist()]
-        stored = cache.to_store(blocks, (full - first).tolist(), above.tolist(), roots, self.pool._refs)
+        above = np.where(first > 0, self.blocks[rows, first - 1], NO_BLOCK).astype(np.int64)
+        stored = cache.to_store(blocks, full - first, above, chains.roots(rows), self.pool._refs)
+        if len(stored.blocks) == len(blocks):
+            return [*self.pool._plan(stored=stored)[1], *chains.plan_found(rows, full)]
         other = (stored.kept != blocks) & (stored.kept != NO_BLOCK)
         found = first + np.bincount(owners, stored.kept != NO_BLOCK, len(rows)).astype(np.int64)
         known = np.where(found < full, found * self.block_size, chains.num_known[rows])
@@ -327,9 +316,10 @@ class Rows:
         require((chains.num_known <= self.lens).all(), "more tokens are known than there are")
         require((chains.num_found * self.block_size <= chains.num_known).all(), "a block is found by unknown tokens")
         if self.prefix_cache is not None:
-            for row, num_found in enumerate(chains.num_found.tolist()):
-                found = self.blocks[row, :num_found].astype(np.int64)
-                require(self.prefix_cache.follows(found, chains.root(row)), "a block that can be found is not")
+            roots = chains.roots(np.arange(len(self.lens)))
+            for blocks, num_found, root in zip(self.blocks, chains.num_found.tolist(), roots, strict=True):
+                found = blocks[:num_found].astype(np.int64)
+                require(self.prefix_cache.follows(found, root.tobytes()), "a block that can be found is not")
 
     @staticmethod
     def per_seq(name: str, value: Any, num_seqs: int) -> Int64Array:

@@ -32,6 +32,8 @@ class Stats:
         What reserving the maximum length for every sequence would take.
     queried_tokens, hit_tokens : int
         Tokens that `add` was given so far, and those of them that were in the cache already.
+    num_bytes, used_bytes : int
+        K and V of all blocks in all layers, and of the used ones.
     """
 
     num_blocks: int
@@ -44,10 +46,12 @@ class Stats:
     contiguous_blocks: int
     queried_tokens: int
     hit_tokens: int
+    num_bytes: int
+    used_bytes: int
 
     @classmethod
-    def of(cls, table: SequenceTable) -> Stats:
-        """Read them off a table and its pool."""
+    def of(cls, table: SequenceTable, block_bytes: int) -> Stats:
+        """Read them off a table and its pool, whose blocks have so many bytes in all layers."""
         pool, found = table.pool, table.pool._prefix_cache
         used = pool.num_blocks - pool.num_free
         return cls(
@@ -61,6 +65,8 @@ class Stats:
             contiguous_blocks=table.num_seqs * table.max_blocks,
             queried_tokens=0 if found is None else int(found.num_queried[0]),
             hit_tokens=0 if found is None else int(found.num_hit[0]),
+            num_bytes=pool.num_blocks * block_bytes,
+            used_bytes=used * block_bytes,
         )
 
     def to_html(self) -> str:

@@ -12,7 +12,8 @@ from .guard import Guarded, consistent, exclusive
 from .handles import Int64Array
 from .pool import BlockPool
 from .prefix.cache import PrefixCache
-from .rows import Prompt, Rows
+from .prefix.prompt import Prompt
+from .rows import Rows
 
 
 class Appended(NamedTuple):
@@ -96,6 +97,10 @@ class SequenceTable(Guarded):
         self.max_blocks = max_blocks
         self._rows = Rows(pool, block_size, max_seqs, max_blocks, prefix_cache)
         self._guard = pool._guard
+
+    def __repr__(self) -> str:
+        sizes = f"block_size={self.block_size}, max_seqs={self.max_seqs}, max_blocks={self.max_blocks}"
+        return f"SequenceTable({sizes}; {self.num_seqs} sequences, {self.pool.num_free} blocks free)"
 
     @property
     def num_seqs(self) -> int:
@@ -337,7 +342,26 @@ class SequenceTable(Guarded):
         self._rows.check()
 
     @consistent
-    def _batch(self, seqs: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """`block_tables` and `seq_lens` of the same instant."""
+    def can_add(self, num_tokens: int, *, reserve: int = 0) -> bool:
+        """Whether `add` has room for a sequence, and `reserve` blocks stay free besides."""
+        prompt = Prompt(as_int("num_tokens", num_tokens))
+        return self._rows.can_add(prompt, as_int("reserve", reserve))
+
+    @consistent
+    def _batch(
+        self, seqs: Any, query_lens: Any
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """`block_tables`, `seq_lens` and the lengths of the queries, all of the same instant."""
         rows = self._rows.handles.find(seqs)
-        return self._rows.tables_of(rows), self._rows.lens_of(rows)
+        lens = self._rows.lens_of(rows)
+        if query_lens is None:
+            return self._rows.tables_of(rows), lens, np.minimum(lens, 1).astype(np.int64)
+        query_lens = self._rows.per_seq("query_lens", query_lens, len(rows))
+        longer = query_lens > lens
+        if np.count_nonzero(longer):
+            i = int(longer.argmax())
+            raise ValueError(
+                f"query_lens must be at most the {lens[i]} tokens of sequence {self._rows.handles.of(rows)[i]}, got "
+                f"{query_lens[i]}"
+            )
+        return self._rows.tables_of(rows), lens, query_lens

@@ -8,7 +8,7 @@ import gc
 import itertools
 import sys
 
-from pagedkv.memory import PagedKVCache
+from pagedkv import PagedKVCache
 
 from ..device_module import DeviceModule
 from .scene import MUTATIONS, Scene

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pagedkv.memory import PagedKVCache
+from pagedkv import PagedKVCache
 
 from ..manager import state
 

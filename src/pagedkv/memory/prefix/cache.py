@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -104,34 +104,29 @@ class PrefixCache:
         root : bytes
             The digest of its salt.
         """
-        num_full = len(tokens) // self.block_size
-        rows = tokens[: num_full * self.block_size].reshape(num_full, self.block_size)
-        digest, parent = root, _root_number(root)
-        found: list[Int64Array] = []
-        start, size = 0, 1
-        while start < num_full:
-            part = rows[start : start + size]
-            digests = chained(self._hash_of, digest, part.tobytes(), part[0].nbytes)
-            blocks = self._index.find(_keys(digests))
-            same = (self._rows()[blocks] == part).all(axis=1) & (blocks != NO_BLOCK)
-            serials = self._serials[blocks]
-            same[0] &= self._parents[blocks[0]] == parent
-            same[1:] &= self._parents[blocks[1:]] == serials[:-1]
-            num_found = len(part) if same.all() else int(same.argmin())
-            found.append(blocks[:num_found])
-            if num_found < len(part):
+        size, num_full = self._block_bytes, len(tokens) // self.block_size
+        contents, digest, more = tokens.tobytes(), root, 1
+        found: list[int] = []
+        while len(found) < num_full:
+            start = len(found)
+            digests = chained(self._hash_of, digest, contents[start * size : min(start + more, num_full) * size], size)
+            found += self._index.find(digests)
+            if found[-1] == NO_BLOCK:
                 break
-            digest, parent = digests[-1], int(serials[-1])
-            start, size = start + size, size * _FASTER
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+            digest, more = digests[-1], more * _FASTER
+        if NO_BLOCK in found:
+            del found[found.index(NO_BLOCK) :]
+        blocks = np.array(found, np.int64)
+        if found:
+            same = (self._rows()[blocks] == tokens[: len(found) * self.block_size].reshape(len(found), -1)).all(axis=1)
+            same[0] &= self._parents[blocks[0]] == _root_numbers(_keys([root]))[0]
+            same[1:] &= self._parents[blocks[1:]] == self._serials[blocks[:-1]]
+            if not same.all():
+                blocks = blocks[: int(same.argmin())]
+        return blocks
 
     def to_store(
-        self,
-        blocks: Int64Array,
-        counts: Sequence[int],
-        above: Sequence[int],
-        roots: Sequence[bytes],
-        refs: npt.NDArray[np.int32],
+        self, blocks: Int64Array, counts: Int64Array, above: Int64Array, roots: Int64Array, refs: npt.NDArray[np.int32]
     ) -> Stored:
         """How full blocks of some sequences can be found from now on.
 
@@ -139,66 +134,88 @@ class PrefixCache:
         ----------
         blocks : (n,) int64
             Those of the first sequence in their order, then those of the next.
-        counts : list of int
-            How many each sequence has.
-        above : list of int
+        counts : (num_seqs,) int64
+            How many each sequence has, at least 1.
+        above : (num_seqs,) int64
             The block before the first of them, which can be found, or NO_BLOCK.
-        roots : list of bytes
+        roots : (num_seqs, 2) int64
             The root digest of each sequence.
         refs : (N,) int32
             References to each block.
         """
+        firsts, is_first = np.cumsum(counts) - counts, above == NO_BLOCK
+        heads = np.where(is_first[:, None], roots, self._index.keys(above))
         contents, size = self._rows()[blocks].tobytes(), self._block_bytes
         digests: list[bytes] = []
-        parents_above = []
-        for count, block, root in zip(counts, above, roots, strict=True):
-            parents_above.append(_root_number(root) if block == NO_BLOCK else int(self._serials[block]))
-            start = len(digests) * size
-            part = contents[start : start + count * size]
-            digests += chained(self._hash_of, root if block == NO_BLOCK else self._index.digest(block), part, size)
-        keys = _keys(digests)
-        found = self._index.find(keys).tolist()
-        own, kept, serial = blocks.tolist(), [NO_BLOCK] * len(found), int(self._last_serial[0])
-        stored: list[int] = []  # which of the blocks
-        serials, parents, forgotten = [], [], []
+        for start, count, head in zip(
+            firsts.tolist(), counts.tolist(), _split(heads.tobytes(), NUM_BYTES), strict=True
+        ):
+            digests += chained(self._hash_of, head, contents[start * size : (start + count) * size], size)
+        found, last = self._index.find(digests), int(self._last_serial[0])
+        above_first = np.where(is_first, _root_numbers(roots), self._serials[above])
+        if max(found) == NO_BLOCK and len(set(digests)) == len(digests):
+            stored, kept, forgotten = np.arange(len(blocks)), blocks, blocks[:0]
+            parents = last + stored
+            parents[firsts] = above_first
+        else:
+            stored, kept, parents, forgotten = self._resolve(
+                blocks, dict(zip(firsts.tolist(), above_first.tolist(), strict=True)), digests, found, contents, refs
+            )
+        serials, keys = np.arange(last + 1, last + 1 + len(stored)), _keys(digests)
+        events = self._stored_events(stored, blocks, digests, dict(zip(firsts.tolist(), above.tolist(), strict=True)))
+        return Stored(kept, blocks[stored], serials, parents, keys[stored], forgotten, events)
+
+    def _resolve(
+        self,
+        blocks: Int64Array,
+        firsts: dict[int, int],
+        digests: list[bytes],
+        found: list[int],
+        contents: bytes,
+        refs: npt.NDArray[np.int32],
+    ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+        """Where digests are there already: which blocks to store, `kept`, the parents of those, and `forgotten`.
+
+        Block by block; `firsts` has the parent of the first one of each sequence.
+        """
+        kept, stored, parents, forgotten = [NO_BLOCK] * len(found), [], [], []
         holders: dict[bytes, tuple[int, int, int]] = {}  # of each digest: a block, its parent and serial
-        start = 0
-        for count, parent in zip(counts, parents_above, strict=True):
-            for i in range(start, start + count):
-                holder, content = holders.get(digests[i]), contents[i * size : (i + 1) * size]
-                if holder is None and found[i] != NO_BLOCK:
-                    other = found[i]
-                    holder = other, int(self._parents[other]), int(self._serials[other])
-                    if not refs[other] and not self._holds(holder, parent, content):
-                        forgotten.append(other)
-                        holder = None
-                if holder is None:
-                    serial += 1
-                    holder = own[i], parent, serial
-                    stored.append(i)
-                    serials.append(serial)
-                    parents.append(parent)
-                elif not self._holds(holder, parent, content):
-                    break  # the digest belongs to other contents that are in use
+        serial, size, parent, stopped = int(self._last_serial[0]), self._block_bytes, 0, False
+        for i, block in enumerate(blocks.tolist()):
+            if i in firsts:
+                parent, stopped = firsts[i], False
+            if stopped:
+                continue
+            holder, content = holders.get(digests[i]), contents[i * size : (i + 1) * size]
+            if holder is None and found[i] != NO_BLOCK:
+                other = found[i]
+                holder = other, int(self._parents[other]), int(self._serials[other])
+                if not refs[other] and not self._holds(holder, parent, content):
+                    forgotten.append(other)
+                    holder = None
+            if holder is None:
+                serial += 1
+                holder = block, parent, serial
+                stored.append(i)
+                parents.append(parent)
+            # The digest of other contents, which are in use, ends what can be found of a sequence.
+            stopped = not self._holds(holder, parent, content)
+            if not stopped:
                 holders[digests[i]] = holder
                 kept[i], _, parent = holder
-            start += count
-        return Stored(
+        return (
+            np.array(stored, np.int64),
             np.array(kept, np.int64),
-            blocks[stored],
-            np.array(serials, np.int64),
             np.array(parents, np.int64),
-            keys[stored],
             np.array(forgotten, np.int64),
-            self._stored_events(stored, blocks, digests, counts, above) if self._listener else [],
         )
 
     def plan(self, removed: Int64Array, stored: Stored | None = None) -> list[Write]:
         """Blocks that can no longer be found, each named once, and those that can from now on."""
         events: list[Event] = []
         if self._listener and len(removed):
-            events.append(BlockRemoved([self._index.digest(block) for block in removed.tolist()], self._medium))
-        writes: list[Write] = [(self._serials, removed, np.zeros_like(removed))]
+            events.append(BlockRemoved(_split(self._index.keys(removed).tobytes(), NUM_BYTES), self._medium))
+        writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))]
         if stored is None:
             writes += self._index.plan(removed, removed[:0], np.empty((0, 2), np.int64))
         else:
@@ -254,7 +271,9 @@ class PrefixCache:
     def follows(self, blocks: Int64Array, root: bytes) -> bool:
         """Whether blocks can be found one after the other, the first one behind the root."""
         serials, parents = self._serials[blocks], self._parents[blocks]
-        return bool((serials != 0).all() and (parents == [_root_number(root), *serials[:-1]][: len(blocks)]).all())
+        return bool(
+            (serials != 0).all() and (parents == [*_root_numbers(_keys([root])), *serials[:-1]][: len(blocks)]).all()
+        )
 
     @property
     def _block_bytes(self) -> int:
@@ -271,27 +290,32 @@ class PrefixCache:
         return [(self._outbox, 0, self._outbox[0] + events)] if events else []
 
     def _stored_events(
-        self, stored: list[int], blocks: Int64Array, digests: list[bytes], counts: Sequence[int], above: Sequence[int]
+        self, stored: Int64Array, blocks: Int64Array, digests: list[bytes], above: dict[int, int]
     ) -> list[Event]:
-        """One event for each run of successive blocks of a sequence."""
-        firsts = dict(zip(np.cumsum([0, *counts[:-1]]).tolist(), above, strict=True))
+        """One event for each run of successive blocks of a sequence; `above` has the block above of each first one."""
         events: list[Event] = []
-        for i, before in zip(stored, [None, *stored], strict=False):
-            if i - 1 != before or i in firsts:
+        before = -1
+        for i in stored.tolist() if self._listener else ():
+            if i - 1 != before or i in above:
                 parent: bytes | None = digests[i - 1]
-                if i in firsts:
-                    parent = None if firsts[i] == NO_BLOCK else self._index.digest(firsts[i])
+                if i in above:
+                    parent = None if above[i] == NO_BLOCK else self._index.keys(np.array([above[i]])).tobytes()
                 event = BlockStored([], parent, [], self.block_size, medium=self._medium)
                 events.append(event)
             event.block_hashes.append(digests[i])
             event.token_ids.extend(self._rows()[blocks[i]].tolist())
+            before = i
         return events
+
+
+def _split(data: bytes, size: int) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 def _keys(digests: list[bytes]) -> Int64Array:
     return np.frombuffer(b"".join(digests), np.int64).reshape(-1, NUM_BYTES // 8)
 
 
-def _root_number(root: bytes) -> int:
-    """A negative number for a root digest."""
-    return ~(int.from_bytes(root[:8], "little") >> 1)
+def _root_numbers(roots: Int64Array) -> Int64Array:
+    """A negative number for each root digest, (n, 2) int64."""
+    return np.asarray(roots[:, 0] | np.iinfo(np.int64).min)

@@ -25,9 +25,9 @@ class Chains:
         self.num_found = np.zeros(max_seqs, np.int64)
         self._low, self._high = np.zeros(max_seqs, np.int64), np.zeros(max_seqs, np.int64)
 
-    def root(self, row: int) -> bytes:
-        """The root digest of a row."""
-        return np.array([self._low[row], self._high[row]]).tobytes()
+    def roots(self, rows: Int64Array) -> Int64Array:
+        """The root digests of rows, (n, 2) int64."""
+        return np.stack([self._low[rows], self._high[rows]], axis=1)
 
     def plan_start(self, rows: Int64Array, num_known: int, num_found: int, root: bytes) -> list[Write]:
         """One row, (1,) int64, begins a sequence."""

@@ -1,13 +1,14 @@
-"""HashIndex: the block with a given digest, for many digests at once."""
+"""HashIndex: the block with a given digest."""
 
 from __future__ import annotations
+
+from struct import iter_unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require
-from ..tally import Tally
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
@@ -18,9 +19,9 @@ _ROOM = 4  # slots for each block, at least
 class HashIndex:
     """Blocks by their 128-bit digests: a hash table with open addressing and linear probing, all of it in arrays.
 
-    A lookup or a change of n digests takes a few array operations for each step of the longest probe. At most half of
-    the slots are ever filled, those of removed blocks included; then the table is made anew, which is O(N) for every N
-    or more blocks put into it.
+    At most half of the slots are ever filled, those of removed blocks included; then the table is made anew, which is
+    O(N) for every N or more blocks put into it. Probes are scalar: a digest costs a hash in Python anyhow, and for as
+    many as a step has, array operations over the rounds of a probe take longer.
 
     Parameters
     ----------
@@ -34,35 +35,24 @@ class HashIndex:
         self._num_filled = np.array([0])
         self._low, self._high = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
         self._places = np.full(num_blocks, NO_BLOCK, np.int64)
-        self._tally = Tally(num_slots)
+        # Indexing these takes half as long.
+        self._views = self._slots.data, self._low.data, self._high.data
 
-    def digest(self, block: int) -> bytes:
-        """The digest under which a block was put in last."""
-        return np.array([self._low[block], self._high[block]]).tobytes()
+    def keys(self, blocks: Int64Array) -> Int64Array:
+        """The digests under which blocks were put in last, (n, 2) int64."""
+        return np.stack([self._low[blocks], self._high[blocks]], axis=1)
 
-    def find(self, keys: Int64Array) -> Int64Array:
-        """The block of each digest, or NO_BLOCK.
-
-        Parameters
-        ----------
-        keys : (n, 2) int64
-            Digests, 8 bytes in each element.
-
-        Returns
-        -------
-        (n,) int64
-        """
-        low, high = keys.T
-        places = self._homes(low)
-        found = np.full(len(keys), NO_BLOCK)
-        pending = np.arange(len(keys))
-        while len(pending):
-            blocks = self._slots.take(places)
-            # NO_BLOCK and _REMOVED look at the last blocks, in vain.
-            same = (self._low[blocks] == low[pending]) & (self._high[blocks] == high[pending]) & (blocks >= 0)
-            found[pending[same]] = blocks[same]
-            further = np.flatnonzero(~same & (blocks != NO_BLOCK))
-            pending, places = pending[further], self._next(places[further])
+    def find(self, digests: list[bytes]) -> list[int]:
+        """The block of each digest, or NO_BLOCK."""
+        slots, low, high = self._views
+        mask, found = len(slots) - 1, []
+        for first, second in iter_unpack("=qq", b"".join(digests)):
+            place = first & mask
+            while (block := slots[place]) != NO_BLOCK and not (
+                block >= 0 and low[block] == first and high[block] == second
+            ):
+                place = place + 1 & mask
+            found.append(block)
         return found
 
     def plan(self, removed: Int64Array, put: Int64Array, keys: Int64Array) -> list[Write]:
@@ -75,27 +65,27 @@ class HashIndex:
         keys : (n, 2) int64
             The digests of `put`, all different.
         """
-        low, high = (np.ascontiguousarray(half) for half in keys.T)
-        writes: list[Write] = [
-            (self._places, removed, np.full(len(removed), NO_BLOCK)),
-            (self._low, put, low),
-            (self._high, put, high),
-        ]
+        writes: list[Write] = []
+        if len(removed):
+            writes = [
+                (self._slots, self._places[removed], np.full(len(removed), _REMOVED, np.int32)),
+                (self._places, removed, np.full(len(removed), NO_BLOCK)),
+            ]
+        if not len(put):
+            return writes
+        low, high = keys[:, 0].copy(), keys[:, 1].copy()
+        writes += [(self._low, put, low), (self._high, put, high)]
         num_filled = int(self._num_filled[0]) + len(put)
         if num_filled <= len(self._slots) // 2:
-            places = self._free_places(self._slots, self._homes(low))
-            writes += [
-                (self._slots, self._places[removed], np.full(len(removed), _REMOVED, np.int32)),
-                (self._slots, places, put.astype(np.int32)),
-            ]
+            places = self._free_places(self._views[0], low)
+            writes.append((self._slots, places, put.astype(np.int32)))
         else:
             kept = self._places != NO_BLOCK
             kept[removed] = False
             put, low = np.concatenate([np.flatnonzero(kept), put]), np.concatenate([self._low[kept], low])
-            fresh = np.full_like(self._slots, NO_BLOCK)
-            places = self._free_places(fresh, self._homes(low))
+            num_filled, fresh = len(put), np.full_like(self._slots, NO_BLOCK)
+            places = self._free_places(fresh.data, low)
             fresh[places] = put
-            num_filled = len(put)
             writes.append((self._slots, np.arange(len(fresh)), fresh))
         return [*writes, (self._places, put, places), (self._num_filled, 0, num_filled)]
 
@@ -103,25 +93,19 @@ class HashIndex:
         """Raise AssertionError unless exactly these blocks, in ascending order, are found by their digests."""
         require(np.array_equal(np.flatnonzero(self._places != NO_BLOCK), blocks), "the index has other blocks")
         require(np.array_equal(self._slots[self._places[blocks]], blocks), "the index has a block in another place")
-        keys = np.stack([self._low[blocks], self._high[blocks]], axis=1)
-        require(np.array_equal(self.find(keys), blocks), "the index does not find a block")
+        digests = [key.tobytes() for key in self.keys(blocks)]
+        require(self.find(digests) == blocks.tolist(), "the index does not find a block")
         filled = np.count_nonzero(self._slots != NO_BLOCK)
         require(filled == self._num_filled[0], "the index counts its slots wrongly")
 
-    def _homes(self, low: Int64Array) -> Int64Array:
-        return low & (len(self._slots) - 1)
-
-    def _next(self, places: Int64Array) -> Int64Array:
-        return (places + 1) & (len(self._slots) - 1)
-
-    def _free_places(self, slots: npt.NDArray[np.int32], homes: Int64Array) -> Int64Array:
-        """The first empty slot at or behind each home, all different."""
-        places, moved = homes, np.zeros(len(homes), bool)
-        while True:
-            # Of those that meet in a slot the last one stays: one that was there before.
-            order = np.argsort(~moved, kind="stable")
-            moved = slots[places] != NO_BLOCK
-            moved[order] |= self._tally.repeated(places[order])
-            if not np.count_nonzero(moved):
-                return places
-            places = np.where(moved, self._next(places), places)
+    @staticmethod
+    def _free_places(slots: memoryview, low: Int64Array) -> Int64Array:
+        """The first empty slot at or behind the home of each digest, all different."""
+        mask = len(slots) - 1
+        taken: dict[int, None] = {}  # in order
+        for first in low.tolist():
+            place = first & mask
+            while slots[place] != NO_BLOCK or place in taken:
+                place = place + 1 & mask
+            taken[place] = None
+        return np.fromiter(taken, np.int64, len(taken))

@@ -3,60 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from html import escape
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..buckets import bucket
-from ..layouts import cache_shapes, storage_dtype
-from .arrays import Arrays
-from .checks import MAX_INT32, as_int, as_ints
-from .guard import Guarded, alone, consistent, exclusive
-from .mirror import Mirror
-from .pool import BlockPool
-from .prefix.cache import PrefixCache
-from .prefix.digests import Hash, blake2b_128, root_digest
-from .prefix.events import Listener
-from .prefix.eviction import LRU, Eviction
-from .rows import Prompt
-from .stats import Stats, draw
-from .table import SequenceTable
-
-
-class Added(NamedTuple):
-    """What `PagedKVCache.add` started.
-
-    Attributes
-    ----------
-    seq : int
-        The handle of the sequence.
-    num_cached : int
-        How many of its first tokens are in the cache already.
-    """
-
-    seq: int
-    num_cached: int
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What the attention operations need to know about a batch of sequences.
-
-    Attributes
-    ----------
-    block_tables : (num_seqs, width) int32
-        Entries at or past ceil(seq_len / P) are unused: -1 on the host, anything on a device.
-    seq_lens : (num_seqs,) int32
-    max_seq_len : int
-        The longest of them, 0 if there are none; known on the host wherever the arrays are.
-    """
-
-    block_tables: Any
-    seq_lens: Any
-    max_seq_len: int
+from .layouts import cache_shapes, storage_dtype
+from .memory.arrays import Arrays
+from .memory.batch import Batch, Batches
+from .memory.checks import MAX_INT32, as_int, per_layer
+from .memory.guard import Guarded, consistent, exclusive
+from .memory.pool import BlockPool
+from .memory.prefix.cache import PrefixCache
+from .memory.prefix.digests import Hash, blake2b_128
+from .memory.prefix.events import Listener
+from .memory.prefix.eviction import LRU, Eviction
+from .memory.prefix.prompt import Added, ids_of, prompt_of
+from .memory.sizing import blocks_in, bytes_of_block
+from .memory.stats import Stats, draw
+from .memory.table import SequenceTable
+from .operations.attention import decode_attention, prefill_attention
+from .operations.caches import write_kv
 
 
 class PagedKVCache(Guarded):
@@ -119,14 +88,17 @@ class PagedKVCache(Guarded):
     def __init__(
         self,
         num_layers: int,
-        num_blocks: int,
+        num_blocks: int | None,
         block_size: int,
         num_kv_heads: int,
         head_dim: int,
         dtype: Any = "float32",
         layout: str = "NHD",
         *,
+        memory: str | int | float | None = None,
         kv_dtype: str | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
         max_seqs: int = 256,
         max_seq_len: int | None = None,
         array_module: ModuleType | str = "numpy",
@@ -139,33 +111,51 @@ class PagedKVCache(Guarded):
         num_layers = as_int("num_layers", num_layers, minimum=1)
         num_kv_heads = as_int("num_kv_heads", num_kv_heads)
         head_dim = as_int("head_dim", head_dim)
-        self.pool = BlockPool(num_blocks)
         block_size = as_int("block_size", block_size, minimum=1, maximum=MAX_INT32)
+        self._arrays = Arrays(array_module, device)
+        stored = storage_dtype(dtype, kv_dtype)
+        self._block_bytes = bytes_of_block(num_layers, block_size, num_kv_heads, head_dim, layout, stored.itemsize)
+        if (num_blocks is None) == (memory is None):
+            raise ValueError("either num_blocks or memory must be given, and not both")
+        self.pool = BlockPool(
+            as_int("num_blocks", num_blocks) if memory is None else blocks_in(memory, self._block_bytes, self._arrays)
+        )
         if max_seq_len is None:
             max_blocks = min(self.pool.num_blocks, MAX_INT32 // block_size)
         else:
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
-        self._arrays = Arrays(array_module, device)
-        found = (
-            PrefixCache(
-                self.pool.num_blocks,
-                block_size,
-                eviction=eviction,
-                hash_of=hash_of,
-                listener=events,
-                medium="GPU" if self._arrays.on_device else "CPU",
+        found = None
+        if prefix_cache:
+            medium = "GPU" if self._arrays.on_device else "CPU"
+            found = PrefixCache(
+                self.pool.num_blocks, block_size, eviction=eviction, hash_of=hash_of, listener=events, medium=medium
             )
-            if prefix_cache
-            else None
-        )
         self.table = SequenceTable(self.pool, block_size, max_seqs, max_blocks, prefix_cache=found)
-        stored = storage_dtype(dtype, kv_dtype)
-        k_shape, v_shape = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_dim, stored.itemsize)
-        self.k_caches = tuple(self._arrays.zeros((num_layers, *k_shape), stored))
-        self.v_caches = tuple(self._arrays.zeros((num_layers, *v_shape), stored))
-        self._mirrors = self._make_mirrors() if self._arrays.on_device else None
+        self._scales = per_layer("k_scale", k_scale, num_layers), per_layer("v_scale", v_scale, num_layers)
+        shapes = cache_shapes(layout, self.pool.num_blocks, block_size, num_kv_heads, head_dim, stored.itemsize)
+        self.k_caches, self.v_caches = (tuple(self._arrays.zeros((num_layers, *shape), stored)) for shape in shapes)
+        self._options = {"layout": layout, "kv_dtype": kv_dtype}
+        self._batches = Batches(self.table, self._arrays, grows=max_seq_len is None)
         self._pins: dict[str, int] = {}
         self._guard = self.pool._guard
+
+    def __repr__(self) -> str:
+        what = f"{len(self.k_caches)} layers of {tuple(self.k_caches[0].shape)} {self.k_caches[0].dtype}"
+        return f"PagedKVCache({what}; {self.table.num_seqs} sequences, {self.num_free} blocks free)"
+
+    @property
+    def block_size(self) -> int:
+        """P, tokens per block."""
+        return self.table.block_size
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, the cached ones included."""
+        return self.pool.num_free
+
+    def seq_lens(self, seqs: Any) -> npt.NDArray[np.int32]:
+        """The lengths of sequences, (num_seqs,) int32, on the host: `SequenceTable.seq_lens`."""
+        return self.table.seq_lens(seqs)
 
     @exclusive
     def add(self, tokens: int | Sequence[int], salt: str | bytes | None = None) -> Added:
@@ -196,7 +186,7 @@ class PagedKVCache(Guarded):
         OutOfBlocksError
             Too few blocks are free.
         """
-        seq, num_cached, copies, writes = self.table._rows.plan_add(self._prompt(tokens, salt))
+        seq, num_cached, copies, writes = self.table._rows.plan_add(prompt_of(tokens, salt))
         added = Added(seq, num_cached)
         self._copy(copies)
         self.pool._commit(writes)
@@ -232,7 +222,7 @@ class PagedKVCache(Guarded):
         RuntimeError
             On a device, while its current stream is being captured in a CUDA graph.
         """
-        new_slots, copies, writes = self.table._rows.plan_append(seqs, n, None if tokens is None else _ids(tokens))
+        new_slots, copies, writes = self.table._rows.plan_append(seqs, n, None if tokens is None else ids_of(tokens))
         self._copy(copies)
         slots = self._arrays.asarray(new_slots)
         self.pool._commit(writes)
@@ -268,7 +258,7 @@ class PagedKVCache(Guarded):
         tokens, salt
             As in `add`.
         """
-        return self.table._rows.num_cached(self._prompt(tokens, salt))
+        return self.table._rows.num_cached(prompt_of(tokens, salt))
 
     @consistent
     def can_add(self, tokens: int | Sequence[int], salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
@@ -281,7 +271,7 @@ class PagedKVCache(Guarded):
         reserve : int
             Blocks that must stay free besides: one for each running sequence, say, so that all can go on decoding.
         """
-        return self.table._rows.can_add(self._prompt(tokens, salt), as_int("reserve", reserve))
+        return self.table._rows.can_add(prompt_of(tokens, salt), as_int("reserve", reserve))
 
     @exclusive
     def pin(self, name: str, tokens: Sequence[int], salt: str | bytes | None = None) -> int:
@@ -310,7 +300,7 @@ class PagedKVCache(Guarded):
         """
         if name in self._pins:
             raise ValueError(f"name must be a new one, got {name!r}, which is pinned: unpin it first")
-        seq, length, writes = self.table._rows.plan_hold(self._prompt(tokens, salt))
+        seq, length, writes = self.table._rows.plan_hold(prompt_of(tokens, salt))
         self.pool._commit([*writes, (vars(self), "_pins", self._pins | {name: seq})])
         return length
 
@@ -357,34 +347,81 @@ class PagedKVCache(Guarded):
         """Slots of the tokens start..stop-1 of a sequence, (stop - start,) int64: `SequenceTable.slots`."""
         return self._arrays.asarray(self.table.slots(seq, start, stop))
 
-    def batch(self, seqs: Any) -> Batch:
-        """The block tables and lengths of sequences.
+    def batch(self, seqs: Any, query_lens: Any = None) -> Batch:
+        """The block tables and lengths of sequences, and where their query rows are.
 
         On the host they are new arrays. On a device they are views of buffers that stay in place; only rows that have
         changed are copied there, and the next call overwrites them in stream order. Their tables have room for the
         batch's longest length, rounded up to a power of two of at least 256 tokens, so that their shape changes as
-        seldom as the plan of an attention call. Tables and lengths are of the same instant: another thread's call is
-        waited for.
+        seldom as the plan of an attention call. Without max_seq_len the buffers move where that exceeds what they were
+        made for. Tables and lengths are of the same instant: another thread's call is waited for.
+
+        Parameters
+        ----------
+        seqs : handles
+            (num_seqs,).
+        query_lens : int, or (num_seqs,) ints, or None
+            How many of the last tokens of every sequence, or of each, are computed; None for the last one, as a decode
+            step does.
 
         Raises
         ------
+        ValueError
+            More query tokens than a sequence has tokens.
         KeyError
             A sequence that was freed or never was.
         RuntimeError
             On a device, in the middle of another call of the same thread; something has to be sent there while the
             device's current stream is being captured in a CUDA graph.
         """
-        if self._mirrors is not None:
-            return self._mirrored_batch(seqs)
-        block_tables, seq_lens = self.table._batch(seqs)
-        return Batch(self._arrays.asarray(block_tables), self._arrays.asarray(seq_lens), _longest(seq_lens))
+        return self._batches.of(seqs, query_lens)
 
-    def _prompt(self, tokens: int | Sequence[int], salt: str | bytes | None) -> Prompt:
-        root = root_digest(salt)
-        if isinstance(tokens, (int, np.integer)):
-            return Prompt(as_int("num_tokens", tokens), None, root)
-        ids = _ids(tokens)
-        return Prompt(len(ids), ids, root)
+    def write(self, layer: int, k: Any, v: Any, slots: Any, **options: Any) -> None:
+        """Write the keys and values of new tokens into their slots in one layer: `write_kv`.
+
+        Parameters
+        ----------
+        layer : int
+        k, v : (num_tokens, num_kv_heads, head_dim) array
+        slots : (num_tokens,) int64 array
+            Of `append`, or of `slots`.
+        **options
+            `backend` and `check` of :func:`~pagedkv.write_kv`. Layout, kv_dtype and scales are the cache's.
+        """
+        k_cache, v_cache, ours = self._layer(layer)
+        write_kv(k, v, k_cache, v_cache, slots, **ours, **options)
+
+    def attend(self, layer: int, q: Any, batch: Batch, **options: Any) -> Any:
+        """Let the query tokens of a batch attend to their sequences in one layer.
+
+        Parameters
+        ----------
+        layer : int
+        q : (num_tokens, num_heads, head_dim) array
+            The rows of all sequences, in the order of the batch: see `Batch.query_starts`.
+        batch : Batch
+            Of `batch`, after the keys and values of all its tokens were written.
+        **options
+            Those of :func:`~pagedkv.decode_attention`, which computes a batch with one row for each sequence, and
+            :func:`~pagedkv.prefill_attention`, which computes others. Layout, kv_dtype and scales are the cache's.
+
+        Returns
+        -------
+        (num_tokens, num_heads, head_dim) array, and with return_lse=True the LSE
+        """
+        k_cache, v_cache, ours = self._layer(layer)
+        options |= ours | {"max_seq_len": batch.max_seq_len}
+        tables, lens = batch.block_tables, batch.seq_lens
+        if batch.is_decode:
+            return decode_attention(q, k_cache, v_cache, tables, lens, **options)
+        return prefill_attention(q, k_cache, v_cache, tables, lens, batch.query_starts, **options)
+
+    def _layer(self, layer: int) -> tuple[Any, Any, dict[str, Any]]:
+        """K and V of a layer, and how they are stored."""
+        layer = as_int("layer", layer, maximum=len(self.k_caches) - 1)
+        k_scales, v_scales = self._scales
+        options = self._options | {"k_scale": k_scales[layer], "v_scale": v_scales[layer]}
+        return self.k_caches[layer], self.v_caches[layer], options
 
     def _copy(self, copies: npt.NDArray[np.int64]) -> None:
         """Copy blocks in all layers, before the commit: until then the destinations are free blocks."""
@@ -393,23 +430,10 @@ class PagedKVCache(Guarded):
             for cache in (*self.k_caches, *self.v_caches):
                 cache[destinations] = cache[sources]
 
-    def _make_mirrors(self) -> tuple[Mirror, Mirror]:
-        rows = self.table.max_seqs
-        return Mirror(self._arrays, rows, self.table.max_blocks), Mirror(self._arrays, rows, 1)
-
-    @alone
-    def _mirrored_batch(self, seqs: Any) -> Batch:
-        assert self._mirrors is not None
-        tables, lens = self._mirrors
-        block_tables, seq_lens = self.table._batch(seqs)
-        longest = _longest(seq_lens)
-        room = min(-(-bucket(longest) // self.table.block_size), self.table.max_blocks)
-        return Batch(tables.update(block_tables, room), lens.update(seq_lens[:, None])[:, 0], longest)
-
     @consistent
     def stats(self) -> Stats:
         """How full the pool is, at one instant: another thread's call is waited for."""
-        return Stats.of(self.table)
+        return Stats.of(self.table, self._block_bytes)
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant of the pool and the table holds."""
@@ -422,17 +446,4 @@ class PagedKVCache(Guarded):
 
     @consistent
     def _repr_html_(self) -> str:
-        return f"{self.stats().to_html()}{pool_map(self.table).to_html()}"
-
-
-def _ids(tokens: Any) -> npt.NDArray[np.int32]:
-    """Token ids as a new array."""
-    ids = as_ints("tokens", tokens)
-    if len(ids) and (ids.min() < 0 or ids.max() > MAX_INT32):
-        wrong = ids[(ids < 0) | (ids > MAX_INT32)][0]
-        raise ValueError(f"tokens must be ids in 0..2**31 - 1, got {wrong}")
-    return ids.astype(np.int32)
-
-
-def _longest(seq_lens: npt.NDArray[np.int32]) -> int:
-    return int(seq_lens.max(initial=0))
+        return f"{self.stats().to_html()}<pre>{escape(self.plot())}</pre>"

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+import pagedkv
+from pagedkv import PagedKVCache
 from pagedkv.errors import CapacityError, OutOfBlocksError
-from pagedkv.memory import Batch, PagedKVCache, Stats
+from pagedkv.memory import Batch, Stats
+from pagedkv.memory.arrays import Arrays
 
-from .manager import refused
+from .memory.manager import refused
 
 LAYERS, BLOCKS, P, HEADS, DIM = 3, 10, 8, 2, 16
 REST_OF_STATS = [field.name for field in dataclasses.fields(Stats)][3:]
@@ -140,7 +143,8 @@ def test_sequences_come_and_go():
 
 def test_stats():
     cache = make()
-    assert cache.stats() == Stats(10, used=0, free=10, **dict.fromkeys(REST_OF_STATS, 0))
+    num_bytes = sum(array.nbytes for array in (*cache.k_caches, *cache.v_caches))
+    assert cache.stats() == Stats(10, used=0, free=10, **dict.fromkeys(REST_OF_STATS, 0) | {"num_bytes": num_bytes})
     seq = cache.add(2 * P + 3).seq
     [fork] = cache.fork(seq)
     cache.truncate(fork, P + 1)
@@ -156,6 +160,8 @@ def test_stats():
         contiguous_blocks=15,
         queried_tokens=0,
         hit_tokens=0,
+        num_bytes=10 * 2 * LAYERS * P * HEADS * DIM * 4,
+        used_bytes=4 * 2 * LAYERS * P * HEADS * DIM * 4,
     )
     cache.truncate(seq, P + 3)
     assert cache.stats().wasted_slots == P - 3
@@ -262,3 +268,177 @@ def test_an_append_without_blocks_for_the_copies_changes_no_cache():
     fill(cache)
     with refused(cache, OutOfBlocksError, r"^1 blocks asked for, 0 of 10 are free$"):
         cache.append(seqs)
+
+
+# -- what a server needs at hand
+def test_what_there_is_room_for():
+    cache = make(max_seqs=2)
+    assert (cache.num_free, cache.block_size) == (BLOCKS, P)
+    assert cache.can_add(40)
+    assert not cache.can_add(41), "longer than a sequence can be"
+    seq = cache.add(40).seq
+    assert cache.can_add(5 * P)
+    assert not cache.can_add(4 * P + 1, reserve=1)
+    assert cache.can_add(4 * P, reserve=1)
+    assert cache.table.can_add(4 * P, reserve=1)
+    assert cache.seq_lens([seq, seq]).tolist() == [40, 40]
+    other = cache.add(5 * P).seq
+    cache.truncate(other, 0)
+    assert not cache.can_add(0), "no row is free"
+    with pytest.raises(ValueError, match=r"^reserve must be at least 0, got -1$"):
+        cache.can_add(1, reserve=-1)
+
+
+def test_blocks_that_are_found_need_room_only_if_nobody_has_them():
+    cache = make()
+    tokens = list(range(40))
+    seq = cache.add(tokens).seq
+    cache.commit(seq)
+    assert cache.can_add(tokens, reserve=4)
+    assert not cache.can_add(tokens, reserve=5), "the last token is computed again, in a copy"
+    cache.free(seq)
+    assert cache.can_add(tokens, reserve=5)
+    assert not cache.can_add(tokens, reserve=6)
+    assert not cache.can_add(tokens, "salt", reserve=6)
+
+
+def test_repr_says_how_full_they_are():
+    cache = make()
+    cache.add(list(range(P)))
+    assert repr(cache) == "PagedKVCache(3 layers of (10, 8, 2, 16) float32; 1 sequences, 9 blocks free)"
+    assert repr(cache.table) == "SequenceTable(block_size=8, max_seqs=4, max_blocks=5; 1 sequences, 9 blocks free)"
+    assert repr(cache.pool) == "BlockPool(num_blocks=10; 9 free, 0 of them cached)"
+
+
+def test_out_of_blocks_says_how_many():
+    cache = make()
+    cache.add(40)
+    cache.add(3 * P)
+    with pytest.raises(OutOfBlocksError) as raised:
+        cache.add(3 * P)
+    assert (raised.value.requested, raised.value.free) == (3, 2)
+
+
+@pytest.mark.parametrize("array_module", ARRAYS)
+def test_where_the_query_rows_of_a_batch_are(array_module):
+    cache = make(array_module=array_module)
+    seqs = [cache.add(n).seq for n in (P + 1, 0, 3)]
+    for query_lens, starts, positions, is_decode in (
+        (None, [0, 1, 1, 2], [P, 2], False),
+        ([3, 0, 3], [0, 3, 3, 6], [P - 2, P - 1, P, 0, 1, 2], False),
+        (0, [0, 0, 0, 0], [], False),
+    ):
+        batch = cache.batch(seqs, query_lens)
+        assert batch.query_starts.tolist() == starts
+        assert batch.positions.tolist() == positions
+        assert batch.is_decode == is_decode
+        assert isinstance(batch.positions, ARRAYS[array_module])
+        assert str(batch.query_starts.dtype).removeprefix("torch.") == "int32"
+        assert str(batch.positions.dtype).removeprefix("torch.") == "int64"
+    assert cache.batch([seqs[0], seqs[2]]).is_decode
+
+
+def test_more_query_rows_than_tokens():
+    cache = make()
+    seqs = [cache.add(n).seq for n in (5, 3)]
+    with refused(cache, ValueError, rf"^query_lens must be at most the 3 tokens of sequence {seqs[1]}, got 4$"):
+        cache.batch(seqs, 4)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "vllm"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "scales"), [("float32", None, (None, None)), ("float32", "fp8_e4m3", (0.5, [0.25, 2.0, 1.0]))]
+)
+def test_write_and_attend_know_how_the_cache_is_stored(layout, dtype, kv_dtype, scales):
+    cache = make(dtype=dtype, layout=layout, kv_dtype=kv_dtype, k_scale=scales[0], v_scale=scales[1])
+    seqs = [cache.add(n).seq for n in (P + 1, 3)]
+    slots = np.concatenate([cache.slots(seq, 0, n) for seq, n in zip(seqs, (P + 1, 3), strict=True)])
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, P + 4, HEADS, DIM), np.float32)
+    q = rng.standard_normal((P + 4, 4, DIM), np.float32)
+    batch, ends = cache.batch(seqs, [P + 1, 3]), [P, P + 3]
+    for layer in range(LAYERS):
+        options = {"layout": layout, "kv_dtype": kv_dtype, "k_scale": scales[0]}
+        options["v_scale"] = scales[1][layer] if scales[1] else None
+        cache.write(layer, k, v, slots)
+        caches = cache.k_caches[layer], cache.v_caches[layer]
+        stored_k, stored_v = pagedkv.gather_kv(*caches, batch.block_tables[0], P + 1, **options)
+        np.testing.assert_allclose(stored_k, k[: P + 1], rtol=0.07 if kv_dtype else 0, atol=0.02 if kv_dtype else 0)
+        np.testing.assert_allclose(stored_v, v[: P + 1], rtol=0.07 if kv_dtype else 0, atol=0.02 if kv_dtype else 0)
+        where = batch.block_tables, batch.seq_lens
+        expected = pagedkv.prefill_attention(q, *caches, *where, batch.query_starts, **options)
+        assert (cache.attend(layer, q, batch) == expected).all()
+        decoded, lse = cache.attend(layer, q[ends], cache.batch(seqs), return_lse=True)
+        assert (decoded == pagedkv.decode_attention(q[ends], *caches, *where, **options)).all()
+        assert lse.shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.attend(3, None, None), r"^layer must be at most 2, got 3$"),
+        (lambda c: c.write(-1, None, None, None), r"^layer must be at least 0, got -1$"),
+        (lambda c: make(k_scale=[1.0, 1.0]), r"^k_scale must be one for all layers, or a list of 3, got 2$"),
+    ],
+)
+def test_layers_that_are_not_there(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(make())
+
+
+BLOCK_BYTES = 2 * LAYERS * P * HEADS * DIM * 4
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_blocks"),
+    [
+        (BLOCK_BYTES, 1),
+        (10 * BLOCK_BYTES - 1, 9),
+        (np.int64(10 * BLOCK_BYTES).item(), 10),
+        ("240KiB", 240 * 1024 // BLOCK_BYTES),
+        (" 1.5 MB ", 1_500_000 // BLOCK_BYTES),
+        (0.5, 5),
+    ],
+)
+def test_blocks_in_an_amount_of_memory(monkeypatch, memory, num_blocks):
+    monkeypatch.setattr(Arrays, "free_bytes", lambda self: 10 * BLOCK_BYTES)
+    cache = PagedKVCache(LAYERS, None, P, HEADS, DIM, memory=memory)
+    assert cache.pool.num_blocks == len(cache.k_caches[0]) == num_blocks
+    assert cache.stats().num_bytes == num_blocks * BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "memory", "error", "message"),
+    [
+        (None, None, ValueError, r"^either num_blocks or memory must be given, and not both$"),
+        (4, "2GiB", ValueError, r"^either num_blocks or memory must be given, and not both$"),
+        (None, "2 gigs", ValueError, r"^memory must be a number and a unit, such as 2GiB or 500MB, got '2 gigs'$"),
+        (None, "2kiB", ValueError, r"^memory must be a number and a unit"),
+        (None, 1.5, ValueError, r"^memory must be a share from 0.0 to 1.0, or bytes as an int, got 1.5$"),
+        (None, True, TypeError, r"^memory must be a str, an int or a float, got bool$"),
+        (None, BLOCK_BYTES - 1, ValueError, rf"^memory must be at least {BLOCK_BYTES} bytes, one block in all layers"),
+    ],
+)
+def test_amounts_of_memory_that_cannot_be(num_blocks, memory, error, message):
+    with pytest.raises(error, match=message):
+        PagedKVCache(LAYERS, num_blocks, P, HEADS, DIM, memory=memory)
+
+
+def test_free_memory_of_the_host():
+    assert 0 < Arrays("numpy").free_bytes() < 2**60
+
+
+def test_a_table_that_grows_with_its_longest_sequence():
+    cache = PagedKVCache(1, 100_000, 1, 1, 8, max_seqs=1000)
+    rows = cache.table._rows
+    assert rows.blocks.nbytes == 4 * 4 * 100_000, "4 entries for each block, not 1000"
+    seqs = [cache.add(n).seq for n in (300, 401)]
+    assert rows.blocks.shape[1] == 800
+    [fork] = cache.fork(seqs[0])
+    cache.append(fork, 501)
+    with refused(cache, OutOfBlocksError):
+        cache.append(fork, 99_199)
+    with refused(cache, ValueError, rf"^n must be at most 99199, .* for sequence {fork}, got 99200$"):
+        cache.append(fork, 99_200)
+    assert cache.batch([*seqs, fork]).block_tables[2, 299:302].tolist() == [299, 701, 702]
+    cache.check()

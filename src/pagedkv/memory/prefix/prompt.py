@@ -1,0 +1,66 @@
+"""Prompt: the tokens that a sequence begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import MAX_INT32, as_int, as_ints
+from .digests import NO_SALT, root_digest
+
+
+class Prompt(NamedTuple):
+    """The tokens that a sequence begins with, if they are known.
+
+    Attributes
+    ----------
+    num_tokens : int
+    tokens : (num_tokens,) int32 or None
+    root : bytes
+        The root digest of its salt.
+    """
+
+    num_tokens: int
+    tokens: npt.NDArray[np.int32] | None = None
+    root: bytes = NO_SALT
+
+
+class Added(NamedTuple):
+    """What `PagedKVCache.add` started.
+
+    Attributes
+    ----------
+    seq : int
+        The handle of the sequence.
+    num_cached : int
+        How many of its first tokens are in the cache already.
+    """
+
+    seq: int
+    num_cached: int
+
+
+def prompt_of(tokens: int | Sequence[int], salt: str | bytes | None) -> Prompt:
+    """How many tokens, or which, and their salt."""
+    root = root_digest(salt)
+    if isinstance(tokens, (int, np.integer)):
+        return Prompt(as_int("num_tokens", tokens), None, root)
+    ids = ids_of(tokens)
+    return Prompt(len(ids), ids, root)
+
+
+def ids_of(tokens: Any) -> npt.NDArray[np.int32]:
+    """Token ids as a new array.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not integers, or one that is not in 0..2**31 - 1.
+    """
+    ids = as_ints("tokens", tokens)
+    if len(ids) and (ids.min() < 0 or ids.max() > MAX_INT32):
+        raise ValueError(f"tokens must be ids in 0..2**31 - 1, got {ids[(ids < 0) | (ids > MAX_INT32)][0]}")
+    return ids.astype(np.int32)

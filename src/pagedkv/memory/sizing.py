@@ -1,0 +1,56 @@
+"""Sizing: how many blocks go into an amount of memory."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ..layouts import cache_shapes
+from .arrays import Arrays
+
+_UNITS = {"B": 1} | {f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
+_UNITS |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")}
+
+
+def bytes_of_block(
+    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, layout: str, itemsize: int
+) -> int:
+    """The bytes of one block in K and V of all layers."""
+    shapes = cache_shapes(layout, 1, block_size, num_kv_heads, head_dim, itemsize)
+    return num_layers * itemsize * sum(math.prod(shape) for shape in shapes)
+
+
+def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays) -> int:
+    """How many blocks an amount of memory holds.
+
+    Parameters
+    ----------
+    memory : str, int or float
+        "2GiB", a number of bytes, or a share of what is free now on the device of `arrays`, between 0.0 and 1.0.
+    block_bytes : int
+        Of one block.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `memory` is nothing of that, or less than one block.
+    """
+    num_bytes = _bytes(memory, arrays)
+    if num_bytes < block_bytes:
+        raise ValueError(f"memory must be at least {block_bytes} bytes, one block in all layers, got {num_bytes}")
+    return num_bytes // block_bytes
+
+
+def _bytes(memory: str | int | float, arrays: Arrays) -> int:
+    if isinstance(memory, bool) or not isinstance(memory, (str, int, float)):
+        raise TypeError(f"memory must be a str, an int or a float, got {type(memory).__name__}")
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)\s*", memory)
+        if match is None or match[2] not in _UNITS:
+            raise ValueError(f"memory must be a number and a unit, such as 2GiB or 500MB, got {memory!r}")
+        return int(float(match[1]) * _UNITS[match[2]])
+    if isinstance(memory, float):
+        if not 0.0 < memory <= 1.0:
+            raise ValueError(f"memory must be a share from 0.0 to 1.0, or bytes as an int, got {memory}")
+        return int(memory * arrays.free_bytes())
+    return memory
