@@ -315,7 +315,8 @@ class PagedKVCache(Guarded):
         """
         if name not in self._pins:
             raise KeyError(f"no pin is called {name!r}")
-        left = {other: seq for other, seq in self._pins.items() if other != name}
+        left = self._pins.copy()
+        del left[name]
         self.pool._commit([*self.table._rows.plan_free(self._pins[name]), (vars(self), "_pins", left)])
 
     @exclusive

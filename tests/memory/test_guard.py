@@ -13,7 +13,7 @@ from pagedkv import PagedKVCache, commit
 from pagedkv.memory import BlockPool, Stats
 
 from ..programs import printed_by
-from .transactions.scene import MUTATIONS, Scene
+from .transactions.scene import LATE, MUTATIONS, Scene
 
 
 @pytest.fixture(params=MUTATIONS)
@@ -69,6 +69,8 @@ READS = {
     "seq_lens": lambda s: s.cache.table.seq_lens([s.seq, s.other]).tolist(),
     "block_tables": lambda s: s.cache.table.block_tables([s.seq, s.other]).tolist(),
     "num_tokens": lambda s: s.cache.table.num_tokens,
+    "find": lambda s: s.cache.find(LATE),
+    "can_add": lambda s: s.cache.can_add(20),
     "block_fills": lambda s: s.cache.table.block_fills().tolist(),
     "block_owners": lambda s: s.cache.table.block_owners().tolist(),
 }

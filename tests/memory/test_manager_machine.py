@@ -130,6 +130,21 @@ class ManagerMachine(RuleBasedStateMachine):
         self.append(data.draw(st.permutations([seq, *forks]))[:wander], 1)
 
     @precondition(lambda self: self.model)
+    @rule(data=st.data(), wander=st.integers(0, 4))
+    def reorder(self, data, wander):
+        """Go on with the tokens of others, and give a few tokens of their own."""
+        seqs = [int(seq) for seq in self.pick(data, FEW | ALL)]
+        parents = data.draw(st.lists(st.integers(0, len(seqs) - 1), min_size=len(seqs), max_size=len(seqs)))
+        self.table.reorder(seqs, data.draw(st.sampled_from([list, tuple, np.array]))(parents))
+        self.model |= {seq: self.model[seqs[parent]].copy() for seq, parent in zip(seqs, parents, strict=True)}
+        assert self.pool.num_free == self.pool.num_blocks - len(np.unique(self.used_blocks()))
+        self.append(data.draw(st.permutations(seqs))[:wander], 1)
+
+    def used_blocks(self):
+        tables = self.table.block_tables(list(self.model))
+        return tables[tables >= 0]
+
+    @precondition(lambda self: self.model)
     @rule(data=st.data(), beyond=st.sampled_from([0, 0, 0, 0, 1]))
     def truncate(self, data, beyond):
         seqs = self.pick(data, FEW)

@@ -7,7 +7,7 @@ import pytest
 
 from pagedkv.memory import BlockPool, SequenceTable
 
-from .manager import refused
+from .manager import refused, state
 
 
 def lens(table, seqs):
@@ -306,12 +306,47 @@ def test_check_finds(table, where, index, value, message):
         table.check()
 
 
-def test_every_block_says_a_sequence_that_has_it(table):
-    first, second = table.add(6), table.add(3)
-    [fork] = table.fork(first)
-    table.append(fork)
-    owners = table.block_owners().tolist()
-    assert owners[0] in (first, fork)
-    assert owners[1:] == [first, second, fork, *[-1] * 8]
-    table.free([first, second])
-    assert table.block_owners().tolist() == [fork, -1, -1, fork, *[-1] * 8]
+def test_beams_go_on_with_the_tokens_of_others(table):
+    seqs = [table.add(n) for n in (6, 9, 3)]
+    table.reorder(seqs, [1, 1, 0])
+    assert lens(table, seqs) == [9, 9, 6]
+    assert table.block_tables(seqs).tolist() == [[2, 3, 4], [2, 3, 4], [0, 1, -1]]
+    assert table.pool.ref_counts[:6].tolist() == [1, 1, 2, 2, 2, 0]
+    assert table.pool.num_free == 7, "what only the third one had is free"
+    slots, copies = table.append(seqs)
+    assert slots.tolist() == [21, 17, 6]
+    assert copies.tolist() == [[4, 5]]
+    table.check()
+
+
+def test_a_reorder_of_nothing_changes_nothing(table):
+    seqs = [table.add(6), table.add(3)]
+    before = state(table)
+    table.reorder(seqs, [0, 1])
+    table.reorder([], [])
+    assert state(table) == before
+
+
+def test_forks_of_several_sequences(table):
+    seqs = [table.add(6), table.add(3)]
+    forks = table.fork(seqs)
+    assert lens(table, forks) == [6, 3]
+    assert table.block_tables(forks).tolist() == [[0, 1], [2, -1]]
+    assert table.pool.ref_counts[:4].tolist() == [2, 2, 2, 0]
+    assert table.fork([]) == []
+    table.check()
+
+
+def test_70_000_references_to_one_block():
+    table = SequenceTable(BlockPool(4), block_size=2, max_seqs=70_001, max_blocks=2)
+    seq = table.add(3)
+    forks = table.fork(seq, 69_999)
+    assert table.pool.ref_counts.tolist() == [70_000, 70_000, 0, 0]
+    assert table.append(forks[7]).copies.tolist() == [[1, 2]]
+    table.reorder(forks[:2], [1, 0])
+    table.check()
+    table.free(forks)
+    assert table.pool.ref_counts.tolist() == [1, 1, 0, 0]
+    assert table.pool.num_shared == 0
+    table.free(seq)
+    table.check()

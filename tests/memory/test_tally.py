@@ -19,5 +19,7 @@ def test_tally(first, second):
             }
         assert [counts[place] for place in last] == [values.count(value) for value in values]
         assert counts.sum() == len(values)
+        distinct = np.array(sorted(set(values)), np.int64)
+        assert tally.among(distinct, np.array(second, np.int64)).tolist() == [value in second for value in distinct]
         repeated = tally.repeated(np.array(values, np.int64))
         assert repeated.tolist() == [value in values[place + 1 :] for place, value in enumerate(values)]

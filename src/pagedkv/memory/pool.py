@@ -235,10 +235,10 @@ class BlockPool(Guarded):
                 forgotten = np.concatenate([forgotten, stored.forgotten])
             blank = forgotten[self._refs[forgotten] == 0]
             if len(blank) and len(leaving):
-                blank = blank[~np.isin(blank, leaving)]
+                blank = blank[~self._tally.among(blank, leaving)]
             kept = cache.is_findable(freed)
             if len(freed) and len(forgotten):
-                kept &= ~np.isin(freed, forgotten)
+                kept &= ~self._tally.among(freed, forgotten)
             if len(leaving) or len(blank) or num_blank < num_new:
                 evicted, left = cache.eviction.plan_leave(np.concatenate([leaving, blank]), num_new - num_blank)
                 new_blocks, forgotten = np.concatenate([new_blocks, evicted]), np.concatenate([forgotten, evicted])

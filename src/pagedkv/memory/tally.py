@@ -31,6 +31,10 @@ class Tally:
         places = np.arange(len(values))
         return self._last_places(values, places) != places
 
+    def among(self, values: Array, others: Array) -> Array:
+        """Which values, all different, are among others, (n,) bool."""
+        return self.repeated(np.concatenate([values, others]))[: len(values)]
+
     def _last_places(self, values: Array, places: Array) -> Array:
         # An index that repeats stores the last of its values, and only what was just stored is read back.
         self._last[values] = places

@@ -6,24 +6,38 @@ from pagedkv import PagedKVCache
 
 from ..manager import state
 
+LATE = [7, 8, 9, 7, 8, 9, 7, 8]
+
 
 class Scene:
-    """A cache in which the forks share a partial block, and one sequence is about to fill up its own."""
+    """A cache in which the forks share a partial block, and one sequence is about to fill up its own.
+
+    Some blocks can be found, in use and not, and one sequence has full blocks that are not committed yet, the first of
+    them like one that is.
+    """
 
     def __init__(self) -> None:
-        self.cache = PagedKVCache(2, 12, 4, 1, 8, max_seqs=6, max_seq_len=20)
-        self.cache.k_caches[0][:] = np.arange(12)[:, None, None, None]
+        self.events = []
+        self.cache = PagedKVCache(2, 16, 4, 1, 8, max_seqs=9, max_seq_len=20, events=self.events.append)
+        self.cache.k_caches[0][:] = np.arange(16)[:, None, None, None]
         self.seq = self.cache.add(6).seq
         self.forks = self.cache.fork(self.seq, 2)
         self.other = self.cache.add(8).seq
         self.cache.free(self.cache.add(1).seq)
+        self.late = self.cache.add(LATE).seq
+        cached = self.cache.add(LATE[:4] + [0] * 5).seq
+        self.cache.commit(cached)
+        self.cache.truncate(cached, 4)
+        self.cache.pin("first", LATE[:4])
+        self.cache.free(cached)
 
     def contents(self) -> bytes:
         """K of all blocks in use; what is in the free ones does not matter."""
         return np.stack(self.cache.k_caches)[:, self.cache.pool.ref_counts > 0].tobytes()
 
     def everything(self) -> tuple:
-        arrays = state(self.cache)
+        # Events that an interrupt keeps from the listener come with those of the next change.
+        arrays = {name: content for name, content in state(self.cache).items() if not name.endswith("._outbox")}
         del arrays["k_caches"], arrays["v_caches"]
         return arrays, self.contents()
 
@@ -40,4 +54,13 @@ MUTATIONS = {
     "fork": lambda s: s.cache.fork(s.seq, 2),
     "truncate": lambda s: s.cache.truncate([s.other, s.seq], [3, 4]),
     "free": lambda s: s.cache.free([s.seq, s.other]),
+    "reorder": lambda s: s.cache.reorder([s.other, s.seq, s.forks[0]], [1, 0, 0]),
+    "add, found": lambda s: s.cache.add([*LATE[:4], 0, 0, 0, 0, 1]),
+    "add, all found": lambda s: s.cache.add(LATE[:4]),
+    "add, evicting": lambda s: s.cache.add(list(range(8))),
+    "append, tokens": lambda s: s.cache.append([s.late, s.seq], [2, 1], [1, 2, 3]),
+    "commit": lambda s: s.cache.commit([s.late, s.seq]),
+    "pin": lambda s: s.cache.pin("second", [*LATE[:4], 0, 0, 0, 0]),
+    "unpin": lambda s: s.cache.unpin("first"),
+    "reset": lambda s: s.cache.reset(),
 }

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require
+from ..tally import Tally
 
 Int64Array = npt.NDArray[np.int64]
 _AWAY = -1
@@ -47,6 +48,7 @@ class LRU:
         self._ring = np.zeros(1 << (2 * num_blocks - 1).bit_length(), np.int64)
         self._first, self._end = np.array([0]), np.array([0])  # counted on from the first block that ever came
         self._places = np.full(num_blocks, _AWAY)
+        self._tally = Tally(num_blocks)
 
     def plan_enter(self, blocks: Int64Array) -> list[Write]:
         """Put blocks at the end."""
@@ -71,7 +73,7 @@ class LRU:
             size *= 2
             stop = min(first + size + len(blocks), end)
             evicted, places = self._waiting(first, stop)
-            others = ~np.isin(evicted, blocks)
+            others = ~self._tally.among(evicted, blocks)
             evicted, places = evicted[others][:num_evicted], places[others][:num_evicted]
         gone = np.concatenate([blocks, evicted])
         writes: list[Write] = [(self._places, gone, np.full(len(gone), _AWAY))]
