@@ -20,8 +20,8 @@ from pathlib import Path
 from .mutant import Mutant
 
 SUBJECTS = (
-    *("memory", "cpu", "promises", "compiling", "paged", "split", "split_grid", "split_many", "prefill", "wgmma"),
-    *("blocks", "merge_states", "rotary", "cuda", "emulator", "trace", "command_line"),
+    *("memory", "prefix", "cpu", "promises", "compiling", "paged", "split", "split_grid", "split_many", "prefill"),
+    *("blocks", "merge_states", "rotary", "cuda", "emulator", "command_line"),
 )
 MUTANTS = [mutant for subject in SUBJECTS for mutant in import_module(f".{subject}", __package__).MUTANTS]
 
