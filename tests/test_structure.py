@@ -116,7 +116,7 @@ RULES = {
         ours("arrays", "layouts"), ours(*BACKENDS, "backends", "calls", "placement", "validation", "operations"), ()
     ),
     "memory knows no operation and no backend": Rule(
-        ours("memory"), ours("operations", "kernels", *BACKENDS, "bench"), ()
+        ours("memory"), ours("cache", "operations", "kernels", *BACKENDS, "bench"), ()
     ),
     "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", *BACKENDS), ()),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),

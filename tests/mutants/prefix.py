@@ -2,8 +2,9 @@
 
 from .mutant import Mutant
 
-MACHINE = ("tests/memory/test_prefix_machine.py::TestPrefixMachine",)
-COLLIDING = ("tests/memory/test_prefix_machine.py::TestCollidingMachine",)
+MACHINE = ("tests/memory/prefix/test_machine.py::TestPrefixMachine",)
+CASES = ("tests/memory/prefix/test_prefix_cache.py",)
+COLLIDING = ("tests/memory/prefix/test_machine.py::TestCollidingMachine",)
 
 MUTANTS = [
     Mutant(
@@ -63,7 +64,7 @@ MUTANTS = [
         "memory/prefix/eviction.py",
         "            others = ~self._tally.among(evicted, blocks)\n",
         "            others = np.full(len(evicted), True)\n",
-        MACHINE,
+        CASES,
     ),
     Mutant(
         "what was evicted is found",
@@ -105,13 +106,13 @@ MUTANTS = [
         "memory/rows.py",
         "                writes += self.prefix_cache.plan_copy(copies)\n",
         "                pass\n",
-        MACHINE,
+        CASES,
     ),
     Mutant(
         "after a reset old sequences are found",
         "memory/prefix/chains.py",
         "for state in (self.num_known, self.num_found)]",
         "for state in (self.num_found,)]",
-        MACHINE,
+        CASES,
     ),
 ]

@@ -2,6 +2,7 @@
 
 from .batch import Batch
 from .pool import BlockPool
+from .prefix.eviction import LRU, Eviction
 from .prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
 from .prefix.prompt import Added
 from .stats import Stats
@@ -15,6 +16,8 @@ __all__ = [
     "BlockPool",
     "BlockRemoved",
     "BlockStored",
+    "Eviction",
+    "LRU",
     "SequenceTable",
     "Stats",
 ]

@@ -16,7 +16,7 @@ import pagedkv
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory.prefix.digests import blake2b_128
 
-from .manager import refused
+from ..manager import refused
 from .twin import Twin
 
 SALTS = st.sampled_from([None, None, "a", b"b"])
