@@ -174,9 +174,10 @@ def test_threads_that_try_again_when_refused():
     def work():
         try:
             for _ in range(60):
-                seq = insist(cache.add, 5).seq
+                seq = insist(cache.add, [1, 2, 3, 4, 5]).seq
                 seqs = [seq, *insist(cache.fork, seq, 2)]
-                insist(cache.append, seqs)
+                insist(cache.append, seqs, 1, [6, 7, 8])
+                insist(cache.commit, seqs)
                 insist(cache.truncate, seqs, 2)
                 insist(cache.append, seqs, [3, 0, 1])
                 assert cache.batch(seqs).seq_lens.tolist() == [5, 2, 3]

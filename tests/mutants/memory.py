@@ -93,7 +93,7 @@ MUTANTS = [
         "memory/pool.py",
         "return np.asarray(~(nobody_else & (last == np.arange(len(blocks)))))",
         "return np.full(len(blocks), True)",
-        MACHINE,
+        TABLE,
         ci=True,
     ),
     Mutant(

@@ -2,13 +2,14 @@
 
 from .batch import Batch
 from .pool import BlockPool
-from .prefix.eviction import LRU, Eviction
 from .prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
+from .prefix.eviction import LRU, Eviction
 from .prefix.prompt import Added
 from .stats import Stats
 from .table import Appended, SequenceTable
 
 __all__ = [
+    "LRU",
     "Added",
     "AllBlocksCleared",
     "Appended",
@@ -17,7 +18,6 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "Eviction",
-    "LRU",
     "SequenceTable",
     "Stats",
 ]

@@ -222,6 +222,12 @@ class BlockPool(Guarded):
         writes : list
         """
         num_free, num_cached, cache = self._num_blank, self.num_cached, self._prefix_cache
+        if not (num_new or len(dropped) or len(gained) or len(forgotten)):
+            # Most calls of a step.
+            if stored is None or cache is None:
+                return NO_BLOCKS, []
+            if not len(stored.forgotten):
+                return NO_BLOCKS, cache.plan(NO_BLOCKS, stored)
         writes: list[Write] = []
         freed = leaving = NO_BLOCKS
         if len(dropped) or len(gained):

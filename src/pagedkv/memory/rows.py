@@ -259,11 +259,15 @@ class Rows:
         if not len(late):
             return []
         rows, first, full = rows[late], first[late], full[late]
-        owners, columns = ragged(first, full - first)
+        counts = full - first
+        if counts.max() == 1:
+            owners, columns = np.arange(len(rows)), first
+        else:
+            owners, columns = ragged(first, counts)
         entries = rows[owners] * self.blocks.shape[1] + columns
         blocks = self._entries[entries].astype(np.int64)
         above = np.where(first > 0, self.blocks[rows, first - 1], NO_BLOCK).astype(np.int64)
-        stored = cache.to_store(blocks, full - first, above, chains.roots(rows), self.pool._refs)
+        stored = cache.to_store(blocks, counts, above, chains.roots(rows), self.pool._refs)
         if len(stored.blocks) == len(blocks):
             return [*self.pool._plan(stored=stored)[1], *chains.plan_found(rows, full)]
         other = (stored.kept != blocks) & (stored.kept != NO_BLOCK)

@@ -8,6 +8,7 @@ import itertools
 from hashlib import blake2b
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -237,7 +238,14 @@ class CollidingMachine(PrefixMachine):
     hashes = ("2 bits", "constant")
 
 
+class LongMachine(PrefixMachine):
+    hashes = tuple(HASHES)
+
+
 TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = settings(max_examples=60, stateful_step_count=30)
 TestCollidingMachine = CollidingMachine.TestCase
 TestCollidingMachine.settings = settings(max_examples=40, stateful_step_count=30)
+# A million operations.
+TestLongMachine = pytest.mark.long(LongMachine.TestCase)
+TestLongMachine.settings = settings(max_examples=25_000, stateful_step_count=40)

@@ -318,7 +318,7 @@ def test_refusals(call, error, message):
         ("_parents", 1, 7, "older than the one before it"),
         ("_parents", 1, 0, "a block that can be found is not"),
         ("_index._places", 0, 1, "in another place"),
-        ("_index._low", 0, 1, "does not find a block"),
+        ("_index._keys", 0, 1, "does not find a block"),
         ("_index._num_filled", 0, 1, "counts its slots wrongly"),
         ("eviction._places", 0, 0, "waits that cannot be evicted"),
     ],

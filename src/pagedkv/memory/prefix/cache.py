@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -104,12 +105,13 @@ class PrefixCache:
         root : bytes
             The digest of its salt.
         """
-        size, num_full = self._block_bytes, len(tokens) // self.block_size
-        contents, digest, more = tokens.tobytes(), root, 1
+        num_full = len(tokens) // self.block_size
+        contents = self._contents(tokens[: num_full * self.block_size])
+        digest, more = root, 1
         found: list[int] = []
         while len(found) < num_full:
             start = len(found)
-            digests = chained(self._hash_of, digest, contents[start * size : min(start + more, num_full) * size], size)
+            digests = [*chained(self._hash_of, digest, contents[start : start + more])]
             found += self._index.find(digests)
             if found[-1] == NO_BLOCK:
                 break
@@ -145,21 +147,22 @@ class PrefixCache:
         """
         firsts, is_first = np.cumsum(counts) - counts, above == NO_BLOCK
         heads = np.where(is_first[:, None], roots, self._index.keys(above))
-        contents, size = self._rows()[blocks].tobytes(), self._block_bytes
-        digests: list[bytes] = []
-        for start, count, head in zip(
-            firsts.tolist(), counts.tolist(), _split(heads.tobytes(), NUM_BYTES), strict=True
-        ):
-            digests += chained(self._hash_of, head, contents[start * size : (start + count) * size], size)
+        contents, digests_above = self._contents(self._rows()[blocks]), _split(heads.tobytes(), NUM_BYTES)
+        if len(blocks) == len(counts):
+            digests = [self._hash_of(head + content) for head, content in zip(digests_above, contents, strict=True)]
+        else:
+            digests, behind = [], iter(contents)
+            for head, count in zip(digests_above, counts.tolist(), strict=True):
+                digests += chained(self._hash_of, head, islice(behind, count))
         found, last = self._index.find(digests), int(self._last_serial[0])
-        above_first = np.where(is_first, _root_numbers(roots), self._serials[above])
+        parents_above = np.where(is_first, _root_numbers(roots), self._serials[above])
         if max(found) == NO_BLOCK and len(set(digests)) == len(digests):
             stored, kept, forgotten = np.arange(len(blocks)), blocks, blocks[:0]
             parents = last + stored
-            parents[firsts] = above_first
+            parents[firsts] = parents_above
         else:
             stored, kept, parents, forgotten = self._resolve(
-                blocks, dict(zip(firsts.tolist(), above_first.tolist(), strict=True)), digests, found, contents, refs
+                blocks, dict(zip(firsts.tolist(), parents_above.tolist(), strict=True)), digests, found, contents, refs
             )
         serials, keys = np.arange(last + 1, last + 1 + len(stored)), _keys(digests)
         events = self._stored_events(stored, blocks, digests, dict(zip(firsts.tolist(), above.tolist(), strict=True)))
@@ -171,7 +174,7 @@ class PrefixCache:
         firsts: dict[int, int],
         digests: list[bytes],
         found: list[int],
-        contents: bytes,
+        contents: list[bytes],
         refs: npt.NDArray[np.int32],
     ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
         """Where digests are there already: which blocks to store, `kept`, the parents of those, and `forgotten`.
@@ -180,13 +183,13 @@ class PrefixCache:
         """
         kept, stored, parents, forgotten = [NO_BLOCK] * len(found), [], [], []
         holders: dict[bytes, tuple[int, int, int]] = {}  # of each digest: a block, its parent and serial
-        serial, size, parent, stopped = int(self._last_serial[0]), self._block_bytes, 0, False
+        serial, parent, stopped = int(self._last_serial[0]), 0, False
         for i, block in enumerate(blocks.tolist()):
             if i in firsts:
                 parent, stopped = firsts[i], False
             if stopped:
                 continue
-            holder, content = holders.get(digests[i]), contents[i * size : (i + 1) * size]
+            holder, content = holders.get(digests[i]), contents[i]
             if holder is None and found[i] != NO_BLOCK:
                 other = found[i]
                 holder = other, int(self._parents[other]), int(self._serials[other])
@@ -275,9 +278,9 @@ class PrefixCache:
             (serials != 0).all() and (parents == [*_root_numbers(_keys([root])), *serials[:-1]][: len(blocks)]).all()
         )
 
-    @property
-    def _block_bytes(self) -> int:
-        return self.tokens.itemsize * self.block_size
+    def _contents(self, tokens: npt.NDArray[np.int32]) -> list[bytes]:
+        """The bytes of each block."""
+        return _split(tokens.tobytes(), self.tokens.itemsize * self.block_size)
 
     def _rows(self) -> npt.NDArray[np.int32]:
         return self.tokens.reshape(-1, self.block_size)

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
-from .digests import NUM_BYTES
 
 Int64Array = npt.NDArray[np.int64]
+_HALVES = np.arange(2)  # of a digest, in 64 bits each
 
 
 class Chains:
@@ -23,20 +23,18 @@ class Chains:
     def __init__(self, max_seqs: int) -> None:
         self.num_known = np.zeros(max_seqs, np.int64)
         self.num_found = np.zeros(max_seqs, np.int64)
-        self._low, self._high = np.zeros(max_seqs, np.int64), np.zeros(max_seqs, np.int64)
+        self._roots = np.zeros(2 * max_seqs, np.int64)
 
     def roots(self, rows: Int64Array) -> Int64Array:
         """The root digests of rows, (n, 2) int64."""
-        return np.stack([self._low[rows], self._high[rows]], axis=1)
+        return self._roots.reshape(-1, 2)[rows]
 
     def plan_start(self, rows: Int64Array, num_known: int, num_found: int, root: bytes) -> list[Write]:
         """One row, (1,) int64, begins a sequence."""
-        low, high = np.frombuffer(root, np.int64).reshape(NUM_BYTES // 8, 1).copy()
         return [
             *self.plan_known(rows, np.array([num_known])),
-            (self.num_found, rows, np.array([num_found])),
-            (self._low, rows, low),
-            (self._high, rows, high),
+            *self.plan_found(rows, np.array([num_found])),
+            (self._roots, 2 * rows + _HALVES, np.frombuffer(root, np.int64)),
         ]
 
     def plan_known(self, rows: Int64Array, num_known: Int64Array) -> list[Write]:
@@ -56,7 +54,11 @@ class Chains:
 
     def plan_copy(self, rows: Int64Array, parents: Int64Array) -> list[Write]:
         """Each row is as another one is."""
-        return [(state, rows, state[parents]) for state in (self.num_known, self.num_found, self._low, self._high)]
+        halves = (2 * rows[:, None] + _HALVES).reshape(-1)
+        return [
+            *((state, rows, state[parents]) for state in (self.num_known, self.num_found)),
+            (self._roots, halves, self.roots(parents).reshape(-1)),
+        ]
 
     def plan_clear(self) -> list[Write]:
         """No row's blocks can be found, now or later."""

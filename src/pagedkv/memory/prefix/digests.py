@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
+from itertools import accumulate, islice
 
 NUM_BYTES = 16
 Hash = Callable[[bytes], bytes]
@@ -31,7 +32,7 @@ def root_digest(salt: str | bytes | None) -> bytes:
     return blake2b_128(salt if isinstance(salt, bytes) else salt.encode("utf-8", "surrogatepass"))
 
 
-def chained(hash_of: Hash, parent: bytes, contents: bytes, block_bytes: int) -> list[bytes]:
+def chained(hash_of: Hash, parent: bytes, contents: Iterable[bytes]) -> Iterator[bytes]:
     """The digests of successive blocks of one sequence.
 
     Parameters
@@ -39,13 +40,7 @@ def chained(hash_of: Hash, parent: bytes, contents: bytes, block_bytes: int) -> 
     hash_of : callable
     parent : bytes
         The digest of the block before the first one, or the sequence's root digest.
-    contents : bytes
-        The token ids of all blocks.
-    block_bytes : int
-        Of which so many belong to each block.
+    contents : iterable of bytes
+        The token ids of each block.
     """
-    digests = []
-    for start in range(0, len(contents), block_bytes):
-        parent = hash_of(parent + contents[start : start + block_bytes])
-        digests.append(parent)
-    return digests
+    return islice(accumulate(contents, lambda digest, content: hash_of(digest + content), initial=parent), 1, None)

@@ -13,6 +13,7 @@ from ..checks import require
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
 _REMOVED = -2  # a slot whose block is gone: what was probed past it is still behind it
+_HALVES = np.arange(2)
 _ROOM = 4  # slots for each block, at least
 
 
@@ -33,23 +34,23 @@ class HashIndex:
         num_slots = 1 << (_ROOM * num_blocks - 1).bit_length()
         self._slots = np.full(num_slots, NO_BLOCK, np.int32)
         self._num_filled = np.array([0])
-        self._low, self._high = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
+        self._keys = np.zeros(2 * num_blocks, np.int64)
         self._places = np.full(num_blocks, NO_BLOCK, np.int64)
         # Indexing these takes half as long.
-        self._views = self._slots.data, self._low.data, self._high.data
+        self._views = self._slots.data, self._keys.data
 
     def keys(self, blocks: Int64Array) -> Int64Array:
         """The digests under which blocks were put in last, (n, 2) int64."""
-        return np.stack([self._low[blocks], self._high[blocks]], axis=1)
+        return self._keys.reshape(-1, 2)[blocks]
 
     def find(self, digests: list[bytes]) -> list[int]:
         """The block of each digest, or NO_BLOCK."""
-        slots, low, high = self._views
+        slots, keys = self._views
         mask, found = len(slots) - 1, []
         for first, second in iter_unpack("=qq", b"".join(digests)):
             place = first & mask
             while (block := slots[place]) != NO_BLOCK and not (
-                block >= 0 and low[block] == first and high[block] == second
+                block >= 0 and keys[2 * block] == first and keys[2 * block + 1] == second
             ):
                 place = place + 1 & mask
             found.append(block)
@@ -73,8 +74,8 @@ class HashIndex:
             ]
         if not len(put):
             return writes
-        low, high = keys[:, 0].copy(), keys[:, 1].copy()
-        writes += [(self._low, put, low), (self._high, put, high)]
+        low = keys[:, 0]
+        writes.append((self._keys, (2 * put[:, None] + _HALVES).reshape(-1), keys.reshape(-1)))
         num_filled = int(self._num_filled[0]) + len(put)
         if num_filled <= len(self._slots) // 2:
             places = self._free_places(self._views[0], low)
@@ -82,7 +83,7 @@ class HashIndex:
         else:
             kept = self._places != NO_BLOCK
             kept[removed] = False
-            put, low = np.concatenate([np.flatnonzero(kept), put]), np.concatenate([self._low[kept], low])
+            put, low = np.concatenate([np.flatnonzero(kept), put]), np.concatenate([self._keys[::2][kept], low])
             num_filled, fresh = len(put), np.full_like(self._slots, NO_BLOCK)
             places = self._free_places(fresh.data, low)
             fresh[places] = put
