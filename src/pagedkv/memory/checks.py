@@ -59,7 +59,9 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
         raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
     if array.dtype not in (np.int32, np.int64):
         raise TypeError(f"{name} must have dtype int32 or int64, got {array.dtype}")
-    refuse_bools(name, values)
+    if isinstance(values, (list, tuple)):
+        # Only what is 0 or 1 now can have been a bool.
+        refuse_bools(name, [values[i] for i in np.flatnonzero(array >> 1 == 0).tolist()])
     return array.astype(np.int64)
 
 

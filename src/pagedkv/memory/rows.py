@@ -290,15 +290,20 @@ class Rows:
 
     def wasted_slots(self) -> int:
         """Slots of used blocks that hold no token of any sequence."""
-        # Only the last block of a sequence is partly full, and wastes what the longest of its owners leaves, unless
-        # somebody has it in full.
+        # Only the last block of a sequence is partly full.
         rows = np.flatnonzero(self.lens % self.block_size)
         columns, fills = np.divmod(self.lens[rows], self.block_size)
-        blocks, owners = np.unique(self.blocks[rows, columns], return_inverse=True)
-        longest = np.zeros(len(blocks), np.int64)
-        np.maximum.at(longest, owners, fills)
-        all_partial = np.bincount(owners, minlength=len(blocks)) == self.pool._refs[blocks]
-        return int((self.block_size - longest)[all_partial].sum())
+        blocks = self.blocks[rows, columns]
+        alone = self.pool._refs[blocks] == 1
+        wasted = int((self.block_size - fills[alone]).sum())
+        if not alone.all():
+            # A shared one wastes what the longest of its owners leaves, unless somebody has it in full.
+            blocks, owners = np.unique(blocks[~alone], return_inverse=True)
+            longest = np.zeros(len(blocks), np.int64)
+            np.maximum.at(longest, owners, fills[~alone])
+            all_partial = np.bincount(owners, minlength=len(blocks)) == self.pool._refs[blocks]
+            wasted += int((self.block_size - longest)[all_partial].sum())
+        return wasted
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds, the pool's included."""

@@ -11,7 +11,7 @@ import sys
 from pagedkv import PagedKVCache
 
 from ..device_module import DeviceModule
-from .scene import MUTATIONS, Scene
+from .scene import MUTATIONS, OF_THE_PREFIX_CACHE, Scene
 
 
 def attempt(call, scene, first: int, last: int) -> bool:
@@ -30,7 +30,8 @@ def attempt(call, scene, first: int, last: int) -> bool:
 
 def refusals(name: str, width: int) -> int:
     """How many failures of a mutation changed nothing."""
-    for number in itertools.count(1):
+    # Of calls that begin with many allocations, groups that fail together stand side by side and do not overlap.
+    for number in itertools.count(1, width if name in OF_THE_PREFIX_CACHE else 1):
         scene = Scene()
         before = scene.everything()
         done = attempt(MUTATIONS[name], scene, number, number + width)

@@ -55,12 +55,15 @@ MUTATIONS = {
     "truncate": lambda s: s.cache.truncate([s.other, s.seq], [3, 4]),
     "free": lambda s: s.cache.free([s.seq, s.other]),
     "reorder": lambda s: s.cache.reorder([s.other, s.seq, s.forks[0]], [1, 0, 0]),
+}
+OF_THE_PREFIX_CACHE = {
     "add, found": lambda s: s.cache.add([*LATE[:4], 0, 0, 0, 0, 1]),
     "add, all found": lambda s: s.cache.add(LATE[:4]),
-    "add, evicting": lambda s: s.cache.add(list(range(8))),
+    "pool.allocate, evicting": lambda s: s.cache.pool.allocate(9),
     "append, tokens": lambda s: s.cache.append([s.late, s.seq], [2, 1], [1, 2, 3]),
     "commit": lambda s: s.cache.commit([s.late, s.seq]),
     "pin": lambda s: s.cache.pin("second", [*LATE[:4], 0, 0, 0, 0]),
     "unpin": lambda s: s.cache.unpin("first"),
     "reset": lambda s: s.cache.reset(),
 }
+MUTATIONS |= OF_THE_PREFIX_CACHE

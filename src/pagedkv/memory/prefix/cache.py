@@ -111,7 +111,7 @@ class PrefixCache:
         found: list[int] = []
         while len(found) < num_full:
             start = len(found)
-            digests = [*chained(self._hash_of, digest, contents[start : start + more])]
+            digests = chained(self._hash_of, digest, contents[start : start + more])
             found += self._index.find(digests)
             if found[-1] == NO_BLOCK:
                 break

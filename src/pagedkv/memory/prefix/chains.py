@@ -56,7 +56,8 @@ class Chains:
         """Each row is as another one is."""
         halves = (2 * rows[:, None] + _HALVES).reshape(-1)
         return [
-            *((state, rows, state[parents]) for state in (self.num_known, self.num_found)),
+            (self.num_known, rows, self.num_known[parents]),
+            (self.num_found, rows, self.num_found[parents]),
             (self._roots, halves, self.roots(parents).reshape(-1)),
         ]
 

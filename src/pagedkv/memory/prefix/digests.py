@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from itertools import accumulate, islice
 
 NUM_BYTES = 16
 Hash = Callable[[bytes], bytes]
@@ -32,7 +31,7 @@ def root_digest(salt: str | bytes | None) -> bytes:
     return blake2b_128(salt if isinstance(salt, bytes) else salt.encode("utf-8", "surrogatepass"))
 
 
-def chained(hash_of: Hash, parent: bytes, contents: Iterable[bytes]) -> Iterator[bytes]:
+def chained(hash_of: Hash, parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
     """The digests of successive blocks of one sequence.
 
     Parameters
@@ -43,4 +42,8 @@ def chained(hash_of: Hash, parent: bytes, contents: Iterable[bytes]) -> Iterator
     contents : iterable of bytes
         The token ids of each block.
     """
-    return islice(accumulate(contents, lambda digest, content: hash_of(digest + content), initial=parent), 1, None)
+    digests = []
+    for content in contents:
+        parent = hash_of(parent + content)
+        digests.append(parent)
+    return digests
