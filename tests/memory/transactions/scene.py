@@ -25,7 +25,7 @@ class Scene:
         self.other = self.cache.add(8).seq
         self.cache.free(self.cache.add(1).seq)
         self.late = self.cache.add(LATE).seq
-        cached = self.cache.add(LATE[:4] + [0] * 5).seq
+        cached = self.cache.add(LATE[:4] + [0] * 13).seq
         self.cache.commit(cached)
         self.cache.truncate(cached, 4)
         self.cache.pin("first", LATE[:4])
@@ -59,7 +59,7 @@ MUTATIONS = {
 OF_THE_PREFIX_CACHE = {
     "add, found": lambda s: s.cache.add([*LATE[:4], 0, 0, 0, 0, 1]),
     "add, all found": lambda s: s.cache.add(LATE[:4]),
-    "pool.allocate, evicting": lambda s: s.cache.pool.allocate(9),
+    "pool.allocate, evicting": lambda s: s.cache.pool.allocate(7),
     "append, tokens": lambda s: s.cache.append([s.late, s.seq], [2, 1], [1, 2, 3]),
     "commit": lambda s: s.cache.commit([s.late, s.seq]),
     "pin": lambda s: s.cache.pin("second", [*LATE[:4], 0, 0, 0, 0]),
