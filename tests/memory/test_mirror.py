@@ -237,3 +237,16 @@ def test_the_device_of_torch():
     for module in ("numpy", "cupy"):
         with pytest.raises(ValueError, match=f"^device is for array_module torch, got 'cuda' for {module}$"):
             PagedKVCache(1, 8, 4, 1, 8, array_module=module, device="cuda")
+
+
+def test_buffers_without_a_longest_length_begin_small(cupy):
+    """They move where a sequence is longer than they were made for, and what they hold is right all the same."""
+    cache = PagedKVCache(1, 20_000, 1, 1, 8, array_module="cupy", max_seqs=200)
+    tables, _ = cache._batches._mirrors
+    assert tables._device.shape == (200, 400)
+    seqs = [cache.add(n).seq for n in (5, 300)]
+    cache.batch(seqs)
+    cache.append(seqs, [1, 900])
+    batch = cache.batch(seqs)
+    np.testing.assert_array_equal(batch.block_tables[:, :1200], cache.table.block_tables(seqs))
+    assert tables._device.shape == (200, 2048)
