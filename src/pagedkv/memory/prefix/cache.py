@@ -145,8 +145,11 @@ class PrefixCache:
         refs : (N,) int32
             References to each block.
         """
-        firsts, is_first = np.cumsum(counts) - counts, above == NO_BLOCK
-        heads = np.where(is_first[:, None], roots, self._index.keys(above))
+        firsts = np.cumsum(counts) - counts
+        heads, parents_above = self._index.keys(above), self._serials[above]
+        is_first = above == NO_BLOCK
+        if np.count_nonzero(is_first):
+            heads[is_first], parents_above[is_first] = roots[is_first], _root_numbers(roots[is_first])
         contents, digests_above = self._contents(self._rows()[blocks]), _split(heads.tobytes(), NUM_BYTES)
         if len(blocks) == len(counts):
             digests = [self._hash_of(head + content) for head, content in zip(digests_above, contents, strict=True)]
@@ -154,18 +157,16 @@ class PrefixCache:
             digests, behind = [], iter(contents)
             for head, count in zip(digests_above, counts.tolist(), strict=True):
                 digests += chained(self._hash_of, head, islice(behind, count))
-        found, last = self._index.find(digests), int(self._last_serial[0])
-        parents_above = np.where(is_first, _root_numbers(roots), self._serials[above])
+        found, last, keys = self._index.find(digests), int(self._last_serial[0]), _keys(digests)
         if max(found) == NO_BLOCK and len(set(digests)) == len(digests):
             stored, kept, forgotten = np.arange(len(blocks)), blocks, blocks[:0]
             parents = last + stored
             parents[firsts] = parents_above
         else:
-            stored, kept, parents, forgotten = self._resolve(
-                blocks, dict(zip(firsts.tolist(), parents_above.tolist(), strict=True)), digests, found, contents, refs
-            )
-        serials, keys = np.arange(last + 1, last + 1 + len(stored)), _keys(digests)
-        events = self._stored_events(stored, blocks, digests, dict(zip(firsts.tolist(), above.tolist(), strict=True)))
+            of_first = dict(zip(firsts.tolist(), parents_above.tolist(), strict=True))
+            stored, kept, parents, forgotten = self._resolve(blocks, of_first, digests, found, contents, refs)
+        serials = np.arange(last + 1, last + 1 + len(stored))
+        events = self._stored_events(stored, blocks, digests, firsts, above) if self._listener else []
         return Stored(kept, blocks[stored], serials, parents, keys[stored], forgotten, events)
 
     def _resolve(
@@ -293,12 +294,12 @@ class PrefixCache:
         return [(self._outbox, 0, self._outbox[0] + events)] if events else []
 
     def _stored_events(
-        self, stored: Int64Array, blocks: Int64Array, digests: list[bytes], above: dict[int, int]
+        self, stored: Int64Array, blocks: Int64Array, digests: list[bytes], firsts: Int64Array, heads: Int64Array
     ) -> list[Event]:
-        """One event for each run of successive blocks of a sequence; `above` has the block above of each first one."""
+        """One event for each run of successive blocks of a sequence; `heads` are the blocks above the first ones."""
         events: list[Event] = []
-        before = -1
-        for i in stored.tolist() if self._listener else ():
+        above, before = dict(zip(firsts.tolist(), heads.tolist(), strict=True)), -1
+        for i in stored.tolist():
             if i - 1 != before or i in above:
                 parent: bytes | None = digests[i - 1]
                 if i in above:
