@@ -40,22 +40,34 @@ class PagedKVCache(Guarded):
     num_layers : int
         Layers of the model, at least 1.
     num_blocks, block_size, num_kv_heads, head_dim : int
-        N, P, Hkv and D.
+        N, P, Hkv and D; num_blocks is None where `memory` says how many.
     dtype : dtype-like
         float32, float16 or bfloat16: a name, or a dtype of NumPy, torch or CuPy.
     layout : str
         "NHD", "HND" or "vllm".
+    memory : str, int, float or None
+        In place of num_blocks: "2GiB", bytes, or a share, 0.9 say, of what is free on the device now.
     kv_dtype : str or None
         "fp8_e4m3" or "fp8_e5m2" to store the cache in 8 bits, as uint8, instead.
+    k_scale, v_scale : scale, or list of them, or None
+        Of an fp8 cache, for `write` and `attend`: as in :func:`~pagedkv.write_kv`, one for all layers or one for each.
     max_seqs : int
         Sequences alive at a time.
     max_seq_len : int or None
         Tokens that one sequence can have, rounded up to whole blocks; None for as many as the pool has. The block
-        tables take max_seqs * max_seq_len / P * 4 bytes.
+        tables grow with the longest sequence; those on a device have room for max_seq_len from the beginning.
     array_module : module or str
         Whose arrays these are: numpy, torch or cupy. With NumPy the system commits the memory as it is written.
     device : device of torch, or None
         Where torch's arrays are, "cuda" for example; None for torch's default device. CuPy's are on its current one.
+    prefix_cache : bool
+        Whether full blocks are found by their tokens; `eviction`, `hash_of` and `events` are for that.
+    eviction : callable
+        Makes the order in which unused blocks are evicted, for num_blocks: `pagedkv.memory.LRU`, or an `Eviction`.
+    hash_of : callable
+        Bytes to a digest of 16 bytes.
+    events : callable or None
+        Called with each `BlockStored`, `BlockRemoved` and `AllBlocksCleared`, in the call that changed it, afterwards.
 
     Attributes
     ----------
@@ -74,8 +86,6 @@ class PagedKVCache(Guarded):
     Examples
     --------
     >>> cache = PagedKVCache(num_layers=2, num_blocks=8, block_size=4, num_kv_heads=1, head_dim=8)
-    >>> cache.k_caches[0].shape
-    (8, 4, 1, 8)
     >>> seq, num_cached = cache.add(6)
     >>> cache.slots(seq, num_cached, 6)
     array([0, 1, 2, 3, 4, 5])
@@ -251,25 +261,14 @@ class PagedKVCache(Guarded):
 
     @consistent
     def find(self, tokens: Sequence[int], salt: str | bytes | None = None) -> int:
-        """How many of the first tokens `add` would find in the cache; nothing is taken.
-
-        Parameters
-        ----------
-        tokens, salt
-            As in `add`.
-        """
+        """How many of the first tokens `add`, with these arguments, would find in the cache; nothing is taken."""
         return self.table._rows.num_cached(prompt_of(tokens, salt))
 
     @consistent
     def can_add(self, tokens: int | Sequence[int], salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
-        """Whether `add` has room for a sequence.
+        """Whether `add`, with these arguments, has room, and `reserve` blocks stay free besides.
 
-        Parameters
-        ----------
-        tokens, salt
-            As in `add`; blocks that are found and in use already need no room.
-        reserve : int
-            Blocks that must stay free besides: one for each running sequence, say, so that all can go on decoding.
+        One for each running sequence, say, so that all can go on decoding. What is found and in use needs no room.
         """
         return self.table._rows.can_add(prompt_of(tokens, salt), as_int("reserve", reserve))
 
@@ -293,10 +292,8 @@ class PagedKVCache(Guarded):
 
         Raises
         ------
-        ValueError
-            There is a pin of this name.
-        CapacityError
-            max_seqs sequences are alive.
+        ValueError, CapacityError
+            There is a pin of this name; max_seqs sequences are alive.
         """
         if name in self._pins:
             raise ValueError(f"name must be a new one, got {name!r}, which is pinned: unpin it first")

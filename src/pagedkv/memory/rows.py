@@ -251,7 +251,7 @@ class Rows:
 
     def plan_commit(self, seqs: Any) -> list[Write]:
         """Let the full blocks of sequences be found, those that were found before replaced by what was there."""
-        rows, cache, chains = self.handles.find(seqs), self.prefix_cache, self.chains
+        rows, cache, chains = self.handles.find_distinct(seqs), self.prefix_cache, self.chains
         if cache is None:
             return []
         first, full = chains.num_found[rows], chains.num_known[rows] // self.block_size

@@ -299,6 +299,7 @@ def test_a_hash_that_fails_changes_nothing():
         ),
         (lambda c, s: c.append(s, tokens=[True]), TypeError, r"^tokens must have dtype int32 or int64, got bool$"),
         (lambda c, s: c.append(s, 2, tokens=[1, True]), TypeError, r"^tokens must hold ints, got a bool$"),
+        (lambda c, s: c.commit([s, s]), ValueError, r"^seqs must name each sequence once, got \d+ twice$"),
         (lambda c, s: c.commit([s, 0]), KeyError, r"no sequence 0: it was freed or never added"),
         (lambda c, s: c.find(TEXT, 1.5), TypeError, r"^salt must be a str, bytes or None, got float$"),
     ],
