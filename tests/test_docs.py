@@ -124,7 +124,7 @@ def test_wrong_snippets_are_noticed(tmp_path, monkeypatch, text):
         run_snippets(page)
 
 
-MODULES = ["operations.attention", "memory.pool", "memory.table", "cache"]
+MODULES = ["operations.attention", "memory.pool", "memory.table", "cache", "sizes"]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from html import escape
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,7 @@ from .memory.prefix.events import Listener
 from .memory.prefix.eviction import LRU, Eviction
 from .memory.prefix.prompt import Added, ids_of, prompt_of
 from .memory.sizing import blocks_in, bytes_of_block
-from .memory.stats import Stats, draw
+from .memory.stats import Stats, pool_map
 from .memory.table import SequenceTable
 from .operations.attention import decode_attention, prefill_attention
 from .operations.caches import write_kv
@@ -444,4 +443,4 @@ class PagedKVCache(Guarded):
 
     @consistent
     def _repr_html_(self) -> str:
-        return f"{self.stats().to_html()}<pre>{escape(self.plot())}</pre>"
+        return f"{self.stats().to_html()}{pool_map(self.table).to_html()}"

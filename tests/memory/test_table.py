@@ -306,6 +306,17 @@ def test_check_finds(table, where, index, value, message):
         table.check()
 
 
+def test_every_block_says_a_sequence_that_has_it(table):
+    first, second = table.add(6), table.add(3)
+    [fork] = table.fork(first)
+    table.append(fork)
+    owners = table.block_owners().tolist()
+    assert owners[0] in (first, fork)
+    assert owners[1:] == [first, second, fork, *[-1] * 8]
+    table.free([first, second])
+    assert table.block_owners().tolist() == [fork, -1, -1, fork, *[-1] * 8]
+
+
 def test_beams_go_on_with_the_tokens_of_others(table):
     seqs = [table.add(n) for n in (6, 9, 3)]
     table.reorder(seqs, [1, 1, 0])

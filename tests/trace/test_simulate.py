@@ -116,7 +116,7 @@ def test_figures_of_paging_are_those_of_the_real_manager():
     requests = log_normal(40, prompt_mean=20, output_mean=40, max_len=120, seed=5)
     manager = Paged(403, block_size=8, watermark=0)
     stats = []
-    run = simulate(requests, manager, lambda *_: stats.append(Stats.of(manager.table)))
+    run = simulate(requests, manager, lambda *_: stats.append(Stats.of(manager.table, 0)))
     assert run.preempted
     assert [s.num_tokens for s in stats] == run.tokens.tolist()
     assert [s.wasted_slots for s in stats] == (run.reserved + run.internal).tolist()

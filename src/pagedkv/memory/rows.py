@@ -11,7 +11,7 @@ from ..arrays import Array
 from ..commit import Write
 from .checks import MAX_INT64, as_int, as_ints, require
 from .copy_on_write import UNUSED, plan_writable
-from .handles import Handles, Int64Array
+from .handles import NO_HANDLE, Handles, Int64Array
 from .pool import NO_BLOCKS, BlockPool
 from .prefix.cache import PrefixCache
 from .prefix.chains import Chains
@@ -287,6 +287,13 @@ class Rows:
         tokens = np.minimum(self.lens[owners] - columns * self.block_size, self.block_size)
         np.maximum.at(fills, self.blocks[owners, columns], tokens.astype(np.int32))
         return fills
+
+    def block_owners(self) -> Int64Array:
+        """The handle of a sequence that has each block, (N,); -1 for a block that none has."""
+        rows, columns = ragged(np.zeros_like(self.lens), self.num_blocks(self.lens))
+        owners = np.full(self.pool.num_blocks, NO_HANDLE)
+        owners[self.blocks[rows, columns]] = self.handles.of(rows)
+        return owners
 
     def wasted_slots(self) -> int:
         """Slots of used blocks that hold no token of any sequence."""

@@ -77,4 +77,6 @@ class Stats:
 
 def pool_map(table: SequenceTable) -> PoolMap:
     """The map of a table's pool."""
-    return PoolMap(table.block_owners(), table.pool.ref_counts, table.block_fills(), table.block_size)
+    ref_counts, found = table.pool.ref_counts, table.pool._prefix_cache
+    cached = None if found is None else (ref_counts == 0) & found.is_findable(np.arange(table.pool.num_blocks))
+    return PoolMap(table.block_owners(), ref_counts, table.block_fills(), table.block_size, cached)

@@ -325,10 +325,7 @@ class SequenceTable(Guarded):
     @consistent
     def block_owners(self) -> Int64Array:
         """The handle of a sequence that has each block, (N,) int64; -1 for a block that none has."""
-        rows, columns = _ragged(np.zeros_like(self._lens), self._num_blocks(self._lens))
-        owners = np.full(self.pool.num_blocks, NO_HANDLE)
-        owners[self._blocks[rows, columns]] = self._handles.of(rows)
-        return owners
+        return self._rows.block_owners()
 
     @consistent
     def check(self) -> None:
