@@ -75,7 +75,7 @@ class Form:
     k_scale, v_scale : float or None
         None for an array.
     kernel : str
-    checked : bool
+    exact, checked : bool
     """
 
     spec: CacheSpec
@@ -87,6 +87,7 @@ class Form:
     k_scale: float | None
     v_scale: float | None
     kernel: str
+    exact: bool
     checked: bool
 
 
@@ -113,6 +114,7 @@ class AttentionCall(NamedTuple):
     v_scale: Scale
     options: AttentionOptions
     kernel: str
+    exact: bool
     checked: bool
 
 

@@ -21,7 +21,7 @@ COPIES = "kernels/prefill/copies.py"
 PRODUCTS = "kernels/prefill/products.py"
 SOFTMAX = "kernels/prefill/softmax.py"
 ITEMS = "kernels/prefill/items.py"
-KERNEL = "kernels/prefill/tensor_cores.py"
+PROLOGUE = "kernels/prefill/prologue.py"
 CUDA_CORES = "kernels/prefill/cuda_cores/kernel.py"
 CORES_ROWS = "kernels/prefill/cuda_cores/rows.py"
 
@@ -64,7 +64,7 @@ MUTANTS = [
     ),
     Mutant(
         "prefill kernel: Q has its sign where the scale is negative",
-        LOOP,
+        COPIES,
         "        if query.is_negative:",
         "        if False:",
         TENSOR,
@@ -163,23 +163,23 @@ MUTANTS = [
     ),
     Mutant(
         "prefill kernel: masks begin a tile late",
-        KERNEL,
+        PROLOGUE,
         "uint32(uint32(everyone + 1) // uint32(KEYS))",
         "uint32(uint32(everyone + KEYS) // uint32(KEYS))",
         TENSOR,
     ),
     Mutant(
         "prefill kernel: tiles before the window are read",
-        KERNEL,
-        "span = Span(uint32(uint32(low // uint32(KEYS)) * uint32(KEYS)),",
-        "span = Span(uint32(0),",
+        PROLOGUE,
+        "Span(uint32(uint32(low // uint32(KEYS)) * uint32(KEYS)),",
+        "Span(uint32(0),",
         READS,
     ),
     Mutant(
         "prefill kernel: a sequence has one tile less",
         ITEMS,
-        "uint32(uint32(num_rows + (ROWS - 1)) // uint32(ROWS))",
-        "uint32(num_rows // uint32(ROWS))",
+        "uint32(uint32(item.num_rows + (ROWS - 1)) // uint32(ROWS))",
+        "uint32(item.num_rows // uint32(ROWS))",
         MANY,
     ),
     Mutant(

@@ -207,8 +207,8 @@ MUTANTS = [
     Mutant(
         "wgmma kernel: a setting changes no plan that is kept",
         "cuda/plans/cache.py",
-        '(*_OPTIONS, "causal"), WGMMA)',
-        '(*_OPTIONS, "causal"))',
+        '(*_OPTIONS, "causal", "exact"), WGMMA)',
+        '(*_OPTIONS, "causal", "exact"))',
         ("tests/cuda/plans/test_cache.py::test_the_kernel_on_warpgroups_is_asked_for_by_the_environment",),
     ),
 ]

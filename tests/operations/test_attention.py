@@ -72,17 +72,20 @@ def test_defaults(kernel):
         assert scale.tolist() == [1.0] * HKV
     assert options.scale == 1 / math.sqrt(D)
     assert options.causal is True
+    assert kernel.call.exact is False
     for name in ("window", "softcap", "alibi_slopes", "sinks", "score_mod"):
         assert getattr(options, name) is None
 
 
 def test_options_reach_the_kernel(kernel):
     vectors = {name: np.arange(HQ, dtype=np.float32) for name in ("alibi_slopes", "sinks")}
-    prefill(scale=np.float32(0.5), causal=False, window=np.int64(2**40), softcap=3, score_mod=own_parity, **vectors)
+    flags = {"causal": False, "exact": True}
+    prefill(scale=np.float32(0.5), window=np.int64(2**40), softcap=3, score_mod=own_parity, **flags, **vectors)
     options = kernel.call.options
     assert (options.scale, options.softcap, options.window) == (0.5, 3.0, 2**31 - 1)
     assert [type(x) for x in (options.scale, options.softcap, options.window)] == [float, float, int]
     assert options.causal is False
+    assert kernel.call.exact is True
     assert options.score_mod is own_parity
     for name, vector in vectors.items():
         np.testing.assert_array_equal(getattr(options, name), vector)

@@ -109,6 +109,7 @@ PREFILL = [
     ({"causal": None}, TypeError, "causal must be True or False, got None"),
     ({"max_seq_len": -1}, ValueError, "max_seq_len must be at least 0, got -1"),
     ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
+    ({"exact": 0}, TypeError, "exact must be True or False, got 0"),
 ]
 
 CASES = [

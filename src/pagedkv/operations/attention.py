@@ -168,6 +168,7 @@ def prefill_attention(
     *,
     max_seq_len: int | None = None,
     causal: bool = True,
+    exact: bool = False,
     scale: float | None = None,
     layout: str = "NHD",
     kv_dtype: str | None = None,
@@ -204,6 +205,9 @@ def prefill_attention(
         Begins with 0, never decreases, ends at or before num_tokens; no query_len exceeds its seq_len.
     causal : bool
         Keep only keys at or before the query. ALiBi is positive for later keys when False.
+    exact : bool
+        A row has the same bits whatever number of query tokens its sequence has, also where CUDA would split the keys
+        of a few of them: see Notes. On the CPU that is so anyway.
     scale, layout, kv_dtype, k_scale, v_scale, alibi_slopes, window, softcap, sinks, score_mod, kernel, backend
         As in :func:`~pagedkv.decode_attention`. `window` keeps keys after ``position - window``.
     out : (num_tokens, num_heads, head_dim) array, optional
@@ -235,7 +239,10 @@ def prefill_attention(
     then.
 
     The bits of a row depend on the keys that it sees alone, as those of :func:`~pagedkv.decode_attention` do: a prompt
-    gets the same bits at once and in any chunks. On a device they are not those of decode_attention.
+    gets the same bits at once and in any chunks. On a device they are not those of decode_attention. And there, in NHD
+    and HND with 16-bit queries and caches of their dtype or fp8, up to 256 dims, sequences of
+    ``query_len * num_heads / num_kv_heads <= 32`` have their keys split over thread blocks: rows that see more than 512
+    keys may then differ in the last bits from the same rows in a longer chunk. With ``exact=True`` no keys are split.
 
     References
     ----------

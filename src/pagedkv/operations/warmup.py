@@ -17,6 +17,8 @@ from ..validation.rotary import rotary_call
 _KERNELS = {"vllm": ("v1", "v2"), "NHD": ("split",), "HND": ("split",)}
 # Kernel "split" is compiled with or without softcap and ALiBi; v1 and v2 decide when they run.
 _SOFTCAPS = {"vllm": (None,), "NHD": (None, 1.0), "HND": (None, 1.0)}
+# Prefill of so many tokens, in tables with room for so long a sequence, takes every kernel that other calls may take.
+_PREFILL_TOKENS, _PREFILL_LENGTH = 64, 4096
 
 
 def warmup(
@@ -120,6 +122,8 @@ def warmup(
         for softcap in _SOFTCAPS[layout]
     ]
     ragged = attention | {"query_starts": np.array([0, 1], np.int32), "causal": True, "kernel": "auto"}
+    ragged |= {"q": np.zeros((_PREFILL_TOKENS, *q.shape[1:]), q_dtype), "exact": False}
+    ragged |= {"block_tables": np.zeros((1, -(-_PREFILL_LENGTH // block_size)), np.int32)}
     prefills = [attention_call(ragged | {"softcap": softcap}) for softcap in (None, 1.0) if prefill]
     written = caches | {"k": k, "v": v, "slots": slots}
     without_tables = {"cos": None, "sin": None, "positions": None, "interleaved": False}

@@ -59,7 +59,7 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
         values.block_tables("block_tables", block_tables[:, :num_used], seq_lens, block_size, spec.num_blocks)
     return AttentionCall(
         given, form, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, query_starts, out, spec,
-        k_scales, v_scales, options, form.kernel, form.checked,
+        k_scales, v_scales, options, form.kernel, form.exact, form.checked,
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class Forms:
 
 def _key(given: Mapping[str, Any], views: Mapping[str, Array]) -> Hashable:
     numbers = [None if name in views else given[name] for name in _SCALES]
-    options = (*_options_of(given), given.get("causal", True), *numbers)
+    options = (*_options_of(given), given.get("causal", True), given.get("exact", False), *numbers)
     # 1 and 1.0 and True are equal, and are not all valid.
     arrays = [(x.shape, x.strides, x.dtype, x.flags.num) for x in views.values()]
     return (*views, *arrays, *options, *map(type, options))
@@ -82,9 +82,11 @@ def _checked(given: Mapping[str, Any], views: Mapping[str, Array], placement: Pl
         require.dtype("out", views["out"], q.dtype, ", that of q")
     require.memory(views, placement)
 
-    kernel, layout, causal = given["kernel"], given["layout"], given.get("causal", True)
+    kernel, layout = given["kernel"], given["layout"]
+    causal, exact = given.get("causal", True), given.get("exact", False)
     _require_kernel(kernel, layout)
     require.boolean("causal", causal)
+    require.boolean("exact", exact)
     require.boolean("return_lse", given["return_lse"])
     checked = require.check(given["check"])
     scale, softcap, window = given["scale"], given["softcap"], given["window"]
@@ -110,6 +112,7 @@ def _checked(given: Mapping[str, Any], views: Mapping[str, Array], placement: Pl
         k_scale=k_scale,
         v_scale=v_scale,
         kernel=str(kernel),
+        exact=bool(exact),
         checked=checked,
     )
 

@@ -84,7 +84,7 @@ def test_a_repeated_call_of_kernel_split_launches_the_same(kind, devices, valida
 
 
 def test_a_repeated_prefill_launches_the_same_unless_it_differs(kind, devices, validations):
-    """The rows of q are not those of the tables; query_starts and causal are in the key."""
+    """The rows of q are not those of the tables; query_starts, causal and exact are in the key."""
     given = host_arguments() | {"q": np.zeros((5, HQ, D), np.float16), "out": np.zeros((5, HQ, D), np.float16)}
     given |= {"query_starts": np.zeros(B + 1, np.int32), "layout": "vllm"}
 
@@ -98,9 +98,10 @@ def test_a_repeated_prefill_launches_the_same_unless_it_differs(kind, devices, v
     (device,) = devices.values()
     once, again = device.launches
     assert repr(once) == repr(again)
-    for i, changes in enumerate([{"causal": False}, {"window": 3}, {"query_starts": np.zeros(B + 1, np.int32)}]):
+    starts = {"query_starts": np.zeros(B + 1, np.int32)}
+    for i, changes in enumerate([{"causal": False}, {"window": 3}, {"exact": True}, starts]):
         prefill(**changes)
-        assert len(validations) == min(2 + i, 3)  # other starts are other addresses alone
+        assert len(validations) == min(2 + i, 4)  # other starts are other addresses alone
     assert device.launches[-1][2] != once[2]
     overlapping = np.zeros((6, HQ, D), np.float16)
     with pytest.raises(ValueError, match="out must not overlap q"):

@@ -11,6 +11,9 @@ from pagedkv.kernels.prefill.config import CoresConfig, TensorConfig
 from pagedkv.kernels.prefill.cuda_cores import kernel as cuda_cores
 from pagedkv.kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
 from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
+from pagedkv.kernels.prefill.limits import FEW_ROWS
+from pagedkv.kernels.prefill.split.kernel import make_prefill_split
+from pagedkv.kernels.prefill.split.shape import SplitShape
 from pagedkv.kernels.prefill.tensor_cores import make_prefill
 from pagedkv.kernels.prefill.tile import TileShape
 
@@ -21,10 +24,10 @@ PLAIN = [64, 128, 256]
 SYSTEM_BYTES = 1024
 
 
-def tensor_kernel(head_dim, capability, **fields):
+def tensor_kernel(head_dim, capability, make=make_prefill, **fields):
     fields = {"group_size": 4, "q_kind": "float16", "kv_kind": "float16"} | fields
     config = TensorConfig(head_dim, block_size=16, shared_kib=shared_kib(capability), **fields)
-    return config, compile_kernel(make_prefill, config, capability)
+    return config, compile_kernel(make, config, capability)
 
 
 def check_registers(kernel, spills=0):
@@ -73,6 +76,53 @@ OPTIONS = [
 def test_options_have_everything_in_registers(head_dim, capability, fields):
     _, kernel = tensor_kernel(head_dim, capability, **fields)
     check_registers(kernel)
+
+
+# Dims, and bytes of spills before 9.0, where shuffles in loops take registers.
+SPLIT_CASES = [(64, (9, 0), {}), (128, (9, 0), {}), (64, (8, 0), {})]
+MORE_SPLIT_CASES = [
+    *((d, cc, {}) for d in PLAIN for cc in CAPABILITIES if cc >= (9, 0) or d <= 128),
+    (128, (9, 0), {"modified": True}),
+    (256, (10, 0), {"modified": True}),
+    (128, (9, 0), {"q_kind": "bfloat16", "kv_kind": "fp8_e4m3"}),
+    (256, (9, 0), {"kv_kind": "fp8_e5m2"}),
+    (128, (9, 0), {"wide": True, "group_size": 5}),
+    (72, (9, 0), {}),
+    (120, (12, 0), {"q_kind": "bfloat16", "kv_kind": "bfloat16"}),
+    (128, (8, 0), {"modified": True}),
+    (128, (8, 0), {"kv_kind": "fp8_e4m3", "hardware_fp8": False}),
+    (128, (8, 9), {"kv_kind": "fp8_e5m2"}),
+]
+SPILLS = {(128, (8, 0), "float16"): 36, (128, (8, 0), "fp8_e4m3"): 148}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "capability", "fields"),
+    [SPLIT_CASES[0], *long([*SPLIT_CASES[1:], *(x for x in MORE_SPLIT_CASES if x not in SPLIT_CASES)])],
+    ids=str,
+)
+def test_split_keys_leave_room_in_registers(head_dim, capability, fields):
+    config, kernel = tensor_kernel(head_dim, capability, make=make_prefill_split, architecture=capability[0], **fields)
+    kind = "modified" if config.modified else config.kv_kind
+    check_registers(kernel, SPILLS.get((head_dim, capability, kind), 0))
+    if head_dim == 128 and capability == (9, 0) and not fields:
+        loop = products_of(code_of(kernel.cubin, kernel.entry), capability)
+        assert loop.instructions / loop.copies <= 18
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_shared_memory_is_enough_for_every_gpu_where_keys_are_split(head_dim):
+    kinds = [("float16", "float16"), ("bfloat16", "fp8_e5m2")]
+    for kib, modified, (q_kind, kv_kind) in product((100, 164, 228), (False, True), kinds):
+        for architecture in (8, 9):
+            fields = {"modified": modified, "shared_kib": kib, "architecture": architecture}
+            shape = SplitShape(TensorConfig(head_dim, 4, 16, q_kind, kv_kind, **fields))
+            assert shape.nbytes <= kib * 1024 - SYSTEM_BYTES
+            assert shape.rows * shape.tiles_of_sequence == FEW_ROWS
+            assert shape.rows_at_once * shape.rows_of_thread * shape.pieces == shape.keys
+            assert shape.rows % shape.rows_at_once == 0
+            assert shape.warp_rows_at_once * shape.rows_of_thread == 32
+            assert shape.chunks <= shape.lanes <= 32
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

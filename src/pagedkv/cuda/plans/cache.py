@@ -56,7 +56,7 @@ _INPUTS, _VECTORS = (
 )
 _OPTIONS = ("scale", "layout", "kv_dtype", "window", "softcap", "score_mod", "kernel", "backend", "check", "return_lse")
 DECODE = Arguments((*_INPUTS, *_VECTORS, "out"), _OPTIONS)
-PREFILL = Arguments((*_INPUTS, "query_starts", *_VECTORS, "out"), (*_OPTIONS, "causal"), WGMMA)
+PREFILL = Arguments((*_INPUTS, "query_starts", *_VECTORS, "out"), (*_OPTIONS, "causal", "exact"), WGMMA)
 # What reading raises where an argument is not one of a valid call on a device, or not known well enough.
 _UNREADABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 

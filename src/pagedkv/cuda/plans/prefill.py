@@ -1,7 +1,9 @@
 """Planning of prefill attention: which kernel, compiled for what, launched how.
 
-The grid follows from the rows of q and the number of sequences, never from query_starts: those of a device are not read
-on the host.
+Grids follow from the rows of q, the number of sequences and the bound on lengths, never from query_starts and lengths:
+those of a device are not read on the host. So both kernels on tensor cores are launched, the one of many rows and the
+one that splits the keys of few, and each takes the sequences that are for it. Only what shapes, the bound, the window
+and `exact` rule out is not.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from ...arrays import Array
 from ...calls import AttentionCall
 from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.device.elements import ELEMENT_BITS
-from ...kernels.prefill import tensor_cores
 from ...kernels.prefill.check import CheckConfig, make_check_batch
 from ...kernels.prefill.config import MOST_DIMS, CoresConfig, TensorConfig
 from ...kernels.prefill.cuda_cores import kernel as cuda_cores
 from ...kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
 from ...kernels.prefill.cuda_cores.shape import CoresShape
 from ...kernels.prefill.items import num_tiles
+from ...kernels.prefill.limits import FEW_ROWS, PART, can_split
+from ...kernels.prefill.split import kernel as split
+from ...kernels.prefill.split.kernel import make_prefill_split
+from ...kernels.prefill.split.shape import SplitShape
 from ...kernels.prefill.tensor_cores import make_prefill
 from ...kernels.prefill.tile import TileShape
 from ...kernels.prefill.wgmma.kernel import make_prefill_wgmma
@@ -30,7 +35,20 @@ from ...layouts import FP8_KINDS
 from ..compiler.compile import Capability, CompiledKernel, compile_for
 from ..compiler.occupancy import shared_kib
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
-from .plan import NO_WINDOW, WGMMA, Launch, Plan, bits_of, cache_strides, is_modified, is_wide, max_seq_len_of, run
+from .plan import (
+    FLOAT_BYTES,
+    NO_WINDOW,
+    WGMMA,
+    Launch,
+    Plan,
+    Workspaces,
+    bits_of,
+    cache_strides,
+    is_modified,
+    is_wide,
+    max_seq_len_of,
+    run,
+)
 
 CHECKED_LENS = "checked_lens"  # the workspace that has the lengths of a checked call
 
@@ -65,32 +83,45 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     ValueError
         More rows, or thread blocks, than a grid has.
     """
-    spec, (num_tokens, num_heads, _) = call.spec, call.q.shape
-    num_seqs, group_size = len(call.seq_lens), num_heads // spec.num_kv_heads
-    launch = _on_tensor_cores if suits_tensor_cores(call) else _on_cuda_cores
-    kernel, rows, shared_bytes, strides = launch(device, call, out)
-    num_blocks = num_tiles(num_tokens, num_seqs, group_size, rows) * spec.num_kv_heads
-    if max(num_blocks, num_tokens * group_size) > LARGEST_GRID_X:
+    kernels = _on_tensor_cores(device, call, out) if suits_tensor_cores(call) else [_on_cuda_cores(device, call, out)]
+    num_rows, num_blocks = call.q.shape[0] * group_size_of(call), max(kernel.grid[0] for kernel in kernels)
+    if max(num_blocks, num_rows) > LARGEST_GRID_X:
         raise ValueError(
             "num_tokens * num_heads / num_kv_heads must be below 2**31 on a device, and so must the thread blocks, "
-            f"got {num_tokens * group_size} and {num_blocks}: give the sequences to several calls"
+            f"got {num_rows} and {num_blocks}: give the sequences to several calls"
         )
-    options = call.options
+    launches, workspaces = [_launch(call, kernel) for kernel in kernels], [x for k in kernels for x in k.workspaces]
+    if call.checked:
+        launches.insert(0, _check(device, call))
+        workspaces += [(REPORT, NUM_BYTES), (CHECKED_LENS, 4 * len(call.seq_lens))]
+    return Plan(tuple(launches), tuple(workspaces))
+
+
+class _Kernel(NamedTuple):
+    """A kernel for a call: what it takes beside the arguments that all of them take."""
+
+    compiled: CompiledKernel
+    grid: tuple[int, int, int]
+    shared_bytes: int
+    scalars: tuple[int, ...]  # the last of them strides
+    workspaces: Workspaces = ()
+
+
+def _launch(call: AttentionCall, kernel: _Kernel) -> Launch:
+    options, (num_tokens, num_heads, _) = call.options, call.q.shape
+    pointers = (
+        *("out", "lse", "q", "k_cache", "v_cache", "block_tables"),
+        *(CHECKED_LENS if call.checked else "seq_lens", "query_starts"),
+        *("alibi_slopes", "sinks", "k_scale", "v_scale"),
+        *(name for name, _ in kernel.workspaces),
+    )
     scalars = (
-        *(num_seqs, num_tokens, spec.num_kv_heads, num_heads, max_seq_len_of(call)),
-        *(options.window or NO_WINDOW, int(options.causal), *strides),
+        *(len(call.seq_lens), num_tokens, call.spec.num_kv_heads, num_heads, max_seq_len_of(call)),
+        *(options.window or NO_WINDOW, int(options.causal), *kernel.scalars),
         *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
         *(bits_of(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
     )
-    lengths = CHECKED_LENS if call.checked else "seq_lens"
-    pointers = (
-        *("out", "lse", "q", "k_cache", "v_cache", "block_tables", lengths, "query_starts"),
-        *("alibi_slopes", "sinks", "k_scale", "v_scale"),
-    )
-    attention = Launch(kernel, (num_blocks, 1, 1), pointers, scalars, shared_bytes)
-    if not call.checked:
-        return Plan((attention,), ())
-    return Plan((_check(device, call), attention), ((REPORT, NUM_BYTES), (CHECKED_LENS, 4 * num_seqs)))
+    return Launch(kernel.compiled, kernel.grid, pointers, scalars, kernel.shared_bytes)
 
 
 def _check(device: Device, call: AttentionCall) -> Launch:
@@ -103,23 +134,42 @@ def _check(device: Device, call: AttentionCall) -> Launch:
     )
 
 
-class _Kernel(NamedTuple):
-    """A kernel for a call: query rows and dynamic shared memory of a thread block, and the strides that it takes."""
-
-    compiled: CompiledKernel
-    rows: int
-    shared_bytes: int
-    strides: tuple[int, ...]
-
-
-def _on_tensor_cores(device: Device, call: AttentionCall, out: Array) -> _Kernel:
+def _on_tensor_cores(device: Device, call: AttentionCall, out: Array) -> list[_Kernel]:
     config = tensor_config(call, capability=device.capability)
     strides = (*_strides(call, out), *cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache))
-    if uses_wgmma(config, capability=device.capability):
-        kernel, shape = compile_for(device, make_prefill_wgmma, config), WgmmaShape(config)
-        return _Kernel(kernel, shape.rows, shape.nbytes, strides)
-    kernel = compile_for(device, make_prefill, config)
-    return _Kernel(kernel, TileShape(config).rows, tensor_cores.dynamic_bytes(config), strides)
+    few_rows, on_warpgroups = (
+        FEW_ROWS if splits_keys(call, config) else 0,
+        uses_wgmma(config, capability=device.capability),
+    )
+    # Warpgroups give few keys other bits, which must not depend on the rest of the batch.
+    all_are_few = call.q.shape[0] * config.group_size <= FEW_ROWS and not on_warpgroups
+    kernels = []
+    if not (few_rows and all_are_few):
+        shape = WgmmaShape(config) if on_warpgroups else TileShape(config)
+        kernel = compile_for(device, make_prefill_wgmma if on_warpgroups else make_prefill, config)
+        kernels.append(_Kernel(kernel, _grid(call, shape.rows), shape.nbytes, (few_rows, *strides)))
+    if few_rows:
+        kernels.append(_split(device, call, config, 0 if all_are_few else PART + 1, strides))
+    return kernels
+
+
+def _split(
+    device: Device, call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]
+) -> _Kernel:
+    """The kernel that splits keys, for sequences of few rows and at least so many keys."""
+    shape, num_seqs, num_kv_heads = SplitShape(config), len(call.seq_lens), call.spec.num_kv_heads
+    num_columns = num_seqs * shape.tiles_of_sequence * num_kv_heads
+    most_splits = shape.splits_of(max_seq_len_of(call), call.options.window or NO_WINDOW)
+    of_tokens, of_seqs = call.q.shape[0] * config.group_size, num_seqs * FEW_ROWS
+    num_partials = min(of_tokens, of_seqs) * num_kv_heads * most_splits if most_splits > 1 else 1
+    workspaces = (
+        ("prefill_sums", num_partials * config.head_dim * FLOAT_BYTES),
+        ("prefill_states", num_partials * 2 * FLOAT_BYTES),
+        ("prefill_counters", num_columns * 4),
+    )
+    kernel = compile_for(device, make_prefill_split, config)
+    scalars = (least_keys, most_splits, int(of_tokens < of_seqs), *strides)
+    return _Kernel(kernel, (num_columns, most_splits, 1), split.dynamic_bytes(config), scalars, workspaces)
 
 
 def _on_cuda_cores(device: Device, call: AttentionCall, out: Array) -> _Kernel:
@@ -129,9 +179,15 @@ def _on_cuda_cores(device: Device, call: AttentionCall, out: Array) -> _Kernel:
         of_caches = [(x.strides[0], x.strides[3], *x.strides[1:3]) for x in caches]
     else:
         of_caches = [(*cache_strides(call, x), 0) for x in caches]
-    strides = (call.spec.block_size, *_strides(call, out), *of_caches[0], *of_caches[1])
+    scalars = (call.spec.block_size, *_strides(call, out), *of_caches[0], *of_caches[1])
     kernel = compile_for(device, make_prefill_on_cuda_cores, config)
-    return _Kernel(kernel, CoresShape(config).rows, cuda_cores.dynamic_bytes(config), strides)
+    return _Kernel(kernel, _grid(call, CoresShape(config).rows), cuda_cores.dynamic_bytes(config), scalars)
+
+
+def _grid(call: AttentionCall, rows: int) -> tuple[int, int, int]:
+    """Of a kernel whose thread blocks have so many rows."""
+    tiles = num_tiles(call.q.shape[0], len(call.seq_lens), group_size_of(call), rows)
+    return tiles * call.spec.num_kv_heads, 1, 1
 
 
 def _strides(call: AttentionCall, out: Array) -> tuple[int, ...]:
@@ -143,7 +199,7 @@ def tensor_config(call: AttentionCall, *, capability: Capability) -> TensorConfi
     spec = call.spec
     return TensorConfig(
         head_dim=spec.head_dim,
-        group_size=call.q.shape[1] // spec.num_kv_heads,
+        group_size=group_size_of(call),
         block_size=spec.block_size,
         q_kind=call.q.dtype.name,
         kv_kind=spec.kind,
@@ -151,6 +207,7 @@ def tensor_config(call: AttentionCall, *, capability: Capability) -> TensorConfi
         wide=any(is_wide(call, cache, ELEMENT_BITS[spec.kind]) for cache in (call.k_cache, call.v_cache)),
         hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
         shared_kib=shared_kib(capability),
+        architecture=capability[0],
         score_mod=call.options.score_mod,
     )
 
@@ -171,6 +228,17 @@ def cores_config(call: AttentionCall, *, capability: Capability) -> CoresConfig:
 def uses_wgmma(config: TensorConfig, *, capability: Capability) -> bool:
     """True where the kernel on warpgroups takes a config: on 9.0, if the environment asks for it."""
     return os.environ.get(WGMMA) == "1" and capability == (9, 0) and takes(config)
+
+
+def group_size_of(call: AttentionCall) -> int:
+    """Query heads of a KV head."""
+    return call.q.shape[1] // call.spec.num_kv_heads
+
+
+def splits_keys(call: AttentionCall, config: TensorConfig) -> bool:
+    """True where some sequence may have few rows that see more keys than a warp takes; lengths are not looked at."""
+    seen = min(max_seq_len_of(call), call.options.window or NO_WINDOW)
+    return can_split(config) and not call.exact and config.group_size <= FEW_ROWS and seen > PART
 
 
 def suits_tensor_cores(call: AttentionCall) -> bool:

@@ -58,12 +58,13 @@ class Options(NamedTuple):
     last: Any  # token of the sequence
 
 
-def signature(num_strides: int) -> Any:
-    """Of a kernel that takes this many strides, in bytes."""
+def signature(num_strides: int, *workspaces: Any) -> Any:
+    """Of a kernel that takes this many strides, in bytes, and pointers to workspaces."""
     return types.void(
         *(_BYTES, _FLOATS, _BYTES, _BYTES, _BYTES),  # out, lse, q, k_cache, v_cache
         *(_INTS, _INTS, _INTS),  # block_tables, seq_lens, query_starts
         *(_FLOATS, _FLOATS, _FLOATS, _FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
+        *workspaces,
         *[int64] * 7,  # sizes, window, causal
         *[int64] * num_strides,
         *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers

@@ -16,7 +16,7 @@ MOST_DIMS = 256  # that the accumulators of a warp have registers for
 
 @dataclass(frozen=True, slots=True)
 class TensorConfig:
-    """The compile-time constants of the kernel on tensor cores; everything else is an argument of the launch.
+    """The compile-time constants of the kernels on tensor cores; everything else is an argument of the launch.
 
     Attributes
     ----------
@@ -34,6 +34,8 @@ class TensorConfig:
         The device converts e4m3.
     shared_kib : int
         Shared memory of a multiprocessor.
+    architecture : int
+        Major compute capability.
     score_mod : callable or None
     """
 
@@ -46,6 +48,7 @@ class TensorConfig:
     wide: bool = False
     hardware_fp8: bool = True
     shared_kib: int = 228
+    architecture: int = 9
     score_mod: Callable[..., Any] | None = None
 
     @property

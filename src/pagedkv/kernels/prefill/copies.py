@@ -24,14 +24,16 @@ from ..device.source import device_function
 from ..device.tensor_intrinsics import (
     copy_8,
     copy_vector,
+    end_group,
     load_shared_pair,
     load_shared_words,
     pack_bfloat16,
     shuffle,
     store_shared_words,
+    wait_but,
 )
-from .config import NUM_THREADS, TensorConfig
-from .tile import CHUNK_DIMS, TileShape
+from .config import TensorConfig
+from .tile import CHUNK, CHUNK_DIMS, TileShape
 
 SIGNS = 0x80008000  # of both halves of a word
 
@@ -92,10 +94,31 @@ def make_negate_query(shape: TileShape) -> Any:
     return negate_query
 
 
+def make_begin_query(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``begin_query(place, query, row, chunk, item, has_chunk)``: Q to shared memory.
+
+    Of the item's rows, the thread copies its chunk of this one and of those that follow. -q has come when it returns.
+    """
+    copy_query, negate_query, wait_all = make_copy_query(config, shape), make_negate_query(shape), wait_but(0)
+
+    @device_function
+    def begin_query(place, query, row, chunk, item, has_chunk):
+        strides = (query.token_stride, query.head_stride)
+        first, last = uint32(item.first_row + row), uint32(item.num_rows - 1)
+        copy_query(place, query.address + int64(chunk) * CHUNK, strides, first, last, has_chunk)
+        if query.is_negative:
+            end_group()
+            wait_all()
+            if has_chunk:
+                negate_query(place)
+
+    return begin_query
+
+
 def make_clear_gaps(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``clear_gaps(shared, thread)``: zeros in the chunk of each row that only fills up a step."""
-    HAS_GAP, ROWS = shape.has_gap, shape.rows + 2 * shape.stages * shape.keys
-    GAP, ROW_BYTES = shape.chunks, shape.row_bytes
+    HAS_GAP, ROWS = shape.has_gap, shape.all_rows
+    GAP, ROW_BYTES, NUM_THREADS = shape.chunks, shape.row_bytes, shape.num_threads
 
     @device_function
     def clear_gaps(shared, thread):
@@ -135,7 +158,7 @@ def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
     number of the lane's row among those that its warp copies at once.
     """
     ROWS, AT_ONCE, IS_FP8, WIDE = shape.rows_of_thread, shape.warp_rows_at_once, config.is_fp8, config.wide
-    IS_WHOLE = shape.lanes == shape.chunks
+    IS_WHOLE, COPIERS = shape.lanes == shape.chunks, shape.copiers
     row_offset = make_row_offset(config.wide, config.vector_bytes)
     address_at = make_address_at(config.wide, config.vector_bytes)
     chunk_place = make_chunk_place(shape)
@@ -151,7 +174,7 @@ def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
     def copy_row(i, place, cache, offset, group, has_chunk):
         source = address_at(cache.address, offset_of(offset, uint32(group + AT_ONCE * i)))
         if IS_FP8:
-            copy_8(uint32(place + NUM_THREADS * CHUNK_DIMS * i), source, uint32(CHUNK_DIMS), has_chunk)
+            copy_8(uint32(place + COPIERS * CHUNK_DIMS * i), source, uint32(CHUNK_DIMS), has_chunk)
         elif IS_WHOLE or has_chunk:
             copy_vector(chunk_place(place, i), source)
 
@@ -166,7 +189,7 @@ def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
 def make_convert_rows(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``convert_rows(codes, place, has_chunk)``: a thread's chunks of an fp8 tile to operands."""
     ROWS, chunk_place = shape.rows_of_thread, make_chunk_place(shape)
-    IS_FLOAT16 = config.q_kind == "float16"
+    IS_FLOAT16, COPIERS = config.q_kind == "float16", shape.copiers
     lower, upper = make_halves(config.kv_kind, config.hardware_fp8)
     widen = unpack(config.kv_kind, config.hardware_fp8)
 
@@ -179,7 +202,7 @@ def make_convert_rows(config: TensorConfig, shape: TileShape) -> Any:
 
     @device_function
     def convert_row(i, codes, place):
-        word = load_shared_pair(uint32(codes + NUM_THREADS * CHUNK_DIMS * i))
+        word = load_shared_pair(uint32(codes + COPIERS * CHUNK_DIMS * i))
         a, b = operands(word[0])
         c, d = operands(word[1])
         store_shared_words(chunk_place(place, i), a, b, c, d)

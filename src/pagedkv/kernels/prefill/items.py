@@ -17,11 +17,41 @@ from ..device.source import device_function
 from ..device.tensor_intrinsics import ballot, load_shared_word, store_shared_word
 from ..device.warp import WARP_SIZE
 from .arguments import Item
+from .limits import PART
 
 
 def num_tiles(num_tokens: int, num_seqs: int, group_size: int, rows: int) -> int:
     """Tiles of `rows` rows that any batch of this size fits into."""
     return num_tokens * group_size // rows + num_seqs
+
+
+@device_function
+def start_of(query_starts, seq):
+    """The first row of a sequence in q."""
+    return load_4(address(query_starts) + int64(seq) * 4)
+
+
+@device_function
+def item_of(seq, first_row, group_size, lengths, num_tokens, max_seq_len):
+    """Rows of a sequence from this one on; `lengths` are (query_starts, seq_lens).
+
+    None if the sequence's query starts are out of range; if its length is, it counts as 0.
+    """
+    query_starts, seq_lens = lengths
+    start, stop = start_of(query_starts, seq), start_of(query_starts, uint32(seq + 1))
+    num_rows = uint32(0)
+    if start <= stop and stop <= uint32(num_tokens):
+        num_rows = uint32(uint32(stop - start) * group_size)
+    length, query_len = load_4(address(seq_lens) + int64(seq) * 4), uint32(stop - start)
+    is_valid = length <= uint32(max_seq_len) and query_len <= length
+    seq_len = length if is_valid else uint32(0)
+    return Item(seq, first_row, num_rows, start, uint32(seq_len - query_len), seq_len)
+
+
+@device_function
+def is_split(item, few_rows):
+    """Whether a sequence of up to `few_rows` rows is left to the kernel that splits its keys (split/)."""
+    return item.num_rows <= uint32(few_rows) and item.seq_len > uint32(PART)
 
 
 def make_find_item(rows: int) -> Any:
@@ -31,10 +61,6 @@ def make_find_item(rows: int) -> Any:
     whose query starts are out of range; one of a sequence whose length is, one of length 0. A whole warp calls it.
     """
     ROWS = rows
-
-    @device_function
-    def start_of(query_starts, seq):
-        return load_4(address(query_starts) + int64(seq) * 4)
 
     @device_function
     def first_tile(query_starts, seq, group_size):
@@ -56,23 +82,15 @@ def make_find_item(rows: int) -> Any:
 
     @device_function
     def find_item(lane, tile, group_size, lengths, num_seqs, num_tokens, max_seq_len):
-        query_starts, seq_lens = lengths
-        seq = find_sequence(lane, tile, group_size, query_starts, num_seqs)
-        start, stop = start_of(query_starts, seq), start_of(query_starts, uint32(seq + 1))
-        num_rows = uint32(0)
-        if start <= stop and stop <= uint32(num_tokens):
-            num_rows = uint32(uint32(stop - start) * group_size)
-        tiles = uint32(uint32(num_rows + (ROWS - 1)) // uint32(ROWS))
-        mine = uint32(tile - first_tile(query_starts, seq, group_size))
-        if mine >= tiles:
-            num_rows, mine = uint32(0), uint32(0)
-            tiles = uint32(1)
+        seq = find_sequence(lane, tile, group_size, lengths[0], num_seqs)
+        item = item_of(seq, uint32(0), group_size, lengths, num_tokens, max_seq_len)
+        tiles = uint32(uint32(item.num_rows + (ROWS - 1)) // uint32(ROWS))
+        mine = uint32(tile - first_tile(lengths[0], seq, group_size))
+        is_mine = mine < tiles
         # The last rows first: with a causal mask they take longest.
-        first_row = uint32(uint32(tiles - 1 - mine) * uint32(ROWS))
-        length, query_len = load_4(address(seq_lens) + int64(seq) * 4), uint32(stop - start)
-        is_valid = length <= uint32(max_seq_len) and query_len <= length
-        seq_len = length if is_valid else uint32(0)
-        return Item(seq, first_row, num_rows, start, uint32(seq_len - query_len), seq_len)
+        first_row = uint32(uint32(tiles - 1 - mine) * uint32(ROWS)) if is_mine else uint32(0)
+        num_rows = item.num_rows if is_mine else uint32(0)
+        return Item(seq, first_row, num_rows, item.start, item.context, item.seq_len)
 
     return find_item
 

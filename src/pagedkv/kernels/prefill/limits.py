@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import TensorConfig
+    from .split.shape import SplitShape
     from .tile import TileShape
 
 SYSTEM_BYTES = 1024  # of each thread block's shared memory
 SMALL_SHARED_KIB = 100  # of compute capability 8.6, 8.9 and 12.0
+# Sequences of up to so many rows (tokens, times query heads of a KV head) and of more than PART tokens are split.
+FEW_ROWS = 32
+PART = 512  # tokens that one warp takes, of sequences of up to LONGEST_OF_PARTS
+LONGEST_OF_PARTS = 2**17
 MIN_BLOCKS = 2  # thread blocks on a multiprocessor that 255 registers allow
 
 
@@ -33,6 +38,12 @@ def stages(shape: TileShape) -> int:
     return 2 if needed <= room and not shape.config.is_fp8 else 1
 
 
+def split_warps(shape: SplitShape) -> int:
+    """Of a thread block that splits keys, each with tiles of its own: as many as shared memory has room for."""
+    room = shape.config.shared_kib * 1024 - SYSTEM_BYTES
+    return next((n for n in (4, 2) if shape.bytes_of(n) <= room), 1)
+
+
 def optimisation(config: TensorConfig) -> int:
     """The level of ptxas. With 128 dims, level 3 spills 52 bytes on 9.0 and 60 on 10.0 (ptxas 13.5), level 1 nothing;
     with 256, level 3 spills nothing and needs fewer instructions."""
@@ -44,3 +55,19 @@ def pins_thread(shape: TileShape) -> bool:
     and one stage on 8.0, that spills 24 bytes."""
     is_full = row_tiles(shape.config) == 2 and shape.config.head_dim > 64 and shape.keys == 64
     return not is_full or shape.stages == 2 or shape.config.is_fp8
+
+
+def can_split(config: TensorConfig) -> bool:
+    """Before 9.0, even one row tile spills 1604 bytes with 256 dims (36 with 128, on 8.0)."""
+    return config.architecture >= 9 or config.head_dim <= 128
+
+
+def split_row_tiles(config: TensorConfig) -> int:
+    """One before 9.0: where each warp has a loop of its own, ptxas keeps registers free there for lanes that diverge,
+    and with two row tiles spills 800 bytes with 64 dims and 2548 with 128."""
+    return row_tiles(config) if config.architecture >= 9 else 1
+
+
+def split_optimisation(config: TensorConfig) -> int:
+    """The level of ptxas for the split kernel: with 128 dims, level 3 spills 28 bytes on 9.0, level 1 nothing."""
+    return 1 if config.head_dim > 64 else 3

@@ -11,17 +11,10 @@ from ..device.source import device_function
 from ..device.tensor_intrinsics import end_group, wait_but
 from .arguments import Cache
 from .config import TensorConfig
-from .copies import (
-    make_clear_gaps,
-    make_convert_rows,
-    make_copy_query,
-    make_copy_rows,
-    make_find_row,
-    make_negate_query,
-)
+from .copies import make_begin_query, make_clear_gaps, make_convert_rows, make_copy_rows, make_find_row
 from .products import make_multiply_keys, make_multiply_values, make_places
 from .softmax import make_logits, make_mask, make_soften
-from .tile import CHUNK, CHUNK_DIMS, TileShape
+from .tile import CHUNK_DIMS, TileShape
 
 
 class Span(NamedTuple):
@@ -51,11 +44,7 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
     ROW_BYTES, TILE_BYTES, WARP_BYTES = shape.row_bytes, shape.tile_bytes, shape.rows_of_warp * shape.row_bytes
     K_START, V_START, CODES, CODES_BYTES = shape.k_start, shape.v_start, shape.codes_start, shape.codes_bytes
     VECTOR_BYTES, IS_FP8, IS_WHOLE = config.vector_bytes, config.is_fp8, shape.lanes == shape.chunks
-    clear_gaps, copy_query, negate_query = (
-        make_clear_gaps(config, shape),
-        make_copy_query(config, shape),
-        make_negate_query(shape),
-    )
+    clear_gaps, begin_query = make_clear_gaps(config, shape), make_begin_query(config, shape)
     find_row, copy_rows, convert_rows = (
         make_find_row(config, shape),
         make_copy_rows(config, shape),
@@ -65,18 +54,6 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
     begin_values, multiply_values = make_multiply_values(config, shape)
     logits, mask, soften = make_logits(config, shape), make_mask(config, shape), make_soften(config, shape)
     wait_all = wait_but(0)
-
-    @device_function
-    def begin_query(place, query, row, chunk, item, has_chunk):
-        """Q to shared memory."""
-        strides = (query.token_stride, query.head_stride)
-        first, last = uint32(item.first_row + row), uint32(item.num_rows - 1)
-        copy_query(place, query.address + int64(chunk) * CHUNK, strides, first, last, has_chunk)
-        if query.is_negative:
-            end_group()
-            wait_all()
-            if has_chunk:
-                negate_query(place)
 
     @device_function
     def attend(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):

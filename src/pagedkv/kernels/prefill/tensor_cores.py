@@ -6,7 +6,8 @@
 
 Grid. x is tile * num_kv_heads + kv_head: neighbours read neighbouring heads of the same tokens. A tile is up to
 `TileShape.rows` query rows of a sequence and KV head (items.py): row r of a sequence is token r // group_size and head
-r % group_size, so that any number of query heads shares what is read of K and V.
+r % group_size, so that any number of query heads shares what is read of K and V. Sequences of up to `few_rows` rows and
+of more than PART keys are left to split/kernel.py.
 
 Who owns what. Each of four warps has 16 or 32 of the rows, with O in registers, and goes through all tiles of keys that
 a row of the thread block sees, in ascending order from a multiple of the tile's size on. A tile of keys that a row does
@@ -24,22 +25,19 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from ..device.halves import software_factor
 from ..device.intrinsics import address, bits_float, divmod_32, shared_address
-from ..device.logits import LOG2E
-from ..device.source import KernelSource, device_function
+from ..device.source import KernelSource
 from ..device.tensor_intrinsics import shuffle, thread_number
 from .arguments import Cache, Options, Pages, Visible, signature
 from .config import NUM_THREADS, TensorConfig
-from .items import make_find_item, make_keep
+from .items import is_split, make_find_item, make_keep
 from .limits import MIN_BLOCKS, optimisation, pins_thread
-from .loop import Query, Span, make_attend
-from .output import Output, make_store_nothing, make_store_rows
+from .loop import Query, make_attend
+from .output import make_store_nothing, make_store_rows
+from .prologue import make_prologue
 from .registers import make_registers
 from .softmax import make_start
 from .tile import SWIZZLED, TileShape
-
-SMALLEST = float32(2.0**-126)  # positive and normal
 
 
 def make_prefill(config: TensorConfig) -> KernelSource:
@@ -52,28 +50,16 @@ def make_prefill(config: TensorConfig) -> KernelSource:
 def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: int, **facts: Any) -> KernelSource:
     """A kernel around an inner loop; shared memory begins at a multiple of `alignment`, and facts are its source's."""
     ALIGNMENT = alignment
-    ROWS, KEYS, GROUP_SIZE = shape.rows, shape.keys, config.group_size
+    ROWS, GROUP_SIZE, prologue = shape.rows, config.group_size, make_prologue(config, shape)
     MODIFIED, (keep, kept) = config.modified, make_keep(shape.kept_start)
-    FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.q_kind == "float16" else 1.0)
     find_item, registers_of = make_find_item(ROWS), make_registers(shape)
     start, store_rows = make_start(config, shape), make_store_rows(config, shape)
     store_nothing, PINNED = make_store_nothing(ROWS, config.head_dim // 2, facts["num_threads"]), pins_thread(shape)
 
-    @device_function
-    def output_of(out, strides, lse, sinks, v_factor, item, kv_head, num_heads):
-        head = uint32(kv_head * GROUP_SIZE)
-        where = address(out) + int64(item.start) * strides[0] + int64(head) * strides[1]
-        row = int64(item.start) * num_heads + int64(head)
-        return Output(where, strides[0], strides[1], lse, row, num_heads, sinks, head, v_factor)
-
-    @device_function
-    def first_of_window(position, window):
-        return uint32(position - window + 1) if position >= window else uint32(0)
-
     def prefill(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
         num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, window, is_causal,
-        table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, k_block_stride,
+        few_rows, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, k_block_stride,
         k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
@@ -89,32 +75,17 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
             keep(shared, found)
         cuda.syncthreads()
         item = kept(shared)
-        if item.num_rows == 0:
+        if item.num_rows == 0 or is_split(item, few_rows):
             return
-        visible = Visible(is_causal != 0, uint32(window))
-        first_token = uint32(item.first_row // uint32(GROUP_SIZE))
-        last_row = min(uint32(item.first_row + (ROWS - 1)), uint32(item.num_rows - 1))
-        first_position = uint32(item.context + first_token)
-        last_position = uint32(item.context + uint32(last_row // uint32(GROUP_SIZE)))
-        last = last_position if visible.is_causal else uint32(item.seq_len - 1)
-        low = first_of_window(first_position, visible.window)
-        table = address(block_tables) + int64(item.seq) * table_stride
-        out_strides = (out_token_stride, out_head_stride)
-        v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
+        visible, out_strides = Visible(is_causal != 0, uint32(window)), (out_token_stride, out_head_stride)
         if item.seq_len == 0:
-            output = output_of(out, out_strides, lse, sinks, v_factor, item, kv_head, num_heads)
+            output = prologue.output_of(out, out_strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads)
             store_nothing(output, item, uint32(GROUP_SIZE), thread)
             return
 
-        everyone = first_position if visible.is_causal else uint32(item.seq_len - 1)
-        low_of_last = first_of_window(last_position, visible.window)
-        clear = uint32(uint32(uint32(low_of_last + (KEYS - 1)) // uint32(KEYS)) * uint32(KEYS))
-        end = uint32(uint32(uint32(everyone + 1) // uint32(KEYS)) * uint32(KEYS))
-        num_clear = uint32(end - clear) if end > clear else uint32(0)
-        span = Span(uint32(uint32(low // uint32(KEYS)) * uint32(KEYS)), last, clear, num_clear)
-        k_factor = k_scale[kv_head] if address(k_scale) != 0 else bits_float(uint32(k_number))
-        factor = float32(float32(bits_float(uint32(scale)) * k_factor) * FACTOR)
-        unit = float32(1) if MODIFIED else float32(abs(factor) * LOG2E)
+        low, span = prologue.span_of(item, visible)
+        table = address(block_tables) + int64(item.seq) * table_stride
+        factor, unit = prologue.factors_of(scale, k_scale, k_number, kv_head)
         registers = registers_of()
         start(registers, item, alibi_slopes, kv_head, warp, uint32(lane >> 2))
         q_row = address(q) + int64(item.start) * q_token_stride + int64(uint32(kv_head * GROUP_SIZE)) * q_head_stride
@@ -128,21 +99,20 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
             Query(q_row, q_token_stride, q_head_stride, not MODIFIED and factor < float32(0)),
             Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
             Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
-            Pages(table, low, last),
+            Pages(table, low, span.last),
             visible,
             Options(factor, bits_float(uint32(softcap)), item.seq, uint32(item.seq_len - 1)),
             span,
-            SMALLEST if unit == float32(0) else unit,  # times -inf, 0 would be NaN
+            unit,
         )
         # `attend` needs the registers: what comes after it is read again.
         item, thread = kept(shared), thread_number()
         lane, warp = uint32(thread & 31), uint32(thread >> 5)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
-        v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
-        output = output_of(out, out_strides, lse, sinks, float32(v_factor * FACTOR), item, kv_head, num_heads)
+        output = prologue.output_of(out, out_strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads)
         store_rows(registers, output, item, warp, uint32(lane >> 2), uint32(lane & 3))
 
-    return KernelSource(prefill, signature(11), **facts)
+    return KernelSource(prefill, signature(12), **facts)
 
 
 def dynamic_bytes(config: TensorConfig) -> int:

@@ -31,6 +31,11 @@ class TileShape:
         return limits.row_tiles(self.config)
 
     @property
+    def num_threads(self) -> int:
+        """Of a thread block."""
+        return NUM_THREADS
+
+    @property
     def rows_of_warp(self) -> int:
         return 16 * self.row_tiles
 
@@ -111,6 +116,16 @@ class TileShape:
     # ---- who copies what
 
     @property
+    def copiers(self) -> int:
+        """Threads that copy a tile of keys together."""
+        return NUM_THREADS
+
+    @property
+    def all_rows(self) -> int:
+        """Rows in shared memory: of Q, then of K and V."""
+        return self.rows + 2 * self.stages * self.keys
+
+    @property
     def chunks(self) -> int:
         """Chunks of a row."""
         return self.config.head_dim // CHUNK_DIMS
@@ -118,12 +133,12 @@ class TileShape:
     @property
     def lanes(self) -> int:
         """Lanes that share a row, a power of two; some may have no chunk."""
-        return max(1 << (self.chunks - 1).bit_length(), NUM_THREADS // self.keys)
+        return max(1 << (self.chunks - 1).bit_length(), self.copiers // self.keys)
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that all threads copy at once; a thread's next row is as many later."""
-        return NUM_THREADS // self.lanes
+        """Rows that all copiers copy at once; a thread's next row is as many later."""
+        return self.copiers // self.lanes
 
     @property
     def rows_of_thread(self) -> int:

@@ -1,0 +1,61 @@
+"""Steps of the kernels on tensor cores before the loop: what their arguments are to the rows of a thread block."""
+
+from __future__ import annotations
+
+from numba import float32, int64, uint32
+
+from ..device.halves import software_factor
+from ..device.intrinsics import address, bits_float
+from ..device.logits import LOG2E
+from ..device.source import Steps, device_function
+from .config import TensorConfig
+from .loop import Span
+from .output import Output
+from .tile import TileShape
+
+SMALLEST = float32(2.0**-126)  # positive and normal
+
+
+def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
+    """The steps of a config."""
+    ROWS, KEYS, GROUP_SIZE, MODIFIED = shape.rows, shape.keys, config.group_size, config.modified
+    FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.q_kind == "float16" else 1.0)
+
+    @device_function
+    def output_of(out, strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads):
+        """Where rows of the item's sequence and a KV head go."""
+        head = uint32(kv_head * GROUP_SIZE)
+        where = address(out) + int64(item.start) * strides[0] + int64(head) * strides[1]
+        row = int64(item.start) * num_heads + int64(head)
+        v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
+        return Output(where, strides[0], strides[1], lse, row, num_heads, sinks, head, float32(v_factor * FACTOR))
+
+    @device_function
+    def first_of_window(position, window):
+        return uint32(position - window + 1) if position >= window else uint32(0)
+
+    @device_function
+    def span_of(item, visible):
+        """The first key that a row of the item sees, and the span of all."""
+        first_token = uint32(item.first_row // uint32(GROUP_SIZE))
+        last_row = min(uint32(item.first_row + (ROWS - 1)), uint32(item.num_rows - 1))
+        first_position = uint32(item.context + first_token)
+        last_position = uint32(item.context + uint32(last_row // uint32(GROUP_SIZE)))
+        last = last_position if visible.is_causal else uint32(item.seq_len - 1)
+        low = first_of_window(first_position, visible.window)
+        everyone = first_position if visible.is_causal else uint32(item.seq_len - 1)
+        low_of_last = first_of_window(last_position, visible.window)
+        clear = uint32(uint32(uint32(low_of_last + (KEYS - 1)) // uint32(KEYS)) * uint32(KEYS))
+        end = uint32(uint32(uint32(everyone + 1) // uint32(KEYS)) * uint32(KEYS))
+        num_clear = uint32(end - clear) if end > clear else uint32(0)
+        return low, Span(uint32(uint32(low // uint32(KEYS)) * uint32(KEYS)), last, clear, num_clear)
+
+    @device_function
+    def factors_of(scale, k_scale, k_number, kv_head):
+        """What products are multiplied with, and what then takes them to units of log(2)."""
+        k_factor = k_scale[kv_head] if address(k_scale) != 0 else bits_float(uint32(k_number))
+        factor = float32(float32(bits_float(uint32(scale)) * k_factor) * FACTOR)
+        unit = float32(1) if MODIFIED else float32(abs(factor) * LOG2E)
+        return factor, SMALLEST if unit == float32(0) else unit  # times -inf, 0 would be NaN
+
+    return Steps(output_of, span_of, factors_of)

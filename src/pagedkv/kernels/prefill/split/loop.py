@@ -1,0 +1,125 @@
+"""The inner loop of the split kernel: each warp copies and uses tiles of its own, and waits for no other warp.
+
+K of the next tile is copied from when S is there, and V from when this one has been used: a warp always has one of both
+on its way, and mostly both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda, float32, int64, uint32
+
+from ...device.intrinsics import divmod_32, for_each, local_array
+from ...device.source import device_function
+from ...device.tensor_intrinsics import any_lane, end_group, sync_warp, wait_but
+from ..arguments import Cache
+from ..config import TensorConfig
+from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_copy_rows, make_find_row
+from ..products import make_multiply_keys, make_multiply_values, make_places
+from ..softmax import make_logits, make_mask, make_soften
+from ..tile import CHUNK_DIMS
+from .shape import PIECE, SplitShape
+
+
+def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
+    """The device function ``attend_part(registers, shared, thread, lane, warp, item, query, k, v, pages, ...)``.
+
+    ``..., visible, options, span, unit``, as for the kernel of many rows, but the span is that of the warp; it may be
+    empty. O, sums and shifts are left in registers. All threads call it.
+    """
+    KEYS, PIECES, LANES, CHUNKS = shape.keys, shape.pieces, shape.lanes, shape.chunks
+    ROW_BYTES, TILE_BYTES, PIECE_BYTES = shape.row_bytes, shape.tile_bytes, PIECE * shape.row_bytes
+    K_START, CODES, CODES_BYTES, IS_FP8 = shape.k_start, shape.codes_start, shape.codes_bytes, config.is_fp8
+    VECTOR_BYTES, IS_WHOLE = config.vector_bytes, shape.lanes == shape.chunks
+    CODES_OF_PIECE = PIECE * shape.lanes * CHUNK_DIMS
+    COPIED = CODES_OF_PIECE if IS_FP8 else PIECE_BYTES
+    clear_gaps, begin_query = make_clear_gaps(config, shape), make_begin_query(config, shape)
+    find_row, copy_rows, convert_rows = (
+        make_find_row(config, shape),
+        make_copy_rows(config, shape),
+        make_convert_rows(config, shape),
+    )
+    places_of, multiply_keys = make_places(shape), make_multiply_keys(config, shape)
+    begin_values, multiply_values = make_multiply_values(config, shape)
+    logits, mask, soften = make_logits(config, shape), make_mask(config, shape), make_soften(config, shape)
+    wait_one, wait_two = wait_but(1), wait_but(2)
+
+    @device_function
+    def find_piece(i, blocks, positions, pages, first, lane):
+        blocks[i], positions[i] = find_row(pages, uint32(first + PIECE * i), lane, uint32(0))
+
+    @device_function
+    def copy_piece(i, place, cache, blocks, positions, group, has_chunk):
+        copy_rows(uint32(place + COPIED * i), cache, blocks[i], positions[i], group, has_chunk)
+
+    @device_function
+    def convert_piece(i, codes, place, has_chunk):
+        convert_rows(uint32(codes + CODES_OF_PIECE * i), uint32(place + PIECE_BYTES * i), has_chunk)
+
+    @device_function
+    def attend_part(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
+        row, chunk = divmod_32(lane, LANES)
+        has_chunk = True if IS_WHOLE else chunk < CHUNKS
+        place = uint32(shared + uint32(uint32(row * ROW_BYTES) + uint32(uint32(chunk ^ uint32(row & 7)) << 4)))
+        clear_gaps(shared, thread)
+        if warp == 0:
+            begin_query(place, query, row, chunk, item, has_chunk)
+        end_group()
+        offset = int64(chunk if has_chunk else uint32(0)) * VECTOR_BYTES
+        keys = Cache(k.address + offset, k.block_stride, k.token_stride)
+        values = Cache(v.address + offset, v.block_stride, v.token_stride)
+        k_tile = uint32(uint32(shared + K_START) + uint32(warp * 2 * TILE_BYTES))
+        v_tile = uint32(k_tile + TILE_BYTES)
+        k_place = uint32(place + uint32(k_tile - shared))
+        v_place = uint32(k_place + TILE_BYTES)
+        k_codes = uint32(uint32(shared + CODES) + uint32(uint32(warp * 2 * CODES_BYTES) + uint32(lane * CHUNK_DIMS)))
+        v_codes = uint32(k_codes + CODES_BYTES)
+        k_copies, v_copies = k_codes if IS_FP8 else k_place, v_codes if IS_FP8 else v_place
+
+        first, blocks, positions = span.first, local_array(PIECES, uint32), local_array(PIECES, uint32)
+        for_each(find_piece, PIECES, (blocks, positions, pages, first, lane))
+        if first <= span.last:
+            for_each(copy_piece, PIECES, (k_copies, keys, blocks, positions, row, has_chunk))
+        end_group()
+        if first <= span.last:
+            for_each(copy_piece, PIECES, (v_copies, values, blocks, positions, row, has_chunk))
+        end_group()
+        for_each(find_piece, PIECES, (blocks, positions, pages, uint32(first + KEYS), lane))
+        wait_two()
+        cuda.syncthreads()  # Q is there for all
+
+        places, excess = places_of(lane), local_array(1, float32)
+        g, t = uint32(lane >> 2), uint32(lane & 3)
+        while any_lane(first <= span.last):
+            is_followed = any_lane(uint32(first + KEYS) <= span.last)
+            wait_one()
+            if IS_FP8:
+                for_each(convert_piece, PIECES, (k_codes, k_place, has_chunk))
+            sync_warp()
+            multiply_keys(registers, places, shared, k_tile)
+            if not IS_FP8:
+                sync_warp()
+            if is_followed:
+                for_each(copy_piece, PIECES, (k_copies, keys, blocks, positions, row, has_chunk))
+            end_group()
+            mine = uint32(first + uint32(t << 1))
+            logits(registers, options, mine)
+            if uint32(first - span.clear) >= span.num_clear:
+                mask(registers, visible, shared, mine, uint32(0), g)
+            soften(registers, excess, unit)
+            wait_one()
+            if IS_FP8:
+                for_each(convert_piece, PIECES, (v_codes, v_place, has_chunk))
+            sync_warp()
+            begin_values(registers, places, v_tile)
+            multiply_values(registers, places, v_tile)
+            if not IS_FP8:
+                sync_warp()
+            if is_followed:
+                for_each(copy_piece, PIECES, (v_copies, values, blocks, positions, row, has_chunk))
+            end_group()
+            for_each(find_piece, PIECES, (blocks, positions, pages, uint32(first + 2 * KEYS), lane))
+            first = uint32(first + KEYS)
+
+    return attend_part

@@ -1,0 +1,124 @@
+"""How the split kernel cuts rows, keys and shared memory: numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...device.warp import WARP_SIZE
+from .. import limits
+from ..limits import FEW_ROWS, LONGEST_OF_PARTS, PART
+from ..tile import CHUNK_DIMS, KEPT_WORDS, TileShape
+
+PIECE = 32  # tokens of a tile that a warp copies at once: each lane looks up one of them
+PAD = 8  # float32 between rows of sums: lanes that store together meet different banks
+
+
+@dataclass(frozen=True, slots=True)
+class SplitShape(TileShape):
+    """A tile of query rows that all warps of a thread block have, and for each warp a tile of K and one of V.
+
+    Attributes
+    ----------
+    config : TensorConfig
+    """
+
+    @property
+    def num_warps(self) -> int:
+        return limits.split_warps(self)
+
+    @property
+    def num_threads(self) -> int:
+        return WARP_SIZE * self.num_warps
+
+    @property
+    def row_tiles(self) -> int:
+        return limits.split_row_tiles(self.config)
+
+    @property
+    def rows(self) -> int:
+        return self.rows_of_warp
+
+    @property
+    def tiles_of_sequence(self) -> int:
+        return FEW_ROWS // self.rows
+
+    @property
+    def stages(self) -> int:
+        return 1
+
+    # ---- who copies what
+
+    @property
+    def copiers(self) -> int:
+        return WARP_SIZE
+
+    @property
+    def all_rows(self) -> int:
+        return self.rows + 2 * self.keys * self.num_warps
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a row, a power of two; some may have no chunk."""
+        return max(1 << (self.chunks - 1).bit_length(), WARP_SIZE // self.rows)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a tile of keys."""
+        return self.keys // PIECE
+
+    @property
+    def rows_of_thread(self) -> int:
+        """Rows of a piece that a lane copies a chunk of."""
+        return PIECE // self.rows_at_once
+
+    # ---- shared memory
+
+    @property
+    def v_start(self) -> int:
+        return self.k_start + self.tile_bytes
+
+    @property
+    def codes_start(self) -> int:
+        return self.k_start + 2 * self.tile_bytes * self.num_warps
+
+    @property
+    def codes_bytes(self) -> int:
+        """Of K, or of V, of a warp."""
+        return self.keys * self.lanes * CHUNK_DIMS if self.config.is_fp8 else 0
+
+    @property
+    def sum_bytes(self) -> int:
+        """From a row of sums to the next one; what else is known of the row is in the padding."""
+        return 4 * (self.config.head_dim + PAD)
+
+    @property
+    def weight_bytes(self) -> int:
+        """From the weights of a row's splits, and its factor, to those of the next row."""
+        return 4 * (self.most_splits + 1)
+
+    @property
+    def kept_start(self) -> int:
+        return self.bytes_of(self.num_warps) - 4 * KEPT_WORDS
+
+    def bytes_of(self, num_warps: int) -> int:
+        """Shared memory with so many warps: tiles, then the sums of warps, then the weights of splits, and the item."""
+        tiles = self.q_bytes + 2 * (self.tile_bytes + self.codes_bytes) * num_warps
+        weights = 4 * self.rows * (LONGEST_OF_PARTS // (PART * num_warps) + 1)
+        return max(tiles, self.rows * self.sum_bytes * num_warps, weights) + 4 * KEPT_WORDS
+
+    # ---- splits
+
+    @property
+    def split(self) -> int:
+        """Tokens of a thread block, of sequences of up to LONGEST_OF_PARTS; twice as many of up to twice that."""
+        return PART * self.num_warps
+
+    @property
+    def most_splits(self) -> int:
+        """Of a sequence."""
+        return LONGEST_OF_PARTS // self.split
+
+    def splits_of(self, max_seq_len: int, window: int) -> int:
+        """The most that sequences of up to max_seq_len tokens have."""
+        seen = min(max_seq_len, window + FEW_ROWS - 1)
+        return max(1, min(-(-max_seq_len // self.split), (seen - 1) // self.split + 2, self.most_splits))
