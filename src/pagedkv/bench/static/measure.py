@@ -15,6 +15,7 @@ from ...cuda.compiler import link as linking
 from ...cuda.compiler.occupancy import occupancy
 from ...cuda.compiler.ptx import Capability, external_functions
 from ...emulator import BufferTraffic, EmulatorDevice, LaunchStats
+from ...kernels.device.elements import ELEMENT_BITS
 from ...kernels.device.source import forget_functions
 from ..emulated import emulated_on
 from ..report import Row, median
@@ -26,7 +27,7 @@ SECTOR_BYTES = 32
 ALIGNMENT = 256
 UNIT_BYTES = 512  # one 16-byte load by each lane of a warp
 NARROWEST = 8  # narrowest load of q, K or V, in bytes
-PREFILL = ("prefill", WGMMA)
+PREFILL = ("prefill", "prefill_split", WGMMA)
 ATTENTION = ("v1", "v2", "split", *PREFILL)
 
 
@@ -123,7 +124,7 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
         "limit": limit,
         "external": len(external_functions(kernel.ptx)),
     }
-    for i, name in enumerate(work.read):
+    for i, name in enumerate(work.read if variant.kernel != "prefill_split" else ()):  # whose copies are in branches
         row[f"{name} load B"], per_thread = loads[i]
         row[f"{name} in flight KiB"] = per_thread * 32 * warps * blocks / 1024
     row |= _counts(stats, work)
@@ -139,6 +140,11 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
         loop = products_of(code, capability)
         row["other/tile"] = loop and loop.instructions - loop.mma
         row["moves"] = moves_between(code, capability)
+    if variant.kernel == "prefill_split":
+        loop = products_of(code, capability)
+        copied = 32 * ELEMENT_BITS[variant.kv_kind]  # bytes: 8 elements for each lane
+        row["loop instr/512B"] = loop and loop.instructions * UNIT_BYTES / (copied * loop.copies)
+        row["partials"] = stats and _partials(stats) / work.read["KV"][1]
     row["compile s"] = sum(seconds) if is_timed and compiled and linked else None
     return row | {"disk ms": _milliseconds_from_disk(kernel, repeats)}
 
@@ -179,8 +185,9 @@ def _loop_instructions(code: bytes, capability: Capability) -> float | None:
 
 
 def _partials(stats: LaunchStats) -> int:
-    """Bytes of partial results that kernel split writes and reads back."""
-    buffers = [stats.buffers.get(name, BufferTraffic()) for name in ("split_sums", "split_states")]
+    """Bytes of partial results that a kernel writes and reads back."""
+    names = (f"{kernel}_{what}" for kernel in ("split", "prefill") for what in ("sums", "states"))
+    buffers = [stats.buffers.get(name, BufferTraffic()) for name in names]
     return sum(buffer.bytes_read + buffer.bytes_written for buffer in buffers)
 
 

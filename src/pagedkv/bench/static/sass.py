@@ -238,17 +238,18 @@ class Products(NamedTuple):
 
     Attributes
     ----------
-    instructions, mma, load_matrices : int
-        All of them, and those that multiply and that load operands from shared memory (ldmatrix).
+    instructions, mma, load_matrices, copies : int
+        All of them, and those that multiply, that load operands from shared memory (ldmatrix), and that copy to it.
     """
 
     instructions: int
     mma: int
     load_matrices: int
+    copies: int
 
 
 def products_of(code: bytes, capability: tuple[int, int]) -> Products | None:
-    """The loop with the most instructions that multiply.
+    """The loop with the most instructions that multiply, the shortest of several.
 
     The turn before the last copies nothing, and is shorter than the others: paths with the most copies count.
 
@@ -284,15 +285,15 @@ def products_of(code: bytes, capability: tuple[int, int]) -> Products | None:
             following = [targets[at]] if _is_always_taken(words[at]) else [at + 1, targets[at]]
         for then in following:
             ways[then] = min(ways.get(then, after), after)
-    _, instructions, mma, matrices = ways[last]
-    return Products(instructions + 1, mma, matrices)
+    copies, instructions, mma, matrices = ways[last]
+    return Products(instructions + 1, mma, matrices, -copies)
 
 
 def _densest(words: list[int], targets: dict[int, int]) -> tuple[int, int]:
-    """The loop with the most instructions that multiply, as its first and last one's indices; (0, 0) if none does."""
+    """The shortest loop with the most products, as its first and last instruction's indices; (0, 0) if none has any."""
     ranges = [(first, last) for last, first in targets.items() if 0 <= first < last]
-    counted = [(sum(x & 0xFFF in _MMA for x in words[first:last]), first, last) for first, last in ranges]
-    count, first, last = max(counted, default=(0, 0, 0))
+    counted = [(sum(x & 0xFFF in _MMA for x in words[a:b]), a - b, a, b) for a, b in ranges]
+    count, _, first, last = max(counted, default=(0, 0, 0, 0))
     return (first, last) if count else (0, 0)
 
 

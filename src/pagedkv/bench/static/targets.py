@@ -50,7 +50,21 @@ def _prefill_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, 
         result.append((f"prefill: other instructions per mma, D {head_dim}", among, "other/mma", other, 1))
         result.append((f"prefill: ldmatrix per mma, D {head_dim}", among, "ldmatrix/mma", matrices, 1))
     result += [(f"prefill: {name}", of_9_0, name, 1.01, 1) for name in ("wavefronts", "KV sectors")]
-    return [*result, ("prefill: compile s", of_9_0, "compile s", 5.0, 1)]
+    return [*result, ("prefill: compile s", of_9_0, "compile s", 5.0, 1), *_few_rows_targets(rows)]
+
+
+def _few_rows_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
+    """For kernel prefill_split, as `_split_targets`: 16-bit caches, causal, without options."""
+    plain = [row for row in rows if row["kernel"] == "prefill_split" and row["case"] == "-" and row["kv"] == row["q"]]
+    of_9_0 = [row for row in plain if row["cc"] == "9.0"]
+    of_128 = [row for row in of_9_0 if row["D"] == 128]  # 32 rows of a warp; with 256 dims it has 16
+    return [
+        *((f"prefill_split: {name}", plain, name, 0.0, 1) for name in ("spill B", "stack B")),
+        ("prefill_split: loop, D 128", of_128, "loop instr/512B", 18.0, 1),
+        *((f"prefill_split: {name}", of_9_0, name, 1.01, 1) for name in ("wavefronts", "KV sectors")),
+        ("prefill_split: partials", of_9_0, "partials", 0.13, 1),
+        ("prefill_split: compile s", of_9_0, "compile s", 5.0, 1),
+    ]
 
 
 def _wgmma_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
@@ -75,7 +89,13 @@ def targets(rows: list[Row]) -> list[Row]:
     wanted += _wgmma_targets(rows)
     wanted += [("external", rows, "external", 0, 1), ("disk ms", rows, "disk ms", 30.0, 1)]
     wanted += [
-        ("compile s", [row for row in rows if row["kernel"] not in ("split", "prefill", WGMMA)], "compile s", 3.0, 1)
+        (
+            "compile s",
+            [row for row in rows if row["kernel"] not in ("split", "prefill", "prefill_split", WGMMA)],
+            "compile s",
+            3.0,
+            1,
+        )
     ]
     result = []
     for label, among, name, limit, sign in wanted:

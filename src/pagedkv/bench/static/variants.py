@@ -24,6 +24,7 @@ NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV
 SHORT = "short splits"
 WGMMA = "prefill_wgmma"  # for 9.0 alone
 PREFILL_TOKENS = 512
+FEW_TOKENS, LONG_CONTEXT = 8, 4096  # of prefill_split
 NUM_TOKENS = 256  # in operations on caches
 NUM_STATES, NUM_ROWS = 8, 64
 
@@ -66,7 +67,7 @@ class Variant:
     options : str
         One of OPTIONS, a layout, or a number of states.
     group_size : int
-        Query heads of a KV head; 1 except for split and prefill.
+        Query heads of a KV head; 1 except for split, prefill and prefill_split.
     """
 
     kernel: str
@@ -132,13 +133,15 @@ def _prefill_variants() -> list[Variant]:
     cases = [options for options in OPTIONS if options not in ("", SHORT, "L=999")]
     result += [prefill("float16", "float16", 128, 4, options) for options in cases]
     plain = [each for each in result if each.kv_kind == each.kind and each.options != "score_mod"]
+    few = [each for each in result if each.group_size == 4 and each.options in ("", "score_mod", "strided")]
+    result += [replace(each, kernel="prefill_split") for each in few]
     return result + [replace(each, kernel=WGMMA) for each in plain]
 
 
 def quick_variants() -> list[Variant]:
     """One variant of each kernel."""
     wanted = [Variant("split", "float16", "float16", 128, 16, options, 8) for options in ("", SHORT)]
-    wanted += [Variant("prefill", "float16", "float16", 64, 16, "", 4)]
+    wanted += [Variant(kernel, "float16", "float16", 64, 16, "", 4) for kernel in ("prefill", "prefill_split")]
     wanted += [Variant(WGMMA, "float16", "float16", 128, 16, "", 4)]
     wanted += [Variant("v1", "float16", "fp8_e5m2", 64, 8), Variant("v2", "float16", "float16", 128, 16)]
     wanted += [Variant("v2_reduce", "float16", "", 128, 0), Variant("write_kv", "float16", "float16", 128, 16, "vllm")]
@@ -195,9 +198,10 @@ def _split(variant: Variant) -> Work:
 
 
 def _prefill(variant: Variant) -> Work:
-    """A whole tile of query rows at the end of a sequence of 512 tokens; Hkv = 2, NHD."""
-    num_tokens = 128 // variant.group_size
-    num_blocks, num_heads = -(-PREFILL_TOKENS // variant.block_size), NUM_HEADS * variant.group_size
+    """A whole tile of query rows at the end of a sequence of 512 tokens, or few of a long one; Hkv = 2, NHD."""
+    is_few = variant.kernel == "prefill_split"
+    num_tokens, seq_len = (FEW_TOKENS, LONG_CONTEXT) if is_few else (128 // variant.group_size, PREFILL_TOKENS)
+    num_blocks, num_heads = -(-seq_len // variant.block_size), NUM_HEADS * variant.group_size
     k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
     if variant.options == "strided":  # k_cache and v_cache are halves of one array
         k_cache, v_cache = np.stack([k_cache, v_cache], 1).swapaxes(0, 1)
@@ -207,12 +211,15 @@ def _prefill(variant: Variant) -> Work:
     for name in ("alibi_slopes", "sinks"):
         if name in options:
             options[name] = np.repeat(options[name], variant.group_size)
-    has_128_rows = variant.kernel == WGMMA or (variant.head_dim <= 128 and not options)
-    tiles = -(-num_tokens * variant.group_size // (128 if has_128_rows else 64))
-    visible = 2 * NUM_HEADS * PREFILL_TOKENS * variant.head_dim * k_cache.itemsize * tiles
+    is_modified = options.keys() & {"softcap", "alibi_slopes", "score_mod"}
+    rows = (128 if variant.kernel == WGMMA or (variant.head_dim <= 128 and not is_modified) else 64) // (
+        4 if is_few else 1
+    )
+    seen = min(seq_len, options.get("window", seq_len) + num_tokens - 1)
+    visible = 2 * NUM_HEADS * seen * variant.head_dim * k_cache.itemsize * -(-num_tokens * variant.group_size // rows)
     call = partial(
         attention.prefill_attention,
-        *(q, k_cache, v_cache, tables, np.array([PREFILL_TOKENS], np.int32), np.array([0, num_tokens], np.int32)),
+        *(q, k_cache, v_cache, tables, np.array([seq_len], np.int32), np.array([0, num_tokens], np.int32)),
         **{"kv_dtype": fp8, "backend": "emulator", **options},
     )
     return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
@@ -306,6 +313,7 @@ WORK: dict[str, Callable[[Variant], Work]] = {
         "split": _split,
         "prefill": _prefill,
         WGMMA: _prefill_wgmma,
+        "prefill_split": _prefill,
         "v1": _attention,
         "v2": _attention,
         "v2_reduce": _attention,
