@@ -144,6 +144,15 @@ def test_a_wgmma_that_ptxas_makes_wait_is_refused(parts):
         link(wgmma(**parts), (9, 0))
 
 
+def test_a_wgmma_that_waits_at_a_call_is_refused():
+    """Of what the driver brings, too."""
+    print_nothing = "{ .param .b64 x; .param .b64 y; .param .b32 z; st.param.b64 [x], 0; st.param.b64 [y], 0; "
+    ptx = wgmma(running=f"{print_nothing} call.uni (z), vprintf, (x, y); }}")
+    declared = ".extern .func (.param .b32 z) vprintf(.param .b64 x, .param .b64 y);\n.visible"
+    with pytest.raises(BackendUnavailableError, match=r"adds waits to the wgmma .* Extern calls in the function"):
+        link(ptx.replace(".visible", declared), (9, 0))
+
+
 def test_the_message_has_the_reason_of_ptxas():
     with pytest.raises(
         BackendUnavailableError, match=r"cannot make code for(.|\n)*Unsupported \.version 99(.|\n)*pip install"

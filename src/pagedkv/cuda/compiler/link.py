@@ -20,8 +20,11 @@ from .ptx import Capability, external_functions, is_specific, versions
 
 SUFFIX = ".cubin"
 SOURCE = hash_of_sources(Path(__file__))
-# What ptxas says where it makes wgmma wait for each other, or for registers; it names the kernel.
-_SERIALISED = re.compile(r"\(C75(?:1\d|20)\).*")
+# What ptxas says where it makes wgmma wait: for each other, for registers or at a call. It names the kernel. Known by
+# its words: the numbers, C7509 to C7520 in CUDA 13.5, are documented nowhere.
+_SERIALISED = re.compile(
+    r"(?:\(C\d+\) )?(?:Potential Performance Loss: )?wgmma\S* (?:instructions are serialized|is injected).*"
+)
 
 
 @dataclass(frozen=True, slots=True)
