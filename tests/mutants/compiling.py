@@ -24,6 +24,13 @@ MUTANTS = [
         (SOURCE + "test_other_code_or_constants_are_another_function",),
     ),
     Mutant(
+        "device functions of a score_mod are kept",
+        "kernels/device/source.py",
+        "    made.is_passing = True\n",
+        "",
+        (SOURCE + "test_what_calls_a_score_mod_is_not_kept[Steps]",),
+    ),
+    Mutant(
         "others may swap a folder above the cache",
         "compiling/private_folder.py",
         "            _refuse_writers(os.fstat(descriptor), here)\n",

@@ -1,6 +1,8 @@
 """Device functions of the same code and constants are one, which numba compiles once."""
 
+import gc
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pagedkv.cuda.compiler.compile as compiling
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.kernels.device import source
 from pagedkv.kernels.device.intrinsics import unrolled
+from pagedkv.kernels.device.logits import make_modify
 from pagedkv.kernels.device.source import KernelSource, Steps, device_function, forget_functions, with_lineinfo
 
 from ...cuda.compiler.compile_cases import Config
@@ -82,6 +85,20 @@ def test_functions_that_constants_name_are_themselves():
     first, second = functions
     assert made(first) is not made(second)
     assert made(Config(1, first)) is not made(Config(1, second))
+
+
+@pytest.mark.parametrize("part", [lambda x: x, lambda x: (1, (x,)), Steps, lambda x: unrolled_of(2, x)])
+def test_what_calls_a_score_mod_is_not_kept(part):
+    """There may be a new one in every call. numba itself keeps what is unrolled, but not what calls that."""
+
+    def score_mod(score, q_pos, k_pos, head, seq):
+        return score
+
+    function = made(made(part(make_modify(score_mod))))
+    reference = weakref.ref(function)
+    del function
+    gc.collect()
+    assert reference() is None
 
 
 def make_wide(config):

@@ -18,7 +18,7 @@ from numba import typeof, types
 from numba.core import cgutils
 from numba.cuda.extending import intrinsic
 
-from .source import MOST_FUNCTIONS, device_function
+from .source import MOST_FUNCTIONS, device_function, shared
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -103,7 +103,7 @@ def unrolled(count: int) -> Callable[[Callable[..., None]], Any]:
     only up to a certain size.
     """
 
-    return lambda function: _unrolled(device_function(function), count)
+    return lambda function: shared(_unrolled, device_function(function), count)
 
 
 @lru_cache(MOST_FUNCTIONS)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from numba import cuda, float32, int32
+from numba import float32, int32
 
 from .intrinsics import divide
-from .source import device_function
+from .source import device_function, user_function
 
 LOG2E = float32(1.4426950408889634)
 NONE = float32(-math.inf)  # the maximum of no logits
@@ -20,7 +20,7 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Any:
 
     A softcap of 0 means none.
     """
-    user = None if score_mod is None else cuda.jit(device=True)(score_mod)
+    user = None if score_mod is None else user_function(score_mod)
 
     @device_function
     def modify(score, softcap, slope, q_pos, k_pos, head, seq):

@@ -63,7 +63,27 @@ def device_function(function: Callable[..., Any]) -> Any:
     process. A module-level one always has line info. Pass constants as int64(0): a literal has a type of its own, for
     which the function would be compiled once more.
     """
-    return _jitted(_Alike(function), _lineinfo.get())
+    return shared(_jitted, _Alike(function), _lineinfo.get())
+
+
+def user_function(function: Callable[..., Any]) -> Any:
+    """The device function of a function of the user's, for one kernel: neither it nor what calls it is kept.
+
+    Users may make a function for each call.
+    """
+    from numba import cuda
+
+    made = cuda.jit(device=True)(function)
+    made.is_passing = True
+    return made
+
+
+def shared(make: Any, *parts: Any) -> Any:
+    """What a function with an lru_cache makes of parts: anew, and not kept, if one of them calls a user's function."""
+    is_passing = any(map(_is_passing, parts))
+    made = (make.__wrapped__ if is_passing else make)(*parts)
+    made.is_passing = is_passing
+    return made
 
 
 def forget_functions() -> None:
@@ -86,6 +106,7 @@ class _Alike:
         self.function = function
         constants = [cell.cell_contents for cell in function.__closure__ or ()]
         self._content = function.__module__, function.__code__, _content((*constants, function.__defaults__))
+        self.is_passing = any(map(_is_passing, constants))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Alike) and self._content == other._content
@@ -99,6 +120,14 @@ def _jitted(alike: _Alike, lineinfo: bool) -> Any:
     from numba import cuda
 
     return cuda.jit(device=True, forceinline=True, lineinfo=lineinfo)(alike.function)
+
+
+def _is_passing(constant: Any) -> bool:
+    if isinstance(constant, Steps):
+        return any(map(_is_passing, vars(constant).values()))
+    if isinstance(constant, tuple):
+        return any(map(_is_passing, constant))
+    return getattr(constant, "is_passing", False)
 
 
 def _content(constant: Any) -> Hashable:
