@@ -74,6 +74,15 @@ def test_other_code_or_constants_are_another_function():
     assert len(set(map(id, bodies))) == 3
 
 
+def test_the_same_code_in_another_module_of_the_same_name_is_another_function():
+    functions = []
+    for bias in (1, 2):
+        names = {"__name__": "module", "BIAS": bias}
+        exec("def function(x):\n    return x + BIAS", names)
+        functions.append(device_function(names["function"]))
+    assert functions[0] is not functions[1]
+
+
 def test_functions_that_constants_name_are_themselves():
     """They may read globals that have changed, as a score_mod does."""
     names = {"SLOPE": 1}

@@ -105,7 +105,8 @@ class _Alike:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         constants = [cell.cell_contents for cell in function.__closure__ or ()]
-        self._content = function.__module__, function.__code__, _content((*constants, function.__defaults__))
+        # The very globals: a module may be there twice, one of them edited. As long as `function` lives, so do they.
+        self._content = id(function.__globals__), function.__code__, _content((*constants, function.__defaults__))
         self.is_passing = any(map(_is_passing, constants))
 
     def __eq__(self, other: object) -> bool:
