@@ -83,6 +83,13 @@ MUTANTS = [
         STORES,
     ),
     Mutant(
+        "wgmma kernel: shared memory begins at any multiple of 128 bytes",
+        "kernels/prefill/wgmma/kernel.py",
+        "make_attend(config, shape), GROUP,",
+        "make_attend(config, shape), 128,",
+        CODE,
+    ),
+    Mutant(
         "wgmma kernel: what was copied is not fenced for the products",
         LOOP,
         "        wait_all()\n        fence_proxy()\n        cuda.syncthreads()\n",

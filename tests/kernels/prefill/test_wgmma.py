@@ -224,6 +224,7 @@ def test_the_plain_loop_has_few_instructions_and_moves_nothing_between_products(
     """That ptxas makes no product wait is an error of `link`."""
     config, kernel = kernel_of(head_dim, kind)
     assert ".target sm_90a\n" in kernel.ptx
+    assert ".extern .shared .align 1024 " in kernel.ptx  # the emulator gives it more than it asks for
     resources = kernel.linked.resources()
     assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
     assert occupancy((9, 0), resources.registers, kernel.num_threads, WgmmaShape(config).nbytes) >= 1
@@ -250,6 +251,8 @@ def test_options_have_everything_in_registers(head_dim, fields):
 def test_tiles_are_cut_as_descriptors_ask(head_dim, modified):
     shape = WgmmaShape(TensorConfig(head_dim, 4, 16, "float16", "float16", modified=modified))
     assert shape.nbytes <= 227 * 1024
+    assert shape.num_threads == shape.copiers == make_prefill_wgmma(shape.config).num_threads
+    assert shape.lanes == shape.chunks
     starts = (shape.k_start, shape.v_start, shape.tile_bytes, shape.panel_bytes, shape.q_panel_bytes)
     assert all(start % 1024 == 0 for start in starts)
     assert shape.rows_at_once * shape.rows_of_thread == shape.keys

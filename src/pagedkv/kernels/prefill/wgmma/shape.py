@@ -35,6 +35,10 @@ class WgmmaShape(TileShape):
         return 1
 
     @property
+    def num_threads(self) -> int:
+        return NUM_THREADS
+
+    @property
     def rows(self) -> int:
         return NUM_WARPGROUPS * ROWS
 
@@ -91,12 +95,8 @@ class WgmmaShape(TileShape):
     # ---- who copies what
 
     @property
-    def lanes(self) -> int:
-        return self.chunks
-
-    @property
-    def rows_at_once(self) -> int:
-        return NUM_THREADS // self.lanes
+    def copiers(self) -> int:
+        return NUM_THREADS
 
 
 def _step_of_row(i: int, panel_bytes: int) -> int:
