@@ -27,7 +27,7 @@ start = time.process_time()
 import numba.cuda, cuda.core
 from pagedkv.bench.static.measure import Variant, measure
 imported = time.process_time()
-row = measure(Variant("v1", "float16", "float16", 128, 16), (9, 0), 1)
+row = measure(Variant("v1", "float16", "float16", 128, 16), (9, 0), 1, cold=True)
 print(json.dumps([imported - start, row["compile s"], row["disk ms"]]))
 """
 
@@ -66,14 +66,14 @@ def rows(
     with tempfile.TemporaryDirectory() as directory:
         environment = {"PAGEDKV_CACHE_DIR": directory} if cold else {}
         with patch.dict(os.environ, environment), patch.dict(compiling._load_or_compile.made, {}, clear=cold):
-            counted = _measure_all(jobs, repeats, progress, processes)
+            counted = _measure_all(jobs, repeats, progress, processes, cold=cold)
     tools = zip(TOOLS, versions()[1:], strict=True)
     compilers: list[Row] = [{"compiler": tool, "version": version} for tool, version in tools if version]
     return counted + ([] if quick else [_fresh_row()]) + targets(counted) + compilers
 
 
 def _measure_all(
-    jobs: list[tuple[Variant, Capability]], repeats: int, progress: Callable[[str], Any], processes: int
+    jobs: list[tuple[Variant, Capability]], repeats: int, progress: Callable[[str], Any], processes: int, *, cold: bool
 ) -> list[Row]:
     def tell(done: int, job: tuple[Variant, Capability]) -> None:
         progress(f"static, {done + 1} of {len(jobs)}: {job[0].kernel} for {job[1][0]}.{job[1][1]}")
@@ -82,11 +82,11 @@ def _measure_all(
         rows = []
         for i, job in enumerate(jobs):
             tell(i, job)
-            rows.append(measure(*job, repeats))
+            rows.append(measure(*job, repeats, cold=cold))
         return rows
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
     try:
-        futures = {pool.submit(measure, *job, repeats): job for job in jobs}
+        futures = {pool.submit(measure, *job, repeats, cold=cold): job for job in jobs}
         for i, future in enumerate(as_completed(futures)):
             tell(i, futures[future])
         return [future.result() for future in futures]

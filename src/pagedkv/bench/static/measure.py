@@ -76,7 +76,7 @@ def _timed(module: Any, name: str) -> Iterator[list[tuple[tuple[Any, ...], float
         yield calls
 
 
-def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
+def measure(variant: Variant, capability: Capability, repeats: int = 9, *, cold: bool = False) -> Row:
     """Count one kernel for one compute capability; returns a row.
 
     Parameters
@@ -85,10 +85,12 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9) -> Row:
     capability : tuple of int
     repeats : int
         Timed loads from disk.
+    cold : bool
+        Time the compilation, for 9.0, as that of the first kernel: with no device function of another one.
     """
     work, entry = WORK[variant.kernel](variant), f"pagedkv_{variant.kernel}"
     device = _Device(capability)
-    is_timed = capability == COUNTED
+    is_timed = cold and capability == COUNTED
     if is_timed:
         forget_functions()
     with (
