@@ -10,6 +10,8 @@ NEEDLE = (SPLIT + "test_a_needle_is_found_at_the_ends_of_tiles_parts_and_splits[
 WRONG = (SPLIT + "test_what_is_wrong_in_one_call_does_no_harm_to_the_next[emulator-False]",)
 LAUNCHED = (SPLIT + "test_what_is_launched_follows_from_shapes_bounds_and_options",)
 ONE_KERNEL = (SPLIT + "test_each_sequence_is_for_one_kernel",)
+READ = (SPLIT + "test_keys_that_no_row_sees_are_not_read",)
+WINDOW = (SPLIT + "test_earlier_rows_whose_window_begins_in_another_split_change_no_bit[emulator]",)
 GRID = (SPLIT + "test_a_grid_has_every_split",)
 ALONE = (SPLIT + "test_few_tokens_of_short_and_empty_sequences_take_the_split_kernel_alone[emulator]",)
 
@@ -106,6 +108,20 @@ MUTANTS = [
         "uint32(uint32(uint32(1) << bits) - 1)",
         "uint32(uint32(1) << bits)",
         TENSOR,
+    ),
+    Mutant(
+        "prefill split: tiles before the window are read",
+        KERNEL,
+        "Span(max(part, span.first), ",
+        "Span(part, ",
+        READ,
+    ),
+    Mutant(
+        "prefill split: which lane has a split depends on the first one",
+        MERGE,
+        "Splits(first_split, partials.num_splits)",
+        "Splits(uint32(0), partials.num_splits)",
+        WINDOW,
     ),
     Mutant(
         "prefill split: parts are half as long",

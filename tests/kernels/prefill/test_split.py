@@ -174,6 +174,16 @@ def test_few_rows_have_the_same_bits_in_any_number_batch_placement_layout_and_sc
     assert_same_bits((moved[5 : 5 + most], moved_lse[5 : 5 + most]), (out, lse))
 
 
+def test_earlier_rows_whose_window_begins_in_another_split_change_no_bit(open_device):
+    """Of rows that see three splits: sums of three numbers tell in which order they were added."""
+    window, most = 2 * SPLIT + 20, FEW_ROWS // 4
+    length = SPLIT + window + most // 2  # half of the rows see the last key of the first split
+    whole = build(TENSOR.replace(seq_lens=(length,), query_lens=(most,), window=window, num_kv_heads=1))
+    out, lse = prefill(whole, open_device)
+    half = slice(most // 2, most)
+    assert_same_bits(rows_of(whole, half.start, half.stop, open_device()), (out[half], lse[half]))
+
+
 @each_form
 def test_rows_that_see_keys_of_one_warp_have_the_bits_of_long_chunks(form, open_device):
     """And `exact` gives them to all rows."""
@@ -228,16 +238,18 @@ def test_nan_in_a_key_reaches_only_the_rows_that_see_it(open_device):
 
 
 def test_keys_that_no_row_sees_are_not_read():
-    """Everything before the window of the first row, and past the last row."""
+    """Everything before the window of the first row, past the last row; nor are tiles of such keys made of others."""
     whole = build(TENSOR.replace(seq_lens=(SPLIT + 300,), query_lens=(1,)))
     problem = build(TENSOR.replace(seq_lens=(SPLIT + 60,), query_lens=(5,), window=600))
     problem.block_tables, problem.k_cache, problem.v_cache = whole.block_tables, whole.k_cache, whole.v_cache
-    device = emulator(footprint=True)
+    device = emulator(footprint=True, stats=True)
     prefill(problem, device=device)
     rows, position = np.zeros(problem.k_cache.shape, bool), np.arange(SPLIT + 55 - 599, SPLIT + 60)
     rows[problem.block_tables[0, position // 16], position % 16] = True
+    tiles, tile_bytes = np.unique(position // 64), 64 * problem.k_cache[0, 0].nbytes
     for name in ("k_cache", "v_cache"):
         device.launches[0].footprint.expect(name, read=rows, written=False)
+        assert device.launches[0].buffers[name].bytes_read == len(tiles) * tile_bytes
 
 
 def numbers(*values):

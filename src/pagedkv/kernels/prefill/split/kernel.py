@@ -52,7 +52,8 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
     shape = SplitShape(config)
     ROWS, WARPS, TILES, GROUP_SIZE = shape.rows, shape.num_warps, shape.tiles_of_sequence, config.group_size
     PART_BITS, LONGEST_BITS = PART.bit_length() - 1, LONGEST_OF_PARTS.bit_length() - 1
-    MODIFIED, TOLD, (keep, kept) = config.modified, shape.kept_start + 24, make_keep(shape.kept_start)
+    MODIFIED, (keep, kept) = config.modified, make_keep(shape.kept_start)
+    TOLD, FIRST = shape.kept_start + 24, shape.kept_start + 28
     prologue, start, registers_of = make_prologue(config, shape), make_start(config, shape), make_registers(shape)
     attend_part, put_sums, merge = make_attend_part(config, shape), make_put_sums(shape), make_merge(config, shape)
     store_nothing = make_store_nothing(ROWS, config.head_dim // 2, shape.num_threads)
@@ -97,6 +98,8 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
             bits = part_bits(item.seq_len)
             first_split = uint32(uint32(low >> bits) // uint32(WARPS))
             num_splits = uint32(uint32(uint32(uint32(span.last >> bits) // uint32(WARPS)) - first_split) + 1)
+            if thread == 0:
+                store_shared_word(uint32(shared + FIRST), first_split)
         elif item.num_rows > 0 and split == 0:
             output = prologue.output_of(out, out_strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads)
             store_nothing(output, item, uint32(GROUP_SIZE), thread)
@@ -163,7 +166,8 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
                 fence()
         cuda.syncthreads()
         if load_shared_word(uint32(shared + TOLD)) == last:
-            merge.merge_splits(thread, shared, first_row, count, output, partials)
+            first_split = load_shared_word(uint32(shared + FIRST))
+            merge.merge_splits(thread, shared, first_row, count, output, partials, first_split)
 
     signed = signature(14, *WORKSPACES)
     return KernelSource(prefill_split, signed, shape.num_threads, 1, split_optimisation(config))

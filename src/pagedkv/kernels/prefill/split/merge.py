@@ -63,6 +63,13 @@ class Partials(NamedTuple):
     num_splits: Any
 
 
+class Splits(NamedTuple):
+    """Those that rows of an item see, by their numbers in the sequence."""
+
+    first: Any
+    count: Any
+
+
 @device_function
 def add(sums, weight, x):
     """sums[i] += weight * x[i] for four sums."""
@@ -180,40 +187,44 @@ def make_merge(config: TensorConfig, shape: SplitShape) -> Steps:
             i = uint32(i + THREADS)
 
     @device_function
-    def load_state(i, pivots, totals, where, num_splits, lane):
-        split = int64(lane) + WARP_SIZE * i
+    def load_state(i, pivots, totals, where, splits, lane):
+        split = uint32(uint32(lane + WARP_SIZE * i) - splits.first)
         pivots[i], totals[i] = LOWEST, float32(0)
-        if split < num_splits:
-            pivots[i], totals[i] = load_l2_2(where + split * 8)
+        if split < splits.count:
+            pivots[i], totals[i] = load_l2_2(where + int64(split) * 8)
 
     @device_function
     def raise_maximum(i, maximum, pivots):
         maximum[0] = larger(maximum[0], pivots[i])
 
     @device_function
-    def put_weight(i, where, pivots, totals, maximum, sums, num_splits, lane):
-        split = uint32(lane + WARP_SIZE * i)
+    def put_weight(i, where, pivots, totals, maximum, sums, splits, lane):
+        split = uint32(uint32(lane + WARP_SIZE * i) - splits.first)
         weight = exp2(float32(pivots[i] - maximum))
-        if int64(split) < num_splits:
+        if split < splits.count:
             store_shared_word(uint32(where + uint32(split << 2)), float_bits(weight))
         sums[0] = multiply_and_add(weight, totals[i], sums[0])
 
     @device_function
-    def weigh_splits(warp, lane, shared, first_row, count, output, partials):
-        """The weights of all splits of all rows, a warp for each row, and the LSE."""
+    def weigh_splits(warp, lane, shared, first_row, count, output, partials, first_split):
+        """The weights of all splits of all rows, a warp for each row, and the LSE.
+
+        Which lane has a split follows from its tokens, for so does the order in which lanes are added: behind a
+        window, the first split is another one where the tile has earlier rows.
+        """
         pivots, totals = local_array(SPLITS_OF_LANE, float32), local_array(SPLITS_OF_LANE, float32)
-        of_row, r, num_splits = local_array(1, float32), warp, int64(partials.num_splits)
+        of_row, r, splits = local_array(1, float32), warp, Splits(first_split, partials.num_splits)
         while r < count:
             where = uint32(shared + uint32(r * WEIGHT_BYTES))
             at = partials.states + (partials.first + int64(r) * partials.row_stride) * 8
-            for_each(load_state, SPLITS_OF_LANE, (pivots, totals, at, num_splits, lane))
+            for_each(load_state, SPLITS_OF_LANE, (pivots, totals, at, splits, lane))
             of_row[0] = LOWEST
             for_each(raise_maximum, SPLITS_OF_LANE, (of_row, pivots))
             maximum = of_row[0]
             for b in range(5):
                 maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
             of_row[0] = float32(0)
-            args = (where, pivots, totals, maximum, of_row, num_splits, lane)
+            args = (where, pivots, totals, maximum, of_row, splits, lane)
             for_each(put_weight, SPLITS_OF_LANE, args)
             total = of_row[0]
             for b in range(5):
@@ -233,9 +244,10 @@ def make_merge(config: TensorConfig, shape: SplitShape) -> Steps:
         add(sums, weight, (buffer[4 * j], buffer[4 * j + 1], buffer[4 * j + 2], buffer[4 * j + 3]))
 
     @device_function
-    def merge_splits(thread, shared, first_row, count, output, partials):
+    def merge_splits(thread, shared, first_row, count, output, partials, first_split):
         """Add the partial states of all splits to the output; every thread calls it."""
-        weigh_splits(uint32(thread >> 5), uint32(thread & 31), shared, first_row, count, output, partials)
+        warp, lane = uint32(thread >> 5), uint32(thread & 31)
+        weigh_splits(warp, lane, shared, first_row, count, output, partials, first_split)
         cuda.syncthreads()
         sums, buffer, i = local_array(4, float32), local_array(BUFFERED, float32), thread
         while i < uint32(count * QUADS):
