@@ -226,6 +226,8 @@ def prefill_attention(
     ------
     TypeError, ValueError, IndexError, BackendUnavailableError
         As in :func:`~pagedkv.decode_attention`; ValueError for wrong query_starts as well.
+    MemoryError
+        The GPU has no room for a workspace. What helps decode_attention helps here; ``exact=True`` needs none.
 
     Notes
     -----
