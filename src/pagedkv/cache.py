@@ -195,7 +195,8 @@ class PagedKVCache(Guarded):
         OutOfBlocksError
             Too few blocks are free.
         """
-        seq, num_cached, copies, writes = self.table._rows.plan_add(prompt_of(tokens, salt))
+        rows = self.table._rows
+        seq, num_cached, copies, writes = rows.to_copy(rows.plan_add, prompt_of(tokens, salt))
         added = Added(seq, num_cached)
         self._copy(copies)
         self.pool._commit(writes)
@@ -231,7 +232,8 @@ class PagedKVCache(Guarded):
         RuntimeError
             On a device, while its current stream is being captured in a CUDA graph.
         """
-        new_slots, copies, writes = self.table._rows.plan_append(seqs, n, None if tokens is None else ids_of(tokens))
+        rows, ids = self.table._rows, None if tokens is None else ids_of(tokens)
+        new_slots, copies, writes = rows.to_copy(rows.plan_append, seqs, n, ids)
         self._copy(copies)
         slots = self._arrays.asarray(new_slots)
         self.pool._commit(writes)
@@ -421,7 +423,7 @@ class PagedKVCache(Guarded):
         return self.k_caches[layer], self.v_caches[layer], options
 
     def _copy(self, copies: npt.NDArray[np.int64]) -> None:
-        """Copy blocks in all layers, before the commit: until then the destinations are free blocks."""
+        """Copy blocks in all layers, before the commit: until then the destinations are blocks that nobody reads."""
         if len(copies):
             sources, destinations = (self._arrays.asarray(ids) for ids in copies.T.copy())
             for cache in (*self.k_caches, *self.v_caches):

@@ -30,6 +30,13 @@ MUTANTS = [
         COLLIDING,
     ),
     Mutant(
+        "a copy overwrites what can be found before the commit",
+        "memory/rows.py",
+        "findable = destinations[self.prefix_cache.is_findable(destinations)]",
+        "findable = destinations[:0]",
+        CASES,
+    ),
+    Mutant(
         "a block that can be found is written",
         "memory/copy_on_write.py",
         "        forgotten = forgotten[pool._prefix_cache.is_findable(forgotten)]\n",

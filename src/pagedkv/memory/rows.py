@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ from .prefix.index import NO_BLOCK
 from .prefix.prompt import Prompt
 
 Int32Array = npt.NDArray[np.int32]
+P = ParamSpec("P")
+Plan = TypeVar("Plan", bound=tuple[Any, ...])
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)
 _ENTRIES_PER_BLOCK = 4  # of a table that nothing has made wider yet, together for all sequences
 _MIN_COLUMNS = 16
@@ -104,6 +107,21 @@ class Rows:
             writes += self.chains.plan_start(rows, num_known, len(shared) - len(forgotten), prompt.root)
         copies = np.stack([copied, new_blocks[: len(copied)]], axis=1)
         return seq, num_cached, copies, writes
+
+    def to_copy(self, plan: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
+        """A plan of which copies are made before it is stored: where they go, nothing can be found any longer.
+
+        Otherwise a copy that is cut short would leave a block that can be found with contents of another one.
+        """
+        while True:
+            planned = plan(*args, **kwargs)
+            destinations = planned[-2][:, 1]
+            if self.prefix_cache is None or not len(destinations):
+                return planned
+            findable = destinations[self.prefix_cache.is_findable(destinations)]
+            if not len(findable):
+                return planned
+            self.pool._commit(self.pool._plan(forgotten=findable)[1])
 
     def can_add(self, prompt: Prompt, reserve: int) -> bool:
         """Whether there is room for a sequence, and for so many blocks more."""

@@ -163,6 +163,36 @@ def test_after_a_reset_sequences_go_on_but_are_not_found():
     cache.check()
 
 
+@pytest.mark.parametrize("copying", ["append", "add"])
+def test_a_copy_that_is_cut_short_leaves_nothing_to_find_where_it_went(monkeypatch, copying):
+    """The only room for the copy is a block whose contents can be found."""
+    cache = make(num_blocks=3)
+    held = started(cache, TEXT[:5] if copying == "append" else TEXT[:4])
+    if copying == "append":
+        cache.fork(held)
+    else:
+        started(cache, [7] * 3)
+    cache.free(started(cache, [1, 2, 3, 4]))
+    cache.k_caches[0][:] = np.arange(3)[:, None, None, None]
+    calls = {"append": lambda: cache.append(held, tokens=[1]), "add": lambda: cache.add(TEXT[:4])}
+    copy = cache._copy
+
+    def cut_short(copies):
+        copy(copies)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_copy", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            calls[copying]()
+    cache.check()
+    assert not (cache.k_caches[0][2] == 2).any()
+    assert cache.find([1, 2, 3, 4, 5]) == 0
+    assert cache.num_free == 1
+    calls[copying]()
+    cache.check()
+
+
 def test_a_pin_keeps_a_prefix():
     cache = make(num_blocks=6)
     cache.free(started(cache, TEXT))
