@@ -49,7 +49,8 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
         Not one-dimensional, or not `length` values.
     """
     if not isinstance(values, (list, tuple, range, np.ndarray)):
-        raise TypeError(f"{name} must be a list, a tuple or an array of ints, got {type(values).__name__}")
+        remedy = ": pass its tolist()" if hasattr(values, "tolist") else ""
+        raise TypeError(f"{name} must be a list, a tuple or an array of ints, got {type(values).__name__}{remedy}")
     refuse_mask(name, values)
     array = np.asarray(values)
     if array.shape == (0,):
@@ -63,6 +64,12 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
         # Only what is 0 or 1 now can have been a bool.
         refuse_bools(name, [values[i] for i in np.flatnonzero(array >> 1 == 0).tolist()])
     return array.astype(np.int64)
+
+
+def require_callable(name: str, value: object, what: str) -> None:
+    """Raise TypeError unless a value can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be {what}, got {value!r}")
 
 
 def per_layer(name: str, scale: Any, num_layers: int) -> Sequence[Any]:

@@ -191,12 +191,12 @@ class Rows:
         blocks, copies, writes = plan_writable(self.pool, table.reshape(-1), entries)
         slots = blocks[entry_of_token] * self.block_size + positions % self.block_size
         writes = [*grown, *writes, (self.lens, rows, ends)]
+        if tokens is not None and len(tokens) != len(slots):
+            raise ValueError(f"tokens must have shape (num_new_tokens,) = ({len(slots)},), got {tokens.shape}")
         if self.prefix_cache is not None:
             if len(copies):
                 writes += self.prefix_cache.plan_copy(copies)
             if tokens is not None:
-                if len(tokens) != len(slots):
-                    raise ValueError(f"tokens must have shape (num_new_tokens,) = ({len(slots)},), got {tokens.shape}")
                 known = self.chains.num_known[rows]
                 writes.append((self.prefix_cache.tokens, slots, tokens))
                 writes += self.chains.plan_known(rows, np.where(known == lens, ends, known))

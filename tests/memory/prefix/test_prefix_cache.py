@@ -265,6 +265,13 @@ def test_without_a_prefix_cache():
     cache.check()
 
 
+def test_without_a_prefix_cache_tokens_are_counted_too():
+    cache = make(prefix_cache=False)
+    seq = cache.add(TEXT).seq
+    with refused(cache, ValueError, r"^tokens must have shape \(num_new_tokens,\) = \(1,\), got \(3,\)$"):
+        cache.append(seq, 1, [1, 2, 3])
+
+
 class MostRecent(LRU):
     """Evicts what came last."""
 
@@ -285,6 +292,15 @@ def test_another_order_of_eviction():
     assert cache.find([0, *TEXT[:7], 0]) == 8, "the orphan made room for the block computed again"
     cache.free(seq)
     cache.check()
+
+
+def test_a_listener_that_is_empty_as_a_list_is_told():
+    class Log(list):
+        __call__ = list.append
+
+    log = Log()
+    started(make(events=log), TEXT)
+    assert len(log) == 1
 
 
 @pytest.mark.parametrize("hash_of", [lambda data: bytes(16), lambda data: bytes([data[16] & 1]) * 16])
@@ -309,6 +325,38 @@ def test_a_hash_that_fails_changes_nothing():
     cache.append(seq, 4, [1, 2, 3, 4])
     with refused(cache, MemoryError, "injected"):
         cache.commit(seq)
+
+
+@pytest.mark.parametrize(
+    ("digest", "error", "message"),
+    [
+        (bytes(32), ValueError, r"^hash_of must return 16 bytes, got 32: cut longer digests$"),
+        (b"", ValueError, r"^hash_of must return 16 bytes, got 0"),
+        (bytearray(16), TypeError, r"^hash_of must return bytes, 16 of them, got bytearray$"),
+        (7, TypeError, r"^hash_of must return bytes, 16 of them, got int$"),
+    ],
+)
+def test_hashes_of_another_kind(digest, error, message):
+    cache = make(hash_of=lambda data: digest)
+    with refused(cache, error, message):
+        cache.add(TEXT)
+    seq = cache.add(TEXT[:3]).seq
+    cache.append(seq, tokens=[1])
+    with refused(cache, error, message):
+        cache.commit(seq)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eviction": LRU(4)}, r"^eviction must be a class such as LRU, or a function of num_blocks, got <"),
+        ({"hash_of": "md5"}, r"^hash_of must be a function of bytes, got 'md5'$"),
+        ({"events": []}, r"^events must be a function of an event, or None, got \[\]$"),
+    ],
+)
+def test_what_cannot_be_called(options, message):
+    with pytest.raises(TypeError, match=message):
+        make(**options)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
-from ..checks import require
+from ..checks import require, require_callable
 from .digests import NUM_BYTES, Hash, blake2b_128, chained
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
 from .eviction import LRU, Eviction
@@ -76,6 +76,10 @@ class PrefixCache:
         listener: Listener | None = None,
         medium: str = "CPU",
     ) -> None:
+        require_callable("eviction", eviction, "a class such as LRU, or a function of num_blocks")
+        require_callable("hash_of", hash_of, "a function of bytes")
+        if listener is not None:
+            require_callable("events", listener, "a function of an event, or None")
         self.block_size = block_size
         self.eviction = eviction(num_blocks)
         self.tokens = np.zeros(num_blocks * block_size, np.int32)
@@ -166,7 +170,7 @@ class PrefixCache:
             of_first = dict(zip(firsts.tolist(), parents_above.tolist(), strict=True))
             stored, kept, parents, forgotten = self._resolve(blocks, of_first, digests, found, contents, refs)
         serials = np.arange(last + 1, last + 1 + len(stored))
-        events = self._stored_events(stored, blocks, digests, firsts, above) if self._listener else []
+        events = self._stored_events(stored, blocks, digests, firsts, above) if self._listener is not None else []
         return Stored(kept, blocks[stored], serials, parents, keys[stored], forgotten, events)
 
     def _resolve(
@@ -217,7 +221,7 @@ class PrefixCache:
     def plan(self, removed: Int64Array, stored: Stored | None = None) -> list[Write]:
         """Blocks that can no longer be found, each named once, and those that can from now on."""
         events: list[Event] = []
-        if self._listener and len(removed):
+        if self._listener is not None and len(removed):
             events.append(BlockRemoved(_split(self._index.keys(removed).tobytes(), NUM_BYTES), self._medium))
         writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))]
         if stored is None:
@@ -235,7 +239,7 @@ class PrefixCache:
 
     def plan_cleared(self) -> list[Write]:
         """After the writes that remove all blocks: one event in place of theirs."""
-        return self._plan_events([AllBlocksCleared()]) if self._listener else []
+        return self._plan_events([AllBlocksCleared()]) if self._listener is not None else []
 
     def findable(self) -> Int64Array:
         """The blocks that can be found, ascending, (n,) int64."""
@@ -258,7 +262,7 @@ class PrefixCache:
 
     def emit(self) -> None:
         """Tell the listener what has happened."""
-        if self._listener:
+        if self._listener is not None:
             while self._outbox[0]:
                 self._listener(self._outbox[0].pop(0))
 

@@ -47,3 +47,20 @@ def chained(hash_of: Hash, parent: bytes, contents: Iterable[bytes]) -> list[byt
         parent = hash_of(parent + content)
         digests.append(parent)
     return digests
+
+
+def joined(digests: list[bytes]) -> bytes:
+    """Digests one after the other.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `hash_of` has returned something else than NUM_BYTES bytes.
+    """
+    if not {*map(type, digests)} <= {bytes}:
+        wrong = next(digest for digest in digests if type(digest) is not bytes)
+        raise TypeError(f"hash_of must return bytes, {NUM_BYTES} of them, got {type(wrong).__name__}")
+    if not {*map(len, digests)} <= {NUM_BYTES}:
+        wrong = next(digest for digest in digests if len(digest) != NUM_BYTES)
+        raise ValueError(f"hash_of must return {NUM_BYTES} bytes, got {len(wrong)}: cut longer digests")
+    return b"".join(digests)

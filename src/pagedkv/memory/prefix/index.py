@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require
+from .digests import joined
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
@@ -47,7 +48,7 @@ class HashIndex:
         """The block of each digest, or NO_BLOCK."""
         slots, keys = self._views
         mask, found = len(slots) - 1, []
-        for first, second in iter_unpack("=qq", b"".join(digests)):
+        for first, second in iter_unpack("=qq", joined(digests)):
             place = first & mask
             while (block := slots[place]) != NO_BLOCK and not (
                 block >= 0 and keys[2 * block] == first and keys[2 * block + 1] == second
