@@ -240,6 +240,9 @@ def test_caches_that_cannot_be(options, error, message):
         (lambda c, s: c.add(np.array(2)), ValueError, r"^tokens must have shape \(n,\), got \(\)$"),
         (lambda c, s: c.append(True), TypeError, r"^seqs must hold ints, got a bool$"),
         (lambda c, s: c.append(s, np.array(2)), ValueError, r"^n must have shape \(num_seqs,\) = \(1,\), got \(\)$"),
+        (lambda c, s: c.add(torch.tensor([1])), TypeError, r"array of ints, got Tensor: pass its tolist\(\)$"),
+        (lambda c, s: c.attend(0, None, s), TypeError, r"^batch must be a Batch, made by batch\(seqs\), got int$"),
+        (lambda c, s: c.attend(0, None, c.batch(s), layout="HND"), TypeError, r"multiple values for .*'layout'$"),
         (lambda c, s: c.add("abc"), TypeError, r"^tokens must be a list, a tuple or an array of ints, got str$"),
         (lambda c, s: c.fork(s, 4), CapacityError, r"^4 more sequences asked for, 3 of 4 rows are free$"),
         (lambda c, s: c.append([s, s]), ValueError, r"^seqs must name each sequence once"),
@@ -393,7 +396,8 @@ BLOCK_BYTES = 2 * LAYERS * P * HEADS * DIM * 4
     [
         (BLOCK_BYTES, 1),
         (10 * BLOCK_BYTES - 1, 9),
-        (np.int64(10 * BLOCK_BYTES).item(), 10),
+        (np.int64(10 * BLOCK_BYTES), 10),
+        (np.float32(0.5), 5),
         ("240KiB", 240 * 1024 // BLOCK_BYTES),
         (" 1.5 MB ", 1_500_000 // BLOCK_BYTES),
         (0.5, 5),
@@ -415,6 +419,13 @@ def test_blocks_in_an_amount_of_memory(monkeypatch, memory, num_blocks):
         (None, "2kiB", ValueError, r"^memory must be a number and a unit"),
         (None, 1.5, ValueError, r"^memory must be a share from 0.0 to 1.0, or bytes as an int, got 1.5$"),
         (None, True, TypeError, r"^memory must be a str, an int or a float, got bool$"),
+        (None, f"{'9' * 400}TiB", ValueError, r"^num_blocks must be at most 2147483647, got "),
+        (
+            None,
+            "2.3kB",
+            ValueError,
+            rf"^memory must be at least {BLOCK_BYTES} bytes, one block in all layers, got 2300$",
+        ),
         (None, BLOCK_BYTES - 1, ValueError, rf"^memory must be at least {BLOCK_BYTES} bytes, one block in all layers"),
     ],
 )

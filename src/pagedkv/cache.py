@@ -402,18 +402,20 @@ class PagedKVCache(Guarded):
             Of `batch`, after the keys and values of all its tokens were written.
         **options
             Those of :func:`~pagedkv.decode_attention`, which computes a batch with one row for each sequence, and
-            :func:`~pagedkv.prefill_attention`, which computes others. Layout, kv_dtype and scales are the cache's.
+            :func:`~pagedkv.prefill_attention`, which computes others. Layout, kv_dtype, scales and max_seq_len are known.
 
         Returns
         -------
         (num_tokens, num_heads, head_dim) array, and with return_lse=True the LSE
         """
         k_cache, v_cache, ours = self._layer(layer)
-        options |= ours | {"max_seq_len": batch.max_seq_len}
+        if not isinstance(batch, Batch):
+            raise TypeError(f"batch must be a Batch, made by batch(seqs), got {type(batch).__name__}")
+        ours["max_seq_len"] = batch.max_seq_len
         tables, lens = batch.block_tables, batch.seq_lens
         if batch.is_decode:
-            return decode_attention(q, k_cache, v_cache, tables, lens, **options)
-        return prefill_attention(q, k_cache, v_cache, tables, lens, batch.query_starts, **options)
+            return decode_attention(q, k_cache, v_cache, tables, lens, **ours, **options)
+        return prefill_attention(q, k_cache, v_cache, tables, lens, batch.query_starts, **ours, **options)
 
     def _layer(self, layer: int) -> tuple[Any, Any, dict[str, Any]]:
         """K and V of a layer, and how they are stored."""

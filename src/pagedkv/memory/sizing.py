@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
+
+import numpy as np
 
 from ..layouts import cache_shapes
 from .arrays import Arrays
@@ -42,15 +45,15 @@ def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays) -> in
 
 
 def _bytes(memory: str | int | float, arrays: Arrays) -> int:
-    if isinstance(memory, bool) or not isinstance(memory, (str, int, float)):
+    if isinstance(memory, bool) or not isinstance(memory, (str, int, float, np.integer, np.floating)):
         raise TypeError(f"memory must be a str, an int or a float, got {type(memory).__name__}")
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)\s*", memory)
         if match is None or match[2] not in _UNITS:
             raise ValueError(f"memory must be a number and a unit, such as 2GiB or 500MB, got {memory!r}")
-        return int(float(match[1]) * _UNITS[match[2]])
-    if isinstance(memory, float):
+        return int(Fraction(match[1]) * _UNITS[match[2]])
+    if isinstance(memory, (float, np.floating)):
         if not 0.0 < memory <= 1.0:
             raise ValueError(f"memory must be a share from 0.0 to 1.0, or bytes as an int, got {memory}")
         return int(memory * arrays.free_bytes())
-    return memory
+    return int(memory)
