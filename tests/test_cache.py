@@ -422,9 +422,9 @@ def test_blocks_in_an_amount_of_memory(monkeypatch, memory, num_blocks):
         (None, f"{'9' * 400}TiB", ValueError, r"^num_blocks must be at most 2147483647, got "),
         (
             None,
-            "2.3kB",
+            "1.001kB",
             ValueError,
-            rf"^memory must be at least {BLOCK_BYTES} bytes, one block in all layers, got 2300$",
+            rf"^memory must be at least {BLOCK_BYTES} bytes, one block in all layers, got 1001$",
         ),
         (None, BLOCK_BYTES - 1, ValueError, rf"^memory must be at least {BLOCK_BYTES} bytes, one block in all layers"),
     ],

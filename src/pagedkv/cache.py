@@ -402,7 +402,7 @@ class PagedKVCache(Guarded):
             Of `batch`, after the keys and values of all its tokens were written.
         **options
             Those of :func:`~pagedkv.decode_attention`, which computes a batch with one row for each sequence, and
-            :func:`~pagedkv.prefill_attention`, which computes others. Layout, kv_dtype, scales and max_seq_len are known.
+            :func:`~pagedkv.prefill_attention`, which computes others. Layout, kv_dtype, scales, max_seq_len are known.
 
         Returns
         -------

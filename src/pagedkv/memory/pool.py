@@ -246,7 +246,9 @@ class BlockPool(Guarded):
             if len(freed) and len(forgotten):
                 kept &= ~self._tally.among(freed, forgotten)
             if len(leaving) or len(blank) or num_blank < num_new:
-                evicted, left = cache.eviction.plan_leave(np.concatenate([leaving, blank]), num_new - num_blank)
+                used_again = np.concatenate([leaving, blank])
+                evicted, left = cache.eviction.plan_leave(used_again, num_new - num_blank)
+                self._require_evictable(evicted, num_new - num_blank, used_again, cache)
                 new_blocks, forgotten = np.concatenate([new_blocks, evicted]), np.concatenate([forgotten, evicted])
                 writes += left
                 num_cached -= len(leaving) + len(blank) + len(evicted)
@@ -299,6 +301,18 @@ class BlockPool(Guarded):
         if num_new > num_free:
             message = f"{num_new} blocks asked for, {num_free} of {self.num_blocks} are free"
             raise OutOfBlocksError(message, requested=num_new, free=num_free)
+
+    def _require_evictable(self, evicted: Int64Array, count: int, used_again: Int64Array, cache: PrefixCache) -> None:
+        """Raise ValueError unless an eviction of the caller's chose as many blocks as it must, of those that wait."""
+        if len(evicted) != count:
+            raise ValueError(f"eviction must choose {count} blocks to evict, got {len(evicted)}")
+        waits = (self._refs[evicted] == 0) & cache.is_findable(evicted)
+        waits &= ~self._tally.repeated(np.concatenate([evicted, used_again]))[:count]
+        if not waits.all():
+            raise ValueError(
+                f"eviction must choose blocks that wait for it, each once, got {evicted[~waits][0]}, which is used "
+                "again or chosen twice, or which plan_enter never got"
+            )
 
     def _commit(self, writes: list[Write]) -> None:
         """Store, and tell of it."""

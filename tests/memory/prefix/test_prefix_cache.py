@@ -303,6 +303,34 @@ def test_a_listener_that_is_empty_as_a_list_is_told():
     assert len(log) == 1
 
 
+class Chosen(LRU):
+    """Evicts the blocks that it is told to."""
+
+    chosen = np.array([0])
+
+    def plan_leave(self, blocks, num_evicted):
+        return self.chosen, super().plan_leave(blocks, num_evicted)[1]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ([], r"^eviction must choose 2 blocks to evict, got 0$"),
+        ([1, 1], r"^eviction must choose blocks that wait for it, each once, got 1, which is used again or chosen"),
+        ([1, 0], r"^eviction must choose blocks that wait for it, each once, got 0"),
+    ],
+)
+def test_an_eviction_that_chooses_wrongly_changes_nothing(monkeypatch, chosen, message):
+    cache = make(num_blocks=4, eviction=Chosen)
+    first = started(cache, TEXT[:4])
+    cache.free(started(cache, TEXT[:8]))
+    cache.free(started(cache, [1, 2, 3, 4, 5, 6, 7, 8]))
+    monkeypatch.setattr(Chosen, "chosen", np.array(chosen, np.int64))
+    cache.free(first)
+    with refused(cache, ValueError, message):
+        cache.add([*TEXT[:4], *range(8)])
+
+
 @pytest.mark.parametrize("hash_of", [lambda data: bytes(16), lambda data: bytes([data[16] & 1]) * 16])
 def test_collisions_serve_nothing_else(hash_of):
     cache = make(num_blocks=32, hash_of=hash_of)
