@@ -16,6 +16,7 @@ from .operations.caches import copy_blocks, gather_kv, swap_blocks, write_kv
 from .operations.rotary import apply_rotary
 from .operations.warmup import warmup
 from .operations.workspaces import release_workspaces, workspace_bytes
+from .scheduling import Scheduler
 from .sizes import kv_bytes
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "CapacityError",
     "OutOfBlocksError",
     "PagedKVCache",
+    "Scheduler",
     "SequenceTable",
     "apply_rotary",
     "copy_blocks",

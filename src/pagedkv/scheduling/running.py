@@ -1,0 +1,91 @@
+"""Running: the requests that have a sequence in the cache, as arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .request import NOT_RUNNING, Request
+
+Int64Array = npt.NDArray[np.int64]
+NO_REQUEST = -1
+
+
+class Running:
+    """A lane of each array for each running request.
+
+    Parameters
+    ----------
+    max_num_seqs : int
+        Lanes.
+
+    Attributes
+    ----------
+    lanes : (num_running,) int64
+        Those in use, in the order of the requests' keys and numbers.
+    numbers, seqs : (max_num_seqs,) int64
+        The request of each lane, or NO_REQUEST, and the handle of its sequence.
+    lens, num_computed, max_lens : (max_num_seqs,) int64
+        How many tokens it has, how many of them are in the cache, and how many it may have when the turn ends.
+    roots : (max_num_seqs,) int64
+        A number made of its salt.
+    tokens : (max_num_seqs, width) int32
+        Its tokens.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.lanes = np.empty(0, np.int64)
+        self.numbers = np.full(max_num_seqs, NO_REQUEST)
+        self.seqs, self.lens, self.num_computed, self.max_lens, self.roots, self._keys = np.zeros(
+            (6, max_num_seqs), np.int64
+        )
+        self.tokens = np.zeros((max_num_seqs, 0), np.int32)
+        self.requests: list[Request | None] = [None] * max_num_seqs
+        self._free = list(range(max_num_seqs))[::-1]
+
+    def __len__(self) -> int:
+        return len(self.lanes)
+
+    @property
+    def num_uncomputed(self) -> Int64Array:
+        """Tokens of each that are to be computed, (num_running,) int64, at least 1."""
+        return self.lens[self.lanes] - self.num_computed[self.lanes]
+
+    def start(self, request: Request, seq: int, num_computed: int) -> None:
+        """Give a request a lane, whose sequence has so many of its tokens."""
+        num_tokens = len(request.tokens)
+        self._widen(num_tokens)
+        lane = self._free.pop()
+        self.numbers[lane], self.seqs[lane], self._keys[lane] = request.number, seq, request.key
+        self.lens[lane], self.num_computed[lane] = num_tokens, num_computed
+        self.max_lens[lane], self.roots[lane] = request.max_len, request.root
+        self.tokens[lane, :num_tokens] = request.tokens
+        self.requests[lane], request.lane = request, lane
+        lanes = np.append(self.lanes, lane)
+        self.lanes = lanes[np.lexsort((self.numbers[lanes], self._keys[lanes]))]
+
+    def stop(self, request: Request) -> None:
+        """Take the lane of a request away; it has its tokens of so far."""
+        lane = request.lane
+        request.tokens = self.tokens_of(request)
+        self.lanes = self.lanes[self.lanes != lane]
+        self.numbers[lane], self.requests[lane], request.lane = NO_REQUEST, None, NOT_RUNNING
+        self._free.append(lane)
+
+    def tokens_of(self, request: Request) -> npt.NDArray[np.int32]:
+        """The tokens of a request, as a new array."""
+        return self.tokens[request.lane, : self.lens[request.lane]].copy()
+
+    def extend(self, lanes: Int64Array, tokens: npt.NDArray[np.int32]) -> None:
+        """One token more for each of some lanes."""
+        lens = self.lens[lanes]
+        self._widen(int(lens.max(initial=-1)) + 1)
+        self.tokens[lanes, lens] = tokens
+        self.lens[lanes] = lens + 1
+
+    def _widen(self, width: int) -> None:
+        before = self.tokens.shape[1]
+        if width > before:
+            tokens = np.zeros((len(self.tokens), max(width, 2 * before)), np.int32)
+            tokens[:, :before] = self.tokens
+            self.tokens = tokens

@@ -1,0 +1,430 @@
+"""Scheduler: which tokens of which requests a server computes next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cache import PagedKVCache
+from ..errors import OutOfBlocksError
+from ..memory.checks import as_int
+from ..memory.prefix.digests import root_digest
+from ..memory.prefix.prompt import ids_of
+from ..memory.rows import ragged
+from .request import NOT_RUNNING, Request
+from .running import Running
+from .step import Finished, Int64Array, Step
+from .waiting import Waiting
+
+MAX_PRIORITY = 2**31 - 1
+
+
+class Scheduler:
+    """Continuous batching over a PagedKVCache: plans steps, and never touches a model.
+
+    A server adds requests, asks for a step, lets its model compute the step, and gives back the tokens that it chose.
+    Every running request is in every step: with one token while it generates, with a chunk of its prompt before that.
+    Requests start as soon as there is room for all tokens that they have; tokens that the prefix cache finds are not
+    computed. When the pool is full the last request of the order gives its blocks back, and is computed again later.
+
+    The order is first come, first served, with priorities that age: a request of priority p starts behind those of
+    priority 0 that are added in the ``p * aging`` steps after it, and before all later ones. The first of the running
+    requests never gives its blocks back, and no request overtakes the first that waits: each one ends if those before
+    it do.
+
+    The same calls give the same steps. One thread at a time may call it. Only the scheduler may append to, truncate or
+    free its sequences; the cache may have others besides, whose blocks it does without.
+
+    Parameters
+    ----------
+    cache : PagedKVCache
+    max_num_batched_tokens : int
+        Tokens of a step, at most.
+    max_num_seqs : int or None
+        Requests that run at a time, at most max_num_batched_tokens; None for as many as the cache has room for.
+    watermark : float
+        The share of the pool, from 0 to 1, that starting a request leaves free for the others to grow, while others
+        run.
+    aging : int
+        What one level of priority is worth, in steps.
+    eos_token_id : int or None
+        The token that ends a text.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not as described here.
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        *,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int | None = None,
+        watermark: float = 0.01,
+        aging: int = 256,
+        eos_token_id: int | None = None,
+    ) -> None:
+        if not isinstance(cache, PagedKVCache):
+            raise TypeError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
+        if not 0 <= watermark <= 1:
+            raise ValueError(f"watermark must be from 0 to 1, got {watermark}")
+        self._budget = as_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
+        most = min(cache.table.max_seqs, self._budget)
+        if max_num_seqs is not None and as_int("max_num_seqs", max_num_seqs, minimum=1) > most:
+            raise ValueError(
+                f"max_num_seqs must be at most max_num_batched_tokens = {self._budget} and the cache's max_seqs = "
+                f"{cache.table.max_seqs}, got {max_num_seqs}"
+            )
+        self._max_num_seqs = most if max_num_seqs is None else int(max_num_seqs)
+        self._watermark = int(np.ceil(watermark * cache.pool.num_blocks))
+        self._aging = as_int("aging", aging)
+        self._eos = None if eos_token_id is None else as_int("eos_token_id", eos_token_id)
+        self._cache = cache
+        self._requests: dict[int, Request] = {}
+        self._waiting, self._running = Waiting(), Running(self._max_num_seqs)
+        self._step: Step | None = None
+        self._num_added = self._num_steps = self._num_preempted = 0
+
+    def __repr__(self) -> str:
+        return f"Scheduler({self.num_running} requests run, {self.num_waiting} wait, of {self._cache!r})"
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room, those that gave their blocks back included."""
+        return len(self._waiting)
+
+    @property
+    def num_preempted(self) -> int:
+        """How often a request gave its blocks back so far."""
+        return self._num_preempted
+
+    def tokens(self, request: int) -> npt.NDArray[np.int32]:
+        """All tokens of a request so far, (num_tokens,) int32, as a new array.
+
+        Raises
+        ------
+        KeyError
+            A request that has ended or never was.
+        """
+        found = self._find(request)
+        return found.tokens.copy() if found.lane == NOT_RUNNING else self._running.tokens_of(found)
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        salt: str | bytes | None = None,
+        resumable: bool = False,
+    ) -> int:
+        """Let a request wait for its start.
+
+        Parameters
+        ----------
+        tokens : (num_tokens,) ints
+            The prompt, at least one id.
+        max_tokens : int
+            Tokens to generate, at most; at least 1.
+        priority : int
+            Lower ones start earlier, as in vLLM.
+        salt : str, bytes or None
+            As in `PagedKVCache.add`.
+        resumable : bool
+            Whether the request stays when its turn ends, until `extend` or `abort`.
+
+        Returns
+        -------
+        int
+            The number of the request.
+
+        Raises
+        ------
+        ValueError
+            No token, or more than the cache could ever hold.
+        TypeError
+            An argument is not as described here.
+        """
+        ids, max_tokens = ids_of(tokens), as_int("max_tokens", max_tokens, minimum=1)
+        priority = as_int("priority", priority, minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+        root = int.from_bytes(root_digest(salt)[:8], "little", signed=True)
+        if not len(ids):
+            raise ValueError("tokens must have at least one token, got none")
+        self._require_fit(len(ids), max_tokens)
+        number = self._num_added
+        request = Request(
+            number, ids, len(ids), len(ids) + max_tokens, priority, self._key(priority), salt, root, bool(resumable)
+        )
+        self._num_added += 1
+        self._requests[number] = request
+        self._waiting.push(request)
+        return number
+
+    def extend(self, request: int, tokens: Sequence[int], max_tokens: int) -> None:
+        """Let a resumable request go on after its turn has ended: a user's answer, or the result of a tool.
+
+        It waits as one that is added now; the prefix cache finds what it has computed before, as far as that is still
+        there.
+
+        Parameters
+        ----------
+        request : int
+        tokens : (num_tokens,) ints
+            What comes behind all its tokens; may be none.
+        max_tokens : int
+            Tokens to generate in this turn, at most.
+
+        Raises
+        ------
+        ValueError
+            Its turn has not ended, or more tokens than the cache could ever hold.
+        KeyError
+            A request that has ended or never was.
+        """
+        found, ids, max_tokens = self._find(request), ids_of(tokens), as_int("max_tokens", max_tokens, minimum=1)
+        if found.lane != NOT_RUNNING or found.number in self._waiting:
+            raise ValueError(f"request {request} is in the middle of a turn: extend it when update says it has ended")
+        ids = np.concatenate([found.tokens, ids])
+        self._require_fit(len(ids), max_tokens)
+        found.tokens, found.num_prompt, found.max_len = ids, len(ids), len(ids) + max_tokens
+        found.key = self._key(found.priority)
+        self._waiting.push(found)
+
+    def abort(self, request: int) -> None:
+        """End a request, whatever state it is in, and free its blocks; a step that it is in goes on without it.
+
+        Raises
+        ------
+        KeyError
+            A request that has ended or never was.
+        """
+        found = self._find(request)
+        if found.lane != NOT_RUNNING:
+            self._stop(found)
+        elif found.number in self._waiting:
+            self._waiting.remove(found)
+        del self._requests[found.number]
+
+    def schedule(self) -> Step | None:
+        """Plan the next step.
+
+        Returns
+        -------
+        Step or None
+            None when no request runs or waits.
+
+        Raises
+        ------
+        RuntimeError
+            The step before is not done: `update` or `drop` it first.
+        OutOfBlocksError
+            No request runs, and there is no room for the first that waits: others have the blocks, or the rows, of
+            the cache. It goes on waiting.
+        """
+        if self._step is not None:
+            raise RuntimeError("the step before is not done: call update with it, or drop")
+        preempted = self._make_room()
+        if not preempted or not len(self._running):
+            self._start_some()
+        if not len(self._running):
+            return None
+        running, cache = self._running, self._cache
+        lanes, counts = running.lanes, self._counts()
+        seqs, starts = running.seqs[lanes], running.num_computed[lanes]
+        owners, positions = ragged(starts, counts)
+        tokens = running.tokens[lanes[owners], positions].astype(np.int64)
+        ends = starts + counts
+        is_sampled = ends == running.lens[lanes]
+        numbers = running.numbers[lanes]
+        slots = cache.append(seqs, counts, tokens)
+        try:
+            asarray = cache._arrays.asarray
+            logits_indices = asarray((np.cumsum(counts) - 1)[is_sampled])
+            batch = cache.batch(seqs, counts)
+            step = Step(
+                numbers, asarray(tokens), slots, batch, logits_indices, numbers[is_sampled], lanes, counts, is_sampled
+            )
+        except BaseException:
+            cache.truncate(seqs, starts)
+            raise
+        self._num_steps += 1
+        self._step = step
+        return step
+
+    def update(self, step: Step, tokens: Any) -> list[Finished]:
+        """Say that a step is computed, and which tokens were chosen.
+
+        The blocks that it has filled can be found by others from now on.
+
+        Parameters
+        ----------
+        step : Step
+            The last one, whose K and V have been written in all layers.
+        tokens : (num_sampled,) ints
+            The next token of each of `step.sampled`.
+
+        Returns
+        -------
+        list of Finished
+            The requests whose turn has ended. Their blocks are free; what is not resumable is forgotten.
+
+        Raises
+        ------
+        ValueError
+            Another step than the last one, or not as many tokens.
+        TypeError
+            `tokens` are not ints.
+        """
+        if step is not self._step:
+            raise ValueError("step must be the last one that schedule returned, and not done yet")
+        ids, running = ids_of(tokens), self._running
+        if len(ids) != len(step.sampled):
+            raise ValueError(f"tokens must have shape (num_sampled,) = ({len(step.sampled)},), got {ids.shape}")
+        alive = running.numbers[step._lanes] == step.requests
+        lanes, counts = step._lanes[alive], step._counts[alive]
+        grown, ids = step._lanes[step._is_sampled & alive], ids[alive[step._is_sampled]]
+        self._cache.commit(running.seqs[lanes])
+        running.num_computed[lanes] += counts
+        running.extend(grown, ids)
+        self._step = None
+        at_end = running.lens[grown] == running.max_lens[grown]
+        stopped = ids == (-1 if self._eos is None else self._eos)
+        return [
+            self._finish(int(grown[i]), "stop" if stopped[i] else "length") for i in np.flatnonzero(stopped | at_end)
+        ]
+
+    def drop(self) -> None:
+        """Forget the step that is not done, if there is one: after an error of the model, say.
+
+        Its tokens are planned again with the next one.
+        """
+        step, running = self._step, self._running
+        if step is not None:
+            lanes = step._lanes[running.numbers[step._lanes] == step.requests]
+            self._cache.truncate(running.seqs[lanes], running.num_computed[lanes])
+            self._step = None
+
+    def _find(self, request: int) -> Request:
+        try:
+            return self._requests[as_int("request", request, minimum=None)]
+        except KeyError:
+            raise KeyError(f"no request {request}: it has ended or was never added") from None
+
+    def _key(self, priority: int) -> int:
+        """The place in the order of a request that is added now.
+
+        All grow older at the same rate, so that the order of two never changes.
+        """
+        return self._num_steps + priority * self._aging
+
+    def _require_fit(self, num_tokens: int, max_tokens: int) -> None:
+        table = self._cache.table
+        most = min(table.max_seq_len, table.pool.num_blocks * table.block_size)
+        # The last token that is generated is not computed.
+        if num_tokens + max_tokens - 1 > most:
+            raise ValueError(
+                f"a request can have {most} tokens in this cache, got {num_tokens} and max_tokens={max_tokens}: lower "
+                f"max_tokens, shorten the prompt, or make the cache larger"
+            )
+
+    def _num_blocks(self, lens: int | Int64Array) -> int:
+        """Blocks of a sequence, or of all together."""
+        return int(np.sum(self._cache.table._rows.num_blocks(lens)))
+
+    def _counts(self) -> Int64Array:
+        """How many tokens of each running request fit into a step: one of each, the others in their order."""
+        more = self._running.num_uncomputed - 1
+        before = np.cumsum(more) - more
+        return 1 + np.clip(self._budget - len(more) - before, 0, more)
+
+    def _make_room(self) -> bool:
+        """Take the blocks of the last requests until those before them can go on; whether it was necessary."""
+        running, preempted = self._running, False
+        while len(running):
+            lens = running.num_computed[running.lanes]
+            if self._num_blocks(lens + self._counts()) - self._num_blocks(lens) <= self._cache.num_free:
+                break
+            self._preempt(running.requests[running.lanes[-1]])
+            preempted = True
+        return preempted
+
+    def _preempt(self, request: Request | None) -> None:
+        """Let a running request wait, to be computed again; swapping it out would be done here."""
+        assert request is not None
+        self._stop(request)
+        self._waiting.push(request)
+        self._num_preempted += 1
+
+    def _start_some(self) -> None:
+        """Start requests as long as there is room in the step and in the cache."""
+        running, cache, waiting = self._running, self._cache, self._waiting
+        num_uncomputed = int(running.num_uncomputed.sum())
+        lens = running.lens[running.lanes]
+        # What those that run still need for the tokens that they have.
+        reserved = self._num_blocks(lens) - self._num_blocks(running.num_computed[running.lanes])
+        while len(running) < self._max_num_seqs and num_uncomputed < self._budget:
+            request = waiting.first()
+            if request is None or self._is_being_computed(request):
+                return
+            reserve = reserved + (self._watermark if len(running) else 0)
+            tokens: Any = request.tokens
+            if not cache.can_add(tokens, request.salt, reserve=reserve):
+                if not len(running):
+                    self._refuse(request)
+                return
+            seq, num_cached = cache.add(tokens, request.salt)
+            # Blocks of what is computed in later steps are in nobody's table yet.
+            cache.truncate(seq, num_cached)
+            running.start(request, seq, num_cached)
+            waiting.remove(request)
+            num_uncomputed += len(tokens) - num_cached
+            reserved += self._num_blocks(len(tokens)) - self._num_blocks(num_cached)
+
+    def _refuse(self, request: Request) -> None:
+        needed, pool = self._num_blocks(len(request.tokens)), self._cache.pool
+        raise OutOfBlocksError(
+            f"request {request.number} needs {needed} blocks, {pool.num_free} of {pool.num_blocks} are free, and no "
+            f"request runs that could end: free or unpin other sequences of the cache, or abort the request",
+            requested=needed,
+            free=pool.num_free,
+        )
+
+    def _is_being_computed(self, request: Request) -> bool:
+        """Whether a running request is about to compute blocks that this one would find, if it waits for them."""
+        running, size = self._running, self._cache.block_size
+        num_tokens = len(request.tokens) - 1  # the last one is computed in any case
+        if self._cache.table._rows.prefix_cache is None or num_tokens < size:
+            return False
+        lanes = running.lanes[running.num_uncomputed > 1]
+        lanes = lanes[(running.roots[lanes] == request.root) & (running.lens[lanes] >= size)]
+        if not len(lanes):
+            return False
+        # Most begin otherwise, which the first block tells.
+        lanes = lanes[(running.tokens[lanes, :size] == request.tokens[:size]).all(axis=1)]
+        most = min(num_tokens, running.tokens.shape[1])
+        differs = running.tokens[lanes, :most] != request.tokens[:most]
+        common = np.where(differs.any(axis=1), differs.argmax(axis=1), most)
+        shared = np.minimum(common, running.lens[lanes]) // size * size
+        return bool((running.num_computed[lanes] < shared).any())
+
+    def _stop(self, request: Request) -> None:
+        self._cache.free(int(self._running.seqs[request.lane]))
+        self._running.stop(request)
+
+    def _finish(self, lane: int, reason: str) -> Finished:
+        request = self._running.requests[lane]
+        assert request is not None
+        self._stop(request)
+        if not request.resumable:
+            del self._requests[request.number]
+        return Finished(request.number, request.tokens[request.num_prompt :], reason)

@@ -1,0 +1,65 @@
+"""Step: what the model is to compute next, and what ended with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..memory.batch import Batch
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Finished(NamedTuple):
+    """A request whose turn has ended.
+
+    Attributes
+    ----------
+    request : int
+        Its number.
+    tokens : (num_new_tokens,) int32
+        What was generated in this turn.
+    reason : str
+        "stop" after the end token, "length" after max_tokens.
+    """
+
+    request: int
+    tokens: npt.NDArray[np.int32]
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One batch for the model: chunks of prompts and single tokens of texts, mixed.
+
+    Arrays are of the cache's array module but for those of requests, which are NumPy's.
+
+    Attributes
+    ----------
+    requests : (num_seqs,) int64
+        The requests in it, in the order of the batch.
+    tokens : (num_tokens,) int64
+        The ids of the tokens to compute, those of the first request first.
+    slots : (num_tokens,) int64
+        Where their K and V go: for `PagedKVCache.write` or `write_kv`.
+    batch : Batch
+        Block tables, seq_lens, query_starts and positions: for `PagedKVCache.attend` or `prefill_attention`.
+    logits_indices : (num_sampled,) int64
+        The rows of the output, of 0..num_tokens-1, that a next token is chosen from: the last row of each request
+        whose tokens are all computed with this step.
+    sampled : (num_sampled,) int64
+        The requests of these rows.
+    """
+
+    requests: Int64Array
+    tokens: Any
+    slots: Any
+    batch: Batch
+    logits_indices: Any
+    sampled: Int64Array
+    _lanes: Int64Array = field(repr=False)
+    _counts: Int64Array = field(repr=False)
+    _is_sampled: npt.NDArray[np.bool] = field(repr=False)
