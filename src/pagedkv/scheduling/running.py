@@ -61,8 +61,10 @@ class Running:
         self.max_lens[lane], self.roots[lane] = request.max_len, request.root
         self.tokens[lane, :num_tokens] = request.tokens
         self.requests[lane], request.lane = request, lane
-        lanes = np.append(self.lanes, lane)
-        self.lanes = lanes[np.lexsort((self.numbers[lanes], self._keys[lanes]))]
+        last = self.lanes[-1:]
+        self.lanes = np.append(self.lanes, lane)
+        if len(last) and (self._keys[last[0]], self.numbers[last[0]]) > (request.key, request.number):
+            self.lanes = self.lanes[np.lexsort((self.numbers[self.lanes], self._keys[self.lanes]))]
 
     def stop(self, request: Request) -> None:
         """Take the lane of a request away; it has its tokens of so far."""

@@ -241,16 +241,20 @@ class Scheduler:
         running, cache = self._running, self._cache
         lanes, counts = running.lanes, self._counts()
         seqs, starts = running.seqs[lanes], running.num_computed[lanes]
-        owners, positions = ragged(starts, counts)
+        n: int | Int64Array = counts
+        if counts.max() == 1:
+            n, owners, positions = 1, slice(None), starts  # a step of single tokens, in less time
+        else:
+            owners, positions = ragged(starts, counts)
         tokens = running.tokens[lanes[owners], positions].astype(np.int64)
         ends = starts + counts
         is_sampled = ends == running.lens[lanes]
         numbers = running.numbers[lanes]
-        slots = cache.append(seqs, counts, tokens)
+        slots = cache.append(seqs, n, tokens)
         try:
             asarray = cache._arrays.asarray
             logits_indices = asarray((np.cumsum(counts) - 1)[is_sampled])
-            batch = cache.batch(seqs, counts)
+            batch = cache.batch(seqs, n)
             step = Step(
                 numbers, asarray(tokens), slots, batch, logits_indices, numbers[is_sampled], lanes, counts, is_sampled
             )

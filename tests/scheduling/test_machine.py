@@ -1,0 +1,229 @@
+"""Requests of all kinds, in pools of any size, against a twin in plain Python and what each generates alone."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+import pagedkv
+from pagedkv.errors import OutOfBlocksError
+
+from .toy import alone, forward, make_cache
+from .twin import Twin
+
+EOS = 7
+
+
+class PlainMachine(RuleBasedStateMachine):
+    """Without the prefix cache the twin says what each step is."""
+
+    prefix_cache = False
+
+    @initialize(
+        num_blocks=st.integers(6, 30),
+        block_size=st.sampled_from([4, 3, 2, 1]),
+        budget=st.sampled_from([8, 3, 1, 20]),
+        max_num_seqs=st.integers(1, 6),
+        watermark=st.sampled_from([0, 0.1]),
+        aging=st.sampled_from([2, 0, 10]),
+    )
+    def start(self, num_blocks, block_size, budget, max_num_seqs, watermark, aging):
+        max_num_seqs = min(budget, max_num_seqs)
+        self.cache = make_cache(num_blocks, block_size, max_seqs=8, prefix_cache=self.prefix_cache)
+        self.scheduler = pagedkv.Scheduler(
+            self.cache,
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            watermark=watermark,
+            aging=aging,
+            eos_token_id=EOS,
+        )
+        self.budget, self.max_num_seqs = budget, max_num_seqs
+        self.twin = Twin(num_blocks, block_size, budget, max_num_seqs, int(np.ceil(watermark * num_blocks)), aging)
+        self.most = num_blocks * block_size
+        self.texts, self.turns = {}, {}  # all tokens; the prompt of this turn and how many to generate
+        self.idle, self.others = set(), []
+        self.step = None
+
+    # -- what users do
+    def prompt(self, data, most):
+        """Few different runs, so that many begin alike."""
+        first, n = data.draw(st.integers(0, 1)), data.draw(st.integers(1, most))
+        return [(first * i) % 3 + 1 for i in range(n)]
+
+    @rule(data=st.data(), priority=st.integers(-1, 2), resumable=st.booleans(), salt=st.sampled_from([None, None, "a"]))
+    def add(self, data, priority, resumable, salt):
+        tokens, num_new = self.prompt(data, min(24, self.most)), data.draw(st.integers(1, 9))
+        if len(tokens) + num_new - 1 > self.most:
+            with pytest.raises(ValueError, match=f"a request can have {self.most} tokens in this cache"):
+                self.scheduler.add(tokens, num_new)
+            return
+        number = self.scheduler.add(tokens, num_new, priority=priority, resumable=resumable, salt=salt)
+        assert number == self.twin.add(tokens, num_new, priority)
+        self.texts[number], self.turns[number] = tokens, (tokens, num_new, resumable)
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data())
+    def extend(self, data):
+        number = data.draw(st.sampled_from(sorted(self.idle)))
+        more, num_new = self.prompt(data, 6), data.draw(st.integers(1, 9))
+        if len(self.texts[number]) + len(more) + num_new - 1 > self.most:
+            with pytest.raises(ValueError, match="lower max_tokens, shorten the prompt"):
+                self.scheduler.extend(number, more, num_new)
+            return
+        self.scheduler.extend(number, more, num_new)
+        self.twin.extend(number, more, num_new)
+        self.idle.remove(number)
+        self.texts[number] = self.texts[number] + more
+        self.turns[number] = self.texts[number], num_new, True
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def abort(self, data):
+        number = data.draw(st.sampled_from(sorted(self.texts)))
+        self.scheduler.abort(number)
+        self.twin.abort(number)
+        del self.texts[number]
+        self.idle.discard(number)
+        with pytest.raises(KeyError, match="has ended or was never added"):
+            self.scheduler.tokens(number)
+
+    @precondition(lambda self: len(self.others) < 2 and self.cache.num_free > 0)
+    @rule(data=st.data())
+    def others_take_blocks(self, data):
+        n = data.draw(st.integers(1, self.cache.num_free))
+        self.others.append((self.cache.add(n * self.cache.block_size).seq, n))
+        self.twin.taken += n
+
+    @precondition(lambda self: self.others)
+    @rule()
+    def others_free_blocks(self):
+        seq, n = self.others.pop()
+        self.cache.free(seq)
+        self.twin.taken -= n
+
+    # -- what a server does
+    @precondition(lambda self: self.step is None)
+    @rule()
+    def schedule(self):
+        running, waiting = self.numbers_in("running"), self.numbers_in("waiting")
+        try:
+            step = self.scheduler.schedule()
+        except OutOfBlocksError:
+            assert self.others
+            assert self.scheduler.num_running == 0
+            step = "out of blocks"
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(running) + len(waiting)
+        if not self.prefix_cache:
+            planned = self.twin.schedule()
+            assert (planned if step is None or isinstance(step, str) else [*self.plan_of(step)]) == (
+                step if step is None or isinstance(step, str) else planned
+            )
+            assert self.scheduler.num_preempted == self.twin.preempted
+        if step is None:
+            assert not running + waiting
+        elif not isinstance(step, str):
+            self.looks_right(step, running)
+            self.step = step
+
+    def numbers_in(self, state):
+        requests = getattr(self.scheduler, f"_{state}")
+        return [*requests._requests] if state == "waiting" else requests.numbers[requests.lanes].tolist()
+
+    def plan_of(self, step):
+        return zip(step.requests.tolist(), np.diff(step.batch.query_starts).tolist(), strict=True)
+
+    def looks_right(self, step, running):
+        assert 0 < len(step.tokens) <= self.budget
+        assert 0 < len(step.requests) <= self.max_num_seqs
+        assert step.requests.tolist() == self.numbers_in("running")
+        # The first of the running requests never gives its blocks back.
+        assert running[:1] == [number for number in running[:1] if number in step.requests] or self.others
+        starts = step.batch.query_starts.tolist()
+        sampled = []
+        for i, (number, n) in enumerate(self.plan_of(step)):
+            assert n >= 1
+            rows = slice(starts[i], starts[i + 1])
+            text, positions = self.texts[number], step.batch.positions[rows].tolist()
+            assert step.tokens[rows].tolist() == [text[p] for p in positions]
+            assert positions == [*range(positions[0], positions[0] + n)]
+            assert step.batch.seq_lens[i] == positions[-1] + 1 <= len(text)
+            if positions[-1] + 1 == len(text):
+                sampled.append((number, starts[i + 1] - 1))
+        assert [*zip(step.sampled.tolist(), step.logits_indices.tolist(), strict=True)] == sampled
+
+    @precondition(lambda self: self.step is not None)
+    @rule()
+    def compute(self):
+        step, self.step = self.step, None
+        tokens = forward(self.cache, step).astype(np.int64)
+        for number, token in zip(step.sampled.tolist(), tokens.tolist(), strict=True):
+            if number in self.texts:
+                self.texts[number] = [*self.texts[number], token]
+        finished = self.scheduler.update(step, tokens)
+        is_sampled = np.isin(step.requests, step.sampled).tolist()
+        plan = [(number, n, sampled) for (number, n), sampled in zip(self.plan_of(step), is_sampled, strict=True)]
+        if not self.prefix_cache:
+            expected = self.twin.update(plan, tokens.tolist(), EOS)
+            assert [(number, reason) for number, _, reason in finished] == expected
+        for number, new, _ in finished:
+            prompt, num_new, resumable = self.turns[number]
+            text = alone(tuple(prompt), num_new)
+            assert new.tolist() == text[: text.index(EOS) + 1 if EOS in text else num_new]
+            assert [*prompt, *new.tolist()] == self.texts[number]
+            if resumable:
+                self.idle.add(number)
+                assert self.scheduler.tokens(number).tolist() == self.texts[number]
+            else:
+                del self.texts[number]
+
+    @precondition(lambda self: self.step is not None)
+    @rule()
+    def fail(self):
+        """The model raises after it has written some layers: what it wrote was nothing."""
+        self.cache.k_caches[0].reshape(-1, 64)[self.step.slots] = np.nan
+        self.cache.v_caches[0].reshape(-1, 64)[self.step.slots] = np.nan
+        with pytest.raises(RuntimeError, match="call update with it, or drop"):
+            self.scheduler.schedule()
+        self.scheduler.drop()
+        with pytest.raises(ValueError, match="step must be the last one"):
+            self.scheduler.update(self.step, [1] * len(self.step.sampled))
+        self.step = None
+
+    def teardown(self):
+        if hasattr(self, "cache"):
+            if self.step is not None:
+                self.fail()
+            while self.others:
+                self.others_free_blocks()
+            for _ in range(3000):
+                self.schedule()
+                self.cache.check()
+                if self.step is None:
+                    break
+                self.compute()
+            assert self.texts.keys() == self.idle
+            assert self.cache.stats().used == 0
+
+
+class PrefixMachine(PlainMachine):
+    prefix_cache = True
+
+
+class LongMachine(PlainMachine):
+    pass
+
+
+class LongPrefixMachine(PrefixMachine):
+    pass
+
+
+TestPlainMachine = PlainMachine.TestCase
+TestPlainMachine.settings = settings(max_examples=40, stateful_step_count=30)
+TestPrefixMachine = PrefixMachine.TestCase
+TestPrefixMachine.settings = settings(max_examples=40, stateful_step_count=30)
+TestLongMachine = pytest.mark.long(LongMachine.TestCase)
+TestLongMachine.settings = settings(max_examples=5_000, stateful_step_count=60)
+TestLongPrefixMachine = pytest.mark.long(LongPrefixMachine.TestCase)
+TestLongPrefixMachine.settings = settings(max_examples=5_000, stateful_step_count=60)

@@ -1,0 +1,283 @@
+"""Scheduler, case by case."""
+
+import numpy as np
+import pytest
+
+import pagedkv
+from pagedkv.errors import OutOfBlocksError
+
+from .toy import alone, forward, make_cache, serve
+
+SYSTEM = [i % 11 for i in range(32)]
+
+
+def scheduler_of(cache, **options):
+    return pagedkv.Scheduler(cache, **options)
+
+
+def counts(step):
+    return dict(zip(step.requests.tolist(), np.diff(step.batch.query_starts).tolist(), strict=True))
+
+
+def plans(scheduler, cache):
+    """What each step has of each request, to the end."""
+    seen = []
+    serve(scheduler, cache, lambda step: seen.append(counts(step)))
+    return seen
+
+
+def test_chunks_of_a_prompt_beside_decodes():
+    cache = make_cache()
+    scheduler = scheduler_of(cache, max_num_batched_tokens=8)
+    first, second = scheduler.add([1, 2, 3], 6), scheduler.add(range(17), 2)
+    texts = {}
+
+    def plan_of(step):
+        texts[len(texts)] = counts(step)
+
+    assert serve(scheduler, cache, plan_of) == {first: alone((1, 2, 3), 6), second: alone(tuple(range(17)), 2)}
+    assert [*texts.values()] == [{0: 3, 1: 5}, {0: 1, 1: 7}, {0: 1, 1: 5}, {0: 1, 1: 1}, {0: 1}, {0: 1}]
+
+
+def test_arrays_go_straight_into_the_operations():
+    cache = make_cache()
+    scheduler = scheduler_of(cache)
+    scheduler.add([1, 2, 3, 4, 5], 3)
+    step = scheduler.schedule()
+    x = np.ones((5, 1, 64), np.float32)
+    caches = cache.k_caches[0], cache.v_caches[0]
+    pagedkv.write_kv(x, x, *caches, step.slots)
+    batch = step.batch
+    out = pagedkv.prefill_attention(x, *caches, batch.block_tables, batch.seq_lens, batch.query_starts)
+    assert (out == cache.attend(0, x, batch)).all()
+    assert (step.tokens.dtype, step.slots.dtype, batch.positions.dtype) == (np.int64,) * 3
+    assert step.logits_indices.tolist() == [4]
+
+
+@pytest.mark.parametrize("budget", [8, 64, 1000])
+def test_a_common_beginning_is_computed_once(budget):
+    prompts = [SYSTEM + [20 + i] * (i + 1) for i in range(4)]
+    texts, computed = {}, {}
+    for prefix_cache in (True, False):
+        cache, tokens = make_cache(prefix_cache=prefix_cache), []
+        scheduler = scheduler_of(cache, max_num_batched_tokens=budget)
+        for prompt in prompts:
+            scheduler.add(prompt, 5)
+        texts[prefix_cache] = serve(scheduler, cache, lambda step, tokens=tokens: tokens.append(len(step.tokens)))
+        computed[prefix_cache] = sum(tokens)
+    assert texts[True] == texts[False] == {i: alone(tuple(prompt), 5) for i, prompt in enumerate(prompts)}
+    assert computed[False] - computed[True] == 3 * len(SYSTEM)
+
+
+def test_another_salt_waits_for_nobody():
+    cache = make_cache()
+    scheduler = scheduler_of(cache)
+    for salt in (None, "a", b"b"):
+        scheduler.add(SYSTEM, 1, salt=salt)
+    scheduler.add(SYSTEM, 1)
+    assert counts(scheduler.schedule()) == {0: 32, 1: 32, 2: 32}
+
+
+def test_priorities_starve_nobody():
+    """One urgent request after another comes, each taking all there is."""
+    cache = make_cache(8)
+    scheduler = scheduler_of(cache, aging=8, max_num_seqs=1, watermark=0)
+    patient = scheduler.add([1, 2], 3, priority=2)
+    for i in range(60):
+        scheduler.add([3, 4], 3, priority=0)
+        step = scheduler.schedule()
+        if any(finished.request == patient for finished in scheduler.update(step, forward(cache, step).astype(int))):
+            break
+    assert 2 * 8 < i < 2 * 8 + 60
+    assert scheduler.num_waiting > 20
+
+
+def test_a_lower_priority_starts_first():
+    cache = make_cache()
+    scheduler = scheduler_of(cache, max_num_seqs=1)
+    numbers = [scheduler.add([1], 1, priority=priority) for priority in (1, 0, -1, 0)]
+    started = [next(iter(plan)) for plan in plans(scheduler, cache)]
+    assert started == [numbers[i] for i in (2, 1, 3, 0)]
+
+
+def test_the_watermark_is_for_those_that_run():
+    cache = make_cache(10)
+    scheduler = scheduler_of(cache, watermark=0.25)
+    scheduler.add(range(36), 2)  # 9 of 10 blocks: alone it need not leave any
+    scheduler.add([40], 2)
+    assert [*map(len, plans(scheduler, cache))] == [1, 1, 1, 1]
+    scheduler.add([1] * 8, 2)
+    scheduler.add(range(10, 30), 2)  # 2 and 5 blocks, and 3 stay free
+    scheduler.add([40], 2)
+    assert [*plans(scheduler, cache)[0].values()] == [8, 20]
+
+
+def test_the_same_calls_give_the_same_steps():
+    def run():
+        cache = make_cache(12)
+        scheduler = scheduler_of(cache, max_num_batched_tokens=16)
+        for i in range(8):
+            scheduler.add([*range(i, i + 3 + 2 * i)], 4 + i, priority=i % 3)
+        seen = []
+        serve(
+            scheduler,
+            cache,
+            lambda step: seen.append((counts(step), step.slots.tolist(), step.batch.seq_lens.tolist())),
+        )
+        assert scheduler.num_preempted > 0
+        return seen
+
+    assert run() == run()
+
+
+def test_a_second_turn_finds_the_first():
+    cache = make_cache()
+    scheduler = scheduler_of(cache)
+    number = scheduler.add(SYSTEM, 5, resumable=True)
+    first = serve(scheduler, cache)[number]
+    with pytest.raises(ValueError, match="a request can have 256 tokens in this cache, got 39 and max_tokens=300"):
+        scheduler.extend(number, [1, 2], 300)
+    scheduler.extend(number, [1, 2], 4)
+    with pytest.raises(ValueError, match="in the middle of a turn"):
+        scheduler.extend(number, [], 4)
+    seen = []
+    assert serve(scheduler, cache, lambda step: seen.append(counts(step)))[number] == alone((*SYSTEM, *first, 1, 2), 4)
+    assert seen[0] == {number: 3}  # the first turn's last token, and two new ones
+    scheduler.abort(number)
+    with pytest.raises(KeyError, match="no request 0: it has ended or was never added"):
+        scheduler.abort(number)
+
+
+def test_what_never_fits_is_said_at_once():
+    scheduler = scheduler_of(make_cache(4))
+    scheduler.add(range(16), 1)  # the token that it generates is not computed
+    with pytest.raises(ValueError, match="a request can have 16 tokens in this cache, got 16 and max_tokens=2: lower"):
+        scheduler.add(range(16), 2)
+    scheduler = scheduler_of(make_cache(400, max_seq_len=32))
+    with pytest.raises(ValueError, match="a request can have 32 tokens"):
+        scheduler.add(range(33), 1)
+    assert scheduler.num_waiting == 0
+
+
+def test_what_fits_later_waits():
+    cache = make_cache(4)
+    scheduler = scheduler_of(cache)
+    seq, _ = cache.add(4)
+    number = scheduler.add(range(16), 1)
+    with pytest.raises(
+        OutOfBlocksError, match="request 0 needs 4 blocks, 3 of 4 are free, and no request runs"
+    ) as error:
+        scheduler.schedule()
+    assert (error.value.requested, error.value.free) == (4, 3)
+    cache.free(seq)
+    assert serve(scheduler, cache) == {number: alone(tuple(range(16)), 1)}
+
+
+def test_an_aborted_request_leaves_the_step_that_is_computed():
+    cache = make_cache()
+    scheduler = scheduler_of(cache)
+    first, second, third = (scheduler.add([i, i], 3) for i in range(3))
+    step = scheduler.schedule()
+    scheduler.abort(second)
+    assert cache.stats().used == 2
+    scheduler.update(step, forward(cache, step).astype(int))
+    assert serve(scheduler, cache) == {first: alone((0, 0), 3), third: alone((2, 2), 3)}
+
+
+def test_a_step_that_failed_is_planned_again():
+    cache = make_cache(12)
+    scheduler = scheduler_of(cache, max_num_batched_tokens=8)
+    prompts = [SYSTEM[:9], SYSTEM[:7], SYSTEM[:20]]
+    for prompt in prompts:
+        scheduler.add(prompt, 6)
+    texts, failed = {}, 0
+    while step := scheduler.schedule():
+        scheduler.drop()
+        scheduler.drop()  # nothing is left to drop
+        again = scheduler.schedule()
+        assert counts(again) == counts(step)
+        assert again.tokens.tolist() == step.tokens.tolist()
+        for finished in scheduler.update(again, forward(cache, again).astype(int)):
+            texts[finished.request] = finished.tokens.tolist()
+        failed += 1
+    assert texts == {i: alone(tuple(prompt), 6) for i, prompt in enumerate(prompts)}
+    assert failed > 6
+
+
+def test_a_schedule_that_fails_has_changed_nothing(monkeypatch):
+    cache = make_cache()
+    scheduler = scheduler_of(cache)
+    number = scheduler.add(SYSTEM, 2)
+    batch = cache.batch
+    monkeypatch.setattr(cache, "batch", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.schedule()
+    monkeypatch.setattr(cache, "batch", batch)
+    cache.check()
+    assert serve(scheduler, cache) == {number: alone(tuple(SYSTEM), 2)}
+
+
+def test_an_update_that_is_refused_has_changed_nothing():
+    cache = make_cache()
+    scheduler = scheduler_of(cache)
+    number = scheduler.add(SYSTEM, 2)
+    step = scheduler.schedule()
+    for tokens, error, message in (
+        ([1, 2], ValueError, r"tokens must have shape \(num_sampled,\) = \(1,\), got \(2,\)"),
+        ([-1], ValueError, "tokens must be ids"),
+        ([1.5], TypeError, "int32 or int64"),
+    ):
+        with pytest.raises(error, match=message):
+            scheduler.update(step, tokens)
+    scheduler.update(step, forward(cache, step).astype(int))
+    with pytest.raises(ValueError, match="step must be the last one"):
+        scheduler.update(step, [1])
+    assert serve(scheduler, cache)[number] == alone(tuple(SYSTEM), 2)
+
+
+def test_the_end_token_ends_a_text():
+    text = alone((1, 2, 3), 8)
+    cache = make_cache()
+    scheduler = scheduler_of(cache, eos_token_id=text[3])
+    scheduler.add([1, 2, 3], 8)
+    scheduler.add([1, 2, 3], 2)
+    reasons = {}
+    while step := scheduler.schedule():
+        for finished in scheduler.update(step, forward(cache, step).astype(int)):
+            reasons[finished.request] = finished.tokens.tolist(), finished.reason
+    end = text.index(text[3]) + 1
+    assert reasons == {0: (text[:end], "stop"), 1: (text[:2], "length")}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens must be at least 1"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, ValueError, "max_num_seqs must be at most"),
+        ({"max_num_seqs": 257}, ValueError, "and the cache's max_seqs = 256, got 257"),
+        ({"watermark": 1.5}, ValueError, "watermark must be from 0 to 1"),
+        ({"aging": -1}, ValueError, "aging must be at least 0"),
+        ({"eos_token_id": "x"}, TypeError, "eos_token_id must be an int"),
+    ],
+)
+def test_options_are_checked(options, error, message):
+    with pytest.raises(error, match=message):
+        scheduler_of(make_cache(), **options)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(TypeError, match="cache must be a PagedKVCache, got BlockPool"):
+        pagedkv.Scheduler(pagedkv.BlockPool(4))
+    scheduler = scheduler_of(make_cache())
+    for args, options, error, message in (
+        (([], 1), {}, ValueError, "at least one token"),
+        (([1], 0), {}, ValueError, "max_tokens must be at least 1"),
+        (([1], 1), {"priority": 1.0}, TypeError, "priority must be an int"),
+        (([1], 1), {"salt": 1}, TypeError, "salt must be"),
+        (([-1], 1), {}, ValueError, "tokens must be ids"),
+    ):
+        with pytest.raises(error, match=message):
+            scheduler.add(*args, **options)
+    assert scheduler.num_waiting == 0
+    assert scheduler.add([1], 1) == 0
+    assert repr(scheduler).startswith("Scheduler(0 requests run, 1 wait, of PagedKVCache(1 layers")
