@@ -98,7 +98,7 @@ class Console:
             num_tokens = sum(len(sample.tokens) for sample in engine.samples)
             pool = engine.cache.pool
             status = (
-                f"[{done}/{len(engine.samples)} done, {len(engine.running)} running, "
+                f"[{done}/{len(engine.samples)} done, {engine.scheduler.num_running} running, "
                 f"{num_tokens / seconds:.0f} tokens/s, {pool.num_blocks - pool.num_free}/{pool.num_blocks} blocks]"
             )
             width = shutil.get_terminal_size().columns - 1
@@ -140,6 +140,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     kv_dtypes = ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
     add("--kv-dtype", choices=kv_dtypes, default="float32", help="what the cache stores")
     add("--backend", choices=["cpu", "emulator"], default="cpu", help="emulator: the CUDA kernels, without a GPU")
+    add("--no-prefix-cache", action="store_true", help="compute what prompts begin with anew for each")
     add("--weights", type=Path, default=WEIGHTS, help="a file that train.py wrote")
     add("--no-check", action="store_true", help="don't compare with contiguous caches")
     return parser, parser.parse_args()
@@ -163,16 +164,16 @@ def read_prompts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> l
 
 
 def report(engine: Engine, seconds: float) -> None:
-    cache, counts = engine.cache, engine.counts
+    cache, counts, preempted = engine.cache, engine.counts, engine.scheduler.num_preempted
     num_tokens = sum(len(sample.tokens) for sample in engine.samples)
     block_bytes = sum(array.nbytes for array in (*cache.k_caches, *cache.v_caches)) / cache.pool.num_blocks
     paged = counts.peak_blocks * block_bytes
     dense = counts.peak_running * engine.model.context / cache.table.block_size * block_bytes
     print(f"\n{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s")
-    print(f"prompts: {counts.prefilled} tokens computed, {counts.forked} more shared by fork")
+    print(f"prompts: {counts.prefilled} tokens computed, {cache.stats().hit_tokens} found in the prefix cache")
     print(
         f"blocks: {counts.peak_blocks} of {cache.pool.num_blocks} used at the peak, {counts.peak_shared} of them shared"
-        + (f"; {counts.preempted} times a text gave its blocks back for a while" if counts.preempted else "")
+        + (f"; {preempted} times a text gave its blocks back for a while" if preempted else "")
     )
     print(
         f"memory: {paged / 1e6:.2f} MB in those blocks; contiguous caches of {engine.model.context} tokens for "
@@ -209,8 +210,9 @@ def prepare(args: argparse.Namespace, model: Transformer, prompts: list[list[int
         model.head_dim,
         dtype="float32" if fp8 else args.kv_dtype,
         kv_dtype=fp8,
-        max_seqs=args.max_batch + len(prompts) + 1,
+        max_seqs=args.max_batch,
         max_seq_len=model.context,
+        prefix_cache=not args.no_prefix_cache,
     )
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     for warm_up in (True, False):  # so that compiling the kernels, once for each machine, does not count as speed
@@ -222,11 +224,11 @@ def prepare(args: argparse.Namespace, model: Transformer, prompts: list[list[int
             max_new_tokens=2 if warm_up else args.max_new_tokens,
             max_batch=args.max_batch,
             sampling=sampling,
-            kv_dtype=fp8,
             backend=args.backend,
         )
         if warm_up:
             list(engine.run())
+            cache.reset()
     return engine
 
 

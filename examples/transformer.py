@@ -90,53 +90,28 @@ def rms_norm(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
 
 
 class PagedAttention:
-    """Attention through the blocks of a paged cache, for a ragged batch.
+    """Attention through the blocks of a paged cache.
 
     Parameters
     ----------
     model : Transformer
     cache : pagedkv.PagedKVCache
-        Has room for the new tokens already: they count in the sequences' lengths.
-    seqs : list of int
-        The handles of the sequences.
-    slots : (num_tokens,) int64
-        Where the new tokens of all sequences go.
-    query_lens : (num_seqs,) ints
-        How many new tokens each sequence has: its last ones.
-    kv_dtype : str or None
-        The fp8 format of the cache, if it has one.
+    step : pagedkv.scheduling.Step
+        What to compute, and where its keys and values go.
     backend : str
         "cpu", or "emulator" for the CUDA kernels without a GPU.
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        cache: pagedkv.PagedKVCache,
-        seqs: list[int],
-        slots: np.ndarray,
-        query_lens: Sequence[int],
-        kv_dtype: str | None = None,
-        backend: str = "cpu",
+        self, model: Transformer, cache: pagedkv.PagedKVCache, step: pagedkv.scheduling.Step, backend: str = "cpu"
     ) -> None:
-        self.cache, self.slots = cache, slots
-        self.options = {"kv_dtype": kv_dtype, "backend": backend}
-        self.batch = cache.batch(seqs)
-        self.query_starts = np.cumsum([0, *query_lens], dtype=np.int32)
-        self.decode = len(slots) == len(seqs) and max(query_lens) == 1
-        starts = self.batch.seq_lens - np.diff(self.query_starts)
-        self.positions = np.concatenate([np.arange(a, b) for a, b in zip(starts, self.batch.seq_lens, strict=True)])
-        self.last_rows = self.query_starts[1:] - 1
-        self.rotation = {"cos": model.cos, "sin": model.sin, "positions": self.positions}
+        self.cache, self.step, self.backend = cache, step, backend
+        self.rotation = {"cos": model.cos, "sin": model.sin, "positions": step.batch.positions}
 
     def __call__(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        caches = self.cache.k_caches[layer], self.cache.v_caches[layer]
-        pagedkv.write_kv(k, v, *caches, self.slots, **self.rotation, **self.options)
-        q, _ = pagedkv.apply_rotary(q, None, **self.rotation, backend=self.options["backend"])
-        where = self.batch.block_tables, self.batch.seq_lens
-        if self.decode:
-            return pagedkv.decode_attention(q, *caches, *where, **self.options)
-        return pagedkv.prefill_attention(q, *caches, *where, self.query_starts, **self.options)
+        self.cache.write(layer, k, v, self.step.slots, **self.rotation, backend=self.backend)
+        q, _ = pagedkv.apply_rotary(q, None, **self.rotation, backend=self.backend)
+        return self.cache.attend(layer, q, self.step.batch, backend=self.backend)
 
 
 class DenseAttention:

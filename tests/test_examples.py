@@ -32,10 +32,11 @@ def run(*args: str, script: str = "generate.py", **options: object) -> subproces
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
-def engine_for(prompts: list[bytes], num_blocks: int = 200, seed: int = 0, **options: int) -> Engine:
-    cache = pagedkv.PagedKVCache(
-        MODEL.num_layers, num_blocks, 4, MODEL.num_kv_heads, MODEL.head_dim, max_seq_len=MODEL.context
-    )
+def engine_for(
+    prompts: list[bytes], num_blocks: int = 200, seed: int = 0, prefix_cache: bool = True, **options: int
+) -> Engine:
+    shape = (MODEL.num_layers, num_blocks, 4, MODEL.num_kv_heads, MODEL.head_dim)
+    cache = pagedkv.PagedKVCache(*shape, max_seq_len=MODEL.context, prefix_cache=prefix_cache)
     sizes = {"num_samples": 1, "max_new_tokens": 6, "max_batch": 8} | options
     return Engine(MODEL, cache, [TOKENIZER.encode(p) for p in prompts], sampling=Sampling(seed=seed), **sizes)
 
@@ -139,7 +140,7 @@ def test_generate_from_the_command_line(tmp_path: Path) -> None:
     assert (first.returncode, first.stderr) == (second.returncode, second.stderr) == (0, "")
     assert "check: all " in first.stdout
     assert first.stdout.count("class Queue:\n    def put(") == first.stdout.count("\ndef main(") == 2
-    assert re.search(r"\d+ tokens in .* tokens/s\n.* shared by fork\nblocks: .*\nmemory: ", first.stdout)
+    assert re.search(r"\d+ tokens in .* tokens/s\n.* found in the prefix cache\nblocks: .*\nmemory: ", first.stdout)
     # The texts do not depend on what runs beside them.
     assert first.stdout.partition(" tokens in ")[0] == second.stdout.partition(" tokens in ")[0]
 
@@ -175,12 +176,30 @@ def test_the_cuda_kernels_generate_in_the_emulator() -> None:
 
 def test_a_common_beginning_is_computed_and_stored_once() -> None:
     prompts = [HEADER + b"class Queue", HEADER + b"def main("]
-    alone, shared = engine_for(prompts, num_samples=3), engine_for(prompts, num_samples=3)
-    alone.beginnings.clear()
+    alone, shared = (engine_for(prompts, num_samples=3, prefix_cache=found) for found in (False, True))
     assert finish(alone) == finish(shared)
-    assert alone.counts.forked == alone.counts.peak_shared == 0
+    assert alone.cache.stats().hit_tokens == alone.counts.peak_shared == 0
     assert shared.counts.peak_blocks < alone.counts.peak_blocks / 2
-    assert shared.counts.prefilled + shared.counts.forked >= alone.counts.prefilled > 2 * shared.counts.prefilled
+    found = shared.cache.stats().hit_tokens
+    assert shared.counts.prefilled + found == alone.counts.prefilled > 2 * shared.counts.prefilled
+
+
+def test_a_beginning_of_512_tokens_is_computed_by_the_first_of_three() -> None:
+    with np.load(WEIGHTS) as file:
+        model = Transformer(dict(file) | {"config.context": np.array(600)})
+    beginning = TOKENIZER.encode(Path(__file__).read_bytes())[:512]
+    prompts = [beginning + TOKENIZER.encode(rest) for rest in (b"def main(", b"class Queue:", b"x = ")]
+    texts, computed = [], []
+    for prefix_cache in (True, False):
+        shape = (model.num_layers, 128, 16, model.num_kv_heads, model.head_dim)
+        cache = pagedkv.PagedKVCache(*shape, prefix_cache=prefix_cache)
+        sizes = {"num_samples": 1, "max_new_tokens": 8, "max_batch": 4}
+        engine = Engine(model, cache, prompts, sampling=Sampling(), **sizes)
+        texts.append(finish(engine))
+        computed.append(engine.counts.prefilled)
+    assert texts[0] == texts[1]
+    assert computed[1] == sum(map(len, prompts))
+    assert computed[1] - computed[0] == 2 * 512
 
 
 def test_sampling_is_a_function_of_the_seed() -> None:
@@ -205,7 +224,7 @@ def test_any_pool_is_survived(num_blocks: int) -> None:
 def test_a_full_pool_sends_texts_back_to_wait() -> None:
     engine = engine_for([b"def main(", b"class Queue"], 16, num_samples=3, max_new_tokens=40)
     assert finish(engine) == finish(engine_for([b"def main(", b"class Queue"], num_samples=3, max_new_tokens=40))
-    assert engine.counts.preempted > 0
+    assert engine.scheduler.num_preempted > 0
     assert engine.counts.peak_blocks <= 16
 
 

@@ -118,6 +118,8 @@ RULES = {
     "memory knows no operation and no backend": Rule(
         ours("memory"), ours("cache", "operations", "kernels", *BACKENDS, "bench"), ()
     ),
+    "the scheduler computes nothing": Rule(ours("scheduling"), ours("operations", "kernels", *BACKENDS, "bench"), ()),
+    "nothing needs the scheduler": Rule(ours(*TOP - {"scheduling", "bench"}), ours("scheduling"), ()),
     "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", *BACKENDS), ()),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),

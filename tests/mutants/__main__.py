@@ -20,7 +20,19 @@ from pathlib import Path
 from .mutant import Mutant
 
 SUBJECTS = (
-    *("memory", "prefix", "scheduling", "cpu", "promises", "compiling", "paged", "split", "split_grid", "split_many", "prefill"),
+    *(
+        "memory",
+        "prefix",
+        "scheduling",
+        "cpu",
+        "promises",
+        "compiling",
+        "paged",
+        "split",
+        "split_grid",
+        "split_many",
+        "prefill",
+    ),
     *("prefill_split", "wgmma", "blocks", "merge_states", "rotary", "cuda", "emulator", "trace", "command_line"),
 )
 MUTANTS = [mutant for subject in SUBJECTS for mutant in import_module(f".{subject}", __package__).MUTANTS]

@@ -54,8 +54,8 @@ MUTANTS = [
     Mutant(
         "a step that is dropped keeps its slots",
         FILE,
-        "            self._cache.truncate(running.seqs[lanes], running.num_computed[lanes])\n            self._step = None\n",
-        "            self._step = None\n",
+        "            self._cache.truncate(running.seqs[lanes], running.num_computed[lanes])\n",
+        "",
         PLAIN,
     ),
     Mutant(

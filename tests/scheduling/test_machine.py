@@ -81,7 +81,9 @@ class PlainMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def abort(self, data):
-        number = data.draw(st.sampled_from(sorted(self.texts)))
+        self.abort_one(data.draw(st.sampled_from(sorted(self.texts))))
+
+    def abort_one(self, number):
         self.scheduler.abort(number)
         self.twin.abort(number)
         del self.texts[number]
@@ -154,9 +156,11 @@ class PlainMachine(RuleBasedStateMachine):
         assert [*zip(step.sampled.tolist(), step.logits_indices.tolist(), strict=True)] == sampled
 
     @precondition(lambda self: self.step is not None)
-    @rule()
-    def compute(self):
+    @rule(leaving=st.integers(0, 8))
+    def compute(self, leaving=8):
         step, self.step = self.step, None
+        if leaving < len(step.requests) and int(step.requests[leaving]) in self.texts:
+            self.abort_one(int(step.requests[leaving]))
         tokens = forward(self.cache, step).astype(np.int64)
         for number, token in zip(step.sampled.tolist(), tokens.tolist(), strict=True):
             if number in self.texts:

@@ -243,20 +243,21 @@ class Scheduler:
         seqs, starts = running.seqs[lanes], running.num_computed[lanes]
         n: int | Int64Array = counts
         if counts.max() == 1:
-            n, owners, positions = 1, slice(None), starts  # a step of single tokens, in less time
+            n, tokens = 1, running.tokens[lanes, starts]  # a step of single tokens, in less time
         else:
             owners, positions = ragged(starts, counts)
-        tokens = running.tokens[lanes[owners], positions].astype(np.int64)
+            tokens = running.tokens[lanes[owners], positions]
+        ids = tokens.astype(np.int64)
         ends = starts + counts
         is_sampled = ends == running.lens[lanes]
         numbers = running.numbers[lanes]
-        slots = cache.append(seqs, n, tokens)
+        slots = cache.append(seqs, n, ids)
         try:
             asarray = cache._arrays.asarray
             logits_indices = asarray((np.cumsum(counts) - 1)[is_sampled])
             batch = cache.batch(seqs, n)
             step = Step(
-                numbers, asarray(tokens), slots, batch, logits_indices, numbers[is_sampled], lanes, counts, is_sampled
+                numbers, asarray(ids), slots, batch, logits_indices, numbers[is_sampled], lanes, counts, is_sampled
             )
         except BaseException:
             cache.truncate(seqs, starts)
