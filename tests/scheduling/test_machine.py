@@ -73,7 +73,8 @@ class PlainMachine(RuleBasedStateMachine):
                 self.scheduler.extend(number, more, num_new)
             return
         self.scheduler.extend(number, more, num_new)
-        self.twin.extend(number, more, num_new)
+        if not self.prefix_cache:
+            self.twin.extend(number, more, num_new)
         self.idle.remove(number)
         self.texts[number] = self.texts[number] + more
         self.turns[number] = self.texts[number], num_new, True
