@@ -160,8 +160,9 @@ def test_every_operation_runs_where_it_is_asked_to(monkeypatch: pytest.MonkeyPat
 
         return call
 
-    for name in ("apply_rotary", "write_kv", "prefill_attention", "decode_attention"):
-        monkeypatch.setattr(pagedkv, name, on_cpu(getattr(pagedkv, name)))
+    monkeypatch.setattr(pagedkv, "apply_rotary", on_cpu(pagedkv.apply_rotary))
+    for name in ("write_kv", "prefill_attention", "decode_attention"):  # as `PagedKVCache` calls them
+        monkeypatch.setattr(pagedkv.cache, name, on_cpu(getattr(pagedkv, name)))
     assert finish(engine_for([b"def main("], backend="emulator")) == expected
     assert {backend for _, backend in asked} == {"emulator"}
     assert len(asked) == 4
