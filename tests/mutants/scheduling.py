@@ -19,8 +19,8 @@ MUTANTS = [
     Mutant(
         "a step has more tokens than the budget",
         FILE,
-        "np.clip(self._budget - len(more) - before, 0, more)",
-        "np.clip(self._budget - before, 0, more)",
+        "np.maximum(self._budget - len(more) - before, 0)",
+        "np.maximum(self._budget - before, 0)",
         PLAIN,
     ),
     Mutant(

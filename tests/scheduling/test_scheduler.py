@@ -166,7 +166,8 @@ def test_what_fits_later_waits():
     seq, _ = cache.add(4)
     number = scheduler.add(range(16), 1)
     with pytest.raises(
-        OutOfBlocksError, match="request 0 needs 4 blocks, 3 of 4 are free, and no request runs"
+        OutOfBlocksError,
+        match="request 0 cannot start, and none runs that could end: 4 blocks asked for, 3 of 4 are free",
     ) as error:
         scheduler.schedule()
     assert (error.value.requested, error.value.free) == (4, 3)

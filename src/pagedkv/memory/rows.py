@@ -76,8 +76,11 @@ class Rows:
         logical, offset = np.divmod(np.arange(start, stop), self.block_size)
         return self.blocks[row].take(logical) * np.int64(self.block_size) + offset
 
-    def plan_add(self, prompt: Prompt) -> tuple[int, int, Int64Array, list[Write]]:
-        """Start a sequence: its handle, how many of its tokens were found, the copies to make, and what to store."""
+    def plan_add(self, prompt: Prompt, reserve: int | None = None) -> tuple[int, int, Int64Array, list[Write]]:
+        """Start a sequence: its handle, how many of its tokens were found, the copies to make, and what to store.
+
+        With `reserve` it starts with those that were found, if all tokens have room and so many blocks stay free.
+        """
         num_tokens, cache, size = prompt.num_tokens, self.prefix_cache, self.block_size
         if num_tokens > self.max_seq_len:
             raise ValueError(
@@ -85,6 +88,11 @@ class Rows:
             )
         rows, [seq], writes = self.handles.plan_issue(1)
         num_cached, shared, copied, forgotten = self._share(prompt)
+        if reserve is not None:
+            self.pool._require(self._num_taken(num_tokens, shared) + reserve, self.pool.num_free)
+            num_tokens = num_cached
+            if size == 1:  # the last token has a block of its own
+                shared, copied, forgotten = shared[:num_cached], NO_BLOCKS, NO_BLOCKS
         new_blocks, allocation = self.pool._plan(
             self.num_blocks(num_tokens) - len(shared), gained=shared, forgotten=forgotten
         )
@@ -102,8 +110,8 @@ class Rows:
             if tokens is not None:
                 start, num_known = len(shared) * size, num_tokens
                 logical, offset = np.divmod(np.arange(start, num_tokens), size)
-                writes += [(cache.tokens, blocks[logical] * size + offset, tokens[start:])]
-                writes += cache.plan_count(num_tokens, num_cached)
+                writes += [(cache.tokens, blocks[logical] * size + offset, tokens[start:num_tokens])]
+                writes += cache.plan_count(prompt.num_tokens, num_cached)
             writes += self.chains.plan_start(rows, num_known, len(shared) - len(forgotten), prompt.root)
         copies = np.stack([copied, new_blocks[: len(copied)]], axis=1)
         return seq, num_cached, copies, writes
@@ -126,10 +134,8 @@ class Rows:
     def can_add(self, prompt: Prompt, reserve: int) -> bool:
         """Whether there is room for a sequence, and for so many blocks more."""
         _, shared, _, _ = self._share(prompt)
-        num_new = self.num_blocks(prompt.num_tokens) - len(shared)
-        num_revived = np.count_nonzero(self.pool._refs[shared] == 0)
-        fits = prompt.num_tokens <= self.max_seq_len and num_new + num_revived + reserve <= self.pool.num_free
-        return bool(fits and self.handles.num_free > 0)
+        needed = self._num_taken(prompt.num_tokens, shared) + reserve
+        return prompt.num_tokens <= self.max_seq_len and needed <= self.pool.num_free and self.handles.num_free > 0
 
     def num_cached(self, prompt: Prompt) -> int:
         """How many of the tokens of a prompt would be found."""
@@ -390,6 +396,10 @@ class Rows:
         if self.pool._refs[found[-1]]:
             return num_found - 1, found[:-1], found[-1:], NO_BLOCKS
         return num_found - 1, found, NO_BLOCKS, found[-1:]
+
+    def _num_taken(self, num_tokens: int, shared: Int64Array) -> int:
+        """Free blocks that a sequence takes which shares some: those that nobody uses are free, too."""
+        return int(self.num_blocks(num_tokens)) - len(shared) + int(np.count_nonzero(self.pool._refs[shared] == 0))
 
     def _plan_drop(self, rows: Int64Array, lens: Int64Array, forgotten: Int64Array = NO_BLOCKS) -> list[Write]:
         """Release the blocks of each row past its first tokens, of which so many stay."""

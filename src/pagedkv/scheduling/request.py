@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..memory.prefix.prompt import Prompt
+
 NOT_RUNNING = -1
 
 
@@ -25,9 +27,8 @@ class Request:
     priority : int
     key : int
         Its place in the order: the smallest is the first.
-    salt : str, bytes or None
-    root : int
-        A number made of the salt.
+    root : bytes
+        The root digest of its salt.
     resumable : bool
         Whether it stays when a turn ends.
     lane : int
@@ -40,7 +41,11 @@ class Request:
     max_len: int
     priority: int
     key: int
-    salt: str | bytes | None
-    root: int
+    root: bytes
     resumable: bool
     lane: int = NOT_RUNNING
+
+    @property
+    def prompt(self) -> Prompt:
+        """What its sequence starts with."""
+        return Prompt(len(self.tokens), self.tokens, self.root)

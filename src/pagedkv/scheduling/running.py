@@ -28,7 +28,7 @@ class Running:
     lens, num_computed, max_lens : (max_num_seqs,) int64
         How many tokens it has, how many of them are in the cache, and how many it may have when the turn ends.
     roots : (max_num_seqs,) int64
-        A number made of its salt.
+        The first half of the root digest of its salt.
     tokens : (max_num_seqs, width) int32
         Its tokens.
     """
@@ -58,7 +58,7 @@ class Running:
         lane = self._free.pop()
         self.numbers[lane], self.seqs[lane], self._keys[lane] = request.number, seq, request.key
         self.lens[lane], self.num_computed[lane] = num_tokens, num_computed
-        self.max_lens[lane], self.roots[lane] = request.max_len, request.root
+        self.max_lens[lane], self.roots[lane] = request.max_len, first_half(request.root)
         self.tokens[lane, :num_tokens] = request.tokens
         self.requests[lane], request.lane = request, lane
         last = self.lanes[-1:]
@@ -91,3 +91,8 @@ class Running:
             tokens = np.zeros((len(self.tokens), max(width, 2 * before)), np.int32)
             tokens[:, :before] = self.tokens
             self.tokens = tokens
+
+
+def first_half(root: bytes) -> int:
+    """The first 64 bits of a root digest."""
+    return int.from_bytes(root[:8], "little", signed=True)

@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache import PagedKVCache
-from ..errors import OutOfBlocksError
+from ..errors import CapacityError
 from ..memory.checks import as_int
 from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import ids_of
 from ..memory.rows import ragged
 from .request import NOT_RUNNING, Request
-from .running import Running
+from .running import Running, first_half
+from .starts import Starts
 from .step import Finished, Int64Array, Step
 from .waiting import Waiting
 
@@ -84,7 +85,7 @@ class Scheduler:
         self._watermark = int(np.ceil(watermark * cache.pool.num_blocks))
         self._aging = as_int("aging", aging)
         self._eos = None if eos_token_id is None else as_int("eos_token_id", eos_token_id)
-        self._cache = cache
+        self._cache, self._starts = cache, Starts(cache)
         self._requests: dict[int, Request] = {}
         self._waiting, self._running = Waiting(), Running(self._max_num_seqs)
         self._step: Step | None = None
@@ -157,13 +158,13 @@ class Scheduler:
         """
         ids, max_tokens = ids_of(tokens), as_int("max_tokens", max_tokens, minimum=1)
         priority = as_int("priority", priority, minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
-        root = int.from_bytes(root_digest(salt)[:8], "little", signed=True)
+        root = root_digest(salt)
         if not len(ids):
             raise ValueError("tokens must have at least one token, got none")
         self._require_fit(len(ids), max_tokens)
         number = self._num_added
         request = Request(
-            number, ids, len(ids), len(ids) + max_tokens, priority, self._key(priority), salt, root, bool(resumable)
+            number, ids, len(ids), len(ids) + max_tokens, priority, self._key(priority), root, bool(resumable)
         )
         self._num_added += 1
         self._requests[number] = request
@@ -227,9 +228,9 @@ class Scheduler:
         ------
         RuntimeError
             The step before is not done: `update` or `drop` it first.
-        OutOfBlocksError
-            No request runs, and there is no room for the first that waits: others have the blocks, or the rows, of
-            the cache. It goes on waiting.
+        OutOfBlocksError, CapacityError
+            No request runs, and the first that waits has no room: others have the blocks, or the rows, of the cache.
+            It goes on waiting.
         """
         if self._step is not None:
             raise RuntimeError("the step before is not done: call update with it, or drop")
@@ -299,14 +300,14 @@ class Scheduler:
         lanes, counts = step._lanes[alive], step._counts[alive]
         grown, ids = step._lanes[step._is_sampled & alive], ids[alive[step._is_sampled]]
         self._cache.commit(running.seqs[lanes])
-        running.num_computed[lanes] += counts
         running.extend(grown, ids)
+        running.num_computed[lanes] += counts
         self._step = None
         at_end = running.lens[grown] == running.max_lens[grown]
         stopped = ids == (-1 if self._eos is None else self._eos)
-        return [
-            self._finish(int(grown[i]), "stop" if stopped[i] else "length") for i in np.flatnonzero(stopped | at_end)
-        ]
+        ended = np.flatnonzero(stopped | at_end)
+        self._cache.free(running.seqs[grown[ended]])
+        return [self._finish(int(grown[i]), "stop" if stopped[i] else "length") for i in ended]
 
     def drop(self) -> None:
         """Forget the step that is not done, if there is one: after an error of the model, say.
@@ -350,7 +351,7 @@ class Scheduler:
         """How many tokens of each running request fit into a step: one of each, the others in their order."""
         more = self._running.num_uncomputed - 1
         before = np.cumsum(more) - more
-        return 1 + np.clip(self._budget - len(more) - before, 0, more)
+        return 1 + np.minimum(np.maximum(self._budget - len(more) - before, 0), more)
 
     def _make_room(self) -> bool:
         """Take the blocks of the last requests until those before them can go on; whether it was necessary."""
@@ -372,7 +373,7 @@ class Scheduler:
 
     def _start_some(self) -> None:
         """Start requests as long as there is room in the step and in the cache."""
-        running, cache, waiting = self._running, self._cache, self._waiting
+        running, waiting = self._running, self._waiting
         num_uncomputed = int(running.num_uncomputed.sum())
         lens = running.lens[running.lanes]
         # What those that run still need for the tokens that they have.
@@ -382,27 +383,21 @@ class Scheduler:
             if request is None or self._is_being_computed(request):
                 return
             reserve = reserved + (self._watermark if len(running) else 0)
-            tokens: Any = request.tokens
-            if not cache.can_add(tokens, request.salt, reserve=reserve):
-                if not len(running):
-                    self._refuse(request)
-                return
-            seq, num_cached = cache.add(tokens, request.salt)
-            # Blocks of what is computed in later steps are in nobody's table yet.
-            cache.truncate(seq, num_cached)
+            try:
+                seq, num_cached = self._starts.start(request.prompt, reserve)
+            except CapacityError as error:
+                if len(running):
+                    return
+                error.args = (
+                    f"request {request.number} cannot start, and none runs that could end: {error}; free or unpin "
+                    f"other sequences of the cache, or abort the request",
+                )
+                raise
             running.start(request, seq, num_cached)
             waiting.remove(request)
-            num_uncomputed += len(tokens) - num_cached
-            reserved += self._num_blocks(len(tokens)) - self._num_blocks(num_cached)
-
-    def _refuse(self, request: Request) -> None:
-        needed, pool = self._num_blocks(len(request.tokens)), self._cache.pool
-        raise OutOfBlocksError(
-            f"request {request.number} needs {needed} blocks, {pool.num_free} of {pool.num_blocks} are free, and no "
-            f"request runs that could end: free or unpin other sequences of the cache, or abort the request",
-            requested=needed,
-            free=pool.num_free,
-        )
+            num_tokens = len(request.tokens)
+            num_uncomputed += num_tokens - num_cached
+            reserved += self._num_blocks(num_tokens) - self._num_blocks(num_cached)
 
     def _is_being_computed(self, request: Request) -> bool:
         """Whether a running request is about to compute blocks that this one would find, if it waits for them."""
@@ -411,7 +406,7 @@ class Scheduler:
         if self._cache.table._rows.prefix_cache is None or num_tokens < size:
             return False
         lanes = running.lanes[running.num_uncomputed > 1]
-        lanes = lanes[(running.roots[lanes] == request.root) & (running.lens[lanes] >= size)]
+        lanes = lanes[(running.roots[lanes] == first_half(request.root)) & (running.lens[lanes] >= size)]
         if not len(lanes):
             return False
         # Most begin otherwise, which the first block tells.
@@ -427,9 +422,10 @@ class Scheduler:
         self._running.stop(request)
 
     def _finish(self, lane: int, reason: str) -> Finished:
+        """The turn of a request has ended, and its sequence."""
         request = self._running.requests[lane]
         assert request is not None
-        self._stop(request)
+        self._running.stop(request)
         if not request.resumable:
             del self._requests[request.number]
         return Finished(request.number, request.tokens[request.num_prompt :], reason)
