@@ -52,6 +52,20 @@ MUTANTS = [
         PLAIN,
     ),
     Mutant(
+        "a request starts without room for its prompt",
+        "memory/rows.py",
+        "            self.pool._require(self._num_taken(num_tokens, shared) + reserve, self.pool.num_free)\n",
+        "",
+        PLAIN,
+    ),
+    Mutant(
+        "the last token of a prompt keeps a block of its own that was found",
+        "memory/rows.py",
+        "            if size == 1:  # the last token has a block of its own\n",
+        "            if size == 0:\n",
+        PREFIX,
+    ),
+    Mutant(
         "a step that is dropped keeps its slots",
         FILE,
         "            self._cache.truncate(running.seqs[lanes], running.num_computed[lanes])\n",

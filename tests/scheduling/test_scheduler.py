@@ -54,6 +54,20 @@ def test_arrays_go_straight_into_the_operations():
     assert step.logits_indices.tolist() == [4]
 
 
+def test_arrays_are_the_cache_s():
+    torch = pytest.importorskip("torch")
+    cache = make_cache(array_module="torch")
+    scheduler = scheduler_of(cache, max_num_batched_tokens=4)
+    scheduler.add([1, 2, 3, 4, 5], 3)
+    step = scheduler.schedule()
+    assert [step.tokens.tolist(), step.slots.tolist(), step.logits_indices.tolist()] == [[1, 2, 3, 4], [0, 1, 2, 3], []]
+    batch = step.batch
+    for array in (step.tokens, step.slots, step.logits_indices, batch.positions, batch.query_starts):
+        assert isinstance(array, torch.Tensor)
+    assert scheduler.update(step, []) == []
+    assert scheduler.schedule().logits_indices.tolist() == [0]
+
+
 @pytest.mark.parametrize("budget", [8, 64, 1000])
 def test_a_common_beginning_is_computed_once(budget):
     prompts = [SYSTEM + [20 + i] * (i + 1) for i in range(4)]

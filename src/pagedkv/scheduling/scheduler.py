@@ -37,7 +37,8 @@ class Scheduler:
     it do.
 
     The same calls give the same steps. One thread at a time may call it. Only the scheduler may append to, truncate or
-    free its sequences; the cache may have others besides, whose blocks it does without.
+    free its sequences; the cache may have others besides, whose blocks it does without. A call that raises an error can
+    be made again, and loses no request; what an interrupt (Ctrl-C) in the middle of one leaves is not defined.
 
     Parameters
     ----------
