@@ -307,7 +307,8 @@ class Scheduler:
         at_end = running.lens[grown] == running.max_lens[grown]
         stopped = ids == (-1 if self._eos is None else self._eos)
         ended = np.flatnonzero(stopped | at_end)
-        self._cache.free(running.seqs[grown[ended]])
+        if len(ended):
+            self._cache.free(running.seqs[grown[ended]])
         return [self._finish(int(grown[i]), "stop" if stopped[i] else "length") for i in ended]
 
     def drop(self) -> None:
