@@ -151,9 +151,9 @@ def blocks(path, language):
 def test_readme_has_two_set_up_commands():
     """One installs and runs the main job, the other installs and runs the tests."""
     run, test = blocks(ROOT / "README.md", "sh")
-    install = "python3 -m venv .venv && .venv/bin/pip install -e "
-    assert run == f'{install}. && .venv/bin/python examples/generate.py "def main("\n'
-    assert test == f'{install}".[test]" && .venv/bin/pytest -n auto\n'
+    install = "python3 -m venv .venv && .venv/bin/pip install"
+    assert run == f'{install} -e . && .venv/bin/python examples/generate.py "def main("\n'
+    assert test == f'{install} --no-compile -e ".[test]" && .venv/bin/pytest -n auto\n'
     assert (ROOT / "examples" / "generate.py").is_file()
     assert "test" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 

@@ -142,8 +142,8 @@ def test_counters_are_ready_for_the_next_launch(variant, open_device):
     problem = build(variant.spec(seq_lens=(700, 3, 300), sinks=True))
     expected = decode(problem, variant, open_device)
     call = checked_call(problem, "split")
-    for seed in range(1, 4):
-        outs = [(np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)) for _ in range(3)]
+    for seed in (1, 2):
+        outs = [(np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)) for _ in range(2)]
         with open_device(seed=seed, global_race=True) as device:
             for out, lse in outs:
                 attention.decode_attention(device, call, out, lse)
