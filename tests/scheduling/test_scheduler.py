@@ -233,10 +233,78 @@ def test_a_schedule_that_fails_has_changed_nothing(monkeypatch):
     assert serve(scheduler, cache) == {number: alone(tuple(SYSTEM), 2)}
 
 
+def test_a_schedule_whose_listener_fails_can_be_made_again():
+    """Of one request the start takes a block over that can be found, of the other an append evicts some."""
+    failing = []
+
+    def listener(event):
+        if failing:
+            raise failing.pop()
+
+    for prompt in (SYSTEM[:28], [40 + i % 5 for i in range(15)]):
+        cache = make_cache(8, events=listener)
+        scheduler = scheduler_of(cache)
+        scheduler.add(SYSTEM[:28], 1)
+        serve(scheduler, cache)
+        number = scheduler.add(prompt, 3)
+        failing.append(ZeroDivisionError())
+        with pytest.raises(ZeroDivisionError):
+            scheduler.schedule()
+        assert serve(scheduler, cache) == {number: alone(tuple(prompt), 3)}
+        assert cache.table.num_seqs == 0
+
+
+def test_no_memory_for_tokens_starts_no_sequence(monkeypatch):
+    cache = make_cache()
+    scheduler = scheduler_of(cache)
+    number = scheduler.add(SYSTEM, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("pagedkv.scheduling.running.np.zeros", lambda *args: [][0])
+        with pytest.raises(IndexError):
+            scheduler.schedule()
+    assert cache.table.num_seqs == 0
+    assert serve(scheduler, cache) == {number: alone(tuple(SYSTEM), 2)}
+
+
+def test_a_copy_that_fails_leaves_no_block_that_is_found_with_other_contents(monkeypatch):
+    """The copy of a whole prompt's last block goes to the only free one, which can be found, too."""
+    cache = make_cache(3)
+    scheduler = scheduler_of(cache)
+    for prompt in (SYSTEM[:8], [40] * 4):
+        scheduler.add(prompt, 1)
+        serve(scheduler, cache)
+    cache.pin("a", SYSTEM[:8])
+    scheduler.add(SYSTEM[:8], 1)
+    monkeypatch.setattr(cache, "_copy", lambda copies: [][0])
+    with pytest.raises(IndexError):
+        scheduler.schedule()
+    assert cache.find([40] * 4) == 0
+
+
+@pytest.mark.parametrize("method", ["commit", "free"])
+def test_an_update_that_fails_can_be_made_again(monkeypatch, method):
+    """As a cache does while another thread changes it."""
+    cache = make_cache()
+    scheduler = scheduler_of(cache)
+    number = scheduler.add(SYSTEM, 1)
+    step = scheduler.schedule()
+    tokens = forward(cache, step).astype(int)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, method, lambda seqs: [][0])
+        with pytest.raises(IndexError):
+            scheduler.update(step, tokens)
+    assert scheduler.tokens(number).tolist() == SYSTEM
+    [(finished, text, reason)] = scheduler.update(step, tokens)
+    assert (finished, text.tolist(), reason) == (number, alone(tuple(SYSTEM), 1), "length")
+    assert (scheduler.schedule(), cache.stats().used) == (None, 0)
+
+
 def test_an_update_that_is_refused_has_changed_nothing():
     cache = make_cache()
     scheduler = scheduler_of(cache)
     number = scheduler.add(SYSTEM, 2)
+    with pytest.raises(ValueError, match="step must be the last one"):
+        scheduler.update(None, [])
     step = scheduler.schedule()
     for tokens, error, message in (
         ([1, 2], ValueError, r"tokens must have shape \(num_sampled,\) = \(1,\), got \(2,\)"),
@@ -273,6 +341,7 @@ def test_the_end_token_ends_a_text():
         ({"max_num_seqs": 257}, ValueError, "and the cache's max_seqs = 256, got 257"),
         ({"watermark": 1.5}, ValueError, "watermark must be from 0 to 1"),
         ({"aging": -1}, ValueError, "aging must be at least 0"),
+        ({"aging": 2**31}, ValueError, "aging must be at most 2147483647"),
         ({"eos_token_id": "x"}, TypeError, "eos_token_id must be an int"),
     ],
 )

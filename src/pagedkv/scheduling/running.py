@@ -52,9 +52,8 @@ class Running:
         return self.lens[self.lanes] - self.num_computed[self.lanes]
 
     def start(self, request: Request, seq: int, num_computed: int) -> None:
-        """Give a request a lane, whose sequence has so many of its tokens."""
+        """Give a request a lane, whose sequence has so many of its tokens; there is room for them."""
         num_tokens = len(request.tokens)
-        self._widen(num_tokens)
         lane = self._free.pop()
         self.numbers[lane], self.seqs[lane], self._keys[lane] = request.number, seq, request.key
         self.lens[lane], self.num_computed[lane] = num_tokens, num_computed
@@ -79,13 +78,13 @@ class Running:
         return self.tokens[request.lane, : self.lens[request.lane]].copy()
 
     def extend(self, lanes: Int64Array, tokens: npt.NDArray[np.int32]) -> None:
-        """One token more for each of some lanes."""
+        """One token more for each of some lanes; there is room for it."""
         lens = self.lens[lanes]
-        self._widen(int(lens.max(initial=-1)) + 1)
         self.tokens[lanes, lens] = tokens
         self.lens[lanes] = lens + 1
 
-    def _widen(self, width: int) -> None:
+    def widen(self, width: int) -> None:
+        """Make room for so many tokens of each."""
         before = self.tokens.shape[1]
         if width > before:
             tokens = np.zeros((len(self.tokens), max(width, 2 * before)), np.int32)

@@ -20,7 +20,7 @@ from .starts import Starts
 from .step import Finished, Int64Array, Step
 from .waiting import Waiting
 
-MAX_PRIORITY = 2**31 - 1
+MAX_PRIORITY = MAX_AGING = 2**31 - 1  # the order is kept in int64
 
 
 class Scheduler:
@@ -84,7 +84,7 @@ class Scheduler:
             )
         self._max_num_seqs = most if max_num_seqs is None else int(max_num_seqs)
         self._watermark = int(np.ceil(watermark * cache.pool.num_blocks))
-        self._aging = as_int("aging", aging)
+        self._aging = as_int("aging", aging, maximum=MAX_AGING)
         self._eos = None if eos_token_id is None else as_int("eos_token_id", eos_token_id)
         self._cache, self._starts = cache, Starts(cache)
         self._requests: dict[int, Request] = {}
@@ -253,8 +253,8 @@ class Scheduler:
         ends = starts + counts
         is_sampled = ends == running.lens[lanes]
         numbers = running.numbers[lanes]
-        slots = cache.append(seqs, n, ids)
         try:
+            slots = cache.append(seqs, n, ids)
             asarray = cache._arrays.asarray
             logits_indices = asarray((np.cumsum(counts) - 1)[is_sampled])
             batch = cache.batch(seqs, n)
@@ -262,7 +262,7 @@ class Scheduler:
                 numbers, asarray(ids), slots, batch, logits_indices, numbers[is_sampled], lanes, counts, is_sampled
             )
         except BaseException:
-            cache.truncate(seqs, starts)
+            cache.truncate(seqs, starts)  # a listener of the cache raises after append has changed it
             raise
         self._num_steps += 1
         self._step = step
@@ -292,7 +292,7 @@ class Scheduler:
         TypeError
             `tokens` are not ints.
         """
-        if step is not self._step:
+        if step is None or step is not self._step:
             raise ValueError("step must be the last one that schedule returned, and not done yet")
         ids, running = ids_of(tokens), self._running
         if len(ids) != len(step.sampled):
@@ -300,15 +300,17 @@ class Scheduler:
         alive = running.numbers[step._lanes] == step.requests
         lanes, counts = step._lanes[alive], step._counts[alive]
         grown, ids = step._lanes[step._is_sampled & alive], ids[alive[step._is_sampled]]
+        lens = running.lens[grown] + 1
+        stopped = ids == (-1 if self._eos is None else self._eos)
+        ended = np.flatnonzero(stopped | (lens == running.max_lens[grown]))
+        # What may raise comes first, and what cannot be made twice comes last of that.
+        running.widen(int(lens.max(initial=0)))
         self._cache.commit(running.seqs[lanes])
+        if len(ended):
+            self._cache.free(running.seqs[grown[ended]])
         running.extend(grown, ids)
         running.num_computed[lanes] += counts
         self._step = None
-        at_end = running.lens[grown] == running.max_lens[grown]
-        stopped = ids == (-1 if self._eos is None else self._eos)
-        ended = np.flatnonzero(stopped | at_end)
-        if len(ended):
-            self._cache.free(running.seqs[grown[ended]])
         return [self._finish(int(grown[i]), "stop" if stopped[i] else "length") for i in ended]
 
     def drop(self) -> None:
@@ -384,6 +386,7 @@ class Scheduler:
             request = waiting.first()
             if request is None or self._is_being_computed(request):
                 return
+            running.widen(len(request.tokens))  # which may raise, and then no sequence has started
             reserve = reserved + (self._watermark if len(running) else 0)
             try:
                 seq, num_cached = self._starts.start(request.prompt, reserve)

@@ -29,9 +29,14 @@ class Starts(Guarded):
         OutOfBlocksError
             There is no room.
         """
-        cache = self._cache
-        seq, num_cached, copies, writes = cache.table._rows.plan_add(prompt, reserve)
+        cache, rows = self._cache, self._cache.table._rows
+        seq, num_cached, copies, writes = rows.to_copy(rows.plan_add, prompt, reserve)
         added = Added(seq, num_cached)
         cache._copy(copies)
-        cache.pool._commit(writes)
+        try:
+            cache.pool._commit(writes)
+        except BaseException:
+            # A listener raises after the sequence has started, and nobody would know its handle.
+            cache.pool._commit(rows.plan_free(seq))
+            raise
         return added
