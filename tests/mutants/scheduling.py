@@ -80,6 +80,20 @@ MUTANTS = [
         PLAIN,
     ),
     Mutant(
+        "the blocks of a request that was aborted are free while the step writes them",
+        FILE,
+        "if found.lane != NOT_RUNNING and self._step is not None:",
+        "if False:",
+        CASES,
+    ),
+    Mutant(
+        "a sequence keeps what a failed step has appended",
+        FILE,
+        "            cache.truncate(seqs, starts)  #",
+        "            #",
+        CASES,
+    ),
+    Mutant(
         "a common beginning is computed by all at once",
         FILE,
         "if request is None or self._is_being_computed(request):",

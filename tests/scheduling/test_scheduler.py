@@ -195,9 +195,27 @@ def test_an_aborted_request_leaves_the_step_that_is_computed():
     first, second, third = (scheduler.add([i, i], 3) for i in range(3))
     step = scheduler.schedule()
     scheduler.abort(second)
-    assert cache.stats().used == 2
+    assert scheduler.num_running == 2
     scheduler.update(step, forward(cache, step).astype(int))
+    assert cache.stats().used == 2
     assert serve(scheduler, cache) == {first: alone((0, 0), 3), third: alone((2, 2), 3)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nobody_gets_blocks_that_a_step_still_writes(fails):
+    cache = make_cache(8)
+    scheduler = scheduler_of(cache)
+    number = scheduler.add(SYSTEM[:8], 3)
+    step = scheduler.schedule()
+    scheduler.abort(number)
+    other, _ = cache.add(8)
+    assert not {*cache.slots(other, 0, 8).tolist()} & {*step.slots.tolist()}
+    assert cache.stats().used == 4
+    if fails:
+        scheduler.drop()
+    else:
+        assert scheduler.update(step, forward(cache, step).astype(int)) == []
+    assert (scheduler.schedule(), cache.stats().used) == (None, 2)
 
 
 def test_a_step_that_failed_is_planned_again():

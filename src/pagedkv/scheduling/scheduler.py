@@ -90,6 +90,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._waiting, self._running = Waiting(), Running(self._max_num_seqs)
         self._step: Step | None = None
+        self._leaving: list[int] = []  # sequences of the step whose requests were aborted
         self._num_added = self._num_steps = self._num_preempted = 0
 
     def __repr__(self) -> str:
@@ -203,7 +204,9 @@ class Scheduler:
         self._waiting.push(found)
 
     def abort(self, request: int) -> None:
-        """End a request, whatever state it is in, and free its blocks; a step that it is in goes on without it.
+        """End a request, whatever state it is in, and free its blocks.
+
+        A step that it is in goes on without it, but still writes K and V of it: its blocks are free after the step.
 
         Raises
         ------
@@ -211,7 +214,10 @@ class Scheduler:
             A request that has ended or never was.
         """
         found = self._find(request)
-        if found.lane != NOT_RUNNING:
+        if found.lane != NOT_RUNNING and self._step is not None:  # every running request is in it
+            self._leaving.append(int(self._running.seqs[found.lane]))
+            self._running.stop(found)
+        elif found.lane != NOT_RUNNING:
             self._stop(found)
         elif found.number in self._waiting:
             self._waiting.remove(found)
@@ -306,11 +312,11 @@ class Scheduler:
         # What may raise comes first, and what cannot be made twice comes last of that.
         running.widen(int(lens.max(initial=0)))
         self._cache.commit(running.seqs[lanes])
-        if len(ended):
-            self._cache.free(running.seqs[grown[ended]])
+        if len(ended) or self._leaving:
+            self._cache.free([*running.seqs[grown[ended]].tolist(), *self._leaving])
         running.extend(grown, ids)
         running.num_computed[lanes] += counts
-        self._step = None
+        self._step, self._leaving = None, []
         return [self._finish(int(grown[i]), "stop" if stopped[i] else "length") for i in ended]
 
     def drop(self) -> None:
@@ -322,7 +328,8 @@ class Scheduler:
         if step is not None:
             lanes = step._lanes[running.numbers[step._lanes] == step.requests]
             self._cache.truncate(running.seqs[lanes], running.num_computed[lanes])
-            self._step = None
+            self._cache.free(self._leaving)
+            self._step, self._leaving = None, []
 
     def _find(self, request: int) -> Request:
         try:
