@@ -38,7 +38,6 @@ MUTANTS = [
         "once = counts > 0",
         "once = counts >= 0",
         POOL,
-        ci=True,
     ),
     Mutant(
         "release of a free block passes",
@@ -54,7 +53,6 @@ MUTANTS = [
         "dead = self._refs[gained] < 1",
         "dead = self._refs[gained] < 0",
         POOL,
-        ci=True,
     ),
     Mutant(
         "negative blocks count from the end",
@@ -70,7 +68,6 @@ MUTANTS = [
         "freed[::-1].astype(np.int32)",
         "freed.astype(np.int32)",
         POOL,
-        ci=True,
     ),
     Mutant(
         "allocate hands out one block more than there is",
@@ -86,7 +83,6 @@ MUTANTS = [
         "(self._num_free, 0, top)",
         "(self._num_free, 0, top + num_blank)",
         MACHINE,
-        ci=True,
     ),
     Mutant(
         "the last owner copies too",
@@ -102,7 +98,6 @@ MUTANTS = [
         "~(nobody_else & (last == np.arange(len(blocks))))",
         "~nobody_else",
         MACHINE,
-        ci=True,
     ),
     Mutant(
         "one keeps the block that others still share",
@@ -118,7 +113,6 @@ MUTANTS = [
         "dropped=dropped, forgotten",
         "forgotten",
         MACHINE,
-        ci=True,
     ),
     Mutant(
         "no copy-on-write between two",
@@ -134,7 +128,6 @@ MUTANTS = [
         "(pool._refs[blocks] > 1) & ~replaced",
         "(pool._refs[blocks] > 1)",
         TABLE,
-        ci=True,
     ),
     Mutant(
         "fork takes no references",
@@ -150,7 +143,6 @@ MUTANTS = [
         "*self.pool._plan(gained=blocks.astype(np.int64))[1],\n            *writes",
         "*self.pool._plan(gained=np.unique(blocks).astype(np.int64))[1],\n            *writes",
         MACHINE,
-        ci=True,
     ),
     Mutant(
         "fork takes no reference to the partial last block",
@@ -166,7 +158,6 @@ MUTANTS = [
         "return (length + (self.block_size - 1)) // self.block_size",
         "return length // self.block_size + 1",
         MACHINE,
-        ci=True,
     ),
     Mutant(
         "one token past the capacity passes",
@@ -182,7 +173,6 @@ MUTANTS = [
         "np.where(num_new > 0, self.num_blocks(ends) - first, 0)",
         "self.num_blocks(ends) - first",
         TABLE,
-        ci=True,
     ),
     Mutant(
         "slots in the first new block only",
@@ -198,7 +188,6 @@ MUTANTS = [
         "blocks = table[entries].astype(np.int64)",
         "blocks = table[entries]",
         TABLE,
-        ci=True,
     ),
     Mutant(
         "slots of a range in 32 bits",
@@ -214,7 +203,6 @@ MUTANTS = [
         "        num_kept = self.num_blocks(lens)\n",
         "        num_kept = np.minimum(self.num_blocks(lens) + (lens > 0), self.num_blocks(self.lens[rows]))\n",
         MACHINE,
-        ci=True,
     ),
     Mutant(
         "truncate releases a block too many",
@@ -230,7 +218,6 @@ MUTANTS = [
         "            (self._entries, entries, _EMPTY_ENTRY.repeat(len(entries))),\n",
         "",
         MACHINE,
-        ci=True,
     ),
     Mutant(
         "free keeps the length",
@@ -246,7 +233,6 @@ MUTANTS = [
         "self._generations[rows] + 1",
         "self._generations[rows]",
         MACHINE,
-        ci=True,
     ),
     Mutant(
         "a freed handle stays valid",
@@ -262,7 +248,6 @@ MUTANTS = [
         "        self._issued[max_rows] = 0\n",
         "",
         TABLE,
-        ci=True,
     ),
     Mutant(
         "a sequence may be named twice",
@@ -278,7 +263,6 @@ MUTANTS = [
         "np.bincount(last, minlength=len(values))",
         "np.bincount(last, minlength=len(values))[::-1]",
         ("tests/memory/test_tally.py",),
-        ci=True,
     ),
     Mutant(
         "allocate takes blocks before the commit",
@@ -294,7 +278,6 @@ MUTANTS = [
         "        num_cached, shared, copied, forgotten = self._share(prompt)\n",
         "        num_cached, shared, copied, forgotten = self._share(prompt)\n        self.pool._commit(writes)\n",
         TRANSACTION,
-        ci=True,
     ),
     Mutant(
         "append drops references before it has blocks",
@@ -310,7 +293,6 @@ MUTANTS = [
         "    deque(starmap(setitem, writes), maxlen=0)\n",
         "    for array, index, value in writes:\n        array[index] = value\n",
         TRANSACTION,
-        ci=True,
     ),
     Mutant(
         "a second thread waits",
@@ -326,7 +308,6 @@ MUTANTS = [
         "        with guard.lock:\n",
         "        if guard.lock:\n",
         GUARD,
-        ci=True,
     ),
     Mutant(
         "a store converts",
@@ -356,7 +337,6 @@ MUTANTS = [
         "    @consistent\n    def _batch",
         "    def _batch",
         GUARD,
-        ci=True,
     ),
     Mutant(
         "a read waits for its own thread",
@@ -372,7 +352,6 @@ MUTANTS = [
         "too_many = refs > MAX_INT32",
         "too_many = refs < 0",
         POOL,
-        ci=True,
     ),
     Mutant(
         "handles are read where their owner may change them",
@@ -395,7 +374,6 @@ MUTANTS = [
         "for cache in (*self.k_caches, *self.v_caches):",
         "for cache in self.k_caches:",
         CACHE,
-        ci=True,
     ),
     Mutant(
         "the first layer is not copied on write",
@@ -411,7 +389,6 @@ MUTANTS = [
         "sources, destinations = (",
         "destinations, sources = (",
         CACHE,
-        ci=True,
     ),
     Mutant(
         "shared tokens count as stored twice",

@@ -36,7 +36,6 @@ MUTANTS = [
         "sink, red_smem[NUM_WARPS:])",
         "sink, red_smem)",
         LENGTHS,
-        ci=True,
     ),
     Mutant(
         "v1: one token past the end is visible",
@@ -52,7 +51,6 @@ MUTANTS = [
         "uint32(head_idx) // uint32(group_size)",
         "uint32(head_idx) % uint32(group_size)",
         NEEDLE,
-        ci=True,
     ),
     Mutant(
         "v1: offsets of K in 32 bits",
@@ -117,7 +115,6 @@ MUTANTS = [
         "max(seq_len - window, 0), seq_len",
         "max(seq_len - window + 1, 0), seq_len",
         WINDOWS,
-        ci=True,
     ),
     Mutant(
         "v2: a partition ends one token early",
@@ -155,7 +152,6 @@ MUTANTS = [
         "mask = THREAD_GROUP_SIZE // 2",
         "mask = THREAD_GROUP_SIZE // 4",
         STRIDED,
-        ci=True,
     ),
     Mutant(
         "v1: the last shuffle of a thread group is left out",
@@ -184,7 +180,6 @@ MUTANTS = [
         "        cuda.syncthreads()\n        value = red_smem[lane % NUM_WARPS]\n",
         "        value = red_smem[lane % NUM_WARPS]\n",
         LENGTHS,
-        ci=True,
     ),
     Mutant(
         "v1: the sum is the maximum",
@@ -200,7 +195,6 @@ MUTANTS = [
         "    cuda.syncthreads()\n    return exp_sum",
         "    return exp_sum",
         LENGTHS,
-        ci=True,
     ),
     Mutant(
         "v1: the sink is left out of the denominator",
@@ -216,7 +210,6 @@ MUTANTS = [
         "float32(0) if maximum == NONE else maximum",
         "maximum",
         LENGTHS,
-        ci=True,
     ),
     Mutant(
         "v1: the maximum and the sum of half of each warp",
@@ -238,7 +231,6 @@ MUTANTS = [
         "        cuda.syncthreads()  # every warp has read its logits\n",
         "",
         LENGTHS,
-        ci=True,
     ),
     Mutant(
         "v1: no barrier before the sums of other warps are read",
@@ -246,7 +238,6 @@ MUTANTS = [
         "            cuda.syncthreads()\n            if warp_idx < mid and is_first:",
         "            if warp_idx < mid and is_first:",
         LENGTHS,
-        ci=True,
     ),
     Mutant(
         "v1: no barrier before the sums of other warps are overwritten",
@@ -254,7 +245,6 @@ MUTANTS = [
         "            cuda.syncthreads()\n            mid //= 2",
         "            mid //= 2",
         LENGTHS,
-        ci=True,
     ),
     Mutant(
         "v1: values past the end are multiplied by 0",
@@ -262,7 +252,6 @@ MUTANTS = [
         "select(load_vec(v + row_idx * v_row_stride), masks)",
         "load_vec(v + row_idx * v_row_stride)",
         LENGTHS,
-        ci=True,
     ),
     Mutant(
         "v1: values before the window are selected",
@@ -306,7 +295,6 @@ MUTANTS = [
         "            cuda.syncthreads()\n        exp_sum = ",
         "        exp_sum = ",
         PARTITIONS,
-        ci=True,
     ),
     Mutant(
         "v2: partitions weigh their sums, whatever their maximum",
@@ -314,7 +302,6 @@ MUTANTS = [
         "exp_sums[partition] * exp_minus(max_logits[partition], qk_max)",
         "exp_sums[partition]",
         V2_LENGTHS,
-        ci=True,
     ),
     Mutant(
         "v2: a full last partition counts as one more",
