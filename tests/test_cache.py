@@ -12,7 +12,6 @@ import pagedkv
 from pagedkv import PagedKVCache
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import Batch, Stats
-from pagedkv.memory.arrays import Arrays
 
 from .memory.manager import refused
 
@@ -386,56 +385,6 @@ def test_write_and_attend_know_how_the_cache_is_stored(layout, kv_dtype, scales)
 def test_layers_that_are_not_there(call, message):
     with pytest.raises(ValueError, match=message):
         call(make())
-
-
-BLOCK_BYTES = 2 * LAYERS * P * HEADS * DIM * 4
-
-
-@pytest.mark.parametrize(
-    ("memory", "num_blocks"),
-    [
-        (BLOCK_BYTES, 1),
-        (10 * BLOCK_BYTES - 1, 9),
-        (np.int64(10 * BLOCK_BYTES), 10),
-        (np.float32(0.5), 5),
-        ("240KiB", 240 * 1024 // BLOCK_BYTES),
-        (" 1.5 MB ", 1_500_000 // BLOCK_BYTES),
-        (0.5, 5),
-    ],
-)
-def test_blocks_in_an_amount_of_memory(monkeypatch, memory, num_blocks):
-    monkeypatch.setattr(Arrays, "free_bytes", lambda self: 10 * BLOCK_BYTES)
-    cache = PagedKVCache(LAYERS, None, P, HEADS, DIM, memory=memory)
-    assert cache.pool.num_blocks == len(cache.k_caches[0]) == num_blocks
-    assert cache.stats().num_bytes == num_blocks * BLOCK_BYTES
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "memory", "error", "message"),
-    [
-        (None, None, ValueError, r"^either num_blocks or memory must be given, and not both$"),
-        (4, "2GiB", ValueError, r"^either num_blocks or memory must be given, and not both$"),
-        (None, "2 gigs", ValueError, r"^memory must be a number and a unit, such as 2GiB or 500MB, got '2 gigs'$"),
-        (None, "2kiB", ValueError, r"^memory must be a number and a unit"),
-        (None, 1.5, ValueError, r"^memory must be a share from 0.0 to 1.0, or bytes as an int, got 1.5$"),
-        (None, True, TypeError, r"^memory must be a str, an int or a float, got bool$"),
-        (None, f"{'9' * 400}TiB", ValueError, r"^num_blocks must be at most 2147483647, got "),
-        (
-            None,
-            "1.001kB",
-            ValueError,
-            rf"^memory must be at least {BLOCK_BYTES} bytes, one block in all layers, got 1001$",
-        ),
-        (None, BLOCK_BYTES - 1, ValueError, rf"^memory must be at least {BLOCK_BYTES} bytes, one block in all layers"),
-    ],
-)
-def test_amounts_of_memory_that_cannot_be(num_blocks, memory, error, message):
-    with pytest.raises(error, match=message):
-        PagedKVCache(LAYERS, num_blocks, P, HEADS, DIM, memory=memory)
-
-
-def test_free_memory_of_the_host():
-    assert 0 < Arrays("numpy").free_bytes() < 2**60
 
 
 def test_a_table_that_grows_with_its_longest_sequence():

@@ -131,6 +131,6 @@ MUTANTS = [
         "cuda/compiler/compile.py",
         "if not returns_0(ptx):",
         "if not ptx:",
-        ("tests/cuda/compiler/test_compile.py::test_a_score_mod_that_can_raise_is_refused",),
+        ("tests/cuda/compiler/test_user_functions.py::test_a_score_mod_that_can_raise_is_refused",),
     ),
 ]

@@ -3,7 +3,7 @@
 from .mutant import Mutant
 
 MACHINE = ("tests/memory/prefix/test_machine.py::TestPrefixMachine",)
-CASES = ("tests/memory/prefix/test_prefix_cache.py",)
+CASES = ("tests/memory/prefix/test_prefix_cache.py", "tests/memory/prefix/test_hooks.py")
 COLLIDING = ("tests/memory/prefix/test_machine.py::TestCollidingMachine",)
 
 MUTANTS = [

@@ -1,0 +1,162 @@
+"""What users put into a prefix cache: another eviction, another hash, a listener of its events."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from pagedkv.memory import LRU, AllBlocksCleared, BlockRemoved, BlockStored
+
+from ..manager import fails_after, refused
+from .prompts import TEXT, P, digests, make, started
+
+
+def test_events():
+    told = []
+    cache = make(num_blocks=4, events=told.append)
+    seq = cache.add(TEXT[:10]).seq
+    assert told == []
+    cache.commit(seq)
+    first, second, third = digests([*TEXT, 0])
+    assert told.pop() == BlockStored([first, second], None, TEXT[:8], P, medium="CPU")
+    cache.append(seq, 2, [TEXT[10], 0])
+    cache.commit(seq)
+    assert told.pop() == BlockStored([third], second, [*TEXT[8:], 0], P, medium="CPU")
+    cache.free(seq)
+    cache.add(2 * P)
+    assert told.pop() == BlockRemoved([third], medium="CPU")
+    cache.reset()
+    assert told == [AllBlocksCleared()]
+
+
+def test_what_a_listener_raises_comes_after_the_change():
+    told = []
+
+    def listener(event):
+        told.append(event)
+        if len(told) == 1:
+            raise RuntimeError("the router is away")
+
+    cache = make(events=listener)
+    seq = cache.add(TEXT).seq
+    with pytest.raises(RuntimeError, match="the router is away"):
+        cache.commit(seq)
+    assert cache.find(TEXT) == 8
+    cache.check()
+    cache.reset()
+    assert told[1:] == [AllBlocksCleared()]
+
+
+class MostRecent(LRU):
+    """Evicts what came last."""
+
+    def plan_leave(self, blocks, num_evicted):
+        waiting, _ = self._waiting(int(self._first[0]), int(self._end[0]))
+        evicted = waiting[~np.isin(waiting, blocks)][::-1][:num_evicted].copy()
+        return evicted, super().plan_leave(np.concatenate([blocks, evicted]), 0)[1]
+
+
+def test_another_order_of_eviction():
+    cache = make(num_blocks=4, eviction=MostRecent)
+    cache.free(started(cache, TEXT[:8]))
+    cache.free(started(cache, [0, *TEXT[:7]]))
+    cache.add(P)
+    assert (cache.find([*TEXT[:8], 0]), cache.find([0, *TEXT[:7], 0])) == (8, 0), "its first block went"
+    seq = started(cache, [0, *TEXT[:7]])
+    cache.check()
+    assert cache.find([0, *TEXT[:7], 0]) == 8, "the orphan made room for the block computed again"
+    cache.free(seq)
+    cache.check()
+
+
+def test_a_listener_that_is_empty_as_a_list_is_told():
+    class Log(list):
+        __call__ = list.append
+
+    log = Log()
+    started(make(events=log), TEXT)
+    assert len(log) == 1
+
+
+class Chosen(LRU):
+    """Evicts the blocks that it is told to."""
+
+    chosen = np.array([0])
+
+    def plan_leave(self, blocks, num_evicted):
+        return self.chosen, super().plan_leave(blocks, num_evicted)[1]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ([], r"^eviction must choose 2 blocks to evict, got 0$"),
+        ([1, 1], r"^eviction must choose blocks that wait for it, each once, got 1, which is used again or chosen"),
+        ([1, 0], r"^eviction must choose blocks that wait for it, each once, got 0"),
+    ],
+)
+def test_an_eviction_that_chooses_wrongly_changes_nothing(monkeypatch, chosen, message):
+    cache = make(num_blocks=4, eviction=Chosen)
+    first = started(cache, TEXT[:4])
+    cache.free(started(cache, TEXT[:8]))
+    cache.free(started(cache, [1, 2, 3, 4, 5, 6, 7, 8]))
+    monkeypatch.setattr(Chosen, "chosen", np.array(chosen, np.int64))
+    cache.free(first)
+    with refused(cache, ValueError, message):
+        cache.add([*TEXT[:4], *range(8)])
+
+
+@pytest.mark.parametrize("hash_of", [lambda data: bytes(16), lambda data: bytes([data[16] & 1]) * 16])
+def test_collisions_serve_nothing_else(hash_of):
+    cache = make(num_blocks=32, hash_of=hash_of)
+    seqs = [started(cache, [number, *TEXT]) for number in range(4)]
+    tables = cache.batch(seqs).block_tables
+    assert len(np.unique(tables)) == tables.size
+    for number, table in enumerate(tables):
+        seq, num_cached = cache.add([number, *TEXT, 0])
+        assert (cache.batch(seq).block_tables[0, : num_cached // P] == table[: num_cached // P]).all()
+    assert cache.find([0, *TEXT], "salt") == 0
+    cache.check()
+
+
+def test_a_hash_that_fails_changes_nothing():
+    hash_of = fails_after(3, lambda data: hashlib.md5(data, usedforsecurity=False).digest(), MemoryError("injected"))
+    cache = make(hash_of=hash_of)
+    seq = started(cache, TEXT[:8])
+    with refused(cache, MemoryError, "injected"):
+        cache.add([*TEXT, 1])
+    cache.append(seq, 4, [1, 2, 3, 4])
+    with refused(cache, MemoryError, "injected"):
+        cache.commit(seq)
+
+
+@pytest.mark.parametrize(
+    ("digest", "error", "message"),
+    [
+        (bytes(32), ValueError, r"^hash_of must return 16 bytes, got 32: cut longer digests$"),
+        (b"", ValueError, r"^hash_of must return 16 bytes, got 0"),
+        (bytearray(16), TypeError, r"^hash_of must return bytes, 16 of them, got bytearray$"),
+        (7, TypeError, r"^hash_of must return bytes, 16 of them, got int$"),
+    ],
+)
+def test_hashes_of_another_kind(digest, error, message):
+    cache = make(hash_of=lambda data: digest)
+    with refused(cache, error, message):
+        cache.add(TEXT)
+    seq = cache.add(TEXT[:3]).seq
+    cache.append(seq, tokens=[1])
+    with refused(cache, error, message):
+        cache.commit(seq)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eviction": LRU(4)}, r"^eviction must be a class such as LRU, or a function of num_blocks, got <"),
+        ({"hash_of": "md5"}, r"^hash_of must be a function of bytes, got 'md5'$"),
+        ({"events": []}, r"^events must be a function of an event, or None, got \[\]$"),
+    ],
+)
+def test_what_cannot_be_called(options, message):
+    with pytest.raises(TypeError, match=message):
+        make(**options)
