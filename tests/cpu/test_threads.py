@@ -123,6 +123,39 @@ def test_a_caller_who_has_done_all_waits_for_no_helper_that_has_not_begun():
         go.set()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_caller_interrupted_anywhere_while_it_finishes_can_finish_again(begun):
+    def lines_until(num_lines):
+        """Finish a share, with an interrupt at one of the lines; which lines came, and whether finishing ends then."""
+        seen, share = [], threads._Share(lambda: None)
+        if begun:
+            share.do()
+
+        def trace(frame, event, arg):
+            if event == "line" and frame.f_lineno not in seen:
+                seen.append(frame.f_lineno)
+                if len(seen) == num_lines:
+                    raise KeyboardInterrupt
+            return trace
+
+        outer = sys.gettrace()
+        sys.settrace(lambda frame, event, arg: trace if frame.f_code is threads._Share.finish.__code__ else None)
+        try:
+            share.finish()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(outer)
+        again = threading.Thread(target=share.finish, daemon=True)
+        again.start()
+        again.join(30)
+        assert not again.is_alive()
+        return len(seen)
+
+    num_lines = next(n for n in itertools.count(1) if lines_until(n) < n)
+    assert num_lines > 3
+
+
 @pytest.mark.parametrize("estimate", [SHARED, HANDED_OVER])
 def test_an_exception_in_a_worker_reaches_the_caller(estimate):
     def kernel(counter, num_items):

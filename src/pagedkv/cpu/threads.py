@@ -44,34 +44,39 @@ def _from_environment() -> int:
 class _Share:
     """What one worker does of a call; its `work` keeps alive whatever it reads and writes."""
 
-    __slots__ = ("_begun", "done", "error", "work")
+    __slots__ = ("_turn", "done", "error", "work")
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work
         self.error: BaseException | None = None
-        self._begun = allocate_lock()  # for ever taken by the first one who begins
+        self._turn = allocate_lock()  # the worker's while it works
         self.done = allocate_lock()  # taken until the worker is done
         self.done.acquire()
 
     def do(self) -> None:
         """The worker's part, unless the caller needs it no more."""
-        if self._begun.acquire(blocking=False):
+        with self._turn:
+            work = self.work
             try:
-                self.work()  # type: ignore[misc]
+                if work is not None:
+                    work()
             except BaseException as error:
                 self.error = error
-            self.done.release()
+        self.done.release()
 
     def wait(self) -> None:
         with self.done:  # and leave it free, for an interrupted caller waits again
             pass
 
     def finish(self) -> None:
-        """Wait for the worker, but not for one that has not begun: it has nothing to do any more."""
-        if self._begun.acquire(blocking=False):
-            self.work = None
-        else:
-            self.wait()
+        """Wait for the worker, but not for one that has not begun: it has nothing to do any more.
+
+        A `with` on a lock leaves no room for an interrupt; one after `acquire` would leave the lock taken, and an
+        interrupted caller comes here again.
+        """
+        self.work = None
+        with self._turn:
+            pass
 
 
 def _serve(shares: SimpleQueue[Any], end: object) -> None:
