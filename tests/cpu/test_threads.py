@@ -1,5 +1,6 @@
 """The worker threads: their number, Ctrl-C, fork and callers that call at once."""
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -16,6 +17,8 @@ import pytest
 
 import pagedkv
 from pagedkv.cpu import threads
+
+from ..memory.manager import interrupted_at
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +108,7 @@ def stopped(pool):
     for _ in range(pool.ready(pool.size)):
         share = threads._Share(lambda: go.wait(30))
         pool.shares.put(share)
-        while not share._begun.locked():
+        while not share._turn.locked():
             time.sleep(0.001)
     return go
 
@@ -123,37 +126,22 @@ def test_a_caller_who_has_done_all_waits_for_no_helper_that_has_not_begun():
         go.set()
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_caller_interrupted_anywhere_while_it_finishes_can_finish_again(begun):
-    def lines_until(num_lines):
-        """Finish a share, with an interrupt at one of the lines; which lines came, and whether finishing ends then."""
-        seen, share = [], threads._Share(lambda: None)
-        if begun:
-            share.do()
+@pytest.mark.parametrize("estimate", [SHARED, HANDED_OVER])
+def test_a_call_interrupted_at_any_place_ends(estimate):
+    def call(place, ends):
+        with contextlib.suppress(KeyboardInterrupt), interrupted_at(place, threads.__name__) as ran:
+            threads.run(lambda counter, num_items: None, 4, (), estimate=estimate)
+        ends.append(ran[0])
 
-        def trace(frame, event, arg):
-            if event == "line" and frame.f_lineno not in seen:
-                seen.append(frame.f_lineno)
-                if len(seen) == num_lines:
-                    raise KeyboardInterrupt
-            return trace
-
-        outer = sys.gettrace()
-        sys.settrace(lambda frame, event, arg: trace if frame.f_code is threads._Share.finish.__code__ else None)
-        try:
-            share.finish()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(outer)
-        again = threading.Thread(target=share.finish, daemon=True)
-        again.start()
-        again.join(30)
-        assert not again.is_alive()
-        return len(seen)
-
-    num_lines = next(n for n in itertools.count(1) if lines_until(n) < n)
-    assert num_lines > 3
+    pagedkv.set_num_threads(3)
+    for place in itertools.count(1):
+        thread = threading.Thread(target=call, args=(place, ends := []), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert ends, f"the call waits for ever after an interrupt at place {place}"
+        if ends[0] < place:
+            break
+    assert place > 20
 
 
 @pytest.mark.parametrize("estimate", [SHARED, HANDED_OVER])
@@ -320,6 +308,7 @@ def test_a_worker_whose_caller_does_not_wait_keeps_the_arrays_alive(monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threads._Share, "wait", interrupted)
+    monkeypatch.setattr(threads._Share, "finish", interrupted)
     pagedkv.set_num_threads(1)
     with pytest.raises(KeyboardInterrupt):
         threads.run(kernel, 1, (), estimate=HANDED_OVER, owners=(cache,))

@@ -79,28 +79,38 @@ def fails_after(calls: int, function: Callable, error: BaseException) -> Callabl
 
 
 @contextmanager
-def interrupted_at(line: int, package: str = "pagedkv") -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt before the line-th line that runs in the package; yields the lines that ran so far.
+def interrupted_at(place: int, package: str = "pagedkv") -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt at the place-th place that runs in the package; yields how many have run so far.
 
-    Only lines at which a signal handler could run count: those with a call or the end of a loop, no with statements.
+    Only places where a signal handler could run count: the lines with a call or the end of a loop, no with statements;
+    and right after a function in C, when what it did is done and what it returned is lost.
     """
     ran = [0]
+
+    def count():
+        ran[0] += 1
+        if ran[0] == place:
+            raise KeyboardInterrupt
 
     def trace(frame, event, _):
         if package not in frame.f_globals.get("__name__", ""):
             return None
         if event == "line" and frame.f_lineno in lines_with_calls(frame.f_code):
-            ran[0] += 1
-            if ran[0] == line:
-                raise KeyboardInterrupt
+            count()
         return trace
 
-    outer = sys.gettrace()
+    def profile(frame, event, _):
+        if event == "c_return" and package in frame.f_globals.get("__name__", ""):
+            count()
+
+    outer, outer_profile = sys.gettrace(), sys.getprofile()
     sys.settrace(trace)
+    sys.setprofile(profile)
     try:
         yield ran
     finally:
         sys.settrace(outer)
+        sys.setprofile(outer_profile)
 
 
 @cache

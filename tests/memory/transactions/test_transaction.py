@@ -44,22 +44,22 @@ def test_every_mutation_changes_something(mutate):
     assert after(mutate) != Scene().everything()
 
 
-def test_an_interrupt_at_any_line_comes_before_the_change_or_after(mutate):
+def test_an_interrupt_at_any_place_comes_before_the_change_or_after(mutate):
     before, changed = Scene().everything(), after(mutate)
     outcomes = []
-    for line in itertools.count(1):
+    for place in itertools.count(1):
         scene = Scene()
         try:
-            with interrupted_at(line) as ran:
+            with interrupted_at(place) as ran:
                 mutate(scene)
         except KeyboardInterrupt:
             now = scene.everything()
-            assert now in (before, changed), f"half changed at line event {line}"
+            assert now in (before, changed), f"half changed at place {place}"
             outcomes.append(now == changed)
             assert not scene.cache.pool._guard.lock.locked()
             scene.cache.free([])
         else:
-            assert ran[0] == line - 1
+            assert ran[0] == place - 1
             break
     assert len(outcomes) > 5
     assert not outcomes[0]
