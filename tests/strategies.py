@@ -8,7 +8,7 @@ import pytest
 
 from .problems import FLOATS, Spec
 
-SPLIT = 512  # tokens; tests of cpu.decode assert that it is the kernel's own
+SPLIT = 512  # tokens; tests of cpu.attention.decode assert that it is the kernel's own
 
 
 def fade(score, q_pos, k_pos, head, seq):

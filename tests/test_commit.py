@@ -8,7 +8,8 @@ import pytest
 
 import pagedkv
 from pagedkv.commit import commit
-from pagedkv.cpu import blocks, decode, prefill, rotary
+from pagedkv.cpu import blocks, rotary
+from pagedkv.cpu.attention import decode, prefill
 
 from .alarm import Alarm
 from .promises.interrupted import operations

@@ -15,8 +15,8 @@ import ml_dtypes
 import pytest
 
 import pagedkv
-from pagedkv.cpu.decode import SPLIT
-from pagedkv.cpu.tiles import TILE
+from pagedkv.cpu.attention.decode import SPLIT
+from pagedkv.cpu.attention.tiles import TILE
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]

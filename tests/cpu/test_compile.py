@@ -15,8 +15,8 @@ from numba import float64, njit, typeof
 import pagedkv
 from pagedkv.compiling.kernel_cache import DIGEST_BYTES
 from pagedkv.cpu import compile as kernels
-from pagedkv.cpu import decode, prefill
-from pagedkv.cpu.logits import make_modify
+from pagedkv.cpu.attention import decode, prefill
+from pagedkv.cpu.attention.logits import make_modify
 
 PROGRAM = """
 import numpy as np

@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "a score_mod that can raise is compiled for the CPU",
-        "cpu/logits.py",
+        "cpu/attention/logits.py",
         'raise can_raise(" or ".join(exceptions))',
         "pass",
         (CPU + "test_a_score_mod_that_can_raise_is_refused",),

@@ -2,20 +2,20 @@
 
 from .mutant import Mutant
 
-ORACLE = ("tests/cpu/test_decode.py::test_oracle[float32-64]",)
-FP8_ORACLE = ("tests/cpu/test_decode.py::test_oracle[fp8_e4m3-32]",)
-PREFILL_ORACLE = ("tests/cpu/test_prefill.py::test_oracle[float32-64]",)
-GROUPS = ("tests/cpu/test_decode.py::test_group_sizes[1-NHD-float32]",)
-EMPTY = ("tests/cpu/test_decode.py::test_empty_sequences_between_others[NHD-float32]",)
-WINDOW = ("tests/cpu/test_decode.py::test_windows_begin_at_their_first_key[17-NHD-float32]",)
-NEEDLE = ("tests/cpu/test_decode.py::test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",)
-MASKED = ("tests/cpu/test_decode.py::test_score_mod_may_mask_every_key",)
-LARGE = ("tests/cpu/test_decode.py::test_caches_of_more_than_2_31_elements[NHD]",)
-MIXED = ("tests/cpu/test_prefill.py::test_a_mixed_batch_of_prompts_chunks_decodes_and_nothing[NHD-float32]",)
-SEES = ("tests/cpu/test_prefill.py::test_score_mods_see_positions_heads_and_sequences",)
-SAME_BITS = ("tests/cpu/test_same_bits.py",)
-DRAFTS = ("tests/cpu/test_same_bits.py::test_a_verification_of_drafts_behind_a_long_context",)
-STEPS = ("tests/cpu/steps/test_attention.py",)
+ORACLE = ("tests/cpu/attention/test_decode.py::test_oracle[float32-64]",)
+FP8_ORACLE = ("tests/cpu/attention/test_decode.py::test_oracle[fp8_e4m3-32]",)
+PREFILL_ORACLE = ("tests/cpu/attention/test_prefill.py::test_oracle[float32-64]",)
+GROUPS = ("tests/cpu/attention/test_decode.py::test_group_sizes[1-NHD-float32]",)
+EMPTY = ("tests/cpu/attention/test_decode.py::test_empty_sequences_between_others[NHD-float32]",)
+WINDOW = ("tests/cpu/attention/test_decode.py::test_windows_begin_at_their_first_key[17-NHD-float32]",)
+NEEDLE = ("tests/cpu/attention/test_decode.py::test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",)
+MASKED = ("tests/cpu/attention/test_decode.py::test_score_mod_may_mask_every_key",)
+LARGE = ("tests/cpu/attention/test_decode.py::test_caches_of_more_than_2_31_elements[NHD]",)
+MIXED = ("tests/cpu/attention/test_prefill.py::test_a_mixed_batch_of_prompts_chunks_decodes_and_nothing[NHD-float32]",)
+SEES = ("tests/cpu/attention/test_prefill.py::test_score_mods_see_positions_heads_and_sequences",)
+SAME_BITS = ("tests/cpu/attention/test_same_bits.py",)
+DRAFTS = ("tests/cpu/attention/test_same_bits.py::test_a_verification_of_drafts_behind_a_long_context",)
+STEPS = ("tests/cpu/attention/steps/test_attention.py",)
 WRITE = ("tests/cpu/test_blocks.py::test_write_oracle",)
 ROUNDING = ("tests/cpu/test_blocks.py::test_fp8_rounding_of_every_16_bit_pattern",)
 MERGE = ("tests/cpu/test_merge.py::test_oracle",)
@@ -24,70 +24,70 @@ CONTEST = ("tests/bench/cpu/test_contest.py",)
 MUTANTS = [
     Mutant(
         "decode: queries of the wrong heads",
-        "cpu/decode.py",
+        "cpu/attention/decode.py",
         "head, position = (first_kv_head + h) * group_size + g, length - num_tokens + token",
         "head, position = first_kv_head + h * group_size + g, length - num_tokens + token",
         ORACLE,
     ),
     Mutant(
         "decode: keys and values of the first KV head for all",
-        "cpu/steps/sweep.py",
+        "cpu/attention/steps/sweep.py",
         "offset = builder.add(sweep.offset, builder.mul(head, sweep.head_stride))",
         "offset = sweep.offset",
         NEEDLE,
     ),
     Mutant(
         "decode: a window's first tile begins with it",
-        "cpu/decode.py",
+        "cpu/attention/decode.py",
         "max(begin, first // TILE * TILE)",
         "max(begin, first)",
         SAME_BITS,
     ),
     Mutant(
         "decode: the first split to finish folds",
-        "cpu/decode.py",
+        "cpu/attention/decode.py",
         "(seq * groups + group) * INT_BYTES) < count - 1:",
         "(seq * groups + group) * INT_BYTES) > 0:",
         ORACLE,
     ),
     Mutant(
         "decode: v_scale of the wrong heads",
-        "cpu/decode.py",
+        "cpu/attention/decode.py",
         "v_scale[first_kv_head + h]",
         "v_scale[h]",
         FP8_ORACLE,
     ),
     Mutant(
         "decode: empty rows keep what was there",
-        "cpu/arguments.py",
+        "cpu/attention/arguments.py",
         "np.zeros((rows, num_heads, width), np.float32)",
         "np.ones((rows, num_heads, width), np.float32)",
         EMPTY,
     ),
     Mutant(
         "decode: the LSE of an empty row is 0",
-        "cpu/arguments.py",
+        "cpu/attention/arguments.py",
         "lse.fill(-np.inf)",
         "lse.fill(0)",
         EMPTY,
     ),
     Mutant(
         "decode: sequences inside the window lose their first split",
-        "cpu/decode.py",
+        "cpu/attention/decode.py",
         "np.maximum(seq_lens - query_lens + 1 - window, 0)",
         "np.maximum(seq_lens - query_lens + SPLIT - window, 0)",
         ORACLE,
     ),
     Mutant(
         "decode: the window of the last query token for all",
-        "cpu/decode.py",
+        "cpu/attention/decode.py",
         "np.maximum(seq_lens - query_lens + 1 - window, 0)",
         "np.maximum(seq_lens - window, 0)",
         DRAFTS,
     ),
     Mutant(
         "decode: splits are folded from the last one on",
-        "cpu/decode.py",
+        "cpu/attention/decode.py",
         "for s in range(splits.first[seq], splits.first[seq + 1]):",
         "for s in range(splits.first[seq + 1] - 1, splits.first[seq] - 1, -1):",
         DRAFTS,
@@ -95,119 +95,119 @@ MUTANTS = [
     ),
     Mutant(
         "decode: query tokens share the states of the first one",
-        "cpu/decode.py",
+        "cpu/attention/decode.py",
         "state, mine = splits.state[split] + token * num_heads + head, h * head_rows + r",
         "state, mine = splits.state[split] + head, h * head_rows + r",
         DRAFTS,
     ),
     Mutant(
         "prefill: splits are not folded where they end",
-        "cpu/prefill.py",
+        "cpu/attention/prefill.py",
         "end = min(stop, start // SPLIT * SPLIT + SPLIT)",
         "end = stop",
         DRAFTS,
     ),
     Mutant(
         "scratch: a window of one key more",
-        "cpu/scratch.py",
+        "cpu/attention/scratch.py",
         "position - options.window + 1)",
         "position - options.window)",
         WINDOW,
     ),
     Mutant(
         "scratch: causal leaves out the query's own key",
-        "cpu/scratch.py",
+        "cpu/attention/scratch.py",
         "position + 1 if options.causal else length",
         "position if options.causal else length",
         PREFILL_ORACLE,
     ),
     Mutant(
         "scratch: causal lets one later key in",
-        "cpu/scratch.py",
+        "cpu/attention/scratch.py",
         "position + 1 if options.causal else length",
         "position + 2 if options.causal else length",
         PREFILL_ORACLE,
     ),
     Mutant(
         "scratch: without the sink",
-        "cpu/scratch.py",
+        "cpu/attention/scratch.py",
         "ONE if sink > NOTHING else ZERO",
         "ZERO",
         ORACLE,
     ),
     Mutant(
         "scratch: the LSE to base 2",
-        "cpu/scratch.py",
+        "cpu/attention/scratch.py",
         "np.float32(np.log(total))",
         "np.float32(np.log2(total))",
         ORACLE,
     ),
     Mutant(
         "scratch: v_scale in the LSE",
-        "cpu/scratch.py",
+        "cpu/attention/scratch.py",
         "np.float32(np.log(total))",
         "np.float32(np.log(total * v_scale))",
         FP8_ORACLE,
     ),
     Mutant(
         "dims come out in the order in which they were widened",
-        "cpu/arguments.py",
+        "cpu/attention/arguments.py",
         'return np.take(rows, plan.places, axis=2, mode="clip")',
         "return rows[:, :, : plan.places.size]",
         FP8_ORACLE,
     ),
     Mutant(
         "flash: masked rows lose their sink",
-        "cpu/scratch.py",
+        "cpu/attention/scratch.py",
         "    if total == ZERO:",
         "    if get_float(scratch.sum + row * FLOAT_BYTES) == ZERO:",
         MASKED,
     ),
     Mutant(
         "flash: tiles that a row sees a part of are not masked",
-        "cpu/flash.py",
+        "cpu/attention/flash.py",
         "masked |= first < start or first + TILE > stop",
         "masked |= first + TILE > stop",
         WINDOW,
     ),
     Mutant(
         "flash: what the first row sees is not masked for the others",
-        "cpu/flash.py",
+        "cpu/attention/flash.py",
         "masked = False\n            for row in range(r, r + R):",
         "masked = False\n            for row in range(r, r + 1):",
-        ("tests/cpu/test_prefill.py::test_a_window_begins_between_the_rows_of_a_group[NHD-float32]",),
+        ("tests/cpu/attention/test_prefill.py::test_a_window_begins_between_the_rows_of_a_group[NHD-float32]",),
     ),
     Mutant(
         "flash: accumulators are not rescaled",
-        "cpu/flash.py",
+        "cpu/attention/flash.py",
         "if get_float(factor) != ONE:",
         "if False:",
         ORACLE,
     ),
     Mutant(
         "steps: the group that is left over after pairs is dropped",
-        "cpu/steps/sweep.py",
+        "cpu/attention/steps/sweep.py",
         "if most > 1:",
         "if most > 2:",
-        ("tests/cpu/test_decode.py::test_group_sizes[4-NHD-float32]",),
+        ("tests/cpu/attention/test_decode.py::test_group_sizes[4-NHD-float32]",),
     ),
     Mutant(
         "steps: the first head's rows are prefetched for all",
-        "cpu/steps/sweep.py",
+        "cpu/attention/steps/sweep.py",
         "builder.add(sweep.next_offset, builder.mul(head, sweep.next_head_stride))",
         "sweep.next_offset",
-        ("tests/cpu/steps/test_sweep.py::test_each_line_of_the_next_rows_is_prefetched[bfloat16-1]",),
+        ("tests/cpu/attention/steps/test_sweep.py::test_each_line_of_the_next_rows_is_prefetched[bfloat16-1]",),
     ),
     Mutant(
         "steps: vectors that are left over read the first values again",
-        "cpu/steps/values.py",
+        "cpu/attention/steps/values.py",
         "columns(builder.add(done, code.times(i, chunk)), chunk)",
         "columns(code.times(i, chunk), chunk)",
-        ("tests/cpu/steps/test_attention.py::test_values_are_added_token_after_token",),
+        ("tests/cpu/attention/steps/test_attention.py::test_values_are_added_token_after_token",),
     ),
     Mutant(
         "steps: the places of a vector are added from the last one on",
-        "cpu/steps/dots.py",
+        "cpu/attention/steps/dots.py",
         "for n, part in enumerate(parts(builder.add(address, of_key))):",
         "for n, part in reversed([*enumerate(parts(builder.add(address, of_key)))]):",
         STEPS,
@@ -215,21 +215,21 @@ MUTANTS = [
     ),
     Mutant(
         "steps: what was before is not rescaled",
-        "cpu/steps/softmax.py",
+        "cpu/attention/steps/softmax.py",
         "code.store(rescale, factor)",
         "code.store(code.constant(1.0, group_rows), factor)",
         STEPS,
     ),
     Mutant(
         "steps: the sum is not rescaled",
-        "cpu/steps/softmax.py",
+        "cpu/attention/steps/softmax.py",
         "builder.fmul(code.load(total, vector(group_rows)), rescale)",
         "code.load(total, vector(group_rows))",
         STEPS,
     ),
     Mutant(
         "steps: the weights of one row are added in the order of its lanes",
-        "cpu/steps/softmax.py",
+        "cpu/attention/steps/softmax.py",
         "four = builder.fadd(builder.fadd(fours[0], fours[1]), builder.fadd(fours[2], fours[3]))",
         "four = builder.fadd(builder.fadd(fours[0], fours[2 if group_rows == 1 else 1]), "
         "builder.fadd(fours[1 if group_rows == 1 else 2], fours[3]))",
@@ -237,143 +237,143 @@ MUTANTS = [
     ),
     Mutant(
         "steps: the running state is weighed by the other's weight",
-        "cpu/steps/fold.py",
+        "cpu/attention/steps/fold.py",
         "for lane in (0, 1))",
         "for lane in (1, 0))",
         STEPS,
     ),
     Mutant(
         "steps: NaN of e4m3 is a number",
-        "cpu/steps/widen.py",
+        "cpu/attention/steps/widen.py",
         "bits = builder.select(is_nan, code.constant(0x7E00, lanes, SHORT), bits)",
         "bits = builder.select(is_nan, bits, bits)",
-        ("tests/cpu/steps/test_widen.py",),
+        ("tests/cpu/attention/steps/test_widen.py",),
     ),
     Mutant(
         "tiles: block offsets of 31 bits",
-        "cpu/tiles.py",
+        "cpu/attention/tiles.py",
         "base + block * strides[0]",
         "base + (block * strides[0] & 0x7FFFFFFF)",
         LARGE,
     ),
     Mutant(
         "tiles: the next block comes one token late",
-        "cpu/tiles.py",
+        "cpu/attention/tiles.py",
         "offset = first - logical * block_size",
         "offset = max(first - logical * block_size - 1, np.int64(0))",
-        ("tests/cpu/test_invariance.py::test_block_size[float32-decode-3]",),
+        ("tests/cpu/attention/test_invariance.py::test_block_size[float32-decode-3]",),
     ),
     Mutant(
         "prefill: the tokens of a chunk at the positions of its heads",
-        "cpu/prefill.py",
+        "cpu/attention/prefill.py",
         "start_row(scratch, r, first_position + token, head",
         "start_row(scratch, r, first_position + r % group_size, head",
         PREFILL_ORACLE,
     ),
     Mutant(
         "decode: a split ends one token early",
-        "cpu/decode.py",
+        "cpu/attention/decode.py",
         "min(begin + SPLIT, length)",
         "min(begin + SPLIT - 1, length)",
         NEEDLE,
     ),
     Mutant(
         "decode: the last token is left out",
-        "cpu/decode.py",
+        "cpu/attention/decode.py",
         "min(begin + SPLIT, length)",
         "min(begin + SPLIT, length - 1)",
         ORACLE,
     ),
     Mutant(
         "decode: values are read with the strides of K",
-        "cpu/arguments.py",
+        "cpu/attention/arguments.py",
         "        tuple(v),",
         "        tuple(k),",
         ORACLE,
     ),
     Mutant(
         "decode: k_scale of the wrong heads",
-        "cpu/arguments.py",
+        "cpu/attention/arguments.py",
         "factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)[:, None]",
         "factor = np.tile(options.scale * k_scale, q.shape[1] // spec.num_kv_heads)[:, None]",
         FP8_ORACLE,
     ),
     Mutant(
         "decode: a step past the end multiplies the last value again",
-        "cpu/steps/sweep.py",
+        "cpu/attention/steps/sweep.py",
         'builder.select(builder.icmp_signed("<", left, INT64(step_tokens)), left, INT64(step_tokens))',
         "INT64(step_tokens)",
-        ("tests/cpu/test_decode.py::test_an_infinite_last_value_stays_infinite[NHD-float32]",),
+        ("tests/cpu/attention/test_decode.py::test_an_infinite_last_value_stays_infinite[NHD-float32]",),
     ),
     Mutant(
         "logits: ALiBi with the other sign",
-        "cpu/logits.py",
+        "cpu/attention/logits.py",
         "slope * np.float32(first + t - position)",
         "slope * np.float32(position - first - t)",
         ORACLE,
     ),
     Mutant(
         "logits: softcap without its factor",
-        "cpu/logits.py",
+        "cpu/attention/logits.py",
         "score = softcap * np.float32(math.tanh(score / softcap))",
         "score = np.float32(math.tanh(score / softcap))",
         ORACLE,
     ),
     Mutant(
         "logits: keys count from the tile",
-        "cpu/logits.py",
+        "cpu/attention/logits.py",
         "np.int32(first + t), np.int32(head)",
         "np.int32(t), np.int32(head)",
         SEES,
     ),
     Mutant(
         "logits: head and sequence change places",
-        "cpu/logits.py",
+        "cpu/attention/logits.py",
         "np.int32(head), np.int32(seq)",
         "np.int32(seq), np.int32(head)",
         SEES,
     ),
     Mutant(
         "logits: scale after the softcap",
-        "cpu/arguments.py",
+        "cpu/attention/arguments.py",
         "np.float32(options.softcap or 0),",
         "np.float32((options.softcap or 0) * options.scale),",
         ORACLE,
     ),
     Mutant(
         "tiles: NHD with the strides of HND",
-        "cpu/tiles.py",
+        "cpu/attention/tiles.py",
         'if layout == "NHD":',
         'if layout == "":',
         GROUPS,
     ),
     Mutant(
         "prefill: queries one position early",
-        "cpu/prefill.py",
+        "cpu/attention/prefill.py",
         "first_position = length - query_starts[seq + 1] + first_token",
         "first_position = length - query_starts[seq + 1] + first_token - 1",
         PREFILL_ORACLE,
     ),
     Mutant(
         "prefill: a chunk leaves its last token out",
-        "cpu/prefill.py",
+        "cpu/attention/prefill.py",
         "num_tokens = min(tokens_per_item, query_starts[seq + 1] - first_token)",
         "num_tokens = min(tokens_per_item, query_starts[seq + 1] - first_token - 1)",
         MIXED,
     ),
     Mutant(
         "prefill: the last visible tile is skipped",
-        "cpu/prefill.py",
+        "cpu/attention/prefill.py",
         "stop = min(length, first_position + num_tokens) if options.causal else length",
         "stop = min(length, first_position + num_tokens - 1) if options.causal else length",
         PREFILL_ORACLE,
     ),
     Mutant(
         "prefill: rows past the last query are written",
-        "cpu/prefill.py",
+        "cpu/attention/prefill.py",
         "out[:num_tokens], rows,",
         "out, np.resize(rows, out.shape),",
-        ("tests/cpu/test_prefill.py::test_rows_past_the_last_query_are_not_written[NHD-float32]",),
+        ("tests/cpu/attention/test_prefill.py::test_rows_past_the_last_query_are_not_written[NHD-float32]",),
     ),
     Mutant(
         "write: slot 0 is skipped",

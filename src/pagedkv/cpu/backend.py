@@ -22,14 +22,14 @@ apply_rotary = plain(rotary.apply_rotary)
 
 @made_once(most=1)
 def _decode() -> Any:
-    from . import decode
+    from .attention import decode
 
     return decode
 
 
 @made_once(most=1)
 def _prefill() -> Any:
-    from . import prefill
+    from .attention import prefill
 
     return prefill
 

@@ -19,7 +19,7 @@ import numpy as np
 
 import pagedkv
 
-from ...cpu import decode
+from ...cpu.attention import decode
 from ..reasons import NOT_INSTALLED
 from ..report import Interrupted, Row, median, spread
 from .contest import MOST_SPREAD, Call, Contest, contest, interleaved

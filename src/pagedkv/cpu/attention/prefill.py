@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32, int64, types
 
-from ..arrays import Array
-from ..calls import AttentionCall
-from ..commit import commit, result_writes
-from ..compiling.compile_thread import made_once
+from ...arrays import Array
+from ...calls import AttentionCall
+from ...commit import commit, result_writes
+from ...compiling.compile_thread import made_once
+from ..compile import compile_kernel
+from ..threads import run
 from .access import fetch_add, get_int32
 from .arguments import FIRST_TYPES, estimate_of, from_places, make_arguments, new_result, plan_of
-from .compile import compile_kernel
 from .decode import GROUP_ROWS, attend_few, plan_few
 from .flash import SPLIT, Item, fold_all, make_walk
 from .scratch import (
@@ -37,7 +38,6 @@ from .scratch import (
     whole_groups,
 )
 from .steps.shapes import TILE
-from .threads import run
 from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
 ROWS = 128

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from pagedkv.cpu.steps import dots, values
-from pagedkv.cpu.steps.fold import make_fold, make_rescale
-from pagedkv.cpu.steps.shapes import LANES, STEP, TILE
-from pagedkv.cpu.steps.softmax import make_softmax
-from pagedkv.cpu.steps.sweep import Form, make_add, make_score
+from pagedkv.cpu.attention.steps import dots, values
+from pagedkv.cpu.attention.steps.fold import make_fold, make_rescale
+from pagedkv.cpu.attention.steps.shapes import LANES, STEP, TILE
+from pagedkv.cpu.attention.steps.softmax import make_softmax
+from pagedkv.cpu.attention.steps.sweep import Form, make_add, make_score
 
 from .stepper import grouped, stepper, swept
 

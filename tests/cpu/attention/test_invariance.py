@@ -9,8 +9,8 @@ import pytest
 
 import pagedkv
 
-from ..problems import Spec, build, run
-from ..strategies import SPLIT
+from ...problems import Spec, build, run
+from ...strategies import SPLIT
 
 ALL = {"alibi": True, "sinks": True, "softcap": 5.0, "window": SPLIT + 150, "kv_scales": "per head"}
 BASES = [

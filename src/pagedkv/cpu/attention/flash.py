@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..compile import device, helper, inlined
 from .access import get_float, get_int, get_int32
-from .compile import device, helper, inlined
 from .logits import make_modify
 from .scratch import NOTHING, ONE, ZERO, start_states
 from .steps.fold import make_fold, make_rescale

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..compile import helper
 from .access import get_float, put_float, put_int, put_int32
-from .compile import helper
 from .steps.dots import make_pack
 from .steps.fold import make_rescale
 from .steps.shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES, TILE

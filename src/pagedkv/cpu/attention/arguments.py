@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import boolean, float32, int32, int64, types
 
-from ..arrays import Array, address_of
-from ..calls import AttentionCall, Form, per_head
+from ...arrays import Array, address_of
+from ...calls import AttentionCall, Form, per_head
 from .steps.code import ELEMENT_BYTES
 from .steps.order import is_shuffled, order, places
 from .steps.shapes import LANES

@@ -5,10 +5,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pagedkv.cpu.steps.code import BYTE, Code
-from pagedkv.cpu.steps.order import order
-from pagedkv.cpu.steps.shapes import CACHE_LINE, STEP, TILE
-from pagedkv.cpu.steps.sweep import Form, make_add, make_score
+from pagedkv.cpu.attention.steps.code import BYTE, Code
+from pagedkv.cpu.attention.steps.order import order
+from pagedkv.cpu.attention.steps.shapes import CACHE_LINE, STEP, TILE
+from pagedkv.cpu.attention.steps.sweep import Form, make_add, make_score
 
 from .stepper import grouped, stepper, swept
 from .test_widen import FORMATS

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from pagedkv.cpu.steps.code import FLOAT, Code, step, vector
+from pagedkv.cpu.attention.steps.code import FLOAT, Code, step, vector
 
 
 def called(emit, *arguments):

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..layouts import CacheSpec
+from ...layouts import CacheSpec
+from ..compile import device, helper
 from .access import get_int, get_int32, prefetch, put_float, put_int
-from .compile import device, helper
 from .steps.code import ELEMENT_BYTES
 from .steps.order import CHUNK_DIMS, is_shuffled
 from .steps.shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE

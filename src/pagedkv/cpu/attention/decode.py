@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import boolean, float32, int64, types
 
-from ..arrays import Array
-from ..calls import AttentionCall
-from ..commit import commit, result_writes
-from ..compiling.compile_thread import made_once
+from ...arrays import Array
+from ...calls import AttentionCall
+from ...commit import commit, result_writes
+from ...compiling.compile_thread import made_once
+from ..compile import compile_kernel
+from ..threads import ALONE_NS, get_num_threads, run
 from .access import fetch_add, get_float, get_int32
 from .arguments import FIRST_TYPES, estimate_of, from_places, make_arguments, new_result, plan_of
-from .compile import compile_kernel
 from .flash import SPLIT, Item, fold, make_walk
 from .scratch import (
     NOTHING,
@@ -39,7 +40,6 @@ from .scratch import (
     whole_groups,
 )
 from .steps.shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
-from .threads import ALONE_NS, get_num_threads, run
 from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
 GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless there is one
