@@ -15,8 +15,8 @@ from split_lanes import place_in_a, place_in_c
 
 from pagedkv.kernels.prefill.config import NUM_WARPS, WARP_SIZE, TensorConfig
 from pagedkv.kernels.prefill.items import num_tiles
-from pagedkv.kernels.prefill.products import at_step, make_places
-from pagedkv.kernels.prefill.tile import CHUNK, CHUNK_DIMS, SWIZZLED, TileShape
+from pagedkv.kernels.prefill.tensor_cores.products import at_step, make_places
+from pagedkv.kernels.prefill.tensor_cores.tile import CHUNK, CHUNK_DIMS, SWIZZLED, TileShape
 
 CONFIG = TensorConfig(head_dim=64, group_size=4, block_size=16, q_kind="float16", kv_kind="float16")
 SHAPE = TileShape(CONFIG)

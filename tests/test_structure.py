@@ -92,6 +92,7 @@ def ours(*rooms):
 
 BACKENDS = ("cpu", "cuda", "emulator")
 OF_KERNELS = ("device", "paged", "split", "prefill", "blocks", "merge_states", "rotary", "read")
+SIDE_BY_SIDE = (("cuda_cores", "tensor_cores"), ("tensor_cores.split", "tensor_cores.wgmma"))  # in kernels/prefill
 OF_THE_EMULATOR = ("errors", "ptx", "translation", "state", "machine", "device")  # from the ground up
 RULES = {
     **{
@@ -99,6 +100,13 @@ RULES = {
             ours(f"kernels.{x}"), ours("kernels"), ours("kernels.device", f"kernels.{x}")
         )
         for x in OF_KERNELS
+    },
+    **{
+        f"kernels/prefill/{x} shares what is above it and {y}": Rule(
+            ours(f"kernels.prefill.{x}"), ours(f"kernels.prefill.{y}"), ()
+        )
+        for pair in SIDE_BY_SIDE
+        for x, y in (pair, pair[::-1])
     },
     **{f"{x} knows no other backend": Rule(ours(x), ours(*BACKENDS), ours(x)) for x in BACKENDS},
     "emulator stands alone": Rule(ours("emulator"), ours(*TOP - {"emulator"}), ()),

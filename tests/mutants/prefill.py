@@ -16,12 +16,12 @@ LENGTH = (PREFILL + "test_a_length_that_is_not_looked_at_harms_nobody[emulator-t
 MASKED = (PREFILL + "test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key[emulator-CUDA cores]",)
 CODES = (PREFILL + "test_every_fp8_code_is_its_value[cc9.0-fp8_e4m3]",)
 
-LOOP = "kernels/prefill/loop.py"
-COPIES = "kernels/prefill/copies.py"
-PRODUCTS = "kernels/prefill/products.py"
-SOFTMAX = "kernels/prefill/softmax.py"
+LOOP = "kernels/prefill/tensor_cores/loop.py"
+COPIES = "kernels/prefill/tensor_cores/copies.py"
+PRODUCTS = "kernels/prefill/tensor_cores/products.py"
+SOFTMAX = "kernels/prefill/tensor_cores/softmax.py"
 ITEMS = "kernels/prefill/items.py"
-PROLOGUE = "kernels/prefill/prologue.py"
+PROLOGUE = "kernels/prefill/tensor_cores/prologue.py"
 CUDA_CORES = "kernels/prefill/cuda_cores/kernel.py"
 CORES_ROWS = "kernels/prefill/cuda_cores/rows.py"
 
@@ -156,7 +156,7 @@ MUTANTS = [
     ),
     Mutant(
         "prefill kernel: a sink that exceeds all logits overflows",
-        SOFTMAX,
+        "kernels/prefill/output.py",
         "        pivot = larger(pivot, logit)\n",
         "",
         SINKS,

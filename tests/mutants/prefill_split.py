@@ -15,10 +15,10 @@ WINDOW = (SPLIT + "test_earlier_rows_whose_window_begins_in_another_split_change
 GRID = (SPLIT + "test_a_grid_has_every_split",)
 ALONE = (SPLIT + "test_few_tokens_of_short_and_empty_sequences_take_the_split_kernel_alone[emulator]",)
 
-LOOP = "kernels/prefill/split/loop.py"
-MERGE = "kernels/prefill/split/merge.py"
-KERNEL = "kernels/prefill/split/kernel.py"
-SHAPE = "kernels/prefill/split/shape.py"
+LOOP = "kernels/prefill/tensor_cores/split/loop.py"
+MERGE = "kernels/prefill/tensor_cores/split/merge.py"
+KERNEL = "kernels/prefill/tensor_cores/split/kernel.py"
+SHAPE = "kernels/prefill/tensor_cores/split/shape.py"
 PLAN = "cuda/plans/prefill.py"
 
 MUTANTS = [

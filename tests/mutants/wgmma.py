@@ -21,8 +21,8 @@ PIVOTS = (PREFILL + "test_pivots_that_move_leave_other_rows_alone[emulator-64 di
 CHOICE = (PREFILL + "test_the_kernel_is_chosen_by_device_and_config_alone[64 dims]",)
 CODE = (PREFILL + "test_the_plain_loop_has_few_instructions_and_moves_nothing_between_products[128-float16]",)
 
-LOOP, SHAPE = "kernels/prefill/wgmma/loop.py", "kernels/prefill/wgmma/shape.py"
-PRODUCTS, CHAINS = "kernels/prefill/wgmma/products.py", "kernels/device/warpgroup_intrinsics.py"
+LOOP, SHAPE = "kernels/prefill/tensor_cores/wgmma/loop.py", "kernels/prefill/tensor_cores/wgmma/shape.py"
+PRODUCTS, CHAINS = "kernels/prefill/tensor_cores/wgmma/products.py", "kernels/device/warpgroup_intrinsics.py"
 
 MUTANTS = [
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "wgmma kernel: shared memory begins at any multiple of 128 bytes",
-        "kernels/prefill/wgmma/kernel.py",
+        "kernels/prefill/tensor_cores/wgmma/kernel.py",
         "make_attend(config, shape), GROUP,",
         "make_attend(config, shape), 128,",
         CODE,

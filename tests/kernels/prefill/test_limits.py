@@ -12,10 +12,10 @@ from pagedkv.kernels.prefill.cuda_cores import kernel as cuda_cores
 from pagedkv.kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
 from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
 from pagedkv.kernels.prefill.limits import FEW_ROWS
-from pagedkv.kernels.prefill.split.kernel import make_prefill_split
-from pagedkv.kernels.prefill.split.shape import SplitShape
-from pagedkv.kernels.prefill.tensor_cores import make_prefill
-from pagedkv.kernels.prefill.tile import TileShape
+from pagedkv.kernels.prefill.tensor_cores.kernel import make_prefill
+from pagedkv.kernels.prefill.tensor_cores.split.kernel import make_prefill_split
+from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
+from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
 from ...strategies import long
 

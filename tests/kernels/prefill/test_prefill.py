@@ -13,7 +13,7 @@ from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.cuda.plans.prefill import suits_tensor_cores, tensor_config
 from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
-from pagedkv.kernels.prefill.tile import TileShape
+from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
 from ...problems import POISONS, assert_close, build, expect
 from ...strategies import long

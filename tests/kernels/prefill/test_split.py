@@ -12,7 +12,7 @@ from pagedkv.cuda import warmup as compiling_ahead
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.kernels.prefill.config import TensorConfig
 from pagedkv.kernels.prefill.limits import FEW_ROWS, LONGEST_OF_PARTS, PART
-from pagedkv.kernels.prefill.split.shape import SplitShape
+from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
 
 from ...problems import assert_close, build, expect
 from ...strategies import long

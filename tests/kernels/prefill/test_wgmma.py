@@ -14,8 +14,8 @@ from pagedkv.cuda.compiler.occupancy import occupancy
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.cuda.plans.prefill import tensor_config, uses_wgmma
 from pagedkv.kernels.prefill.config import TensorConfig
-from pagedkv.kernels.prefill.wgmma.kernel import make_prefill_wgmma
-from pagedkv.kernels.prefill.wgmma.shape import DIMS, WgmmaShape
+from pagedkv.kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
+from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, WgmmaShape
 
 from ...problems import POISONS, assert_close, build, expect
 from ...strategies import long, own_parity

@@ -24,13 +24,13 @@ from ...kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
 from ...kernels.prefill.cuda_cores.shape import CoresShape
 from ...kernels.prefill.items import num_tiles
 from ...kernels.prefill.limits import FEW_ROWS, PART, can_split
-from ...kernels.prefill.split import kernel as split
-from ...kernels.prefill.split.kernel import make_prefill_split
-from ...kernels.prefill.split.shape import SplitShape
-from ...kernels.prefill.tensor_cores import make_prefill
-from ...kernels.prefill.tile import TileShape
-from ...kernels.prefill.wgmma.kernel import make_prefill_wgmma
-from ...kernels.prefill.wgmma.shape import WgmmaShape, takes
+from ...kernels.prefill.tensor_cores.kernel import make_prefill
+from ...kernels.prefill.tensor_cores.split import kernel as split
+from ...kernels.prefill.tensor_cores.split.kernel import make_prefill_split
+from ...kernels.prefill.tensor_cores.split.shape import SplitShape
+from ...kernels.prefill.tensor_cores.tile import TileShape
+from ...kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
+from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape, takes
 from ...layouts import FP8_KINDS
 from ..compiler.compile import Capability, CompiledKernel, compile_for
 from ..compiler.occupancy import shared_kib

@@ -50,7 +50,7 @@ def item_of(seq, first_row, group_size, lengths, num_tokens, max_seq_len):
 
 @device_function
 def is_split(item, few_rows):
-    """Whether a sequence of up to `few_rows` rows is left to the kernel that splits its keys (split/)."""
+    """Whether a sequence of up to `few_rows` rows is left to the kernel that splits its keys (tensor_cores/split/)."""
     return item.num_rows <= uint32(few_rows) and item.seq_len > uint32(PART)
 
 

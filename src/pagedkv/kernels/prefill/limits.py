@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import TensorConfig
-    from .split.shape import SplitShape
-    from .tile import TileShape
+    from .tensor_cores.split.shape import SplitShape
+    from .tensor_cores.tile import TileShape
 
 SYSTEM_BYTES = 1024  # of each thread block's shared memory
 SMALL_SHARED_KIB = 100  # of compute capability 8.6, 8.9 and 12.0

@@ -1,4 +1,4 @@
-"""The end of a thread block on tensor cores: rows of O to `out`, and the LSE."""
+"""Where rows of a sequence go, and what their sums become: the same on tensor cores and on CUDA cores."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 from numba import float32, int64, uint32
 
-from ..device.intrinsics import address, divmod_32, for_each, store_4
+from ..device.intrinsics import address, exp2, larger, multiply_and_add, store_4
+from ..device.logits import LOG2E, NONE
 from ..device.source import device_function
-from ..device.tensor_intrinsics import exchange, pack_bfloat16, pack_float16
-from .config import NUM_THREADS, TensorConfig
-from .softmax import finish, make_row_of
-from .tile import TileShape
+from ..device.tensor_intrinsics import log2, reciprocal
+from .config import NUM_THREADS
+
+LN2 = float32(0.6931471805599453)
 
 
 class Output(NamedTuple):
@@ -28,48 +29,23 @@ class Output(NamedTuple):
     v_factor: Any  # of the values
 
 
-def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``store_rows(registers, output, item, warp, g, t)``."""
-    OF_ROWS, DIM_TILES, TILES, GROUP_SIZE = 2 * shape.row_tiles, 2 * shape.k_steps, shape.chunks, config.group_size
-    pack, row_of = pack_float16 if config.q_kind == "float16" else pack_bfloat16, make_row_of(shape)
+@device_function
+def finish(total, shift, has_sink, sink):
+    """What O is multiplied with and the LSE of a row, from the sum of its exponentials and its shift.
 
-    @device_function
-    def store_pair(n, i, o, target, factor, is_inside):
-        at = 4 * (i // 2 * DIM_TILES + n) + 2 * (i % 2)
-        # Without keys, values may still be NaN.
-        zero = float32(0)
-        first, second = float32(o[at] * factor), float32(o[at + 1] * factor)
-        word = pack(first if factor != zero else zero, second if factor != zero else zero)
-        if is_inside:
-            store_4(target + 16 * n, word)
-
-    @device_function
-    def add_lanes(i, sums):
-        sums[i] = float32(sums[i] + exchange(sums[i], 1))
-        sums[i] = float32(sums[i] + exchange(sums[i], 2))
-
-    @device_function
-    def store_row(i, registers, output, item, warp, g, t):
-        row = uint32(item.first_row + row_of(i, warp, g))
-        # No branch around all of it: NVVM has left jumps to a block that it had removed, for 3 heads to a KV head.
-        is_inside = row < item.num_rows
-        token, head = divmod_32(min(row, uint32(item.num_rows - 1)), GROUP_SIZE)
-        has_sink = address(output.sinks) != 0
-        sink = output.sinks[int64(output.head) + int64(head)] if has_sink else float32(0)
-        factor, lse = finish(registers.sums[i], registers.shifts[i], has_sink, sink)
-        target = output.address + int64(token) * output.token_stride + int64(head) * output.head_stride
-        args = (i, registers.o, target + int64(t) * 4, float32(factor * output.v_factor), is_inside)
-        for_each(store_pair, TILES, args)
-        if is_inside and t == 0 and address(output.lse) != 0:
-            output.lse[output.lse_row + int64(token) * output.num_heads + int64(head)] = lse
-
-    @device_function
-    def store_rows(registers, output, item, warp, g, t):
-        # Before any branch: behind one, the compiler does not know that the warp is whole.
-        for_each(add_lanes, OF_ROWS, (registers.sums,))
-        for_each(store_row, OF_ROWS, (registers, output, item, warp, g, t))
-
-    return store_rows
+    The sink is one more exponential; it may be larger than what can be told of in units of the pivot.
+    """
+    pivot, weight = float32(-shift), float32(0)
+    if has_sink:
+        logit = float32(sink * LOG2E)
+        pivot = larger(pivot, logit)
+        weight = exp2(float32(logit - pivot))
+    own = exp2(float32(float32(-shift) - pivot))
+    denominator = multiply_and_add(total, own, weight)
+    lse = float32(float32(pivot + log2(denominator)) * LN2)
+    if total == float32(0):
+        return float32(0), sink if has_sink else NONE
+    return float32(own * reciprocal(denominator)), lse
 
 
 def make_store_nothing(rows: int, row_words: int, num_threads: int = NUM_THREADS) -> Any:

@@ -2,8 +2,8 @@
 
 float32 queries and caches, layout vllm, and rows of more than 256 dims. Every option is an argument of the launch.
 
-Grid and rows are as on tensor cores (tensor_cores.py, items.py). A few neighbouring lanes share a row of queries: each
-has every `lanes`-th key of a tile in Q K^T and in the softmax, and every `lanes`-th vector of 4 dims of O.
+Grid and rows are as on tensor cores (../tensor_cores/, ../items.py). A few neighbouring lanes share a row of queries:
+each has every `lanes`-th key of a tile in Q K^T and in the softmax, and every `lanes`-th vector of 4 dims of O.
 
 Shared memory, dynamic: Q, then one tile that K and V take turns in, both widened to float32, with a vector between rows
 so that lanes meet different banks; then P. Only the lanes of a row read what they have left in P.
@@ -48,8 +48,7 @@ from ...device.tensor_intrinsics import (
 from ..arguments import Item, signature
 from ..config import NUM_THREADS, CoresConfig
 from ..items import make_find_item
-from ..output import Output, make_store_nothing
-from ..softmax import finish
+from ..output import Output, finish, make_store_nothing
 from .rows import make_load_query, make_load_rows
 from .shape import VECTOR, CoresShape
 

@@ -1,6 +1,6 @@
 """Prefill attention on warpgroups (wgmma), after FlashAttention-3: 16-bit caches in NHD and HND, on 9.0 alone.
 
-The grid, items, copies and softmax are those of ../tensor_cores.py. A thread block has 128 rows, 64 of each of two
+The grid, items, copies and softmax are those of ../kernel.py. A thread block has 128 rows, 64 of each of two
 warpgroups, and goes through tiles of 128 keys (64 with 256 dims) in two stages. Operands are read from shared memory by
 the products themselves; they run beside the threads: S = Q K^T of a tile and O += P V of the one before are started
 together, and the second one runs while the softmax of the first one's result is computed.
@@ -11,10 +11,10 @@ the products (the asynchronous proxy), before the barrier.
 
 from __future__ import annotations
 
-from ...device.source import KernelSource
-from ...device.warpgroup_intrinsics import GROUP
-from ..config import TensorConfig
-from ..tensor_cores import kernel_of
+from ....device.source import KernelSource
+from ....device.warpgroup_intrinsics import GROUP
+from ...config import TensorConfig
+from ..kernel import kernel_of
 from .loop import make_attend
 from .shape import NUM_THREADS, WgmmaShape
 

@@ -1,6 +1,6 @@
 """Prefill of a few query rows over a long context on tensor cores: a draft to verify, the end of a chunked prompt.
 
-Of sequences with up to FEW_ROWS rows and more than PART keys; the kernel of many rows (tensor_cores.py) leaves those
+Of sequences with up to FEW_ROWS rows and more than PART keys; the kernel of many rows (../kernel.py) leaves those
 to this one. Arguments and rows are as there.
 
 Grid. x is (seq * tiles + tile) * num_kv_heads + kv_head, where a tile is as many rows as a warp has room for: 32, or
@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from numba import cuda, float32, int64, types, uint32
 
-from ...device.intrinsics import address, bits_float, divmod_32, shared_address
-from ...device.source import KernelSource, device_function
-from ...device.tensor_intrinsics import (
+from ....device.intrinsics import address, bits_float, divmod_32, shared_address
+from ....device.source import KernelSource, device_function
+from ....device.tensor_intrinsics import (
     count_up,
     fence,
     load_shared_word,
@@ -30,12 +30,12 @@ from ...device.tensor_intrinsics import (
     store_shared_word,
     thread_number,
 )
-from ..arguments import Cache, Item, Options, Pages, Visible, signature
-from ..config import TensorConfig
-from ..items import item_of, make_keep
-from ..limits import FEW_ROWS, LONGEST_OF_PARTS, PART, split_optimisation
+from ...arguments import Cache, Item, Options, Pages, Visible, signature
+from ...config import TensorConfig
+from ...items import item_of, make_keep
+from ...limits import FEW_ROWS, LONGEST_OF_PARTS, PART, split_optimisation
+from ...output import make_store_nothing
 from ..loop import Query, Span
-from ..output import make_store_nothing
 from ..prologue import make_prologue
 from ..registers import make_registers
 from ..softmax import make_start

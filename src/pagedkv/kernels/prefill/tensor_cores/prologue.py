@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from numba import float32, int64, uint32
 
-from ..device.halves import software_factor
-from ..device.intrinsics import address, bits_float
-from ..device.logits import LOG2E
-from ..device.source import Steps, device_function
-from .config import TensorConfig
+from ...device.halves import software_factor
+from ...device.intrinsics import address, bits_float
+from ...device.logits import LOG2E
+from ...device.source import Steps, device_function
+from ..config import TensorConfig
+from ..output import Output
 from .loop import Span
-from .output import Output
 from .tile import TileShape
 
 SMALLEST = float32(2.0**-126)  # positive and normal

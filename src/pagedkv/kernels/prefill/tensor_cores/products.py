@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from numba import uint32
 
-from ..device.intrinsics import assign, clear, for_each
-from ..device.source import device_function
-from ..device.tensor_intrinsics import load_matrices, load_transposed, mma_bfloat16, mma_float16
-from .config import TensorConfig
+from ...device.intrinsics import assign, clear, for_each
+from ...device.source import device_function
+from ...device.tensor_intrinsics import load_matrices, load_transposed, mma_bfloat16, mma_float16
+from ..config import TensorConfig
 from .registers import KEYS_AHEAD, VALUES_AHEAD
 from .tile import TileShape
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from numba import int64, uint32
 
-from ..device.conversions import unpack
-from ..device.halves import make_halves
-from ..device.intrinsics import divmod_32, for_each, load_4
-from ..device.row_offsets import make_address_at, make_row_offset
-from ..device.source import device_function
-from ..device.tensor_intrinsics import (
+from ...device.conversions import unpack
+from ...device.halves import make_halves
+from ...device.intrinsics import divmod_32, for_each, load_4
+from ...device.row_offsets import make_address_at, make_row_offset
+from ...device.source import device_function
+from ...device.tensor_intrinsics import (
     copy_8,
     copy_vector,
     end_group,
@@ -32,7 +32,7 @@ from ..device.tensor_intrinsics import (
     store_shared_words,
     wait_but,
 )
-from .config import TensorConfig
+from ..config import TensorConfig
 from .tile import CHUNK, CHUNK_DIMS, TileShape
 
 SIGNS = 0x80008000  # of both halves of a word

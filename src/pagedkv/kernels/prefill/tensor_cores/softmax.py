@@ -12,17 +12,16 @@ from typing import Any
 
 from numba import float32, int32, int64, uint32
 
-from ..device.intrinsics import address, clear, exp2, for_each, larger, multiply_and_add
-from ..device.logits import LOG2E, NONE, make_modify
-from ..device.source import device_function
-from ..device.tensor_intrinsics import any_lane, exchange, log2, pack_bfloat16, pack_float16, reciprocal
-from .config import TensorConfig
-from .items import make_keep
+from ...device.intrinsics import address, clear, exp2, for_each, larger, multiply_and_add
+from ...device.logits import LOG2E, NONE, make_modify
+from ...device.source import device_function
+from ...device.tensor_intrinsics import any_lane, exchange, pack_bfloat16, pack_float16
+from ..config import TensorConfig
+from ..items import make_keep
 from .tile import TileShape
 
 SLACK = 8  # powers of two
 UNSEEN = float32(3.4028235e38)  # the shift of a row without keys: no pivot is as low, and it makes 0 of what it leaves
-LN2 = float32(0.6931471805599453)
 
 
 def bias(config: TensorConfig) -> int:
@@ -253,22 +252,3 @@ def make_exponentials(config: TensorConfig, shape: TileShape) -> tuple[Any, Any,
         for_each(round_pair, PAIRS, (registers.s, registers.p))
 
     return exponentiate, rescale, round_p
-
-
-@device_function
-def finish(total, shift, has_sink, sink):
-    """What O is multiplied with and the LSE of a row, from the sum of its exponentials and its shift.
-
-    The sink is one more exponential; it may be larger than what can be told of in units of the pivot.
-    """
-    pivot, weight = float32(-shift), float32(0)
-    if has_sink:
-        logit = float32(sink * LOG2E)
-        pivot = larger(pivot, logit)
-        weight = exp2(float32(logit - pivot))
-    own = exp2(float32(float32(-shift) - pivot))
-    denominator = multiply_and_add(total, own, weight)
-    lse = float32(float32(pivot + log2(denominator)) * LN2)
-    if total == float32(0):
-        return float32(0), sink if has_sink else NONE
-    return float32(own * reciprocal(denominator)), lse

@@ -5,9 +5,9 @@
                        head_dim), by their strides
 
 Grid. x is tile * num_kv_heads + kv_head: neighbours read neighbouring heads of the same tokens. A tile is up to
-`TileShape.rows` query rows of a sequence and KV head (items.py): row r of a sequence is token r // group_size and head
-r % group_size, so that any number of query heads shares what is read of K and V. Sequences of up to `few_rows` rows and
-of more than PART keys are left to split/kernel.py.
+`TileShape.rows` query rows of a sequence and KV head (../items.py): row r of a sequence is token r // group_size and
+head r % group_size, so that any number of query heads shares what is read of K and V. Sequences of up to `few_rows`
+rows and of more than PART keys are left to split/kernel.py.
 
 Who owns what. Each of four warps has 16 or 32 of the rows, with O in registers, and goes through all tiles of keys that
 a row of the thread block sees, in ascending order from a multiple of the tile's size on. A tile of keys that a row does
@@ -25,15 +25,16 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from ..device.intrinsics import address, bits_float, divmod_32, shared_address
-from ..device.source import KernelSource
-from ..device.tensor_intrinsics import shuffle, thread_number
-from .arguments import Cache, Options, Pages, Visible, signature
-from .config import NUM_THREADS, TensorConfig
-from .items import is_split, make_find_item, make_keep
-from .limits import MIN_BLOCKS, optimisation, pins_thread
+from ...device.intrinsics import address, bits_float, divmod_32, shared_address
+from ...device.source import KernelSource
+from ...device.tensor_intrinsics import shuffle, thread_number
+from ..arguments import Cache, Options, Pages, Visible, signature
+from ..config import NUM_THREADS, TensorConfig
+from ..items import is_split, make_find_item, make_keep
+from ..limits import MIN_BLOCKS, optimisation, pins_thread
+from ..output import make_store_nothing
 from .loop import Query, make_attend
-from .output import make_store_nothing, make_store_rows
+from .output import make_store_rows
 from .prologue import make_prologue
 from .registers import make_registers
 from .softmax import make_start

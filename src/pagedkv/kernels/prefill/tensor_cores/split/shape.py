@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...device.warp import WARP_SIZE
-from .. import limits
-from ..limits import FEW_ROWS, LONGEST_OF_PARTS, PART
+from ....device.warp import WARP_SIZE
+from ... import limits
+from ...limits import FEW_ROWS, LONGEST_OF_PARTS, PART
 from ..tile import CHUNK_DIMS, KEPT_WORDS, TileShape
 
 PIECE = 32  # tokens of a tile that a warp copies at once: each lane looks up one of them

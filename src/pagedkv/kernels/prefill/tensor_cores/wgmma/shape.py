@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...device.warp import WARP_SIZE
-from ...device.warpgroup_intrinsics import GROUP, ROW
-from ..config import TensorConfig
+from ....device.warp import WARP_SIZE
+from ....device.warpgroup_intrinsics import GROUP, ROW
+from ...config import TensorConfig
 from ..tile import CHUNK, TileShape
 
 NUM_WARPGROUPS, WARPS, ROWS = 2, 4, 64  # warps and rows of a warpgroup

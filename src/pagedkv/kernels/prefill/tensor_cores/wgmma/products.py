@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...device.warpgroup_intrinsics import (
+from ....device.warpgroup_intrinsics import (
     GROUP,
     UNIT,
     begin_product,
@@ -20,7 +20,7 @@ from ...device.warpgroup_intrinsics import (
     descriptor_bits,
     wait_for,
 )
-from ..config import TensorConfig
+from ...config import TensorConfig
 from .shape import WgmmaShape
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int64, uint32
 
-from ...device.intrinsics import (
+from ....device.intrinsics import (
     address,
     assign,
     bits_float,
@@ -30,8 +30,8 @@ from ...device.intrinsics import (
     store_8,
     store_16,
 )
-from ...device.source import Steps, device_function
-from ...device.tensor_intrinsics import (
+from ....device.source import Steps, device_function
+from ....device.tensor_intrinsics import (
     exchange,
     load_l2_2,
     load_l2_4,
@@ -42,9 +42,10 @@ from ...device.tensor_intrinsics import (
     store_shared_2,
     store_shared_word,
 )
-from ...device.warp import WARP_SIZE
-from ..config import TensorConfig
-from ..softmax import UNSEEN, finish
+from ....device.warp import WARP_SIZE
+from ...config import TensorConfig
+from ...output import finish
+from ..softmax import UNSEEN
 from .shape import SplitShape
 
 MERGE_LOADS = 16  # splits that a thread reads at once when it adds them

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..device.warp import WARP_SIZE
-from . import limits
-from .config import NUM_THREADS, NUM_WARPS, TensorConfig
+from ...device.warp import WARP_SIZE
+from .. import limits
+from ..config import NUM_THREADS, NUM_WARPS, TensorConfig
 
 CHUNK = 16  # bytes: of a copy, and of a row of a matrix that ldmatrix loads
 CHUNK_DIMS = 8
