@@ -1,0 +1,36 @@
+"use strict";
+
+// Make an element with attributes and children; strings become text, so no data is ever read as HTML.
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== null && value !== false) made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.flat().filter((child) => child !== null && child !== ""));
+  return made;
+}
+
+// A table whose first column names its rows. Cells are text or elements; `marked` rows are said to be the chosen one.
+function tableOf(caption, headings, rows, marked = -1) {
+  const head = element("tr", {}, headings.map((words) => element("th", { scope: "col" }, words)));
+  const body = rows.map((cells, i) =>
+    element(
+      "tr",
+      { class: i === marked ? "chosen" : null, "aria-current": i === marked ? "true" : null },
+      cells.map((cell, j) => (j === 0 ? element("th", { scope: "row" }, cell) : element("td", {}, cell))),
+    ),
+  );
+  return element(
+    "table",
+    {},
+    element("caption", {}, caption),
+    element("thead", {}, head),
+    element("tbody", {}, body),
+  );
+}
+
+// A number as a reader would write it; null stands for minus infinity, which JSON does not have.
+function shown(number) {
+  if (number === null) return "−∞";
+  return String(Number(number.toPrecision(4))).replace("-", "−");
+}
