@@ -20,9 +20,9 @@ from pagedkv import PagedKVCache, Scheduler
 DATA = Path(__file__).parent / "_static" / "step_by_step"
 NUM_BLOCKS, BLOCK_SIZE = 8, 4
 REQUESTS = {  # prompt, and what our model says
-    "E": ("why do cats sleep all day long", "they hunt at dawn and at dusk ."),
-    "F": ("name a good pet please now", "a cat , or two of them"),
-    "G": ("what is a purr", "a sound that cats make when they are at ease ."),
+    "E": ("why do cats sleep all day long", "they hunt at dawn and at dusk mostly"),
+    "F": ("name a good pet please now", "a cat or maybe two of them"),
+    "G": ("what is a purr", "a sound that cats make when they are at ease"),
 }
 
 
@@ -110,8 +110,8 @@ STEPS = (
         "Eviction",
         "D needs every block",
         'd, num_cached = cache.add(ids("once upon a time a small grey cat lived in a big old house by the sea"))',
-        "Blocks that hold nothing are used up first, and only then is a cached one evicted, the one that was used least recently, "
-        "because it is the least likely to be asked for again.",
+        "Blocks that hold nothing are used up first, and only then is a cached one evicted, the one used least "
+        "recently, because it is the least likely to be asked for again.",
     ),
     Step(
         "Eviction",
@@ -142,7 +142,7 @@ STEPS = (
     Step(
         "Preemption",
         "G gives its blocks back",
-        "until_preempted()",
+        "while scheduler.num_preempted == 0: run(1)",
         "The next tokens need more blocks than are free, so the request that came last waits again; the first one "
         "never has to, so some request always gets on, and G's full blocks stay cached until they are needed.",
     ),
@@ -163,11 +163,11 @@ STEPS = (
     Step(
         "Preemption",
         "Everything has ended",
-        "run_to_the_end()",
+        "while scheduler.num_running: run(1)",
         "Every request got its whole text from a pool that could not hold all three at once, which is the point of "
         "giving blocks back.",
     ),
-)  # fmt: skip
+)
 
 
 class Vocabulary:
@@ -195,8 +195,6 @@ class Run:
             "requests": REQUESTS,
             "add": self.add,
             "run": self.run,
-            "until_preempted": lambda: self.run_while(lambda: self.scheduler.num_preempted == 0),
-            "run_to_the_end": lambda: self.run_while(lambda: len(self.ended) < len(REQUESTS)),
         }
 
     @property
@@ -223,12 +221,6 @@ class Run:
                 said.append(answer[len(self.scheduler.tokens(number)) - len(prompt)])
             self.ended |= {done.request for done in self.scheduler.update(step, said)}
 
-    def run_while(self, condition: Callable[[], bool]) -> None:
-        """At least one step."""
-        self.run(1)
-        while condition():
-            self.run(1)
-
     def sequences(self) -> dict[str, int]:
         """The handles of the sequences that are alive, by their letters."""
         alive = {}
@@ -242,8 +234,10 @@ class Run:
         if "scheduler" in self.names:
             running = self.scheduler._running
             lanes = running.lanes
-            alive |= {self.requests[number]: seq for number, seq in
-                      zip(running.numbers[lanes].tolist(), running.seqs[lanes].tolist(), strict=True)}  # fmt: skip
+            alive |= {
+                self.requests[number]: seq
+                for number, seq in zip(running.numbers[lanes].tolist(), running.seqs[lanes].tolist(), strict=True)
+            }
         return alive
 
     def state(self) -> dict[str, Any]:
@@ -264,9 +258,13 @@ class Run:
             owners = [name for name, (_, row) in tables.items() if block in row]
             assert len(owners) == refs
             blocks.append(
-                {"kind": kind, "owners": owners, "words": [self.vocabulary.words[token] for token in tokens],
-                 "findable": bool(findable[block])}
-            )  # fmt: skip
+                {
+                    "kind": kind,
+                    "owners": owners,
+                    "words": [self.vocabulary.words[token] for token in tokens],
+                    "findable": bool(findable[block]),
+                }
+            )
         return {
             "blocks": blocks,
             "tables": [{"name": name, "length": length, "blocks": row} for name, (length, row) in tables.items()],
@@ -311,8 +309,13 @@ def what_happened(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str
             yield f"Block {source} is copied to block {block} for {name}."
         fresh = row[len(had) :]
         shared = [block for block in fresh if any(block in other for other in old.values())]
-        found = [block for block in fresh if block not in shared and kinds_before[block] == "cached"
-                 and before["blocks"][block]["words"] == after["blocks"][block]["words"]]  # fmt: skip
+        found = [
+            block
+            for block in fresh
+            if block not in shared
+            and kinds_before[block] == "cached"
+            and before["blocks"][block]["words"] == after["blocks"][block]["words"]
+        ]
         handed = [block for block in fresh if block not in shared and block not in found]
         if shared:
             yield f"{name} shares {named(shared)}."
@@ -320,19 +323,27 @@ def what_happened(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str
             yield f"{name} finds {named(found)}."
         if handed:
             yield f"{name} gets {named(handed)}."
-    taken = [i for i, kind in enumerate(kinds) if kinds_before[i] == "cached" and kind == "used"
-             and before["blocks"][i]["words"] != after["blocks"][i]["words"]]  # fmt: skip
+    taken = [
+        i
+        for i, kind in enumerate(kinds)
+        if kinds_before[i] == "cached"
+        and kind == "used"
+        and before["blocks"][i]["words"] != after["blocks"][i]["words"]
+    ]
     if taken:
         yield f"What was cached in {named(taken)} is evicted."
     gone = [name for name in old if name not in new]
     if gone:
         yield f"{listed(gone)} {'has' if len(gone) == 1 else 'have'} no blocks any more."
-    for kind, words in (("cached", "cached"), ("free", "free")):
+    for kind in ("cached", "free"):
         blocks = [i for i, now in enumerate(kinds) if now == kind != kinds_before[i]]
         if blocks:
-            yield f"{named(blocks).capitalize()} {'is' if len(blocks) == 1 else 'are'} {words} now."
-    found_now = [i for i, block in enumerate(after["blocks"])
-                 if block["kind"] == "used" and block["findable"] and not before["blocks"][i]["findable"]]  # fmt: skip
+            yield f"{named(blocks).capitalize()} {'is' if len(blocks) == 1 else 'are'} {kind} now."
+    found_now = [
+        i
+        for i, block in enumerate(after["blocks"])
+        if block["kind"] == "used" and block["findable"] and not before["blocks"][i]["findable"]
+    ]
     if found_now:
         yield f"{named(found_now).capitalize()} can be found by {'its' if len(found_now) == 1 else 'their'} words now."
 
@@ -344,18 +355,24 @@ def record() -> dict[str, Any]:
         exec(step.code, run.names)
         run.cache.check()
         state = run.state()
-        what = list(what_happened(before, state)) if before else [f"{NUM_BLOCKS} blocks of {BLOCK_SIZE} slots are free."]
-        steps.append({**step._asdict(), "what": " ".join(what) or "No block changes hands.", **state})
+        what = (
+            " ".join(what_happened(before, state)) if before else f"{NUM_BLOCKS} blocks of {BLOCK_SIZE} slots are free."
+        )
+        steps.append({**step._asdict(), "what": what or "No block changes hands.", **state})
         before = state
     return {"block_size": BLOCK_SIZE, "steps": steps}
 
 
 def script(name: str, data: dict[str, Any]) -> str:
     """Data as a script, which browsers load from the file system too, where they fetch no JSON."""
-    lines = ",\n".join(f'"{key}": {json.dumps(value, ensure_ascii=False, separators=(",", ":"))}' for key, value in
-                       data.items() if key != "steps")  # fmt: skip
+    lines = ",\n".join(
+        f'"{key}": {json.dumps(value, ensure_ascii=False, separators=(",", ":"))}'
+        for key, value in data.items()
+        if key != "steps"
+    )
     steps = ",\n".join(json.dumps(step, ensure_ascii=False, separators=(",", ":")) for step in data["steps"])
-    return f'// Written by docs/record_*.py from a run of the package.\nconst {name} = {{{lines},\n"steps": [\n{steps}\n]}};\n'
+    head = "// Written by docs/record_*.py from a run of the package."
+    return f'{head}\nconst {name} = {{{lines},\n"steps": [\n{steps}\n]}};\n'
 
 
 def pool_run() -> str:
@@ -370,11 +387,22 @@ def pool_run() -> str:
         parts.append(text(left - 12, top + 15, step["title"], 12, "end"))
         for i, block in enumerate(step["blocks"]):
             words = {"used": " ".join(block["owners"]), "cached": "cached", "free": ""}[block["kind"]]
-            fill = {"used": COLOURS[0 if len(block["owners"]) < 2 else 2], "cached": SHADE, "free": WHITE}[block["kind"]]
-            parts.append(box(left + wide * i, top, wide - 3, high - 4, fill, LINE if block["kind"] == "free" else INK, words))
+            fill = {"used": COLOURS[0 if len(block["owners"]) < 2 else 2], "cached": SHADE, "free": WHITE}[
+                block["kind"]
+            ]
+            parts.append(
+                box(left + wide * i, top, wide - 3, high - 4, fill, LINE if block["kind"] == "free" else INK, words)
+            )
         top += high
-    parts.append(text(20, top + 16, "A letter is a sequence that has the block; a block with two letters is shared; an "
-                      "empty one is free.", 11, fill=GREY))  # fmt: skip
+    parts.append(
+        text(
+            20,
+            top + 16,
+            "A letter is a sequence that has the block; a block with two letters is shared; an empty one is free.",
+            11,
+            fill=GREY,
+        )
+    )
     return drawing(top + 32, parts)
 
 

@@ -1,8 +1,8 @@
 """The thread block of v1 that explanation/step_by_step.md plays: ``python docs/record_v1.py`` writes it.
 
 v1 runs in the emulator, and this looks over its shoulder: what lanes load, what they hand each other in shuffles, and
-what is in shared memory at each barrier. Nothing on the page is computed anew. Queries, keys and values are multiples of
-1/4, so that readers can check the sums. The tests compare the file with what this records.
+what is in shared memory at each barrier. Queries, keys and values are multiples of 1/4, so that readers can check the
+sums. The tests compare the file with what this records: a kernel that changes changes its page.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class Watch:
         everyone = np.ones(NUM_THREADS, bool)
         shfl, whole, reach, offsets = WarpOps.shfl, Barriers.whole, Barriers._open, Access.global_offsets
 
-        def see_shuffle(ops: WarpOps, ins: Any, fixed: bool, mode: str, a: Any, b: Any, c: Any, mask: Any, m: Any) -> Any:
+        def see_shuffle(
+            ops: WarpOps, ins: Any, fixed: bool, mode: str, a: Any, b: Any, c: Any, mask: Any, m: Any
+        ) -> Any:
             active = everyone if m is None else m[own].copy()
             if active.any():
                 self.shuffles.append((int(b[own][0]), active, a[own].view(np.float32).copy()))
@@ -160,7 +162,10 @@ STEPS = (
     Step(
         "Keys",
         "Warps take turns over the chunks",
-        line_of("attention.py", "for chunk in range(start_token + warp_idx * CHUNK_SIZE, last_token, NUM_WARPS * CHUNK_SIZE):"),
+        line_of(
+            "attention.py",
+            "for chunk in range(start_token + warp_idx * CHUNK_SIZE, last_token, NUM_WARPS * CHUNK_SIZE):",
+        ),
         "Taking turns gives each of the four warps nearly the same work, however long the sequence is.",
     ),
     Step(
@@ -201,8 +206,8 @@ STEPS = (
         "Softmax",
         "Exponentials, and their sum",
         line_of("softmax.py", "val = exp_minus(logits[i], qk_max)"),
-        "It no longer matters who computed a logit, so thread i takes token i, and puts the exponential where the logit "
-        "was, so that nothing needs more memory.",
+        "It no longer matters who computed a logit, so thread i takes token i, and puts the exponential where the "
+        "logit was, so that nothing needs more memory.",
     ),
     Step(
         "Softmax",
@@ -247,12 +252,18 @@ STEPS = (
 )
 
 
-# What the page draws at each step (a method of ThreadBlockView), and whether the reader chooses a chunk and a lane.
+# What the page draws at each step (a method of ThreadBlockView), and what the reader chooses.
 SHOWS = (
-    *(("grid", False), ("query", False), ("blocks", False), ("chunks", False)),
-    *(("keyLoads", True), ("shares", True), ("products", True)),
-    *(("logits", True), ("maxima", False), ("exps", True), ("weights", True)),
-    *(("valueLoads", True), ("sums", True), ("rowSums", True), ("warpSums", True), ("output", False)),
+    *(("grid", ""), ("query", ""), ("blocks", ""), ("chunks", "")),
+    *(("keyLoads", "chunk lane"), ("shares", "chunk lane"), ("products", "chunk lane")),
+    *(("logits", "chunk"), ("maxima", ""), ("exps", "chunk"), ("weights", "chunk")),
+    *(
+        ("valueLoads", "chunk lane"),
+        ("sums", "chunk lane"),
+        ("rowSums", "chunk lane"),
+        ("warpSums", "lane"),
+        ("output", ""),
+    ),
 )
 
 
@@ -263,13 +274,14 @@ def facts(run: dict[str, Any]) -> list[str]:
     maximum, total = max(run["warp_maxima"]), sum(run["warp_sums"])
     heaviest = int(np.argmax(run["weights"]))
     return [
-        f"Thread block {THREAD_BLOCK} of {run['num_thread_blocks']} has sequence {SEQ_IDX}, of {length} tokens, and query "
-        f"head {HEAD_IDX}, which reads KV head {KV_HEAD_IDX}.",
+        f"Of {run['num_thread_blocks']} thread blocks number {THREAD_BLOCK} has sequence {SEQ_IDX}, {length} tokens, "
+        f"and query head {HEAD_IDX}, which reads KV head {KV_HEAD_IDX}.",
         f"{len(run['q']) // X} threads load 16 bytes of q each, and store {X} elements as float32.",
         f"The {length} tokens are in blocks {listed(table)}, in this order; the last one has {unused} unused slots.",
-        f"Warp 0 takes chunks 0 and {NUM_WARPS}, the others take one each; a chunk is a block of {CONFIG.block_size} tokens.",
-        f"A lane loads {len(run['k_bytes'][0][0])} vectors of 16 bytes, every other one of its token; the lanes of unused "
-        "slots load nothing.",
+        f"Warp 0 takes chunks 0 and {NUM_WARPS}, the others take one each; a chunk is a block of {CONFIG.block_size} "
+        "tokens.",
+        f"A lane loads {len(run['k_bytes'][0][0])} vectors of 16 bytes, every other one of its token; the lanes of "
+        "unused slots load nothing.",
         f"A lane multiplies {len(run['k_bytes'][0][0])} vectors of {X} elements with those of q, and has one sum.",
         "Lanes 2t and 2t + 1 of a warp exchange their sums and add them.",
         f"Each q . k is multiplied by the scale, 1 / sqrt({CONFIG.head_dim}) = 1/8, and stored: {length} logits, and "
@@ -278,8 +290,8 @@ def facts(run: dict[str, Any]) -> list[str]:
         f"Every logit x becomes exp(x - {maximum:.4g}); they add up to {total:.4g}.",
         f"Every exponential is multiplied by 1 / {total:.4g}; token {heaviest} has the largest weight, "
         f"{run['weights'][heaviest]:.3g}.",
-        f"Lanes 2r and 2r + 1 read row r, and three more that are {CONFIG.num_rows_per_iter} apart; of the last chunk only "
-        f"the vector with tokens {length - length % CONFIG.chunk_size} to {length - 1} is read.",
+        f"Lanes 2r and 2r + 1 read row r, and three more that are {CONFIG.num_rows_per_iter} apart; of the last chunk "
+        f"only the vector with tokens {length - length % CONFIG.chunk_size} to {length - 1} is read.",
         "Each of a lane's four sums gets 8 products from a chunk.",
         f"Each warp now has {CONFIG.head_dim} sums, over the tokens of its chunks.",
         "Warps 2 and 3 hand theirs to warps 0 and 1, then warp 1 to warp 0.",
@@ -294,11 +306,11 @@ def whole(values: np.ndarray) -> list[Any]:
     return scaled.astype(int).tolist()
 
 
-def short(values: np.ndarray) -> list[Any]:
-    """Floats with five digits; null for minus infinity."""
+def short(values: np.ndarray, digits: int = 5) -> list[Any]:
+    """Floats with so many digits; null for minus infinity."""
     if values.ndim > 1:
-        return [short(row) for row in values]
-    return [float(f"{x:.5g}") if np.isfinite(x) else None for x in values.tolist()]
+        return [short(row, digits) for row in values]
+    return [float(f"{x:.{digits}g}") if np.isfinite(x) else None for x in values.tolist()]
 
 
 def by_chunk(loads: list[tuple[np.ndarray, np.ndarray]], num_chunks: int) -> list[list[list[int]]]:
@@ -328,7 +340,12 @@ def record() -> dict[str, Any]:
         return watch.barriers[barrier][first : first + 4 * count].view(np.float32)
 
     first_turn, second_turn, *rest = watch.shuffles
-    assert [mask for mask, _, _ in watch.shuffles] == [1, 1, *[16, 8, 4, 2, 1, 2, 1] * 2, *[1] * CONFIG.num_rows_per_thread]
+    assert [mask for mask, _, _ in watch.shuffles] == [
+        1,
+        1,
+        *[16, 8, 4, 2, 1, 2, 1] * 2,
+        *[1] * CONFIG.num_rows_per_thread,
+    ]
     partials = np.concatenate([first_turn[2], second_turn[2][:WARP_SIZE]]).reshape(num_chunks, WARP_SIZE)
     products = (partials + partials[:, np.arange(WARP_SIZE) ^ 1])[:, ::2].reshape(-1)
     logits, exps, weights = (shared(barrier, "logits", num_slots) for barrier in (1, 2, 3))
@@ -360,8 +377,8 @@ def record() -> dict[str, Any]:
         "v": whole(problem.v[:, KV_HEAD_IDX]),
         "k_bytes": by_chunk(watch.loads["k_cache"], num_chunks),
         "v_bytes": by_chunk(watch.loads["v_cache"], num_chunks),
-        "partials": short(partials),
-        "products": short(products),
+        "partials": short(partials, 9),
+        "products": short(products, 9),
         "logits": short(logits),
         "warp_maxima": short(shared(1, "red_smem", NUM_WARPS)),
         "exps": short(exps),

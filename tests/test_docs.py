@@ -197,7 +197,10 @@ def test_readme_program_with_cupy():
     assert changed(readme_program(), "import numpy as xp", "import cupy as xp") == "(1, 8, 64)\n"
 
 
-@pytest.mark.parametrize("module", ["draw_kernels", "draw_split", "draw_prefill", "draw_performance", "draw_trace"])
+DRAWN = ["draw_kernels", "draw_split", "draw_prefill", "draw_performance", "draw_trace", "record_pool"]
+
+
+@pytest.mark.parametrize("module", DRAWN)
 def test_drawings_are_up_to_date(monkeypatch, module):
     monkeypatch.syspath_prepend(ROOT / "docs")
     for file, draw in importlib.import_module(module).DRAWINGS.items():
@@ -319,3 +322,8 @@ def test_build(tmp_path):
     # Names in single backticks and the drawing of the memory manager.
     assert 'href="#pagedkv.SequenceTable.fork"' in page
     assert "fork.svg" in (tmp_path / "html" / "memory.html").read_text()
+    # The interactive page finds its scripts.
+    interactive = tmp_path / "html" / "explanation" / "step_by_step.html"
+    scripts = re.findall(r'<script defer src="([^"?]*step_by_step/\w+\.js)"', interactive.read_text())
+    assert len(scripts) == len([*(ROOT / "docs" / "_static" / "step_by_step").glob("*.js")])
+    assert all((interactive.parent / script).is_file() for script in scripts)

@@ -30,7 +30,11 @@ function tableOf(caption, headings, rows, marked = -1) {
 }
 
 // A number as a reader would write it; null stands for minus infinity, which JSON does not have.
-function shown(number) {
-  if (number === null) return "−∞";
-  return String(Number(number.toPrecision(4))).replace("-", "−");
+function shown(number, digits = 4) {
+  return number === null ? "−∞" : String(Number(number.toPrecision(digits))).replace("-", "−");
+}
+
+// A list to choose from, with its label.
+function field(label, select) {
+  return element("span", { class: "field" }, element("label", { for: select.id }, label), select);
 }

@@ -14,14 +14,7 @@ class StepPlayer {
     this.what = element("p", { class: "what" });
     this.why = element("p", { class: "why" });
     this.code = element("code");
-    const controls = element(
-      "div",
-      { class: "controls" },
-      this.back,
-      this.next,
-      element("label", { for: this.list.id }, "Step"),
-      this.list,
-    );
+    const controls = element("div", { class: "controls" }, this.back, this.next, field("Step", this.list));
     const live = element(
       "div",
       { class: "telling", "aria-live": "polite", "aria-atomic": "true" },
@@ -29,8 +22,7 @@ class StepPlayer {
       this.what,
       this.why,
     );
-    const code = element("pre", { class: "code", tabindex: "0", "aria-label": "The line that is run" }, this.code);
-    place.replaceChildren(controls, live, code, view.root);
+    place.replaceChildren(controls, live, element("pre", { class: "code" }, this.code), view.root);
     place.setAttribute("role", "group");
     place.setAttribute("aria-label", name);
     place.classList.add("playing");
@@ -57,7 +49,7 @@ class StepPlayer {
   key(event) {
     const moves = { ArrowLeft: this.number - 1, ArrowRight: this.number + 1, Home: 0, End: this.run.steps.length - 1 };
     const isPlain = !event.altKey && !event.ctrlKey && !event.metaKey && !event.shiftKey;
-    // A list and the line of code have uses of their own for these keys.
+    // A list has uses of its own for these keys.
     if (isPlain && event.key in moves && event.target.matches("button")) {
       event.preventDefault();
       this.go(moves[event.key]);

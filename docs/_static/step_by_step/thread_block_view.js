@@ -1,5 +1,8 @@
 "use strict";
 
+// A sum of products of multiples of 1/4.
+const exact = (number) => shown(number, 9);
+
 // What a thread block of v1 has at a step; the reader chooses a chunk of tokens and a lane of the warp that takes it.
 class ThreadBlockView {
   constructor(run, id) {
@@ -7,16 +10,11 @@ class ThreadBlockView {
     this.numChunks = run.block_table.length;
     this.chunk = this.choice(`${id}-chunk`, this.numChunks, (i) => `${i} (warp ${i % run.num_warps})`, 1);
     this.lane = this.choice(`${id}-lane`, run.partials[0].length, String, 0);
-    this.choices = element(
-      "div",
-      { class: "controls" },
-      element("label", { for: this.chunk.id }, "Chunk"),
-      this.chunk,
-      element("label", { for: this.lane.id }, "Lane"),
-      this.lane,
-    );
-    this.panel = element("div", { class: "panel", "aria-live": "off" });
-    this.root = element("div", { class: "state" }, this.choices, this.panel);
+    this.fields = { chunk: field("Chunk", this.chunk), lane: field("Lane", this.lane) };
+    this.choices = element("div", { class: "controls" }, this.fields.chunk, this.fields.lane);
+    this.chosen = element("p", { "aria-live": "polite" });
+    this.panel = element("div");
+    this.root = element("div", { class: "state" }, this.choices, this.chosen, this.panel);
   }
 
   choice(id, count, name, first) {
@@ -30,9 +28,15 @@ class ThreadBlockView {
   show(step) {
     this.step = step;
     const [chunk, lane] = [Number(this.chunk.value), Number(this.lane.value)];
-    const drawn = this[step.show](chunk, lane);
-    this.choices.hidden = !step.chooses;
-    this.panel.replaceChildren(...drawn);
+    for (const [name, own] of Object.entries(this.fields)) own.hidden = !step.chooses.includes(name);
+    const rows = `rows ${this.rows(lane).join(", ")} of V`;
+    const words = {
+      "chunk lane": `Lane ${lane} of warp ${this.warp(chunk)}: ${this.slot(this.token(chunk, lane))} of K, ${rows}.`,
+      chunk: `Chunk ${chunk}: tokens ${this.tokens(chunk)}, taken by warp ${this.warp(chunk)}.`,
+      lane: `Lane ${lane} of each warp: ${rows}.`,
+    };
+    this.chosen.textContent = words[step.chooses] ?? "";
+    this.panel.replaceChildren(...this[step.show](chunk, lane));
   }
 
   // -- numbers and names
@@ -46,6 +50,10 @@ class ThreadBlockView {
 
   token(chunk, lane) {
     return this.first(chunk) + Math.floor(lane / this.run.group_size);
+  }
+
+  slot(token) {
+    return token < this.run.seq_len ? `token ${token}` : `unused slot ${token}`;
   }
 
   // The rows of V, elements of head_dim, that a lane sums.
@@ -82,8 +90,8 @@ class ThreadBlockView {
   ofTokens(chunk, values, label) {
     const first = this.first(chunk);
     const own = values.slice(first, first + this.run.chunk_size);
-    const name = (i) => (first + i < this.run.seq_len ? `token ${first + i}` : `slot ${first + i}, unused`);
-    return [element("p", { class: "label" }, `${label} of chunk ${chunk}`), this.cells(label, own, name, shown)];
+    const name = (i) => this.slot(first + i);
+    return [element("p", { class: "label" }, `${label} of chunk ${chunk}`), this.cells(label, own, name, (value) => shown(value))];
   }
 
   inVectors(numbers, words) {
@@ -102,13 +110,13 @@ class ThreadBlockView {
   grid() {
     const { run } = this;
     const rows = [
-      ["Thread block", `${run.thread_block} of 0 to ${run.num_thread_blocks - 1}`],
+      ["Thread block", `${run.thread_block}, of ${run.num_thread_blocks}`],
       ["Sequence", `${run.seq_idx}, of ${run.seq_len} tokens`],
       ["Query head", run.head_idx],
       ["KV head", run.kv_head_idx],
       ["Threads", `${run.num_warps} warps of ${run.partials[0].length} lanes`],
     ];
-    return [tableOf("What it works on", ["Of the launch", "Here"], rows)];
+    return [tableOf("What it works on", ["What", "Which"], rows)];
   }
 
   query() {
@@ -134,7 +142,7 @@ class ThreadBlockView {
 
   keyLoads(chunk, lane) {
     const loads = this.run.k_bytes[chunk];
-    const words = (own, i) => (own.length ? `token ${this.token(chunk, i)}` : "no token");
+    const words = (own, i) => (own.length ? this.slot(this.token(chunk, i)) : "loads nothing");
     const rows = loads[lane].map((byte, j) => [this.keyVector(lane, j), `${byte} to ${byte + 15}`]);
     const table = tableOf(`Loads of lane ${lane}, 16 bytes each`, ["Vector", "Bytes of k_cache"], rows);
     return [table, ...this.ofLanes(chunk, lane, loads, words)];
@@ -155,19 +163,20 @@ class ThreadBlockView {
         this.quarters(q.slice(from, from + size)),
       ];
     });
-    const caption = `Lane ${lane}, ${rows.length ? `token ${token}` : "no token"}: all products add up to ` +
-      shown(partials[chunk][lane]);
-    return [tableOf(caption, ["Vector", "Of the key", "Of q"], rows), ...this.ofLanes(chunk, lane, partials[chunk], shown)];
+    const sum = exact(partials[chunk][lane]);
+    const caption = `Lane ${lane}, ${this.slot(token)}: the products add up to ${sum}`;
+    const table = tableOf(caption, ["Vector", "Of the key", "Of q"], rows);
+    return [table, ...this.ofLanes(chunk, lane, partials[chunk], exact)];
   }
 
   products(chunk, lane) {
-    const { partials, group_size: size } = this.run;
-    const first = lane - (lane % size);
-    const rows = Array.from({ length: size }, (_, i) => [`lane ${first + i}`, shown(partials[chunk][first + i])]);
-    rows.push(["both have", shown(this.run.products[this.token(chunk, lane)])]);
-    const both = partials[chunk].map((_, i) => this.run.products[this.token(chunk, i)]);
-    const table = tableOf(`q . k of ${rows.length ? `slot ${this.token(chunk, lane)}` : ""}`, ["", "Sum"], rows);
-    return [table, ...this.ofLanes(chunk, lane, both, shown)];
+    const { partials, products, group_size: size } = this.run;
+    const [first, token] = [lane - (lane % size), this.token(chunk, lane)];
+    const rows = Array.from({ length: size }, (_, i) => [`lane ${first + i}`, exact(partials[chunk][first + i])]);
+    rows.push(["both, afterwards", exact(products[token])]);
+    const all = partials[chunk].map((_, i) => products[this.token(chunk, i)]);
+    const table = tableOf(`q . k of ${this.slot(token)}`, ["Who", "Sum"], rows);
+    return [table, ...this.ofLanes(chunk, lane, all, exact)];
   }
 
   logits(chunk) {
@@ -191,8 +200,8 @@ class ThreadBlockView {
     const loads = this.run.v_bytes[chunk];
     const first = (i) => this.firstOfVector(chunk, i);
     const words = (own, i) =>
-      own.length ? `slots ${first(i)} to ${first(i) + this.run.vec_size - 1}` : "reads nothing";
-    const rows = loads[lane].map((byte, i) => [`element ${this.rows(lane)[i]}`, `${byte} to ${byte + 15}`]);
+      own.length ? `slots ${first(i)} to ${first(i) + this.run.vec_size - 1}` : "loads nothing";
+    const rows = loads[lane].map((byte, i) => [`row ${this.rows(lane)[i]}`, `${byte} to ${byte + 15}`]);
     const table = tableOf(`Loads of lane ${lane}, 8 tokens each`, ["Row", "Bytes of v_cache"], rows);
     return [table, ...this.ofLanes(chunk, lane, loads, words)];
   }
@@ -204,8 +213,8 @@ class ThreadBlockView {
     const own = accs[this.warp(chunk) * loads[chunk].length + lane];
     const isRead = loads[chunk][lane].length > 0;
     const rows = this.rows(lane).map((row, i) => [
-      `element ${row}`,
-      isRead ? tokens.map((token) => shown(v[token][row] / 4)).join(", ") : "not read",
+      `row ${row}`,
+      isRead ? tokens.map((token) => shown(v[token][row] / 4)).join(", ") : "not loaded",
       shown(own[i]),
     ]);
     const weighed = isRead
@@ -223,27 +232,28 @@ class ThreadBlockView {
     const names = Array.from({ length: size }, (_, i) => `Lane ${first + i}`);
     const lanes = this.run.partials[0].length;
     const rows = this.rows(lane).map((row, i) => [
-      `element ${row}`,
+      `row ${row}`,
       ...names.map((_, j) => shown(accs[warp * lanes + first + j][i])),
       shown(sums[warp][row]),
     ]);
     return [tableOf(`Rows of warp ${warp}`, ["Row", ...names, "Both"], rows)];
   }
 
+  // A column for each row of the lane: eight columns of sums would be too wide for a phone.
   warpSums(chunk, lane) {
     const { in_warps: sums, halves, out } = this.run;
-    const rows = this.rows(lane).map((row) => [
-      `element ${row}`,
-      ...sums.map((own) => shown(own[row])),
-      ...halves.map((own) => shown(own[row])),
-      shown(out[row]),
-    ]);
-    const headings = ["Row", ...sums.map((_, i) => `Warp ${i}`), "0 + 2", "1 + 3", "All"];
-    return [tableOf("Sums of the warps", headings, rows)];
+    const rows = this.rows(lane);
+    const line = (name, own) => [name, ...rows.map((row) => shown(own[row]))];
+    const lines = [
+      ...sums.map((own, i) => line(`warp ${i}`, own)),
+      ...halves.map((own, i) => line(`warps ${i} and ${i + halves.length}`, own)),
+      line("all", out),
+    ];
+    return [tableOf("Sums of the rows of V", ["Of", ...rows.map((row) => `row ${row}`)], lines)];
   }
 
   output() {
-    const rows = this.inVectors(this.run.out, (numbers) => numbers.map(shown).join(", "));
+    const rows = this.inVectors(this.run.out, (numbers) => numbers.map((number) => shown(number)).join(", "));
     return [tableOf("out of this sequence and head", ["Elements", "Values"], rows)];
   }
 }
