@@ -15,7 +15,7 @@ class PoolView {
     const requests = step.requests.map(({ name, state, tokens, computed }) => [name, state, tokens, computed ?? "–"]);
     this.tables.replaceChildren(
       sequences.length ? tableOf("Block tables", ["Sequence", "Tokens", "Blocks"], sequences) : "",
-      requests.length ? tableOf("Requests", ["Request", "It", "Tokens", "Of them computed"], requests) : "",
+      requests.length ? tableOf("Requests", ["Request", "State", "Tokens", "Computed"], requests) : "",
     );
   }
 

@@ -82,8 +82,8 @@ class ThreadBlockView {
     return element("ul", { class: "cells", "aria-label": label }, items);
   }
 
-  ofLanes(chunk, lane, values, words) {
-    const label = `Lanes of warp ${this.warp(chunk)} at chunk ${chunk}`;
+  ofLanes(what, chunk, lane, values, words) {
+    const label = `${what} of the lanes of warp ${this.warp(chunk)} at chunk ${chunk}`;
     return [element("p", { class: "label" }, label), this.cells(label, values, (i) => `lane ${i}`, words, lane)];
   }
 
@@ -145,7 +145,7 @@ class ThreadBlockView {
     const words = (own, i) => (own.length ? this.slot(this.token(chunk, i)) : "loads nothing");
     const rows = loads[lane].map((byte, j) => [this.keyVector(lane, j), `${byte} to ${byte + 15}`]);
     const table = tableOf(`Loads of lane ${lane}, 16 bytes each`, ["Vector", "Bytes of k_cache"], rows);
-    return [table, ...this.ofLanes(chunk, lane, loads, words)];
+    return [table, ...this.ofLanes("Tokens", chunk, lane, loads, words)];
   }
 
   keyVector(lane, j) {
@@ -166,7 +166,7 @@ class ThreadBlockView {
     const sum = exact(partials[chunk][lane]);
     const caption = `Lane ${lane}, ${this.slot(token)}: the products add up to ${sum}`;
     const table = tableOf(caption, ["Vector", "Of the key", "Of q"], rows);
-    return [table, ...this.ofLanes(chunk, lane, partials[chunk], exact)];
+    return [table, ...this.ofLanes("Sums", chunk, lane, partials[chunk], exact)];
   }
 
   products(chunk, lane) {
@@ -176,7 +176,7 @@ class ThreadBlockView {
     rows.push(["both, afterwards", exact(products[token])]);
     const all = partials[chunk].map((_, i) => products[this.token(chunk, i)]);
     const table = tableOf(`q . k of ${this.slot(token)}`, ["Who", "Sum"], rows);
-    return [table, ...this.ofLanes(chunk, lane, all, exact)];
+    return [table, ...this.ofLanes("Dot products", chunk, lane, all, exact)];
   }
 
   logits(chunk) {
@@ -200,10 +200,10 @@ class ThreadBlockView {
     const loads = this.run.v_bytes[chunk];
     const first = (i) => this.firstOfVector(chunk, i);
     const words = (own, i) =>
-      own.length ? `slots ${first(i)} to ${first(i) + this.run.vec_size - 1}` : "loads nothing";
+      own.length ? `row ${this.rows(i)[0]}: ${first(i)} to ${first(i) + this.run.vec_size - 1}` : "loads nothing";
     const rows = loads[lane].map((byte, i) => [`row ${this.rows(lane)[i]}`, `${byte} to ${byte + 15}`]);
     const table = tableOf(`Loads of lane ${lane}, 8 tokens each`, ["Row", "Bytes of v_cache"], rows);
-    return [table, ...this.ofLanes(chunk, lane, loads, words)];
+    return [table, ...this.ofLanes("First row and tokens", chunk, lane, loads, words)];
   }
 
   sums(chunk, lane) {
