@@ -91,7 +91,8 @@ class ThreadBlockView {
     const first = this.first(chunk);
     const own = values.slice(first, first + this.run.chunk_size);
     const name = (i) => this.slot(first + i);
-    return [element("p", { class: "label" }, `${label} of chunk ${chunk}`), this.cells(label, own, name, (value) => shown(value))];
+    const cells = this.cells(label, own, name, (value) => shown(value));
+    return [element("p", { class: "label" }, `${label} of chunk ${chunk}`), cells];
   }
 
   inVectors(numbers, words) {
@@ -217,8 +218,9 @@ class ThreadBlockView {
       isRead ? tokens.map((token) => shown(v[token][row] / 4)).join(", ") : "not loaded",
       shown(own[i]),
     ]);
+    const weightsHere = tokens.map((token) => shown(weights[token]));
     const weighed = isRead
-      ? `Weights of tokens ${tokens[0]} to ${tokens.at(-1)}: ${tokens.map((token) => shown(weights[token])).join(", ")}.`
+      ? `Weights of tokens ${tokens[0]} to ${tokens.at(-1)}: ${weightsHere.join(", ")}.`
       : "This vector has no used token.";
     const all = this.run.block_table.map((_, i) => i).filter((i) => i % warps === this.warp(chunk));
     const caption = `accs of lane ${lane}, after chunk${all.length > 1 ? "s" : ""} ${all.join(" and ")}`;
