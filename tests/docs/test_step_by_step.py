@@ -250,6 +250,56 @@ def test_the_numbers_of_a_lane(page):
         assert [float(cell) for cell in cells] == pytest.approx(expected, rel=1e-3)
 
 
+def table_of(page: Page) -> list[list[str]]:
+    """The cells of the table that v1's player shows."""
+    rows = page.run(
+        "[...document.querySelectorAll('#v1-player tbody tr')].map((row) => [...row.cells].map((x) => x.textContent))"
+    )
+    return [[cell.replace("\N{MINUS SIGN}", "-") for cell in row] for row in rows]
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(number) for number in cell.split(", ")]
+
+
+@pytest.mark.parametrize(("chunk", "lane"), [(1, 5), (2, 0), (3, 30)])
+def test_a_reader_can_check_the_sums(page, chunk, lane):
+    """What is shown together belongs together: addresses are those of the vectors named, and sums add up."""
+    run = data_of(scripts()["v1_run.js"])
+    show = [step["show"] for step in run["steps"]]
+    token, block = 16 * chunk + lane // 2, run["block_table"][chunk]
+    first_byte = (block * 2 + run["kv_head_idx"]) * 64 * 16 * 2
+    choose(page, "v1-player-chunk", chunk)
+    choose(page, "v1-player-lane", lane)
+    go(page, "v1-player", show.index("keyLoads"))
+    for vector, at in table_of(page):
+        assert int(at.split()[0]) == first_byte + int(vector) * 16 * 16 + token % 16 * 16
+    assert text_of(page, "#v1-player .cell.chosen") == f"lane {lane}token {token}"
+    go(page, "v1-player", show.index("shares"))
+    shares = sum(x * y for _, k, q in table_of(page) for x, y in zip(numbers(k), numbers(q), strict=True))
+    assert shares == run["partials"][chunk][lane]
+    go(page, "v1-player", show.index("products"))
+    sums = [float(cell) for _, cell in table_of(page)]
+    assert sums[0] + sums[1] == sums[2] == run["products"][token]
+    assert run["logits"][token] == pytest.approx(sums[2] / 8, rel=1e-4)
+    go(page, "v1-player", show.index("valueLoads"))
+    for row, at in table_of(page):
+        assert int(at.split()[0]) == first_byte + int(row.split()[1]) * 16 * 2 + lane % 2 * 16
+    go(page, "v1-player", show.index("sums"))
+    weights = numbers(text_of(page, "#v1-player .weights").partition(": ")[2].rstrip("."))
+    for _, values, total in table_of(page):
+        weighed = sum(x * y for x, y in zip(weights, numbers(values), strict=True))
+        assert float(total) == pytest.approx(weighed, rel=2e-3, abs=1e-4)
+    go(page, "v1-player", show.index("rowSums"))
+    for _, *lanes, both in table_of(page):
+        assert sum(map(float, lanes)) == pytest.approx(float(both), rel=2e-3, abs=1e-4)
+    go(page, "v1-player", show.index("warpSums"))
+    for column in range(1, 5):
+        *warps, low, high, all_of_them = (float(row[column]) for row in table_of(page))
+        assert sum(warps) == pytest.approx(low + high, rel=2e-3, abs=1e-4)
+        assert low + high == pytest.approx(all_of_them, rel=2e-3, abs=1e-3)
+
+
 @over_players
 def test_what_a_screen_reader_meets(page, place):
     """Every control has a name, the words of a step are a live region, and what is chosen or changed is said."""

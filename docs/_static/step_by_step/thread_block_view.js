@@ -224,7 +224,7 @@ class ThreadBlockView {
       : "This vector has no used token.";
     const all = this.run.block_table.map((_, i) => i).filter((i) => i % warps === this.warp(chunk));
     const caption = `accs of lane ${lane}, after chunk${all.length > 1 ? "s" : ""} ${all.join(" and ")}`;
-    return [element("p", {}, weighed), tableOf(caption, ["Row", "Values in this chunk", "Sum"], rows)];
+    return [element("p", { class: "weights" }, weighed), tableOf(caption, ["Row", "Values in this chunk", "Sum"], rows)];
   }
 
   rowSums(chunk, lane) {
