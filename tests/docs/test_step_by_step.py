@@ -170,29 +170,44 @@ def test_nothing_is_loaded_from_elsewhere(page):
     assert page.run("document.querySelectorAll('script[src]').length") == len(scripts())
 
 
+def at_every_step(page: Page, place: str, expression: str) -> list:
+    """The value of JavaScript at each step."""
+    return page.run(
+        f"(() => {{ const list = document.getElementById('{place}-step'); return [...list.options].map((option) => {{"
+        f"list.value = option.value; list.dispatchEvent(new Event('change')); return {expression}; }}); }})()"
+    )
+
+
 @over_players
-def test_every_step_by_keyboard(page, place):
-    """Tab comes to Back, Next and the list in this order; Enter goes on; at the end the focus stays where it is."""
+def test_every_step_is_told(page, place):
     steps = data_of(scripts()[RUNS[place]])["steps"]
+    parts = f"[...document.querySelectorAll('#{place} .telling p, #{place} .code')].map((each) => each.textContent)"
+    told = at_every_step(page, place, parts)
+    for number, (step, words) in enumerate(zip(steps, told, strict=True)):
+        title = f"Step {number + 1} of {len(steps)}, {step['chapter']}: {step['title']}"
+        assert words == [title, step["what"], f"Why: {step['why']}", step["code"]]
+
+
+@over_players
+def test_keys(page, place):
+    """Tab comes to Back, Next and the list in this order; at the last step the focus stays where it is."""
+    count = len(data_of(scripts()[RUNS[place]])["steps"])
+
+    def number() -> int:
+        return int(text_of(page, f"#{place} .title").split()[1])
+
     go(page, place, 0)
     page.run(f"document.querySelector('#{place} button').focus()")
+    page.press("Enter")
+    assert number() == 1
     page.press("Tab")
     assert page.run("document.activeElement.textContent") == "Next"
-    for number, step in enumerate(steps):
-        title = f"Step {number + 1} of {len(steps)}, {step['chapter']}: {step['title']}"
-        told = page.run(
-            f"[...document.querySelectorAll('#{place} .telling p, #{place} .code')].map((p) => p.textContent)"
-        )
-        assert told == [title, step["what"], f"Why: {step['why']}", step["code"]]
-        page.press("Enter")
-    assert text_of(page, f"#{place} .title") == title
+    for key, reached in (("Enter", 2), (" ", 3), ("ArrowRight", 4), ("ArrowLeft", 3), ("End", count), ("Enter", count)):
+        page.press(key)
+        assert number() == reached
     assert page.run("[document.activeElement.textContent, document.activeElement.ariaDisabled]") == ["Next", "true"]
-    page.press("ArrowLeft")
-    assert text_of(page, f"#{place} .title").startswith(f"Step {len(steps) - 1} ")
     page.press("Home")
-    assert text_of(page, f"#{place} .title").startswith("Step 1 ")
-    page.press("End")
-    assert text_of(page, f"#{place} .title") == title
+    assert number() == 1
     page.press("Tab")
     assert page.run("document.activeElement.id") == f"{place}-step"
 
@@ -200,13 +215,14 @@ def test_every_step_by_keyboard(page, place):
 def test_the_pool_is_drawn_as_recorded(page):
     """Words say it all: who has a block, what is in it, and whether it has changed."""
     steps, before = data_of(scripts()["pool_run.js"])["steps"], None
-    for number, step in enumerate(steps):
-        go(page, "pool-player", number)
-        drawn = page.run(
-            "[...document.querySelectorAll('#pool-player .block')].map((block) => [block.querySelector('.owner')"
-            ".textContent, [...block.querySelectorAll('.slot:not(.empty)')].map((slot) => slot.textContent), block"
-            ".querySelector('.news').textContent, block.matches('.changed')])"
-        )
+    blocks = (
+        "[...document.querySelectorAll('#pool-player .block')].map((block) => [block.querySelector('.owner')"
+        ".textContent, [...block.querySelectorAll('.slot:not(.empty)')].map((slot) => slot.textContent), block"
+        ".querySelector('.news').textContent, block.matches('.changed')])"
+    )
+    rows = "document.querySelectorAll('#pool-player tbody tr').length"
+    for step, (drawn, num_rows) in zip(steps, at_every_step(page, "pool-player", f"[{blocks}, {rows}]"), strict=True):
+        assert num_rows == len(step["tables"]) + len(step["requests"])
         for i, ((owner, words, news, is_marked), block) in enumerate(zip(drawn, step["blocks"], strict=True)):
             owners = " and ".join(block["owners"]) + (", shared" if len(block["owners"]) > 1 else "")
             assert owner == (owners or block["kind"])
@@ -215,8 +231,6 @@ def test_the_pool_is_drawn_as_recorded(page):
                 block[x] != before["blocks"][i][x] for x in ("kind", "owners", "words")
             )
             assert (news == "changed") == is_marked == changed
-        rows = page.run("[...document.querySelectorAll('#pool-player tbody tr')].map((row) => row.innerText)")
-        assert len(rows) == len(step["tables"]) + len(step["requests"])
         before = step
 
 
@@ -322,11 +336,9 @@ def test_what_a_screen_reader_meets(page, place):
 
 def test_fits_a_phone(page):
     page.width(360, 740)
-    for place, file in RUNS.items():
-        for number in range(len(data_of(scripts()[file])["steps"])):
-            go(page, place, number)
-            wide = page.run("[document.documentElement.scrollWidth, window.innerWidth]")
-            assert wide == [360, 360], (place, number)
+    for place in RUNS:
+        widths = at_every_step(page, place, "[document.documentElement.scrollWidth, window.innerWidth]")
+        assert widths == [[360, 360]] * len(widths)
     page.width(1280)
 
 
