@@ -20,7 +20,7 @@ def import_statements(node):
     for child in node.orelse if types_only else ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
-        else:
+        elif not isinstance(child, ast.expr):  # which hold no statements
             yield from import_statements(child)
 
 
