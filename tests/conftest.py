@@ -1,8 +1,12 @@
-"""Before any test: settings of Hypothesis, and of the BLAS under the oracle; is there a GPU for it?"""
+"""Before any test: settings of Hypothesis, of the BLAS under the oracle, and of bytecode; is there a GPU for it?"""
 
 import functools
+import importlib.util
 import os
 import signal
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +22,21 @@ settings.register_profile(
 )
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_configure(config):
+    """Keep bytecode for as long as the tests run, where none may be written beside the sources and none is there.
+
+    Else each process that they start compiles numba and torch from their sources, for seconds.
+    """
+    if not sys.dont_write_bytecode or Path(importlib.util.cache_from_source(pytest.__file__)).exists():
+        return
+    folder = tempfile.TemporaryDirectory(prefix="pagedkv-bytecode-")
+    config.add_cleanup(folder.cleanup)
+    config.add_cleanup(lambda: setattr(sys, "dont_write_bytecode", True))
+    sys.pycache_prefix, sys.dont_write_bytecode = folder.name, False
+    os.environ["PYTHONPYCACHEPREFIX"] = folder.name
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 # A shell that starts something in the background has it, and what it starts, ignore Ctrl-C: some tests send it.

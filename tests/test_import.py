@@ -39,6 +39,11 @@ assert not hasattr(pagedkv, "references")
     assert done.stdout == "decode_attention EmulatorDevice\nsimulate\n"
 
 
+def test_processes_that_tests_start_find_bytecode():
+    code = "import os, numpy; print(os.path.exists(numpy.__cached__))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "True\n"
+
+
 def test_the_version_is_that_of_the_installation():
     assert pagedkv.__version__ == importlib.metadata.version("pagedkv")
 
