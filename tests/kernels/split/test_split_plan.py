@@ -32,8 +32,8 @@ from ...strategies import long
 from ..decode_cases import MANY_HEADS, TENSOR, Variant, checked_call
 from .variants import MORE_VARIANTS, MOST_SHARED, VARIANTS, check_registers, config_of
 
-# The tests in the emulator compile most variants for 9.0. For other GPUs test_limits.py has one of each row, and these
-# are the largest ones beside them.
+# The tests in the emulator compile most variants for 9.0. For other GPUs test_limits.py has one of each row, in the
+# long run the one that the row is for, and these are the largest ones beside them.
 LARGEST = [
     Variant("split", 512, 16, "bfloat16", "bfloat16", group_size=8, modified=True),
     Variant("split", 128, 16, "float16", "fp8_e4m3", group_size=24),
