@@ -90,16 +90,16 @@ MUTANTS = [
     Mutant(
         "prefill split: no fence between a partial state and the count",
         KERNEL,
-        "                if thread == 0:\n                    fence()\n\n",
-        "\n",
+        "                publish(thread)\n",
+        "                cuda.syncthreads()\n",
         NEEDLE,
         ci=True,
     ),
     Mutant(
         "prefill split: thread blocks without work do not count",
         KERNEL,
-        "        if most_splits == 1:\n",
-        "        if most_splits == 1 or split >= num_splits:\n",
+        "        if is_last(",
+        "        if split < num_splits and is_last(",
         WRONG,
     ),
     Mutant(

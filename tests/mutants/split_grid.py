@@ -28,6 +28,7 @@ AS_THE_HOST = (SPLIT + "test_a_sequence_leaves_as_many_partial_results_as_the_ho
 
 MERGE = "kernels/split/merge.py"
 KERNEL = "kernels/split/kernel.py"
+LAST_BLOCK = "kernels/device/last_block.py"
 
 MUTANTS = [
     Mutant(
@@ -99,29 +100,29 @@ MUTANTS = [
     ),
     Mutant(
         "split: no fence before a thread block counts",
-        KERNEL,
-        "                if thread == 0:\n                    fence()\n",
+        LAST_BLOCK,
+        "    if thread == 0:\n        fence()\n",
         "",
         COUNTERS,
         ci=True,
     ),
     Mutant(
         "split: no fence after a thread block has counted",
-        KERNEL,
-        "            if count == last:\n                fence()\n",
+        LAST_BLOCK,
+        "        if count == last:\n            fence()\n",
         "",
         COUNTERS,
     ),
     Mutant(
         "split: a thread block counts before its last stores",
-        KERNEL,
-        "                cuda.syncthreads()\n                if thread == 0:\n",
-        "                if thread == 0:\n",
+        LAST_BLOCK,
+        "    cuda.syncthreads()\n    if thread == 0:\n",
+        "    if thread == 0:\n",
         COUNTERS,
     ),
     Mutant(
         "split: what a counter reaches depends on the length",
-        KERNEL,
+        LAST_BLOCK,
         "uint32(most_splits - 1)\n",
         "uint32(num_splits - 1)\n",
         UNCHECKED_LENGTH,
@@ -136,9 +137,9 @@ MUTANTS = [
     ),
     Mutant(
         "split: the last but one to finish merges",
-        KERNEL,
-        "if told[0] == last:",
-        "if told[0] == uint32(last - 1):",
+        LAST_BLOCK,
+        "return load_shared_word(told) == last",
+        "return load_shared_word(told) == uint32(last - 1)",
         COUNTERS,
     ),
     Mutant(

@@ -31,9 +31,10 @@ from numba import cuda, float32, int32, int64, types, uint32
 from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
 from ..device.halves import software_factor
 from ..device.intrinsics import address, bits_float, divmod_32, load_4, shared_address
+from ..device.last_block import is_last, publish
 from ..device.logits import NONE
 from ..device.source import KernelSource, Steps, device_function
-from ..device.tensor_intrinsics import count_up, fence, thread_number
+from ..device.tensor_intrinsics import thread_number
 from . import limits
 from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
@@ -186,26 +187,9 @@ def make_split(config: SplitConfig) -> KernelSource:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge.leave(thread, output, partials, num_splits, uint32(cuda.blockIdx.y), shared)
             if num_splits > 1:
-                # All of the block's stores are before the barrier, and those of other blocks before their fences: what
-                # thread 0 will see in the counter holds for the whole block after the next barrier.
-                cuda.syncthreads()
-                if thread == 0:
-                    fence()
+                publish(thread)
 
-        if most_splits == 1:
-            return
-        counter, last = address(counters) + int64(cuda.blockIdx.x) * 4, uint32(most_splits - 1)
-        if num_splits <= 1:  # nothing waits to be merged
-            if thread == 0:
-                count_up(counter, last)
-            return
-        if thread == 0:
-            count = count_up(counter, last)
-            told[0] = count
-            if count == last:
-                fence()
-        cuda.syncthreads()
-        if told[0] == last:
+        if is_last(thread, address(counters), most_splits, num_splits, shared_address(told)):
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge.merge_splits(thread, output, partials, num_splits, room)
 

@@ -1,11 +1,8 @@
 """The last steps of the split kernel: the sums of warps, and of the splits of a sequence, become the output.
 
 Every order of additions is fixed. A sequence with one split is finished by the thread block that owns it. The splits
-of a longer one leave partial results in global memory, and the thread block that counts last adds them all.
-
-Every thread block of a column of the grid counts, once and whether it had work or not: what a counter reaches depends
-on the grid alone. So it is 0 again after every launch and every replay of a CUDA graph, whatever lengths were given,
-and even if they change while the kernel runs.
+of a longer one leave partial results in global memory, and the thread block that counts last (device/last_block.py)
+adds them all.
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ from __future__ import annotations
 from numba import cuda, float32, int64, types, uint32
 
 from ....device.intrinsics import address, bits_float, divmod_32, shared_address
+from ....device.last_block import is_last, publish
 from ....device.source import KernelSource, device_function
 from ....device.tensor_intrinsics import (
-    count_up,
-    fence,
     load_shared_word,
     shuffle,
     store_shared_word,
@@ -146,26 +145,9 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
         if split < num_splits:
             merge.leave(thread, shared, first_row, count, output, partials, split)
             if num_splits > 1:
-                # All of the block's stores are before the barrier, and those of other blocks before their fences: what
-                # thread 0 will see in the counter holds for the whole block after the next barrier.
-                cuda.syncthreads()
-                if thread == 0:
-                    fence()
+                publish(thread)
 
-        if most_splits == 1:
-            return
-        counter, last = address(counters) + int64(cuda.blockIdx.x) * 4, uint32(most_splits - 1)
-        if num_splits <= 1:  # nothing waits to be merged
-            if thread == 0:
-                count_up(counter, last)
-            return
-        if thread == 0:
-            number = count_up(counter, last)
-            store_shared_word(uint32(shared + TOLD), number)
-            if number == last:
-                fence()
-        cuda.syncthreads()
-        if load_shared_word(uint32(shared + TOLD)) == last:
+        if is_last(thread, address(counters), most_splits, num_splits, uint32(shared + TOLD)):
             first_split = load_shared_word(uint32(shared + FIRST))
             merge.merge_splits(thread, shared, first_row, count, output, partials, first_split)
 

@@ -3,9 +3,6 @@
 A state is a row's pivot, its sum of exponentials and its sums of values. Warps are added in the order of their keys,
 and so are splits. A state without keys adds nothing, and the first one that has some is taken as it is: a row that sees
 keys of one warp alone has the bits that it has without splits.
-
-Every thread block of a column of the grid counts, once and whether it had work or not: what a counter reaches depends
-on the grid alone. So it is 0 again after every launch and every replay of a CUDA graph, whatever lengths were given.
 """
 
 from __future__ import annotations
