@@ -216,6 +216,17 @@ def test_figures_are_up_to_date(monkeypatch, module):
     assert drawn.with_tables(page) == page, f"run docs/{module}.py"
 
 
+@pytest.mark.usefixtures("without_lines")
+def test_notebooks_print_what_is_stored(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    notebooks = importlib.import_module("run_notebooks")
+    assert [name(path) for path in notebooks.NOTEBOOKS] == ["examples/one_warp.ipynb"]
+    for path in notebooks.NOTEBOOKS:
+        text = path.read_text(encoding="utf-8")
+        assert text.count('"stdout"') > 5
+        assert notebooks.with_outputs(text, name(path)) == text, "run docs/run_notebooks.py"
+
+
 def test_messages_are_quoted_as_they_are():
     sources = [path.read_text() for path in ROOT.glob("src/pagedkv/**/*.py")]
     page = (ROOT / "docs" / "howto" / "device-arrays.md").read_text()
