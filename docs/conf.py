@@ -15,6 +15,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_title = f"pagedkv {release}"
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["dollarmath"]

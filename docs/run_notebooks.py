@@ -1,4 +1,4 @@
-"""Run the notebooks of the examples, and keep what their cells print: ``python docs/run_notebooks.py``, without Jupyter."""
+"""Run the notebooks of the examples, and keep what their cells print: ``python docs/run_notebooks.py``. No Jupyter."""
 
 from __future__ import annotations
 
