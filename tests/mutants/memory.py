@@ -326,8 +326,9 @@ MUTANTS = [
     ),
     Mutant(
         "slots are made after the commit",
-        "cache.py",
-        "        slots = self._arrays.asarray(new_slots)\n        self.pool._commit(writes)\n        return slots\n",
+        "memory/sequences.py",
+        "        slots = self._arrays.asarray(new_slots)\n"
+        "        self.pool._commit(writes, undo=lambda: rows.plan_take_back(seqs, n))\n        return slots\n",
         "        self.pool._commit(writes)\n        return self._arrays.asarray(new_slots)\n",
         TRANSACTION,
     ),
@@ -362,11 +363,25 @@ MUTANTS = [
     ),
     Mutant(
         "copies after the commit",
-        "cache.py",
+        "memory/sequences.py",
         "        self._copy(copies)\n        slots",
         "        self.pool._commit(writes)\n        self._copy(copies)\n        slots",
         TRANSACTION,
         ci=True,
+    ),
+    Mutant(
+        "a sequence stays whose listener has failed",
+        "memory/sequences.py",
+        "self.pool._commit(writes, undo=lambda: rows.plan_free(seq))",
+        "self.pool._commit(writes)",
+        ("tests/memory/prefix/test_hooks.py",),
+    ),
+    Mutant(
+        "tokens stay whose listener has failed",
+        "memory/sequences.py",
+        "self.pool._commit(writes, undo=lambda: rows.plan_take_back(seqs, n))",
+        "self.pool._commit(writes)",
+        ("tests/memory/prefix/test_hooks.py",),
     ),
     Mutant(
         "V is not copied on write",

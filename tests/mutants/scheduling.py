@@ -6,11 +6,12 @@ PLAIN = ("tests/scheduling/test_machine.py::TestPlainMachine",)
 PREFIX = ("tests/scheduling/test_machine.py::TestPrefixMachine",)
 CASES = ("tests/scheduling/test_scheduler.py",)
 FILE = "scheduling/scheduler.py"
+ADMISSION = "scheduling/admission.py"
 
 MUTANTS = [
     Mutant(
         "the first of the running requests gives its blocks back",
-        FILE,
+        ADMISSION,
         "self._preempt(running.requests[running.lanes[-1]])",
         "self._preempt(running.requests[running.lanes[0]])",
         PLAIN,
@@ -18,7 +19,7 @@ MUTANTS = [
     ),
     Mutant(
         "a step has more tokens than the budget",
-        FILE,
+        ADMISSION,
         "np.maximum(self._budget - len(more) - before, 0)",
         "np.maximum(self._budget - before, 0)",
         PLAIN,
@@ -32,9 +33,9 @@ MUTANTS = [
     ),
     Mutant(
         "a request that gave its blocks back is lost",
-        FILE,
-        "        self._waiting.push(request)\n        self._num_preempted += 1\n",
-        "        self._num_preempted += 1\n",
+        ADMISSION,
+        "        self._waiting.push(request)\n        self.num_preempted += 1\n",
+        "        self.num_preempted += 1\n",
         PLAIN,
     ),
     Mutant(
@@ -46,7 +47,7 @@ MUTANTS = [
     ),
     Mutant(
         "a request starts beside others without room for its prompt",
-        FILE,
+        ADMISSION,
         "reserve = reserved + (self._watermark if len(running) else 0)",
         "reserve = self._watermark if len(running) else 0",
         PLAIN,
@@ -95,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         "a common beginning is computed by all at once",
-        FILE,
+        ADMISSION,
         "if request is None or self._is_being_computed(request):",
         "if request is None:",
         CASES,

@@ -272,6 +272,24 @@ def test_a_schedule_whose_listener_fails_can_be_made_again():
         assert cache.table.num_seqs == 0
 
 
+def test_blocks_that_another_thread_takes_in_the_middle_of_a_schedule(monkeypatch):
+    cache = make_cache(8)
+    scheduler = scheduler_of(cache)
+    number = scheduler.add(SYSTEM[:12], 2)
+    append, taken = cache.append, []
+
+    def late(*args):
+        taken.append(cache.pool.allocate(cache.num_free - 1))
+        return append(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "append", late)
+        with pytest.raises(OutOfBlocksError, match="3 blocks asked for, 1 of 8 are free"):
+            scheduler.schedule()
+    cache.pool.release(taken[0])
+    assert serve(scheduler, cache) == {number: alone(tuple(SYSTEM[:12]), 2)}
+
+
 def test_no_memory_for_tokens_starts_no_sequence(monkeypatch):
     cache = make_cache()
     scheduler = scheduler_of(cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -314,11 +315,16 @@ class BlockPool(Guarded):
                 "again or chosen twice, or which plan_enter never got"
             )
 
-    def _commit(self, writes: list[Write]) -> None:
-        """Store, and tell of it."""
+    def _commit(self, writes: list[Write], undo: Callable[[], list[Write]] | None = None) -> None:
+        """Store, and tell of it; if the listener raises, store what `undo` plans: nobody gets the call's result."""
         commit(writes)
         if self._prefix_cache is not None:
-            self._prefix_cache.emit()
+            try:
+                self._prefix_cache.emit()
+            except Exception:  # an interrupt finds a call that has happened
+                if undo is not None:
+                    commit(undo())
+                raise
 
     def _gives_up(self, blocks: Array) -> npt.NDArray[np.bool]:
         """Which owners must copy their block before they write to it: owner i holds blocks[i].

@@ -257,6 +257,11 @@ class Rows:
             )
         return self._plan_drop(rows, length)
 
+    def plan_take_back(self, seqs: Any, n: Any) -> list[Write]:
+        """Shorten sequences by as many tokens as `plan_append` has added."""
+        rows = self.handles.find_distinct(seqs)
+        return self._plan_drop(rows, self.lens[rows] - self.per_seq("n", n, len(rows)))
+
     def plan_free(self, seqs: Any) -> list[Write]:
         """End sequences."""
         rows = self.handles.find_distinct(seqs)

@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache import PagedKVCache
-from ..errors import CapacityError
 from ..memory.checks import as_int
 from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import ids_of
 from ..memory.rows import ragged
+from .admission import Admission
 from .request import NOT_RUNNING, Request
-from .running import Running, first_half
-from .starts import Starts
+from .running import Running
 from .step import Finished, Int64Array, Step
 from .waiting import Waiting
 
@@ -75,23 +74,24 @@ class Scheduler:
             raise TypeError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
         if not 0 <= watermark <= 1:
             raise ValueError(f"watermark must be from 0 to 1, got {watermark}")
-        self._budget = as_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
-        most = min(cache.table.max_seqs, self._budget)
+        budget = as_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
+        most = min(cache.table.max_seqs, budget)
         if max_num_seqs is not None and as_int("max_num_seqs", max_num_seqs, minimum=1) > most:
             raise ValueError(
-                f"max_num_seqs must be at most max_num_batched_tokens = {self._budget} and the cache's max_seqs = "
+                f"max_num_seqs must be at most max_num_batched_tokens = {budget} and the cache's max_seqs = "
                 f"{cache.table.max_seqs}, got {max_num_seqs}"
             )
-        self._max_num_seqs = most if max_num_seqs is None else int(max_num_seqs)
-        self._watermark = int(np.ceil(watermark * cache.pool.num_blocks))
+        max_num_seqs = most if max_num_seqs is None else int(max_num_seqs)
         self._aging = as_int("aging", aging, maximum=MAX_AGING)
         self._eos = None if eos_token_id is None else as_int("eos_token_id", eos_token_id)
-        self._cache, self._starts = cache, Starts(cache)
+        self._cache = cache
         self._requests: dict[int, Request] = {}
-        self._waiting, self._running = Waiting(), Running(self._max_num_seqs)
+        self._waiting, self._running = Waiting(), Running(max_num_seqs)
+        watermark_blocks = int(np.ceil(watermark * cache.pool.num_blocks))
+        self._admission = Admission(cache, self._running, self._waiting, budget, max_num_seqs, watermark_blocks)
         self._step: Step | None = None
         self._leaving: list[int] = []  # sequences of the step whose requests were aborted
-        self._num_added = self._num_steps = self._num_preempted = 0
+        self._num_added = self._num_steps = 0
 
     def __repr__(self) -> str:
         return f"Scheduler({self.num_running} requests run, {self.num_waiting} wait, of {self._cache!r})"
@@ -109,7 +109,7 @@ class Scheduler:
     @property
     def num_preempted(self) -> int:
         """How often a request gave its blocks back so far."""
-        return self._num_preempted
+        return self._admission.num_preempted
 
     def tokens(self, request: int) -> npt.NDArray[np.int32]:
         """All tokens of a request so far, (num_tokens,) int32, as a new array.
@@ -218,7 +218,7 @@ class Scheduler:
             self._leaving.append(int(self._running.seqs[found.lane]))
             self._running.stop(found)
         elif found.lane != NOT_RUNNING:
-            self._stop(found)
+            self._admission.stop(found)
         elif found.number in self._waiting:
             self._waiting.remove(found)
         del self._requests[found.number]
@@ -237,17 +237,17 @@ class Scheduler:
             The step before is not done: `update` or `drop` it first.
         OutOfBlocksError, CapacityError
             No request runs, and the first that waits has no room: others have the blocks, or the rows, of the cache.
-            It goes on waiting.
+            It goes on waiting. OutOfBlocksError also where another thread has taken blocks in the middle of the call.
         """
         if self._step is not None:
             raise RuntimeError("the step before is not done: call update with it, or drop")
-        preempted = self._make_room()
+        preempted = self._admission.make_room()
         if not preempted or not len(self._running):
-            self._start_some()
+            self._admission.start_some()
         if not len(self._running):
             return None
         running, cache = self._running, self._cache
-        lanes, counts = running.lanes, self._counts()
+        lanes, counts = running.lanes, self._admission.counts()
         seqs, starts = running.seqs[lanes], running.num_computed[lanes]
         n: int | Int64Array = counts
         if counts.max() == 1:
@@ -353,85 +353,6 @@ class Scheduler:
                 f"a request can have {most} tokens in this cache, got {num_tokens} and max_tokens={max_tokens}: lower "
                 f"max_tokens, shorten the prompt, or make the cache larger"
             )
-
-    def _num_blocks(self, lens: int | Int64Array) -> int:
-        """Blocks of a sequence, or of all together."""
-        return int(np.sum(self._cache.table._rows.num_blocks(lens)))
-
-    def _counts(self) -> Int64Array:
-        """How many tokens of each running request fit into a step: one of each, the others in their order."""
-        more = self._running.num_uncomputed - 1
-        before = np.cumsum(more) - more
-        return 1 + np.minimum(np.maximum(self._budget - len(more) - before, 0), more)
-
-    def _make_room(self) -> bool:
-        """Take the blocks of the last requests until those before them can go on; whether it was necessary."""
-        running, preempted = self._running, False
-        while len(running):
-            lens = running.num_computed[running.lanes]
-            if self._num_blocks(lens + self._counts()) - self._num_blocks(lens) <= self._cache.num_free:
-                break
-            self._preempt(running.requests[running.lanes[-1]])
-            preempted = True
-        return preempted
-
-    def _preempt(self, request: Request | None) -> None:
-        """Let a running request wait, to be computed again; swapping it out would be done here."""
-        assert request is not None
-        self._stop(request)
-        self._waiting.push(request)
-        self._num_preempted += 1
-
-    def _start_some(self) -> None:
-        """Start requests as long as there is room in the step and in the cache."""
-        running, waiting = self._running, self._waiting
-        num_uncomputed = int(running.num_uncomputed.sum())
-        lens = running.lens[running.lanes]
-        # What those that run still need for the tokens that they have.
-        reserved = self._num_blocks(lens) - self._num_blocks(running.num_computed[running.lanes])
-        while len(running) < self._max_num_seqs and num_uncomputed < self._budget:
-            request = waiting.first()
-            if request is None or self._is_being_computed(request):
-                return
-            running.widen(len(request.tokens))  # which may raise, and then no sequence has started
-            reserve = reserved + (self._watermark if len(running) else 0)
-            try:
-                seq, num_cached = self._starts.start(request.prompt, reserve)
-            except CapacityError as error:
-                if len(running):
-                    return
-                error.args = (
-                    f"request {request.number} cannot start, and none runs that could end: {error}; free or unpin "
-                    f"other sequences of the cache, or abort the request",
-                )
-                raise
-            running.start(request, seq, num_cached)
-            waiting.remove(request)
-            num_tokens = len(request.tokens)
-            num_uncomputed += num_tokens - num_cached
-            reserved += self._num_blocks(num_tokens) - self._num_blocks(num_cached)
-
-    def _is_being_computed(self, request: Request) -> bool:
-        """Whether a running request is about to compute blocks that this one would find, if it waits for them."""
-        running, size = self._running, self._cache.block_size
-        num_tokens = len(request.tokens) - 1  # the last one is computed in any case
-        if self._cache.table._rows.prefix_cache is None or num_tokens < size:
-            return False
-        lanes = running.lanes[running.num_uncomputed > 1]
-        lanes = lanes[(running.roots[lanes] == first_half(request.root)) & (running.lens[lanes] >= size)]
-        if not len(lanes):
-            return False
-        # Most begin otherwise, which the first block tells.
-        lanes = lanes[(running.tokens[lanes, :size] == request.tokens[:size]).all(axis=1)]
-        most = min(num_tokens, running.tokens.shape[1])
-        differs = running.tokens[lanes, :most] != request.tokens[:most]
-        common = np.where(differs.any(axis=1), differs.argmax(axis=1), most)
-        shared = np.minimum(common, running.lens[lanes]) // size * size
-        return bool((running.num_computed[lanes] < shared).any())
-
-    def _stop(self, request: Request) -> None:
-        self._cache.free(int(self._running.seqs[request.lane]))
-        self._running.stop(request)
 
     def _finish(self, lane: int, reason: str) -> Finished:
         """The turn of a request has ended, and its sequence."""

@@ -29,14 +29,4 @@ class Starts(Guarded):
         OutOfBlocksError
             There is no room.
         """
-        cache, rows = self._cache, self._cache.table._rows
-        seq, num_cached, copies, writes = rows.to_copy(rows.plan_add, prompt, reserve)
-        added = Added(seq, num_cached)
-        cache._copy(copies)
-        try:
-            cache.pool._commit(writes)
-        except BaseException:
-            # A listener raises after the sequence has started, and nobody would know its handle.
-            cache.pool._commit(rows.plan_free(seq))
-            raise
-        return added
+        return self._cache._start(prompt, reserve)

@@ -47,6 +47,41 @@ def test_what_a_listener_raises_comes_after_the_change():
     assert told[1:] == [AllBlocksCleared()]
 
 
+def full_of_cached_blocks(listener):
+    """A cache whose blocks are all cached, but one in use, which has room for a token."""
+    cache = make(num_blocks=4, events=listener)
+    cache.free([started(cache, TEXT[:8]), started(cache, [1, *TEXT[:3]])])
+    return cache, cache.add(3).seq
+
+
+@pytest.mark.parametrize("tokens", [8, [0, *TEXT[:7]]])
+def test_an_add_whose_listener_fails_starts_no_sequence(tokens):
+    """It evicts two blocks, of two events the first one raises; they stay evicted."""
+    events = []
+    cache, _ = full_of_cached_blocks(lambda event: events.append(event) or (isinstance(event, BlockRemoved) and 1 / 0))
+    before = cache.stats()
+    with pytest.raises(ZeroDivisionError):
+        cache.add(tokens)
+    after = cache.stats()
+    assert (after.used, after.free, after.num_tokens) == (before.used, before.free, before.num_tokens)
+    assert (after.cached, cache.table.num_seqs) == (before.cached - 2, 1)
+    assert isinstance(events[-1], BlockRemoved)
+    cache.check()
+
+
+@pytest.mark.parametrize("num_forks", [0, 1])
+def test_an_append_whose_listener_fails_adds_no_token(num_forks):
+    """With a fork the copy of the block that they share goes to a block that is evicted before anything else."""
+    cache, seq = full_of_cached_blocks(lambda event: isinstance(event, BlockRemoved) and 1 / 0)
+    seqs = [seq, *cache.fork(seq, num_forks)]
+    with pytest.raises(ZeroDivisionError):
+        cache.append(seqs, 4)
+    assert cache.seq_lens(seqs).tolist() == [3] * len(seqs)
+    assert cache.num_free == 3
+    cache.check()
+    assert len(cache.append(seqs, 1)) == len(seqs)
+
+
 class MostRecent(LRU):
     """Evicts what came last."""
 

@@ -1,0 +1,120 @@
+"""Admission: which requests run, as far as the step and the cache have room."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache import PagedKVCache
+from ..errors import CapacityError
+from .request import Request
+from .running import Running, first_half
+from .starts import Starts
+from .step import Int64Array
+from .waiting import Waiting
+
+
+class Admission:
+    """Starts the first of the requests that wait, and takes the blocks of the last of those that run.
+
+    Parameters
+    ----------
+    cache : PagedKVCache
+    running, waiting : Running, Waiting
+    budget, max_num_seqs : int
+        Tokens and requests of a step, at most.
+    watermark : int
+        Blocks that a start leaves free while others run.
+
+    Attributes
+    ----------
+    num_preempted : int
+        How often a request gave its blocks back.
+    """
+
+    def __init__(
+        self, cache: PagedKVCache, running: Running, waiting: Waiting, budget: int, max_num_seqs: int, watermark: int
+    ) -> None:
+        self._cache, self._starts = cache, Starts(cache)
+        self._running, self._waiting = running, waiting
+        self._budget, self._max_num_seqs, self._watermark = budget, max_num_seqs, watermark
+        self.num_preempted = 0
+
+    def counts(self) -> Int64Array:
+        """How many tokens of each running request fit into a step: one of each, the others in their order."""
+        more = self._running.num_uncomputed - 1
+        before = np.cumsum(more) - more
+        return 1 + np.minimum(np.maximum(self._budget - len(more) - before, 0), more)
+
+    def make_room(self) -> bool:
+        """Take the blocks of the last requests until those before them can go on; whether it was necessary."""
+        running, preempted = self._running, False
+        while len(running):
+            lens = running.num_computed[running.lanes]
+            if self._num_blocks(lens + self.counts()) - self._num_blocks(lens) <= self._cache.num_free:
+                break
+            self._preempt(running.requests[running.lanes[-1]])
+            preempted = True
+        return preempted
+
+    def start_some(self) -> None:
+        """Start requests as long as there is room in the step and in the cache."""
+        running, waiting = self._running, self._waiting
+        num_uncomputed = int(running.num_uncomputed.sum())
+        lens = running.lens[running.lanes]
+        # What those that run still need for the tokens that they have.
+        reserved = self._num_blocks(lens) - self._num_blocks(running.num_computed[running.lanes])
+        while len(running) < self._max_num_seqs and num_uncomputed < self._budget:
+            request = waiting.first()
+            if request is None or self._is_being_computed(request):
+                return
+            running.widen(len(request.tokens))  # which may raise, and then no sequence has started
+            reserve = reserved + (self._watermark if len(running) else 0)
+            try:
+                seq, num_cached = self._starts.start(request.prompt, reserve)
+            except CapacityError as error:
+                if len(running):
+                    return
+                error.args = (
+                    f"request {request.number} cannot start, and none runs that could end: {error}; free or unpin "
+                    f"other sequences of the cache, or abort the request",
+                )
+                raise
+            running.start(request, seq, num_cached)
+            waiting.remove(request)
+            num_tokens = len(request.tokens)
+            num_uncomputed += num_tokens - num_cached
+            reserved += self._num_blocks(num_tokens) - self._num_blocks(num_cached)
+
+    def stop(self, request: Request) -> None:
+        """End the sequence of a running request."""
+        self._cache.free(int(self._running.seqs[request.lane]))
+        self._running.stop(request)
+
+    def _preempt(self, request: Request | None) -> None:
+        """Let a running request wait, to be computed again; swapping it out would be done here."""
+        assert request is not None
+        self.stop(request)
+        self._waiting.push(request)
+        self.num_preempted += 1
+
+    def _is_being_computed(self, request: Request) -> bool:
+        """Whether a running request is about to compute blocks that this one would find, if it waits for them."""
+        running, size = self._running, self._cache.block_size
+        num_tokens = len(request.tokens) - 1  # the last one is computed in any case
+        if self._cache.table._rows.prefix_cache is None or num_tokens < size:
+            return False
+        lanes = running.lanes[running.num_uncomputed > 1]
+        lanes = lanes[(running.roots[lanes] == first_half(request.root)) & (running.lens[lanes] >= size)]
+        if not len(lanes):
+            return False
+        # Most begin otherwise, which the first block tells.
+        lanes = lanes[(running.tokens[lanes, :size] == request.tokens[:size]).all(axis=1)]
+        most = min(num_tokens, running.tokens.shape[1])
+        differs = running.tokens[lanes, :most] != request.tokens[:most]
+        common = np.where(differs.any(axis=1), differs.argmax(axis=1), most)
+        shared = np.minimum(common, running.lens[lanes]) // size * size
+        return bool((running.num_computed[lanes] < shared).any())
+
+    def _num_blocks(self, lens: int | Int64Array) -> int:
+        """Blocks of a sequence, or of all together."""
+        return int(np.sum(self._cache.table._rows.num_blocks(lens)))
