@@ -139,7 +139,8 @@ class PagedKVCache(Sequences):
         super().__init__(table, arrays, block_bytes)
         self._scales = per_layer("k_scale", k_scale, num_layers), per_layer("v_scale", v_scale, num_layers)
         shapes = cache_shapes(layout, pool.num_blocks, block_size, num_kv_heads, head_dim, stored.itemsize)
-        self.k_caches, self.v_caches = (tuple(arrays.zeros((num_layers, *shape), stored)) for shape in shapes)
+        self._stacks = tuple(arrays.zeros((num_layers, *shape), stored) for shape in shapes)
+        self.k_caches, self.v_caches = (tuple(stack) for stack in self._stacks)
         self._options = {"layout": layout, "kv_dtype": kv_dtype}
         self._batches = Batches(table, arrays, grows=max_seq_len is None)
 
@@ -228,5 +229,5 @@ class PagedKVCache(Sequences):
     def _copy(self, copies: npt.NDArray[np.int64]) -> None:
         if len(copies):
             sources, destinations = (self._arrays.asarray(ids) for ids in copies.T.copy())
-            for cache in (*self.k_caches, *self.v_caches):
-                cache[destinations] = cache[sources]
+            for stack in self._stacks:
+                stack[:, destinations] = stack[:, sources]

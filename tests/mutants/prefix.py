@@ -30,6 +30,35 @@ MUTANTS = [
         COLLIDING,
     ),
     Mutant(
+        "a part of a block behind another one is found",
+        "memory/prefix/cache.py",
+        " or self._parents[behind] != self._serials[block]:",
+        ":",
+        CASES,
+        ci=True,
+    ),
+    Mutant(
+        "a part of a block is found that cannot be found any longer",
+        "memory/prefix/cache.py",
+        " or not self._serials[behind] or",
+        " or",
+        CASES,
+    ),
+    Mutant(
+        "a block is evicted for its copy",
+        "memory/rows.py",
+        "stays = num_new <= self.pool._num_blank or self.pool._refs[block]",
+        "stays = True",
+        CASES,
+    ),
+    Mutant(
+        "a last token that is found in part of a block is not computed",
+        "memory/rows.py",
+        "prompt.tokens[num_found:-1])",
+        "prompt.tokens[num_found:])",
+        CASES,
+    ),
+    Mutant(
         "a copy overwrites what can be found before the commit",
         "memory/rows.py",
         "findable = destinations[self.prefix_cache.is_findable(destinations)]",
@@ -54,8 +83,8 @@ MUTANTS = [
     Mutant(
         "all of a prompt is found",
         "memory/rows.py",
-        "        if not num_found or num_found < prompt.num_tokens:\n",
-        "        if not num_found or num_found <= prompt.num_tokens:\n",
+        "        if num_found < prompt.num_tokens:\n",
+        "        if num_found <= prompt.num_tokens:\n",
         MACHINE,
     ),
     Mutant(

@@ -25,6 +25,7 @@ Plan = TypeVar("Plan", bound=tuple[Any, ...])
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)
 _ENTRIES_PER_BLOCK = 4  # of a table that nothing has made wider yet, together for all sequences
 _MIN_COLUMNS = 16
+_WORTH_A_COPY = 2  # so many tokens that are found in a block fill it
 
 
 class Rows:
@@ -395,8 +396,16 @@ class Rows:
             return 0, NO_BLOCKS, NO_BLOCKS, NO_BLOCKS
         found = self.prefix_cache.find(prompt.tokens, prompt.root)
         num_found = len(found) * self.block_size
-        if not num_found or num_found < prompt.num_tokens:
-            return num_found, found, NO_BLOCKS, NO_BLOCKS
+        if not num_found:
+            return 0, found, NO_BLOCKS, NO_BLOCKS
+        if num_found < prompt.num_tokens:
+            block, num_more = self.prefix_cache.find_part(int(found[-1]), prompt.tokens[num_found:-1])
+            # Nothing evicts a block that is in use, nor any while others are blank.
+            num_new = self.num_blocks(prompt.num_tokens) - len(found)
+            stays = num_new <= self.pool._num_blank or self.pool._refs[block]
+            if _WORTH_A_COPY * num_more < self.block_size or not stays:
+                return num_found, found, NO_BLOCKS, NO_BLOCKS
+            return num_found + num_more, found, np.array([block]), NO_BLOCKS
         # The last token is computed again, into a block that can be found: its only owner takes it over.
         if self.pool._refs[found[-1]]:
             return num_found - 1, found[:-1], found[-1:], NO_BLOCKS

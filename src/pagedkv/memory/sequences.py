@@ -55,7 +55,7 @@ class Sequences(Guarded, ABC):
 
     @exclusive
     def add(self, tokens: int | Sequence[int], salt: str | bytes | None = None) -> Added:
-        """Start a sequence, sharing the blocks that hold its first tokens already.
+        """Start a sequence, sharing the blocks that hold its first tokens already, or copying part of the last one.
 
         Parameters
         ----------

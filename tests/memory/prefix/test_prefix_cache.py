@@ -24,13 +24,76 @@ def test_tokens_that_differ_or_come_elsewhere_are_not_found():
     for tokens, found in (
         (TEXT[:5], 4),
         (TEXT[4:], 0),
-        ([*TEXT[:7], 1, *TEXT[8:]], 4),
+        ([*TEXT[:7], 1, *TEXT[8:]], 7),
+        ([*TEXT[:5], 1, *TEXT[6:]], 4),
         ([1, *TEXT[1:]], 0),
         (TEXT[:3], 0),
     ):
         assert cache.find(tokens) == found
     assert cache.find(np.array(TEXT)) == cache.find(tuple(TEXT)) == 8
     assert cache.find(TEXT, "a") == cache.find(TEXT, b"") == 0
+
+
+def test_a_hit_that_ends_inside_a_block_is_a_copy_of_it():
+    cache = make()
+    first = started(cache, TEXT)
+    for layer in (*cache.k_caches, *cache.v_caches):
+        layer[:3] = np.arange(3 * P * 8).reshape(3, P, 1, 8)
+    seq, num_cached = cache.add([*TEXT[:7], 1, 2])
+    assert num_cached == 7
+    assert cache.batch([first, seq]).block_tables.tolist() == [[0, 1, 2], [0, 3, 4]]
+    for layer in (*cache.k_caches, *cache.v_caches):
+        assert (layer[3] == layer[1]).all()
+    cache.commit(seq)
+    assert (cache.find([*TEXT[:8], 0]), cache.find([*TEXT[:7], 1, 0])) == (8, 8)
+    assert cache.stats().hit_tokens == 7
+    cache.check()
+
+
+def test_what_is_found_inside_a_block():
+    """At least half of a block, behind a full one, and never the last token; of several blocks the last one counts."""
+    cache = make(num_blocks=32)
+    started(cache, TEXT)
+    assert [cache.find([*TEXT[:4], *rest]) for rest in (TEXT[4:6], TEXT[4:7], [104, 0, 0])] == [4, 6, 4]
+    assert cache.find([*TEXT[:3], 0, 0]) == 0
+    started(cache, [*TEXT[:6], 1, 2])
+    assert cache.find([*TEXT[:7], 0, 0]) == 6, "the last block begins as the one before it, but not as long"
+    started(cache, [*TEXT[:4], 9, 9, 9, 9])
+    assert cache.find([*TEXT[:7], 0, 0]) == 4
+    assert cache.find([*TEXT[:8], 0]) == 8, "full blocks are all found"
+    cache.reset()
+    assert cache.find([*TEXT[:4], 9, 9, 9, 0]) == 0
+
+
+def test_a_block_is_not_copied_that_may_be_evicted_for_the_copy():
+    cache = make(num_blocks=5)
+    cache.free(started(cache, TEXT[:8]))
+    part = [*TEXT[:7], *range(10)]
+    assert (cache.find(part[:16]), cache.find(part)) == (7, 4), "3 blocks are blank"
+    assert cache.add(part).num_cached == 4
+    cache.check()
+    cache = make(num_blocks=6)
+    keeper = started(cache, TEXT[:8])
+    cache.free(started(cache, [0, *TEXT[:7]]))
+    assert cache.add(part).num_cached == 7, "one that is in use is never evicted"
+    cache.check()
+    cache.free(keeper)
+
+
+def test_what_was_behind_a_block_that_holds_something_else_now_is_not_found_in_part():
+    cache = make()
+    seq = started(cache, TEXT[:8])
+    cache.truncate(seq, 3)
+    cache.append(seq, 1, [7])
+    cache.commit(seq)
+    assert cache.find([*TEXT[:3], 7, *TEXT[4:8]]) == 4
+
+
+def test_a_part_of_a_block_that_was_evicted_is_not_found():
+    cache = make(num_blocks=2)
+    cache.free(started(cache, TEXT[:8]))
+    cache.add(3)
+    assert cache.find([*TEXT[:7], 0]) == 4
 
 
 def test_of_a_prompt_that_is_all_there_one_token_is_left():
@@ -94,7 +157,7 @@ def test_a_copy_is_found_by_the_tokens_that_it_was_copied_with():
     [fork] = cache.fork(seq)
     cache.append([seq, fork], 2, [1, 2, 3, 4])
     cache.commit([seq, fork])
-    assert [cache.find(TEXT[:6] + rest) for rest in ([1, 2, 0], [3, 4, 0], [5, 6, 0])] == [8, 8, 4]
+    assert [cache.find(TEXT[:6] + rest) for rest in ([1, 2, 0], [3, 4, 0], [5, 6, 0])] == [8, 8, 6]
 
 
 def test_tokens_that_are_not_told_end_what_is_found():

@@ -12,12 +12,16 @@ from pagedkv.memory.prefix.digests import root_digest
 
 @dataclass(eq=False)
 class Block:
-    """A block in use, or one that can be found: its digest, its tokens, its number and that of the block before it."""
+    """A block in use, or one that can be found: its digest, its tokens, its number and that of the block before it.
+
+    And the block that was stored last behind it.
+    """
 
     digest: bytes | None = None
     tokens: tuple = ()
     serial: int = 0
     parent: object = None
+    behind: object = None
 
 
 @dataclass(eq=False)
@@ -67,6 +71,16 @@ class Twin:
             parent = block.serial
         return found
 
+    def part(self, found, rest):
+        """A block that begins with at least half a block of the rest, and with how much of it."""
+        block = found[-1].behind if found else None
+        if block is None or block.digest is None or block.parent != found[-1].serial:
+            return None, 0
+        n = 0
+        while n < min(len(rest), self.block_size - 1) and rest[n] == block.tokens[n]:
+            n += 1
+        return (block, n) if 2 * n >= self.block_size else (None, 0)
+
     # -- what the pool does
     def take(self, num_new, revived=()):
         """New blocks, and the longest waiting ones lose what they hold for them."""
@@ -99,6 +113,11 @@ class Twin:
                 found = found[:-1]
             else:
                 taken_over = found[-1:]
+        elif num_found:
+            part, num_more = self.part(found, tokens[num_found:-1])
+            blank = self.num_blocks - len(refs) - len(self.waiting)
+            if refs[part] or self.num_of(len(tokens)) - len(found) <= blank:
+                num_found += num_more
         num_new = self.num_of(len(tokens)) - len(found)
         revived = [block for block in found if not refs[block]]
         if num_new > self.num_free - len(revived):
@@ -171,6 +190,8 @@ class Twin:
                 if other is None:
                     own.digest, own.tokens, own.serial, own.parent = digest, content, next(self.serials), parent
                     self.index[digest] = other = own
+                    if above:
+                        above.behind = own
                 if other in self.waiting:
                     self.waiting.remove(other)
                 seq.blocks[seq.found] = other

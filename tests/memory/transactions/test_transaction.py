@@ -103,15 +103,15 @@ def test_real_exhaustion_at_every_number_of_free_blocks(name):
 
 
 def test_failed_copies_change_nothing(monkeypatch):
-    """No memory for the copies of the second layer."""
+    """No memory for the copies of V, after those of K."""
 
     class Full(np.ndarray):
         def __setitem__(self, index, value):
             raise MemoryError("injected")
 
     scene = Scene()
-    first, second = scene.cache.k_caches
-    scene.cache.k_caches = (first, second.view(Full))
+    k_stack, v_stack = scene.cache._stacks
+    scene.cache._stacks = (k_stack, v_stack.view(Full))
     before = scene.everything()
     with pytest.raises(MemoryError, match="injected"):
         scene.cache.append([scene.other, scene.seq])

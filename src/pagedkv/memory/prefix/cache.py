@@ -29,6 +29,8 @@ class Stored(NamedTuple):
         For each block that was asked about: itself, another one with the same tokens before and in it, or NO_BLOCK.
     blocks, serials, parents : (m,) int64
         The blocks to store, and what tells their contents apart.
+    above : (m,) int64
+        The block before each of them, or NO_BLOCK.
     keys : (m, 2) int64
         Their digests.
     forgotten : (k,) int64
@@ -40,6 +42,7 @@ class Stored(NamedTuple):
     blocks: Int64Array
     serials: Int64Array
     parents: Int64Array
+    above: Int64Array
     keys: Int64Array
     forgotten: Int64Array
     events: list[Event]
@@ -89,6 +92,8 @@ class PrefixCache:
         # a negative number made of its root digest.
         self._serials, self._parents = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
         self._last_serial = np.array([0])
+        # The block that was last stored behind each block; by now it may hold something else.
+        self._behind = np.full(num_blocks, NO_BLOCK)
         self._hash_of, self._listener, self._medium = hash_of, listener, medium
         self._outbox: list[list[Event]] = [[]]
 
@@ -131,6 +136,19 @@ class PrefixCache:
                 blocks = blocks[: int(same.argmin())]
         return blocks
 
+    def find_part(self, block: int, tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
+        """A block behind another one that begins with the same tokens, and with how many: less than all of it.
+
+        Only the block that was stored last is looked at. Where many texts go on behind the same beginning, all blocks
+        behind it hold the rest of that beginning.
+        """
+        behind = int(self._behind[block])
+        if behind == NO_BLOCK or not self._serials[behind] or self._parents[behind] != self._serials[block]:
+            return NO_BLOCK, 0
+        most = min(len(tokens), self.block_size - 1)
+        same = self._rows()[behind, :most] == tokens[:most]
+        return behind, most if same.all() else int(same.argmin())
+
     def to_store(
         self, blocks: Int64Array, counts: Int64Array, above: Int64Array, roots: Int64Array, refs: npt.NDArray[np.int32]
     ) -> Stored:
@@ -164,34 +182,37 @@ class PrefixCache:
         found, last, keys = self._index.find(digests), int(self._last_serial[0]), _keys(digests)
         if max(found) == NO_BLOCK and len(set(digests)) == len(digests):
             stored, kept, forgotten = np.arange(len(blocks)), blocks, blocks[:0]
-            parents = last + stored
-            parents[firsts] = parents_above
+            parents, blocks_above = last + stored, np.empty_like(blocks)
+            blocks_above[1:] = blocks[:-1]
+            parents[firsts], blocks_above[firsts] = parents_above, above
         else:
-            of_first = dict(zip(firsts.tolist(), parents_above.tolist(), strict=True))
-            stored, kept, parents, forgotten = self._resolve(blocks, of_first, digests, found, contents, refs)
+            of_first = dict(zip(firsts.tolist(), zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
+            stored, kept, parents, blocks_above, forgotten = self._resolve(
+                blocks, of_first, digests, found, contents, refs
+            )
         serials = np.arange(last + 1, last + 1 + len(stored))
         events = self._stored_events(stored, blocks, digests, firsts, above) if self._listener is not None else []
-        return Stored(kept, blocks[stored], serials, parents, keys[stored], forgotten, events)
+        return Stored(kept, blocks[stored], serials, parents, blocks_above, keys[stored], forgotten, events)
 
     def _resolve(
         self,
         blocks: Int64Array,
-        firsts: dict[int, int],
+        firsts: dict[int, tuple[int, int]],
         digests: list[bytes],
         found: list[int],
         contents: list[bytes],
         refs: npt.NDArray[np.int32],
-    ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-        """Where digests are there already: which blocks to store, `kept`, the parents of those, and `forgotten`.
+    ) -> tuple[Int64Array, ...]:
+        """Where digests are there already: which blocks to store, `kept`, `parents`, `above` and `forgotten`.
 
-        Block by block; `firsts` has the parent of the first one of each sequence.
+        Block by block; `firsts` has the block before the first one of each sequence, and its parent.
         """
-        kept, stored, parents, forgotten = [NO_BLOCK] * len(found), [], [], []
+        kept, stored, parents, blocks_above, forgotten = [NO_BLOCK] * len(found), [], [], [], []
         holders: dict[bytes, tuple[int, int, int]] = {}  # of each digest: a block, its parent and serial
-        serial, parent, stopped = int(self._last_serial[0]), 0, False
+        serial, above, parent, stopped = int(self._last_serial[0]), NO_BLOCK, 0, False
         for i, block in enumerate(blocks.tolist()):
             if i in firsts:
-                parent, stopped = firsts[i], False
+                (above, parent), stopped = firsts[i], False
             if stopped:
                 continue
             holder, content = holders.get(digests[i]), contents[i]
@@ -206,17 +227,14 @@ class PrefixCache:
                 holder = block, parent, serial
                 stored.append(i)
                 parents.append(parent)
+                blocks_above.append(above)
             # The digest of other contents, which are in use, ends what can be found of a sequence.
             stopped = not self._holds(holder, parent, content)
             if not stopped:
                 holders[digests[i]] = holder
-                kept[i], _, parent = holder
-        return (
-            np.array(stored, np.int64),
-            np.array(kept, np.int64),
-            np.array(parents, np.int64),
-            np.array(forgotten, np.int64),
-        )
+                above, _, parent = holder
+                kept[i] = above
+        return tuple(np.array(x, np.int64) for x in (stored, kept, parents, blocks_above, forgotten))
 
     def plan(self, removed: Int64Array, stored: Stored | None = None) -> list[Write]:
         """Blocks that can no longer be found, each named once, and those that can from now on."""
@@ -228,11 +246,12 @@ class PrefixCache:
             writes += self._index.plan(removed, removed[:0], np.empty((0, 2), np.int64))
         else:
             events += stored.events
-            last = int(self._last_serial[0]) + len(stored.blocks)
+            last, inner = int(self._last_serial[0]) + len(stored.blocks), stored.above != NO_BLOCK
             writes += [
                 *self._index.plan(removed, stored.blocks, stored.keys),
                 (self._serials, stored.blocks, stored.serials),
                 (self._parents, stored.blocks, stored.parents),
+                (self._behind, stored.above[inner], stored.blocks[inner]),
                 (self._last_serial, 0, last),
             ]
         return [*writes, *self._plan_events(events)]
