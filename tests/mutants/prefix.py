@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant(
         "a collision serves other tokens",
         "memory/prefix/cache.py",
-        "self._rows()[blocks] == tokens[: len(found) * self.block_size].reshape(len(found), -1)",
+        "self._rows()[blocks] == rows[: len(blocks)]",
         "blocks[:, None] == blocks[:, None]",
         COLLIDING,
         ci=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -92,8 +92,8 @@ class PrefixCache:
         # a negative number made of its root digest.
         self._serials, self._parents = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
         self._last_serial = np.array([0])
-        # The block that was last stored behind each block; by now it may hold something else.
-        self._behind = np.full(num_blocks, NO_BLOCK)
+        # The block that was last stored behind each block; by now it may hold something else. The last is NO_BLOCK's.
+        self._behind = np.full(num_blocks + 1, NO_BLOCK)
         self._hash_of, self._listener, self._medium = hash_of, listener, medium
         self._outbox: list[list[Event]] = [[]]
 
@@ -115,21 +115,17 @@ class PrefixCache:
             The digest of its salt.
         """
         num_full = len(tokens) // self.block_size
-        contents = self._contents(tokens[: num_full * self.block_size])
-        digest, more = root, 1
-        found: list[int] = []
-        while len(found) < num_full:
-            start = len(found)
-            digests = chained(self._hash_of, digest, contents[start : start + more])
-            found += self._index.find(digests)
-            if found[-1] == NO_BLOCK:
+        rows = tokens[: num_full * self.block_size].reshape(num_full, self.block_size)
+        digest, more, blocks = root, 1, np.empty(0, np.int64)
+        while len(blocks) < num_full:
+            digests = chained(self._hash_of, digest, _split(rows[len(blocks) : len(blocks) + more]))
+            blocks = np.concatenate([blocks, self._index.find(digests)])
+            if np.count_nonzero(blocks == NO_BLOCK):
+                blocks = blocks[: int((blocks == NO_BLOCK).argmax())]
                 break
             digest, more = digests[-1], more * _FASTER
-        if NO_BLOCK in found:
-            del found[found.index(NO_BLOCK) :]
-        blocks = np.array(found, np.int64)
-        if found:
-            same = (self._rows()[blocks] == tokens[: len(found) * self.block_size].reshape(len(found), -1)).all(axis=1)
+        if len(blocks):
+            same = (self._rows()[blocks] == rows[: len(blocks)]).all(axis=1)
             same[0] &= self._parents[blocks[0]] == _root_numbers(_keys([root]))[0]
             same[1:] &= self._parents[blocks[1:]] == self._serials[blocks[:-1]]
             if not same.all():
@@ -167,31 +163,35 @@ class PrefixCache:
         refs : (N,) int32
             References to each block.
         """
-        firsts = np.cumsum(counts) - counts
+        firsts, last = np.cumsum(counts) - counts, int(self._last_serial[0])
         heads, parents_above = self._index.keys(above), self._serials[above]
         is_first = above == NO_BLOCK
         if np.count_nonzero(is_first):
             heads[is_first], parents_above[is_first] = roots[is_first], _root_numbers(roots[is_first])
-        contents, digests_above = self._contents(self._rows()[blocks]), _split(heads.tobytes(), NUM_BYTES)
+        contents, digests_above = _split(self._rows()[blocks]), _split(heads)
         if len(blocks) == len(counts):
             digests = [self._hash_of(head + content) for head, content in zip(digests_above, contents, strict=True)]
+            parents, blocks_above = parents_above, above
         else:
             digests, behind = [], iter(contents)
             for head, count in zip(digests_above, counts.tolist(), strict=True):
                 digests += chained(self._hash_of, head, islice(behind, count))
-        found, last, keys = self._index.find(digests), int(self._last_serial[0]), _keys(digests)
-        if max(found) == NO_BLOCK and len(set(digests)) == len(digests):
-            stored, kept, forgotten = np.arange(len(blocks)), blocks, blocks[:0]
-            parents, blocks_above = last + stored, np.empty_like(blocks)
+            parents, blocks_above = last + np.arange(len(blocks)), np.empty_like(blocks)
             blocks_above[1:] = blocks[:-1]
             parents[firsts], blocks_above[firsts] = parents_above, above
+        found, keys = self._index.find(digests), _keys(digests)
+        stored: Any = slice(None)
+        if not np.count_nonzero(found != NO_BLOCK) and len(set(digests)) == len(digests):
+            kept, forgotten = blocks, blocks[:0]
         else:
             of_first = dict(zip(firsts.tolist(), zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
             stored, kept, parents, blocks_above, forgotten = self._resolve(
-                blocks, of_first, digests, found, contents, refs
+                blocks, of_first, digests, found.tolist(), contents, refs
             )
-        serials = np.arange(last + 1, last + 1 + len(stored))
-        events = self._stored_events(stored, blocks, digests, firsts, above) if self._listener is not None else []
+        serials = np.arange(last + 1, last + 1 + len(parents))
+        events: list[Event] = []
+        if self._listener is not None:
+            events = self._stored_events(np.arange(len(blocks))[stored], blocks, digests, firsts, above)
         return Stored(kept, blocks[stored], serials, parents, blocks_above, keys[stored], forgotten, events)
 
     def _resolve(
@@ -240,18 +240,18 @@ class PrefixCache:
         """Blocks that can no longer be found, each named once, and those that can from now on."""
         events: list[Event] = []
         if self._listener is not None and len(removed):
-            events.append(BlockRemoved(_split(self._index.keys(removed).tobytes(), NUM_BYTES), self._medium))
+            events.append(BlockRemoved(_split(self._index.keys(removed)), self._medium))
         writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))]
         if stored is None:
             writes += self._index.plan(removed, removed[:0], np.empty((0, 2), np.int64))
         else:
             events += stored.events
-            last, inner = int(self._last_serial[0]) + len(stored.blocks), stored.above != NO_BLOCK
+            last = int(self._last_serial[0]) + len(stored.blocks)
             writes += [
                 *self._index.plan(removed, stored.blocks, stored.keys),
                 (self._serials, stored.blocks, stored.serials),
                 (self._parents, stored.blocks, stored.parents),
-                (self._behind, stored.above[inner], stored.blocks[inner]),
+                (self._behind, stored.above, stored.blocks),
                 (self._last_serial, 0, last),
             ]
         return [*writes, *self._plan_events(events)]
@@ -302,10 +302,6 @@ class PrefixCache:
             (serials != 0).all() and (parents == [*_root_numbers(_keys([root])), *serials[:-1]][: len(blocks)]).all()
         )
 
-    def _contents(self, tokens: npt.NDArray[np.int32]) -> list[bytes]:
-        """The bytes of each block."""
-        return _split(tokens.tobytes(), self.tokens.itemsize * self.block_size)
-
     def _rows(self) -> npt.NDArray[np.int32]:
         return self.tokens.reshape(-1, self.block_size)
 
@@ -335,8 +331,10 @@ class PrefixCache:
         return events
 
 
-def _split(data: bytes, size: int) -> list[bytes]:
-    return [data[start : start + size] for start in range(0, len(data), size)]
+def _split(rows: npt.NDArray[Any]) -> list[bytes]:
+    """The bytes of each row of a contiguous array."""
+    row = np.dtype((np.void, rows.shape[1] * rows.itemsize))
+    return cast(list[bytes], rows.view(row).reshape(-1).tolist())
 
 
 def _keys(digests: list[bytes]) -> Int64Array:

@@ -16,14 +16,15 @@ NO_BLOCK = -1  # an empty slot
 _REMOVED = -2  # a slot whose block is gone: what was probed past it is still behind it
 _HALVES = np.arange(2)
 _ROOM = 4  # slots for each block, at least
+_FEW = 32  # digests
 
 
 class HashIndex:
     """Blocks by their 128-bit digests: a hash table with open addressing and linear probing, all of it in arrays.
 
     At most half of the slots are ever filled, those of removed blocks included; then the table is made anew, which is
-    O(N) for every N or more blocks put into it. Probes are scalar: a digest costs a hash in Python anyhow, and for as
-    many as a step has, array operations over the rounds of a probe take longer.
+    O(N) for every N or more blocks put into it. The first probe of many digests is one of arrays; for few, and for
+    those that need more probes, scalars take less time.
 
     Parameters
     ----------
@@ -44,18 +45,29 @@ class HashIndex:
         """The digests under which blocks were put in last, (n, 2) int64."""
         return self._keys.reshape(-1, 2)[blocks]
 
-    def find(self, digests: list[bytes]) -> list[int]:
-        """The block of each digest, or NO_BLOCK."""
-        slots, keys = self._views
-        mask, found = len(slots) - 1, []
-        for first, second in iter_unpack("=qq", joined(digests)):
-            place = first & mask
-            while (block := slots[place]) != NO_BLOCK and not (
-                block >= 0 and keys[2 * block] == first and keys[2 * block + 1] == second
-            ):
-                place = place + 1 & mask
-            found.append(block)
+    def find(self, digests: list[bytes]) -> Int64Array:
+        """The block of each digest, or NO_BLOCK, (n,) int64."""
+        data = joined(digests)
+        if len(digests) < _FEW:
+            return np.array([self._probe(*key) for key in iter_unpack("=qq", data)], np.int64)
+        keys = np.frombuffer(data, np.int64).reshape(-1, 2)
+        found = self._slots.take(keys[:, 0] & (len(self._slots) - 1)).astype(np.int64)
+        taken = np.flatnonzero(found != NO_BLOCK)
+        blocks = found[taken]
+        others = taken[(blocks == _REMOVED) | (self.keys(blocks) != keys[taken]).any(axis=1)]
+        for i in others.tolist():
+            found[i] = self._probe(*keys[i].tolist())
         return found
+
+    def _probe(self, first: int, second: int) -> int:
+        slots, keys = self._views
+        mask = len(slots) - 1
+        place = first & mask
+        while (block := slots[place]) != NO_BLOCK and not (
+            block >= 0 and keys[2 * block] == first and keys[2 * block + 1] == second
+        ):
+            place = place + 1 & mask
+        return block
 
     def plan(self, removed: Int64Array, put: Int64Array, keys: Int64Array) -> list[Write]:
         """Take blocks out, and put others in under digests that no block has.
@@ -96,7 +108,7 @@ class HashIndex:
         require(np.array_equal(np.flatnonzero(self._places != NO_BLOCK), blocks), "the index has other blocks")
         require(np.array_equal(self._slots[self._places[blocks]], blocks), "the index has a block in another place")
         digests = [key.tobytes() for key in self.keys(blocks)]
-        require(self.find(digests) == blocks.tolist(), "the index does not find a block")
+        require(np.array_equal(self.find(digests), blocks), "the index does not find a block")
         filled = np.count_nonzero(self._slots != NO_BLOCK)
         require(filled == self._num_filled[0], "the index counts its slots wrongly")
 
