@@ -133,7 +133,7 @@ def calls() -> str:
 
 def memory() -> str:
     """The memory manager beside lists of Python, in microseconds for all sequences together."""
-    _, rows = latest("memory")
+    rows = [row for row in latest("memory")[1] if "operation" in row]
     sizes = sorted({row["num_seqs"] for row in rows})
     header = ["operation", *(f"{who}, {size}" for size in sizes for who in ("pagedkv", "lists"))]
     lines: dict[str, list[str]] = {}

@@ -53,5 +53,12 @@ def test_lists_are_in_json_alone():
 
 def test_quick_memory_bench_runs():
     rows = memory.run(repeats=1, quick=True, progress=lambda text: None)
-    assert [(row["operation"], row["num_seqs"]) for row in rows] == [(name, 16) for name in memory.OPERATIONS]
+    operations, serving = rows[: len(memory.OPERATIONS)], rows[len(memory.OPERATIONS) :]
+    assert [(row["operation"], row["num_seqs"]) for row in operations] == [(name, 16) for name in memory.OPERATIONS]
+    assert [row["serving"] for row in serving] == [
+        "prompt, a miss",
+        "prompt, a hit",
+        "decode step, 16 sequences",
+        "scheduler step, 20 running, 50 waiting",
+    ]
     assert all(0 < row["pagedkv_us"] < 1e6 for row in rows)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..memory import BlockPool, SequenceTable
+from . import serving
 from .report import Row, median, spread
 
 NUMS_SEQS, QUICK_NUMS_SEQS = (256, 1024), (16,)
@@ -120,7 +121,7 @@ def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool
     Returns
     -------
     list of dict
-        Median microseconds of both managers, and interquartile range over the median.
+        Median microseconds of both managers, and interquartile range over the median; then those of `serving`.
     """
     rows: list[Row] = []
     for num_seqs in QUICK_NUMS_SEQS if quick else NUMS_SEQS:
@@ -138,7 +139,9 @@ def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool
             ours, lists = times[f"pagedkv {operation}"], times[f"lists {theirs}"]
             row = {"operation": operation, "num_seqs": num_seqs, "pagedkv_us": median(ours), "spread": spread(ours)}
             rows.append(row | {"lists_us": median(lists), "lists_spread": spread(lists)})
-    return rows
+    progress("prompts, decode steps and the scheduler")
+    nums_seqs, num_running, num_waiting = (QUICK_NUMS_SEQS, 20, 50) if quick else (NUMS_SEQS, 1000, 10_000)
+    return rows + serving.run(nums_seqs, num_running, num_waiting, repeats)
 
 
 def _life(
