@@ -114,7 +114,8 @@ class Rows:
                 writes += [(cache.tokens, blocks[logical] * size + offset, tokens[start:num_tokens])]
                 writes += cache.plan_count(prompt.num_tokens, num_cached)
             writes += self.chains.plan_start(rows, num_known, len(shared) - len(forgotten), prompt.root)
-        copies = np.stack([copied, new_blocks[: len(copied)]], axis=1)
+        copies = np.empty((len(copied), 2), np.int64)
+        copies[:, 0], copies[:, 1] = copied, new_blocks[: len(copied)]
         return seq, num_cached, copies, writes
 
     def to_copy(self, plan: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
