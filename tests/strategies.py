@@ -1,4 +1,4 @@
-"""Hypothesis strategies: specs of problems around every boundary, for each compiled kernel."""
+"""What the CPU kernels are compiled for in tests, and the problems that are drawn for each."""
 
 import math
 from typing import Any, NamedTuple
@@ -6,18 +6,25 @@ from typing import Any, NamedTuple
 import hypothesis.strategies as st
 import pytest
 
-from .problems import FLOATS, Spec
+from pagedkv.testing.limits import HEAD_DIMS, Limits
+from pagedkv.testing.problems import Spec
+from pagedkv.testing.score_mods import fade, own_parity
+from pagedkv.testing.strategies import SPLIT, specs_within
 
-SPLIT = 512  # tokens; tests of cpu.attention.decode assert that it is the kernel's own
-
-
-def fade(score, q_pos, k_pos, head, seq):
-    return score - 0.01 * (head + 1) * (q_pos - k_pos)
-
-
-def own_parity(score, q_pos, k_pos, head, seq):
-    """Odd heads see odd keys: of a sequence of one token, none."""
-    return -math.inf if k_pos % 2 != head % 2 else score
+__all__ = [
+    "DECODE_KERNELS",
+    "MORE_DECODE_KERNELS",
+    "MORE_PREFILL_KERNELS",
+    "PREFILL_KERNELS",
+    "SPLIT",
+    "Kernel",
+    "capped_2",
+    "capped_half",
+    "fade",
+    "long",
+    "own_parity",
+    "specs",
+]
 
 
 def capped(cap):
@@ -78,66 +85,18 @@ PREFILL_KERNELS = [
     Kernel("float32", 64, score_mod=fade),
 ]
 MORE_PREFILL_KERNELS = [Kernel("fp8_e5m2", 64), Kernel("float32", 8), Kernel("bfloat16", 64, score_mod=own_parity)]
-HEAD_DIMS = {
-    8: (8, 24, 40, 72, 120, 504),
-    16: (16, 48, 80, 80, 112, 176),
-    32: (32, 32, 96, 96, 160, 224),
-    64: (64, 64, 128, 128, 192, 256, 512),
-}
 
 
-@st.composite
-def specs(draw: st.DrawFn, kernel: Kernel, prefill: bool = False) -> Spec:
+def specs(kernel: Kernel, prefill: bool = False) -> st.SearchStrategy[Spec]:
     """Every combination of shapes, dtypes and options that the contract allows, small enough for the oracle."""
-    kv_dtype, score_mod, is_fp8 = kernel.kv_dtype, kernel.score_mod, kernel.kv_dtype.startswith("fp8")
-    layout = "vllm" if kernel.is_vllm else draw(st.sampled_from(["NHD", "HND"]))
-    block_size = draw(st.sampled_from([8, 16, 32, 256] if kernel.is_vllm else [1, 2, 3, 7, 16, 24, 32, 256]))
-    head_dim = draw(st.sampled_from(HEAD_DIMS[kernel.width]))
-    num_kv_heads = draw(st.integers(1, 3))
-    most_heads = 12 if prefill or score_mod else 96
-    # At least 64 numbers per row: the error bound compares the largest of many errors.
-    groups = [
-        g for g in (1, 2, 3, 4, 5, 7, 8, 16, 48) if g * num_kv_heads * head_dim >= 64 and g * num_kv_heads <= most_heads
-    ]
-    if score_mod:  # decode with one head to a KV head is a kernel of its own, and none with a score_mod is kept
-        groups = [g for g in groups if g > 1]
-    group_size = draw(st.sampled_from(groups))
-    lengths = _lengths(block_size, longest=2**21 // (num_kv_heads * head_dim * (4 if prefill else 1)))
-    seq_lens = tuple(draw(st.lists(lengths, min_size=1, max_size=4)))
-    query_lens, padding_rows = None, 0
-    if prefill:
-        query_lens = tuple(draw(_query_lengths(length)) for length in seq_lens)
-        padding_rows = draw(st.integers(0, 3))
-    return Spec(
-        seq_lens=seq_lens,
-        query_lens=query_lens,
-        padding_rows=padding_rows,
-        num_kv_heads=num_kv_heads,
-        group_size=group_size,
-        head_dim=head_dim,
-        block_size=block_size,
-        layout=layout,
-        q_dtype=draw(st.sampled_from(list(FLOATS))) if is_fp8 else draw(st.sampled_from([kv_dtype, "float32"])),
-        kv_dtype=kv_dtype,
-        strides=draw(st.sampled_from(["own", "halves", "strided"])),
-        kv_scales=draw(st.sampled_from([None, "scalar", "per head"])) if is_fp8 else None,
-        scale=draw(st.sampled_from([None, None, 0.0, -0.1, 0.25])),
-        softcap=draw(st.sampled_from([None, None, 0.7, 30.0])),
-        alibi=draw(st.booleans()),
-        window=draw(st.none() | st.sampled_from([1, 2, block_size, block_size + 1, SPLIT, SPLIT + 1, 10**6])),
-        sinks=draw(st.booleans()),
-        score_mod=score_mod,
-        causal=draw(st.booleans()) if prefill else True,
-        seed=draw(st.integers(0, 2**16)),
+    return specs_within(
+        Limits(
+            layouts=("vllm",) if kernel.is_vllm else ("NHD", "HND"),
+            kv_dtypes=(kernel.kv_dtype,),
+            head_dims=HEAD_DIMS[kernel.width],
+            score_mods=(kernel.score_mod,),
+            poisons=("nan",),
+            needles=False,
+        ),
+        prefill=prefill,
     )
-
-
-def _lengths(block_size: int, longest: int) -> st.SearchStrategy[int]:
-    """Lengths at the boundaries of blocks and splits, and any others."""
-    near = [0, 1, block_size - 1, block_size, block_size + 1, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1]
-    return st.sampled_from([n for n in near if n <= longest]) | st.integers(0, min(longest, 1100))
-
-
-def _query_lengths(seq_len: int) -> st.SearchStrategy[int]:
-    near = sorted({0, min(1, seq_len), min(2, seq_len), min(17, seq_len), min(65, seq_len)})
-    return st.sampled_from(near) | st.integers(0, min(seq_len, 130))

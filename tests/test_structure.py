@@ -136,6 +136,10 @@ RULES = {
     ),
     "drawing takes arrays": Rule(ours("drawing"), ours(*TOP - {"drawing"}), ours("errors")),
     "nothing needs a trace": Rule(ours(*TOP - {"trace", "__main__"}), ours("trace"), ()),
+    "nothing needs the testing kit": Rule(ours(*TOP - {"testing", "__main__"}), ours("testing"), ()),
+    "the testing kit asks backends by their operations": Rule(
+        ours("testing"), ours(*BACKENDS, "kernels", "bench", "validation"), ours("cpu.threads")
+    ),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
     "bench/gpu needs no static count": Rule(ours("bench.gpu"), ours("bench.static"), ()),
     "bench/cpu needs no GPU": Rule(ours("bench.cpu"), ours("bench.gpu", "bench.static", "cuda", "kernels"), ()),

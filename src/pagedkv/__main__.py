@@ -1,4 +1,4 @@
-"""``python -m pagedkv trace | kv-bytes | bench ...``, also as ``pagedkv``."""
+"""``python -m pagedkv trace | kv-bytes | fuzz | bench ...``, also as ``pagedkv``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ BENCHES = {
 COMMANDS = {
     "trace": ("trace.command", "how much of a KV cache paging wastes on a trace of requests, beside contiguous memory"),
     "kv-bytes": ("trace.model", "how many bytes the K and V of a model take"),
+    "fuzz": ("testing.fuzz", "whether drawn problems of every operation give what the reference gives"),
 }
 
 

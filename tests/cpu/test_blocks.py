@@ -9,6 +9,7 @@ from hypothesis import given
 
 import pagedkv
 from pagedkv import reference
+from pagedkv.testing.writes import check_write, tokens, write_specs
 
 from ..problems import FLOATS, Spec, as_torch, build, in_layout
 from ..rotary_cases import tables_of
@@ -21,62 +22,16 @@ def bits(array):
     return np.ascontiguousarray(array).view(f"u{array.itemsize}")
 
 
-def tokens(count, spec, dtype="float32", seed=0):
-    """k, v (count, Hkv, D) that need rounding, and that leave the range of fp8."""
-    rng = np.random.default_rng(seed)
-    shape = (2, count, spec.num_kv_heads, spec.head_dim)
-    x = rng.standard_normal(shape, np.float32) * 10.0 ** rng.uniform(-4, 3, shape).astype(np.float32)
-    x.flat[: min(3, x.size)] = (np.nan, -np.nan, -0.0)[: min(3, x.size)]
-    return x.astype(FLOATS[dtype])
-
-
-@st.composite
-def writes(draw):
-    kv_dtype = draw(st.sampled_from(KV_DTYPES))
-    layout = draw(st.sampled_from(LAYOUTS))
-    spec = Spec(
-        seq_lens=(0, 100),
-        kv_dtype=kv_dtype,
-        layout=layout,
-        head_dim=draw(st.sampled_from([16, 32, 48, 128])),
-        num_kv_heads=draw(st.integers(1, 3)),
-        block_size=draw(st.sampled_from([8, 16, 32] if layout == "vllm" else [1, 2, 3, 16, 24])),
-        strides=draw(st.sampled_from(["own", "halves", "strided"])),
-        kv_scales=draw(st.sampled_from([None, "scalar", "per head"])) if kv_dtype.startswith("fp8") else None,
-        seed=draw(st.integers(0, 2**16)),
-    )
-    token_dtype = draw(st.sampled_from(list(FLOATS) if spec.is_fp8 else sorted({"float32", kv_dtype})))
-    return spec, token_dtype, draw(st.integers(0, 40)), draw(st.booleans())
-
-
-@given(write=writes())
+@given(write=write_specs())
 def test_write_oracle(write):
     """Every bit of the caches: what is written, what is skipped, and everything else."""
-    spec, token_dtype, count, backwards = write
-    problem = build(spec)
-    k, v = tokens(count, spec, token_dtype, spec.seed)
-    rng = np.random.default_rng(spec.seed)
-    num_slots = len(problem.k_cache) * spec.block_size
-    slots = rng.permutation(num_slots)[:count]
-    slots[rng.random(count) < 0.2] = -1 - rng.integers(2**40)
-    if backwards:
-        k, v = k[::-1, ::-1], v[::-1, ::-1]
-    k_cache, v_cache = problem.k_cache, problem.v_cache
-    expected = [x.copy() for x in (k_cache, v_cache)]
-    options = {name: problem.options.get(name) for name in ("layout", "kv_dtype", "k_scale", "v_scale")}
-    k_before, v_before, slots_before = k.copy(), v.copy(), slots.copy()
-    reference.write_kv(k, v, *expected, slots, **options)
-    assert pagedkv.write_kv(k, v, k_cache, v_cache, slots, **options) is None
-    for cache, wanted in zip((k_cache, v_cache), expected, strict=True):
-        np.testing.assert_array_equal(bits(cache), bits(wanted))
-    for array, before in ((k, k_before), (v, v_before), (slots, slots_before)):
-        assert array.tobytes() == before.tobytes()
+    check_write(write)
 
 
-@given(write=writes(), half=st.integers(1, 8), interleaved=st.booleans(), wide=st.booleans())
+@given(write=write_specs(), half=st.integers(1, 8), interleaved=st.booleans(), wide=st.booleans())
 def test_keys_are_rotated_on_their_way(write, half, interleaved, wide):
     """The bits of apply_rotary and then write_kv; of the oracle, which rounds later, the values."""
-    spec, token_dtype, count, _ = write
+    spec, token_dtype, count = write.cache, write.token_dtype, write.num_tokens
     problem = build(spec)
     rng = np.random.default_rng(spec.seed)
     k, v = rng.standard_normal((2, count, spec.num_kv_heads, spec.head_dim), np.float32).astype(FLOATS[token_dtype])

@@ -8,36 +8,16 @@ from hypothesis import given
 
 import pagedkv
 from pagedkv import reference
+from pagedkv.testing.merges import MergeSpec, check_merge, states
 
 from ..problems import FLOATS, Spec, as_torch, build, run
 from ..strategies import SPLIT
 
 
-def states(seed, count, dtype="float32", shape=(5, 3, 16)):
-    """Partial attentions, a third of which are over no keys."""
-    rng = np.random.default_rng(seed)
-    lses = (10 * rng.standard_normal((count, *shape[:-1]))).astype(np.float32)
-    lses[rng.random(lses.shape) < 1 / 3] = -np.inf
-    outs = rng.standard_normal((count, *shape)).astype(FLOATS[dtype])
-    outs[lses == -np.inf] = 0
-    return outs, lses
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 @given(seed=st.integers(0, 2**16), count=st.integers(1, 5), as_list=st.booleans())
 def test_oracle(dtype, seed, count, as_list):
-    outs, lses = states(seed, count, dtype)
-    given_states = (list(outs), list(lses)) if as_list else (outs, lses)
-    out, lse = pagedkv.merge_states(*given_states)
-    exact, exact_lse = reference.merge_states(outs, lses)
-    assert out.dtype == FLOATS[dtype]
-    assert lse.dtype == np.float32
-    np.testing.assert_array_equal(lse == -np.inf, exact_lse == -np.inf)
-    assert (out[exact_lse == -np.inf] == 0).all()
-    some = exact_lse > -np.inf
-    np.testing.assert_allclose(lse[some], exact_lse[some], rtol=1e-6, atol=1e-6)
-    ulp = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
-    np.testing.assert_allclose(out.astype(np.float64), exact, rtol=ulp, atol=ulp)
+    check_merge(MergeSpec(dtype, count, as_list=as_list, seed=seed))
 
 
 @given(seed=st.integers(0, 2**16))

@@ -1,0 +1,33 @@
+"""Fuzzing of attention kernels and allocators, yours and ours, by Hypothesis.
+
+Problems of decode, prefill, writing and merging in which everything unused is poison, what a result may be off by, and
+checks that take any function or allocator.
+"""
+
+from importlib.util import find_spec
+
+from ..errors import BackendUnavailableError
+
+if find_spec("hypothesis") is None:
+    raise BackendUnavailableError(
+        'pagedkv.testing draws problems with Hypothesis, which is not installed: pip install "pagedkv[testing]"'
+    )
+
+from .error_rule import assert_close, error_bound, expect
+from .limits import Limits
+from .matching import assert_matches_reference
+from .problems import Problem, Spec, build
+from .strategies import decode_problems, prefill_problems
+
+__all__ = [
+    "Limits",
+    "Problem",
+    "Spec",
+    "assert_close",
+    "assert_matches_reference",
+    "build",
+    "decode_problems",
+    "error_bound",
+    "expect",
+    "prefill_problems",
+]

@@ -1,0 +1,47 @@
+"""What is checked of a public operation on one problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .calls import run
+from .error_rule import assert_close
+from .merges import MergeSpec, check_merge
+from .problems import Spec, build
+from .writes import WriteSpec, check_write
+
+
+class Moved(AssertionError):
+    """Other bits, where only the blocks have moved: `spec` is the problem with the blocks elsewhere."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__("other bits where only blocks have moved, and other poison is around them")
+        self.spec = spec
+
+
+def check(spec: Spec | WriteSpec | MergeSpec, **changes: Any) -> None:
+    """Raise AssertionError unless the operation does with this problem what it should.
+
+    Results of attention are within the error bound, and have the same bits when blocks lie elsewhere among other
+    poison; writes have the bits of the reference.
+
+    Parameters
+    ----------
+    spec : Spec, WriteSpec or MergeSpec
+    **changes
+        More arguments of the call, as backend="emulator".
+    """
+    if isinstance(spec, WriteSpec):
+        check_write(spec, **changes)
+    elif isinstance(spec, MergeSpec):
+        check_merge(spec, **changes)
+    else:
+        problem = build(spec)
+        result = run(problem, **changes)
+        assert_close(problem, *result)
+        if spec.fingerprint:  # values say where they lie
+            return
+        moved = spec.replace(placement_seed=spec.placement_seed + 1, poison="huge" if spec.poison == "nan" else "nan")
+        again = run(build(moved), **changes)
+        if [x.tobytes() for x in result] != [x.tobytes() for x in again]:
+            raise Moved(moved)

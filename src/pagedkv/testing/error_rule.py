@@ -1,0 +1,89 @@
+"""How far from the reference a result may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from .problems import FLOATS, Problem
+
+Array = np.ndarray[Any, Any]
+
+
+def expect(problem: Problem, round_to: Any = None) -> tuple[Array, Array]:
+    """What :mod:`pagedkv.reference` gives: (out, lse), float64.
+
+    Parameters
+    ----------
+    problem : Problem
+    round_to : dtype, optional
+        Float32 sums, and scores, probabilities and output rounded to this dtype.
+    """
+    operation = reference.decode_attention if problem.query_starts is None else reference.prefill_attention
+    out, lse = operation(*problem.args, **problem.options, return_lse=True, round_to=round_to)
+    return out[: problem.num_written], lse[: problem.num_written]
+
+
+def error_bound(exact: Array, rounded: Array, factor: float = 2) -> float:
+    """The largest error allowed: that of dense attention in q's dtype, `factor` times, and 1e-5."""
+    return float(factor * np.abs(rounded - exact).max(initial=0.0) + 1e-5)
+
+
+def assert_close(
+    problem: Problem, out: Array, lse: Array | None, *, factor: float = 2, lse_dtype: str = "float32"
+) -> None:
+    """Compare with the reference within the error bound; empty rows exactly.
+
+    The largest error of a result is at most `factor` times that of dense attention whose scores, probabilities and
+    output are rounded to q's dtype, and 1e-5; 2.5 times that in float32 with ALiBi biases beyond 100.
+
+    Parameters
+    ----------
+    problem : Problem
+    out : (rows, num_heads, head_dim) array
+        The rows of the queries, without padding.
+    lse : (rows, num_heads) array or None
+        None: not compared.
+    factor : float
+    lse_dtype : str
+        "float32": the LSE must be as good as one of float32 sums, whatever q's dtype.
+
+    Raises
+    ------
+    AssertionError
+    """
+    spec = problem.spec
+    biased = spec.alibi and max(spec.seq_lens, default=0) * problem.options["alibi_slopes"].max() > 100
+    exact, exact_lse = expect(problem)
+    rounded, rounded_lse = expect(problem, np.float32)
+    if spec.q_dtype != "float32":
+        rounded, narrow_lse = expect(problem, FLOATS[spec.q_dtype])
+        rounded_lse = rounded_lse if lse_dtype == "float32" else narrow_lse
+    errors = np.abs(out.astype(np.float64) - exact)
+    bound = error_bound(exact, rounded, factor * 2.5 if biased and spec.q_dtype == "float32" else factor)
+    error = errors.max(initial=0.0)  # NaN stays, and fails
+    assert error <= bound, _at_fault(problem, "out", out, exact, errors, bound)
+    empty = exact_lse == -np.inf
+    assert (out[empty] == 0).all(), "a row that sees no key must be 0"
+    if lse is None:
+        return
+    np.testing.assert_array_equal(lse == -np.inf, empty, err_msg="where the LSE is -inf")
+    errors = np.abs(np.where(empty, 0, lse.astype(np.float64) - np.where(empty, 0, exact_lse)))
+    bound = error_bound(exact_lse[~empty], rounded_lse[~empty], factor * 2.5 if biased else factor)
+    bound += 1e-6 * np.abs(exact_lse[~empty]).max(initial=0.0)
+    assert errors.max(initial=0.0) <= bound, _at_fault(problem, "lse", lse, exact_lse, errors, bound)
+
+
+def _at_fault(problem: Problem, name: str, got: Array, expected: Array, errors: Array, bound: float) -> str:
+    """Which numbers are wrong, and the first of them."""
+    wrong = ~(errors <= bound)
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    starts = np.arange(len(problem.seq_lens) + 1) if problem.query_starts is None else problem.query_starts
+    seq = int(np.searchsorted(starts, at[0], side="right")) - 1
+    where = ", ".join(f"{word} {i}" for word, i in zip(("row", "head", "dim"), at, strict=False))
+    return (
+        f"{name} is off at {int(wrong.sum())} of {wrong.size} places by more than {bound:.2g}, first at {where} "
+        f"(sequence {seq} of {problem.seq_lens[seq]} tokens): {float(got[at]):.6g}, expected {float(expected[at]):.6g}"
+    )

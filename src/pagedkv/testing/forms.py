@@ -1,0 +1,84 @@
+"""What kernels are compiled for: a form is drawn at random, and many problems within it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from hypothesis.strategies import SearchStrategy
+
+from .limits import BLOCK_SIZES, HEAD_DIMS, KV_DTYPES, OPTIONS, STRIDES, Limits
+from .merges import merge_specs
+from .problems import FLOATS
+from .score_mods import fade, own_parity
+from .strategies import specs_within
+from .writes import write_specs
+
+DEVICE_HEAD_DIMS = (8, 16, 40, 64, 64, 72, 80, 96, 128, 128, 192, 256)
+DEVICE_GROUP_SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
+
+
+class Form(NamedTuple):
+    """An operation, problems of it that few kernels serve, and more arguments of the calls."""
+
+    operation: str
+    strategy: SearchStrategy[Any]
+    changes: dict[str, Any]
+
+
+def draw_form(backend: str, seed: int, number: int) -> Form:
+    """The same form for the same numbers."""
+    rng = random.Random(f"{seed} {number}")
+    [operation] = rng.choices(("decode", "prefill", "write", "merge"), (5, 5, 1, 1))
+    if operation == "merge":
+        return Form(operation, merge_specs(head_dims=(rng.choice((8, 16, 64, 80)),)), {})
+    layouts = rng.choice((("NHD", "HND"), ("NHD", "HND"), ("vllm",)))
+    if operation == "write":
+        kv_dtype = rng.choice(KV_DTYPES)
+        return Form(operation, write_specs(layouts, (kv_dtype,), _strides(backend, kv_dtype)), {})
+    limits = _cpu_limits(rng, layouts) if backend == "cpu" else _device_limits(rng, layouts, operation)
+    is_vllm_decode = layouts == ("vllm",) and operation == "decode"
+    changes = {"kernel": rng.choice(("v1", "v2"))} if is_vllm_decode and backend != "cpu" else {}
+    return Form(operation, specs_within(limits, prefill=operation == "prefill"), changes)
+
+
+def _cpu_limits(rng: random.Random, layouts: tuple[str, ...]) -> Limits:
+    kv_dtype = rng.choice(KV_DTYPES)
+    return Limits(
+        layouts=layouts,
+        kv_dtypes=(kv_dtype,),
+        head_dims=_fitting(HEAD_DIMS[rng.choice((8, 16, 32, 64, 64))], kv_dtype, layouts),
+        score_mods=(rng.choice((None,) * 8 + (fade, own_parity)),),
+    )
+
+
+def _device_limits(rng: random.Random, layouts: tuple[str, ...], operation: str) -> Limits:
+    """Head and block size, dtypes and group size are constants of a kernel; so is whether logits are changed."""
+    kv_dtype = rng.choice(KV_DTYPES)
+    is_fp8 = kv_dtype.startswith("fp8")
+    modifies = rng.random() < 0.5
+    options = OPTIONS if modifies else tuple(x for x in OPTIONS if x not in ("softcap", "alibi_slopes"))
+    return Limits(
+        layouts=layouts,
+        q_dtypes=(rng.choice([*FLOATS] if is_fp8 else ["float32", kv_dtype]),),
+        kv_dtypes=(kv_dtype,),
+        head_dims=(rng.choice(_fitting(DEVICE_HEAD_DIMS, kv_dtype, layouts)),),
+        block_sizes=(rng.choice(BLOCK_SIZES[layouts[0]]),),
+        group_sizes=(rng.choice(DEVICE_GROUP_SIZES),),
+        strides=_strides("cuda", kv_dtype),
+        options=options,
+        score_mods=(rng.choice((None,) * 9 + (fade,)),),
+        longest=600 if operation == "decode" else 130,
+        most_seqs=3,
+    )
+
+
+def _strides(backend: str, kv_dtype: str) -> tuple[str, ...]:
+    """Kernels refuse fp8 rows with gaps of 8 bytes, which are not aligned for whole vectors."""
+    return STRIDES[:2] if backend != "cpu" and kv_dtype.startswith("fp8") else STRIDES
+
+
+def _fitting(head_dims: tuple[int, ...], kv_dtype: str, layouts: tuple[str, ...]) -> tuple[int, ...]:
+    """Those that the layouts can have."""
+    x = 16 if kv_dtype.startswith("fp8") else 16 // FLOATS[kv_dtype].itemsize
+    return tuple(d for d in head_dims if layouts != ("vllm",) or d % x == 0) or (64,)

@@ -1,0 +1,170 @@
+"""``python -m pagedkv fuzz``: problems of every operation against the reference, for some minutes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from argparse import ArgumentParser, ArgumentTypeError
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..cpu.threads import set_num_threads
+from .checks import Moved, check
+from .forms import draw_form
+from .script import script
+from .search import search
+
+BACKENDS = ("cpu", "emulator", "cuda")
+# Problems of a turn: a form of a kernel takes seconds to compile.
+TURN = {"cpu": 300, "emulator": 15, "cuda": 300}
+
+
+class Turn(NamedTuple):
+    """What a turn has done: problems of an operation, and of a failure what it was and the script."""
+
+    operation: str
+    num_problems: int
+    said: str = ""
+    script: str = ""
+
+
+def _minutes(text: str) -> float:
+    try:
+        if (minutes := float(text)) > 0:
+            return minutes
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f"must be a number above 0, got {text}")
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command line."""
+    parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="what computes (default: cpu)")
+    parser.add_argument("--minutes", type=_minutes, default=5.0, metavar="N", help="how long (default: 5)")
+    parser.add_argument("--seed", type=int, metavar="S", help="the same problems again (default: others each time)")
+    parser.add_argument("--processes", type=int, metavar="N", help="at once (default: one for each core; 1 for cuda)")
+    parser.add_argument(
+        "--script", default="fuzz_failure.py", metavar="PATH", help="where a failure goes (default: fuzz_failure.py)"
+    )
+
+
+def run(
+    *,
+    backend: str = "cpu",
+    minutes: float = 5.0,
+    seed: int | None = None,
+    processes: int | None = None,
+    script: str = "fuzz_failure.py",
+    progress: Callable[[str], Any] = print,
+) -> list[dict[str, Any]]:
+    """Compare operations with the reference on drawn problems until the time is up or one fails.
+
+    Parameters
+    ----------
+    backend : {"cpu", "emulator", "cuda"}
+        "cuda" hands over CuPy arrays.
+    minutes : float
+    seed : int or None
+        None: a random one, which the result names. Problems depend on the seed alone, in which order they are tried
+        on the number of processes, too.
+    processes : int or None
+        None: one for each core that this process may run on, and 1 for "cuda".
+    script : str
+        Where to write the script that reproduces a failure.
+    progress : callable
+        Called with what has been done.
+
+    Returns
+    -------
+    list of dict
+        A row for each operation, and one for all.
+
+    Raises
+    ------
+    SystemExit
+        A problem failed: the message says how, and where the script is.
+    ValueError
+        `processes` is less than 1.
+    """
+    seed = int.from_bytes(os.urandom(4)) if seed is None else seed
+    if processes is None:
+        processes = 1 if backend == "cuda" else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if processes < 1:
+        raise ValueError(f"--processes must be at least 1, got {processes}")
+    counts: Counter[str] = Counter()
+    turns: Counter[str] = Counter()
+    end = time.time() + 60 * minutes
+    for turn in _turns(backend, seed, processes, end):
+        counts[turn.operation] += turn.num_problems
+        turns[turn.operation] += 1
+        if turn.said:
+            Path(script).write_text(turn.script)
+            progress("")
+            raise SystemExit(
+                f"{turn.operation} failed after {counts.total()} problems with seed {seed}: {turn.said}\n"
+                f"to reproduce it: python {script}"
+            )
+        left = max(0, round(end - time.time()))
+        progress(
+            f"fuzz {backend}, seed {seed}: {counts.total():,} problems, none fails; {left // 60}:{left % 60:02} left"
+        )
+    rows = [{"operation": name, "problems": counts[name], "turns": turns[name]} for name in sorted(counts)]
+    total = {"operation": "all", "problems": counts.total(), "turns": turns.total(), "failed": 0, "seed": seed}
+    return [*rows, total]
+
+
+def play(backend: str, seed: int, number: int, end: float) -> Turn:
+    """One turn: problems of one form, until one fails or the time is up."""
+    form = draw_form(backend, seed, number)
+    changes = {"backend": backend, **form.changes}
+    found = search(
+        form.strategy,
+        lambda spec: check(spec, **changes),
+        max_examples=TURN[backend],
+        seed=hash((seed, number)),
+        stop_at=time.monotonic() + end - time.time(),
+    )
+    if found.failure is None:
+        return Turn(form.operation, found.num_examples)
+    spec, error = found.failure
+    said = f"{type(error).__name__}: {error}\n{spec!r}"
+    moved = error.spec if isinstance(error, Moved) else None
+    return Turn(form.operation, found.num_examples, said, script(spec, said, moved=moved, **changes))
+
+
+def _turns(backend: str, seed: int, processes: int, end: float) -> Iterator[Turn]:
+    """Turns as they are done, from as many processes."""
+    number = 0
+    if processes == 1:
+        while time.time() < end:
+            yield play(backend, seed, number, end)
+            number += 1
+        return
+    before = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes, which are started with it
+    executor = ProcessPoolExecutor(processes, get_context("spawn"), _prepare)
+    try:
+        running: set[Future[Turn]] = set()
+        while time.time() < end or running:
+            while len(running) < processes and time.time() < end:
+                running.add(executor.submit(play, backend, seed, number, end))
+                number += 1
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        if before is None:
+            del os.environ["OPENBLAS_NUM_THREADS"]
+        else:
+            os.environ["OPENBLAS_NUM_THREADS"] = before
+
+
+def _prepare() -> None:
+    """In a new process: one thread, and Ctrl-C is for the one that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_num_threads(1)

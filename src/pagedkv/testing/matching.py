@@ -1,0 +1,206 @@
+"""`assert_matches_reference`: any function with the signature of decode or prefill, against the reference."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .error_rule import assert_close
+from .frameworks import Array, as_numpy, hand_over
+from .limits import BLOCK_SIZES, GROUP_SIZES, KV_DTYPES, OPTIONS, STRIDES, Limits
+from .problems import FLOATS, POISONS, Problem, Spec, build
+from .score_mods import fade
+from .search import search
+from .strategies import specs_within
+
+ARGUMENTS = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts")
+# A head dimension of each kind, so that a kernel that is compiled for it is compiled a few times.
+SOME_HEAD_DIMS = (64, 128, 40, 80, 96, 256)
+
+
+def assert_matches_reference(
+    fn: Callable[..., Any],
+    *,
+    arrays: str | Callable[[Array], Any] = "numpy",
+    device: str | None = None,
+    operation: str | None = None,
+    options: Sequence[str] | None = None,
+    layouts: Sequence[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    head_dims: Sequence[int] = SOME_HEAD_DIMS,
+    block_sizes: Sequence[int] | None = None,
+    group_sizes: Sequence[int] | None = None,
+    poisons: Sequence[str] = tuple(POISONS),
+    contiguous: bool = False,
+    factor: float = 2,
+    max_examples: int = 400,
+    max_seconds: float = 60,
+    seed: int | None = 0,
+    spec: Spec | None = None,
+) -> int:
+    """Fuzz a function that computes decode or prefill attention over a paged cache, and compare with the reference.
+
+    The function is called as :func:`~pagedkv.decode_attention` or :func:`~pagedkv.prefill_attention` are, with the
+    options that its signature names, and returns out, or (out, lse) if it takes ``return_lse``. Everything that it has
+    no business with is poison: unused slots and blocks, unused entries of tables, gaps between rows. It must change
+    none of its arguments.
+
+    Parameters
+    ----------
+    fn : callable
+        ``fn(q, k_cache, v_cache, block_tables, seq_lens, **options)``; prefill has ``query_starts`` behind seq_lens.
+    arrays : {"numpy", "torch", "cupy"} or callable
+        What it is called with; a callable turns a NumPy array into that.
+    device : str, optional
+        Where tensors of torch are.
+    operation : {"decode", "prefill"}, optional
+        None: prefill if `fn` has an argument ``query_starts``.
+    options : sequence of str, optional
+        The options that it takes, by name; None: those of its signature.
+    layouts : sequence of str, optional
+        None: all, if it takes ``layout``; else NHD.
+    dtypes : sequence of str, optional
+        Of q and the cache: "float32", "float16", "bfloat16"; with ``kv_dtype`` fp8 caches, too. None: all if it takes
+        ``kv_dtype``, else float32.
+    head_dims, block_sizes, group_sizes : sequence of int
+        None: some that there can be.
+    poisons : sequence of str
+        What the unused holds: "nan", "inf" and "huge" with entries of tables that are no block; "zero" with block 0.
+    contiguous : bool
+        No gaps and no views: each array is C-contiguous.
+    factor : float
+        Of :func:`assert_close`: errors of dense attention in q's dtype that are allowed.
+    max_examples : int
+        Problems to try, among all dtypes and head sizes.
+    max_seconds : float
+        Time to try them in; 20 more to look for the smallest one that fails.
+    seed : int or None
+        None: others each time.
+    spec : Spec, optional
+        This problem alone, the one of a message; what `fn` raises is raised as it is.
+
+    Returns
+    -------
+    int
+        How many problems were tried.
+
+    Raises
+    ------
+    AssertionError
+        A wrong result, or an exception of `fn`; the message has the smallest problem that was found.
+    """
+    takes = _parameters(fn) if options is None else {*options}
+    prefill = "query_starts" in takes if operation is None else operation == "prefill"
+    call = _caller(fn, takes, hand_over(arrays, device), factor)
+    if spec is not None:
+        call(spec)
+        return 1
+    allowed = tuple(name for name in OPTIONS if name in takes)
+    limits = Limits(
+        options=allowed,
+        block_sizes=None if block_sizes is None else tuple(block_sizes),
+        group_sizes=tuple(group_sizes or GROUP_SIZES),
+        poisons=tuple(poisons),
+        strides=("own",) if contiguous else STRIDES,
+        contiguous=contiguous,
+    )
+    layouts = layouts or (("NHD", "HND", "vllm") if "layout" in takes else ("NHD",))
+    if dtypes is None:
+        dtypes = tuple(FLOATS) if "kv_dtype" in takes else ("float32",)
+    forms = [*_forms(limits, layouts, dtypes, head_dims, "kv_dtype" in takes, "score_mod" in takes)]
+    stop_at, num_tried = time.monotonic() + max_seconds, 0
+    for i, form in enumerate(forms):
+        found = search(
+            specs_within(form, prefill),
+            call,
+            max_examples=max(1, max_examples // len(forms)),
+            seed=None if seed is None else seed + i,
+            stop_at=stop_at,
+        )
+        num_tried += found.num_examples
+        if found.failure:
+            example, error = found.failure
+            said = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            name = getattr(fn, "__name__", fn)
+            again = f"try it again with spec={example!r}"
+            raise AssertionError(f"{name} fails problem {num_tried + 1}: {said}\n{again}") from error
+    return num_tried
+
+
+def _parameters(fn: Callable[..., Any]) -> set[str]:
+    """Names of the parameters of a function, of what numba compiles too."""
+    try:
+        return {*inspect.signature(getattr(fn, "py_func", fn)).parameters}
+    except (TypeError, ValueError):
+        raise TypeError(f"{fn!r} has no signature to read: name its options with options=[...]") from None
+
+
+def _forms(
+    limits: Limits,
+    layouts: Sequence[str],
+    dtypes: Sequence[str],
+    head_dims: Sequence[int],
+    has_fp8: bool,
+    has_score_mod: bool,
+) -> Iterator[Limits]:
+    """What a kernel may be compiled for: each dtype in each layout, with a head size that the layout can have."""
+    kv_dtypes = [*dtypes, *(KV_DTYPES[3:] if has_fp8 else ())]
+    families = [names for names in (("vllm",), tuple(x for x in layouts if x != "vllm")) if {*names} & {*layouts}]
+    turn = 0
+    for i, kv_dtype in enumerate(kv_dtypes):
+        for family in families:
+            x = 16 // (1 if kv_dtype.startswith("fp8") else FLOATS[kv_dtype].itemsize)
+            fitting = [d for d in head_dims if family != ("vllm",) or d % x == 0]
+            if not fitting:
+                continue
+            sizes = limits.block_sizes and tuple(
+                p for p in limits.block_sizes if family != ("vllm",) or p in BLOCK_SIZES["vllm"]
+            )
+            form = replace(
+                limits,
+                layouts=family,
+                q_dtypes=tuple(dtypes),
+                kv_dtypes=(kv_dtype,),
+                head_dims=(fitting[turn % len(fitting)],),
+                block_sizes=sizes,
+            )
+            turn += 1
+            yield form
+            if i == 0 and family != ("vllm",):
+                if len(kv_dtypes) == 1:
+                    yield from (replace(form, head_dims=(d,)) for d in head_dims[1:])
+                if has_score_mod:
+                    yield replace(form, score_mods=(fade,))
+
+
+def _caller(
+    fn: Callable[..., Any], takes: set[str], give: Callable[[Array], Any], factor: float
+) -> Callable[[Spec], None]:
+    """A check of one problem."""
+
+    def call(spec: Spec) -> None:
+        problem = build(spec)
+        before = _bytes(problem)
+        named = {name: x for name, x in problem.options.items() if name in takes}
+        if "return_lse" in takes:
+            named["return_lse"] = True
+        with np.errstate(all="ignore"):
+            given = [give(x) for x in problem.args]
+            result = fn(*given, **{name: give(x) if isinstance(x, np.ndarray) else x for name, x in named.items()})
+        out, lse = result if "return_lse" in takes else (result, None)
+        out = as_numpy(out)
+        assert out.shape == problem.q.shape, f"out must have shape {problem.q.shape}, that of q, got {out.shape}"
+        rows = problem.num_written
+        assert_close(problem, out[:rows], None if lse is None else as_numpy(lse)[:rows], factor=factor, lse_dtype="q")
+        assert _bytes(problem) == before, "an argument was written to"
+
+    return call
+
+
+def _bytes(problem: Problem) -> list[bytes]:
+    return [x.tobytes() for x in (*problem.args, *problem.options.values()) if isinstance(x, np.ndarray)]

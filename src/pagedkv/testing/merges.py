@@ -1,0 +1,67 @@
+"""Problems of merge_states: partial attentions, of which some are over no keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+
+from .. import reference
+from ..operations.attention import merge_states
+from .problems import FLOATS
+
+Array = np.ndarray[Any, Any]
+# A rounding or two of a weighted mean.
+STEPS = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeSpec:
+    """How many states of which dtype and shape (rows, num_heads, head_dim), in a list or stacked."""
+
+    dtype: str = "float32"
+    num_states: int = 2
+    shape: tuple[int, int, int] = (5, 3, 16)
+    as_list: bool = False
+    seed: int = 0
+
+
+@st.composite
+def merge_specs(draw: st.DrawFn, head_dims: tuple[int, ...] = (8, 16, 64, 80)) -> MergeSpec:
+    """Merges of up to five states."""
+    shape = (draw(st.integers(0, 5)), draw(st.integers(1, 4)), draw(st.sampled_from(head_dims)))
+    return MergeSpec(
+        draw(st.sampled_from(list(FLOATS))),
+        draw(st.integers(1, 5)),
+        shape,
+        draw(st.booleans()),
+        draw(st.integers(0, 2**16)),
+    )
+
+
+def states(seed: int, count: int, dtype: str = "float32", shape: tuple[int, ...] = (5, 3, 16)) -> tuple[Array, Array]:
+    """Partial attentions, a third of which are over no keys."""
+    rng = np.random.default_rng(seed)
+    lses = (10 * rng.standard_normal((count, *shape[:-1]))).astype(np.float32)
+    lses[rng.random(lses.shape) < 1 / 3] = -np.inf
+    outs = rng.standard_normal((count, *shape)).astype(FLOATS[dtype])
+    outs[lses == -np.inf] = 0
+    return outs, lses
+
+
+def check_merge(spec: MergeSpec, **changes: Any) -> None:
+    """The merged states against the reference."""
+    outs, lses = states(spec.seed, spec.num_states, spec.dtype, spec.shape)
+    given = (list(outs), list(lses)) if spec.as_list else (outs, lses)
+    out, lse = merge_states(*given, **changes)
+    exact, exact_lse = reference.merge_states(outs, lses)
+    assert out.dtype == FLOATS[spec.dtype]
+    assert lse.dtype == np.float32
+    np.testing.assert_array_equal(lse == -np.inf, exact_lse == -np.inf)
+    assert (out[exact_lse == -np.inf] == 0).all()
+    some = exact_lse > -np.inf
+    np.testing.assert_allclose(lse[some], exact_lse[some], rtol=1e-6, atol=1e-6)
+    step = STEPS[spec.dtype]
+    np.testing.assert_allclose(out.astype(np.float64), exact, rtol=step, atol=step)

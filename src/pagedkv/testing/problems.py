@@ -1,0 +1,240 @@
+"""Paged attention problems in which everything unused is poison, and what to expect of them.
+
+A `Spec` says shapes, dtypes and options; `build` makes the arrays from it. The contents of a
+sequence depend on the seed and on its entry in `ids` alone, never on the block size, the layout,
+the placement or the rest of the batch, so that the same sequence can be looked at in many ways.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ..layouts import FLOAT_DTYPES, FP8_DTYPES
+
+FLOATS = {dtype.name: dtype for dtype in FLOAT_DTYPES}
+# What fills unused slots (a float, an fp8 code) and unused table entries.
+POISONS = {
+    "nan": (np.nan, 0x7F, (-1, 2**31 - 1, -(2**31), 10**6)),
+    "inf": (-np.inf, 0xFC, (2**31 - 1, 10**9)),
+    "huge": (6e4, 0x7B, (-(2**31),)),
+    "zero": (0.0, 0x00, (0,)),
+}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Spec:
+    """Shapes, dtypes and options of a problem."""
+
+    seq_lens: tuple[int, ...] = (37, 5)
+    query_lens: tuple[int, ...] | None = None  # None: decode
+    padding_rows: int = 0
+    num_kv_heads: int = 2
+    group_size: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    layout: str = "NHD"
+    q_dtype: str = "float32"
+    kv_dtype: str = "float32"  # of the cache: a float name or an fp8 name
+    strides: str = "own"  # "own", "halves" of one array, or "strided"
+    kv_scales: str | None = None  # "scalar", "per head"
+    scale: float | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    window: int | None = None
+    sinks: bool = False
+    score_mod: Any = None
+    causal: bool = True
+    needles: tuple[int, ...] = ()  # KV head h has its one dominating key at needles[h % len(needles)]
+    fingerprint: bool = False  # values say block, offset and head instead of N(0, 1)
+    seed: int = 0
+    ids: tuple[int, ...] | None = None
+    placement_seed: int = 0
+    poison: str = "nan"
+    contiguous: bool = False  # q, too
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group_size
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.kv_dtype.startswith("fp8")
+
+    @property
+    def storage(self) -> np.dtype:
+        return np.dtype(np.uint8) if self.is_fp8 else FLOATS[self.kv_dtype]
+
+    def replace(self, **changes: Any) -> "Spec":
+        return dataclasses.replace(self, **changes)
+
+    def __repr__(self) -> str:
+        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return f"Spec({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+
+@dataclasses.dataclass
+class Problem:
+    """The arguments of one call, and the output that it writes."""
+
+    spec: Spec
+    q: np.ndarray
+    k_cache: np.ndarray
+    v_cache: np.ndarray
+    block_tables: np.ndarray
+    seq_lens: np.ndarray
+    query_starts: np.ndarray | None
+    options: dict[str, Any]
+    out: np.ndarray
+    out_buffer: np.ndarray  # the whole of which `out` is a view
+
+    @property
+    def args(self) -> tuple[np.ndarray, ...]:
+        args = (self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens)
+        return args if self.query_starts is None else (*args, self.query_starts)
+
+    @property
+    def num_written(self) -> int:
+        return len(self.q) if self.query_starts is None else int(self.query_starts[-1])
+
+
+def build(spec: Spec) -> Problem:
+    """The arrays of a spec, all unused space poisoned."""
+    rng = np.random.default_rng([spec.seed, 7])
+    options = _options(spec, rng)
+    ids = spec.ids if spec.ids is not None else tuple(range(len(spec.seq_lens)))
+    query_lens = spec.query_lens if spec.query_lens is not None else (1,) * len(spec.seq_lens)
+
+    place = np.random.default_rng([spec.placement_seed, 11])
+    block_counts = [-(-length // spec.block_size) for length in spec.seq_lens]
+    num_blocks = sum(block_counts) + 3
+    free = place.permutation(num_blocks).astype(np.int32)
+    max_blocks = max(block_counts, default=0) + 2
+    wide = np.resize(np.array(POISONS[spec.poison][2], np.int32), (len(ids), max_blocks + 3))
+    block_tables = wide[:, :max_blocks]
+    shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+    k_pool, v_pool = _poisoned(shape, spec), _poisoned(shape, spec)
+    queries = []
+    for seq, (seq_id, length, query_len, count) in enumerate(
+        zip(ids, spec.seq_lens, query_lens, block_counts, strict=True)
+    ):
+        blocks, free = free[:count], free[count:]
+        block_tables[seq, :count] = blocks
+        q, k, v = _contents(spec, seq_id, length, query_len)
+        position = np.arange(length)
+        block, offset = blocks[position // spec.block_size], position % spec.block_size
+        if spec.fingerprint:
+            v = _fingerprints(spec, block, offset)
+        first = 0  # decode never reads what lies before the window: leave it poisoned
+        if spec.query_lens is None and spec.window is not None:
+            first = max(0, length - spec.window)
+        k_pool[block[first:], offset[first:]] = k[first:]
+        v_pool[block[first:], offset[first:]] = v[first:]
+        queries.append(q)
+
+    num_rows = sum(query_lens) + spec.padding_rows
+    q_buffer = np.full((num_rows + 1, spec.num_heads + 1, spec.head_dim + 8), np.nan, FLOATS[spec.q_dtype])
+    out_buffer = np.full_like(q_buffer, np.nan)
+    inside = (slice(0, num_rows), slice(1, None), slice(8, None))
+    for start, q in zip(np.cumsum((0, *query_lens)), queries, strict=False):
+        q_buffer[inside][start : start + len(q)] = q
+    k_cache, v_cache = _arranged(spec, k_pool, v_pool)
+    q = q_buffer[inside]
+    return Problem(
+        spec=spec,
+        q=np.ascontiguousarray(q) if spec.contiguous else q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=block_tables,
+        seq_lens=np.array(spec.seq_lens, np.int32),
+        query_starts=None if spec.query_lens is None else np.cumsum((0, *query_lens), dtype=np.int32),
+        options=options,
+        out=out_buffer[inside],
+        out_buffer=out_buffer,
+    )
+
+
+def _options(spec: Spec, rng: np.random.Generator) -> dict[str, Any]:
+    """The keyword options of the call, without those that have their default."""
+    heads = np.arange(spec.num_heads)
+    options: dict[str, Any] = {"layout": spec.layout, "scale": spec.scale, "softcap": spec.softcap}
+    options |= {"window": spec.window, "score_mod": spec.score_mod}
+    if spec.query_lens is not None:
+        options["causal"] = spec.causal
+    if spec.alibi:
+        options["alibi_slopes"] = (2.0 ** (-8.0 * (heads + 1) / spec.num_heads)).astype(np.float32)
+    if spec.sinks:
+        options["sinks"] = (3 * rng.standard_normal(spec.num_heads)).astype(np.float32)
+    if spec.is_fp8:
+        options["kv_dtype"] = spec.kv_dtype
+        if spec.kv_scales == "scalar":
+            options |= {"k_scale": 0.5, "v_scale": 1.75}
+        elif spec.kv_scales == "per head":
+            for name in ("k_scale", "v_scale"):
+                options[name] = rng.uniform(0.25, 2.0, spec.num_kv_heads).astype(np.float32)
+    return options
+
+
+def _contents(spec: Spec, seq_id: int, length: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q (query_len, Hq, D) in its dtype, k, v (length, Hkv, D) as stored."""
+    rng = np.random.default_rng([spec.seed, seq_id])
+    k, v = rng.standard_normal((2, length, spec.num_kv_heads, spec.head_dim), np.float32)
+    if spec.needles:  # one query for all rows and heads of a group, so that one key can dominate for all
+        q = np.repeat(rng.standard_normal((1, spec.num_kv_heads, spec.head_dim), np.float32), spec.group_size, axis=1)
+        q = np.repeat(q, query_len, axis=0)
+        for head in range(spec.num_kv_heads if query_len else 0):
+            needle = spec.needles[head % len(spec.needles)]
+            if needle < length:
+                k[needle, head] = 40 * q[0, head * spec.group_size]
+    else:
+        q = rng.standard_normal((query_len, spec.num_heads, spec.head_dim), np.float32)
+    return q.astype(FLOATS[spec.q_dtype]), _stored(k, spec), _stored(v, spec)
+
+
+def _fingerprints(spec: Spec, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Values (length, Hkv, D) that say where they lie: D repeats block // 16, block % 16, offset // 16 ..."""
+    head = np.broadcast_to(np.arange(spec.num_kv_heads), (len(block), spec.num_kv_heads))
+    block, offset = (np.broadcast_to(x[:, None], head.shape) for x in (block, offset))
+    parts = [block // 16, block % 16, offset // 16, offset % 16, head, 1 + 0 * head, 2 + 0 * head, 3 + 0 * head]
+    values = np.tile(np.stack(parts, axis=-1), spec.head_dim // 8)
+    return _stored(values.astype(np.float32), spec)
+
+
+def _stored(x: np.ndarray, spec: Spec) -> np.ndarray:
+    if spec.is_fp8:
+        return x.astype(FP8_DTYPES[spec.kv_dtype]).view(np.uint8)
+    return x.astype(spec.storage)
+
+
+def _poisoned(shape: tuple[int, ...], spec: Spec) -> np.ndarray:
+    value, code, _ = POISONS[spec.poison]
+    return np.full(shape, code if spec.is_fp8 else value, spec.storage)
+
+
+def _arranged(spec: Spec, k_pool: np.ndarray, v_pool: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pools (N, P, Hkv, D) in the layout and with the strides of the spec."""
+    k, v = in_layout(k_pool, v_pool, spec.layout)
+    if spec.strides == "own":
+        return np.ascontiguousarray(k), np.ascontiguousarray(v)
+    if spec.strides == "halves":
+        combined = np.empty((len(k), 2, k[:1].size), spec.storage)
+        k_cache, v_cache = combined[:, 0].reshape(k.shape), combined[:, 1].reshape(v.shape)
+    else:  # K and V with paddings of their own on every axis
+        k_cache = _poisoned((*(n + 1 for n in k.shape[:-1]), 2 * k.shape[-1]), spec)
+        v_cache = _poisoned((*(n + 2 for n in v.shape[:-1]), v.shape[-1] + 8), spec)
+        k_cache = k_cache[tuple(slice(1, None) for _ in k.shape[:-1])][..., : k.shape[-1]]
+        v_cache = v_cache[tuple(slice(2, None) for _ in v.shape[:-1])][..., 8:]
+    k_cache[...], v_cache[...] = k, v
+    return k_cache, v_cache
+
+
+def in_layout(k_pool: np.ndarray, v_pool: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """Views of pools (N, P, Hkv, D) with the axes of a layout."""
+    if layout == "NHD":
+        return k_pool, v_pool
+    if layout == "HND":
+        return k_pool.transpose(0, 2, 1, 3), v_pool.transpose(0, 2, 1, 3)
+    num_blocks, block_size, num_kv_heads, head_dim = k_pool.shape
+    x = 16 // k_pool.itemsize
+    k = k_pool.reshape(num_blocks, block_size, num_kv_heads, head_dim // x, x)
+    return k.transpose(0, 2, 3, 1, 4), v_pool.transpose(0, 2, 3, 1)

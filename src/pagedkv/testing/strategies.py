@@ -1,0 +1,103 @@
+"""Hypothesis strategies: specs of attention problems around every boundary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+
+from .limits import BLOCK_SIZES, Limits
+from .problems import Problem, Spec, build
+
+SPLIT = 512  # tokens that kernels sum without a merge: lengths and windows around it meet another path
+
+
+def decode_problems(limits: Limits | None = None) -> st.SearchStrategy[Problem]:
+    """Arguments of decode_attention within limits, those of `Limits()` if None."""
+    return specs_within(limits or Limits(), prefill=False).map(build)
+
+
+def prefill_problems(limits: Limits | None = None) -> st.SearchStrategy[Problem]:
+    """Arguments of prefill_attention within limits, those of `Limits()` if None."""
+    return specs_within(limits or Limits(), prefill=True).map(build)
+
+
+@st.composite
+def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec:
+    """Every combination of shapes, dtypes and options that the limits allow, small enough for the oracle."""
+    layout = draw(st.sampled_from(limits.layouts))
+    kv_dtype = draw(st.sampled_from(limits.kv_dtypes))
+    score_mod = draw(st.sampled_from(limits.score_mods))
+    is_fp8 = kv_dtype.startswith("fp8")
+    block_size = draw(st.sampled_from(limits.block_sizes or BLOCK_SIZES[layout]))
+    head_dim = draw(st.sampled_from(limits.head_dims))
+    num_kv_heads = draw(st.integers(1, 3))
+    most_heads = 12 if prefill or score_mod else 96
+    # At least 64 numbers per row: the error bound compares the largest of many errors.
+    groups = [
+        g for g in limits.group_sizes if g * num_kv_heads * head_dim >= 64 and g * num_kv_heads <= most_heads
+    ] or [max(limits.group_sizes)]
+    if score_mod:  # decode with one head to a KV head is a kernel of its own, and none with a score_mod is kept
+        groups = [g for g in groups if g > 1] or groups
+    group_size = draw(st.sampled_from(groups))
+    fits = 2**21 // (num_kv_heads * head_dim * (4 if prefill else 1))
+    lengths = _lengths(block_size, min(fits, limits.longest))
+    seq_lens = tuple(draw(st.lists(lengths, min_size=1, max_size=limits.most_seqs)))
+    query_lens, padding_rows = None, 0
+    if prefill:
+        query_lens = tuple(draw(_query_lengths(length)) for length in seq_lens)
+        padding_rows = draw(st.integers(0, 3))
+    q_dtypes = [name for name in limits.q_dtypes if is_fp8 or name in (kv_dtype, "float32")]
+    strides = ["own"] if limits.contiguous else [*limits.strides]
+
+    def option(name: str, values: st.SearchStrategy[Any], default: Any = None) -> Any:
+        return draw(values) if name in limits.options else default
+
+    windows = [1, 2, block_size, block_size + 1, SPLIT, SPLIT + 1, 10**6]
+    scales = st.sampled_from([None, "scalar", "per head"])
+    spec = Spec(
+        seq_lens=seq_lens,
+        query_lens=query_lens,
+        padding_rows=padding_rows,
+        num_kv_heads=num_kv_heads,
+        group_size=group_size,
+        head_dim=head_dim,
+        block_size=block_size,
+        layout=layout,
+        q_dtype=draw(st.sampled_from(q_dtypes)),
+        kv_dtype=kv_dtype,
+        strides=draw(st.sampled_from(strides)),
+        contiguous=limits.contiguous,
+        kv_scales=option("k_scale", scales) if is_fp8 else None,
+        scale=option("scale", st.sampled_from([None, None, 0.0, -0.1, 0.25])),
+        softcap=option("softcap", st.sampled_from([None, None, 0.7, 30.0])),
+        alibi=option("alibi_slopes", st.booleans(), False),
+        window=option("window", st.none() | st.sampled_from(windows)),
+        sinks=option("sinks", st.booleans(), False),
+        score_mod=score_mod,
+        causal=option("causal", st.booleans(), True) if prefill else True,
+        seed=draw(st.integers(0, 2**16)),
+        poison=draw(st.sampled_from(limits.poisons)),
+    )
+    if limits.needles and draw(st.sampled_from([False, False, False, True])):
+        spec = spec.replace(needles=draw(_needles(spec)), fingerprint=draw(st.booleans()))
+    return spec
+
+
+def _lengths(block_size: int, longest: int) -> st.SearchStrategy[int]:
+    """Lengths at the boundaries of blocks and splits, and any others."""
+    near = [0, 1, block_size - 1, block_size, block_size + 1, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1]
+    return st.sampled_from([n for n in near if n <= longest]) | st.integers(0, min(longest, 1100))
+
+
+def _query_lengths(seq_len: int) -> st.SearchStrategy[int]:
+    near = sorted({0, min(1, seq_len), min(2, seq_len), min(17, seq_len), min(65, seq_len)})
+    return st.sampled_from(near) | st.integers(0, min(seq_len, 130))
+
+
+def _needles(spec: Spec) -> st.SearchStrategy[tuple[int, ...]]:
+    """A position for each KV head: of the first and last tokens of a sequence, of a block, or any."""
+    last = max(spec.seq_lens) - 1
+    near = sorted({min(max(n, 0), max(last, 0)) for n in (0, 1, spec.block_size - 1, spec.block_size, last - 1, last)})
+    positions = st.sampled_from(near) | st.integers(0, max(last, 0))
+    return st.lists(positions, min_size=spec.num_kv_heads, max_size=spec.num_kv_heads).map(tuple)

@@ -1,0 +1,113 @@
+"""Problems of write_kv: tokens, slots of which some are negative, and caches that hold poison."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+
+from .. import reference
+from ..layouts import LAYOUTS
+from ..operations.caches import write_kv
+from .limits import BLOCK_SIZES, KV_DTYPES, STRIDES
+from .problems import FLOATS, Problem, Spec, build
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteSpec:
+    """The caches as a Spec, and the tokens that are written to them.
+
+    Attributes
+    ----------
+    cache : Spec
+    token_dtype : str
+        Of k and v.
+    num_tokens : int
+    backwards : bool
+        k and v have negative strides.
+    """
+
+    cache: Spec
+    token_dtype: str
+    num_tokens: int
+    backwards: bool = False
+
+
+@dataclasses.dataclass
+class WriteProblem:
+    """The arguments of one call of write_kv."""
+
+    k: Array
+    v: Array
+    problem: Problem
+    slots: Array
+    options: dict[str, Any]
+
+
+@st.composite
+def write_specs(
+    draw: st.DrawFn,
+    layouts: tuple[str, ...] = LAYOUTS,
+    kv_dtypes: tuple[str, ...] = KV_DTYPES,
+    strides: tuple[str, ...] = STRIDES,
+) -> WriteSpec:
+    """Writes to caches of any layout and dtype."""
+    kv_dtype = draw(st.sampled_from(kv_dtypes))
+    layout = draw(st.sampled_from(layouts))
+    cache = Spec(
+        seq_lens=(0, 100),
+        kv_dtype=kv_dtype,
+        layout=layout,
+        head_dim=draw(st.sampled_from([16, 32, 48, 128])),
+        num_kv_heads=draw(st.integers(1, 3)),
+        block_size=draw(st.sampled_from(BLOCK_SIZES[layout][:-1])),
+        strides=draw(st.sampled_from(strides)),
+        kv_scales=draw(st.sampled_from([None, "scalar", "per head"])) if kv_dtype.startswith("fp8") else None,
+        seed=draw(st.integers(0, 2**16)),
+    )
+    token_dtype = draw(st.sampled_from(list(FLOATS) if cache.is_fp8 else sorted({"float32", kv_dtype})))
+    return WriteSpec(cache, token_dtype, draw(st.integers(0, 40)), draw(st.booleans()))
+
+
+def build_write(spec: WriteSpec) -> WriteProblem:
+    """The arrays of a spec: a fifth of the tokens is skipped."""
+    problem = build(spec.cache)
+    k, v = tokens(spec.num_tokens, spec.cache, spec.token_dtype, spec.cache.seed)
+    rng = np.random.default_rng(spec.cache.seed)
+    slots = rng.permutation(len(problem.k_cache) * spec.cache.block_size)[: spec.num_tokens]
+    slots[rng.random(spec.num_tokens) < 0.2] = -1 - rng.integers(2**40)
+    if spec.backwards:
+        k, v = k[::-1, ::-1], v[::-1, ::-1]
+    options = {name: problem.options.get(name) for name in ("layout", "kv_dtype", "k_scale", "v_scale")}
+    return WriteProblem(k, v, problem, slots, options)
+
+
+def tokens(count: int, spec: Spec, dtype: str = "float32", seed: int = 0) -> Array:
+    """k, v (count, Hkv, D) that need rounding, and that leave the range of fp8."""
+    rng = np.random.default_rng(seed)
+    shape = (2, count, spec.num_kv_heads, spec.head_dim)
+    x = rng.standard_normal(shape, np.float32) * 10.0 ** rng.uniform(-4, 3, shape).astype(np.float32)
+    x.flat[: min(3, x.size)] = (np.nan, -np.nan, -0.0)[: min(3, x.size)]
+    with np.errstate(over="ignore"):
+        return x.astype(FLOATS[dtype])
+
+
+def check_write(spec: WriteSpec, **changes: Any) -> None:
+    """Every bit of the caches: what is written, what is skipped, and everything else."""
+    write = build_write(spec)
+    given, k_cache, v_cache = (write.k, write.v, write.slots), write.problem.k_cache, write.problem.v_cache
+    k_expected, v_expected = k_cache.copy(), v_cache.copy()
+    before = [x.tobytes() for x in given]
+    reference.write_kv(write.k, write.v, k_expected, v_expected, write.slots, **write.options)
+    write_kv(write.k, write.v, k_cache, v_cache, write.slots, **{**write.options, **changes})
+    for cache, wanted in ((k_cache, k_expected), (v_cache, v_expected)):
+        np.testing.assert_array_equal(_bits(cache), _bits(wanted))
+    assert [x.tobytes() for x in given] == before, "an argument was written to"
+
+
+def _bits(x: Array) -> Array:
+    return np.ascontiguousarray(x).view(f"u{x.itemsize}")

@@ -1,0 +1,121 @@
+"""assert_matches_reference: right functions pass, wrong ones do not, and the message says what to do."""
+
+import ast
+import functools
+import re
+
+import numpy as np
+import pytest
+
+from pagedkv import reference
+from pagedkv.testing import Spec, assert_matches_reference
+
+from .attention import numpy_decode, torch_prefill
+
+FEW = {"max_examples": 12, "head_dims": (64, 8)}
+
+
+def test_right_functions_pass():
+    assert assert_matches_reference(numpy_decode, **FEW) >= 10
+    assert assert_matches_reference(reference.decode_attention, **FEW) >= 10
+    assert assert_matches_reference(torch_prefill, arrays="torch", dtypes=("float32", "bfloat16"), **FEW) >= 10
+
+
+def test_every_option_of_the_signature_is_drawn():
+    seen = {}
+
+    def noting(q, k_cache, v_cache, block_tables, seq_lens, query_starts, **options):
+        for name, value in options.items():
+            seen.setdefault(name, set()).add(str(value))
+        return reference.prefill_attention(q, k_cache, v_cache, block_tables, seq_lens, query_starts, **options)
+
+    names = ("query_starts", "scale", "softcap", "alibi_slopes", "window", "sinks", "causal", "kv_dtype", "layout")
+    assert_matches_reference(noting, options=names, max_examples=66, head_dims=(16,))
+    assert seen.keys() == {*names[1:]}
+    assert all(len(values) > 1 for values in seen.values())
+
+
+def test_a_partial_has_the_parameters_that_are_left():
+    assert_matches_reference(functools.partial(reference.decode_attention, layout="NHD"), layouts=["NHD"], **FEW)
+
+
+def wrong_head(q, k_cache, v_cache, block_tables, seq_lens):
+    group = q.shape[1] // k_cache.shape[2]
+    order = np.arange(q.shape[1]).reshape(-1, group).T.ravel()
+    out = np.empty_like(q)
+    out[:, order] = numpy_decode(q[:, order], k_cache, v_cache, block_tables, seq_lens)
+    return out if group > 1 else -out
+
+
+def reads_the_whole_table(q, k_cache, v_cache, block_tables, seq_lens):
+    k_cache[block_tables]
+    return numpy_decode(q, k_cache, v_cache, block_tables, seq_lens)
+
+
+def multiplies_by_zero(q, k_cache, v_cache, block_tables, seq_lens):
+    nothing = 0 * v_cache[block_tables[:, 0], -1].sum() if len(q) and seq_lens.all() else 0
+    return numpy_decode(q, k_cache, v_cache, block_tables, seq_lens) + nothing
+
+
+def writes_to_q(q, k_cache, v_cache, block_tables, seq_lens):
+    out = numpy_decode(q, k_cache, v_cache, block_tables, seq_lens)
+    q *= 2
+    return out
+
+
+def forgets_a_dimension(q, k_cache, v_cache, block_tables, seq_lens):
+    return numpy_decode(q, k_cache, v_cache, block_tables, seq_lens)[:, :, 0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (wrong_head, r"out is off at \d+ of \d+ places .* expected"),
+        (reads_the_whole_table, "IndexError: index"),
+        (multiplies_by_zero, "nan, expected"),
+        (writes_to_q, "an argument was written to"),
+        (forgets_a_dimension, "out must have shape"),
+    ],
+)
+def test_wrong_functions_do_not(wrong, says):
+    with pytest.raises(AssertionError, match=says) as caught:
+        assert_matches_reference(wrong)
+    assert f"{wrong.__name__} fails problem" in str(caught.value)
+    [again] = re.findall(r"^try it again with spec=(Spec\(.*\))$", str(caught.value), re.MULTILINE)
+    [call] = ast.parse(again).body
+    spec = Spec(**{part.arg: ast.literal_eval(part.value) for part in call.value.keywords})
+    assert max(spec.seq_lens) <= 2, "the smallest one"
+    with pytest.raises((AssertionError, IndexError)):
+        assert_matches_reference(wrong, spec=spec)
+    assert assert_matches_reference(numpy_decode, spec=spec) == 1
+
+
+def test_what_has_no_signature_needs_names():
+    class Kernel:
+        __signature__ = "nothing"
+
+        def __call__(self, *arguments):
+            return numpy_decode(*arguments)
+
+    with pytest.raises(TypeError, match="has no signature to read: name its options"):
+        assert_matches_reference(Kernel())
+    assert assert_matches_reference(Kernel(), options=[], **FEW) >= 10
+
+
+def test_arrays_of_no_framework():
+    with pytest.raises(ValueError, match=r'^arrays must be "numpy", "torch", "cupy" or a function, got .jax.$'):
+        assert_matches_reference(numpy_decode, arrays="jax")
+
+
+def test_arrays_by_a_function():
+    kinds = set()
+
+    def mine(q, *arguments):
+        kinds.add(type(q))
+        return numpy_decode(q, *arguments)
+
+    class Own(np.ndarray):
+        pass
+
+    assert_matches_reference(mine, options=[], arrays=lambda x: x.view(Own), **FEW)
+    assert kinds == {Own}
