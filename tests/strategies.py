@@ -94,6 +94,7 @@ def specs(kernel: Kernel, prefill: bool = False) -> st.SearchStrategy[Spec]:
             layouts=("vllm",) if kernel.is_vllm else ("NHD", "HND"),
             kv_dtypes=(kernel.kv_dtype,),
             head_dims=HEAD_DIMS[kernel.width],
+            nums_kv_heads=(1, 2, 3),
             score_mods=(kernel.score_mod,),
             poisons=("nan",),
             needles=False,

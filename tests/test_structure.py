@@ -108,8 +108,13 @@ RULES = {
         for pair in SIDE_BY_SIDE
         for x, y in (pair, pair[::-1])
     },
-    **{f"{x} knows no other backend": Rule(ours(x), ours(*BACKENDS), ours(x)) for x in BACKENDS},
-    "emulator stands alone": Rule(ours("emulator"), ours(*TOP - {"emulator"}), ()),
+    **{f"{x} knows no other backend": Rule(ours(x), ours(*BACKENDS), ours(x)) for x in ("cpu", "cuda")},
+    "emulator stands alone, but for a compiler of users' kernels": Rule(
+        ours("emulator"), ours(*TOP - {"emulator"}), ours("cuda.compiler.own_kernels")
+    ),
+    "in the emulator, run alone compiles": Rule(
+        ours(*(f"emulator.{x}" for x in OF_THE_EMULATOR)), ours(*TOP - {"emulator"}), ()
+    ),
     **{
         f"emulator/{x} knows what is below": Rule(
             ours(f"emulator.{x}"), ours("emulator"), ours(*(f"emulator.{y}" for y in OF_THE_EMULATOR[: i + 1]))
@@ -138,7 +143,7 @@ RULES = {
     "nothing needs a trace": Rule(ours(*TOP - {"trace", "__main__"}), ours("trace"), ()),
     "nothing needs the testing kit": Rule(ours(*TOP - {"testing", "__main__"}), ours("testing"), ()),
     "the testing kit asks backends by their operations": Rule(
-        ours("testing"), ours(*BACKENDS, "kernels", "bench", "validation"), ours("cpu.threads")
+        ours("testing"), ours(*BACKENDS, "kernels", "bench", "validation"), ours("cpu.threads", "emulator")
     ),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
     "bench/gpu needs no static count": Rule(ours("bench.gpu"), ours("bench.static"), ()),

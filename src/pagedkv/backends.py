@@ -66,7 +66,7 @@ def _load(name: str) -> Backend:
         from .cuda.backend import KernelBackend
         from .emulator import EmulatorDevice
 
-        emulator = KernelBackend(lambda placement: EmulatorDevice())
+        emulator = KernelBackend(lambda placement: (placement.emulator or EmulatorDevice()).again())
         return cast(Backend, SimpleNamespace(**{x: plain(getattr(emulator, x)) for x in _OPERATIONS}))
     from .cuda.backend import GpuBackend
 

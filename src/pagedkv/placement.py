@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .arrays import Argument, Array, DeviceArgument, HostArgument, HostArray, identify
+
+if TYPE_CHECKING:
+    from .emulator import EmulatorDevice
 
 Optional = TypeVar("Optional", Array, Array | None)
 BACKENDS = ("auto", "cpu", "cuda", "emulator")
@@ -24,12 +27,15 @@ class Placement(NamedTuple):
         On CUDA the device, and the stream as a pointer; 0 on the host.
     beside : Argument or None
         The first array of the call, if it has any: results are of its framework, on its device.
+    emulator : EmulatorDevice or None
+        The one that the caller named, with its checks.
     """
 
     backend: str
     ordinal: int
     stream: int
     beside: Argument | None
+    emulator: EmulatorDevice | None = None
 
     @property
     def on_host(self) -> bool:
@@ -67,8 +73,8 @@ def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = F
 
     Parameters
     ----------
-    backend : str
-        "auto", "cpu", "cuda" or "emulator".
+    backend : str or EmulatorDevice
+        "auto", "cpu", "cuda" or "emulator", or an emulator.
     named : sequence of (name, array)
         The arrays, by the names of their arguments. The first one on a device says which stream the call goes to.
     across : bool
@@ -87,6 +93,12 @@ def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = F
     ValueError
         No such backend, arrays on the wrong side for it, on both sides, or on different devices.
     """
+    emulator = None
+    if not isinstance(backend, str):
+        from .emulator import EmulatorDevice
+
+        if isinstance(backend, EmulatorDevice):
+            emulator, backend = backend, "emulator"
     if not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f'backend must be "auto", "cpu", "cuda" or "emulator", got {backend!r}')
     arrays = [x for _, x in named]
@@ -101,7 +113,8 @@ def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = F
             'backend "cuda" needs arrays on a CUDA device, got host arrays; move them or use backend "cpu"'
         )
     views = [argument.view() for argument in arguments if isinstance(argument, HostArgument)]
-    return Placement("emulator" if backend == "emulator" else "cpu", 0, 0, arguments[0] if arguments else None), views
+    beside = arguments[0] if arguments else None
+    return Placement("emulator" if backend == "emulator" else "cpu", 0, 0, beside, emulator), views
 
 
 def _place_on_device(

@@ -1,7 +1,10 @@
 """`pagedkv fuzz`: it counts what it tried, and a failure leaves a script that fails by itself."""
 
+import itertools
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,17 +38,19 @@ def only_merges(monkeypatch):
     """Forms that compile nothing."""
     monkeypatch.setattr(fuzz, "draw_form", lambda backend, seed, number: draw_form(backend, 0, of("merge")))
     monkeypatch.setitem(fuzz.TURN, "cpu", 20)
+    seconds = itertools.count()
+    monkeypatch.setattr(fuzz, "time", SimpleNamespace(time=lambda: next(seconds), monotonic=time.monotonic))
 
 
 @pytest.mark.usefixtures("only_merges")
 def test_rows_count_what_was_tried(capsys):
     progress = []
-    rows = fuzz.run(minutes=0.02, seed=5, processes=1, progress=progress.append)
+    rows = fuzz.run(minutes=0.1, seed=5, processes=1, progress=progress.append)
     assert [row["operation"] for row in rows] == ["merge", "all"]
     assert rows[1]["problems"] == rows[0]["problems"] > 0
     assert (rows[1]["failed"], rows[1]["seed"]) == (0, 5)
     assert progress[-1].startswith("fuzz cpu, seed 5: ")
-    assert main(["fuzz", "--minutes", "0.01", "--processes", "1"]) == 0
+    assert main(["fuzz", "--minutes", "0.1", "--processes", "1"]) == 0
     assert "merge" in capsys.readouterr().out
 
 

@@ -12,6 +12,7 @@ from .errors import (
     UnsupportedInstructionError,
 )
 from .machine.launch import Device
+from .run import run
 from .state.footprint import Footprint
 from .state.memory import Buffer
 from .state.stats import BufferTraffic, LaunchStats
@@ -34,4 +35,5 @@ __all__ = [
     "SyncFault",
     "TrapFault",
     "UnsupportedInstructionError",
+    "run",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from types import TracebackType
@@ -28,7 +29,7 @@ class Kernel(Protocol):
     @property
     def ptx(self) -> str: ...
     @property
-    def num_threads(self) -> int: ...
+    def num_threads(self) -> int | Sequence[int]: ...
 
 
 @functools.lru_cache(maxsize=256)
@@ -101,6 +102,12 @@ class EmulatorDevice:
         self._scratch: dict[str, Buffer] = {}
         self.launches: list[LaunchStats] = []
 
+    def again(self) -> EmulatorDevice:
+        """A device of the same settings, whose memory is empty, and whose launches are appended to `launches` here."""
+        fresh = copy.copy(self)
+        fresh.memory, fresh._arrays, fresh._scratch = _large_device(), {}, {}
+        return fresh
+
     def __enter__(self) -> EmulatorDevice:
         return self
 
@@ -146,7 +153,7 @@ class EmulatorDevice:
         return buffer.address
 
     def launch(
-        self, kernel: Kernel, grid: tuple[int, int, int], args: Sequence[int | float], shared_bytes: int = 0
+        self, kernel: Kernel, grid: int | Sequence[int], args: Sequence[int | float], shared_bytes: int = 0
     ) -> None:
         """Run a kernel to completion, and append its statistics to `launches`."""
         self.launches.append(

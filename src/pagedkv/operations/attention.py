@@ -86,8 +86,8 @@ def decode_attention(
         key.
     kernel : {"auto", "v1", "v2", "split"}
         Which CUDA kernel: v1 and v2 for layout vllm, split for NHD and HND. The CPU ignores a valid one.
-    backend : {"auto", "cpu", "cuda", "emulator"}
-        "auto" follows the arrays.
+    backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
+        "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
     out : (num_seqs, num_heads, head_dim) array, optional
         Where to write the result: of q's dtype, writable, overlapping no input, no element twice.
     return_lse : bool
@@ -286,8 +286,8 @@ def merge_states(outs: Any, lses: Any, *, backend: str = "auto") -> tuple[Any, A
         The partial outputs; float32, float16 or bfloat16, all of one dtype; at least one.
     lses : list of (rows, num_heads) float32 arrays, or one stacked (num_states, rows, num_heads) array
         Their LSEs (natural log). Where a state's LSE is -inf it has no keys, and its output may hold anything.
-    backend : {"auto", "cpu", "cuda", "emulator"}
-        "auto" follows the arrays.
+    backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
+        "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
 
     Returns
     -------

@@ -143,8 +143,8 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto"
         writable and sharing no element with each other.
     pairs : (num_pairs, 2) int64 array
         Source block and destination block of each copy.
-    backend : {"auto", "cpu", "cuda", "emulator"}
-        "auto" follows the arrays.
+    backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
+        "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
 
     Raises
     ------
@@ -180,8 +180,8 @@ def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "au
         num_blocks. `destination` is written in place.
     pairs : (num_pairs, 2) int64 array
         Block of `source` and block of `destination` of each copy.
-    backend : {"auto", "cpu", "cuda", "emulator"}
-        "auto" follows the arrays.
+    backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
+        "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
 
     Raises
     ------

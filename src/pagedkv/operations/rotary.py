@@ -39,8 +39,8 @@ def apply_rotary(
     interleaved : bool
         False: dim i and dim i + rotary_dim / 2 are a pair, as in GPT-NeoX, Llama and Qwen of transformers. True: dims
         2i and 2i + 1, as in GPT-J, and in Llama as Meta published it.
-    backend : {"auto", "cpu", "cuda", "emulator"}
-        "auto" follows the arrays.
+    backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
+        "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
     out : (array, array or None), optional
         Where to write the results: each like q or k, writable, with no element twice, and overlapping nothing else, or
         that q or k itself: ``out=(q, k)`` rotates in place. None for k stands where k is None.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..cpu.threads import set_num_threads
+from ..emulator import EmulatorDevice
 from .checks import Moved, check
 from .forms import draw_form
 from .script import script
@@ -121,7 +122,8 @@ def run(
 def play(backend: str, seed: int, number: int, end: float) -> Turn:
     """One turn: problems of one form, until one fails or the time is up."""
     form = draw_form(backend, seed, number)
-    changes = {"backend": backend, **form.changes}
+    device = EmulatorDevice(global_race=True, seed=number) if backend == "emulator" else backend
+    changes = {"backend": device, **form.changes}
     found = search(
         form.strategy,
         lambda spec: check(spec, **changes),
@@ -134,7 +136,9 @@ def play(backend: str, seed: int, number: int, end: float) -> Turn:
     spec, error = found.failure
     said = f"{type(error).__name__}: {error}\n{spec!r}"
     moved = error.spec if isinstance(error, Moved) else None
-    return Turn(form.operation, found.num_examples, said, script(spec, said, moved=moved, **changes))
+    return Turn(
+        form.operation, found.num_examples, said, script(spec, said, moved=moved, **{**changes, "backend": backend})
+    )
 
 
 def _turns(backend: str, seed: int, processes: int, end: float) -> Iterator[Turn]:

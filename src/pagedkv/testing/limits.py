@@ -34,7 +34,7 @@ class Limits:
     layouts, q_dtypes, kv_dtypes : tuple of str
         Names as in :class:`Spec`. A cache that is not fp8 is paired with queries of its own dtype or float32, those of
         `q_dtypes` that there are.
-    head_dims, group_sizes : tuple of int
+    head_dims, nums_kv_heads, group_sizes : tuple of int
     block_sizes : tuple of int, optional
         None: some that the layout can have.
     strides : tuple of str
@@ -61,6 +61,7 @@ class Limits:
     kv_dtypes: tuple[str, ...] = KV_DTYPES
     head_dims: tuple[int, ...] = HEAD_DIMS[64]
     block_sizes: tuple[int, ...] | None = None
+    nums_kv_heads: tuple[int, ...] = (1, 2, 3, 4, 8)
     group_sizes: tuple[int, ...] = GROUP_SIZES
     strides: tuple[str, ...] = STRIDES
     contiguous: bool = False

@@ -31,7 +31,7 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
     is_fp8 = kv_dtype.startswith("fp8")
     block_size = draw(st.sampled_from(limits.block_sizes or BLOCK_SIZES[layout]))
     head_dim = draw(st.sampled_from(limits.head_dims))
-    num_kv_heads = draw(st.integers(1, 3))
+    num_kv_heads = draw(st.sampled_from(limits.nums_kv_heads))
     most_heads = 12 if prefill or score_mod else 96
     # At least 64 numbers per row: the error bound compares the largest of many errors.
     groups = [

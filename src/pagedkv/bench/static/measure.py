@@ -54,7 +54,7 @@ class _Device(EmulatorDevice):
         return super().address(name, _aligned(array))
 
     def launch(
-        self, kernel: Any, grid: tuple[int, int, int], args: Sequence[int | float], shared_bytes: int = 0
+        self, kernel: Any, grid: int | Sequence[int], args: Sequence[int | float], shared_bytes: int = 0
     ) -> None:
         self.noted.append((kernel, shared_bytes))
         if self.capability == COUNTED:

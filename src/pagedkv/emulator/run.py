@@ -1,0 +1,83 @@
+"""A kernel of the user's on NumPy arrays, in one call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .device import EmulatorDevice
+from .state.stats import LaunchStats
+
+
+class _Kernel(NamedTuple):
+    name: str
+    entry: str
+    ptx: str
+    num_threads: int | Sequence[int]
+
+
+def run(
+    kernel: Callable[..., Any],
+    grid: int | Sequence[int],
+    threads: int | Sequence[int],
+    *args: Any,
+    shared_bytes: int = 0,
+    capability: tuple[int, int] = (9, 0),
+    device: EmulatorDevice | None = None,
+) -> LaunchStats:
+    """Compile a kernel for numba.cuda, run it on NumPy arrays without a GPU, and check every access.
+
+    ``run(kernel, grid, threads, *args)`` is what ``kernel[grid, threads](*args)`` is on a GPU. When it returns, the
+    arrays hold what the kernel wrote; after a fault they are as before.
+
+    Parameters
+    ----------
+    kernel : callable
+        A function for ``numba.cuda.jit``, decorated or not.
+    grid, threads : int or sequence of up to three int
+        Sizes of the grid and of a thread block.
+    *args : numpy.ndarray or number
+        Arrays of any strides. A Python int is an int64, a float a float64; a NumPy scalar has its own type.
+    shared_bytes : int
+        Dynamic shared memory of a thread block, for ``cuda.shared.array(0, ...)``.
+    capability : tuple of int
+        Compute capability to compile for.
+    device : EmulatorDevice, optional
+        What is checked and counted; by default one that looks for races on global memory, too. Its `launches` get the
+        result.
+
+    Returns
+    -------
+    LaunchStats
+
+    Raises
+    ------
+    EmulatorError
+        Hardware would refuse the launch; or, as a subclass, the kernel's fault, which names its Python line.
+    TypeError
+        An argument is no array and no number.
+    BackendUnavailableError
+        numba-cuda is not installed.
+
+    Notes
+    -----
+    Where numba cannot compile the kernel, its own exception comes as it is.
+    """
+    from ..cuda.compiler.own_kernels import compile_own  # needs numba-cuda, and nothing else here does
+
+    own = compile_own(kernel, args, capability)
+    names = [*inspect.signature(getattr(kernel, "py_func", kernel)).parameters]
+    settings = device or EmulatorDevice(global_race=True)
+    with settings.again() as fresh:
+        values: list[int | float] = []
+        for name, arg in zip(names, args, strict=True):
+            if not isinstance(arg, np.ndarray):
+                values.append(arg)
+                continue
+            # The parameters of one array argument of numba-cuda: no owner, its size, and where its elements are.
+            values += [0, 0, arg.size, arg.itemsize, fresh.address(name, arg), *arg.shape, *arg.strides]
+        fresh.launch(_Kernel(own.name, "", own.ptx, threads), grid, values, shared_bytes)
+    return fresh.launches[-1]

@@ -1,0 +1,109 @@
+"""`emulator.run`: a numba.cuda function of the user's on NumPy arrays, and emulators as backends."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numba import cuda, float32, njit
+
+import pagedkv
+from pagedkv import emulator
+from pagedkv.emulator import EmulatorDevice, MemoryFault, RaceFault
+
+from ..problems import Spec, assert_close, build, run
+
+
+@cuda.jit
+def scaled(x, out, times, factor):
+    i, j = cuda.grid(2)
+    if i < out.shape[0] and j < out.shape[1]:
+        out[i, j] = factor * x[i, j] * times
+
+
+def reverse(x, out):
+    block = cuda.shared.array(64, float32)
+    t = cuda.threadIdx.x
+    block[t] = x[cuda.blockIdx.x * 64 + t]
+    out[cuda.blockIdx.x * 64 + t] = block[63 - t]
+
+
+def test_arrays_of_any_strides_and_numbers():
+    x, out = np.arange(24.0).reshape(6, 4)[::2], np.zeros((4, 3)).T
+    stats = emulator.run(scaled, 1, (8, 8), x, out, 3, np.float32(2))
+    np.testing.assert_array_equal(out, 6 * x)
+    assert stats.kernel == "scaled"
+    assert stats.thread_instructions > 0
+
+
+def test_a_fault_names_the_line_and_the_array_and_changes_nothing():
+    x, out = np.arange(256, dtype=np.float32), np.zeros(256, np.float32)
+    with pytest.raises(RaceFault, match="shared-memory race") as caught:
+        emulator.run(reverse, 4, 64, x, out)
+    assert caught.value.source.text == "out[cuda.blockIdx.x * 64 + t] = block[63 - t]"
+    assert not out.any()
+    with pytest.raises(MemoryFault, match=r"out of bounds global load.* x"):
+        emulator.run(reverse, 5, 64, x, np.zeros(320, np.float32))
+
+
+def test_what_is_checked_is_the_device_s():
+    x, out = np.arange(256, dtype=np.float32), np.zeros(256, np.float32)
+    device = EmulatorDevice(race=False, stats=True, footprint=True)
+    stats = emulator.run(reverse, 4, 64, x, out, device=device)
+    assert device.launches == [stats]
+    assert stats.bytes_read == stats.bytes_written == 1024
+    stats.footprint.expect("x", read=True, written=False)
+    assert out.any()
+    x[:] = 7  # each call sees what is in the arrays now
+    emulator.run(reverse, 4, 64, x, out, device=device)
+    assert len(device.launches) == 2
+    assert (out[:32] == 7).all()
+
+
+def all_add(total):
+    total[0] += 1
+
+
+def test_thread_blocks_race_by_default():
+    with pytest.raises(RaceFault, match="global-memory race"):
+        emulator.run(all_add, 2, 1, np.zeros(1, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ([1], "argument 0 must be a NumPy array or a number, got list"),
+        (
+            np.zeros(1, ml_dtypes.float8_e4m3fn),
+            "argument 0 has dtype float8_e4m3fn, which numba does not know: pass",
+        ),
+    ],
+)
+def test_refusals(wrong, says):
+    with pytest.raises(TypeError, match=says):
+        emulator.run(all_add, 1, 1, wrong)
+
+
+def test_a_read_only_array_is_not_written():
+    x = np.zeros(1, np.int64)
+    x.flags.writeable = False
+    with pytest.raises(Exception, match=r"[Cc]annot modify readonly array"):
+        emulator.run(all_add, 1, 1, x)
+
+
+@pytest.mark.usefixtures("without_lines")
+def test_an_emulator_is_a_backend():
+    device = EmulatorDevice(stats=True, footprint=True, seed=3, global_race=True)
+    problem = build(Spec(layout="vllm"))
+    for _ in range(2):
+        assert_close(problem, *run(problem, backend=device))
+    assert [launch.kernel.partition("[")[0] for launch in device.launches] == ["v1", "v1"]
+    read = device.launches[0].footprint.read("k_cache")
+    used = sorted([*problem.block_tables[0, :3], problem.block_tables[1, 0]])
+    assert np.flatnonzero(read.any(axis=(1, 2, 3, 4))).tolist() == used
+    with pytest.raises(ValueError, match=r'^backend must be "auto", "cpu", "cuda" or "emulator", got <'):
+        run(problem, backend=object())
+
+
+def test_names_of_functions_that_are_compiled_for_the_cpu():
+    with pytest.raises(RaceFault):
+        emulator.run(njit(all_add), 2, 1, np.zeros(1, np.int64))
+    assert pagedkv.emulator.run is emulator.run
