@@ -8,8 +8,7 @@ import pytest
 
 from pagedkv.testing.limits import HEAD_DIMS, Limits
 from pagedkv.testing.problems import Spec
-from pagedkv.testing.score_mods import fade, own_parity
-from pagedkv.testing.strategies import SPLIT, specs_within
+from pagedkv.testing.strategies import SPLIT, fade, own_parity, specs_within
 
 __all__ = [
     "DECODE_KERNELS",

@@ -29,7 +29,7 @@ BENCHES = {
 COMMANDS = {
     "trace": ("trace.command", "how much of a KV cache paging wastes on a trace of requests, beside contiguous memory"),
     "kv-bytes": ("trace.model", "how many bytes the K and V of a model take"),
-    "fuzz": ("testing.fuzz", "whether drawn problems of every operation give what the reference gives"),
+    "fuzz": ("testing.fuzzing.command", "whether drawn problems of every operation give what the reference gives"),
 }
 
 

@@ -12,11 +12,13 @@ import pytest
 import pagedkv
 from pagedkv import reference
 from pagedkv.__main__ import main
-from pagedkv.testing import Spec, checks, fuzz
-from pagedkv.testing.forms import draw_form
+from pagedkv.testing import Spec
+from pagedkv.testing.fuzzing import checks
+from pagedkv.testing.fuzzing import command as fuzz
+from pagedkv.testing.fuzzing.forms import draw_form
+from pagedkv.testing.fuzzing.script import script
 from pagedkv.testing.merges import MergeSpec
-from pagedkv.testing.score_mods import fade
-from pagedkv.testing.script import script
+from pagedkv.testing.strategies import fade
 from pagedkv.testing.writes import WriteSpec
 
 SMALL = Spec(seq_lens=(3,), head_dim=64, num_kv_heads=1, block_size=2, strides="strided")

@@ -13,7 +13,9 @@ if find_spec("hypothesis") is None:
         'pagedkv.testing draws problems with Hypothesis, which is not installed: pip install "pagedkv[testing]"'
     )
 
+from .edits import edited, survivors
 from .error_rule import assert_close, error_bound, expect
+from .invariance import assert_invariant
 from .limits import Limits
 from .matching import assert_matches_reference
 from .problems import Problem, Spec, build
@@ -24,10 +26,13 @@ __all__ = [
     "Problem",
     "Spec",
     "assert_close",
+    "assert_invariant",
     "assert_matches_reference",
     "build",
     "decode_problems",
+    "edited",
     "error_bound",
     "expect",
     "prefill_problems",
+    "survivors",
 ]

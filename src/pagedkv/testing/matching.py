@@ -14,9 +14,8 @@ from .error_rule import assert_close
 from .frameworks import Array, as_numpy, hand_over
 from .limits import BLOCK_SIZES, GROUP_SIZES, KV_DTYPES, OPTIONS, STRIDES, Limits
 from .problems import FLOATS, POISONS, Problem, Spec, build
-from .score_mods import fade
 from .search import search
-from .strategies import specs_within
+from .strategies import fade, specs_within
 
 ARGUMENTS = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts")
 # A head dimension of each kind, so that a kernel that is compiled for it is compiled a few times.

@@ -1,7 +1,8 @@
-"""Hypothesis strategies: specs of attention problems around every boundary."""
+"""Hypothesis strategies: specs of attention problems around every boundary; functions for score_mod."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,6 +11,16 @@ from .limits import BLOCK_SIZES, Limits
 from .problems import Problem, Spec, build
 
 SPLIT = 512  # tokens that kernels sum without a merge: lengths and windows around it meet another path
+
+
+def fade(score, q_pos, k_pos, head, seq):
+    """Older keys count less, by an amount of each head's own."""
+    return score - 0.01 * (head + 1) * (q_pos - k_pos)
+
+
+def own_parity(score, q_pos, k_pos, head, seq):
+    """Odd heads see odd keys: of a sequence of one token, none."""
+    return -math.inf if k_pos % 2 != head % 2 else score
 
 
 def decode_problems(limits: Limits | None = None) -> st.SearchStrategy[Problem]:

@@ -13,12 +13,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..cpu.threads import set_num_threads
-from ..emulator import EmulatorDevice
+from ...cpu.threads import set_num_threads
+from ...emulator import EmulatorDevice
+from ..search import search
 from .checks import Moved, check
 from .forms import draw_form
 from .script import script
-from .search import search
 
 BACKENDS = ("cpu", "emulator", "cuda")
 # Problems of a turn: a form of a kernel takes seconds to compile.

@@ -1,0 +1,74 @@
+"""Functions with one wrong change: whether a check notices it is what the check is worth."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import linecache
+import textwrap
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+_serial = itertools.count()
+
+
+def edited(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """The function with a part of its source replaced; faults and tracebacks show the lines that it has then.
+
+    Parameters
+    ----------
+    function : callable
+        A Python function, or what numba made of one; decorators of its source are left out.
+    old, new : str
+        Text that occurs exactly once in its dedented source, and what replaces it.
+
+    Returns
+    -------
+    function
+        With the globals and the values that the original one closes over now.
+
+    Raises
+    ------
+    ValueError
+        `old` does not occur exactly once.
+    """
+    python = getattr(function, "py_func", function)
+    source = textwrap.dedent(inspect.getsource(python))
+    source = source[source.index("def ") :]
+    if (count := source.count(old)) != 1:
+        raise ValueError(f"old must occur exactly once in {python.__name__}, got {count} times: {old!r}")
+    file = f"<{python.__name__} edited {next(_serial)}>"
+    text = source.replace(old, new)
+    linecache.cache[file] = len(text), None, text.splitlines(True), file
+    closed = inspect.getclosurevars(python).nonlocals
+    scope = {**python.__globals__, **closed}
+    exec(compile(text, file, "exec"), scope)
+    made: FunctionType = scope[python.__name__]
+    made.__kwdefaults__, made.__defaults__ = python.__kwdefaults__, python.__defaults__
+    return made
+
+
+def survivors(
+    function: Callable[..., Any], edits: Iterable[tuple[str, str]], check: Callable[[Callable[..., Any]], Any]
+) -> list[tuple[str, str]]:
+    """The edits of a function with which a check passes: what it does not look at.
+
+    Parameters
+    ----------
+    function : callable
+        One that passes the check.
+    edits : iterable of (old, new)
+        Of `edited`.
+    check : callable
+        Raises for a wrong function, such as ``assert_matches_reference``.
+    """
+    check(function)
+    left = []
+    for old, new in edits:
+        try:
+            check(edited(function, old, new))
+        except Exception:
+            continue
+        left.append((old, new))
+    return left
