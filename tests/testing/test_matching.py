@@ -21,6 +21,7 @@ def test_right_functions_pass():
     assert assert_matches_reference(torch_prefill, arrays="torch", dtypes=("float32", "bfloat16"), **FEW) >= 10
 
 
+@pytest.mark.long
 def test_every_option_of_the_signature_is_drawn():
     seen = {}
 
