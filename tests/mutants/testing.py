@@ -1,0 +1,44 @@
+"""Mutants of the testing kit, and of what launches a kernel of the user's."""
+
+from .mutant import Mutant
+
+MATCHING = "tests/testing/test_matching.py::test_wrong_functions_do_not"
+RUN = "tests/emulator/test_run.py::test_"
+
+MUTANTS = [
+    Mutant(
+        "testing: NaN is no error",
+        "testing/error_rule.py",
+        "assert error <= bound, _at_fault",
+        "assert not error > bound, _at_fault",
+        (MATCHING,),
+    ),
+    Mutant(
+        "testing: arguments may be written to",
+        "testing/matching.py",
+        "assert _bytes(problem) == before",
+        "assert _bytes(problem)",
+        (MATCHING,),
+    ),
+    Mutant(
+        "testing: an edit changes nothing",
+        "testing/edits.py",
+        "text = source.replace(old, new)",
+        "text = source",
+        ("tests/testing/test_edits.py",),
+    ),
+    Mutant(
+        "emulator.run: arrays without their strides",
+        "emulator/run.py",
+        "*arg.shape, *arg.strides]",
+        "*arg.shape, *np.zeros(arg.shape, arg.dtype).strides]",
+        (f"{RUN}arrays_of_any_strides_and_numbers",),
+    ),
+    Mutant(
+        "emulator as a backend: what an array held in the call before",
+        "emulator/device.py",
+        "fresh.memory, fresh._arrays, fresh._scratch = _large_device(), {}, {}",
+        "fresh._scratch = {}",
+        (f"{RUN}what_is_checked_is_the_device_s",),
+    ),
+]
