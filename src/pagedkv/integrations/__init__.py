@@ -1,0 +1,1 @@
+"""pagedkv under other libraries, each imported by those who use it."""

@@ -1,0 +1,153 @@
+"""The attention function that models of transformers call, and the record of a forward pass that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from ...cache import PagedKVCache
+from ...memory.batch import Batch
+
+# transformers builds no mask for a name that has no mask function. Its continuous batching takes sdpa, eager, and
+# names with "flash" in them.
+NAME = "pagedkv_flash"
+
+
+class ForwardPass(Protocol):
+    """What attention needs to know about one forward pass; a model gets it as the keyword `forward_pass`."""
+
+    def attend(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        """Write the keys and values of the new tokens of a layer, and let its queries attend.
+
+        Parameters
+        ----------
+        layer : int
+        q : (num_tokens, num_heads, head_dim) tensor
+            Of the tokens that the model was given, its batch flattened.
+        k, v : (num_tokens, num_kv_heads, head_dim) tensor
+        **options
+            Those of :func:`~pagedkv.prefill_attention` that the model asks for: scale, window, softcap, sinks.
+
+        Returns
+        -------
+        (num_tokens, num_heads, head_dim) tensor
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPass:
+    """A forward pass over sequences of a PagedKVCache: ``model(ids, position_ids=..., forward_pass=CachedPass(...))``.
+
+    The model gets all new tokens in one row, those of the first sequence first, with `batch.positions` as position_ids
+    and ``use_cache=False``. Every layer writes to `slots` and reads the tables of `batch`.
+
+    Attributes
+    ----------
+    cache : PagedKVCache
+        Of torch tensors on the model's device; one layer for each of the model's.
+    slots : (num_tokens,) int64 tensor
+        Where the new K and V go, of `PagedKVCache.append` or `PagedKVCache.slots`; negative for tokens without any.
+    batch : Batch
+        Of `PagedKVCache.batch`, with the number of new tokens of each sequence as query_lens: block tables, seq_lens
+        and query_starts.
+    rows : (num_rows,) int64 tensor or None
+        Which of the tokens are in `batch`, if not all: the others, padding, get zeros.
+    """
+
+    cache: PagedKVCache
+    slots: torch.Tensor
+    batch: Batch
+    rows: torch.Tensor | None = None
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.cache.write(layer, k, v, self.slots)
+        if self.rows is None:
+            return self.cache.attend(layer, q, self.batch, **options)
+        out = torch.zeros_like(q)
+        out[self.rows] = self.cache.attend(layer, q[self.rows], self.batch, **options)
+        return out
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    forward_pass: ForwardPass | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a layer, under the name `NAME` in transformers' AttentionInterface.
+
+    Parameters
+    ----------
+    module : Module
+        The attention layer; its `layer_idx` says which of the cache's it is.
+    query : (batch_size, num_heads, length, head_dim) tensor
+    key, value : (batch_size, num_kv_heads, length, head_dim) tensor
+        Of the new tokens alone.
+    attention_mask
+        None: what a query sees is known from its sequence.
+    scaling, sliding_window, softcap, s_aux
+        scale, window, softcap and sinks of :func:`~pagedkv.prefill_attention`.
+    forward_pass : ForwardPass
+        What the caller of the model passed to it.
+
+    Returns
+    -------
+    out : (batch_size, length, num_heads, head_dim) tensor
+    weights : None
+
+    Raises
+    ------
+    RuntimeError
+        No forward pass has come this far.
+    ValueError
+        The layer asks for what paged attention cannot do.
+    """
+    if forward_pass is None:
+        raise RuntimeError(
+            f"no forward_pass came to {type(module).__name__}: call use_pagedkv(model) first, and then "
+            "model.generate_batch(...), model.generate(..., past_key_values=PagedCache(model)) or Engine(model); "
+            'model.set_attn_implementation("sdpa") brings back what the model had'
+        )
+    refused = {
+        "attention_mask": attention_mask is not None,
+        "dropout": dropout > 0,
+        "is_causal=False": not (is_causal is None or is_causal) or not getattr(module, "is_causal", True),
+        "output_attentions": bool(others.get("output_attentions")),
+        **{name: others.get(name) is not None for name in ("position_bias", "head_mask", "indices", "block_indices")},
+        "a value of another head_dim than its key, as in MLA": key.shape[-1] != value.shape[-1],
+    }
+    if any(refused.values()):
+        wrong = next(name for name, found in refused.items() if found)
+        raise ValueError(f"paged attention does not take {wrong}, which {type(module).__name__} asks for")
+    batch_size, num_heads, length, head_dim = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    options = {"scale": scaling, "window": sliding_window, "softcap": softcap}
+    options["sinks"] = None if s_aux is None else s_aux.float()
+    out = forward_pass.attend(module.layer_idx, q, k, v, **options)
+    return out.view(batch_size, length, num_heads, head_dim), None
+
+
+AttentionInterface.register(NAME, paged_attention)
+
+
+def set_attention(model: PreTrainedModel) -> None:
+    """Let the model's layers call `paged_attention` from now on.
+
+    ``model.set_attn_implementation`` looks for a kernel on the hub where a name has "flash" in it; the configuration
+    takes any name.
+    """
+    model.config._attn_implementation = NAME

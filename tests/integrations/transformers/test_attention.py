@@ -1,0 +1,61 @@
+"""The attention function of transformers' models, over sequences of a PagedKVCache."""
+
+import pytest
+import torch
+
+import pagedkv
+from pagedkv.integrations.transformers import CachedPass, paged_attention, set_attention
+
+from .models import make_model, prompts
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("Llama")
+
+
+def test_logits_of_a_ragged_batch_are_those_of_eager(model):
+    texts = prompts(20, 33)
+    with torch.inference_mode():
+        model.set_attn_implementation("eager")
+        expected = [model(torch.tensor([text])).logits[0] for text in texts]
+        set_attention(model)
+        cache = pagedkv.PagedKVCache(2, 16, 16, 2, 16, array_module=torch)
+        seqs, logits = [cache.add(0).seq for _ in texts], [[], []]
+        for start, stop in [(0, 19), (19, 20), (20, 33)]:
+            chunks = [text[start:stop] for text in texts]
+            lens = [len(chunk) for chunk in chunks]
+            slots, batch = cache.append(seqs, lens), cache.batch(seqs, lens)
+            ids = torch.tensor([[token for chunk in chunks for token in chunk]])
+            options = {"position_ids": batch.positions[None], "use_cache": False}
+            out = model(ids, forward_pass=CachedPass(cache, slots, batch), **options).logits[0]
+            for rows, part in zip(logits, out.split(lens), strict=True):
+                rows.append(part)
+    for rows, whole in zip(logits, expected, strict=True):
+        torch.testing.assert_close(torch.cat(rows), whole, rtol=0, atol=2e-6)
+
+
+def test_a_model_that_got_no_forward_pass_is_told_what_to_do(model):
+    set_attention(model)
+    with pytest.raises(RuntimeError, match=r"no forward_pass came to LlamaAttention: call use_pagedkv\(model\) first"):
+        model(torch.ones(1, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "attention_mask"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"position_bias": torch.zeros(1, 4, 3, 3)}, "position_bias"),
+        ({"block_indices": torch.zeros(3)}, "block_indices"),
+        ({"value": torch.zeros(1, 2, 3, 8)}, "a value of another head_dim than its key, as in MLA"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(model, options, what):
+    layer = model.model.layers[0].self_attn
+    q, kv = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
+    arguments = {"query": q, "key": kv, "value": kv, "attention_mask": None, "forward_pass": object()} | options
+    with pytest.raises(ValueError, match=f"paged attention does not take {what}, which LlamaAttention asks for"):
+        paged_attention(layer, **arguments)
