@@ -8,5 +8,7 @@ from .versions import require_transformers
 require_transformers()
 
 from .attention import NAME, CachedPass, ForwardPass, paged_attention, set_attention  # noqa: E402
+from .cache import PagedCache  # noqa: E402
+from .use import use_pagedkv  # noqa: E402
 
-__all__ = ["NAME", "CachedPass", "ForwardPass", "paged_attention", "set_attention"]
+__all__ = ["NAME", "CachedPass", "ForwardPass", "PagedCache", "paged_attention", "set_attention", "use_pagedkv"]

@@ -1,0 +1,166 @@
+"""PagedCache: a cache for ``model.generate``, over a PagedKVCache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ...cache import PagedKVCache
+from .attention import CachedPass
+from .models import kv_shape
+
+
+class PagedCache(Cache):
+    """The keys and values of ``model.generate(..., past_key_values=PagedCache(model, memory="1GiB"))``.
+
+    Each row of generate's batch is a sequence of a PagedKVCache: padding takes no slots, beams share blocks, and what
+    an assistant drafted in vain is truncated. One cache serves one call of generate, or several that go on with the
+    same rows; `reset` makes it ready for others.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        After :func:`use_pagedkv`.
+    num_blocks : int or None
+        N; None where `memory` says how many.
+    block_size : int
+        P.
+    **options
+        `memory`, `kv_dtype`, `max_seqs` (rows, beams included) and others of :class:`~pagedkv.PagedKVCache`.
+
+    Attributes
+    ----------
+    kv : PagedKVCache
+    seqs : list of int
+        The sequence of each row of the batch, after the first forward pass.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for :class:`~pagedkv.PagedKVCache`.
+
+    Notes
+    -----
+    A forward pass that needs more blocks than are free raises OutOfBlocksError before it begins, and the cache is as
+    before.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):
+        num_layers, num_kv_heads, head_dim = kv_shape(model)
+        where = {"dtype": model.dtype, "array_module": torch, "device": model.device, "prefix_cache": False}
+        self.kv = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
+        self.seqs: list[int] = []
+        self._length = 0  # of the longest row, padding included, as transformers counts
+        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+
+    def begin(self, num_rows: int, length: int, attention_mask: torch.Tensor | None) -> CachedPass:
+        """Make room for the new tokens of every row: what the model's layers need for them.
+
+        Parameters
+        ----------
+        num_rows, length : int
+            Of the model's input.
+        attention_mask : (num_rows, at least length) tensor or None
+            0 for padding; its last columns are those of the input.
+        """
+        new, is_token = [length] * num_rows, None
+        # Where a row goes on by one token, it is one: generate asks for no more padding.
+        if attention_mask is not None and (length > 1 or not self.seqs):
+            is_token = attention_mask[:, -length:].bool()
+            new = is_token.sum(1).tolist()
+            is_token = None if min(new) == length else is_token.flatten()
+        seqs = self.seqs or self._start(num_rows)
+        try:
+            slots = self.kv.append(seqs, new)
+        except BaseException:
+            if not self.seqs:
+                self.kv.free(seqs)
+            raise
+        self.seqs, self._length = seqs, self._length + length
+        batch = self.kv.batch(seqs, new)
+        if is_token is None:
+            return CachedPass(self.kv, slots, batch)
+        rows = is_token.nonzero()[:, 0]
+        slots = torch.full_like(is_token, -1, dtype=slots.dtype).index_copy(0, rows, slots)
+        return CachedPass(self.kv, slots, batch, rows)
+
+    def _start(self, num_rows: int) -> list[int]:
+        first = self.kv.add(0).seq
+        try:
+            return [first, *self.kv.fork(first, num_rows - 1)]
+        except BaseException:
+            self.kv.free(first)
+            raise
+
+    def reset(self) -> None:
+        """Free the sequences."""
+        self.kv.free(self.seqs)
+        self.seqs, self._length = [], 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let each row go on with the tokens of another: `PagedKVCache.reorder`."""
+        self.kv.reorder(self.seqs, beam_idx.tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens of every row, as many as a number that is not positive says: `PagedKVCache.truncate`."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be at most 0, minus the number of tokens, got {tokens_to_remove}")
+        if self.seqs:
+            self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs) + tokens_to_remove)
+            self._length += tokens_to_remove
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Give every row copies behind it, that share its blocks: `PagedKVCache.fork`."""
+        if self.seqs:
+            copies = np.reshape(self.kv.fork(self.seqs, repeats - 1), (len(self.seqs), repeats - 1))
+            self.seqs = np.column_stack([self.seqs, copies]).astype(np.int64).ravel().tolist()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows, in this order."""
+        if self.seqs:
+            kept = np.arange(len(self.seqs))[indices.cpu().numpy()]
+            others = np.zeros(len(self.seqs) - len(kept), np.int64)
+            self.kv.reorder(self.seqs, np.concatenate([kept, others]))
+            self.kv.free(self.seqs[len(kept) :])
+            self.seqs = self.seqs[: len(kept)]
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks of a layer of a cache; the attention function does the rest."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, cache: PagedCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the PagedKVCache is there already."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new keys and values as they came: `paged_attention` writes them.
+
+        Raises
+        ------
+        RuntimeError
+            The model does not use pagedkv.
+        """
+        if not self._cache.seqs:
+            raise RuntimeError("this model does not fill a PagedCache: call use_pagedkv(model) first")
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache._length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache._length
+
+    def get_max_length(self) -> int:
+        return -1

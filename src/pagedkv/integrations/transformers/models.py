@@ -1,0 +1,59 @@
+"""What a model's attention needs, and whether that is what paged attention does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the model's decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """(num_layers, num_kv_heads, head_dim) of a model that `require_supported` lets pass."""
+    config = text_config(model)
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return config.num_hidden_layers, num_kv_heads, head_dim
+
+
+def require_supported(model: PreTrainedModel) -> None:
+    """Raise unless paged attention is what the layers of a model do.
+
+    Raises
+    ------
+    ValueError
+        The model is not a decoder whose layers all attend to all tokens before, or to the last of them.
+    """
+    config, name = text_config(model), type(model).__name__
+    if reason := _what_is_missing(model, config):
+        raise ValueError(f'{name} {reason}: pagedkv cannot run it; keep model.set_attn_implementation("sdpa")')
+
+
+def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
+    """What a model has that paged attention does not do, if anything."""
+    if model.config.is_encoder_decoder:
+        return "is an encoder-decoder, whose cross-attention sees tokens that are no part of its sequence"
+    if model._is_stateful or not hasattr(config, "num_attention_heads"):
+        return "has layers with a state in place of keys and values (Mamba)"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return "caches latent keys and values (MLA)"
+    if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+        return f"has layers of types {', '.join(sorted(others))}"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "has layers that read the keys and values of other layers"
+    if not model._can_set_attn_implementation():
+        return "computes attention in its own layers, not by transformers' AttentionInterface"
+    head_dim = kv_shape(model)[2]
+    if head_dim % 8 or not 8 <= head_dim <= 512:
+        return f"has head_dim {head_dim}, which is no multiple of 8 from 8 to 512"
+    if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"has dtype {model.dtype}, which is none of float32, float16 and bfloat16"
+    return None

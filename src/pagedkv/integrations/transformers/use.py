@@ -1,0 +1,89 @@
+"""use_pagedkv: one call after which a model's layers run on pagedkv."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+from ...errors import BackendUnavailableError
+from ...operations.caches import write_kv
+from .attention import NAME, ForwardPass, set_attention
+from .cache import PagedCache
+from .models import kv_shape, require_supported
+from .paged import PagedPass, Pages
+
+
+def use_pagedkv(model: PreTrainedModel) -> None:
+    """Let a model of transformers compute attention with pagedkv.
+
+    After it ``model.generate_batch`` and transformers' ContinuousBatchingManager read their own pages with pagedkv's
+    kernels, ``model.generate`` takes a `PagedCache`, and a `forward_pass` may be given to the model itself.
+    ``model.set_attn_implementation("sdpa")`` takes it back. Where the model's device has no kernels, it warns, and the
+    model gets sdpa, with which generate_batch works as well.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A decoder; on the CPU or a CUDA device.
+
+    Raises
+    ------
+    ValueError
+        Paged attention is not what the model's layers do.
+    """
+    require_supported(model)
+    try:
+        _try_kernels(model)
+    except (BackendUnavailableError, TypeError, ValueError) as error:
+        model.set_attn_implementation("sdpa")
+        warnings.warn(f"pagedkv has no kernels for {model.device}, so attention is sdpa: {error}", stacklevel=2)
+        return
+    set_attention(model)
+    if not any(isinstance(hook, _Passes) for hook in model._forward_pre_hooks.values()):
+        model.register_forward_pre_hook(_Passes(), with_kwargs=True)
+
+
+def _try_kernels(model: PreTrainedModel) -> None:
+    """Write one token to a cache of the model's shapes, dtype and device."""
+    _, num_kv_heads, head_dim = kv_shape(model)
+    k_cache, v_cache, token = torch.zeros(3, 1, 1, num_kv_heads, head_dim, dtype=model.dtype, device=model.device)
+    write_kv(token[0], token[0], k_cache, v_cache, torch.zeros(1, dtype=torch.int64, device=model.device))
+
+
+class _Passes:
+    """Called before a model's forward: adds what the caches among its inputs say of this forward pass."""
+
+    def __init__(self) -> None:
+        self._cache: PagedAttentionCache | None = None
+        self._pages: list[Pages] = []
+
+    def __call__(
+        self, model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if model.config._attn_implementation != NAME or "forward_pass" in inputs:
+            return None
+        made = self._paged(inputs) or _cached(args, inputs)
+        return None if made is None else (args, inputs | {"forward_pass": made})
+
+    def _paged(self, inputs: dict[str, Any]) -> ForwardPass | None:
+        """The pass of transformers' continuous batching, if that is what calls the model."""
+        cache = inputs.get("cache")
+        if not isinstance(cache, PagedAttentionCache):
+            return None
+        if cache is not self._cache:
+            self._cache, self._pages = cache, [Pages.of(allocator) for allocator in cache.cache_allocators.values()]
+        return PagedPass(self._pages, inputs)
+
+
+def _cached(args: tuple[Any, ...], inputs: dict[str, Any]) -> ForwardPass | None:
+    """The pass of ``generate`` with a PagedCache, if there is one."""
+    cache = inputs.get("past_key_values")
+    if not isinstance(cache, PagedCache):
+        return None
+    tokens = args[0] if args else inputs.get("input_ids")
+    num_rows, length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[:2]
+    return cache.begin(num_rows, length, inputs.get("attention_mask"))
