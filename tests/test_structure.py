@@ -133,6 +133,8 @@ RULES = {
     ),
     "the scheduler computes nothing": Rule(ours("scheduling"), ours("operations", "kernels", *BACKENDS, "bench"), ()),
     "nothing needs the scheduler": Rule(ours(*TOP - {"scheduling", "bench"}), ours("scheduling"), ()),
+    "nothing needs an integration": Rule(ours(*TOP - {"integrations", "bench"}), ours("integrations"), ()),
+    "transformers is for its integration": Rule(ours(*TOP - {"integrations", "bench"}), ("transformers",), ()),
     "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", *BACKENDS), ()),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),

@@ -33,8 +33,19 @@ SUBJECTS = (
         "split_many",
         "prefill",
     ),
-    *("prefill_split", "wgmma", "blocks", "merge_states", "rotary", "cuda", "emulator", "trace", "command_line"),
-    "testing",
+    *(
+        "prefill_split",
+        "wgmma",
+        "blocks",
+        "merge_states",
+        "rotary",
+        "cuda",
+        "emulator",
+        "trace",
+        "transformers",
+        "command_line",
+        "testing",
+    ),
 )
 MUTANTS = [mutant for subject in SUBJECTS for mutant in import_module(f".{subject}", __package__).MUTANTS]
 

@@ -1,7 +1,11 @@
 """Small random models of real architectures, and what they say with attention of their own."""
 
+import copy
+import functools
+
 import torch
 import transformers
+from transformers.generation import ContinuousBatchingConfig
 
 VOCAB = 97
 SIZES = {
@@ -11,17 +15,91 @@ SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,  # far from the same next token for all
+}
+WINDOW = 24
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+# What of transformers each family is, and what sets it apart.
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": WINDOW},
+    "Qwen3": {},
+    "Gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
+    "Gemma3": {"sliding_window": WINDOW, "num_hidden_layers": 3, "layer_types": ALTERNATING},
+    "GptOss": {
+        "sliding_window": WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "Phi": {"partial_rotary_factor": 0.5},
+    "Bloom": {"n_head": 4, "n_layer": 2, "num_key_value_heads": None, "head_dim": None},
 }
 
 
 def make_model(family, **options):
-    """A causal language model of a family, in eval mode, the same one every time."""
+    """A new causal language model of a family, in eval mode, with the same weights every time."""
     torch.manual_seed(7)
-    config = getattr(transformers, f"{family}Config")(**SIZES | {"pad_token_id": 0} | options)
-    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    config = config_class(**SIZES | FAMILIES.get(family, {}) | options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    if family == "GptOss":
+        model.set_experts_implementation("eager")  # the one that takes float64
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2)
+    return model
+
+
+@functools.cache
+def eager_model(family):
+    """One for all tests that only ask it."""
+    model = make_model(family)
+    model.set_attn_implementation("eager")
+    return model
 
 
 def prompts(*lengths):
     generator = torch.Generator().manual_seed(len(lengths))
     return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def greedy(model, texts, num_new, **options):
+    """What generate says after texts, which are padded on the left."""
+    longest = max(map(len, texts))
+    ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
+    lengths = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
+    return model.generate(ids, attention_mask=(ids > 0).long(), **lengths, **options)[:, longest:].tolist()
+
+
+def greedy_batch(model, texts, num_new, **options):
+    """What transformers' continuous batching says after each text."""
+    config = transformers.GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    sizes = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64} | options
+    done = model.generate_batch(
+        texts,
+        generation_config=config,
+        continuous_batching_config=ContinuousBatchingConfig(**sizes),
+        progress_bar=False,
+    )
+    assert [one.error for one in done.values()] == [None] * len(texts)
+    said = {tuple(one.prompt_ids): one.generated_tokens for one in done.values()}
+    return [said[tuple(text)] for text in texts]
+
+
+def logits(model, text, starts=(0,), **inputs):
+    """The logits of every token of a text that comes in chunks."""
+    ids, stops = torch.tensor([text]), (*starts[1:], len(text))
+    with torch.inference_mode():
+        parts = [model(ids[:, start:stop], **inputs).logits[0] for start, stop in zip(starts, stops, strict=True)]
+    return torch.cat(parts)
+
+
+def error_bound(model, text):
+    """The float64 logits of a text, and how far from them paged attention may be."""
+    exact = logits(copy.deepcopy(model).double(), text)
+    return exact, 2 * (logits(model, text) - exact).abs().max() + 1e-5

@@ -29,7 +29,8 @@ class ForwardPass(Protocol):
             Of the tokens that the model was given, its batch flattened.
         k, v : (num_tokens, num_kv_heads, head_dim) tensor
         **options
-            Those of :func:`~pagedkv.prefill_attention` that the model asks for: scale, window, softcap, sinks.
+            Those of :func:`~pagedkv.prefill_attention` that the model asks for: scale, window, softcap, sinks,
+            alibi_slopes.
 
         Returns
         -------
@@ -84,6 +85,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     is_causal: bool | None = None,
     forward_pass: ForwardPass | None = None,
     **others: Any,
@@ -99,8 +101,8 @@ def paged_attention(
         Of the new tokens alone.
     attention_mask
         None: what a query sees is known from its sequence.
-    scaling, sliding_window, softcap, s_aux
-        scale, window, softcap and sinks of :func:`~pagedkv.prefill_attention`.
+    scaling, sliding_window, softcap, s_aux, alibi_slopes
+        scale, window, softcap, sinks and alibi_slopes of :func:`~pagedkv.prefill_attention`.
     forward_pass : ForwardPass
         What the caller of the model passed to it.
 
@@ -135,7 +137,7 @@ def paged_attention(
         raise ValueError(f"paged attention does not take {wrong}, which {type(module).__name__} asks for")
     batch_size, num_heads, length, head_dim = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    options = {"scale": scaling, "window": sliding_window, "softcap": softcap}
+    options = {"scale": scaling, "window": sliding_window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options["sinks"] = None if s_aux is None else s_aux.float()
     out = forward_pass.attend(module.layer_idx, q, k, v, **options)
     return out.view(batch_size, length, num_heads, head_dim), None

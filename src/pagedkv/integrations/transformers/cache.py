@@ -54,7 +54,8 @@ class PagedCache(Cache):
         where = {"dtype": model.dtype, "array_module": torch, "device": model.device, "prefix_cache": False}
         self.kv = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
         self.seqs: list[int] = []
-        self._length = 0  # of the longest row, padding included, as transformers counts
+        # Of a row, padding included, as transformers counts: models ask for it before their first layer.
+        self._length = self._next_length = 0
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
     def begin(self, num_rows: int, length: int, attention_mask: torch.Tensor | None) -> CachedPass:
@@ -80,7 +81,7 @@ class PagedCache(Cache):
             if not self.seqs:
                 self.kv.free(seqs)
             raise
-        self.seqs, self._length = seqs, self._length + length
+        self.seqs, self._next_length = seqs, self._length + length
         batch = self.kv.batch(seqs, new)
         if is_token is None:
             return CachedPass(self.kv, slots, batch)
@@ -99,7 +100,7 @@ class PagedCache(Cache):
     def reset(self) -> None:
         """Free the sequences."""
         self.kv.free(self.seqs)
-        self.seqs, self._length = [], 0
+        self.seqs, self._length, self._next_length = [], 0, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let each row go on with the tokens of another: `PagedKVCache.reorder`."""
@@ -154,6 +155,7 @@ class _Layer(CacheLayerMixin):
         """
         if not self._cache.seqs:
             raise RuntimeError("this model does not fill a PagedCache: call use_pagedkv(model) first")
+        self._cache._length = self._cache._next_length
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return f"has layers of types {', '.join(sorted(others))}"
     if getattr(config, "num_kv_shared_layers", 0):
         return "has layers that read the keys and values of other layers"
-    if not model._can_set_attn_implementation():
+    if not (model._can_set_attn_implementation() or config.model_type == "bloom"):
         return "computes attention in its own layers, not by transformers' AttentionInterface"
     head_dim = kv_shape(model)[2]
     if head_dim % 8 or not 8 <= head_dim <= 512:

@@ -6,12 +6,13 @@ import warnings
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import BloomPreTrainedModel, PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ...errors import BackendUnavailableError
 from ...operations.caches import write_kv
 from .attention import NAME, ForwardPass, set_attention
+from .bloom import BloomLayers
 from .cache import PagedCache
 from .models import kv_shape, require_supported
 from .paged import PagedPass, Pages
@@ -44,7 +45,7 @@ def use_pagedkv(model: PreTrainedModel) -> None:
         return
     set_attention(model)
     if not any(isinstance(hook, _Passes) for hook in model._forward_pre_hooks.values()):
-        model.register_forward_pre_hook(_Passes(), with_kwargs=True)
+        model.register_forward_pre_hook(_Passes(model), with_kwargs=True)
 
 
 def _try_kernels(model: PreTrainedModel) -> None:
@@ -57,16 +58,19 @@ def _try_kernels(model: PreTrainedModel) -> None:
 class _Passes:
     """Called before a model's forward: adds what the caches among its inputs say of this forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._bloom = BloomLayers(model) if isinstance(model, BloomPreTrainedModel) else None
         self._cache: PagedAttentionCache | None = None
         self._pages: list[Pages] = []
 
     def __call__(
         self, model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if model.config._attn_implementation != NAME or "forward_pass" in inputs:
-            return None
-        made = self._paged(inputs) or _cached(args, inputs)
+        made = inputs.get("forward_pass")
+        if model.config._attn_implementation == NAME and made is None:
+            made = self._paged(inputs) or _cached(args, inputs)
+        if self._bloom is not None:
+            self._bloom.forward_pass = made
         return None if made is None else (args, inputs | {"forward_pass": made})
 
     def _paged(self, inputs: dict[str, Any]) -> ForwardPass | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 
 # From here to there transformers' PagedAttentionCache and Cache are what paged.py and cache.py read.
 OLDEST, BEFORE = (5, 20), (5, 24)
@@ -21,10 +21,10 @@ def require_transformers() -> str:
     remedy = 'pip install "pagedkv[transformers]"'
     for name in ("torch", "transformers"):
         try:
-            module = import_module(name)
+            import_module(name)
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"{name} cannot be imported ({error}): {remedy}", name=error.name) from error
-    version: str = module.__version__
+    version = metadata.version("transformers")
     if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < BEFORE:
         oldest, before = ("{}.{}".format(*bound) for bound in (OLDEST, BEFORE))
         raise ImportError(f"transformers must be at least {oldest} and below {before}, got {version}: {remedy}")

@@ -1,0 +1,127 @@
+"""PagedCache under model.generate."""
+
+import pytest
+import torch
+
+from pagedkv import OutOfBlocksError
+from pagedkv.integrations.transformers import PagedCache, use_pagedkv
+
+from .models import eager_model, greedy, make_model, prompts
+
+LONG, SHORT = prompts(30, 23)
+IDS = torch.tensor([LONG, [0] * 7 + SHORT, [0] * 29 + SHORT[:1]])
+MASK = (IDS != 0).long()
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = make_model("Llama")
+    use_pagedkv(model)
+    return model
+
+
+@pytest.fixture
+def cache(model):
+    cache = PagedCache(model, num_blocks=64, block_size=4)
+    yield cache
+    cache.kv.check()
+    cache.reset()
+    assert cache.kv.num_free == 64
+
+
+def said(model, ids, mask=None, **options):
+    torch.manual_seed(1)
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None} | options
+    return model.generate(ids, attention_mask=mask, **options)
+
+
+WAYS = {
+    "greedy": {},
+    "in chunks": {"prefill_chunk_size": 8},
+    "until an end token": {"eos_token_id": list(range(1, 20))},
+    "sampling": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3},
+    "beams, sampled": {"num_beams": 3, "do_sample": True, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generate_says_what_it_says_with_eager_attention(model, cache, way):
+    expected = said(eager_model("Llama"), IDS, MASK, **WAYS[way])
+    assert torch.equal(said(model, IDS, MASK, past_key_values=cache, **WAYS[way]), expected)
+    if way == "greedy":  # the last token that was drawn is not written
+        assert cache.kv.seq_lens(cache.seqs).tolist() == [30 + 7, 23 + 7, 1 + 7]
+
+
+def test_beams_share_blocks(model, cache):
+    said(model, IDS[:1], past_key_values=cache, num_beams=3)
+    assert len(cache.seqs) == 3
+    assert cache.kv.stats().shared >= 30 // 4
+
+
+@pytest.mark.parametrize("way", ["prompt lookup", "an assistant"])
+def test_drafts_in_vain_are_truncated(model, cache, way):
+    ids = torch.tensor([LONG + LONG])
+    options = {"prompt_lookup_num_tokens": 4}
+    if way == "an assistant":
+        options = {"assistant_model": make_model("Llama", num_hidden_layers=1)}
+    expected = said(eager_model("Llama"), ids)
+    assert torch.equal(said(model, ids, past_key_values=cache, **options), expected)
+    assert cache.kv.seq_lens(cache.seqs).tolist() == [cache.get_seq_length()] == [60 + 7]
+
+
+def test_a_text_goes_on(model, cache):
+    first = said(model, IDS[:1], past_key_values=cache)
+    more = torch.cat([first, IDS[:1, :9]], 1)
+    assert torch.equal(said(model, more, past_key_values=cache), said(eager_model("Llama"), more))
+
+
+def test_embeddings_in_place_of_tokens(model, cache):
+    embeddings = model.get_input_embeddings()(IDS).detach()
+    expected = said(eager_model("Llama"), IDS, MASK)[:, IDS.shape[1] :]
+    assert torch.equal(said(model, None, MASK, inputs_embeds=embeddings, past_key_values=cache), expected)
+
+
+def test_rows_are_repeated_and_selected(model, cache):
+    model(IDS, attention_mask=MASK, past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    assert cache.kv.seq_lens(cache.seqs).tolist() == [30, 30, 23, 23, 1, 1]
+    cache.batch_repeat_interleave(1)
+    cache.batch_select_indices(torch.tensor([4, 1, 2]))
+    assert cache.kv.seq_lens(cache.seqs).tolist() == [1, 30, 23]
+    tables = cache.kv.table.block_tables(cache.seqs)
+    assert cache.kv.stats().used == len({block for row in tables for block in row if block >= 0})
+
+
+def test_without_room_nothing_changes(model):
+    cache = PagedCache(model, num_blocks=12, block_size=4)
+    with pytest.raises(OutOfBlocksError):
+        model(IDS, attention_mask=MASK, past_key_values=cache)
+    assert (cache.seqs, cache.get_seq_length(), cache.kv.num_free) == ([], 0, 12)
+    model(IDS[:1], past_key_values=cache)
+    with pytest.raises(ValueError, match="n must be at most 18"):
+        model(IDS[:1], past_key_values=cache)
+    assert (cache.get_seq_length(), cache.kv.seq_lens(cache.seqs).tolist()) == (30, [30])
+    few = PagedCache(model, num_blocks=12, max_seqs=2)
+    with pytest.raises(MemoryError):
+        model(IDS, past_key_values=few)
+    assert few.kv.table.num_seqs == 0
+
+
+def test_memory_in_place_of_blocks(model):
+    cache = PagedCache(model, memory="1MiB", block_size=16)
+    assert cache.kv.pool.num_blocks == 2**20 // (2 * 2 * 16 * 2 * 16 * 4)
+    assert greedy(model, [LONG], 3, past_key_values=cache) == greedy(eager_model("Llama"), [LONG], 3)
+
+
+def test_only_the_last_tokens_are_cropped(cache):
+    cache.crop(-3)
+    assert cache.get_seq_length() == 0
+    with pytest.raises(ValueError, match="tokens_to_remove must be at most 0, minus the number of tokens, got 3"):
+        cache.crop(3)
+
+
+def test_a_model_without_pagedkv_is_told_what_to_do(cache):
+    with pytest.raises(RuntimeError, match=r"does not fill a PagedCache: call use_pagedkv\(model\) first"):
+        said(eager_model("Llama"), IDS, past_key_values=cache)

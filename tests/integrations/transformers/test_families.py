@@ -1,0 +1,87 @@
+"""Every family of models says with pagedkv what it says with eager attention; the others are refused."""
+
+import pytest
+import torch
+import transformers
+
+from pagedkv.integrations.transformers import PagedCache, use_pagedkv
+
+from .models import FAMILIES, eager_model, error_bound, greedy, greedy_batch, logits, make_model, prompts
+
+LONG = {"Llama", "Qwen3"}  # test_paged.py and test_cache.py have a Llama
+
+
+@pytest.mark.parametrize("family", [pytest.param(x, marks=pytest.mark.long if x in LONG else ()) for x in FAMILIES])
+def test_a_family(family):
+    model, texts = make_model(family), prompts(40, 70, 9)
+    use_pagedkv(model)
+    expected = greedy(eager_model(family), texts, 6)
+    assert len({token for said in expected for token in said}) > 6
+    if family != "Bloom":  # transformers' continuous batching does not take it
+        assert greedy_batch(model, texts, 6) == expected
+    cache = PagedCache(model, num_blocks=16)
+    assert greedy(model, texts, 6, past_key_values=cache) == expected
+    cache.reset()
+    exact, bound = error_bound(eager_model(family), texts[1])
+    paged = logits(model, texts[1], (0, 30, 31, 32, 60), past_key_values=cache)
+    assert (paged - exact).abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: transformers.T5ForConditionalGeneration(
+                transformers.T5Config(vocab_size=9, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
+            ),
+            "T5ForConditionalGeneration is an encoder-decoder",
+        ),
+        (
+            lambda: transformers.MambaForCausalLM(
+                transformers.MambaConfig(vocab_size=9, hidden_size=8, state_size=2, num_hidden_layers=1)
+            ),
+            r"MambaForCausalLM has layers with a state in place of keys and values \(Mamba\)",
+        ),
+        (
+            lambda: make_model("DeepseekV2", kv_lora_rank=8, q_lora_rank=8, n_routed_experts=2, head_dim=None),
+            r"DeepseekV2ForCausalLM caches latent keys and values \(MLA\)",
+        ),
+        (
+            lambda: transformers.MptForCausalLM(
+                transformers.MptConfig(vocab_size=9, d_model=16, n_heads=2, n_layers=1)
+            ),
+            "MptForCausalLM computes attention in its own layers, not by transformers' AttentionInterface",
+        ),
+        (
+            lambda: make_model("Qwen3", layer_types=["full_attention", "chunked_attention"]),
+            "Qwen3ForCausalLM has layers of types chunked_attention",
+        ),
+        (lambda: make_model("Llama", head_dim=4), "has head_dim 4, which is no multiple of 8 from 8 to 512"),
+        (
+            lambda: make_model("Llama").double(),
+            "has dtype torch.float64, which is none of float32, float16 and bfloat16",
+        ),
+    ],
+    ids=["encoder-decoder", "Mamba", "MLA", "own layers", "chunked", "head_dim", "dtype"],
+)
+def test_others_are_refused(make, reason):
+    model = make()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=reason) as caught:
+        use_pagedkv(model)
+    assert str(caught.value).endswith('pagedkv cannot run it; keep model.set_attn_implementation("sdpa")')
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.long
+def test_bfloat16():
+    model, text = make_model("Llama").bfloat16(), prompts(50)[0]
+    eager = make_model("Llama").bfloat16()
+    eager.set_attn_implementation("eager")
+    use_pagedkv(model)
+    exact = logits(eager_model("Llama").double(), text)
+    eager_model("Llama").float()
+    bound = 2 * (logits(eager, text) - exact).abs().max() + 1e-5
+    paged = logits(model, text, (0, 30, 31), past_key_values=PagedCache(model, num_blocks=4))
+    assert paged.dtype == torch.bfloat16
+    assert (paged - exact).abs().max() <= bound

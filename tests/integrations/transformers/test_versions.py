@@ -1,0 +1,40 @@
+"""Which versions of transformers are taken, and what is said about others."""
+
+import importlib.metadata
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pagedkv.integrations.transformers.versions import BEFORE, OLDEST, require_transformers
+
+REMEDY = 'pip install "pagedkv[transformers]"'
+
+
+@pytest.mark.parametrize("version", ["5.20.0", "5.23.1", "5.23.0.dev0"])
+def test_versions_that_are_taken(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", {"transformers": version}.get)
+    assert require_transformers() == version
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.19.1", "5.24.0", "6.0.0"])
+def test_versions_that_are_not(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", {"transformers": version}.get)
+    message = f"transformers must be at least 5.20 and below 5.24, got {version}: {REMEDY}"
+    with pytest.raises(ImportError, match=re.escape(message)):
+        require_transformers()
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_without_one_of_them(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=f"{name} cannot be imported .*: {re.escape(REMEDY)}"):
+        require_transformers()
+
+
+def test_the_extra_asks_for_the_same():
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    oldest, before = (".".join(map(str, bound)) for bound in (OLDEST, BEFORE))
+    assert f"transformers>={oldest},<{before}" in project["optional-dependencies"]["transformers"]

@@ -1,0 +1,75 @@
+"""Models of transformers: their pages, and PagedCache."""
+
+from .mutant import Mutant
+
+PAGED = ("tests/integrations/transformers/test_paged.py",)
+CACHE = ("tests/integrations/transformers/test_cache.py",)
+ATTENTION = ("tests/integrations/transformers/test_attention.py",)
+
+MUTANTS = [
+    Mutant(
+        "a chunk that wraps around a ring is read in place",
+        "integrations/transformers/paged.py",
+        "<= pages.window",
+        "<= 8 * pages.window",
+        PAGED,
+        ci=True,
+    ),
+    Mutant(
+        "a ring begins with its oldest token",
+        "integrations/transformers/paged.py",
+        "ages = (firsts - (past - cached)) % self.pages.window",
+        "ages = firsts % self.pages.window + 0 * past",
+        PAGED,
+    ),
+    Mutant(
+        "padding is written",
+        "integrations/transformers/paged.py",
+        "return slots.masked_fill(rows == self.unused, -1)",
+        "return slots",
+        PAGED,
+    ),
+    Mutant(
+        "the rows of padding are in the batch",
+        "integrations/transformers/cache.py",
+        "is_token = attention_mask[:, -length:].bool()",
+        "is_token = torch.ones_like(attention_mask[:, -length:]).bool()",
+        CACHE,
+        ci=True,
+    ),
+    Mutant(
+        "beams keep their tokens",
+        "integrations/transformers/cache.py",
+        "self.kv.reorder(self.seqs, beam_idx.tolist())",
+        "beam_idx.tolist()",
+        CACHE,
+    ),
+    Mutant(
+        "drafts in vain stay",
+        "integrations/transformers/cache.py",
+        "self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs) + tokens_to_remove)",
+        "self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs))",
+        CACHE,
+    ),
+    Mutant(
+        "sinks are forgotten",
+        "integrations/transformers/attention.py",
+        '"sinks"] = None if s_aux is None else s_aux.float()',
+        '"sinks"] = None',
+        ("tests/integrations/transformers/test_families.py::test_a_family[GptOss]",),
+    ),
+    Mutant(
+        "slopes of Bloom are forgotten",
+        "integrations/transformers/bloom.py",
+        '"alibi_slopes": slopes',
+        '"alibi_slopes": None',
+        ("tests/integrations/transformers/test_families.py::test_a_family[Bloom]",),
+    ),
+    Mutant(
+        "a mask is ignored",
+        "integrations/transformers/attention.py",
+        '"attention_mask": attention_mask is not None',
+        '"attention_mask": False',
+        ATTENTION,
+    ),
+]
