@@ -131,6 +131,15 @@ def calls() -> str:
     return table(["", "time"], lines)
 
 
+def transformers() -> str:
+    """Models of transformers with pagedkv and with sdpa."""
+    lines = []
+    for row in latest("transformers")[1]:
+        seconds = [f"{row[name]:.2f} s" for name in ("pagedkv s", "sdpa s")]
+        lines.append([row["transformers"], *seconds, f"{row['times']:.2f}"])
+    return table(["", "pagedkv", "sdpa", "sdpa, times as long"], lines)
+
+
 def memory() -> str:
     """The memory manager beside lists of Python, in microseconds for all sequences together."""
     rows = [row for row in latest("memory")[1] if "operation" in row]
@@ -172,6 +181,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "machine": machine,
     "decode": decode,
     "calls": calls,
+    "transformers": transformers,
     "memory": memory,
     "static": static,
     "waves": waves,

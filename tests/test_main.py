@@ -14,7 +14,8 @@ from pagedkv.bench.cpu import run as cpu
 # Hides what no plain install has from import and from find_spec, and then is the command line.
 WITHOUT_EXTRAS = """
 import sys
-EXTRAS = {"cuda", "cupy", "matplotlib", "numba_cuda", "onnx", "onnxruntime", "scipy", "torch", "triton", "vllm"}
+EXTRAS = {"cuda", "cupy", "matplotlib", "numba_cuda", "onnx", "onnxruntime", "scipy"}
+EXTRAS |= {"torch", "transformers", "triton", "vllm"}
 class Hidden:
     def __init__(self, finder):
         self.finder = finder
@@ -65,6 +66,7 @@ OWN = {
     "cpu": {"--quick", "--one-thread"},
     "memory": {"--quick"},
     "launch": set(),
+    "transformers": {"--quick"},
     "emulator": set(),
     "static": {"--cc", "--cold", "--quick", "--waves"},
     "decode": {"--quick", "--only", "--subjects", "--plot"},

@@ -16,6 +16,7 @@ BENCHES = {
     "cpu": ("cpu.run", "decode and prefill on the CPU, beside the speed of its memory and other libraries"),
     "memory": ("memory", "the memory manager, beside one of Python lists"),
     "launch": ("launch", "what a call on device arrays costs the host; no GPU is needed"),
+    "transformers": ("transformers", "a small model of transformers, beside its own attention"),
     "emulator": ("emulator", "the emulator, with fewer and with more checks"),
     "static": (
         "static.run",

@@ -28,7 +28,7 @@ class Interrupted(KeyboardInterrupt):
 def machine() -> dict[str, str]:
     """What identifies this machine and its software."""
     versions = {}
-    for package in ("pagedkv", "numpy", "numba", "llvmlite", "torch"):
+    for package in ("pagedkv", "numpy", "numba", "llvmlite", "torch", "transformers"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

@@ -1,0 +1,130 @@
+"""Models of transformers on pagedkv, beside their own attention: a small Llama with random weights on the CPU."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable
+from time import process_time
+from typing import Any
+
+from ..cpu.threads import get_num_threads, set_num_threads
+from ..errors import BackendUnavailableError
+from .report import Row
+
+try:
+    import torch
+    from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.generation import ContinuousBatchingConfig
+except ModuleNotFoundError as error:
+    raise BackendUnavailableError(
+        f'bench transformers needs torch and transformers: pip install "pagedkv[transformers]" ({error})'
+    ) from error
+
+from ..integrations.transformers import PagedCache, use_pagedkv
+
+BLOCK_SIZE = 16
+VOCAB = 1000
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add the options of the command line to those of all benches."""
+    parser.add_argument("--quick", action="store_true", help="one layer and short texts, in seconds")
+
+
+def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool = False) -> list[Row]:
+    """Time a model's own attention and pagedkv in turns, with one thread each.
+
+    A Llama of 4 layers, hidden size 512, 8 query heads and 2 KV heads, float32. Continuous batching gets 16
+    prompts of 50 to 1,000 tokens and adds 48 to each, in batches of at most 512 tokens and pages of 16; ``generate``
+    gets one prompt of 2,000 tokens and adds 64.
+
+    Parameters
+    ----------
+    repeats : int
+        How often each is timed, after a run that is not.
+    progress : callable
+        Called with what is being measured.
+    quick : bool
+        A smaller model and shorter texts, to see that everything runs.
+
+    Returns
+    -------
+    list of dict
+        The least CPU seconds of both, all samples, how many times as long the model's own attention takes, and whether
+        both said the same.
+    """
+    threads = get_num_threads(), torch.get_num_threads()
+    set_num_threads(1)
+    torch.set_num_threads(1)
+    try:
+        return _rows(repeats, progress, quick)
+    finally:
+        set_num_threads(threads[0])
+        torch.set_num_threads(threads[1])
+
+
+def _rows(repeats: int, progress: Callable[[str], Any], quick: bool) -> list[Row]:
+    model, shrink = _model(1 if quick else 4), 20 if quick else 1
+    generator = torch.Generator().manual_seed(0)
+
+    def prompt(length: int) -> list[int]:
+        return torch.randint(1, VOCAB, (length // shrink,), generator=generator).tolist()
+
+    ragged, long, rows = [prompt(50 + 950 * i // 15) for i in range(16)], prompt(2000), []
+    batched, alone = 48 // shrink, 64 // shrink
+    ways: dict[str, Callable[[bool], Any]] = {
+        "continuous batching": lambda _: _continuous(model, ragged, batched),
+        "generate": lambda paged: _generate(model, long, alone, paged),
+    }
+    for name, call in ways.items():
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(repeats + 1):
+            progress(f"transformers, {name}, {turn} of {repeats}")
+            said = {paged: _timed(model, call, paged, seconds) for paged in seconds}
+        theirs, ours = (samples[1:] for samples in seconds.values())
+        row = {"transformers": name, "pagedkv s": min(ours), "sdpa s": min(theirs), "times": min(theirs) / min(ours)}
+        rows.append(row | {"same": said[False] == said[True], "pagedkv samples": ours, "sdpa samples": theirs})
+    return rows
+
+
+def _model(num_layers: int) -> Any:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=512, intermediate_size=1376, num_hidden_layers=num_layers, pad_token_id=0, **heads
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def _timed(model: Any, call: Callable[[bool], Any], paged: bool, seconds: dict[bool, list[float]]) -> Any:
+    """What the model says with one of both, whose time is noted."""
+    if paged:
+        use_pagedkv(model)
+    else:
+        model.set_attn_implementation("sdpa")
+    begin = process_time()
+    said = call(paged)
+    seconds[paged].append(process_time() - begin)
+    return said
+
+
+def _continuous(model: Any, texts: list[list[int]], num_new: int) -> list[list[int]]:
+    num_blocks = sum(-(-(len(text) + num_new) // BLOCK_SIZE) for text in texts)
+    done = model.generate_batch(
+        texts,
+        generation_config=GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=num_blocks, page_size=BLOCK_SIZE, max_batch_tokens=512
+        ),
+        progress_bar=False,
+    )
+    return sorted(one.generated_tokens for one in done.values())
+
+
+def _generate(model: Any, text: list[int], num_new: int, paged: bool) -> list[int]:
+    ids = torch.tensor([text])
+    num_blocks = -(-(len(text) + num_new) // BLOCK_SIZE)
+    cache = PagedCache(model, num_blocks, BLOCK_SIZE) if paged else DynamicCache(config=model.config)
+    lengths = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
+    said = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **lengths)
+    return said[0, len(text) :].tolist()

@@ -1,0 +1,14 @@
+"""The bench of models of transformers: both say the same, in both ways."""
+
+from pagedkv.bench import transformers
+
+
+def test_rows():
+    told = []
+    rows = transformers.run(repeats=1, progress=told.append, quick=True)
+    assert [row["transformers"] for row in rows] == ["continuous batching", "generate"]
+    assert len(told) == 4
+    for row in rows:
+        assert row["same"]
+        assert (row["pagedkv s"], row["sdpa s"]) == (min(row["pagedkv samples"]), min(row["sdpa samples"]))
+        assert row["times"] == row["sdpa s"] / row["pagedkv s"]
