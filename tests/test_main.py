@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -158,3 +159,17 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
 def test_a_full_disk_is_said_in_one_line():
     with open("/dev/full", "w") as stdout:
         assert writing_to(stdout) == (1, "the results cannot be written: No space left on device\n")
+
+
+def test_info_needs_no_extra():
+    done = without_extras("info")
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    missing = dict(re.split(r"  +no  +", line) for line in lines if "  no  " in line)
+    assert missing == {
+        "torch tensors": 'pip install "pagedkv[torch]"',
+        "models of transformers": 'pip install "pagedkv[transformers]"',
+        "plots": 'pip install "pagedkv[plot]"',
+        "CuPy and torch arrays, on a GPU": missing["CuPy and torch arrays, on a GPU"],  # depends on the machine
+        'backend="emulator"': 'pip install "pagedkv[emulator]"',
+    }

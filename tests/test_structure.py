@@ -136,10 +136,10 @@ RULES = {
     "nothing needs an integration": Rule(ours(*TOP - {"integrations", "bench"}), ours("integrations"), ()),
     "transformers is for its integration": Rule(ours(*TOP - {"integrations", "bench"}), ("transformers",), ()),
     "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", *BACKENDS), ()),
-    "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ()),
+    "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ours("typing")),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
     "trace knows no operation and no backend": Rule(
-        ours("trace"), ours(*TOP - {"trace"}), ours("memory", "drawing", "errors", "layouts", "sizes")
+        ours("trace"), ours(*TOP - {"trace"}), ours("memory", "drawing", "errors", "layouts", "sizes", "typing")
     ),
     "drawing takes arrays": Rule(ours("drawing"), ours(*TOP - {"drawing"}), ours("errors")),
     "nothing needs a trace": Rule(ours(*TOP - {"trace", "__main__"}), ours("trace"), ()),
@@ -147,6 +147,7 @@ RULES = {
     "the testing kit asks backends by their operations": Rule(
         ours("testing"), ours(*BACKENDS, "kernels", "bench", "validation"), ours("cpu.threads", "emulator")
     ),
+    "nothing needs the info": Rule(ours(*TOP - {"info", "__main__"}), ours("info"), ()),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
     "bench/gpu needs no static count": Rule(ours("bench.gpu"), ours("bench.static"), ()),
     "bench/cpu needs no GPU": Rule(ours("bench.cpu"), ours("bench.gpu", "bench.static", "cuda", "kernels"), ()),

@@ -4,7 +4,7 @@ Importing it imports NumPy and ml_dtypes alone; numba comes with the first atten
 one on a device or in the emulator. `reference`, `emulator` and `trace` are imported when they are looked up.
 """
 
-import typing
+import typing as _typing
 
 from .cache import PagedKVCache
 from .cpu.threads import get_num_threads, set_num_threads
@@ -46,7 +46,7 @@ __all__ = [
     "write_kv",
 ]
 
-if typing.TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import emulator as emulator
     from . import reference as reference
     from . import trace as trace

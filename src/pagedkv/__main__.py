@@ -1,4 +1,4 @@
-"""``python -m pagedkv trace | kv-bytes | fuzz | bench ...``, also as ``pagedkv``."""
+"""``python -m pagedkv info | trace | kv-bytes | fuzz | bench ...``, also as ``pagedkv``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ BENCHES = {
 }
 # Where each of the other commands is, and what it prints.
 COMMANDS = {
+    "info": ("info.command", "what is installed here, what of pagedkv works, and what to install for the rest"),
     "trace": ("trace.command", "how much of a KV cache paging wastes on a trace of requests, beside contiguous memory"),
     "kv-bytes": ("trace.model", "how many bytes the K and V of a model take"),
     "fuzz": ("testing.fuzzing.command", "whether drawn problems of every operation give what the reference gives"),
@@ -55,7 +56,7 @@ def _parser(chosen: str | None, module: Any) -> argparse.ArgumentParser:
         one.add_argument(
             "--json", action="store_const", const="as_json", default="as_tables", dest="form", help="print JSON"
         )
-        if name == chosen:
+        if name == chosen and hasattr(module, "add_options"):
             module.add_options(one)
     bench = commands.add_parser("bench", help="measure this machine", description="Measure on this machine.")
     benches = bench.add_subparsers(metavar="what", required=True)

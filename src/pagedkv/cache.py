@@ -23,6 +23,7 @@ from .memory.sizing import blocks_in, bytes_of_block
 from .memory.table import SequenceTable
 from .operations.attention import decode_attention, prefill_attention
 from .operations.caches import write_kv
+from .typing import KvDtype, Layout
 
 
 class PagedKVCache(Sequences):
@@ -100,10 +101,10 @@ class PagedKVCache(Sequences):
         num_kv_heads: int,
         head_dim: int,
         dtype: Any = "float32",
-        layout: str = "NHD",
+        layout: Layout = "NHD",
         *,
         memory: str | int | float | None = None,
-        kv_dtype: str | None = None,
+        kv_dtype: KvDtype | None = None,
         k_scale: Any = None,
         v_scale: Any = None,
         max_seqs: int = 256,

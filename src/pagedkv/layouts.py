@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import ml_dtypes
 import numpy as np
 
-LAYOUTS = ("NHD", "HND", "vllm")
-FP8_KINDS = ("fp8_e4m3", "fp8_e5m2")
+from .typing import KvDtype, Layout
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+FP8_KINDS: tuple[KvDtype, ...] = get_args(KvDtype)
 FLOAT32 = np.dtype(np.float32)
 FLOAT_DTYPES = (FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 FP8_DTYPES = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
@@ -43,7 +45,7 @@ class CacheSpec:
         N, P, Hkv and D.
     """
 
-    layout: str
+    layout: Layout
     kind: str
     num_blocks: int
     block_size: int
@@ -52,7 +54,7 @@ class CacheSpec:
 
 
 def cache_shapes(
-    layout: str, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int
+    layout: Layout, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the K and the V cache of one layer.
 
@@ -99,7 +101,7 @@ def require_layout(layout: object) -> None:
         raise ValueError(f'layout must be "NHD", "HND" or "vllm", got {layout!r}')
 
 
-def storage_dtype(dtype: Any, kv_dtype: str | None) -> np.dtype[Any]:
+def storage_dtype(dtype: Any, kv_dtype: KvDtype | None) -> np.dtype[Any]:
     """The NumPy dtype that a cache is stored in.
 
     Parameters
@@ -142,7 +144,7 @@ def require_head_dim(head_dim: int) -> None:
 
 
 @lru_cache(maxsize=256)
-def cache_geometry(layout: str, k_shape: tuple[int, ...], v_shape: tuple[int, ...], itemsize: int) -> Geometry:
+def cache_geometry(layout: Layout, k_shape: tuple[int, ...], v_shape: tuple[int, ...], itemsize: int) -> Geometry:
     """Read the sizes off the shapes of a pair of caches, or raise ValueError."""
     if layout == "vllm":
         return _vllm_geometry(k_shape, v_shape, itemsize)
@@ -172,7 +174,7 @@ def _vllm_geometry(k_shape: tuple[int, ...], v_shape: tuple[int, ...], itemsize:
     return Geometry(num_blocks, block_size, num_kv_heads, vectors * x)
 
 
-def _require_sizes(layout: str, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> None:
+def _require_sizes(layout: Layout, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int) -> None:
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if num_kv_heads < 1:
@@ -190,6 +192,6 @@ def _require_sizes(layout: str, block_size: int, num_kv_heads: int, head_dim: in
 
 
 @lru_cache(maxsize=256)
-def cache_spec(layout: str, kind: str, geometry: Geometry) -> CacheSpec:
+def cache_spec(layout: Layout, kind: str, geometry: Geometry) -> CacheSpec:
     """The CacheSpec of a valid pair of caches."""
     return CacheSpec(layout, kind, *geometry)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
 from .arrays import Argument, Array, DeviceArgument, HostArgument, HostArray, identify
+from .typing import Backend
 
 if TYPE_CHECKING:
     from .emulator import EmulatorDevice
 
 Optional = TypeVar("Optional", Array, Array | None)
-BACKENDS = ("auto", "cpu", "cuda", "emulator")
+BACKENDS = get_args(Backend)
 
 
 class Placement(NamedTuple):

@@ -14,6 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .typing import KvDtype, Layout
+
 Array = np.ndarray[Any, Any]
 Scale = float | Array | None
 ScoreMod = Callable[[float, int, int, int, int], float]
@@ -29,8 +31,8 @@ def decode_attention(
     seq_lens: Array,
     *,
     scale: float | None = None,
-    layout: str = "NHD",
-    kv_dtype: str | None = None,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
     alibi_slopes: Array | None = None,
@@ -99,8 +101,8 @@ def prefill_attention(
     *,
     causal: bool = True,
     scale: float | None = None,
-    layout: str = "NHD",
-    kv_dtype: str | None = None,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
     alibi_slopes: Array | None = None,
@@ -286,8 +288,8 @@ def gather_kv(
     block_table: Array,
     seq_len: int,
     *,
-    layout: str = "NHD",
-    kv_dtype: str | None = None,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> tuple[Array, Array]:
@@ -324,8 +326,8 @@ def write_kv(
     v_cache: Array,
     slots: Array,
     *,
-    layout: str = "NHD",
-    kv_dtype: str | None = None,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
     cos: Array | None = None,
@@ -362,17 +364,17 @@ def write_kv(
             v_cache[block, :, :, offset] = v[token]
 
 
-def _block_size(k_cache: Array, layout: str) -> int:
+def _block_size(k_cache: Array, layout: Layout) -> int:
     return k_cache.shape[{"NHD": 1, "HND": 2, "vllm": 3}[layout]]
 
 
-def _widened(x: Array, kv_dtype: str | None, scale: Scale) -> Array:
+def _widened(x: Array, kv_dtype: KvDtype | None, scale: Scale) -> Array:
     if kv_dtype is None:
         return x.astype(np.float64)
     return x.view(FP8_DTYPES[kv_dtype]).astype(np.float64) * _per_head(scale).astype(np.float64)
 
 
-def _narrowed(x: Array, dtype: np.dtype[Any], kv_dtype: str | None, scale: Scale) -> Array:
+def _narrowed(x: Array, dtype: np.dtype[Any], kv_dtype: KvDtype | None, scale: Scale) -> Array:
     if kv_dtype is None:
         return x.astype(dtype)
     fp8 = FP8_DTYPES[kv_dtype]

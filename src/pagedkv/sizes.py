@@ -6,6 +6,7 @@ from typing import Any
 
 from .layouts import require_head_dim, storage_dtype
 from .memory.checks import as_int
+from .typing import KvDtype
 
 
 def kv_bytes(
@@ -15,7 +16,7 @@ def kv_bytes(
     head_dim: int,
     dtype: Any = "float32",
     *,
-    kv_dtype: str | None = None,
+    kv_dtype: KvDtype | None = None,
     block_size: int = 1,
 ) -> int:
     """Bytes that the K and V of a sequence take in all layers: 2 * num_layers * Hkv * D * itemsize for each slot.

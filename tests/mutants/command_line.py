@@ -5,7 +5,25 @@ from .mutant import Mutant
 MAIN = ("tests/test_main.py",)
 PREFILL = "tests/bench/gpu/prefill/"
 
+INFO = ("tests/info/test_command.py",)
+
 MUTANTS = [
+    Mutant(
+        "info ends with the first thing that is broken",
+        "info/command.py",
+        """    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+""",
+        "",
+        INFO,
+    ),
+    Mutant(
+        "info believes what it finds and does not import",
+        "info/command.py",
+        "    import_module(module)\n    return None\n",
+        "    return None\n",
+        INFO,
+    ),
     Mutant(
         "options of other benches are ignored",
         "__main__.py",

@@ -8,7 +8,31 @@ CPU = "tests/cpu/test_compile.py::"
 
 SOURCE = "tests/kernels/device/test_source.py::"
 
+PROGRESS = ("tests/compiling/test_progress.py",)
+
 MUTANTS = [
+    Mutant(
+        "the line of a compilation stays after an error",
+        "compiling/progress.py",
+        """    try:
+        yield
+    finally:
+        if terminal:
+            _write(_END)
+""",
+        """    yield
+    if terminal:
+        _write(_END)
+""",
+        PROGRESS,
+    ),
+    Mutant(
+        "a log file gets the line of a compilation",
+        "compiling/progress.py",
+        'sys.stderr.isatty() and os.environ.get("TERM") != "dumb"',
+        "sys.stderr is not None",
+        PROGRESS,
+    ),
     Mutant(
         "device functions with other constants are taken for one",
         "kernels/device/source.py",

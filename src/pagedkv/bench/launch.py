@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 
 from ..operations.attention import decode_attention
+from ..typing import Kernel
 from .report import Row, median, spread
 
 NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, MAX_BLOCKS = 32, 32, 8, 128, 16, 128
@@ -118,7 +119,7 @@ def _as_cupy() -> Iterator[None]:
             sys.modules["cupy"] = before
 
 
-def _call(kind: type, kernel: str) -> Callable[[], Any]:
+def _call(kind: type, kernel: Kernel) -> Callable[[], Any]:
     """A decode call on arrays of one kind, with `out` given."""
     x = 8
     k_shape = (1024, NUM_KV_HEADS, HEAD_DIM // x, BLOCK_SIZE, x)

@@ -27,6 +27,7 @@ from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
 from ..compiling.kernel_cache import Store, cache_dir, hash_of_sources
+from ..compiling.progress import told
 from ..errors import BackendUnavailableError
 
 if settings.DISABLE_JIT:
@@ -101,7 +102,8 @@ def compile_kernel(
         header, code = (store.load(key) or b"").split(b"\n", 1)
         return _load(function, _Symbols(**json.loads(header)), code)
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
-    dispatcher.compile(signature)
+    with told(f"{function.__name__} for the CPU"):
+        dispatcher.compile(signature)
     (compiled,) = dispatcher.overloads.values()
     library = compiled.library
     symbols = _Symbols(library.name, compiled.fndesc.llvm_cpython_wrapper_name, compiled.fndesc.env_name)

@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from ..layouts import cache_shapes
+from ..typing import Layout
 from .arrays import Arrays
 
 _UNITS = {"B": 1} | {f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
@@ -16,7 +17,7 @@ _UNITS |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")}
 
 
 def bytes_of_block(
-    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, layout: str, itemsize: int
+    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, layout: Layout, itemsize: int
 ) -> int:
     """The bytes of one block in K and V of all layers."""
     shapes = cache_shapes(layout, 1, block_size, num_kv_heads, head_dim, itemsize)

@@ -11,6 +11,7 @@ from ..arrays import Array
 from ..backends import backend_of, gpus
 from ..calls import AttentionCall
 from ..layouts import FLOAT32
+from ..typing import Backend, Kernel, KvDtype, Layout
 from ..validation.attention import attention_call
 from ..validation.merge import merge_call
 
@@ -24,8 +25,8 @@ def decode_attention(
     *,
     max_seq_len: int | None = None,
     scale: float | None = None,
-    layout: str = "NHD",
-    kv_dtype: str | None = None,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
     alibi_slopes: Any = None,
@@ -33,8 +34,8 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Any = None,
     score_mod: Callable[..., Any] | None = None,
-    kernel: str = "auto",
-    backend: str = "auto",
+    kernel: Kernel = "auto",
+    backend: Backend = "auto",
     out: Any = None,
     return_lse: bool = False,
     check: bool | None = None,
@@ -170,8 +171,8 @@ def prefill_attention(
     causal: bool = True,
     exact: bool = False,
     scale: float | None = None,
-    layout: str = "NHD",
-    kv_dtype: str | None = None,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
     alibi_slopes: Any = None,
@@ -179,8 +180,8 @@ def prefill_attention(
     softcap: float | None = None,
     sinks: Any = None,
     score_mod: Callable[..., Any] | None = None,
-    kernel: str = "auto",
-    backend: str = "auto",
+    kernel: Kernel = "auto",
+    backend: Backend = "auto",
     out: Any = None,
     return_lse: bool = False,
     check: bool | None = None,
@@ -277,7 +278,7 @@ def _results(call: AttentionCall) -> tuple[Any, Array, Array | None]:
     return (out, lse), result, lse_result
 
 
-def merge_states(outs: Any, lses: Any, *, backend: str = "auto") -> tuple[Any, Any]:
+def merge_states(outs: Any, lses: Any, *, backend: Backend = "auto") -> tuple[Any, Any]:
     """Merge partial attentions of the same queries over disjoint sets of keys.
 
     Parameters

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..backends import backend_of
 from ..layouts import FLOAT32, FLOAT_DTYPES
+from ..typing import Backend, KvDtype, Layout
 from ..validation.caches import copy_call, gather_call, swap_call, write_call
 
 
@@ -16,15 +17,15 @@ def write_kv(
     v_cache: Any,
     slots: Any,
     *,
-    layout: str = "NHD",
-    kv_dtype: str | None = None,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
     cos: Any = None,
     sin: Any = None,
     positions: Any = None,
     interleaved: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
     check: bool | None = None,
 ) -> None:
     """Write the keys and values of new tokens into their slots; with tables, rotate the keys on the way.
@@ -86,11 +87,11 @@ def gather_kv(
     block_table: Any,
     seq_len: int,
     *,
-    layout: str = "NHD",
-    kv_dtype: str | None = None,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Any, Any]:
     """The keys and values of one sequence as new, dense arrays.
 
@@ -131,7 +132,7 @@ def gather_kv(
     return k, v
 
 
-def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto") -> None:
+def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: Backend = "auto") -> None:
     """Copy whole blocks within the caches of one layer, or of all layers in one call.
 
     This is what copy-on-write needs: pass the copies that an append returned before writing to its slots.
@@ -170,7 +171,7 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: str = "auto"
     backend_of(call.placement).copy_blocks(call)
 
 
-def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: str = "auto") -> None:
+def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: Backend = "auto") -> None:
     """Copy whole blocks from the caches of one pool to those of another.
 
     Parameters

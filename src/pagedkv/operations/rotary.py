@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..backends import backend_of
+from ..typing import Backend
 from ..validation.rotary import rotary_call
 
 
@@ -16,7 +17,7 @@ def apply_rotary(
     positions: Any,
     *,
     interleaved: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
     out: Any = None,
     check: bool | None = None,
 ) -> tuple[Any, Any]:

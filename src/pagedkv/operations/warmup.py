@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..layouts import cache_shapes, storage_dtype
+from ..typing import KvDtype, Layout
 from ..validation import require
 from ..validation.attention import attention_call
 from ..validation.caches import copy_call, gather_call, write_call
@@ -28,9 +29,9 @@ def warmup(
     block_size: int,
     dtype: Any,
     *,
-    layout: str = "NHD",
+    layout: Layout = "NHD",
     cache_dtype: Any = None,
-    kv_dtype: str | None = None,
+    kv_dtype: KvDtype | None = None,
     token_dtype: Any = None,
     per_head_scales: bool = False,
     score_mod: Callable[..., Any] | None = None,

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..layouts import FLOAT_DTYPES, FP8_KINDS
 from ..sizes import kv_bytes
+from ..typing import KvDtype
 
 # What transformers calls the numbers of a model's shape in config.json.
 CONFIG = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
@@ -64,7 +65,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(
-    *, config: str | None, num_tokens: list[int], block_size: int, kv_dtype: str | None, progress: Any, **shape: Any
+    *, config: str | None, num_tokens: list[int], block_size: int, kv_dtype: KvDtype | None, progress: Any, **shape: Any
 ) -> list[dict[str, Any]]:
     """Bytes of a token, of a block, and of sequences.
 

@@ -14,6 +14,7 @@ from ..arrays import Array
 from ..calls import Scale
 from ..layouts import FLOAT32, FLOAT_DTYPES, Geometry, cache_geometry, require_kv_dtype, require_layout
 from ..placement import Placement
+from ..typing import KvDtype
 from . import require, values
 
 _UINT8 = np.dtype(np.uint8)
@@ -39,7 +40,7 @@ def scale_shapes(views: Mapping[str, Array], num_kv_heads: int) -> None:
             require.shape(name, views[name], "(num_kv_heads,)", (num_kv_heads,))
 
 
-def kind_of(k_cache: Array, v_cache: Array, kv_dtype: str | None) -> str:
+def kind_of(k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> str:
     """What the elements of the caches are, or raise TypeError."""
     if kv_dtype is not None:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -17,10 +17,11 @@ from ..arrays import Array
 from ..calls import AttentionOptions, Form
 from ..layouts import FLOAT32, Geometry, cache_spec
 from ..placement import Placement
+from ..typing import Kernel, KvDtype
 from . import cache_pair, require
 
 MOST_FORMS = 256
-KERNELS = ("auto", "v1", "v2", "split")
+KERNELS = get_args(Kernel)
 _INT32 = np.dtype(np.int32)
 _INT32_MAX = 2**31 - 1
 _DTYPES = {
@@ -144,7 +145,7 @@ def _require_shapes(views: Mapping[str, Array], geometry: Geometry) -> None:
         require.shape("out", views["out"], f"({rows}, num_heads, head_dim)", q.shape)
 
 
-def _kind_of(q: Array, k_cache: Array, v_cache: Array, kv_dtype: str | None) -> str:
+def _kind_of(q: Array, k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> str:
     require.float_dtype("q", q)
     kind = cache_pair.kind_of(k_cache, v_cache, kv_dtype)
     if kv_dtype is None and k_cache.dtype != q.dtype and q.dtype != FLOAT32:

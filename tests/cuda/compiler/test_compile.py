@@ -1,5 +1,6 @@
 """Compiling kernels without a driver: once, from disk when it can be, and never from what does not fit."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -342,3 +343,11 @@ def test_an_environment_variable_asks_for_lines(monkeypatch, value, wanted):
     if value is not None:
         monkeypatch.setenv("PAGEDKV_LINEINFO", value)
     assert wants_lineinfo() == wanted
+
+
+def test_a_terminal_is_told_what_is_compiled(monkeypatch):
+    told = []
+    monkeypatch.setattr(compiling, "told", lambda what: told.append(what) or contextlib.nullcontext())
+    monkeypatch.setattr(compiling, "_compile", lambda *args: ("", 64, 3))
+    compile_kernel(make_scale, Config(11), (9, 0))
+    assert told == ["the kernel scale for 9.0"]

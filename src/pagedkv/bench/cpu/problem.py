@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import reference
+from ...layouts import FP8_KINDS
 
 NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 DTYPES: dict[str, Any] = {
@@ -49,7 +50,7 @@ class Problem:
 
     def __init__(self, dtype: str, group_size: int, num_seqs: int, length: int) -> None:
         self.dtype, self.group_size, self.num_seqs, self.length = dtype, group_size, num_seqs, length
-        self.kv_dtype = dtype if dtype.startswith("fp8") else None
+        self.kv_dtype = next((kind for kind in FP8_KINDS if kind == dtype), None)
         rng = np.random.default_rng(1)
         self.pages = random_pages(dtype, num_seqs * length)
         self.block_tables = rng.permutation(self.pages.shape[1]).astype(np.int32).reshape(num_seqs, -1)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ...layouts import cache_shapes
 from ...operations.attention import decode_attention
+from ...typing import Kernel, Layout
 from ..reasons import Refused
 from ..report import median
 from .frameworks import Call, Gpu
@@ -103,7 +104,7 @@ def fp8_view(problem: Problem, torch: Any) -> tuple[Any, Any]:
     return k.view(dtype), v.view(dtype)
 
 
-def _pagedkv(problem: Problem, layout: str, kernel: str) -> Call:
+def _pagedkv(problem: Problem, layout: Layout, kernel: Kernel) -> Call:
     k, v = getattr(problem, layout.lower())
     out = problem.new_out()
     return lambda: decode_attention(

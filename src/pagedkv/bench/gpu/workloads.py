@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ...layouts import FP8_DTYPES
 from ...operations.attention import decode_attention
+from ...typing import KvDtype
 
 # (B, Hq, Hkv, D, L, P) of KernelBench-Hard's problem 03_paged_attention, which is bfloat16.
 KERNELBENCH = (
@@ -53,7 +54,7 @@ class Cell:
     head_dim: int = 128
     block_size: int = 16
     dtype: str = "float16"
-    kv_dtype: str | None = None
+    kv_dtype: KvDtype | None = None
 
     @property
     def group_size(self) -> int:

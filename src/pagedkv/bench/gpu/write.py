@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ...layouts import LAYOUTS, cache_shapes, storage_dtype
 from ...operations.caches import write_kv
+from ...typing import KvDtype, Layout
 from ..reasons import Refused
 from ..report import Row
 from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
@@ -29,7 +30,7 @@ class Case(NamedTuple):
 
     name: str
     num_tokens: int
-    kv_dtype: str | None = None
+    kv_dtype: KvDtype | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -63,12 +64,12 @@ class _Problem:
         self.host = (*np.random.default_rng(1).standard_normal(shape, np.float32).astype(DTYPE), case.slots())
         self.k, self.v, self.slots = map(gpu.array, self.host)
 
-    def new_caches(self, layout: str) -> list[npt.NDArray[Any]]:
+    def new_caches(self, layout: Layout) -> list[npt.NDArray[Any]]:
         dtype = storage_dtype(DTYPE, self.case.kv_dtype)
         shapes = cache_shapes(layout, self.case.num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, dtype.itemsize)
         return [np.zeros(shape, dtype) for shape in shapes]
 
-    def differing(self, layout: str, caches: Any) -> int:
+    def differing(self, layout: Layout, caches: Any) -> int:
         """How many elements of caches on the GPU differ from what the CPU backend writes."""
         expected = self.new_caches(layout)
         k, v, slots = self.host
@@ -77,7 +78,7 @@ class _Problem:
         return sum(int((own != other.astype(np.float32)).sum()) for own, other in pairs)
 
 
-def _pagedkv(problem: _Problem, layout: str) -> Call:
+def _pagedkv(problem: _Problem, layout: Layout) -> Call:
     k_cache, v_cache = map(problem.gpu.array, problem.new_caches(layout))
 
     def call() -> Any:
@@ -106,7 +107,7 @@ def _torch_index(problem: _Problem) -> Call:
 def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) -> list[Row]:
     """Measure every layout and torch; returns a row for each, whose *error* counts wrong elements."""
     problem = _Problem(gpu, case)
-    subjects = {layout: partial(_pagedkv, problem, layout) for layout in LAYOUTS}
+    subjects: dict[str, Callable[[], Call]] = {layout: partial(_pagedkv, problem, layout) for layout in LAYOUTS}
     result = contest(
         gpu,
         {**subjects, "torch index": partial(_torch_index, problem)},

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -18,6 +18,7 @@ from ...cuda.plans.plan import WGMMA as PAGEDKV_WGMMA
 from ...kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits
 from ...layouts import FP8_KINDS, cache_shapes, storage_dtype
 from ...operations import attention, caches
+from ...typing import KvDtype, Layout
 
 # Sizes of the runs on the emulator.
 NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV heads
@@ -162,8 +163,8 @@ class Work(NamedTuple):
     written: tuple[tuple[str, ...], int] | None = None
 
 
-def _dtype(kind: str) -> tuple[np.dtype[Any], str | None]:
-    kv_kind = kind if kind in FP8_KINDS else None
+def _dtype(kind: str) -> tuple[np.dtype[Any], KvDtype | None]:
+    kv_kind = next((name for name in FP8_KINDS if name == kind), None)
     return storage_dtype("float32" if kv_kind else kind, kv_kind), kv_kind
 
 
@@ -244,7 +245,9 @@ def _split_tokens(variant: Variant) -> int:
     return filling_splits(NUM_HEADS) * config.long_split
 
 
-def _caches(variant: Variant, layout: str, num_blocks: int, *, strided: bool = False) -> tuple[Any, Any, str | None]:
+def _caches(
+    variant: Variant, layout: Layout, num_blocks: int, *, strided: bool = False
+) -> tuple[Any, Any, KvDtype | None]:
     dtype, kv_kind = _dtype(variant.kv_kind)
     size = variant.block_size
     shapes = cache_shapes(layout, num_blocks, size * (1 + strided), NUM_HEADS, variant.head_dim, dtype.itemsize)
@@ -278,7 +281,7 @@ def _attention(variant: Variant) -> Work:
 
 def _cache_work(variant: Variant) -> Work:
     """256 consecutive tokens of 2 KV heads in random blocks; for copy_blocks, half of the blocks."""
-    layout, num_blocks = variant.options, NUM_TOKENS // variant.block_size
+    layout, num_blocks = cast(Layout, variant.options), NUM_TOKENS // variant.block_size
     k_cache, v_cache, fp8 = _caches(variant, layout, num_blocks)
     blocks = np.random.default_rng(1).permutation(num_blocks).astype(np.int32)
     both = ("k_cache", "v_cache")

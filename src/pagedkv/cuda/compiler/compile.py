@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ... import kernels
 from ...compiling.compile_thread import apart, made_once
 from ...compiling.kernel_cache import Store, cache_dir, hash_of_sources
+from ...compiling.progress import told
 from ...errors import BackendUnavailableError
 from ...kernels.device.source import KernelSource, with_lineinfo
 from ...score_mod import can_raise, refusal
@@ -150,7 +151,8 @@ def _load_or_compile(
         facts_of = json.loads(header)
         launch = int(facts_of["num_threads"]), capability, int(facts_of["optimisation"])
         return CompiledKernel(name, entry, ptx, *launch)
-    ptx, num_threads, optimisation = _compile(make, config, capability, lineinfo, entry)
+    with told(f"the kernel {make.__name__.removeprefix('make_')} for {capability[0]}.{capability[1]}"):
+        ptx, num_threads, optimisation = _compile(make, config, capability, lineinfo, entry)
     header = json.dumps({"name": name, "num_threads": num_threads, "optimisation": optimisation})
     store.save(key, f"{header}\n{ptx}".encode())
     return CompiledKernel(name, entry, ptx, num_threads, capability, optimisation)

@@ -135,6 +135,26 @@ def link(ptx: str, capability: Capability, optimisation: int = 3) -> Linked:
     return Linked(capability, cubin, log)
 
 
+def compiler() -> str:
+    """The versions of NVVM and of nvJitLink, which are loaded to say them.
+
+    Raises
+    ------
+    BackendUnavailableError
+        One of them is not installed, or does not work.
+    """
+    try:
+        from cuda.bindings import nvvm
+
+        version = ".".join(map(str, nvvm.version()))
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).split("\n", 1)[0]  # what follows lists folders
+        raise BackendUnavailableError(
+            f"CUDA kernels are compiled by NVVM, which is missing or does not work ({reason}): {INSTALL}"
+        ) from error
+    return f"NVVM {version}, nvJitLink {_nvjitlink()[1]}"
+
+
 def _nvjitlink() -> tuple[Any, str]:
     """cuda.bindings.nvjitlink, and the version of the library: of the one that torch has loaded, if it has.
 

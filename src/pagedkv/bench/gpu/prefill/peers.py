@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ....operations.attention import prefill_attention
+from ....typing import Layout
 from ...reasons import Refused
 from .. import peers
 from ..frameworks import Call, Gpu
@@ -61,7 +62,7 @@ class Problem(peers.Problem):
         return k, v
 
 
-def _pagedkv(problem: Problem, layout: str) -> Call:
+def _pagedkv(problem: Problem, layout: Layout) -> Call:
     k, v = getattr(problem, layout.lower())
     out = problem.new_out()
     return lambda: prefill_attention(

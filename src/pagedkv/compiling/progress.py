@@ -1,0 +1,38 @@
+"""A line on the terminal while a kernel is compiled, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+# DEC's sequences, which every terminal of today knows: keep the cursor and cut what is too long, instead of scrolling;
+# then go back and erase. What the program itself has written in this line stays.
+_BEGIN, _CUT, _END = "\0337\033[?7l", "\033[?7h", "\0338\033[K"
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Say on stderr that something is being compiled, if that is a terminal, and take it back at the end."""
+    terminal = _is_terminal()
+    if terminal:
+        _write(f"{_BEGIN}pagedkv: compiling {what}, once ...{_CUT}")
+    try:
+        yield
+    finally:
+        if terminal:
+            _write(_END)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    except (AttributeError, ValueError):  # a process without stderr, or one that has closed it
+        return False
+
+
+def _write(text: str) -> None:
+    with suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()

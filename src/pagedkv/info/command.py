@@ -1,0 +1,141 @@
+"""What the command prints: one table of what is here, and one of what works.
+
+It is for machines on which something does not work: whatever a probe raises becomes its answer.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from .. import __version__
+from ..compiling.kernel_cache import cache_dir
+from ..compiling.private_folder import RefusedError, open_private
+from ..cpu.threads import get_num_threads
+from ..errors import BackendUnavailableError
+from .driver import LIBRARY, Driver, find_driver
+
+Row = dict[str, Any]
+PACKAGES = (
+    *("numpy", "numba", "llvmlite", "ml_dtypes", "numba-cuda", "cuda-core", "cuda-bindings"),
+    *("cupy-cuda13x", "cupy-cuda12x", "torch", "transformers", "matplotlib"),
+)
+# What is imported for each use, beside the kernels, and the extra that brings it.
+EXTRAS = {
+    "torch tensors": ("torch", "torch"),
+    "models of transformers": ("transformers", "transformers"),
+    "plots": ("matplotlib", "plot"),
+}
+
+
+def run(*, progress: Callable[[str], Any]) -> list[Row]:
+    """Look at this machine.
+
+    Returns
+    -------
+    list of dict
+        A row for each thing that is here or is not, then one for each use.
+    """
+    progress("looking at what is installed")
+    driver = _answer(find_driver)
+    facts = {
+        "pagedkv": __version__,
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        "threads": _answer(lambda: f"{get_num_threads()} of {os.cpu_count()} cores"),
+        **{package: found for package in PACKAGES if (found := _version_of(package))},
+        "CUDA driver": _said_of(driver),
+        **{f"GPU {i}": gpu for i, gpu in enumerate(driver.gpus if isinstance(driver, Driver) else [])},
+        "CUDA compiler": _answer(_compiler),
+        **{f"{kind} kernels kept in": _answer(_cache, kind) for kind in ("cpu", "cuda")},
+    }
+    uses = {
+        "NumPy arrays, on the CPU": _answer(_cpu),
+        **{use: _answer(_imported, *needed) for use, needed in EXTRAS.items()},
+        "CuPy and torch arrays, on a GPU": _answer(_gpu, driver),
+        'backend="emulator"': _answer(_emulator),
+    }
+    return [
+        *({"what": name, "here": fact} for name, fact in facts.items()),
+        *({"to use": use, "works": "no" if why else "yes", "what is missing": why or ""} for use, why in uses.items()),
+    ]
+
+
+def _answer(probe: Callable[..., Any], *args: Any) -> Any:
+    """What a probe finds, or why it cannot."""
+    try:
+        return probe(*args)
+    except BackendUnavailableError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _said_of(driver: Any) -> str:
+    if driver is None:
+        return f"none ({LIBRARY} is not found)"
+    return f"for CUDA {driver.version[0]}.{driver.version[1]}" if isinstance(driver, Driver) else str(driver)
+
+
+def _compiler() -> str:
+    said: str = import_module("..cuda.compiler.link", __package__).compiler()
+    return said
+
+
+def _cache(kind: str) -> str:
+    """Where kernels are kept, and how many there are."""
+    directory = cache_dir(kind)
+    if directory is None:
+        return "nowhere, for there is no home directory: set PAGEDKV_CACHE_DIR"
+    try:
+        with open_private(directory, make=False) as folder:
+            sizes = [facts.st_size for _, facts in folder.files()]
+    except FileNotFoundError:
+        return f"{directory}, which the first one makes"
+    except RefusedError as refused:
+        return f"nowhere: {refused}; set PAGEDKV_CACHE_DIR to a folder of your own"
+    return f"{directory}, {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB"
+
+
+def _cpu() -> None:
+    import_module("..cpu.compile", __package__)
+
+
+def _imported(module: str, extra: str) -> str | None:
+    if find_spec(module) is None:
+        return f'pip install "pagedkv[{extra}]"'
+    import_module(module)
+    return None
+
+
+def _gpu(driver: Driver | str | None) -> str | None:
+    """Why no kernel can run on a GPU; None if one can."""
+    if driver is None:
+        return "a GPU with the NVIDIA driver"
+    if isinstance(driver, str):
+        return driver
+    if not driver.gpus:
+        return "a GPU: the driver finds none; see CUDA_VISIBLE_DEVICES"
+    if find_spec("numba_cuda") is None:
+        return f'pip install "pagedkv[{driver.extra}]"'
+    import_module("..cuda.driver", __package__).capabilities()
+    _compiler()
+    return None
+
+
+def _emulator() -> str | None:
+    if find_spec("numba_cuda") is None:
+        return 'pip install "pagedkv[emulator]"'
+    _compiler()
+    return None

@@ -1,0 +1,67 @@
+"""What the CUDA driver says of itself and of the GPUs, asked without any package."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any, NamedTuple
+
+LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
+
+class Driver(NamedTuple):
+    """The driver of this machine.
+
+    Attributes
+    ----------
+    version : tuple of int
+        The newest CUDA that it knows, (13, 0) for example.
+    gpus : list of str
+        Name, compute capability and memory of each GPU that this process may use.
+    """
+
+    version: tuple[int, int]
+    gpus: list[str]
+
+    @property
+    def extra(self) -> str:
+        """The extra whose packages this driver can run."""
+        return "cu13" if self.version[0] >= 13 else "cu12"
+
+
+def find_driver() -> Driver | None:
+    """Ask the driver; None where there is none.
+
+    Raises
+    ------
+    RuntimeError
+        A function of the driver failed: its code is in the message.
+    """
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return None
+    version, count = ctypes.c_int(), ctypes.c_int()
+    _call(library, "cuDriverGetVersion", ctypes.byref(version))
+    major, rest = divmod(version.value, 1000)
+    _call(library, "cuInit", 0)
+    _call(library, "cuDeviceGetCount", ctypes.byref(count))
+    return Driver((major, rest // 10), [_gpu(library, ordinal) for ordinal in range(count.value)])
+
+
+def _gpu(library: Any, ordinal: int) -> str:
+    name, num_bytes = ctypes.create_string_buffer(256), ctypes.c_size_t()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _call(library, "cuDeviceGetName", name, len(name), ordinal)
+    _call(library, "cuDeviceTotalMem_v2", ctypes.byref(num_bytes), ordinal)
+    _call(library, "cuDeviceGetAttribute", ctypes.byref(major), _MAJOR, ordinal)
+    _call(library, "cuDeviceGetAttribute", ctypes.byref(minor), _MINOR, ordinal)
+    capability = f"compute capability {major.value}.{minor.value}"
+    return f"{name.value.decode(errors='replace')}, {capability}, {num_bytes.value / 2**30:.1f} GiB"
+
+
+def _call(library: Any, function: str, *args: Any) -> None:
+    code = getattr(library, function)(*args)
+    if code:
+        raise RuntimeError(f"{function} of {LIBRARY} failed with code {code}: see what nvidia-smi says")

@@ -1,0 +1,83 @@
+"""What a terminal shows while a kernel is compiled."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from numba import float64
+
+from pagedkv.compiling import progress
+from pagedkv.compiling.progress import told
+from pagedkv.cpu.compile import compile_kernel
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    stderr = Terminal()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))  # pytest has its own in each phase of a test
+    monkeypatch.setenv("TERM", "xterm")
+    return stderr
+
+
+def shown(terminal):
+    """The lines that were told, and whether each was erased before the next one."""
+    parts = terminal.getvalue().split("\0337\033[?7l")
+    assert parts[0] == ""
+    assert all(part.endswith("\033[?7h\0338\033[K") for part in parts[1:])
+    return [part.removesuffix("\033[?7h\0338\033[K") for part in parts[1:]]
+
+
+def test_a_terminal_shows_what_is_compiled_and_no_more_when_it_is_done(terminal):
+    with told("decode for the CPU"):
+        assert terminal.getvalue() == "\0337\033[?7lpagedkv: compiling decode for the CPU, once ...\033[?7h"
+    assert shown(terminal) == ["pagedkv: compiling decode for the CPU, once ..."]
+
+
+def test_the_line_goes_after_an_error(terminal):
+    with pytest.raises(TypeError, match="no kernel"), told("decode"):
+        raise TypeError("no kernel")
+    assert shown(terminal) == ["pagedkv: compiling decode, once ..."]
+
+
+def test_a_kernel_tells_when_it_is_compiled(terminal):
+    def fill(values):
+        for i in range(values.size):
+            values[i] = 1
+
+    compile_kernel(fill, (float64[::1],), "progress", keep=False)
+    assert shown(terminal) == ["pagedkv: compiling fill for the CPU, once ..."]
+
+
+def test_files_pipes_and_terminals_that_cannot_erase_get_nothing(monkeypatch, terminal):
+    monkeypatch.setenv("TERM", "dumb")
+    with told("decode"):
+        pass
+    assert terminal.getvalue() == ""
+    monkeypatch.setenv("TERM", "xterm")
+    file = progress.sys.stderr = io.StringIO()
+    with told("decode"):
+        pass
+    assert file.getvalue() == ""
+
+
+@pytest.mark.parametrize("stderr", [None, io.StringIO()], ids=["no stderr", "a closed one"])
+def test_nothing_depends_on_the_line(monkeypatch, stderr):
+    if stderr:
+        stderr.close()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))
+    with told("decode"):
+        pass
+
+
+def test_a_terminal_that_goes_away_is_no_error(monkeypatch, terminal):
+    def lost(text):
+        raise OSError("the terminal is gone")
+
+    monkeypatch.setattr(terminal, "write", lost)
+    with told("decode"):
+        pass

@@ -1,0 +1,91 @@
+"""`info`: true on this machine, on one with a GPU, and where everything it looks at raises."""
+
+import os
+
+import pytest
+
+from pagedkv import BackendUnavailableError
+from pagedkv.info import command
+from pagedkv.info.driver import Driver
+
+GPU = Driver((12, 8), ["NVIDIA H100, compute capability 9.0, 80.0 GiB"])
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    """What is here, and what is missing for each use; nothing but numba is imported for it."""
+    monkeypatch.setattr(command, "EXTRAS", {})
+    monkeypatch.setattr(command, "find_driver", lambda: None)
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
+
+    def tables():
+        rows = command.run(progress=lambda text: None)
+        facts = {row["what"]: row["here"] for row in rows if "what" in row}
+        uses = {row["to use"]: row["what is missing"] for row in rows if "to use" in row}
+        assert [row["works"] for row in rows if "to use" in row] == ["no" if why else "yes" for why in uses.values()]
+        return facts, uses
+
+    return tables
+
+
+def test_this_machine(tables, tmp_path):
+    (tmp_path / "cpu").mkdir(mode=0o700)
+    (tmp_path / "cpu" / "one.kernel").write_bytes(bytes(1_500_000))
+    facts, uses = tables()
+    assert {"pagedkv", "Python", "threads", "numpy", "numba", "CUDA driver", "CUDA compiler"} <= set(facts)
+    assert facts["cpu kernels kept in"] == f"{tmp_path / 'cpu'}, 1 files, 1.5 MB"
+    assert facts["cuda kernels kept in"] == f"{tmp_path / 'cuda'}, which the first one makes"
+    assert facts["CUDA compiler"].startswith("NVVM ")
+    assert uses == {
+        "NumPy arrays, on the CPU": "",
+        "CuPy and torch arrays, on a GPU": "a GPU with the NVIDIA driver",
+        'backend="emulator"': "",
+    }
+
+
+def test_a_gpu_without_the_packages_for_it_names_the_extra_that_fits_its_driver(tables, monkeypatch):
+    monkeypatch.setattr(command, "find_driver", lambda: GPU)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    facts, uses = tables()
+    assert facts["CUDA driver"] == "for CUDA 12.8"
+    assert facts["GPU 0"] == "NVIDIA H100, compute capability 9.0, 80.0 GiB"
+    assert uses["CuPy and torch arrays, on a GPU"] == 'pip install "pagedkv[cu12]"'
+    assert uses['backend="emulator"'] == 'pip install "pagedkv[emulator]"'
+
+
+def test_a_driver_without_gpus(tables, monkeypatch):
+    monkeypatch.setattr(command, "find_driver", lambda: GPU._replace(gpus=[]))
+    assert "CUDA_VISIBLE_DEVICES" in tables()[1]["CuPy and torch arrays, on a GPU"]
+
+
+def test_extras_are_imported_and_not_only_found(tables, monkeypatch):
+    monkeypatch.setattr(
+        command, "EXTRAS", {"JSON": ("json", "x"), "torch tensors": ("no_such_package", "torch"), "bad": ("bad", "y")}
+    )
+    monkeypatch.setattr(command, "import_module", failing)
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "no_such_package" else "found")
+    uses = tables()[1]
+    assert uses["JSON"] == uses["bad"] == "OSError: libcudart.so is missing"
+    assert uses["torch tensors"] == 'pip install "pagedkv[torch]"'
+
+
+def failing(*args):
+    raise OSError("libcudart.so is missing")
+
+
+@pytest.mark.parametrize("error", [BackendUnavailableError("too old"), OSError("broken"), AttributeError("no name")])
+def test_whatever_a_probe_raises_is_its_answer(tables, monkeypatch, error):
+    def broken(*args, **kwargs):
+        raise error
+
+    for name in ("find_driver", "import_module", "cache_dir", "get_num_threads", "find_spec"):
+        monkeypatch.setattr(command, name, broken)
+    facts, uses = tables()
+    assert all(str(error) in text for text in (*uses.values(), facts["CUDA driver"], facts["threads"]))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of folders are POSIX")
+def test_a_folder_that_is_refused_is_said(tables, tmp_path):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu").chmod(0o777)
+    assert "can be written to by others; set PAGEDKV_CACHE_DIR" in tables()[0]["cpu kernels kept in"]
