@@ -78,10 +78,12 @@ class Transformer:
         return rms_norm(x[rows], self.norm) @ self.embed.T
 
 
-def load(path: Path = WEIGHTS) -> tuple[Transformer, Tokenizer]:
-    """Read a weights file of train.py."""
+def load(path: Path = WEIGHTS, context: int | None = None) -> tuple[Transformer, Tokenizer]:
+    """Read a weights file of train.py; `context` is for another one than it was trained with."""
     with np.load(path) as file:
         arrays = dict(file)
+    if context is not None:
+        arrays["config.context"] = np.array(context)
     return Transformer(arrays), Tokenizer(arrays["merges"])
 
 

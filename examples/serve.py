@@ -1,0 +1,76 @@
+"""An OpenAI-style server over a paged KV cache, on 127.0.0.1 alone.
+
+    pip install "pagedkv[serve]"      (starlette and uvicorn)
+    python examples/serve.py
+    curl -N http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main(", "max_tokens": 60, "stream": true}'
+    python examples/serve.py --model Qwen/Qwen3-0.6B      (needs "pagedkv[serve,transformers]")
+
+`/v1/completions` and `/v1/chat/completions`, streamed or whole; `/metrics` for Prometheus; `/` draws the pool while it
+works. Requests share what they begin with, run together, and are computed by one thread (`server/worker.py`). What can
+never fit is refused with 400, what is too much at a time with 503 and Retry-After. A client that leaves is cancelled.
+"""
+
+import argparse
+import contextlib
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from generate import number
+from server.app import Server
+from server.connections import at_most
+from server.small import small
+from server.worker import Worker
+from transformer import WEIGHTS
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Serve completions over a paged KV cache, on 127.0.0.1.")
+    add = parser.add_argument
+    add("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="0 for one that is free")
+    add("--model", help="a model of transformers, by name or folder, in place of the small one")
+    add("--weights", type=Path, default=WEIGHTS, help="of the small model: a file that train.py wrote")
+    add("--context", type=number(int, 1), metavar="N", help="tokens of a prompt and its text (default: the model's)")
+    add("--num-blocks", type=number(int, 1), default=1024, metavar="N", help="blocks in the pool")
+    add("--block-size", type=number(int, 1), default=16, metavar="N", help="tokens in a block")
+    add("--max-batch", type=number(int, 1), default=32, metavar="N", help="requests that run at a time")
+    add("--max-tokens", type=number(int, 1), default=512, metavar="N", help="tokens of a step")
+    add("--max-waiting", type=number(int, 0), default=128, metavar="N", help="requests that wait besides")
+    add("--max-connections", type=number(int, 1), default=512, metavar="N")
+    add("--max-body", type=number(int, 1), default=1_000_000, metavar="N", help="bytes of a request")
+    add("--no-prefix-cache", action="store_true", help="compute what prompts begin with anew for each")
+    return parser.parse_args(words)
+
+
+def build(args: argparse.Namespace) -> Server:
+    """The server that the command line asks for."""
+    most = {"max_num_seqs": args.max_batch, "max_num_batched_tokens": max(args.max_tokens, args.max_batch)}
+    pool = (args.context, args.num_blocks, args.block_size, not args.no_prefix_cache)
+    if args.model:
+        from server.hugging_face import hugging_face  # only here, for it imports torch
+
+        engine, text = hugging_face(args.model, *pool, **most)
+    else:
+        engine, text = small(args.weights, *pool, **most)
+    worker = Worker(engine, args.max_batch + args.max_waiting)
+    return Server(worker, text, args.model or "small", engine.cache.table.max_seq_len, args.max_body)
+
+
+def over_http(server: Server, max_connections: int) -> uvicorn.Server:
+    http = at_most(max_connections)
+    return uvicorn.Server(uvicorn.Config(server.app(), http=http, log_level="warning", timeout_graceful_shutdown=5))
+
+
+def main() -> None:
+    args = parse()
+    server = build(args)
+    listener = socket.create_server(("127.0.0.1", args.port), backlog=2048)
+    host, port = listener.getsockname()
+    print(f"http://{host}:{port}/v1 for clients, http://{host}:{port} for the pool; Ctrl-C ends it", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once all is closed
+        over_http(server, args.max_connections).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

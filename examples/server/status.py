@@ -1,0 +1,62 @@
+"""What the server says of itself: numbers for Prometheus, and a page with the pool."""
+
+from collections.abc import Mapping
+
+from .worker import Engine
+
+# What is asked for twice a second is drawn between two steps: the blocks are those of one instant.
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>pagedkv</title>
+<style>
+  :root { color-scheme: light dark }
+  body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2em auto; padding: 0 1em }
+  svg { max-width: 100%; height: auto }
+</style>
+<h1>pagedkv</h1>
+<p id="now">...</p>
+<div id="pool"></div>
+<script>
+  async function draw() {
+    try {
+      const answer = await fetch("/status/pool");
+      const {now, pool} = await answer.json();
+      document.getElementById("now").textContent = now;
+      document.getElementById("pool").innerHTML = pool;
+    } catch { document.getElementById("now").textContent = "the server does not answer"; }
+    setTimeout(draw, 500);
+  }
+  draw();
+</script>
+</html>
+"""
+
+
+def pool(engine: Engine) -> dict[str, str]:
+    """What the page shows: a line of text, and the pool as the cache draws itself in notebooks."""
+    scheduler = engine.scheduler
+    now = f"{scheduler.num_running} run, {scheduler.num_waiting} wait, {scheduler.num_preempted} preemptions"
+    return {"now": now, "pool": engine.cache._repr_html_()}
+
+
+def metrics(engine: Engine, counts: Mapping[str, int]) -> str:
+    """Prometheus' text format, 0.0.4."""
+    scheduler, stats = engine.scheduler, engine.cache.stats()
+    ends = ("stop", "length", "cancelled", "refused", "failed")
+    families: list[tuple[str, str, str, dict[str, float]]] = [
+        ("requests_total", "counter", "requests by how they ended", {f'end="{end}"': counts[end] for end in ends}),
+        ("tokens_generated_total", "counter", "tokens that were sent", {"": counts["tokens"]}),
+        ("prompt_tokens_total", "counter", "tokens of prompts that were started", {"": stats.queried_tokens}),
+        ("prefix_hit_tokens_total", "counter", "those found in the prefix cache", {"": stats.hit_tokens}),
+        ("preemptions_total", "counter", "requests that gave their blocks back", {"": scheduler.num_preempted}),
+        ("requests_running", "gauge", "requests that run", {"": scheduler.num_running}),
+        ("requests_waiting", "gauge", "requests that wait", {"": scheduler.num_waiting}),
+        (
+            *("blocks", "gauge", "blocks of the pool; free ones include those that are cached"),
+            {f'state="{state}"': getattr(stats, state) for state in ("used", "free", "shared", "cached")},
+        ),
+    ]
+    lines = []
+    for name, kind, text, values in families:
+        lines += [f"# HELP pagedkv_{name} {text}", f"# TYPE pagedkv_{name} {kind}"]
+        lines += [f"pagedkv_{name}{f'{{{label}}}' if label else ''} {value}" for label, value in values.items()]
+    return "\n".join([*lines, ""])
