@@ -9,6 +9,16 @@ require_transformers()
 
 from .attention import NAME, CachedPass, ForwardPass, paged_attention, set_attention  # noqa: E402
 from .cache import PagedCache  # noqa: E402
+from .engine import Engine  # noqa: E402
 from .use import use_pagedkv  # noqa: E402
 
-__all__ = ["NAME", "CachedPass", "ForwardPass", "PagedCache", "paged_attention", "set_attention", "use_pagedkv"]
+__all__ = [
+    "NAME",
+    "CachedPass",
+    "Engine",
+    "ForwardPass",
+    "PagedCache",
+    "paged_attention",
+    "set_attention",
+    "use_pagedkv",
+]

@@ -1,0 +1,279 @@
+"""Engine: a model of transformers under pagedkv's scheduler."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from ...cache import PagedKVCache
+from ...scheduling import Scheduler, Step
+from .attention import CachedPass, set_attention
+from .models import kv_shape, require_supported, text_config
+from .sampling import Sampling, choose
+from .text import TextDecoder
+
+
+class Sampled(NamedTuple):
+    """The next token of a request.
+
+    Attributes
+    ----------
+    request : int
+        Its number.
+    token : int
+    reason : str
+        Why the text ends with it: "stop" for an end token, "length" for max_tokens; empty while it goes on.
+    """
+
+    request: int
+    token: int
+    reason: str
+
+
+class Engine:
+    """Continuous batching of a model of transformers: requests come and go while others generate.
+
+    Its requests share the blocks of what they begin with, long prompts are computed in chunks beside the tokens of
+    others, and when the pool is full the last ones wait: it is a :class:`~pagedkv.Scheduler` over a
+    :class:`~pagedkv.PagedKVCache`. All tokens of a step go through the model in one row without padding, and only the
+    last one of each request gets logits.
+
+    One thread at a time may call it. After an error of the model nothing of its step has happened, and it can be made
+    again, or its requests cancelled.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A decoder in eval mode, on the CPU or a CUDA device. Its layers attend through pagedkv from now on.
+    tokenizer : optional
+        Of transformers, for prompts and streams that are text.
+    memory : str, int, float or None
+        What K and V may take: "2GiB", bytes, or a share, 0.9 say, of what is free on the device now.
+    num_blocks : int or None
+        In place of memory.
+    block_size : int
+        P.
+    max_num_batched_tokens, max_num_seqs
+        As for :class:`~pagedkv.Scheduler`.
+    eos_token_id : int, sequence of int, or None
+        The tokens that end a text; by default those of the model's generation_config.
+    **options
+        Others of :class:`~pagedkv.PagedKVCache`: `kv_dtype`, `max_seqs`, `prefix_cache`, `eviction`, ...
+
+    Attributes
+    ----------
+    cache : PagedKVCache
+    scheduler : Scheduler
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not as described, or paged attention is not what the model's layers do.
+
+    Notes
+    -----
+    A text does not depend on the other requests as far as the model's own layers do not: torch's matrix products may
+    round otherwise for another number of rows.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        memory: str | int | float | None = None,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        require_supported(model)
+        num_layers, num_kv_heads, head_dim = kv_shape(model)
+        where: dict[str, Any] = {"dtype": model.dtype, "array_module": torch, "device": model.device, "memory": memory}
+        where["max_seq_len"] = getattr(text_config(model), "max_position_embeddings", None)
+        self.cache = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
+        self.scheduler = Scheduler(self.cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        ends = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+        self._ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self._model, self._tokenizer = model, tokenizer
+        self._samplings: dict[int, Sampling] = {}
+        self._streams: dict[int, deque[Sampled]] = {}
+        set_attention(model)
+
+    def __repr__(self) -> str:
+        return f"Engine({type(self._model).__name__}, {self.scheduler!r})"
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        priority: int = 0,
+        salt: str | bytes | None = None,
+    ) -> int:
+        """Let a request wait for its start.
+
+        Parameters
+        ----------
+        prompt : str or (num_tokens,) ints
+            A text needs the engine's tokenizer.
+        max_tokens : int
+            Tokens to generate, at most.
+        temperature, top_k, top_p, seed
+            How they are drawn: by default the most probable one is taken. With a seed the same ones are drawn again.
+        priority, salt
+            As for :meth:`~pagedkv.Scheduler.add`.
+
+        Returns
+        -------
+        int
+            The number of the request.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is not as described, or the request could never fit.
+        """
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        request = self.scheduler.add(self._ids(prompt), max_tokens, priority=priority, salt=salt)
+        self._samplings[request] = sampling
+        return request
+
+    def cancel(self, request: int) -> None:
+        """End a request and free its blocks.
+
+        Raises
+        ------
+        KeyError
+            It has ended or never was.
+        """
+        self.scheduler.abort(request)
+        del self._samplings[request]
+        self._streams.pop(request, None)
+
+    def step(self) -> list[Sampled]:
+        """Compute one step.
+
+        Returns
+        -------
+        list of Sampled
+            One for each request that got a token: those whose prompt is not done yet got none. Empty, too, when there
+            is no request.
+
+        Raises
+        ------
+        CapacityError
+            As of :meth:`~pagedkv.Scheduler.schedule`: what else you keep in the cache is in the way.
+        BackendUnavailableError
+            The model is on a device that there are no kernels for.
+        """
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        requests = step.sampled.tolist()
+        try:
+            tokens = choose(self._logits(step), [self._samplings[request] for request in requests])
+        except BaseException:
+            self.scheduler.drop()
+            raise
+        reasons = {request: reason for request, _, reason in self.scheduler.update(step, tokens)}
+        for request, token in zip(requests, tokens, strict=True):
+            if token in self._ends:
+                if request not in reasons:
+                    self.scheduler.abort(request)
+                reasons[request] = "stop"
+        for request in reasons:
+            del self._samplings[request]
+        made = [Sampled(*pair, reasons.get(pair[0], "")) for pair in zip(requests, tokens, strict=True)]
+        for sampled in made:
+            if sampled.request in self._streams:
+                self._streams[sampled.request].append(sampled)
+        return made
+
+    def run(self) -> Iterator[Sampled]:
+        """The tokens of all requests as they come, until none is left; others may be added meanwhile."""
+        while self.scheduler.num_running or self.scheduler.num_waiting:
+            yield from self.step()
+
+    def tokens(self, prompt: str | Sequence[int], max_tokens: int, **options: Any) -> Generator[int]:
+        """Add a request and iterate over its tokens, without the one that ends it.
+
+        Several can be open at a time: each step that one of them waits for is a step of all requests. Closing the
+        iterator cancels the request.
+
+        Parameters
+        ----------
+        prompt, max_tokens, **options
+            As for `add`, which raises what it raises.
+        """
+        request = self.add(prompt, max_tokens, **options)
+        self._streams[request] = deque()
+        return self._read(request)
+
+    def stream(self, prompt: str | Sequence[int], max_tokens: int, **options: Any) -> Generator[str]:
+        """Add a request and iterate over its text, piece by piece; otherwise as `tokens`.
+
+        Raises
+        ------
+        ValueError
+            The engine has no tokenizer.
+        """
+        decoder = TextDecoder(self._require_tokenizer())
+        return _text(self.tokens(prompt, max_tokens, **options), decoder)
+
+    def _read(self, request: int) -> Generator[int]:
+        stream, reason = self._streams[request], ""
+        try:
+            while not reason:
+                while not stream:
+                    if request not in self._samplings:
+                        return  # `cancel` was called meanwhile
+                    self.step()
+                _, token, reason = stream.popleft()
+                if reason != "stop":
+                    yield token
+        finally:
+            self._streams.pop(request, None)
+            if request in self._samplings:
+                self.cancel(request)
+
+    def _logits(self, step: Step) -> torch.Tensor:
+        """Logits of the rows that a token is chosen from, (num_sampled, vocab_size)."""
+        with torch.inference_mode():
+            out = self._model(
+                step.tokens[None],
+                position_ids=step.batch.positions[None],
+                use_cache=False,
+                logits_to_keep=step.logits_indices,
+                forward_pass=CachedPass(self.cache, step.slots, step.batch),
+            )
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    def _ids(self, prompt: str | Sequence[int]) -> Any:
+        return self._require_tokenizer()(prompt).input_ids if isinstance(prompt, str) else prompt
+
+    def _require_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise ValueError("text needs a tokenizer: Engine(model, tokenizer, ...), or give and take token ids")
+        return self._tokenizer
+
+
+def _text(tokens: Generator[int], decoder: TextDecoder) -> Generator[str]:
+    with closing(tokens):
+        for token in tokens:
+            if piece := decoder.push(token):
+                yield piece
+        if piece := decoder.finish():
+            yield piece

@@ -1,0 +1,101 @@
+"""Which token comes next: the most probable one, or one that is drawn, with draws of its own for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+
+@dataclass(eq=False)
+class Sampling:
+    """How the tokens of a request are chosen.
+
+    Parameters
+    ----------
+    temperature : float
+        What logits are divided by; 0 takes the most probable token.
+    top_k : int
+        Draw among so many of the most probable ones; 0 for all.
+    top_p : float
+        Draw among the fewest most probable ones that have this probability together, of those that `top_k` leaves.
+    seed : int or None
+        Of the draws; None for another text each time.
+
+    Raises
+    ------
+    ValueError
+        A number is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    _draws: np.random.Generator = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p must be from 0 to 1, got {self.top_p}")
+        self._draws = np.random.default_rng(self.seed)
+
+    def draw(self) -> float:
+        """The next draw, from 0 to 1; a request takes one for each token, whatever else is in the batch."""
+        return self._draws.random()
+
+
+def choose(logits: torch.Tensor, samplings: Sequence[Sampling]) -> list[int]:
+    """The next token of each request.
+
+    Parameters
+    ----------
+    logits : (num_seqs, vocab_size) tensor
+    samplings : sequence of Sampling
+        One for each row; those with a temperature are drawn from.
+
+    Returns
+    -------
+    list of int
+    """
+    if not len(samplings):
+        return []
+    tokens = logits.argmax(-1)
+    rows = [i for i, sampling in enumerate(samplings) if sampling.temperature > 0]
+    if rows:
+        tokens[rows] = _drawn(logits[rows], [samplings[i] for i in rows])
+    chosen: list[int] = tokens.tolist()
+    return chosen
+
+
+def _drawn(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    """A token of each row, by inverting its distribution."""
+    scaled = logits.double()
+    scaled = scaled - scaled.amax(-1, keepdim=True)
+    p = (scaled / _column([sampling.temperature for sampling in samplings], scaled)).exp()
+    cut = [i for i, sampling in enumerate(samplings) if sampling.top_k or sampling.top_p < 1]
+    if cut:
+        p[cut] = _most_probable(p[cut], [samplings[i] for i in cut])
+    p = p.cumsum(-1)
+    draws = _column([sampling.draw() for sampling in samplings], p) * p[:, -1:]
+    return torch.searchsorted(p, draws, right=True)[:, 0].clamp(max=p.shape[1] - 1)
+
+
+def _most_probable(p: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    """Probabilities up to a factor, 0 for the tokens that top_k and top_p leave out."""
+    order = p.argsort(dim=-1, descending=True, stable=True)
+    left, rank = p.gather(-1, order), torch.arange(p.shape[1], device=p.device)
+    left[rank >= _column([sampling.top_k or p.shape[1] for sampling in samplings], p)] = 0
+    # A token stays if those before it do not have top_p together: the first one always does.
+    before, whole = left.cumsum(-1) - left, left.sum(-1, keepdim=True)
+    left[(before >= _column([sampling.top_p for sampling in samplings], p) * whole) & (rank > 0)] = 0
+    return torch.zeros_like(p).scatter(-1, order, left)
+
+
+def _column(values: Sequence[float], p: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=p.device)[:, None]

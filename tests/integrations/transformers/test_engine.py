@@ -1,0 +1,222 @@
+"""Engine: the tokens of ``model.generate``, whoever runs beside, and no block lost."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import pagedkv
+from pagedkv.integrations.transformers import Engine, sampling, text
+
+from .models import VOCAB, make_model, prompts
+
+TEXTS = prompts(3, 40, 17, 33, 5)
+TEXTS += [TEXTS[1][:32] + more for more in prompts(4, 6)]  # two blocks of another one
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("Llama", eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """What generate says to each prompt alone, with attention of transformers' own."""
+    model.set_attn_implementation("eager")
+    options = {"do_sample": False, "max_new_tokens": 12}
+    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in TEXTS]
+
+
+def engine_for(model, num_blocks=64, **options):
+    return Engine(model, num_blocks=num_blocks, **options)
+
+
+def finish(engine):
+    """The tokens of each request, and how it ended; the cache must be empty and whole then."""
+    tokens, reasons = {}, {}
+    for request, token, reason in engine.run():
+        tokens.setdefault(request, []).append(token)
+        if reason:
+            reasons[request] = reason
+        engine.cache.check()
+    assert engine.cache.stats().used == 0
+    assert not engine._samplings
+    assert not engine._streams
+    return tokens, reasons
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 10, "max_num_seqs": 4},
+        {"num_blocks": 16, "block_size": 4, "prefix_cache": False},
+        {"block_size": 1, "num_blocks": 200},
+    ],
+    ids=["together", "in chunks", "in a pool that is too small for all", "blocks of a token"],
+)
+def test_greedy_tokens_are_those_of_generate(model, expected, options):
+    engine = engine_for(model, **options)
+    requests = [engine.add(ids, 12) for ids in TEXTS]
+    tokens, reasons = finish(engine)
+    assert [tokens[request] for request in requests] == expected
+    assert set(reasons.values()) == {"length"}
+    assert (engine.scheduler.num_preempted > 0) == (options.get("num_blocks") == 16)
+    assert (engine.cache.stats().hit_tokens > 0) == options.get("prefix_cache", True)
+
+
+@pytest.mark.parametrize("ends", [0, 1], ids=["one of them", "a list of them"])
+def test_end_tokens_end_a_text(model, expected, ends):
+    token = expected[1][4]
+    engine = engine_for(model, eos_token_id=[VOCAB - 1, token] if ends else token)
+    stopped = engine.add(TEXTS[1], 12)
+    at_last = engine.add(TEXTS[1], expected[1].index(token) + 1)
+    tokens, reasons = finish(engine)
+    assert tokens[stopped] == tokens[at_last] == expected[1][: expected[1].index(token) + 1]
+    assert reasons == {stopped: "stop", at_last: "stop"}
+    assert list(engine.tokens(TEXTS[1], 12)) == tokens[stopped][:-1]
+
+
+def test_several_streams_are_read_in_turn(model, expected):
+    engine = engine_for(model)
+    streams = [engine.tokens(ids, 12) for ids in TEXTS[:3]]
+    assert [list(step) for step in zip(*streams, strict=True)] == [
+        list(step) for step in zip(*expected[:3], strict=True)
+    ]
+    assert finish(engine) == ({}, {})
+
+
+def test_leaving_a_stream_and_cancel_free_the_blocks(model, expected):
+    engine = engine_for(model)
+    left, cancelled, stays = (engine.tokens(ids, 12) for ids in TEXTS[:3])
+    assert [next(left), next(cancelled), next(stays)] == [tokens[0] for tokens in expected[:3]]
+    left.close()
+    engine.cancel(1)
+    assert list(cancelled) == []
+    assert list(stays) == expected[2][1:]
+    assert finish(engine) == ({}, {})
+    with pytest.raises(KeyError):
+        engine.cancel(1)
+
+
+def test_a_request_that_is_cancelled_in_the_middle_of_its_prompt(model, expected):
+    engine = engine_for(model, max_num_batched_tokens=8)
+    request, other = engine.add(TEXTS[1], 12), engine.add(TEXTS[0], 12)
+    assert engine.step() == []
+    assert engine.cache.stats().used > 0
+    engine.cancel(request)
+    assert finish(engine)[0] == {other: expected[0]}
+
+
+def test_a_step_that_fails_can_be_made_again(model, expected, monkeypatch):
+    engine = engine_for(model)
+    request = engine.add(TEXTS[1], 12)
+    first = engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(model.lm_head, "forward", lambda x: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.cache.check()
+    tokens, _ = finish(engine)
+    assert [first[0].token, *tokens[request]] == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "tokens must have at least one token"),
+        ([1] * 500, {"max_tokens": 500}, "a request can have 512 tokens"),
+        ("text", {}, "text needs a tokenizer"),
+        ([1], {"temperature": -1.0}, "temperature must be at least 0"),
+        ([1], {"temperature": float("nan")}, "temperature must be at least 0"),
+        ([1], {"top_k": -1}, "top_k must be at least 0"),
+        ([1], {"top_p": 1.5}, "top_p must be from 0 to 1"),
+    ],
+)
+def test_refusals_leave_nothing(model, prompt, options, message):
+    engine = engine_for(model)
+    with pytest.raises(ValueError, match=message):
+        engine.add(prompt, **{"max_tokens": 5} | options)
+    assert finish(engine) == ({}, {})
+
+
+def test_an_engine_needs_a_pool_and_a_decoder(model):
+    with pytest.raises(ValueError, match="either num_blocks or memory must be given"):
+        Engine(model)
+    assert Engine(model, memory="1MiB").cache.pool.num_blocks == 2**20 // (2 * 2 * 16 * 2 * 16 * 4)
+
+
+def test_draws_depend_on_the_seed_alone(model):
+    options = {"max_tokens": 12, "temperature": 1.5, "top_k": 50, "top_p": 0.9}
+
+    def drawn(beside, seeds):
+        engine = engine_for(model)
+        requests = [engine.add(TEXTS[0], **options, seed=seed) for seed in seeds]
+        for ids in beside:
+            engine.add(ids, 12)
+        tokens = finish(engine)[0]
+        return [tokens[request] for request in requests]
+
+    alone = [drawn([], [seed])[0] for seed in (1, 2)]
+    assert alone[0] != alone[1]
+    assert drawn(TEXTS[1:], [2, 1, None])[:2] == alone[::-1]
+
+
+def test_draws_follow_the_distribution():
+    p = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
+    logits = torch.tensor(np.log(p), dtype=torch.float32)
+    cases = [
+        ({}, p),
+        ({"temperature": 0.5}, p**2),
+        ({"top_k": 2}, [0, 0.4, 0, 0.25, 0]),
+        ({"top_p": 0.6}, [0, 0.4, 0, 0.25, 0]),
+        ({"top_p": 0.7}, [0, 0.4, 0, 0.25, 0.2]),
+        ({"top_k": 3, "top_p": 0.7}, [0, 0.4, 0, 0.25, 0]),
+        ({"top_p": 0.0}, [0, 1, 0, 0, 0]),
+    ]
+    for options, left in cases:
+        left = np.array(left) / np.sum(left)
+        samplings = [sampling.Sampling(**{"temperature": 1.0} | options, seed=seed) for seed in range(1000)]
+        tokens = sampling.choose(logits.expand(len(samplings), -1), samplings)
+        counts = np.bincount(tokens, minlength=5) / len(samplings)
+        assert (counts[left == 0] == 0).all(), options
+        assert np.abs(counts - left).max() < 0.06, options
+
+
+def test_rows_are_chosen_each_in_its_way():
+    logits = torch.tensor([[0.0, 5.0, 1.0]] * 3)
+    greedy, one, drawn = sampling.Sampling(), sampling.Sampling(3.0, top_k=1), sampling.Sampling(1000.0, seed=3)
+    assert [sampling.choose(logits, [greedy, one, drawn])[:2] for _ in range(20)] == [[1, 1]] * 20
+    assert len({sampling.choose(logits[:1], [drawn])[0] for _ in range(50)}) == 3
+    assert sampling.choose(logits[:0], []) == []
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A tokenizer of bytes: characters of several tokens come about."""
+    vocab = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize("words", ["plain words", "naïve café, 中文 🙂 end", "🙂"])
+def test_text_comes_in_whole_characters(tokenizer, words):
+    decoder = text.TextDecoder(tokenizer)
+    pieces = [decoder.push(token) for token in tokenizer(words).input_ids]
+    assert "".join(pieces) == words
+    assert text.INCOMPLETE not in "".join(pieces)
+    decoder = text.TextDecoder(tokenizer)
+    *most, _ = tokenizer("é").input_ids
+    assert [decoder.push(token) for token in most] == [""]
+    assert decoder.finish() == text.INCOMPLETE
+
+
+def test_three_lines_stream_text(tokenizer):
+    model = make_model("Llama", vocab_size=256, eos_token_id=None)
+    engine = Engine(model, tokenizer, memory="1MiB")
+    pieces = list(engine.stream("def main(", max_tokens=20))
+    tokens = list(engine.tokens("def main(", max_tokens=20))
+    assert "".join(pieces) == tokenizer.decode(tokens)
+    assert isinstance(engine.scheduler, pagedkv.Scheduler)
