@@ -350,6 +350,28 @@ def test_the_openai_client(shared):
         assert [model.id for model in client.models.list()] == ["small"]
 
 
+def test_a_model_of_transformers(tmp_path):
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    from .integrations.transformers.byte_tokenizer import byte_tokenizer
+    from .integrations.transformers.models import make_model
+
+    model, tokenizer = make_model("Llama", vocab_size=256, eos_token_id=None), byte_tokenizer()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    prompt = tokenizer("def main(").input_ids
+    ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=9)[0, len(prompt) :]
+    with serving("--model", str(tmp_path), "--context", "200") as server:
+        for stream in (False, True):
+            said = complete(server.port, "def main(", max_tokens=9, temperature=0, stream=stream)
+            assert said == (tokenizer.decode(ids), "length")
+        for template in (None, "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"):
+            server.server.text._tokenizer.chat_template = template
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+            answer = json.loads(ask(server.port, chat, "/v1/chat/completions")[2])
+            assert answer["usage"]["prompt_tokens"] == (4 if template else 3)
+    assert isinstance(server.engine._model, transformers.LlamaForCausalLM)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_from_the_command_line_until_ctrl_c():
     command = [sys.executable, "-W", "error", str(EXAMPLES / "serve.py"), "--port", "0"]

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import pagedkv
 from pagedkv.integrations.transformers import Engine, sampling, text
 
+from .byte_tokenizer import byte_tokenizer
 from .models import VOCAB, make_model, prompts
 
 TEXTS = prompts(3, 40, 17, 33, 5)
@@ -194,11 +193,7 @@ def test_rows_are_chosen_each_in_its_way():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A tokenizer of bytes: characters of several tokens come about."""
-    vocab = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    return byte_tokenizer()
 
 
 @pytest.mark.parametrize("words", ["plain words", "naïve café, 中文 🙂 end", "🙂"])

@@ -97,7 +97,8 @@ class Engine:
         require_supported(model)
         num_layers, num_kv_heads, head_dim = kv_shape(model)
         where: dict[str, Any] = {"dtype": model.dtype, "array_module": torch, "device": model.device, "memory": memory}
-        where["max_seq_len"] = getattr(text_config(model), "max_position_embeddings", None)
+        context = getattr(text_config(model), "max_position_embeddings", None)
+        where["max_seq_len"] = context and context - context % block_size  # whole blocks, and no position beyond
         self.cache = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
         self.scheduler = Scheduler(self.cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         ends = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
