@@ -57,9 +57,17 @@ def build(args: argparse.Namespace) -> Server:
     return Server(worker, text, args.model or "small", engine.cache.table.max_seq_len, args.max_body)
 
 
-def over_http(server: Server, max_connections: int) -> uvicorn.Server:
-    http = at_most(max_connections)
-    return uvicorn.Server(uvicorn.Config(server.app(), http=http, log_level="warning", timeout_graceful_shutdown=5))
+class OverHttp(uvicorn.Server):
+    """uvicorn, which ends what is computed when it ends, instead of waiting for it."""
+
+    def __init__(self, server: Server, max_connections: int) -> None:
+        self._worker = server.worker
+        http = at_most(max_connections)
+        super().__init__(uvicorn.Config(server.app(), http=http, log_level="warning", timeout_graceful_shutdown=5))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._worker.stop()
+        await super().shutdown(sockets)
 
 
 def main() -> None:
@@ -69,7 +77,7 @@ def main() -> None:
     host, port = listener.getsockname()
     print(f"http://{host}:{port}/v1 for clients, http://{host}:{port} for the pool; Ctrl-C ends it", flush=True)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once all is closed
-        over_http(server, args.max_connections).run(sockets=[listener])
+        OverHttp(server, args.max_connections).run(sockets=[listener])
 
 
 if __name__ == "__main__":

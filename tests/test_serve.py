@@ -39,12 +39,12 @@ def serving(*words):
     args = serve.parse([*SIZES, "--max-batch", "8", *words])
     server = serve.build(args)
     engine = server.worker.engine
-    over_http = serve.over_http(server, args.max_connections)
+    over_http = serve.OverHttp(server, args.max_connections)
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         thread = threading.Thread(target=over_http.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            yield SimpleNamespace(port=listener.getsockname()[1], server=server, engine=engine)
+            yield SimpleNamespace(port=listener.getsockname()[1], server=server, engine=engine, over_http=over_http)
             wait_until(lambda: engine.cache.stats().used == 0)
             engine.cache.check()
             assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
@@ -348,6 +348,17 @@ def test_the_openai_client(shared):
         with pytest.raises(openai.BadRequestError, match="a request can have 1024 tokens"):
             client.completions.create(**options | {"max_tokens": 2000})
         assert [model.id for model in client.models.list()] == ["small"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_waits_when_the_server_ends_is_told_so(stream):
+    with serving() as server:
+        with begin(server.port, prompt="def main(", max_tokens=1000, temperature=0, stream=stream) as connection:
+            wait_until(lambda: server.server.worker.counts["tokens"] > 2)
+            server.over_http.should_exit = True
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert (b"503 Service Unavailable" in answer) != stream
+        assert b"the server is shutting down" in answer
 
 
 def test_a_model_of_transformers(tmp_path):

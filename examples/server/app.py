@@ -129,8 +129,8 @@ class Server:
                     yield piece, reason
                     if reason:
                         return
-        except Busy:
-            raise Refused(503, "too many requests wait: try again later") from None
+        except Busy as error:
+            raise Refused(503, str(error)) from None
         except ValueError as error:
             raise Refused(400, str(error), "prompt") from None
         except RuntimeError as error:

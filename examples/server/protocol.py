@@ -157,6 +157,8 @@ class Stops:
 
     def push(self, text: str, *, final: bool = False) -> str:
         """What can go out now; after the end, nothing."""
+        if self.found:
+            return ""
         self._held += text
         ends = [at for at in map(self._held.find, self._stops) if at >= 0]
         if ends:

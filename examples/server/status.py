@@ -6,7 +6,7 @@ from .worker import Engine
 
 # What is asked for twice a second is drawn between two steps: the blocks are those of one instant.
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>pagedkv</title>
+<html lang="en"><meta charset="utf-8"><title>pagedkv</title><link rel="icon" href="data:,">
 <style>
   :root { color-scheme: light dark }
   body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2em auto; padding: 0 1em }

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+SHUTTING_DOWN = "the server is shutting down"
+
 
 class Sampled(NamedTuple):
     """The next token of a request; `reason` says why it ended, and is empty until then."""
@@ -35,7 +37,7 @@ class Engine(Protocol):
 
 
 class Busy(Exception):
-    """As many requests are here as may be."""
+    """No request is taken: as many are here as may be, or the server is shutting down."""
 
 
 @dataclass(eq=False)
@@ -81,7 +83,8 @@ class Worker:
         self._inbox: SimpleQueue[tuple[Callable[..., None], Any]] = SimpleQueue()
         self._jobs: dict[int, Job] = {}  # the worker's: those that the engine knows
         self._thread = threading.Thread(target=self._run, name="engine")
-        self._ending = False
+        self._is_open = True
+        self._ending = False  # the worker's
 
     # -- on the event loop
     def start(self) -> None:
@@ -89,6 +92,8 @@ class Worker:
         self._thread.start()
 
     async def stop(self) -> None:
+        """End all requests; may be called again."""
+        self._is_open = False
         self._inbox.put((self._end, None))
         await asyncio.to_thread(self._thread.join)
 
@@ -98,7 +103,7 @@ class Worker:
         Raises
         ------
         Busy
-            There are too many requests.
+            There are too many requests, or the server shuts down.
         ValueError
             It can never fit.
         RuntimeError
@@ -106,7 +111,9 @@ class Worker:
         """
         if len(self._open) >= self.max_requests:
             self.counts["refused"] += 1
-            raise Busy
+            raise Busy("too many requests wait: try again later")
+        if not self._is_open:
+            raise Busy(SHUTTING_DOWN)
         self._open.add(job)
         self._inbox.put((self._add, job))
         outcome = "cancelled"
@@ -114,7 +121,7 @@ class Worker:
             while True:
                 event = await job.events.get()
                 if isinstance(event, Exception):
-                    outcome = "refused" if isinstance(event, ValueError) else "failed"
+                    outcome = "refused" if isinstance(event, ValueError | Busy) else "failed"
                     raise event
                 if event[1]:
                     outcome = event[1]
@@ -183,7 +190,7 @@ class Worker:
         for request in self._jobs:
             self.engine.cancel(request)
         self._ending = True
-        ended = [(job, RuntimeError("the server is shutting down")) for job in self._jobs.values()]
+        ended = [(job, Busy(SHUTTING_DOWN)) for job in self._jobs.values()]
         self._jobs.clear()
         self._post(self._deliver, ended)
 
