@@ -10,6 +10,7 @@ PAGE = """<!doctype html>
 <style>
   :root { color-scheme: light dark }
   body { font: 15px/1.5 system-ui, sans-serif; max-width: 760px; margin: 2em auto; padding: 0 1em }
+  th { text-align: left; font-weight: normal; padding-right: 1em }
   svg { max-width: 100%; height: auto }
 </style>
 <h1>pagedkv</h1>

@@ -1,0 +1,51 @@
+"""A model of transformers under the scheduler."""
+
+from .mutant import Mutant
+
+TESTS = "tests/integrations/transformers/test_engine.py::"
+ROOM = "integrations/transformers/"
+
+MUTANTS = [
+    Mutant(
+        "engine: a text goes on behind its end token",
+        ROOM + "engine.py",
+        "                    self.scheduler.abort(request)\n",
+        "                    pass\n",
+        (TESTS + "test_end_tokens_end_a_text",),
+    ),
+    Mutant(
+        "engine: a stream that is left goes on",
+        ROOM + "engine.py",
+        "            if request in self._samplings:\n                self.cancel(request)\n",
+        "",
+        (TESTS + "test_leaving_a_stream_and_cancel_free_the_blocks",),
+    ),
+    Mutant(
+        "engine: a step that failed is not dropped",
+        ROOM + "engine.py",
+        "            self.scheduler.drop()\n",
+        "",
+        (TESTS + "test_a_step_that_fails_can_be_made_again",),
+    ),
+    Mutant(
+        "engine: requests share their draws",
+        ROOM + "sampling.py",
+        "_column([sampling.draw() for sampling in samplings], p)",
+        "_column([samplings[0].draw() for sampling in samplings], p)",
+        (TESTS + "test_draws_depend_on_the_seed_alone",),
+    ),
+    Mutant(
+        "engine: top_p is of all tokens and not of those that top_k leaves",
+        ROOM + "sampling.py",
+        "samplings], p) * whole)",
+        "samplings], p))",
+        (TESTS + "test_draws_follow_the_distribution",),
+    ),
+    Mutant(
+        "engine: half a character is text",
+        ROOM + "text.py",
+        'return "" if text.endswith(INCOMPLETE) else self._out(text)',
+        "return self._out(text)",
+        (TESTS + "test_text_comes_in_whole_characters",),
+    ),
+]
