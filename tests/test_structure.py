@@ -132,7 +132,9 @@ RULES = {
         ours("memory"), ours("cache", "operations", "kernels", *BACKENDS, "bench"), ()
     ),
     "the scheduler computes nothing": Rule(ours("scheduling"), ours("operations", "kernels", *BACKENDS, "bench"), ()),
-    "nothing needs the scheduler": Rule(ours(*TOP - {"scheduling", "bench"}), ours("scheduling"), ()),
+    "only an engine needs the scheduler": Rule(
+        ours(*TOP - {"scheduling", "bench", "integrations"}), ours("scheduling"), ()
+    ),
     "nothing needs an integration": Rule(ours(*TOP - {"integrations", "bench"}), ours("integrations"), ()),
     "transformers is for its integration": Rule(ours(*TOP - {"integrations", "bench"}), ("transformers",), ()),
     "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", *BACKENDS), ()),

@@ -44,6 +44,7 @@ SUBJECTS = (
         "trace",
         "transformers",
         "command_line",
+        "engine",
         "testing",
     ),
 )
