@@ -11,11 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ...cache import PagedKVCache
+from ...errors import BackendUnavailableError
 from ...scheduling import Scheduler, Step
-from .attention import CachedPass, set_attention
-from .models import kv_shape, require_supported, text_config
+from .attention import NAME, CachedPass
+from .models import kv_shape, text_config
 from .sampling import Sampling, choose
 from .text import TextDecoder
+from .use import use_pagedkv
 
 
 class Sampled(NamedTuple):
@@ -74,6 +76,8 @@ class Engine:
     ------
     TypeError, ValueError
         An argument is not as described, or paged attention is not what the model's layers do.
+    BackendUnavailableError
+        There are no kernels for the model's device.
 
     Notes
     -----
@@ -94,7 +98,9 @@ class Engine:
         eos_token_id: int | Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        require_supported(model)
+        use_pagedkv(model)
+        if model.config._attn_implementation != NAME:
+            raise BackendUnavailableError(f"an Engine needs kernels for {model.device}, which the warning says more of")
         num_layers, num_kv_heads, head_dim = kv_shape(model)
         where: dict[str, Any] = {"dtype": model.dtype, "array_module": torch, "device": model.device, "memory": memory}
         context = getattr(text_config(model), "max_position_embeddings", None)
@@ -106,7 +112,6 @@ class Engine:
         self._model, self._tokenizer = model, tokenizer
         self._samplings: dict[int, Sampling] = {}
         self._streams: dict[int, deque[Sampled]] = {}
-        set_attention(model)
 
     def __repr__(self) -> str:
         return f"Engine({type(self._model).__name__}, {self.scheduler!r})"
@@ -176,8 +181,6 @@ class Engine:
         ------
         CapacityError
             As of :meth:`~pagedkv.Scheduler.schedule`: what else you keep in the cache is in the way.
-        BackendUnavailableError
-            The model is on a device that there are no kernels for.
         """
         step = self.scheduler.schedule()
         if step is None:
