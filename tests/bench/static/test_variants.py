@@ -1,8 +1,15 @@
 """The variants that are counted, and what each has to read."""
 
+import itertools
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
 
-from pagedkv.bench.static.variants import NUM_HEADS, WORK, Variant, variants
+from pagedkv.bench.emulated import emulated_on
+from pagedkv.bench.static.run import CAPABILITIES
+from pagedkv.bench.static.variants import NUM_HEADS, WGMMA, WORK, Variant, variants
+from pagedkv.cuda.plans import prefill
 
 
 def test_variants_are_different_and_cover_the_grid():
@@ -23,3 +30,29 @@ def test_work_beside_the_grid_counts_the_bytes_that_are_visible():
     }
     token = 2 * NUM_HEADS * 128 * 2
     assert list(bytes_of.values()) == [1024 * token, 512 * token, 999 * token, 1024 * token]
+
+
+def test_a_variant_of_prefill_launches_its_kernel_wherever_it_suits():
+    """Compiles nothing: a kernel is the name of what makes it."""
+    launched = []
+    names = {"prefill": "make_prefill", "prefill_split": "make_prefill_split", WGMMA: "make_prefill_wgmma"}
+    device = SimpleNamespace(
+        lineinfo=False,
+        scratch=lambda name, nbytes: 0,
+        address=lambda name, array: 0,
+        launch=lambda kernel, *_: launched.append(kernel),
+    )
+    suited = []
+    with (
+        emulated_on(lambda: nullcontext(device)),
+        patch.object(prefill, "compile_for", lambda _, make, config: make.__name__),
+    ):
+        for variant, capability in itertools.product(variants(), CAPABILITIES):
+            if variant.kernel in names and variant.suits(capability):
+                suited.append((variant.kernel, variant.head_dim, capability))
+                device.capability = capability
+                launched.clear()
+                WORK[variant.kernel](variant).call()
+                assert names[variant.kernel] in launched, (variant, capability)
+    assert {kernel for kernel, *_ in suited} == names.keys()
+    assert {dim for kernel, dim, (major, _) in suited if kernel == "prefill_split" and major == 8} == {64, 128}

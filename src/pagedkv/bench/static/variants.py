@@ -15,6 +15,8 @@ from unittest.mock import patch
 import numpy as np
 
 from ...cuda.plans.plan import WGMMA as PAGEDKV_WGMMA
+from ...kernels.prefill.config import TensorConfig
+from ...kernels.prefill.limits import can_split
 from ...kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits
 from ...layouts import FP8_KINDS, cache_shapes, storage_dtype
 from ...operations import attention, caches
@@ -81,6 +83,9 @@ class Variant:
 
     def suits(self, capability: tuple[int, int]) -> bool:
         """Whether there is a kernel for a compute capability."""
+        if self.kernel == "prefill_split":
+            sizes = (self.head_dim, self.group_size, self.block_size)
+            return can_split(TensorConfig(*sizes, self.kind, self.kv_kind, architecture=capability[0]))
         return self.kernel != WGMMA or capability == (9, 0)
 
 
