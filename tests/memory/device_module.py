@@ -128,6 +128,18 @@ class HostTensor:
         return sent
 
 
+def takes(index):
+    """Whether an index has ids, and so takes rows rather than a view."""
+    return any(isinstance(i, Tensor) for i in (index if type(index) is tuple else (index,)))
+
+
+def contents(index, of=lambda ids: ids):
+    """An index with the arrays of its tensors, or what a function makes of those."""
+    if type(index) is tuple:
+        return tuple(contents(i, of) for i in index)
+    return of(index.x) if isinstance(index, Tensor) else index
+
+
 class Tensor:
     """A tensor on the device; x is what it is once everything has been done."""
 
@@ -135,15 +147,15 @@ class Tensor:
         self.torch, self.x, self.device = torch, x, device
 
     def __getitem__(self, index):
-        if isinstance(index, Tensor):
-            taken = Tensor(self.torch, np.empty((len(index.x), *self.x.shape[1:]), self.x.dtype), self.device)
-            self.torch.run(lambda: np.copyto(taken.x, self.x[index.x]))
+        if takes(index):  # ids may not have arrived yet, but their number is known
+            taken = Tensor(self.torch, np.empty_like(self.x[contents(index, np.zeros_like)]), self.device)
+            self.torch.run(lambda: np.copyto(taken.x, self.x[contents(index)]))
             return taken
         return Tensor(self.torch, self.x[index], self.device)
 
     def __setitem__(self, index, value):
         def store():
-            self.x[index.x if isinstance(index, Tensor) else index] = value.x
+            self.x[contents(index)] = value.x
 
         self.torch.run(store)
 

@@ -119,14 +119,17 @@ class EmulatorDevice:
                 if buffer.written and buffer.source is not None:
                     _copy_back(buffer, buffer.source)
 
-    def address(self, name: str, array: np.ndarray) -> int:
-        """The device address of element 0 of a NumPy array; `name` is what faults call it."""
+    def address(self, name: str, array: np.ndarray, *, aligned: bool = False) -> int:
+        """The device address of element 0 of a NumPy array; `name` is what faults call it.
+
+        It is the array's own modulo 256; where it is to be `aligned`, a copy's that a GPU has just allocated.
+        """
         key = (array.__array_interface__["data"][0], array.shape, array.strides, array.dtype)
         _, buffer = self._arrays.get(key, (None, None))
         if buffer is None:
             low, high = extent(array.shape, array.strides, array.itemsize)
             self.memory.reserve(high - low + 3 * GUARD)
-            buffer = self.memory.mirror(array, name)
+            buffer = self.memory.mirror(array, name, aligned=aligned)
             self._arrays[key] = array, buffer
         elif buffer.read_only and array.flags.writeable:  # another view of the same array is writable
             assert buffer.source is not None

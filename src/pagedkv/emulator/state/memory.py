@@ -320,14 +320,15 @@ class Memory:
         buffer.set(array)
         return buffer
 
-    def mirror(self, array: np.ndarray, name: str | None = None) -> Buffer:
-        """A new buffer with an array's strides, address modulo 256, and read-only flag.
+    def mirror(self, array: np.ndarray, name: str | None = None, *, aligned: bool = False) -> Buffer:
+        """A new buffer with an array's strides, read-only flag, and address modulo 256; 0 if it is to be aligned.
 
         It holds what the array holds when something first touches it: a part is copied then.
         """
         address = array.__array_interface__["data"][0]
         low, _ = extent(array.shape, array.strides, array.itemsize)
-        buffer = self._place(array.shape, array.dtype, array.strides, name, 256, (address + low) % 256)
+        phase = 0 if aligned else (address + low) % 256
+        buffer = self._place(array.shape, array.dtype, array.strides, name, 256, phase)
         buffer.source = HostArray(array)
         buffer.read_only = not array.flags.writeable
         return buffer
