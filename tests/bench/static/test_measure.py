@@ -1,10 +1,10 @@
 """One row of the static report, and the arrays that its kernel runs on."""
 
+import numpy as np
 import pytest
 
-from pagedkv.bench.static.measure import _aligned, measure
+from pagedkv.bench.static.measure import _Device, measure
 from pagedkv.bench.static.variants import WORK, Variant
-from pagedkv.emulator import EmulatorDevice
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,7 @@ def test_many_query_heads_ask_for_each_row_once(variant):
 
 
 def test_arrays_are_aligned_as_on_a_gpu():
-    with EmulatorDevice() as device:
-        strided = _aligned(WORK["v1"](Variant("v1", "float16", "float16", 8, 8, "strided")).call.args[1])
+    with _Device((9, 0)) as device:
+        strided = WORK["v1"](Variant("v1", "float16", "float16", 8, 8, "strided")).call.args[1]
         assert device.address("k_cache", strided) % 256 == 0
+        assert device.address("x", np.zeros(100, np.uint8)[3:]) % 256 == 0

@@ -8,8 +8,6 @@ from time import process_time
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-
 from ...cuda.compiler import compile as compiling
 from ...cuda.compiler import link as linking
 from ...cuda.compiler.occupancy import occupancy
@@ -24,24 +22,14 @@ from .variants import WGMMA, WORK, Variant, Work
 
 COUNTED = EmulatorDevice.capability
 SECTOR_BYTES = 32
-ALIGNMENT = 256
 UNIT_BYTES = 512  # one 16-byte load by each lane of a warp
 NARROWEST = 8  # narrowest load of q, K or V, in bytes
 PREFILL = ("prefill", "prefill_split", WGMMA)
 ATTENTION = ("v1", "v2", "split", *PREFILL)
 
 
-def _aligned(array: Any) -> Any:
-    """A copy with the same strides, and with element 0 aligned as by a GPU's allocator."""
-    nbytes = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
-    memory = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    copy = np.ndarray(array.shape, array.dtype, memory, -memory.ctypes.data % ALIGNMENT, array.strides)
-    copy[...] = array
-    return copy
-
-
 class _Device(EmulatorDevice):
-    """Records launches; runs them, on aligned copies, for the emulator's own compute capability."""
+    """Records launches; runs them, on aligned arrays, for the emulator's own compute capability."""
 
     lineinfo = False  # as for a GPU
 
@@ -50,8 +38,8 @@ class _Device(EmulatorDevice):
         self.capability = capability
         self.noted: list[tuple[compiling.CompiledKernel, int]] = []
 
-    def address(self, name: str, array: Any) -> int:
-        return super().address(name, _aligned(array))
+    def address(self, name: str, array: Any, *, aligned: bool = True) -> int:
+        return super().address(name, array, aligned=aligned)
 
     def launch(
         self, kernel: Any, grid: int | Sequence[int], args: Sequence[int | float], shared_bytes: int = 0
