@@ -38,3 +38,9 @@ def test_a_check_leaves_what_it_does_not_look_at():
     assert survivors(scaled(3).py_func, edits, check) == [("factor *", "2 *")]
     with pytest.raises(AssertionError):
         survivors(lambda x: 2, [], check)
+
+
+@pytest.mark.parametrize(("edit", "error"), [(("cube", ""), ValueError), (("+ shift", "+"), SyntaxError)])
+def test_an_edit_that_cannot_be_made_is_not_one_that_was_noticed(edit, error):
+    with pytest.raises(error):
+        survivors(scaled(3).py_func, [edit], lambda times: None)

@@ -4,6 +4,8 @@ import itertools
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import numpy as np
@@ -69,6 +71,67 @@ def test_a_failure_ends_it_and_leaves_a_script(monkeypatch, tmp_path):
     assert "three states are too many" in str(left.value)
     assert f"python {path}" in str(left.value)
     assert "num_states=3" in path.read_text()
+
+
+@pytest.mark.usefixtures("only_merges")
+def test_a_failure_is_told_where_the_script_cannot_be_written(monkeypatch, tmp_path):
+    def wrong(spec, **changes):
+        raise AssertionError("planted")
+
+    monkeypatch.setattr(fuzz, "check", wrong)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SystemExit, match="planted") as left:
+        fuzz.run(minutes=1, seed=0, processes=1, script=str(tmp_path / "none" / "x.py"), progress=lambda text: None)
+    [path] = tmp_path.iterdir()
+    assert f"python {path}" in str(left.value)
+    assert "planted" in path.read_text()
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """What a process does is the list's first item; and the one process that there is, for a while."""
+
+    class Process:
+        def terminate(self):
+            running.remove(self)
+
+    done, process = [], Process()
+    running = [process]
+
+    class Executor:
+        def __init__(self, *arguments):
+            pass
+
+        def submit(self, play, backend, seed, number, end):
+            future = Future()
+            outcome = done[0]
+            future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
+            return future
+
+        def shutdown(self, **options):
+            pass
+
+    children = iter([[], running])
+    monkeypatch.setattr(fuzz, "ProcessPoolExecutor", Executor)
+    monkeypatch.setattr(fuzz, "active_children", lambda: list(next(children)), raising=False)
+    return done, running
+
+
+def test_a_process_that_dies_is_told_with_its_seed(processes):
+    done, running = processes
+    done.append(BrokenProcessPool())
+    with pytest.raises(SystemExit, match="a process died with seed 7 in turn 0 or 1") as left:
+        fuzz.run(minutes=1, seed=7, processes=2, progress=lambda text: None)
+    assert "--seed 7 --processes 1" in str(left.value)
+    assert not running
+
+
+def test_a_failure_ends_the_other_processes(processes, tmp_path):
+    done, running = processes
+    done.append(fuzz.Turn("decode", 3, "planted", "a script"))
+    with pytest.raises(SystemExit, match="planted"):
+        fuzz.run(minutes=1, processes=2, script=str(tmp_path / "x.py"), progress=lambda text: None)
+    assert not running
 
 
 @pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "x"], ["--backend", "tpu"]])

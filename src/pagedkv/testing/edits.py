@@ -62,12 +62,18 @@ def survivors(
         Of `edited`.
     check : callable
         Raises for a wrong function, such as ``assert_matches_reference``.
+
+    Raises
+    ------
+    ValueError, SyntaxError
+        An edit that cannot be made: nothing would have been tested.
     """
     check(function)
     left = []
     for old, new in edits:
+        wrong = edited(function, old, new)
         try:
-            check(edited(function, old, new))
+            check(wrong)
         except Exception:
             continue
         left.append((old, new))

@@ -7,10 +7,13 @@ import signal
 import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from multiprocessing import active_children, get_context
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 from ...cpu.threads import set_num_threads
@@ -88,7 +91,7 @@ def run(
     Raises
     ------
     SystemExit
-        A problem failed: the message says how, and where the script is.
+        A problem failed: the message says how, and where the script is. Or a process died.
     ValueError
         `processes` is less than 1.
     """
@@ -100,20 +103,19 @@ def run(
     counts: Counter[str] = Counter()
     turns: Counter[str] = Counter()
     end = time.time() + 60 * minutes
-    for turn in _turns(backend, seed, processes, end):
-        counts[turn.operation] += turn.num_problems
-        turns[turn.operation] += 1
-        if turn.said:
-            Path(script).write_text(turn.script)
-            progress("")
-            raise SystemExit(
-                f"{turn.operation} failed after {counts.total()} problems with seed {seed}: {turn.said}\n"
-                f"to reproduce it: python {script}"
-            )
-        left = max(0, round(end - time.time()))
-        progress(
-            f"fuzz {backend}, seed {seed}: {counts.total():,} problems, none fails; {left // 60}:{left % 60:02} left"
-        )
+    with closing(_turns(backend, seed, processes, end)) as done:  # which ends the processes
+        for turn in done:
+            counts[turn.operation] += turn.num_problems
+            turns[turn.operation] += 1
+            if turn.said:
+                progress("")
+                raise SystemExit(
+                    f"{turn.operation} failed after {counts.total()} problems with seed {seed}: {turn.said}\n"
+                    f"{_written(script, turn.script)}"
+                )
+            minutes_left, seconds = divmod(max(0, round(end - time.time())), 60)
+            left = f"{minutes_left}:{seconds:02} left"
+            progress(f"fuzz {backend}, seed {seed}: {counts.total():,} problems, none fails; {left}")
     rows = [{"operation": name, "problems": counts[name], "turns": turns[name]} for name in sorted(counts)]
     total = {"operation": "all", "problems": counts.total(), "turns": turns.total(), "failed": 0, "seed": seed}
     return [*rows, total]
@@ -141,7 +143,18 @@ def play(backend: str, seed: int, number: int, end: float) -> Turn:
     )
 
 
-def _turns(backend: str, seed: int, processes: int, end: float) -> Iterator[Turn]:
+def _written(path: str, text: str) -> str:
+    """Write the script, elsewhere if it cannot be written there: a failure may have taken hours to find."""
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        with NamedTemporaryFile("w", prefix="fuzz_failure_", suffix=".py", delete=False) as file:
+            file.write(text)
+        return f"{path} cannot be written: {error.strerror}; to reproduce it: python {file.name}"
+    return f"to reproduce it: python {path}"
+
+
+def _turns(backend: str, seed: int, processes: int, end: float) -> Generator[Turn]:
     """Turns as they are done, from as many processes."""
     number = 0
     if processes == 1:
@@ -151,17 +164,28 @@ def _turns(backend: str, seed: int, processes: int, end: float) -> Iterator[Turn
         return
     before = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes, which are started with it
+    others = {*active_children()}
     executor = ProcessPoolExecutor(processes, get_context("spawn"), _prepare)
     try:
-        running: set[Future[Turn]] = set()
+        running: dict[Future[Turn], int] = {}
         while time.time() < end or running:
             while len(running) < processes and time.time() < end:
-                running.add(executor.submit(play, backend, seed, number, end))
+                running[executor.submit(play, backend, seed, number, end)] = number
                 number += 1
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+                del running[future]
+    except BrokenProcessPool:
+        raise SystemExit(
+            f"a process died with seed {seed} in turn {' or '.join(map(str, running.values()))}: it crashed, or was "
+            f"killed, for want of memory perhaps; to see where: python -X faulthandler -m pagedkv fuzz --backend "
+            f"{backend} --seed {seed} --processes 1"
+        ) from None
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
+        for process in {*active_children()} - others:  # Python would wait for the turns they are in
+            process.terminate()
         if before is None:
             del os.environ["OPENBLAS_NUM_THREADS"]
         else:
