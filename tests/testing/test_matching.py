@@ -91,6 +91,53 @@ def test_wrong_functions_do_not(wrong, says):
     assert assert_matches_reference(numpy_decode, spec=spec) == 1
 
 
+@pytest.mark.parametrize(
+    ("named", "drawn"),
+    [
+        ({"head_dims": (64, 128, 256), "dtypes": ("float16", "bfloat16"), "layouts": ("NHD",)}, {64, 128, 256}),
+        ({"head_dims": (64, 128), "layouts": ("vllm",)}, {64, 128}),
+        ({"head_dims": (8, 16), "layouts": ("NHD", "vllm")}, {8, 16}),
+    ],
+)
+def test_each_head_size_that_is_named_is_drawn(named, drawn):
+    seen = set()
+
+    def noting(*arguments, layout, return_lse):
+        seen.update([arguments[0].shape[-1]] if layout != "vllm" or named["layouts"] == ("vllm",) else [])
+        return reference.decode_attention(*arguments, layout=layout, return_lse=True)
+
+    assert_matches_reference(noting, options=["layout", "return_lse"], max_examples=9, **named)
+    assert seen == drawn
+
+
+def test_block_sizes_of_layout_vllm_are_those_that_are_named():
+    seen = set()
+
+    def noting(*arguments, layout):
+        seen.add(arguments[1].shape[3])
+        return reference.decode_attention(*arguments, layout=layout)
+
+    assert_matches_reference(noting, options=["layout"], layouts=["vllm"], block_sizes=(3, 64), max_examples=5)
+    assert seen == {64}
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ({"head_dims": ()}, "^none of head_dims"),
+        ({"layouts": ["vllm"], "block_sizes": (3,)}, "^none of head_dims"),
+        ({"head_dims": (65,)}, "^head_dim must be a multiple of 8"),
+        ({"operation": "prefil"}, "^operation must be"),
+        ({"options": ["sofcap"]}, "got sofcap$"),
+        ({"max_seconds": 0}, "^max_examples and max_seconds must be above 0"),
+        ({"max_examples": 0}, "^max_examples and max_seconds must be above 0"),
+    ],
+)
+def test_where_nothing_is_tried_nothing_passes(named, says):
+    with pytest.raises(ValueError, match=says):
+        assert_matches_reference(numpy_decode, **named)
+
+
 def test_what_has_no_signature_needs_names():
     class Kernel:
         __signature__ = "nothing"

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from ..layouts import require_head_dim
 from .error_rule import assert_close
 from .frameworks import Array, as_numpy, hand_over
-from .limits import BLOCK_SIZES, GROUP_SIZES, KV_DTYPES, OPTIONS, STRIDES, Limits
+from .limits import GROUP_SIZES, KV_DTYPES, OPTIONS, STRIDES, Limits
 from .problems import FLOATS, POISONS, Problem, Spec, build
 from .search import search
 from .strategies import fade, specs_within
 
 ARGUMENTS = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts")
+KNOWN = (*ARGUMENTS, *OPTIONS, "v_scale", "layout", "kv_dtype", "score_mod", "return_lse")
 # A head dimension of each kind, so that a kernel that is compiled for it is compiled a few times.
 SOME_HEAD_DIMS = (64, 128, 40, 80, 96, 256)
 
@@ -45,9 +48,9 @@ def assert_matches_reference(
     """Fuzz a function that computes decode or prefill attention over a paged cache, and compare with the reference.
 
     The function is called as :func:`~pagedkv.decode_attention` or :func:`~pagedkv.prefill_attention` are, with the
-    options that its signature names, and returns out, or (out, lse) if it takes ``return_lse``. Everything that it has
-    no business with is poison: unused slots and blocks, unused entries of tables, gaps between rows. It must change
-    none of its arguments.
+    options that its signature names, and returns out, or (out, lse) if it takes ``return_lse``; of any dtype, for only
+    values are compared. Everything that it has no business with is poison: unused slots and blocks, unused entries of
+    tables, gaps between rows. It must change none of its arguments.
 
     Parameters
     ----------
@@ -67,7 +70,7 @@ def assert_matches_reference(
         Of q and the cache: "float32", "float16", "bfloat16"; with ``kv_dtype`` fp8 caches, too. None: all if it takes
         ``kv_dtype``, else float32.
     head_dims, block_sizes, group_sizes : sequence of int
-        None: some that there can be.
+        None: some that there can be. Each of `head_dims` is drawn, in one dtype and layout at least.
     poisons : sequence of str
         What the unused holds: "nan", "inf" and "huge" with entries of tables that are no block; "zero" with block 0.
     contiguous : bool
@@ -92,7 +95,17 @@ def assert_matches_reference(
     ------
     AssertionError
         A wrong result, or an exception of `fn`; the message has the smallest problem that was found.
+    ValueError
+        There is nothing to try: no such operation, option or head size, or nothing that fits into the layouts.
     """
+    if max_examples < 1 or max_seconds <= 0:
+        raise ValueError(f"max_examples and max_seconds must be above 0, got {max_examples} and {max_seconds}")
+    if operation not in (None, "decode", "prefill"):
+        raise ValueError(f'operation must be "decode", "prefill" or None, got {operation!r}')
+    if unknown := {*(options or ())} - {*KNOWN}:
+        raise ValueError(f"options must be of {', '.join(KNOWN)}, got {', '.join(sorted(unknown))}")
+    for head_dim in head_dims:
+        require_head_dim(head_dim)
     takes = _parameters(fn) if options is None else {*options}
     prefill = "query_starts" in takes if operation is None else operation == "prefill"
     call = _caller(fn, takes, hand_over(arrays, device), factor)
@@ -111,7 +124,12 @@ def assert_matches_reference(
     layouts = layouts or (("NHD", "HND", "vllm") if "layout" in takes else ("NHD",))
     if dtypes is None:
         dtypes = tuple(FLOATS) if "kv_dtype" in takes else ("float32",)
-    forms = [*_forms(limits, layouts, dtypes, head_dims, "kv_dtype" in takes, "score_mod" in takes)]
+    forms = _forms(limits, layouts, dtypes, head_dims, "kv_dtype" in takes, "score_mod" in takes)
+    if not forms:
+        raise ValueError(
+            "none of head_dims and block_sizes can be in any of layouts: vllm has heads of whole 16 bytes, and block "
+            "sizes that are powers of two from 8 to 256"
+        )
     stop_at, num_tried = time.monotonic() + max_seconds, 0
     for i, form in enumerate(forms):
         found = search(
@@ -146,35 +164,37 @@ def _forms(
     head_dims: Sequence[int],
     has_fp8: bool,
     has_score_mod: bool,
-) -> Iterator[Limits]:
-    """What a kernel may be compiled for: each dtype in each layout, with a head size that the layout can have."""
+) -> list[Limits]:
+    """What a kernel may be compiled for: each dtype in each layout, and each head size that a layout can have."""
     kv_dtypes = [*dtypes, *(KV_DTYPES[3:] if has_fp8 else ())]
     families = [names for names in (("vllm",), tuple(x for x in layouts if x != "vllm")) if {*names} & {*layouts}]
-    turn = 0
-    for i, kv_dtype in enumerate(kv_dtypes):
+    forms: list[Limits] = []
+    for kv_dtype in kv_dtypes:
         for family in families:
-            x = 16 // (1 if kv_dtype.startswith("fp8") else FLOATS[kv_dtype].itemsize)
-            fitting = [d for d in head_dims if family != ("vllm",) or d % x == 0]
-            if not fitting:
-                continue
-            sizes = limits.block_sizes and tuple(
-                p for p in limits.block_sizes if family != ("vllm",) or p in BLOCK_SIZES["vllm"]
-            )
-            form = replace(
-                limits,
-                layouts=family,
-                q_dtypes=tuple(dtypes),
-                kv_dtypes=(kv_dtype,),
-                head_dims=(fitting[turn % len(fitting)],),
-                block_sizes=sizes,
-            )
-            turn += 1
-            yield form
-            if i == 0 and family != ("vllm",):
-                if len(kv_dtypes) == 1:
-                    yield from (replace(form, head_dims=(d,)) for d in head_dims[1:])
-                if has_score_mod:
-                    yield replace(form, score_mods=(fade,))
+            fitting = [d for d in head_dims if _fits(d, kv_dtype, family)]
+            sizes = limits.block_sizes and tuple(p for p in limits.block_sizes if family != ("vllm",) or _is_vllm(p))
+            if fitting and sizes != ():
+                form = replace(limits, layouts=family, q_dtypes=tuple(dtypes), kv_dtypes=(kv_dtype,), block_sizes=sizes)
+                forms.append(replace(form, head_dims=(fitting[len(forms) % len(fitting)],)))
+    whole = [form for form in forms if form.kv_dtypes == (kv_dtypes[0],) and form.layouts == families[-1]] or forms[:1]
+    drawn = {form.head_dims[0] for form in (forms if len(kv_dtypes) > 1 else whole)}
+    for d in dict.fromkeys(head_dims):
+        if d not in drawn:
+            others = (form for form in (*whole, *forms) if _fits(d, form.kv_dtypes[0], form.layouts))
+            forms += [replace(form, head_dims=(d,)) for form in islice(others, 1)]
+    return forms + [replace(form, score_mods=(fade,)) for form in whole if has_score_mod]
+
+
+def _fits(head_dim: int, kv_dtype: str, layouts: Sequence[str]) -> bool:
+    """Whether layouts can have heads of this size."""
+    return (
+        "vllm" not in layouts or head_dim % (16 if kv_dtype.startswith("fp8") else 16 // FLOATS[kv_dtype].itemsize) == 0
+    )
+
+
+def _is_vllm(block_size: int) -> bool:
+    """Whether layout vllm can have this block size."""
+    return block_size in (8, 16, 32, 64, 128, 256)
 
 
 def _caller(
