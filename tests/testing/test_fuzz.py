@@ -14,6 +14,7 @@ import pytest
 import pagedkv
 from pagedkv import reference
 from pagedkv.__main__ import main
+from pagedkv.emulator import EmulatorDevice
 from pagedkv.testing import Spec
 from pagedkv.testing.fuzzing import checks
 from pagedkv.testing.fuzzing import command as fuzz
@@ -200,6 +201,27 @@ def test_scripts_fail_where_attention_is_wrong(name, change, by_reference):
     by_reference(change)
     with pytest.raises(AssertionError):
         run_script(SPECS[name], "")
+
+
+@pytest.mark.usefixtures("only_merges")
+def test_a_script_checks_in_the_emulator_what_the_fuzzer_did(monkeypatch, tmp_path):
+    def wrong(spec, **changes):
+        raise AssertionError("planted")
+
+    monkeypatch.setattr(fuzz, "check", wrong)
+    path, given = tmp_path / "failure.py", []
+    with pytest.raises(SystemExit):
+        fuzz.run(backend="emulator", minutes=1, processes=1, script=str(path), progress=lambda text: None)
+
+    def noting(*arguments, backend):
+        given.append(backend)
+        return reference.merge_states(*arguments)
+
+    monkeypatch.setattr(pagedkv, "merge_states", noting)
+    exec(compile(path.read_text(), "script", "exec"), {})
+    assert repr(given) == f"[{EmulatorDevice(global_race=True, seed=0)!r}]"
+    assert "seed=0" in repr(given)
+    assert "global_race=True" in repr(given)
 
 
 def test_scripts_fail_where_writes_and_merges_are_wrong(monkeypatch):

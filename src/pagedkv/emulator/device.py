@@ -102,6 +102,10 @@ class EmulatorDevice:
         self._scratch: dict[str, Buffer] = {}
         self.launches: list[LaunchStats] = []
 
+    def __repr__(self) -> str:
+        checks = f"race={self._race}, global_race={self._global_race}, init_check={self._init_check}"
+        return f"EmulatorDevice(seed={self._seed}, {checks}, stats={self._stats}, footprint={self._footprint})"
+
     def again(self) -> EmulatorDevice:
         """A device of the same settings, whose memory is empty, and whose launches are appended to `launches` here."""
         fresh = copy.copy(self)

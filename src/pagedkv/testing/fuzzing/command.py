@@ -138,9 +138,7 @@ def play(backend: str, seed: int, number: int, end: float) -> Turn:
     spec, error = found.failure
     said = f"{type(error).__name__}: {error}\n{spec!r}"
     moved = error.spec if isinstance(error, Moved) else None
-    return Turn(
-        form.operation, found.num_examples, said, script(spec, said, moved=moved, **{**changes, "backend": backend})
-    )
+    return Turn(form.operation, found.num_examples, said, script(spec, said, moved=moved, **changes))
 
 
 def _written(path: str, text: str) -> str:

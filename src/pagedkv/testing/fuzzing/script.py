@@ -78,11 +78,12 @@ def script(spec: Spec | WriteSpec | MergeSpec, said: str, *, moved: Spec | None 
     moved : Spec, optional
         The same problem with its blocks elsewhere, whose result has other bits.
     **changes
-        More arguments of the call, as backend="emulator".
+        More arguments of the call: backend="cpu", or an `EmulatorDevice`, which has the same settings in the script.
     """
     comment = textwrap.indent(said.strip() or "It fails.", "# ", lambda line: True)
     named = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-    text = f"# {spec!r}\n{comment}\n{HEAD}"
+    emulator = "from pagedkv.emulator import EmulatorDevice\n\n" if "EmulatorDevice(" in named else ""
+    text = f"# {spec!r}\n{comment}\n{HEAD}{emulator}"
     if isinstance(spec, WriteSpec):
         write = build_write(spec)
         arrays = {"k": write.k, "v": write.v, "k_cache": write.problem.k_cache, "v_cache": write.problem.v_cache}
