@@ -122,6 +122,16 @@ def test_only_the_last_tokens_are_cropped(cache):
         cache.crop(3)
 
 
+def test_a_cache_that_is_filled_is_not_read_by_other_attention(model, cache):
+    said(model, IDS[:1], past_key_values=cache)
+    model.set_attn_implementation("eager")
+    try:
+        with pytest.raises(RuntimeError, match=r"is eager now, which reads no PagedKVCache: call use_pagedkv\(model\)"):
+            model(IDS[:1, :1], past_key_values=cache)
+    finally:
+        use_pagedkv(model)
+
+
 def test_a_model_without_pagedkv_is_told_what_to_do(cache):
     with pytest.raises(RuntimeError, match=r"does not fill a PagedCache: call use_pagedkv\(model\) first"):
         said(eager_model("Llama"), IDS, past_key_values=cache)

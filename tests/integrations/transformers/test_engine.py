@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import pagedkv
-from pagedkv.integrations.transformers import Engine, sampling, text
+from pagedkv.integrations.transformers import Engine, sampling, text, use_pagedkv
 
 from .byte_tokenizer import byte_tokenizer
 from .models import VOCAB, make_model, prompts
@@ -119,6 +119,19 @@ def test_a_step_that_fails_can_be_made_again(model, expected, monkeypatch):
     engine.cache.check()
     tokens, _ = finish(engine)
     assert [first[0].token, *tokens[request]] == expected[1]
+
+
+def test_a_step_needs_the_attention_of_pagedkv(model, expected):
+    """Other attention would see the new tokens alone, and those of all requests together."""
+    engine = engine_for(model)
+    requests = [engine.add(ids, NEW) for ids in TEXTS[:2]]
+    first = [sampled.token for sampled in engine.step()]
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match=r"is eager now, which reads no PagedKVCache: call use_pagedkv\(model\)"):
+        engine.step()
+    use_pagedkv(model)
+    tokens = finish(engine)[0]
+    assert [[one, *tokens[request]] for one, request in zip(first, requests, strict=True)] == expected[:2]
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,14 @@ class _Passes:
         self, model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         made = inputs.get("forward_pass")
-        if model.config._attn_implementation == NAME and made is None:
-            made = self._paged(inputs) or _cached(args, inputs)
+        if model.config._attn_implementation == NAME:
+            made = made or self._paged(inputs) or _cached(args, inputs)
+        elif made is not None or isinstance(inputs.get("past_key_values"), PagedCache):
+            # Other attention would see the new tokens alone.
+            raise RuntimeError(
+                f"the attention of {type(model).__name__} is {model.config._attn_implementation} now, which reads no "
+                "PagedKVCache: call use_pagedkv(model) again"
+            )
         if self._bloom is not None:
             self._bloom.forward_pass = made
         return None if made is None else (args, inputs | {"forward_pass": made})
