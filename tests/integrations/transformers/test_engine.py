@@ -28,6 +28,11 @@ def expected(model):
     return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in TEXTS]
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
 def engine_for(model, num_blocks=64, **options):
     return Engine(model, num_blocks=num_blocks, **options)
 
@@ -99,6 +104,16 @@ def test_leaving_a_stream_and_cancel_free_the_blocks(model, expected):
         engine.cancel(1)
 
 
+def test_a_stream_that_is_left_before_its_first_token_is_cancelled(model, tokenizer):
+    engine = engine_for(model, tokenizer=tokenizer)
+    engine.tokens(TEXTS[0], NEW).close()
+    engine.stream("!", NEW).close()
+    dropped = engine.stream("!", NEW)
+    del dropped
+    assert engine.scheduler.num_waiting == 0
+    assert finish(engine) == ({}, {})
+
+
 def test_a_request_that_is_cancelled_in_the_middle_of_its_prompt(model, expected):
     engine = engine_for(model, max_num_batched_tokens=8)
     request, other = engine.add(TEXTS[1], NEW), engine.add(TEXTS[0], NEW)
@@ -121,6 +136,24 @@ def test_a_step_that_fails_can_be_made_again(model, expected, monkeypatch):
     assert [first[0].token, *tokens[request]] == expected[1]
 
 
+def test_a_step_whose_listener_fails_can_be_made_again(model, expected):
+    """Events of the cache come at the end of a step, too."""
+    stored = []
+
+    def listen(event):
+        stored.append(event)
+        if len(stored) == 1:
+            raise ConnectionError
+
+    engine = engine_for(model, events=listen)
+    request = engine.add(TEXTS[1], NEW)
+    with pytest.raises(ConnectionError):
+        engine.step()
+    engine.cache.check()
+    assert finish(engine)[0] == {request: expected[1]}
+    assert stored
+
+
 def test_a_step_needs_the_attention_of_pagedkv(model, expected):
     """Other attention would see the new tokens alone, and those of all requests together."""
     engine = engine_for(model)
@@ -140,6 +173,7 @@ def test_a_step_needs_the_attention_of_pagedkv(model, expected):
         ([], {}, "tokens must have at least one token"),
         ([1] * 500, {"max_tokens": 500}, "a request can have 512 tokens"),
         ("text", {}, "text needs a tokenizer"),
+        ([1, VOCAB], {}, "a token of the prompt is 97, and LlamaForCausalLM has 97: it needs its own tokenizer"),
         ([1], {"temperature": -1.0}, "temperature must be at least 0"),
         ([1], {"temperature": float("nan")}, "temperature must be at least 0"),
         ([1], {"top_k": -1}, "top_k must be at least 0"),
@@ -202,11 +236,6 @@ def test_rows_are_chosen_each_in_its_way():
     assert [sampling.choose(logits, [greedy, one, drawn])[:2] for _ in range(20)] == [[1, 1]] * 20
     assert len({sampling.choose(logits[:1], [drawn])[0] for _ in range(50)}) == 3
     assert sampling.choose(logits[:0], []) == []
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
 
 
 @pytest.mark.parametrize("words", ["plain words", "naïve café, 中文 🙂 end", "🙂"])

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from ...cache import PagedKVCache
 from ...errors import BackendUnavailableError
+from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import NAME, CachedPass
 from .models import kv_shape, text_config
 from .sampling import Sampling, choose
 from .text import TextDecoder
 from .use import use_pagedkv
+
+_Item = TypeVar("_Item")
 
 
 class Sampled(NamedTuple):
@@ -45,8 +48,8 @@ class Engine:
     :class:`~pagedkv.PagedKVCache`. All tokens of a step go through the model in one row without padding, and only the
     last one of each request gets logits.
 
-    One thread at a time may call it. After an error of the model nothing of its step has happened, and it can be made
-    again, or its requests cancelled.
+    One thread at a time may call it. After an error of the model, or of a listener to the cache's events, nothing of
+    its step has happened, and it can be made again, or its requests cancelled.
 
     Parameters
     ----------
@@ -110,6 +113,7 @@ class Engine:
         ends = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
         self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._model, self._tokenizer = model, tokenizer
+        self._vocab_size = len(model.get_input_embeddings().weight)
         self._samplings: dict[int, Sampling] = {}
         self._streams: dict[int, deque[Sampled]] = {}
 
@@ -152,7 +156,14 @@ class Engine:
             An argument is not as described, or the request could never fit.
         """
         sampling = Sampling(temperature, top_k, top_p, seed)
-        request = self.scheduler.add(self._ids(prompt), max_tokens, priority=priority, salt=salt)
+        ids: Any = ids_of(self._ids(prompt))
+        # In a step it would fail, and all others with it.
+        if (largest := int(ids.max(initial=0))) >= self._vocab_size:
+            raise ValueError(
+                f"a token of the prompt is {largest}, and {type(self._model).__name__} has {self._vocab_size}: it "
+                "needs its own tokenizer"
+            )
+        request = self.scheduler.add(ids, max_tokens, priority=priority, salt=salt)
         self._samplings[request] = sampling
         return request
 
@@ -188,10 +199,10 @@ class Engine:
         requests = step.sampled.tolist()
         try:
             tokens = choose(self._logits(step), [self._samplings[request] for request in requests])
+            reasons = {request: reason for request, _, reason in self.scheduler.update(step, tokens)}
         except BaseException:
             self.scheduler.drop()
             raise
-        reasons = {request: reason for request, _, reason in self.scheduler.update(step, tokens)}
         for request, token in zip(requests, tokens, strict=True):
             if token in self._ends:
                 if request not in reasons:
@@ -223,7 +234,7 @@ class Engine:
         """
         request = self.add(prompt, max_tokens, **options)
         self._streams[request] = deque()
-        return self._read(request)
+        return _begun(self._read(request))
 
     def stream(self, prompt: str | Sequence[int], max_tokens: int, **options: Any) -> Generator[str]:
         """Add a request and iterate over its text, piece by piece; otherwise as `tokens`.
@@ -234,11 +245,12 @@ class Engine:
             The engine has no tokenizer.
         """
         decoder = TextDecoder(self._require_tokenizer())
-        return _text(self.tokens(prompt, max_tokens, **options), decoder)
+        return _begun(_text(self.tokens(prompt, max_tokens, **options), decoder))
 
     def _read(self, request: int) -> Generator[int]:
         stream, reason = self._streams[request], ""
         try:
+            yield -1  # for `_begun`
             while not reason:
                 while not stream:
                     if request not in self._samplings:
@@ -274,8 +286,15 @@ class Engine:
         return self._tokenizer
 
 
+def _begun(iterator: Generator[_Item]) -> Generator[_Item]:
+    """A generator past its first item, which is for that: closing one that has not begun would end no request."""
+    next(iterator)
+    return iterator
+
+
 def _text(tokens: Generator[int], decoder: TextDecoder) -> Generator[str]:
     with closing(tokens):
+        yield ""  # for `_begun`
         for token in tokens:
             if piece := decoder.push(token):
                 yield piece
