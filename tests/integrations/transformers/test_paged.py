@@ -1,5 +1,7 @@
 """transformers' continuous batching, whose pages are read where they are."""
 
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -59,6 +61,17 @@ def test_tables_are_made_once_for_all_layers_and_nothing_is_copied(models, expec
     caches = [cache for call in write.call_args_list for cache in call.args[2:4]]
     assert len({cache.untyped_storage().data_ptr() for cache in caches}) == 1
     assert len({cache.data_ptr() for cache in caches}) == 4
+
+
+def test_the_pages_go_with_their_cache(models):
+    """Those of a large model take most of a device, and the next call of generate_batch asks what is free."""
+    tensors = []
+    with mock.patch.object(Pages, "of", side_effect=Pages.of) as of:
+        greedy_batch(models["Llama"], TEXTS[:1], 2)
+        tensors += [weakref.ref(call.args[0].cache_tensor) for call in of.call_args_list]
+    del of
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None]
 
 
 def test_padding_has_no_slot():

@@ -17,6 +17,8 @@ from .cache import PagedCache
 from .models import kv_shape, require_supported
 from .paged import PagedPass, Pages
 
+_PAGES = "_pages_of_pagedkv"
+
 
 def use_pagedkv(model: PreTrainedModel) -> None:
     """Let a model of transformers compute attention with pagedkv.
@@ -60,15 +62,13 @@ class _Passes:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._bloom = BloomLayers(model) if isinstance(model, BloomPreTrainedModel) else None
-        self._cache: PagedAttentionCache | None = None
-        self._pages: list[Pages] = []
 
     def __call__(
         self, model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         made = inputs.get("forward_pass")
         if model.config._attn_implementation == NAME:
-            made = made or self._paged(inputs) or _cached(args, inputs)
+            made = made or _paged(inputs) or _cached(args, inputs)
         elif made is not None or isinstance(inputs.get("past_key_values"), PagedCache):
             # Other attention would see the new tokens alone.
             raise RuntimeError(
@@ -79,14 +79,16 @@ class _Passes:
             self._bloom.forward_pass = made
         return None if made is None else (args, inputs | {"forward_pass": made})
 
-    def _paged(self, inputs: dict[str, Any]) -> ForwardPass | None:
-        """The pass of transformers' continuous batching, if that is what calls the model."""
-        cache = inputs.get("cache")
-        if not isinstance(cache, PagedAttentionCache):
-            return None
-        if cache is not self._cache:
-            self._cache, self._pages = cache, [Pages.of(allocator) for allocator in cache.cache_allocators.values()]
-        return PagedPass(self._pages, inputs)
+
+def _paged(inputs: dict[str, Any]) -> ForwardPass | None:
+    """The pass of transformers' continuous batching, if that is what calls the model."""
+    cache = inputs.get("cache")
+    if not isinstance(cache, PagedAttentionCache):
+        return None
+    kept = vars(cache)  # by the cache itself: whoever else kept them would keep its memory
+    if _PAGES not in kept:
+        kept[_PAGES] = [Pages.of(allocator) for allocator in cache.cache_allocators.values()]
+    return PagedPass(kept[_PAGES], inputs)
 
 
 def _cached(args: tuple[Any, ...], inputs: dict[str, Any]) -> ForwardPass | None:
