@@ -44,8 +44,29 @@ MUTANTS = [
     Mutant(
         "engine: half a character is text",
         ROOM + "text.py",
-        'return "" if text.endswith(INCOMPLETE) else self._out(text)',
-        "return self._out(text)",
+        "if not text or text.endswith(INCOMPLETE) else",
+        "if not text else",
         (TESTS + "test_text_comes_in_whole_characters",),
+    ),
+    Mutant(
+        "engine: a special token takes the space of the next word",
+        ROOM + "text.py",
+        "if not text or text.endswith(INCOMPLETE) else",
+        "if text.endswith(INCOMPLETE) else",
+        (TESTS + "test_a_special_token_leaves_the_space_of_the_next_word",),
+    ),
+    Mutant(
+        "engine: a stream that is left before its first token goes on",
+        ROOM + "engine.py",
+        "    next(iterator)\n    return iterator\n",
+        "    return (item for i, item in enumerate(iterator) if i)\n",
+        (TESTS + "test_a_stream_that_is_left_before_its_first_token_is_cancelled",),
+    ),
+    Mutant(
+        "engine: a step goes on with attention that reads no cache",
+        ROOM + "use.py",
+        "        elif made is not None or isinstance",
+        "        elif isinstance",
+        (TESTS + "test_a_step_needs_the_attention_of_pagedkv",),
     ),
 ]

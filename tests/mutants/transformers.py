@@ -8,6 +8,13 @@ ATTENTION = ("tests/integrations/transformers/test_attention.py",)
 
 MUTANTS = [
     Mutant(
+        "a model keeps the pages of a generate_batch that has ended",
+        "integrations/transformers/use.py",
+        "    kept = vars(cache)",
+        "    kept = vars(_paged).setdefault(id(cache), {1: cache})",
+        ("tests/integrations/transformers/test_paged.py::test_the_pages_go_with_their_cache",),
+    ),
+    Mutant(
         "a chunk that wraps around a ring is read in place",
         "integrations/transformers/paged.py",
         "<= pages.window",

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, so that characters of several tokens come about."""
+"""Small tokenizers: of bytes, so that characters of several tokens come about, and of words with a space in front."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -9,3 +9,10 @@ def byte_tokenizer():
     backend = Tokenizer(models.BPE(vocab, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def word_tokenizer(*words):
+    """As of SentencePiece: the first word of a text loses its space."""
+    backend = Tokenizer(models.WordLevel({f"▁{word}": i for i, word in enumerate(words)}))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")

@@ -7,7 +7,7 @@ import torch
 import pagedkv
 from pagedkv.integrations.transformers import Engine, sampling, text, use_pagedkv
 
-from .byte_tokenizer import byte_tokenizer
+from .byte_tokenizer import byte_tokenizer, word_tokenizer
 from .models import VOCAB, make_model, prompts
 
 NEW = 8
@@ -248,6 +248,14 @@ def test_text_comes_in_whole_characters(tokenizer, words):
     *most, _ = tokenizer("é").input_ids
     assert [decoder.push(token) for token in most] == [""]
     assert decoder.finish() == text.INCOMPLETE
+
+
+def test_a_special_token_leaves_the_space_of_the_next_word():
+    words = word_tokenizer("one", "two")
+    ids = [words.bos_token_id, *words("one").input_ids, words.bos_token_id, *words("two").input_ids]
+    decoder = text.TextDecoder(words)
+    assert [*map(decoder.push, ids), decoder.finish()] == ["", "one", "", " two", ""]
+    assert words.decode(ids, skip_special_tokens=True) == "one two"
 
 
 def test_three_lines_stream_text(tokenizer):

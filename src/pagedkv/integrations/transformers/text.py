@@ -29,7 +29,8 @@ class TextDecoder:
         """The text that is complete with this token; may be empty."""
         self._waiting.append(token)
         text = self._new()
-        return "" if text.endswith(INCOMPLETE) else self._out(text)
+        # A token without a text cannot say whether the next word has a space in front.
+        return "" if not text or text.endswith(INCOMPLETE) else self._out(text)
 
     def finish(self) -> str:
         """What is left when no token comes any more."""
