@@ -79,9 +79,7 @@ def test_bfloat16():
     eager = make_model("Llama").bfloat16()
     eager.set_attn_implementation("eager")
     use_pagedkv(model)
-    exact = logits(eager_model("Llama").double(), text)
-    eager_model("Llama").float()
-    bound = 2 * (logits(eager, text) - exact).abs().max() + 1e-5
+    exact, bound = error_bound(eager, text)
     paged = logits(model, text, (0, 30, 31), past_key_values=PagedCache(model, num_blocks=4))
     assert paged.dtype == torch.bfloat16
     assert (paged - exact).abs().max() <= bound
