@@ -1,5 +1,7 @@
 """PagedCache under model.generate."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -107,6 +109,19 @@ def test_without_room_nothing_changes(model):
     with pytest.raises(MemoryError):
         model(IDS, past_key_values=few)
     assert few.kv.table.num_seqs == 0
+
+
+@pytest.mark.parametrize("where", ["embed_tokens", "norm"])
+def test_a_pass_that_is_interrupted_is_undone(model, cache, where):
+    interrupted = mock.patch.object(getattr(model.model, where), "forward", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        said(model, IDS, MASK, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    first = said(model, IDS, MASK, past_key_values=cache, max_new_tokens=3)
+    ids, mask = torch.cat([first, IDS[:, -4:]], 1), torch.cat([MASK, torch.ones(3, 7, dtype=MASK.dtype)], 1)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        said(model, ids, mask, past_key_values=cache)
+    assert torch.equal(said(model, ids, mask, past_key_values=cache), said(eager_model("Llama"), ids, mask))
 
 
 def test_memory_in_place_of_blocks(model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -46,7 +47,7 @@ class PagedCache(Cache):
     Notes
     -----
     A forward pass that needs more blocks than are free raises OutOfBlocksError before it begins, and the cache is as
-    before.
+    before. One that fails later, or is interrupted, is undone by what comes next.
     """
 
     def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):
@@ -56,6 +57,7 @@ class PagedCache(Cache):
         self.seqs: list[int] = []
         # Of a row, padding included, as transformers counts: models ask for it before their first layer.
         self._length = self._next_length = 0
+        self._before: npt.NDArray[np.int32] | None = None  # lengths of rows, while a pass has not ended
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
     def begin(self, num_rows: int, length: int, attention_mask: torch.Tensor | None) -> CachedPass:
@@ -74,14 +76,16 @@ class PagedCache(Cache):
             is_token = attention_mask[:, -length:].bool()
             new = is_token.sum(1).tolist()
             is_token = None if min(new) == length else is_token.flatten()
+        self._undo()
         seqs = self.seqs or self._start(num_rows)
+        before = self.kv.seq_lens(seqs)
         try:
             slots = self.kv.append(seqs, new)
         except BaseException:
             if not self.seqs:
                 self.kv.free(seqs)
             raise
-        self.seqs, self._next_length = seqs, self._length + length
+        self.seqs, self._before, self._next_length = seqs, before, self._length + length
         batch = self.kv.batch(seqs, new)
         if is_token is None:
             return CachedPass(self.kv, slots, batch)
@@ -97,31 +101,48 @@ class PagedCache(Cache):
             self.kv.free(first)
             raise
 
+    def end(self) -> None:
+        """The pass has written the new tokens of every row."""
+        self._length, self._before = self._next_length, None
+
+    def _undo(self) -> None:
+        """Forget the tokens of a pass that has not come to its end."""
+        if self._before is None:
+            return
+        self.kv.truncate(self.seqs, self._before)
+        self._before = None
+        if self._length == 0:
+            self.reset()
+
     def reset(self) -> None:
         """Free the sequences."""
         self.kv.free(self.seqs)
-        self.seqs, self._length, self._next_length = [], 0, 0
+        self.seqs, self._length, self._before = [], 0, None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let each row go on with the tokens of another: `PagedKVCache.reorder`."""
+        self._undo()
         self.kv.reorder(self.seqs, beam_idx.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens of every row, as many as a number that is not positive says: `PagedKVCache.truncate`."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be at most 0, minus the number of tokens, got {tokens_to_remove}")
+        self._undo()
         if self.seqs:
             self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs) + tokens_to_remove)
             self._length += tokens_to_remove
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Give every row copies behind it, that share its blocks: `PagedKVCache.fork`."""
+        self._undo()
         if self.seqs:
             copies = np.reshape(self.kv.fork(self.seqs, repeats - 1), (len(self.seqs), repeats - 1))
             self.seqs = np.column_stack([self.seqs, copies]).astype(np.int64).ravel().tolist()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some rows, in this order."""
+        self._undo()
         if self.seqs:
             kept = np.arange(len(self.seqs))[indices.cpu().numpy()]
             others = np.zeros(len(self.seqs) - len(kept), np.int64)
@@ -155,7 +176,6 @@ class _Layer(CacheLayerMixin):
         """
         if not self._cache.seqs:
             raise RuntimeError("this model does not fill a PagedCache: call use_pagedkv(model) first")
-        self._cache._length = self._cache._next_length
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -48,6 +48,7 @@ def use_pagedkv(model: PreTrainedModel) -> None:
     set_attention(model)
     if not any(isinstance(hook, _Passes) for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(_Passes(model), with_kwargs=True)
+        model.register_forward_hook(_end, with_kwargs=True)
 
 
 def _try_kernels(model: PreTrainedModel) -> None:
@@ -99,3 +100,10 @@ def _cached(args: tuple[Any, ...], inputs: dict[str, Any]) -> ForwardPass | None
     tokens = args[0] if args else inputs.get("input_ids")
     num_rows, length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[:2]
     return cache.begin(num_rows, length, inputs.get("attention_mask"))
+
+
+def _end(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any], outputs: Any) -> None:
+    """Called after a model's forward, unless it fails."""
+    cache = inputs.get("past_key_values")
+    if isinstance(cache, PagedCache):
+        cache.end()
