@@ -8,6 +8,13 @@ ATTENTION = ("tests/integrations/transformers/test_attention.py",)
 
 MUTANTS = [
     Mutant(
+        "a pass that is interrupted stays in the cache",
+        "integrations/transformers/cache.py",
+        "        self.kv.truncate(self.seqs, self._before)\n",
+        "",
+        ("tests/integrations/transformers/test_cache.py::test_a_pass_that_is_interrupted_is_undone",),
+    ),
+    Mutant(
         "a model keeps the pages of a generate_batch that has ended",
         "integrations/transformers/use.py",
         "    kept = vars(cache)",

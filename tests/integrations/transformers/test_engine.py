@@ -190,6 +190,9 @@ def test_refusals_leave_nothing(model, prompt, options, message):
 def test_an_engine_needs_a_pool_and_a_decoder(model):
     with pytest.raises(ValueError, match="either num_blocks or memory must be given"):
         Engine(model)
+    for block_size in (0, 513):  # the model has 512 positions
+        with pytest.raises(ValueError, match=f"block_size must be .*, got {block_size}$"):
+            Engine(model, num_blocks=4, block_size=block_size)
     assert Engine(model, memory="1MiB").cache.pool.num_blocks == 2**20 // (2 * 2 * 16 * 2 * 16 * 4)
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...cache import PagedKVCache
 from ...errors import BackendUnavailableError
+from ...memory.checks import MAX_INT32, as_int
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import NAME, CachedPass
@@ -107,6 +108,7 @@ class Engine:
         num_layers, num_kv_heads, head_dim = kv_shape(model)
         where: dict[str, Any] = {"dtype": model.dtype, "array_module": torch, "device": model.device, "memory": memory}
         context = getattr(text_config(model), "max_position_embeddings", None)
+        block_size = as_int("block_size", block_size, minimum=1, maximum=context or MAX_INT32)
         where["max_seq_len"] = context and context - context % block_size  # whole blocks, and no position beyond
         self.cache = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
         self.scheduler = Scheduler(self.cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
