@@ -13,6 +13,7 @@ never fit is refused with 400, what is too much at a time with 503 and Retry-Aft
 import argparse
 import contextlib
 import socket
+import sys
 from pathlib import Path
 
 import uvicorn
@@ -62,23 +63,34 @@ class OverHttp(uvicorn.Server):
 
     def __init__(self, server: Server, max_connections: int) -> None:
         self._worker = server.worker
+        self._worker.on_failure = self._fail
+        self.has_failed = False
         http = at_most(max_connections)
         super().__init__(uvicorn.Config(server.app(), http=http, log_level="warning", timeout_graceful_shutdown=5))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._worker.stop()
+        for connection in self.server_state.connections:
+            if connection.cycle and connection.cycle.more_body:  # nobody waits for the rest of it
+                connection.transport.close()
         await super().shutdown(sockets)
 
+    def _fail(self) -> None:
+        self.has_failed = self.should_exit = True
 
-def main() -> None:
+
+def main() -> int:
     args = parse()
     server = build(args)
     listener = socket.create_server(("127.0.0.1", args.port), backlog=2048)
     host, port = listener.getsockname()
     print(f"http://{host}:{port}/v1 for clients, http://{host}:{port} for the pool; Ctrl-C ends it", flush=True)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once all is closed
-        OverHttp(server, args.max_connections).run(sockets=[listener])
+        over_http = OverHttp(server, args.max_connections)
+        over_http.run(sockets=[listener])
+        return int(over_http.has_failed)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

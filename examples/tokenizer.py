@@ -30,10 +30,10 @@ class Tokenizer:
     """
 
     def __init__(self, merges: np.ndarray | Sequence[tuple[int, int]]) -> None:
-        pairs = [(int(left), int(right)) for left, right in merges]
-        self.ranks = {pair: 256 + i for i, pair in enumerate(pairs)}
+        self.pairs = [(int(left), int(right)) for left, right in merges]
+        self.ranks = {pair: 256 + i for i, pair in enumerate(self.pairs)}
         self.vocab = [bytes([i]) for i in range(256)]
-        for left, right in pairs:
+        for left, right in self.pairs:
             self.vocab.append(self.vocab[left] + self.vocab[right])
         self._encode_piece = lru_cache(maxsize=1 << 16)(self._merge)
 
@@ -43,7 +43,12 @@ class Tokenizer:
     def encode(self, text: str | bytes) -> list[int]:
         """Return the token ids of `text`; a str is encoded as UTF-8 first."""
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
-        return [token for piece in PIECES.findall(data) for token in self._encode_piece(piece)]
+        # Long pieces are seldom seen again, and remembering them takes memory.
+        return [
+            token
+            for piece in PIECES.findall(data)
+            for token in (self._encode_piece(piece) if len(piece) <= 64 else self._merge(piece))
+        ]
 
     def decode(self, tokens: Iterable[int]) -> bytes:
         """Return the bytes that `tokens` stand for; they may end inside a UTF-8 character."""
@@ -51,13 +56,22 @@ class Tokenizer:
 
     def _merge(self, piece: bytes) -> tuple[int, ...]:
         tokens = list(piece)
-        while len(tokens) > 1:
-            # Merges apply in the order in which they were learnt, the leftmost first.
-            rank, i = min((self.ranks.get(pair, len(self.vocab)), i) for i, pair in enumerate(pairwise(tokens)))
-            if rank == len(self.vocab):
-                break
-            tokens[i : i + 2] = [rank]
+        last = len(self.vocab)
+        # Merges apply in the order in which they were learnt, each from left to right: what one makes, later ones take.
+        while (token := min((self.ranks.get(pair, last) for pair in pairwise(tokens)), default=last)) < last:
+            tokens = _joined(tokens, self.pairs[token - 256], token)
         return tuple(tokens)
+
+
+def _joined(tokens: list[int], pair: tuple[int, int], token: int) -> list[int]:
+    """The tokens with `token` for each pair, from left to right."""
+    joined: list[int] = []
+    for symbol in tokens:
+        if joined and (joined[-1], symbol) == pair:
+            joined[-1] = token
+        else:
+            joined.append(symbol)
+    return joined
 
 
 def learn_merges(texts: Iterable[bytes], num_tokens: int) -> list[tuple[int, int]]:
@@ -79,13 +93,7 @@ def learn_merges(texts: Iterable[bytes], num_tokens: int) -> list[tuple[int, int
             word = words[i]
             for pair in pairwise(word):
                 pairs[pair] -= weights[i]
-            joined: list[int] = []
-            for symbol in word:
-                if joined and (joined[-1], symbol) == best:
-                    joined[-1] = token
-                else:
-                    joined.append(symbol)
-            words[i] = joined
+            words[i] = joined = _joined(word, best, token)
             for pair in pairwise(joined):
                 pairs[pair] += weights[i]
                 where[pair].add(i)

@@ -91,11 +91,11 @@ def complete(port, prompt, **options):
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 
 
-def begin(port, **fields):
-    """A connection on which a request was sent, and nothing read."""
+def begin(port, missing=0, **fields):
+    """A connection on which a request was sent, or a body with so many bytes missing, and nothing read."""
     body = json.dumps(fields).encode()
     connection = socket.create_connection(("127.0.0.1", port), timeout=60)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body) + missing}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 

@@ -3,20 +3,20 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from .protocol import Refused, Shape, Stops, Wanted, parse, usage
 from .status import PAGE, metrics, pool
-from .worker import Busy, Job, Worker
+from .worker import Busy, Engine, Job, Worker
 
 # A body past the limit is read on and thrown away, so that its sender gets to read the answer: up to so many times it.
 PATIENCE = 32
@@ -86,7 +86,7 @@ class Server:
             first = await _unless_gone(request, anext(events))  # what refuses the request comes before the headers
         except Refused as error:
             return refusal(error)
-        except Gone:
+        except (Gone, ClientDisconnect):
             return Response(status_code=499)
         return StreamingResponse(_sent(first, events), media_type="text/event-stream")
 
@@ -110,7 +110,7 @@ class Server:
                 prompt = self.text.encode_chat(prompt)
             elif isinstance(prompt, str):
                 prompt = self.text.encode(prompt)
-        except ValueError as error:
+        except Exception as error:  # a model's chat template is a program, and raises what it likes
             raise Refused(400, f"the prompt cannot be encoded: {error}", "prompt") from None
         # The last token of a text is not computed, and needs no room.
         return Job(prompt, wanted.max_tokens or max(1, self.context + 1 - len(prompt)), wanted.sampling)
@@ -122,9 +122,11 @@ class Server:
             async with contextlib.aclosing(self.worker.tokens(job)) as tokens:
                 async for token, reason in tokens:
                     self.worker.counts["tokens"] += 1
-                    piece = stops.push(decoder.push(token))
+                    # A token that ends the text is not in it.
+                    piece = stops.push("" if reason == "stop" else decoder.push(token))
                     if reason and not stops.found:
                         piece += stops.push(decoder.finish(), final=True)
+                    job.stopped = stops.found
                     reason = "stop" if stops.found else reason
                     yield piece, reason
                     if reason:
@@ -158,11 +160,21 @@ class Server:
         return JSONResponse({"object": "list", "data": [{"id": self.model, "object": "model", "owned_by": "pagedkv"}]})
 
     async def metrics(self, request: Request) -> Response:
-        text = await self.worker.look(lambda engine: metrics(engine, self.worker.counts))
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        def answer(text: str) -> Response:
+            return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+        return await self._seen(lambda engine: metrics(engine, self.worker.counts), answer)
 
     async def pool(self, request: Request) -> Response:
-        return JSONResponse(await self.worker.look(pool))
+        return await self._seen(pool, JSONResponse)
+
+    async def _seen(self, at: Callable[[Engine], Any], answer: Callable[[Any], Response]) -> Response:
+        try:
+            return answer(await self.worker.look(at))
+        except Busy as error:
+            return refusal(Refused(503, str(error)))
+        except RuntimeError as error:
+            return refusal(Refused(500, str(error)))
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE)

@@ -63,7 +63,7 @@ def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
         raise Refused(400, f"the body must be JSON: {error}") from None
     if not isinstance(fields, dict):
         raise Refused(400, f"the body must be a JSON object, got {type(fields).__name__}")
-    for name, only in REFUSED.items():
+    for name, only in (REFUSED | ({"logprobs": False} if chat else {})).items():
         if fields.get(name, only) not in (only, None):
             raise Refused(400, f"{name} must be {json.dumps(only)} here", name)
     prompt = _messages(fields) if chat else _prompt(fields, num_tokens)
@@ -73,7 +73,10 @@ def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
     stop = [stop] if isinstance(stop, str) else stop
     if not (isinstance(stop, list) and len(stop) <= 4 and all(isinstance(text, str) and text for text in stop)):
         raise Refused(400, "stop must be a text, or up to 4 of them", "stop")
-    options = fields.get("stream_options") or {}
+    stream = _flag(fields, "stream")
+    options = fields.get("stream_options")
+    if not isinstance(options, dict | None):
+        raise Refused(400, "stream_options must be an object", "stream_options")
     return Wanted(
         prompt,
         max_tokens or _number(fields, "max_tokens", default, 1, 2**31 - 1, int),
@@ -84,9 +87,16 @@ def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
             "seed": _number(fields, "seed", None, 0, 2**63 - 1, int),
         },
         stop,
-        fields.get("stream") is True,
-        isinstance(options, dict) and options.get("include_usage") is True,
+        stream,
+        _flag(options or {}, "include_usage"),
     )
+
+
+def _flag(fields: dict[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if not isinstance(value, bool | None):
+        raise Refused(400, f"{name} must be true or false, got {json.dumps(value)[:80]}", name)
+    return bool(value)
 
 
 def _number(fields: dict[str, Any], name: str, default: Any, low: float, high: float, kind: type) -> Any:

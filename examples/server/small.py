@@ -49,13 +49,13 @@ class SmallEngine:
         try:
             attend = PagedAttention(self.model, self.cache, step)
             logits = self.model.forward(step.tokens, attend, step.logits_indices)
+            requests, tokens = step.sampled.tolist(), []
+            for request, row in zip(requests, logits, strict=True):
+                sampling, draws = self._sampling[request]
+                tokens.append(sampling.choose(row, draws.random()))
         except BaseException:
             self.scheduler.drop()
             raise
-        requests, tokens = step.sampled.tolist(), []
-        for request, row in zip(requests, logits, strict=True):
-            sampling, draws = self._sampling[request]
-            tokens.append(sampling.choose(row, draws.random()))
         reasons = {request: reason for request, _, reason in self.scheduler.update(step, tokens)}
         for request in reasons:
             del self._sampling[request]
@@ -63,14 +63,18 @@ class SmallEngine:
 
 
 class SmallText:
-    """Prompts to tokens and back."""
+    """Prompts to tokens and back; none is longer than the longest tokens of a context."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: int) -> None:
         self._tokenizer = tokenizer
+        self._max_bytes = context * max(map(len, tokenizer.vocab))
         self.num_tokens = len(tokenizer)
 
     def encode(self, prompt: str) -> list[int]:
-        return self._tokenizer.encode(prompt)
+        data = prompt.encode()
+        if len(data) > self._max_bytes:
+            raise ValueError(f"a context has at most {self._max_bytes} bytes, got {len(data)}: shorten the prompt")
+        return self._tokenizer.encode(data)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """A model of source code has no roles: they become comments."""
@@ -105,4 +109,4 @@ def small(
         max_seq_len=model.context,
         prefix_cache=prefix_cache,
     )
-    return SmallEngine(model, cache, **options), SmallText(tokenizer)
+    return SmallEngine(model, cache, **options), SmallText(tokenizer, model.context)

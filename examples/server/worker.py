@@ -52,6 +52,8 @@ class Job:
         A (token, reason) for each token, or the exception that ended it.
     request : int or None
         The engine's number, known to the worker alone.
+    stopped : bool
+        Its text has come to one of the request's own stops: it has not been cancelled.
     """
 
     tokens: list[int]
@@ -59,6 +61,7 @@ class Job:
     sampling: dict[str, Any]
     events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     request: int | None = None
+    stopped: bool = False
 
 
 class Worker:
@@ -74,12 +77,16 @@ class Worker:
     ----------
     counts : Counter
         Requests by how they ended, and tokens; the event loop's.
+    on_failure : callable
+        What the event loop calls when the thread has died of an error.
     """
 
     def __init__(self, engine: Engine, max_requests: int) -> None:
         self.engine, self.max_requests = engine, max_requests
         self.counts: Counter[str] = Counter()
+        self.on_failure: Callable[[], None] = lambda: None
         self._open: set[Job] = set()
+        self._looks: set[asyncio.Future[Any]] = set()
         self._inbox: SimpleQueue[tuple[Callable[..., None], Any]] = SimpleQueue()
         self._jobs: dict[int, Job] = {}  # the worker's: those that the engine knows
         self._thread = threading.Thread(target=self._run, name="engine")
@@ -130,22 +137,59 @@ class Worker:
                     return
         finally:
             self._open.discard(job)
-            self.counts[outcome] += 1
+            self.counts["stop" if job.stopped else outcome] += 1
             if outcome == "cancelled":
                 self._inbox.put((self._cancel, job))
 
     async def look(self, at: Callable[[Engine], Any]) -> Any:
-        """What a function says of the engine between two steps."""
+        """What a function says of the engine between two steps.
+
+        Raises
+        ------
+        Busy
+            The server shuts down.
+        RuntimeError
+            The function failed.
+        """
+        if not self._is_open:
+            raise Busy(SHUTTING_DOWN)
         answer: asyncio.Future[Any] = self._loop.create_future()
+        self._looks.add(answer)
         self._inbox.put((self._look, (at, answer)))
-        return await answer
+        try:
+            return await answer
+        finally:
+            self._looks.discard(answer)
 
     def _deliver(self, events: list[tuple[Job, Any]]) -> None:
         for job, event in events:
             job.events.put_nowait(event)
 
+    def _answer(self, answer: asyncio.Future[Any], result: Any) -> None:
+        if answer.done():  # who asked has left
+            return
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    def _fail(self, failure: Exception) -> None:
+        """Nobody waits for a thread that has died."""
+        self._is_open = False
+        self._deliver([(job, failure) for job in self._open])
+        for answer in self._looks:
+            self._answer(answer, failure)
+        self.on_failure()
+
     # -- on the thread
     def _run(self) -> None:
+        try:
+            self._compute()
+        except BaseException as error:
+            self._post(self._fail, RuntimeError(f"the engine has died: {type(error).__name__}: {error}"))
+            raise
+
+    def _compute(self) -> None:
         while not self._ending:
             # It waits for a message while there is nothing to compute, and takes those that are there in any case.
             while not self._ending and (not self._jobs or not self._inbox.empty()):
@@ -173,6 +217,9 @@ class Worker:
             self._jobs[job.request] = job
         except (TypeError, ValueError) as error:
             self._post(self._deliver, [(job, ValueError(str(error)))])
+        except Exception as error:
+            failure = RuntimeError(f"the engine cannot take it: {type(error).__name__}: {error}")
+            self._post(self._deliver, [(job, failure)])
 
     def _cancel(self, job: Job) -> None:
         if self._jobs.pop(job.request, None):  # else it ended meanwhile, or never began
@@ -184,7 +231,7 @@ class Worker:
             result = at(self.engine)
         except Exception as error:
             result = RuntimeError(f"{type(error).__name__}: {error}")
-        self._post(lambda: answer.cancelled() or answer.set_result(result))
+        self._post(self._answer, answer, result)
 
     def _end(self, _: None) -> None:
         for request in self._jobs:
