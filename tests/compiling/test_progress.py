@@ -1,12 +1,16 @@
 """What a terminal shows while a kernel is compiled."""
 
 import io
+import os
+import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
 from numba import float64
 
 from pagedkv.compiling import progress
+from pagedkv.compiling.compile_thread import apart
 from pagedkv.compiling.progress import told
 from pagedkv.cpu.compile import compile_kernel
 
@@ -34,7 +38,7 @@ def shown(terminal):
 
 def test_a_terminal_shows_what_is_compiled_and_no_more_when_it_is_done(terminal):
     with told("decode for the CPU"):
-        assert terminal.getvalue() == "\0337\033[?7lpagedkv: compiling decode for the CPU, once ...\033[?7h"
+        assert terminal.getvalue() == "\0337\033[?7lpagedkv: compiling decode for the CPU, once ...\033[?7h\0338"
     assert shown(terminal) == ["pagedkv: compiling decode for the CPU, once ..."]
 
 
@@ -51,6 +55,38 @@ def test_a_kernel_tells_when_it_is_compiled(terminal):
 
     compile_kernel(fill, (float64[::1],), "progress", keep=False)
     assert shown(terminal) == ["pagedkv: compiling fill for the CPU, once ..."]
+
+
+def test_what_is_written_meanwhile_stays(terminal):
+    """A thread's own lines, or the traceback after Ctrl-C: the cursor does not go back over them."""
+    with told("decode"):
+        before = terminal.getvalue()
+        terminal.write("a line\n")
+    assert terminal.getvalue() == f"{before}a line\n\033[K"
+    assert before.endswith("\0338")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+def test_ctrl_c_erases_the_line_at_once(terminal):
+    begun, finish = threading.Event(), threading.Event()
+
+    def work():
+        with told("decode"):
+            begun.set()
+            finish.wait(60)
+
+    def interrupt():
+        begun.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            apart(work)
+        assert shown(terminal) == ["pagedkv: compiling decode, once ..."]
+    finally:
+        finish.set()
+        apart(lambda: None)  # it waits for the work
 
 
 def test_files_pipes_and_terminals_that_cannot_erase_get_nothing(monkeypatch, terminal):

@@ -16,6 +16,8 @@ from queue import SimpleQueue
 from threading import RLock
 from typing import Any, Generic, TypeVar, cast
 
+from .progress import erase
+
 T = TypeVar("T")
 
 _turn = RLock()  # one compilation at a time: the overrides of numba-cuda are not made for two
@@ -85,6 +87,7 @@ def apart(work: Callable[[], T]) -> T:
         result, error = answer.get()
     except BaseException:
         wanted = False
+        erase()
         raise
     if error is not None:
         raise error
