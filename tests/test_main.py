@@ -173,3 +173,10 @@ def test_info_needs_no_extra():
         "CuPy and torch arrays, on a GPU": missing["CuPy and torch arrays, on a GPU"],  # depends on the machine
         'backend="emulator"': 'pip install "pagedkv[emulator]"',
     }
+
+
+def test_a_process_without_stderr_runs_the_commands_all_the_same(monkeypatch, capsys):
+    monkeypatch.setattr("pagedkv.info.command.run", lambda progress: progress("looking") or [{"what": "pagedkv"}])
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["info"]) == 0
+    assert "pagedkv" in capsys.readouterr().out

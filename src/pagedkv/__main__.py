@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from . import __version__
+from .compiling.progress import is_terminal
 from .errors import BackendUnavailableError
 
 # Where each bench is, and what it measures. Only the chosen one is imported: the others may need what is not installed.
@@ -36,7 +37,7 @@ COMMANDS = {
 
 
 def _progress(text: str) -> None:
-    if sys.stderr.isatty():
+    if is_terminal():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 

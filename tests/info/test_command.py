@@ -89,3 +89,20 @@ def test_a_folder_that_is_refused_is_said(tables, tmp_path):
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu").chmod(0o777)
     assert "can be written to by others; set PAGEDKV_CACHE_DIR" in tables()[0]["cpu kernels kept in"]
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_folder_that_cannot_be_written_to_is_said(tables, monkeypatch, tmp_path, made):
+    if made:
+        (tmp_path / "cpu").mkdir(mode=0o700)
+    monkeypatch.setattr(command.os, "access", lambda *args: False)
+    said = tables()[0]["cpu kernels kept in"]
+    assert ("is not writable" if made else f"{tmp_path / 'cpu'} cannot be made in {tmp_path}") in said
+    assert said.endswith("set PAGEDKV_CACHE_DIR to a folder of your own")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="paths are POSIX")
+def test_a_path_that_is_no_folder_is_said(tables, monkeypatch):
+    monkeypatch.setenv("PAGEDKV_CACHE_DIR", os.devnull)
+    said = tables()[0]["cpu kernels kept in"]
+    assert said == "nowhere: /dev/null/cpu: Not a directory; set PAGEDKV_CACHE_DIR to a folder of your own"

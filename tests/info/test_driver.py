@@ -45,10 +45,20 @@ def test_the_driver_says_its_version_and_its_gpus(monkeypatch):
 
 def test_no_driver_is_none(monkeypatch):
     def missing(name):
-        raise OSError(f"{name}: cannot open shared object file")
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     assert driver.find_driver() is None
+
+
+@pytest.mark.parametrize("said", ["/opt/libcuda.so.1: file too short", "libdep.so: cannot open: No such file"])
+def test_a_driver_that_cannot_be_loaded_is_not_missing(monkeypatch, said):
+    def broken(name):
+        raise OSError(said)
+
+    monkeypatch.setattr(ctypes, "CDLL", broken)
+    with pytest.raises(RuntimeError, match=f"cannot be loaded: {said}"):
+        driver.find_driver()
 
 
 def test_a_driver_that_fails_says_where(monkeypatch):

@@ -16,7 +16,7 @@ _BEGIN, _BACK, _END = "\0337\033[?7l", "\033[?7h\0338", "\033[K"
 @contextmanager
 def told(what: str) -> Iterator[None]:
     """Say on stderr that something is being compiled, if that is a terminal, and take it back at the end."""
-    terminal = _is_terminal()
+    terminal = is_terminal()
     if terminal:
         _write(f"{_BEGIN}pagedkv: compiling {what}, once ...{_BACK}")
     try:
@@ -28,11 +28,12 @@ def told(what: str) -> Iterator[None]:
 
 def erase() -> None:
     """Take the line back before its end: its caller was interrupted, and what is compiled is finished all the same."""
-    if _is_terminal():
+    if is_terminal():
         _write(_END)
 
 
-def _is_terminal() -> bool:
+def is_terminal() -> bool:
+    """Whether stderr is a terminal that can erase."""
     try:
         return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     except (AttributeError, ValueError):  # a process without stderr, or one that has closed it

@@ -31,6 +31,7 @@ EXTRAS = {
     "models of transformers": ("transformers", "transformers"),
     "plots": ("matplotlib", "plot"),
 }
+_OWN = "set PAGEDKV_CACHE_DIR to a folder of your own"
 
 
 def run(*, progress: Callable[[str], Any]) -> list[Row]:
@@ -102,9 +103,16 @@ def _cache(kind: str) -> str:
         with open_private(directory, make=False) as folder:
             sizes = [facts.st_size for _, facts in folder.files()]
     except FileNotFoundError:
-        return f"{directory}, which the first one makes"
+        above = next(folder for folder in directory.absolute().parents if folder.exists())
+        if os.access(above, os.W_OK | os.X_OK):
+            return f"{directory}, which the first one makes"
+        return f"nowhere: {directory} cannot be made in {above}; {_OWN}"
     except RefusedError as refused:
-        return f"nowhere: {refused}; set PAGEDKV_CACHE_DIR to a folder of your own"
+        return f"nowhere: {refused}; {_OWN}"
+    except OSError as error:
+        return f"nowhere: {directory}: {error.strerror}; {_OWN}"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return f"{directory}, {len(sizes)} files; it is not writable, so that others are compiled anew: {_OWN}"
     return f"{directory}, {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB"
 
 

@@ -36,12 +36,16 @@ def find_driver() -> Driver | None:
     Raises
     ------
     RuntimeError
-        A function of the driver failed: its code is in the message.
+        It is there and cannot be loaded, or a function of it failed: the message says why, or its code.
     """
     try:
         library = ctypes.CDLL(LIBRARY)
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        if LIBRARY in str(error) and "no such file" in str(error).lower():  # and not another library that it needs
+            return None
+        raise RuntimeError(f"{LIBRARY} cannot be loaded: {error}") from None
     version, count = ctypes.c_int(), ctypes.c_int()
     _call(library, "cuDriverGetVersion", ctypes.byref(version))
     major, rest = divmod(version.value, 1000)
