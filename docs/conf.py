@@ -15,7 +15,6 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_title = f"pagedkv {release}"
-html_static_path = ["static"]
 html_css_files = ["tables.css"]
 
 myst_heading_anchors = 3
