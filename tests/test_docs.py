@@ -150,7 +150,7 @@ def blocks(path, language):
 
 def wide_lines(text):
     """Lines of code that a page does not show whole; what a doctest prints cannot be broken."""
-    code = [(language, body) for language, body in FENCE.findall(text) if language in ("python", "sh")]
+    code = [(language, body) for language, body in FENCE.findall(text) if language in ("python", "py", "sh")]
     lines = [(line, body.startswith(">>>")) for _, body in code for line in body.splitlines()]
     return [line for line, is_doctest in lines if len(line) > 88 and (not is_doctest or line[:4] in (">>> ", "... "))]
 
