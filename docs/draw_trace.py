@@ -59,7 +59,7 @@ def preempted() -> str:
     stored = requests["requests"] * (requests["mean prompt"] + requests["mean output"])
     return (
         f"Here, at P = 16, sequences were preempted {row['preempted']} times, and computed {row['recomputed']} tokens "
-        f"again, {100 * row['recomputed'] / stored:.0f} % of all.\n"
+        f"again, {100 * row['recomputed'] / stored:.0f} % of what the requests have.\n"
     )
 
 
