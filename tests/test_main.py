@@ -16,7 +16,7 @@ from pagedkv.bench.cpu import run as cpu
 WITHOUT_EXTRAS = """
 import sys
 EXTRAS = {"cuda", "cupy", "matplotlib", "numba_cuda", "onnx", "onnxruntime", "scipy"}
-EXTRAS |= {"torch", "transformers", "triton", "vllm"}
+EXTRAS |= {"hypothesis", "starlette", "torch", "transformers", "triton", "uvicorn", "vllm"}
 class Hidden:
     def __init__(self, finder):
         self.finder = finder
@@ -170,6 +170,8 @@ def test_info_needs_no_extra():
         "torch tensors": 'pip install "pagedkv[torch]"',
         "models of transformers": 'pip install "pagedkv[transformers]"',
         "plots": 'pip install "pagedkv[plot]"',
+        "pagedkv.testing": 'pip install "pagedkv[testing]"',
+        "examples/serve.py": 'pip install "pagedkv[serve]"',
         "CuPy and torch arrays, on a GPU": missing["CuPy and torch arrays, on a GPU"],  # depends on the machine
         'backend="emulator"': 'pip install "pagedkv[emulator]"',
     }

@@ -25,6 +25,15 @@ def test_table_has_one_block_for_each_set_of_columns():
     ]
 
 
+def test_a_long_sentence_at_the_end_makes_no_other_line_long():
+    rows = [{"to use": "GPUs", "what is missing": 99 * "x"}, {"to use": "plots", "what is missing": "matplotlib"}]
+    assert report.as_tables(rows).splitlines() == [
+        "to use  what is missing",
+        f"  GPUs  {99 * 'x'}",
+        " plots  matplotlib",
+    ]
+
+
 def test_json_and_csv_hold_every_value():
     assert json.loads(report.as_json(ROWS))["rows"] == ROWS
     rows = list(csv.DictReader(io.StringIO(report.as_csv(ROWS))))

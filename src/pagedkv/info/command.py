@@ -30,6 +30,8 @@ EXTRAS = {
     "torch tensors": ("torch", "torch"),
     "models of transformers": ("transformers", "transformers"),
     "plots": ("matplotlib", "plot"),
+    "pagedkv.testing": ("hypothesis", "testing"),
+    "examples/serve.py": ("uvicorn", "serve"),
 }
 _OWN = "set PAGEDKV_CACHE_DIR to a folder of your own"
 
