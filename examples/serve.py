@@ -16,7 +16,10 @@ import socket
 import sys
 from pathlib import Path
 
-import uvicorn
+try:
+    import uvicorn
+except ModuleNotFoundError:
+    raise SystemExit('the server needs starlette and uvicorn: pip install -e ".[serve]"') from None
 
 from generate import number
 from server.app import Server

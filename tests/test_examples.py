@@ -291,3 +291,13 @@ def test_ctrl_c_reports_and_exits_130() -> None:
     assert start.startswith("----- prompt 1")
     assert "tokens/s" in rest
     assert "Traceback" not in errors
+
+
+def test_the_server_says_what_to_install():
+    hidden = "import runpy, sys; sys.modules['uvicorn'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    command = [sys.executable, "-c", hidden, str(EXAMPLES / "serve.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        'the server needs starlette and uvicorn: pip install -e ".[serve]"\n',
+    )
