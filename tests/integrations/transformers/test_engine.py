@@ -96,6 +96,7 @@ def test_leaving_a_stream_and_cancel_free_the_blocks(model, expected):
     left, cancelled, stays = (engine.tokens(ids, NEW) for ids in TEXTS[:3])
     assert [next(left), next(cancelled), next(stays)] == [tokens[0] for tokens in expected[:3]]
     left.close()
+    assert engine.scheduler.num_running == 2
     engine.cancel(1)
     assert list(cancelled) == []
     assert list(stays) == expected[2][1:]
