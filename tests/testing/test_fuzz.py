@@ -109,8 +109,9 @@ def processes(monkeypatch):
             future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
             return future
 
-        def shutdown(self, **options):
-            pass
+        def shutdown(self, wait=True, **options):
+            assert wait, "at the end of Python its thread would write to a pipe that is closed meanwhile"
+            assert not running, "it would wait for the turns that they are in"
 
     children = iter([[], running])
     monkeypatch.setattr(fuzz, "ProcessPoolExecutor", Executor)
@@ -133,6 +134,14 @@ def test_a_failure_ends_the_other_processes(processes, tmp_path):
     with pytest.raises(SystemExit, match="planted"):
         fuzz.run(minutes=1, processes=2, script=str(tmp_path / "x.py"), progress=lambda text: None)
     assert not running
+
+
+@pytest.mark.long
+def test_processes_end_without_a_word():
+    command = [sys.executable, "-m", "pagedkv", "fuzz", "--minutes", "0.05", "--seed", "1", "--processes", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "failed" in ended.stdout
 
 
 @pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "x"], ["--backend", "tpu"]])

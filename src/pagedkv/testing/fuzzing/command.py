@@ -164,8 +164,8 @@ def _turns(backend: str, seed: int, processes: int, end: float) -> Generator[Tur
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes, which are started with it
     others = {*active_children()}
     executor = ProcessPoolExecutor(processes, get_context("spawn"), _prepare)
+    running: dict[Future[Turn], int] = {}
     try:
-        running: dict[Future[Turn], int] = {}
         while time.time() < end or running:
             while len(running) < processes and time.time() < end:
                 running[executor.submit(play, backend, seed, number, end)] = number
@@ -181,9 +181,9 @@ def _turns(backend: str, seed: int, processes: int, end: float) -> Generator[Tur
             f"{backend} --seed {seed} --processes 1"
         ) from None
     finally:
-        executor.shutdown(wait=False, cancel_futures=True)
-        for process in {*active_children()} - others:  # Python would wait for the turns they are in
+        for process in {*active_children()} - others if running else ():  # they would end their turns first
             process.terminate()
+        executor.shutdown(cancel_futures=True)
         if before is None:
             del os.environ["OPENBLAS_NUM_THREADS"]
         else:
