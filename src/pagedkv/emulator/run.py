@@ -40,7 +40,8 @@ def run(
     grid, threads : int or sequence of up to three int
         Sizes of the grid and of a thread block.
     *args : numpy.ndarray or number
-        Arrays of any strides. A Python int is an int64, a float a float64; a NumPy scalar has its own type.
+        Arrays of any strides; each is copied for itself, as to a GPU, so overlapping ones do not see each other's
+        writes. A Python int is an int64, a float a float64; a NumPy scalar has its own type.
     shared_bytes : int
         Dynamic shared memory of a thread block, for ``cuda.shared.array(0, ...)``.
     capability : tuple of int
