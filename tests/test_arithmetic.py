@@ -13,8 +13,8 @@ import torch
 import pagedkv
 from pagedkv import arithmetic, reference
 
-from .problems import Spec, build
-from .problems import run as run_problem
+from .support.problems import Spec, build
+from .support.problems import run as run_problem
 
 TINY = np.float32(1e-40)  # a denormal
 UPWARD = {"x86_64": 0x800, "AMD64": 0x800, "aarch64": 0x400000, "arm64": 0x400000}

@@ -11,10 +11,10 @@ from numba import njit
 import pagedkv
 from pagedkv.arrays import identify
 
-from .device_fakes import ELSEWHERE, InterfaceArray, address_of, fake_cupy, fake_torch, recording
-from .problems import Spec, assert_close, build, run
-from .strategies import own_parity
-from .wrong_arguments import HKV, OPERATIONS, B, D, N, P, misaligned
+from .support.device_fakes import ELSEWHERE, InterfaceArray, address_of, fake_cupy, fake_torch, recording
+from .support.problems import Spec, assert_close, build, run
+from .support.strategies import own_parity
+from .support.wrong_arguments import HKV, OPERATIONS, B, D, N, P, misaligned
 
 pytestmark = pytest.mark.usefixtures("without_lines")
 

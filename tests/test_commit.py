@@ -11,8 +11,8 @@ from pagedkv.commit import commit
 from pagedkv.cpu import blocks, rotary
 from pagedkv.cpu.attention import decode, prefill
 
-from .alarm import Alarm
 from .promises.interrupted import operations
+from .support.alarm import Alarm
 
 MOST_ALLOCATIONS = 40  # of a commit
 

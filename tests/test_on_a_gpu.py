@@ -10,9 +10,9 @@ import torch
 
 import pagedkv
 
-from .problems import FLOATS, Spec, as_torch, assert_close, build
-from .rotary_cases import tables_of, tokens_of
-from .strategies import long
+from .support.problems import FLOATS, Spec, as_torch, assert_close, build
+from .support.rotary_cases import tables_of, tokens_of
+from .support.strategies import long
 
 pytestmark = pytest.mark.usefixtures("without_lines")
 

@@ -10,8 +10,8 @@ import pagedkv
 from pagedkv.arrays import Shadow
 from pagedkv.placement import place
 
-from .device_fakes import NO_DRIVER, InterfaceArray, fake_cupy, fake_torch, no_driver
-from .wrong_arguments import OPERATIONS, OnCuda, OnDevice, call
+from .support.device_fakes import NO_DRIVER, InterfaceArray, fake_cupy, fake_torch, no_driver
+from .support.wrong_arguments import OPERATIONS, OnCuda, OnDevice, call
 
 HOST = np.zeros((2, 8), np.float32)
 

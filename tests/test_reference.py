@@ -11,8 +11,8 @@ from hypothesis import given, settings
 
 from pagedkv import reference
 
-from .problems import FLOATS, Spec, build, expect, in_layout
-from .strategies import DECODE_KERNELS, PREFILL_KERNELS, own_parity, specs
+from .support.problems import FLOATS, Spec, build, expect, in_layout
+from .support.strategies import DECODE_KERNELS, PREFILL_KERNELS, own_parity, specs
 
 
 def attention_by_numbers(problem):

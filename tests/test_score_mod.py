@@ -6,7 +6,7 @@ import pytest
 import pagedkv
 from pagedkv.score_mod import frozen
 
-from .wrong_arguments import attention_arguments
+from .support.wrong_arguments import attention_arguments
 
 GLOBAL = np.zeros(3, np.float32)
 # What numba would read in place: an array with gaps, and one of more than a megabyte.

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .layouts import cache_shapes, storage_dtype
-from .memory.arrays import Arrays
-from .memory.batch import Batch, Batches
 from .memory.checks import MAX_INT32, as_int, per_layer
+from .memory.device.arrays import Arrays
+from .memory.device.batch import Batch, Batches
 from .memory.pool import BlockPool
 from .memory.prefix.cache import PrefixCache
 from .memory.prefix.digests import Hash, blake2b_128

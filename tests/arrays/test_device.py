@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pagedkv.arrays import Shadow, identify, pointers
 from pagedkv.arrays.shadow import make_shadow
 
-from ..device_fakes import ELSEWHERE, InterfaceArray, fake_cupy, fake_torch
+from ..support.device_fakes import ELSEWHERE, InterfaceArray, fake_cupy, fake_torch
 
 
 def metadata(name, x, stream):
@@ -168,7 +168,11 @@ def test_interface_without_elements():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"mask": 1}, TypeError, "x must be an array without a mask, got a tests.device_fakes.InterfaceArray with one"),
+        (
+            {"mask": 1},
+            TypeError,
+            "x must be an array without a mask, got a tests.support.device_fakes.InterfaceArray with one",
+        ),
         ({"data": (0, False)}, ValueError, r"x must have memory, got the address 0 with shape \(4, 3\)"),
         ({"data": None}, TypeError, r"x must have .* with data as \(address, read-only flag\), got None"),
         ({"data": (16,)}, TypeError, r"x must have .* with data as \(address, read-only flag\), got \(16,\)"),
@@ -251,7 +255,7 @@ def test_the_stream_that_an_interface_names(named, expected):
 
 
 def test_nothing_new_beside_an_array_of_an_unknown_framework():
-    kind = r"tests\.device_fakes\.InterfaceArray"
+    kind = r"tests\.support\.device_fakes\.InterfaceArray"
     with pytest.raises(
         ValueError, match=rf"^out can only be made for arrays of CuPy and torch, got a {kind}; give out=$"
     ):

@@ -11,8 +11,8 @@ import pagedkv
 from pagedkv import reference
 from pagedkv.testing.writes import check_write, tokens, write_specs
 
-from ..problems import FLOATS, Spec, as_torch, build, in_layout
-from ..rotary_cases import tables_of
+from ..support.problems import FLOATS, Spec, as_torch, build, in_layout
+from ..support.rotary_cases import tables_of
 
 KV_DTYPES = [*FLOATS, *reference.FP8_DTYPES]
 LAYOUTS = ["NHD", "HND", "vllm"]

@@ -10,8 +10,8 @@ import pagedkv
 from pagedkv import reference
 from pagedkv.testing.merges import MergeSpec, check_merge, states
 
-from ..problems import FLOATS, Spec, as_torch, build, run
-from ..strategies import SPLIT
+from ..support.problems import FLOATS, Spec, as_torch, build, run
+from ..support.strategies import SPLIT
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

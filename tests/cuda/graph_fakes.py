@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 
-from ..device_fakes import fake_cupy, fake_torch
+from ..support.device_fakes import fake_cupy, fake_torch
 from .driver_fakes import GLOBAL, RELAXED
 
 _handles = itertools.count(100)

@@ -24,7 +24,7 @@ RAW = re.compile(r"^```\{raw\} html\n(.*?)^```$|^!\[([^\]]*)\]\(([^)]*)\)$", re.
 
 
 def data_of(script: str) -> dict:
-    """The data of a script that docs/record_*.py writes."""
+    """The data of a script that docs/scripts/record_*.py writes."""
     return json.loads(script.partition(" = ")[2].rstrip().removesuffix(";"))
 
 
@@ -42,7 +42,7 @@ def differences(actual, expected, where="data") -> list[str]:
 @pytest.mark.usefixtures("without_lines")
 @pytest.mark.parametrize("module", ["record_pool", "record_v1"])
 def test_recordings_are_up_to_date(monkeypatch, module):
-    monkeypatch.syspath_prepend(DOCS)
+    monkeypatch.syspath_prepend(DOCS / "scripts")
     for file, write in importlib.import_module(module).SCRIPTS.items():
         kept = (FOLDER / file).read_text(encoding="utf-8")
         assert len(kept) < 100_000

@@ -9,7 +9,7 @@ import pagedkv
 from pagedkv import emulator
 from pagedkv.emulator import EmulatorDevice, MemoryFault, RaceFault
 
-from ..problems import Spec, assert_close, build, run
+from ..support.problems import Spec, assert_close, build, run
 
 
 @cuda.jit

@@ -24,7 +24,7 @@ print(json.dumps([compare.outcome(edited(compare.paged_attention, *compare.PLANT
 @pytest.mark.long
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_emulator_finds_it(name, monkeypatch):
-    monkeypatch.syspath_prepend(DOCS)
+    monkeypatch.syspath_prepend(DOCS / "scripts")
     import compare_simulator as compare
 
     assert compare.outcome(edited(compare.paged_attention, *compare.PLANTED[name])) == MISTAKES[name]
@@ -32,7 +32,7 @@ def test_the_emulator_finds_it(name, monkeypatch):
 
 @pytest.mark.long
 def test_the_simulator_says_nothing():
-    path = os.pathsep.join([str(DOCS), *filter(None, sys.path)])
+    path = os.pathsep.join([str(DOCS / "scripts"), *filter(None, sys.path)])
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path}
     command = [sys.executable, "-c", SIMULATED.format(names=[*MISTAKES])]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
@@ -40,7 +40,7 @@ def test_the_simulator_says_nothing():
 
 
 def test_the_page_has_what_is_planted(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS)
+    monkeypatch.syspath_prepend(DOCS / "scripts")
     import compare_simulator as compare
 
     page = (DOCS / "explanation" / "simulators.md").read_text()

@@ -12,8 +12,8 @@ from pagedkv.cuda.compiler.link import link
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.placement import Placement
 
-from ..problems import FLOATS
-from ..strategies import long
+from ..support.problems import FLOATS
+from ..support.strategies import long
 
 ON_HOST = Placement("emulator", 0, 0, None)
 STRIDES = ["own", "halves", "padded"]

@@ -10,7 +10,7 @@ from pagedkv.cuda.plans import attention
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.validation.attention import attention_call
 
-from ..problems import Problem, Spec
+from ..support.problems import Problem, Spec
 from .block_cases import SparseDevice, with_capability
 
 

@@ -11,7 +11,7 @@ from pagedkv import reference
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import attention
 
-from ..problems import POISONS, assert_close, build
+from ..support.problems import POISONS, assert_close, build
 from .decode_cases import FORMS, TENSOR, LargeCaches, assert_same_bits, checked_call, decode, move_past_4_gib
 
 WITH_FP8 = FORMS | {"fp8": TENSOR._replace(kv_dtype="fp8_e4m3", group_size=8)}

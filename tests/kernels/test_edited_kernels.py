@@ -12,7 +12,7 @@ from pagedkv import kernels
 from pagedkv.cuda.plans import attention as launching
 from pagedkv.emulator import EmulatorDevice, MemoryFault, RaceFault, SyncFault
 
-from ..problems import assert_close, build
+from ..support.problems import assert_close, build
 from .decode_cases import V1, checked_call, decode
 
 SPEC = V1.spec(seq_lens=(37, 5))

@@ -6,7 +6,7 @@ import pytest
 from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import EmulatorDevice
 
-from ..problems import assert_close, build
+from ..support.problems import assert_close, build
 from .block_cases import copying
 from .decode_cases import V1, decode
 from .gpu_device import CopyingDevice

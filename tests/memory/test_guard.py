@@ -12,7 +12,7 @@ import pytest
 from pagedkv import PagedKVCache, commit
 from pagedkv.memory import BlockPool, Stats
 
-from ..programs import printed_by
+from ..support.programs import printed_by
 from .transactions.scene import LATE, MUTATIONS, Scene
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pagedkv import PagedKVCache
-from pagedkv.memory.arrays import Arrays
+from pagedkv.memory.device.arrays import Arrays
 
 LAYERS, P, HEADS, DIM = 3, 8, 2, 16
 BLOCK_BYTES = 2 * LAYERS * P * HEADS * DIM * 4

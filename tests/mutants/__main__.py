@@ -19,38 +19,16 @@ from pathlib import Path
 
 from .mutant import Mutant
 
-SUBJECTS = (
-    *(
-        "memory",
-        "prefix",
-        "scheduling",
-        "cpu",
-        "promises",
-        "compiling",
-        "paged",
-        "split",
-        "split_grid",
-        "split_many",
-        "prefill",
-    ),
-    *(
-        "prefill_split",
-        "wgmma",
-        "blocks",
-        "merge_states",
-        "rotary",
-        "cuda",
-        "emulator",
-        "trace",
-        "transformers",
-        "command_line",
-        "engine",
-        "testing",
-    ),
-)
-MUTANTS = [mutant for subject in SUBJECTS for mutant in import_module(f".{subject}", __package__).MUTANTS]
-
 ROOT = Path(__file__).parents[2]
+SUBJECTS = sorted(
+    path for path in Path(__file__).parent.rglob("[a-z]*.py") if not path.stem.startswith(("mutant", "test_"))
+)
+MUTANTS = [
+    mutant
+    for subject in SUBJECTS
+    for mutant in import_module(".".join(subject.relative_to(ROOT).with_suffix("").parts)).MUTANTS
+]
+
 PROCESSES = 2
 TIMEOUT_S = 300
 PASSED, FAILED = 0, 1

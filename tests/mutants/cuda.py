@@ -70,7 +70,7 @@ MUTANTS = [
     ),
     Mutant(
         "tables on a device are as wide as they are used",
-        "memory/batch.py",
+        "memory/device/batch.py",
         "tables.update(block_tables, room)",
         "tables.update(block_tables)",
         ("tests/memory/test_mirror.py::test_tables_on_a_device_change_their_shape_once_for_each_doubling",),

@@ -12,14 +12,14 @@ CACHE = ("tests/test_cache.py",)
 MUTANTS = [
     Mutant(
         "a step waits for the GPU",
-        "memory/arrays.py",
+        "memory/device/arrays.py",
         ".pin_memory().to(",
         ".to(",
         ("tests/memory/test_mirror.py::test_no_step_waits_for_the_device_of_torch",),
     ),
     Mutant(
         "tables are sent in a capture",
-        "memory/arrays.py",
+        "memory/device/arrays.py",
         "        if self._is_capturing():",
         "        if not self:",
         ("tests/memory/test_mirror.py::test_nothing_is_sent_in_a_capture",),

@@ -14,9 +14,22 @@ from pagedkv import reference
 from pagedkv.calls import per_head
 from pagedkv.cpu import backend
 
-from ..problems import FLOATS, error_bound
-from ..strategies import own_parity
-from ..wrong_arguments import BF16, HKV, HQ, B, D, N, P, attention_arguments, fp8, ragged_arguments, read_only, vllm
+from ..support.problems import FLOATS, error_bound
+from ..support.strategies import own_parity
+from ..support.wrong_arguments import (
+    BF16,
+    HKV,
+    HQ,
+    B,
+    D,
+    N,
+    P,
+    attention_arguments,
+    fp8,
+    ragged_arguments,
+    read_only,
+    vllm,
+)
 
 
 class Kernel:

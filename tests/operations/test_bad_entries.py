@@ -12,7 +12,7 @@ from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda import driver
 from pagedkv.cuda.backend import GpuBackend
 
-from ..device_fakes import fake_cupy, fake_torch
+from ..support.device_fakes import fake_cupy, fake_torch
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import given
 import pagedkv
 from pagedkv.layouts import FP8_DTYPES, LAYOUTS, cache_shapes
 
-from ..problems import FLOATS
+from ..support.problems import FLOATS
 
 KINDS = [*FLOATS, *FP8_DTYPES]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import pagedkv
 
-from ..alarm import Alarm
+from ..support.alarm import Alarm
 
 SECONDS_OF_A_HANG = 60
 MOST_THREADS = 8  # those of calls, and those of pools that are ending

@@ -5,8 +5,8 @@ import pytest
 
 import pagedkv
 
-from ..problems import Spec, build
-from ..strategies import SPLIT
+from ..support.problems import Spec, build
+from ..support.strategies import SPLIT
 
 
 def everything(x):

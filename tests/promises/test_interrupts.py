@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ..programs import printed_by
+from ..support.programs import printed_by
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timer of signals")

@@ -7,7 +7,7 @@ import torch
 
 import pagedkv
 
-from ..wrong_arguments import (
+from ..support.wrong_arguments import (
     BF16,
     HKV,
     HQ,

@@ -5,7 +5,7 @@ import pytest
 
 from pagedkv.validation import attention, forms
 
-from ..wrong_arguments import attention_arguments, ragged_arguments
+from ..support.wrong_arguments import attention_arguments, ragged_arguments
 
 DEFAULTS = {
     **dict.fromkeys(("max_seq_len", "scale", "kv_dtype", "k_scale", "v_scale", "alibi_slopes", "window")),

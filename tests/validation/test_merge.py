@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ..wrong_arguments import BF16, change, check_on_every_side, on_every_side, spread
+from ..support.wrong_arguments import BF16, change, check_on_every_side, on_every_side, spread
 
 ROWS = "(rows, num_heads, head_dim)"
 MERGE = [

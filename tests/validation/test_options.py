@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ..wrong_arguments import HKV, check_on_every_side, fp8, on_every_side, vllm
+from ..support.wrong_arguments import HKV, check_on_every_side, fp8, on_every_side, vllm
 
 
 class Scorer:

@@ -11,7 +11,7 @@ from pagedkv.validation.attention import attention_call
 from pagedkv.validation.caches import copy_call, gather_call, swap_call, write_call
 from pagedkv.validation.rotary import rotary_call
 
-from ..wrong_arguments import HKV, HQ, OPERATIONS, fp8
+from ..support.wrong_arguments import HKV, HQ, OPERATIONS, fp8
 
 VECTORS = {name: np.ones(HQ, np.float32) for name in ("alibi_slopes", "sinks")}
 SCALES = {name: np.ones(HKV, np.float32) for name in ("k_scale", "v_scale")} | fp8() | {"kv_dtype": "fp8_e4m3"}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ..wrong_arguments import (
+from ..support.wrong_arguments import (
     HKV,
     HQ,
     B,

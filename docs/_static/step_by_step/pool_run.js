@@ -1,4 +1,4 @@
-// Written by docs/record_*.py from a run of the package.
+// Written by docs/scripts/record_*.py from a run of the package.
 const POOL_RUN = {"block_size": 4,
 "steps": [
 {"chapter":"Allocation","title":"An empty pool","code":"cache = PagedKVCache(num_layers=1, num_blocks=8, block_size=4, num_kv_heads=1, head_dim=8)","why":"Memory is cut into blocks of one size before anything runs, so any free block fits any sequence and no gap is ever too small to use.","what":"8 blocks of 4 slots are free.","blocks":[{"kind":"free","owners":[],"words":[],"findable":false},{"kind":"free","owners":[],"words":[],"findable":false},{"kind":"free","owners":[],"words":[],"findable":false},{"kind":"free","owners":[],"words":[],"findable":false},{"kind":"free","owners":[],"words":[],"findable":false},{"kind":"free","owners":[],"words":[],"findable":false},{"kind":"free","owners":[],"words":[],"findable":false},{"kind":"free","owners":[],"words":[],"findable":false}],"tables":[],"requests":[]},

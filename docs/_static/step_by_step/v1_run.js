@@ -1,4 +1,4 @@
-// Written by docs/record_*.py from a run of the package.
+// Written by docs/scripts/record_*.py from a run of the package.
 const V1_RUN = {"thread_block": 7,
 "num_thread_blocks": 8,
 "seq_idx": 1,

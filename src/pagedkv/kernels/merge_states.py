@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from numba import cuda, float32, int64, types, uint64
 
 from .device.elements import ELEMENT_BITS
-from .device.intrinsics import address, bits_float, larger, load_4
+from .device.intrinsics.thread import address, bits_float, larger, load_4
 from .device.source import KernelSource
 from .device.vectors import make_load, make_store
 

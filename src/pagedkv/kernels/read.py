@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from numba import cuda, int64, types, uint32
 
-from .device.intrinsics import address, clear, for_each, local_array
+from .device.intrinsics.thread import address, clear, for_each, local_array
+from .device.intrinsics.warp import shuffle, stream_16
 from .device.source import KernelSource, device_function
-from .device.tensor_intrinsics import shuffle, stream_16
 from .device.warp import WARP_SIZE
 
 NUM_THREADS, LOADS, TURNS = 128, 8, 4

@@ -1,6 +1,6 @@
 """Which sequence has which blocks of a paged KV cache: a block pool, block tables, and the arrays of all layers."""
 
-from .batch import Batch
+from .device.batch import Batch
 from .pool import BlockPool
 from .prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
 from .prefix.eviction import LRU, Eviction

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import Arrays
 from .checks import as_int
+from .device.arrays import Arrays
 from .guard import Guarded, consistent, exclusive
 from .prefix.prompt import Added, Prompt, ids_of, prompt_of
 from .stats import Stats, pool_map

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..layouts import cache_shapes
 from ..typing import Layout
-from .arrays import Arrays
+from .device.arrays import Arrays
 
 _UNITS = {"B": 1} | {f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
 _UNITS |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.batch import Batch
+from ..memory.device.batch import Batch
 
 Int64Array = npt.NDArray[np.int64]
 

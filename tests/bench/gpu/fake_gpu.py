@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from ...problems import as_torch
+from ...support.problems import as_torch
 
 COLD_MS, COPY_MS, READ_MS = 100.0, 2.0, 0.8
 

@@ -22,8 +22,8 @@ from pagedkv.kernels.split.config import SplitConfig
 from pagedkv.kernels.split.shape import TensorShape
 from pagedkv.validation.attention import attention_call
 
-from ...device_fakes import InterfaceArray, recording
-from ...strategies import long
+from ...support.device_fakes import InterfaceArray, recording
+from ...support.strategies import long
 from .fake_gpu import COPY_MS, READ_MS, FakeGpu
 
 pytestmark = pytest.mark.usefixtures("one_launch")

@@ -14,7 +14,7 @@ from pagedkv.cuda import driver
 from pagedkv.errors import BackendUnavailableError
 from pagedkv.kernels.read import BLOCK_BYTES
 
-from ...device_fakes import recording
+from ...support.device_fakes import recording
 
 L2_BYTES, NUM_BYTES = 1000, 2 * BLOCK_BYTES
 

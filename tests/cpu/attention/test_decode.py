@@ -9,8 +9,17 @@ from hypothesis import given, settings
 import pagedkv
 from pagedkv.cpu.attention import decode
 
-from ...problems import FLOATS, Spec, as_torch, assert_close, build, expect, move_past_2_31_elements, run
-from ...strategies import DECODE_KERNELS, MORE_DECODE_KERNELS, SPLIT, capped_2, capped_half, long, own_parity, specs
+from ...support.problems import FLOATS, Spec, as_torch, assert_close, build, expect, move_past_2_31_elements, run
+from ...support.strategies import (
+    DECODE_KERNELS,
+    MORE_DECODE_KERNELS,
+    SPLIT,
+    capped_2,
+    capped_half,
+    long,
+    own_parity,
+    specs,
+)
 
 SOME = [
     Spec(kv_dtype="float32", head_dim=64),

@@ -9,8 +9,8 @@ import pytest
 
 import pagedkv
 
-from ...problems import Spec, build, run
-from ...strategies import SPLIT
+from ...support.problems import Spec, build, run
+from ...support.strategies import SPLIT
 
 ALL = {"alibi": True, "sinks": True, "softcap": 5.0, "window": SPLIT + 150, "kv_scales": "per head"}
 BASES = [
@@ -125,7 +125,7 @@ def test_kernels_from_disk_beside_kernels_compiled_now(tmp_path):
     """A kernel that another process compiled gives the same bits, whatever this process has compiled before."""
     script = """if True:
         import sys
-        from tests.problems import Spec, build, run
+        from tests.support.problems import Spec, build, run
         for kv_dtype in sys.argv[1:]:
             out, _ = run(build(Spec(seq_lens=(40,), query_lens=(9,), kv_dtype=kv_dtype, head_dim=8)))
         print(out.tobytes().hex())

@@ -10,8 +10,18 @@ import pagedkv
 from pagedkv.cpu import threads
 from pagedkv.cpu.attention import decode, prefill
 
-from ...problems import FLOATS, Spec, as_torch, assert_close, build, error_bound, expect, move_past_2_31_elements, run
-from ...strategies import MORE_PREFILL_KERNELS, PREFILL_KERNELS, SPLIT, fade, long, own_parity, specs
+from ...support.problems import (
+    FLOATS,
+    Spec,
+    as_torch,
+    assert_close,
+    build,
+    error_bound,
+    expect,
+    move_past_2_31_elements,
+    run,
+)
+from ...support.strategies import MORE_PREFILL_KERNELS, PREFILL_KERNELS, SPLIT, fade, long, own_parity, specs
 
 SOME = [
     Spec(kv_dtype="float32", head_dim=64),

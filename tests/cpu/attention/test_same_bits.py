@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 
 import pagedkv
 
-from ...problems import Spec, build, run
-from ...strategies import Kernel, fade, long, specs
+from ...support.problems import Spec, build, run
+from ...support.strategies import Kernel, fade, long, specs
 
 KERNELS = [
     Kernel("float32", 64),

@@ -4,7 +4,7 @@ import pytest
 
 from pagedkv import backends
 
-from ...device_fakes import recording
+from ...support.device_fakes import recording
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import numpy as np
 
 import pagedkv
 
-from ...device_fakes import InterfaceArray
+from ...support.device_fakes import InterfaceArray
 
 N, P, HKV, HQ, D, B, M = 8, 16, 2, 4, 64, 3, 2
 X = 8  # float16 elements of a vector

@@ -6,7 +6,7 @@ import pytest
 import pagedkv
 from pagedkv.cuda.plans import blocks
 
-from ...device_fakes import InterfaceArray, recording
+from ...support.device_fakes import InterfaceArray, recording
 
 
 def test_a_kernel_that_cannot_be_compiled_is_met_before_the_first_launch(monkeypatch):

@@ -14,7 +14,7 @@ from pagedkv.cuda.plans import prefill as prefill_plans
 from pagedkv.cuda.plans.cache import DECODE, PlanCache
 from pagedkv.operations import attention as operations
 
-from ...device_fakes import InterfaceArray, address_of, fake_cupy, fake_torch
+from ...support.device_fakes import InterfaceArray, address_of, fake_cupy, fake_torch
 from .device_calls import HKV, HQ, B, D, M, N, P, X, decode, host_arguments, launches
 
 pytestmark = pytest.mark.usefixtures("nothing_planned", "devices")

@@ -10,7 +10,7 @@ import pytest
 import pagedkv
 from pagedkv.bench.launch import RecordingDevice
 
-from ...device_fakes import fake_torch, recording
+from ...support.device_fakes import fake_torch, recording
 from .device_calls import HQ, B, D, decode
 
 pytestmark = pytest.mark.usefixtures("nothing_planned")

@@ -17,7 +17,7 @@ from pagedkv.kernels.blocks.gather_kv import GatherConfig, make_gather_kv
 from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import gather_call
 
-from ...problems import POISONS
+from ...support.problems import POISONS
 from ..block_cases import (
     BOTH_FP8,
     STRIDES,

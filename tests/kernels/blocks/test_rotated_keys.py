@@ -18,8 +18,8 @@ from pagedkv.kernels.blocks.write_kv import WriteConfig, make_write_kv
 from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import write_call
 
-from ...problems import FLOATS
-from ...rotary_cases import tables_of
+from ...support.problems import FLOATS
+from ...support.rotary_cases import tables_of
 from ..block_cases import SparseDevice, assert_links, bits, pair_of, storage, with_gaps
 from ..decode_cases import emulator
 

@@ -19,7 +19,7 @@ from pagedkv.kernels.blocks.write_kv import WriteConfig, make_write_kv
 from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import write_call
 
-from ...problems import FLOATS
+from ...support.problems import FLOATS
 from ..block_cases import (
     BOTH_FP8,
     STRIDES,

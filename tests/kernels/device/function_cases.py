@@ -7,7 +7,7 @@ from numba import cuda, types
 
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.emulator import EmulatorDevice
-from pagedkv.kernels.device import intrinsics as device
+from pagedkv.kernels.device.intrinsics import thread as device
 from pagedkv.kernels.device.source import KernelSource
 
 BYTES = types.CPointer(types.uint8)

@@ -6,7 +6,7 @@ import pytest
 from numba import float32
 
 from pagedkv.kernels.device import conversions
-from pagedkv.kernels.device import intrinsics as device
+from pagedkv.kernels.device.intrinsics import thread as device
 
 from .function_cases import all_floats, run
 

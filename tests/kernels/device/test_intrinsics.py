@@ -6,7 +6,7 @@ from numba import boolean, cuda, float32, uint32
 from numba.core.errors import TypingError as CpuTypingError
 from numba.cuda.core.errors import TypingError
 
-from pagedkv.kernels.device import intrinsics as device
+from pagedkv.kernels.device.intrinsics import thread as device
 from pagedkv.kernels.device.source import Steps
 
 from .function_cases import all_floats, run

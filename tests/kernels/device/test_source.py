@@ -11,7 +11,7 @@ from numba import cuda, float32, int32, types
 import pagedkv.cuda.compiler.compile as compiling
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.kernels.device import source
-from pagedkv.kernels.device.intrinsics import unrolled
+from pagedkv.kernels.device.intrinsics.thread import unrolled
 from pagedkv.kernels.device.logits import make_modify
 from pagedkv.kernels.device.source import KernelSource, Steps, device_function, forget_functions, with_lineinfo
 

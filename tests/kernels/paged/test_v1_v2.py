@@ -16,8 +16,8 @@ from pagedkv.cuda.plans import attention
 from pagedkv.kernels.paged.attention import make_v1, make_v2, static_shared_bytes
 from pagedkv.kernels.paged.reduction import ReductionConfig, make_v2_reduce
 
-from ...problems import assert_close, build, expect
-from ...strategies import long
+from ...support.problems import assert_close, build, expect
+from ...support.strategies import long
 from ..block_cases import every_third_for_all
 from ..decode_cases import V1, V2, Variant, assert_same_bits, checked_call, decode, emulator
 from .variants import PARTITION, VARIANTS, specs

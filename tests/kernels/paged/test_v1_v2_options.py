@@ -2,7 +2,7 @@
 
 import pytest
 
-from ...problems import assert_close, build
+from ...support.problems import assert_close, build
 from ..decode_cases import V1, V2, decode
 from .variants import PARTITION
 

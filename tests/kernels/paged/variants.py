@@ -2,8 +2,8 @@
 
 import hypothesis.strategies as st
 
-from ...problems import Spec
-from ...strategies import fade, own_parity
+from ...support.problems import Spec
+from ...support.strategies import fade, own_parity
 from ..decode_cases import Variant
 
 PARTITION = 512

@@ -17,7 +17,7 @@ from pagedkv.kernels.prefill.tensor_cores.split.kernel import make_prefill_split
 from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
-from ...strategies import long
+from ...support.strategies import long
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
 PLAIN = [64, 128, 256]

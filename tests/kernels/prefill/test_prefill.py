@@ -15,8 +15,8 @@ from pagedkv.cuda.plans.prefill import suits_tensor_cores, tensor_config
 from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
-from ...problems import POISONS, assert_close, build, expect
-from ...strategies import long
+from ...support.problems import POISONS, assert_close, build, expect
+from ...support.strategies import long
 from ..block_cases import with_capability
 from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
 from .variants import CORES, FORMS, FP8, MORE_FORMS, OPTIONS, TENSOR, VLLM, prefill, specs

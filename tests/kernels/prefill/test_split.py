@@ -14,8 +14,8 @@ from pagedkv.kernels.prefill.config import TensorConfig
 from pagedkv.kernels.prefill.limits import FEW_ROWS, LONGEST_OF_PARTS, PART
 from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
 
-from ...problems import assert_close, build, expect
-from ...strategies import long
+from ...support.problems import assert_close, build, expect
+from ...support.strategies import long
 from ..block_cases import with_capability
 from ..decode_cases import assert_same_bits, checked_call, emulator
 from .variants import CAPABILITY, CORES, FORMS, FP8, MORE_FORMS, TENSOR, VLLM, prefill

@@ -17,8 +17,8 @@ from pagedkv.kernels.prefill.config import TensorConfig
 from pagedkv.kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, WgmmaShape
 
-from ...problems import POISONS, assert_close, build, expect
-from ...strategies import long, own_parity
+from ...support.problems import POISONS, assert_close, build, expect
+from ...support.strategies import long, own_parity
 from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
 from .test_prefill import chunk_of, rows_read
 from .variants import FP8, TENSOR, prefill, specs

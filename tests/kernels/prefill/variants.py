@@ -7,8 +7,8 @@ import numpy as np
 
 from pagedkv.cuda.plans import prefill as planning
 
-from ...problems import Problem, Spec
-from ...strategies import fade, own_parity
+from ...support.problems import Problem, Spec
+from ...support.strategies import fade, own_parity
 from ..block_cases import with_capability
 from ..decode_cases import checked_call, emulator
 

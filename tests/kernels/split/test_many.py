@@ -6,8 +6,8 @@ import pytest
 from pagedkv.kernels.split.config import SHORTEST_SPLIT
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
-from ...problems import assert_close, build, expect
-from ...strategies import long
+from ...support.problems import assert_close, build, expect
+from ...support.strategies import long
 from ..decode_cases import MANY_HEADS, Variant, decode, emulator
 from .variants import config_of
 

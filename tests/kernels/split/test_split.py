@@ -14,8 +14,8 @@ from pagedkv.cuda.plans.split import split_config
 from pagedkv.emulator.machine.access import Access
 from pagedkv.kernels.split.config import FULL_GRID, SHORTEST_SPLIT
 
-from ...problems import assert_close, build, expect
-from ...strategies import long
+from ...support.problems import assert_close, build, expect
+from ...support.strategies import long
 from ..block_cases import with_capability
 from ..decode_cases import CUDA_CORES, MANY_HEADS, TENSOR, Variant, assert_same_bits, checked_call, decode, emulator
 from .variants import MORE_VARIANTS, VARIANTS, specs

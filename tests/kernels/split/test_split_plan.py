@@ -27,8 +27,8 @@ from pagedkv.kernels.split.lanes import slots_bytes
 from pagedkv.kernels.split.shape import TensorShape
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
-from ...problems import build
-from ...strategies import long
+from ...support.problems import build
+from ...support.strategies import long
 from ..decode_cases import MANY_HEADS, TENSOR, Variant, checked_call
 from .variants import MORE_VARIANTS, MOST_SHARED, VARIANTS, check_registers, config_of
 

@@ -10,8 +10,8 @@ from pagedkv.cuda.plans import split
 from pagedkv.kernels.split.config import SHORTEST_SPLIT, SplitConfig
 from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 
-from ...problems import Spec, build
-from ...strategies import fade, own_parity
+from ...support.problems import Spec, build
+from ...support.strategies import fade, own_parity
 from ..decode_cases import Variant, checked_call
 
 # Every pair of dtypes; folded fragments, two head tiles, blocks side by side; rows of one chunk, of several, shared by

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from ...alarm import Alarm
+from ...support.alarm import Alarm
 from .scene import MUTATIONS, Scene
 
 CALLS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ...programs import printed_by
+from ...support.programs import printed_by
 
 
 @pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.long)])

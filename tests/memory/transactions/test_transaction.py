@@ -13,7 +13,7 @@ from pagedkv import commit
 from pagedkv.errors import OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable
 
-from ...programs import printed_by
+from ...support.programs import printed_by
 from ..manager import fails_after, interrupted_at
 from .scene import MUTATIONS, Scene
 

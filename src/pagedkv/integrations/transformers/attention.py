@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...cache import PagedKVCache
-from ...memory.batch import Batch
+from ...memory.device.batch import Batch
 
 # transformers builds no mask for a name that has no mask function. Its continuous batching takes sdpa, eager, and
 # names with "flash" in them.

@@ -16,7 +16,7 @@ from typing import Any
 from numba import cuda, int64, types, uint32
 
 from ..device.bad_entries import PAIR, record
-from ..device.intrinsics import (
+from ..device.intrinsics.thread import (
     address,
     load_written_1,
     load_written_2,

@@ -18,7 +18,17 @@ from numba import cuda, float32, int64, types, uint8, uint16, uint32, uint64
 from ..device.bad_entries import POSITION, SLOT, record
 from ..device.conversions import narrow, unpack
 from ..device.elements import ELEMENT_BITS
-from ..device.intrinsics import address, bits_float, float_bits, load_16, store_1, store_2, store_4, store_8, store_16
+from ..device.intrinsics.thread import (
+    address,
+    bits_float,
+    float_bits,
+    load_16,
+    store_1,
+    store_2,
+    store_4,
+    store_8,
+    store_16,
+)
 from ..device.rotation import position_of
 from ..device.source import KernelSource, device_function
 from .rotated_keys import make_rotate

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from numba import cuda, int64
 
-from .intrinsics import address, compare_and_swap
+from .intrinsics.thread import address, compare_and_swap
 
 NUM_BYTES = 40
 BLOCK_ID, SEQ_LEN, SLOT, PAIR, QUERY_START, POSITION = 1, 2, 3, 4, 5, 6

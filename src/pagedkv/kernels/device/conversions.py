@@ -1,7 +1,7 @@
 """Device functions between float32 and the elements of a cache, as the 32-bit words that hold them.
 
 `unpack(kind)` widens a word, `narrow(kind)` rounds one value; `unpack_words` and `multiply_add` take the words of a
-vector. Arguments are typed as strictly as in intrinsics.py.
+vector. Arguments are typed as strictly as in intrinsics/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 
 from .elements import ELEMENT_BITS
-from .intrinsics import F16, F32, I16, I32, declare, emit_asm, float32, parts_of, uint32
+from .intrinsics.thread import F16, F32, I16, I32, declare, emit_asm, float32, parts_of, uint32
 
 _UNPACK_FLOAT16 = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
 _UNPACK_E4M3 = (

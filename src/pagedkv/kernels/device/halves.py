@@ -6,8 +6,8 @@ from typing import Any
 
 from numba import uint32
 
+from .intrinsics.warp import halves_of_lower_e4m3, halves_of_upper_e4m3, permute
 from .source import device_function
-from .tensor_intrinsics import halves_of_lower_e4m3, halves_of_upper_e4m3, permute
 
 
 def make_halves(kind: str, hardware_fp8: bool) -> tuple[Any, Any]:

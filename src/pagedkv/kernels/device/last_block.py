@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from numba import cuda, int64, uint32
 
+from .intrinsics.warp import count_up, fence, load_shared_word, store_shared_word
 from .source import device_function
-from .tensor_intrinsics import count_up, fence, load_shared_word, store_shared_word
 
 
 @device_function

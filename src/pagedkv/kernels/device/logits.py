@@ -8,7 +8,7 @@ from typing import Any
 
 from numba import float32, int32
 
-from .intrinsics import divide
+from .intrinsics.thread import divide
 from .source import device_function, user_function
 
 LOG2E = float32(1.4426950408889634)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import cuda, float32, int32, int64, uint64
 
-from .intrinsics import address, load_4, load_8, multiply
+from .intrinsics.thread import address, load_4, load_8, multiply
 
 
 @cuda.jit(device=True, forceinline=True, lineinfo=True)

@@ -11,7 +11,7 @@ from numba import cuda, uint16, uint32
 
 from .conversions import narrow, unpack
 from .elements import ELEMENT_BITS
-from .intrinsics import (
+from .intrinsics.thread import (
     load_2,
     load_4,
     load_8,

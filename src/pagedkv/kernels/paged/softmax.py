@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import cuda, float32
 
-from ..device.intrinsics import exp2, larger
+from ..device.intrinsics.thread import exp2, larger
 from ..device.logits import LOG2E, NONE
 from ..device.source import device_function
 from ..device.warp import ALL_LANES, WARP_SIZE

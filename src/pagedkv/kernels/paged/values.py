@@ -12,7 +12,7 @@ from numba import cuda, float32, uint16
 
 from ..device.conversions import multiply_add, narrow
 from ..device.elements import ELEMENT_BITS
-from ..device.intrinsics import (
+from ..device.intrinsics.thread import (
     bit_masks,
     for_each,
     load_8,

@@ -12,9 +12,9 @@ from typing import Any
 
 from numba import cuda, int64, uint32
 
-from ..device.intrinsics import address, load_4
+from ..device.intrinsics.thread import address, load_4
+from ..device.intrinsics.warp import ballot, load_shared_word, store_shared_word
 from ..device.source import device_function
-from ..device.tensor_intrinsics import ballot, load_shared_word, store_shared_word
 from ..device.warp import WARP_SIZE
 from .arguments import Item
 from .limits import PART

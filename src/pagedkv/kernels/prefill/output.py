@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from numba import float32, int64, uint32
 
-from ..device.intrinsics import address, exp2, larger, multiply_and_add, store_4
+from ..device.intrinsics.thread import address, exp2, larger, multiply_and_add, store_4
+from ..device.intrinsics.warp import log2, reciprocal
 from ..device.logits import LOG2E, NONE
 from ..device.source import device_function
-from ..device.tensor_intrinsics import log2, reciprocal
 from .config import NUM_THREADS
 
 LN2 = float32(0.6931471805599453)

@@ -15,10 +15,10 @@ from typing import Any
 
 from numba import float32, int64, uint32
 
-from ..device.intrinsics import address, assign, bits_float, clear, exp2, larger, load_16, local_array, unrolled
+from ..device.intrinsics.thread import address, assign, bits_float, clear, exp2, larger, load_16, local_array, unrolled
+from ..device.intrinsics.warp import ballot, exchange, low_bits, shuffle, store_shared_4, stream_16
 from ..device.logits import LOG2E, NONE, make_modify
 from ..device.source import Steps, device_function
-from ..device.tensor_intrinsics import ballot, exchange, low_bits, shuffle, store_shared_4, stream_16
 from . import limits
 from .config import NUM_WARPS, WARP_SIZE, SplitConfig
 from .lanes import make_lanes

@@ -30,11 +30,11 @@ from numba import cuda, float32, int32, int64, types, uint32
 
 from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
 from ..device.halves import software_factor
-from ..device.intrinsics import address, bits_float, divmod_32, load_4, shared_address
+from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, shared_address
+from ..device.intrinsics.warp import thread_number
 from ..device.last_block import is_last, publish
 from ..device.logits import NONE
 from ..device.source import KernelSource, Steps, device_function
-from ..device.tensor_intrinsics import thread_number
 from . import limits
 from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from numba import cuda, uint32
 
-from ..device import tensor_intrinsics as warps
-from ..device.intrinsics import bits_float, float_bits, larger, shared_address
+from ..device.intrinsics import warp as warps
+from ..device.intrinsics.thread import bits_float, float_bits, larger, shared_address
+from ..device.intrinsics.warp import load_shared_word, load_shared_words, shuffle, shuffle_float, store_shared_word
 from ..device.source import Steps, device_function
-from ..device.tensor_intrinsics import load_shared_word, load_shared_words, shuffle, shuffle_float, store_shared_word
 from .config import NUM_WARPS, WARP_SIZE, SplitConfig
 
 SLOT_BYTES = 2 * 4 * WARP_SIZE  # two words for each lane

@@ -12,7 +12,7 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from ..device.conversions import narrow
-from ..device.intrinsics import (
+from ..device.intrinsics.thread import (
     address,
     assign,
     clear,
@@ -29,9 +29,9 @@ from ..device.intrinsics import (
     store_16,
     unrolled,
 )
+from ..device.intrinsics.warp import exchange, load_l2_2, load_l2_4, log2, reciprocal, store_shared_4
 from ..device.logits import LOG2E, NONE
 from ..device.source import Steps, device_function
-from ..device.tensor_intrinsics import exchange, load_l2_2, load_l2_4, log2, reciprocal, store_shared_4
 from .config import MERGE_LOADS, MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
 from .sums import team_bytes
 

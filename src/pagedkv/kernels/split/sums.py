@@ -14,9 +14,9 @@ from typing import Any
 
 from numba import float32, uint32
 
-from ..device.intrinsics import float_bits, load_shared, unrolled
+from ..device.intrinsics.thread import float_bits, load_shared, unrolled
+from ..device.intrinsics.warp import exchange, load_shared_2, store_shared_2, store_shared_word
 from ..device.source import Steps, device_function
-from ..device.tensor_intrinsics import exchange, load_shared_2, store_shared_2, store_shared_word
 from .config import SplitConfig
 from .shape import TensorShape
 

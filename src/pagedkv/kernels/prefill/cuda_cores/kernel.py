@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from numba import cuda, float32, int64, uint32
 
 from ...device.elements import ELEMENT_BITS
-from ...device.intrinsics import (
+from ...device.intrinsics.thread import (
     address,
     assign,
     bits_float,
@@ -34,9 +34,7 @@ from ...device.intrinsics import (
     store_8,
     store_16,
 )
-from ...device.logits import LOG2E, NONE, make_modify
-from ...device.source import KernelSource, device_function
-from ...device.tensor_intrinsics import (
+from ...device.intrinsics.warp import (
     exchange,
     load_shared_word,
     pack_bfloat16,
@@ -45,6 +43,8 @@ from ...device.tensor_intrinsics import (
     store_shared_word,
     sync_warp,
 )
+from ...device.logits import LOG2E, NONE, make_modify
+from ...device.source import KernelSource, device_function
 from ..arguments import Item, signature
 from ..config import NUM_THREADS, CoresConfig
 from ..items import make_find_item

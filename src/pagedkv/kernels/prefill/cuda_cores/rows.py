@@ -8,7 +8,7 @@ from numba import int64, uint32
 
 from ...device.conversions import unpack
 from ...device.elements import ELEMENT_BITS
-from ...device.intrinsics import (
+from ...device.intrinsics.thread import (
     bits_float,
     divmod_32,
     load_1,
@@ -17,10 +17,10 @@ from ...device.intrinsics import (
     load_8,
     load_16,
 )
-from ...device.source import device_function
-from ...device.tensor_intrinsics import (
+from ...device.intrinsics.warp import (
     store_shared_4,
 )
+from ...device.source import device_function
 from ..config import NUM_THREADS
 from .shape import VECTOR, CoresShape
 

@@ -18,10 +18,8 @@ from numba import int64, uint32
 
 from ...device.conversions import unpack
 from ...device.halves import make_halves
-from ...device.intrinsics import divmod_32, for_each, load_4
-from ...device.row_offsets import make_address_at, make_row_offset
-from ...device.source import device_function
-from ...device.tensor_intrinsics import (
+from ...device.intrinsics.thread import divmod_32, for_each, load_4
+from ...device.intrinsics.warp import (
     copy_8,
     copy_vector,
     end_group,
@@ -32,6 +30,8 @@ from ...device.tensor_intrinsics import (
     store_shared_words,
     wait_but,
 )
+from ...device.row_offsets import make_address_at, make_row_offset
+from ...device.source import device_function
 from ..config import TensorConfig
 from .tile import CHUNK, CHUNK_DIMS, TileShape
 

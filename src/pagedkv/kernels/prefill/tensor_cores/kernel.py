@@ -25,9 +25,9 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from ...device.intrinsics import address, bits_float, divmod_32, shared_address
+from ...device.intrinsics.thread import address, bits_float, divmod_32, shared_address
+from ...device.intrinsics.warp import shuffle, thread_number
 from ...device.source import KernelSource
-from ...device.tensor_intrinsics import shuffle, thread_number
 from ..arguments import Cache, Options, Pages, Visible, signature
 from ..config import NUM_THREADS, TensorConfig
 from ..items import is_split, make_find_item, make_keep

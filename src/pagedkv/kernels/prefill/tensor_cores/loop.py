@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int64, uint32
 
-from ...device.intrinsics import divmod_32, local_array
+from ...device.intrinsics.thread import divmod_32, local_array
+from ...device.intrinsics.warp import end_group, wait_but
 from ...device.source import device_function
-from ...device.tensor_intrinsics import end_group, wait_but
 from ..arguments import Cache
 from ..config import TensorConfig
 from .copies import make_begin_query, make_clear_gaps, make_convert_rows, make_copy_rows, make_find_row

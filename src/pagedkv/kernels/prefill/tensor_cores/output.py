@@ -6,9 +6,9 @@ from typing import Any
 
 from numba import float32, int64, uint32
 
-from ...device.intrinsics import address, divmod_32, for_each, store_4
+from ...device.intrinsics.thread import address, divmod_32, for_each, store_4
+from ...device.intrinsics.warp import exchange, pack_bfloat16, pack_float16
 from ...device.source import device_function
-from ...device.tensor_intrinsics import exchange, pack_bfloat16, pack_float16
 from ..config import TensorConfig
 from ..output import finish
 from .softmax import make_row_of

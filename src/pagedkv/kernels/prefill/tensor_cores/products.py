@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from numba import uint32
 
-from ...device.intrinsics import assign, clear, for_each
+from ...device.intrinsics.thread import assign, clear, for_each
+from ...device.intrinsics.warp import load_matrices, load_transposed, mma_bfloat16, mma_float16
 from ...device.source import device_function
-from ...device.tensor_intrinsics import load_matrices, load_transposed, mma_bfloat16, mma_float16
 from ..config import TensorConfig
 from .registers import KEYS_AHEAD, VALUES_AHEAD
 from .tile import TileShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import float32, int64, uint32
 
 from ...device.halves import software_factor
-from ...device.intrinsics import address, bits_float
+from ...device.intrinsics.thread import address, bits_float
 from ...device.logits import LOG2E
 from ...device.source import Steps, device_function
 from ..config import TensorConfig

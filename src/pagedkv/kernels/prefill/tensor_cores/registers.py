@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, uint32
 
-from ...device.intrinsics import local_arrays
+from ...device.intrinsics.thread import local_arrays
 from .tile import TileShape
 
 KEYS_AHEAD, VALUES_AHEAD = 1, 2  # fragments that are loaded before the products that use them

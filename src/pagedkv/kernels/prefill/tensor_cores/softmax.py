@@ -12,10 +12,10 @@ from typing import Any
 
 from numba import float32, int32, int64, uint32
 
-from ...device.intrinsics import address, clear, exp2, for_each, larger, multiply_and_add
+from ...device.intrinsics.thread import address, clear, exp2, for_each, larger, multiply_and_add
+from ...device.intrinsics.warp import any_lane, exchange, pack_bfloat16, pack_float16
 from ...device.logits import LOG2E, NONE, make_modify
 from ...device.source import device_function
-from ...device.tensor_intrinsics import any_lane, exchange, pack_bfloat16, pack_float16
 from ..config import TensorConfig
 from ..items import make_keep
 from .tile import TileShape

@@ -39,9 +39,9 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int64, uint32
 
-from ...device.intrinsics import clear, divmod_32, unrolled
+from ...device.intrinsics.thread import clear, divmod_32, unrolled
+from ...device.intrinsics.warp import shuffle
 from ...device.source import Steps, device_function
-from ...device.tensor_intrinsics import shuffle
 from .. import limits
 from ..config import SplitConfig
 from ..lanes import SLOT_BYTES, make_lanes

@@ -9,11 +9,11 @@ from typing import Any
 
 from numba import uint32
 
-from ...device import tensor_intrinsics as tensor
 from ...device.halves import make_halves
-from ...device.intrinsics import assign, unrolled
+from ...device.intrinsics import warp as tensor
+from ...device.intrinsics.thread import assign, unrolled
+from ...device.intrinsics.warp import permute, stream_8, stream_16
 from ...device.source import Steps, device_function
-from ...device.tensor_intrinsics import permute, stream_8, stream_16
 from ..config import VECTOR_BYTES
 from ..shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape
 

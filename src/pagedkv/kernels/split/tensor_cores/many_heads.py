@@ -16,9 +16,9 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from ...device.intrinsics import clear, divmod_32, unrolled
+from ...device.intrinsics.thread import clear, divmod_32, unrolled
+from ...device.intrinsics.warp import end_group, shuffle, wait_but
 from ...device.source import Steps, device_function
-from ...device.tensor_intrinsics import end_group, shuffle, wait_but
 from ..arguments import Cache, Query
 from ..config import SplitConfig
 from ..lanes import make_lanes

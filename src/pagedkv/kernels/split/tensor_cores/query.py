@@ -13,9 +13,19 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from ...device.conversions import unpack
-from ...device.intrinsics import assign, bits_float, clear, float_bits, larger, load_8, load_16, local_array, unrolled
+from ...device.intrinsics.thread import (
+    assign,
+    bits_float,
+    clear,
+    float_bits,
+    larger,
+    load_8,
+    load_16,
+    local_array,
+    unrolled,
+)
+from ...device.intrinsics.warp import exchange, load_shared_words, pack_bfloat16, pack_float16, store_shared_words
 from ...device.source import Steps, device_function
-from ...device.tensor_intrinsics import exchange, load_shared_words, pack_bfloat16, pack_float16, store_shared_words
 from ..config import NUM_WARPS
 from ..shape import FRAGMENT_BYTES, K_VECTOR, TensorShape
 

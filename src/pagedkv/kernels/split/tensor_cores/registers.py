@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, uint32
 
-from ...device.intrinsics import local_arrays
+from ...device.intrinsics.thread import local_arrays
 from ..shape import TensorShape
 
 

@@ -10,10 +10,10 @@ from numba import float32, int64, uint32
 
 from ...device.conversions import unpack
 from ...device.halves import software_factor
-from ...device.intrinsics import address, clear, exp2, larger, local_array, unrolled
+from ...device.intrinsics.thread import address, clear, exp2, larger, local_array, unrolled
+from ...device.intrinsics.warp import low_bits, pack_bfloat16, pack_float16
 from ...device.logits import LOG2E, NONE, make_modify
 from ...device.source import Steps, device_function
-from ...device.tensor_intrinsics import low_bits, pack_bfloat16, pack_float16
 from .. import limits
 from ..shape import TILE, TensorShape
 

@@ -20,15 +20,15 @@ from __future__ import annotations
 
 from numba import cuda, float32, int64, types, uint32
 
-from ....device.intrinsics import address, bits_float, divmod_32, shared_address
-from ....device.last_block import is_last, publish
-from ....device.source import KernelSource, device_function
-from ....device.tensor_intrinsics import (
+from ....device.intrinsics.thread import address, bits_float, divmod_32, shared_address
+from ....device.intrinsics.warp import (
     load_shared_word,
     shuffle,
     store_shared_word,
     thread_number,
 )
+from ....device.last_block import is_last, publish
+from ....device.source import KernelSource, device_function
 from ...arguments import Cache, Item, Options, Pages, Visible, signature
 from ...config import TensorConfig
 from ...items import item_of, make_keep

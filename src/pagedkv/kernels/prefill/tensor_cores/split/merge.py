@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int64, uint32
 
-from ....device.intrinsics import (
+from ....device.intrinsics.thread import (
     address,
     assign,
     bits_float,
@@ -27,8 +27,7 @@ from ....device.intrinsics import (
     store_8,
     store_16,
 )
-from ....device.source import Steps, device_function
-from ....device.tensor_intrinsics import (
+from ....device.intrinsics.warp import (
     exchange,
     load_l2_2,
     load_l2_4,
@@ -39,6 +38,7 @@ from ....device.tensor_intrinsics import (
     store_shared_2,
     store_shared_word,
 )
+from ....device.source import Steps, device_function
 from ....device.warp import WARP_SIZE
 from ...config import TensorConfig
 from ...output import finish

@@ -11,8 +11,8 @@ the products (the asynchronous proxy), before the barrier.
 
 from __future__ import annotations
 
+from ....device.intrinsics.warpgroup import GROUP
 from ....device.source import KernelSource
-from ....device.warpgroup_intrinsics import GROUP
 from ...config import TensorConfig
 from ..kernel import kernel_of
 from .loop import make_attend

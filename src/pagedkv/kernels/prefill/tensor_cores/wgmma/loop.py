@@ -6,10 +6,10 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from ....device.intrinsics import divmod_32, local_array
+from ....device.intrinsics.thread import divmod_32, local_array
+from ....device.intrinsics.warp import end_group, wait_but
+from ....device.intrinsics.warpgroup import ROW, UNIT, fence_proxy
 from ....device.source import device_function
-from ....device.tensor_intrinsics import end_group, wait_but
-from ....device.warpgroup_intrinsics import ROW, UNIT, fence_proxy
 from ...arguments import Cache
 from ...config import TensorConfig
 from ..copies import make_copy_query, make_copy_rows, make_find_row, make_negate_query

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....device.warpgroup_intrinsics import (
+from ....device.intrinsics.warpgroup import (
     GROUP,
     UNIT,
     begin_product,

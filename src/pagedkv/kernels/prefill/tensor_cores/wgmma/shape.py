@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ....device.intrinsics.warpgroup import GROUP, ROW
 from ....device.warp import WARP_SIZE
-from ....device.warpgroup_intrinsics import GROUP, ROW
 from ...config import TensorConfig
 from ..tile import CHUNK, TileShape
 

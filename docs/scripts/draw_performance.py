@@ -1,0 +1,273 @@
+"""Chart and tables of performance.md: ``python docs/scripts/draw_performance.py`` writes them from docs/figures.
+
+To publish a new run, put its JSON (``python -m pagedkv bench ... --json``) beside the others, named by its date, and
+run this: of each bench the last file by name counts. The tests compare the chart and the page with what this writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, WHITE, box, drawing, text, title
+
+from pagedkv.bench.waves import Model
+from pagedkv.kernels.split.config import SplitConfig
+
+DOCS = Path(__file__).parents[1]
+PAGE = DOCS / "performance.md"
+GRID = "#e2e6eb"
+TABLE = re.compile(r"(<!-- (\w+): written by draw_performance.py -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Row = dict[str, Any]
+
+# The left column of targets, what each one counts, and those where the limit is the least and not the most.
+TARGETS = {
+    "spill B": ("v1, v2", "bytes spilled"),
+    "stack B": ("v1, v2", "bytes of stack"),
+    "K sectors": ("v1, v2", "sectors of K, over the fewest"),
+    "V sectors": ("v1, v2", "sectors of V, over the fewest"),
+    "K load B": ("v1, v2", "bytes of a load of K"),
+    "split: spill B": ("split", "bytes spilled"),
+    "split: stack B": ("split", "bytes of stack"),
+    "split: KV sectors": ("split", "sectors of K and V, over the fewest"),
+    "split: wavefronts": ("split", "passes over shared memory, over the fewest"),
+    "split: loop, 16 bits, G 1 to 8": ("split", "instructions in the loop, 16 bits, G 1 to 8"),
+    "split: loop, 16 bits, G 9 to 16": ("split", "instructions in the loop, 16 bits, G 9 to 16"),
+    "split: loop, fp8, G 1 to 8": ("split", "instructions in the loop, fp8, G 1 to 8"),
+    "split: loop, fp8, G 9 to 16": ("split", "instructions in the loop, fp8, G 9 to 16"),
+    "split: loop, float32, G 1": ("split", "instructions in the loop, float32, G 1"),
+    "split: loop, float32, G 4": ("split", "instructions in the loop, float32, G 4"),
+    "split: all, 16 bits, G 1 to 16": ("split", "instructions in all, 16 bits, G 1 to 16"),
+    "split: KV in flight KiB": ("split", "KiB in flight on a multiprocessor"),
+    "split: short splits, all, 16 bits, G 1 to 16": ("split", "the same, with short splits"),
+    "split: partials": ("split", "bytes of partial results, over K and V"),
+    "split: short splits, partials": ("split", "the same, with short splits"),
+    "split: compile s": ("split", "seconds to compile"),
+    "external": ("all", "calls of missing functions"),
+    "disk ms": ("all", "milliseconds to load from disk"),
+    "compile s": ("all but split", "seconds to compile"),
+}
+AT_LEAST = {"K load B", "split: KV in flight KiB"}
+
+
+def latest(bench: str) -> tuple[dict[str, str], list[Row]]:
+    """The machine and the rows of the last run of a bench."""
+    run = json.loads(max((DOCS / "figures").glob(f"{bench}-*.json")).read_text())
+    return run["machine"], run["rows"]
+
+
+def decode_rows() -> dict[tuple[str, int], list[Row]]:
+    """The rows of `bench cpu` for decode, one for each shape, by cache and G."""
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in latest("cpu")[1]:
+        if "decode" in row:
+            found.setdefault((row["decode"], row["G"]), []).append(row)
+    return found
+
+
+def span(values: list[float]) -> str:
+    """The least and the greatest, to two digits; one number where they round to the same."""
+    return " to ".join(dict.fromkeys(f"{value:.2g}" for value in (min(values), max(values))))
+
+
+def column(rows: list[Row], name: str) -> list[float]:
+    """What stands in a column, in those rows that have it."""
+    return [row[name] for row in rows if row[name] is not None]
+
+
+def short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown: the first column to the left, the others to the right if they hold a number."""
+    numbers = [any(char.isdigit() for char in cell) for cell in rows[0]]
+    rule = ["---:" if number and i else "---" for i, number in enumerate(numbers)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *rows))
+
+
+def machine() -> str:
+    """Where and with what the figures were taken."""
+    it, _ = latest("cpu")
+    reads = [row["read GB/s"] for rows in decode_rows().values() for row in rows]
+    return (
+        f"{it['date']}: {it['cores']} cores of an {it['processor']} that read {span(reads)} GB/s, "
+        f"Python {it['python']}, NumPy {it['numpy']}, numba {it['numba']}, torch {it['torch']}.\n"
+    )
+
+
+def decode() -> str:
+    """Decode on the CPU by cache and G: the least and the greatest of the shapes."""
+    lines = []
+    for (cache, group), rows in decode_rows().items():
+        torch = [column(rows, "x SDPA"), column(rows, "x gather")]
+        lines.append(
+            [cache, str(group), span(column(rows, "share")), span(column(rows, "Mtokens/s"))]
+            + [span(values) if values else "-" for values in torch]
+        )
+    every = [row for rows in decode_rows().values() for row in rows]
+    return (
+        table(["cache", "G", "share of read bandwidth", "Mtokens/s", "SDPA, times", "gather + SDPA, times"], lines)
+        + f"\nSDPA takes {span(column(every, 'x SDPA'))} times as long on dense, contiguous K and V, and "
+        + f"{span(column(every, 'x gather'))} times as long if it gathers the pages first.\n"
+    )
+
+
+def calls() -> str:
+    """Prefill, and what the first call costs."""
+    _, rows = latest("cpu")
+    lines = []
+    for row in rows:
+        if "prefill" in row:
+            what = f"prefill of {row['tokens']} tokens, {row['heads']} heads, {row['prefill']}"
+            lines.append([what, f"{row['ms']:.0f} ms; SDPA {row['SDPA ms']:.0f} ms"])
+        if "first call" in row:
+            words = f"{row['cold s']:.1f} s to compile; {row['from disk s']:.2g} s from disk"
+            lines.append([f"first {row['first call']} of a process", words])
+    return table(["", "time"], lines)
+
+
+def transformers() -> str:
+    """Models of transformers with pagedkv and with sdpa."""
+    lines = []
+    for row in latest("transformers")[1]:
+        seconds = [f"{row[name]:.2f} s" for name in ("pagedkv s", "sdpa s")]
+        lines.append([row["transformers"], *seconds, f"{row['times']:.2f}"])
+    return table(["", "pagedkv", "sdpa", "sdpa, times as long"], lines)
+
+
+def memory() -> str:
+    """The memory manager beside lists of Python, in microseconds for all sequences together."""
+    rows = [row for row in latest("memory")[1] if "operation" in row]
+    sizes = sorted({row["num_seqs"] for row in rows})
+    header = ["operation", *(f"{who}, {size}" for size in sizes for who in ("pagedkv", "lists"))]
+    lines: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row["num_seqs"]):
+        cells = lines.setdefault(row["operation"], [row["operation"]])
+        cells += [short(row["pagedkv_us"]), short(row["lists_us"])]
+    return table(header, list(lines.values()))
+
+
+def static() -> str:
+    """What the CUDA kernels are to reach, and the worst variant of each count."""
+    lines = []
+    for row in latest("static")[1]:
+        if "target" in row:
+            kernels, count = TARGETS[row["target"]]
+            limit = f"{'at least' if row['target'] in AT_LEAST else 'at most'} {row['limit']:g}"
+            lines.append([kernels, count, limit, short(row["worst"]), str(row["misses"]), str(row["rows"])])
+    return table(["kernels", "count", "target", "worst", "misses", "of"], lines)
+
+
+def waves() -> str:
+    """The model of split's thread blocks: of small batches, by length and KV heads."""
+    config = SplitConfig(128, 8, 16, "float16", "float16")
+    lines = []
+    for seq_len in (512, 2048, 4096, 8192, 32768, 131072):
+        line = [str(seq_len)]
+        for num_seqs, num_kv_heads in ((1, 1), (1, 8), (8, 8), (64, 8)):
+            model = Model(config, num_kv_heads, num_seqs, seq_len)
+            line += [str(model.thread_blocks), f"{model.share:.2f}"]
+        lines.append(line)
+    names = ("1 sequence, 1 KV head", "1, 8 KV heads", "8, 8", "64, 8")
+    return table(["tokens", *(f"{name}: {what}" for name in names for what in ("thread blocks", "share"))], lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "machine": machine,
+    "decode": decode,
+    "calls": calls,
+    "transformers": transformers,
+    "memory": memory,
+    "static": static,
+    "waves": waves,
+}
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables written anew."""
+    return TABLE.sub(lambda match: match[1] + "\n" + TABLES[match[2]]() + "\n" + match[3], page)
+
+
+def axis(left: float, width: float, top: float, bottom: float, ticks: list[float], words: str) -> list[str]:
+    """Grid lines with their numbers, and what they count."""
+    parts = []
+    for tick in ticks:
+        x = left + width * tick / ticks[-1]
+        parts += [
+            f'<path d="M{x:g} {top:g} V{bottom:g}" stroke="{GRID if tick else LINE}"/>',
+            text(x, bottom + 16, f"{tick:g}", 11, "middle", GREY),
+        ]
+    return [*parts, text(left + width / 2, bottom + 36, words, 12, "middle", GREY)]
+
+
+def reach(values: list[float], at: Callable[[float], float], y: float) -> str:
+    """A line from the least to the greatest."""
+    return f'<path d="M{at(min(values)):.4g} {y:g} H{at(max(values)):.4g}" stroke="{INK}" stroke-width="1.4"/>'
+
+
+def dot(x: float, y: float, fill: str) -> str:
+    return f'<circle cx="{x:.4g}" cy="{y:g}" r="4" fill="{fill}" stroke="{ACCENT}" stroke-width="1.6"/>'
+
+
+def performance() -> str:
+    """Decode on the CPU: the share of the read bandwidth, and how many times longer torch takes."""
+    found = decode_rows()
+    caches = list(dict.fromkeys(cache for cache, _ in found))
+    colours = dict(zip(dict.fromkeys(group for _, group in found), COLOURS, strict=False))
+    left, right, wide, top, high, gap = 122, 440, 270, 96, 17, 12
+    height = high * len(found) + gap * (len(caches) - 1)
+    most = 5 * -(-max(max(column(rows, "x gather"), default=0.0) for rows in found.values()) // 5)
+
+    def share_at(value: float) -> float:
+        return left + wide * value
+
+    def times_at(value: float) -> float:
+        return right + 290 * value / most
+
+    parts = [
+        title(20, 28, "Decode on the CPU: share of the read bandwidth"),
+        text(20, 48, "G: query heads per KV head", 11, fill=GREY),
+        text(20, 64, "bar: the median of three shapes; line: all of them", 11, fill=GREY),
+        title(right, 28, "Time of torch over time of pagedkv"),
+        *(dot(right + 6, 46, ACCENT), text(right + 16, 50, "SDPA on dense K and V", 11, fill=GREY)),
+        *(dot(right + 156, 46, WHITE), text(right + 166, 50, "gather, then SDPA", 11, fill=GREY)),
+        *axis(left, wide, top - 8, top + height + 6, [0, 0.2, 0.4, 0.6, 0.8, 1], "a float32 sum of a large array = 1"),
+        *axis(right, 290, top - 8, top + height + 6, [5.0 * i for i in range(int(most) // 5 + 1)], "times as long"),
+        f'<path d="M{times_at(1):g} {top - 8} v{height + 14}" stroke="{INK}" stroke-dasharray="3 3"/>',
+        text(times_at(1) - 4, top - 14, "pagedkv = 1", 11, fill=GREY),
+    ]
+    y = float(top)
+    for cache in caches:
+        groups = [group for name, group in found if name == cache]
+        parts.append(text(20, y + high * len(groups) / 2 + 4, cache, 12))
+        if not column(found[cache, groups[0]], "x SDPA"):
+            parts.append(text(right + 30, y + high * len(groups) / 2 + 4, "SDPA takes no fp8", 11, fill=GREY))
+        for group in groups:
+            rows, middle = found[cache, group], y + high / 2
+            shares = sorted(column(rows, "share"))
+            share = shares[len(shares) // 2]
+            parts += [
+                text(left - 6, middle + 4, f"G {group}", 11, "end", GREY),
+                box(left, y + 2, round(wide * share, 1), high - 4, colours[group]),
+                reach(shares, share_at, middle),
+                text(share_at(shares[-1]) + 6, middle + 4, f"{share:.2f}", 11),
+            ]
+            for name, fill in (("x SDPA", ACCENT), ("x gather", WHITE)):
+                if times := sorted(column(rows, name)):
+                    parts += [reach(times, times_at, middle), dot(times_at(times[len(times) // 2]), middle, fill)]
+            y += high
+        y += gap
+    return drawing(top + height + 58, parts)
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {"performance.svg": performance}
+
+if __name__ == "__main__":
+    for name, draw in DRAWINGS.items():
+        (IMAGES / name).write_text(draw(), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

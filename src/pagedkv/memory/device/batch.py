@@ -1,0 +1,97 @@
+"""Batch: what attention needs to know about some sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...buckets import bucket
+from ..guard import Guarded, alone
+from ..table import SequenceTable
+from .arrays import Arrays
+from .mirror import Mirror
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the attention operations need to know about a batch of sequences.
+
+    Attributes
+    ----------
+    block_tables : (num_seqs, width) int32
+        Entries at or past ceil(seq_len / P) are unused: -1 on the host, anything on a device.
+    seq_lens : (num_seqs,) int32
+    max_seq_len : int
+        The longest of them, 0 if there are none; known on the host wherever the arrays are.
+    query_starts : (num_seqs + 1,) int32
+        Where the query rows of each sequence begin; the last element is num_tokens. Made when it is first looked up.
+    positions : (num_tokens,) int64
+        The position of each query row in its sequence, for `apply_rotary`. Made when it is first looked up.
+    """
+
+    block_tables: Any
+    seq_lens: Any
+    max_seq_len: int
+    _arrays: Arrays = field(repr=False)
+    _lens: npt.NDArray[np.int32] = field(repr=False)
+    _query_lens: npt.NDArray[np.int64] = field(repr=False)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has exactly one query row, so that `decode_attention` does."""
+        return bool((self._query_lens == 1).all())
+
+    @cached_property
+    def query_starts(self) -> Any:
+        return self._arrays.asarray(np.concatenate([[0], np.cumsum(self._query_lens)]).astype(np.int32))
+
+    @cached_property
+    def positions(self) -> Any:
+        ends = np.cumsum(self._query_lens)
+        return self._arrays.asarray(np.arange(self._query_lens.sum()) + (self._lens - ends).repeat(self._query_lens))
+
+
+class Batches(Guarded):
+    """The batches of a table: new arrays on the host, mirrored ones on a device.
+
+    Parameters
+    ----------
+    table : SequenceTable
+    arrays : Arrays
+    grows : bool
+        Whether the buffers on a device begin as the table does, and move as it grows, or have room for the longest
+        sequence that can be.
+    """
+
+    def __init__(self, table: SequenceTable, arrays: Arrays, *, grows: bool) -> None:
+        self._table, self._arrays, self._guard = table, arrays, table._guard
+        self._mirrors = None
+        if arrays.on_device:
+            columns = table._rows.blocks.shape[1] if grows else table.max_blocks
+            self._mirrors = Mirror(arrays, table.max_seqs, columns), Mirror(arrays, table.max_seqs, 1)
+
+    def of(self, seqs: Any, query_lens: Any) -> Batch:
+        """The batch of sequences: see `PagedKVCache.batch`."""
+        if self._mirrors is not None:
+            return self._mirrored(*self._mirrors, seqs, query_lens)
+        block_tables, seq_lens, query_lens = self._table._batch(seqs, query_lens)
+        arrays = self._arrays
+        return Batch(
+            arrays.asarray(block_tables), arrays.asarray(seq_lens), _longest(seq_lens), arrays, seq_lens, query_lens
+        )
+
+    @alone
+    def _mirrored(self, tables: Mirror, lens: Mirror, seqs: Any, query_lens: Any) -> Batch:
+        block_tables, seq_lens, query_lens = self._table._batch(seqs, query_lens)
+        longest = _longest(seq_lens)
+        room = min(-(-bucket(longest) // self._table.block_size), self._table.max_blocks)
+        mirrored = tables.update(block_tables, room), lens.update(seq_lens[:, None])[:, 0]
+        return Batch(*mirrored, longest, self._arrays, seq_lens, query_lens)
+
+
+def _longest(seq_lens: npt.NDArray[np.int32]) -> int:
+    return int(seq_lens.max(initial=0))

@@ -1,0 +1,414 @@
+"""examples/serve.py: the same texts as one at a time, limits that are said, and no block lost whatever clients do."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+import serve  # noqa: E402
+from server.protocol import Refused, Stops, parse  # noqa: E402
+from server.small import SmallDecoder, small  # noqa: E402
+from transformer import WEIGHTS, load  # noqa: E402
+
+TOKENIZER = load()[1]
+PROMPT = TOKENIZER.encode((EXAMPLES / "engine.py").read_bytes())
+SIZES = ["--context", "1024", "--num-blocks", "512", "--max-tokens", "128"]
+
+
+@contextlib.contextmanager
+def serving(*words):
+    """A server in this process; every sequence must have ended in the end, and the pool be whole."""
+    args = serve.parse([*SIZES, "--max-batch", "8", *words])
+    server = serve.build(args)
+    engine = server.worker.engine
+    over_http = serve.OverHttp(server, args.max_connections)
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        thread = threading.Thread(target=over_http.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield SimpleNamespace(port=listener.getsockname()[1], server=server, engine=engine, over_http=over_http)
+            wait_until(lambda: engine.cache.stats().used == 0)
+            engine.cache.check()
+            assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
+            assert not server.worker._open
+        finally:
+            over_http.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with serving() as shared:
+        yield shared
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def ask(port, body, path="/v1/completions", method="POST", **headers):
+    """Status, headers and body of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    with contextlib.closing(connection):
+        body = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
+
+
+def complete(port, prompt, **options):
+    """The text of a completion, whole or joined from its events, and why it ended."""
+    status, _, body = ask(port, {"prompt": prompt, **options})
+    assert status == 200, body
+    if not options.get("stream"):
+        [choice] = json.loads(body)["choices"]
+        return choice["text"], choice["finish_reason"]
+    *events, last = re.findall(rb"data: (.*)\n\n", body)
+    assert last == b"[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events]
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
+def begin(port, missing=0, **fields):
+    """A connection on which a request was sent, or a body with so many bytes missing, and nothing read."""
+    body = json.dumps(fields).encode()
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body) + missing}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def requests(count, length, max_tokens):
+    """Prompts that begin alike and end in their own tokens, with their own draws."""
+    return [
+        {"prompt": [*PROMPT[:length], 1 + i % 200], "max_tokens": max_tokens, "seed": i, "temperature": 0.7}
+        for i in range(count)
+    ]
+
+
+def one_at_a_time(wanted):
+    """What an engine without a server and without a prefix cache says to each of some requests alone."""
+    engine, _ = small(WEIGHTS, 1024, 512, 16, prefix_cache=False, max_num_seqs=1)
+    texts = []
+    for request in wanted:
+        sampling = {"top_p": 1.0, "top_k": 0} | {name: request[name] for name in ("seed", "temperature")}
+        engine.add(request["prompt"], request["max_tokens"], **sampling)
+        decoder, text, reason = SmallDecoder(TOKENIZER), "", ""
+        while not reason:
+            for sampled in engine.step():
+                text, reason = text + decoder.push(sampled.token), sampled.reason
+        texts.append((text + decoder.finish(), reason))
+    return texts
+
+
+def test_texts_are_those_of_a_run_one_at_a_time(shared):
+    wanted = requests(24, 100, 6)
+    with ThreadPoolExecutor(8) as clients:
+        got = clients.map(lambda i: complete(shared.port, **wanted[i], stream=i % 2 == 0), range(len(wanted)))
+        assert list(got) == one_at_a_time(wanted)
+    assert shared.engine.cache.stats().hit_tokens >= 16 * 96
+
+
+@pytest.mark.long
+def test_a_thousand_requests_of_32_clients():
+    """The whole of it, and the prefix cache's worth, in seconds of this process."""
+    wanted = requests(1000, 512, 8)
+    expected = one_at_a_time(wanted[:200])
+    seconds = {}
+    for words in (["--no-prefix-cache"], []):
+        count = len(wanted) if not words else 200
+        with serving("--max-batch", "32", "--max-waiting", "32", *words) as server, ThreadPoolExecutor(32) as clients:
+            free = server.engine.cache.num_free
+            begun = time.process_time()
+            got = list(clients.map(lambda request: complete(server.port, **request), wanted[:count]))
+            seconds[not words] = (time.process_time() - begun) / count
+            assert got[:200] == expected
+            assert server.engine.cache.num_free == free
+    print(f"\n{1e3 * seconds[False]:.1f} ms a request without the prefix cache, {1e3 * seconds[True]:.1f} ms with it")
+    assert seconds[False] > 3 * seconds[True]
+
+
+def test_chats_stops_and_usage(shared):
+    text, _ = complete(shared.port, "def main(", temperature=0, max_tokens=30)
+    stop = text[10:13]
+    for stream in (False, True):
+        cut = complete(shared.port, "def main(", temperature=0, max_tokens=30, stop=stop, stream=stream)
+        assert cut == (text[: text.index(stop)], "stop")
+    chat = {"messages": [{"role": "user", "content": "class Queue"}], "max_tokens": 5, "temperature": 0}
+    status, _, body = ask(shared.port, chat, "/v1/chat/completions")
+    answer = json.loads(body)
+    assert status == 200
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["usage"]["completion_tokens"] == 5
+    chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    events = re.findall(rb"data: (.*)\n\n", ask(shared.port, chat, "/v1/chat/completions")[2])
+    *chunks, last = map(json.loads, events[:-1])
+    assert last["usage"] == answer["usage"]
+    deltas = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
+    assert "".join(deltas) == answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b'{"prompt": "x"', 400, "the body must be JSON"),
+        (b"[" * 100_000, 400, "the body must be JSON"),
+        (b"\xff", 400, "the body must be JSON"),
+        ([], 400, "the body must be a JSON object, got list"),
+        ({"prompt": "x" * 10_000_000}, 413, "the body must be of at most 1000000 bytes"),
+        ({"prompt": ""}, 400, "prompt must be one text of at least one character"),
+        ({"prompt": ["a", "b"]}, 400, "prompt must be one text"),
+        ({"prompt": [5, 1024]}, 400, "prompt must have tokens from 0 to 1023"),
+        ({"prompt": "\ud800"}, 400, "the prompt cannot be encoded"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be a whole number from 1 to"),
+        ({"prompt": "x", "temperature": float("nan")}, 400, "temperature must be a number from 0 to 2, got NaN"),
+        ({"prompt": "x", "n": 2}, 400, "n must be 1 here"),
+        ({"prompt": "x", "stop": [1]}, 400, "stop must be a text"),
+        ({"prompt": "x", "max_tokens": 1025}, 400, "a request can have 1024 tokens in this cache"),
+        ({"prompt": "x", "max_tokens": 1025, "stream": True}, 400, "a request can have 1024 tokens in this cache"),
+    ],
+)
+def test_what_is_wrong_is_said(shared, body, status, words):
+    got, _, text = ask(shared.port, body)
+    assert got == status
+    assert words in json.loads(text)["error"]["message"]
+
+
+def test_messages_must_be_texts():
+    for messages in (None, [], ["hi"], [{"role": "user"}], [{"role": "user", "content": [{"type": "image"}]}]):
+        with pytest.raises(Refused, match=r"messages"):
+            parse(json.dumps({"messages": messages}).encode(), chat=True, num_tokens=10)
+
+
+def test_other_sites_do_not_get_in_by_a_name_of_theirs(shared):
+    assert ask(shared.port, None, "/metrics", "GET", Host="attacker.example")[0] == 400
+
+
+@contextlib.contextmanager
+def held(server, after=0):
+    """Hold the engine at the start of its next step but `after`; gives a function that waits until it is held."""
+    engine, step, reached, go, count = server.engine, server.engine.step, threading.Event(), threading.Event(), [0]
+
+    def stepped():
+        count[0] += 1
+        if count[0] > after:
+            reached.set()
+            assert go.wait(60)
+        return step()
+
+    engine.step = stepped
+    try:
+        yield lambda: reached.wait(60)
+    finally:
+        engine.step = step
+        go.set()
+
+
+def cancelled(server):
+    return server.server.worker.counts["cancelled"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_in_the_middle_of_its_prompt_is_cancelled(shared, stream):
+    before = cancelled(shared)
+    prompt = [7, *PROMPT[:900]]  # 8 steps, and in no cache
+    with held(shared, after=2) as is_held:
+        connection = begin(shared.port, prompt=prompt, max_tokens=100, stream=stream)
+        assert is_held()
+        assert shared.engine.cache.stats().used > 0
+        connection.close()
+        wait_until(lambda: cancelled(shared) == before + 1)
+    wait_until(lambda: shared.engine.cache.stats().used == 0)
+    assert complete(shared.port, "x", max_tokens=1)[1] == "length"
+
+
+def test_a_client_that_is_killed_is_cancelled(shared):
+    before = cancelled(shared)
+    code = """
+import socket, sys
+body = b'{"prompt": "def main(", "max_tokens": 1000, "stream": true, "temperature": 0}'
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+head = b"POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: %d\\r\\n\\r\\n"
+connection.sendall(head % len(body) + body)
+print(len(connection.recv(100)), flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-S", "-c", code, str(shared.port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
+        assert client.stdout.readline()
+        client.kill()
+    wait_until(lambda: cancelled(shared) == before + 1)
+    wait_until(lambda: shared.engine.cache.stats().used == 0)
+
+
+def test_requests_beyond_the_queue_are_told_to_come_again():
+    with serving("--max-batch", "1", "--max-waiting", "1") as server:
+        with held(server) as is_held:
+            connections = [begin(server.port, prompt="x", max_tokens=2) for _ in range(2)]
+            assert is_held()
+            wait_until(lambda: len(server.server.worker._open) == 2)
+            for stream in (False, True):
+                status, headers, body = ask(server.port, {"prompt": "x", "stream": stream})
+                assert (status, headers["Retry-After"]) == (503, "1")
+                assert "try again later" in json.loads(body)["error"]["message"]
+        for connection in connections:
+            with connection:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("beyond", [5, pytest.param(2000, marks=pytest.mark.long)])
+def test_connections_beyond_the_limit_are_told_so(beyond):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16384), hard))  # both ends are in this process
+    try:
+        with serving("--max-connections", "4") as server, contextlib.ExitStack() as stack:
+            idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
+            for connection in idle:
+                stack.enter_context(connection)
+            wait_until(lambda: ask_refused(server.port))
+            for connection in [begin(server.port, prompt="x") for _ in range(beyond)]:
+                with connection:
+                    answer = connection.recv(4096)
+                    assert answer.startswith(b"HTTP/1.1 503 ")
+                    assert b"\r\nRetry-After: 1\r\n" in answer
+            idle[0].close()
+            wait_until(lambda: not ask_refused(server.port))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def ask_refused(port):
+    return ask(port, None, "/v1/models", "GET")[0] == 503
+
+
+def test_a_model_that_fails_answers_500_and_the_next_request_is_computed(shared, monkeypatch):
+    forward = shared.engine.model.forward
+    monkeypatch.setattr(shared.engine.model, "forward", lambda *args: 1 // 0)
+    for stream in (False, True):
+        status, _, body = ask(shared.port, {"prompt": "x", "stream": stream})
+        assert status == 500
+        assert "the model failed: ZeroDivisionError" in json.loads(body)["error"]["message"]
+    monkeypatch.setattr(shared.engine.model, "forward", forward)
+    assert complete(shared.port, "x", max_tokens=2)[1] == "length"
+
+
+def test_the_server_says_what_it_does(shared):
+    with held(shared) as is_held:
+        connection = begin(shared.port, prompt="def main(", max_tokens=2)
+        assert is_held()
+    with connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    status, headers, body = ask(shared.port, None, "/metrics", "GET")
+    assert (status, headers.get_content_type()) == (200, "text/plain")
+    values = dict(line.rsplit(" ", 1) for line in body.decode().splitlines() if not line.startswith("#"))
+    assert float(values['pagedkv_requests_total{end="length"}']) >= 1
+    assert float(values["pagedkv_tokens_generated_total"]) >= 2
+    assert values['pagedkv_blocks{state="free"}'] == "512"
+    pool = json.loads(ask(shared.port, None, "/status/pool", "GET")[2])
+    assert pool["pool"].count("<svg") == 1
+    assert pool["now"].startswith("0 run, 0 wait")
+    assert b'fetch("/status/pool")' in ask(shared.port, None, "/", "GET")[2]
+    assert json.loads(ask(shared.port, None, "/v1/models", "GET")[2])["data"][0]["id"] == "small"
+
+
+def test_the_openai_client(shared):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{shared.port}/v1", api_key="none", max_retries=0) as client:
+        options = {"model": "small", "prompt": "def main(", "max_tokens": 8, "temperature": 0}
+        whole = client.completions.create(**options)
+        parts = [chunk.choices[0].text for chunk in client.completions.create(**options, stream=True)]
+        assert "".join(parts) == whole.choices[0].text
+        messages = [{"role": "user", "content": "def main("}]
+        chat = client.chat.completions.create(model="small", messages=messages, max_tokens=5, temperature=0)
+        assert chat.choices[0].message.content
+        with pytest.raises(openai.BadRequestError, match="a request can have 1024 tokens"):
+            client.completions.create(**options | {"max_tokens": 2000})
+        assert [model.id for model in client.models.list()] == ["small"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_waits_when_the_server_ends_is_told_so(stream):
+    with serving() as server:
+        with begin(server.port, prompt="def main(", max_tokens=1000, temperature=0, stream=stream) as connection:
+            wait_until(lambda: server.server.worker.counts["tokens"] > 2)
+            server.over_http.should_exit = True
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert (b"503 Service Unavailable" in answer) != stream
+        assert b"the server is shutting down" in answer
+
+
+def test_a_model_of_transformers(tmp_path):
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    from ..integrations.transformers.byte_tokenizer import byte_tokenizer
+    from ..integrations.transformers.models import make_model
+
+    model, tokenizer = make_model("Llama", vocab_size=256, eos_token_id=None), byte_tokenizer()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    prompt = tokenizer("def main(").input_ids
+    ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=9)[0, len(prompt) :]
+    with serving("--model", str(tmp_path), "--context", "200") as server:
+        for stream in (False, True):
+            said = complete(server.port, "def main(", max_tokens=9, temperature=0, stream=stream)
+            assert said == (tokenizer.decode(ids), "length")
+        for template in (None, "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"):
+            server.server.text._tokenizer.chat_template = template
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+            answer = json.loads(ask(server.port, chat, "/v1/chat/completions")[2])
+            assert answer["usage"]["prompt_tokens"] == (4 if template else 3)
+    assert isinstance(server.engine._model, transformers.LlamaForCausalLM)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+def test_from_the_command_line_until_ctrl_c():
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "serve.py"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
+        assert complete(port, "def main(", max_tokens=2)[1] == "length"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors
+
+
+def test_a_text_stops_before_the_first_of_its_stops():
+    for pieces, stops, expected in [
+        (["ab", "cd"], ["bc"], "a"),
+        (["a", "b", "a", "b", "c"], ["abc"], "ab"),
+        (["ab", "ab"], ["abc"], "abab"),
+        (["x\n", "\n", "y"], ["\n\n", "z"], "x"),
+        (["ab"], [], "ab"),
+    ]:
+        held_back = Stops(stops)
+        out = "".join([held_back.push(piece) for piece in pieces] + [held_back.push("", final=True)])
+        assert out == expected
+        assert held_back.found == (expected != "".join(pieces))
+
+
+def test_a_character_comes_with_the_last_of_its_bytes():
+    decoder = SmallDecoder(TOKENIZER)
+    assert [decoder.push(byte) for byte in "é".encode()] == ["", "é"]
+    assert [decoder.push(0xC3), decoder.finish()] == ["", "�"]

@@ -1,0 +1,168 @@
+"""Prefill of few rows, whose keys are split; the tests run in the emulator."""
+
+from ..mutant import Mutant
+
+SPLIT = "tests/kernels/prefill/test_split.py::"
+BOUND = SPLIT + "test_every_form_meets_the_error_bound[emulator-"
+TENSOR, FP8 = ((BOUND + f"{form}]",) for form in ("tensor cores", "fp8"))
+ONE_WARP = (SPLIT + "test_rows_that_see_keys_of_one_warp_have_the_bits_of_long_chunks[emulator-tensor cores]",)
+NEEDLE = (SPLIT + "test_a_needle_is_found_at_the_ends_of_tiles_parts_and_splits[emulator-tensor cores]",)
+WRONG = (SPLIT + "test_what_is_wrong_in_one_call_does_no_harm_to_the_next[emulator-False]",)
+LAUNCHED = (SPLIT + "test_what_is_launched_follows_from_shapes_bounds_and_options",)
+ONE_KERNEL = (SPLIT + "test_each_sequence_is_for_one_kernel",)
+READ = (SPLIT + "test_keys_that_no_row_sees_are_not_read",)
+WINDOW = (SPLIT + "test_earlier_rows_whose_window_begins_in_another_split_change_no_bit[emulator]",)
+GRID = (SPLIT + "test_a_grid_has_every_split",)
+ALONE = (SPLIT + "test_few_tokens_of_short_and_empty_sequences_take_the_split_kernel_alone[emulator]",)
+
+LOOP = "kernels/prefill/tensor_cores/split/loop.py"
+MERGE = "kernels/prefill/tensor_cores/split/merge.py"
+KERNEL = "kernels/prefill/tensor_cores/split/kernel.py"
+SHAPE = "kernels/prefill/tensor_cores/split/shape.py"
+PLAN = "cuda/plans/prefill.py"
+
+MUTANTS = [
+    Mutant(
+        "prefill split: Q is used before it is there",
+        LOOP,
+        "        cuda.syncthreads()  # Q is there for all\n",
+        "",
+        TENSOR,
+    ),
+    Mutant(
+        "prefill split: K is used before other lanes have copied it",
+        LOOP,
+        "            sync_warp()\n            multiply_keys",
+        "            multiply_keys",
+        TENSOR,
+        ci=True,
+    ),
+    Mutant(
+        "prefill split: K of the next tile is copied over K",
+        LOOP,
+        "            if not IS_FP8:\n                sync_warp()\n            if is_followed:\n"
+        "                for_each(copy_piece, PIECES, (k_copies",
+        "            if is_followed:\n                for_each(copy_piece, PIECES, (k_copies",
+        TENSOR,
+    ),
+    Mutant(
+        "prefill split: nobody waits for V",
+        LOOP,
+        "            soften(registers, excess, unit)\n            wait_one()\n",
+        "            soften(registers, excess, unit)\n",
+        TENSOR,
+    ),
+    Mutant(
+        "prefill split: codes of V are converted before they are there",
+        LOOP,
+        "            soften(registers, excess, unit)\n            wait_one()\n",
+        "            soften(registers, excess, unit)\n",
+        FP8,
+    ),
+    Mutant(
+        "prefill split: the second piece of a tile is the first one",
+        LOOP,
+        "uint32(first + PIECE * i)",
+        "first",
+        NEEDLE,
+    ),
+    Mutant(
+        "prefill split: sums are put before all warps are done",
+        KERNEL,
+        "            cuda.syncthreads()  # sums take the place of the tiles\n",
+        "",
+        TENSOR,
+    ),
+    Mutant(
+        "prefill split: warps are added as if they had the same pivot",
+        MERGE,
+        "                weight = exp2(float32(x[0] - maximum))\n",
+        "                weight = float32(1)\n",
+        TENSOR,
+    ),
+    Mutant(
+        "prefill split: splits are added as if they had the same pivot",
+        MERGE,
+        "        weight = exp2(float32(pivots[i] - maximum))\n",
+        "        weight = float32(1)\n",
+        NEEDLE,
+    ),
+    Mutant(
+        "prefill split: no fence between a partial state and the count",
+        KERNEL,
+        "                publish(thread)\n",
+        "                cuda.syncthreads()\n",
+        NEEDLE,
+        ci=True,
+    ),
+    Mutant(
+        "prefill split: thread blocks without work do not count",
+        KERNEL,
+        "        if is_last(",
+        "        if split < num_splits and is_last(",
+        WRONG,
+    ),
+    Mutant(
+        "prefill split: a part ends a key late",
+        KERNEL,
+        "uint32(uint32(uint32(1) << bits) - 1)",
+        "uint32(uint32(1) << bits)",
+        TENSOR,
+    ),
+    Mutant(
+        "prefill split: tiles before the window are read",
+        KERNEL,
+        "Span(max(part, span.first), ",
+        "Span(part, ",
+        READ,
+    ),
+    Mutant(
+        "prefill split: which lane has a split depends on the first one",
+        MERGE,
+        "Splits(first_split, partials.num_splits)",
+        "Splits(uint32(0), partials.num_splits)",
+        WINDOW,
+    ),
+    Mutant(
+        "prefill split: parts are half as long",
+        KERNEL,
+        "PART_BITS, LONGEST_BITS = PART.bit_length() - 1,",
+        "PART_BITS, LONGEST_BITS = PART.bit_length() - 2,",
+        ONE_WARP,
+    ),
+    Mutant(
+        "prefill split: both kernels take a sequence of few rows and keys",
+        KERNEL,
+        "        if not is_here or item.seq_len < uint32(least_keys):\n",
+        "        if not is_here:\n",
+        ONE_KERNEL,
+    ),
+    Mutant(
+        "prefill split: no kernel takes a sequence of PART keys",
+        "kernels/prefill/items.py",
+        "item.seq_len > uint32(PART)",
+        "item.seq_len >= uint32(PART)",
+        ONE_KERNEL,
+    ),
+    Mutant(
+        "prefill split: rows of empty sequences are not written",
+        KERNEL,
+        "        elif item.num_rows > 0 and split == 0:\n",
+        "        elif False:\n",
+        ALONE,
+    ),
+    Mutant(
+        "prefill split: a window needs a split less",
+        SHAPE,
+        "(seen - 1) // self.split + 2",
+        "(seen - 1) // self.split + 1",
+        GRID,
+    ),
+    Mutant(
+        "prefill split: exact calls are split",
+        PLAN,
+        "can_split(config) and not call.exact and",
+        "can_split(config) and",
+        LAUNCHED,
+    ),
+]

@@ -1,0 +1,357 @@
+"""The README and the docs: every snippet runs and gives what stands there, links lead somewhere, the pages build."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import ml_dtypes
+import pytest
+
+import pagedkv
+from pagedkv.cpu.attention.decode import SPLIT
+from pagedkv.cpu.attention.tiles import TILE
+
+ROOT = Path(__file__).parents[2]
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+PAGES = [*GUIDES, *sorted(path for path in ROOT.glob("docs/**/*.md") if "_build" not in path.parts)]
+# MyST's directives ({toctree}) and every language: the word behind the fence, and what is between the fences.
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# The first line of a block that the tests execute where there is a GPU, and compile everywhere.
+NEEDS_GPU = "# needs a GPU\n"
+
+
+def name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def run_snippets(path, *, on_gpu=False):
+    """Run the python blocks of a page in order, in one namespace; returns how many there are.
+
+    A block with prompts is a doctest. What another one prints must be the block marked `output` behind it. One that
+    needs a GPU is only compiled, unless there is one.
+    """
+    text, namespace, printed, count = path.read_text(), {"__name__": "__main__"}, "", 0
+    for fence in FENCE.finditer(text):
+        language, body = fence.groups()
+        line = text.count("\n", 0, fence.start()) + 1
+        if language == "output":
+            assert printed == body, f"{name(path)}:{line}"
+            printed = ""
+        elif language == "python":
+            count += 1
+            assert printed == "", f"{name(path)}:{line}: the block before prints what no output block shows"
+            if body.startswith(">>>"):
+                run_doctest(body, namespace, path, line)
+            else:
+                code = compile("\n" * line + body, name(path), "exec")
+                if body.startswith(NEEDS_GPU) and not on_gpu:
+                    continue
+                with contextlib.redirect_stdout(io.StringIO()) as stdout:
+                    exec(code, namespace)
+                printed = stdout.getvalue()
+    assert printed == "", f"{name(path)}: the last block prints what no output block shows"
+    return count
+
+
+def run_doctest(body, namespace, path, line):
+    test = doctest.DocTestParser().get_doctest(body, namespace, name(path), name(path), line)
+    runner = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST)
+    report = io.StringIO()
+    runner.run(test, out=report.write, clear_globs=False)
+    namespace.update(test.globs)
+    assert runner.tries
+    assert not runner.failures, report.getvalue()
+
+
+@pytest.mark.usefixtures("without_lines")
+@pytest.mark.parametrize("path", [path for path in PAGES if "```python" in path.read_text()], ids=name)
+def test_snippets(path):
+    assert run_snippets(path)
+
+
+GPU_PAGES = [path for path in PAGES if f"```python\n{NEEDS_GPU}" in path.read_text()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", GPU_PAGES, ids=name)
+def test_snippets_on_a_gpu(path):
+    for module in set(re.findall(r"^import (cupy|torch)\b", path.read_text(), re.MULTILINE)):
+        pytest.importorskip(module)
+    assert run_snippets(path, on_gpu=True)
+
+
+def test_the_snippets_that_must_be_there():
+    with_snippets = {name(path) for path in PAGES if "```python" in path.read_text()}
+    assert {"README.md", "docs/index.md", "docs/memory.md"} <= with_snippets
+    assert {"docs/howto/chunked-prefill.md", "docs/howto/verification.md"} <= with_snippets
+    assert {"docs/howto/device-arrays.md", "docs/howto/testing-on-a-gpu.md"} <= {name(path) for path in GPU_PAGES}
+
+
+def test_a_block_that_needs_a_gpu_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\n{NEEDS_GPU}assert False\n```\n")
+    assert run_snippets(page)
+    with pytest.raises(AssertionError):
+        run_snippets(page, on_gpu=True)
+    page.write_text(f"```python\n{NEEDS_GPU}assert False)\n```\n")
+    with pytest.raises(SyntaxError):
+        run_snippets(page)
+
+
+WRONG = [
+    "```python\n>>> 1 + 1\n3\n```\n",
+    "```python\nprint(1)\n```\n",
+    "```python\nprint(1)\n```\n\n```output\n2\n```\n",
+    "```python\nprint(1)\n```\n\n```python\nx = 1\n```\n",
+    "```python\nassert False\n```\n",
+]
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_snippets_are_noticed(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 0\n```\n\n" + text)
+    with pytest.raises(AssertionError):
+        run_snippets(page)
+
+
+MODULES = ["operations.attention", "memory.pool", "memory.table", "cache", "sizes"]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings(module):
+    failed, tried = doctest.testmod(importlib.import_module(f"pagedkv.{module}"), extraglobs=vars(pagedkv))
+    assert tried
+    assert not failed
+
+
+def test_no_other_docstring_has_examples():
+    """MODULES is complete."""
+    with_examples = {
+        ".".join(path.relative_to(ROOT / "src" / "pagedkv").with_suffix("").parts)
+        for path in ROOT.glob("src/pagedkv/**/*.py")
+        if "\n    >>> " in path.read_text()
+    }
+    assert with_examples == set(MODULES)
+
+
+def blocks(path, language):
+    return [body for found, body in FENCE.findall(path.read_text()) if found == language]
+
+
+def wide_lines(text):
+    """Lines of code that a page does not show whole; what a doctest prints cannot be broken."""
+    code = [(language, body) for language, body in FENCE.findall(text) if language in ("python", "py", "sh")]
+    lines = [(line, body.startswith(">>>")) for _, body in code for line in body.splitlines()]
+    return [line for line, is_doctest in lines if len(line) > 88 and (not is_doctest or line[:4] in (">>> ", "... "))]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_code_fits_on_a_page(path):
+    assert wide_lines(path.read_text()) == []
+
+
+def test_wide_code_is_noticed():
+    assert wide_lines(f"```python\n>>> {'x' * 85}\n{'y' * 89}\n```\n```text\n{'z' * 89}\n```\n") == [f">>> {'x' * 85}"]
+    assert wide_lines(f"```python\n{'x' * 89}\n```\n") == ["x" * 89]
+
+
+def test_readme_has_two_set_up_commands():
+    """One installs and runs the main job, the other installs and runs the tests."""
+    run, test = blocks(ROOT / "README.md", "sh")
+    install = "python3 -m venv .venv && .venv/bin/pip install"
+    assert run == f'{install} -e . \\\n  && .venv/bin/python examples/generate.py "def main("\n'
+    assert test == f'{install} --no-compile -e ".[test]" \\\n  && .venv/bin/pytest -n auto\n'
+    assert (ROOT / "examples" / "generate.py").is_file()
+    assert "test" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def readme_program():
+    """The README prints one program, and says in words what changes for other arrays and for the emulator."""
+    [program] = blocks(ROOT / "README.md", "python")
+    assert len(program.splitlines()) == 12
+    assert program.startswith("import numpy as xp\n")
+    return program
+
+
+def changed(program, old, new):
+    """The program with one place replaced, and what it prints."""
+    assert program.count(old) == 1
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        exec(compile(program.replace(old, new), "README.md", "exec"), {"__name__": "__main__"})
+    return stdout.getvalue()
+
+
+def says(words):
+    """Whether the README tells its readers about a change, wherever its lines break."""
+    return words in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_readme_program_with_torch():
+    assert says("For torch, change the first line to `import torch as xp`")
+    assert changed(readme_program(), "import numpy as xp", "import torch as xp") == "torch.Size([1, 8, 64])\n"
+
+
+def test_readme_program_in_the_emulator():
+    assert says('`backend="emulator"` in the attention call')
+    emulated = changed(readme_program(), "batch.seq_lens)", 'batch.seq_lens, backend="emulator")')
+    assert emulated == "(1, 8, 64)\n"
+
+
+@pytest.mark.gpu
+def test_readme_program_with_cupy():
+    pytest.importorskip("cupy")
+    assert says("for CuPy to `import cupy as xp`")
+    assert changed(readme_program(), "import numpy as xp", "import cupy as xp") == "(1, 8, 64)\n"
+
+
+DRAWN = ["draw_kernels", "draw_split", "draw_prefill", "draw_performance", "draw_trace", "record_pool"]
+
+
+@pytest.mark.parametrize("module", DRAWN)
+def test_drawings_are_up_to_date(monkeypatch, module):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "scripts")
+    for file, draw in importlib.import_module(module).DRAWINGS.items():
+        assert (ROOT / "docs" / "images" / file).read_text(encoding="utf-8") == draw(), f"run docs/scripts/{module}.py"
+
+
+@pytest.mark.parametrize("module", ["draw_performance", "draw_trace"])
+def test_figures_are_up_to_date(monkeypatch, module):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "scripts")
+    drawn = importlib.import_module(module)
+    page = drawn.PAGE.read_text(encoding="utf-8")
+    assert {match[2] for match in drawn.TABLE.finditer(page)} == set(drawn.TABLES)
+    assert drawn.with_tables(page) == page, f"run docs/scripts/{module}.py"
+
+
+@pytest.mark.usefixtures("without_lines")
+def test_notebooks_print_what_is_stored(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "scripts")
+    notebooks = importlib.import_module("run_notebooks")
+    assert [name(path) for path in notebooks.NOTEBOOKS] == ["examples/one_warp.ipynb"]
+    for path in notebooks.NOTEBOOKS:
+        text = path.read_text(encoding="utf-8")
+        assert text.count('"stdout"') > 5
+        assert notebooks.with_outputs(text, name(path)) == text, "run docs/scripts/run_notebooks.py"
+
+
+def test_messages_are_quoted_as_they_are():
+    sources = [path.read_text() for path in ROOT.glob("src/pagedkv/**/*.py")]
+    page = (ROOT / "docs" / "howto" / "device-arrays.md").read_text()
+    messages = re.findall(r"^\| `([^`]*)` \|", page.partition("## What you meet")[2], re.MULTILINE)
+    assert len(messages) > 10
+    for message in messages:
+        assert any(message in source for source in sources), message
+
+
+def test_sums_are_cut_where_the_numerics_page_says():
+    page = " ".join((ROOT / "docs" / "numerics.md").read_text().split())
+    for words in (
+        f"keys come in tiles of {TILE} tokens",
+        f"begin anew with every split of {SPLIT} tokens",
+        f"Splits and tiles start at multiples of {SPLIT} and {TILE} *tokens of the sequence*",
+        f"largest {ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max:g}) or e5m2 "
+        f"(largest finite {ml_dtypes.finfo(ml_dtypes.float8_e5m2).max:g})",
+    ):
+        assert words in page
+
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(path):
+    """The anchors that GitHub and MyST give to headings."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links(path):
+    for link in LINK.findall(FENCE.sub("", path.read_text())):
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_readme_can_be_read_elsewhere():
+    """A package index shows it without the files beside it: it names them in words."""
+    text = FENCE.sub("", (ROOT / "README.md").read_text())
+    assert [link for link in LINK.findall(text) if not link.startswith("https://")] == []
+    named = re.findall(r"`((?:docs|examples)/[^`]*|[A-Z]+\.md|LICENSE)`", text)
+    assert {"docs/memory.md", "CONTRIBUTING.md", "LICENSE"} <= set(named)
+    assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def test_readme_has_every_extra():
+    rows = (ROOT / "README.md").read_text().split("| extra | for |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
+    extras = [extra for row in rows for extra in re.findall(r"`([^`]*)`", row.split("|")[1])]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sorted(extras) == sorted(project["optional-dependencies"])
+
+
+def test_links_are_found():
+    assert "memory.md" in LINK.findall((ROOT / "docs" / "index.md").read_text())
+    assert "the-empty-cases" in anchors(ROOT / "docs" / "words.md")
+
+
+def missing_places(text):
+    """Paths in the second column of a table that are not in the package."""
+    places = re.findall(r"`([\w/]+(?:\.py|/))`", text.partition("|---|---|")[2])
+    assert places
+    return [place for place in places if not (ROOT / "src" / "pagedkv" / place).exists()]
+
+
+def test_contributing_names_rooms_that_are_there():
+    where_to_look = (ROOT / "CONTRIBUTING.md").read_text().split("## Where to look")[1].split("\n## ")[0]
+    assert missing_places(where_to_look) == []
+    assert missing_places(where_to_look.replace("memory/pool.py", "memory/pond.py")) == ["memory/pond.py"]
+
+
+def test_every_page_is_in_a_contents_list():
+    listed = {
+        entry
+        for contents in blocks(ROOT / "docs" / "index.md", "{toctree}")
+        for entry in contents.splitlines()
+        if entry and not entry.startswith(":")
+    }
+    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in PAGES if "docs" in path.parts}
+    assert pages - {"index"} == listed
+
+
+def test_every_public_name_is_in_the_api():
+    text = (ROOT / "docs" / "api.md").read_text()
+    documented = set(re.findall(r"auto(?:function|class|exception):: (\w+)", text))
+    assert set(pagedkv.__all__) <= documented
+
+
+def test_build(tmp_path):
+    """Sphinx builds every page without a warning, and without the network."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "doctrees")]
+    environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    built = subprocess.run(
+        [*command, str(ROOT / "docs"), str(tmp_path / "html")], capture_output=True, text=True, env=environment
+    )
+    assert built.returncode == 0, built.stderr
+    page = (tmp_path / "html" / "api.html").read_text()
+    for public in pagedkv.__all__:
+        assert f'id="pagedkv.{public}"' in page
+    # Names in single backticks and the drawing of the memory manager.
+    assert 'href="#pagedkv.SequenceTable.fork"' in page
+    assert "fork.svg" in (tmp_path / "html" / "memory.html").read_text()
+    # The interactive page finds its scripts.
+    interactive = tmp_path / "html" / "explanation" / "step_by_step.html"
+    scripts = re.findall(r'<script defer src="([^"?]*step_by_step/\w+\.js)"', interactive.read_text())
+    assert len(scripts) == len([*(ROOT / "docs" / "_static" / "step_by_step").glob("*.js")])
+    assert all((interactive.parent / script).is_file() for script in scripts)
