@@ -7,7 +7,7 @@ from numba import cuda, float32, njit
 
 import pagedkv
 from pagedkv import emulator
-from pagedkv.emulator import EmulatorDevice, MemoryFault, RaceFault
+from pagedkv.emulator import EmulatorDevice, EmulatorError, MemoryFault, RaceFault, Warp
 
 from ..support.problems import Spec, assert_close, build, run
 
@@ -63,6 +63,43 @@ def all_add(total):
     total[0] += 1
 
 
+def test_each_array_is_copied_for_itself():
+    both = np.arange(512, dtype=np.float32)
+    x, out = both[:256], both[64:320]
+    emulator.run(reverse, 4, 64, x, out, device=EmulatorDevice(race=False))
+    in_turn = np.arange(256, dtype=np.float32)
+    emulator.run(reverse, 4, 64, in_turn, in_turn, device=EmulatorDevice(race=False))  # the same array is one buffer
+    # Thread block 1 read what 0 wrote there, had the arrays been one.
+    expected = np.empty(256, np.float32)
+    emulator.run(reverse, 4, 64, np.arange(256, dtype=np.float32), expected, device=EmulatorDevice(race=False))
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(in_turn, expected)
+
+
+@pytest.mark.parametrize("wrong", ["emulator", EmulatorDevice, 3])
+def test_a_device_that_is_none(wrong):
+    with pytest.raises(
+        TypeError, match=r"^device must be an EmulatorDevice, such as EmulatorDevice\(seed=1\), or None"
+    ):
+        emulator.run(all_add, 1, 1, np.zeros(1, np.int64), device=wrong)
+
+
+def test_a_trace_of_the_lines_of_python():
+    x, out = np.arange(256, dtype=np.float32), np.zeros(256, np.float32)
+    device = EmulatorDevice(race=False, trace=Warp())
+    trace = emulator.run(reverse, 4, 64, x, out, device=device, trace=Warp(1, 1)).trace
+    assert (trace.kernel, trace.warp) == ("reverse", Warp(1, 1))
+    [load] = trace.select(name="x", array="x")
+    assert load.source[0].text == "block[t] = x[cuda.blockIdx.x * 64 + t]"
+    assert [values.tolist() for values in load.registers.values()] == [x[96:128].tolist()]
+    [stored] = trace.accesses("out")
+    assert stored.offsets.tolist() == list(range(384, 512, 4))
+    assert emulator.run(reverse, 4, 64, x, out, device=device).trace.warp == Warp()
+    assert "test_run.py" in str(trace)
+    with pytest.raises(EmulatorError, match=r"^a grid of 4 thread blocks of 64 threads does not have Warp\(thread_bl"):
+        emulator.run(reverse, 4, 64, x, out, trace=Warp(0, 2))
+
+
 def test_thread_blocks_race_by_default():
     with pytest.raises(RaceFault, match="global-memory race"):
         emulator.run(all_add, 2, 1, np.zeros(1, np.int64))
@@ -74,8 +111,19 @@ def test_thread_blocks_race_by_default():
         ([1], "argument 0 must be a NumPy array or a number, got list"),
         (
             np.zeros(1, ml_dtypes.float8_e4m3fn),
-            "argument 0 has dtype float8_e4m3fn, which numba does not know: pass",
+            "argument 0 has dtype float8_e4m3fn, which numba does not know: "
+            r"pass a view of its bits as uint8, x\.view\(np\.uint8\)$",
         ),
+        (
+            np.zeros(1, ">f4"),
+            r"argument 0 has dtype >f4, whose bytes are in the other order: "
+            r'pass a copy, x\.astype\(x\.dtype\.newbyteorder\("="\)\)$',
+        ),
+        (
+            np.zeros(1, np.dtype([("a", ">i2"), ("b", "f4")])),
+            r"whose bytes are in the other order: pass a copy",
+        ),
+        (np.zeros(1, "V3"), r"argument 0 has dtype \|V3, which numba does not know: convert it$"),
     ],
 )
 def test_refusals(wrong, says):

@@ -20,6 +20,7 @@ LARGE = ("tests/emulator/test_device.py::test_a_large_array_takes_memory_only_fo
 HOST = ("tests/emulator/state/test_host_array.py",)
 SIZES = ("tests/emulator/machine/test_launch.py::test_sizes_that_no_launch_has",)
 PRINT = ("tests/emulator/machine/test_printing.py",)
+TRACER = "tests/emulator/state/tracing/test_tracer.py::"
 
 ORDER, CLOCKS, DETECTORS = ("emulator/state/order.py", "emulator/state/clocks.py", "emulator/state/races.py")
 UNORDERED = "emulator/state/unordered.py"
@@ -301,5 +302,27 @@ MUTANTS = [
         "            offset = (offset + size - 1) // size * size\n",
         "",
         PRINT,
+    ),
+    Mutant(
+        "emulator: a trace counts the lanes whose guard is false",
+        "emulator/translation/steps.py",
+        "{'m' if t.masked else 'None'},{t.mask})",
+        "{'m' if t.masked else 'None'},{'m' if t.masked else 'None'})",
+        (TRACER + "test_lanes_apart",),
+        ci=True,
+    ),
+    Mutant(
+        "emulator: a trace has the registers before the instruction",
+        "emulator/translation/translate.py",
+        "            self._instruction(t, ins)\n            if self._traced:\n                end_step(t, ins)\n",
+        "            if self._traced:\n                end_step(t, ins)\n            self._instruction(t, ins)\n",
+        (TRACER + "test_registers_lanes_and_bytes",),
+    ),
+    Mutant(
+        "emulator: a traced warp is counted in the batch",
+        "emulator/state/tracing/tracer.py",
+        "np.flatnonzero((frame.cta == cta) &",
+        "np.flatnonzero((frame.cta_slot == cta) &",
+        (TRACER + "test_whatever_batch_has_the_thread_block",),
     ),
 ]

@@ -16,6 +16,7 @@ from .run import run
 from .state.footprint import Footprint
 from .state.memory import Buffer
 from .state.stats import BufferTraffic, LaunchStats
+from .state.tracing.warp_trace import Step, Warp, WarpAccess, WarpTrace
 from .translation.entry import Entry, Module
 
 __all__ = [
@@ -32,8 +33,12 @@ __all__ = [
     "Module",
     "RaceFault",
     "SourceLine",
+    "Step",
     "SyncFault",
     "TrapFault",
     "UnsupportedInstructionError",
+    "Warp",
+    "WarpAccess",
+    "WarpTrace",
     "run",
 ]

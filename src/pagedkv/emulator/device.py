@@ -16,6 +16,7 @@ from .ptx.types import GLOBAL_BASE
 from .state.host_array import HostArray
 from .state.memory import GUARD, INITIALISED, UNALLOCATED, Buffer, extent
 from .state.stats import LaunchStats
+from .state.tracing.warp_trace import Warp
 from .translation.entry import Entry, Module
 
 
@@ -61,6 +62,8 @@ class EmulatorDevice:
         loads of bytes that nothing has written.
     stats, footprint : bool
         Count memory traffic; record which bytes each launch reads and writes.
+    trace : Warp, optional
+        Record each instruction of this warp, in every launch that has it.
 
     Attributes
     ----------
@@ -94,9 +97,10 @@ class EmulatorDevice:
         init_check: bool = True,
         stats: bool = False,
         footprint: bool = False,
+        trace: Warp | None = None,
     ) -> None:
         self._seed, self._race, self._global_race, self._init_check = seed, race, global_race, init_check
-        self._stats, self._footprint = stats, footprint
+        self._stats, self._footprint, self._trace = stats, footprint, trace
         self.memory = _large_device()
         self._arrays: dict[tuple[object, ...], tuple[np.ndarray, Buffer]] = {}
         self._scratch: dict[str, Buffer] = {}
@@ -104,12 +108,17 @@ class EmulatorDevice:
 
     def __repr__(self) -> str:
         checks = f"race={self._race}, global_race={self._global_race}, init_check={self._init_check}"
-        return f"EmulatorDevice(seed={self._seed}, {checks}, stats={self._stats}, footprint={self._footprint})"
+        records = f"stats={self._stats}, footprint={self._footprint}, trace={self._trace}"
+        return f"EmulatorDevice(seed={self._seed}, {checks}, {records})"
 
-    def again(self) -> EmulatorDevice:
-        """A device of the same settings, whose memory is empty, and whose launches are appended to `launches` here."""
+    def again(self, trace: Warp | None = None) -> EmulatorDevice:
+        """A device of the same settings, whose memory is empty, and whose launches are appended to `launches` here.
+
+        It traces the warp that is given, if one is.
+        """
         fresh = copy.copy(self)
         fresh.memory, fresh._arrays, fresh._scratch = _large_device(), {}, {}
+        fresh._trace = trace or self._trace
         return fresh
 
     def __enter__(self) -> EmulatorDevice:
@@ -175,6 +184,7 @@ class EmulatorDevice:
                 global_race=self._global_race,
                 stats=self._stats,
                 footprint=self._footprint,
+                trace=self._trace,
                 seed=self._seed,
                 max_shared_bytes=self.max_shared_bytes,
                 name=kernel.name,

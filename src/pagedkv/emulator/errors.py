@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .state.tracing.warp_trace import WarpTrace
 
 Coordinates = tuple[int, int, int]
 
@@ -47,6 +50,8 @@ class KernelFault(EmulatorError):
         The offending address.
     place : str
         What that address points at: an array, and a byte or element in it.
+    trace : WarpTrace or None
+        With ``trace=``, the steps of that warp up to the fault.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class KernelFault(EmulatorError):
         self.source: SourceLine | None = source[0] if source else None
         self.callers = source[1:]
         self.thread_block, self.thread, self.address, self.place = thread_block, thread, address, place
+        self.trace: WarpTrace | None = None
         parts = [what]
         if address is not None:
             parts.append(f"address {address:#x} ({place})")

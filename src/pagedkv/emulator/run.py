@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .device import EmulatorDevice
+from .errors import EmulatorError
+from .machine.launch import dims
 from .state.stats import LaunchStats
+from .state.tracing.warp_trace import Warp
 
 
 class _Kernel(NamedTuple):
@@ -27,6 +30,7 @@ def run(
     shared_bytes: int = 0,
     capability: tuple[int, int] = (9, 0),
     device: EmulatorDevice | None = None,
+    trace: Warp | None = None,
 ) -> LaunchStats:
     """Compile a kernel for numba.cuda, run it on NumPy arrays without a GPU, and check every access.
 
@@ -49,6 +53,8 @@ def run(
     device : EmulatorDevice, optional
         What is checked and counted; by default one that looks for races on global memory, too. Its `launches` get the
         result.
+    trace : Warp, optional
+        Record each instruction of this warp: the `trace` of the result, or of the fault.
 
     Returns
     -------
@@ -57,9 +63,10 @@ def run(
     Raises
     ------
     EmulatorError
-        Hardware would refuse the launch; or, as a subclass, the kernel's fault, which names its Python line.
+        Hardware would refuse the launch, or it does not have the warp to trace; or, as a subclass, the kernel's fault,
+        which names its Python line.
     TypeError
-        An argument is no array and no number.
+        An argument is no array and no number, or `device` no EmulatorDevice.
     BackendUnavailableError
         numba-cuda is not installed.
 
@@ -67,12 +74,16 @@ def run(
     -----
     Where numba cannot compile the kernel, its own exception comes as it is.
     """
+    if device is not None and not isinstance(device, EmulatorDevice):
+        raise TypeError(f"device must be an EmulatorDevice, such as EmulatorDevice(seed=1), or None, got {device!r}")
+    if trace is not None and not trace.is_in(dims(grid, "grid"), dims(threads, "threads")):
+        raise EmulatorError(f"a grid of {grid} thread blocks of {threads} threads does not have {trace}")
     from ..cuda.compiler.own_kernels import compile_own  # needs numba-cuda, and nothing else here does
 
     own = compile_own(kernel, args, capability)
     names = [*inspect.signature(getattr(kernel, "py_func", kernel)).parameters]
     settings = device or EmulatorDevice(global_race=True)
-    with settings.again() as fresh:
+    with settings.again(trace) as fresh:
         values: list[int | float] = []
         for name, arg in zip(names, args, strict=True):
             if not isinstance(arg, np.ndarray):

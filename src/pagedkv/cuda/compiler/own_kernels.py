@@ -74,11 +74,17 @@ def _type_of(position: int, value: Any) -> Any:
         if isinstance(value, np.generic):
             return numpy_support.from_dtype(value.dtype)
     except NumbaNotImplementedError:
-        raise TypeError(
-            f"argument {position} has dtype {value.dtype}, which numba does not know: "
-            "pass a view of its bits as uint16 or uint8"
-        ) from None
+        raise TypeError(f"argument {position} has dtype {value.dtype}, {_unknown(value.dtype)}") from None
     raise TypeError(f"argument {position} must be a NumPy array or a number, got {type(value).__name__}")
+
+
+def _unknown(dtype: np.dtype) -> str:
+    """Why numba does not know a dtype, and what to do."""
+    if dtype != dtype.newbyteorder("="):
+        return 'whose bytes are in the other order: pass a copy, x.astype(x.dtype.newbyteorder("="))'
+    if dtype.itemsize > 1:
+        return "which numba does not know: convert it"
+    return "which numba does not know: pass a view of its bits as uint8, x.view(np.uint8)"
 
 
 @made_once(most=MOST_KERNELS)

@@ -16,6 +16,7 @@ from ..state.operands import OperandsInFlight
 from ..state.order import Order
 from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import StatsRecorder
+from ..state.tracing.tracer import Tracer
 from ..translation.mem_op import MemOp
 from .copies import Copies
 
@@ -319,3 +320,29 @@ class Access:
         if dst is not None:
             dst[slice(None) if idx is None else idx] = old
         return old == values[0] if what == "cas" else None
+
+
+class TracedAccess(Access):
+    """Memory operations that a tracer looks at."""
+
+    def __init__(self, tracer: Tracer, *args: Any) -> None:
+        super().__init__(*args)
+        self._tracer = tracer
+
+    def global_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
+        """As of Access."""
+        where = super().global_offsets(op, address, m, load, store)
+        self._tracer.access(op, "global", where)
+        return where
+
+    def shared_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
+        """As of Access."""
+        where = super().shared_offsets(op, address, m, load, store)
+        self._tracer.access(op, "shared", where)
+        return where
+
+    def local_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool) -> Offsets:
+        """As of Access."""
+        where = super().local_offsets(op, address, m, load)
+        self._tracer.access(op, "local", where)
+        return where

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import EmulatorError
+from ..errors import EmulatorError, KernelFault
 from ..ptx.parse import Param
 from ..ptx.types import SIZE
 from ..state.footprint import FootprintRecorder
@@ -18,10 +18,12 @@ from ..state.memory import Buffer, Memory
 from ..state.order import Order
 from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import LaunchStats, StatsRecorder
+from ..state.tracing.tracer import Tracer
+from ..state.tracing.warp_trace import Warp
 from ..translation.entry import Entry
 from ..translation.mem_op import MemOp
 from ..translation.scope import Scope
-from .access import Access
+from .access import Access, TracedAccess
 from .namespace import FUNCTIONS, operations
 from .schedule import Scheduler
 from .warp_barriers import WarpBarriers
@@ -32,7 +34,8 @@ MAX_SHARED_BYTES = 227 * 1024
 Dims = tuple[int, int, int]
 
 
-def _dims(sizes: int | Sequence[int], what: str) -> Dims:
+def dims(sizes: int | Sequence[int], what: str) -> Dims:
+    """Three positive sizes from one to three."""
     try:
         given = tuple(map(index, sizes if isinstance(sizes, Iterable) else (sizes,)))
     except TypeError:
@@ -105,6 +108,7 @@ class Device(Memory):
         global_race: bool = False,
         stats: bool = False,
         footprint: bool = False,
+        trace: Warp | None = None,
         seed: int | None = None,
         batch_threads: int = 8192,
         step_limit: int | None = None,
@@ -134,6 +138,8 @@ class Device(Memory):
             Count memory traffic, sectors and wavefronts.
         footprint : bool
             Record which bytes of which buffer are read and written.
+        trace : Warp, optional
+            Record each instruction of this warp, if the launch has it.
         seed : int, optional
             Run thread blocks and warps in a random order; without a seed they run in lock-step.
         batch_threads : int
@@ -156,23 +162,25 @@ class Device(Memory):
         EmulatorError
             Hardware would refuse the launch; or, as a subclass, the kernel's fault.
         """
-        dims, threads = _dims(grid, "grid"), _dims(num_threads, "num_threads")
+        sizes, threads = dims(grid, "grid"), dims(num_threads, "num_threads")
         shared_bytes = _at_least(0, shared_bytes, "shared_bytes")
         batch_threads = _at_least(1, batch_threads, "batch_threads")
         if step_limit is not None:
             step_limit = _at_least(1, step_limit, "step_limit")
-        self._check(entry, dims, threads, args, shared_bytes, max_shared_bytes)
+        self._check(entry, sizes, threads, args, shared_bytes, max_shared_bytes)
         params = {param.name: _parameter(param, value) for param, value in zip(entry.params, args, strict=True)}
-        translation = entry.translation
+        traced = trace is not None and trace.is_in(sizes, threads)
+        translation = entry.traced if traced else entry.translation
         scope = translation.scope
         for kind, value, _ in scope.constants:  # make module variables before statistics size their counters
             if kind == "symbol" and value[0] in entry.globals:
                 self.module_symbol(entry.globals, value[0])
-        num_ctas, per_cta = math.prod(dims), math.prod(threads)
+        num_ctas, per_cta = math.prod(sizes), math.prod(threads)
         rng = None if seed is None else np.random.default_rng(seed)
         name = name or entry.readable_name
         recorder = StatsRecorder(name, entry, self, stats)
         tracks = FootprintRecorder(self) if footprint else None
+        tracer = Tracer(trace, name, entry, self) if trace is not None and traced else None
         global_races: GlobalRaces | None = None
         if global_race:
             global_races = GlobalRaces(self.extent, _granule(scope, "global"), per_cta, num_ctas)
@@ -186,7 +194,7 @@ class Device(Memory):
                 ctas = (
                     np.arange(first, min(first + per, num_ctas)) if shuffled is None else shuffled[first : first + per]
                 )
-                frame = Frame(entry, self, dims, threads, ctas, shared_bytes, layout, name)
+                frame = Frame(entry, self, sizes, threads, ctas, shared_bytes, layout, name)
                 order, shared_races = None, None
                 if race or global_race:
                     order = Order(frame, None if global_races is None else global_races.flags, translation.uses_flags)
@@ -194,23 +202,31 @@ class Device(Memory):
                     shared_races = SharedRaces(frame, _granule(scope, "shared"), order, translation.orders_lanes)
                 if global_races is not None and order is not None:
                     global_races.begin(frame, order)
-                access = Access(frame, self, init_check, order, shared_races, global_races, recorder, tracks, rng)
+                parts = (frame, self, init_check, order, shared_races, global_races, recorder, tracks, rng)
+                access = Access(*parts) if tracer is None else TracedAccess(tracer, *parts)
                 warp_barriers = WarpBarriers(frame, order)
                 warpgroups = WarpgroupOps(frame, access, order) if translation.uses_wgmma else None
                 reuse = scheduler is not None and scheduler.frame.num_lanes == frame.num_lanes
                 bound = operations(frame, access, warp_barriers, warpgroups, order, params)
                 bound.update(frame.namespace(scope, reuse))
+                if tracer is not None:
+                    bound.update(tracer.watch(frame))
                 if reuse:  # same number of lanes: keep register arrays and compiled blocks
                     namespace.update(bound)
                 else:
                     namespace = {**FUNCTIONS, **bound}
                     scheduler = Scheduler(frame, translation, namespace, recorder, rng, step_limit)
                 assert scheduler is not None
-                scheduler.run(frame, order, warp_barriers)
-                if warpgroups is not None:
-                    warpgroups.finish()
+                try:
+                    scheduler.run(frame, order, warp_barriers)
+                    if warpgroups is not None:
+                        warpgroups.finish()
+                except KernelFault as fault:
+                    fault.trace = tracer.out if tracer else None
+                    raise
         result = recorder.finish()
         result.footprint = tracks.finish() if tracks else None
+        result.trace = tracer.out if tracer else None
         return result
 
     @staticmethod

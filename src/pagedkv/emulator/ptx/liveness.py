@@ -14,19 +14,24 @@ _NO_DESTINATION = (
 )
 
 
+def tokens(operand: str) -> list[str]:
+    """The identifiers in an operand."""
+    return _TOKEN.findall(operand)
+
+
 def reads_writes(ins: Instruction) -> tuple[list[str], list[str]]:
     """The identifiers that an instruction reads and writes; not all of them are registers."""
     if ins.parts[0] == "wgmma" and ins.parts[1] != "mma_async":  # .fence, .commit_group and .wait_group
         return [], []
     writes = ins.parts[0] not in _NO_DESTINATION.split() or (ins.parts[0] in ("bar", "barrier") and "red" in ins.parts)
     writes = writes and bool(ins.operands) and "[" not in ins.operands[0]
-    reads = [token for operand in ins.operands[1 if writes else 0 :] for token in _TOKEN.findall(operand)]
+    reads = [token for operand in ins.operands[1 if writes else 0 :] for token in tokens(operand)]
     reads += [token.partition("+")[0] for token in reads]  # "%rd1+16" in an address reads %rd1
     if ins.pred:
         reads.append(ins.pred)
     if ins.parts[0] == "wgmma":  # adds to what it writes
-        reads += _TOKEN.findall(ins.operands[0])
-    return reads, _TOKEN.findall(ins.operands[0]) if writes else []
+        reads += tokens(ins.operands[0])
+    return reads, tokens(ins.operands[0]) if writes else []
 
 
 class Liveness:

@@ -10,6 +10,7 @@ from ..ptx.instruction import Instruction
 from ..ptx.program import Program
 from .footprint import Footprint
 from .memory import Memory, sparse_zeros
+from .tracing.warp_trace import WarpTrace
 
 _HEADS_OF_CLASS = {
     "fma": "fma",
@@ -97,6 +98,8 @@ class LaunchStats:
         Traffic by buffer.
     footprint : Footprint or None
         The bytes touched, with ``footprint=True``.
+    trace : WarpTrace or None
+        The steps of one warp, with ``trace=``; None if the launch does not have that warp.
     """
 
     kernel: str
@@ -114,6 +117,7 @@ class LaunchStats:
     shared_wavefronts_min: int = 0
     buffers: dict[str, BufferTraffic] = field(default_factory=dict)
     footprint: Footprint | None = None
+    trace: WarpTrace | None = None
 
     @property
     def total_warp_instructions(self) -> int:

@@ -18,6 +18,11 @@ class Entry(Program):
         """The kernel in Python."""
         return Translation(self)
 
+    @cached_property
+    def traced(self) -> Translation:
+        """The same, in code that tells a tracer of each instruction."""
+        return Translation(self, traced=True)
+
     def unsupported_instructions(self) -> dict[int, str]:
         """Instructions that raise UnsupportedInstructionError when executed, by PTX line."""
         return dict(self.translation.unsupported)

@@ -17,6 +17,7 @@ from . import arith, convert, logic, matrix, memory, warp, warpgroup
 from .block import BlockTranslator, Handler, UntranslatedError
 from .mem_op import MemOp
 from .scope import Scope
+from .steps import begin_step, end_step
 
 _HANDLERS: dict[str, Handler] = {
     name: handler
@@ -29,6 +30,12 @@ _BARRIERS = ("bar", "barrier")
 
 class Translation:
     """A kernel in Python.
+
+    Parameters
+    ----------
+    program : Program
+    traced : bool
+        Whether its code tells a tracer of each instruction, before and after it.
 
     Attributes
     ----------
@@ -46,8 +53,9 @@ class Translation:
         Instructions that no handler takes, by PTX line; executing them raises.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, traced: bool = False) -> None:
         self.program, self.scope, self.liveness = program, Scope(program), Liveness(program)
+        self._traced = traced
         self.uses_wgmma, self._misuses = uses_wgmma(program), misuses(program)
         self.unsupported: dict[int, str] = {}
         # All blocks now, not when first run: a launch has to know every name in the scope before it starts.
@@ -67,7 +75,11 @@ class Translation:
     def _translate(self, index: int, keep: int | None) -> str:
         t = BlockTranslator(self.scope, self.liveness, index, keep)
         for ins in self.program.blocks[index].instructions:
+            if self._traced:
+                begin_step(t, ins)
             self._instruction(t, ins)
+            if self._traced:
+                end_step(t, ins)
         return "def block(m):\n  " + "\n  ".join([*t.lines, "return"])
 
     def _instruction(self, t: BlockTranslator, ins: Instruction) -> None:

@@ -1,0 +1,1 @@
+"""What one warp did in a launch, and how it is recorded."""

@@ -1,0 +1,97 @@
+"""Records the steps of one warp, while the code that `Translation` writes for a trace runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ...errors import SourceLine
+from ...ptx.instruction import Instruction
+from ...ptx.program import Program
+from ...ptx.types import GLOBAL_BASE
+from ...translation.mem_op import MemOp
+from ..frame import Frame, Mask
+from ..memory import Buffer, Memory
+from .warp_trace import Step, Warp, WarpAccess, WarpTrace
+
+
+class Tracer:
+    """Collects a WarpTrace; one batch of the launch has the warp."""
+
+    def __init__(self, warp: Warp, kernel: str, program: Program, memory: Memory) -> None:
+        arrays = {buffer.name: _addresses(buffer) for buffer in memory.buffers if not buffer.freed}
+        self.out = WarpTrace(kernel, warp, arrays)
+        self._program, self._memory = program, memory
+        self._rows: slice | None = None
+        self._frame: Frame | None = None
+        self._step: Step | None = None
+        self._sources: dict[int, tuple[SourceLine, ...]] = {}
+
+    def watch(self, frame: Frame) -> dict[str, Callable[..., None]]:
+        """What the code of a batch calls."""
+        x, y, z = self.out.warp.coordinates
+        cta = x + frame.grid[0] * (y + frame.grid[1] * z)
+        first = np.flatnonzero((frame.cta == cta) & (frame.warp_in_cta == self.out.warp.warp))
+        self._rows = slice(int(first[0]), int(first[-1]) + 1) if len(first) else None
+        self._frame, self._step = frame, None
+        return {"begin_step": self.begin_step, "end_step": self.end_step}
+
+    def begin_step(self, ins: Instruction, m: Mask, mask: Mask) -> None:
+        """An instruction of a block that lanes `m` are at, and that those in `mask` run."""
+        rows, self._step = self._rows, None
+        if rows is None or (m is not None and not m[rows].any()):
+            return
+        if len(self.out.steps) >= self.out.warp.max_steps:
+            self.out.dropped += 1
+            return
+        if ins.line not in self._sources:
+            self._sources[ins.line] = self._program.source(ins.line)
+        active = np.ones(rows.stop - rows.start, np.bool_) if mask is None else mask[rows].copy()
+        self._step = Step(ins.line, ins.text, self._sources[ins.line], active)
+        self.out.steps.append(self._step)
+
+    def end_step(self, names: Sequence[str], registers: Sequence[np.ndarray]) -> None:
+        """It is done, and wrote these registers."""
+        if self._step is not None:
+            self._step.registers.update(
+                (name, register[self._rows].copy()) for name, register in zip(names, registers, strict=True)
+            )
+            self._step = None
+
+    def access(self, op: MemOp, space: str, where: tuple[np.ndarray | None, np.ndarray | None]) -> None:
+        """The bytes of an access that the checks let through."""
+        off, idx = where
+        if self._step is None or off is None:
+            return
+        rows, frame = self._rows, self._frame
+        assert rows is not None
+        assert frame is not None
+        lanes = frame.lanes if idx is None else idx
+        inside = (lanes >= rows.start) & (lanes < rows.stop)
+        lanes, off = lanes[inside], off[inside]
+        owners, firsts = self._arrays(frame, space, off, lanes)
+        for owner in dict.fromkeys(owners):
+            offsets = np.full(rows.stop - rows.start, -1, np.int64)
+            mine = np.array([name == owner for name in owners])
+            offsets[lanes[mine] - rows.start] = (off - firsts)[mine]
+            self._step.accesses.append(WarpAccess(op.kind, space, owner, op.size, offsets))
+
+    def _arrays(self, frame: Frame, space: str, off: np.ndarray, lanes: np.ndarray) -> tuple[list[str], np.ndarray]:
+        """For each offset, the name of the array it lies in, and the offset of that array's lowest byte."""
+        if space == "global":
+            at = [self._memory.buffers[i] for i in self._memory.buffer_index(off).tolist()]
+            return [buffer.name for buffer in at], np.array([buffer.offset for buffer in at], np.int64)
+        if space == "local":
+            return ["local memory"] * len(off), frame.local_base[lanes]
+        base, layout = frame.shared_base[lanes], frame.layout
+        spans = [(layout.offsets[name], name) for name in layout.sizes]
+        spans.append((layout.dynamic_offset, "dynamic shared memory"))
+        starts = np.array(sorted(start for start, _ in spans))
+        found = np.searchsorted(starts, off - base, side="right") - 1
+        names = dict(reversed(spans))  # an empty dynamic part begins where nothing does
+        return [names[start] for start in starts[found].tolist()], base + starts[found]
+
+
+def _addresses(buffer: Buffer) -> range:
+    return range(GLOBAL_BASE + buffer.offset, GLOBAL_BASE + buffer.offset + buffer.nbytes)

@@ -1,0 +1,216 @@
+"""What one warp did in a launch: each instruction, the lanes that ran it, the registers it wrote, the bytes it met."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import index
+from typing import NamedTuple
+
+import numpy as np
+
+from ...errors import Coordinates, EmulatorError, SourceLine
+from .text import to_text
+
+MOST_LINES = 200  # that `print` shows
+
+
+@dataclass(frozen=True)
+class Warp:
+    """The warp of a launch to trace.
+
+    Parameters
+    ----------
+    thread_block : int or sequence of up to three int
+        Coordinates (x, y, z) of its thread block.
+    warp : int
+        Its number in the thread block: thread // 32, where x counts first.
+    max_steps : int
+        The instructions to record. Those after them are counted, and the launch goes on.
+
+    Raises
+    ------
+    EmulatorError
+        A number is negative, or there are more than three coordinates.
+    """
+
+    thread_block: int | Sequence[int] = (0, 0, 0)
+    warp: int = 0
+    max_steps: int = 10_000
+
+    def __post_init__(self) -> None:
+        given = self.thread_block if isinstance(self.thread_block, Sequence) else (self.thread_block,)
+        try:
+            x, y, z = (*map(index, given), *(0,) * (3 - len(given)))
+        except (TypeError, ValueError):
+            raise EmulatorError(f"thread_block must be one to three coordinates, got {self.thread_block!r}") from None
+        if min(x, y, z, self.warp, self.max_steps) < 0:
+            raise EmulatorError(f"thread_block, warp and max_steps must be >= 0, got {self}")
+        object.__setattr__(self, "thread_block", (x, y, z))
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Those of its thread block, all three."""
+        assert not isinstance(self.thread_block, int)
+        x, y, z = self.thread_block
+        return x, y, z
+
+    def is_in(self, grid: Coordinates, threads: Coordinates) -> bool:
+        """Whether a launch of these sizes has it."""
+        inside = all(at < size for at, size in zip(self.coordinates, grid, strict=True))
+        return inside and 32 * self.warp < threads[0] * threads[1] * threads[2]
+
+
+class WarpAccess(NamedTuple):
+    """Bytes of one array that one instruction of a warp met.
+
+    Attributes
+    ----------
+    kind : str
+        "load", "store" or "atomic".
+    space : str
+        "global", "shared" or "local".
+    array : str
+        The parameter's name; of shared memory, the name in the PTX.
+    size : int
+        Bytes of each lane.
+    offsets : (lanes,) int64
+        The first of them, counted from the array's lowest byte; -1 for lanes that took no part.
+    """
+
+    kind: str
+    space: str
+    array: str
+    size: int
+    offsets: np.ndarray
+
+    @property
+    def sectors(self) -> int:
+        """Different runs of 32 bytes, counted from the array's lowest byte: what global memory moves."""
+        offsets = self.offsets[self.offsets >= 0]
+        return len(np.unique(np.concatenate([offsets >> 5, (offsets + self.size - 1) >> 5])))
+
+    @property
+    def wavefronts(self) -> int:
+        """Passes over the 32 banks of shared memory; lanes that read 8 or 16 bytes go by half or quarter warp."""
+        words = max(1, self.size // 4)
+        lanes = np.flatnonzero(self.offsets >= 0)
+        word = (self.offsets[lanes] >> 2)[:, None] + np.arange(words)
+        keys = np.unique((lanes * words // 32)[:, None] << 32 | word)
+        _, together = np.unique(keys >> 32 << 32 | keys & 31, return_counts=True)
+        first = np.unique(keys >> 32 << 32 | keys & 31) >> 32
+        return sum(int(together[first == group].max()) for group in np.unique(first))
+
+
+@dataclass(slots=True)
+class Step:
+    """One instruction of a traced warp; a warp of a thread block whose size is no multiple of 32 may have fewer lanes.
+
+    Attributes
+    ----------
+    line, text : int and str
+        Line number and text of the PTX instruction.
+    source : tuple of SourceLine
+        The Python line it comes from, then the lines that called it; empty without line information.
+    active : (lanes,) bool
+        The lanes that ran it. A jump's are those that jump.
+    registers : dict of str to (lanes,) ndarray
+        What the registers that it writes hold after it; of a store, those that it stores. Only `active` lanes count.
+    accesses : list of WarpAccess
+        The bytes that it loaded and stored.
+    """
+
+    line: int
+    text: str
+    source: tuple[SourceLine, ...]
+    active: np.ndarray
+    registers: dict[str, np.ndarray] = field(default_factory=dict)
+    accesses: list[WarpAccess] = field(default_factory=list)
+
+
+@dataclass
+class WarpTrace(Sequence[Step]):
+    """The steps of one warp, in their order; `print` shows the first of them by Python line.
+
+    Attributes
+    ----------
+    kernel : str
+    warp : Warp
+    arrays : dict of str to range
+        The addresses of each array in global memory.
+    steps : list of Step
+    dropped : int
+        How many more there were, after `max_steps`.
+    """
+
+    kernel: str
+    warp: Warp
+    arrays: dict[str, range] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __getitem__(self, at):
+        return self.steps[at]
+
+    def select(
+        self, *, line: int | range | None = None, name: str | None = None, array: str | None = None
+    ) -> WarpTrace:
+        """The steps that meet all that is given.
+
+        Parameters
+        ----------
+        line : int or range, optional
+            Lines of Python, of any file; a step counts for its own line and for the lines that called it.
+        name : str, optional
+            A word of the Python line, such as a variable.
+        array : str, optional
+            An array whose bytes it loads or stores.
+
+        Returns
+        -------
+        WarpTrace
+        """
+        lines = range(line, line + 1) if isinstance(line, int) else line
+        word = None if name is None else re.compile(rf"\b{re.escape(name)}\b")
+
+        def meets(step: Step) -> bool:
+            return (
+                (lines is None or any(place.line in lines for place in step.source))
+                and (word is None or any(word.search(place.text) for place in step.source[:1]))
+                and (array is None or any(access.array == array for access in step.accesses))
+            )
+
+        return replace(self, steps=[step for step in self.steps if meets(step)])
+
+    def accesses(self, array: str) -> list[WarpAccess]:
+        """Each access to one array, in order."""
+        return [access for step in self.steps for access in step.accesses if access.array == array]
+
+    def to_text(self, lanes: Sequence[int] | None = None, max_lines: int | None = None) -> str:
+        """A line for each step, under the Python line it comes from.
+
+        Parameters
+        ----------
+        lanes : sequence of int, optional
+            Lanes whose values to show; otherwise those of all lanes, shortened.
+        max_lines : int, optional
+            After how many steps to stop.
+
+        Returns
+        -------
+        str
+        """
+        return to_text(self, lanes, max_lines)
+
+    def __str__(self) -> str:
+        return self.to_text(max_lines=MOST_LINES)
+
+    def __repr__(self) -> str:
+        return f"<WarpTrace of {self.kernel}, {self.warp}: {len(self.steps)} steps>"
