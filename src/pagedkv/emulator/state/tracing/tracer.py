@@ -70,27 +70,31 @@ class Tracer:
         lanes = frame.lanes if idx is None else idx
         inside = (lanes >= rows.start) & (lanes < rows.stop)
         lanes, off = lanes[inside], off[inside]
-        owners, firsts = self._arrays(frame, space, off, lanes)
-        for owner in dict.fromkeys(owners):
+        names, firsts, phases = self._arrays(frame, space, off, lanes)
+        for name in dict.fromkeys(names):
+            mine = np.array([other == name for other in names])
             offsets = np.full(rows.stop - rows.start, -1, np.int64)
-            mine = np.array([name == owner for name in owners])
             offsets[lanes[mine] - rows.start] = (off - firsts)[mine]
-            self._step.accesses.append(WarpAccess(op.kind, space, owner, op.size, offsets))
+            access = WarpAccess(op.kind, space, name, op.size, offsets, phases[names.index(name)])
+            self._step.accesses.append(access)
 
-    def _arrays(self, frame: Frame, space: str, off: np.ndarray, lanes: np.ndarray) -> tuple[list[str], np.ndarray]:
-        """For each offset, the name of the array it lies in, and the offset of that array's lowest byte."""
+    def _arrays(
+        self, frame: Frame, space: str, off: np.ndarray, lanes: np.ndarray
+    ) -> tuple[list[str], np.ndarray, list[int]]:
+        """For each offset the array it lies in, the offset of that array's lowest byte, and its address modulo 128."""
         if space == "global":
             at = [self._memory.buffers[i] for i in self._memory.buffer_index(off).tolist()]
-            return [buffer.name for buffer in at], np.array([buffer.offset for buffer in at], np.int64)
+            firsts = np.array([buffer.offset for buffer in at], np.int64)
+            return [buffer.name for buffer in at], firsts, (firsts % 128).tolist()
         if space == "local":
-            return ["local memory"] * len(off), frame.local_base[lanes]
+            return ["local memory"] * len(off), frame.local_base[lanes], [0] * len(off)
         base, layout = frame.shared_base[lanes], frame.layout
         spans = [(layout.offsets[name], name) for name in layout.sizes]
         spans.append((layout.dynamic_offset, "dynamic shared memory"))
-        starts = np.array(sorted(start for start, _ in spans))
-        found = np.searchsorted(starts, off - base, side="right") - 1
         names = dict(reversed(spans))  # an empty dynamic part begins where nothing does
-        return [names[start] for start in starts[found].tolist()], base + starts[found]
+        starts = np.array(sorted(names))
+        found = starts[np.searchsorted(starts, off - base, side="right") - 1]
+        return [names[start] for start in found.tolist()], base + found, (found % 128).tolist()
 
 
 def _addresses(buffer: Buffer) -> range:

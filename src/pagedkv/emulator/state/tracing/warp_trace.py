@@ -77,6 +77,8 @@ class WarpAccess(NamedTuple):
         Bytes of each lane.
     offsets : (lanes,) int64
         The first of them, counted from the array's lowest byte; -1 for lanes that took no part.
+    phase : int
+        The address of that lowest byte modulo 128: where sectors and banks begin.
     """
 
     kind: str
@@ -84,11 +86,12 @@ class WarpAccess(NamedTuple):
     array: str
     size: int
     offsets: np.ndarray
+    phase: int = 0
 
     @property
     def sectors(self) -> int:
-        """Different runs of 32 bytes, counted from the array's lowest byte: what global memory moves."""
-        offsets = self.offsets[self.offsets >= 0]
+        """Different aligned runs of 32 bytes: what global memory moves."""
+        offsets = self.offsets[self.offsets >= 0] + self.phase
         return len(np.unique(np.concatenate([offsets >> 5, (offsets + self.size - 1) >> 5])))
 
     @property
@@ -96,11 +99,10 @@ class WarpAccess(NamedTuple):
         """Passes over the 32 banks of shared memory; lanes that read 8 or 16 bytes go by half or quarter warp."""
         words = max(1, self.size // 4)
         lanes = np.flatnonzero(self.offsets >= 0)
-        word = (self.offsets[lanes] >> 2)[:, None] + np.arange(words)
+        word = (self.offsets[lanes] + self.phase >> 2)[:, None] + np.arange(words)
         keys = np.unique((lanes * words // 32)[:, None] << 32 | word)
-        _, together = np.unique(keys >> 32 << 32 | keys & 31, return_counts=True)
-        first = np.unique(keys >> 32 << 32 | keys & 31) >> 32
-        return sum(int(together[first == group].max()) for group in np.unique(first))
+        banks, together = np.unique(keys >> 32 << 5 | keys & 31, return_counts=True)
+        return sum(int(together[banks >> 5 == group].max()) for group in np.unique(banks >> 5))
 
 
 @dataclass(slots=True)

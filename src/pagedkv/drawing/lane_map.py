@@ -1,0 +1,249 @@
+"""Which lanes of a warp meet which bytes: of an array in its sectors, or of shared memory in its banks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from .pool_map import COLOURS
+from .svg import Svg, cell, svg, text
+
+ROW_BYTES, SECTOR_BYTES, WORD_BYTES, NUM_BANKS = 128, 32, 4, 32
+LEFT, WORD, HIGH, GAP = 84, 22, 22, 6  # sizes in pixels: what is left of a row, a word of 4 bytes, a row, between rows
+WIDTH = LEFT + NUM_BANKS * WORD + 16
+MAX_ROWS = 32
+
+
+class LaneAccess(Protocol):
+    """What is drawn: the accesses of ``WarpTrace.accesses``, or anything with these.
+
+    Attributes
+    ----------
+    array : str
+        Name of the array.
+    size : int
+        Bytes of each lane.
+    offsets : (lanes,) int64
+        The first byte of each lane, counted from the array's lowest byte; -1 for lanes that take no part.
+    phase : int
+        The address of that lowest byte modulo 128.
+    """
+
+    @property
+    def array(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def offsets(self) -> np.ndarray: ...
+    @property
+    def phase(self) -> int: ...
+
+
+def draw_bytes(accesses: Sequence[LaneAccess], *, max_rows: int = MAX_ROWS) -> Svg:
+    """Draw the bytes of one array that a warp meets, in rows of 128 bytes, four sectors.
+
+    A box is what one lane, or several, take at once; it says which, and its colour is the instruction. Sectors that
+    have to move are shaded: shade without a box is memory traffic that no lane asked for.
+
+    Parameters
+    ----------
+    accesses : sequence of LaneAccess
+        Accesses to one array, such as ``trace.accesses("k_cache")``.
+    max_rows : int
+        Rows to draw. Rows between them that no lane meets are left out anyway.
+
+    Returns
+    -------
+    Svg
+        The text of an SVG file, for light and dark pages.
+
+    Raises
+    ------
+    ValueError
+        There are no accesses, they are to several arrays, or no lane takes part in them.
+    """
+    name = _only_array(accesses)
+    phase = accesses[0].phase
+    boxes: dict[tuple[int, int], dict[int, list[int]]] = {}  # (first byte, bytes) -> access -> lanes
+    for number, access in enumerate(accesses):
+        for lane in np.flatnonzero(access.offsets >= 0).tolist():
+            place = int(access.offsets[lane]) + phase, access.size
+            boxes.setdefault(place, {}).setdefault(number, []).append(lane)
+    sectors = {at // SECTOR_BYTES for start, size in boxes for at in range(start, start + size)}
+    asked = len({at for start, size in boxes for at in range(start, start + size)})
+    rows = sorted({sector * SECTOR_BYTES // ROW_BYTES for sector in sectors})
+    requests = sum(_sectors(access) for access in accesses)
+    words = (
+        f"{_counted(len(accesses), 'instruction')}: {asked} bytes in {_counted(len(sectors), 'sector')} of 32, "
+        f"asked for {_counted(requests, 'time')}"
+    )
+    title = f"Bytes of {name} that each lane takes"
+    parts = [text(16, 28, title, 14), text(16, 46, words, pale=True)]
+    parts += [text(LEFT + 8 * WORD * i + 3, 66, f"+{SECTOR_BYTES * i}", 10, pale=True) for i in range(4)]
+    top, tops = 72.0, dict[int, float]()
+    for before, row in zip([None, *rows], rows[:max_rows], strict=False):
+        if before is not None and row > before + 1:
+            parts.append(
+                text(LEFT, top + 10, f"{ROW_BYTES * (row - before - 1)} bytes that no lane takes", 10, pale=True)
+            )
+            top += 18
+        tops[row] = top
+        parts += _row(top, f"byte {max(ROW_BYTES * row - phase, 0)}", {s % 4 for s in sectors if s // 4 == row})
+        top += HIGH + GAP
+    for (start, size), by_access in sorted(boxes.items()):
+        row, at = divmod(start, ROW_BYTES)
+        if row in tops:
+            lanes = sorted({lane for lanes in by_access.values() for lane in lanes})
+            said = "; ".join(f"instruction {number + 1}: {lane_list(lanes)}" for number, lanes in by_access.items())
+            colour = COLOURS[min(by_access) % len(COLOURS)]
+            wide = WORD * size / WORD_BYTES
+            label = _fitting(lanes, wide)
+            where = f"bytes {start - phase} to {start - phase + size - 1}, {said}"
+            parts.append(cell(LEFT + WORD * at / WORD_BYTES, tops[row], wide, HIGH, colour, label, where))
+    if len(rows) > max_rows:
+        parts.append(text(LEFT, top + 10, f"and {_counted(len(rows) - max_rows, 'more row')}", 10, pale=True))
+        top += 18
+    if len(accesses) > 1:
+        top = _legend(parts, top + 8, len(accesses))
+    return svg(WIDTH, top + 10, title, f"{words}. {_in_words(accesses)}", parts)
+
+
+def draw_banks(access: LaneAccess) -> Svg:
+    """Draw one access to shared memory: the 32 banks, and the wavefronts in which they are passed.
+
+    Lanes whose words lie in one bank but are not the same word need a wavefront each: a bank conflict. Lanes that take
+    8 or 16 bytes go by half or quarter warp.
+
+    Parameters
+    ----------
+    access : LaneAccess
+        One of ``trace.accesses(...)`` in shared memory.
+
+    Returns
+    -------
+    Svg
+        The text of an SVG file, for light and dark pages.
+
+    Raises
+    ------
+    ValueError
+        No lane takes part.
+    """
+    name = _only_array([access])
+    wavefronts, fewest = bank_wavefronts(access)
+    extra = len(wavefronts) - fewest
+    words = f"{_counted(len(wavefronts), 'wavefront')}, " + (
+        f"{extra} of them for conflicts" if extra else "no conflict"
+    )
+    title = f"Banks of {name} that each lane takes"
+    parts = [text(16, 28, title, 14), text(16, 46, words, pale=True)]
+    parts += [text(LEFT + WORD * (i + 0.5), 66, i, 10, "middle", True) for i in range(NUM_BANKS)]
+    parts.append(text(LEFT - 8, 66, "bank", 10, "end", True))
+    top = 72.0
+    for number, banks in enumerate(wavefronts):
+        parts += _row(top, f"wavefront {number + 1}", set())
+        for bank, (word, lanes) in sorted(banks.items()):
+            where = f"bank {bank}, byte {WORD_BYTES * word - access.phase}: {lane_list(lanes)}"
+            colour = COLOURS[number % len(COLOURS)]
+            parts.append(cell(LEFT + WORD * bank, top, WORD, HIGH, colour, _fitting(lanes, WORD), where))
+        top += HIGH + GAP
+    return svg(WIDTH, top + 10, title, f"{words}. {_in_words([access])}", parts)
+
+
+def bank_wavefronts(access: LaneAccess) -> tuple[list[dict[int, tuple[int, list[int]]]], int]:
+    """Of each wavefront the banks, with their word and its lanes; and how many there would be without conflicts."""
+    words = max(1, access.size // WORD_BYTES)
+    found: list[dict[int, tuple[int, list[int]]]] = []
+    fewest = 0
+    lanes_in = np.flatnonzero(access.offsets >= 0).tolist()
+    for group in sorted({lane * words // 32 for lane in lanes_in}):
+        lanes_of: dict[int, list[int]] = {}
+        for lane in lanes_in:
+            if lane * words // 32 == group:
+                first = (int(access.offsets[lane]) + access.phase) // WORD_BYTES
+                for word in range(first, first + words):
+                    lanes_of.setdefault(word, []).append(lane)
+        in_bank: dict[int, list[int]] = {}
+        for word in sorted(lanes_of):
+            in_bank.setdefault(word % NUM_BANKS, []).append(word)
+        for turn in range(max(map(len, in_bank.values()))):
+            chosen = {bank: words_in[turn] for bank, words_in in in_bank.items() if turn < len(words_in)}
+            found.append({bank: (word, lanes_of[word]) for bank, word in chosen.items()})
+        fewest += -(-len(lanes_of) // NUM_BANKS)
+    return found, fewest
+
+
+def lane_list(lanes: Iterable[int]) -> str:
+    """Lanes in words, runs of them shortened."""
+    runs: list[list[int]] = []
+    for lane in lanes:
+        if runs and lane == runs[-1][1] + 1:
+            runs[-1][1] = lane
+        else:
+            runs.append([lane, lane])
+    parts = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+    return f"lane{'s' if len(parts) > 1 or '-' in parts[0] else ''} {','.join(parts)}"
+
+
+def _only_array(accesses: Sequence[LaneAccess]) -> str:
+    names = sorted({access.array for access in accesses})
+    if len(names) != 1:
+        raise ValueError(f"accesses must be one or more, to one array, got {len(accesses)} to {names}")
+    if not any((access.offsets >= 0).any() for access in accesses):
+        raise ValueError(f"accesses must have a lane that takes part, got none to {names[0]}")
+    return names[0]
+
+
+def _sectors(access: LaneAccess) -> int:
+    offsets = access.offsets[access.offsets >= 0] + access.phase
+    ends = np.concatenate([offsets // SECTOR_BYTES, (offsets + access.size - 1) // SECTOR_BYTES])
+    return len(np.unique(ends))
+
+
+def _row(top: float, words: str, moved: set[int]) -> list[str]:
+    wide = NUM_BANKS // 4 * WORD
+    parts = [text(LEFT - 8, top + HIGH / 2 + 4, words, 10, "end", True)]
+    for i in range(4):
+        kind = "moved" if i in moved else "page"
+        place = f'x="{LEFT + wide * i}" y="{top:g}" width="{wide}" height="{HIGH}"'
+        parts.append(f'<rect class="{kind} grid" {place}/>')
+    return parts
+
+
+def _legend(parts: list[str], top: float, count: int) -> float:
+    """The colour of each instruction; the height where it ends."""
+    shown = min(count, len(COLOURS))
+    for number in range(shown):
+        x = LEFT + number * 64
+        parts.append(cell(x, top, 14, 14, COLOURS[number], "", f"instruction {number + 1}"))
+        parts.append(text(x + 18, top + 11, number + 1, 10))
+    parts.append(text(LEFT - 8, top + 11, "instruction", 10, "end", True))
+    if count > shown:
+        parts.append(text(LEFT + shown * 64, top + 11, "and so on", 10, pale=True))
+    return top + 20
+
+
+def _fitting(lanes: list[int], width: float) -> str:
+    """The lanes, if there is room for them; else how many, as in "8x", or nothing."""
+    words = lane_list(lanes).partition(" ")[2]
+    short = words if len(words) * 6 <= width + 2 else f"{len(lanes)}x"
+    return short if len(short) * 6 <= width + 2 else ""
+
+
+def _in_words(accesses: Sequence[LaneAccess]) -> str:
+    said = []
+    for number, access in enumerate(accesses[:8]):
+        lanes = np.flatnonzero(access.offsets >= 0)
+        if len(lanes):
+            first, last = (int(access.offsets[lane]) for lane in (lanes[0], lanes[-1]))
+            said.append(
+                f"Instruction {number + 1}: {access.size} bytes a lane, lane {lanes[0]} from byte {first}, "
+                f"lane {lanes[-1]} from byte {last}."
+            )
+    return " ".join(said)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
