@@ -49,6 +49,13 @@ def test_recordings_are_up_to_date(monkeypatch, module):
         assert differences(data_of(kept), data_of(write())) == [], f"run docs/{module}.py"
 
 
+@pytest.mark.usefixtures("without_lines")
+def test_drawings_of_lanes_are_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    for file, draw in importlib.import_module("draw_lanes").DRAWINGS.items():
+        assert (DOCS / "images" / file).read_text(encoding="utf-8") == draw(), "run docs/draw_lanes.py"
+
+
 def test_differences_are_found():
     assert differences({"a": [1.0, None, "x"]}, {"a": [1.00001, None, "x"]}) == []
     assert differences({"a": [1.0, None, "x"]}, {"a": [1.001, 2, "x"]}) == ["data.a[0]", "data.a[1]"]

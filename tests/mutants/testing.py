@@ -28,6 +28,13 @@ MUTANTS = [
         ("tests/testing/test_edits.py",),
     ),
     Mutant(
+        "testing: a failing test shows the emulator's own frames",
+        "testing/plugin.py",
+        "fault.__traceback__ = _without_ours(fault.__traceback__)",
+        "_without_ours(fault.__traceback__)",
+        ("tests/testing/test_plugin.py",),
+    ),
+    Mutant(
         "emulator.run: arrays without their strides",
         "emulator/run.py",
         "*arg.shape, *arg.strides]",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .warp_trace import Step, WarpAccess, WarpTrace
 
 _MANGLED = re.compile(r"\b_Z\w*?_(param_\d+)\b")  # numba's names of parameters fill lines
-_WIDTH = 44
+_WIDTH = 32  # of an instruction, where it fits
 
 
 def to_text(trace: WarpTrace, lanes: Sequence[int] | None, max_lines: int | None) -> str:

@@ -1,0 +1,69 @@
+"""For pytest: a fixture that is an emulator with all its checks on, and faults that show the kernel's lines.
+
+    pytest_plugins = ["pagedkv.testing.plugin"]  # in conftest.py
+
+or ``pytest -p pagedkv.testing.plugin``. No entry point loads it: importing NumPy and this package would slow down the
+tests of everyone who has it installed.
+"""
+
+from __future__ import annotations
+
+import linecache
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+from ..emulator import EmulatorDevice, KernelFault
+
+PACKAGE = str(Path(__file__).parents[1])
+LINES_AROUND = 2
+
+
+@pytest.fixture
+def emulator_device(request: pytest.FixtureRequest) -> EmulatorDevice:
+    """A fresh `EmulatorDevice` that looks for every fault, in a random order that is the same in each run of the test.
+
+    Options of EmulatorDevice replace these:
+    ``@pytest.mark.parametrize("emulator_device", [{"seed": 1}, {"seed": 2}], indirect=True)``.
+    """
+    options = {"seed": zlib.crc32(request.node.nodeid.encode()), "global_race": True}
+    return EmulatorDevice(**options | getattr(request, "param", {}))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Show a fault at the line of the test and at the line of the kernel, and nothing of the emulator in between."""
+    try:
+        return (yield)
+    except KernelFault as fault:
+        fault.add_note(place(fault))
+        if not pyfuncitem.config.getoption("fulltrace"):
+            fault.__traceback__ = _without_ours(fault.__traceback__)
+        raise
+
+
+def place(fault: KernelFault) -> str:
+    """Who did it, and the lines of Python around it."""
+    lines = [f"kernel {fault.kernel}"]
+    if fault.thread_block is not None:
+        lines[0] += f", thread block {fault.thread_block}, thread {fault.thread}"
+    for source in (fault.source, *fault.callers) if fault.source else ():
+        lines.append(f"{source.file}:{source.line}")
+        for number in range(source.line - LINES_AROUND, source.line + LINES_AROUND + 1):
+            if text := linecache.getline(source.file, number).rstrip():
+                lines.append(f"{'>' if number == source.line else ' '} {number:4}  {text}")
+    return "\n".join(lines)
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    """The frames that are not of this package, nor of the code that it generates."""
+    if traceback is None:
+        return None
+    rest = _without_ours(traceback.tb_next)
+    file = traceback.tb_frame.f_code.co_filename
+    if file.startswith((PACKAGE, "<ptx ")):
+        return rest
+    return TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
