@@ -44,11 +44,11 @@ def test_text():
         "copy: thread block (1, 2, 0), warp 3, 5 steps",
         "device.py:7: row = x[slot], called from kernel.py:20",
         "    11  add.s64 %rd1, %rd0, 4             %rd1 = x+0, x+4, x+8 ... x+124",
-        "    12  ld.global.f32 %f1, [%rd1]         (lanes 0,4,8,12,16,20,24,28); "
-        "%f1 = 0.0, 1.0, 2.0 ... 7.0; loads x, bytes 0 to 115 in 4 sectors",
+        "    12  ld.global.f32 %f1, [%rd1]         (lanes 0,4,8,12,16,20,24,28); %f1 = 0.0, 1.0, 2.0 ... 7.0",
+        "        loads x, bytes 0 to 115 in 4 sectors",
         "kernel.py:21: out[rows] = row",
-        "    14  st.shared.f32 [%r1], %f1          (lanes 0-2); "
-        "%f1 = 0.0, 1.0, 2.0; stores rows, bytes 0 to 259 in 3 wavefronts",
+        "    14  st.shared.f32 [%r1], %f1          (lanes 0-2); %f1 = 0.0, 1.0, 2.0",
+        "        stores rows, bytes 0 to 259 in 3 wavefronts",
         "    15  @%p1 bra $L                       (no lane)",
         "no Python line",
         "    16  ld.param.u64 %rd9, [param_4]      %rd9 = 5",
@@ -58,9 +58,9 @@ def test_text():
 def test_text_of_some_lanes_and_some_lines():
     lines = made().to_text(lanes=[4, 5], max_lines=3).splitlines()
     assert lines[2].endswith("%rd1 = x+16, x+20")
-    assert "; %f1 = 1.0; loads" in lines[3]
-    assert lines[5].endswith("(lanes 0-2); stores rows, bytes 0 to 259 in 3 wavefronts")
-    assert lines[6] == "... 2 more steps: to_text() shows all, select() fewer"
+    assert lines[3].endswith("; %f1 = 1.0")
+    assert lines[6].endswith("(lanes 0-2)")
+    assert lines[8] == "... 2 more steps: to_text() shows all, select() fewer"
 
 
 def test_select():

@@ -53,8 +53,8 @@ class _Lines:
             chosen = chosen[np.isin(chosen, self.lanes)]
         if len(chosen):
             said += [f"{name} = {self._values(values[chosen])}" for name, values in step.registers.items()]
-        said += [_access(access) for access in step.accesses]
-        return f"{step.line:6}  {_MANGLED.sub(lambda m: m[1], step.text):{_WIDTH}}  {'; '.join(said)}".rstrip()
+        line = f"{step.line:6}  {_MANGLED.sub(lambda m: m[1], step.text):{_WIDTH}}  {'; '.join(said)}".rstrip()
+        return "\n        ".join([line, *map(_access, step.accesses)])
 
     def _values(self, values: np.ndarray) -> str:
         if (values == values[0]).all():
