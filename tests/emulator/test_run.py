@@ -98,6 +98,8 @@ def test_a_trace_of_the_lines_of_python():
     assert "test_run.py" in str(trace)
     with pytest.raises(EmulatorError, match=r"^a grid of 4 thread blocks of 64 threads does not have Warp\(thread_bl"):
         emulator.run(reverse, 4, 64, x, out, trace=Warp(0, 2))
+    with pytest.raises(TypeError, match=r"^trace must be a Warp"):
+        emulator.run(reverse, 4, 64, x, out, trace=(0, 0, 0))
 
 
 def test_thread_blocks_race_by_default():

@@ -1,4 +1,4 @@
-"""The emulator: the order of accesses and races, warp barriers, what is copied, and what is printed."""
+"""The emulator: the order of accesses and races, warp barriers, copies, prints, traces; drawings of traces."""
 
 from .mutant import Mutant
 
@@ -324,5 +324,19 @@ MUTANTS = [
         "np.flatnonzero((frame.cta == cta) &",
         "np.flatnonzero((frame.cta_slot == cta) &",
         (TRACER + "test_whatever_batch_has_the_thread_block",),
+    ),
+    Mutant(
+        "drawing: rows of bytes begin where the array does",
+        "drawing/lane_map.py",
+        "place = int(access.offsets[lane]) + phase, access.size",
+        "place = int(access.offsets[lane]), access.size",
+        ("tests/drawing/test_lane_map.py::test_rows_begin_where_the_device_s_do",),
+    ),
+    Mutant(
+        "drawing: lanes that take one word conflict",
+        "drawing/lane_map.py",
+        "in_bank.setdefault(word % NUM_BANKS, []).append(word)",
+        "in_bank.setdefault(word % NUM_BANKS, []).extend([word] * len(lanes_of[word]))",
+        ("tests/drawing/test_lane_map.py::test_banks",),
     ),
 ]

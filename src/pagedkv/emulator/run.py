@@ -12,7 +12,7 @@ from .device import EmulatorDevice
 from .errors import EmulatorError
 from .machine.launch import dims
 from .state.stats import LaunchStats
-from .state.tracing.warp_trace import Warp
+from .state.tracing.warp_trace import Warp, must_be_warp
 
 
 class _Kernel(NamedTuple):
@@ -66,7 +66,7 @@ def run(
         Hardware would refuse the launch, or it does not have the warp to trace; or, as a subclass, the kernel's fault,
         which names its Python line.
     TypeError
-        An argument is no array and no number, or `device` no EmulatorDevice.
+        An argument is no array and no number, `device` no EmulatorDevice, or `trace` no Warp.
     BackendUnavailableError
         numba-cuda is not installed.
 
@@ -76,6 +76,7 @@ def run(
     """
     if device is not None and not isinstance(device, EmulatorDevice):
         raise TypeError(f"device must be an EmulatorDevice, such as EmulatorDevice(seed=1), or None, got {device!r}")
+    must_be_warp(trace)
     if trace is not None and not trace.is_in(dims(grid, "grid"), dims(threads, "threads")):
         raise EmulatorError(f"a grid of {grid} thread blocks of {threads} threads does not have {trace}")
     from ..cuda.compiler.own_kernels import compile_own  # needs numba-cuda, and nothing else here does

@@ -19,7 +19,7 @@ from ..state.order import Order
 from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import LaunchStats, StatsRecorder
 from ..state.tracing.tracer import Tracer
-from ..state.tracing.warp_trace import Warp
+from ..state.tracing.warp_trace import Warp, must_be_warp
 from ..translation.entry import Entry
 from ..translation.mem_op import MemOp
 from ..translation.scope import Scope
@@ -165,6 +165,7 @@ class Device(Memory):
         sizes, threads = dims(grid, "grid"), dims(num_threads, "num_threads")
         shared_bytes = _at_least(0, shared_bytes, "shared_bytes")
         batch_threads = _at_least(1, batch_threads, "batch_threads")
+        must_be_warp(trace)
         if step_limit is not None:
             step_limit = _at_least(1, step_limit, "step_limit")
         self._check(entry, sizes, threads, args, shared_bytes, max_shared_bytes)

@@ -175,9 +175,14 @@ def test_wrong_warps():
     for wrong in ((1, 2, 3, 4), "x", 1.5):
         with pytest.raises(EmulatorError, match=r"^thread_block must be one to three coordinates, got "):
             Warp(wrong)
-    for arguments in ({"thread_block": -1}, {"warp": -1}, {"max_steps": -1}):
-        with pytest.raises(EmulatorError, match=r"^thread_block, warp and max_steps must be >= 0, got Warp\("):
+    for arguments in ({"thread_block": -1}, {"warp": -1}, {"max_steps": -1}, {"warp": 1.5}):
+        with pytest.raises(EmulatorError, match=r"^thread_block, warp and max_steps must be integers >= 0, got Warp\("):
             Warp(**arguments)
+
+
+def test_what_is_no_warp():
+    with pytest.raises(TypeError, match=r"^trace must be a Warp, such as Warp\(\(0, 0, 0\), 1\), or None, got True$"):
+        launch_ptx("mov.u32 %o0, 1;", [X], [U32], trace=True)
 
 
 def test_shared_arrays_of_every_kind_have_names():

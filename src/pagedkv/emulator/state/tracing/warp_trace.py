@@ -45,8 +45,12 @@ class Warp:
             x, y, z = (*map(index, given), *(0,) * (3 - len(given)))
         except (TypeError, ValueError):
             raise EmulatorError(f"thread_block must be one to three coordinates, got {self.thread_block!r}") from None
-        if min(x, y, z, self.warp, self.max_steps) < 0:
-            raise EmulatorError(f"thread_block, warp and max_steps must be >= 0, got {self}")
+        try:
+            least = min(x, y, z, index(self.warp), index(self.max_steps))
+        except TypeError:
+            least = -1
+        if least < 0:
+            raise EmulatorError(f"thread_block, warp and max_steps must be integers >= 0, got {self}")
         object.__setattr__(self, "thread_block", (x, y, z))
 
     @property
@@ -60,6 +64,12 @@ class Warp:
         """Whether a launch of these sizes has it."""
         inside = all(at < size for at, size in zip(self.coordinates, grid, strict=True))
         return inside and 32 * self.warp < threads[0] * threads[1] * threads[2]
+
+
+def must_be_warp(trace: object) -> None:
+    """Refuse what is asked to be traced unless it is a Warp, or nothing."""
+    if trace is not None and not isinstance(trace, Warp):
+        raise TypeError(f"trace must be a Warp, such as Warp((0, 0, 0), 1), or None, got {trace!r}")
 
 
 class WarpAccess(NamedTuple):
