@@ -32,8 +32,8 @@ class Tracer:
         """What the code of a batch calls."""
         x, y, z = self.out.warp.coordinates
         cta = x + frame.grid[0] * (y + frame.grid[1] * z)
-        first = np.flatnonzero((frame.cta == cta) & (frame.warp_in_cta == self.out.warp.warp))
-        self._rows = slice(int(first[0]), int(first[-1]) + 1) if len(first) else None
+        mine = np.flatnonzero((frame.cta == cta) & (frame.warp_in_cta == self.out.warp.warp))
+        self._rows = slice(int(mine[0]), int(mine[-1]) + 1) if len(mine) else None
         self._frame, self._step = frame, None
         return {"begin_step": self.begin_step, "end_step": self.end_step}
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -168,7 +168,7 @@ class WarpTrace(Sequence[Step]):
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)
 
-    def __getitem__(self, at):
+    def __getitem__(self, at: Any) -> Any:
         return self.steps[at]
 
     def select(
