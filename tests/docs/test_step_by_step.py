@@ -51,9 +51,9 @@ def test_recordings_are_up_to_date(monkeypatch, module):
 
 @pytest.mark.usefixtures("without_lines")
 def test_drawings_of_lanes_are_up_to_date(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS)
+    monkeypatch.syspath_prepend(DOCS / "scripts")
     for file, draw in importlib.import_module("draw_lanes").DRAWINGS.items():
-        assert (DOCS / "images" / file).read_text(encoding="utf-8") == draw(), "run docs/draw_lanes.py"
+        assert (DOCS / "images" / file).read_text(encoding="utf-8") == draw(), "run docs/scripts/draw_lanes.py"
 
 
 def test_differences_are_found():

@@ -1,4 +1,4 @@
-"""The drawings of explanation/emulator.md: ``python docs/draw_lanes.py`` writes them to docs/images.
+"""The drawings of explanation/emulator.md: ``python docs/scripts/draw_lanes.py`` writes them to docs/images.
 
 A warp of v1 is traced in the emulator, on the problem of the interactive page. The tests compare the files with what
 this draws: a kernel that changes changes its drawings.
@@ -17,7 +17,7 @@ import pagedkv
 from pagedkv.drawing import draw_banks, draw_bytes
 from pagedkv.emulator import EmulatorDevice, Warp, WarpTrace
 
-IMAGES = Path(__file__).parent / "images"
+IMAGES = Path(__file__).parents[1] / "images"
 
 
 def aligned(array: np.ndarray) -> np.ndarray:
