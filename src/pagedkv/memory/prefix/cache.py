@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require, require_callable
-from .digests import NUM_BYTES, Hash, blake2b_128, chained
+from .digests import NUM_BYTES, Hash, blake2b_128, chained, checked
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
 from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
@@ -33,6 +33,8 @@ class Stored(NamedTuple):
         The block before each of them, or NO_BLOCK.
     keys : (m, 2) int64
         Their digests.
+    places : (m,) int64 or None
+        Where the index has room for them, if all are new to it.
     forgotten : (k,) int64
         Unused blocks that have one of these digests, but other contents, and make room.
     events : list of BlockStored
@@ -44,6 +46,7 @@ class Stored(NamedTuple):
     parents: Int64Array
     above: Int64Array
     keys: Int64Array
+    places: Int64Array | None
     forgotten: Int64Array
     events: list[Event]
 
@@ -94,7 +97,8 @@ class PrefixCache:
         self._last_serial = np.array([0])
         # The block that was last stored behind each block; by now it may hold something else. The last is NO_BLOCK's.
         self._behind = np.full(num_blocks + 1, NO_BLOCK)
-        self._hash_of, self._listener, self._medium = hash_of, listener, medium
+        self._hash_of = hash_of if hash_of is blake2b_128 else checked(hash_of)
+        self._listener, self._medium = listener, medium
         self._outbox: list[list[Event]] = [[]]
 
     def is_findable(self, blocks: Int64Array) -> npt.NDArray[np.bool]:
@@ -119,7 +123,7 @@ class PrefixCache:
         digest, more, blocks = root, 1, np.empty(0, np.int64)
         while len(blocks) < num_full:
             digests = chained(self._hash_of, digest, _split(rows[len(blocks) : len(blocks) + more]))
-            blocks = np.concatenate([blocks, self._index.find(digests)])
+            blocks = np.concatenate([blocks, self._index.find(_keys(digests))[0]])
             if np.count_nonzero(blocks == NO_BLOCK):
                 blocks = blocks[: int((blocks == NO_BLOCK).argmax())]
                 break
@@ -163,24 +167,26 @@ class PrefixCache:
         refs : (N,) int32
             References to each block.
         """
-        firsts, last = np.cumsum(counts) - counts, int(self._last_serial[0])
+        last = int(self._last_serial[0])
         heads, parents_above = self._index.keys(above), self._serials[above]
         is_first = above == NO_BLOCK
         if np.count_nonzero(is_first):
             heads[is_first], parents_above[is_first] = roots[is_first], _root_numbers(roots[is_first])
         contents, digests_above = _split(self._rows()[blocks]), _split(heads)
         if len(blocks) == len(counts):
+            firsts = np.arange(len(blocks))
             digests = [self._hash_of(head + content) for head, content in zip(digests_above, contents, strict=True)]
             parents, blocks_above = parents_above, above
         else:
-            digests, behind = [], iter(contents)
+            firsts, digests, behind = np.cumsum(counts) - counts, [], iter(contents)
             for head, count in zip(digests_above, counts.tolist(), strict=True):
                 digests += chained(self._hash_of, head, islice(behind, count))
             parents, blocks_above = last + np.arange(len(blocks)), np.empty_like(blocks)
             blocks_above[1:] = blocks[:-1]
             parents[firsts], blocks_above[firsts] = parents_above, above
-        found, keys = self._index.find(digests), _keys(digests)
-        stored: Any = slice(None)
+        keys, stored = _keys(digests), np.arange(len(blocks))
+        found, free = self._index.find(keys)
+        places: Int64Array | None = free
         if not np.count_nonzero(found != NO_BLOCK) and len(set(digests)) == len(digests):
             kept, forgotten = blocks, blocks[:0]
         else:
@@ -188,11 +194,12 @@ class PrefixCache:
             stored, kept, parents, blocks_above, forgotten = self._resolve(
                 blocks, of_first, digests, found.tolist(), contents, refs
             )
+            places = None
         serials = np.arange(last + 1, last + 1 + len(parents))
         events: list[Event] = []
         if self._listener is not None:
-            events = self._stored_events(np.arange(len(blocks))[stored], blocks, digests, firsts, above)
-        return Stored(kept, blocks[stored], serials, parents, blocks_above, keys[stored], forgotten, events)
+            events = self._stored_events(stored, blocks, digests, firsts, above)
+        return Stored(kept, blocks[stored], serials, parents, blocks_above, keys[stored], places, forgotten, events)
 
     def _resolve(
         self,
@@ -241,14 +248,14 @@ class PrefixCache:
         events: list[Event] = []
         if self._listener is not None and len(removed):
             events.append(BlockRemoved(_split(self._index.keys(removed)), self._medium))
-        writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))]
+        writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))] if len(removed) else []
         if stored is None:
-            writes += self._index.plan(removed, removed[:0], np.empty((0, 2), np.int64))
+            writes += self._index.plan(removed, removed[:0])
         else:
             events += stored.events
             last = int(self._last_serial[0]) + len(stored.blocks)
             writes += [
-                *self._index.plan(removed, stored.blocks, stored.keys),
+                *self._index.plan(removed, stored.blocks, stored.keys, stored.places),
                 (self._serials, stored.blocks, stored.serials),
                 (self._parents, stored.blocks, stored.parents),
                 (self._behind, stored.above, stored.blocks),
@@ -333,8 +340,7 @@ class PrefixCache:
 
 def _split(rows: npt.NDArray[Any]) -> list[bytes]:
     """The bytes of each row of a contiguous array."""
-    row = np.dtype((np.void, rows.shape[1] * rows.itemsize))
-    return cast(list[bytes], rows.view(row).reshape(-1).tolist())
+    return cast(list[bytes], rows.view(f"V{rows.shape[1] * rows.itemsize}").reshape(-1).tolist())
 
 
 def _keys(digests: list[bytes]) -> Int64Array:

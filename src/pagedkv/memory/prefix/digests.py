@@ -9,12 +9,12 @@ NUM_BYTES = 16
 Hash = Callable[[bytes], bytes]
 """Bytes to a digest of NUM_BYTES."""
 NO_SALT = bytes(NUM_BYTES)
-_EMPTY = blake2b(digest_size=NUM_BYTES)  # to copy it takes less time than to name the size again
+_empty = blake2b(digest_size=NUM_BYTES).copy  # to copy it takes less time than to name the size again
 
 
 def blake2b_128(data: bytes) -> bytes:
     """BLAKE2b with 128 bits."""
-    state = _EMPTY.copy()
+    state = _empty()
     state.update(data)
     return state.digest()
 
@@ -46,24 +46,28 @@ def chained(hash_of: Hash, parent: bytes, contents: Iterable[bytes]) -> list[byt
         The token ids of each block.
     """
     digests = []
+    if hash_of is blake2b_128:
+        for content in contents:  # the same without the calls, which take a quarter of the time
+            state = _empty()
+            state.update(parent + content)
+            parent = state.digest()
+            digests.append(parent)
+        return digests
     for content in contents:
         parent = hash_of(parent + content)
         digests.append(parent)
     return digests
 
 
-def joined(digests: list[bytes]) -> bytes:
-    """Digests one after the other.
+def checked(hash_of: Hash) -> Hash:
+    """The function, but TypeError or ValueError where it returns something else than NUM_BYTES bytes."""
 
-    Raises
-    ------
-    TypeError, ValueError
-        `hash_of` has returned something else than NUM_BYTES bytes.
-    """
-    if not {*map(type, digests)} <= {bytes}:
-        wrong = next(digest for digest in digests if type(digest) is not bytes)
-        raise TypeError(f"hash_of must return bytes, {NUM_BYTES} of them, got {type(wrong).__name__}")
-    if not {*map(len, digests)} <= {NUM_BYTES}:
-        wrong = next(digest for digest in digests if len(digest) != NUM_BYTES)
-        raise ValueError(f"hash_of must return {NUM_BYTES} bytes, got {len(wrong)}: cut longer digests")
-    return b"".join(digests)
+    def digest_of(data: bytes) -> bytes:
+        digest = hash_of(data)
+        if type(digest) is not bytes:
+            raise TypeError(f"hash_of must return bytes, {NUM_BYTES} of them, got {type(digest).__name__}")
+        if len(digest) != NUM_BYTES:
+            raise ValueError(f"hash_of must return {NUM_BYTES} bytes, got {len(digest)}: cut longer digests")
+        return digest
+
+    return digest_of

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from struct import iter_unpack
-
 import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require
-from .digests import joined
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
 _REMOVED = -2  # a slot whose block is gone: what was probed past it is still behind it
 _HALVES = np.arange(2)
-_ROOM = 4  # slots for each block, at least
-_FEW = 32  # digests
+_ROOM = 8  # slots for each block, at least
+_FULL = 4  # one of so many slots is filled
+_FEW = 16  # digests
+_NO_KEYS = np.empty((0, 2), np.int64)
 
 
 class HashIndex:
     """Blocks by their 128-bit digests: a hash table with open addressing and linear probing, all of it in arrays.
 
-    At most half of the slots are ever filled, those of removed blocks included; then the table is made anew, which is
-    O(N) for every N or more blocks put into it. The first probe of many digests is one of arrays; for few, and for
-    those that need more probes, scalars take less time.
+    At most a quarter of the slots are ever filled, those of removed blocks included; then the table is made anew, which
+    is O(N) for every N or more blocks put into it. The first probe of all digests is one of arrays; for the few that
+    need more, scalars take less time.
 
     Parameters
     ----------
@@ -45,21 +44,32 @@ class HashIndex:
         """The digests under which blocks were put in last, (n, 2) int64."""
         return self._keys.reshape(-1, 2)[blocks]
 
-    def find(self, digests: list[bytes]) -> Int64Array:
-        """The block of each digest, or NO_BLOCK, (n,) int64."""
-        data = joined(digests)
-        if len(digests) < _FEW:
-            return np.array([self._probe(*key) for key in iter_unpack("=qq", data)], np.int64)
-        keys = np.frombuffer(data, np.int64).reshape(-1, 2)
-        found = self._slots.take(keys[:, 0] & (len(self._slots) - 1)).astype(np.int64)
-        taken = np.flatnonzero(found != NO_BLOCK)
-        blocks = found[taken]
-        others = taken[(blocks == _REMOVED) | (self.keys(blocks) != keys[taken]).any(axis=1)]
-        for i in others.tolist():
-            found[i] = self._probe(*keys[i].tolist())
-        return found
+    def find(self, keys: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Where digests are, or could be put.
 
-    def _probe(self, first: int, second: int) -> int:
+        Parameters
+        ----------
+        keys : (n, 2) int64
+            Digests.
+
+        Returns
+        -------
+        blocks : (n,) int64
+            The block of each, or NO_BLOCK.
+        places : (n,) int64
+            Its slot, or the empty one where the search ended.
+        """
+        places = keys[:, 0] & (len(self._slots) - 1)
+        blocks = self._slots.take(places).astype(np.int64)
+        others = (blocks != NO_BLOCK).nonzero()[0]
+        if len(others) > _FEW:
+            differs = self.keys(blocks[others]) != keys[others]
+            others = others[differs[:, 0] | differs[:, 1] | (blocks[others] == _REMOVED)]
+        for i in others.tolist():
+            blocks[i], places[i] = self._probe(*keys[i].tolist())
+        return blocks, places
+
+    def _probe(self, first: int, second: int) -> tuple[int, int]:
         slots, keys = self._views
         mask = len(slots) - 1
         place = first & mask
@@ -67,9 +77,11 @@ class HashIndex:
             block >= 0 and keys[2 * block] == first and keys[2 * block + 1] == second
         ):
             place = place + 1 & mask
-        return block
+        return block, place
 
-    def plan(self, removed: Int64Array, put: Int64Array, keys: Int64Array) -> list[Write]:
+    def plan(
+        self, removed: Int64Array, put: Int64Array, keys: Int64Array = _NO_KEYS, places: Int64Array | None = None
+    ) -> list[Write]:
         """Take blocks out, and put others in under digests that no block has.
 
         Parameters
@@ -78,6 +90,8 @@ class HashIndex:
             Blocks, each named once; the first ones are in the index, the others not.
         keys : (n, 2) int64
             The digests of `put`, all different.
+        places : (n,) int64 or None
+            Empty slots where `find` would put them, each by itself.
         """
         writes: list[Write] = []
         if len(removed):
@@ -87,16 +101,17 @@ class HashIndex:
             ]
         if not len(put):
             return writes
-        low = keys[:, 0]
         writes.append((self._keys, (2 * put[:, None] + _HALVES).reshape(-1), keys.reshape(-1)))
         num_filled = int(self._num_filled[0]) + len(put)
-        if num_filled <= len(self._slots) // 2:
-            places = self._free_places(self._views[0], low)
+        if num_filled <= len(self._slots) // _FULL:
+            if places is None or len({*places.tolist()}) < len(places):
+                places = self._free_places(self._views[0], keys[:, 0])
             writes.append((self._slots, places, put.astype(np.int32)))
         else:
             kept = self._places != NO_BLOCK
             kept[removed] = False
-            put, low = np.concatenate([np.flatnonzero(kept), put]), np.concatenate([self._keys[::2][kept], low])
+            low = np.concatenate([self._keys[::2][kept], keys[:, 0]])
+            put = np.concatenate([np.flatnonzero(kept), put])
             num_filled, fresh = len(put), np.full_like(self._slots, NO_BLOCK)
             places = self._free_places(fresh.data, low)
             fresh[places] = put
@@ -107,8 +122,7 @@ class HashIndex:
         """Raise AssertionError unless exactly these blocks, in ascending order, are found by their digests."""
         require(np.array_equal(np.flatnonzero(self._places != NO_BLOCK), blocks), "the index has other blocks")
         require(np.array_equal(self._slots[self._places[blocks]], blocks), "the index has a block in another place")
-        digests = [key.tobytes() for key in self.keys(blocks)]
-        require(np.array_equal(self.find(digests), blocks), "the index does not find a block")
+        require(np.array_equal(self.find(self.keys(blocks))[0], blocks), "the index does not find a block")
         filled = np.count_nonzero(self._slots != NO_BLOCK)
         require(filled == self._num_filled[0], "the index counts its slots wrongly")
 
