@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
+_INTS = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def as_int(name: str, value: object, minimum: int | None = 0, maximum: int | None = None) -> int:
@@ -58,7 +59,7 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
     if array.ndim != 1 or (length is not None and len(array) != length):
         expected = f"({symbol},)" if length is None else f"({symbol},) = ({length},)"
         raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
-    if array.dtype not in (np.int32, np.int64):
+    if array.dtype not in _INTS:
         raise TypeError(f"{name} must have dtype int32 or int64, got {array.dtype}")
     if isinstance(values, (list, tuple)):
         # Only what is 0 or 1 now can have been a bool.

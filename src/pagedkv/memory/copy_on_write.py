@@ -39,18 +39,23 @@ def plan_writable(
     """
     blocks = table[entries].astype(np.int64)
     replaced = blocks == UNUSED
-    shared = (pool._refs[blocks] > 1) & ~replaced
+    shared = pool._refs[blocks] > 1
     copied = dropped = forgotten = NO_BLOCKS
     if np.count_nonzero(shared):
-        owners = np.flatnonzero(shared)
+        owners = np.flatnonzero(shared & ~replaced)
         copied = owners[pool._gives_up(blocks[owners])]
         dropped = blocks[copied]
         replaced[copied] = True
     if pool._prefix_cache is not None:
-        forgotten = blocks[~replaced]
-        forgotten = forgotten[pool._prefix_cache.is_findable(forgotten)]
+        findable = pool._prefix_cache.is_findable(blocks)
+        if np.count_nonzero(findable):
+            forgotten = blocks[findable & ~replaced]
     new_blocks, writes = pool._plan(int(np.count_nonzero(replaced)), dropped=dropped, forgotten=forgotten)
     blocks[replaced] = new_blocks
-    copies = np.empty((len(copied), 2), np.int64)
-    copies[:, 0], copies[:, 1] = dropped, blocks[copied]
-    return blocks, copies, [*writes, (table, entries[replaced], new_blocks.astype(np.int32))]
+    writes.append((table, entries[replaced], new_blocks.astype(np.int32)))
+    return blocks, pairs(dropped, blocks[copied]), writes
+
+
+def pairs(sources: Int64Array, destinations: Int64Array) -> Int64Array:
+    """Copies, (n, 2) int64."""
+    return np.concatenate([sources, destinations]).reshape(2, -1).T.copy()

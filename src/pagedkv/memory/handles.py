@@ -16,6 +16,7 @@ from .tally import Tally
 Int64Array = npt.NDArray[np.int64]
 NO_HANDLE = -1
 _RETIRED = np.array([NO_HANDLE])
+_INT64 = np.dtype(np.int64)
 
 
 class Handles:
@@ -40,6 +41,8 @@ class Handles:
         self._free = np.arange(max_rows)[::-1].copy()
         self._num_free = np.array([max_rows])
         self._tally = Tally(max_rows)
+        # A step names the same sequences in each of its calls: the last that were found to be distinct, and their rows.
+        self._known: tuple[Int64Array, Int64Array] | None = None
 
     @property
     def num_free(self) -> int:
@@ -65,7 +68,9 @@ class Handles:
         TypeError, ValueError
             Not handles.
         """
-        handles = _as_array(seqs)
+        handles, known = _as_array(seqs), self._known
+        if known is not None and len(known[0]) == len(handles) and not np.count_nonzero(known[0] != handles):
+            return known[1]
         rows = handles & self._row_mask
         unknown = self._issued.take(rows, mode="clip") != handles
         if np.count_nonzero(unknown):
@@ -76,9 +81,12 @@ class Handles:
     def find_distinct(self, seqs: Any) -> Int64Array:
         """As `find`, with ValueError for a handle that is named twice."""
         rows = self.find(seqs)
+        if self._known is not None and rows is self._known[1]:
+            return rows
         repeated = self._tally.repeated(rows)
         if np.count_nonzero(repeated):
             raise ValueError(f"seqs must name each sequence once, got {self.of(rows[repeated])[0]} twice")
+        self._known = self.of(rows), rows
         return rows
 
     def plan_issue(self, n: int) -> tuple[Int64Array, list[int], list[Write]]:
@@ -102,6 +110,7 @@ class Handles:
         num_free = self.num_free
         top = num_free + len(rows)
         return [
+            (vars(self), "_known", None),
             (self._issued, rows, _RETIRED.repeat(len(rows))),
             (self._generations, rows, self._generations[rows] + 1),
             (self._free, np.arange(num_free, top), rows[::-1].copy()),
@@ -123,7 +132,7 @@ def _as_array(seqs: Any) -> Int64Array:
         refuse_mask("seqs", seqs)
         if seqs.ndim != 1:
             raise ValueError(f"seqs must have shape (num_seqs,), got {seqs.shape}")
-        if seqs.dtype != np.int64:
+        if seqs.dtype != _INT64:
             raise TypeError(f"seqs must have dtype int64, got {seqs.dtype}")
         return seqs.copy()  # their owner may change them
     if not isinstance(seqs, (list, tuple)):

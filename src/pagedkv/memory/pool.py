@@ -15,6 +15,7 @@ from .checks import MAX_INT32, as_int, as_ints, require
 from .guard import Guard, Guarded, consistent, exclusive
 from .handles import Int64Array
 from .prefix.cache import PrefixCache, Stored
+from .prefix.eviction import LRU
 from .tally import Tally
 
 NO_BLOCKS = np.empty(0, np.int64)
@@ -240,25 +241,29 @@ class BlockPool(Guarded):
         if cache is not None:
             if stored is not None:
                 forgotten = np.concatenate([forgotten, stored.forgotten])
-            blank = forgotten[self._refs[forgotten] == 0]
+            blank = forgotten[self._refs[forgotten] == 0] if len(forgotten) else NO_BLOCKS
             if len(blank) and len(leaving):
                 blank = blank[~self._tally.among(blank, leaving)]
-            kept = cache.is_findable(freed)
-            if len(freed) and len(forgotten):
-                kept &= ~self._tally.among(freed, forgotten)
             if len(leaving) or len(blank) or num_blank < num_new:
                 used_again = np.concatenate([leaving, blank])
                 evicted, left = cache.eviction.plan_leave(used_again, num_new - num_blank)
-                self._require_evictable(evicted, num_new - num_blank, used_again, cache)
+                if type(cache.eviction) is not LRU:
+                    self._require_evictable(evicted, num_new - num_blank, used_again, cache)
                 new_blocks, forgotten = np.concatenate([new_blocks, evicted]), np.concatenate([forgotten, evicted])
                 writes += left
                 num_cached -= len(leaving) + len(blank) + len(evicted)
             if len(forgotten) or stored is not None:
                 writes += cache.plan(forgotten, stored)
-            if np.count_nonzero(kept):
-                writes += cache.eviction.plan_enter(cache.tails_first(freed[kept]))
-                num_cached += int(np.count_nonzero(kept))
-            freed = np.concatenate([freed[~kept], blank])
+            if len(freed):
+                kept = cache.is_findable(freed)
+                if len(forgotten):
+                    kept &= ~self._tally.among(freed, forgotten)
+                if np.count_nonzero(kept):
+                    writes += cache.eviction.plan_enter(cache.tails_first(freed[kept]))
+                    num_cached += int(np.count_nonzero(kept))
+                freed = freed[~kept]
+            if len(blank):
+                freed = np.concatenate([freed, blank])
             writes.append((self._num_cached, 0, num_cached))
         if num_new:
             writes.append((self._refs, new_blocks, _ONE_REFERENCE.repeat(num_new)))

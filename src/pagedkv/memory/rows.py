@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..arrays import Array
 from ..commit import Write
 from .checks import MAX_INT64, as_int, as_ints, require
-from .copy_on_write import UNUSED, plan_writable
+from .copy_on_write import UNUSED, pairs, plan_writable
 from .handles import NO_HANDLE, Handles, Int64Array
 from .pool import NO_BLOCKS, BlockPool
 from .prefix.cache import PrefixCache
@@ -25,6 +25,7 @@ Plan = TypeVar("Plan", bound=tuple[Any, ...])
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)
 _ENTRIES_PER_BLOCK = 4  # of a table that nothing has made wider yet, together for all sequences
 _MIN_COLUMNS = 16
+_IN_ORDER: Any = slice(None)
 _WORTH_A_COPY = 2  # so many tokens that are found in a block fill it
 
 
@@ -47,6 +48,7 @@ class Rows:
         self.prefix_cache = pool._prefix_cache = prefix_cache
         num_columns = max(_MIN_COLUMNS, -(-_ENTRIES_PER_BLOCK * pool.num_blocks // max_seqs))
         self.blocks = np.full((max_seqs, min(max_blocks, num_columns)), UNUSED, np.int32)
+        self._offsets = np.arange(block_size)
         self.lens = np.zeros(max_seqs, np.int64)
         self.handles = Handles(max_seqs)
         self.chains = Chains(max_seqs)
@@ -110,13 +112,11 @@ class Rows:
             tokens, num_known = prompt.tokens, 0
             if tokens is not None:
                 start, num_known = len(shared) * size, num_tokens
-                logical, offset = np.divmod(np.arange(start, num_tokens), size)
-                writes += [(cache.tokens, blocks[logical] * size + offset, tokens[start:num_tokens])]
+                slots = blocks[len(shared) :, None] * size + self._offsets
+                writes += [(cache.tokens, slots.reshape(-1)[: num_tokens - start], tokens[start:num_tokens])]
                 writes += cache.plan_count(prompt.num_tokens, num_cached)
             writes += self.chains.plan_start(rows, num_known, len(shared) - len(forgotten), prompt.root)
-        copies = np.empty((len(copied), 2), np.int64)
-        copies[:, 0], copies[:, 1] = copied, new_blocks[: len(copied)]
-        return seq, num_cached, copies, writes
+        return seq, num_cached, pairs(copied, new_blocks[: len(copied)]), writes
 
     def to_copy(self, plan: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
         """A plan of which copies are made before it is stored: where they go, nothing can be found any longer.
@@ -168,26 +168,25 @@ class Rows:
     ) -> tuple[Int64Array, Int64Array, list[Write]]:
         """Add tokens to the end of sequences: their slots, the copies to make, and what to store."""
         rows = self.handles.find_distinct(seqs)
-        num_new = self.per_seq("n", n, len(rows))
-        lens = self.lens[rows]
-        room = self.max_seq_len - lens
-        too_long = num_new > room
-        if np.count_nonzero(too_long):
-            i = int(too_long.argmax())
+        lens, is_step = self.lens[rows], type(n) is int and n == 1
+        num_new: Any = 1 if is_step else self.per_seq("n", n, len(rows))
+        ends = lens + (1 if is_step else np.minimum(num_new, self.max_seq_len + 1))
+        longest = int(ends.max(initial=0))
+        if longest > self.max_seq_len:
+            i = int((ends > self.max_seq_len).argmax())
             raise ValueError(
-                f"n must be at most {room[i]}, what is left of max_blocks * block_size = {self.max_seq_len} for "
-                f"sequence {self.handles.of(rows)[i]}, got {num_new[i]}"
+                f"n must be at most {self.max_seq_len - lens[i]}, what is left of max_blocks * block_size = "
+                f"{self.max_seq_len} for sequence {self.handles.of(rows)[i]}, got {1 if is_step else num_new[i]}"
             )
-        ends = lens + num_new
-        num_columns = self.num_blocks(int(ends.max(initial=0)))
+        num_columns = self.num_blocks(longest)
         if num_columns > self.blocks.shape[1]:  # no wider table for blocks that are not there
             num_added = int((self.num_blocks(ends) - self.num_blocks(lens)).sum())
             self.pool._require(num_added, self.pool.num_free)
         table, grown = self._with_columns(num_columns)
         first = lens // self.block_size
-        if isinstance(n, int) and n == 1:
+        if is_step:
             # The general case with one token, and so one block to write, for each sequence.
-            entries, positions, entry_of_token = rows * table.shape[1] + first, lens, np.arange(len(rows))
+            entries, positions, entry_of_token = rows * table.shape[1] + first, lens, _IN_ORDER
         else:
             num_written = np.where(num_new > 0, self.num_blocks(ends) - first, 0)
             owners, columns = ragged(first, num_written)
@@ -207,7 +206,7 @@ class Rows:
             if tokens is not None:
                 known = self.chains.num_known[rows]
                 writes.append((self.prefix_cache.tokens, slots, tokens))
-                writes += self.chains.plan_known(rows, np.where(known == lens, ends, known))
+                writes += self.chains.plan_known(rows, known + (known == lens) * num_new)
         return slots, copies, writes
 
     def plan_fork(self, seqs: Any, n: int) -> tuple[list[int], list[Write]]:
@@ -291,13 +290,13 @@ class Rows:
             return []
         rows, first, full = rows[late], first[late], full[late]
         counts = full - first
-        if counts.max() == 1:
-            owners, columns = np.arange(len(rows)), first
-        else:
-            owners, columns = ragged(first, counts)
-        entries = rows[owners] * self.blocks.shape[1] + columns
+        entries = rows * self.blocks.shape[1] + first
+        above = self._entries[entries - 1].astype(np.int64)
+        above[first == 0] = NO_BLOCK
+        owners = np.arange(len(rows))
+        if counts.max() > 1:
+            owners, entries = ragged(entries, counts)
         blocks = self._entries[entries].astype(np.int64)
-        above = np.where(first > 0, self.blocks[rows, first - 1], NO_BLOCK).astype(np.int64)
         stored = cache.to_store(blocks, counts, above, chains.roots(rows), self.pool._refs)
         if len(stored.blocks) == len(blocks):
             return [*self.pool._plan(stored=stored)[1], *chains.plan_found(rows, full)]

@@ -17,6 +17,7 @@ from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
 
 Int64Array = npt.NDArray[np.int64]
+_NEGATIVE = np.int64(np.iinfo(np.int64).min)
 _FASTER = 16  # how many times as many blocks are looked for next, where all were found
 
 
@@ -34,7 +35,7 @@ class Stored(NamedTuple):
     keys : (m, 2) int64
         Their digests.
     places : (m,) int64 or None
-        Where the index has room for them, if all are new to it.
+        Where the index has room for them, if it has found a place of its own for each.
     forgotten : (k,) int64
         Unused blocks that have one of these digests, but other contents, and make room.
     events : list of BlockStored
@@ -129,11 +130,11 @@ class PrefixCache:
                 break
             digest, more = digests[-1], more * _FASTER
         if len(blocks):
-            same = (self._rows()[blocks] == rows[: len(blocks)]).all(axis=1)
-            same[0] &= self._parents[blocks[0]] == _root_numbers(_keys([root]))[0]
-            same[1:] &= self._parents[blocks[1:]] == self._serials[blocks[:-1]]
-            if not same.all():
-                blocks = blocks[: int(same.argmin())]
+            parents = np.concatenate([_root_numbers(_keys([root])), self._serials[blocks[:-1]]])
+            follows = self._parents[blocks] == parents
+            same = self._rows().take(blocks, axis=0) == rows[: len(blocks)]
+            if np.count_nonzero(same) < same.size or np.count_nonzero(follows) < len(blocks):
+                blocks = blocks[: int(np.append(follows & same.all(axis=1), False).argmin())]
         return blocks
 
     def find_part(self, block: int, tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
@@ -172,27 +173,28 @@ class PrefixCache:
         is_first = above == NO_BLOCK
         if np.count_nonzero(is_first):
             heads[is_first], parents_above[is_first] = roots[is_first], _root_numbers(roots[is_first])
-        contents, digests_above = _split(self._rows()[blocks]), _split(heads)
+        rows = self._rows().take(blocks, axis=0)
         if len(blocks) == len(counts):
             firsts = np.arange(len(blocks))
-            digests = [self._hash_of(head + content) for head, content in zip(digests_above, contents, strict=True)]
+            digests = [*map(self._hash_of, _split(np.concatenate([heads.view(np.int32), rows], axis=1)))]
             parents, blocks_above = parents_above, above
         else:
-            firsts, digests, behind = np.cumsum(counts) - counts, [], iter(contents)
-            for head, count in zip(digests_above, counts.tolist(), strict=True):
+            firsts, digests, behind = np.cumsum(counts) - counts, [], iter(_split(rows))
+            for head, count in zip(_split(heads), counts.tolist(), strict=True):
                 digests += chained(self._hash_of, head, islice(behind, count))
             parents, blocks_above = last + np.arange(len(blocks)), np.empty_like(blocks)
             blocks_above[1:] = blocks[:-1]
             parents[firsts], blocks_above[firsts] = parents_above, above
         keys, stored = _keys(digests), np.arange(len(blocks))
         found, free = self._index.find(keys)
-        places: Int64Array | None = free
-        if not np.count_nonzero(found != NO_BLOCK) and len(set(digests)) == len(digests):
+        # Equal digests would be put into the same place.
+        places = free if len({*free.tolist()}) == len(free) else None
+        if not np.count_nonzero(found != NO_BLOCK) and (places is not None or len({*digests}) == len(digests)):
             kept, forgotten = blocks, blocks[:0]
         else:
             of_first = dict(zip(firsts.tolist(), zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
             stored, kept, parents, blocks_above, forgotten = self._resolve(
-                blocks, of_first, digests, found.tolist(), contents, refs
+                blocks, of_first, digests, found.tolist(), _split(rows), refs
             )
             places = None
         serials = np.arange(last + 1, last + 1 + len(parents))
@@ -349,4 +351,4 @@ def _keys(digests: list[bytes]) -> Int64Array:
 
 def _root_numbers(roots: Int64Array) -> Int64Array:
     """A negative number for each root digest, (n, 2) int64."""
-    return np.asarray(roots[:, 0] | np.iinfo(np.int64).min)
+    return np.asarray(roots[:, 0] | _NEGATIVE)

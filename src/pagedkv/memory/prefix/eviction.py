@@ -70,11 +70,13 @@ class LRU:
         end, size = int(self._end[0]), num_evicted
         evicted = places = np.empty(0, np.int64)
         while len(evicted) < num_evicted:
-            size *= 2
             stop = min(first + size + len(blocks), end)
             evicted, places = self._waiting(first, stop)
-            others = ~self._tally.among(evicted, blocks)
-            evicted, places = evicted[others][:num_evicted], places[others][:num_evicted]
+            if len(blocks):
+                others = ~self._tally.among(evicted, blocks)
+                evicted, places = evicted[others], places[others]
+            evicted, places = evicted[:num_evicted], places[:num_evicted]
+            size *= 2
         gone = np.concatenate([blocks, evicted])
         writes: list[Write] = [(self._places, gone, np.full(len(gone), _AWAY))]
         if num_evicted:

@@ -12,8 +12,8 @@ Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
 _REMOVED = -2  # a slot whose block is gone: what was probed past it is still behind it
 _HALVES = np.arange(2)
-_ROOM = 8  # slots for each block, at least
-_FULL = 4  # one of so many slots is filled
+_ROOM = 16  # slots for each block, at least
+_FULL = 8  # of so many slots one is filled, at most
 _FEW = 16  # digests
 _NO_KEYS = np.empty((0, 2), np.int64)
 
@@ -21,7 +21,7 @@ _NO_KEYS = np.empty((0, 2), np.int64)
 class HashIndex:
     """Blocks by their 128-bit digests: a hash table with open addressing and linear probing, all of it in arrays.
 
-    At most a quarter of the slots are ever filled, those of removed blocks included; then the table is made anew, which
+    At most an eighth of the slots are ever filled, those of removed blocks included; then the table is made anew, which
     is O(N) for every N or more blocks put into it. The first probe of all digests is one of arrays; for the few that
     need more, scalars take less time.
 
@@ -42,7 +42,7 @@ class HashIndex:
 
     def keys(self, blocks: Int64Array) -> Int64Array:
         """The digests under which blocks were put in last, (n, 2) int64."""
-        return self._keys.reshape(-1, 2)[blocks]
+        return self._keys.reshape(-1, 2).take(blocks, axis=0)
 
     def find(self, keys: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Where digests are, or could be put.
@@ -63,8 +63,9 @@ class HashIndex:
         blocks = self._slots.take(places).astype(np.int64)
         others = (blocks != NO_BLOCK).nonzero()[0]
         if len(others) > _FEW:
-            differs = self.keys(blocks[others]) != keys[others]
-            others = others[differs[:, 0] | differs[:, 1] | (blocks[others] == _REMOVED)]
+            taken = blocks.take(others)
+            differs = self._keys.reshape(-1, 2).take(taken, axis=0, mode="clip") != keys.take(others, axis=0)
+            others = others[differs[:, 0] | differs[:, 1] | (taken == _REMOVED)]
         for i in others.tolist():
             blocks[i], places[i] = self._probe(*keys[i].tolist())
         return blocks, places
@@ -91,7 +92,7 @@ class HashIndex:
         keys : (n, 2) int64
             The digests of `put`, all different.
         places : (n,) int64 or None
-            Empty slots where `find` would put them, each by itself.
+            Where `find` would put them, if it finds a slot of its own for each.
         """
         writes: list[Write] = []
         if len(removed):
@@ -104,7 +105,7 @@ class HashIndex:
         writes.append((self._keys, (2 * put[:, None] + _HALVES).reshape(-1), keys.reshape(-1)))
         num_filled = int(self._num_filled[0]) + len(put)
         if num_filled <= len(self._slots) // _FULL:
-            if places is None or len({*places.tolist()}) < len(places):
+            if places is None:
                 places = self._free_places(self._views[0], keys[:, 0])
             writes.append((self._slots, places, put.astype(np.int32)))
         else:

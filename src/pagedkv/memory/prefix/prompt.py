@@ -70,6 +70,6 @@ def ids_of(tokens: Any) -> npt.NDArray[np.int32]:
             if small.min(initial=0) >= 0:
                 return small
     ids = as_ints("tokens", tokens)
-    if len(ids) and (ids.min() < 0 or ids.max() > MAX_INT32):
+    if ids.view(np.uint64).max(initial=0) > MAX_INT32:  # negative ones are the largest
         raise ValueError(f"tokens must be ids in 0..2**31 - 1, got {ids[(ids < 0) | (ids > MAX_INT32)][0]}")
     return ids.astype(np.int32)
