@@ -277,10 +277,12 @@ class BlockPool(Guarded):
         """The blocks that lose their last reference, those that get their first, and what to store."""
         blocks = np.concatenate([dropped, gained])
         last, counts = self._tally(blocks)
-        signs = np.ones(len(blocks))
-        signs[: len(dropped)] = -1
-        before = self._refs[blocks]
-        refs = before + np.bincount(last, signs, len(blocks)).astype(np.int64)[last]
+        before, changes = self._refs.take(blocks), counts
+        if len(dropped):
+            signs = np.ones(len(blocks))
+            signs[: len(dropped)] = -1
+            changes = np.bincount(last, signs, len(blocks)).astype(np.int64)
+        refs = before + changes.take(last)
         if np.count_nonzero(refs < 0):
             block = blocks[refs < 0][0]
             raise KeyError(

@@ -436,6 +436,6 @@ def ragged(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
     -------
     owners, values : (counts.sum(),) int64
     """
-    owners = np.repeat(np.arange(len(counts)), counts)
-    begins = np.cumsum(counts) - counts
-    return owners, np.arange(len(owners)) + (starts - begins)[owners]
+    owners = np.arange(len(counts)).repeat(counts)
+    begins = counts.cumsum() - counts
+    return owners, np.arange(len(owners)) + (starts - begins).take(owners)

@@ -34,8 +34,8 @@ class Stored(NamedTuple):
         The block before each of them, or NO_BLOCK.
     keys : (m, 2) int64
         Their digests.
-    places : (m,) int64 or None
-        Where the index has room for them, if it has found a place of its own for each.
+    places : (m,) int64
+        Where the index has room for them.
     forgotten : (k,) int64
         Unused blocks that have one of these digests, but other contents, and make room.
     events : list of BlockStored
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
     parents: Int64Array
     above: Int64Array
     keys: Int64Array
-    places: Int64Array | None
+    places: Int64Array
     forgotten: Int64Array
     events: list[Event]
 
@@ -172,14 +172,15 @@ class PrefixCache:
         heads, parents_above = self._index.keys(above), self._serials[above]
         is_first = above == NO_BLOCK
         if np.count_nonzero(is_first):
-            heads[is_first], parents_above[is_first] = roots[is_first], _root_numbers(roots[is_first])
+            heads = np.where(is_first[:, None], roots, heads)
+            parents_above = np.where(is_first, _root_numbers(roots), parents_above)
         rows = self._rows().take(blocks, axis=0)
         if len(blocks) == len(counts):
             firsts = np.arange(len(blocks))
             digests = [*map(self._hash_of, _split(np.concatenate([heads.view(np.int32), rows], axis=1)))]
             parents, blocks_above = parents_above, above
         else:
-            firsts, digests, behind = np.cumsum(counts) - counts, [], iter(_split(rows))
+            firsts, digests, behind = counts.cumsum() - counts, [], iter(_split(rows))
             for head, count in zip(_split(heads), counts.tolist(), strict=True):
                 digests += chained(self._hash_of, head, islice(behind, count))
             parents, blocks_above = last + np.arange(len(blocks)), np.empty_like(blocks)
@@ -187,16 +188,16 @@ class PrefixCache:
             parents[firsts], blocks_above[firsts] = parents_above, above
         keys, stored = _keys(digests), np.arange(len(blocks))
         found, free = self._index.find(keys)
-        # Equal digests would be put into the same place.
-        places = free if len({*free.tolist()}) == len(free) else None
-        if not np.count_nonzero(found != NO_BLOCK) and (places is not None or len({*digests}) == len(digests)):
+        places = self._index.apart(free)
+        all_differ = places is free or len({*digests}) == len(digests)  # equal digests have the same place
+        if all_differ and not np.count_nonzero(found != NO_BLOCK):
             kept, forgotten = blocks, blocks[:0]
         else:
             of_first = dict(zip(firsts.tolist(), zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
             stored, kept, parents, blocks_above, forgotten = self._resolve(
                 blocks, of_first, digests, found.tolist(), _split(rows), refs
             )
-            places = None
+            places = self._index.apart(free[stored])
         serials = np.arange(last + 1, last + 1 + len(parents))
         events: list[Event] = []
         if self._listener is not None:

@@ -14,8 +14,8 @@ _REMOVED = -2  # a slot whose block is gone: what was probed past it is still be
 _HALVES = np.arange(2)
 _ROOM = 16  # slots for each block, at least
 _FULL = 8  # of so many slots one is filled, at most
-_FEW = 16  # digests
-_NO_KEYS = np.empty((0, 2), np.int64)
+_FEW = 6  # digests
+_NO_KEYS, _NO_PLACES = np.empty((0, 2), np.int64), np.empty(0, np.int64)
 
 
 class HashIndex:
@@ -64,11 +64,20 @@ class HashIndex:
         others = (blocks != NO_BLOCK).nonzero()[0]
         if len(others) > _FEW:
             taken = blocks.take(others)
-            differs = self._keys.reshape(-1, 2).take(taken, axis=0, mode="clip") != keys.take(others, axis=0)
-            others = others[differs[:, 0] | differs[:, 1] | (taken == _REMOVED)]
-        for i in others.tolist():
-            blocks[i], places[i] = self._probe(*keys[i].tolist())
+            first, second = keys.take(others, axis=0).T
+            differs = (self._half(taken, 0) != first) | (self._half(taken, 1) != second)
+            others = others[differs | (taken == _REMOVED)]
+        for i, key in zip(others.tolist(), keys.take(others, axis=0).tolist(), strict=True):
+            blocks[i], places[i] = self._probe(*key)
         return blocks, places
+
+    def apart(self, places: Int64Array) -> Int64Array:
+        """A slot for each digest: those that `find` ended at, unless some are the same."""
+        return _apart(self._views[0], places)
+
+    def _half(self, blocks: Int64Array, half: int) -> Int64Array:
+        """One half of the digest of each block; of anything for a slot without a block."""
+        return self._keys.take(2 * blocks + half, mode="clip")
 
     def _probe(self, first: int, second: int) -> tuple[int, int]:
         slots, keys = self._views
@@ -81,7 +90,7 @@ class HashIndex:
         return block, place
 
     def plan(
-        self, removed: Int64Array, put: Int64Array, keys: Int64Array = _NO_KEYS, places: Int64Array | None = None
+        self, removed: Int64Array, put: Int64Array, keys: Int64Array = _NO_KEYS, places: Int64Array = _NO_PLACES
     ) -> list[Write]:
         """Take blocks out, and put others in under digests that no block has.
 
@@ -91,8 +100,8 @@ class HashIndex:
             Blocks, each named once; the first ones are in the index, the others not.
         keys : (n, 2) int64
             The digests of `put`, all different.
-        places : (n,) int64 or None
-            Where `find` would put them, if it finds a slot of its own for each.
+        places : (n,) int64
+            The slots for them: of `apart`.
         """
         writes: list[Write] = []
         if len(removed):
@@ -103,10 +112,8 @@ class HashIndex:
         if not len(put):
             return writes
         writes.append((self._keys, (2 * put[:, None] + _HALVES).reshape(-1), keys.reshape(-1)))
-        num_filled = int(self._num_filled[0]) + len(put)
+        num_filled = int(self._num_filled[0]) + int(np.count_nonzero(self._slots.take(places) == NO_BLOCK))
         if num_filled <= len(self._slots) // _FULL:
-            if places is None:
-                places = self._free_places(self._views[0], keys[:, 0])
             writes.append((self._slots, places, put.astype(np.int32)))
         else:
             kept = self._places != NO_BLOCK
@@ -114,7 +121,7 @@ class HashIndex:
             low = np.concatenate([self._keys[::2][kept], keys[:, 0]])
             put = np.concatenate([np.flatnonzero(kept), put])
             num_filled, fresh = len(put), np.full_like(self._slots, NO_BLOCK)
-            places = self._free_places(fresh.data, low)
+            places = _apart(fresh.data, low & (len(fresh) - 1))
             fresh[places] = put
             writes.append((self._slots, np.arange(len(fresh)), fresh))
         return [*writes, (self._places, put, places), (self._num_filled, 0, num_filled)]
@@ -127,14 +134,16 @@ class HashIndex:
         filled = np.count_nonzero(self._slots != NO_BLOCK)
         require(filled == self._num_filled[0], "the index counts its slots wrongly")
 
-    @staticmethod
-    def _free_places(slots: memoryview, low: Int64Array) -> Int64Array:
-        """The first empty slot at or behind the home of each digest, all different."""
-        mask = len(slots) - 1
-        taken: dict[int, None] = {}  # in order
-        for first in low.tolist():
-            place = first & mask
-            while slots[place] != NO_BLOCK or place in taken:
+
+def _apart(slots: memoryview, places: Int64Array) -> Int64Array:
+    """Slots that can be filled, all different: of places that can be, the second of two equal ones is moved on."""
+    starts = places.tolist()
+    if len({*starts}) == len(starts):
+        return places
+    mask, chosen = len(slots) - 1, dict[int, None]()
+    for place in starts:
+        if place in chosen:
+            while place in chosen or slots[place] != NO_BLOCK:
                 place = place + 1 & mask
-            taken[place] = None
-        return np.fromiter(taken, np.int64, len(taken))
+        chosen[place] = None  # in order
+    return np.fromiter(chosen, np.int64, len(chosen))

@@ -66,7 +66,7 @@ def ids_of(tokens: Any) -> npt.NDArray[np.int32]:
         # In a third of the time that numpy.asarray takes; of anything else as_ints says what is wrong.
         with suppress(TypeError, OverflowError):
             small = np.frombuffer(array("I", tokens), np.int32)
-            refuse_bools("tokens", [tokens[i] for i in np.flatnonzero(small >> 1 == 0).tolist()])
+            refuse_bools("tokens", [tokens[i] for i in (small.view(np.uint32) < 2).nonzero()[0].tolist()])
             if small.min(initial=0) >= 0:
                 return small
     ids = as_ints("tokens", tokens)
