@@ -25,6 +25,8 @@ from .operations.attention import decode_attention, prefill_attention
 from .operations.caches import write_kv
 from .typing import KvDtype, Layout
 
+_AT_HAND = 2**17  # bytes: what malloc gives without asking the system
+
 
 class PagedKVCache(Sequences):
     """A paged KV cache of all layers of a model, with the sequences in it.
@@ -229,6 +231,22 @@ class PagedKVCache(Sequences):
 
     def _copy(self, copies: npt.NDArray[np.int64]) -> None:
         if len(copies):
-            sources, destinations = (self._arrays.asarray(ids) for ids in copies.T.copy())
+            sources, destinations = self._ids(copies)
             for stack in self._stacks:
-                stack[:, destinations] = stack[:, sources]
+                for layers in self._together(copies):
+                    stack[layers, destinations] = stack[layers, sources]
+
+    def _read(self, copies: npt.NDArray[np.int64]) -> None:
+        sources, _ = self._ids(copies)
+        self._stacks[0][self._together(copies)[0], sources]
+
+    def _ids(self, copies: npt.NDArray[np.int64]) -> tuple[Any, ...]:
+        return tuple(self._arrays.asarray(ids) for ids in copies.T.copy())
+
+    def _together(self, copies: npt.NDArray[np.int64]) -> list[slice]:
+        """The layers to copy at a time: on a device all, on the host as many as fit into memory that is at hand."""
+        num_layers = len(self.k_caches)
+        at_once = num_layers
+        if not self._arrays.on_device:
+            at_once = max(1, _AT_HAND * 2 * num_layers // max(1, self._block_bytes * len(copies)))
+        return [slice(first, first + at_once) for first in range(0, num_layers, at_once)]

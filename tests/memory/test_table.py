@@ -361,3 +361,13 @@ def test_70_000_references_to_one_block():
     assert table.pool.num_shared == 0
     table.free(seq)
     table.check()
+
+
+@pytest.mark.parametrize("named", [list, np.array])
+def test_what_the_last_call_named_is_unknown_once_it_is_freed(named):
+    table = SequenceTable(BlockPool(8), 4, 3, 5)
+    seqs = named([table.add(3), table.add(2)])
+    table.append(seqs)
+    table.free(seqs)
+    with refused(table, KeyError, "it was freed or never added"):
+        table.append(seqs)

@@ -4,29 +4,30 @@ from .mutant import Mutant
 
 MACHINE = ("tests/memory/prefix/test_machine.py::TestPrefixMachine",)
 CASES = ("tests/memory/prefix/test_prefix_cache.py", "tests/memory/prefix/test_hooks.py")
+INDEX = ("tests/memory/prefix/test_index.py",)
 COLLIDING = ("tests/memory/prefix/test_machine.py::TestCollidingMachine",)
 
 MUTANTS = [
     Mutant(
         "a collision serves other tokens",
         "memory/prefix/cache.py",
-        "self._rows()[blocks] == rows[: len(blocks)]",
-        "blocks[:, None] == blocks[:, None]",
+        "self._rows().take(blocks, axis=0) == rows[: len(blocks)]",
+        "rows[: len(blocks)] == rows[: len(blocks)]",
         COLLIDING,
         ci=True,
     ),
     Mutant(
         "a collision serves tokens behind others",
         "memory/prefix/cache.py",
-        "            same[1:] &= self._parents[blocks[1:]] == self._serials[blocks[:-1]]\n",
-        "",
+        "follows = self._parents[blocks] == parents\n",
+        "follows = (self._parents[blocks] == parents) | (np.arange(len(blocks)) > 0)\n",
         COLLIDING,
     ),
     Mutant(
         "salts share their blocks where digests collide",
         "memory/prefix/cache.py",
-        "            same[0] &= self._parents[blocks[0]] == _root_numbers(_keys([root]))[0]\n",
-        "",
+        "follows = self._parents[blocks] == parents\n",
+        "follows = (self._parents[blocks] == parents) | (np.arange(len(blocks)) == 0)\n",
         COLLIDING,
     ),
     Mutant(
@@ -66,10 +67,17 @@ MUTANTS = [
         CASES,
     ),
     Mutant(
+        "a copy that cannot begin costs what can be found",
+        "memory/rows.py",
+        "            read(planned[-2])\n",
+        "",
+        CASES,
+    ),
+    Mutant(
         "a block that can be found is written",
         "memory/copy_on_write.py",
-        "        forgotten = forgotten[pool._prefix_cache.is_findable(forgotten)]\n",
-        "        forgotten = forgotten[:0]\n",
+        "            forgotten = blocks[findable & ~replaced]\n",
+        "            forgotten = blocks[:0]\n",
         MACHINE,
         ci=True,
     ),
@@ -105,8 +113,8 @@ MUTANTS = [
     Mutant(
         "what was evicted is found",
         "memory/prefix/cache.py",
-        "        writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))]\n",
-        "        writes: list[Write] = []\n",
+        "[(self._serials, removed, np.zeros(len(removed), np.int64))] if len(removed) else []",
+        "[]",
         MACHINE,
     ),
     Mutant(
@@ -115,6 +123,28 @@ MUTANTS = [
         "np.full(len(removed), _REMOVED, np.int32)",
         "np.full(len(removed), NO_BLOCK, np.int32)",
         COLLIDING + MACHINE,
+    ),
+    Mutant(
+        "two digests are put into one slot",
+        "memory/prefix/index.py",
+        "    if len({*starts}) == len(starts):\n",
+        "    if starts:\n",
+        INDEX,
+        ci=True,
+    ),
+    Mutant(
+        "a digest is put into a slot that is taken",
+        "memory/prefix/index.py",
+        "while place in chosen or slots[place] != NO_BLOCK:",
+        "while place in chosen:",
+        INDEX,
+    ),
+    Mutant(
+        "half of a digest is compared",
+        "memory/prefix/index.py",
+        "            differs = (self._half(taken, 0) != first) | (self._half(taken, 1) != second)\n",
+        "            differs = self._half(taken, 0) != first\n",
+        INDEX,
     ),
     Mutant(
         "identical blocks stay two",
@@ -126,7 +156,7 @@ MUTANTS = [
     Mutant(
         "unknown tokens are taken for those before them",
         "memory/rows.py",
-        "np.where(known == lens, ends, known)",
+        "known + (known == lens) * num_new",
         "ends",
         MACHINE,
     ),

@@ -118,10 +118,13 @@ class Rows:
             writes += self.chains.plan_start(rows, num_known, len(shared) - len(forgotten), prompt.root)
         return seq, num_cached, pairs(copied, new_blocks[: len(copied)]), writes
 
-    def to_copy(self, plan: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
+    def to_copy(
+        self, read: Callable[[Int64Array], object], plan: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs
+    ) -> Plan:
         """A plan of which copies are made before it is stored: where they go, nothing can be found any longer.
 
-        Otherwise a copy that is cut short would leave a block that can be found with contents of another one.
+        Otherwise a copy that is cut short would leave a block that can be found with contents of another one. `read`
+        gets the copies before: where it raises, as the copying would before it has written anything, nothing changes.
         """
         while True:
             planned = plan(*args, **kwargs)
@@ -131,6 +134,7 @@ class Rows:
             findable = destinations[self.prefix_cache.is_findable(destinations)]
             if not len(findable):
                 return planned
+            read(planned[-2])
             self.pool._commit(self.pool._plan(forgotten=findable)[1])
 
     def can_add(self, prompt: Prompt, reserve: int) -> bool:

@@ -39,6 +39,10 @@ class Sequences(Guarded, ABC):
     def _copy(self, copies: npt.NDArray[np.int64]) -> None:
         """Copy blocks in all layers, before the commit: until then the destinations are blocks that nobody reads."""
 
+    @abstractmethod
+    def _read(self, copies: npt.NDArray[np.int64]) -> None:
+        """Raise what `_copy` would raise before it writes anything: there is no memory, or a stream is captured."""
+
     @property
     def block_size(self) -> int:
         """P, tokens per block."""
@@ -115,7 +119,7 @@ class Sequences(Guarded, ABC):
             On a device, while its current stream is being captured in a CUDA graph.
         """
         rows, ids = self.table._rows, None if tokens is None else ids_of(tokens)
-        new_slots, copies, writes = rows.to_copy(rows.plan_append, seqs, n, ids)
+        new_slots, copies, writes = rows.to_copy(self._read, rows.plan_append, seqs, n, ids)
         self._copy(copies)
         slots = self._arrays.asarray(new_slots)
         self.pool._commit(writes, undo=lambda: rows.plan_take_back(seqs, n))
@@ -249,7 +253,7 @@ class Sequences(Guarded, ABC):
     def _start(self, prompt: Prompt, reserve: int | None = None) -> Added:
         """Start a sequence with a prompt, or, with `reserve`, with what is found of it: `Rows.plan_add`."""
         rows = self.table._rows
-        seq, num_cached, copies, writes = rows.to_copy(rows.plan_add, prompt, reserve)
+        seq, num_cached, copies, writes = rows.to_copy(self._read, rows.plan_add, prompt, reserve)
         added = Added(seq, num_cached)
         self._copy(copies)
         self.pool._commit(writes, undo=lambda: rows.plan_free(seq))

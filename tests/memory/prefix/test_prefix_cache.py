@@ -202,18 +202,23 @@ def test_after_a_reset_sequences_go_on_but_are_not_found():
     cache.check()
 
 
-@pytest.mark.parametrize("copying", ["append", "add"])
-def test_a_copy_that_is_cut_short_leaves_nothing_to_find_where_it_went(monkeypatch, copying):
-    """The only room for the copy is a block whose contents can be found."""
+@pytest.fixture(params=["append", "add"])
+def copying(request):
+    """A cache, and a call that copies; the only room for the copy is a block whose contents can be found."""
     cache = make(num_blocks=3)
-    held = started(cache, TEXT[:5] if copying == "append" else TEXT[:4])
-    if copying == "append":
+    held = started(cache, TEXT[:5] if request.param == "append" else TEXT[:4])
+    if request.param == "append":
         cache.fork(held)
     else:
         started(cache, [7] * 3)
     cache.free(started(cache, [1, 2, 3, 4]))
     cache.k_caches[0][:] = np.arange(3)[:, None, None, None]
     calls = {"append": lambda: cache.append(held, tokens=[1]), "add": lambda: cache.add(TEXT[:4])}
+    return cache, calls[request.param]
+
+
+def test_a_copy_that_is_cut_short_leaves_nothing_to_find_where_it_went(monkeypatch, copying):
+    cache, call = copying
     copy = cache._copy
 
     def cut_short(copies):
@@ -223,13 +228,30 @@ def test_a_copy_that_is_cut_short_leaves_nothing_to_find_where_it_went(monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(cache, "_copy", cut_short)
         with pytest.raises(KeyboardInterrupt):
-            calls[copying]()
+            call()
     cache.check()
     assert not (cache.k_caches[0][2] == 2).any()
     assert cache.find([1, 2, 3, 4, 5]) == 0
     assert cache.num_free == 1
-    calls[copying]()
+    call()
     cache.check()
+
+
+def test_a_copy_that_cannot_begin_changes_nothing(monkeypatch, copying):
+    """No memory to read the first blocks: what can be found where the copy would go stays."""
+
+    class Full(np.ndarray):
+        def __getitem__(self, index):
+            raise MemoryError("injected")
+
+    cache, call = copying
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_stacks", tuple(stack.view(Full) for stack in cache._stacks))
+        with refused(cache, MemoryError, "injected"):
+            call()
+    assert cache.find([1, 2, 3, 4, 5]) == 4
+    call()
+    assert cache.find([1, 2, 3, 4, 5]) == 0
 
 
 def test_a_pin_keeps_a_prefix():
