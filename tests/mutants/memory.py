@@ -408,16 +408,23 @@ MUTANTS = [
     Mutant(
         "the first layer is not copied on write",
         "cache.py",
-        "stack[:, destinations] = stack[:, sources]",
-        "stack[1:, destinations] = stack[1:, sources]",
+        "for first in range(0, num_layers, at_once)]",
+        "for first in range(1, num_layers, at_once)]",
         CACHE,
         ci=True,
     ),
     Mutant(
+        "a layer is left out where not all are copied together",
+        "cache.py",
+        "slice(first, first + at_once)",
+        "slice(first, first + max(1, at_once - 1))",
+        CACHE,
+    ),
+    Mutant(
         "copies go the other way",
         "cache.py",
-        "sources, destinations = (",
-        "destinations, sources = (",
+        "sources, destinations = self._ids(copies)",
+        "destinations, sources = self._ids(copies)",
         CACHE,
     ),
     Mutant(
