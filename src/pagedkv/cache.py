@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .arrays import host_view
 from .layouts import cache_shapes, storage_dtype
 from .memory.checks import MAX_INT32, as_int, per_layer
 from .memory.device.arrays import Arrays
@@ -144,6 +145,8 @@ class PagedKVCache(Sequences):
         shapes = cache_shapes(layout, pool.num_blocks, block_size, num_kv_heads, head_dim, stored.itemsize)
         self._stacks = tuple(arrays.zeros((num_layers, *shape), stored) for shape in shapes)
         self.k_caches, self.v_caches = (tuple(stack) for stack in self._stacks)
+        # As NumPy sees them, where it does: operations ask nobody else then.
+        self._views = tuple(tuple(map(host_view, caches)) for caches in (self.k_caches, self.v_caches))
         self._options = {"layout": layout, "kv_dtype": kv_dtype}
         self._batches = Batches(table, arrays, grows=max_seq_len is None)
 
@@ -217,7 +220,7 @@ class PagedKVCache(Sequences):
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, made by batch(seqs), got {type(batch).__name__}")
         ours["max_seq_len"] = batch.max_seq_len
-        tables, lens = batch.block_tables, batch.seq_lens
+        tables, lens = batch.views
         if batch.is_decode:
             return decode_attention(q, k_cache, v_cache, tables, lens, **ours, **options)
         return prefill_attention(q, k_cache, v_cache, tables, lens, batch.query_starts, **ours, **options)
@@ -227,7 +230,7 @@ class PagedKVCache(Sequences):
         layer = as_int("layer", layer, maximum=len(self.k_caches) - 1)
         k_scales, v_scales = self._scales
         options = self._options | {"k_scale": k_scales[layer], "v_scale": v_scales[layer]}
-        return self.k_caches[layer], self.v_caches[layer], options
+        return self._views[0][layer], self._views[1][layer], options
 
     def _copy(self, copies: npt.NDArray[np.int64]) -> None:
         if len(copies):

@@ -127,6 +127,23 @@ class Rotation(NamedTuple):
     interleaved: bool
 
 
+class WriteForm(NamedTuple):
+    """What follows from the shapes, strides, dtypes and options of a valid call of write_kv.
+
+    Attributes
+    ----------
+    spec : CacheSpec
+    k_scale, v_scale : float or None
+        None for an array.
+    checked : bool
+    """
+
+    spec: CacheSpec
+    k_scale: float | None
+    v_scale: float | None
+    checked: bool
+
+
 class WriteCall(NamedTuple):
     """A call of write_kv."""
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pagedkv.validation import attention, forms
+from pagedkv.validation import attention, caches, forms
 
 from ..support.wrong_arguments import attention_arguments, ragged_arguments
 
@@ -24,7 +24,7 @@ def looked_at(monkeypatch):
         return checked(*args)
 
     monkeypatch.setattr(forms, "_checked", counting)
-    monkeypatch.setattr(attention, "_forms", forms.Forms())
+    monkeypatch.setattr(attention, "_forms", forms.attention_forms())
     return seen
 
 
@@ -118,3 +118,65 @@ def test_an_index_that_changes_is_read_in_each_call():
     window = Width()
     for window.width in (3, 1):
         assert attention.attention_call(arguments(window=window)).options.window == window.width
+
+
+WRITE_DEFAULTS = {
+    **dict.fromkeys(("kv_dtype", "k_scale", "v_scale", "cos", "sin", "positions", "check")),
+    **{"layout": "NHD", "interleaved": False, "backend": "auto"},
+}
+
+
+def written(num_tokens=3, **options):
+    k_cache, v_cache, k, v = (np.zeros(shape, np.float32) for shape in [(4, 4, 2, 16)] * 2 + [(num_tokens, 2, 16)] * 2)
+    slots = np.arange(num_tokens)
+    return WRITE_DEFAULTS | {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots} | options
+
+
+@pytest.fixture
+def writes_looked_at(monkeypatch):
+    seen, checked = [], caches._write_form
+
+    def counting(*args):
+        seen.append(args)
+        return checked(*args)
+
+    monkeypatch.setattr(caches, "_write_forms", forms.Forms(counting, caches.WRITE_OPTIONS))
+    return seen
+
+
+def test_only_the_first_of_many_writes_is_looked_at(writes_looked_at):
+    for _ in range(3):
+        caches.write_call(written())
+    assert len(writes_looked_at) == 1
+    caches.write_call(written(num_tokens=2))
+    assert len(writes_looked_at) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"slots": np.array([0, 1, 16])}, IndexError),
+        ({"slots": np.array([0, 1, 1])}, ValueError),
+        ({"slots": np.arange(3, dtype=np.int32)}, TypeError),
+        ({"k": np.zeros((3, 2, 16))}, TypeError),
+        ({"v": np.zeros((3, 2, 32), np.float32)[..., ::2]}, ValueError),
+        ({"k_cache": np.broadcast_to(np.float32(0), (4, 4, 2, 16))}, ValueError),
+        ({"check": 0}, TypeError),
+        ({"interleaved": True}, ValueError),
+        ({"layout": "HND"}, ValueError),
+        ({"k_scale": 1.0}, ValueError),
+        ({"kv_dtype": "fp8_e4m3"}, TypeError),
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else None,
+)
+def test_what_differs_is_refused_after_a_valid_write(wrong, error):
+    caches.write_call(written())
+    with pytest.raises(error):
+        caches.write_call(written(**wrong))
+
+
+def test_a_write_like_one_before_must_not_overlap_either():
+    given = written(num_tokens=4)
+    caches.write_call(given)
+    with pytest.raises(ValueError, match="k_cache must not overlap k"):
+        caches.write_call(given | {"k": given["k_cache"][0]})

@@ -2,7 +2,7 @@
 
 from .argument import Argument, DeviceArgument, Facts, HostArgument
 from .host import HostArray
-from .identify import current_streams, device_kind, identify
+from .identify import current_streams, device_kind, host_view, identify
 from .shadow import Array, Shadow, address_of
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "address_of",
     "current_streams",
     "device_kind",
+    "host_view",
     "identify",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Argument(ABC):
 
     __slots__ = ("array", "name")
 
-    on_device: bool
+    on_device: ClassVar[bool]
 
     def __init__(self, name: str, array: Any) -> None:
         self.name, self.array = name, array
@@ -53,7 +53,7 @@ class HostArgument(Argument):
 
     __slots__ = ()
 
-    on_device = False
+    on_device: ClassVar[Literal[False]] = False
 
     @abstractmethod
     def view(self) -> Array:
@@ -79,7 +79,7 @@ class DeviceArgument(Argument):
 
     __slots__ = ()
 
-    on_device = True
+    on_device: ClassVar[Literal[True]] = True
 
     @staticmethod
     def facts(x: Any) -> Facts:

@@ -47,6 +47,12 @@ def identify(name: str, x: Any) -> HostArgument | DeviceArgument:
     raise TypeError(f"{name} must be an array (NumPy, CuPy or torch), got {type_name(x)}")
 
 
+def host_view(x: Any) -> Any:
+    """An array on the host as NumPy sees it, in the same memory; one on a device as it is."""
+    argument = identify("x", x)
+    return x if argument.on_device else argument.view()
+
+
 def device_kind(kind: type) -> type[DeviceArgument]:
     """What an object of this type is, provided that it is an array on a device with more than DLPack."""
     return CupyArray if _is_cupy(kind) else CudaTensor if _is_torch(kind) else InterfaceArray

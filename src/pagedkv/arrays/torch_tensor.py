@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -33,11 +34,17 @@ def tensor(name: str, x: Any) -> HostTensor | CudaTensor:
     kind = x.device.type
     if kind == "meta":
         raise TypeError(f"{name} must be an array with data, got a torch meta tensor")
-    if str(x.layout) != "torch.strided":
-        raise TypeError(f"{name} must be a dense array, got a torch tensor of layout {str(x.layout)[6:]}")
+    if _name(x.layout) != "strided":
+        raise TypeError(f"{name} must be a dense array, got a torch tensor of layout {_name(x.layout)}")
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"{name} must be on the host or on a CUDA device, got a torch tensor on {x.device}")
     return CudaTensor(name, x) if kind == "cuda" else HostTensor(name, x)
+
+
+@lru_cache(maxsize=64)
+def _name(x: Any) -> str:
+    """The name of a dtype or a layout of torch, which takes it a while."""
+    return str(x)[6:]
 
 
 class HostTensor(HostArgument):
@@ -50,7 +57,7 @@ class HostTensor(HostArgument):
         x = self.array
         try:
             x = x.detach() if x.requires_grad else x
-            other = _TORCH_ONLY.get(str(x.dtype)[6:])
+            other = _TORCH_ONLY.get(_name(x.dtype))
             if other is None:
                 view: Array = x.numpy()
                 return view
@@ -111,5 +118,5 @@ def numpy_dtype(torch_dtype: Any) -> np.dtype[Any]:
     TypeError
         NumPy has nothing like it.
     """
-    name = str(torch_dtype)[6:]
+    name = _name(torch_dtype)
     return _TORCH_ONLY[name][1] if name in _TORCH_ONLY else np.dtype(name)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Array
-from ..calls import CopyCall, GatherCall, SwapCall, WriteCall, per_head
+from ..calls import CopyCall, GatherCall, Scale, SwapCall, WriteCall, per_head
 from ..commit import Write, bits, commit
 from ..layouts import FP8_DTYPES
 from .rotary import rotated
@@ -33,7 +33,6 @@ _FLOATS: dict[str, np.dtype[Any]] = {
 def write_kv(call: WriteCall) -> None:
     """Write k and v (T, Hkv, D) into the slots (T,); tokens whose slot is negative are skipped."""
     k, v, slots, spec, rotation = call.k, call.v, call.slots, call.spec, call.rotation
-    k_scale, v_scale = per_head(call.k_scale, spec.num_kv_heads), per_head(call.v_scale, spec.num_kv_heads)
     kept = slots >= 0
     if not kept.all():
         k, v, slots = k[kept], v[kept], slots[kept]
@@ -41,7 +40,7 @@ def write_kv(call: WriteCall) -> None:
         positions = rotation.positions[kept]
         k = rotated(k, rotation.cos, rotation.sin, positions, interleaved=rotation.interleaved)
     at = np.divmod(slots, spec.block_size)
-    keys, values = _encode(k, spec.kind, k_scale), _encode(v, spec.kind, v_scale)
+    keys, values = _encode(k, spec.kind, call.k_scale), _encode(v, spec.kind, call.v_scale)
     writes: list[Write] = []
     for x, cache in ((keys, call.k_cache), (values, call.v_cache)):
         tokens = _tokens(cache, spec.layout)
@@ -103,11 +102,11 @@ def _decode(codes: Array, kind: str, scale: npt.NDArray[np.float32], result: Arr
     np.multiply(wide, scale[:, None], out=result)
 
 
-def _encode(x: Array, kind: str, scale: npt.NDArray[np.float32]) -> Array:
+def _encode(x: Array, kind: str, scale: Scale) -> Array:
     """The bits of x (T, Hkv, D) as elements of a cache."""
     if kind in _FLOATS:
         return bits(x.astype(_FLOATS[kind], copy=False))
-    wide = (x.astype(np.float32, copy=False) / scale[:, None]).view(np.uint32)
+    wide = (x.astype(np.float32, copy=False) / per_head(scale, x.shape[1])[:, None]).view(np.uint32)
     # Truncate to 16 bits with a sticky last bit: rounding that to nearest even gives the same code as rounding the
     # float32, and 65,536 cases fit a table.
     low = wide & np.uint32(0xFFFF)

@@ -15,12 +15,12 @@ from ..placement import place
 from ..score_mod import python_function
 from . import require, values
 from .cache_pair import own_scales, scale_arrays
-from .forms import Forms
+from .forms import attention_forms
 
 _REQUIRED = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
 _RAGGED = (*_REQUIRED, "query_starts")
 _OPTIONAL = ("alibi_slopes", "sinks", "out")
-_forms = Forms()
+_forms = attention_forms()
 
 
 def attention_call(given: Mapping[str, Any]) -> AttentionCall:

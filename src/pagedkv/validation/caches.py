@@ -13,26 +13,45 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from ..arrays import Array, Shadow, address_of
-from ..calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall
+from ..calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall, WriteForm
 from ..layouts import FLOAT32, FLOAT_DTYPES, cache_spec
 from ..placement import Placement, place
 from . import cache_pair, require, tables, values
+from .forms import Forms
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_WRITTEN = ("k", "v", "k_cache", "v_cache", "slots")
 _STORED_DTYPES = (*FLOAT_DTYPES, np.dtype(np.uint8))
 
 
 def write_call(given: Mapping[str, Any]) -> WriteCall:
     """The call of write_kv with these arguments."""
-    named = [(name, given[name]) for name in ("k", "v", "k_cache", "v_cache", "slots")]
+    named = [(name, given[name]) for name in _WRITTEN]
     rotates = _rotates(given)
     if rotates:
         named += [(name, given[name]) for name in tables.NAMES]
     named += cache_pair.scale_arrays(given)
     placement, arrays = place(given["backend"], named)
-    views = {name: view for (name, _), view in zip(named, arrays, strict=True)}
+    views = dict(zip(dict(named), arrays, strict=True))
     k, v, k_cache, v_cache, slots = arrays[:5]
 
+    form = _write_forms.of(given, views, placement)
+    spec, k_scale, v_scale = form.spec, form.k_scale, form.v_scale
+    k_scales = cache_pair.own_scales("k_scale", views["k_scale"], placement) if k_scale is None else k_scale
+    v_scales = cache_pair.own_scales("v_scale", views["v_scale"], placement) if v_scale is None else v_scale
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        require.apart(name, cache, [(other, x) for other, x in views.items() if other != name])
+    if placement.on_host:
+        slots = placement.own(slots)
+        values.slots(slots, spec.num_blocks * spec.block_size)
+    rotation = _rotation(views, placement, slots, bool(given["interleaved"])) if rotates else None
+    return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scales, v_scales, form.checked, rotation)
+
+
+def _write_form(given: Mapping[str, Any], views: Mapping[str, Array], placement: Placement) -> WriteForm:
+    """All that write_kv requires but addresses and values."""
+    k, v, k_cache, v_cache, slots = (views[name] for name in _WRITTEN)
+    rotates = "cos" in views
     geometry = cache_pair.geometry_of(given, k_cache, v_cache)
     symbols = "(num_tokens, num_kv_heads, head_dim)"
     require.ndim("k", k, symbols, 3)
@@ -54,16 +73,16 @@ def write_call(given: Mapping[str, Any]) -> WriteCall:
         tables.require_dtypes(views, "k")
     require.memory(views, placement)
     checked = require.check(given["check"])
-    k_scale, v_scale = cache_pair.scales(given, views, kind, placement)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require.writable(name, cache)
-        require.apart(name, cache, [(other, x) for other, x in views.items() if other != name])
-    if placement.on_host:
-        slots = placement.own(slots)
-        values.slots(slots, geometry.num_blocks * geometry.block_size)
-    rotation = _rotation(views, placement, slots, bool(given["interleaved"])) if rotates else None
-    spec = cache_spec(given["layout"], kind, geometry)
-    return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked, rotation)
+    k_scale, v_scale = (
+        cache_pair.scale_of(name, given[name], views.get(name), kind) for name in ("k_scale", "v_scale")
+    )
+    require.writable("k_cache", k_cache)
+    require.writable("v_cache", v_cache)
+    return WriteForm(cache_spec(given["layout"], kind, geometry), k_scale, v_scale, checked)
+
+
+WRITE_OPTIONS = ("layout", "kv_dtype", "interleaved", "check")
+_write_forms = Forms(_write_form, WRITE_OPTIONS)
 
 
 def _rotates(given: Mapping[str, Any]) -> bool:

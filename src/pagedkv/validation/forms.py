@@ -1,15 +1,14 @@
 """What attention requires of shapes, dtypes, strides and options: of everything but addresses and values.
 
 That is the same from one decode step to the next. On the CPU, where reading it is most of what validation costs, the
-Form of a valid call is kept under a key of all that was looked at, and the next call like it is not looked at again.
+form of a valid call is kept under a key of all that was looked at, and the next call like it is not looked at again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from operator import itemgetter
-from typing import Any, get_args
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar, get_args
 
 import numpy as np
 
@@ -24,6 +23,7 @@ MOST_FORMS = 256
 KERNELS = get_args(Kernel)
 _INT32 = np.dtype(np.int32)
 _INT32_MAX = 2**31 - 1
+_INDICES = (int, np.integer, type(None))
 _DTYPES = {
     "block_tables": _INT32,
     "seq_lens": _INT32,
@@ -32,42 +32,59 @@ _DTYPES = {
     "sinks": FLOAT32,
 }
 _SCALES = ("k_scale", "v_scale")
-_options_of = itemgetter("scale", "layout", "kv_dtype", "window", "softcap", "kernel", "return_lse", "check")
+_OPTIONS = ("scale", "layout", "kv_dtype", "window", "softcap", "kernel", "return_lse", "check", "causal", "exact")
+
+T = TypeVar("T")
 
 
-class Forms:
-    """The forms of valid calls on the CPU by their keys; the oldest are forgotten."""
+class Forms(Generic[T]):
+    """The forms of valid calls on the CPU by their keys; the oldest are forgotten.
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Form] = {}
+    Parameters
+    ----------
+    checked : callable
+        The form of a call with these arguments, views and placement; raises unless it is valid.
+    options : sequence of str
+        The arguments that it looks at, besides arrays and scales.
+    """
+
+    def __init__(
+        self, checked: Callable[[Mapping[str, Any], Mapping[str, Array], Placement], T], options: Sequence[str]
+    ) -> None:
+        self._checked, self._options = checked, options
+        self._known: dict[Hashable, T] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, given: Mapping[str, Any], views: Mapping[str, Array], placement: Placement) -> Form:
+    def of(self, given: Mapping[str, Any], views: Mapping[str, Array], placement: Placement) -> T:
         """The form of a call with these arguments, of which `views` are the arrays; raises unless it is valid."""
         # Another index, such as a tensor of torch, may change its value, but not its hash.
-        if placement.backend != "cpu" or not isinstance(given["window"], int | np.integer | None):
-            return _checked(given, views, placement)
-        key = _key(given, views)
+        if placement.backend != "cpu" or not isinstance(given.get("window"), _INDICES):
+            return self._checked(given, views, placement)
+        key = self._key(given, views)
         try:
             form = self._known.get(key)
         except TypeError:  # an option that cannot be hashed, such as a number in an array
-            return _checked(given, views, placement)
+            return self._checked(given, views, placement)
         if form is None:
-            form = _checked(given, views, placement)
+            form = self._checked(given, views, placement)
             for oldest in list(self._known)[: max(0, len(self._known) + 1 - MOST_FORMS)]:
                 self._known.pop(oldest, None)  # another thread may have been first
             self._known[key] = form
         return form
 
+    def _key(self, given: Mapping[str, Any], views: Mapping[str, Array]) -> Hashable:
+        options = [given.get(name) for name in self._options]
+        options += [None if name in views else given[name] for name in _SCALES]
+        # 1 and 1.0 and True are equal, and are not all valid.
+        arrays = [(x.shape, x.strides, x.dtype, x.flags.num) for x in views.values()]
+        return (*views, *arrays, *options, *map(type, options))
 
-def _key(given: Mapping[str, Any], views: Mapping[str, Array]) -> Hashable:
-    numbers = [None if name in views else given[name] for name in _SCALES]
-    options = (*_options_of(given), given.get("causal", True), given.get("exact", False), *numbers)
-    # 1 and 1.0 and True are equal, and are not all valid.
-    arrays = [(x.shape, x.strides, x.dtype, x.flags.num) for x in views.values()]
-    return (*views, *arrays, *options, *map(type, options))
+
+def attention_forms() -> Forms[Form]:
+    """Of decode_attention and prefill_attention, none known yet."""
+    return Forms(_checked, _OPTIONS)
 
 
 def _checked(given: Mapping[str, Any], views: Mapping[str, Array], placement: Placement) -> Form:

@@ -219,9 +219,23 @@ def plan_few(
     call: AttentionCall, query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64], num_heads: int
 ) -> Few:
     """Plan for those sequences whose query_lens, not to be taken from query_starts, is above 0."""
-    splits = plan_splits(call.seq_lens.astype(np.int64), query_lens, call.options.window, num_heads)
-    num_states = int(query_lens[splits.seq].sum()) * num_heads
-    return Few(query_starts, splits, int(query_lens.max(initial=1)), num_states)
+    lens = call.seq_lens.tobytes(), query_starts.tobytes(), query_lens.tobytes()
+    return _plan_few(*lens, call.options.window, num_heads)
+
+
+@lru_cache(maxsize=64)
+def _plan_few(seq_lens: bytes, query_starts: bytes, query_lens: bytes, window: int | None, num_heads: int) -> Few:
+    """`plan_few` by the bytes of its arrays: the layers of a model ask for the same plan one after the other."""
+    starts, lens = np.frombuffer(query_starts, np.int64), np.frombuffer(query_lens, np.int64)
+    splits = plan_splits(np.frombuffer(seq_lens, np.int32).astype(np.int64), lens, window, num_heads)
+    num_states = int(lens[splits.seq].sum()) * num_heads
+    return Few(starts.copy(), splits, int(lens.max(initial=1)), num_states)
+
+
+@lru_cache(maxsize=64)
+def _one_query_each(num_seqs: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The query_starts and query_lens of a decode call."""
+    return np.arange(num_seqs + 1), np.ones(num_seqs, np.int64)
 
 
 @lru_cache(maxsize=64)
@@ -239,7 +253,7 @@ def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None
     if _most_tokens(call) <= SPLIT and np.count_nonzero(call.seq_lens) == num_seqs:
         few = _one_split_each(num_seqs)
     else:
-        few = plan_few(call, np.arange(num_seqs + 1), np.ones(num_seqs, np.int64), num_heads)
+        few = plan_few(call, *_one_query_each(num_seqs), num_heads)
     attend_few(call, call.q, few, group_rows, result, lse_result)
     commit(result_writes(out, from_places(result, plan_of(call.form)), lse, lse_result))
 

@@ -136,7 +136,10 @@ def paged_attention(
         wrong = next(name for name, found in refused.items() if found)
         raise ValueError(f"paged attention does not take {wrong}, which {type(module).__name__} asks for")
     batch_size, num_heads, length, head_dim = query.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if length == 1:
+        q, k, v = query.squeeze(2), key.squeeze(2), value.squeeze(2)
+    else:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     options = {"scale": scaling, "window": sliding_window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options["sinks"] = None if s_aux is None else s_aux.float()
     out = forward_pass.attend(module.layer_idx, q, k, v, **options)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...arrays import host_view
 from ...buckets import bucket
 from ..guard import Guarded, alone
 from ..table import SequenceTable
@@ -40,7 +41,12 @@ class Batch:
     _lens: npt.NDArray[np.int32] = field(repr=False)
     _query_lens: npt.NDArray[np.int64] = field(repr=False)
 
-    @property
+    @cached_property
+    def views(self) -> tuple[Any, Any]:
+        """block_tables and seq_lens, as NumPy sees them where they are on the host: for many calls of an operation."""
+        return host_view(self.block_tables), host_view(self.seq_lens)
+
+    @cached_property
     def is_decode(self) -> bool:
         """Whether every sequence has exactly one query row, so that `decode_attention` does."""
         return bool((self._query_lens == 1).all())
