@@ -23,10 +23,13 @@ except ModuleNotFoundError:
 
 from generate import number
 from server.app import Server
-from server.connections import at_most
+from server.connections import at_most, room_for_connections
 from server.small import small
 from server.worker import Worker
 from transformer import WEIGHTS
+
+BACKLOG = 2048
+ACCEPTED = 8  # connections at a time: each is an open file before anybody has looked at it
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -52,7 +55,10 @@ def build(args: argparse.Namespace) -> Server:
     most = {"max_num_seqs": args.max_batch, "max_num_batched_tokens": max(args.max_tokens, args.max_batch)}
     pool = (args.context, args.num_blocks, args.block_size, not args.no_prefix_cache)
     if args.model:
-        from server.hugging_face import hugging_face  # only here, for it imports torch
+        try:
+            from server.hugging_face import hugging_face  # only here, for it imports torch
+        except ImportError as error:
+            raise SystemExit(f'--model needs torch and transformers: pip install -e ".[transformers]" ({error})') from None
 
         engine, text = hugging_face(args.model, *pool, **most)
     else:
@@ -68,8 +74,13 @@ class OverHttp(uvicorn.Server):
         self._worker = server.worker
         self._worker.on_failure = self._fail
         self.has_failed = False
-        http = at_most(max_connections)
-        super().__init__(uvicorn.Config(server.app(), http=http, log_level="warning", timeout_graceful_shutdown=5))
+        options = {"http": at_most(max_connections), "backlog": ACCEPTED, "timeout_graceful_shutdown": 5}
+        super().__init__(uvicorn.Config(server.app(), log_level="warning", **options))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has made that ACCEPTED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._worker.stop()
@@ -84,12 +95,18 @@ class OverHttp(uvicorn.Server):
 
 def main() -> int:
     args = parse()
+    try:  # before a model is loaded
+        listener = socket.create_server(("127.0.0.1", args.port), backlog=BACKLOG)
+    except OSError as error:
+        raise SystemExit(f"port {args.port} of 127.0.0.1 cannot be had ({error.strerror}): try --port 0") from None
     server = build(args)
-    listener = socket.create_server(("127.0.0.1", args.port), backlog=2048)
+    room = room_for_connections(args.max_connections)
+    if room < args.max_connections:
+        print(f"at most {room} connections, for this process can have few files open: ulimit -n", file=sys.stderr)
     host, port = listener.getsockname()
     print(f"http://{host}:{port}/v1 for clients, http://{host}:{port} for the pool; Ctrl-C ends it", flush=True)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once all is closed
-        over_http = OverHttp(server, args.max_connections)
+        over_http = OverHttp(server, room)
         over_http.run(sockets=[listener])
         return int(over_http.has_failed)
     return 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
+from ...arrays import host_view
 from ...cache import PagedKVCache
 from ...memory.device.batch import Batch
 
@@ -63,9 +65,13 @@ class CachedPass:
     batch: Batch
     rows: torch.Tensor | None = None
 
+    @cached_property
+    def _slots(self) -> Any:
+        return host_view(self.slots)  # once for all layers
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.cache.write(layer, k, v, self.slots)
+        self.cache.write(layer, k, v, self._slots)
         if self.rows is None:
             return self.cache.attend(layer, q, self.batch, **options)
         out = torch.zeros_like(q)
