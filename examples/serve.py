@@ -58,7 +58,9 @@ def build(args: argparse.Namespace) -> Server:
         try:
             from server.hugging_face import hugging_face  # only here, for it imports torch
         except ImportError as error:
-            raise SystemExit(f'--model needs torch and transformers: pip install -e ".[transformers]" ({error})') from None
+            raise SystemExit(
+                f'--model needs torch and transformers: pip install -e ".[transformers]" ({error})'
+            ) from None
 
         engine, text = hugging_face(args.model, *pool, **most)
     else:

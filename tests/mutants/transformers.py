@@ -74,7 +74,7 @@ MUTANTS = [
     ),
     Mutant(
         "slopes of Bloom are forgotten",
-        "integrations/transformers/bloom.py",
+        "integrations/transformers/layers.py",
         '"alibi_slopes": slopes',
         '"alibi_slopes": None',
         ("tests/integrations/transformers/test_families.py::test_a_family[Bloom]",),

@@ -37,6 +37,7 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "Phi": {"partial_rotary_factor": 0.5},
+    "StableLm": {"partial_rotary_factor": 0.25},
     "Bloom": {"n_head": 4, "n_layer": 2, "num_key_value_heads": None, "head_dim": None},
 }
 

@@ -8,7 +8,7 @@ import pagedkv
 from pagedkv.integrations.transformers import Engine, sampling, text, use_pagedkv
 
 from .byte_tokenizer import byte_tokenizer, word_tokenizer
-from .models import VOCAB, make_model, prompts
+from .models import VOCAB, eager_model, make_model, prompts
 
 NEW = 8
 TEXTS = prompts(3, 40, 17, 33, 5)
@@ -68,6 +68,19 @@ def test_greedy_tokens_are_those_of_generate(model, expected, options):
     assert set(reasons.values()) == {"length"}
     assert (engine.scheduler.num_preempted > 0) == (options.get("num_blocks") == 13)
     assert (engine.cache.stats().hit_tokens > 0) == options.get("prefix_cache", True)
+
+
+@pytest.mark.parametrize("family", ["Bloom", "StableLm"])
+def test_models_whose_layers_get_no_keyword(family):
+    options = {"do_sample": False, "max_new_tokens": NEW}
+    expected = [
+        eager_model(family).generate(torch.tensor([ids]), eos_token_id=None, **options)[0, len(ids) :].tolist()
+        for ids in TEXTS[:3]
+    ]
+    engine = engine_for(make_model(family), eos_token_id=(), max_num_batched_tokens=20)
+    requests = [engine.add(ids, NEW) for ids in TEXTS[:3]]
+    tokens, _ = finish(engine)
+    assert [tokens[request] for request in requests] == expected
 
 
 @pytest.mark.parametrize("ends", [0, 1], ids=["one of them", "a list of them"])

@@ -18,11 +18,12 @@ def test_twice_is_as_good_as_once():
     assert model.config._attn_implementation == NAME
 
 
-def test_without_kernels_attention_is_sdpa():
+@pytest.mark.parametrize("operation", ["write_kv", "decode_attention", "prefill_attention"])
+def test_without_kernels_attention_is_sdpa(operation):
     model = make_model("Llama")
     error = BackendUnavailableError("GPU 0 has compute capability 7.5")
     with (
-        mock.patch.object(use, "write_kv", side_effect=error),
+        mock.patch.object(use, operation, side_effect=error),
         pytest.warns(UserWarning, match="no kernels for cpu, so attention is sdpa: GPU 0 has compute capability 7.5"),
     ):
         use_pagedkv(model)

@@ -128,7 +128,8 @@ def paged_attention(
         raise RuntimeError(
             f"no forward_pass came to {type(module).__name__}: call use_pagedkv(model) first, and then "
             "model.generate_batch(...), model.generate(..., past_key_values=PagedCache(model)) or Engine(model); "
-            'model.set_attn_implementation("sdpa") brings back what the model had'
+            'model.set_attn_implementation("sdpa") brings back what the model had, and is what is left where these '
+            "were called and the model's layers do not hand the keyword forward_pass on"
         )
     refused = {
         "attention_mask": attention_mask is not None,

@@ -6,15 +6,16 @@ import warnings
 from typing import Any
 
 import torch
-from transformers import BloomPreTrainedModel, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ...errors import BackendUnavailableError
+from ...operations.attention import decode_attention, prefill_attention
 from ...operations.caches import write_kv
 from .attention import NAME, ForwardPass, set_attention
-from .bloom import BloomLayers
 from .cache import PagedCache
-from .models import kv_shape, require_supported
+from .layers import Layers
+from .models import kv_shape, require_supported, text_config
 from .paged import PagedPass, Pages
 
 _PAGES = "_pages_of_pagedkv"
@@ -52,17 +53,22 @@ def use_pagedkv(model: PreTrainedModel) -> None:
 
 
 def _try_kernels(model: PreTrainedModel) -> None:
-    """Write one token to a cache of the model's shapes, dtype and device."""
+    """Write one token to a cache of the model's shapes, dtype and device, and let it attend."""
     _, num_kv_heads, head_dim = kv_shape(model)
-    k_cache, v_cache, token = torch.zeros(3, 1, 1, num_kv_heads, head_dim, dtype=model.dtype, device=model.device)
-    write_kv(token[0], token[0], k_cache, v_cache, torch.zeros(1, dtype=torch.int64, device=model.device))
+    where = {"dtype": model.dtype, "device": model.device}
+    k_cache, v_cache, token = torch.zeros(3, 1, 1, num_kv_heads, head_dim, **where)
+    q = torch.zeros(1, text_config(model).num_attention_heads, head_dim, **where)
+    table, length = torch.arange(2, dtype=torch.int32, device=model.device).split(1)
+    write_kv(token[0], token[0], k_cache, v_cache, table.long())
+    decode_attention(q, k_cache, v_cache, table[None], length)
+    prefill_attention(q, k_cache, v_cache, table[None], length, torch.cat([table, length]))
 
 
 class _Passes:
     """Called before a model's forward: adds what the caches among its inputs say of this forward pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._bloom = BloomLayers(model) if isinstance(model, BloomPreTrainedModel) else None
+        self._layers = Layers(model)
 
     def __call__(
         self, model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
@@ -76,8 +82,7 @@ class _Passes:
                 f"the attention of {type(model).__name__} is {model.config._attn_implementation} now, which reads no "
                 "PagedKVCache: call use_pagedkv(model) again"
             )
-        if self._bloom is not None:
-            self._bloom.forward_pass = made
+        self._layers.forward_pass = made
         return None if made is None else (args, inputs | {"forward_pass": made})
 
 

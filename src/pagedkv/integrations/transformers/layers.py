@@ -1,4 +1,4 @@
-"""Bloom, whose layers compute attention themselves, and hand nothing on that comes with a forward pass."""
+"""Layers that do not get a forward pass by the model's own keywords: here they find it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import BloomPreTrainedModel
+from transformers import BloomPreTrainedModel, PreTrainedModel, StableLmPreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor, dropout_add
+from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from .attention import ForwardPass, paged_attention
 
 
-class BloomLayers:
-    """The attention layers of a Bloom, which ask here for the forward pass that they are in.
+class Layers:
+    """The attention layers of a model, which ask here for the forward pass that they are in.
+
+    Those of most models get it as a keyword, and nothing is done to them.
 
     Attributes
     ----------
@@ -21,15 +24,26 @@ class BloomLayers:
         None for a pass without pagedkv: layers compute what they always have.
     """
 
-    def __init__(self, model: BloomPreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.forward_pass: ForwardPass | None = None
-        for module in model.modules():
-            if isinstance(module, BloomAttention):
-                module.forward = partial(self._forward, module, module.forward)
+        if isinstance(model, BloomPreTrainedModel):
+            for module in model.modules():
+                if isinstance(module, BloomAttention):
+                    module.forward = partial(self._bloom, module, module.forward)
+        if isinstance(model, StableLmPreTrainedModel):  # its decoder layers keep other keywords to themselves
+            for module in model.modules():
+                if isinstance(module, StableLmAttention):
+                    module.register_forward_pre_hook(self._hand_on, with_kwargs=True)
 
-    def _forward(
+    def _hand_on(
+        self, module: Any, args: tuple[Any, ...], inputs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        return None if self.forward_pass is None else (args, inputs | {"forward_pass": self.forward_pass})
+
+    def _bloom(
         self, module: Any, theirs: Any, hidden_states: torch.Tensor, residual: torch.Tensor, **inputs: Any
     ) -> tuple[torch.Tensor, None]:
+        """A layer of Bloom, which computes attention itself."""
         if self.forward_pass is None:
             return theirs(hidden_states, residual, **inputs)
         q, k, v = module._reshape(module.query_key_value(hidden_states))
