@@ -30,8 +30,8 @@ MUTANTS = [
     Mutant(
         "engine: requests share their draws",
         ROOM + "sampling.py",
-        "_column([sampling.draw() for sampling in samplings], p)",
-        "_column([samplings[0].draw() for sampling in samplings], p)",
+        "samplings[i].draw(places[i]) for i in rows",
+        "samplings[rows[0]].draw(places[i]) for i in rows",
         (TESTS + "test_draws_depend_on_the_seed_alone",),
     ),
     Mutant(

@@ -20,10 +20,11 @@ except ModuleNotFoundError as error:
         f'bench transformers needs torch and transformers: pip install "pagedkv[transformers]" ({error})'
     ) from error
 
-from ..integrations.transformers import PagedCache, use_pagedkv
+from ..integrations.transformers import Engine, PagedCache, use_pagedkv
 
 BLOCK_SIZE = 16
 VOCAB = 1000
+MOST_TOKENS = 512  # of a step
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -35,8 +36,8 @@ def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool
     """Time a model's own attention and pagedkv in turns, with one thread each.
 
     A Llama of 4 layers, hidden size 512, 8 query heads and 2 KV heads, float32. Continuous batching gets 16
-    prompts of 50 to 1,000 tokens and adds 48 to each, in batches of at most 512 tokens and pages of 16; ``generate``
-    gets one prompt of 2,000 tokens and adds 64.
+    prompts of 50 to 1,000 tokens and adds 48 to each, in batches of at most 512 tokens and pages of 16, and `Engine` is
+    timed against the same with sdpa; ``generate`` gets one prompt of 2,000 tokens and adds 64.
 
     Parameters
     ----------
@@ -74,6 +75,7 @@ def _rows(repeats: int, progress: Callable[[str], Any], quick: bool) -> list[Row
     batched, alone = 48 // shrink, 64 // shrink
     ways: dict[str, Callable[[bool], Any]] = {
         "continuous batching": lambda _: _continuous(model, ragged, batched),
+        "Engine": lambda paged: (_engine if paged else _continuous)(model, ragged, batched),
         "generate": lambda paged: _generate(model, long, alone, paged),
     }
     for name, call in ways.items():
@@ -109,16 +111,29 @@ def _timed(model: Any, call: Callable[[bool], Any], paged: bool, seconds: dict[b
 
 
 def _continuous(model: Any, texts: list[list[int]], num_new: int) -> list[list[int]]:
-    num_blocks = sum(-(-(len(text) + num_new) // BLOCK_SIZE) for text in texts)
+    num_blocks = _num_blocks(texts, num_new)
     done = model.generate_batch(
         texts,
         generation_config=GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(
-            num_blocks=num_blocks, page_size=BLOCK_SIZE, max_batch_tokens=512
+            num_blocks=num_blocks, page_size=BLOCK_SIZE, max_batch_tokens=MOST_TOKENS
         ),
         progress_bar=False,
     )
     return sorted(one.generated_tokens for one in done.values())
+
+
+def _engine(model: Any, texts: list[list[int]], num_new: int) -> list[list[int]]:
+    sizes = {"num_blocks": _num_blocks(texts, num_new), "block_size": BLOCK_SIZE, "max_num_batched_tokens": MOST_TOKENS}
+    engine = Engine(model, **sizes, eos_token_id=())
+    said: dict[int, list[int]] = {engine.add(text, num_new): [] for text in texts}
+    for request, token, _ in engine.run():
+        said[request].append(token)
+    return sorted(said.values())
+
+
+def _num_blocks(texts: list[list[int]], num_new: int) -> int:
+    return sum(-(-(len(text) + num_new) // BLOCK_SIZE) for text in texts)
 
 
 def _generate(model: Any, text: list[int], num_new: int, paged: bool) -> list[int]:

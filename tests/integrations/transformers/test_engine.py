@@ -241,7 +241,7 @@ def test_draws_follow_the_distribution():
     for options, left in cases:
         left = np.array(left) / np.sum(left)
         samplings = [sampling.Sampling(**{"temperature": 1.0} | options, seed=seed) for seed in range(1000)]
-        tokens = sampling.choose(logits.expand(len(samplings), -1), samplings)
+        tokens = sampling.choose(logits.expand(len(samplings), -1), samplings, [5] * len(samplings))
         counts = np.bincount(tokens, minlength=5) / len(samplings)
         assert (counts[left == 0] == 0).all(), options
         assert np.abs(counts - left).max() < 0.06, options
@@ -250,9 +250,32 @@ def test_draws_follow_the_distribution():
 def test_rows_are_chosen_each_in_its_way():
     logits = torch.tensor([[0.0, 5.0, 1.0]] * 3)
     greedy, one, drawn = sampling.Sampling(), sampling.Sampling(3.0, top_k=1), sampling.Sampling(1000.0, seed=3)
-    assert [sampling.choose(logits, [greedy, one, drawn])[:2] for _ in range(20)] == [[1, 1]] * 20
-    assert len({sampling.choose(logits[:1], [drawn])[0] for _ in range(50)}) == 3
-    assert sampling.choose(logits[:0], []) == []
+    assert [sampling.choose(logits, [greedy, one, drawn], [i] * 3)[:2] for i in range(20)] == [[1, 1]] * 20
+    assert len({sampling.choose(logits[:1], [drawn], [i])[0] for i in range(50)}) == 3
+    assert sampling.choose(logits[:0], [], []) == []
+
+
+def test_draws_of_one_request_are_uniform():
+    drawn = sampling.Sampling(1.0, seed=5)
+    draws = np.sort([drawn.draw(i) for i in range(1000)])
+    assert np.abs(draws - np.arange(1000) / 1000).max() < 0.05  # Kolmogorov-Smirnov
+
+
+def test_a_step_that_fails_late_is_made_again_with_the_same_draws(model, monkeypatch):
+    def drawn(fails):
+        engine = engine_for(model)
+        request, texts = engine.add(TEXTS[0], NEW, temperature=1.5, seed=1), []
+        update = engine.scheduler.update
+        while len(texts) < NEW:
+            if fails:
+                monkeypatch.setattr(engine.scheduler, "update", lambda *_: 1 // 0)
+                with pytest.raises(ZeroDivisionError):
+                    engine.step()
+                monkeypatch.setattr(engine.scheduler, "update", update)
+            texts += [sampled.token for sampled in engine.step() if sampled.request == request]
+        return texts
+
+    assert drawn(fails=True) == drawn(fails=False)
 
 
 @pytest.mark.parametrize("words", ["plain words", "naïve café, 中文 🙂 end", "🙂"])

@@ -50,7 +50,7 @@ class Engine:
     last one of each request gets logits.
 
     One thread at a time may call it. After an error of the model, or of a listener to the cache's events, nothing of
-    its step has happened, and it can be made again, or its requests cancelled.
+    its step has happened, and it can be made again, with the same draws, or its requests cancelled.
 
     Parameters
     ----------
@@ -200,7 +200,10 @@ class Engine:
             return []
         requests = step.sampled.tolist()
         try:
-            tokens = choose(self._logits(step), [self._samplings[request] for request in requests])
+            samplings = [self._samplings[request] for request in requests]
+            tokens = choose(
+                self._logits(step), samplings, [len(self.scheduler.tokens(request)) for request in requests]
+            )
             reasons = {request: reason for request, _, reason in self.scheduler.update(step, tokens)}
         except BaseException:
             self.scheduler.drop()

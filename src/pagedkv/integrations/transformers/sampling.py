@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -34,7 +36,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
-    _draws: np.random.Generator = field(init=False, repr=False)
+    _key: npt.NDArray[Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -43,14 +45,14 @@ class Sampling:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p must be from 0 to 1, got {self.top_p}")
-        self._draws = np.random.default_rng(self.seed)
+        self._key = np.random.SeedSequence(self.seed).generate_state(2, np.uint64)
 
-    def draw(self) -> float:
-        """The next draw, from 0 to 1; a request takes one for each token, whatever else is in the batch."""
-        return self._draws.random()
+    def draw(self, place: int) -> float:
+        """The draw for the token that has so many before it, from 0 to 1: the same whenever it is asked for."""
+        return np.random.Generator(np.random.Philox(key=self._key, counter=place)).random()
 
 
-def choose(logits: torch.Tensor, samplings: Sequence[Sampling]) -> list[int]:
+def choose(logits: torch.Tensor, samplings: Sequence[Sampling], places: Sequence[int]) -> list[int]:
     """The next token of each request.
 
     Parameters
@@ -58,6 +60,8 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling]) -> list[int]:
     logits : (num_seqs, vocab_size) tensor
     samplings : sequence of Sampling
         One for each row; those with a temperature are drawn from.
+    places : sequence of int
+        How many tokens the request of each row has.
 
     Returns
     -------
@@ -68,12 +72,13 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling]) -> list[int]:
     tokens = logits.argmax(-1)
     rows = [i for i, sampling in enumerate(samplings) if sampling.temperature > 0]
     if rows:
-        tokens[rows] = _drawn(logits[rows], [samplings[i] for i in rows])
+        draws = [samplings[i].draw(places[i]) for i in rows]
+        tokens[rows] = _drawn(logits[rows], [samplings[i] for i in rows], draws)
     chosen: list[int] = tokens.tolist()
     return chosen
 
 
-def _drawn(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+def _drawn(logits: torch.Tensor, samplings: Sequence[Sampling], draws: Sequence[float]) -> torch.Tensor:
     """A token of each row, by inverting its distribution."""
     scaled = logits.double()
     scaled = scaled - scaled.amax(-1, keepdim=True)
@@ -82,8 +87,8 @@ def _drawn(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     if cut:
         p[cut] = _most_probable(p[cut], [samplings[i] for i in cut])
     p = p.cumsum(-1)
-    draws = _column([sampling.draw() for sampling in samplings], p) * p[:, -1:]
-    return torch.searchsorted(p, draws, right=True)[:, 0].clamp(max=p.shape[1] - 1)
+    found = torch.searchsorted(p, _column(draws, p) * p[:, -1:], right=True)
+    return found[:, 0].clamp(max=p.shape[1] - 1)
 
 
 def _most_probable(p: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
