@@ -28,6 +28,13 @@ MUTANTS = [
         (TESTS + "test_a_step_that_fails_can_be_made_again",),
     ),
     Mutant(
+        "engine: all tokens of a request share a draw",
+        ROOM + "sampling.py",
+        "counter=place",
+        "counter=0",
+        (TESTS + "test_draws_of_one_request_are_uniform",),
+    ),
+    Mutant(
         "engine: requests share their draws",
         ROOM + "sampling.py",
         "samplings[i].draw(places[i]) for i in rows",

@@ -68,6 +68,13 @@ MUTANTS = [
         ci=True,
     ),
     Mutant(
+        "forms: options of a write do not count",
+        "validation/caches.py",
+        'WRITE_OPTIONS = ("layout", "kv_dtype", "interleaved", "check")',
+        "WRITE_OPTIONS = ()",
+        FORMS,
+    ),
+    Mutant(
         "forms: strides do not count",
         "validation/forms.py",
         "(x.shape, x.strides, x.dtype, x.flags.num)",
