@@ -60,6 +60,16 @@ def test_rows_count_what_was_tried(capsys):
 
 
 @pytest.mark.usefixtures("only_merges")
+@pytest.mark.parametrize("minutes", [0.001, 0.02])
+def test_where_nothing_is_tried_nothing_passes(minutes, monkeypatch):
+    """Neither where the time is up before the first turn nor where it is up before a turn's first problem."""
+    monkeypatch.setattr(fuzz, "play", lambda *arguments: fuzz.Turn("merge", 0))
+    said = f"^no problem was tried in {minutes:g} minutes, which the start took: give --minutes more$"
+    with pytest.raises(SystemExit, match=said):
+        main(["fuzz", "--minutes", str(minutes), "--processes", "1"])
+
+
+@pytest.mark.usefixtures("only_merges")
 def test_a_failure_ends_it_and_leaves_a_script(monkeypatch, tmp_path):
     def wrong(spec, **changes):
         assert spec.num_states < 3, "three states are too many"

@@ -91,7 +91,8 @@ def run(
     Raises
     ------
     SystemExit
-        A problem failed: the message says how, and where the script is. Or a process died.
+        A problem failed: the message says how, and where the script is. Or a process died, or the time was too short for
+        a single problem, so that nothing is known.
     ValueError
         `processes` is less than 1.
     """
@@ -116,6 +117,8 @@ def run(
             minutes_left, seconds = divmod(max(0, round(end - time.time())), 60)
             left = f"{minutes_left}:{seconds:02} left"
             progress(f"fuzz {backend}, seed {seed}: {counts.total():,} problems, none fails; {left}")
+    if not counts.total():
+        raise SystemExit(f"no problem was tried in {minutes:g} minutes, which the start took: give --minutes more")
     rows = [{"operation": name, "problems": counts[name], "turns": turns[name]} for name in sorted(counts)]
     total = {"operation": "all", "problems": counts.total(), "turns": turns.total(), "failed": 0, "seed": seed}
     return [*rows, total]
