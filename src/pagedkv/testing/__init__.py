@@ -13,6 +13,7 @@ if find_spec("hypothesis") is None:
         'pagedkv.testing draws problems with Hypothesis, which is not installed: pip install "pagedkv[testing]"'
     )
 
+from .allocators import AllocatorMachine
 from .edits import edited, survivors
 from .error_rule import assert_close, error_bound, expect
 from .invariance import assert_invariant
@@ -22,6 +23,7 @@ from .problems import Problem, Spec, build
 from .strategies import decode_problems, prefill_problems
 
 __all__ = [
+    "AllocatorMachine",
     "Limits",
     "Problem",
     "Spec",

@@ -91,8 +91,8 @@ def run(
     Raises
     ------
     SystemExit
-        A problem failed: the message says how, and where the script is. Or a process died, or the time was too short for
-        a single problem, so that nothing is known.
+        A problem failed: the message says how, and where the script is. Or a process died, or the time was too short
+        for a single problem.
     ValueError
         `processes` is less than 1.
     """
