@@ -158,10 +158,10 @@ def text_of(page: Page, selector: str) -> str:
     return page.run(f"document.querySelector({selector!r}).textContent")
 
 
-def choose(page: Page, name: str, value: int) -> None:
+def choose(page: Page, name: str, value: int | str) -> None:
     """Choose from a list."""
     page.run(
-        f"{{const list = document.getElementById('{name}'); list.value = {value};"
+        f"{{const list = document.getElementById('{name}'); list.value = {json.dumps(value)};"
         "list.dispatchEvent(new Event('change'))}"
     )
 

@@ -9,3 +9,4 @@ for (const [id, run, View, name] of [
   new StepPlayer(place, run, new View(run, id), name);
   for (const still of document.querySelectorAll(`.still-of-${id}`)) still.hidden = true;
 }
+new FreePlay(document.getElementById("pool-play"));

@@ -1,0 +1,210 @@
+"""The pool to play with: its model does what the memory manager does, and the page works by keys and by ear."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from pagedkv import OutOfBlocksError, PagedKVCache
+
+from .test_step_by_step import choose, no_errors, page, scripts
+
+__all__ = ["no_errors", "page"]  # fixtures
+
+NUM_BLOCKS, BLOCK_SIZE, WORDS = 8, 4, ["the", "cat", "a"]
+
+
+def operations(seed, count=60):
+    """Calls (operation, names and words) of which no sequence is longer than the pool."""
+    rng, lengths, made = random.Random(seed), {}, []
+
+    def words(most):
+        """Mostly the beginning of one text, so that there is much to find."""
+        text = (WORDS * 5)[: rng.randint(1, most)]
+        if rng.random() < 0.4:
+            text[rng.randrange(len(text))] = rng.choice(WORDS)
+        return text
+
+    for number in range(count):
+        kinds = ("add", "add", "append", "append", "fork", "release", "release")
+        kind = rng.choice((*kinds, "reset" if number % 9 == 0 else "add"))
+        name = rng.choice([*lengths]) if lengths else None
+        if (kind in ("add", "fork") and len(lengths) > 4) or (name is None and kind not in ("add", "reset")):
+            continue
+        new = words(14) if kind == "add" else words(5) if kind == "append" else []
+        made.append((kind, f"s{number}" if kind == "add" else name, f"s{number}" if kind == "fork" else None, new))
+        if kind == "release":
+            del lengths[name]
+        elif kind in ("add", "fork"):
+            lengths[f"s{number}"] = 0
+    return made
+
+
+class Cache:
+    """The package's own pool, told the same."""
+
+    def __init__(self):
+        sizes = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_dim": 8}
+        self.cache = PagedKVCache(num_layers=1, num_blocks=NUM_BLOCKS, max_seqs=64, **sizes)
+        self.seqs = {}
+
+    def play(self, kind, name, other, words):
+        """Whether it was possible, or how many words were found, and the pool then."""
+        ids = [WORDS.index(word) for word in words]
+        if kind in ("append", "fork", "release") and name not in self.seqs:
+            return None  # it was never added, for want of room
+        done = True
+        try:
+            if kind == "add":
+                self.seqs[name], done = self.cache.add(ids)
+            elif kind == "append":
+                self.cache.append([self.seqs[name]], len(ids), ids)
+            elif kind == "fork":
+                [self.seqs[other]] = self.cache.fork([self.seqs[name]])
+            elif kind == "release":
+                self.cache.free([self.seqs.pop(name)])
+            else:
+                self.cache.reset()
+        except OutOfBlocksError:
+            done = False
+        if self.seqs:
+            self.cache.commit([*self.seqs.values()])
+        return [done, self.state()]
+
+    def state(self):
+        table, refs = self.cache.table, self.cache.pool.ref_counts
+        found = table._rows.prefix_cache
+        findable = found.is_findable(np.arange(NUM_BLOCKS)).tolist()
+        tokens = found.tokens.reshape(NUM_BLOCKS, BLOCK_SIZE).tolist()
+        tables = {name: table.block_tables([seq])[0].tolist() for name, seq in self.seqs.items()}
+        cached = [[WORDS[token] for token in tokens[block]] if findable[block] else [] for block in range(NUM_BLOCKS)]
+        return {"tables": tables, "refs": refs.tolist(), "cached": cached, "free": self.cache.num_free}
+
+
+PLAY = """(() => { const pool = new %s(%d, %d); return %s.map(([kind, name, other, words]) => {
+  if (["append", "fork", "release"].includes(kind) && !pool.sequences.has(name)) return null;
+  const done = { add: () => pool.add(name, words), append: () => pool.append(name, words),
+    fork: () => pool.fork(name, other), release: () => pool.release(name), reset: () => pool.reset() }[kind]();
+  const tables = Object.fromEntries([...pool.sequences].map(([name, each]) => [name, [...each.blocks]]));
+  const refs = pool.blocks.map((block) => block.refs), cached = pool.blocks.map((block) => block.words);
+  return [done === undefined ? true : done ?? false, { tables, refs, cached, free: pool.numFree }];
+}); })()"""
+
+
+def difference(page, seed, model="PoolModel"):
+    """The first call after which the two pools differ, with both."""
+    calls, cache = operations(seed), Cache()
+    played = page.run(PLAY % (model, NUM_BLOCKS, BLOCK_SIZE, json.dumps(calls)))
+    for call, got in zip(calls, played, strict=True):
+        if (expected := cache.play(*call)) != got:
+            return call, got, expected
+    return None
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_model_is_the_memory_manager(page, seed):
+    assert difference(page, seed) is None
+
+
+EDITS = {
+    "blocks that are evicted are found": (
+        "forget(block) {",
+        "forget(block) { if (this.blocks[block].refs === 0) return;",
+    ),
+    "nothing is copied for a fork": ("this.blocks[last].refs > 1", "false"),
+    "the block used first is evicted last": ("this.waiting.splice(0,", "this.waiting.reverse().splice(0,"),
+    "half a block is not shared": ("2 * more >= size", "more >= size"),
+    "the same words are kept twice": ("this.blocks[other].parent === parent", "false"),
+    "blocks come back in another order": ("...blank].reverse()", "...blank]"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_wrong_model_is_noticed(page, edit):
+    old, new = EDITS[edit]
+    source = scripts()["pool_model.js"]
+    assert source.count(old) == 1
+    wrong = source.replace(old, new).replace("class PoolModel", "return class PoolModel")
+    page.run(f"globalThis.Wrong = (() => {{ {wrong} }})(); 0")
+    assert any(difference(page, seed, "Wrong") for seed in range(25))
+
+
+def test_the_model_is_short():
+    assert len(scripts()["pool_model.js"].splitlines()) < 200
+
+
+# -- the page
+def news(page):
+    return page.run("[...document.querySelectorAll('#pool-play .telling p')].map((each) => each.textContent)")
+
+
+def click(page, words):
+    page.run(
+        f"[...document.querySelectorAll('#pool-play button')].find((each) => each.textContent === {words!r}).click()"
+    )
+
+
+def drawn(page):
+    return page.run("[...document.querySelectorAll('#pool-play .owner')].map((each) => each.textContent)")
+
+
+def test_play(page):
+    """Two texts share a block, a fork copies one, and what is freed can still be found."""
+    click(page, "Start again")
+    assert news(page) == ["An empty pool", "8 blocks of 4 slots are free. 8 of 8 blocks are free or cached."]
+    click(page, "Add")
+    choose(page, "pool-play-text", "the cat sat on the warm stone wall")
+    click(page, "Add")
+    assert drawn(page)[:4] == ["A and B, shared", "A", "B", "free"]
+    assert news(page)[1].startswith("6 of its 8 words are found. It shares block 0. Block 1 is copied to block 2")
+    click(page, "Fork")
+    assert drawn(page)[:3] == ["A and B and C, shared", "A", "B and C, shared"]
+    click(page, "Append")
+    assert news(page)[0] == "C goes on with \N{LEFT DOUBLE QUOTATION MARK}and\N{RIGHT DOUBLE QUOTATION MARK}"
+    for _ in "ABC":
+        click(page, "Free")
+    assert set(drawn(page)) == {"cached", "free"}
+    click(page, "Forget what is cached")
+    assert drawn(page) == ["free"] * 8
+    click(page, "Free")
+    assert news(page)[0] == "The cache is forgotten", "there is nothing to free"
+
+
+def test_a_pool_that_is_full_says_so(page):
+    click(page, "Start again")
+    choose(page, "pool-play-text", "a dog ran after the red ball and the cat")
+    for _ in range(12):
+        click(page, "Add")
+    assert news(page)[0] == "Refused"
+    assert news(page)[1].startswith("Out of blocks: ")
+    before = drawn(page)
+    click(page, "Add")
+    assert drawn(page) == before
+
+
+def test_by_keys_and_by_ear(page):
+    click(page, "Start again")
+    page.run("document.getElementById('pool-play-text').focus()")
+    page.press("Tab")
+    assert page.run("document.activeElement.textContent") == "Add"
+    for key in ("Enter", " "):
+        page.press(key)
+    assert news(page)[0] == "B is added"
+    assert page.run("document.activeElement.textContent") == "Add", "the focus stays"
+    live = "document.querySelector('#pool-play .telling')"
+    assert page.run(f"[{live}.ariaLive, {live}.ariaAtomic]") == ["polite", "true"]
+    controls = [pair for pair in page.spoken("#pool-play") if pair[0] in ("button", "combobox", "group")]
+    assert controls[0] == ("group", "A pool of blocks, to play with")
+    assert [name for role, name in controls if role == "combobox"] == ["Text", "Sequence", "Words"]
+    assert [name for role, name in controls if role == "button"] == [
+        *("Add", "Fork", "Free", "Append"),
+        *("Forget what is cached", "Start again"),
+    ]
+
+
+def test_fits_a_phone(page):
+    page.width(360, 740)
+    click(page, "Add")
+    assert page.run("document.documentElement.scrollWidth") == 360
+    page.width(1280)
