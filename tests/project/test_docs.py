@@ -18,6 +18,9 @@ import pagedkv
 from pagedkv.cpu.attention.decode import SPLIT
 from pagedkv.cpu.attention.tiles import TILE
 
+from ..docs.browser import browser, find_browser
+from ..docs.phone import faults
+
 ROOT = Path(__file__).parents[2]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
 PAGES = [*GUIDES, *sorted(path for path in ROOT.glob("docs/**/*.md") if "_build" not in path.parts)]
@@ -337,13 +340,17 @@ def test_every_public_name_is_in_the_api():
 
 
 def test_build(tmp_path):
-    """Sphinx builds every page without a warning, and without the network."""
+    """Sphinx builds every page without a warning, and without the network; in a browser each fits a phone."""
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "doctrees")]
     environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     built = subprocess.run(
         [*command, str(ROOT / "docs"), str(tmp_path / "html")], capture_output=True, text=True, env=environment
     )
     assert built.returncode == 0, built.stderr
+    if (path := find_browser()) is not None:
+        with browser(path) as page:
+            pages = sorted((tmp_path / "html").rglob("*.html"))
+            assert [fault for file in pages for fault in faults(page, file)] == []
     page = (tmp_path / "html" / "api.html").read_text()
     for public in pagedkv.__all__:
         assert f'id="pagedkv.{public}"' in page
@@ -355,3 +362,24 @@ def test_build(tmp_path):
     scripts = re.findall(r'<script defer src="([^"?]*step_by_step/\w+\.js)"', interactive.read_text())
     assert len(scripts) == len([*(ROOT / "docs" / "_static" / "step_by_step").glob("*.js")])
     assert all((interactive.parent / script).is_file() for script in scripts)
+
+
+@pytest.mark.skipif(find_browser() is None, reason="no Chromium")
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("<p>words", ""),
+        ("<div style='overflow-x: auto'><pre style='width: 600px'>scrolls</pre></div>", ""),
+        ("<pre style='width: 600px'>code</pre>", "wider than 360 pixels: pre code"),
+        ("<article><p>see {func}`decode`</p></article>", "not rendered: see {func}`decode`"),
+        ("<img src='nowhere.png'>", "no picture"),
+    ],
+)
+def test_pages_that_do_not_fit_are_noticed(tmp_path, body, fault):
+    file = tmp_path / "page.html"
+    file.write_text(f"<!doctype html><meta name=viewport content='width=device-width'><body>{body}")
+    path = find_browser()
+    assert path is not None
+    with browser(path) as page:
+        found = faults(page, file)
+    assert (fault in found[0]) if fault else found == []
