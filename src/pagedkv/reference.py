@@ -209,7 +209,9 @@ def _attend(
         if alibi_slopes is not None:
             scores = scores + dtype(alibi_slopes[head]) * (k_pos - q_pos).astype(dtype)
         if score_mod is not None:
-            scores = np.frompyfunc(score_mod, 5, 1)(scores.astype(object), q_pos, k_pos, head, seq).astype(dtype)
+            rows, keys = np.nonzero(visible)  # called for what is seen alone: each score is a call
+            seen_scores = scores[rows, keys].astype(object)
+            scores[rows, keys] = np.frompyfunc(score_mod, 5, 1)(seen_scores, q_pos[rows, 0], k_pos[keys], head, seq)
         scores = np.where(visible, scores, -np.inf).astype(dtype)
 
         sink = dtype(-np.inf if sinks is None else sinks[head])

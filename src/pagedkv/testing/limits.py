@@ -52,6 +52,9 @@ class Limits:
         Some problems have keys that take all the weight of their heads, and values that say where they lie.
     longest : int
         Tokens of a sequence.
+    elements : int
+        Elements of the K of a sequence, and a quarter as many in prefill; for a second block within `longest`
+        it may be more.
     most_seqs : int
         Sequences of a batch.
     """
@@ -70,4 +73,5 @@ class Limits:
     poisons: tuple[str, ...] = tuple(POISONS)
     needles: bool = True
     longest: int = 1100
+    elements: int = 2**21
     most_seqs: int = 4

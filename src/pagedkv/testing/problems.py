@@ -87,6 +87,7 @@ class Problem:
     options: dict[str, Any]
     out: np.ndarray
     out_buffer: np.ndarray  # the whole of which `out` is a view
+    contents: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k and v of each sequence
 
     @property
     def args(self) -> tuple[np.ndarray, ...]:
@@ -98,8 +99,11 @@ class Problem:
         return len(self.q) if self.query_starts is None else int(self.query_starts[-1])
 
 
-def build(spec: Spec) -> Problem:
-    """The arrays of a spec, all unused space poisoned."""
+def build(spec: Spec, like: Problem | None = None) -> Problem:
+    """The arrays of a spec, all unused space poisoned.
+
+    With `like`, a problem of the same sequences whose blocks lie elsewhere, what they hold is not made again.
+    """
     rng = np.random.default_rng([spec.seed, 7])
     options = _options(spec, rng)
     ids = spec.ids if spec.ids is not None else tuple(range(len(spec.seq_lens)))
@@ -114,13 +118,14 @@ def build(spec: Spec) -> Problem:
     block_tables = wide[:, :max_blocks]
     shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
     k_pool, v_pool = _poisoned(shape, spec), _poisoned(shape, spec)
-    queries = []
+    contents = []
     for seq, (seq_id, length, query_len, count) in enumerate(
         zip(ids, spec.seq_lens, query_lens, block_counts, strict=True)
     ):
         blocks, free = free[:count], free[count:]
         block_tables[seq, :count] = blocks
-        q, k, v = _contents(spec, seq_id, length, query_len)
+        q, k, v = _contents(spec, seq_id, length, query_len) if like is None else like.contents[seq]
+        contents.append((q, k, v))
         position = np.arange(length)
         block, offset = blocks[position // spec.block_size], position % spec.block_size
         if spec.fingerprint:
@@ -130,13 +135,12 @@ def build(spec: Spec) -> Problem:
             first = max(0, length - spec.window)
         k_pool[block[first:], offset[first:]] = k[first:]
         v_pool[block[first:], offset[first:]] = v[first:]
-        queries.append(q)
 
     num_rows = sum(query_lens) + spec.padding_rows
     q_buffer = np.full((num_rows + 1, spec.num_heads + 1, spec.head_dim + 8), np.nan, FLOATS[spec.q_dtype])
     out_buffer = np.full_like(q_buffer, np.nan)
     inside = (slice(0, num_rows), slice(1, None), slice(8, None))
-    for start, q in zip(np.cumsum((0, *query_lens)), queries, strict=False):
+    for start, (q, _, _) in zip(np.cumsum((0, *query_lens)), contents, strict=False):
         q_buffer[inside][start : start + len(q)] = q
     k_cache, v_cache = _arranged(spec, k_pool, v_pool)
     q = q_buffer[inside]
@@ -151,6 +155,7 @@ def build(spec: Spec) -> Problem:
         options=options,
         out=out_buffer[inside],
         out_buffer=out_buffer,
+        contents=contents,
     )
 
 

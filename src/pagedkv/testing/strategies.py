@@ -51,7 +51,9 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
     if score_mod:  # decode with one head to a KV head is a kernel of its own, and none with a score_mod is kept
         groups = [g for g in groups if g > 1] or groups
     group_size = draw(st.sampled_from(groups))
-    fits = 2**21 // (num_kv_heads * head_dim * (4 if prefill else 1))
+    fits = limits.elements // (num_kv_heads * head_dim * (4 if prefill else 1))
+    if block_size < limits.longest:  # there is always a second block
+        fits = max(fits, block_size + 1)
     lengths = _lengths(block_size, min(fits, limits.longest))
     seq_lens = tuple(draw(st.lists(lengths, min_size=1, max_size=limits.most_seqs)))
     query_lens, padding_rows = None, 0

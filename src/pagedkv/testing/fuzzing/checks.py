@@ -42,6 +42,6 @@ def check(spec: Spec | WriteSpec | MergeSpec, **changes: Any) -> None:
         if spec.fingerprint:  # values say where they lie
             return
         moved = spec.replace(placement_seed=spec.placement_seed + 1, poison="huge" if spec.poison == "nan" else "nan")
-        again = run(build(moved), **changes)
+        again = run(build(moved, like=problem), **changes)
         if [x.tobytes() for x in result] != [x.tobytes() for x in again]:
             raise Moved(moved)
