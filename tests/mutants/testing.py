@@ -2,6 +2,7 @@
 
 from .mutant import Mutant
 
+ALLOCATORS = "tests/testing/test_allocators.py"
 MATCHING = "tests/testing/test_matching.py::test_wrong_functions_do_not"
 RUN = "tests/emulator/test_run.py::test_"
 
@@ -33,6 +34,27 @@ MUTANTS = [
         "fault.__traceback__ = _without_ours(fault.__traceback__)",
         "_without_ours(fault.__traceback__)",
         ("tests/testing/test_plugin.py",),
+    ),
+    Mutant(
+        "testing: an allocator may lose blocks",
+        "testing/allocators.py",
+        "assert used + num_free == self.num_blocks, (",
+        "assert used + num_free <= self.num_blocks, (",
+        (f"{ALLOCATORS}::test_each_mistake_is_found",),
+    ),
+    Mutant(
+        "testing: an allocator that refuses may have changed something",
+        "testing/allocators.py",
+        "assert after == before",
+        "assert after",
+        (f"{ALLOCATORS}::test_what_a_refusal_leaves_is_looked_at",),
+    ),
+    Mutant(
+        "fuzz: nothing was tried, and nothing failed",
+        "testing/fuzzing/command.py",
+        "if not counts.total():",
+        "if False:",
+        ("tests/testing/test_fuzz.py::test_where_nothing_is_tried_nothing_passes",),
     ),
     Mutant(
         "emulator.run: arrays without their strides",
