@@ -30,10 +30,10 @@ def attempt(call, scene, first: int, last: int) -> bool:
 
 def refusals(name: str, width: int) -> int:
     """How many failures of a mutation changed nothing."""
+    scene = Scene()  # for all of them, since a failure changes nothing
+    before = scene.everything()
     # Of calls that begin with many allocations, groups that fail together stand side by side and do not overlap.
     for number in itertools.count(1, width if name in OF_THE_PREFIX_CACHE else 1):
-        scene = Scene()
-        before = scene.everything()
         done = attempt(MUTATIONS[name], scene, number, number + width)
         where = f"{name}, allocation {number}, {width=}"
         assert not scene.cache.pool._guard.lock.locked(), f"{where}: the lock stays taken"
