@@ -9,6 +9,7 @@ never touch each other, so the bits of a row depend on its own keys alone, and n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..compile import device, helper, inlined
@@ -48,7 +49,7 @@ def make_walk(config: TileConfig, score_mod: Callable[..., Any] | None) -> Calla
     """
     R, staged = config.group_rows, config.staged
     form = Form("float32", R, True, True) if staged else Form(config.kind, R, config.whole, False)
-    score, add, weigh = make_score(form), make_add(form), _make_weigh(R, score_mod)
+    score, add, weigh = make_score(form), make_add(form), _make_weigh(R, score_mod) if score_mod else _plain_weigh(R)
     stage_keys, stage_values = make_stages(config)
 
     @inlined
@@ -109,6 +110,12 @@ def make_walk(config: TileConfig, score_mod: Callable[..., Any] | None) -> Calla
             start = after
 
     return walk
+
+
+@lru_cache(maxsize=4)
+def _plain_weigh(R: int) -> Callable[..., Any]:
+    """`weigh` without a score_mod: numba compiles it once for all kernels of a process."""
+    return _make_weigh(R, None)
 
 
 def _make_weigh(R: int, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
