@@ -1,11 +1,17 @@
 """The problems of `pagedkv.testing`, and what only the tests of this package do with them."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 
 from pagedkv.testing.calls import run
 from pagedkv.testing.error_rule import assert_close, error_bound, expect
 from pagedkv.testing.problems import FLOATS, POISONS, Problem, Spec, build, in_layout
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "FLOATS",
@@ -42,6 +48,8 @@ def move_past_2_31_elements(problem: Problem) -> None:
 
 def as_torch(x: np.ndarray) -> torch.Tensor:
     """A torch tensor of the same bits: a copy, for torch warns about read-only arrays."""
+    import torch
+
     if x.dtype == FLOATS["bfloat16"]:
         return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(x.copy())
