@@ -1,6 +1,7 @@
-"""Before any test: settings of Hypothesis, of the BLAS under the oracle, and of bytecode; is there a GPU for it?"""
+"""Before any test: settings of Hypothesis, of threads, of bytecode and of the collector; is there a GPU for it?"""
 
 import functools
+import gc
 import importlib.util
 import os
 import signal
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 # The oracle's products are small: threads would spend their time waiting for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# torch's threads would spin meanwhile, on the cores that the other workers of xdist compute on.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 settings.register_profile(
     "default",
@@ -63,6 +66,29 @@ def without_lines(monkeypatch):
     from pagedkv.emulator import EmulatorDevice
 
     monkeypatch.setattr(EmulatorDevice, "lineinfo", False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import all tests without the collector, which would traverse what they import again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Set aside what outlives a module: compilers, torch, compiled kernels.
+
+    A full collection would traverse millions of their objects, for a second or two. Some tests, and each call of
+    transformers' generate_batch, ask for several.
+    """
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_setup(item):
