@@ -1,5 +1,7 @@
 """Dots, softmax, values and fold, each against NumPy, and that groups of rows and registers change no bit."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -21,9 +23,15 @@ def registers(request, monkeypatch):
         monkeypatch.setattr(module, "num_accumulators", lambda: request.param)
 
 
+@cache
+def step_of(make, group_rows, registers):
+    """A sweep, compiled once for each size of a group and number of registers."""
+    return stepper(make(Form("float32", group_rows, whole=True, staged=False)))
+
+
 def dot_products(q, keys, num_groups, group_rows):
     scores = np.full((num_groups, TILE, group_rows), np.nan, np.float32)
-    run = stepper(make_score(Form("float32", group_rows, whole=True, staged=False)))
+    run = step_of(make_score, group_rows, dots.num_accumulators())
     run(scores, grouped(q, group_rows), *swept(keys[:, None], num_groups))
     assert np.isnan(scores[:, STEP:]).all()
     return scores[:, :STEP].transpose(0, 2, 1).reshape(-1, STEP)
@@ -57,7 +65,7 @@ def test_dots_are_rounded_in_their_order():
 
 def weighted_sums(acc, weights, rows, num_groups, group_rows):
     acc = acc.copy()
-    run = stepper(make_add(Form("float32", group_rows, whole=True, staged=False)))
+    run = step_of(make_add, group_rows, values.num_accumulators())
     run(acc, weights, *swept(rows[:, None], num_groups))
     return acc
 
@@ -78,13 +86,18 @@ def test_values_are_added_token_after_token(count):
         np.testing.assert_array_equal(alone[0], found[row])
 
 
+@cache
+def softmax(group_rows, masked):
+    return stepper(make_softmax(group_rows, masked=masked))
+
+
 def softmax_of(logits, maximum, total, seen=None):
     """Weights (rows, TILE) and the state after them, of rows that see the positions from and to `seen`, or all."""
     group_rows = len(logits)
     scores = np.ascontiguousarray(logits.T)
     maximum, total, factor = maximum.copy(), total.copy(), np.empty_like(maximum)
     starts, stops = np.zeros((2, group_rows), np.int32) if seen is None else np.array(seen, np.int32)
-    run = stepper(make_softmax(group_rows, masked=seen is not None))
+    run = softmax(group_rows, seen is not None)
     run(scores, maximum, total, factor, starts, stops, 1000)
     return scores.T, maximum, total, factor
 
