@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import stat
 import subprocess
 import sys
@@ -36,32 +37,46 @@ print("loaded" if loaded else "compiled")
 """
 
 
+def printed(program, directory, **variables):
+    environment = {**os.environ, "PAGEDKV_CACHE_DIR": str(directory), **variables}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 @pytest.fixture
 def run(tmp_path):
     def run(directory=tmp_path / "kernels", program=PROGRAM, **variables):
-        environment = {**os.environ, "PAGEDKV_CACHE_DIR": str(directory), **variables}
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        return printed(program, directory, **variables)
 
     return run
 
 
-def test_the_second_process_does_not_compile(run, tmp_path):
-    assert run() == ["compiled"]
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("compiled") / "kernels"
+    assert printed(PROGRAM, directory) == ["compiled"]
+    return directory
+
+
+@pytest.fixture
+def file(compiled, tmp_path):
+    """The kernel that another process has compiled, in the directory of `run`."""
+    shutil.copytree(compiled, tmp_path / "kernels")
     (file,) = (tmp_path / "kernels" / "cpu").iterdir()
+    return file
+
+
+def test_the_second_process_does_not_compile(run, file):
     assert file.suffix == kernels.SUFFIX
     assert run() == ["loaded"]
     if os.name == "posix":
-        assert stat.S_IMODE((tmp_path / "kernels" / "cpu").stat().st_mode) == 0o700
+        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1])])
-def test_a_damaged_file_is_compiled_again(run, tmp_path, damage):
-    run()
-    (file,) = (tmp_path / "kernels" / "cpu").iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(damage(whole))
+def test_a_damaged_file_is_compiled_again(run, file, damage):
+    file.write_bytes(damage(file.read_bytes()))
     assert run() == ["compiled"]
     assert run() == ["loaded"]
 
@@ -73,9 +88,7 @@ def test_a_directory_that_cannot_be_written_costs_nothing_but_time(run, tmp_path
     assert blocked.read_text() == "not a directory"
 
 
-def test_nothing_in_a_file_is_a_pickle(run, tmp_path):
-    run()
-    (file,) = (tmp_path / "kernels" / "cpu").iterdir()
+def test_nothing_in_a_file_is_a_pickle(file):
     header, code = file.read_bytes()[DIGEST_BYTES:].split(b"\n", 1)
     assert set(json.loads(header)) == {"library", "entry", "environment"}
     assert code[:4] in (b"\x7fELF", b"\xcf\xfa\xed\xfe") or sys.platform == "win32"
