@@ -14,6 +14,7 @@ from ..device.intrinsics import warp as warps
 from ..device.intrinsics.thread import bits_float, float_bits, larger, shared_address
 from ..device.intrinsics.warp import load_shared_word, load_shared_words, shuffle, shuffle_float, store_shared_word
 from ..device.source import Steps, device_function
+from . import limits
 from .config import NUM_WARPS, WARP_SIZE, SplitConfig
 
 SLOT_BYTES = 2 * 4 * WARP_SIZE  # two words for each lane
@@ -46,6 +47,12 @@ def share_word(slot, x):
 def make_lanes(config: SplitConfig) -> Steps:
     """The steps of a config; the whole warp calls each of them."""
     THROUGH_SHARED, WIDE, NUM_WORDS = config.through_shared, config.wide, slots_bytes(config) // 4
+    REDUCED = bool(limits.reduces_warp(config))
+
+    @device_function
+    def broadcast(x):
+        """A word that is the same in all lanes, as one that ptxas knows to be warp-uniform."""
+        return warps.or_of_warp(x) if REDUCED else shuffle(x, 0)
 
     @device_function
     def slots(warp):
@@ -109,4 +116,4 @@ def make_lanes(config: SplitConfig) -> Steps:
             return bits
         return warps.ballot(condition)
 
-    return Steps(slots, share, fetch, largest_of_head, of_heads, any_of_warp, bits_of_warp)
+    return Steps(broadcast, slots, share, fetch, largest_of_head, of_heads, any_of_warp, bits_of_warp)

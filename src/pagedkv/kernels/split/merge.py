@@ -29,8 +29,9 @@ from ..device.intrinsics.thread import (
     store_16,
     unrolled,
 )
-from ..device.intrinsics.warp import exchange, load_l2_2, load_l2_4, log2, reciprocal, store_shared_4
+from ..device.intrinsics.warp import load_l2_2, load_l2_4, log2, reciprocal, store_shared_4
 from ..device.logits import LOG2E, NONE
+from ..device.reductions import largest_of_warp, sum_of_warp
 from ..device.source import Steps, device_function
 from .config import MERGE_LOADS, MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
 from .sums import team_bytes
@@ -184,13 +185,10 @@ def make_merge(config: SplitConfig, sums: Steps) -> Steps:
             partial = (output.row + h) * partials.most_splits
             load_states(maxima, totals, partials, partial, num_splits, lane)
             sink = sink_of(output.sinks, output.head + h)
-            maximum = larger(larger(larger(maxima[0], maxima[1]), larger(maxima[2], maxima[3])), sink)
-            for b in range(5):
-                maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
+            of_lane = larger(larger(maxima[0], maxima[1]), larger(maxima[2], maxima[3]))
+            maximum = largest_of_warp(larger(of_lane, sink))
             weigh(maxima, totals, maximum)
-            total = float32(float32(totals[0] + totals[1]) + float32(totals[2] + totals[3]))
-            for b in range(5):
-                total = float32(total + exchange(total, uint32(1 << b)))
+            total = sum_of_warp(float32(float32(totals[0] + totals[1]) + float32(totals[2] + totals[3])))
             total = float32(total + exp2(float32(sink - finite(maximum))))
             factor = float32(inverse(total) * output.v_factor)
             put_weights(weights, h * MOST_SPLITS + lane, maxima, factor)

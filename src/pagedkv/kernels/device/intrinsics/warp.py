@@ -227,6 +227,14 @@ def _vote(builder: Any, condition: Any, name: str, result: Any) -> Any:
     )
 
 
+or_of_warp = declare(
+    "or_of_warp",
+    "The bitwise or of a word of all lanes (redux.sync). The whole warp calls it.",
+    uint32,
+    [uint32],
+    lambda builder, x: warp_wide(builder, I32, f"redux.sync.or.b32 $0, $1, {WHOLE_WARP};", "=r,r", [x]),
+)
+
 any_lane = declare(
     "any_lane",
     "True if the condition holds in a lane of the warp. The whole warp calls it.",

@@ -116,7 +116,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     def attend(thread, first, query, k, v, pages, options, shared):
         lane = uint32(thread & 31)
         # Broadcast, so that ptxas knows it is warp-uniform: loops over steps need no code for lanes that diverge.
-        warp = shuffle(uint32(thread >> 5), 0)
+        warp = lanes.broadcast(uint32(thread >> 5))
         team, member = divmod_32(warp, DIM_SHARES)
         g, t = uint32(lane >> 2), uint32(lane & 3)
         # Through a shuffle, so that ptxas keeps the result instead of recomputing it in each step. Options have no

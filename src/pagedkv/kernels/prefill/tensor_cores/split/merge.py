@@ -38,6 +38,7 @@ from ....device.intrinsics.warp import (
     store_shared_2,
     store_shared_word,
 )
+from ....device.reductions import largest_of_warp, sum_of_warp
 from ....device.source import Steps, device_function
 from ....device.warp import WARP_SIZE
 from ...config import TensorConfig
@@ -218,15 +219,11 @@ def make_merge(config: TensorConfig, shape: SplitShape) -> Steps:
             for_each(load_state, SPLITS_OF_LANE, (pivots, totals, at, splits, lane))
             of_row[0] = LOWEST
             for_each(raise_maximum, SPLITS_OF_LANE, (of_row, pivots))
-            maximum = of_row[0]
-            for b in range(5):
-                maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
+            maximum = largest_of_warp(of_row[0])
             of_row[0] = float32(0)
             args = (where, pivots, totals, maximum, of_row, splits, lane)
             for_each(put_weight, SPLITS_OF_LANE, args)
-            total = of_row[0]
-            for b in range(5):
-                total = float32(total + exchange(total, uint32(1 << b)))
+            total = sum_of_warp(of_row[0])
             factor = finish_row(output, uint32(first_row + r), maximum, total, lane == 0)
             if lane == 0:
                 store_shared_word(uint32(where + FACTOR), float_bits(factor))

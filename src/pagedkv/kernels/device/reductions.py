@@ -1,0 +1,25 @@
+"""Reductions over a warp by shuffles; the whole warp calls them, and every lane gets the result."""
+
+from __future__ import annotations
+
+from numba import float32, uint32
+
+from .intrinsics.thread import larger
+from .intrinsics.warp import exchange
+from .source import device_function
+
+
+@device_function
+def largest_of_warp(x):
+    """The largest of the lanes' float32; a number wins over a NaN."""
+    for b in range(5):
+        x = larger(x, exchange(x, uint32(1 << b)))
+    return x
+
+
+@device_function
+def sum_of_warp(x):
+    """The sum of the lanes' float32: neighbours first, then pairs of them, and so on."""
+    for b in range(5):
+        x = float32(x + exchange(x, uint32(1 << b)))
+    return x
