@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .arrays import host_view
 from .layouts import cache_shapes, storage_dtype
 from .memory.checks import MAX_INT32, as_int, per_layer
 from .memory.device.arrays import Arrays
@@ -146,7 +145,7 @@ class PagedKVCache(Sequences):
         self._stacks = tuple(arrays.zeros((num_layers, *shape), stored) for shape in shapes)
         self.k_caches, self.v_caches = (tuple(stack) for stack in self._stacks)
         # As NumPy sees them, where it does: operations ask nobody else then.
-        self._views = tuple(tuple(map(host_view, caches)) for caches in (self.k_caches, self.v_caches))
+        self._views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
         self._options = {"layout": layout, "kv_dtype": kv_dtype}
         self._batches = Batches(table, arrays, grows=max_seq_len is None)
 

@@ -60,7 +60,7 @@ signal.signal(signal.SIGALRM, interrupt)
 while interrupts < int(sys.argv[1]):
     try:
         armed = True
-        signal.setitimer(signal.ITIMER_REAL, random.expovariate(100))
+        signal.setitimer(signal.ITIMER_REAL, random.expovariate(60))
         try:
             check(compiled)
             compiled += 1

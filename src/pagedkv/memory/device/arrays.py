@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...arrays import host_view
+
 _EXTRAS = {"torch": '"pagedkv[torch]"', "cupy": '"pagedkv[cu13]" or "pagedkv[cu12]"'}
 
 
@@ -88,6 +90,10 @@ class Arrays:
             return self._module.asarray(x, device=self._device)
         with self._device:
             return self._module.asarray(x)
+
+    def on_host(self, x: Any) -> Any:
+        """An array of the module as NumPy sees it, in the same memory; one on a device as it is."""
+        return x if self.on_device else host_view(x)
 
     def free_bytes(self) -> int:
         """Memory that is free now: on the device, or on the host what the system can give without swapping."""

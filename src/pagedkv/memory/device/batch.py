@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays import host_view
 from ...buckets import bucket
 from ..guard import Guarded, alone
 from ..table import SequenceTable
@@ -44,7 +43,7 @@ class Batch:
     @cached_property
     def views(self) -> tuple[Any, Any]:
         """block_tables and seq_lens, as NumPy sees them where they are on the host: for many calls of an operation."""
-        return host_view(self.block_tables), host_view(self.seq_lens)
+        return self._arrays.on_host(self.block_tables), self._arrays.on_host(self.seq_lens)
 
     @cached_property
     def is_decode(self) -> bool:
