@@ -280,6 +280,11 @@ min_blocks: Limit[TensorShape] = Limit(
             "No spill with 3 at D = 128, G = 48 with a softcap for 9.0, with 158 registers.",
         ),
         Row(
+            lambda s: s.config.architecture < 9 and s.is_fp8 and s.config.head_dim == 72,
+            2,
+            "8 bytes with 3 at D = 72, G = 8 in fp8_e4m3 for 8.0, 16 in fp8_e5m2; none at D = 56, 88, 104 and 120.",
+        ),
+        Row(
             lambda s: s.config.architecture < 9 and s.registers <= 112 and not (s.config.modified or s.config.checked),
             3,
             "165 registers in all at D = 128, G = 8 for 8.0.",
