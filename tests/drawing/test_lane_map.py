@@ -13,8 +13,8 @@ LANES = np.arange(32)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def access(offsets, size=4, array="x", phase=0):
-    return WarpAccess("load", "global", array, size, np.asarray(offsets), phase)
+def access(offsets, size=4, array="x", phase=0, space="global"):
+    return WarpAccess("load", space, array, size, np.asarray(offsets), phase)
 
 
 def parsed(picture):
@@ -77,7 +77,7 @@ def test_only_so_many_rows():
 )
 def test_banks(offsets, size, wavefronts, fewest):
     for phase in (0, 32):
-        one = access(offsets, size, phase=phase)
+        one = access(offsets, size, phase=phase, space="shared")
         found, least = bank_wavefronts(one)
         assert len(found) == one.wavefronts == wavefronts
         assert least == fewest
@@ -91,7 +91,7 @@ def test_banks(offsets, size, wavefronts, fewest):
 
 
 def test_a_conflict_is_said():
-    _, _, lines, boxes = parsed(draw_banks(access(np.array([0, 128, 4]), phase=64)))
+    _, _, lines, boxes = parsed(draw_banks(access(np.array([0, 128, 4]), phase=64, space="shared")))
     assert lines[1] == "2 wavefronts, 1 of them for conflicts"
     assert boxes == ["bank 16, byte 0: lane 0", "bank 17, byte 4: lane 2", "bank 16, byte 128: lane 1"]
 
@@ -107,7 +107,7 @@ def test_names_are_escaped_and_notebooks_show_it():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ([], r"^accesses must be one or more, to one array, got 0 to \[\]$"),
+        ([], r"^accesses must be one or more, got none: print\(trace\) names the arrays"),
         ([access([0]), access([0], array="y")], r"got 2 to \['x', 'y'\]$"),
         ([access([-1, -1])], "^accesses must have a lane that takes part, got none to x$"),
     ],
@@ -119,6 +119,22 @@ def test_refusals(wrong, says):
         if (one.offsets < 0).all():
             with pytest.raises(ValueError, match=says):
                 draw_banks(one)
+
+
+def test_what_is_no_access_is_refused():
+    one = access([0])
+    for wrong in (one, "x", [[one]]):
+        with pytest.raises(
+            TypeError, match=r'^draw_bytes takes accesses, such as trace\.accesses\("x"\), and draw_banks'
+        ):
+            draw_bytes(wrong)
+    with pytest.raises(TypeError, match=r"draw_banks takes one of them$"):
+        draw_banks([one])
+
+
+def test_global_memory_has_no_banks():
+    with pytest.raises(ValueError, match=r"^x is in global memory, which has no banks: draw_bytes draws its sectors$"):
+        draw_banks(access([0]))
 
 
 def test_lanes_in_words():

@@ -83,6 +83,55 @@ def test_what_a_subclass_must_have_is_said():
         play(Nothing)
 
 
+def test_the_end_is_looked_at_in_an_except_clause_too():
+    class Never(BlockManagerMachine):
+        def free(self, seq):
+            raise AssertionError("freed at the end")
+
+        free_sequence = None  # no rule frees before
+
+    def ends():
+        with pytest.raises(AssertionError, match=r"^freed at the end"):
+            play(Never)
+
+    ends()
+    try:
+        raise KeyError
+    except KeyError:
+        ends()
+
+
+def test_another_exception_than_the_refusal_is_explained():
+    class Other(BlockManager):
+        def require(self, count):
+            if count > len(self.free_blocks):
+                raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match=r"^no room") as raised:
+        play(type("Machine", (BlockManagerMachine,), {"manager_type": Other}))
+    notes = "\n".join(raised.value.__notes__)
+    assert "blocks are needed and" in notes
+    assert "if this refuses, name it in `refusal`" in notes
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "says"),
+    [
+        ("add", [0], r"must return a handle that can be hashed, got \[0\]\n"),
+        ("num_cached", -1, r"^num_cached must be 0 to .*, the sequence's tokens, got -1"),
+        ("num_cached", 99, "got 99"),
+    ],
+)
+def test_what_the_subclass_returns_is_looked_at(method, result, says):
+    class Wrong(BlockManagerMachine):
+        def num_free(self):
+            return self.num_blocks
+
+    setattr(Wrong, method, lambda self, _: result)
+    with pytest.raises(AssertionError, match=says):
+        play(Wrong)
+
+
 class CacheMachine(AllocatorMachine):
     """Our cache, whose prefix cache keeps what is freed."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,6 +16,7 @@ WIDTH = LEFT + NUM_BANKS * WORD + 16
 MAX_ROWS = 32
 
 
+@runtime_checkable
 class LaneAccess(Protocol):
     """What is drawn: the accesses of ``WarpTrace.accesses``, or anything with these.
 
@@ -61,6 +62,8 @@ def draw_bytes(accesses: Sequence[LaneAccess], *, max_rows: int = MAX_ROWS) -> S
 
     Raises
     ------
+    TypeError
+        Something else was passed, such as one access, or the steps of a trace.
     ValueError
         There are no accesses, they are to several arrays, or no lane takes part in them.
     """
@@ -128,10 +131,14 @@ def draw_banks(access: LaneAccess) -> Svg:
 
     Raises
     ------
+    TypeError
+        It is something else, such as a list of accesses.
     ValueError
-        No lane takes part.
+        No lane takes part, or the access is to global memory, which has no banks.
     """
     name = _only_array([access])
+    if getattr(access, "space", "shared") == "global":
+        raise ValueError(f"{name} is in global memory, which has no banks: draw_bytes draws its sectors")
     wavefronts, fewest = bank_wavefronts(access)
     extra = len(wavefronts) - fewest
     words = f"{_counted(len(wavefronts), 'wavefront')}, " + (
@@ -188,6 +195,10 @@ def lane_list(lanes: Iterable[int]) -> str:
 
 
 def _only_array(accesses: Sequence[LaneAccess]) -> str:
+    if isinstance(accesses, LaneAccess) or not all(isinstance(access, LaneAccess) for access in accesses):
+        raise TypeError('draw_bytes takes accesses, such as trace.accesses("x"), and draw_banks takes one of them')
+    if not accesses:
+        raise ValueError("accesses must be one or more, got none: print(trace) names the arrays that the warp meets")
     names = sorted({access.array for access in accesses})
     if len(names) != 1:
         raise ValueError(f"accesses must be one or more, to one array, got {len(accesses)} to {names}")

@@ -16,7 +16,7 @@ from .ptx.types import GLOBAL_BASE
 from .state.host_array import HostArray
 from .state.memory import GUARD, INITIALISED, UNALLOCATED, Buffer, extent
 from .state.stats import LaunchStats
-from .state.tracing.warp_trace import Warp
+from .state.tracing.warp_trace import Warp, must_be_warp
 from .translation.entry import Entry, Module
 
 
@@ -99,6 +99,7 @@ class EmulatorDevice:
         footprint: bool = False,
         trace: Warp | None = None,
     ) -> None:
+        must_be_warp(trace)
         self._seed, self._race, self._global_race, self._init_check = seed, race, global_race, init_check
         self._stats, self._footprint, self._trace = stats, footprint, trace
         self.memory = _large_device()

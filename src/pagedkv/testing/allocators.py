@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -99,6 +99,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     # -- the model, which a subclass may use for rules of its own
     def __init__(self) -> None:
         super().__init__()
+        self._handled = sys.exception()  # of the caller, who may run a machine in an except clause
         self.tokens: dict[Any, list[int]] = {}
         # By block and offset: the token ids up to the one that is written there, and the sequence it was written for.
         self.written: dict[tuple[int, int], tuple[tuple[int, ...], Any]] = {}
@@ -147,6 +148,12 @@ class AllocatorMachine(RuleBasedStateMachine):
             result = operation(*arguments)
         except self.refusal as error:
             refusal = repr(error)
+        except Exception as error:
+            if num_blocks > num_free:
+                error.add_note(
+                    f"{num_blocks} blocks are needed and {num_free} are free: if this refuses, name it in `refusal`"
+                )
+            raise
         else:
             taken = num_free - self.num_free()
             assert taken <= num_blocks, f"{taken} blocks were taken where {num_blocks} are enough"
@@ -175,6 +182,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def _begin(self, seq: Any, tokens: list[int]) -> None:
         assert seq is not None, "add and fork must return the handle of the new sequence, got None"
+        assert isinstance(seq, Hashable), f"add and fork must return a handle that can be hashed, got {seq!r}"
         assert seq not in self.tokens, f"the new sequence has the handle {seq} of one that is alive"
         self.tokens[seq] = tokens
 
@@ -194,7 +202,11 @@ class AllocatorMachine(RuleBasedStateMachine):
             done, seq = self.attempt(self.num_blocks_of(len(tokens)), self.add, tokens.copy())
             if done:
                 self._begin(seq, tokens)
-                self.write(seq, self.num_cached(seq))
+                found = self.num_cached(seq)
+                assert 0 <= found <= len(tokens), (
+                    f"num_cached must be 0 to {len(tokens)}, the sequence's tokens, got {found}"
+                )
+                self.write(seq, found)
 
     @precondition(lambda self: self.tokens and self.has("append"))
     @rule(which=WHICH, amount=AMOUNT, first=FIRST)
@@ -243,7 +255,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Free every sequence, after which every block is free; not behind a failure, which it would hide."""
-        if sys.exception() is None:
+        if sys.exception() is self._handled:
             for seq in [*self.tokens]:
                 self.free(seq)
                 del self.tokens[seq]

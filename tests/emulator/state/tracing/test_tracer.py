@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pagedkv.emulator import Device, EmulatorError, Module, RaceFault, Warp
+from pagedkv.emulator import Device, EmulatorDevice, EmulatorError, Module, RaceFault, Warp
 
 from ...ptx_harness import SHARED, kernel_text, launch_ptx
 
@@ -183,6 +183,8 @@ def test_wrong_warps():
 def test_what_is_no_warp():
     with pytest.raises(TypeError, match=r"^trace must be a Warp, such as Warp\(\(0, 0, 0\), 1\), or None, got True$"):
         launch_ptx("mov.u32 %o0, 1;", [X], [U32], trace=True)
+    with pytest.raises(TypeError, match=r"^trace must be a Warp, such as .* got 3$"):
+        EmulatorDevice(trace=3)
 
 
 def test_shared_arrays_of_every_kind_have_names():

@@ -81,3 +81,9 @@ def test_select():
     assert trace.select(array="x").kernel == "copy"
     assert [access.kind for access in trace.accesses("rows")] == ["store"]
     assert repr(trace).endswith("max_steps=10000): 5 steps>")
+
+
+def test_a_step_is_found_among_others():
+    trace = made()
+    assert trace[1] in trace.select(array="x")
+    assert made()[1] not in trace

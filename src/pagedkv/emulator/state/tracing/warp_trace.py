@@ -115,7 +115,7 @@ class WarpAccess(NamedTuple):
         return sum(int(together[banks >> 5 == group].max()) for group in np.unique(banks >> 5))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # arrays have no one answer to ==
 class Step:
     """One instruction of a traced warp; a warp of a thread block whose size is no multiple of 32 may have fewer lanes.
 
