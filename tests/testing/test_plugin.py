@@ -81,6 +81,7 @@ def test_the_order_is_the_test_s_own(results):
         result = results("-k", "test_other", "--tb=long")
         seeds.append([line for line in result.outlines if "EmulatorDevice(seed=" in line])
     assert seeds[0] == seeds[1] != []
+    assert "seed=None" not in seeds[0][0], "lock-step"
 
 
 def test_a_fault_without_lines_or_threads():

@@ -1,6 +1,7 @@
 """A trace as text, and parts of it."""
 
 import numpy as np
+import pytest
 
 from pagedkv.emulator import SourceLine, Step, Warp, WarpAccess, WarpTrace
 
@@ -87,3 +88,10 @@ def test_a_step_is_found_among_others():
     trace = made()
     assert trace[1] in trace.select(array="x")
     assert made()[1] not in trace
+
+
+@pytest.mark.parametrize("wrong", [{"line": "7"}, {"line": slice(7, 9)}, {"name": 7}, {"array": LANES}])
+def test_what_cannot_be_selected(wrong):
+    [what] = wrong
+    with pytest.raises(TypeError, match=rf"^{what} must be an? .*, such as .*, got "):
+        made().select(**wrong)

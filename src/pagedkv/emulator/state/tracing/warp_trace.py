@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,7 +189,17 @@ class WarpTrace(Sequence[Step]):
         Returns
         -------
         WarpTrace
+
+        Raises
+        ------
+        TypeError
+            `line` is no int and no range, or `name` or `array` no str.
         """
+        if line is not None and not isinstance(line, (int, range)):
+            raise TypeError(f"line must be an int or a range, such as range(7, 10), got {type(line).__name__}")
+        for what, given in (("name", name), ("array", array)):
+            if not isinstance(given, (str, NoneType)):
+                raise TypeError(f"{what} must be a str, such as {what}='x', got {type(given).__name__}")
         lines = range(line, line + 1) if isinstance(line, int) else line
         word = None if name is None else re.compile(rf"\b{re.escape(name)}\b")
 
