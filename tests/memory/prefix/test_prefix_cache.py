@@ -127,6 +127,15 @@ def test_blocks_that_were_computed_at_the_same_time_become_one():
     cache.check()
 
 
+def test_more_forks_than_the_index_has_slots_share_a_block():
+    cache = make(num_blocks=1, max_seqs=64)
+    seqs = [cache.add(TEXT[:P]).seq]
+    seqs += cache.fork(seqs, 40)
+    cache.commit(seqs)
+    assert cache.find(TEXT) == P
+    cache.check()
+
+
 def test_the_tail_is_evicted_first_and_the_oldest_before_it():
     cache = make(num_blocks=8)
     for number in range(2):

@@ -188,16 +188,15 @@ class PrefixCache:
             parents[firsts], blocks_above[firsts] = parents_above, above
         keys, stored = _keys(digests), np.arange(len(blocks))
         found, free = self._index.find(keys)
-        places = self._index.apart(free)
-        all_differ = places is free or len({*digests}) == len(digests)  # equal digests have the same place
-        if all_differ and not np.count_nonzero(found != NO_BLOCK):
+        if len({*digests}) == len(digests) and not np.count_nonzero(found != NO_BLOCK):
             kept, forgotten = blocks, blocks[:0]
         else:
             of_first = dict(zip(firsts.tolist(), zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
             stored, kept, parents, blocks_above, forgotten = self._resolve(
                 blocks, of_first, digests, found.tolist(), _split(rows), refs
             )
-            places = self._index.apart(free[stored])
+            free = free[stored]
+        places = self._index.apart(free)  # of one digest each: the table may have fewer slots than forks share a block
         serials = np.arange(last + 1, last + 1 + len(parents))
         events: list[Event] = []
         if self._listener is not None:
