@@ -223,7 +223,7 @@ def plan_few(
     return _plan_few(*lens, call.options.window, num_heads)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _plan_few(seq_lens: bytes, query_starts: bytes, query_lens: bytes, window: int | None, num_heads: int) -> Few:
     """`plan_few` by the bytes of its arrays: the layers of a model ask for the same plan one after the other."""
     starts, lens = np.frombuffer(query_starts, np.int64), np.frombuffer(query_lens, np.int64)
