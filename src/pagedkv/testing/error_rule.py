@@ -27,8 +27,13 @@ def expect(problem: Problem, round_to: Any = None) -> tuple[Array, Array]:
 
 
 def error_bound(exact: Array, rounded: Array, factor: float = 2) -> float:
-    """The largest error allowed: that of dense attention in q's dtype, `factor` times, and 1e-5."""
-    return float(factor * np.abs(rounded - exact).max(initial=0.0) + 1e-5)
+    """The largest error allowed: that of dense attention in q's dtype, `factor` times, and 1e-5.
+
+    Where results are beyond 8, 1e-5 for each 8 of the largest: sums in float32 round in proportion, and the sum of 512
+    values of 16 may be off by 1.5e-5 in one order and by 4e-7 in another.
+    """
+    small = 1e-5 * max(1.0, np.abs(exact).max(initial=0.0) / 8)
+    return float(factor * np.abs(rounded - exact).max(initial=0.0) + small)
 
 
 def assert_close(
@@ -37,7 +42,8 @@ def assert_close(
     """Compare with the reference within the error bound; empty rows exactly.
 
     The largest error of a result is at most `factor` times that of dense attention whose scores, probabilities and
-    output are rounded to q's dtype, and 1e-5; 2.5 times that in float32 with ALiBi biases beyond 100.
+    output are rounded to q's dtype, and 1e-5, in proportion where results are beyond 8; 2.5 times that in float32 with
+    ALiBi biases beyond 100.
 
     Parameters
     ----------
@@ -71,8 +77,8 @@ def assert_close(
         return
     np.testing.assert_array_equal(lse == -np.inf, empty, err_msg="where the LSE is -inf")
     errors = np.abs(np.where(empty, 0, lse.astype(np.float64) - np.where(empty, 0, exact_lse)))
-    bound = error_bound(exact_lse[~empty], rounded_lse[~empty], factor * 2.5 if biased else factor)
-    bound += 1e-6 * np.abs(exact_lse[~empty]).max(initial=0.0)
+    rounding = np.abs(rounded_lse[~empty] - exact_lse[~empty]).max(initial=0.0)
+    bound = (factor * 2.5 if biased else factor) * rounding + 1e-5 + 1e-6 * np.abs(exact_lse[~empty]).max(initial=0.0)
     assert errors.max(initial=0.0) <= bound, _at_fault(problem, "lse", lse, exact_lse, errors, bound)
 
 
