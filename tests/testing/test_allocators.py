@@ -21,6 +21,7 @@ def test_a_right_allocator_passes():
     play(BlockManagerMachine, max_examples=50)
 
 
+# Which of its effects is met first depends on what Hypothesis draws: its words name any.
 NEEDS = "self.require(num_new + copies)"
 
 
@@ -30,19 +31,24 @@ NEEDS = "self.require(num_new + copies)"
         ("take", "popleft()", "pop(); self.free_blocks.append(block)", "a block is free that a sequence has"),
         ("release", "== 0", "<= 1", "a block is free that a sequence has"),
         ("add", "self.require(self.num_of(length))", "", "pop from an empty deque"),
-        ("add", "self.num_of(length))]", "1 + self.num_of(length))]", "2 blocks were taken where 1 are enough"),
+        ("add", "self.num_of(length))]", "1 + self.num_of(length))]", r"\d+ blocks were taken where \d+ are enough"),
         ("add", "return len(self.tables) - 1", "return 0", "handle 0 of one that is alive|its table is"),
         ("add", "return len(self.tables) - 1", "", "add and fork must return the handle of the new sequence"),
         ("append", "self.ref_counts[table[-1]] > 1", "False", "which holds what was written for token"),
         ("append", "copied = [(source, table[-1])]", "copied = []", "which holds"),
-        ("append", "self.release(source)", "", "a block is lost|blocks were taken where"),
+        ("append", "self.release(source)", "", "a block is lost|blocks were taken where|but MemoryError"),
         ("append", NEEDS, "self.require(num_new)", "pop from an empty deque"),
         ("append", NEEDS, "self.require(num_new + 1)", "blocks are needed and . are free, but MemoryError"),
-        ("append", NEEDS, f"table += [self.take()] * (not self.free_blocks); {NEEDS}", "empty|enough|become"),
+        (
+            "append",
+            NEEDS,
+            f"table += [self.take()] * (not self.free_blocks); {NEEDS}",
+            "empty|enough|become|but MemoryError",
+        ),
         ("fork", "self.ref_counts[block] += 1", "pass", "a block is free that a sequence has|which holds what was"),
         ("fork", "self.tables[seq].copy()", "self.tables[seq]", "its table is|a block is lost"),
-        ("truncate", "self.release(table.pop())", "table.pop()", "a block is lost"),
-        ("truncate", "self.num_of(length)", "length // self.block_size", r"of 1 tokens needs 1 blocks of ., its table"),
+        ("truncate", "self.release(table.pop())", "table.pop()", "a block is lost|but MemoryError"),
+        ("truncate", "self.num_of(length)", "length // self.block_size", r"\d blocks of ., its table"),
         ("free", "self.release(block)", "pass", "a block is lost"),
         ("free", "self.release(block)", "self.free_blocks.append(block)", "a block is free that a sequence has"),
     ],
