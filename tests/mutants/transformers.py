@@ -22,6 +22,30 @@ MUTANTS = [
         ("tests/integrations/transformers/test_paged.py::test_the_pages_go_with_their_cache",),
     ),
     Mutant(
+        "layers keep the pass that they were in",
+        "integrations/transformers/use.py",
+        "        self._layers.end()\n",
+        "        pass\n",
+        (
+            "tests/integrations/transformers/test_use.py::test_a_model_keeps_nothing_of_a_pass",
+            "tests/integrations/transformers/test_paged.py::test_the_pages_go_with_their_cache",
+        ),
+    ),
+    Mutant(
+        "a layer of Bloom attends without a mask",
+        "integrations/transformers/layers.py",
+        "if made is None and self._config._attn_implementation != NAME:",
+        "if made is None:",
+        ("tests/integrations/transformers/test_use.py::test_without_a_pass_it_says_what_to_call",),
+    ),
+    Mutant(
+        "threads share the pass of a model",
+        "integrations/transformers/layers.py",
+        "self._passes.pop(threading.get_ident(), None)",
+        "self._passes.clear()",
+        ("tests/integrations/transformers/test_use.py::test_threads_share_a_model",),
+    ),
+    Mutant(
         "a chunk that wraps around a ring is read in place",
         "integrations/transformers/paged.py",
         "<= pages.window",

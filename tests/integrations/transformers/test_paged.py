@@ -65,13 +65,17 @@ def test_tables_are_made_once_for_all_layers_and_nothing_is_copied(models, expec
 
 def test_the_pages_go_with_their_cache(models):
     """Those of a large model take most of a device, and the next call of generate_batch asks what is free."""
-    tensors = []
-    with mock.patch.object(Pages, "of", side_effect=Pages.of) as of:
+    of, kept = Pages.of, []
+
+    def watched(allocator):
+        pages = of(allocator)
+        kept.extend((weakref.ref(allocator.cache_tensor), weakref.ref(pages)))  # whose views have the same memory
+        return pages
+
+    with mock.patch.object(Pages, "of", watched):
         greedy_batch(models["Llama"], TEXTS[:1], 2)
-        tensors += [weakref.ref(call.args[0].cache_tensor) for call in of.call_args_list]
-    del of
     gc.collect()
-    assert [tensor() for tensor in tensors] == [None]
+    assert [one() for one in kept] == [None, None]
 
 
 def test_padding_has_no_slot():

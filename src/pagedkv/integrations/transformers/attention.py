@@ -128,8 +128,9 @@ def paged_attention(
         raise RuntimeError(
             f"no forward_pass came to {type(module).__name__}: call use_pagedkv(model) first, and then "
             "model.generate_batch(...), model.generate(..., past_key_values=PagedCache(model)) or Engine(model); "
-            'model.set_attn_implementation("sdpa") brings back what the model had, and is what is left where these '
-            "were called and the model's layers do not hand the keyword forward_pass on"
+            'model.set_attn_implementation("sdpa"), or model.config._attn_implementation = "eager" for Bloom, brings '
+            "back what the model had, and is what is left where these were called and the model's layers do not hand "
+            "the keyword forward_pass on"
         )
     refused = {
         "attention_mask": attention_mask is not None,
@@ -163,3 +164,13 @@ def set_attention(model: PreTrainedModel) -> None:
     takes any name.
     """
     model.config._attn_implementation = NAME
+
+
+def reset_attention(model: PreTrainedModel) -> str:
+    """Let the model's layers compute attention as transformers does; returns how transformers calls that."""
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation("sdpa")
+    else:  # Bloom, for which transformers only warns
+        model.config._attn_implementation = "eager"
+    name: str = model.config._attn_implementation
+    return name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -10,22 +11,18 @@ from transformers import BloomPreTrainedModel, PreTrainedModel, StableLmPreTrain
 from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor, dropout_add
 from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
-from .attention import ForwardPass, paged_attention
+from .attention import NAME, ForwardPass, paged_attention
 
 
 class Layers:
     """The attention layers of a model, which ask here for the forward pass that they are in.
 
     Those of most models get it as a keyword, and nothing is done to them.
-
-    Attributes
-    ----------
-    forward_pass : ForwardPass or None
-        None for a pass without pagedkv: layers compute what they always have.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.forward_pass: ForwardPass | None = None
+        self._passes: dict[int, ForwardPass] = {}  # by thread: a model may run on several
+        self._config = model.config
         if isinstance(model, BloomPreTrainedModel):
             for module in model.modules():
                 if isinstance(module, BloomAttention):
@@ -35,16 +32,32 @@ class Layers:
                 if isinstance(module, StableLmAttention):
                     module.register_forward_pre_hook(self._hand_on, with_kwargs=True)
 
+    def begin(self, forward_pass: ForwardPass | None) -> None:
+        """What layers on this thread find until `end`; nothing for a pass without pagedkv."""
+        self.end()
+        if forward_pass is not None:
+            self._passes[threading.get_ident()] = forward_pass
+
+    def end(self) -> None:
+        """Forget the pass, and with it a cache, which may be most of a device."""
+        self._passes.pop(threading.get_ident(), None)
+
+    @property
+    def _forward_pass(self) -> ForwardPass | None:
+        return self._passes.get(threading.get_ident())
+
     def _hand_on(
         self, module: Any, args: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        return None if self.forward_pass is None else (args, inputs | {"forward_pass": self.forward_pass})
+        made = self._forward_pass
+        return None if made is None else (args, inputs | {"forward_pass": made})
 
     def _bloom(
         self, module: Any, theirs: Any, hidden_states: torch.Tensor, residual: torch.Tensor, **inputs: Any
     ) -> tuple[torch.Tensor, None]:
         """A layer of Bloom, which computes attention itself."""
-        if self.forward_pass is None:
+        made = self._forward_pass
+        if made is None and self._config._attn_implementation != NAME:  # else it has no mask
             return theirs(hidden_states, residual, **inputs)
         q, k, v = module._reshape(module.query_key_value(hidden_states))
         if inputs.get("layer_past") is not None:
@@ -52,6 +65,6 @@ class Layers:
         # What the second token of a sequence adds to its own logit.
         biases = build_alibi_tensor(torch.ones(1, 2, device=q.device), module.num_heads, torch.float32)
         slopes = biases[:, 0, 1].contiguous()
-        options = {"scaling": module.inv_norm_factor, "alibi_slopes": slopes, "forward_pass": self.forward_pass}
+        options = {"scaling": module.inv_norm_factor, "alibi_slopes": slopes, "forward_pass": made}
         out, _ = paged_attention(module, q, k, v, inputs.get("attention_mask"), **options)
         return dropout_add(module.dense(out.flatten(2)), residual, module.hidden_dropout, module.training), None

@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from ...errors import BackendUnavailableError
 from ...operations.attention import decode_attention, prefill_attention
 from ...operations.caches import write_kv
-from .attention import NAME, ForwardPass, set_attention
+from .attention import NAME, ForwardPass, reset_attention, set_attention
 from .cache import PagedCache
 from .layers import Layers
 from .models import kv_shape, require_supported, text_config
@@ -26,8 +26,9 @@ def use_pagedkv(model: PreTrainedModel) -> None:
 
     After it ``model.generate_batch`` and transformers' ContinuousBatchingManager read their own pages with pagedkv's
     kernels, ``model.generate`` takes a `PagedCache`, and a `forward_pass` may be given to the model itself.
-    ``model.set_attn_implementation("sdpa")`` takes it back. Where the model's device has no kernels, it warns, and the
-    model gets sdpa, with which generate_batch works as well.
+    ``model.set_attn_implementation("sdpa")`` takes it back; transformers does not set that of Bloom, for which it is
+    ``model.config._attn_implementation = "eager"``. Where the model's device has no kernels, it warns, and the model
+    gets that, with which generate_batch works as well.
 
     Parameters
     ----------
@@ -43,13 +44,15 @@ def use_pagedkv(model: PreTrainedModel) -> None:
     try:
         _try_kernels(model)
     except (BackendUnavailableError, TypeError, ValueError) as error:
-        model.set_attn_implementation("sdpa")
-        warnings.warn(f"pagedkv has no kernels for {model.device}, so attention is sdpa: {error}", stacklevel=2)
+        name = reset_attention(model)
+        warnings.warn(f"pagedkv has no kernels for {model.device}, so attention is {name}: {error}", stacklevel=2)
         return
     set_attention(model)
     if not any(isinstance(hook, _Passes) for hook in model._forward_pre_hooks.values()):
-        model.register_forward_pre_hook(_Passes(model), with_kwargs=True)
+        passes = _Passes(model)
+        model.register_forward_pre_hook(passes, with_kwargs=True)
         model.register_forward_hook(_end, with_kwargs=True)
+        model.register_forward_hook(passes.end, always_call=True)
 
 
 def _try_kernels(model: PreTrainedModel) -> None:
@@ -82,8 +85,12 @@ class _Passes:
                 f"the attention of {type(model).__name__} is {model.config._attn_implementation} now, which reads no "
                 "PagedKVCache: call use_pagedkv(model) again"
             )
-        self._layers.forward_pass = made
+        self._layers.begin(made)
         return None if made is None else (args, inputs | {"forward_pass": made})
+
+    def end(self, model: PreTrainedModel, args: tuple[Any, ...], outputs: Any) -> None:
+        """Called after a model's forward, even if it fails."""
+        self._layers.end()
 
 
 def _paged(inputs: dict[str, Any]) -> ForwardPass | None:
