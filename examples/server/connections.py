@@ -15,7 +15,7 @@ FULL = (
     b"Content-Type: text/plain\r\nContent-Length: 22\r\n\r\ntoo many connections.\n"
 )
 LINGER = 1.0
-SILENCE = 5.0  # seconds until the first request has come
+SILENCE = 5.0  # seconds until the head of a request has come
 OTHER_FILES = 64  # what Python, the event loop and the model have open, and connections that were just accepted
 
 
@@ -31,7 +31,10 @@ def room_for_connections(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     files = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    except (OSError, ValueError):  # macOS has a limit below the one that it tells
+        files = soft
     return max(1, min(wanted, (files - OTHER_FILES) // 2))
 
 
@@ -62,24 +65,49 @@ class Refusal(asyncio.Protocol):
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which is closed unless a request comes: uvicorn waits for the first one for ever."""
+    """uvicorn's, which is closed unless the head of a request comes.
+
+    uvicorn waits for the first one for ever, and for a later one as soon as a byte of it is there.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.loop.call_later(SILENCE, self._end_silence)
+        self._awaited_after: Any = None  # the last request before the one whose head is awaited
+        self.loop.call_later(SILENCE, self._end_silence, None)
 
-    def _end_silence(self) -> None:
-        if self.cycle is None:
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        last = self.cycle
+        if last is not None and last.response_complete and last is not self._awaited_after:
+            self._awaited_after = last
+            self.loop.call_later(SILENCE, self._end_silence, last)
+
+    def _end_silence(self, last: Any) -> None:
+        if self.cycle is last:
             self.transport.close()
+
+
+class Newcomer(asyncio.Protocol):
+    """Becomes a connection, or its refusal: only now, for several come between two looks at how many there are."""
+
+    def __init__(self, connections: set[Any], refusals: set[Refusal], most: int, options: dict[str, Any]) -> None:
+        self._connections, self._refusals, self._most, self._options = connections, refusals, most, options
+
+    def connection_made(self, transport: Any) -> None:
+        protocol: asyncio.Protocol
+        if len(self._connections) >= self._most:
+            protocol = Refusal(self._refusals, self._most)
+        else:
+            protocol = Connection(**self._options)
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
 
 
 def at_most(num_connections: int) -> Any:
     """What uvicorn makes a protocol with, for each connection."""
     refusals: set[Refusal] = set()
 
-    def protocol(config: Any, server_state: Any, **rest: Any) -> asyncio.Protocol:
-        if len(server_state.connections) >= num_connections:
-            return Refusal(refusals, num_connections)
-        return Connection(config=config, server_state=server_state, **rest)
+    def protocol(**options: Any) -> asyncio.Protocol:
+        return Newcomer(options["server_state"].connections, refusals, num_connections, options)
 
     return protocol

@@ -24,7 +24,6 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 import serve  # noqa: E402
-from server.connections import OTHER_FILES, room_for_connections  # noqa: E402
 from server.protocol import Refused, Stops, parse  # noqa: E402
 from server.small import SmallDecoder, small  # noqa: E402
 from transformer import WEIGHTS, load  # noqa: E402
@@ -302,65 +301,6 @@ def test_requests_beyond_the_queue_are_told_to_come_again():
         for connection in connections:
             with connection:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
-
-
-@pytest.mark.parametrize("beyond", [5, pytest.param(2000, marks=pytest.mark.long)])
-def test_connections_beyond_the_limit_are_told_so(beyond):
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16384), hard))  # both ends are in this process
-    try:
-        with serving("--max-connections", "4") as server, contextlib.ExitStack() as stack:
-            idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(4)]
-            for connection in idle:
-                stack.enter_context(connection)
-            wait_until(lambda: ask_refused(server.port))
-            for connection in [begin(server.port, prompt="x") for _ in range(beyond)]:
-                with connection:
-                    answer = connection.recv(4096)
-                    assert answer.startswith(b"HTTP/1.1 503 ")
-                    assert b"\r\nRetry-After: 1\r\n" in answer
-            idle[0].close()
-            wait_until(lambda: not ask_refused(server.port))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.parametrize("wanted", [4, 100_000])
-def test_there_are_no_more_connections_than_files(wanted):
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        room = room_for_connections(wanted)
-        files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert hard == limits[1]
-        assert 1 <= room <= wanted
-        assert room == wanted or files == hard < 2 * wanted + OTHER_FILES
-        assert files >= min(limits[0], 2 * room + OTHER_FILES)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_idle_connections_do_not_take_all_files():
-    resource = pytest.importorskip("resource")
-    command = [sys.executable, "-W", "error", str(EXAMPLES / "serve.py"), "--port", "0"]
-    options = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
-        try:
-            port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
-            with contextlib.ExitStack() as stack:
-                for _ in range(300):
-                    stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
-                assert ask(port, None, "/metrics", "GET")[0] == 503
-                wait_until(lambda: ask(port, None, "/metrics", "GET")[0] == 200, pause=0.5)  # though all are still here
-        finally:
-            process.terminate()
-        _, errors = process.communicate(timeout=60)
-    assert errors == "at most 32 connections, for this process can have few files open: ulimit -n\n"
-
-
-def ask_refused(port):
-    return ask(port, None, "/v1/models", "GET")[0] == 503
 
 
 def test_a_model_that_fails_answers_500_and_the_next_request_is_computed(shared, monkeypatch):
