@@ -240,6 +240,13 @@ MUTANTS = [
         LOOPS,
     ),
     Mutant(
+        "emulator: a lane may run what its own mask leaves out",
+        "emulator/translation/warp.py",
+        "    if mask not in FULL_MASKS:\n        t.emit",
+        "    if not mask:\n        t.emit",
+        (WARP + "test_a_lane_that_its_mask_leaves_out",),
+    ),
+    Mutant(
         "emulator: lanes that name different lanes meet",
         "emulator/machine/warp_barriers.py",
         "f.warp[lanes] << 32 | need[lanes]",

@@ -276,6 +276,30 @@ def test_a_predicated_warp_sync():
         one(body.format("", "0x1f"), [U])
 
 
-def test_a_lane_that_its_mask_leaves_out():
-    with pytest.raises(SyncFault, match=r"member mask 0xf of bar\.warp\.sync leaves out the lane that names it"):
-        one("bar.warp.sync 0xf; mov.u32 %o0, 1;", [U])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "bar.warp.sync MASK;",
+        "vote.sync.ballot.b32 %o0, %p1, MASK;",
+        "match.any.sync.b32 %o0, %i0, MASK;",
+        "redux.sync.or.b32 %o0, %i0, MASK;",
+        "elect.sync %r1|%p1, MASK;",
+    ],
+)
+@pytest.mark.parametrize("mask", ["0xf", "%r2"])
+def test_a_lane_that_its_mask_leaves_out(operation, mask):
+    low = "mov.u32 %r2, 15; and.b32 %r3, %lid, 31; setp.lt.u32 %p2, %r3, 4;"
+    with pytest.raises(
+        SyncFault, match=rf"member mask 0xf of {operation.split()[0]} leaves out the lane that names it"
+    ):
+        one(low + operation.replace("MASK", mask), [U])
+    one(f"{low} @!%p2 bra $end; {operation.replace('MASK', mask)}\n$end:", [U])
+
+
+def test_redux_of_a_part_of_a_warp_waits_for_it():
+    body = "and.b32 %r1, %lid, 31; setp.lt.u32 %p1, %r1, 20; @!%p1 bra $end; redux.sync.or.b32 %o0, %i0, MASK;\n$end:"
+    expected = np.where(L < 20, by_warp(U, lambda w: np.bitwise_or.reduce(w[:20])), 0)
+    np.testing.assert_array_equal(one(body.replace("MASK", "0xfffff"), [U]), expected)
+    for mask in ("0x1fffff", "-1"):
+        with pytest.raises(SyncFault, match="names lanes that have exited"):
+            one(body.replace("MASK", mask), [U])

@@ -7,6 +7,7 @@ from numba.core.errors import TypingError as CpuTypingError
 from numba.cuda.core.errors import TypingError
 
 from pagedkv.kernels.device.intrinsics import thread as device
+from pagedkv.kernels.device.intrinsics.warp import or_of_warp
 from pagedkv.kernels.device.source import Steps
 
 from .function_cases import all_floats, run
@@ -94,6 +95,16 @@ def test_compare_and_swap_lets_one_thread_in():
 
     result = run(enter, np.zeros(300, np.uint32), np.zeros(4, np.uint32))
     assert result[0] == result[2] > 0
+
+
+def test_or_of_warp_is_of_all_lanes_of_the_own_warp():
+    def either(source, result, i):
+        device.store_4(result + i * 4, or_of_warp(device.load_4(source + i * 4)))
+
+    of_warps = np.repeat(np.array([0x0F0F0F0F, 0xFFFFFFFF, 1, 0], np.uint32), 32)
+    words = of_warps & (np.uint32(1) << np.random.default_rng(4).integers(0, 32, 128, np.uint32))
+    result = run(either, words, np.zeros_like(words), (8, 0))
+    np.testing.assert_array_equal(result, np.repeat(np.bitwise_or.reduce(words.reshape(-1, 32), axis=1), 32))
 
 
 def test_for_each_counts_and_opaque_changes_nothing():

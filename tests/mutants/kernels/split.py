@@ -276,4 +276,18 @@ MUTANTS = [
         "(upper << 1)",
         ("tests/bench/static/test_run.py::test_split_is_within_its_targets",),
     ),
+    Mutant(
+        "split: ptxas does not know the number of the warp to be uniform",
+        "kernels/split/limits.py",
+        "            lambda c: c.through_shared and c.modified and not c.staged,\n            1,\n",
+        "            lambda c: c.through_shared and c.modified and not c.staged,\n            0,\n",
+        ("tests/kernels/split/test_limits.py::test_options_leave_no_spills_before_9[config0]",),
+    ),
+    Mutant(
+        "device: what is or-ed over a warp is and-ed",
+        "kernels/device/intrinsics/warp.py",
+        "redux.sync.or.b32",
+        "redux.sync.and.b32",
+        ("tests/kernels/device/test_intrinsics.py::test_or_of_warp_is_of_all_lanes_of_the_own_warp",),
+    ),
 ]

@@ -30,7 +30,7 @@ _NUMERIC = (
     "mulhi idiv irem add_sat bfe bfi clz bfind brev prmt lop3 funnel dp4a fma32 round32 flush flushed to_int saturate "
     "load_narrow store_narrow pack_narrow to_tf32 fp8x2_unpack fp8x2_pack"
 )
-_WARP = "shfl vote match redux elect activemask"
+_WARP = "member shfl vote match redux elect activemask"
 _MATRIX = "mma ldmatrix stmatrix movmatrix"
 _WARPGROUP = "wgmma wgmma_fence wgmma_commit wgmma_wait proxy_fence misuse"
 

@@ -21,6 +21,16 @@ _REDUCTIONS = {
 }
 
 
+def require_member(frame: Frame, ins: Instruction, members: np.ndarray, m: Mask) -> None:
+    """Fail where a lane runs an instruction whose member mask leaves it out: what comes of it is undefined."""
+    absent = (members >> frame.lane.astype(U32) & U32(1)) == 0
+    absent = absent if m is None else absent & m
+    if absent.any():
+        lane = int(absent.argmax())
+        what = f"member mask {int(members[lane]):#x} of {ins.op} leaves out the lane that names it"
+        frame.fail(SyncFault, what, ins, lane)
+
+
 class _Route(NamedTuple):
     """Where each lane of a shuffle reads, whether that is in range, and whether both lanes are members."""
 
@@ -38,6 +48,10 @@ class WarpOps:
         self._lane_bit = np.left_shift(U32(1), frame.lane.astype(U32))
         self._everyone = np.ones(frame.num_lanes, np.bool_)
         self._routes: dict[Instruction, _Route] = {}
+
+    def member(self, ins: Instruction, members: np.ndarray, m: Mask) -> None:
+        """Before an operation that may name other lanes than the whole warp."""
+        require_member(self.frame, ins, members, m)
 
     def _ballot(self, p: np.ndarray) -> np.ndarray:
         """For each lane, the lanes of its warp where `p` holds."""

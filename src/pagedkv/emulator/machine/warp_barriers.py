@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import SyncFault
 from ..ptx.instruction import Instruction
 from ..state.frame import Frame, Mask
 from ..state.order import Order
+from .warp import require_member
 
 
 class WarpBarriers:
@@ -27,12 +27,7 @@ class WarpBarriers:
         """Lanes run a bar.warp.sync; `members` are the lanes that each of them names, None for its whole warp."""
         f = self.frame
         if members is not None:
-            absent = (members >> f.lane.astype(np.uint32) & np.uint32(1)) == 0
-            absent = absent if m is None else absent & m
-            if absent.any():
-                lane = int(absent.argmax())
-                what = f"member mask {int(members[lane]):#x} of bar.warp.sync leaves out the lane that names it"
-                f.fail(SyncFault, what, ins, lane)
+            require_member(f, ins, members, m)
         if self.passed.any():
             active = np.ones(f.num_lanes, np.bool_) if m is None else m
             m = active & ~self.passed

@@ -9,6 +9,14 @@ from .block import BlockTranslator, Handlers, UntranslatedError
 HANDLERS = Handlers()
 
 
+def _members(t: BlockTranslator, ins: Instruction, mask: str) -> str:
+    """The member mask of an operation, whose lanes have to be in it."""
+    members = t.src(mask, "u32")
+    if mask not in FULL_MASKS:
+        t.emit(f"member({t.object(ins)},{members},{t.mask})")
+    return members
+
+
 @HANDLERS.of("shfl")
 def _shfl(t: BlockTranslator, ins: Instruction) -> None:
     o = ins.operands
@@ -24,7 +32,7 @@ def _shfl(t: BlockTranslator, ins: Instruction) -> None:
 @HANDLERS.of("vote")
 def _vote(t: BlockTranslator, ins: Instruction) -> None:
     o, mode = ins.operands, ins.parts[2]
-    e = f"vote('{mode}',{t.src(o[1], 'pred')},{t.src(o[2], 'u32')},{t.mask})"
+    e = f"vote('{mode}',{t.src(o[1], 'pred')},{_members(t, ins, o[2])},{t.mask})"
     t.put(o[0], "u32" if mode == "ballot" else "pred", e)
 
 
@@ -33,7 +41,7 @@ def _match(t: BlockTranslator, ins: Instruction) -> None:
     o = ins.operands
     d, _, pd = o[0].partition("|")
     mode = ins.parts[1]
-    t.emit(f"v,ok=match('{mode}',{t.src(o[1], ins.parts[-1])},{t.src(o[2], 'u32')},{t.mask})")
+    t.emit(f"v,ok=match('{mode}',{t.src(o[1], ins.parts[-1])},{_members(t, ins, o[2])},{t.mask})")
     t.put(d, "u32", "v")
     if pd:
         t.put(pd, "pred", "ok")
@@ -42,13 +50,13 @@ def _match(t: BlockTranslator, ins: Instruction) -> None:
 @HANDLERS.of("redux")
 def _redux(t: BlockTranslator, ins: Instruction) -> None:
     o, ty = ins.operands, ins.parts[-1]
-    t.put(o[0], ty, f"redux('{ins.parts[2]}',{t.src(o[1], ty)},{t.src(o[2], 'u32')},{t.mask})")
+    t.put(o[0], ty, f"redux('{ins.parts[2]}',{t.src(o[1], ty)},{_members(t, ins, o[2])},{t.mask})")
 
 
 @HANDLERS.of("elect")
 def _elect(t: BlockTranslator, ins: Instruction) -> None:
     d, _, pd = ins.operands[0].partition("|")
-    t.emit(f"v,ok=elect({t.src(ins.operands[1], 'u32')},{t.mask})")
+    t.emit(f"v,ok=elect({_members(t, ins, ins.operands[1])},{t.mask})")
     t.put(d, "u32", "v")
     t.put(pd, "pred", "ok")
 
