@@ -192,6 +192,7 @@ def test_a_step_needs_the_attention_of_pagedkv(model, expected):
         ([1], {"temperature": float("nan")}, "temperature must be at least 0"),
         ([1], {"top_k": -1}, "top_k must be at least 0"),
         ([1], {"top_p": 1.5}, "top_p must be from 0 to 1"),
+        ([1], {"seed": -1}, "seed must be at least 0, got -1"),
     ],
 )
 def test_refusals_leave_nothing(model, prompt, options, message):

@@ -45,6 +45,8 @@ class Sampling:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p must be from 0 to 1, got {self.top_p}")
+        if self.seed is not None and self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
         self._key = np.random.SeedSequence(self.seed).generate_state(2, np.uint64)
 
     def draw(self, place: int) -> float:
