@@ -53,7 +53,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     num_blocks: int
     block_size: int
 
-    # -- what a subclass says
+    # -- what a subclass says; not abstract methods, for Hypothesis's metaclass is no ABCMeta, and three may be missing
     def start(self, num_blocks: int, block_size: int) -> None:
         """Make an allocator with `num_blocks` free blocks of `block_size` tokens, and keep it in self."""
         raise NotImplementedError("a subclass of AllocatorMachine has start(num_blocks, block_size)")
@@ -64,15 +64,15 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def append(self, seq: Any, tokens: list[int]) -> None:
         """Append token ids, one or more; :meth:`copy_block` for each block that is to be copied first."""
-        raise NotImplementedError
+        raise NotImplementedError("append is not tested unless a subclass has it")
 
     def fork(self, seq: Any) -> Any:
         """Start a sequence with the tokens of another, and return its handle; `copy_block` as in `append`."""
-        raise NotImplementedError
+        raise NotImplementedError("fork is not tested unless a subclass has it")
 
     def truncate(self, seq: Any, length: int) -> None:
         """Shorten a sequence to its first `length` tokens, at least one."""
-        raise NotImplementedError
+        raise NotImplementedError("truncate is not tested unless a subclass has it")
 
     def free(self, seq: Any) -> None:
         """End a sequence."""
