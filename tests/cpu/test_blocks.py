@@ -9,7 +9,8 @@ from hypothesis import given
 
 import pagedkv
 from pagedkv import reference
-from pagedkv.testing.writes import check_write, tokens, write_specs
+from pagedkv.testing.calls import check_write
+from pagedkv.testing.problems.writes import tokens, write_specs
 
 from ..support.problems import FLOATS, Spec, as_torch, build, in_layout
 from ..support.rotary_cases import tables_of

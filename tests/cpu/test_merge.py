@@ -8,7 +8,8 @@ from hypothesis import given
 
 import pagedkv
 from pagedkv import reference
-from pagedkv.testing.merges import MergeSpec, check_merge, states
+from pagedkv.testing.calls import check_merge
+from pagedkv.testing.problems.merges import MergeSpec, states
 
 from ..support.problems import FLOATS, Spec, as_torch, build, run
 from ..support.strategies import SPLIT

@@ -149,6 +149,7 @@ RULES = {
     "the testing kit asks backends by their operations": Rule(
         ours("testing"), ours(*BACKENDS, "kernels", "bench", "validation"), ours("cpu.threads", "emulator")
     ),
+    "what is drawn calls nothing": Rule(ours("testing.problems"), ours(*TOP), ours("testing.problems", "layouts")),
     "nothing needs the info": Rule(ours(*TOP - {"info", "__main__"}), ours("info"), ()),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
     "bench/gpu needs no static count": Rule(ours("bench.gpu"), ours("bench.static"), ()),

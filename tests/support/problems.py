@@ -8,7 +8,7 @@ import numpy as np
 
 from pagedkv.testing.calls import run
 from pagedkv.testing.error_rule import assert_close, error_bound, expect
-from pagedkv.testing.problems import FLOATS, POISONS, Problem, Spec, build, in_layout
+from pagedkv.testing.problems.attention import FLOATS, POISONS, Problem, Spec, build, in_layout
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import hypothesis.strategies as st
 import pytest
 
-from pagedkv.testing.limits import HEAD_DIMS, Limits
-from pagedkv.testing.problems import Spec
-from pagedkv.testing.strategies import SPLIT, fade, own_parity, specs_within
+from pagedkv.testing.problems.attention import Spec
+from pagedkv.testing.problems.limits import HEAD_DIMS, Limits
+from pagedkv.testing.problems.strategies import SPLIT, fade, own_parity, specs_within
 
 __all__ = [
     "DECODE_KERNELS",

@@ -20,9 +20,9 @@ from pagedkv.testing.fuzzing import checks
 from pagedkv.testing.fuzzing import command as fuzz
 from pagedkv.testing.fuzzing.forms import draw_form
 from pagedkv.testing.fuzzing.script import script
-from pagedkv.testing.merges import MergeSpec
-from pagedkv.testing.strategies import fade
-from pagedkv.testing.writes import WriteSpec
+from pagedkv.testing.problems.merges import MergeSpec
+from pagedkv.testing.problems.strategies import fade
+from pagedkv.testing.problems.writes import WriteSpec
 
 SMALL = Spec(seq_lens=(3,), head_dim=64, num_kv_heads=1, block_size=2, strides="strided")
 SPECS = {

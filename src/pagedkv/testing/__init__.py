@@ -17,10 +17,10 @@ from .allocators import AllocatorMachine
 from .edits import edited, survivors
 from .error_rule import assert_close, error_bound, expect
 from .invariance import assert_invariant
-from .limits import Limits
 from .matching import assert_matches_reference
-from .problems import Problem, Spec, build
-from .strategies import decode_problems, prefill_problems
+from .problems.attention import Problem, Spec, build
+from .problems.limits import Limits
+from .problems.strategies import decode_problems, prefill_problems
 
 __all__ = [
     "AllocatorMachine",

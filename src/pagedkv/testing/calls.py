@@ -6,10 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from ..operations.attention import decode_attention, prefill_attention
-from .problems import Problem
+from .. import reference
+from ..operations.attention import decode_attention, merge_states, prefill_attention
+from ..operations.caches import write_kv
+from .problems.attention import FLOATS, Problem
+from .problems.merges import MergeSpec, states
+from .problems.writes import WriteSpec, build_write
 
 Array = np.ndarray[Any, Any]
+# A rounding or two of a weighted mean.
+STEPS = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def run(problem: Problem, **changes: Any) -> tuple[Array, Array]:
@@ -24,3 +30,36 @@ def run(problem: Problem, **changes: Any) -> tuple[Array, Array]:
     problem.out[: problem.num_written] = np.nan
     assert np.isnan(problem.out_buffer.astype(np.float32)).all(), "written outside of the rows of out"
     return written, lse[: problem.num_written]
+
+
+def check_merge(spec: MergeSpec, **changes: Any) -> None:
+    """The merged states against the reference."""
+    outs, lses = states(spec.seed, spec.num_states, spec.dtype, spec.shape)
+    given = (list(outs), list(lses)) if spec.as_list else (outs, lses)
+    out, lse = merge_states(*given, **changes)
+    exact, exact_lse = reference.merge_states(outs, lses)
+    assert out.dtype == FLOATS[spec.dtype]
+    assert lse.dtype == np.float32
+    np.testing.assert_array_equal(lse == -np.inf, exact_lse == -np.inf)
+    assert (out[exact_lse == -np.inf] == 0).all()
+    some = exact_lse > -np.inf
+    np.testing.assert_allclose(lse[some], exact_lse[some], rtol=1e-6, atol=1e-6)
+    step = STEPS[spec.dtype]
+    np.testing.assert_allclose(out.astype(np.float64), exact, rtol=step, atol=step)
+
+
+def check_write(spec: WriteSpec, **changes: Any) -> None:
+    """Every bit of the caches: what is written, what is skipped, and everything else."""
+    write = build_write(spec)
+    given, k_cache, v_cache = (write.k, write.v, write.slots), write.problem.k_cache, write.problem.v_cache
+    k_expected, v_expected = k_cache.copy(), v_cache.copy()
+    before = [x.tobytes() for x in given]
+    reference.write_kv(write.k, write.v, k_expected, v_expected, write.slots, **write.options)
+    write_kv(write.k, write.v, k_cache, v_cache, write.slots, **{**write.options, **changes})
+    for cache, wanted in ((k_cache, k_expected), (v_cache, v_expected)):
+        np.testing.assert_array_equal(_bits(cache), _bits(wanted))
+    assert [x.tobytes() for x in given] == before, "an argument was written to"
+
+
+def _bits(x: Array) -> Array:
+    return np.ascontiguousarray(x).view(f"u{x.itemsize}")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from .problems import FLOATS, Problem
+from .problems.attention import FLOATS, Problem
 
 Array = np.ndarray[Any, Any]
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from .problems import FLOATS
+from .problems.attention import FLOATS
 
 Array = np.ndarray[Any, Any]
 BFLOAT16 = FLOATS["bfloat16"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .calls import run
-from .problems import Problem, Spec, build
+from .problems.attention import Problem, Spec, build
 
 Array = np.ndarray[Any, Any]
 Attend = Callable[[Problem], tuple[Array, ...]]

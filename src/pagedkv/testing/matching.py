@@ -14,10 +14,10 @@ import numpy as np
 from ..layouts import require_head_dim
 from .error_rule import assert_close
 from .frameworks import Array, as_numpy, hand_over
-from .limits import GROUP_SIZES, KV_DTYPES, OPTIONS, STRIDES, Limits
-from .problems import FLOATS, POISONS, Problem, Spec, build
+from .problems.attention import FLOATS, POISONS, Problem, Spec, build
+from .problems.limits import GROUP_SIZES, KV_DTYPES, OPTIONS, STRIDES, Limits
+from .problems.strategies import fade, specs_within
 from .search import search
-from .strategies import fade, specs_within
 
 ARGUMENTS = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts")
 KNOWN = (*ARGUMENTS, *OPTIONS, "v_scale", "layout", "kv_dtype", "score_mod", "return_lse")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..calls import run
+from ..calls import check_merge, check_write, run
 from ..error_rule import assert_close
-from ..merges import MergeSpec, check_merge
-from ..problems import Spec, build
-from ..writes import WriteSpec, check_write
+from ..problems.attention import Spec, build
+from ..problems.merges import MergeSpec
+from ..problems.writes import WriteSpec
 
 
 class Moved(AssertionError):

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from hypothesis.strategies import SearchStrategy
 
-from ..limits import BLOCK_SIZES, HEAD_DIMS, KV_DTYPES, OPTIONS, STRIDES, Limits
-from ..merges import merge_specs
-from ..problems import FLOATS
-from ..strategies import fade, own_parity, specs_within
-from ..writes import write_specs
+from ..problems.attention import FLOATS
+from ..problems.limits import BLOCK_SIZES, HEAD_DIMS, KV_DTYPES, OPTIONS, STRIDES, Limits
+from ..problems.merges import merge_specs
+from ..problems.strategies import fade, own_parity, specs_within
+from ..problems.writes import write_specs
 
 DEVICE_HEAD_DIMS = (8, 16, 40, 64, 64, 72, 80, 96, 128, 128, 192, 256)
 DEVICE_GROUP_SIZES = (1, 2, 3, 4, 5, 7, 8, 16)

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from ..merges import STEPS, MergeSpec, states
-from ..problems import Problem, Spec, build
-from ..writes import WriteSpec, build_write
+from ..calls import STEPS
+from ..problems.attention import Problem, Spec, build
+from ..problems.merges import MergeSpec, states
+from ..problems.writes import WriteSpec, build_write
 
 Array = np.ndarray[Any, Any]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..layouts import FP8_KINDS, LAYOUTS
-from .problems import FLOATS, POISONS
+from ...layouts import FP8_KINDS, LAYOUTS
+from .attention import FLOATS, POISONS
 
 KV_DTYPES = (*FLOATS, *FP8_KINDS)
 STRIDES = ("own", "halves", "strided")

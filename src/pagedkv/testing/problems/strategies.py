@@ -7,8 +7,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 
+from .attention import Problem, Spec, build
 from .limits import BLOCK_SIZES, Limits
-from .problems import Problem, Spec, build
 
 SPLIT = 512  # tokens that kernels sum without a merge: lengths and windows around it meet another path
 

@@ -8,13 +8,9 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 
-from .. import reference
-from ..operations.attention import merge_states
-from .problems import FLOATS
+from .attention import FLOATS
 
 Array = np.ndarray[Any, Any]
-# A rounding or two of a weighted mean.
-STEPS = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,19 +45,3 @@ def states(seed: int, count: int, dtype: str = "float32", shape: tuple[int, ...]
     outs = rng.standard_normal((count, *shape)).astype(FLOATS[dtype])
     outs[lses == -np.inf] = 0
     return outs, lses
-
-
-def check_merge(spec: MergeSpec, **changes: Any) -> None:
-    """The merged states against the reference."""
-    outs, lses = states(spec.seed, spec.num_states, spec.dtype, spec.shape)
-    given = (list(outs), list(lses)) if spec.as_list else (outs, lses)
-    out, lse = merge_states(*given, **changes)
-    exact, exact_lse = reference.merge_states(outs, lses)
-    assert out.dtype == FLOATS[spec.dtype]
-    assert lse.dtype == np.float32
-    np.testing.assert_array_equal(lse == -np.inf, exact_lse == -np.inf)
-    assert (out[exact_lse == -np.inf] == 0).all()
-    some = exact_lse > -np.inf
-    np.testing.assert_allclose(lse[some], exact_lse[some], rtol=1e-6, atol=1e-6)
-    step = STEPS[spec.dtype]
-    np.testing.assert_allclose(out.astype(np.float64), exact, rtol=step, atol=step)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..layouts import FLOAT_DTYPES, FP8_DTYPES
+from ...layouts import FLOAT_DTYPES, FP8_DTYPES
 
 FLOATS = {dtype.name: dtype for dtype in FLOAT_DTYPES}
 # What fills unused slots (a float, an fp8 code) and unused table entries.

@@ -8,11 +8,9 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 
-from .. import reference
-from ..layouts import LAYOUTS
-from ..operations.caches import write_kv
+from ...layouts import LAYOUTS
+from .attention import FLOATS, Problem, Spec, build
 from .limits import BLOCK_SIZES, KV_DTYPES, STRIDES
-from .problems import FLOATS, Problem, Spec, build
 
 Array = np.ndarray[Any, Any]
 
@@ -94,20 +92,3 @@ def tokens(count: int, spec: Spec, dtype: str = "float32", seed: int = 0) -> Arr
     x.flat[: min(3, x.size)] = (np.nan, -np.nan, -0.0)[: min(3, x.size)]
     with np.errstate(over="ignore"):
         return x.astype(FLOATS[dtype])
-
-
-def check_write(spec: WriteSpec, **changes: Any) -> None:
-    """Every bit of the caches: what is written, what is skipped, and everything else."""
-    write = build_write(spec)
-    given, k_cache, v_cache = (write.k, write.v, write.slots), write.problem.k_cache, write.problem.v_cache
-    k_expected, v_expected = k_cache.copy(), v_cache.copy()
-    before = [x.tobytes() for x in given]
-    reference.write_kv(write.k, write.v, k_expected, v_expected, write.slots, **write.options)
-    write_kv(write.k, write.v, k_cache, v_cache, write.slots, **{**write.options, **changes})
-    for cache, wanted in ((k_cache, k_expected), (v_cache, v_expected)):
-        np.testing.assert_array_equal(_bits(cache), _bits(wanted))
-    assert [x.tobytes() for x in given] == before, "an argument was written to"
-
-
-def _bits(x: Array) -> Array:
-    return np.ascontiguousarray(x).view(f"u{x.itemsize}")
