@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import pagedkv
-from pagedkv.__main__ import BENCHES, main
+from pagedkv.__main__ import BENCHES, COMMANDS, main
 from pagedkv.bench.cpu import run as cpu
 
 # Hides what no plain install has from import and from find_spec, and then is the command line.
@@ -104,8 +104,6 @@ def test_options_of_other_benches_are_refused(what, monkeypatch, capsys):
         (["bench", "cpu", "memory"], "unrecognized arguments: memory"),
         (["bench", "static", "--cc", "7.5"], "must be of 8.0, 9.0, 10.0, got 7.5"),
         (["bench", "gpu"], "invalid choice: 'gpu'"),
-        (["bench"], "required: what"),
-        ([], "required: command"),
     ],
 )
 def test_refusals(words, message, capsys):
@@ -113,6 +111,23 @@ def test_refusals(words, message, capsys):
         main(words)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "listed"), [([], COMMANDS), (["bench"], BENCHES)])
+def test_alone_it_lists_what_there_is(words, listed, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 0
+    first_words = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert {*listed} <= first_words
+
+
+def test_help_without_an_extra_says_what_to_install():
+    done = without_extras("fuzz", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = " ".join(done.stdout.split())
+    assert "drawn problems of every operation" in said
+    assert said.endswith('which is not installed: pip install "pagedkv[testing]"')
 
 
 def test_the_version(capsys):

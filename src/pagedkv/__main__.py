@@ -47,13 +47,13 @@ def _repeats(text: str) -> int:
     return int(text)
 
 
-def _parser(chosen: str | None, module: Any) -> argparse.ArgumentParser:
-    """The command line, with the own options of the chosen bench or other command."""
+def _parser(chosen: str | None, module: Any, missing: str | None) -> argparse.ArgumentParser:
+    """The command line, with the own options of the chosen bench or other command, or why they are missing."""
     parser = argparse.ArgumentParser(prog="python -m pagedkv", description="Paged KV cache and paged attention.")
     parser.add_argument("--version", action="version", version=f"pagedkv {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, (_, text) in COMMANDS.items():
-        one = commands.add_parser(name, help=text, description=f"Says {text}.")
+        one = commands.add_parser(name, help=text, description=f"Says {text}.", epilog=missing)
         one.add_argument(
             "--json", action="store_const", const="as_json", default="as_tables", dest="form", help="print JSON"
         )
@@ -62,7 +62,7 @@ def _parser(chosen: str | None, module: Any) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure this machine", description="Measure on this machine.")
     benches = bench.add_subparsers(metavar="what", required=True)
     for name, (_, text) in BENCHES.items():
-        one = benches.add_parser(name, help=text, description=f"Measures {text}.")
+        one = benches.add_parser(name, help=text, description=f"Measures {text}.", epilog=missing)
         one.add_argument("--repeats", type=_repeats, default=9, help="timed calls of each contestant (default: 9)")
         form = one.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_const", const="as_json", dest="form", help="print JSON")
@@ -75,7 +75,9 @@ def _parser(chosen: str | None, module: Any) -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    chosen = place = None
+    if words in ([], ["bench"]):
+        words.append("--help")
+    chosen = place = missing = None
     if words[:1] == ["bench"] and (chosen := next((word for word in words if word in BENCHES), None)):
         place = f".bench.{BENCHES[chosen][0]}"
         words.remove(chosen)
@@ -86,9 +88,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         module = import_module(place, __package__) if place else None
     except BackendUnavailableError as error:
-        print(error, file=sys.stderr)
-        return 1
-    options = vars(_parser(chosen, module).parse_args(words))
+        if not {"-h", "--help"} & {*words}:
+            print(error, file=sys.stderr)
+            return 1
+        module, missing = None, f"It has more options where it can run: {error}"
+    options = vars(_parser(chosen, module, missing).parse_args(words))
     # What a bench raises is a defect; the other commands refuse options that do not go together.
     refusals = (ValueError, OSError, MemoryError) if chosen in COMMANDS else ()
     return _run(module, refusals, **options)
