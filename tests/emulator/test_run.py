@@ -94,6 +94,10 @@ def test_a_trace_of_the_lines_of_python():
     assert [values.tolist() for values in load.registers.values()] == [x[96:128].tolist()]
     [stored] = trace.accesses("out")
     assert stored.offsets.tolist() == list(range(384, 512, 4))
+    [shared] = {access.array for step in trace for access in step.accesses if access.space == "shared"}
+    assert len(trace.select(line=range(0)).select(array=shared)) == 0
+    with pytest.raises(ValueError, match=rf"^array must be one of x, out, {shared}, .*local memory, got 'y'$"):
+        trace.accesses("y")
     assert emulator.run(reverse, 4, 64, x, out, device=device).trace.warp == Warp()
     assert "test_run.py" in str(trace)
     with pytest.raises(EmulatorError, match=r"^a grid of 4 thread blocks of 64 threads does not have Warp\(thread_bl"):
@@ -131,6 +135,12 @@ def test_thread_blocks_race_by_default():
 def test_refusals(wrong, says):
     with pytest.raises(TypeError, match=says):
         emulator.run(all_add, 1, 1, wrong)
+
+
+@pytest.mark.parametrize("args", [(), (1, 2, 3)])
+def test_another_number_of_arguments(args):
+    with pytest.raises(TypeError, match=rf"^kernel reverse takes 2 arguments \(x, out\), got {len(args)}$"):
+        emulator.run(reverse, 1, 64, *args)
 
 
 def test_a_read_only_array_is_not_written():

@@ -66,7 +66,8 @@ def run(
         Hardware would refuse the launch, or it does not have the warp to trace; or, as a subclass, the kernel's fault,
         which names its Python line.
     TypeError
-        An argument is no array and no number, `device` no EmulatorDevice, or `trace` no Warp.
+        There are too few arguments or too many, one is no array and no number, `device` is no EmulatorDevice, or
+        `trace` no Warp.
     BackendUnavailableError
         numba-cuda is not installed.
 
@@ -81,8 +82,11 @@ def run(
         raise EmulatorError(f"a grid of {grid} thread blocks of {threads} threads does not have {trace}")
     from ..cuda.compiler.own_kernels import compile_own  # needs numba-cuda, and nothing else here does
 
+    python = getattr(kernel, "py_func", kernel)
+    names = [*inspect.signature(python).parameters]
+    if len(args) != len(names):
+        raise TypeError(f"kernel {python.__name__} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}")
     own = compile_own(kernel, args, capability)
-    names = [*inspect.signature(getattr(kernel, "py_func", kernel)).parameters]
     settings = device or EmulatorDevice(global_race=True)
     with settings.again(trace) as fresh:
         values: list[int | float] = []

@@ -170,9 +170,10 @@ def test_a_launch_without_the_warp_has_no_trace():
 
 
 def test_wrong_warps():
-    assert Warp(2).thread_block == (2, 0, 0)
-    assert Warp((2, 1)) == Warp((2, 1, 0))
-    for wrong in ((1, 2, 3, 4), "x", 1.5):
+    for same in (2, np.array(2), [2], np.array([2, 0])):
+        assert Warp(same) == Warp((2, 0, 0))
+        assert Warp(same).thread_block == (2, 0, 0)
+    for wrong in ((1, 2, 3, 4), "x", 1.5, None, np.zeros((1, 1), np.int64)):
         with pytest.raises(EmulatorError, match=r"^thread_block must be one to three coordinates, got "):
             Warp(wrong)
     for arguments in ({"thread_block": -1}, {"warp": -1}, {"max_steps": -1}, {"warp": 1.5}):

@@ -37,6 +37,7 @@ def made():
             Step(15, "@%p1 bra $L", (STORE,), LANES < 0),
             Step(16, "ld.param.u64 %rd9, [_ZN8__main__4copyB2v1_3dE_param_4]", (), LANES >= 0, {"%rd9": LANES * 0 + 5}),
         ],
+        others=("rows",),
     )
 
 
@@ -95,3 +96,14 @@ def test_what_cannot_be_selected(wrong):
     [what] = wrong
     with pytest.raises(TypeError, match=rf"^{what} must be an? .*, such as .*, got "):
         made().select(**wrong)
+
+
+def test_misspelt_arrays_and_lanes_are_told():
+    trace = made()
+    assert not trace.select(line=7).select(array="rows")
+    assert not trace.accesses("out")
+    for find in (lambda name: trace.select(array=name), trace.accesses):
+        with pytest.raises(ValueError, match=r"^array must be one of x, out, rows, got 'xs'$"):
+            find("xs")
+    with pytest.raises(ValueError, match=r"^lanes must be from 0 to 31, got 32$"):
+        trace.to_text(lanes=[31, 32])

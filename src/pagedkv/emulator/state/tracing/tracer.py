@@ -15,6 +15,8 @@ from ..frame import Frame, Mask
 from ..memory import Buffer, Memory
 from .warp_trace import Step, Warp, WarpAccess, WarpTrace
 
+DYNAMIC, LOCAL = "dynamic shared memory", "local memory"
+
 
 class Tracer:
     """Collects a WarpTrace; one batch of the launch has the warp."""
@@ -35,6 +37,7 @@ class Tracer:
         mine = np.flatnonzero((frame.cta == cta) & (frame.warp_in_cta == self.out.warp.warp))
         self._rows = slice(int(mine[0]), int(mine[-1]) + 1) if len(mine) else None
         self._frame, self._step = frame, None
+        self.out.others = (*frame.layout.sizes, DYNAMIC, LOCAL)
         return {"begin_step": self.begin_step, "end_step": self.end_step}
 
     def begin_step(self, ins: Instruction, m: Mask, mask: Mask) -> None:
@@ -87,10 +90,10 @@ class Tracer:
             firsts = np.array([buffer.offset for buffer in at], np.int64)
             return [buffer.name for buffer in at], firsts, (firsts % 128).tolist()
         if space == "local":
-            return ["local memory"] * len(off), frame.local_base[lanes], [0] * len(off)
+            return [LOCAL] * len(off), frame.local_base[lanes], [0] * len(off)
         base, layout = frame.shared_base[lanes], frame.layout
         spans = [(layout.offsets[name], name) for name in layout.sizes]
-        spans.append((layout.dynamic_offset, "dynamic shared memory"))
+        spans.append((layout.dynamic_offset, DYNAMIC))
         names = dict(reversed(spans))  # an empty dynamic part begins where nothing does
         starts = np.array(sorted(names))
         found = starts[np.searchsorted(starts, off - base, side="right") - 1]

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import Coordinates, EmulatorError, SourceLine
 from .text import to_text
@@ -23,7 +24,7 @@ class Warp:
 
     Parameters
     ----------
-    thread_block : int or sequence of up to three int
+    thread_block : int, or sequence or array of up to three int
         Coordinates (x, y, z) of its thread block.
     warp : int
         Its number in the thread block: thread // 32, where x counts first.
@@ -36,13 +37,13 @@ class Warp:
         A number is negative, or there are more than three coordinates.
     """
 
-    thread_block: int | Sequence[int] = (0, 0, 0)
+    thread_block: int | Sequence[int] | npt.NDArray[np.integer] = (0, 0, 0)
     warp: int = 0
     max_steps: int = 10_000
 
     def __post_init__(self) -> None:
-        given = self.thread_block if isinstance(self.thread_block, Sequence) else (self.thread_block,)
         try:
+            given = np.atleast_1d(self.thread_block)
             x, y, z = (*map(index, given), *(0,) * (3 - len(given)))
         except (TypeError, ValueError):
             raise EmulatorError(f"thread_block must be one to three coordinates, got {self.thread_block!r}") from None
@@ -57,9 +58,7 @@ class Warp:
     @property
     def coordinates(self) -> Coordinates:
         """Those of its thread block, all three."""
-        assert not isinstance(self.thread_block, int)
-        x, y, z = self.thread_block
-        return x, y, z
+        return cast(Coordinates, self.thread_block)
 
     def is_in(self, grid: Coordinates, threads: Coordinates) -> bool:
         """Whether a launch of these sizes has it."""
@@ -155,6 +154,8 @@ class WarpTrace(Sequence[Step]):
     steps : list of Step
     dropped : int
         How many more there were, after `max_steps`.
+    others : tuple of str
+        What else accesses name: arrays in shared memory, and local memory.
     """
 
     kernel: str
@@ -162,6 +163,7 @@ class WarpTrace(Sequence[Step]):
     arrays: dict[str, range] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     dropped: int = 0
+    others: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -194,12 +196,16 @@ class WarpTrace(Sequence[Step]):
         ------
         TypeError
             `line` is no int and no range, or `name` or `array` no str.
+        ValueError
+            There is no such array.
         """
         if line is not None and not isinstance(line, (int, range)):
             raise TypeError(f"line must be an int or a range, such as range(7, 10), got {type(line).__name__}")
         for what, given in (("name", name), ("array", array)):
             if not isinstance(given, (str, NoneType)):
                 raise TypeError(f"{what} must be a str, such as {what}='x', got {type(given).__name__}")
+        if array is not None:
+            self._require(array)
         lines = range(line, line + 1) if isinstance(line, int) else line
         word = None if name is None else re.compile(rf"\b{re.escape(name)}\b")
 
@@ -213,8 +219,20 @@ class WarpTrace(Sequence[Step]):
         return replace(self, steps=[step for step in self.steps if meets(step)])
 
     def accesses(self, array: str) -> list[WarpAccess]:
-        """Each access to one array, in order."""
+        """Each access to one array, in order.
+
+        Raises
+        ------
+        ValueError
+            There is no such array.
+        """
+        self._require(array)
         return [access for step in self.steps for access in step.accesses if access.array == array]
+
+    def _require(self, array: str) -> None:
+        """Nothing else would tell an array that no step meets from one that is misspelt."""
+        if array not in (names := (*self.arrays, *self.others)):
+            raise ValueError(f"array must be one of {', '.join(names)}, got {array!r}")
 
     def to_text(self, lanes: Sequence[int] | None = None, max_lines: int | None = None) -> str:
         """A line for each step, under the Python line it comes from.
@@ -229,7 +247,14 @@ class WarpTrace(Sequence[Step]):
         Returns
         -------
         str
+
+        Raises
+        ------
+        ValueError
+            There is no such lane.
         """
+        if wrong := [lane for lane in lanes or () if not 0 <= lane < 32]:
+            raise ValueError(f"lanes must be from 0 to 31, got {', '.join(map(str, wrong))}")
         return to_text(self, lanes, max_lines)
 
     def __str__(self) -> str:
