@@ -89,6 +89,20 @@ def test_what_a_subclass_must_have_is_said():
         play(Nothing)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"nums_blocks": ()}, r"nums_blocks must be one size or more, each at least 1, got \(\)"),
+        ({"block_sizes": (4, 0)}, r"block_sizes must be one size or more, each at least 1, got \(4, 0\)"),
+        ({"longest": 0}, "longest must be at least 1, got 0: nothing would be tried"),
+        ({"most_seqs": 0}, "most_seqs must be at least 1, got 0: nothing would be tried"),
+    ],
+)
+def test_sizes_with_which_nothing_is_tried_are_refused(sizes, says):
+    with pytest.raises(ValueError, match=rf"^{says}(\n|$)"):
+        play(type("Machine", (BlockManagerMachine,), sizes))
+
+
 def test_the_end_is_looked_at_in_an_except_clause_too():
     class Never(BlockManagerMachine):
         def free(self, seq):

@@ -41,6 +41,12 @@ def test_fine(emulator_device):
 def test_fault(emulator_device):
     launch(emulator_device, 1)
 
+def test_cause(emulator_device):
+    try:
+        launch(emulator_device, 1)
+    except Exception as fault:
+        raise ValueError("a launch failed") from fault
+
 def test_other(emulator_device):
     assert 1 == 2
 
@@ -61,11 +67,12 @@ def results(pytester):
 
 def test_a_fault_fails_the_test_at_the_kernel_s_line(results):
     result = results()
-    result.assert_outcomes(passed=3, failed=2)
+    result.assert_outcomes(passed=3, failed=3)
     text = "\n".join(line.removeprefix("E").removeprefix(" " * 11) for line in result.outlines)
     assert "MemoryFault: out of bounds global store; address " in text
     assert "kernel store, thread block (0, 0, 0), thread (0, 0, 0)\n" in text
     assert "kernels.py:3\n     1  @cuda.jit\n     2  def store(x):\n>    3      x[1] = cuda.th" in text
+    assert text.count("kernel store, thread block (0, 0, 0)") == 2, "of the fault that is a cause, too"
     assert ">       launch(emulator_device, 1)" in result.outlines
     assert "access.py" not in text
     assert "assert 1 == 2" in text

@@ -99,10 +99,20 @@ class AllocatorMachine(RuleBasedStateMachine):
     # -- the model, which a subclass may use for rules of its own
     def __init__(self) -> None:
         super().__init__()
+        self._require_sizes()
         self._handled = sys.exception()  # of the caller, who may run a machine in an except clause
         self.tokens: dict[Any, list[int]] = {}
         # By block and offset: the token ids up to the one that is written there, and the sequence it was written for.
         self.written: dict[tuple[int, int], tuple[tuple[int, ...], Any]] = {}
+
+    def _require_sizes(self) -> None:
+        """Refuse sizes with which no sequence would ever be added, so that every allocator passes."""
+        for name in ("nums_blocks", "block_sizes"):
+            if min(sizes := getattr(self, name), default=0) < 1:
+                raise ValueError(f"{name} must be one size or more, each at least 1, got {sizes!r}")
+        for name in ("most_seqs", "longest"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size!r}: nothing would be tried")
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks that so many tokens begin."""

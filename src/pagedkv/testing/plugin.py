@@ -38,10 +38,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     """Show a fault at the line of the test and at the line of the kernel, and nothing of the emulator in between."""
     try:
         return (yield)
-    except KernelFault as fault:
-        fault.add_note(place(fault))
-        if not pyfuncitem.config.getoption("fulltrace"):
-            fault.__traceback__ = _without_ours(fault.__traceback__)
+    except BaseException as error:
+        for fault in _faults(error):
+            fault.add_note(place(fault))
+            if not pyfuncitem.config.getoption("fulltrace"):
+                fault.__traceback__ = _without_ours(fault.__traceback__)
         raise
 
 
@@ -56,6 +57,14 @@ def place(fault: KernelFault) -> str:
             if text := linecache.getline(source.file, number).rstrip():
                 lines.append(f"{'>' if number == source.line else ' '} {number:4}  {text}")
     return "\n".join(lines)
+
+
+def _faults(error: BaseException | None) -> Iterator[KernelFault]:
+    """Of what pytest shows: an exception, what it was raised from, or else while what was handled."""
+    while error is not None:
+        if isinstance(error, KernelFault):
+            yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
