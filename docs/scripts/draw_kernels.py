@@ -272,10 +272,10 @@ def partitions() -> str:
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
-    "key-addresses.svg": key_addresses,
-    "key-lanes.svg": key_lanes,
-    "value-rows.svg": value_rows,
-    "partitions.svg": partitions,
+    "paged/key-addresses.svg": key_addresses,
+    "paged/key-lanes.svg": key_lanes,
+    "paged/value-rows.svg": value_rows,
+    "paged/partitions.svg": partitions,
 }
 
 if __name__ == "__main__":

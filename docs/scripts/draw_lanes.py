@@ -41,8 +41,8 @@ def trace() -> WarpTrace:
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
-    "lanes-of-keys.svg": lambda: draw_bytes(trace().accesses("k_cache")[:4]),
-    "banks-of-q.svg": lambda: draw_banks(
+    "paged/lanes-of-keys.svg": lambda: draw_bytes(trace().accesses("k_cache")[:4]),
+    "paged/banks-of-q.svg": lambda: draw_banks(
         next(access for access in trace().accesses("shared_q_vecs") if access.kind == "load")
     ),
 }

@@ -354,10 +354,10 @@ def prefill_stages() -> str:
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
-    "prefill-tiles.svg": prefill_tiles,
-    "prefill-fragments.svg": prefill_fragments,
-    "prefill-swizzle.svg": prefill_swizzle,
-    "prefill-stages.svg": prefill_stages,
+    "prefill/tiles.svg": prefill_tiles,
+    "prefill/fragments.svg": prefill_fragments,
+    "prefill/swizzle.svg": prefill_swizzle,
+    "prefill/stages.svg": prefill_stages,
 }
 
 if __name__ == "__main__":

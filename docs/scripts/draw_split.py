@@ -347,10 +347,10 @@ def limits_table() -> str:
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
-    "split-work.svg": split_work,
-    "split-scores.svg": split_scores,
-    "split-values.svg": split_values,
-    "split-pipeline.svg": split_pipeline,
+    "split/work.svg": split_work,
+    "split/scores.svg": split_scores,
+    "split/values.svg": split_values,
+    "split/pipeline.svg": split_pipeline,
     "../figures/split-limits.csv": limits_table,
 }
 

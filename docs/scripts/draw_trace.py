@@ -249,9 +249,9 @@ def pool_map() -> str:
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {
-    "memory-waste.svg": memory_waste,
-    "memory-run.svg": memory_run,
-    "pool-map.svg": pool_map,
+    "memory/waste.svg": memory_waste,
+    "memory/run.svg": memory_run,
+    "memory/pool-map.svg": pool_map,
 }
 
 if __name__ == "__main__":

@@ -406,7 +406,7 @@ def pool_run() -> str:
     return drawing(top + 32, parts)
 
 
-DRAWINGS: dict[str, Callable[[], str]] = {"pool-run.svg": pool_run}
+DRAWINGS: dict[str, Callable[[], str]] = {"memory/pool-run.svg": pool_run}
 SCRIPTS: dict[str, Callable[[], str]] = {"pool_run.js": lambda: script("POOL_RUN", record())}
 
 if __name__ == "__main__":
