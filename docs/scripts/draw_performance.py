@@ -112,12 +112,18 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *rows))
 
 
+def taken(bench: str) -> str:
+    """When and where the figures of a bench were taken."""
+    it, _ = latest(bench)
+    return f"{it['date']}: {it['cores']} cores of an {it['processor']}"
+
+
 def machine() -> str:
     """Where and with what the figures were taken."""
     it, _ = latest("cpu")
     reads = [row["read GB/s"] for rows in decode_rows().values() for row in rows]
     return (
-        f"{it['date']}: {it['cores']} cores of an {it['processor']} that read {span(reads)} GB/s, "
+        f"{taken('cpu')} that read {span(reads)} GB/s, "
         f"Python {it['python']}, NumPy {it['numpy']}, numba {it['numba']}, torch {it['torch']}.\n"
     )
 
@@ -159,7 +165,7 @@ def transformers() -> str:
     for row in latest("transformers")[1]:
         seconds = [f"{row[name]:.2f} s" for name in ("pagedkv s", "sdpa s")]
         lines.append([row["transformers"], *seconds, f"{row['times']:.2f}"])
-    return table(["", "pagedkv", "sdpa", "sdpa, times as long"], lines)
+    return table(["", "pagedkv", "sdpa", "sdpa, times as long"], lines) + f"\n{taken('transformers')}.\n"
 
 
 def memory() -> str:
@@ -171,7 +177,7 @@ def memory() -> str:
     for row in sorted(rows, key=lambda row: row["num_seqs"]):
         cells = lines.setdefault(row["operation"], [row["operation"]])
         cells += [short(row["pagedkv_us"]), short(row["lists_us"])]
-    return table(header, list(lines.values()))
+    return table(header, list(lines.values())) + f"\n{taken('memory')}.\n"
 
 
 def static() -> str:
@@ -241,7 +247,9 @@ def performance() -> str:
     found = decode_rows()
     caches = list(dict.fromkeys(cache for cache, _ in found))
     colours = dict(zip(dict.fromkeys(group for _, group in found), COLOURS, strict=False))
-    left, right, wide, top, high, gap = 122, 440, 270, 96, 17, 12
+    left, right, top, high, gap = 122, 440, 96, 17, 12
+    # The longest share, and its number behind it, end before the chart on the right begins.
+    wide = 270 / max(max(column(rows, "share")) for rows in found.values())
     height = high * len(found) + gap * (len(caches) - 1)
     most = 5 * -(-max(max(column(rows, "x gather"), default=0.0) for rows in found.values()) // 5)
 
