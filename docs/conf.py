@@ -15,10 +15,11 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_title = f"pagedkv {release}"
-html_css_files = ["tables.css"]
+html_css_files = ["pages.css"]
+# What an included piece of a source ends with.
+highlight_options = {"python": {"stripnl": True}}
 
 myst_heading_anchors = 3
-myst_enable_extensions = ["dollarmath"]
 
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"

@@ -1,4 +1,4 @@
-"""What is wider than a phone on a page, and words that were meant to be markup."""
+"""What is wider than a phone on a page, drawings too small to read, and words that were meant to be markup."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ RAW = r"""(() => { const raw = /`|\]\(|:(func|class|meth|mod|ref|doc|py:\w+):/;
 const words = (each) => { const copy = each.cloneNode(true);
   copy.querySelectorAll("pre, code, .math, li, p, td").forEach((x) => x.remove()); return copy.textContent; };
 return [...document.querySelectorAll("article :is(p, li, td)")].map(words).filter((x) => raw.test(x)); })()"""
+SMALL = """[...document.querySelectorAll("article img")]
+  .filter((x) => x.clientWidth && x.clientWidth < 0.9 * x.naturalWidth).map((x) => x.src.split("/").at(-1))"""
 
 
 def faults(page: Page, file: Path) -> list[str]:
@@ -31,5 +33,6 @@ def faults(page: Page, file: Path) -> list[str]:
     if (width := page.run("document.documentElement.scrollWidth")) > WIDTH:
         found.append(f"{file.name}: the page is {width} pixels wide")
     found += [f"{file.name}: not rendered: {text[:60]}" for text in page.run(RAW)[:3]]
+    found += [f"{file.name}: its words are too small: {drawing}" for drawing in page.run(SMALL)]
     missing = "[...document.images].filter((x) => x.complete && !x.naturalWidth && x.src).map((x) => x.src)"
     return found + [f"{file.name}: no picture {url}" for url in page.run(missing)]

@@ -168,6 +168,20 @@ def test_wide_code_is_noticed():
     assert wide_lines(f"```python\n{'x' * 89}\n```\n") == ["x" * 89]
 
 
+def powers(text):
+    """Powers and transposes in prose that Markdown leaves as they are, or takes for bold type."""
+    return re.findall(r"\w+(?:\*\*|\^)\w+", re.sub(r"`[^`]*`", "", FENCE.sub("", text)))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_powers_are_raised(path):
+    assert powers(path.read_text()) == []
+
+
+def test_powers_in_prose_are_noticed():
+    assert powers("`2**31` and K<sup>T</sup>, not 2**31 or K^T\n```text\n2^8\n```\n") == ["2**31", "K^T"]
+
+
 def test_readme_has_two_set_up_commands():
     """One installs and runs the main job, the other installs and runs the tests."""
     run, test = blocks(ROOT / "README.md", "sh")
@@ -347,13 +361,17 @@ def test_build(tmp_path):
         [*command, str(ROOT / "docs"), str(tmp_path / "html")], capture_output=True, text=True, env=environment
     )
     assert built.returncode == 0, built.stderr
+    pages = sorted((tmp_path / "html").rglob("*.html"))
+    elsewhere = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
+    assert [found for file in pages for found in elsewhere.findall(file.read_text(encoding="utf-8"))] == []
     if (path := find_browser()) is not None:
         with browser(path) as page:
-            pages = sorted((tmp_path / "html").rglob("*.html"))
             assert [fault for file in pages for fault in faults(page, file)] == []
     page = (tmp_path / "html" / "api.html").read_text()
     for public in pagedkv.__all__:
         assert f'id="pagedkv.{public}"' in page
+    # napoleon takes what stands before a colon in the first line of a property for its type.
+    assert ">Type<" not in page
     # Names in single backticks and the drawing of the memory manager.
     assert 'href="#pagedkv.SequenceTable.fork"' in page
     assert "fork.svg" in (tmp_path / "html" / "memory.html").read_text()
@@ -362,6 +380,9 @@ def test_build(tmp_path):
     scripts = re.findall(r'<script defer src="([^"?]*step_by_step/\w+\.js)"', interactive.read_text())
     assert len(scripts) == len([*(ROOT / "docs" / "_static" / "step_by_step").glob("*.js")])
     assert all((interactive.parent / script).is_file() for script in scripts)
+
+
+DRAWING = (ROOT / "docs" / "images" / "performance.svg").as_uri()
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium")
@@ -373,6 +394,7 @@ def test_build(tmp_path):
         ("<pre style='width: 600px'>code</pre>", "wider than 360 pixels: pre code"),
         ("<article><p>see {func}`decode`</p></article>", "not rendered: see {func}`decode`"),
         ("<img src='nowhere.png'>", "no picture"),
+        (f"<article><img width=300 src='{DRAWING}'>", "its words are too small: performance.svg"),
     ],
 )
 def test_pages_that_do_not_fit_are_noticed(tmp_path, body, fault):

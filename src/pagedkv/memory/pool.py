@@ -95,7 +95,7 @@ class BlockPool(Guarded):
 
     @property
     def ref_counts(self) -> npt.NDArray[np.int32]:
-        """References to each block, (N,) int32: a read-only view that follows the pool.
+        """References to each block, (N,) int32, as a read-only view that follows the pool.
 
         While another thread's call stores, some of it may be new and some of it old.
         """

@@ -115,7 +115,7 @@ class SequenceTable(Guarded):
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens that one sequence can have: max_blocks * P."""
+        """Tokens that one sequence can have, max_blocks * P."""
         return self.max_blocks * self.block_size
 
     @exclusive

@@ -53,13 +53,13 @@ class Run:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Tokens, reserved, internal and external, over all slots that are not idle: sums over all steps."""
+        """Tokens, reserved, internal and external, over all slots that are not idle, as sums over all steps."""
         sums = {kind: int(getattr(self, kind).sum()) for kind in KINDS}
         return {kind: slots / sum(sums.values()) for kind, slots in sums.items()}
 
     @property
     def waste(self) -> float:
-        """Share of slots that hold no token: reserved, internal and external."""
+        """Share of slots that hold no token, whether reserved, internal or external."""
         return 1 - self.shares["tokens"]
 
     @property

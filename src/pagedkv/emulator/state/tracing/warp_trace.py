@@ -100,7 +100,7 @@ class WarpAccess(NamedTuple):
 
     @property
     def sectors(self) -> int:
-        """Different aligned runs of 32 bytes: what global memory moves."""
+        """Different aligned runs of 32 bytes, which is what global memory moves."""
         offsets = self.offsets[self.offsets >= 0] + self.phase
         return len(np.unique(np.concatenate([offsets >> 5, (offsets + self.size - 1) >> 5])))
 
