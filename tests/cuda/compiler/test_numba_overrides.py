@@ -10,8 +10,11 @@ from numba import types
 from numba.core.errors import TypingError
 from numba.cuda import codegen, compiler, dispatcher
 from numba.cuda.compiler import CUDAFlags
+from numba.cuda.core import base
+from numba.cuda.core.postproc import PostProcessor
 from numba.cuda.core.targetconfig import TargetConfig
 from numba.cuda.descriptor import cuda_target
+from numba.cuda.target import CUDATargetContext
 
 import pagedkv.cuda.compiler.compile as compiling
 from pagedkv.cuda.compiler import numba_overrides
@@ -22,6 +25,7 @@ from pagedkv.cuda.compiler.numba_overrides import (
     operators_typed_once,
     options_listed_at_once,
     overridden,
+    sizes_asked_once,
 )
 from pagedkv.kernels.paged.attention import make_v1
 from pagedkv.kernels.paged.config import AttentionConfig
@@ -35,7 +39,8 @@ def state():
     """Everything that is overridden."""
     return (
         *(dispatcher.get_current_device, compiler.get_current_device),
-        *("set" in vars(codegen), "resolve_function_type" in vars(CONTEXT), TargetConfig.values, gc.isenabled()),
+        *("set" in vars(codegen), types.Function.get_call_type, TargetConfig.values, gc.isenabled()),
+        *(CUDATargetContext.get_abi_sizeof, base._has_loc, PostProcessor.run),
     )
 
 
@@ -85,13 +90,13 @@ def asked(monkeypatch):
     """What numba is asked the type of: functions, and their numbers of arguments."""
     CONTEXT.refresh()  # as the first compilation does, to know any function
     calls = []
-    resolve = type(CONTEXT).resolve_function_type
+    resolve = types.Function.get_call_type
 
-    def ask(context, function, args, kwargs):
+    def ask(function, context, args, kwargs):
         calls.append((function.typing_key, len(args)))
-        return resolve(context, function, args, kwargs)
+        return resolve(function, context, args, kwargs)
 
-    monkeypatch.setattr(type(CONTEXT), "resolve_function_type", ask)
+    monkeypatch.setattr(types.Function, "get_call_type", ask)
     return calls
 
 
@@ -137,7 +142,19 @@ def test_options_listed_at_once_are_those_that_numba_lists():
             assert CUDAFlags() != options
 
 
-@pytest.mark.parametrize("override", ["operators_typed_once", "options_listed_at_once"])
+def test_the_size_of_a_type_is_asked_once(monkeypatch):
+    size, asked, context = CUDATargetContext.get_abi_sizeof, [], cuda_target.target_context
+    monkeypatch.setattr(CUDATargetContext, "get_abi_sizeof", lambda _, kind: asked.append(kind) or size(context, kind))
+    kinds = [context.get_value_type(kind) for kind in (types.int8, types.float64, types.UniTuple(types.int32, 3))]
+    with sizes_asked_once():
+        for _ in range(2):
+            assert [context.get_abi_sizeof(kind) for kind in kinds] == [1, 8, 12]
+    assert asked == kinds
+
+
+@pytest.mark.parametrize(
+    "override", ["operators_typed_once", "options_listed_at_once", "sizes_asked_once", "lifetimes_when_needed"]
+)
 def test_overrides_that_save_time_make_the_same_kernel(override, monkeypatch):
     config = AttentionConfig(64, 16, "float32", "float32")
 

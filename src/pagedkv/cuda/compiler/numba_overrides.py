@@ -1,12 +1,13 @@
 """Overrides of numba-cuda for the length of one compilation.
 
 On its own it queries the current device even when told what to compile for, orders device functions differently in
-every process, and spends a quarter of its time on the types of `a + b` and a tenth on comparing compiler options. Only
-one thread at a time may enter: compiling/compile_thread.py sees to that.
+every process, and spends a third of its time on the types of `a + b`, a tenth on comparing compiler options and a tenth
+on facts that it has or does not use. Only one thread at a time may enter: compiling/compile_thread.py sees to that.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import threading
@@ -24,6 +25,8 @@ def overridden(capability: tuple[int, int]) -> Iterator[None]:
         functions_in_order(),
         operators_typed_once(),
         options_listed_at_once(),
+        sizes_asked_once(),
+        lifetimes_when_needed(),
         no_collection(),
     ):
         yield
@@ -70,31 +73,31 @@ def operators_typed_once() -> Iterator[None]:
     """Resolve the type of an operator once for the same scalar types.
 
     For each `a + b` of two integers numba-cuda tries some twenty implementations, including those for strings and
-    arrays, and compares all compiler options for each. Nothing that the result depends on changes during a compilation.
+    arrays, and compares all compiler options for each: once when it infers types, and again when it makes code. Nothing
+    that the result depends on changes during a compilation.
     """
     from numba import types
     from numba.cuda.descriptor import cuda_target
 
-    context = cuda_target.typing_context
-    resolve: Callable[..., Any] = context.resolve_function_type
+    resolve: Callable[..., Any] = types.Function.get_call_type
     scalars = (types.Number, types.Boolean)  # and literals of them
     operators = {bool, *filter(callable, vars(operator).values())}
     known: dict[Any, Any] = {}
 
-    def resolve_once(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def resolve_once(function: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
             kwargs
-            or not isinstance(function, types.Function)
+            or context is not cuda_target.typing_context
             or function.typing_key not in operators
             or not all(isinstance(arg, scalars) for arg in args)
         ):
-            return resolve(function, args, kwargs)
+            return resolve(function, context, args, kwargs)
         key = function, tuple(args)
         if key not in known:
-            known[key] = resolve(function, args, kwargs)
+            known[key] = resolve(function, context, args, kwargs)
         return known[key]
 
-    with _replaced(context, "resolve_function_type", resolve_once):
+    with _replaced(types.Function, "get_call_type", resolve_once):
         yield
 
 
@@ -115,6 +118,53 @@ def options_listed_at_once() -> Iterator[None]:
         return {**defaults[kind], **options._values}
 
     with _replaced(TargetConfig, "values", values):
+        yield
+
+
+@contextmanager
+def sizes_asked_once() -> Iterator[None]:
+    """Ask LLVM for the size of a type, and Python for the parameters of a function, once.
+
+    For each variable, and each store to one, numba-cuda has LLVM parse a module to learn how large it is; for each call
+    it inspects the signature of what makes the code.
+    """
+    from numba.cuda.core import base
+    from numba.cuda.target import CUDATargetContext
+
+    size: Callable[..., int] = CUDATargetContext.get_abi_sizeof
+    known: dict[Any, int] = {}
+
+    def size_once(context: Any, kind: Any) -> int:
+        if kind not in known:
+            known[kind] = size(context, kind)
+        return known[kind]
+
+    with (
+        _replaced(CUDATargetContext, "get_abi_sizeof", size_once),
+        _replaced(base, "_has_loc", functools.cache(base._has_loc)),
+    ):
+        yield
+
+
+@contextmanager
+def lifetimes_when_needed() -> Iterator[None]:
+    """Find out which variables are alive where only for generators, and where numba-cuda inserts deletions.
+
+    It does so nine times for each function, and makes use of it twice.
+    """
+    from numba.cuda.core.postproc import PostProcessor, VariableLifetime
+    from numba.cuda.core.transforms import canonicalize_cfg
+
+    run: Callable[..., None] = PostProcessor.run
+
+    def run_in_part(processor: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
+        code = processor.func_ir
+        if emit_dels or code.is_generator:
+            return run(processor, emit_dels, extend_lifetimes)
+        code.blocks = canonicalize_cfg(code.blocks)
+        code.variable_lifetime, code.generator_info = VariableLifetime(code.blocks), None
+
+    with _replaced(PostProcessor, "run", run_in_part):
         yield
 
 
