@@ -73,7 +73,7 @@ MUTANTS = [
         "memory/device/batch.py",
         "tables.update(block_tables, room)",
         "tables.update(block_tables)",
-        ("tests/memory/test_mirror.py::test_tables_on_a_device_change_their_shape_once_for_each_doubling",),
+        ("tests/memory/device/test_mirror.py::test_tables_on_a_device_change_their_shape_once_for_each_doubling",),
     ),
     Mutant(
         "the read leaves out a turn",

@@ -1,6 +1,8 @@
-"""The mutants keep up with the code: a stale one shows without a run."""
+"""The mutants keep up with the code and with the tests: a stale one shows without a run."""
 
-from .__main__ import MUTANTS, stale
+import re
+
+from .__main__ import MUTANTS, ROOT, stale
 from .mutant import Mutant
 
 
@@ -15,3 +17,13 @@ def test_stale_mutants_are_told():
         "STALE     of a text that is gone",
         *["STALE     of two texts"] * 4,
     ]
+
+
+def test_every_test_that_a_mutant_names_exists():
+    """But for what is in brackets, which only a run of the mutant looks at."""
+    named = {test.partition("[")[0] for mutant in MUTANTS for test in mutant.tests}
+    texts = {file: (ROOT / file).read_text() for file in {test.partition("::")[0] for test in named}}
+    for test in named:
+        file, *names = test.split("::")
+        for name in names:
+            assert re.search(rf"^ *(def|class) {name}\b|^{name} = ", texts[file], re.MULTILINE), test

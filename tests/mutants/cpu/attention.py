@@ -1,6 +1,6 @@
-"""The CPU kernels, and what the CPU backend does around them."""
+"""Decode and prefill on the CPU: what they read, see and fold."""
 
-from .mutant import Mutant
+from ..mutant import Mutant
 
 ORACLE = ("tests/cpu/attention/test_decode.py::test_oracle[float32-64]",)
 FP8_ORACLE = ("tests/cpu/attention/test_decode.py::test_oracle[fp8_e4m3-32]",)
@@ -15,11 +15,6 @@ MIXED = ("tests/cpu/attention/test_prefill.py::test_a_mixed_batch_of_prompts_chu
 SEES = ("tests/cpu/attention/test_prefill.py::test_score_mods_see_positions_heads_and_sequences",)
 SAME_BITS = ("tests/cpu/attention/test_same_bits.py",)
 DRAFTS = ("tests/cpu/attention/test_same_bits.py::test_a_verification_of_drafts_behind_a_long_context",)
-STEPS = ("tests/cpu/attention/steps/test_attention.py",)
-WRITE = ("tests/cpu/test_blocks.py::test_write_oracle",)
-ROUNDING = ("tests/cpu/test_blocks.py::test_fp8_rounding_of_every_16_bit_pattern",)
-MERGE = ("tests/cpu/test_merge.py::test_oracle",)
-CONTEST = ("tests/bench/cpu/test_contest.py",)
 
 MUTANTS = [
     Mutant(
@@ -28,13 +23,6 @@ MUTANTS = [
         "head, position = (first_kv_head + h) * group_size + g, length - num_tokens + token",
         "head, position = first_kv_head + h * group_size + g, length - num_tokens + token",
         ORACLE,
-    ),
-    Mutant(
-        "decode: keys and values of the first KV head for all",
-        "cpu/attention/steps/sweep.py",
-        "offset = builder.add(sweep.offset, builder.mul(head, sweep.head_stride))",
-        "offset = sweep.offset",
-        NEEDLE,
     ),
     Mutant(
         "decode: a window's first tile begins with it",
@@ -164,92 +152,6 @@ MUTANTS = [
         MASKED,
     ),
     Mutant(
-        "flash: tiles that a row sees a part of are not masked",
-        "cpu/attention/flash.py",
-        "masked |= first < start or first + TILE > stop",
-        "masked |= first + TILE > stop",
-        WINDOW,
-    ),
-    Mutant(
-        "flash: what the first row sees is not masked for the others",
-        "cpu/attention/flash.py",
-        "masked = False\n            for row in range(r, r + R):",
-        "masked = False\n            for row in range(r, r + 1):",
-        ("tests/cpu/attention/test_prefill.py::test_a_window_begins_between_the_rows_of_a_group[NHD-float32]",),
-    ),
-    Mutant(
-        "flash: accumulators are not rescaled",
-        "cpu/attention/flash.py",
-        "if get_float(factor) != ONE:",
-        "if False:",
-        ORACLE,
-    ),
-    Mutant(
-        "steps: the group that is left over after pairs is dropped",
-        "cpu/attention/steps/sweep.py",
-        "if most > 1:",
-        "if most > 2:",
-        ("tests/cpu/attention/test_decode.py::test_group_sizes[4-NHD-float32]",),
-    ),
-    Mutant(
-        "steps: the first head's rows are prefetched for all",
-        "cpu/attention/steps/sweep.py",
-        "builder.add(sweep.next_offset, builder.mul(head, sweep.next_head_stride))",
-        "sweep.next_offset",
-        ("tests/cpu/attention/steps/test_sweep.py::test_each_line_of_the_next_rows_is_prefetched[bfloat16-1]",),
-    ),
-    Mutant(
-        "steps: vectors that are left over read the first values again",
-        "cpu/attention/steps/values.py",
-        "columns(builder.add(done, code.times(i, chunk)), chunk)",
-        "columns(code.times(i, chunk), chunk)",
-        ("tests/cpu/attention/steps/test_attention.py::test_values_are_added_token_after_token",),
-    ),
-    Mutant(
-        "steps: the places of a vector are added from the last one on",
-        "cpu/attention/steps/dots.py",
-        "for n, part in enumerate(parts(builder.add(address, of_key))):",
-        "for n, part in reversed([*enumerate(parts(builder.add(address, of_key)))]):",
-        STEPS,
-        ci=True,
-    ),
-    Mutant(
-        "steps: what was before is not rescaled",
-        "cpu/attention/steps/softmax.py",
-        "code.store(rescale, factor)",
-        "code.store(code.constant(1.0, group_rows), factor)",
-        STEPS,
-    ),
-    Mutant(
-        "steps: the sum is not rescaled",
-        "cpu/attention/steps/softmax.py",
-        "builder.fmul(code.load(total, vector(group_rows)), rescale)",
-        "code.load(total, vector(group_rows))",
-        STEPS,
-    ),
-    Mutant(
-        "steps: the weights of one row are added in the order of its lanes",
-        "cpu/attention/steps/softmax.py",
-        "four = builder.fadd(builder.fadd(fours[0], fours[1]), builder.fadd(fours[2], fours[3]))",
-        "four = builder.fadd(builder.fadd(fours[0], fours[2 if group_rows == 1 else 1]), "
-        "builder.fadd(fours[1 if group_rows == 1 else 2], fours[3]))",
-        STEPS,
-    ),
-    Mutant(
-        "steps: the running state is weighed by the other's weight",
-        "cpu/attention/steps/fold.py",
-        "for lane in (0, 1))",
-        "for lane in (1, 0))",
-        STEPS,
-    ),
-    Mutant(
-        "steps: NaN of e4m3 is a number",
-        "cpu/attention/steps/widen.py",
-        "bits = builder.select(is_nan, code.constant(0x7E00, lanes, SHORT), bits)",
-        "bits = builder.select(is_nan, bits, bits)",
-        ("tests/cpu/attention/steps/test_widen.py",),
-    ),
-    Mutant(
         "tiles: block offsets of 31 bits",
         "cpu/attention/tiles.py",
         "base + block * strides[0]",
@@ -297,13 +199,6 @@ MUTANTS = [
         "factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)[:, None]",
         "factor = np.tile(options.scale * k_scale, q.shape[1] // spec.num_kv_heads)[:, None]",
         FP8_ORACLE,
-    ),
-    Mutant(
-        "decode: a step past the end multiplies the last value again",
-        "cpu/attention/steps/sweep.py",
-        'builder.select(builder.icmp_signed("<", left, INT64(step_tokens)), left, INT64(step_tokens))',
-        "INT64(step_tokens)",
-        ("tests/cpu/attention/test_decode.py::test_an_infinite_last_value_stays_infinite[NHD-float32]",),
     ),
     Mutant(
         "logits: ALiBi with the other sign",
@@ -374,75 +269,5 @@ MUTANTS = [
         "out[:num_tokens], rows,",
         "out, np.resize(rows, out.shape),",
         ("tests/cpu/attention/test_prefill.py::test_rows_past_the_last_query_are_not_written[NHD-float32]",),
-    ),
-    Mutant(
-        "write: slot 0 is skipped",
-        "cpu/blocks.py",
-        "kept = slots >= 0",
-        "kept = slots > 0",
-        WRITE,
-    ),
-    Mutant(
-        "write: fp8 forgets the bits below the 16th",
-        "cpu/blocks.py",
-        "    low += np.uint32(0xFFFF)\n",
-        "",
-        ROUNDING,
-    ),
-    Mutant(
-        "write: fp8 does not saturate",
-        "cpu/blocks.py",
-        "np.clip(values, -largest, largest).astype(dtype)",
-        "values.astype(dtype)",
-        ROUNDING,
-    ),
-    Mutant(
-        "gather: k_scale for the values",
-        "cpu/blocks.py",
-        "(call.v_cache, call.v_scale, v)",
-        "(call.v_cache, call.k_scale, v)",
-        ("tests/cpu/test_blocks.py::test_gather",),
-    ),
-    Mutant(
-        "copy: destination onto source",
-        "cpu/blocks.py",
-        "bits(destination), pairs[:, 1], bits(source)[pairs[:, 0]]",
-        "bits(destination), pairs[:, 0], bits(source)[pairs[:, 1]]",
-        ("tests/cpu/test_blocks.py::test_swap_blocks_between_pools",),
-    ),
-    Mutant(
-        "merge_states: no shift by the largest",
-        "cpu/merge.py",
-        "top = np.where(top == -np.inf, np.float32(0), top)",
-        "top = np.zeros_like(top)",
-        ("tests/cpu/test_merge.py::test_large_lses_do_not_overflow",),
-    ),
-    Mutant(
-        "merge_states: states without keys are multiplied, not left out",
-        "cpu/merge.py",
-        "term if weight.all() else np.where(weight[..., None] != 0, term, np.float32(0))",
-        "term",
-        ("tests/cpu/test_merge.py::test_a_state_without_keys_may_hold_anything",),
-    ),
-    Mutant(
-        "merge_states: states count alike",
-        "cpu/merge.py",
-        "term = state.astype(np.float32) * weight[..., None]",
-        "term = state.astype(np.float32) * (weight[..., None] > 0)",
-        MERGE,
-    ),
-    Mutant(
-        "bench: contestants that are wrong are timed",
-        "bench/cpu/contest.py",
-        "if error <= tolerance:",
-        "if True:",
-        CONTEST,
-    ),
-    Mutant(
-        "bench: the last run of a cell counts",
-        "bench/cpu/contest.py",
-        "if best is None or largest < best:",
-        "if True:",
-        CONTEST,
     ),
 ]

@@ -1,6 +1,6 @@
 """A model of transformers under the scheduler."""
 
-from .mutant import Mutant
+from ..mutant import Mutant
 
 TESTS = "tests/integrations/transformers/test_engine.py::"
 ROOM = "integrations/transformers/"

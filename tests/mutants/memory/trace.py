@@ -1,6 +1,6 @@
 """Simulated memory, and the map of a pool."""
 
-from .mutant import Mutant
+from ..mutant import Mutant
 
 ALLOCATORS = ("tests/trace/test_allocators.py",)
 LENGTHS = ("tests/trace/test_lengths.py",)

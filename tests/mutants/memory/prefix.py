@@ -1,6 +1,6 @@
 """The prefix cache."""
 
-from .mutant import Mutant
+from ..mutant import Mutant
 
 MACHINE = ("tests/memory/prefix/test_machine.py::TestPrefixMachine",)
 CASES = ("tests/memory/prefix/test_prefix_cache.py", "tests/memory/prefix/test_hooks.py")

@@ -1,6 +1,6 @@
 """The scheduler."""
 
-from .mutant import Mutant
+from ..mutant import Mutant
 
 PLAIN = ("tests/scheduling/test_machine.py::TestPlainMachine",)
 PREFIX = ("tests/scheduling/test_machine.py::TestPrefixMachine",)

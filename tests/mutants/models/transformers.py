@@ -1,6 +1,6 @@
 """Models of transformers: their pages, and PagedCache."""
 
-from .mutant import Mutant
+from ..mutant import Mutant
 
 PAGED = ("tests/integrations/transformers/test_paged.py",)
 CACHE = ("tests/integrations/transformers/test_cache.py",)

@@ -1,6 +1,6 @@
 """The memory manager."""
 
-from .mutant import Mutant
+from ..mutant import Mutant
 
 POOL = ("tests/memory/test_pool.py",)
 TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
@@ -15,14 +15,14 @@ MUTANTS = [
         "memory/device/arrays.py",
         ".pin_memory().to(",
         ".to(",
-        ("tests/memory/test_mirror.py::test_no_step_waits_for_the_device_of_torch",),
+        ("tests/memory/device/test_mirror.py::test_no_step_waits_for_the_device_of_torch",),
     ),
     Mutant(
         "tables are sent in a capture",
         "memory/device/arrays.py",
         "        if self._is_capturing():",
         "        if not self:",
-        ("tests/memory/test_mirror.py::test_nothing_is_sent_in_a_capture",),
+        ("tests/memory/device/test_mirror.py::test_nothing_is_sent_in_a_capture",),
     ),
     Mutant(
         "retain counts a block that is named twice once",

@@ -1,0 +1,111 @@
+"""The arithmetic of attention on the CPU: tiles, and steps on vectors."""
+
+from ..mutant import Mutant
+
+ORACLE = ("tests/cpu/attention/test_decode.py::test_oracle[float32-64]",)
+WINDOW = ("tests/cpu/attention/test_decode.py::test_windows_begin_at_their_first_key[64-NHD-float32]",)
+NEEDLE = ("tests/cpu/attention/test_decode.py::test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",)
+STEPS = ("tests/cpu/attention/steps/test_attention.py",)
+
+MUTANTS = [
+    Mutant(
+        "decode: keys and values of the first KV head for all",
+        "cpu/attention/steps/sweep.py",
+        "offset = builder.add(sweep.offset, builder.mul(head, sweep.head_stride))",
+        "offset = sweep.offset",
+        NEEDLE,
+    ),
+    Mutant(
+        "flash: tiles that a row sees a part of are not masked",
+        "cpu/attention/flash.py",
+        "masked |= first < start or first + TILE > stop",
+        "masked |= first + TILE > stop",
+        WINDOW,
+    ),
+    Mutant(
+        "flash: what the first row sees is not masked for the others",
+        "cpu/attention/flash.py",
+        "masked = False\n            for row in range(r, r + R):",
+        "masked = False\n            for row in range(r, r + 1):",
+        ("tests/cpu/attention/test_prefill.py::test_a_window_begins_between_the_rows_of_a_group[NHD-float32]",),
+    ),
+    Mutant(
+        "flash: accumulators are not rescaled",
+        "cpu/attention/flash.py",
+        "if get_float(factor) != ONE:",
+        "if False:",
+        ORACLE,
+    ),
+    Mutant(
+        "steps: the group that is left over after pairs is dropped",
+        "cpu/attention/steps/sweep.py",
+        "if most > 1:",
+        "if most > 2:",
+        ("tests/cpu/attention/test_decode.py::test_group_sizes[4-NHD-float32]",),
+    ),
+    Mutant(
+        "steps: the first head's rows are prefetched for all",
+        "cpu/attention/steps/sweep.py",
+        "builder.add(sweep.next_offset, builder.mul(head, sweep.next_head_stride))",
+        "sweep.next_offset",
+        ("tests/cpu/attention/steps/test_sweep.py::test_each_line_of_the_next_rows_is_prefetched[bfloat16-1]",),
+    ),
+    Mutant(
+        "steps: vectors that are left over read the first values again",
+        "cpu/attention/steps/values.py",
+        "columns(builder.add(done, code.times(i, chunk)), chunk)",
+        "columns(code.times(i, chunk), chunk)",
+        ("tests/cpu/attention/steps/test_attention.py::test_values_are_added_token_after_token",),
+    ),
+    Mutant(
+        "steps: the places of a vector are added from the last one on",
+        "cpu/attention/steps/dots.py",
+        "for n, part in enumerate(parts(builder.add(address, of_key))):",
+        "for n, part in reversed([*enumerate(parts(builder.add(address, of_key)))]):",
+        STEPS,
+        ci=True,
+    ),
+    Mutant(
+        "steps: what was before is not rescaled",
+        "cpu/attention/steps/softmax.py",
+        "code.store(rescale, factor)",
+        "code.store(code.constant(1.0, group_rows), factor)",
+        STEPS,
+    ),
+    Mutant(
+        "steps: the sum is not rescaled",
+        "cpu/attention/steps/softmax.py",
+        "builder.fmul(code.load(total, vector(group_rows)), rescale)",
+        "code.load(total, vector(group_rows))",
+        STEPS,
+    ),
+    Mutant(
+        "steps: the weights of one row are added in the order of its lanes",
+        "cpu/attention/steps/softmax.py",
+        "four = builder.fadd(builder.fadd(fours[0], fours[1]), builder.fadd(fours[2], fours[3]))",
+        "four = builder.fadd(builder.fadd(fours[0], fours[2 if group_rows == 1 else 1]), "
+        "builder.fadd(fours[1 if group_rows == 1 else 2], fours[3]))",
+        STEPS,
+    ),
+    Mutant(
+        "steps: the running state is weighed by the other's weight",
+        "cpu/attention/steps/fold.py",
+        "for lane in (0, 1))",
+        "for lane in (1, 0))",
+        STEPS,
+    ),
+    Mutant(
+        "steps: NaN of e4m3 is a number",
+        "cpu/attention/steps/widen.py",
+        "bits = builder.select(is_nan, code.constant(0x7E00, lanes, SHORT), bits)",
+        "bits = builder.select(is_nan, bits, bits)",
+        ("tests/cpu/attention/steps/test_widen.py",),
+    ),
+    Mutant(
+        "decode: a step past the end multiplies the last value again",
+        "cpu/attention/steps/sweep.py",
+        'builder.select(builder.icmp_signed("<", left, INT64(step_tokens)), left, INT64(step_tokens))',
+        "INT64(step_tokens)",
+        ("tests/cpu/attention/test_decode.py::test_an_infinite_last_value_stays_infinite[NHD-float32]",),
+    ),
+]
