@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         "options of other benches are ignored",
         "__main__.py",
-        "_parser(chosen, module).parse_args(words)",
-        "_parser(chosen, module).parse_known_args(words)[0]",
+        "_parser(chosen, module, missing).parse_args(words)",
+        "_parser(chosen, module, missing).parse_known_args(words)[0]",
         MAIN,
     ),
     Mutant(
