@@ -98,16 +98,20 @@ def test_rows_are_repeated_and_selected(model, cache):
 
 def test_without_room_nothing_changes(model):
     cache = PagedCache(model, num_blocks=12, block_size=4)
-    with pytest.raises(OutOfBlocksError):
+    with pytest.raises(OutOfBlocksError) as raised:
         model(IDS, attention_mask=MASK, past_key_values=cache)
+    [note] = raised.value.__notes__
+    assert "54 tokens of 3 rows to 0 rows in a PagedCache of 12 blocks of 4: make one with more num_blocks" in note
     assert (cache.seqs, cache.get_seq_length(), cache.kv.num_free) == ([], 0, 12)
     model(IDS[:1], past_key_values=cache)
-    with pytest.raises(ValueError, match="n must be at most 18"):
+    with pytest.raises(ValueError, match="n must be at most 18") as raised:
         model(IDS[:1], past_key_values=cache)
+    assert "30 tokens of 1 rows to 1 rows" in raised.value.__notes__[0]
     assert (cache.get_seq_length(), cache.kv.seq_lens(cache.seqs).tolist()) == (30, [30])
     few = PagedCache(model, num_blocks=12, max_seqs=2)
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError) as raised:
         model(IDS, past_key_values=few)
+    assert "as large a max_seqs as there are rows" in raised.value.__notes__[0]
     assert few.kv.table.num_seqs == 0
 
 

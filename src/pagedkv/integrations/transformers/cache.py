@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...cache import PagedKVCache
+from ...errors import CapacityError
 from .attention import CachedPass
 from .models import kv_shape
 
@@ -77,13 +78,21 @@ class PagedCache(Cache):
             new = is_token.sum(1).tolist()
             is_token = None if min(new) == length else is_token.flatten()
         self._undo()
-        seqs = self.seqs or self._start(num_rows)
-        before = self.kv.seq_lens(seqs)
         try:
-            slots = self.kv.append(seqs, new)
-        except BaseException:
-            if not self.seqs:
-                self.kv.free(seqs)
+            seqs = self.seqs or self._start(num_rows)
+            before = self.kv.seq_lens(seqs)
+            try:
+                slots = self.kv.append(seqs, new)
+            except BaseException:
+                if not self.seqs:
+                    self.kv.free(seqs)
+                raise
+        except (CapacityError, ValueError) as error:  # a ValueError: more tokens in a row than the whole pool has slots
+            error.add_note(
+                f"This pass brings {sum(new)} tokens of {num_rows} rows to {len(self.seqs)} rows in a PagedCache of "
+                f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size}: make one with more num_blocks or memory, "
+                "and with as large a max_seqs as there are rows; reset() frees the rows of an earlier generate."
+            )
             raise
         self.seqs, self._before, self._next_length = seqs, before, self._length + length
         batch = self.kv.batch(seqs, new)
