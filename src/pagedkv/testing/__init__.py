@@ -20,7 +20,7 @@ from .invariance import assert_invariant
 from .matching import assert_matches_reference
 from .problems.attention import Problem, Spec, build
 from .problems.limits import Limits
-from .problems.strategies import decode_problems, prefill_problems
+from .problems.strategies import decode_problems, fade, prefill_problems
 
 __all__ = [
     "AllocatorMachine",
@@ -35,6 +35,7 @@ __all__ = [
     "edited",
     "error_bound",
     "expect",
+    "fade",
     "prefill_problems",
     "survivors",
 ]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ...cpu.threads import set_num_threads
 from ...emulator import EmulatorDevice
+from ..problems.attention import Spec
 from ..search import search
 from .checks import Moved, check
 from .forms import draw_form
@@ -139,7 +140,7 @@ def play(backend: str, seed: int, number: int, end: float) -> Turn:
     if found.failure is None:
         return Turn(form.operation, found.num_examples)
     spec, error = found.failure
-    said = f"{type(error).__name__}: {error}\n{spec!r}"
+    said = f"{type(error).__name__}: {error}\n{spec.explained() if isinstance(spec, Spec) else spec}"
     moved = error.spec if isinstance(error, Moved) else None
     return Turn(form.operation, found.num_examples, said, script(spec, said, moved=moved, **changes))
 

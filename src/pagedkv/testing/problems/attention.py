@@ -24,10 +24,32 @@ POISONS = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Spec:
-    """Shapes, dtypes and options of a problem."""
+    """Shapes, dtypes and options of a problem; options that are not here are those of the operation.
+
+    Attributes
+    ----------
+    query_lens : tuple of int or None
+        None: decode.
+    kv_dtype : str
+        Of the cache: a float name or an fp8 name.
+    strides : str
+        "own", "halves" of one array, or "strided": gaps on every axis.
+    kv_scales : str or None
+        "scalar" or "per head".
+    needles : tuple of int
+        Position of the one key of a KV head that takes all the weight: of KV head h ``needles[h % len(needles)]``.
+    fingerprint : bool
+        Values say in which block, at which offset and in which head they lie, instead of N(0, 1).
+    ids : tuple of int or None
+        What is in a sequence follows from its id and `seed` alone; None: they are counted.
+    poison : str
+        What the unused holds: "nan", "inf", "huge" or "zero".
+    contiguous : bool
+        q has no gaps.
+    """
 
     seq_lens: tuple[int, ...] = (37, 5)
-    query_lens: tuple[int, ...] | None = None  # None: decode
+    query_lens: tuple[int, ...] | None = None
     padding_rows: int = 0
     num_kv_heads: int = 2
     group_size: int = 2
@@ -35,9 +57,9 @@ class Spec:
     block_size: int = 16
     layout: str = "NHD"
     q_dtype: str = "float32"
-    kv_dtype: str = "float32"  # of the cache: a float name or an fp8 name
-    strides: str = "own"  # "own", "halves" of one array, or "strided"
-    kv_scales: str | None = None  # "scalar", "per head"
+    kv_dtype: str = "float32"
+    strides: str = "own"
+    kv_scales: str | None = None
     scale: float | None = None
     softcap: float | None = None
     alibi: bool = False
@@ -45,13 +67,13 @@ class Spec:
     sinks: bool = False
     score_mod: Any = None
     causal: bool = True
-    needles: tuple[int, ...] = ()  # KV head h has its one dominating key at needles[h % len(needles)]
-    fingerprint: bool = False  # values say block, offset and head instead of N(0, 1)
+    needles: tuple[int, ...] = ()
+    fingerprint: bool = False
     seed: int = 0
     ids: tuple[int, ...] | None = None
     placement_seed: int = 0
     poison: str = "nan"
-    contiguous: bool = False  # q, too
+    contiguous: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -69,8 +91,21 @@ class Spec:
         return dataclasses.replace(self, **changes)
 
     def __repr__(self) -> str:
-        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        return f"Spec({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+        changed = {f.name: x for f in dataclasses.fields(self) if (x := getattr(self, f.name)) != f.default}
+        named = (f"{name}={x.__name__ if callable(x) else repr(x)}" for name, x in changed.items())
+        return f"Spec({', '.join(named)})"
+
+    def explained(self) -> str:
+        """Its repr, and under it a line for each word in it that this package alone uses."""
+        value, code, entries = POISONS[self.poison]
+        held = f"{code:#04x} in fp8" if self.is_fp8 else value
+        said = {
+            "needles": "KV head h has one key that takes all the weight, at position needles[h % len(needles)]",
+            "fingerprint": "values are the numbers of their block, offset and head",
+            "poison": f"unused slots and blocks hold {held}, unused entries of tables {', '.join(map(str, entries))}",
+        }
+        text = repr(self)
+        return "\n".join([text, *(f"{word}: {means}" for word, means in said.items() if f"{word}=" in text)])
 
 
 @dataclasses.dataclass

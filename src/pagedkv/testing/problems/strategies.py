@@ -14,7 +14,7 @@ SPLIT = 512  # tokens that kernels sum without a merge: lengths and windows arou
 
 
 def fade(score, q_pos, k_pos, head, seq):
-    """Older keys count less, by an amount of each head's own."""
+    """A `score_mod` that problems are drawn with: older keys count less, by an amount of each head's own."""
     return score - 0.01 * (head + 1) * (q_pos - k_pos)
 
 
