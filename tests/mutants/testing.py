@@ -22,6 +22,13 @@ MUTANTS = [
         (MATCHING,),
     ),
     Mutant(
+        "testing: a slow function has all its time spent on the first dtype",
+        "testing/matching.py",
+        "share=max(LEAST_SHARE, 1 / (len(forms) - i)),",
+        "share=1,",
+        ("tests/testing/test_matching.py::test_a_slow_function_meets_every_dtype_and_layout",),
+    ),
+    Mutant(
         "testing: an edit changes nothing",
         "testing/edits.py",
         "text = source.replace(old, new)",

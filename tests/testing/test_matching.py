@@ -3,12 +3,13 @@
 import ast
 import functools
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pagedkv import reference
-from pagedkv.testing import Spec, assert_matches_reference
+from pagedkv.testing import Spec, assert_matches_reference, matching, search
 
 from .attention import numpy_decode, torch_prefill
 
@@ -108,6 +109,25 @@ def test_each_head_size_that_is_named_is_drawn(named, drawn):
 
     assert_matches_reference(noting, options=["layout", "return_lse"], max_examples=9, **named)
     assert seen == drawn
+
+
+def test_a_slow_function_meets_every_dtype_and_layout(monkeypatch):
+    now, seen = 0, []
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(matching, "time", clock)
+    monkeypatch.setattr(search, "time", clock)
+
+    def slow(*arguments, layout, kv_dtype="none"):
+        nonlocal now
+        now += 1
+        seen.append((arguments[1].dtype.name, kv_dtype, layout == "vllm"))
+        return reference.decode_attention(*arguments, layout=layout, kv_dtype=kv_dtype if kv_dtype != "none" else None)
+
+    assert_matches_reference(slow, max_seconds=20)
+    assert len(seen) <= 20
+    assert len({kind[:2] for kind in seen}) == 5
+    assert {kind[2] for kind in seen} == {True, False}
+    assert len(seen) > 10, "what an example took is not what the next one may not take"
 
 
 def test_block_sizes_of_layout_vllm_are_those_that_are_named():

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,9 @@ ARGUMENTS = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_start
 KNOWN = (*ARGUMENTS, *OPTIONS, "v_scale", "layout", "kv_dtype", "score_mod", "return_lse")
 # A head dimension of each kind, so that a kernel that is compiled for it is compiled a few times.
 SOME_HEAD_DIMS = (64, 128, 40, 80, 96, 256)
+# Of the time that is left, for problems of one dtype, layout and head size: enough for a few in a slow function, and
+# little enough that the first five, which have all dtypes and layouts, get theirs.
+LEAST_SHARE = 1 / 6
 
 
 def assert_matches_reference(
@@ -138,6 +141,7 @@ def assert_matches_reference(
             max_examples=max(1, max_examples // len(forms)),
             seed=None if seed is None else seed + i,
             stop_at=stop_at,
+            share=max(LEAST_SHARE, 1 / (len(forms) - i)),
         )
         num_tried += found.num_examples
         if found.failure:
@@ -166,11 +170,13 @@ def _forms(
     has_score_mod: bool,
 ) -> list[Limits]:
     """What a kernel may be compiled for: each dtype in each layout, and each head size that a layout can have."""
-    kv_dtypes = [*dtypes, *(KV_DTYPES[3:] if has_fp8 else ())]
+    kv_dtypes = [x for pair in zip_longest(dtypes, KV_DTYPES[3:] if has_fp8 else ()) for x in pair if x]
     families = [names for names in (("vllm",), tuple(x for x in layouts if x != "vllm")) if {*names} & {*layouts}]
     forms: list[Limits] = []
-    for kv_dtype in kv_dtypes:
-        for family in families:
+    # The first ones differ as much as they can: there may be no time for more.
+    for turn in range(1, len(families) + 1):
+        for i, kv_dtype in enumerate(kv_dtypes):
+            family = families[(turn + i) % len(families)]
             fitting = [d for d in head_dims if _fits(d, kv_dtype, family)]
             sizes = limits.block_sizes and tuple(p for p in limits.block_sizes if family != ("vllm",) or _is_vllm(p))
             if fitting and sizes != ():
@@ -182,7 +188,8 @@ def _forms(
         if d not in drawn:
             others = (form for form in (*whole, *forms) if _fits(d, form.kv_dtypes[0], form.layouts))
             forms += [replace(form, head_dims=(d,)) for form in islice(others, 1)]
-    return forms + [replace(form, score_mods=(fade,)) for form in whole if has_score_mod]
+    with_score_mod = [replace(form, score_mods=(fade,)) for form in whole if has_score_mod]
+    return [*forms[: len(kv_dtypes)], *with_score_mod, *forms[len(kv_dtypes) :]]
 
 
 def _fits(head_dim: int, kv_dtype: str, layouts: Sequence[str]) -> bool:

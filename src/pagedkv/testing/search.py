@@ -25,6 +25,10 @@ class Found(NamedTuple):
     failure: Failure | None
 
 
+class _TimeIsUp(BaseException):
+    """Ends a search at once: Hypothesis takes no Exception for an end, and would draw all the other examples."""
+
+
 def search(
     strategy: SearchStrategy,
     check: Callable[[Any], Any],
@@ -32,6 +36,7 @@ def search(
     max_examples: int,
     seed: int | None = 0,
     stop_at: float = float("inf"),
+    share: float = 1,
     shrink_s: float = 20,
 ) -> Found:
     """Draw examples until one fails, and then smaller ones.
@@ -47,21 +52,27 @@ def search(
         The same examples for the same seed; None: others each time.
     stop_at : float
         Time of `time.monotonic` from which on nothing is tried.
+    share : float
+        Of the time until then that may be spent, the slowest example not counted: it may have waited for a compiler.
     shrink_s : float
         Seconds to look for a smaller example.
     """
     refused: dict[Any, Exception] = {}
     smallest: Any = None
-    count = 0
-    end = stop_at
+    count, slowest = 0, 0.0
+    begun = time.monotonic()
+    end = stop_at  # of the search, and then of the one for a smaller example
 
     def tried(example: Any) -> None:
-        nonlocal count, smallest, end
+        nonlocal count, slowest, smallest, end
         if example in refused:  # what has failed fails, so that the last one is replayed when time is up
             smallest = example
             raise refused[example]
-        if time.monotonic() >= end:
+        now = time.monotonic()
+        if refused and now >= end:
             return
+        if not refused and (now >= end or now - begun - slowest >= share * (end - begun)):
+            raise _TimeIsUp
         count += not refused
         try:
             check(example)
@@ -70,6 +81,7 @@ def search(
                 end = time.monotonic() + shrink_s
             refused[example], smallest = error, example
             raise
+        slowest = max(slowest, time.monotonic() - now)
 
     test = settings(
         max_examples=max_examples,
@@ -84,6 +96,8 @@ def search(
         test = hypothesis.seed(seed)(test)
     try:
         test()
+    except _TimeIsUp:
+        pass
     except Exception:
         if not refused:
             raise
