@@ -1,8 +1,8 @@
 """What validation hands on: one record for each operation, its arguments valid and its defaults filled in.
 
 Arrays are where the call runs: views of those on the host, shadows (see arrays/shadow.py) of those on a device. Tables,
-lengths, slots, pairs and the arrays of options that are on the host are the call's own, C-contiguous copies; a table of
-a call on the CPU has the used columns alone.
+lengths, slots, pairs and the arrays of options that are on the host are C-contiguous copies to which nobody writes, and
+which calls that are alike may share (validation/copies.py); a table of a call on the CPU has the used columns alone.
 `checked` says whether kernels look at values before they use them.
 """
 

@@ -50,12 +50,12 @@ class Placement(NamedTuple):
         """
         return x.copy() if x is not None and self.on_host else x
 
-    def own_table(self, x: Array, num_used: int) -> Array:
-        """`own` of a block table of which the first `num_used` columns are used: on the CPU, a copy of those alone.
+    def columns(self, x: Array, num_used: int) -> Array:
+        """Those of a block table that kernels get, of which the first `num_used` are used: on the CPU those alone.
 
         The kernels of the emulator are chosen by the width of the table, as on a device.
         """
-        return self.own(x[..., :num_used] if self.backend == "cpu" else x)
+        return x[..., :num_used] if self.backend == "cpu" else x
 
     def new_array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], remedy: str) -> tuple[Any, Array]:
         """An uninitialised array for a result, for the caller in his framework, and as kernels see it.

@@ -7,6 +7,7 @@ FORMS = ("tests/validation/test_forms.py",)
 INTERRUPTS = ("tests/promises/test_interrupts.py::test_random_interrupts[300]",)
 COMMIT = ("tests/test_commit.py",)
 OWN = ("tests/validation/test_own_arrays.py",)
+COPIES = ("tests/validation/test_copies.py",)
 ARITHMETIC = ("tests/test_arithmetic.py",)
 
 MUTANTS = [
@@ -125,6 +126,27 @@ MUTANTS = [
         "block_tables, seq_lens, max_seq_len, query_starts, out, spec,",
         'block_tables, views["seq_lens"], max_seq_len, query_starts, out, spec,',
         OWN,
+    ),
+    Mutant(
+        "own: calls in the emulator share their copies",
+        "validation/copies.py",
+        'placement.backend == "cpu" and x.nbytes',
+        "x.nbytes",
+        COPIES,
+    ),
+    Mutant(
+        "own: what is checked once cannot be written",
+        "validation/copies.py",
+        ".reshape(shape).copy()",
+        ".reshape(shape)",
+        COPIES,
+    ),
+    Mutant(
+        "arithmetic: numbers that are rounded on their way into a cache count as bits",
+        "cpu/blocks.py",
+        "call.rotation is None and call.k.dtype == dtype == call.v.dtype",
+        "call.rotation is None",
+        ARITHMETIC,
     ),
     Mutant(
         "arithmetic: a thread keeps the defaults",

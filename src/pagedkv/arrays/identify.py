@@ -26,16 +26,19 @@ def identify(name: str, x: Any) -> HostArgument | DeviceArgument:
     ValueError
         x is on a device that is neither the host nor a CUDA GPU.
     """
+    kind = type(x)
+    if kind is np.ndarray:
+        return HostArray(name, x)
     if isinstance(x, np.ndarray):
-        if type(x) is not np.ndarray and _is_masked(x):
+        if _is_masked(x):
             raise TypeError(
                 f"{name} must be an array without a mask, got a numpy.ma.MaskedArray: "
                 "fill what is masked (x.filled(value)), or give x.data if nothing is"
             )
         return HostArray(name, x)
-    if _is_torch(type(x)):
+    if _is_torch(kind):
         return tensor(name, x)
-    if _is_cupy(type(x)):
+    if _is_cupy(kind):
         return CupyArray(name, x)
     # A class may be passed for its instance: its attribute is a property then, not an interface.
     if not isinstance(x, type):

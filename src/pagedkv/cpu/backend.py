@@ -9,15 +9,22 @@ from typing import Any
 
 from ..arithmetic import plain
 from ..arrays import Array
-from ..calls import AttentionCall
+from ..calls import AttentionCall, WriteCall
 from ..compiling.compile_thread import made_once
 from . import blocks, merge, rotary
 
-write_kv = plain(blocks.write_kv)
 gather_kv = plain(blocks.gather_kv)
 copy_blocks, swap_blocks = blocks.copy_blocks, blocks.swap_blocks
 merge_states = plain(merge.merge_states)
 apply_rotary = plain(rotary.apply_rotary)
+
+
+_write_rounded = plain(blocks.write_kv)
+
+
+def write_kv(call: WriteCall) -> None:
+    """Run a call of write_kv."""
+    (blocks.write_kv if blocks.moves_bits(call) else _write_rounded)(call)
 
 
 @made_once(most=1)

@@ -22,6 +22,7 @@ from ..layouts import FP8_DTYPES
 from .rotary import rotated
 
 PIECE_BYTES = 256 * 1024
+MOST_BYTES = 4096  # of slots: a hash of more takes longer than to look at them
 SMALL_BLOCK = 4096  # bytes: to store fewer costs less than a write of its own for each block
 _FLOATS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -33,19 +34,36 @@ _FLOATS: dict[str, np.dtype[Any]] = {
 def write_kv(call: WriteCall) -> None:
     """Write k and v (T, Hkv, D) into the slots (T,); tokens whose slot is negative are skipped."""
     k, v, slots, spec, rotation = call.k, call.v, call.slots, call.spec, call.rotation
-    kept = slots >= 0
-    if not kept.all():
-        k, v, slots = k[kept], v[kept], slots[kept]
+    kept, at = (_known_places if slots.nbytes <= MOST_BYTES else _places)(slots.tobytes(), spec.block_size)
+    if kept is not None:
+        k, v = k[kept], v[kept]
     if rotation is not None:
-        positions = rotation.positions[kept]
+        positions = rotation.positions if kept is None else rotation.positions[kept]
         k = rotated(k, rotation.cos, rotation.sin, positions, interleaved=rotation.interleaved)
-    at = np.divmod(slots, spec.block_size)
     keys, values = _encode(k, spec.kind, call.k_scale), _encode(v, spec.kind, call.v_scale)
     writes: list[Write] = []
     for x, cache in ((keys, call.k_cache), (values, call.v_cache)):
         tokens = _tokens(cache, spec.layout)
-        writes.append((tokens, at, x.reshape(len(slots), *tokens.shape[2:])))
+        writes.append((tokens, at, x.reshape(len(x), *tokens.shape[2:])))
     commit(writes)
+
+
+def moves_bits(call: WriteCall) -> bool:
+    """Whether write_kv only copies elements, so that it does not matter how the thread computes."""
+    dtype = call.k_cache.dtype
+    return call.rotation is None and call.k.dtype == dtype == call.v.dtype
+
+
+def _places(slots: bytes, block_size: int) -> tuple[Array | None, tuple[Array, Array]]:
+    """Which tokens have a slot, None if all of them, and the blocks and offsets of those."""
+    of_tokens = np.frombuffer(slots, np.int64)
+    kept = of_tokens >= 0
+    if kept.all():
+        return None, np.divmod(of_tokens, block_size)
+    return kept, np.divmod(of_tokens[kept], block_size)
+
+
+_known_places = lru_cache(maxsize=16)(_places)  # the layers of a model write to the same slots, one after the other
 
 
 def gather_kv(call: GatherCall, k: Array, v: Array) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import Array
 from ..calls import AttentionCall, AttentionOptions
 from ..placement import place
 from ..score_mod import python_function
 from . import require, values
 from .cache_pair import own_scales, scale_arrays
+from .copies import checked_copy
 from .forms import attention_forms
 
 _REQUIRED = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
@@ -50,17 +52,25 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
 
     query_starts = views.get("query_starts")
     if placement.on_host:
-        block_size, seq_lens = spec.block_size, placement.own(seq_lens)
-        num_used = -(-values.seq_lens(seq_lens, max_seq_len, capacity) // block_size)
+        seq_lens, longest = checked_copy(placement, seq_lens, values.seq_lens, max_seq_len, capacity)
+        num_used, lengths = -(-longest // spec.block_size), seq_lens.tobytes()
         if query_starts is not None:
-            query_starts = placement.own(query_starts)
-            values.query_starts(query_starts, seq_lens, q.shape[0])
-        block_tables = placement.own_table(block_tables, num_used)
-        values.block_tables("block_tables", block_tables[:, :num_used], seq_lens, block_size, spec.num_blocks)
+            query_starts, _ = checked_copy(placement, query_starts, _query_starts, lengths, q.shape[0])
+        facts = num_used, lengths, spec.block_size, spec.num_blocks
+        block_tables, _ = checked_copy(placement, placement.columns(block_tables, num_used), _block_tables, *facts)
     return AttentionCall(
         given, form, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, query_starts, out, spec,
         k_scales, v_scales, options, form.kernel, form.exact, form.checked,
     )  # fmt: skip
+
+
+def _query_starts(starts: Array, lengths: bytes, num_tokens: int) -> None:
+    values.query_starts(starts, np.frombuffer(lengths, np.int32), num_tokens)
+
+
+def _block_tables(tables: Array, num_used: int, lengths: bytes, block_size: int, num_blocks: int) -> None:
+    used, seq_lens = tables[:, :num_used], np.frombuffer(lengths, np.int32)
+    values.block_tables("block_tables", used, seq_lens, block_size, num_blocks)
 
 
 def _max_seq_len(value: object) -> int:

@@ -17,6 +17,7 @@ from ..calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall, WriteFo
 from ..layouts import FLOAT32, FLOAT_DTYPES, cache_spec
 from ..placement import Placement, place
 from . import cache_pair, require, tables, values
+from .copies import checked_copy
 from .forms import Forms
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -39,11 +40,11 @@ def write_call(given: Mapping[str, Any]) -> WriteCall:
     spec, k_scale, v_scale = form.spec, form.k_scale, form.v_scale
     k_scales = cache_pair.own_scales("k_scale", views["k_scale"], placement) if k_scale is None else k_scale
     v_scales = cache_pair.own_scales("v_scale", views["v_scale"], placement) if v_scale is None else v_scale
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require.apart(name, cache, [(other, x) for other, x in views.items() if other != name])
+    for name in ("k_cache", "v_cache"):
+        cache = views.pop(name)
+        require.apart(name, cache, views.items())
     if placement.on_host:
-        slots = placement.own(slots)
-        values.slots(slots, spec.num_blocks * spec.block_size)
+        slots, _ = checked_copy(placement, slots, values.slots, spec.num_blocks * spec.block_size)
     rotation = _rotation(views, placement, slots, bool(given["interleaved"])) if rotates else None
     return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scales, v_scales, form.checked, rotation)
 
@@ -131,7 +132,7 @@ def gather_call(given: Mapping[str, Any]) -> GatherCall:
         raise ValueError(f"seq_len must be in 0..max_blocks * block_size = 0..{capacity}, got {length}")
     if placement.on_host:
         num_used = -(-length // geometry.block_size)
-        block_table = placement.own_table(block_table, num_used)
+        block_table = placement.own(placement.columns(block_table, num_used))
         used, lengths = block_table[None, :num_used], np.array([length])
         values.block_tables("block_table", used, lengths, geometry.block_size, geometry.num_blocks)
     spec = cache_spec(given["layout"], kind, geometry)

@@ -11,8 +11,8 @@ MUTANTS = [
     Mutant(
         "write: slot 0 is skipped",
         "cpu/blocks.py",
-        "kept = slots >= 0",
-        "kept = slots > 0",
+        "kept = of_tokens >= 0",
+        "kept = of_tokens > 0",
         WRITE,
     ),
     Mutant(
