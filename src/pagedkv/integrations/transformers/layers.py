@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,10 @@ class Layers:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._passes: dict[int, ForwardPass] = {}  # by thread: a model may run on several
+        # By thread, for a model may run on several. torch calls no hook after an interrupt: what else refers to a pass
+        # is the forward alone, and a cache, which may be most of a device, goes with it.
+        self._passes: dict[int, weakref.ref[ForwardPass]] = {}
+        self._find_it = isinstance(model, BloomPreTrainedModel | StableLmPreTrainedModel)
         self._config = model.config
         if isinstance(model, BloomPreTrainedModel):
             for module in model.modules():
@@ -35,16 +39,18 @@ class Layers:
     def begin(self, forward_pass: ForwardPass | None) -> None:
         """What layers on this thread find until `end`; nothing for a pass without pagedkv."""
         self.end()
-        if forward_pass is not None:
-            self._passes[threading.get_ident()] = forward_pass
+        if forward_pass is not None and self._find_it:
+            thread = threading.get_ident()
+            self._passes[thread] = weakref.ref(forward_pass, lambda _: self._passes.pop(thread, None))
 
     def end(self) -> None:
-        """Forget the pass, and with it a cache, which may be most of a device."""
+        """Forget the pass."""
         self._passes.pop(threading.get_ident(), None)
 
     @property
     def _forward_pass(self) -> ForwardPass | None:
-        return self._passes.get(threading.get_ident())
+        found = self._passes.get(threading.get_ident())
+        return None if found is None else found()
 
     def _hand_on(
         self, module: Any, args: tuple[Any, ...], inputs: dict[str, Any]
