@@ -47,11 +47,3 @@ def commit(writes: Sequence[Write]) -> None:
 def bits(x: Array) -> Array:
     """A view of the elements as unsigned integers: NumPy copies those faster than bfloat16, and NaN keeps its bits."""
     return x.view(_UNSIGNED[x.itemsize])
-
-
-def result_writes(out: Array, result: Array, lse: Array | None, lse_result: Array) -> list[Write]:
-    """The writes of an attention: its result rounded to the dtype of `out`, and its LSE if there is to be one."""
-    writes: list[Write] = [(bits(out), ..., bits(result.astype(out.dtype, copy=False)))]
-    if lse is not None:
-        writes.append((lse, ..., lse_result))
-    return writes

@@ -47,16 +47,16 @@ MUTANTS = [
     ),
     Mutant(
         "decode: empty rows keep what was there",
-        "cpu/attention/arguments.py",
-        "np.zeros((rows, num_heads, width), np.float32)",
-        "np.ones((rows, num_heads, width), np.float32)",
+        "cpu/attention/decode.py",
+        "result[empty], lses[empty] = 0, -np.inf",
+        "lses[empty] = -np.inf",
         EMPTY,
     ),
     Mutant(
         "decode: the LSE of an empty row is 0",
-        "cpu/attention/arguments.py",
-        "lse.fill(-np.inf)",
-        "lse.fill(0)",
+        "cpu/attention/decode.py",
+        "result[empty], lses[empty] = 0, -np.inf",
+        "result[empty], lses[empty] = 0, 0",
         EMPTY,
     ),
     Mutant(
@@ -139,9 +139,9 @@ MUTANTS = [
     ),
     Mutant(
         "dims come out in the order in which they were widened",
-        "cpu/attention/arguments.py",
-        'return np.take(rows, plan.places, axis=2, mode="clip")',
-        "return rows[:, :, : plan.places.size]",
+        "cpu/attention/steps/ends.py",
+        "code.shuffle(unit, [dims.index(dim) for dim in range(UNIT)])",
+        "unit",
         FP8_ORACLE,
     ),
     Mutant(
@@ -196,8 +196,8 @@ MUTANTS = [
     Mutant(
         "decode: k_scale of the wrong heads",
         "cpu/attention/arguments.py",
-        "factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)[:, None]",
-        "factor = np.tile(options.scale * k_scale, q.shape[1] // spec.num_kv_heads)[:, None]",
+        "factors = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)",
+        "factors = np.tile(options.scale * k_scale, q.shape[1] // spec.num_kv_heads)",
         FP8_ORACLE,
     ),
     Mutant(
@@ -265,9 +265,9 @@ MUTANTS = [
     ),
     Mutant(
         "prefill: rows past the last query are written",
-        "cpu/attention/prefill.py",
-        "out[:num_tokens], rows,",
-        "out, np.resize(rows, out.shape),",
+        "cpu/attention/arguments.py",
+        "bits(out[: len(result)]), ..., bits(result)",
+        "bits(out), ..., np.resize(bits(result), out.shape)",
         ("tests/cpu/attention/test_prefill.py::test_rows_past_the_last_query_are_not_written[NHD-float32]",),
     ),
 ]

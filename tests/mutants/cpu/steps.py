@@ -6,6 +6,7 @@ ORACLE = ("tests/cpu/attention/test_decode.py::test_oracle[float32-64]",)
 WINDOW = ("tests/cpu/attention/test_decode.py::test_windows_begin_at_their_first_key[64-NHD-float32]",)
 NEEDLE = ("tests/cpu/attention/test_decode.py::test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",)
 STEPS = ("tests/cpu/attention/steps/test_attention.py",)
+ENDS = ("tests/cpu/attention/steps/test_ends.py",)
 
 MUTANTS = [
     Mutant(
@@ -100,6 +101,20 @@ MUTANTS = [
         "bits = builder.select(is_nan, code.constant(0x7E00, lanes, SHORT), bits)",
         "bits = builder.select(is_nan, bits, bits)",
         ("tests/cpu/attention/steps/test_widen.py",),
+    ),
+    Mutant(
+        "steps: a result in bfloat16 is cut off",
+        "cpu/attention/steps/ends.py",
+        "builder.add(odd, number(0x7FFF))",
+        "number(0)",
+        ENDS,
+    ),
+    Mutant(
+        "steps: a row of q keeps its even dims alone",
+        "cpu/attention/steps/ends.py",
+        "zip((dims[:HALF_UNIT], dims[HALF_UNIT:])",
+        "zip((dims[:HALF_UNIT], dims[:HALF_UNIT])",
+        ENDS,
     ),
     Mutant(
         "decode: a step past the end multiplies the last value again",

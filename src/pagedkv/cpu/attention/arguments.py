@@ -12,9 +12,10 @@ from numba import boolean, float32, int32, int64, types
 
 from ...arrays import Array, address_of
 from ...calls import AttentionCall, Form, per_head
+from ...commit import Write, bits
+from ...layouts import FLOAT_DTYPES
 from .steps.code import ELEMENT_BYTES
-from .steps.order import is_shuffled, order, places
-from .steps.shapes import LANES
+from .steps.order import places
 from .tiles import cache_strides
 
 NO_WINDOW = 2**62
@@ -23,12 +24,18 @@ NO_HEADS = np.empty(0, np.float32)
 SOFTCAP, VLLM = 4, 7
 
 
-class Caches(NamedTuple):
-    """The addresses of K and V and their Strides, as plain tuples: numba takes a microsecond to unbox a NamedTuple."""
+class Inputs(NamedTuple):
+    """The addresses of q, K and V, and how their elements lie.
 
+    Strides are plain tuples: numba takes a microsecond to unbox a NamedTuple.
+    """
+
+    q: int
+    q_strides: tuple[int, ...]  # bytes from a row to the next, and from a head to the next
+    q_kind: int  # the index in FLOAT_DTYPES of its dtype, which is that of the result
     k: int
     v: int
-    k_strides: tuple[int, ...]
+    k_strides: tuple[int, ...]  # Strides
     v_strides: tuple[int, ...]
     block_size: int
 
@@ -45,12 +52,12 @@ class LogitOptions(NamedTuple):
 class Arguments(NamedTuple):
     """The first arguments of both kernels."""
 
-    q: npt.NDArray[np.float32]  # (rows, num_heads, places), times the scale and k_scale, as keys are widened
     tables: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
     query_starts: npt.NDArray[np.int64]  # (num_seqs + 1,) the first row of q of each sequence, and the end
-    caches: Caches
+    inputs: Inputs
     options: LogitOptions
+    factors: npt.NDArray[np.float32]  # (num_heads,) of q: the scale times k_scale
     sinks: npt.NDArray[np.float32]  # (num_heads,), or empty
     v_scale: npt.NDArray[np.float32]  # (num_kv_heads,)
     places: npt.NDArray[np.int64]  # (head_dim,) the place of each dim in a widened row
@@ -60,10 +67,10 @@ _STRIDES = types.UniTuple(int64, 4)
 # The numba types of `counter`, `num_items` and Arguments, with which the parameters of both kernels begin.
 FIRST_TYPES = (
     *(int64, int64),
-    *(float32[:, :, ::1], int32[:, ::1], int32[::1], int64[::1]),
-    types.NamedTuple([int64, int64, _STRIDES, _STRIDES, int64], Caches),
+    *(int32[:, ::1], int32[::1], int64[::1]),
+    types.NamedTuple([int64, types.UniTuple(int64, 2), int64, int64, int64, _STRIDES, _STRIDES, int64], Inputs),
     types.NamedTuple([boolean, int64, float32, int64], LogitOptions),
-    *(float32[::1], float32[::1], types.Array(int64, 1, "C", readonly=True)),
+    *(float32[::1], float32[::1], float32[::1], types.Array(int64, 1, "C", readonly=True)),
 )
 
 
@@ -75,9 +82,8 @@ class Plan(NamedTuple):
     v_strides: tuple[int, ...]
     token_major: bool  # the heads of a token lie side by side, rather than the tokens of a head
     options: LogitOptions  # without slopes
-    factor: np.float32 | None  # of q; None if k_scale is an array
+    factors: npt.NDArray[np.float32] | None  # (num_heads,) of q; None if k_scale is an array
     v_scale: npt.NDArray[np.float32] | None  # (num_kv_heads,); None if it is an array of the call's
-    order: npt.NDArray[np.int64] | None  # (head_dim,) the dim at each place of a widened row; None if they are in order
     places: npt.NDArray[np.int64]  # (head_dim,) the place of each dim
 
 
@@ -99,9 +105,10 @@ def plan_of(form: Form) -> Plan:
             np.float32(options.softcap or 0),
             0,
         ),
-        None if form.k_scale is None else np.float32(options.scale) * np.float32(form.k_scale),
+        None
+        if form.k_scale is None
+        else np.full(form.q_shape[1], np.float32(options.scale) * np.float32(form.k_scale), np.float32),
         None if form.v_scale is None else per_head(form.v_scale, spec.num_kv_heads),
-        order(spec.kind, spec.head_dim) if is_shuffled(spec.kind) else None,
         places(spec.kind, spec.head_dim),
     )
 
@@ -112,31 +119,33 @@ def make_arguments(
     """The arguments of a call for some of its rows of q, and the arrays that must outlive the addresses among them."""
     spec, options, k_cache, v_cache = call.spec, call.options, call.k_cache, call.v_cache
     plan, slopes = plan_of(call.form), _heads(options.alibi_slopes)
-    factor: np.float32 | npt.NDArray[np.float32] | None = plan.factor
-    if factor is None:
+    factors = plan.factors
+    if factors is None:
         k_scale = per_head(call.k_scale, spec.num_kv_heads)
-        factor = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)[:, None]
-    scaled = np.multiply(q, factor, dtype=np.float32, order="C")
+        factors = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)
+    if q.strides[2] != q.itemsize:
+        q = np.ascontiguousarray(q)
     arguments = Arguments(
-        _in_places(scaled, plan.order),
         call.block_tables,
         call.seq_lens,
         query_starts,
-        Caches(address_of(k_cache), address_of(v_cache), plan.k_strides, plan.v_strides, spec.block_size),
+        Inputs(
+            address_of(q),
+            q.strides[:2],
+            FLOAT_DTYPES.index(q.dtype),
+            address_of(k_cache),
+            address_of(v_cache),
+            plan.k_strides,
+            plan.v_strides,
+            spec.block_size,
+        ),
         plan.options._replace(slopes=address_of(slopes)) if slopes.size else plan.options,
+        factors,
         _heads(options.sinks),
         per_head(call.v_scale, spec.num_kv_heads) if plan.v_scale is None else plan.v_scale,
         plan.places,
     )
-    return arguments, (k_cache, v_cache, slopes)
-
-
-def _in_places(q: npt.NDArray[np.float32], order: npt.NDArray[np.int64] | None) -> npt.NDArray[np.float32]:
-    """Rows with their dims in the places of a widened row, and zeros behind them up to a whole vector."""
-    if order is not None:
-        q = np.take(q, order, axis=2, mode="clip")  # several times as fast as an index
-    padding = -q.shape[2] % LANES
-    return np.pad(q, ((0, 0), (0, 0), (0, padding))) if padding else q
+    return arguments, (q, k_cache, v_cache, slopes)
 
 
 def estimate_of(call: AttentionCall, plain_ns: float) -> float:
@@ -146,20 +155,18 @@ def estimate_of(call: AttentionCall, plain_ns: float) -> float:
     return plain_ns * (SOFTCAP if call.options.softcap else 1) * (VLLM if call.spec.layout == "vllm" else 1)
 
 
-def new_result(q: Array) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Room for the rows of the result, in places, and for their LSEs: those of rows without keys."""
-    rows, num_heads, head_dim = q.shape
-    width = -(-head_dim // LANES) * LANES
-    lse = np.empty((rows, num_heads), np.float32)
-    lse.fill(-np.inf)
-    return np.zeros((rows, num_heads, width), np.float32), lse
+def own_results(call: AttentionCall, out: Array, lse: Array | None, num_rows: int) -> tuple[Array, Array]:
+    """Where a kernel may write a result, which it can do even after an interrupt: arrays that only this call knows.
+
+    They are `out`, unless the caller has given that, and `lse`, and new ones in their place.
+    """
+    result = out[:num_rows] if call.out is None else np.empty((num_rows, *out.shape[1:]), out.dtype)
+    return result, np.empty((num_rows, out.shape[1]), np.float32) if lse is None else lse[:num_rows]
 
 
-def from_places(rows: npt.NDArray[np.float32], plan: Plan) -> npt.NDArray[np.float32]:
-    """Rows with their dims in order again."""
-    if plan.order is None:
-        return rows[:, :, : plan.places.size]
-    return np.take(rows, plan.places, axis=2, mode="clip")
+def result_writes(call: AttentionCall, out: Array, result: Array) -> list[Write]:
+    """The writes of an attention whose rows are ready: none if they are where they belong."""
+    return [] if call.out is None else [(bits(out[: len(result)]), ..., bits(result))]
 
 
 def _heads(array: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:

@@ -18,20 +18,19 @@ import numpy as np
 import numpy.typing as npt
 from numba import boolean, float32, int64, types
 
-from ...arrays import Array
+from ...arrays import Array, address_of
 from ...calls import AttentionCall
-from ...commit import commit, result_writes
+from ...commit import commit
 from ...compiling.compile_thread import made_once
 from ..compile import compile_kernel
 from ..threads import ALONE_NS, get_num_threads, run
 from .access import fetch_add, get_float, get_int32
-from .arguments import FIRST_TYPES, estimate_of, from_places, make_arguments, new_result, plan_of
+from .arguments import FIRST_TYPES, estimate_of, make_arguments, own_results, plan_of, result_writes
 from .flash import SPLIT, Item, fold, make_walk
 from .scratch import (
     NOTHING,
     copy_floats,
-    finish_row,
-    put_query,
+    make_ends,
     scratch_at,
     scratch_memory,
     start_row,
@@ -39,6 +38,7 @@ from .scratch import (
     start_states,
     whole_groups,
 )
+from .steps.order import is_shuffled
 from .steps.shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
@@ -54,16 +54,17 @@ DIM_NS, ROW_NS = 0.2, 0.04
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The kernel of one TileConfig and score_mod."""
     walk, R = make_walk(config, score_mod), config.group_rows
+    put_query, finish_row = make_ends(even_odd=is_shuffled(config.kind))
 
     def decode(
         counter,
         num_items,
-        q,
         tables,
         seq_lens,
         query_starts,
-        caches,
+        inputs,
         options,
+        factors,
         sinks,
         v_scale,
         places,
@@ -79,14 +80,14 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         out,
         lse,
     ):
-        num_heads = q.shape[1]
-        num_kv_heads = v_scale.size
+        num_heads, num_kv_heads = factors.size, v_scale.size
         group_size = num_heads // num_kv_heads
         groups = finished.shape[1]
         most_rows = heads_per_item * whole_groups(most_tokens * group_size, R)
         memory = scratch_memory(most_rows, head_dim)
         scratch = scratch_at(address(memory), most_rows, head_dim)
-        row_bytes = scratch.row_bytes
+        row_bytes, q_kind = scratch.row_bytes, inputs.q_kind
+        out_bytes = head_dim * (4 if q_kind == 0 else 2)
 
         while True:
             item = fetch_add(counter)
@@ -107,8 +108,9 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                     token, g = min(r, used - 1) // group_size, min(r, used - 1) % group_size
                     head, position = (first_kv_head + h) * group_size + g, length - num_tokens + token
                     start_row(scratch, h * head_rows + r, position, head, options, length)
-                    query = address(q) + ((first_token + token) * num_heads + head) * row_bytes
-                    put_query(scratch, h * head_rows + r, R, query)
+                    query = inputs.q + (first_token + token) * inputs.q_strides[0] + head * inputs.q_strides[1]
+                    factor = address(factors) + head * FLOAT_BYTES
+                    put_query(scratch, h * head_rows + r, R, query, q_kind, factor, head_dim, address(places))
             start_states(scratch, kv_heads * head_rows)
 
             first = np.int64(get_int32(scratch.starts))
@@ -116,7 +118,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             heads = Item(
                 seq, table, first, first_kv_head, kv_heads, head_rows, head_dim, address(places), token_major
             )  # fmt: skip
-            walk(scratch, heads, caches, options, start, stop)
+            walk(scratch, heads, inputs, options, start, stop)
 
             count = splits.first[seq + 1] - splits.first[seq]
             if count > 1:
@@ -159,8 +161,9 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                             )
                     to = (first_token + token) * num_heads + head
                     lse[first_token + token, head] = finish_row(
-                        address(out) + to * row_bytes, scratch, mine, v_scale[first_kv_head + h]
-                    )
+                        out + to * out_bytes, q_kind, scratch, mine, v_scale[first_kv_head + h],
+                        head_dim, address(places),
+                    )  # fmt: skip
         # numba frees an array after its last use, and does not see that addresses are in use.
         return memory.size
 
@@ -181,7 +184,7 @@ SIGNATURE = (
     types.NamedUniTuple(int64[::1], 4, Splits),
     *(int64, int64, int64, boolean),
     *(float32[::1], float32[::1], float32[::1], int64[:, ::1]),
-    *(float32[:, :, ::1], float32[:, ::1]),
+    *(int64, float32[:, ::1]),
 )
 
 
@@ -248,14 +251,18 @@ def _one_split_each(num_seqs: int) -> Few:
 def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Fill `out` (num_seqs, num_heads, head_dim) and `lse` (num_seqs, num_heads)."""
     num_seqs, num_heads, _ = call.q.shape
-    result, lse_result = new_result(call.q)
+    result, lses = own_results(call, out, lse, num_seqs)
     group_rows = 1 if num_heads == call.spec.num_kv_heads else GROUP_ROWS
-    if _most_tokens(call) <= SPLIT and np.count_nonzero(call.seq_lens) == num_seqs:
+    all_have_tokens = np.count_nonzero(call.seq_lens) == num_seqs
+    if not all_have_tokens:  # no work item writes the rows of the others
+        empty = call.seq_lens == 0
+        result[empty], lses[empty] = 0, -np.inf
+    if all_have_tokens and _most_tokens(call) <= SPLIT:
         few = _one_split_each(num_seqs)
     else:
         few = plan_few(call, *_one_query_each(num_seqs), num_heads)
-    attend_few(call, call.q, few, group_rows, result, lse_result)
-    commit(result_writes(out, from_places(result, plan_of(call.form)), lse, lse_result))
+    attend_few(call, call.q, few, group_rows, result, lses)
+    commit(result_writes(call, out, result))
 
 
 def _most_tokens(call: AttentionCall) -> int:
@@ -268,8 +275,8 @@ def attend_few(
     q: Array,
     few: Few,
     group_rows: int,
-    result: npt.NDArray[np.float32],
-    lse: npt.NDArray[np.float32],
+    result: Array,
+    lse: Array,
 ) -> None:
     """Fill the rows of the sequences in `few`, and no others."""
     spec, splits, plan = call.spec, few.splits, plan_of(call.form)
@@ -300,9 +307,9 @@ def attend_few(
             np.empty(few.num_states, np.float32),
             np.empty(few.num_states, np.float32),
             np.zeros((num_seqs, groups), np.int64),
-            result,
+            address_of(result),
             lse,
         ),
-        owners=owners,
+        owners=(*owners, result),
         estimate=estimate,
     )

@@ -53,22 +53,22 @@ def make_walk(config: TileConfig, score_mod: Callable[..., Any] | None) -> Calla
     stage_keys, stage_values = make_stages(config)
 
     @inlined
-    def walk(scratch, item, caches, options, start, stop):
+    def walk(scratch, item, inputs, options, start, stop):
         k_rows, next_k, v_rows = scratch.k_rows, scratch.next_k_rows, scratch.v_rows
-        k_strides, v_strides, block_size, table = caches.k_strides, caches.v_strides, caches.block_size, item.table
+        k_strides, v_strides, block_size, table = inputs.k_strides, inputs.v_strides, inputs.block_size, item.table
         heads, head_rows, head_dim, token_major = item.kv_heads, item.head_rows, item.head_dim, item.token_major
         tile, tile_rows, row_bytes, places = scratch.tile, scratch.staged_rows, scratch.row_bytes, item.places
         k_offset, v_offset = item.first_kv_head * k_strides[1], item.first_kv_head * v_strides[1]
         groups = head_rows // R
         if start < stop:
-            token_rows(next_k, caches.k, k_strides, table, block_size, start, max(start, item.first), stop)
+            token_rows(next_k, inputs.k, k_strides, table, block_size, start, max(start, item.first), stop)
         while start < stop:
             k_rows, next_k = next_k, k_rows
-            token_rows(v_rows, caches.v, v_strides, table, block_size, start, max(start, item.first), stop)
+            token_rows(v_rows, inputs.v, v_strides, table, block_size, start, max(start, item.first), stop)
             count, after = min(TILE, stop - start), start + TILE
             last = after >= stop
             if not last:
-                token_rows(next_k, caches.k, k_strides, table, block_size, after, after, stop)
+                token_rows(next_k, inputs.k, k_strides, table, block_size, after, after, stop)
             if staged:
                 for h in range(heads):
                     row, offset = h * head_rows, k_offset + h * k_strides[1]

@@ -16,20 +16,19 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32, int64, types
 
-from ...arrays import Array
+from ...arrays import Array, address_of
 from ...calls import AttentionCall
-from ...commit import commit, result_writes
+from ...commit import commit
 from ...compiling.compile_thread import made_once
 from ..compile import compile_kernel
 from ..threads import run
 from .access import fetch_add, get_int32
-from .arguments import FIRST_TYPES, estimate_of, from_places, make_arguments, new_result, plan_of
+from .arguments import FIRST_TYPES, estimate_of, make_arguments, own_results, result_writes
 from .decode import GROUP_ROWS, attend_few, plan_few
 from .flash import SPLIT, Item, fold_all, make_walk
 from .scratch import (
     NOTHING,
-    finish_row,
-    put_query,
+    make_ends,
     scratch_at,
     scratch_memory,
     start_row,
@@ -37,7 +36,8 @@ from .scratch import (
     start_states,
     whole_groups,
 )
-from .steps.shapes import TILE
+from .steps.order import is_shuffled
+from .steps.shapes import FLOAT_BYTES, TILE
 from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
 ROWS = 128
@@ -49,16 +49,17 @@ DIM_NS = 0.08  # what one thread takes for a logit and its value, about, for eac
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The prefill kernel of one TileConfig and score_mod."""
     walk = make_walk(config, score_mod)
+    put_query, finish_row = make_ends(even_odd=is_shuffled(config.kind))
 
     def prefill(
         counter,
         num_items,
-        q,
         tables,
         seq_lens,
         query_starts,
-        caches,
+        inputs,
         options,
+        factors,
         sinks,
         v_scale,
         places,
@@ -68,12 +69,13 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         out,
         lse,
     ):
-        num_heads = q.shape[1]
+        num_heads = factors.size
         group_size = num_heads // v_scale.size
         most_rows = whole_groups(tokens_per_item * group_size, GROUP_ROWS)
         memory = scratch_memory(most_rows, head_dim)
         scratch = scratch_at(address(memory), most_rows, head_dim)
-        row_bytes = scratch.row_bytes
+        q_kind = inputs.q_kind
+        out_bytes = head_dim * (4 if q_kind == 0 else 2)
 
         while True:
             item = fetch_add(counter)
@@ -90,10 +92,11 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             for r in range(num_rows):
                 # Rows that fill up a group are as the last one.
                 token, head = min(r, used - 1) // group_size, kv_head * group_size + min(r, used - 1) % group_size
-                query = address(q) + ((first_token + token) * num_heads + head) * row_bytes
+                query = inputs.q + (first_token + token) * inputs.q_strides[0] + head * inputs.q_strides[1]
+                factor = address(factors) + head * FLOAT_BYTES
                 start_row(scratch, r, first_position + token, head, options, length)
                 start_running(scratch, r, sinks[head] if sinks.size else NOTHING)
-                put_query(scratch, r, GROUP_ROWS, query)
+                put_query(scratch, r, GROUP_ROWS, query, q_kind, factor, head_dim, address(places))
             start_states(scratch, num_rows)
 
             first = np.int64(get_int32(scratch.starts))
@@ -102,15 +105,16 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             heads = Item(seq, table, first, kv_head, 1, num_rows, head_dim, address(places), False)
             while start < stop:
                 end = min(stop, start // SPLIT * SPLIT + SPLIT)
-                walk(scratch, heads, caches, options, start, end)
+                walk(scratch, heads, inputs, options, start, end)
                 fold_all(scratch, num_rows)
                 start = end
 
             for r in range(used):
                 token, head = first_token + r // group_size, kv_head * group_size + r % group_size
                 lse[token, head] = finish_row(
-                    address(out) + (token * num_heads + head) * row_bytes, scratch, r, v_scale[kv_head]
-                )
+                    out + (token * num_heads + head) * out_bytes, q_kind, scratch, r, v_scale[kv_head],
+                    head_dim, address(places),
+                )  # fmt: skip
         # numba frees an array after its last use, and does not see that addresses are in use.
         return memory.size
 
@@ -127,7 +131,7 @@ class Chunks(NamedTuple):
 SIGNATURE = (
     *FIRST_TYPES,
     types.NamedUniTuple(int64[::1], 2, Chunks),
-    *(int64, int64, float32[:, :, ::1], float32[:, ::1]),
+    *(int64, int64, int64, float32[:, ::1]),
 )
 
 
@@ -146,14 +150,13 @@ def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> Non
     query_lens, num_tokens, num_heads = np.diff(starts), int(starts[-1]), call.q.shape[1]
     group_size = num_heads // call.spec.num_kv_heads
     q, few = call.q[:num_tokens], query_lens * group_size <= FEW_ROWS
-    result, lse_result = new_result(q)
+    result, lses = own_results(call, out, lse, num_tokens)
     if few.any():
         planned = plan_few(call, starts, np.where(few, query_lens, 0), num_heads)
-        attend_few(call, q, planned, GROUP_ROWS, result, lse_result)
+        attend_few(call, q, planned, GROUP_ROWS, result, lses)
     if not few.all():
-        _attend_many(call, q, starts, np.where(few, 0, query_lens), result, lse_result)
-    rows = from_places(result, plan_of(call.form))
-    commit(result_writes(out[:num_tokens], rows, None if lse is None else lse[:num_tokens], lse_result))
+        _attend_many(call, q, starts, np.where(few, 0, query_lens), result, lses)
+    commit(result_writes(call, out, result))
 
 
 def _attend_many(
@@ -161,8 +164,8 @@ def _attend_many(
     q: Array,
     query_starts: npt.NDArray[np.int64],
     query_lens: npt.NDArray[np.int64],
-    result: npt.NDArray[np.float32],
-    lse: npt.NDArray[np.float32],
+    result: Array,
+    lse: Array,
 ) -> None:
     """Fill the rows of those sequences whose query_lens, not to be taken from query_starts, is above 0."""
     kernel = _make_kernel(tile_config(call.spec, GROUP_ROWS, staged=True), call.options.score_mod)
@@ -175,7 +178,7 @@ def _attend_many(
     run(
         kernel,
         chunks.seq.size * num_kv_heads,
-        (*arguments, chunks, head_dim, tokens_per_item, result, lse),
-        owners=owners,
+        (*arguments, chunks, head_dim, tokens_per_item, address_of(result), lse),
+        owners=(*owners, result),
         estimate=estimate_of(call, logits * head_dim * DIM_NS),
     )

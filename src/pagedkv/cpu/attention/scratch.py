@@ -5,18 +5,20 @@ One allocation, passed on as addresses: numba counts references wherever an arra
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..compile import helper
+from ..compile import device, helper
 from .access import get_float, put_float, put_int, put_int32
-from .steps.dots import make_pack
-from .steps.fold import make_rescale
+from .steps.ends import make_give, make_take
+from .steps.fold import make_clear
 from .steps.shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES, TILE
 from .tiles import ROWS_BYTES, SCORES, address, tile_rows, vectors_of
 
-_pack, _rescale = make_pack(), make_rescale()
+_clear = make_clear()
 NOTHING = np.float32(-np.inf)  # the maximum of no logits
 ZERO = np.float32(0)
 ONE = np.float32(1)
@@ -94,14 +96,6 @@ def whole_groups(num_rows, group_rows):
 
 
 @helper
-def put_query(scratch, row, group_rows, query):
-    """Put a query into its place between the others of its group."""
-    group, r = row // group_rows, row % group_rows
-    target = scratch.queries + group * group_rows * scratch.row_bytes + r * 4 * FLOAT_BYTES
-    _pack(target, group_rows, query, scratch.num_vectors)
-
-
-@helper
 def start_row(scratch, row, position, head, options, length):
     """Begin a query row: nothing seen yet, and what it may see."""
     put_int(scratch.position + row * INT_BYTES, position)
@@ -116,8 +110,7 @@ def start_states(scratch, num_rows):
     for r in range(num_rows):
         put_float(scratch.maximum + r * FLOAT_BYTES, NOTHING)
         put_float(scratch.sum + r * FLOAT_BYTES, ZERO)
-    for i in range(0, num_rows * scratch.row_bytes, FLOAT_BYTES):
-        put_float(scratch.acc + i, ZERO)
+    _clear(scratch.acc, num_rows * scratch.num_vectors)
 
 
 @helper
@@ -125,18 +118,34 @@ def start_running(scratch, row, sink):
     """Nothing folded yet but a sink; -inf for none."""
     put_float(scratch.running_maximum + row * FLOAT_BYTES, sink)
     put_float(scratch.running_sum + row * FLOAT_BYTES, ONE if sink > NOTHING else ZERO)
-    for i in range(0, scratch.row_bytes, FLOAT_BYTES):
-        put_float(scratch.running + row * scratch.row_bytes + i, ZERO)
+    _clear(scratch.running + row * scratch.row_bytes, scratch.num_vectors)
 
 
-@helper
-def finish_row(out, scratch, row, v_scale):
-    """Write the output of a row, in places, to the address `out` and return the LSE."""
-    total = get_float(scratch.running_sum + row * FLOAT_BYTES)
-    factor = scratch.rescale + row * FLOAT_BYTES
-    put_float(factor, v_scale / total if total != ZERO else ZERO)  # without a key all sums are 0
-    _rescale(out, scratch.running + row * scratch.row_bytes, factor, scratch.num_vectors)
-    if total == ZERO:
-        return NOTHING
-    maximum = get_float(scratch.running_maximum + row * FLOAT_BYTES)
-    return np.float32((maximum if maximum > NOTHING else ZERO) + np.float32(np.log(total)))
+@lru_cache(maxsize=2)
+def make_ends(*, even_odd: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The device functions `put_query` and `finish_row`, for dims in order or with the even ones before the odd ones.
+
+    numba compiles them once for all kernels of a process.
+    """
+    take, give = make_take(even_odd=even_odd), make_give(even_odd=even_odd)
+
+    @device(even_odd)
+    def put_query(scratch, row, group_rows, query, q_kind, factor, head_dim, places):
+        """Put a query, times the number at `factor`, into its place between the others of its group."""
+        group, r = row // group_rows, row % group_rows
+        target = scratch.queries + group * group_rows * scratch.row_bytes + r * 4 * FLOAT_BYTES
+        take(target, group_rows, query, q_kind, factor, head_dim, places)
+
+    @device(even_odd)
+    def finish_row(out, q_kind, scratch, row, v_scale, head_dim, places):
+        """Write the output of a row, in q's dtype, to the address `out` and return the LSE."""
+        total = get_float(scratch.running_sum + row * FLOAT_BYTES)
+        factor = scratch.rescale + row * FLOAT_BYTES
+        put_float(factor, v_scale / total if total != ZERO else ZERO)  # without a key all sums are 0
+        give(out, scratch.running + row * scratch.row_bytes, q_kind, factor, head_dim, places)
+        if total == ZERO:
+            return NOTHING
+        maximum = get_float(scratch.running_maximum + row * FLOAT_BYTES)
+        return np.float32((maximum if maximum > NOTHING else ZERO) + np.float32(np.log(total)))
+
+    return put_query, finish_row

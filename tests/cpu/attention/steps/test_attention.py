@@ -167,12 +167,3 @@ def test_rescale():
     scaled = np.empty_like(a)
     stepper(make_rescale())(scaled, a, factor, PLACES // LANES)
     np.testing.assert_array_equal(scaled, a * factor)
-
-
-@pytest.mark.parametrize("group_rows", [1, 4])
-def test_pack(group_rows):
-    q, packed = RNG.standard_normal((group_rows, PLACES), np.float32), np.empty(group_rows * PLACES, np.float32)
-    pack = stepper(dots.make_pack())
-    for row in range(group_rows):
-        pack(packed[4 * row :], group_rows, q[row], PLACES // LANES)
-    np.testing.assert_array_equal(packed, grouped(q, group_rows).reshape(-1))

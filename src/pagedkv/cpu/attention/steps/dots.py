@@ -11,9 +11,7 @@ sums s0 .. s7, each over every eighth place of the rows in ascending order, adde
 
 from __future__ import annotations
 
-from typing import Any
-
-from .code import ELEMENT_BYTES, INT64, Code, Value, step, vector
+from .code import ELEMENT_BYTES, INT64, Code, Value, vector
 from .machine import num_accumulators
 from .order import CHUNK_DIMS
 from .rows import Ahead, Rows, prefetch_turn
@@ -99,18 +97,3 @@ def _totals(code: Code, sums: list[Value], chains: int, group_rows: int) -> Valu
         together = add(code.shuffle(together, range(0, lanes, 2)), code.shuffle(together, range(1, lanes, 2)))
     assert together.type.count == group_rows * len(fours)
     return together
-
-
-def make_pack() -> Any:
-    """The step ``pack(target, group_rows, query, num_vectors)``: a row into its place in its group."""
-
-    def emit(code: Code, target: Value, group_rows: Value, query: Value, num_vectors: Value) -> None:
-        quarter = 4 * FLOAT_BYTES
-
-        def turn(i: Value) -> None:
-            part = code.load(code.builder.add(query, code.times(i, quarter)), vector(4))
-            code.store(part, code.builder.add(target, code.builder.mul(code.times(i, quarter), group_rows)))
-
-        code.repeatedly(code.times(num_vectors, LANES // 4), turn)
-
-    return step(emit)

@@ -61,3 +61,15 @@ def make_rescale() -> Any:
         code.repeatedly(num_vectors, turn)
 
     return step(emit)
+
+
+def make_clear() -> Any:
+    """The step ``clear(target, num_vectors)``: zeros."""
+
+    def emit(code: Code, target: Value, num_vectors: Value) -> None:
+        zeros = code.constant(0.0, LANES)
+        code.repeatedly(
+            num_vectors, lambda i: code.store(zeros, code.builder.add(target, code.times(i, LANES * FLOAT_BYTES)))
+        )
+
+    return step(emit)

@@ -1,0 +1,129 @@
+"""The ends of a query row: on its way in from q, and on its way out into the result.
+
+Both lie dim after dim, in the dtype of q. Between them rows are float32 and lie in places (`order`): four neighbouring
+places have four dims of the same eight, the first and the last ones or the even and the odd ones.
+
+    q_kind   the dtype's index in FLOAT_DTYPES
+    places   int64 (head_dim,) the place of each dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ....layouts import FLOAT_DTYPES
+from .code import ELEMENT_BYTES, FLOAT, HALF, INT32, INT64, SHORT, Code, Value, step, vector
+from .order import EVEN_ODD, UNIT
+from .shapes import FLOAT_BYTES, INT_BYTES
+from .widen import WIDEN
+
+Q_KINDS = tuple(dtype.name for dtype in FLOAT_DTYPES)
+HALF_UNIT = UNIT // 2
+
+
+def make_take(*, even_odd: bool) -> Any:
+    """The step ``take(target, group_rows, query, q_kind, factor, head_dim, places)``.
+
+    A row of q, times the number at `factor`, goes into its place among the rows of its group.
+    """
+    dims = _dims(even_odd)
+
+    def emit(
+        code: Code,
+        target: Value,
+        group_rows: Value,
+        query: Value,
+        q_kind: Value,
+        factor: Value,
+        head_dim: Value,
+        places: Value,
+    ) -> None:
+        by, apart = code.splat(code.load(factor, FLOAT), UNIT), code.times(group_rows, FLOAT_BYTES)
+
+        def turn(kind: str, i: Value) -> None:
+            raw = code.load(_unit(code, query, i, kind), vector(UNIT, _element(kind)))
+            row = code.builder.fmul(by, WIDEN[kind](code, raw))
+            for half, place in zip((dims[:HALF_UNIT], dims[HALF_UNIT:]), _places(code, places, i, dims), strict=True):
+                code.store(code.shuffle(row, half), code.builder.add(target, code.builder.mul(place, apart)))
+
+        _of_kind(code, q_kind, head_dim, turn)
+
+    return step(emit)
+
+
+def make_give(*, even_odd: bool) -> Any:
+    """The step ``give(target, row, q_kind, factor, head_dim, places)``: a row times the number at `factor`."""
+    dims = _dims(even_odd)
+
+    def emit(
+        code: Code, target: Value, row: Value, q_kind: Value, factor: Value, head_dim: Value, places: Value
+    ) -> None:
+        by = code.splat(code.load(factor, FLOAT), UNIT)
+
+        def turn(kind: str, i: Value) -> None:
+            found = _places(code, places, i, dims)
+            at = [code.builder.add(row, code.times(place, FLOAT_BYTES)) for place in found]
+            unit = code.joined([code.load(x, vector(HALF_UNIT)) for x in at])
+            scaled = code.builder.fmul(by, code.shuffle(unit, [dims.index(dim) for dim in range(UNIT)]))
+            code.store(NARROW[kind](code, scaled), _unit(code, target, i, kind))
+
+        _of_kind(code, q_kind, head_dim, turn)
+
+    return step(emit)
+
+
+def _dims(even_odd: bool) -> tuple[int, ...]:
+    """The dims of a unit in the order of their places."""
+    return EVEN_ODD if even_odd else tuple(range(UNIT))
+
+
+def _element(kind: str) -> Any:
+    return FLOAT if kind == "float32" else SHORT
+
+
+def _unit(code: Code, row: Value, i: Value, kind: str) -> Value:
+    """The address of unit i of a row in the dtype of q."""
+    return code.builder.add(row, code.times(i, UNIT * ELEMENT_BYTES[kind]))
+
+
+def _places(code: Code, places: Value, i: Value, dims: tuple[int, ...]) -> list[Value]:
+    """The places where both halves of unit i begin."""
+    at = code.builder.add(places, code.times(i, UNIT * INT_BYTES))
+    return [code.load(at, INT64, dims[half] * INT_BYTES) for half in (0, HALF_UNIT)]
+
+
+def _of_kind(code: Code, q_kind: Value, head_dim: Value, turn: Callable[[str, Value], None]) -> None:
+    """``turn(kind, i)`` for all units i of a row."""
+    units, nothing = code.builder.sdiv(head_dim, INT64(UNIT)), INT64(0)
+    for index, kind in enumerate(Q_KINDS):
+        is_it = code.builder.icmp_signed("==", q_kind, INT64(index))
+        code.repeatedly(code.builder.select(is_it, units, nothing), partial(turn, kind))
+
+
+def _to_half(code: Code, row: Value) -> Value:
+    lanes = row.type.count
+    return code.builder.bitcast(code.builder.fptrunc(row, vector(lanes, HALF)), vector(lanes, SHORT))
+
+
+def _to_bfloat16(code: Code, row: Value) -> Value:
+    """Rounded to nearest even; a NaN keeps its sign."""
+    builder, lanes = code.builder, row.type.count
+
+    def number(value: int) -> Value:
+        return code.constant(value, lanes, INT32)
+
+    words = builder.bitcast(row, vector(lanes, INT32))
+    upper = builder.lshr(words, number(16))
+    odd = builder.and_(upper, number(1))
+    rounded = builder.lshr(builder.add(words, builder.add(odd, number(0x7FFF))), number(16))
+    quiet = builder.or_(upper, number(0x7FC0))
+    return builder.trunc(builder.select(builder.fcmp_unordered("uno", row, row), quiet, rounded), vector(lanes, SHORT))
+
+
+NARROW: dict[str, Callable[[Code, Value], Value]] = {
+    "float32": lambda _, row: row,
+    "float16": _to_half,
+    "bfloat16": _to_bfloat16,
+}

@@ -1,0 +1,71 @@
+"""Rows of q on their way in and of the result on their way out, against NumPy."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from pagedkv.cpu.attention.steps.ends import make_give, make_take
+from pagedkv.cpu.attention.steps.order import is_shuffled, places
+from pagedkv.layouts import FLOAT_DTYPES
+
+from .stepper import grouped, stepper
+
+DIMS = 72
+ORDERS = ["float32", "bfloat16", "fp8_e4m3"]
+RNG = np.random.default_rng(0)
+
+
+@cache
+def step_of(make, kind):
+    return stepper(make(even_odd=is_shuffled(kind)))
+
+
+def numbers():
+    """Dims of many magnitudes, and what rounds to even, overflows and underflows."""
+    special = [
+        1 + 2**-8,
+        1 + 3 * 2**-8,
+        1 + 2**-11,
+        1 + 3 * 2**-11,
+        65520,
+        3.4e38,
+        1e-40,
+        -0.0,
+        np.inf,
+        -np.inf,
+        np.nan,
+    ]
+    drawn = RNG.standard_normal(DIMS - len(special)) * 2.0 ** RNG.integers(-20, 20, DIMS - len(special))
+    return np.array([*special, *drawn], np.float32)
+
+
+def in_places(row, kind):
+    found = np.zeros(-(-DIMS // 16) * 16, np.float32)
+    found[places(kind, DIMS)] = row
+    return found
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ORDERS)
+def test_a_row_of_q_goes_into_its_group(kind, dtype):
+    q, factor = RNG.standard_normal((4, DIMS)).astype(dtype), np.array([0.3], np.float32)
+    group = np.zeros((4, 80), np.float32)
+    take = step_of(make_take, kind)
+    for r in range(4):
+        place = group.reshape(-1)[4 * r :]
+        take(place, 4, q[r], FLOAT_DTYPES.index(dtype), factor, DIMS, np.array(places(kind, DIMS)))
+    expected = np.stack([in_places(row.astype(np.float32) * factor, kind) for row in q])
+    np.testing.assert_array_equal(group.reshape(-1), grouped(expected, 4).reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ORDERS)
+def test_a_result_is_rounded_to_the_dtype_of_q(kind, dtype):
+    row, found, give = numbers(), np.empty(DIMS, dtype), step_of(make_give, kind)
+    for factor in (np.float32([1]), np.float32([0.3])):
+        give(found, in_places(row, kind), FLOAT_DTYPES.index(dtype), factor, DIMS, np.array(places(kind, DIMS)))
+        with np.errstate(all="ignore"):
+            expected = (row * factor).astype(dtype)
+        np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
+        assert ((np.signbit(found) == np.signbit(expected)) | np.isnan(row)).all()
