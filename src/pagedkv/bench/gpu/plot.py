@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ...drawing.figures import require as require
 from ..report import Row
@@ -45,7 +46,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for name, points in lines.items():
-        style = {"color": "black", "linestyle": "--"} if name == "read" else {"marker": "o"}
+        style: dict[str, Any] = {"color": "black", "linestyle": "--"} if name == "read" else {"marker": "o"}
         axes.plot(*zip(*points, strict=True), label=name, **style)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
