@@ -86,7 +86,10 @@ def test_rows_and_queries_of_many_heads_fit_into_the_shared_memory_of_every_gpu(
 
 @pytest.mark.parametrize(
     ("group_size", "q_kind", "kv_kind"),
-    [(16, "float16", "fp8_e4m3"), *long([(12, "bfloat16", "fp8_e5m2"), (9, "float16", "fp8_e5m2")])],
+    [
+        (8, "float16", "fp8_e4m3"),
+        *long([(16, "float16", "fp8_e4m3"), (12, "bfloat16", "fp8_e5m2"), (9, "float16", "fp8_e5m2")]),
+    ],
 )
 def test_four_thread_blocks_have_everything_in_registers(group_size, q_kind, kv_kind):
     config = SplitConfig(64, group_size, 16, q_kind, kv_kind)
