@@ -6,7 +6,7 @@ from itertools import count
 import numpy as np
 from numba import cuda, types
 
-from pagedkv.cuda.compiler.numba_overrides import current_device_is
+from pagedkv.cuda.compiler.numba_overrides import overridden
 from pagedkv.emulator import Buffer, Device, Module
 
 _BITS = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}
@@ -77,7 +77,7 @@ def stats_of(body, inputs, out_dtypes, **options):
 
 def compile_ptx(function, *signature, cc=(9, 0), **options):
     """PTX of a Python function or a cuda.jit object."""
-    with current_device_is(cc):
+    with overridden(cc):
         function = getattr(function, "py_func", function)
         return cuda.compile_ptx(function, types.void(*signature), cc=cc, **options)[0]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...compiling.compile_thread import made_once
 from ...errors import BackendUnavailableError
-from .numba_overrides import current_device_is
+from .numba_overrides import overridden
 from .ptx import Capability, external_functions
 
 MOST_KERNELS = 64
@@ -91,7 +91,7 @@ def _unknown(dtype: np.dtype) -> str:
 def _compile(function: Callable[..., Any], argument_types: tuple[Any, ...], capability: Capability) -> OwnKernel:
     from numba import cuda, types
 
-    with current_device_is(capability):
+    with overridden(capability):
         ptx, _ = cuda.compile_ptx(function, types.void(*argument_types), cc=capability, lineinfo=True)
     if external := external_functions(ptx):
         raise TypeError(f"{function.__name__} calls {', '.join(external)}, which no device has")
