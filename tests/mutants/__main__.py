@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -53,19 +54,23 @@ settings.register_profile(
 OPTIONS = ("-q", "-x", "-m", "", "-p", "no:cacheprovider", "-p", "mutants_plugin", "--hypothesis-profile=mutants")
 
 
-def run_tests(mutant: Mutant | None, tests: tuple[str, ...], *options: str) -> tuple[int | None, str]:
-    """The exit status of pytest on a copy with the mutant, None if it took too long, and what it printed."""
+def run_tests(mutant: Mutant | None, tests: tuple[str, ...], compiled: Path, *options: str) -> tuple[int | None, str]:
+    """The exit status of pytest on a copy with the mutant, None if it took too long, and what it printed.
+
+    Without a mutant the kernels that the tests compile are kept in `compiled`; each mutant has a copy of them.
+    """
     with tempfile.TemporaryDirectory() as directory:
         src = Path(directory, "src").resolve()
-        shutil.copytree(ROOT / "src", src, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "src", src)  # with its bytecode, which a file that is changed does not use
         if mutant:
             path = src / "pagedkv" / mutant.file
             path.write_text(path.read_text().replace(mutant.old, mutant.new))
+            compiled = shutil.copytree(compiled, Path(directory, "compiled"))
         Path(directory, "mutants_plugin.py").write_text(PLUGIN.format(src=str(src)))
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(src), directory]),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "PAGEDKV_CACHE_DIR": directory,
+            "PAGEDKV_CACHE_DIR": str(compiled),
         }
         command = [sys.executable, "-m", "pytest", *OPTIONS, *options, *tests]
         try:
@@ -75,9 +80,9 @@ def run_tests(mutant: Mutant | None, tests: tuple[str, ...], *options: str) -> t
         return done.returncode, done.stdout + done.stderr
 
 
-def verdict(mutant: Mutant) -> tuple[bool, str]:
+def verdict(mutant: Mutant, compiled: Path) -> tuple[bool, str]:
     """Whether the mutant was caught, and a line that says how."""
-    status, output = run_tests(mutant, mutant.tests)
+    status, output = run_tests(mutant, mutant.tests, compiled)
     if status == PASSED:
         return False, f"SURVIVED  {mutant.name}"
     if status is not None and status < 0:
@@ -114,15 +119,17 @@ def main() -> int:
         print("no such mutant")
         return 1
     tests = tuple(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
-    status, output = run_tests(None, tests, "-n", str(PROCESSES))
-    if status != PASSED:
-        print(f"the tests do not pass without a mutant\n{output}")
-        return 1
-    num_caught = 0
-    with ThreadPoolExecutor(PROCESSES) as executor:
-        for caught, line in executor.map(verdict, mutants):
-            print(line, flush=True)
-            num_caught += caught
+    with tempfile.TemporaryDirectory() as directory:
+        compiled = Path(directory)
+        status, output = run_tests(None, tests, compiled, "-n", str(PROCESSES))
+        if status != PASSED:
+            print(f"the tests do not pass without a mutant\n{output}")
+            return 1
+        num_caught = 0
+        with ThreadPoolExecutor(PROCESSES) as executor:
+            for caught, line in executor.map(partial(verdict, compiled=compiled), mutants):
+                print(line, flush=True)
+                num_caught += caught
     print(f"{num_caught} of {len(mutants)} caught")
     return 0 if num_caught == len(mutants) else 1
 
