@@ -20,11 +20,9 @@ from ..block_cases import with_capability
 from ..decode_cases import CUDA_CORES, MANY_HEADS, TENSOR, Variant, assert_same_bits, checked_call, decode, emulator
 from .variants import FOUR_BLOCKS, MORE_VARIANTS, VARIANTS, specs
 
-ALL = pytest.mark.parametrize(
-    "variant", [TENSOR, CUDA_CORES, MANY_HEADS], ids=["tensor cores", "CUDA cores", "many heads"]
-)
+LOOPS = {"tensor cores": TENSOR, "CUDA cores": CUDA_CORES, "many heads": MANY_HEADS}
+ALL = pytest.mark.parametrize("variant", LOOPS.values(), ids=LOOPS)
 TENSOR_12 = Variant("split", 64, 16, "bfloat16", "bfloat16", group_size=12)
-OPERANDS = [TENSOR, FOUR_BLOCKS, CUDA_CORES, MANY_HEADS]
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *long(MORE_VARIANTS)], ids=str)
@@ -55,10 +53,21 @@ def test_lengths_at_the_boundaries(variant, open_device):
 LONG = SHORTEST_SPLIT * FULL_GRID  # tokens of one KV head, from which on its splits grow
 
 
-@ALL
-@pytest.mark.parametrize(("length", "num_kv_heads"), [(LONG, 1), (LONG + 1, 1), (800, FULL_GRID // 2)])
+@pytest.mark.parametrize(
+    ("length", "num_kv_heads", "variant"),
+    [
+        pytest.param(
+            *(length, num_kv_heads, variant),
+            id=f"{length}-{num_kv_heads}-{name}",
+            # All loops get their tokens from the same split of the sequence.
+            marks=[] if variant is TENSOR or length == LONG + 1 else pytest.mark.long,
+        )
+        for name, variant in LOOPS.items()
+        for length, num_kv_heads in ((LONG, 1), (LONG + 1, 1), (800, FULL_GRID // 2))
+    ],
+)
 def test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges(
-    variant, length, num_kv_heads, open_device
+    length, num_kv_heads, variant, open_device
 ):
     problem = build(variant.spec(seq_lens=(length, 7), num_kv_heads=num_kv_heads, sinks=True))
     assert_close(problem, *decode(problem, variant, open_device))
@@ -75,9 +84,12 @@ def test_a_sequence_leaves_as_many_partial_results_as_the_host_says(length, num_
     assert written == count * problem.spec.num_heads * TENSOR.head_dim * 4
 
 
-@pytest.mark.parametrize("variant", OPERANDS, ids=str)
+@pytest.mark.parametrize("variant", [TENSOR, FOUR_BLOCKS, CUDA_CORES, *long([MANY_HEADS])], ids=str)
 def test_a_needle_is_found_at_every_position_of_a_step(variant, open_device):
-    """Eight KV heads have a needle each; its value, which says where it lies, is all of the output."""
+    """Eight KV heads have a needle each; its value, which says where it lies, is all of the output.
+
+    With many heads test_many.py looks for it at every position of a stage.
+    """
     size = SHORTEST_SPLIT
     for first in (0, 8, 16, 24, size - 4):
         needles = tuple(range(first, first + 8))
