@@ -192,7 +192,7 @@ def test_every_step_is_told(page, place):
     told = at_every_step(page, place, parts)
     for number, (step, words) in enumerate(zip(steps, told, strict=True)):
         title = f"Step {number + 1} of {len(steps)}, {step['chapter']}: {step['title']}"
-        assert words == [title, step["what"], f"Why: {step['why']}", step["code"]]
+        assert words == ["\n".join((title, step["what"], f"Why: {step['why']}")), step["code"]]
 
 
 @over_players
@@ -330,8 +330,6 @@ def test_what_a_screen_reader_meets(page, place):
     assert controls[:3] == [("button", "Back"), ("button", "Next"), ("combobox", "Step")]
     assert all(name for _, name in controls)
     assert spoken[0] == ("group", page.run(f"document.getElementById('{place}').ariaLabel"))
-    live = f"document.querySelector('#{place} .telling')"
-    assert page.run(f"[{live}.ariaLive, {live}.ariaAtomic]") == ["polite", "true"]
     texts = [name for role, name in spoken if role == "StaticText"]
     if place == "pool-player":
         assert texts.count("changed") == page.run("document.querySelectorAll('#pool-player .changed').length") > 0
@@ -339,6 +337,43 @@ def test_what_a_screen_reader_meets(page, place):
         assert controls[3:] == [("combobox", "Chunk"), ("combobox", "Lane")]
         assert page.run("document.querySelectorAll('#v1-player [aria-current]').length") == 1
         assert page.run("[...document.querySelectorAll('#v1-player [aria-live]')].every((each) => each.textContent)")
+
+
+# Keep each change of a live region: its text, and how many elements or texts came into it.
+WATCH = """{ globalThis.said = []; new MutationObserver((records) => said.push(...records
+  .map(({ target, addedNodes }) => [target.closest("[aria-live=polite]"), addedNodes.length])
+  .filter(([region]) => region).map(([region, count]) => [region.textContent, count])))
+  .observe(document.body, { childList: true, subtree: true }); }"""
+SAID = "new Promise((done) => setTimeout(() => done(said.splice(0))))"
+
+
+@pytest.mark.parametrize("place", [*RUNS, "pool-play"])
+def test_a_step_is_said_in_one_go(page, place):
+    """Nothing while the page loads, then one change of one live region for each step; the focus stays."""
+    page.open(page.url)
+    assert page.run("document.querySelectorAll('[aria-live]:not([aria-live=off])').length") == 0
+    button = "Add" if place == "pool-play" else "Next"
+    page.run(f"[...document.querySelectorAll('#{place} button')].find((x) => x.textContent === '{button}').focus()")
+    telling = f"document.querySelector('#{place} .telling')"
+    assert page.run(f"[{telling}.ariaLive, {telling}.ariaAtomic]") == ["polite", "true"]
+    page.run(WATCH)
+    for _ in range(6):
+        page.press("Enter")
+        assert page.run(SAID) == [[page.run(f"{telling}.textContent"), 1]]
+        assert page.run("document.activeElement.textContent") == button
+    # An element with a role would be said apart.
+    roles = {role for role, _ in page.spoken(f"#{place} .telling")}
+    assert roles <= {"generic", "paragraph", "StaticText", "InlineTextBox"}
+
+
+def test_a_choice_of_a_lane_is_said_in_one_go(page):
+    page.open(page.url)
+    page.run("document.querySelector('#v1-player button').focus()")
+    go(page, "v1-player", 4)
+    page.run(WATCH)
+    choose(page, "v1-player-lane", 3)
+    said = page.run(SAID)
+    assert said == [["Lane 3 of warp 1: token 17 of K, rows 1, 17, 33, 49 of V.", 1]]
 
 
 def test_fits_a_phone(page):

@@ -34,6 +34,21 @@ function shown(number, digits = 4) {
   return number === null ? "−∞" : String(Number(number.toPrecision(digits))).replace("-", "−");
 }
 
+// Words of a place that a screen reader says whenever they change: from when the focus comes there for the first time, so
+// that nothing is said while the page loads.
+function liveRegion(place) {
+  const made = element("div", { class: "telling", "aria-atomic": "true" });
+  place.addEventListener("focusin", () => made.setAttribute("aria-live", "polite"), { once: true });
+  return made;
+}
+
+// Say a title and lines in one go: they are one paragraph, and it takes the place of the one before. An element with a role of
+// its own in it, such as strong, would be said once more.
+function tell(region, title, ...lines) {
+  const parts = lines.flatMap((line) => ["\n", element("span", {}, line)]);
+  region.replaceChildren(element("p", {}, element("span", { class: "title" }, title), parts));
+}
+
 // A list to choose from, with its label.
 function field(label, select) {
   return element("span", { class: "field" }, element("label", { for: select.id }, label), select);

@@ -17,7 +17,7 @@ class FreePlay {
     this.words = this.list("words", PLAY_WORDS.map((words) => [words, words]));
     this.name = this.list("sequence", []);
     this.view = new PoolView({ block_size: 4 });
-    this.telling = element("div", { class: "telling", "aria-live": "polite", "aria-atomic": "true" });
+    this.telling = liveRegion(place);
     const row = (...children) => element("div", { class: "controls" }, ...children);
     place.replaceChildren(
       row(field("Text", this.text), this.button("Add", () => this.add())),
@@ -112,10 +112,7 @@ class FreePlay {
       button.setAttribute("aria-disabled", String(!names.length));
     }
     const count = `${this.pool.numFree} of ${this.pool.blocks.length} blocks are free or cached.`;
-    this.telling.replaceChildren(
-      element("p", {}, element("strong", { class: "title" }, title)),
-      element("p", { class: "what" }, [...news, count].join(" ")),
-    );
+    tell(this.telling, title, [...news, count].join(" "));
     this.view.show(state, this.shown);
     this.shown = state;
   }

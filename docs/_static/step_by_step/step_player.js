@@ -10,19 +10,10 @@ class StepPlayer {
     this.next = this.button("Next", () => this.go(this.number + 1));
     this.list = element("select", { id: `${place.id}-step` }, this.options());
     this.list.addEventListener("change", () => this.go(Number(this.list.value)));
-    this.title = element("strong", { class: "title" });
-    this.what = element("p", { class: "what" });
-    this.why = element("p", { class: "why" });
+    this.telling = liveRegion(place);
     this.code = element("code");
     const controls = element("div", { class: "controls" }, this.back, this.next, field("Step", this.list));
-    const live = element(
-      "div",
-      { class: "telling", "aria-live": "polite", "aria-atomic": "true" },
-      element("p", {}, this.title),
-      this.what,
-      this.why,
-    );
-    place.replaceChildren(controls, live, element("pre", { class: "code" }, this.code), view.root);
+    place.replaceChildren(controls, this.telling, element("pre", { class: "code" }, this.code), view.root);
     place.setAttribute("role", "group");
     place.setAttribute("aria-label", name);
     place.classList.add("playing");
@@ -63,9 +54,8 @@ class StepPlayer {
     this.list.value = String(this.number);
     this.back.setAttribute("aria-disabled", String(this.number === 0));
     this.next.setAttribute("aria-disabled", String(this.number === steps.length - 1));
-    this.title.textContent = `Step ${this.number + 1} of ${steps.length}, ${step.chapter}: ${step.title}`;
-    this.what.textContent = step.what;
-    this.why.replaceChildren(element("b", {}, "Why: "), step.why);
+    const title = `Step ${this.number + 1} of ${steps.length}, ${step.chapter}: ${step.title}`;
+    tell(this.telling, title, step.what, [element("span", { class: "why" }, "Why: "), step.why]);
     this.code.textContent = step.code;
     this.view.show(step, steps[this.number - 1] ?? null);
   }

@@ -12,7 +12,7 @@ class ThreadBlockView {
     this.lane = this.choice(`${id}-lane`, run.partials[0].length, String, 0);
     this.fields = { chunk: field("Chunk", this.chunk), lane: field("Lane", this.lane) };
     this.choices = element("div", { class: "controls" }, this.fields.chunk, this.fields.lane);
-    this.chosen = element("p", { "aria-live": "polite" });
+    this.chosen = element("p", { "aria-live": "off" });
     this.panel = element("div");
     this.root = element("div", { class: "state" }, this.choices, this.chosen, this.panel);
   }
@@ -21,12 +21,14 @@ class ThreadBlockView {
     const options = Array.from({ length: count }, (_, i) => element("option", { value: i }, name(i)));
     const made = element("select", { id }, options);
     made.value = String(first);
-    made.addEventListener("change", () => this.show(this.step));
+    // What a choice changes is said here; what a step changes, where the step is told.
+    made.addEventListener("change", () => this.show(this.step, null, "polite"));
     return made;
   }
 
-  show(step) {
+  show(step, _before, live = "off") {
     this.step = step;
+    this.chosen.setAttribute("aria-live", live);
     const [chunk, lane] = [Number(this.chunk.value), Number(this.lane.value)];
     for (const [name, own] of Object.entries(this.fields)) own.hidden = !step.chooses.includes(name);
     const rows = `rows ${this.rows(lane).join(", ")} of V`;
