@@ -39,7 +39,7 @@ def test_every_option_of_the_signature_is_drawn():
 
 def test_a_partial_has_the_parameters_that_are_left():
     assert_matches_reference(functools.partial(reference.decode_attention, layout="NHD"), layouts=["NHD"], **FEW)
-    with pytest.raises(AssertionError, match="^wrong_head fails problem"):
+    with pytest.raises(AssertionError, match=r"^wrong_head fails problem"):
         assert_matches_reference(functools.partial(wrong_head), **FEW)
 
 
