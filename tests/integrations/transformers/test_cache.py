@@ -151,6 +151,61 @@ def test_a_cache_that_is_filled_is_not_read_by_other_attention(model, cache):
         use_pagedkv(model)
 
 
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        (IDS[:0], None, "the batch must have at least one row, got none"),
+        (IDS, MASK[:2], r"must have shape \(rows, tokens\), 3 rows and at least 30 tokens, got \(2, 30\)"),
+        (IDS, MASK[:, :7], r"3 rows and at least 30 tokens, got \(3, 7\)"),
+        (IDS, MASK[:, None, None], r"3 rows and at least 30 tokens, got \(3, 1, 1, 30\)"),
+    ],
+)
+def test_a_wrong_batch(model, cache, ids, mask, message):
+    with pytest.raises(ValueError, match=message):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    assert (cache.seqs, cache.kv.num_free) == ([], 64)
+
+
+def test_another_batch_needs_a_reset(model, cache):
+    said(model, IDS, MASK, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"this PagedCache has 3 rows, and the batch 2: call reset\(\)"):
+        model(IDS[:2, -1:], past_key_values=cache)
+    cache.reset()
+    assert torch.equal(said(model, IDS[:1], past_key_values=cache), said(eager_model("Llama"), IDS[:1]))
+
+
+@pytest.mark.parametrize(("option", "shape"), [({"num_hidden_layers": 1}, "1, 2, 16"), ({"head_dim": 32}, "2, 2, 32")])
+def test_a_cache_for_another_model(cache, option, shape):
+    other = make_model("Llama", **option)
+    use_pagedkv(other)
+    with pytest.raises(ValueError, match=rf"is for .*\(2, 2, 16\), and LlamaForCausalLM has \({shape}\): each model"):
+        said(other, IDS, MASK, past_key_values=cache)
+
+
+def test_a_name_is_no_model():
+    for use in (use_pagedkv, PagedCache):
+        with pytest.raises(TypeError, match=r"model must be a model of transformers, as from_pretrained .* got 'gpt2'"):
+            use("gpt2")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("default")  # those of torch's own modules, which a compilation imports
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_model_says_the_same(cache, whole):
+    """torch compiles what is around attention: of the forward alone, or of the model with its hooks."""
+    model = make_model("Llama")
+    use_pagedkv(model)
+    if whole:
+        compiled = torch.compile(model, backend="eager")
+    else:
+        compiled, model.forward = model, torch.compile(model.forward, backend="eager")
+    with torch.no_grad():
+        out = compiled(IDS, attention_mask=MASK, past_key_values=cache).logits
+        expected = eager_model("Llama")(IDS, attention_mask=MASK).logits
+    torch.testing.assert_close(out[MASK == 1], expected[MASK == 1], rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == IDS.shape[1]
+
+
 def test_a_model_without_pagedkv_is_told_what_to_do(cache):
     with pytest.raises(RuntimeError, match=r"does not fill a PagedCache: call use_pagedkv\(model\) first"):
         said(eager_model("Llama"), IDS, past_key_values=cache)

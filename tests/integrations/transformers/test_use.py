@@ -81,6 +81,16 @@ def test_a_model_keeps_nothing_of_a_pass(family, error):
         assert torch.equal(ours(ids)[0], theirs(ids)[0])
 
 
+def test_a_pass_that_somebody_keeps_has_ended():
+    model, kept = make_model("Bloom"), []
+    model.register_forward_pre_hook(lambda _, args, inputs: kept.append(inputs["forward_pass"]), with_kwargs=True)
+    said(model)
+    model.config._attn_implementation = "eager"
+    ids = torch.tensor([OTHER])
+    assert torch.equal(model.base_model(ids)[0], eager_model("Bloom").base_model(ids)[0])
+    assert kept
+
+
 @pytest.mark.parametrize("family", ["Llama", "Bloom", "StableLm"])
 def test_without_a_pass_it_says_what_to_call(family):
     """Bloom's own attention would get no mask, and see tokens to come."""

@@ -26,10 +26,28 @@ MUTANTS = [
         "integrations/transformers/use.py",
         "        self._layers.end()\n",
         "        pass\n",
-        (
-            "tests/integrations/transformers/test_use.py::test_a_model_keeps_nothing_of_a_pass",
-            "tests/integrations/transformers/test_paged.py::test_the_pages_go_with_their_cache",
-        ),
+        ("tests/integrations/transformers/test_use.py::test_a_pass_that_somebody_keeps_has_ended",),
+    ),
+    Mutant(
+        "layers keep the pass of a forward that was interrupted",
+        "integrations/transformers/layers.py",
+        "weakref.ref(forward_pass, lambda _: self._passes.pop(thread, None))",
+        "lambda: forward_pass",
+        ("tests/integrations/transformers/test_use.py::test_a_model_keeps_nothing_of_a_pass",),
+    ),
+    Mutant(
+        "a cache takes the tokens of any model",
+        "integrations/transformers/use.py",
+        "cache.require_suits(model)",
+        "pass",
+        ("tests/integrations/transformers/test_cache.py::test_a_cache_for_another_model",),
+    ),
+    Mutant(
+        "a mask for other rows is taken",
+        "integrations/transformers/cache.py",
+        "shape[0] != num_rows",
+        "shape[0] < 1",
+        ("tests/integrations/transformers/test_cache.py::test_a_wrong_batch",),
     ),
     Mutant(
         "a layer of Bloom attends without a mask",

@@ -150,10 +150,17 @@ def paged_attention(
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     options = {"scale": scaling, "window": sliding_window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options["sinks"] = None if s_aux is None else s_aux.float()
-    out = forward_pass.attend(module.layer_idx, q, k, v, **options)
+    # What torch.compile would make of the host's part is nobody's wish: it computes around it.
+    attend = _attend_eagerly if torch.compiler.is_compiling() else _attend
+    out = attend(forward_pass, module.layer_idx, q, k, v, options)
     return out.view(batch_size, length, num_heads, head_dim), None
 
 
+def _attend(forward_pass: ForwardPass, layer: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    return forward_pass.attend(layer, q, k, v, **options)
+
+
+_attend_eagerly = torch.compiler.disable(_attend)
 AttentionInterface.register(NAME, paged_attention)
 
 

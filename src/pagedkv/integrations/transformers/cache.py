@@ -52,7 +52,7 @@ class PagedCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):
-        num_layers, num_kv_heads, head_dim = kv_shape(model)
+        self._shape = num_layers, num_kv_heads, head_dim = kv_shape(model)
         where = {"dtype": model.dtype, "array_module": torch, "device": model.device, "prefix_cache": False}
         self.kv = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
         self.seqs: list[int] = []
@@ -60,6 +60,14 @@ class PagedCache(Cache):
         self._length = self._next_length = 0
         self._before: npt.NDArray[np.int32] | None = None  # lengths of rows, while a pass has not ended
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+
+    def require_suits(self, model: PreTrainedModel) -> None:
+        """Raise ValueError unless a model has the layers that the cache was made for."""
+        if (shape := kv_shape(model)) != self._shape:
+            raise ValueError(
+                f"this PagedCache is for (layers, KV heads, head_dim) = {self._shape}, and {type(model).__name__} has "
+                f"{shape}: each model needs a PagedCache(model, ...) of its own"
+            )
 
     def begin(self, num_rows: int, length: int, attention_mask: torch.Tensor | None) -> CachedPass:
         """Make room for the new tokens of every row: what the model's layers need for them.
@@ -74,10 +82,15 @@ class PagedCache(Cache):
         new, is_token = [length] * num_rows, None
         # Where a row goes on by one token, it is one: generate asks for no more padding.
         if attention_mask is not None and (length > 1 or not self.seqs):
+            _require_mask(attention_mask, num_rows, length)
             is_token = attention_mask[:, -length:].bool()
             new = is_token.sum(1).tolist()
             is_token = None if min(new) == length else is_token.flatten()
         self._undo()
+        if self.seqs and len(self.seqs) != num_rows:
+            raise ValueError(
+                f"this PagedCache has {len(self.seqs)} rows, and the batch {num_rows}: call reset() before another one"
+            )
         try:
             seqs = self.seqs or self._start(num_rows)
             before = self.kv.seq_lens(seqs)
@@ -90,8 +103,9 @@ class PagedCache(Cache):
         except (CapacityError, ValueError) as error:  # a ValueError: more tokens in a row than the whole pool has slots
             error.add_note(
                 f"This pass brings {sum(new)} tokens of {num_rows} rows to {len(self.seqs)} rows in a PagedCache of "
-                f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size}: make one with more num_blocks or memory, "
-                "and with as large a max_seqs as there are rows; reset() frees the rows of an earlier generate."
+                f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size}: make one with more num_blocks, memory or "
+                "max_seq_len, and with as large a max_seqs as there are rows; reset() frees the rows of an earlier "
+                "generate."
             )
             raise
         self.seqs, self._before, self._next_length = seqs, before, self._length + length
@@ -103,6 +117,8 @@ class PagedCache(Cache):
         return CachedPass(self.kv, slots, batch, rows)
 
     def _start(self, num_rows: int) -> list[int]:
+        if num_rows == 0:
+            raise ValueError("the batch must have at least one row, got none")
         first = self.kv.add(0).seq
         try:
             return [first, *self.kv.fork(first, num_rows - 1)]
@@ -158,6 +174,14 @@ class PagedCache(Cache):
             self.kv.reorder(self.seqs, np.concatenate([kept, others]))
             self.kv.free(self.seqs[len(kept) :])
             self.seqs = self.seqs[: len(kept)]
+
+
+def _require_mask(attention_mask: torch.Tensor, num_rows: int, length: int) -> None:
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != num_rows or shape[1] < length:
+        raise ValueError(
+            f"attention_mask must have shape (rows, tokens), {num_rows} rows and at least {length} tokens, got {shape}"
+        )
 
 
 class _Layer(CacheLayerMixin):

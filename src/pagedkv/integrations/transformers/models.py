@@ -11,7 +11,15 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the model's decoder."""
+    """The configuration of the model's decoder.
+
+    Raises
+    ------
+    TypeError
+        It is no model.
+    """
+    if not hasattr(model, "config"):
+        raise TypeError(f"model must be a model of transformers, as from_pretrained returns it, got {model!r}")
     return model.config.get_text_config(decoder=True)
 
 

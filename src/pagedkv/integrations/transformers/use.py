@@ -73,12 +73,13 @@ class _Passes:
     def __init__(self, model: PreTrainedModel) -> None:
         self._layers = Layers(model)
 
+    @torch.compiler.disable
     def __call__(
         self, model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         made = inputs.get("forward_pass")
         if model.config._attn_implementation == NAME:
-            made = made or _paged(inputs) or _cached(args, inputs)
+            made = made or _paged(inputs) or _cached(model, args, inputs)
         elif made is not None or isinstance(inputs.get("past_key_values"), PagedCache):
             # Other attention would see the new tokens alone.
             raise RuntimeError(
@@ -88,6 +89,7 @@ class _Passes:
         self._layers.begin(made)
         return None if made is None else (args, inputs | {"forward_pass": made})
 
+    @torch.compiler.disable
     def end(self, model: PreTrainedModel, args: tuple[Any, ...], outputs: Any) -> None:
         """Called after a model's forward, even if it fails."""
         self._layers.end()
@@ -104,16 +106,19 @@ def _paged(inputs: dict[str, Any]) -> ForwardPass | None:
     return PagedPass(kept[_PAGES], inputs)
 
 
-def _cached(args: tuple[Any, ...], inputs: dict[str, Any]) -> ForwardPass | None:
+def _cached(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]) -> ForwardPass | None:
     """The pass of ``generate`` with a PagedCache, if there is one."""
     cache = inputs.get("past_key_values")
     if not isinstance(cache, PagedCache):
         return None
+    if not cache.seqs:
+        cache.require_suits(model)
     tokens = args[0] if args else inputs.get("input_ids")
     num_rows, length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[:2]
     return cache.begin(num_rows, length, inputs.get("attention_mask"))
 
 
+@torch.compiler.disable
 def _end(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any], outputs: Any) -> None:
     """Called after a model's forward, unless it fails."""
     cache = inputs.get("past_key_values")
