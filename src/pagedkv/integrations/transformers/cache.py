@@ -87,6 +87,8 @@ class PagedCache(Cache):
             new = is_token.sum(1).tolist()
             is_token = None if min(new) == length else is_token.flatten()
         self._undo()
+        if num_rows == 0:
+            raise ValueError("the batch must have at least one row, got none")
         if self.seqs and len(self.seqs) != num_rows:
             raise ValueError(
                 f"this PagedCache has {len(self.seqs)} rows, and the batch {num_rows}: call reset() before another one"
@@ -117,8 +119,6 @@ class PagedCache(Cache):
         return CachedPass(self.kv, slots, batch, rows)
 
     def _start(self, num_rows: int) -> list[int]:
-        if num_rows == 0:
-            raise ValueError("the batch must have at least one row, got none")
         first = self.kv.add(0).seq
         try:
             return [first, *self.kv.fork(first, num_rows - 1)]
