@@ -30,11 +30,10 @@ def tensor_kernel(head_dim, capability, make=make_prefill, **fields):
     return config, compile_kernel(make, config, capability)
 
 
-def check_registers(kernel, spills=0):
+def check_registers(kernel):
     resources = kernel.linked.resources()
     assert ".extern .func" not in kernel.ptx
-    assert resources.stack_bytes <= spills
-    assert resources.spill_bytes <= spills
+    assert resources.stack_bytes == resources.spill_bytes == 0
     return resources
 
 
@@ -78,10 +77,10 @@ def test_options_have_everything_in_registers(head_dim, capability, fields):
     check_registers(kernel)
 
 
-# Dims, and bytes of spills before 9.0, where shuffles in loops take registers.
-SPLIT_CASES = [(64, (9, 0), {}), (128, (9, 0), {}), (64, (8, 0), {})]
+# Two that test_split.py runs in the emulator; with calls in its loop, the second one spills.
+SPLIT_CASES = [(64, (9, 0), {}), (120, (8, 0), {"kv_kind": "fp8_e4m3", "hardware_fp8": False})]
 MORE_SPLIT_CASES = [
-    *((d, cc, {}) for d in PLAIN for cc in CAPABILITIES if cc >= (9, 0) or d <= 128),
+    *((d, cc, {}) for d in PLAIN for cc in CAPABILITIES if (cc >= (9, 0) or d <= 128) and (d, cc) != (64, (9, 0))),
     (128, (9, 0), {"modified": True}),
     (256, (10, 0), {"modified": True}),
     (128, (9, 0), {"q_kind": "bfloat16", "kv_kind": "fp8_e4m3"}),
@@ -90,21 +89,22 @@ MORE_SPLIT_CASES = [
     (72, (9, 0), {}),
     (120, (12, 0), {"q_kind": "bfloat16", "kv_kind": "bfloat16"}),
     (128, (8, 0), {"modified": True}),
+    (128, (8, 0), {"wide": True, "group_size": 5}),
     (128, (8, 0), {"kv_kind": "fp8_e4m3", "hardware_fp8": False}),
+    (128, (8, 0), {"kv_kind": "fp8_e4m3", "hardware_fp8": False, "modified": True}),
+    (128, (8, 0), {"q_kind": "bfloat16", "kv_kind": "fp8_e5m2", "hardware_fp8": False}),
     (128, (8, 9), {"kv_kind": "fp8_e5m2"}),
 ]
-SPILLS = {(128, (8, 0), "float16"): 36, (128, (8, 0), "fp8_e4m3"): 148}
 
 
 @pytest.mark.parametrize(
     ("head_dim", "capability", "fields"),
-    [SPLIT_CASES[0], *long([*SPLIT_CASES[1:], *(x for x in MORE_SPLIT_CASES if x not in SPLIT_CASES)])],
+    [*SPLIT_CASES, *long(MORE_SPLIT_CASES)],
     ids=str,
 )
 def test_split_keys_leave_room_in_registers(head_dim, capability, fields):
-    config, kernel = tensor_kernel(head_dim, capability, make=make_prefill_split, architecture=capability[0], **fields)
-    kind = "modified" if config.modified else config.kv_kind
-    check_registers(kernel, SPILLS.get((head_dim, capability, kind), 0))
+    _, kernel = tensor_kernel(head_dim, capability, make=make_prefill_split, architecture=capability[0], **fields)
+    check_registers(kernel)
     if head_dim == 128 and capability == (9, 0) and not fields:
         loop = products_of(code_of(kernel.cubin, kernel.entry), capability)
         assert loop.instructions / loop.copies <= 18
@@ -114,8 +114,8 @@ def test_split_keys_leave_room_in_registers(head_dim, capability, fields):
 def test_shared_memory_is_enough_for_every_gpu_where_keys_are_split(head_dim):
     kinds = [("float16", "float16"), ("bfloat16", "fp8_e5m2")]
     for kib, modified, (q_kind, kv_kind) in product((100, 164, 228), (False, True), kinds):
-        for architecture in (8, 9):
-            fields = {"modified": modified, "shared_kib": kib, "architecture": architecture}
+        for architecture, wide in product((8, 9), (False, True)):
+            fields = {"modified": modified, "shared_kib": kib, "architecture": architecture, "wide": wide}
             shape = SplitShape(TensorConfig(head_dim, 4, 16, q_kind, kv_kind, **fields))
             assert shape.nbytes <= kib * 1024 - SYSTEM_BYTES
             assert shape.rows * shape.tiles_of_sequence == FEW_ROWS

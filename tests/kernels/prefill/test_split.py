@@ -143,6 +143,11 @@ def test_every_form_meets_the_error_bound(form, data, open_device):
     assert_close(problem, *prefill(problem, open_device))
 
 
+def test_before_9_0_warps_meet_at_barriers_of_their_own(open_device):
+    problem = build(TENSOR.replace(head_dim=120, kv_dtype="fp8_e4m3", seq_lens=(PART + 70,), query_lens=(8,)))
+    assert_close(problem, *prefill(problem, open_device, capability=(8, 0)))
+
+
 def rows_of(whole, start, stop, device, **changes):
     """Rows start to stop of a problem of one sequence, as its last ones; from element `start` of what it has on."""
     length = whole.spec.seq_lens[0]

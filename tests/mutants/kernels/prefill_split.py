@@ -13,6 +13,7 @@ ONE_KERNEL = (SPLIT + "test_each_sequence_is_for_one_kernel",)
 READ = (SPLIT + "test_keys_that_no_row_sees_are_not_read",)
 WINDOW = (SPLIT + "test_earlier_rows_whose_window_begins_in_another_split_change_no_bit[emulator]",)
 GRID = (SPLIT + "test_a_grid_has_every_split",)
+BEFORE_9 = (SPLIT + "test_before_9_0_warps_meet_at_barriers_of_their_own[emulator]",)
 ALONE = (SPLIT + "test_few_tokens_of_short_and_empty_sequences_take_the_split_kernel_alone[emulator]",)
 
 LOOP = "kernels/prefill/tensor_cores/split/loop.py"
@@ -32,7 +33,7 @@ MUTANTS = [
     Mutant(
         "prefill split: K is used before other lanes have copied it",
         LOOP,
-        "            sync_warp()\n            multiply_keys",
+        "            meet(warp)\n            multiply_keys",
         "            multiply_keys",
         TENSOR,
         ci=True,
@@ -40,10 +41,45 @@ MUTANTS = [
     Mutant(
         "prefill split: K of the next tile is copied over K",
         LOOP,
-        "            if not IS_FP8:\n                sync_warp()\n            if is_followed:\n"
-        "                for_each(copy_piece, PIECES, (k_copies",
-        "            if is_followed:\n                for_each(copy_piece, PIECES, (k_copies",
+        "            if SHARES or not IS_FP8:\n                meet(warp)\n            if is_followed:\n"
+        "                for_each(rows.copy, PIECES, (k_copies",
+        "            if is_followed:\n                for_each(rows.copy, PIECES, (k_copies",
         TENSOR,
+    ),
+    Mutant(
+        "prefill split: fp8 V is put over slots that others still read",
+        LOOP,
+        "                meet(warp)  # V takes the place of the slots\n",
+        "                pass\n",
+        BEFORE_9,
+    ),
+    Mutant(
+        "prefill split: slots are put over fp8 V that others still use",
+        LOOP,
+        "                meet(warp)  # and they that of V\n",
+        "                pass\n",
+        BEFORE_9,
+    ),
+    Mutant(
+        "prefill split: slots are put before other warps have cleared gaps there",
+        LOOP,
+        "            cuda.syncthreads()  # where threads",
+        "            pass  # where threads",
+        BEFORE_9,
+    ),
+    Mutant(
+        "prefill split: all warps meet at one barrier before 9.0",
+        LOOP,
+        "barrier_of_warp(uint32(warp + 1))",
+        "barrier_of_warp(uint32(1))",
+        BEFORE_9,
+    ),
+    Mutant(
+        "prefill split: the rows of a piece are copied in another order",
+        "kernels/prefill/tensor_cores/split/rows.py",
+        "uint32(uint32(group * ROWS) + turn)",
+        "uint32(uint32(turn * AT_ONCE) + group)",
+        BEFORE_9,
     ),
     Mutant(
         "prefill split: nobody waits for V",

@@ -58,14 +58,21 @@ def pins_thread(shape: TileShape) -> bool:
 
 
 def can_split(config: TensorConfig) -> bool:
-    """Before 9.0, even one row tile spills 1604 bytes with 256 dims (36 with 128, on 8.0)."""
+    """Before 9.0, even one row tile spills 296 bytes with 256 dims."""
     return config.architecture >= 9 or config.head_dim <= 128
 
 
 def split_row_tiles(config: TensorConfig) -> int:
-    """One before 9.0: where each warp has a loop of its own, ptxas keeps registers free there for lanes that diverge,
-    and with two row tiles spills 800 bytes with 64 dims and 2548 with 128."""
+    """One before 9.0, where two spill 364 bytes with 128 dims."""
     return row_tiles(config) if config.architecture >= 9 else 1
+
+
+def split_avoids_calls(config: TensorConfig) -> bool:
+    """Whether warps meet at barriers of their own and lanes tell each other rows in shared memory: before 9.0, where
+    nvJitLink does not know the lanes of a warp to be together in its loop, bar.warp.sync and shuffles are calls there,
+    and half of the registers do not outlive one. With 128 dims on 8.0, both spill 36 bytes (148 in fp8) at 255
+    registers, bar.warp.sync alone 132 in fp8; barriers and shared memory leave 162 (176 in fp8)."""
+    return config.architecture < 9
 
 
 def split_optimisation(config: TensorConfig) -> int:

@@ -188,6 +188,14 @@ def _sync_warp(builder: Any) -> None:
     warp_wide(builder, ir.VoidType(), f"bar.warp.sync {WHOLE_WARP};", "~{memory}", [])
 
 
+barrier_of_warp = declare(
+    "barrier_of_warp",
+    "As sync_warp, at the thread block's barrier of this number, 1 to 15, a warp's own. The whole warp calls it.",
+    types.void,
+    [uint32],
+    lambda builder, number: warp_wide(builder, VOID, "bar.sync $0, 32;", "r,~{memory}", [number]),
+)
+
 shuffle = declare(
     "shuffle",
     "The word of another lane: (word, lane). The whole warp calls it.",

@@ -151,17 +151,33 @@ def make_find_row(config: TensorConfig, shape: TileShape) -> Any:
     return find_row
 
 
+def make_copy_row(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``copy_row(i, place, cache, offset, has_chunk)``: start copying the thread's i-th row.
+
+    place is that of the thread's chunk of its first row, and offset that of the row.
+    """
+    IS_FP8, IS_WHOLE, COPIERS = config.is_fp8, shape.lanes == shape.chunks, shape.copiers
+    address_at, chunk_place = make_address_at(config.wide, config.vector_bytes), make_chunk_place(shape)
+
+    @device_function
+    def copy_row(i, place, cache, offset, has_chunk):
+        source = address_at(cache.address, offset)
+        if IS_FP8:
+            copy_8(uint32(place + COPIERS * CHUNK_DIMS * i), source, uint32(CHUNK_DIMS), has_chunk)
+        elif IS_WHOLE or has_chunk:
+            copy_vector(chunk_place(place, i), source)
+
+    return copy_row
+
+
 def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``copy_rows(place, cache, block, position, group, has_chunk)``: start copying a tile.
 
     place is that of the thread's chunk of its first row, block and position what `find_row` has found, and group the
     number of the lane's row among those that its warp copies at once.
     """
-    ROWS, AT_ONCE, IS_FP8, WIDE = shape.rows_of_thread, shape.warp_rows_at_once, config.is_fp8, config.wide
-    IS_WHOLE, COPIERS = shape.lanes == shape.chunks, shape.copiers
-    row_offset = make_row_offset(config.wide, config.vector_bytes)
-    address_at = make_address_at(config.wide, config.vector_bytes)
-    chunk_place = make_chunk_place(shape)
+    ROWS, AT_ONCE, WIDE = shape.rows_of_thread, shape.warp_rows_at_once, config.wide
+    row_offset, copy_row = make_row_offset(config.wide, config.vector_bytes), make_copy_row(config, shape)
 
     @device_function
     def offset_of(offset, lane):
@@ -171,17 +187,13 @@ def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
         return shuffle(offset, lane)
 
     @device_function
-    def copy_row(i, place, cache, offset, group, has_chunk):
-        source = address_at(cache.address, offset_of(offset, uint32(group + AT_ONCE * i)))
-        if IS_FP8:
-            copy_8(uint32(place + COPIERS * CHUNK_DIMS * i), source, uint32(CHUNK_DIMS), has_chunk)
-        elif IS_WHOLE or has_chunk:
-            copy_vector(chunk_place(place, i), source)
+    def copy_one(i, place, cache, offset, group, has_chunk):
+        copy_row(i, place, cache, offset_of(offset, uint32(group + AT_ONCE * i)), has_chunk)
 
     @device_function
     def copy_rows(place, cache, block, position, group, has_chunk):
         offset = row_offset(cache, block, position)
-        for_each(copy_row, ROWS, (place, cache, offset, group, has_chunk))
+        for_each(copy_one, ROWS, (place, cache, offset, group, has_chunk))
 
     return copy_rows
 

@@ -11,14 +11,15 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from ....device.intrinsics.thread import divmod_32, for_each, local_array
-from ....device.intrinsics.warp import any_lane, end_group, sync_warp, wait_but
+from ....device.intrinsics.warp import any_lane, barrier_of_warp, end_group, sync_warp, wait_but
 from ....device.source import device_function
 from ...arguments import Cache
 from ...config import TensorConfig
-from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_copy_rows, make_find_row
+from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_find_row
 from ..products import make_multiply_keys, make_multiply_values, make_places
 from ..softmax import make_logits, make_mask, make_soften
 from ..tile import CHUNK_DIMS
+from .rows import make_rows
 from .shape import PIECE, SplitShape
 
 
@@ -31,27 +32,27 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
     KEYS, PIECES, LANES, CHUNKS = shape.keys, shape.pieces, shape.lanes, shape.chunks
     ROW_BYTES, TILE_BYTES, PIECE_BYTES = shape.row_bytes, shape.tile_bytes, PIECE * shape.row_bytes
     K_START, CODES, CODES_BYTES, IS_FP8 = shape.k_start, shape.codes_start, shape.codes_bytes, config.is_fp8
-    VECTOR_BYTES, IS_WHOLE = config.vector_bytes, shape.lanes == shape.chunks
-    CODES_OF_PIECE = PIECE * shape.lanes * CHUNK_DIMS
-    COPIED = CODES_OF_PIECE if IS_FP8 else PIECE_BYTES
+    VECTOR_BYTES, IS_WHOLE, HAS_GAP = config.vector_bytes, shape.lanes == shape.chunks, shape.has_gap
+    SHARES, CODES_OF_PIECE, SLOTS, SLOTS_BYTES = shape.shares, shape.copied_bytes, shape.slots_start, shape.slots_bytes
     clear_gaps, begin_query = make_clear_gaps(config, shape), make_begin_query(config, shape)
-    find_row, copy_rows, convert_rows = (
-        make_find_row(config, shape),
-        make_copy_rows(config, shape),
-        make_convert_rows(config, shape),
-    )
+    find_row, rows = make_find_row(config, shape), make_rows(config, shape)
+    convert_rows = make_convert_rows(config, shape)
     places_of, multiply_keys = make_places(shape), make_multiply_keys(config, shape)
     begin_values, multiply_values = make_multiply_values(config, shape)
     logits, mask, soften = make_logits(config, shape), make_mask(config, shape), make_soften(config, shape)
     wait_one, wait_two = wait_but(1), wait_but(2)
 
     @device_function
-    def find_piece(i, blocks, positions, pages, first, lane):
-        blocks[i], positions[i] = find_row(pages, uint32(first + PIECE * i), lane, uint32(0))
+    def meet(warp):
+        """Make earlier writes of each lane visible to its warp."""
+        if SHARES:
+            barrier_of_warp(uint32(warp + 1))
+        else:
+            sync_warp()
 
     @device_function
-    def copy_piece(i, place, cache, blocks, positions, group, has_chunk):
-        copy_rows(uint32(place + COPIED * i), cache, blocks[i], positions[i], group, has_chunk)
+    def find_piece(i, blocks, positions, pages, first, lane):
+        blocks[i], positions[i] = find_row(pages, uint32(first + PIECE * i), lane, uint32(0))
 
     @device_function
     def convert_piece(i, codes, place, has_chunk):
@@ -63,6 +64,8 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
         has_chunk = True if IS_WHOLE else chunk < CHUNKS
         place = uint32(shared + uint32(uint32(row * ROW_BYTES) + uint32(uint32(chunk ^ uint32(row & 7)) << 4)))
         clear_gaps(shared, thread)
+        if IS_FP8 and SHARES and HAS_GAP:
+            cuda.syncthreads()  # where threads of other warps have stored zeros there will be slots
         if warp == 0:
             begin_query(place, query, row, chunk, item, has_chunk)
         end_group()
@@ -78,12 +81,20 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
         k_copies, v_copies = k_codes if IS_FP8 else k_place, v_codes if IS_FP8 else v_place
 
         first, blocks, positions = span.first, local_array(PIECES, uint32), local_array(PIECES, uint32)
+        slots = v_tile if IS_FP8 else uint32(uint32(shared + SLOTS) + uint32(warp * SLOTS_BYTES))
         for_each(find_piece, PIECES, (blocks, positions, pages, first, lane))
+        if SHARES:
+            for_each(rows.share, PIECES, (slots, keys, blocks, positions, lane))
+            meet(warp)
         if first <= span.last:
-            for_each(copy_piece, PIECES, (k_copies, keys, blocks, positions, row, has_chunk))
+            for_each(rows.copy, PIECES, (k_copies, slots, keys, blocks, positions, row, has_chunk))
         end_group()
+        if SHARES:
+            meet(warp)
+            for_each(rows.share, PIECES, (slots, values, blocks, positions, lane))
+            meet(warp)
         if first <= span.last:
-            for_each(copy_piece, PIECES, (v_copies, values, blocks, positions, row, has_chunk))
+            for_each(rows.copy, PIECES, (v_copies, slots, values, blocks, positions, row, has_chunk))
         end_group()
         for_each(find_piece, PIECES, (blocks, positions, pages, uint32(first + KEYS), lane))
         wait_two()
@@ -96,12 +107,14 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
             wait_one()
             if IS_FP8:
                 for_each(convert_piece, PIECES, (k_codes, k_place, has_chunk))
-            sync_warp()
+            meet(warp)
             multiply_keys(registers, places, shared, k_tile)
-            if not IS_FP8:
-                sync_warp()
+            if SHARES:
+                for_each(rows.share, PIECES, (slots, keys, blocks, positions, lane))
+            if SHARES or not IS_FP8:
+                meet(warp)
             if is_followed:
-                for_each(copy_piece, PIECES, (k_copies, keys, blocks, positions, row, has_chunk))
+                for_each(rows.copy, PIECES, (k_copies, slots, keys, blocks, positions, row, has_chunk))
             end_group()
             mine = uint32(first + uint32(t << 1))
             logits(registers, options, mine)
@@ -109,15 +122,21 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
                 mask(registers, visible, shared, mine, uint32(0), g)
             soften(registers, excess, unit)
             wait_one()
+            if IS_FP8 and SHARES:
+                meet(warp)  # V takes the place of the slots
             if IS_FP8:
                 for_each(convert_piece, PIECES, (v_codes, v_place, has_chunk))
-            sync_warp()
+            meet(warp)
             begin_values(registers, places, v_tile)
             multiply_values(registers, places, v_tile)
-            if not IS_FP8:
-                sync_warp()
+            if IS_FP8 and SHARES:
+                meet(warp)  # and they that of V
+            if SHARES:
+                for_each(rows.share, PIECES, (slots, values, blocks, positions, lane))
+            if SHARES or not IS_FP8:
+                meet(warp)
             if is_followed:
-                for_each(copy_piece, PIECES, (v_copies, values, blocks, positions, row, has_chunk))
+                for_each(rows.copy, PIECES, (v_copies, slots, values, blocks, positions, row, has_chunk))
             end_group()
             for_each(find_piece, PIECES, (blocks, positions, pages, uint32(first + 2 * KEYS), lane))
             first = uint32(first + KEYS)

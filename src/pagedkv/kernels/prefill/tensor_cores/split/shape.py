@@ -74,6 +74,11 @@ class SplitShape(TileShape):
     # ---- shared memory
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes from where a piece is copied to to where the next one is."""
+        return PIECE * (self.lanes * CHUNK_DIMS if self.config.is_fp8 else self.row_bytes)
+
+    @property
     def v_start(self) -> int:
         return self.k_start + self.tile_bytes
 
@@ -85,6 +90,26 @@ class SplitShape(TileShape):
     def codes_bytes(self) -> int:
         """Of K, or of V, of a warp."""
         return self.keys * self.lanes * CHUNK_DIMS if self.config.is_fp8 else 0
+
+    @property
+    def shares(self) -> bool:
+        """Lanes tell each other in shared memory where rows are."""
+        return limits.split_avoids_calls(self.config)
+
+    @property
+    def slots_start(self) -> int:
+        """Where lanes tell each other rows of 16 bits; those of fp8, in the tile of V, which is free then."""
+        return self.codes_start + 2 * self.codes_bytes * self.num_warps
+
+    @property
+    def slot_bytes(self) -> int:
+        """A word, or two, for each row of a piece."""
+        return (8 if self.config.wide else 4) * PIECE
+
+    @property
+    def slots_bytes(self) -> int:
+        """Of a warp."""
+        return self.pieces * self.slot_bytes if self.shares and not self.config.is_fp8 else 0
 
     @property
     def sum_bytes(self) -> int:
@@ -101,8 +126,9 @@ class SplitShape(TileShape):
         return self.bytes_of(self.num_warps) - 4 * KEPT_WORDS
 
     def bytes_of(self, num_warps: int) -> int:
-        """Shared memory with so many warps: tiles, then the sums of warps, then the weights of splits, and the item."""
-        tiles = self.q_bytes + 2 * (self.tile_bytes + self.codes_bytes) * num_warps
+        """Shared memory with so many warps: tiles and slots, then sums of warps, then weights of splits; the item."""
+        of_warp = 2 * (self.tile_bytes + self.codes_bytes) + self.slots_bytes
+        tiles = self.q_bytes + of_warp * num_warps
         weights = 4 * self.rows * (LONGEST_OF_PARTS // (PART * num_warps) + 1)
         return max(tiles, self.rows * self.sum_bytes * num_warps, weights) + 4 * KEPT_WORDS
 

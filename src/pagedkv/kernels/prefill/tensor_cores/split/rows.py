@@ -1,0 +1,57 @@
+"""Steps of the split kernel: lanes tell each other where rows of K and V are, which one has looked up and others copy.
+
+By shuffles, or, where those are calls, in shared memory (`split_avoids_calls` in ../../limits.py).
+"""
+
+from __future__ import annotations
+
+from numba import int64, uint32
+
+from ....device.intrinsics.thread import divmod_32, for_each
+from ....device.intrinsics.warp import load_shared_pair, load_shared_words, store_shared_word
+from ....device.row_offsets import make_row_offset
+from ....device.source import Steps, device_function
+from ...config import TensorConfig
+from ..copies import make_copy_row, make_copy_rows
+from .shape import PIECE, SplitShape
+
+
+def make_rows(config: TensorConfig, shape: SplitShape) -> Steps:
+    """``share(i, slots, cache, blocks, positions, lane)``, ``copy(i, place, slots, cache, blocks, positions, ...)``.
+
+    ``..., group, has_chunk``. Of the i-th piece of a tile. Slots are the warp's, which meets between the two if lanes
+    share; place is that of the lane's chunk of the first row it copies, and group the number of that row.
+    """
+    ROWS, AT_ONCE, WIDE, SHARES = shape.rows_of_thread, shape.warp_rows_at_once, config.wide, shape.shares
+    COPIED, SLOT_BYTES, HIGH = shape.copied_bytes, shape.slot_bytes, 4 * PIECE
+    AT_A_TIME, words_at = (4, load_shared_words) if ROWS >= 4 else (2, load_shared_pair)
+    TIMES, row_offset = ROWS // AT_A_TIME, make_row_offset(config.wide, config.vector_bytes)
+    copy_row, copy_rows = make_copy_row(config, shape), make_copy_rows(config, shape)
+
+    @device_function
+    def share(i, slots, cache, blocks, positions, lane):
+        turn, group = divmod_32(lane, AT_ONCE)
+        where = uint32(uint32(slots + SLOT_BYTES * i) + uint32(uint32(uint32(group * ROWS) + turn) << 2))
+        offset = row_offset(cache, blocks[i], positions[i])
+        store_shared_word(where, uint32(offset))
+        if WIDE:
+            store_shared_word(uint32(where + HIGH), uint32(offset >> 32))
+
+    @device_function
+    def copy_some(n, place, where, cache, has_chunk):
+        low = words_at(uint32(where + 4 * AT_A_TIME * n))
+        high = words_at(uint32(where + (HIGH + 4 * AT_A_TIME * n))) if WIDE else low
+        for j in range(AT_A_TIME):
+            offset = int64(high[j]) << 32 | int64(low[j]) if WIDE else low[j]
+            copy_row(AT_A_TIME * n + j, place, cache, offset, has_chunk)
+
+    @device_function
+    def copy(i, place, slots, cache, blocks, positions, group, has_chunk):
+        first = uint32(place + COPIED * i)
+        if SHARES:
+            where = uint32(uint32(slots + SLOT_BYTES * i) + uint32(group * (4 * ROWS)))
+            for_each(copy_some, TIMES, (first, where, cache, has_chunk))
+        else:
+            copy_rows(first, cache, blocks[i], positions[i], group, has_chunk)
+
+    return Steps(share, copy)
