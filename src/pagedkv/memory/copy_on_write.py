@@ -58,4 +58,6 @@ def plan_writable(
 
 def pairs(sources: Int64Array, destinations: Int64Array) -> Int64Array:
     """Copies, (n, 2) int64."""
+    if not len(sources):
+        return np.empty((0, 2), np.int64)
     return np.concatenate([sources, destinations]).reshape(2, -1).T.copy()

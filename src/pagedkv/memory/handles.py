@@ -42,7 +42,7 @@ class Handles:
         self._num_free = np.array([max_rows])
         self._tally = Tally(max_rows)
         # A step names the same sequences in each of its calls: the last that were found to be distinct, and their rows.
-        self._known: tuple[Int64Array, Int64Array] | None = None
+        self._known: tuple[bytes, Int64Array] | None = None
 
     @property
     def num_free(self) -> int:
@@ -69,7 +69,7 @@ class Handles:
             Not handles.
         """
         handles, known = _as_array(seqs), self._known
-        if known is not None and len(known[0]) == len(handles) and not np.count_nonzero(known[0] != handles):
+        if known is not None and known[0] == handles.tobytes():
             return known[1]
         rows = handles & self._row_mask
         unknown = self._issued.take(rows, mode="clip") != handles
@@ -83,10 +83,11 @@ class Handles:
         rows = self.find(seqs)
         if self._known is not None and rows is self._known[1]:
             return rows
-        repeated = self._tally.repeated(rows)
-        if np.count_nonzero(repeated):
-            raise ValueError(f"seqs must name each sequence once, got {self.of(rows[repeated])[0]} twice")
-        self._known = self.of(rows), rows
+        if len(rows) > 1:
+            repeated = self._tally.repeated(rows)
+            if np.count_nonzero(repeated):
+                raise ValueError(f"seqs must name each sequence once, got {self.of(rows[repeated])[0]} twice")
+        self._known = self.of(rows).tobytes(), rows
         return rows
 
     def plan_issue(self, n: int) -> tuple[Int64Array, list[int], list[Write]]:

@@ -1,4 +1,4 @@
-"""Rows: the blocks, the length and the chain of each sequence, and what a call changes in them."""
+"""Rows: what a call changes in the blocks, the length and the chain of each sequence."""
 
 from __future__ import annotations
 
@@ -6,78 +6,30 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from ..arrays import Array
 from ..commit import Write
-from .checks import MAX_INT64, as_int, as_ints, require
+from .checks import as_ints
 from .copy_on_write import UNUSED, pairs, plan_writable
-from .handles import NO_HANDLE, Handles, Int64Array
-from .pool import NO_BLOCKS, BlockPool
-from .prefix.cache import PrefixCache
-from .prefix.chains import Chains
+from .handles import Int64Array
+from .pool import NO_BLOCKS
 from .prefix.index import NO_BLOCK
 from .prefix.prompt import Prompt
+from .recent import Recent
+from .row_state import Int32Array, RowState
+from .spans import ragged, spread
 
-Int32Array = npt.NDArray[np.int32]
 P = ParamSpec("P")
 Plan = TypeVar("Plan", bound=tuple[Any, ...])
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)
-_ENTRIES_PER_BLOCK = 4  # of a table that nothing has made wider yet, together for all sequences
-_MIN_COLUMNS = 16
 _IN_ORDER: Any = slice(None)
 _WORTH_A_COPY = 2  # so many tokens that are found in a block fill it
 
 
-class Rows:
-    """The state of a SequenceTable, one row for each sequence, without its guard.
+class Rows(RowState):
+    """What a call changes in the rows of a SequenceTable.
 
     Methods called `plan_...` change nothing: they return what is to be stored. Of each, a call uses one.
-
-    Parameters
-    ----------
-    pool : BlockPool
-    block_size, max_seqs, max_blocks : int
-    prefix_cache : PrefixCache or None
     """
-
-    def __init__(
-        self, pool: BlockPool, block_size: int, max_seqs: int, max_blocks: int, prefix_cache: PrefixCache | None
-    ) -> None:
-        self.pool, self.block_size, self.max_blocks = pool, block_size, max_blocks
-        self.prefix_cache = pool._prefix_cache = prefix_cache
-        num_columns = max(_MIN_COLUMNS, -(-_ENTRIES_PER_BLOCK * pool.num_blocks // max_seqs))
-        self.blocks = np.full((max_seqs, min(max_blocks, num_columns)), UNUSED, np.int32)
-        self._offsets = np.arange(block_size)
-        self.lens = np.zeros(max_seqs, np.int64)
-        self.handles = Handles(max_seqs)
-        self.chains = Chains(max_seqs)
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens that one sequence can have."""
-        return self.max_blocks * self.block_size
-
-    def num_blocks(self, length: Any) -> Any:
-        """Blocks of a sequence, or of each."""
-        return (length + (self.block_size - 1)) // self.block_size
-
-    def find_one(self, seq: int) -> int:
-        """The row of a sequence."""
-        return int(self.handles.find(as_int("seq", seq, minimum=None))[0])
-
-    def tables_of(self, rows: Int64Array) -> Int32Array:
-        """The block tables of rows, as wide as the longest needs."""
-        return self.blocks[rows, : self.num_blocks(self.lens[rows].max(initial=1))]
-
-    def lens_of(self, rows: Int64Array) -> Int32Array:
-        """The lengths of rows."""
-        return self.lens[rows].astype(np.int32)
-
-    def slots_of(self, row: int, start: int, stop: int) -> Int64Array:
-        """The slots of some tokens of a row."""
-        logical, offset = np.divmod(np.arange(start, stop), self.block_size)
-        return self.blocks[row].take(logical) * np.int64(self.block_size) + offset
 
     def plan_add(self, prompt: Prompt, reserve: int | None = None) -> tuple[int, int, Int64Array, list[Write]]:
         """Start a sequence: its handle, how many of its tokens were found, the copies to make, and what to store.
@@ -97,7 +49,7 @@ class Rows:
             if size == 1:  # the last token has a block of its own
                 shared, copied, forgotten = shared[:num_cached], NO_BLOCKS, NO_BLOCKS
         new_blocks, allocation = self.pool._plan(
-            self.num_blocks(num_tokens) - len(shared), gained=shared, forgotten=forgotten
+            self.num_blocks(num_tokens) - len(shared), gained=shared, forgotten=forgotten, distinct=True
         )
         blocks = np.concatenate([shared, new_blocks])
         table, grown = self._with_columns(len(blocks))
@@ -112,8 +64,8 @@ class Rows:
             tokens, num_known = prompt.tokens, 0
             if tokens is not None:
                 start, num_known = len(shared) * size, num_tokens
-                slots = blocks[len(shared) :, None] * size + self._offsets
-                writes += [(cache.tokens, slots.reshape(-1)[: num_tokens - start], tokens[start:num_tokens])]
+                slots = spread(new_blocks * size, size)
+                writes += [(cache.tokens, slots[: num_tokens - start], tokens[start:num_tokens])]
                 writes += cache.plan_count(prompt.num_tokens, num_cached)
             writes += self.chains.plan_start(rows, num_known, len(shared) - len(forgotten), prompt.root)
         return seq, num_cached, pairs(copied, new_blocks[: len(copied)]), writes
@@ -160,7 +112,7 @@ class Rows:
             [
                 *writes,
                 *grown,
-                *self.pool._plan(gained=blocks)[1],
+                *self.pool._plan(gained=blocks, distinct=True)[1],
                 (self.lens, rows, np.array([length])),
                 (table.reshape(-1), int(rows[0]) * table.shape[1] + np.arange(len(blocks)), blocks.astype(np.int32)),
                 *self.chains.plan_start(rows, length, len(blocks), prompt.root),
@@ -171,8 +123,15 @@ class Rows:
         self, seqs: Any, n: Any, tokens: Int32Array | None = None
     ) -> tuple[Int64Array, Int64Array, list[Write]]:
         """Add tokens to the end of sequences: their slots, the copies to make, and what to store."""
-        rows = self.handles.find_distinct(seqs)
-        lens, is_step = self.lens[rows], type(n) is int and n == 1
+        rows, is_step = self.handles.find_distinct(seqs), type(n) is int and n == 1
+        recent = self._recent_of(rows) if is_step else None
+        if (
+            recent is not None
+            and recent.longest < self.blocks.shape[1] * self.block_size
+            and (tokens is None or recent.is_known)
+        ):
+            return self._plan_next(recent, tokens)
+        lens = self.lens[rows]
         num_new: Any = 1 if is_step else self.per_seq("n", n, len(rows))
         ends = lens + (1 if is_step else np.minimum(num_new, self.max_seq_len + 1))
         longest = int(ends.max(initial=0))
@@ -202,29 +161,85 @@ class Rows:
         blocks, copies, writes = plan_writable(self.pool, table.reshape(-1), entries)
         slots = blocks[entry_of_token] * self.block_size + positions % self.block_size
         writes = [*grown, *writes, (self.lens, rows, ends)]
-        if tokens is not None and len(tokens) != len(slots):
-            raise ValueError(f"tokens must have shape (num_new_tokens,) = ({len(slots)},), got {tokens.shape}")
+        _require_one_each(tokens, slots)
+        all_known = False
         if self.prefix_cache is not None:
             if len(copies):
                 writes += self.prefix_cache.plan_copy(copies)
             if tokens is not None:
                 known = self.chains.num_known[rows]
+                are_known = known == lens
+                all_known = np.count_nonzero(are_known) == len(rows)
                 writes.append((self.prefix_cache.tokens, slots, tokens))
-                writes += self.chains.plan_known(rows, known + (known == lens) * num_new)
+                writes += self.chains.plan_known(rows, known + are_known * num_new)
+        if is_step and len(rows):
+            is_known = tokens is not None and all_known
+            writes.append(self._plan_recent(rows, ends, slots, longest, False, is_known, None))
         return slots, copies, writes
+
+    def _plan_next(self, recent: Recent, tokens: Int32Array | None) -> tuple[Int64Array, Int64Array, list[Write]]:
+        """`plan_append` of one token each to the sequences of the last step: most of them go on in their block."""
+        rows, lens, full, size = recent.rows, recent.lens, recent.full, self.block_size
+        ends, slots = lens + 1, recent.slots + 1
+        writes: list[Write] = []
+        tables, width = recent.tables, recent.longest // size + 1
+        if tables is None:
+            tables = self.blocks[rows, :width]
+        elif tables.shape[1] < width:
+            narrow, tables = tables, np.full((len(rows), width), UNUSED, np.int32)
+            tables[:, :-1] = narrow
+        if len(full):
+            new_blocks, writes = self.pool._plan(len(full))
+            slots[full] = new_blocks * size
+            columns, ids = lens[full] // size, new_blocks.astype(np.int32)
+            writes += [
+                (self._entries, rows[full] * self.blocks.shape[1] + columns, ids),
+                (tables.reshape(-1), full * width + columns, ids),
+            ]
+        _require_one_each(tokens, slots)
+        writes.append((self.lens, rows, ends))
+        if tokens is not None and self.prefix_cache is not None:
+            writes.append((self.prefix_cache.tokens, slots, tokens))
+            writes += self.chains.plan_known(rows, ends)
+        was_committed = recent.late is not None and not len(recent.late)
+        is_known = tokens is not None
+        writes.append(self._plan_recent(rows, ends, slots, recent.longest + 1, was_committed, is_known, tables))
+        return slots, np.empty((0, 2), np.int64), writes
+
+    def _plan_recent(
+        self,
+        rows: Int64Array,
+        lens: Int64Array,
+        slots: Int64Array,
+        longest: int,
+        was_committed: bool,
+        is_known: bool,
+        tables: Int32Array | None,
+    ) -> Write:
+        """Keep what a step has left; `was_committed` if before it `commit` had seen all full blocks."""
+        offsets = lens & self.block_size - 1 if self.block_size.bit_count() == 1 else lens % self.block_size
+        change, full = self.pool._num_changes[0] + 1, (offsets == 0).nonzero()[0]
+        late = full if was_committed and is_known else None
+        # The caller may write to its slots.
+        return (self._recent, 0, Recent(change, rows, lens, slots.copy(), longest, full, late, is_known, tables))
 
     def plan_fork(self, seqs: Any, n: int) -> tuple[list[int], list[Write]]:
         """Start n sequences like each of some: their handles, and what to store."""
         parents = self.handles.find(seqs).repeat(n)
         rows, handles, writes = self.handles.plan_issue(len(parents))
         lens = self.lens[parents]
-        owners, columns = ragged(np.zeros_like(lens), self.num_blocks(lens))
-        blocks = self.blocks[parents[owners], columns]
+        if len(parents) == 1:
+            sources, targets, columns = parents, rows, np.arange(self.num_blocks(int(lens[0])))
+        else:
+            owners, columns = ragged(np.zeros_like(lens), self.num_blocks(lens))
+            sources, targets = parents[owners], rows[owners]
+        width = self.blocks.shape[1]
+        blocks = self._entries.take(sources * width + columns)
         return handles, [
-            *self.pool._plan(gained=blocks.astype(np.int64))[1],
+            *self.pool._plan(gained=blocks.astype(np.int64), distinct=len(parents) == 1)[1],
             *writes,
             (self.lens, rows, lens),
-            (self._entries, rows[owners] * self.blocks.shape[1] + columns, blocks),
+            (self._entries, targets * width + columns, blocks),
             *self.chains.plan_copy(rows, parents),
         ]
 
@@ -288,22 +303,29 @@ class Rows:
         rows, cache, chains = self.handles.find_distinct(seqs), self.prefix_cache, self.chains
         if cache is None:
             return []
+        recent, seen = self._recent_of(rows), []
+        if recent is not None:
+            if recent.late is not None:
+                if not len(recent.late):
+                    return []
+                rows = rows[recent.late]
+            seen = [(self._recent, 0, recent._replace(change=recent.change + 1, late=NO_BLOCKS))]
         first, full = chains.num_found[rows], chains.num_known[rows] // self.block_size
-        late = np.flatnonzero(full > first)
+        late = (full > first).nonzero()[0]
         if not len(late):
-            return []
+            return seen
         rows, first, full = rows[late], first[late], full[late]
         counts = full - first
         entries = rows * self.blocks.shape[1] + first
         above = self._entries[entries - 1].astype(np.int64)
         above[first == 0] = NO_BLOCK
         owners = np.arange(len(rows))
-        if counts.max() > 1:
+        if np.count_nonzero(counts != 1):
             owners, entries = ragged(entries, counts)
         blocks = self._entries[entries].astype(np.int64)
         stored = cache.to_store(blocks, counts, above, chains.roots(rows), self.pool._refs)
         if len(stored.blocks) == len(blocks):
-            return [*self.pool._plan(stored=stored)[1], *chains.plan_found(rows, full)]
+            return [*self.pool._plan(stored=stored)[1], *chains.plan_found(rows, full), *seen]
         other = (stored.kept != blocks) & (stored.kept != NO_BLOCK)
         found = first + np.bincount(owners, stored.kept != NO_BLOCK, len(rows)).astype(np.int64)
         known = np.where(found < full, found * self.block_size, chains.num_known[rows])
@@ -313,77 +335,6 @@ class Rows:
             *chains.plan_known(rows, known),
             *chains.plan_found(rows, found),
         ]
-
-    def block_fills(self) -> Int32Array:
-        """How many slots of each block hold a token of some sequence, (N,)."""
-        owners, columns = ragged(np.zeros_like(self.lens), self.num_blocks(self.lens))
-        fills = np.zeros(self.pool.num_blocks, np.int32)
-        tokens = np.minimum(self.lens[owners] - columns * self.block_size, self.block_size)
-        np.maximum.at(fills, self.blocks[owners, columns], tokens.astype(np.int32))
-        return fills
-
-    def block_owners(self) -> Int64Array:
-        """The handle of a sequence that has each block, (N,); -1 for a block that none has."""
-        rows, columns = ragged(np.zeros_like(self.lens), self.num_blocks(self.lens))
-        owners = np.full(self.pool.num_blocks, NO_HANDLE)
-        owners[self.blocks[rows, columns]] = self.handles.of(rows)
-        return owners
-
-    def wasted_slots(self) -> int:
-        """Slots of used blocks that hold no token of any sequence."""
-        # Only the last block of a sequence is partly full.
-        rows = np.flatnonzero(self.lens % self.block_size)
-        columns, fills = np.divmod(self.lens[rows], self.block_size)
-        blocks = self.blocks[rows, columns]
-        alone = self.pool._refs[blocks] == 1
-        wasted = int((self.block_size - fills[alone]).sum())
-        if not alone.all():
-            # A shared one wastes what the longest of its owners leaves, unless somebody has it in full.
-            blocks, owners = np.unique(blocks[~alone], return_inverse=True)
-            longest = np.zeros(len(blocks), np.int64)
-            np.maximum.at(longest, owners, fills[~alone])
-            all_partial = np.bincount(owners, minlength=len(blocks)) == self.pool._refs[blocks]
-            wasted += int((self.block_size - longest)[all_partial].sum())
-        return wasted
-
-    def check(self) -> None:
-        """Raise AssertionError unless every invariant holds, the pool's included."""
-        self.pool.check()
-        self.handles.check()
-        live = self.handles.live
-        require((self.lens >= 0).all() and (self.lens <= self.max_seq_len).all(), "a length is out of range")
-        require(not self.lens[~live].any(), "a row without a sequence has a length")
-        require(self.num_blocks(self.lens.max()) <= self.blocks.shape[1], "a sequence is longer than its row")
-        used = np.arange(self.blocks.shape[1]) < self.num_blocks(self.lens)[:, None]
-        blocks = self.blocks[used]
-        require((self.blocks[~used] == UNUSED).all(), "an entry past the end of a sequence is not -1")
-        require(((blocks >= 0) & (blocks < self.pool.num_blocks)).all(), "an entry is no block")
-        ordered = np.sort(np.where(used, self.blocks, ~np.arange(self.blocks.shape[1])), axis=1)
-        require((ordered[:, 1:] != ordered[:, :-1]).all(), "a block occurs twice in one sequence")
-        references = np.bincount(blocks, minlength=self.pool.num_blocks)
-        require(np.array_equal(references, self.pool.ref_counts), "reference counts differ from the table's entries")
-        chains = self.chains
-        require((chains.num_known <= self.lens).all(), "more tokens are known than there are")
-        require((chains.num_found * self.block_size <= chains.num_known).all(), "a block is found by unknown tokens")
-        if self.prefix_cache is not None:
-            roots = chains.roots(np.arange(len(self.lens)))
-            for blocks, num_found, root in zip(self.blocks, chains.num_found.tolist(), roots, strict=True):
-                found = blocks[:num_found].astype(np.int64)
-                require(self.prefix_cache.follows(found, root.tobytes()), "a block that can be found is not")
-
-    @staticmethod
-    def per_seq(name: str, value: Any, num_seqs: int) -> Int64Array:
-        """One int of at least 0 for each sequence."""
-        if isinstance(value, (int, np.integer)):
-            return np.full(num_seqs, as_int(name, value, maximum=MAX_INT64))
-        values = as_ints(name, value, num_seqs, "num_seqs")
-        if values.min(initial=0) < 0:
-            raise ValueError(f"{name} must be at least 0, got {values.min()}")
-        return values
-
-    @property
-    def _entries(self) -> Int32Array:
-        return self.blocks.reshape(-1)
 
     def _with_columns(self, num_columns: int) -> tuple[Int32Array, list[Write]]:
         """The table with at least so many columns, and what makes a wider one the table."""
@@ -426,20 +377,13 @@ class Rows:
         entries = (rows * self.blocks.shape[1]).take(owners) + columns
         blocks = self._entries.take(entries).astype(np.int64)
         return [
-            *self.pool._plan(dropped=blocks, forgotten=forgotten)[1],
+            *self.pool._plan(dropped=blocks, forgotten=forgotten, distinct=len(rows) == 1)[1],
             (self._entries, entries, _EMPTY_ENTRY.repeat(len(entries))),
             (self.lens, rows, lens),
             *self.chains.plan_shorten(rows, lens, lens // self.block_size),
         ]
 
 
-def ragged(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
-    """The integers starts[i], ..., starts[i] + counts[i] - 1 for each i in turn, and the i of each.
-
-    Returns
-    -------
-    owners, values : (counts.sum(),) int64
-    """
-    owners = np.arange(len(counts)).repeat(counts)
-    begins = counts.cumsum() - counts
-    return owners, np.arange(len(owners)) + (starts - begins).take(owners)
+def _require_one_each(tokens: Int32Array | None, slots: Int64Array) -> None:
+    if tokens is not None and len(tokens) != len(slots):
+        raise ValueError(f"tokens must have shape (num_new_tokens,) = ({len(slots)},), got {tokens.shape}")

@@ -12,7 +12,7 @@ from ..cache import PagedKVCache
 from ..memory.checks import as_int
 from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import ids_of
-from ..memory.rows import ragged
+from ..memory.spans import ragged
 from .admission import Admission
 from .request import NOT_RUNNING, Request
 from .running import Running

@@ -129,21 +129,42 @@ class PrefixMachine(RuleBasedStateMachine):
     def append(self, data, known, committed):
         names = self.pick(data, 4)
         new = {name: self.ids(data, data.draw(st.integers(0, 9))) if known else [-next(self.numbers)] for name in names}
+        if self.append_to(new, [*map(len, new.values())], known) and committed:
+            self.commit_of(names)
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data(), unknown_from=st.sampled_from([9, 9, 2]), uncommitted=st.sampled_from([9, 9, 0, 2]))
+    def decode(self, data, unknown_from, uncommitted):
+        """Steps of the same sequences, one token of each."""
+        names = self.pick(data, 4)
+        for step in range(data.draw(st.integers(2, 7))):
+            known = step < unknown_from
+            new = {name: self.ids(data, 1) if known else [-next(self.numbers)] for name in names}
+            if not self.append_to(new, 1, known):
+                return
+            tables = self.cache.batch(names).block_tables
+            assert tables.tolist() == self.cache.table.block_tables(names[::-1])[::-1].tolist()
+            tables[...] = -1
+            if step != uncommitted:
+                self.commit_of(names)
+            self.cache.check()
+
+    def append_to(self, new, n, known):
+        """Whether there was room."""
+        names, tokens = [*new], [*itertools.chain(*new.values())] if known else None
         if any(len(self.twin.seqs[name].tokens + new[name]) > self.cache.table.max_seq_len for name in names):
-            return
-        counts, tokens = [len(new[name]) for name in names], [*itertools.chain(*new.values())]
+            return False
         starts = [len(self.twin.seqs[name].tokens) for name in names]
         try:
             self.twin.append(new, known=known)
         except OutOfBlocksError:
             with refused(self.cache, OutOfBlocksError):
-                self.cache.append(names, counts, tokens if known else None)
-            return
-        self.cache.append(names, counts, tokens if known else None)
+                self.cache.append(names, n, tokens)
+            return False
+        self.cache.append(names, n, tokens)[...] = -1  # they are the caller's
         for name, start in zip(names, starts, strict=True):
             self.write(name, start)
-        if committed:
-            self.commit_of(names)
+        return True
 
     @precondition(lambda self: self.names)
     @rule(data=st.data())

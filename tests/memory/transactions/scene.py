@@ -13,13 +13,13 @@ class Scene:
     """A cache in which the forks share a partial block, and one sequence is about to fill up its own.
 
     Some blocks can be found, in use and not, and one sequence has full blocks that are not committed yet, the first of
-    them like one that is.
+    them like one that is. Two are in the middle of their steps, and one of them needs a block for the next.
     """
 
     def __init__(self) -> None:
         self.events = []
-        self.cache = PagedKVCache(2, 16, 4, 1, 8, max_seqs=9, max_seq_len=20, events=self.events.append)
-        self.cache.k_caches[0][:] = np.arange(16)[:, None, None, None]
+        self.cache = PagedKVCache(2, 19, 4, 1, 8, max_seqs=11, max_seq_len=20, events=self.events.append)
+        self.cache.k_caches[0][:] = np.arange(19)[:, None, None, None]
         self.seq = self.cache.add(6).seq
         self.forks = self.cache.fork(self.seq, 2)
         self.other = self.cache.add(8).seq
@@ -30,6 +30,10 @@ class Scene:
         self.cache.truncate(cached, 4)
         self.cache.pin("first", LATE[:4])
         self.cache.free(cached)
+        self.running = [self.cache.add([1, 2]).seq, self.cache.add([3, 4, 5]).seq]
+        for token in (6, 7):
+            self.cache.append(self.running, tokens=[token, token])
+            self.cache.commit(self.running)
 
     def contents(self) -> bytes:
         """K of all blocks in use; what is in the free ones does not matter."""
@@ -60,6 +64,7 @@ OF_THE_PREFIX_CACHE = {
     "add, found": lambda s: s.cache.add([*LATE[:4], 0, 0, 0, 0, 1]),
     "add, all found": lambda s: s.cache.add(LATE[:4]),
     "pool.allocate, evicting": lambda s: s.cache.pool.allocate(7),
+    "append, next": lambda s: s.cache.append(s.running, tokens=[8, 8]),
     "append, tokens": lambda s: s.cache.append([s.late, s.seq], [2, 1], [1, 2, 3]),
     "commit": lambda s: s.cache.commit([s.late, s.seq]),
     "pin": lambda s: s.cache.pin("second", [*LATE[:4], 0, 0, 0, 0]),

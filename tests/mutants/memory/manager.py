@@ -8,6 +8,7 @@ MACHINE = ("tests/memory/test_manager_machine.py",)
 TRANSACTION = ("tests/memory/transactions/test_transaction.py",)
 GUARD = ("tests/memory/test_guard.py",)
 CACHE = ("tests/test_cache.py",)
+STEPS = ("tests/memory/prefix/test_machine.py::TestPrefixMachine",)
 
 MUTANTS = [
     Mutant(
@@ -132,29 +133,29 @@ MUTANTS = [
     Mutant(
         "fork takes no references",
         "memory/rows.py",
-        "            *self.pool._plan(gained=blocks.astype(np.int64))[1],\n            *writes,\n",
-        "            *writes,\n",
+        "gained=blocks.astype(np.int64), distinct=len(parents) == 1",
+        "",
         MACHINE,
         ci=True,
     ),
     Mutant(
         "fork takes one reference for all",
         "memory/rows.py",
-        "*self.pool._plan(gained=blocks.astype(np.int64))[1],\n            *writes",
-        "*self.pool._plan(gained=np.unique(blocks).astype(np.int64))[1],\n            *writes",
+        "gained=blocks.astype(np.int64), distinct=len(parents) == 1",
+        "gained=np.unique(blocks).astype(np.int64)",
         MACHINE,
     ),
     Mutant(
         "fork takes no reference to the partial last block",
         "memory/rows.py",
-        "owners, columns = ragged(np.zeros_like(lens), self.num_blocks(lens))\n        blocks = self.blocks[parents",
-        "owners, columns = ragged(np.zeros_like(lens), lens // self.block_size)\n        blocks = self.blocks[parents",
+        "np.arange(self.num_blocks(int(lens[0])))",
+        "np.arange(int(lens[0]) // self.block_size)",
         MACHINE,
         ci=True,
     ),
     Mutant(
         "a full last block counts as one more",
-        "memory/rows.py",
+        "memory/row_state.py",
         "return (length + (self.block_size - 1)) // self.block_size",
         "return length // self.block_size + 1",
         MACHINE,
@@ -191,7 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         "slots of a range in 32 bits",
-        "memory/rows.py",
+        "memory/row_state.py",
         "np.int64(self.block_size) + offset",
         "np.int32(self.block_size) + offset",
         TABLE,
@@ -253,8 +254,8 @@ MUTANTS = [
     Mutant(
         "as many handles as before are the same ones",
         "memory/handles.py",
-        " and not np.count_nonzero(known[0] != handles):",
-        ":",
+        "known[0] == handles.tobytes():",
+        "len(known[0]) == len(handles.tobytes()):",
         MACHINE,
     ),
     Mutant(
@@ -428,8 +429,52 @@ MUTANTS = [
         CACHE,
     ),
     Mutant(
-        "shared tokens count as stored twice",
+        "a step goes on whatever has changed",
+        "memory/row_state.py",
+        " or recent.change != self.pool._num_changes[0]:",
+        ":",
+        STEPS,
+        ci=True,
+    ),
+    Mutant(
+        "a step of known tokens goes on behind unknown ones",
         "memory/rows.py",
+        "(tokens is None or recent.is_known)",
+        "True",
+        STEPS,
+    ),
+    Mutant(
+        "what the step before has filled is never committed",
+        "memory/rows.py",
+        "late = full if was_committed and is_known else None",
+        "late = full",
+        STEPS,
+        ci=True,
+    ),
+    Mutant(
+        "a step goes on from slots that its caller may change",
+        "memory/rows.py",
+        "slots.copy()",
+        "slots",
+        STEPS,
+    ),
+    Mutant(
+        "the tables that a step goes on with are handed out",
+        "memory/row_state.py",
+        "recent.tables.copy()",
+        "recent.tables",
+        STEPS,
+    ),
+    Mutant(
+        "blocks that a sequence gives up stay shared",
+        "memory/pool.py",
+        "np.count_nonzero(before == (1 if len(gained) else 2))",
+        "np.count_nonzero(before == (1 if len(gained) else 3))",
+        MACHINE,
+    ),
+    Mutant(
+        "shared tokens count as stored twice",
+        "memory/row_state.py",
         "np.maximum.at(fills,",
         "np.add.at(fills,",
         ("tests/memory/prefix/test_machine.py::TestPrefixMachine",),

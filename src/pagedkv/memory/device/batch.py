@@ -83,20 +83,13 @@ class Batches(Guarded):
         """The batch of sequences: see `PagedKVCache.batch`."""
         if self._mirrors is not None:
             return self._mirrored(*self._mirrors, seqs, query_lens)
-        block_tables, seq_lens, query_lens = self._table._batch(seqs, query_lens)
+        block_tables, longest, seq_lens, query_lens = self._table._batch(seqs, query_lens)
         arrays = self._arrays
-        return Batch(
-            arrays.asarray(block_tables), arrays.asarray(seq_lens), _longest(seq_lens), arrays, seq_lens, query_lens
-        )
+        return Batch(arrays.asarray(block_tables), arrays.asarray(seq_lens), longest, arrays, seq_lens, query_lens)
 
     @alone
     def _mirrored(self, tables: Mirror, lens: Mirror, seqs: Any, query_lens: Any) -> Batch:
-        block_tables, seq_lens, query_lens = self._table._batch(seqs, query_lens)
-        longest = _longest(seq_lens)
+        block_tables, longest, seq_lens, query_lens = self._table._batch(seqs, query_lens)
         room = min(-(-bucket(longest) // self._table.block_size), self._table.max_blocks)
         mirrored = tables.update(block_tables, room), lens.update(seq_lens[:, None])[:, 0]
         return Batch(*mirrored, longest, self._arrays, seq_lens, query_lens)
-
-
-def _longest(seq_lens: npt.NDArray[np.int32]) -> int:
-    return int(seq_lens.max(initial=0))

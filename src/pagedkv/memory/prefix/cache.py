@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -17,6 +18,7 @@ from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
 
 Int64Array = npt.NDArray[np.int64]
+_NO_BLOCKS = np.empty(0, np.int64)
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
 _FASTER = 16  # how many times as many blocks are looked for next, where all were found
 
@@ -90,6 +92,7 @@ class PrefixCache:
         self.block_size = block_size
         self.eviction = eviction(num_blocks)
         self.tokens = np.zeros(num_blocks * block_size, np.int32)
+        self._contents = self.tokens.view(f"V{block_size * self.tokens.itemsize}")
         self.num_queried, self.num_hit = np.array([0]), np.array([0])
         self._index = HashIndex(num_blocks)
         # Stored contents are numbered from 1 on, 0 is for blocks that cannot be found. The parent of a first block is
@@ -120,22 +123,40 @@ class PrefixCache:
             The digest of its salt.
         """
         num_full = len(tokens) // self.block_size
+        if not num_full:
+            return _NO_BLOCKS
         rows = tokens[: num_full * self.block_size].reshape(num_full, self.block_size)
-        digest, more, blocks = root, 1, np.empty(0, np.int64)
-        while len(blocks) < num_full:
-            digests = chained(self._hash_of, digest, _split(rows[len(blocks) : len(blocks) + more]))
-            blocks = np.concatenate([blocks, self._index.find(_keys(digests))[0]])
-            if np.count_nonzero(blocks == NO_BLOCK):
-                blocks = blocks[: int((blocks == NO_BLOCK).argmax())]
+        first = self._index.find_one(self._hash_of(root + rows[0].tobytes()))
+        if first == NO_BLOCK:
+            return _NO_BLOCKS
+        blocks, more = self._matching(self._run(first, num_full), _root_numbers(_keys([root])), rows), 1
+        while 0 < len(blocks) < num_full:
+            above, behind = blocks[-1:], rows[len(blocks) : len(blocks) + more]
+            digests = chained(self._hash_of, self._index.keys(above).tobytes(), _split(behind))
+            found, _ = self._index.find(_keys(digests))
+            matching = self._matching(found, self._serials.take(above), behind)
+            blocks = np.concatenate([blocks, matching])
+            if len(matching) < len(found):
                 break
-            digest, more = digests[-1], more * _FASTER
-        if len(blocks):
-            parents = np.concatenate([_root_numbers(_keys([root])), self._serials[blocks[:-1]]])
-            follows = self._parents[blocks] == parents
-            same = self._rows().take(blocks, axis=0) == rows[: len(blocks)]
-            if np.count_nonzero(same) < same.size or np.count_nonzero(follows) < len(blocks):
-                blocks = blocks[: int(np.append(follows & same.all(axis=1), False).argmin())]
+            more *= _FASTER
         return blocks
+
+    def _run(self, block: int, most: int) -> Int64Array:
+        """A block and those that were last stored one behind the other: of a text that is found again, all of them."""
+        run, behind = array("q", [block]), self._behind.data
+        while len(run) < most and (block := behind[block]) != NO_BLOCK:
+            run.append(block)
+        return np.frombuffer(run, np.int64)
+
+    def _matching(self, blocks: Int64Array, parent: Int64Array, rows: npt.NDArray[np.int32]) -> Int64Array:
+        """The first blocks, as far as they can be found, follow each other from a parent on, and hold these tokens."""
+        serials, rows = self._serials.take(blocks), rows[: len(blocks)]
+        follows = self._parents.take(blocks) == np.concatenate([parent, serials[:-1]])
+        follows &= (serials != 0) & (blocks != NO_BLOCK)
+        same = self._rows().take(blocks, axis=0) == rows
+        if np.count_nonzero(same) == same.size and np.count_nonzero(follows) == len(blocks):
+            return blocks
+        return blocks[: int(np.append(follows & same.all(axis=1), False).argmin())]
 
     def find_part(self, block: int, tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
         """A block behind another one that begins with the same tokens, and with how many: less than all of it.
@@ -169,39 +190,41 @@ class PrefixCache:
             References to each block.
         """
         last = int(self._last_serial[0])
-        heads, parents_above = self._index.keys(above), self._serials[above]
-        is_first = above == NO_BLOCK
-        if np.count_nonzero(is_first):
-            heads = np.where(is_first[:, None], roots, heads)
-            parents_above = np.where(is_first, _root_numbers(roots), parents_above)
-        rows = self._rows().take(blocks, axis=0)
+        heads, parents_above = self._index.keys(above), self._serials.take(above)
+        top = (above == NO_BLOCK).nonzero()[0]
+        if len(top):
+            heads[top], parents_above[top] = roots[top], _root_numbers(roots[top])
+        contents, digests = self._contents.take(blocks).tolist(), []
         if len(blocks) == len(counts):
-            firsts = np.arange(len(blocks))
-            digests = [*map(self._hash_of, _split(np.concatenate([heads.view(np.int32), rows], axis=1)))]
+            firsts = stored = np.arange(len(blocks))
+            digests = [self._hash_of(head + content) for head, content in zip(_split(heads), contents, strict=True)]
             parents, blocks_above = parents_above, above
         else:
-            firsts, digests, behind = counts.cumsum() - counts, [], iter(_split(rows))
+            stored, firsts, behind = np.arange(len(blocks)), counts.cumsum() - counts, iter(contents)
             for head, count in zip(_split(heads), counts.tolist(), strict=True):
                 digests += chained(self._hash_of, head, islice(behind, count))
-            parents, blocks_above = last + np.arange(len(blocks)), np.empty_like(blocks)
+            parents, blocks_above = last + stored, np.empty_like(blocks)
             blocks_above[1:] = blocks[:-1]
             parents[firsts], blocks_above[firsts] = parents_above, above
-        keys, stored = _keys(digests), np.arange(len(blocks))
-        found, free = self._index.find(keys)
-        if len({*digests}) == len(digests) and not np.count_nonzero(found != NO_BLOCK):
+        keys = _keys(digests)
+        found, places = self._index.find(keys)
+        are_apart = len({*places.tolist()}) == len(places)  # and so the digests, too
+        if (are_apart or len({*digests}) == len(digests)) and not np.count_nonzero(found != NO_BLOCK):
             kept, forgotten = blocks, blocks[:0]
         else:
             of_first = dict(zip(firsts.tolist(), zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
             stored, kept, parents, blocks_above, forgotten = self._resolve(
-                blocks, of_first, digests, found.tolist(), _split(rows), refs
+                blocks, of_first, digests, found.tolist(), contents, refs
             )
-            free = free[stored]
-        places = self._index.apart(free)  # of one digest each: the table may have fewer slots than forks share a block
+            places, are_apart = places[stored], False
+        if not are_apart:  # of one digest each: the table may have fewer slots than forks share a block
+            places = self._index.apart(places)
         serials = np.arange(last + 1, last + 1 + len(parents))
         events: list[Event] = []
         if self._listener is not None:
             events = self._stored_events(stored, blocks, digests, firsts, above)
-        return Stored(kept, blocks[stored], serials, parents, blocks_above, keys[stored], places, forgotten, events)
+        blocks, keys = blocks.take(stored), keys.take(stored, axis=0)
+        return Stored(kept, blocks, serials, parents, blocks_above, keys, places, forgotten, events)
 
     def _resolve(
         self,

@@ -13,6 +13,7 @@ from ..tally import Tally
 
 Int64Array = npt.NDArray[np.int64]
 _AWAY = -1
+_GONE = np.array([_AWAY])
 
 
 class Eviction(Protocol):
@@ -77,8 +78,8 @@ class LRU:
                 evicted, places = evicted[others], places[others]
             evicted, places = evicted[:num_evicted], places[:num_evicted]
             size *= 2
-        gone = np.concatenate([blocks, evicted])
-        writes: list[Write] = [(self._places, gone, np.full(len(gone), _AWAY))]
+        gone = np.concatenate([blocks, evicted]) if num_evicted else blocks
+        writes: list[Write] = [(self._places, gone, _GONE.repeat(len(gone)))]
         if num_evicted:
             writes.append((self._first, 0, int(places[-1]) + 1))
         return evicted, writes

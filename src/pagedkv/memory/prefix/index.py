@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from struct import Struct
+
 import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require
+from ..spans import spread
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
 _REMOVED = -2  # a slot whose block is gone: what was probed past it is still behind it
-_HALVES = np.arange(2)
 _ROOM = 16  # slots for each block, at least
 _FULL = 8  # of so many slots one is filled, at most
 _FEW = 6  # digests
 _NO_KEYS, _NO_PLACES = np.empty((0, 2), np.int64), np.empty(0, np.int64)
+_REMOVED_SLOT, _NO_PLACE = np.array([_REMOVED], np.int32), np.array([NO_BLOCK])
+_TWO_BOOLS = np.dtype(np.int16)
+_KEY = Struct("=qq")
 
 
 class HashIndex:
@@ -36,13 +41,18 @@ class HashIndex:
         self._slots = np.full(num_slots, NO_BLOCK, np.int32)
         self._num_filled = np.array([0])
         self._keys = np.zeros(2 * num_blocks, np.int64)
+        self._pairs = self._keys.reshape(-1, 2)
         self._places = np.full(num_blocks, NO_BLOCK, np.int64)
         # Indexing these takes half as long.
         self._views = self._slots.data, self._keys.data
 
     def keys(self, blocks: Int64Array) -> Int64Array:
         """The digests under which blocks were put in last, (n, 2) int64."""
-        return self._keys.reshape(-1, 2).take(blocks, axis=0)
+        return self._pairs.take(blocks, axis=0)
+
+    def find_one(self, digest: bytes) -> int:
+        """The block with a digest, or NO_BLOCK."""
+        return self._probe(*_KEY.unpack(digest))[0]
 
     def find(self, keys: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Where digests are, or could be put.
@@ -59,25 +69,25 @@ class HashIndex:
         places : (n,) int64
             Its slot, or the empty one where the search ended.
         """
-        places = keys[:, 0] & (len(self._slots) - 1)
+        mask = len(self._slots) - 1
+        places = keys[:, 0] & mask
         blocks = self._slots.take(places).astype(np.int64)
         others = (blocks != NO_BLOCK).nonzero()[0]
-        if len(others) > _FEW:
+        while len(others) > _FEW:
             taken = blocks.take(others)
-            first, second = keys.take(others, axis=0).T
-            differs = (self._half(taken, 0) != first) | (self._half(taken, 1) != second)
-            others = others[differs | (taken == _REMOVED)]
-        for i, key in zip(others.tolist(), keys.take(others, axis=0).tolist(), strict=True):
-            blocks[i], places[i] = self._probe(*key)
+            differs = self._pairs.take(taken, axis=0, mode="clip") != keys.take(others, axis=0)
+            others = others[(differs.view(_TWO_BOOLS)[:, 0] != 0) | (taken == _REMOVED)]
+            places[others] = behind = places.take(others) + 1 & mask
+            blocks[others] = taken = self._slots.take(behind)
+            others = others[taken != NO_BLOCK]
+        if len(others):
+            for i, key in zip(others.tolist(), keys.take(others, axis=0).tolist(), strict=True):
+                blocks[i], places[i] = self._probe(*key)
         return blocks, places
 
     def apart(self, places: Int64Array) -> Int64Array:
         """A slot for each digest: those that `find` ended at, unless some are the same."""
         return _apart(self._views[0], places)
-
-    def _half(self, blocks: Int64Array, half: int) -> Int64Array:
-        """One half of the digest of each block; of anything for a slot without a block."""
-        return self._keys.take(2 * blocks + half, mode="clip")
 
     def _probe(self, first: int, second: int) -> tuple[int, int]:
         slots, keys = self._views
@@ -106,12 +116,12 @@ class HashIndex:
         writes: list[Write] = []
         if len(removed):
             writes = [
-                (self._slots, self._places[removed], np.full(len(removed), _REMOVED, np.int32)),
-                (self._places, removed, np.full(len(removed), NO_BLOCK)),
+                (self._slots, self._places.take(removed), _REMOVED_SLOT.repeat(len(removed))),
+                (self._places, removed, _NO_PLACE.repeat(len(removed))),
             ]
         if not len(put):
             return writes
-        writes.append((self._keys, (2 * put[:, None] + _HALVES).reshape(-1), keys.reshape(-1)))
+        writes.append((self._keys, spread(2 * put, 2), keys.reshape(-1)))
         num_filled = int(self._num_filled[0]) + int(np.count_nonzero(self._slots.take(places) == NO_BLOCK))
         if num_filled <= len(self._slots) // _FULL:
             writes.append((self._slots, places, put.astype(np.int32)))
@@ -136,14 +146,16 @@ class HashIndex:
 
 
 def _apart(slots: memoryview, places: Int64Array) -> Int64Array:
-    """Slots that can be filled, all different: of places that can be, the second of two equal ones is moved on."""
-    starts = places.tolist()
-    if len({*starts}) == len(starts):
+    """Slots that can be filled, all different: of places that can be, all but the first of equal ones are moved on."""
+    chosen, mask = {*places.tolist()}, len(slots) - 1
+    if len(chosen) == len(places):
         return places
-    mask, chosen = len(slots) - 1, dict[int, None]()
-    for place in starts:
-        if place in chosen:
-            while place in chosen or slots[place] != NO_BLOCK:
-                place = place + 1 & mask
-        chosen[place] = None  # in order
-    return np.fromiter(chosen, np.int64, len(chosen))
+    order = places.argsort(kind="stable")
+    ordered, places = places[order], places.copy()
+    for i in order[1:][ordered[1:] == ordered[:-1]].tolist():
+        place = int(places[i])
+        while place in chosen or slots[place] != NO_BLOCK:
+            place = place + 1 & mask
+        chosen.add(place)
+        places[i] = place
+    return places

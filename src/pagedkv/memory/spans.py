@@ -1,0 +1,28 @@
+"""Spans: the integers of many ranges, one after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import Array
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def ragged(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
+    """The integers starts[i], ..., starts[i] + counts[i] - 1 for each i in turn, and the i of each.
+
+    Returns
+    -------
+    owners, values : (counts.sum(),) int64
+    """
+    owners = np.arange(len(counts)).repeat(counts)
+    begins = counts.cumsum() - counts
+    return owners, np.arange(len(owners)) + (starts - begins).take(owners)
+
+
+def spread(starts: Array, count: int) -> Int64Array:
+    """The integers starts[i], ..., starts[i] + count - 1 for each i in turn, (len(starts) * count,)."""
+    begins = np.arange(0, len(starts) * count, count)
+    return np.asarray((starts - begins).repeat(count) + np.arange(len(starts) * count))
