@@ -305,16 +305,18 @@ class Rows(RowState):
             return []
         recent, seen = self._recent_of(rows), []
         if recent is not None:
-            if recent.late is not None:
-                if not len(recent.late):
-                    return []
-                rows = rows[recent.late]
             seen = [(self._recent, 0, recent._replace(change=recent.change + 1, late=NO_BLOCKS))]
-        first, full = chains.num_found[rows], chains.num_known[rows] // self.block_size
-        late = (full > first).nonzero()[0]
-        if not len(late):
-            return seen
-        rows, first, full = rows[late], first[late], full[late]
+        if recent is None or recent.late is None:
+            first, full = chains.num_found[rows], chains.num_known[rows] // self.block_size
+            late = (full > first).nonzero()[0]
+            if not len(late):
+                return seen
+            rows, first, full = rows[late], first[late], full[late]
+        elif len(recent.late):
+            rows, full = rows.take(recent.late), recent.lens.take(recent.late) // self.block_size
+            first = full - 1
+        else:
+            return []
         counts = full - first
         entries = rows * self.blocks.shape[1] + first
         above = self._entries[entries - 1].astype(np.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from .index import NO_BLOCK, HashIndex
 
 Int64Array = npt.NDArray[np.int64]
 _NO_BLOCKS = np.empty(0, np.int64)
+_DIGEST = np.dtype(f"V{NUM_BYTES}")
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
 _FASTER = 16  # how many times as many blocks are looked for next, where all were found
 
@@ -132,7 +133,8 @@ class PrefixCache:
         blocks, more = self._matching(self._run(first, num_full), _root_numbers(_keys([root])), rows), 1
         while 0 < len(blocks) < num_full:
             above, behind = blocks[-1:], rows[len(blocks) : len(blocks) + more]
-            digests = chained(self._hash_of, self._index.keys(above).tobytes(), _split(behind))
+            contents = behind.view(self._contents.dtype).reshape(-1).tolist()
+            digests = chained(self._hash_of, self._index.keys(above).tobytes(), contents)
             found, _ = self._index.find(_keys(digests))
             matching = self._matching(found, self._serials.take(above), behind)
             blocks = np.concatenate([blocks, matching])
@@ -197,11 +199,11 @@ class PrefixCache:
         contents, digests = self._contents.take(blocks).tolist(), []
         if len(blocks) == len(counts):
             firsts = stored = np.arange(len(blocks))
-            digests = [self._hash_of(head + content) for head, content in zip(_split(heads), contents, strict=True)]
+            digests = [self._hash_of(head + content) for head, content in zip(_digests(heads), contents, strict=True)]
             parents, blocks_above = parents_above, above
         else:
             stored, firsts, behind = np.arange(len(blocks)), counts.cumsum() - counts, iter(contents)
-            for head, count in zip(_split(heads), counts.tolist(), strict=True):
+            for head, count in zip(_digests(heads), counts.tolist(), strict=True):
                 digests += chained(self._hash_of, head, islice(behind, count))
             parents, blocks_above = last + stored, np.empty_like(blocks)
             blocks_above[1:] = blocks[:-1]
@@ -272,7 +274,7 @@ class PrefixCache:
         """Blocks that can no longer be found, each named once, and those that can from now on."""
         events: list[Event] = []
         if self._listener is not None and len(removed):
-            events.append(BlockRemoved(_split(self._index.keys(removed)), self._medium))
+            events.append(BlockRemoved(_digests(self._index.keys(removed)), self._medium))
         writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))] if len(removed) else []
         if stored is None:
             writes += self._index.plan(removed, removed[:0])
@@ -363,9 +365,8 @@ class PrefixCache:
         return events
 
 
-def _split(rows: npt.NDArray[Any]) -> list[bytes]:
-    """The bytes of each row of a contiguous array."""
-    return cast(list[bytes], rows.view(f"V{rows.shape[1] * rows.itemsize}").reshape(-1).tolist())
+def _digests(keys: Int64Array) -> list[bytes]:
+    return cast(list[bytes], keys.view(_DIGEST).reshape(-1).tolist())
 
 
 def _keys(digests: list[bytes]) -> Int64Array:

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require
-from ..spans import spread
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
@@ -19,6 +18,7 @@ _FULL = 8  # of so many slots one is filled, at most
 _FEW = 6  # digests
 _NO_KEYS, _NO_PLACES = np.empty((0, 2), np.int64), np.empty(0, np.int64)
 _REMOVED_SLOT, _NO_PLACE = np.array([_REMOVED], np.int32), np.array([NO_BLOCK])
+_16_BYTES = np.dtype(np.complex128)  # to copy a digest in one piece
 _TWO_BOOLS = np.dtype(np.int16)
 _KEY = Struct("=qq")
 
@@ -42,6 +42,7 @@ class HashIndex:
         self._num_filled = np.array([0])
         self._keys = np.zeros(2 * num_blocks, np.int64)
         self._pairs = self._keys.reshape(-1, 2)
+        self._wholes = self._keys.view(_16_BYTES)
         self._places = np.full(num_blocks, NO_BLOCK, np.int64)
         # Indexing these takes half as long.
         self._views = self._slots.data, self._keys.data
@@ -121,7 +122,7 @@ class HashIndex:
             ]
         if not len(put):
             return writes
-        writes.append((self._keys, spread(2 * put, 2), keys.reshape(-1)))
+        writes.append((self._wholes, put, keys.reshape(-1).view(_16_BYTES)))
         num_filled = int(self._num_filled[0]) + int(np.count_nonzero(self._slots.take(places) == NO_BLOCK))
         if num_filled <= len(self._slots) // _FULL:
             writes.append((self._slots, places, put.astype(np.int32)))
