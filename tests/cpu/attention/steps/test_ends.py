@@ -49,14 +49,15 @@ def in_places(row, kind):
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ORDERS)
 def test_a_row_of_q_goes_into_its_group(kind, dtype):
-    q, factor = RNG.standard_normal((4, DIMS)).astype(dtype), np.array([0.3], np.float32)
-    group = np.zeros((4, 80), np.float32)
-    take = step_of(make_take, kind)
-    for r in range(4):
-        place = group.reshape(-1)[4 * r :]
-        take(place, 4, q[r], FLOAT_DTYPES.index(dtype), factor, DIMS, np.array(places(kind, DIMS)))
-    expected = np.stack([in_places(row.astype(np.float32) * factor, kind) for row in q])
-    np.testing.assert_array_equal(group.reshape(-1), grouped(expected, 4).reshape(-1))
+    q, take = RNG.standard_normal((4, DIMS)).astype(dtype), step_of(make_take, kind)
+    factor = np.array([0.3], np.float32)
+    rows = np.stack([in_places(row.astype(np.float32) * factor, kind) for row in q])
+    for group_rows in (1, 4):
+        group = np.zeros(rows[:group_rows].size, np.float32)
+        for r in range(group_rows):
+            place, index = group[4 * r :], FLOAT_DTYPES.index(dtype)
+            take(place, group_rows, q[r], index, factor, DIMS, np.array(places(kind, DIMS)))
+        np.testing.assert_array_equal(group, grouped(rows[:group_rows], group_rows).reshape(-1))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
