@@ -90,9 +90,9 @@ MUTANTS = [
     ),
     Mutant(
         "prefill: splits are not folded where they end",
-        "cpu/attention/prefill.py",
-        "end = min(stop, start // SPLIT * SPLIT + SPLIT)",
-        "end = stop",
+        "cpu/attention/flash.py",
+        "after >= stop or after % SPLIT == 0",
+        "after >= stop",
         DRAFTS,
     ),
     Mutant(

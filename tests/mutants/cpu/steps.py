@@ -5,6 +5,7 @@ from ..mutant import Mutant
 ORACLE = ("tests/cpu/attention/test_decode.py::test_oracle[float32-64]",)
 WINDOW = ("tests/cpu/attention/test_decode.py::test_windows_begin_at_their_first_key[64-NHD-float32]",)
 NEEDLE = ("tests/cpu/attention/test_decode.py::test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",)
+PREFILL_ORACLE = ("tests/cpu/attention/test_prefill.py::test_oracle[float32-64]",)
 STEPS = ("tests/cpu/attention/steps/test_attention.py",)
 ENDS = ("tests/cpu/attention/steps/test_ends.py",)
 
@@ -29,6 +30,27 @@ MUTANTS = [
         "masked = False\n            for row in range(r, r + R):",
         "masked = False\n            for row in range(r, r + 1):",
         ("tests/cpu/attention/test_prefill.py::test_a_window_begins_between_the_rows_of_a_group[NHD-float32]",),
+    ),
+    Mutant(
+        "flash: groups that see a part of a tile are left out",
+        "cpu/attention/flash.py",
+        "((begin + 1) * R - 1) * FLOAT_BYTES) <= start:",
+        "(begin * R) * FLOAT_BYTES) <= start:",
+        PREFILL_ORACLE,
+    ),
+    Mutant(
+        "flash: a row sees one token less than it should",
+        "cpu/attention/flash.py",
+        "get_int32(scratch.stops + row * FLOAT_BYTES) - start)",
+        "get_int32(scratch.stops + row * FLOAT_BYTES) - start - 1)",
+        PREFILL_ORACLE,
+    ),
+    Mutant(
+        "flash: the values of a tile are staged up to the first share",
+        "cpu/attention/flash.py",
+        "first, until = turn * share, min(turn * share + share, count)",
+        "first, until = turn * share, min(share, count)",
+        PREFILL_ORACLE,
     ),
     Mutant(
         "flash: accumulators are not rescaled",

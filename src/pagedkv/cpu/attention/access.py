@@ -46,14 +46,3 @@ def fetch_add(typing: Any, address: Any) -> Any:
         return builder.atomic_rmw("add", pointer, INT64(1), "acq_rel")
 
     return types.int64(types.intp), codegen
-
-
-@intrinsic
-def prefetch(typing: Any, address: Any) -> Any:
-    """Prefetch the cache line at `address`; never faults."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        Code(builder).prefetch(arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), codegen

@@ -53,7 +53,8 @@ DIM_NS, ROW_NS = 0.2, 0.04
 @made_once(most=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The kernel of one TileConfig and score_mod."""
-    walk, R = make_walk(config, score_mod), config.group_rows
+    walk, R = make_walk(config, score_mod, folds=False), config.group_rows
+    tile_tokens = TILE if config.staged else STEP
     put_query, finish_row = make_ends(even_odd=is_shuffled(config.kind))
 
     def decode(
@@ -84,8 +85,8 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         group_size = num_heads // num_kv_heads
         groups = finished.shape[1]
         most_rows = heads_per_item * whole_groups(most_tokens * group_size, R)
-        memory = scratch_memory(most_rows, head_dim)
-        scratch = scratch_at(address(memory), most_rows, head_dim)
+        memory = scratch_memory(most_rows, head_dim, tile_tokens)
+        scratch = scratch_at(address(memory), most_rows, head_dim, tile_tokens)
         row_bytes, q_kind = scratch.row_bytes, inputs.q_kind
         out_bytes = head_dim * (4 if q_kind == 0 else 2)
 
@@ -282,12 +283,13 @@ def attend_few(
     spec, splits, plan = call.spec, few.splits, plan_of(call.form)
     num_heads, head_dim = q.shape[1:]
     rows, num_seqs = few.most_tokens * num_heads // spec.num_kv_heads, len(call.seq_lens)
-    kernel = _make_kernel(tile_config(spec, group_rows, staged=False), call.options.score_mod)
+    config = tile_config(spec, group_rows, staged=False)
+    kernel = _make_kernel(config, call.options.score_mod)
     arguments, owners = make_arguments(call, q, few.query_starts)
 
     in_l1 = max(1, min(GROUP_BYTES // (STEP * plan.row_bytes), MOST_ROWS // rows))
     busy = -(-ITEMS_PER_THREAD * get_num_threads() // max(1, splits.seq.size))
-    heads_per_item = max(1, min(in_l1, spec.num_kv_heads // busy))
+    heads_per_item = 1 if config.staged else max(1, min(in_l1, spec.num_kv_heads // busy))
     groups = -(-spec.num_kv_heads // heads_per_item)
     token_ns = spec.num_kv_heads * head_dim * (DIM_NS + rows * ROW_NS)
     estimate = estimate_of(call, num_seqs * _most_tokens(call) * token_ns)

@@ -12,14 +12,16 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..compile import device, helper, inlined
 from .access import get_float, get_int, get_int32
 from .logits import make_modify
 from .scratch import NOTHING, ONE, ZERO, start_states
 from .steps.fold import make_fold, make_rescale
-from .steps.shapes import FLOAT_BYTES, INT_BYTES, TILE
+from .steps.shapes import FLOAT_BYTES, INT_BYTES, STEP, TILE
 from .steps.softmax import make_softmax
-from .steps.sweep import Form, make_add, make_score
+from .steps.sweep import Form, groups_at_once, make_add, make_score
 from .tiles import SCORES, TileConfig, make_stages, token_rows
 
 SPLIT = 512  # tokens; a multiple of TILE
@@ -41,75 +43,130 @@ class Item(NamedTuple):
     token_major: Any  # whether the heads of a token lie side by side, rather than the tokens of a head
 
 
-def make_walk(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
+def make_walk(config: TileConfig, score_mod: Callable[..., Any] | None, *, folds: bool) -> Callable[..., Any]:
     """The device function that attends an item's query rows to the tokens start .. stop of its sequence.
 
     `start` is that of a tile. Each tile goes through its steps: logits from its keys, weights from the logits, then the
-    weighted sum of its values.
+    weighted sum of its values. If it `folds`, states are folded into the running ones where splits end.
     """
-    R, staged = config.group_rows, config.staged
-    form = Form("float32", R, True, True) if staged else Form(config.kind, R, config.whole, False)
-    score, add, weigh = make_score(form), make_add(form), _make_weigh(R, score_mod) if score_mod else _plain_weigh(R)
-    stage_keys, stage_values = make_stages(config)
+    weigh = _make_weigh(config.group_rows, score_mod) if score_mod else _plain_weigh(config.group_rows)
+    return _staged_walk(config, weigh, folds) if config.staged else _walk_in_place(config, weigh)
+
+
+def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..., Any]:
+    """The walk over rows where they lie in the caches, for several KV heads and without folding."""
+    R = config.group_rows
+    form = Form(config.kind, R, config.whole, False)
+    score, add = make_score(form), make_add(form)
 
     @inlined
     def walk(scratch, item, inputs, options, start, stop):
         k_rows, next_k, v_rows = scratch.k_rows, scratch.next_k_rows, scratch.v_rows
         k_strides, v_strides, block_size, table = inputs.k_strides, inputs.v_strides, inputs.block_size, item.table
-        heads, head_rows, head_dim, token_major = item.kv_heads, item.head_rows, item.head_dim, item.token_major
-        tile, tile_rows, row_bytes, places = scratch.tile, scratch.staged_rows, scratch.row_bytes, item.places
+        heads, head_dim, token_major = item.kv_heads, item.head_dim, item.token_major
+        tile, tile_rows, groups = scratch.tile, scratch.tile_rows, item.head_rows // R
         k_offset, v_offset = item.first_kv_head * k_strides[1], item.first_kv_head * v_strides[1]
-        groups = head_rows // R
         if start < stop:
             token_rows(next_k, inputs.k, k_strides, table, block_size, start, max(start, item.first), stop)
         while start < stop:
             k_rows, next_k = next_k, k_rows
             token_rows(v_rows, inputs.v, v_strides, table, block_size, start, max(start, item.first), stop)
             count, after = min(TILE, stop - start), start + TILE
-            last = after >= stop
-            if not last:
+            score(
+                scratch.scores, scratch.queries,
+                k_rows, k_offset, k_strides[1], v_rows, v_offset, v_strides[1],
+                count, heads, groups, head_dim, token_major, tile, tile_rows,
+            )  # fmt: skip
+            weigh(scratch, 0, heads * item.head_rows, start, count, options, item.seq)
+            later, later_offset, later_stride = v_rows, v_offset, v_strides[1]
+            if after < stop:
                 token_rows(next_k, inputs.k, k_strides, table, block_size, after, after, stop)
-            if staged:
-                for h in range(heads):
-                    row, offset = h * head_rows, k_offset + h * k_strides[1]
-                    stage_keys(
-                        tile, row_bytes, k_rows, offset, k_strides[3], head_dim, count, v_rows,
-                        v_offset + h * v_strides[1], places,
-                    )  # fmt: skip
-                    score(
-                        scratch.scores + row * SCORES, scratch.queries + row * row_bytes,
-                        tile_rows, 0, 0, tile_rows, 0, 0, count, 1, groups, head_dim, 0, tile, tile_rows,
-                    )  # fmt: skip
-            else:
-                score(
-                    scratch.scores, scratch.queries,
-                    k_rows, k_offset, k_strides[1], v_rows, v_offset, v_strides[1],
-                    count, heads, groups, head_dim, token_major, tile, tile_rows,
-                )  # fmt: skip
-            weigh(scratch, heads * head_rows, start, count, options, item.seq)
-            later, later_offset, later_stride = next_k, k_offset, k_strides[1]
-            if last:
-                later, later_offset, later_stride = v_rows, v_offset, v_strides[1]
-            if staged:
-                for h in range(heads):
-                    row, offset = h * head_rows, v_offset + h * v_strides[1]
-                    stage_values(
-                        tile, row_bytes, v_rows, offset, v_strides[3], head_dim, count, later,
-                        later_offset + h * later_stride, places,
-                    )  # fmt: skip
-                    add(
-                        scratch.acc + row * row_bytes, scratch.scores + row * SCORES,
-                        tile_rows, 0, 0, tile_rows, 0, 0, count, 1, groups, head_dim, 0, tile, tile_rows,
-                    )  # fmt: skip
-            else:
-                add(
-                    scratch.acc, scratch.scores,
-                    v_rows, v_offset, v_strides[1], later, later_offset, later_stride,
-                    count, heads, groups, head_dim, token_major, tile, tile_rows,
-                )  # fmt: skip
+                later, later_offset, later_stride = next_k, k_offset, k_strides[1]
+            add(
+                scratch.acc, scratch.scores,
+                v_rows, v_offset, v_strides[1], later, later_offset, later_stride,
+                count, heads, groups, head_dim, token_major, tile, tile_rows,
+            )  # fmt: skip
             start = after
 
     return walk
+
+
+def _staged_walk(config: TileConfig, weigh: Callable[..., Any], folds: bool) -> Callable[..., Any]:
+    """The walk over rows that are widened into a tile first, for one KV head.
+
+    Between the arithmetic of a tile's keys for some groups of query rows and that for the next ones, a share of its
+    values is staged; between that of its values, a share of the next tile's keys: all at once would fill the
+    processor's miss buffers. Groups that see nothing of a tile are left out, and the tokens behind what others see.
+    """
+    R = config.group_rows
+    form, at_once = Form("float32", R, True, True), groups_at_once(R)
+    score, add = make_score(form), make_add(form)
+    stage_keys, stage_values = make_stages(config)
+
+    @inlined
+    def walk(scratch, item, inputs, options, start, stop):
+        rows, k_strides, v_strides = scratch.k_rows, inputs.k_strides, inputs.v_strides
+        block_size, table, head_dim, places = inputs.block_size, item.table, item.head_dim, item.places
+        tile, v_tile, row_bytes = scratch.tile, scratch.v_tile, scratch.row_bytes
+        k_offset, v_offset = item.first_kv_head * k_strides[1], item.first_kv_head * v_strides[1]
+        if start < stop:
+            token_rows(rows, inputs.k, k_strides, table, block_size, start, max(start, item.first), stop)
+            count = min(TILE, stop - start)
+            stage_keys(tile, row_bytes, rows, k_offset, k_strides[3], head_dim, 0, count, places)
+        while start < stop:
+            count, after = min(TILE, stop - start), start + TILE
+            begin, end = seen_groups(scratch, item.head_rows // R, R, start)
+            turns = (end - begin + at_once - 1) // at_once
+            share = (TILE // STEP + turns - 1) // turns * STEP
+            token_rows(rows, inputs.v, v_strides, table, block_size, start, max(start, item.first), stop)
+            for turn in range(turns):
+                first, until = turn * share, min(turn * share + share, count)
+                row, groups = (begin + turn * at_once) * R, min(at_once, end - begin - turn * at_once)
+                seen = seen_tokens(scratch, row + groups * R - 1, start, count)
+                score(
+                    scratch.scores + row * SCORES, scratch.queries + row * row_bytes,
+                    scratch.tile_rows, 0, 0, 0, 0, 0, seen, 1, groups, head_dim, 0, 0, 0,
+                )  # fmt: skip
+                stage_values(v_tile, row_bytes, rows, v_offset, v_strides[3], head_dim, first, until, places)
+            weigh(scratch, begin * R, end * R, start, count, options, item.seq)
+            left = max(np.int64(0), min(TILE, stop - after))
+            if left > 0:
+                token_rows(rows, inputs.k, k_strides, table, block_size, after, after, stop)
+            for turn in range(turns):
+                first, until = turn * share, min(turn * share + share, left)
+                row, groups = (begin + turn * at_once) * R, min(at_once, end - begin - turn * at_once)
+                seen = seen_tokens(scratch, row + groups * R - 1, start, count)
+                add(
+                    scratch.acc + row * row_bytes, scratch.scores + row * SCORES,
+                    scratch.v_tile_rows, 0, 0, 0, 0, 0, seen, 1, groups, head_dim, 0, 0, 0,
+                )  # fmt: skip
+                stage_keys(tile, row_bytes, rows, k_offset, k_strides[3], head_dim, first, until, places)
+            if folds and (after >= stop or after % SPLIT == 0):
+                fold_all(scratch, item.head_rows)
+            start = after
+
+    return walk
+
+
+@helper
+def seen_groups(scratch, groups, R, start):
+    """The first of the groups that see anything of the tile at `start`, and the one after the last.
+
+    There is one at least.
+    """
+    begin, end = np.int64(0), groups
+    while begin < end - 1 and get_int32(scratch.stops + ((begin + 1) * R - 1) * FLOAT_BYTES) <= start:
+        begin += 1
+    while begin < end - 1 and get_int32(scratch.starts + (end - 1) * R * FLOAT_BYTES) >= start + TILE:
+        end -= 1
+    return begin, end
+
+
+@helper
+def seen_tokens(scratch, row, start, count):
+    """How many of the first `count` tokens of the tile at `start` lie before those that a row does not see."""
+    return min(count, get_int32(scratch.stops + row * FLOAT_BYTES) - start)
 
 
 @lru_cache(maxsize=4)
@@ -119,7 +176,7 @@ def _plain_weigh(R: int) -> Callable[..., Any]:
 
 
 def _make_weigh(R: int, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The device function that turns the logits of all rows with a tile into weights, and rescales their sums.
+    """The device function that turns the logits of some rows with a tile into weights, and rescales their sums.
 
     The tile's first key is at position `first`, and it has `count` of them.
     """
@@ -127,15 +184,16 @@ def _make_weigh(R: int, score_mod: Callable[..., Any] | None) -> Callable[..., A
     softmax, masked_softmax = make_softmax(R, masked=False), make_softmax(R, masked=True)
 
     @device((R, score_mod))
-    def weigh(scratch, num_rows, first, count, options, seq):
+    def weigh(scratch, begin, end, first, count, options, seq):
         softcap, slopes = options.softcap, options.slopes
         if modified or softcap != ZERO or slopes != 0:
-            for r in range(num_rows):
+            for r in range(begin, end):
                 scores = scratch.scores + r // R * R * SCORES + r % R * FLOAT_BYTES
                 position, head = get_int(scratch.position + r * INT_BYTES), get_int(scratch.head + r * INT_BYTES)
                 slope = get_float(slopes + head * FLOAT_BYTES) if slopes != 0 else ZERO
-                modify(scores, R * FLOAT_BYTES, count, first, position, softcap, slope, head, seq)
-        for r in range(0, num_rows, R):
+                seen = seen_tokens(scratch, r, first, count)
+                modify(scores, R * FLOAT_BYTES, seen, first, position, softcap, slope, head, seq)
+        for r in range(begin, end, R):
             masked = False
             for row in range(r, r + R):
                 start, stop = (

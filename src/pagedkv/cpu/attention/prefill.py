@@ -25,7 +25,7 @@ from ..threads import run
 from .access import fetch_add, get_int32
 from .arguments import FIRST_TYPES, estimate_of, make_arguments, own_results, result_writes
 from .decode import GROUP_ROWS, attend_few, plan_few
-from .flash import SPLIT, Item, fold_all, make_walk
+from .flash import Item, make_walk
 from .scratch import (
     NOTHING,
     make_ends,
@@ -40,7 +40,7 @@ from .steps.order import is_shuffled
 from .steps.shapes import FLOAT_BYTES, TILE
 from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
-ROWS = 128
+ROWS = 256
 FEW_ROWS = 32
 DIM_NS = 0.08  # what one thread takes for a logit and its value, about, for each dim
 
@@ -48,7 +48,7 @@ DIM_NS = 0.08  # what one thread takes for a logit and its value, about, for eac
 @made_once(most=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The prefill kernel of one TileConfig and score_mod."""
-    walk = make_walk(config, score_mod)
+    walk = make_walk(config, score_mod, folds=True)
     put_query, finish_row = make_ends(even_odd=is_shuffled(config.kind))
 
     def prefill(
@@ -72,8 +72,8 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         num_heads = factors.size
         group_size = num_heads // v_scale.size
         most_rows = whole_groups(tokens_per_item * group_size, GROUP_ROWS)
-        memory = scratch_memory(most_rows, head_dim)
-        scratch = scratch_at(address(memory), most_rows, head_dim)
+        memory = scratch_memory(most_rows, head_dim, TILE)
+        scratch = scratch_at(address(memory), most_rows, head_dim, TILE)
         q_kind = inputs.q_kind
         out_bytes = head_dim * (4 if q_kind == 0 else 2)
 
@@ -101,13 +101,8 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
 
             first = np.int64(get_int32(scratch.starts))
             stop = min(length, first_position + num_tokens) if options.causal else length
-            start = first // TILE * TILE
             heads = Item(seq, table, first, kv_head, 1, num_rows, head_dim, address(places), False)
-            while start < stop:
-                end = min(stop, start // SPLIT * SPLIT + SPLIT)
-                walk(scratch, heads, inputs, options, start, end)
-                fold_all(scratch, num_rows)
-                start = end
+            walk(scratch, heads, inputs, options, first // TILE * TILE, stop)
 
             for r in range(used):
                 token, head = first_token + r // group_size, kv_head * group_size + r % group_size

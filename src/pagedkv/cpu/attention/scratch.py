@@ -15,8 +15,8 @@ from ..compile import device, helper
 from .access import get_float, put_float, put_int, put_int32
 from .steps.ends import make_give, make_take
 from .steps.fold import make_clear
-from .steps.shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES, TILE
-from .tiles import ROWS_BYTES, SCORES, address, tile_rows, vectors_of
+from .steps.shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES
+from .tiles import ROWS_BYTES, SCORES, address, vectors_of
 
 _clear = make_clear()
 NOTHING = np.float32(-np.inf)  # the maximum of no logits
@@ -25,13 +25,19 @@ ONE = np.float32(1)
 
 
 class Scratch(NamedTuple):
-    """Where each part begins; `rows` are the query rows of the largest work item, `places` those of a widened row."""
+    """Where each part begins.
+
+    `rows` are the query rows of the largest work item, `places` those of a widened row, and `tile_tokens` TILE where
+    tiles are staged, otherwise STEP.
+    """
 
     k_rows: Any  # int64 (TILE,) addresses of the rows of a tile of keys
     next_k_rows: Any  # int64 (TILE,) those of the tile after it
     v_rows: Any  # int64 (TILE,) those of its values
-    staged_rows: Any  # int64 (TILE,) those of `tile`
-    tile: Any  # float32 (TILE, places) widened keys or values
+    tile_rows: Any  # int64 (TILE,) those of `tile`
+    v_tile_rows: Any  # int64 (TILE,) those of `v_tile`
+    tile: Any  # float32 (tile_tokens, places) widened keys, or the rows of a step
+    v_tile: Any  # float32 (tile_tokens, places) widened values
     queries: Any  # float32 (groups, places / 4, R, 4)
     acc: Any  # float32 (rows, places)
     running: Any  # float32 (rows, places) of the splits folded so far
@@ -50,22 +56,23 @@ class Scratch(NamedTuple):
 
 
 @helper
-def scratch_memory(num_rows, head_dim):
+def scratch_memory(num_rows, head_dim, tile_tokens):
     """Memory for a Scratch, aligned to a cache line: a vector load that crosses lines costs two."""
     row_bytes = vectors_of(head_dim) * LANES * FLOAT_BYTES
-    size = 4 * ROWS_BYTES + TILE * row_bytes
+    size = 5 * ROWS_BYTES + 2 * tile_tokens * row_bytes
     size += num_rows * (3 * row_bytes + SCORES + 7 * FLOAT_BYTES + 2 * INT_BYTES) + CACHE_LINE
     memory = np.zeros((size + CACHE_LINE) // FLOAT_BYTES, np.float32)
     return memory[-address(memory) % CACHE_LINE // FLOAT_BYTES :]
 
 
 @helper
-def scratch_at(memory, num_rows, head_dim):
+def scratch_at(memory, num_rows, head_dim, tile_tokens):
     """Lay out a Scratch at the address of its memory, which must outlive it."""
     num_vectors = vectors_of(head_dim)
     row_bytes = num_vectors * LANES * FLOAT_BYTES
-    tile = memory + 4 * ROWS_BYTES
-    queries = tile + TILE * row_bytes
+    tile = memory + 5 * ROWS_BYTES
+    v_tile = tile + tile_tokens * row_bytes
+    queries = v_tile + tile_tokens * row_bytes
     acc = queries + num_rows * row_bytes
     running = acc + num_rows * row_bytes
     scores = running + num_rows * row_bytes
@@ -73,10 +80,13 @@ def scratch_at(memory, num_rows, head_dim):
     head = position + num_rows * INT_BYTES
     maximum = head + num_rows * INT_BYTES
     each = num_rows * FLOAT_BYTES
-    v_rows, staged_rows = memory + 2 * ROWS_BYTES, memory + 3 * ROWS_BYTES
-    tile_rows(staged_rows, tile, row_bytes)
+    tile_rows, v_tile_rows = memory + 3 * ROWS_BYTES, memory + 4 * ROWS_BYTES
+    for t in range(tile_tokens):
+        put_int(tile_rows + t * INT_BYTES, tile + t * row_bytes)
+        put_int(v_tile_rows + t * INT_BYTES, v_tile + t * row_bytes)
     return Scratch(
-        memory, memory + ROWS_BYTES, v_rows, staged_rows, tile, queries, acc, running, scores,
+        memory, memory + ROWS_BYTES, memory + 2 * ROWS_BYTES, tile_rows, v_tile_rows, tile, v_tile,
+        queries, acc, running, scores,
         maximum, maximum + each, maximum + 2 * each, maximum + 3 * each, maximum + 4 * each,
         maximum + 5 * each, maximum + 6 * each, position, head, num_vectors, row_bytes,
     )  # fmt: skip

@@ -14,10 +14,10 @@ import numpy as np
 
 from ...layouts import CacheSpec
 from ..compile import device, helper
-from .access import get_int, get_int32, prefetch, put_float, put_int
+from .access import get_int, get_int32, put_float, put_int
 from .steps.code import ELEMENT_BYTES
 from .steps.order import CHUNK_DIMS, is_shuffled
-from .steps.shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
+from .steps.shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .steps.widen import make_load, make_widen, make_widen_piece
 
 TABLE_BYTES = 4
@@ -96,18 +96,10 @@ def token_rows(rows, base, strides, table, block_size, start, first, stop):
         put_int(rows + t * INT_BYTES, get_int(rows + (first - start) * INT_BYTES))
 
 
-@helper
-def tile_rows(rows, tile, row_bytes):
-    """rows[t] = the address of row t of a scratch tile."""
-    for t in range(TILE):
-        put_int(rows + t * INT_BYTES, tile + t * row_bytes)
-
-
 def make_stages(config: TileConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The functions that widen the first `count` rows of keys and of values into a tile, for one TileConfig.
+    """The functions that widen the rows first .. stop of keys and of values into a tile, for one TileConfig.
 
-    Both take (tile, row_bytes, rows, offset, inner, head_dim, count, ahead, ahead_offset, places) and prefetch as
-    many rows at the addresses `ahead`, plus an offset.
+    Both take (tile, row_bytes, rows, offset, inner, head_dim, first, stop, places). `first` is a multiple of STEP.
     """
     kind, item = config.kind, ELEMENT_BYTES[config.kind]
     widen, widen_piece, load = make_widen(kind), make_widen_piece(kind), make_load(kind)
@@ -115,30 +107,26 @@ def make_stages(config: TileConfig) -> tuple[Callable[..., Any], Callable[..., A
     shuffled = is_shuffled(kind)
 
     @device(config)
-    def stage_rows(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, ahead_offset, places):
-        for t in range(0, count, STEP):
-            for i in range(t, t + STEP):
-                later = get_int(ahead + i * INT_BYTES) + ahead_offset
-                for line in range(0, head_dim * item, CACHE_LINE):
-                    prefetch(later + line)
+    def stage_rows(tile, row_bytes, rows, offset, inner, head_dim, first, stop, places):
+        for t in range(first, stop, STEP):
             widen(tile + t * row_bytes, row_bytes, rows + t * INT_BYTES, offset, head_dim)
 
     @device(config)
-    def stage_vllm_keys(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, ahead_offset, places):
+    def stage_vllm_keys(tile, row_bytes, rows, offset, inner, head_dim, first, stop, places):
         whole = head_dim // chunk_dims * chunk_dims
         for dim in range(0, head_dim, piece_dims):
             place, apart = dim, 4
             if shuffled and dim < whole:
                 place, apart = dim - dim % chunk_dims + dim % chunk_dims // piece_dims * 4, LANES
-            for t in range(count):
+            for t in range(first, stop):
                 at = get_int(rows + t * INT_BYTES) + offset + dim // piece_dims * inner
                 widen_piece(tile + t * row_bytes + place * FLOAT_BYTES, apart * FLOAT_BYTES, at)
 
     @device(config)
-    def stage_vllm_values(tile, row_bytes, rows, offset, inner, head_dim, count, ahead, ahead_offset, places):
+    def stage_vllm_values(tile, row_bytes, rows, offset, inner, head_dim, first, stop, places):
         for dim in range(head_dim):
             place = tile + get_int(places + dim * INT_BYTES) * FLOAT_BYTES
-            for t in range(count):
+            for t in range(first, stop):
                 put_float(place + t * row_bytes, load(get_int(rows + t * INT_BYTES) + offset + dim * inner))
 
     return (stage_vllm_keys, stage_vllm_values) if config.vllm else (stage_rows, stage_rows)

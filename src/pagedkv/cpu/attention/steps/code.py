@@ -20,6 +20,7 @@ BYTE, SHORT, INT32, INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.In
 HALF, FLOAT = ir.HalfType(), ir.FloatType()
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 LOG2E = 1.4426950408889634
+ROUNDER = 1.5 * 2**23  # x + ROUNDER is an integer for |x| < 2**22
 LN2_HIGH = 0.693359375  # ln 2 in two parts, so that n * LN2_HIGH is exact (Cody and Waite)
 LN2_LOW = -2.12194440054690583e-4
 EXP_POLYNOMIAL = (  # exp(r) on |r| <= ln(2) / 2, highest power first (Cephes expf)
@@ -140,23 +141,24 @@ class Code:
         return x
 
     def exp(self, x: Value) -> Value:
-        """exp(x) for x <= 0 to about one unit in the last place; below -87.3 exactly 0, NaN stays NaN."""
+        """exp(x) for x <= 0 to about one unit in the last place; from -87.3 down exactly 0, NaN stays NaN."""
         builder, lanes = self.builder, x.type.count
 
         def number(value: float) -> Value:
             return self.constant(value, lanes)
 
-        normal = builder.fcmp_ordered(">", x, number(-87.3))
+        # What is added rounds to an integer, which is then in the lowest bits.
+        normal = builder.fcmp_unordered(">", x, number(-87.3))
         clamped = builder.select(normal, x, number(-87.3))
-        n = self.call(f"llvm.rint.v{lanes}f32", x.type, [builder.fmul(clamped, number(LOG2E))])
+        shifted = builder.fadd(builder.fmul(clamped, number(LOG2E)), number(ROUNDER))
+        n = builder.fsub(shifted, number(ROUNDER))
         r = self.fma(n, number(-LN2_LOW), self.fma(n, number(-LN2_HIGH), clamped))
         y = number(EXP_POLYNOMIAL[0])
         for coefficient in EXP_POLYNOMIAL[1:]:
             y = self.fma(y, r, number(coefficient))
-        exponent = builder.add(builder.fptosi(n, vector(lanes, INT32)), self.constant(127, lanes, INT32))
-        scale = builder.bitcast(builder.shl(exponent, self.constant(23, lanes, INT32)), x.type)
-        y = builder.select(normal, builder.fmul(y, scale), number(0.0))
-        return builder.select(builder.fcmp_unordered("uno", x, x), x, y)
+        exponent = builder.shl(builder.bitcast(shifted, vector(lanes, INT32)), self.constant(23, lanes, INT32))
+        scale = builder.bitcast(builder.add(exponent, self.constant(127 << 23, lanes, INT32)), x.type)
+        return builder.select(normal, builder.fmul(y, scale), number(0.0))
 
     # ---- branches and loops
 
