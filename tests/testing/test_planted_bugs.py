@@ -1,0 +1,56 @@
+"""Bugs planted in our kernels: `assert_matches_reference` finds each one with its default settings."""
+
+from functools import partial
+
+import pytest
+
+from pagedkv import decode_attention, prefill_attention
+from pagedkv.testing import assert_matches_reference
+
+from ..mutants.__main__ import COMPILE_ERROR, FAILED, MUTANTS, run_tests
+
+pytestmark = pytest.mark.long
+
+# Functions to test, and the layouts that they have.
+OURS = {
+    "decode": (decode_attention, None),
+    "prefill": (prefill_attention, None),
+    "v1": (partial(decode_attention, backend="emulator", kernel="v1"), ("vllm",)),
+    "split": (partial(decode_attention, backend="emulator"), ("NHD", "HND")),
+}
+# By their names in tests/mutants.
+PLANTED = {
+    "decode": (
+        "decode: queries of the wrong heads",
+        "decode: keys and values of the first KV head for all",
+        "decode: the last token is left out",
+        "decode: v_scale of the wrong heads",
+        "decode: k_scale of the wrong heads",
+        "decode: empty rows keep what was there",
+        "decode: the LSE of an empty row is 0",
+        "decode: values are read with the strides of K",
+        "scratch: a window of one key more",
+        "scratch: without the sink",
+    ),
+    "prefill": (
+        "scratch: causal lets one later key in",
+        "prefill: the tokens of a chunk at the positions of its heads",
+    ),
+    "v1": ("v1: one token past the end is visible",),
+    "split": ("split: the second K token is the next one",),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_what_has_no_bug_passes(name):
+    fn, layouts = OURS[name]
+    assert assert_matches_reference(fn, layouts=layouts) > 0
+
+
+@pytest.mark.parametrize(("name", "planted"), [(name, bug) for name, bugs in PLANTED.items() for bug in bugs])
+def test_a_planted_bug_is_found(name, planted):
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == planted]
+    status, output = run_tests(mutant, (f"{__file__}::{test_what_has_no_bug_passes.__name__}[{name}]",))
+    assert status == FAILED, output
+    assert "fails problem" in output
+    assert COMPILE_ERROR not in output
