@@ -18,3 +18,14 @@ def test_a_target_that_is_missed_is_named():
     for target, worst in (("spill B", 8), ("K load B", 4), ("K sectors", 1.06)):
         assert (named[target]["worst"], named[target]["reached"], named[target]["misses"]) == (worst, "no", 1)
         assert named[target]["worst row"] == "v1 float16 float16 128 8 - 9.0"
+
+
+def test_prefill_in_fp8_is_held_against_16_bits_and_options_to_128_dims_must_not_spill():
+    half = {"kernel": "prefill", "q": "float16", "kv": "float16", "D": 64, "G": 4, "P": 16, "case": "-", "cc": "9.0"}
+    half |= {"spill B": 0, "stack B": 0, "other/mma": 3.0, "ldmatrix/mma": 0.3, "blocks/SM": 2}
+    fp8 = half | {"kv": "fp8_e4m3", "other/mma": 3.75}
+    spills = [half | {"D": dims, "case": "score_mod", "spill B": 4} for dims in (128, 256)]
+    named = {row["target"]: row for row in targets([half, fp8, *spills])}
+    more = named["prefill: other instructions per mma, fp8, more"]
+    assert (more["worst"], more["reached"], more["rows"]) == (0.75, "no", 1)
+    assert (named["prefill: spill B"]["misses"], named["prefill: spill B"]["rows"]) == (1, 3)

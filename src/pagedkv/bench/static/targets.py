@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...layouts import FP8_KINDS
 from ..report import Row
 from .variants import SHORT, WGMMA
 
@@ -41,25 +42,41 @@ def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, in
 
 
 def _prefill_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
-    """For kernel prefill, as `_split_targets`: 16-bit caches, causal, without options."""
-    plain = [row for row in rows if row["kernel"] == "prefill" and row["case"] == "-" and row["kv"] == row["q"]]
+    """For kernel prefill, as `_split_targets`: 16-bit caches, causal, without options; spills to 128 dims with them."""
+    all_ = [row for row in rows if row["kernel"] == "prefill"]
+    plain = [row for row in all_ if _is_plain(row)]
     of_9_0 = [row for row in plain if row["cc"] == "9.0"]
-    result = [(f"prefill: {name}", plain, name, 0.0, 1) for name in ("spill B", "stack B")]
+    result = [(f"prefill: {name}", _few_dims_or_plain(all_), name, 0.0, 1) for name in ("spill B", "stack B")]
+    of_128 = [row for row in plain if row["D"] == 128]
+    result.append(("prefill: thread blocks on a multiprocessor, D 128", of_128, "blocks/SM", 2.0, -1))
     for head_dim, other, matrices in ((64, 3.3, 0.32), (128, 2.0, 0.32), (256, 1.8, 0.57)):
         among = [row for row in of_9_0 if row["D"] == head_dim]
         result.append((f"prefill: other instructions per mma, D {head_dim}", among, "other/mma", other, 1))
         result.append((f"prefill: ldmatrix per mma, D {head_dim}", among, "ldmatrix/mma", matrices, 1))
+    half = {row["D"]: row["other/mma"] for row in of_9_0 if row["G"] == 4}
+    of_fp8 = [row for row in all_ if row["cc"] == "9.0" and row["kv"] in FP8_KINDS and row["D"] in half]
+    more = [row | {"more other/mma": row["other/mma"] - half[row["D"]]} for row in of_fp8]
+    result.append(("prefill: other instructions per mma, fp8, more", more, "more other/mma", 0.6, 1))
     result += [(f"prefill: {name}", of_9_0, name, 1.01, 1) for name in ("wavefronts", "KV sectors")]
     return [*result, ("prefill: compile s", of_9_0, "compile s", 5.0, 1), *_few_rows_targets(rows)]
 
 
+def _is_plain(row: Row) -> bool:
+    return row["case"] == "-" and row["kv"] == row["q"]
+
+
+def _few_dims_or_plain(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["D"] <= 128 or _is_plain(row)]
+
+
 def _few_rows_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
-    """For kernel prefill_split, as `_split_targets`: 16-bit caches, causal, without options."""
-    plain = [row for row in rows if row["kernel"] == "prefill_split" and row["case"] == "-" and row["kv"] == row["q"]]
+    """For kernel prefill_split, as `_prefill_targets`."""
+    all_ = [row for row in rows if row["kernel"] == "prefill_split"]
+    plain = [row for row in all_ if _is_plain(row)]
     of_9_0 = [row for row in plain if row["cc"] == "9.0"]
     of_128 = [row for row in of_9_0 if row["D"] == 128]  # 32 rows of a warp; with 256 dims it has 16
     return [
-        *((f"prefill_split: {name}", plain, name, 0.0, 1) for name in ("spill B", "stack B")),
+        *((f"prefill_split: {name}", _few_dims_or_plain(all_), name, 0.0, 1) for name in ("spill B", "stack B")),
         ("prefill_split: loop, D 128", of_128, "loop instr/512B", 18.0, 1),
         *((f"prefill_split: {name}", of_9_0, name, 1.01, 1) for name in ("wavefronts", "KV sectors")),
         ("prefill_split: partials", of_9_0, "partials", 0.13, 1),
