@@ -125,6 +125,13 @@ MUTANTS = [
         ("tests/cpu/attention/steps/test_widen.py",),
     ),
     Mutant(
+        "steps: float16 without instructions is rounded up from a tie",
+        "cpu/attention/steps/halves.py",
+        "builder.add(odd, number((1",
+        "builder.add(number(1), number((1",
+        ("tests/cpu/attention/steps/test_halves.py",),
+    ),
+    Mutant(
         "steps: a result in bfloat16 is cut off",
         "cpu/attention/steps/ends.py",
         "builder.add(odd, number(0x7FFF))",

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from ....layouts import FLOAT_DTYPES
-from .code import ELEMENT_BYTES, FLOAT, HALF, INT32, INT64, SHORT, Code, Value, step, vector
+from .code import ELEMENT_BYTES, FLOAT, INT32, INT64, SHORT, Code, Value, step, vector
+from .halves import to_half
 from .order import EVEN_ODD, UNIT
 from .shapes import FLOAT_BYTES, INT_BYTES
 from .widen import WIDEN
@@ -102,11 +103,6 @@ def _of_kind(code: Code, q_kind: Value, head_dim: Value, turn: Callable[[str, Va
         code.repeatedly(code.builder.select(is_it, units, nothing), partial(turn, kind))
 
 
-def _to_half(code: Code, row: Value) -> Value:
-    lanes = row.type.count
-    return code.builder.bitcast(code.builder.fptrunc(row, vector(lanes, HALF)), vector(lanes, SHORT))
-
-
 def _to_bfloat16(code: Code, row: Value) -> Value:
     """Rounded to nearest even; a NaN keeps its sign."""
     builder, lanes = code.builder, row.type.count
@@ -124,6 +120,6 @@ def _to_bfloat16(code: Code, row: Value) -> Value:
 
 NARROW: dict[str, Callable[[Code, Value], Value]] = {
     "float32": lambda _, row: row,
-    "float16": _to_half,
+    "float16": to_half,
     "bfloat16": _to_bfloat16,
 }

@@ -10,6 +10,11 @@ def _has(feature: str) -> bool:
     return f"+{feature}" in features.split(",")
 
 
+def has_halves() -> bool:
+    """float16 to float32 and back in one instruction: all of AArch64, x86 with F16C."""
+    return _has("f16c") or cpu_target.target_context.codegen().magic_tuple()[0].startswith("aarch64")
+
+
 def has_byte_permutes() -> bool:
     """Any 64 bytes out of 128 in one instruction (AVX-512 VBMI)."""
     return _has("avx512vbmi")

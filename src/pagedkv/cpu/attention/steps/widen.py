@@ -10,7 +10,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .code import BYTE, ELEMENT_BYTES, FLOAT, HALF, INT32, INT64, SHORT, Code, Value, step, vector
+from .code import BYTE, ELEMENT_BYTES, FLOAT, INT32, INT64, SHORT, Code, Value, step, vector
+from .halves import from_half
 from .machine import has_byte_permutes
 from .order import CHUNK_DIMS, UNIT, chunk_order, unit_order
 from .rows import Rows
@@ -79,7 +80,7 @@ def widen_chunk(code: Code, kind: str, address: Value) -> list[Value]:
     if kind == "float32":
         return [code.load(address, vector(LANES))]
     if kind == "float16":
-        return [_from_half(code, code.load(address, vector(LANES, SHORT)))]
+        return [from_half(code, code.load(address, vector(LANES, SHORT)))]
     if kind == "bfloat16":
         return _from_words(code, code.load(address, vector(LANES, INT32)))
     raw = code.load(address, vector(4 * LANES, BYTE))
@@ -94,11 +95,6 @@ def widen_unit(code: Code, kind: str, address: Value) -> Value:
     element = {4: FLOAT, 2: SHORT, 1: BYTE}[ELEMENT_BYTES[kind]]
     raw = code.shuffle(code.load(address, vector(UNIT, element)), unit_order(kind))
     return WIDEN[kind](code, raw)
-
-
-def _from_half(code: Code, bits: Value) -> Value:
-    lanes = bits.type.count
-    return code.builder.fpext(code.builder.bitcast(bits, vector(lanes, HALF)), vector(lanes))
 
 
 def _from_bfloat16(code: Code, bits: Value) -> Value:
@@ -117,7 +113,7 @@ def _from_words(code: Code, words: Value) -> list[Value]:
 
 def _from_e5m2(code: Code, raw: Value) -> Value:
     lanes = raw.type.count
-    return _from_half(
+    return from_half(
         code, code.builder.shl(code.builder.zext(raw, vector(lanes, SHORT)), code.constant(8, lanes, SHORT))
     )
 
@@ -131,7 +127,7 @@ def _from_e4m3(code: Code, raw: Value) -> Value:
     shifted = builder.shl(builder.sext(raw, vector(lanes, SHORT)), code.constant(7, lanes, SHORT))
     bits = builder.and_(shifted, code.constant(0xBFFF, lanes, SHORT))
     bits = builder.select(is_nan, code.constant(0x7E00, lanes, SHORT), bits)
-    return builder.fmul(_from_half(code, bits), code.constant(256.0, lanes))
+    return builder.fmul(from_half(code, bits), code.constant(256.0, lanes))
 
 
 def _by_tables(code: Code, kind: str, raw: Value) -> list[Value]:
@@ -155,7 +151,7 @@ def _lookup(code: Code, indices: Value, table: Any) -> Value:
 
 WIDEN = {
     "float32": lambda _, raw: raw,
-    "float16": _from_half,
+    "float16": from_half,
     "bfloat16": _from_bfloat16,
     "fp8_e4m3": _from_e4m3,
     "fp8_e5m2": _from_e5m2,
