@@ -348,6 +348,42 @@ def test_forks_of_several_sequences(table):
     table.check()
 
 
+def test_steps_go_on_past_the_columns_that_a_table_has():
+    table = SequenceTable(BlockPool(64), 4, 32, 64)
+    seqs = [table.add(62), table.add(3)]
+    for _ in range(6):
+        table.append(seqs)
+        table.check()
+    assert lens(table, seqs) == [68, 9]
+
+
+def test_a_step_past_the_longest_sequence_is_refused():
+    table = SequenceTable(BlockPool(8), 4, 2, 2)
+    seqs = [table.add(6), table.add(3)]
+    for _ in range(2):
+        table.append(seqs)
+    with refused(table, ValueError, "8"):
+        table.append(seqs)
+
+
+def test_blocks_that_another_has_released_are_not_released_again():
+    table = SequenceTable(BlockPool(8), 4, 3, 8)
+    seq = table.add(4)
+    table.pool.release(table.block_tables(seq)[0, :1])
+    for call in (lambda: table.free(seq), lambda: table.truncate(seq, 0)):
+        with pytest.raises(KeyError, match="block 0 released 1 times, it has 0 references"):
+            call()
+    assert table.pool.ref_counts[0] == 0
+    assert lens(table, seq) == [4]
+
+
+def test_a_fork_does_not_wrap_a_count_of_references(table):
+    seq = table.add(4)
+    table.pool._refs[0] = 2**31 - 1
+    with pytest.raises(OverflowError, match="2147483648 references"):
+        table.fork(seq, 1)
+
+
 def test_70_000_references_to_one_block():
     table = SequenceTable(BlockPool(4), block_size=2, max_seqs=70_001, max_blocks=2)
     seq = table.add(3)

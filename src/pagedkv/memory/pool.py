@@ -314,7 +314,7 @@ class BlockPool(Guarded):
         """The same for blocks of one sequence, in less time."""
         blocks, change = (gained, 1) if len(gained) else (dropped, -1)
         before = self._refs.take(blocks)
-        if before[before.argmax()] == MAX_INT32:
+        if before[before.argmax()] == MAX_INT32 or (len(dropped) and before[before.argmin()] < 1):
             return self._plan_references(dropped, gained)
         first_or_last = blocks[before == (0 if len(gained) else 1)]
         num_shared = int(self._num_shared[0]) + change * np.count_nonzero(before == (1 if len(gained) else 2))

@@ -140,6 +140,14 @@ class RowState:
         require((self.pool._refs[blocks] == 1).all(), "the last step has left a block that is shared")
         slots = blocks * self.block_size + last % self.block_size
         require(np.array_equal(recent.slots, slots), "the last step has left other slots")
+        require(recent.longest == recent.lens.max(), "the last step has left another longest sequence")
+        full = np.flatnonzero(recent.lens % self.block_size == 0)
+        require(np.array_equal(recent.full, full), "the last step has left other full blocks")
+        if self.prefix_cache is not None:
+            known, found = self.chains.num_known[rows], self.chains.num_found[rows]
+            require(not recent.is_known or np.array_equal(known, recent.lens), "the last step has left unknown tokens")
+            late = np.flatnonzero(known // self.block_size > found)
+            require(recent.late is None or np.isin(late, recent.late).all(), "the last step has left out a full block")
         if recent.tables is not None:
             tables = self.blocks[rows, : self.num_blocks(recent.longest)]
             require(np.array_equal(recent.tables, tables), "the last step has left other block tables")

@@ -165,6 +165,25 @@ def test_a_hash_that_fails_changes_nothing():
         cache.commit(seq)
 
 
+def test_a_step_that_a_listener_undoes_leaves_nothing_to_the_next_one():
+    fails = False
+
+    def listen(event):
+        if fails:
+            raise RuntimeError("not now")
+
+    cache = make(num_blocks=4, events=listen)
+    cache.free(started(cache, TEXT))
+    seq = cache.add(2 * P).seq
+    fails = True
+    with pytest.raises(RuntimeError, match="not now"):
+        cache.append(seq)  # takes a block of TEXT
+    fails = False
+    cache.append(seq)
+    cache.check()
+    assert cache.seq_lens(seq).tolist() == [2 * P + 1]
+
+
 @pytest.mark.parametrize(
     ("digest", "error", "message"),
     [

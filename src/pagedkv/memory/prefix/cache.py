@@ -20,6 +20,7 @@ from .index import NO_BLOCK, HashIndex
 Int64Array = npt.NDArray[np.int64]
 _NO_BLOCKS = np.empty(0, np.int64)
 _DIGEST = np.dtype(f"V{NUM_BYTES}")
+MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # of a block: its ids are one element of NumPy's
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
 _FASTER = 16  # how many times as many blocks are looked for next, where all were found
 
@@ -90,6 +91,8 @@ class PrefixCache:
         require_callable("hash_of", hash_of, "a function of bytes")
         if listener is not None:
             require_callable("events", listener, "a function of an event, or None")
+        if block_size > MOST_TOKENS:
+            raise ValueError(f"block_size must be at most {MOST_TOKENS} with a prefix cache, got {block_size}")
         self.block_size = block_size
         self.eviction = eviction(num_blocks)
         self.tokens = np.zeros(num_blocks * block_size, np.int32)
@@ -127,10 +130,16 @@ class PrefixCache:
         if not num_full:
             return _NO_BLOCKS
         rows = tokens[: num_full * self.block_size].reshape(num_full, self.block_size)
-        first = self._index.find_one(self._hash_of(root + rows[0].tobytes()))
-        if first == NO_BLOCK:
-            return _NO_BLOCKS
-        blocks, more = self._matching(self._run(first, num_full), _root_numbers(_keys([root])), rows), 1
+        block = self._index.find_one(self._hash_of(root + rows[0].tobytes()))
+        blocks, above, more = _NO_BLOCKS, _root_numbers(_keys([root])), _FASTER
+        while block != NO_BLOCK:
+            run = self._run(block, min(more, num_full - len(blocks)))
+            matching = self._matching(run, above, rows[len(blocks) :])
+            blocks = np.concatenate([blocks, matching])
+            if len(matching) < len(run) or len(blocks) == num_full:
+                break
+            block, above, more = int(self._behind[blocks[-1]]), self._serials.take(blocks[-1:]), more * _FASTER
+        more = 1
         while 0 < len(blocks) < num_full:
             above, behind = blocks[-1:], rows[len(blocks) : len(blocks) + more]
             contents = behind.view(self._contents.dtype).reshape(-1).tolist()
