@@ -143,8 +143,16 @@ def test_every_form_meets_the_error_bound(form, data, open_device):
     assert_close(problem, *prefill(problem, open_device))
 
 
-def test_before_9_0_warps_meet_at_barriers_of_their_own(open_device):
-    problem = build(TENSOR.replace(head_dim=120, kv_dtype="fp8_e4m3", seq_lens=(PART + 70,), query_lens=(8,)))
+@pytest.mark.parametrize(
+    ("wide", "changes"),
+    [
+        (False, {"head_dim": 120, "kv_dtype": "fp8_e4m3", "seq_lens": (PART + 70,)}),
+        (True, {"head_dim": 64, "seq_lens": (4 * SPLIT + 52,)}),
+    ],
+)
+def test_before_9_0_warps_meet_at_barriers_of_their_own(wide, changes, open_device, monkeypatch):
+    monkeypatch.setattr(planning, "is_wide", lambda *_: wide)
+    problem = build(TENSOR.replace(query_lens=(8,), **changes))
     assert_close(problem, *prefill(problem, open_device, capability=(8, 0)))
 
 

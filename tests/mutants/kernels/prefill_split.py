@@ -13,7 +13,7 @@ ONE_KERNEL = (SPLIT + "test_each_sequence_is_for_one_kernel",)
 READ = (SPLIT + "test_keys_that_no_row_sees_are_not_read",)
 WINDOW = (SPLIT + "test_earlier_rows_whose_window_begins_in_another_split_change_no_bit[emulator]",)
 GRID = (SPLIT + "test_a_grid_has_every_split",)
-BEFORE_9 = (SPLIT + "test_before_9_0_warps_meet_at_barriers_of_their_own[emulator]",)
+BEFORE_9 = (SPLIT + "test_before_9_0_warps_meet_at_barriers_of_their_own",)
 ALONE = (SPLIT + "test_few_tokens_of_short_and_empty_sequences_take_the_split_kernel_alone[emulator]",)
 
 LOOP = "kernels/prefill/tensor_cores/split/loop.py"
@@ -72,6 +72,20 @@ MUTANTS = [
         LOOP,
         "barrier_of_warp(uint32(warp + 1))",
         "barrier_of_warp(uint32(1))",
+        BEFORE_9,
+    ),
+    Mutant(
+        "prefill split: all warps share one room for offsets",
+        LOOP,
+        "uint32(warp * SLOTS_BYTES)",
+        "uint32(0)",
+        BEFORE_9,
+    ),
+    Mutant(
+        "prefill split: offsets of 64 bits have other upper words",
+        "kernels/prefill/tensor_cores/split/rows.py",
+        "uint32(offset >> 32)",
+        "uint32(1)",
         BEFORE_9,
     ),
     Mutant(

@@ -53,9 +53,10 @@ def _prefill_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, 
         among = [row for row in of_9_0 if row["D"] == head_dim]
         result.append((f"prefill: other instructions per mma, D {head_dim}", among, "other/mma", other, 1))
         result.append((f"prefill: ldmatrix per mma, D {head_dim}", among, "ldmatrix/mma", matrices, 1))
-    half = {row["D"]: row["other/mma"] for row in of_9_0 if row["G"] == 4}
-    of_fp8 = [row for row in all_ if row["cc"] == "9.0" and row["kv"] in FP8_KINDS and row["D"] in half]
-    more = [row | {"more other/mma": row["other/mma"] - half[row["D"]]} for row in of_fp8]
+    half = {row["D"]: row["other/mma"] for row in of_9_0 if row["G"] == 4 and row["q"] == "float16"}
+    of_fp8 = [row for row in all_ if row["cc"] == "9.0" and row["kv"] in FP8_KINDS and half.get(row["D"]) is not None]
+    counted = [row for row in of_fp8 if row["other/mma"] is not None]
+    more = [row | {"more other/mma": row["other/mma"] - half[row["D"]]} for row in counted]
     result.append(("prefill: other instructions per mma, fp8, more", more, "more other/mma", 0.6, 1))
     result += [(f"prefill: {name}", of_9_0, name, 1.01, 1) for name in ("wavefronts", "KV sectors")]
     return [*result, ("prefill: compile s", of_9_0, "compile s", 5.0, 1), *_few_rows_targets(rows)]
