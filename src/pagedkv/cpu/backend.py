@@ -17,8 +17,6 @@ gather_kv = plain(blocks.gather_kv)
 copy_blocks, swap_blocks = blocks.copy_blocks, blocks.swap_blocks
 merge_states = plain(merge.merge_states)
 apply_rotary = plain(rotary.apply_rotary)
-
-
 _write_rounded = plain(blocks.write_kv)
 
 

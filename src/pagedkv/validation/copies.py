@@ -25,7 +25,7 @@ T = TypeVar("T")
 def checked_copy(placement: Placement, x: Array, check: Callable[..., T], *facts: Any) -> tuple[Array, T]:
     """A C-contiguous copy of an array on the host, and what ``check(copy, *facts)`` returns, unless it raises.
 
-    `facts` are all that the check depends on; they are hashable, and so is what decides about equality of two of them.
+    `facts` are all that the check depends on; they are hashable.
     """
     if placement.backend == "cpu" and x.nbytes <= MOST_BYTES:
         return _known(x.tobytes(), x.shape, x.dtype, check, *facts)

@@ -15,10 +15,12 @@ from ...calls import AttentionCall, Form, per_head
 from ...commit import Write, bits
 from ...layouts import FLOAT_DTYPES
 from .steps.code import ELEMENT_BYTES
+from .steps.ends import Q_KINDS
 from .steps.order import places
 from .tiles import cache_strides
 
 NO_WINDOW = 2**62
+_KIND_OF_DTYPE = {dtype: Q_KINDS.index(dtype.name) for dtype in FLOAT_DTYPES}
 NO_HEADS = np.empty(0, np.float32)
 # Up to how many times as long a call takes that has a tanh for each logit, or caches whose rows lie dim by dim.
 SOFTCAP, VLLM = 4, 7
@@ -32,7 +34,7 @@ class Inputs(NamedTuple):
 
     q: int
     q_strides: tuple[int, ...]  # bytes from a row to the next, and from a head to the next
-    q_kind: int  # the index in FLOAT_DTYPES of its dtype, which is that of the result
+    q_kind: int  # the index in Q_KINDS of its dtype, which is that of the result
     k: int
     v: int
     k_strides: tuple[int, ...]  # Strides
@@ -132,7 +134,7 @@ def make_arguments(
         Inputs(
             address_of(q),
             q.strides[:2],
-            FLOAT_DTYPES.index(q.dtype),
+            _KIND_OF_DTYPE[q.dtype],
             address_of(k_cache),
             address_of(v_cache),
             plan.k_strides,

@@ -3,7 +3,7 @@
 Both lie dim after dim, in the dtype of q. Between them rows are float32 and lie in places (`order`): four neighbouring
 places have four dims of the same eight, the first and the last ones or the even and the odd ones.
 
-    q_kind   the dtype's index in FLOAT_DTYPES
+    q_kind   the dtype's index in Q_KINDS
     places   int64 (head_dim,) the place of each dim
 """
 
@@ -13,14 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ....layouts import FLOAT_DTYPES
 from .code import ELEMENT_BYTES, FLOAT, INT32, INT64, SHORT, Code, Value, step, vector
 from .halves import to_half
 from .order import EVEN_ODD, UNIT
 from .shapes import FLOAT_BYTES, INT_BYTES
 from .widen import WIDEN
 
-Q_KINDS = tuple(dtype.name for dtype in FLOAT_DTYPES)
+Q_KINDS = ("float32", "float16", "bfloat16")
 HALF_UNIT = UNIT // 2
 
 

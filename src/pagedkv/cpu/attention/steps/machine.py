@@ -12,7 +12,7 @@ def _has(feature: str) -> bool:
 
 def has_halves() -> bool:
     """float16 to float32 and back in one instruction: all of AArch64, x86 with F16C."""
-    return _has("f16c") or cpu_target.target_context.codegen().magic_tuple()[0].startswith("aarch64")
+    return _has("f16c") or cpu_target.target_context.codegen().magic_tuple()[0].startswith(("aarch64", "arm64"))
 
 
 def has_byte_permutes() -> bool:
