@@ -149,7 +149,7 @@ def assert_matches_reference(
             said = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
             name = getattr(getattr(fn, "func", fn), "__name__", fn)  # a partial has none
             again = f"try it again with spec={example.explained()}"
-            raise AssertionError(f"{name} fails problem {num_tried + 1}: {said}\n{again}") from error
+            raise AssertionError(f"{name} fails problem {num_tried}: {said}\n{again}") from error
     return num_tried
 
 

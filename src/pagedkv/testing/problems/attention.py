@@ -92,7 +92,7 @@ class Spec:
 
     def __repr__(self) -> str:
         changed = {f.name: x for f in dataclasses.fields(self) if (x := getattr(self, f.name)) != f.default}
-        named = (f"{name}={x.__name__ if callable(x) else repr(x)}" for name, x in changed.items())
+        named = (f"{name}={getattr(x, '__name__', repr(x))}" for name, x in changed.items())
         return f"Spec({', '.join(named)})"
 
     def explained(self) -> str:
