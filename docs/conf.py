@@ -16,7 +16,7 @@ html_theme = "furo"
 html_static_path = ["_static"]
 html_title = f"pagedkv {release}"
 html_css_files = ["pages.css"]
-# What an included piece of a source ends with.
+# A literalinclude up to the next function would end with empty lines.
 highlight_options = {"python": {"stripnl": True}}
 
 myst_heading_anchors = 3

@@ -150,7 +150,7 @@ def paged_attention(
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     options = {"scale": scaling, "window": sliding_window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options["sinks"] = None if s_aux is None else s_aux.float()
-    # What torch.compile would make of the host's part is nobody's wish: it computes around it.
+    # torch.compile cannot trace the host's part: it breaks its graph there.
     attend = _attend_eagerly if torch.compiler.is_compiling() else _attend
     out = attend(forward_pass, module.layer_idx, q, k, v, options)
     return out.view(batch_size, length, num_heads, head_dim), None
