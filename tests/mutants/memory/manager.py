@@ -1,8 +1,7 @@
-"""The memory manager."""
+"""The memory manager: sequences, their rows and their handles."""
 
 from ..mutant import Mutant
 
-POOL = ("tests/memory/test_pool.py",)
 TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
 MACHINE = ("tests/memory/test_manager_machine.py",)
 TRANSACTION = ("tests/memory/transactions/test_transaction.py",)
@@ -24,89 +23,6 @@ MUTANTS = [
         "        if self._is_capturing():",
         "        if not self:",
         ("tests/memory/device/test_mirror.py::test_nothing_is_sent_in_a_capture",),
-    ),
-    Mutant(
-        "retain counts a block that is named twice once",
-        "memory/pool.py",
-        "refs = before + changes.take(last)",
-        "refs = before + np.where(np.arange(len(blocks)) < len(dropped), -1, 1)",
-        POOL,
-        ci=True,
-    ),
-    Mutant(
-        "a block that is named twice is freed twice",
-        "memory/pool.py",
-        "once = counts > 0",
-        "once = counts >= 0",
-        POOL,
-    ),
-    Mutant(
-        "release of a free block passes",
-        "memory/pool.py",
-        "if np.count_nonzero(refs < 0):",
-        "if np.count_nonzero(refs < -1):",
-        POOL,
-        ci=True,
-    ),
-    Mutant(
-        "retain of a free block passes",
-        "memory/pool.py",
-        "dead = self._refs[gained] < 1",
-        "dead = self._refs[gained] < 0",
-        POOL,
-    ),
-    Mutant(
-        "negative blocks count from the end",
-        "memory/pool.py",
-        "(ids < 0) | (ids >= self.num_blocks)",
-        "ids >= self.num_blocks",
-        POOL,
-        ci=True,
-    ),
-    Mutant(
-        "released blocks come back in reverse",
-        "memory/pool.py",
-        "freed[::-1].astype(np.int32)",
-        "freed.astype(np.int32)",
-        POOL,
-    ),
-    Mutant(
-        "allocate hands out one block more than there is",
-        "memory/pool.py",
-        "if num_new > num_free:",
-        "if num_new > num_free + 1:",
-        MACHINE,
-        ci=True,
-    ),
-    Mutant(
-        "allocate hands out the same blocks again",
-        "memory/pool.py",
-        "(self._num_free, 0, top)",
-        "(self._num_free, 0, top + num_blank)",
-        MACHINE,
-    ),
-    Mutant(
-        "the last owner copies too",
-        "memory/pool.py",
-        "return np.asarray(~(nobody_else & (last == np.arange(len(blocks)))))",
-        "return np.full(len(blocks), True)",
-        TABLE,
-        ci=True,
-    ),
-    Mutant(
-        "nobody copies where all sharers append",
-        "memory/pool.py",
-        "~(nobody_else & (last == np.arange(len(blocks))))",
-        "~nobody_else",
-        MACHINE,
-    ),
-    Mutant(
-        "one keeps the block that others still share",
-        "memory/pool.py",
-        "nobody_else = counts[last] == self._refs[blocks]",
-        "nobody_else = counts[last] <= self._refs[blocks]",
-        MACHINE,
-        ci=True,
     ),
     Mutant(
         "references of a block that was given up stay",
@@ -281,14 +197,6 @@ MUTANTS = [
         ("tests/memory/test_tally.py",),
     ),
     Mutant(
-        "allocate takes blocks before the commit",
-        "memory/pool.py",
-        "        rest = num_free - num_blank\n",
-        "        rest = num_free - num_blank\n        self._num_free[0] = rest\n",
-        TRANSACTION,
-        ci=True,
-    ),
-    Mutant(
         "add takes a row before it has blocks",
         "memory/rows.py",
         "        num_cached, shared, copied, forgotten = self._share(prompt)\n",
@@ -326,14 +234,6 @@ MUTANTS = [
         GUARD,
     ),
     Mutant(
-        "a store converts",
-        "memory/pool.py",
-        "refs.astype(np.int32)",
-        "refs",
-        TRANSACTION,
-        ci=True,
-    ),
-    Mutant(
         "no memory to release the lock",
         "memory/guard.py",
         "                del spare\n",
@@ -364,39 +264,11 @@ MUTANTS = [
         ci=True,
     ),
     Mutant(
-        "a step that a listener undoes is gone on from",
-        "memory/pool.py",
-        "commit([*undo(), (self._num_changes, 0, self._num_changes[0] + 1)])",
-        "commit(undo())",
-        ("tests/memory/prefix/test_hooks.py::test_a_step_that_a_listener_undoes_leaves_nothing_to_the_next_one",),
-    ),
-    Mutant(
         "a step writes into the next row of the table",
         "memory/rows.py",
         "recent.longest < self.blocks.shape[1] * self.block_size",
         "recent.longest <= self.blocks.shape[1] * self.block_size",
         ("tests/memory/test_table.py",),
-    ),
-    Mutant(
-        "blocks of one sequence are released more often than they are held",
-        "memory/pool.py",
-        " or (len(dropped) and before[before.argmin()] < 1)",
-        "",
-        ("tests/memory/test_table.py",),
-    ),
-    Mutant(
-        "reference counts of one sequence wrap",
-        "memory/pool.py",
-        "before[before.argmax()] == MAX_INT32 or ",
-        "",
-        ("tests/memory/test_table.py",),
-    ),
-    Mutant(
-        "reference counts wrap",
-        "memory/pool.py",
-        "too_many = refs > MAX_INT32",
-        "too_many = refs < 0",
-        POOL,
     ),
     Mutant(
         "handles are read where their owner may change them",
@@ -492,13 +364,6 @@ MUTANTS = [
         "recent.tables.copy()",
         "recent.tables",
         STEPS,
-    ),
-    Mutant(
-        "blocks that a sequence gives up stay shared",
-        "memory/pool.py",
-        "np.count_nonzero(before == (1 if len(gained) else 2))",
-        "np.count_nonzero(before == (1 if len(gained) else 3))",
-        MACHINE,
     ),
     Mutant(
         "shared tokens count as stored twice",
