@@ -62,7 +62,8 @@ def results(pytester):
     kernels = pytester.makepyfile(kernels="@cuda.jit\ndef store(x):\n    x[1] = cuda.threadIdx.x\n    return\n")
     pytester.makeconftest('pytest_plugins = ["pagedkv.testing.plugin"]')
     pytester.makepyfile(TESTS.replace("FILE", str(kernels)))
-    return lambda *options: pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+    # Where the variable CI is set, the summary repeats whole messages.
+    return lambda *options: pytester.runpytest_inprocess("-p", "no:cacheprovider", "-rN", *options)
 
 
 def test_a_fault_fails_the_test_at_the_kernel_s_line(results):
