@@ -26,7 +26,7 @@ from .script import script
 
 BACKENDS = ("cpu", "emulator", "cuda")
 # Problems of a turn: a form of a kernel takes seconds to compile.
-TURN = {"cpu": 450, "emulator": 25, "cuda": 300}
+TURN = {"cpu": 600, "emulator": 25, "cuda": 300}
 
 
 class Turn(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import hypothesis.strategies as st
@@ -33,16 +34,22 @@ def prefill_problems(limits: Limits | None = None) -> st.SearchStrategy[Problem]
     return specs_within(limits or Limits(), prefill=True).map(build)
 
 
+# Made once: Hypothesis takes longer to check a new strategy than to draw from it.
+@lru_cache(typed=True)
+def _one_of(*values: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from(values)
+
+
 @st.composite
 def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec:
     """Every combination of shapes, dtypes and options that the limits allow, small enough for the oracle."""
-    layout = draw(st.sampled_from(limits.layouts))
-    kv_dtype = draw(st.sampled_from(limits.kv_dtypes))
-    score_mod = draw(st.sampled_from(limits.score_mods))
+    layout = draw(_one_of(*limits.layouts))
+    kv_dtype = draw(_one_of(*limits.kv_dtypes))
+    score_mod = draw(_one_of(*limits.score_mods))
     is_fp8 = kv_dtype.startswith("fp8")
-    block_size = draw(st.sampled_from(limits.block_sizes or BLOCK_SIZES[layout]))
-    head_dim = draw(st.sampled_from(limits.head_dims))
-    num_kv_heads = draw(st.sampled_from(limits.nums_kv_heads))
+    block_size = draw(_one_of(*(limits.block_sizes or BLOCK_SIZES[layout])))
+    head_dim = draw(_one_of(*limits.head_dims))
+    num_kv_heads = draw(_one_of(*limits.nums_kv_heads))
     most_heads = 12 if prefill or score_mod else 96
     # At least 64 numbers per row: the error bound compares the largest of many errors.
     groups = [
@@ -50,7 +57,7 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
     ] or [max(limits.group_sizes)]
     if score_mod:  # decode with one head to a KV head is a kernel of its own, and none with a score_mod is kept
         groups = [g for g in groups if g > 1] or groups
-    group_size = draw(st.sampled_from(groups))
+    group_size = draw(_one_of(*groups))
     fits = limits.elements // (num_kv_heads * head_dim * (4 if prefill else 1))
     if block_size < limits.longest:  # there is always a second block
         fits = max(fits, block_size + 1)
@@ -67,7 +74,7 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
         return draw(values) if name in limits.options else default
 
     windows = [1, 2, block_size, block_size + 1, SPLIT, SPLIT + 1, 10**6]
-    scales = st.sampled_from([None, "scalar", "per head"])
+    scales = _one_of(None, "scalar", "per head")
     spec = Spec(
         seq_lens=seq_lens,
         query_lens=query_lens,
@@ -77,32 +84,34 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
         head_dim=head_dim,
         block_size=block_size,
         layout=layout,
-        q_dtype=draw(st.sampled_from(q_dtypes)),
+        q_dtype=draw(_one_of(*q_dtypes)),
         kv_dtype=kv_dtype,
-        strides=draw(st.sampled_from(strides)),
+        strides=draw(_one_of(*strides)),
         contiguous=limits.contiguous,
         kv_scales=option("k_scale", scales) if is_fp8 else None,
-        scale=option("scale", st.sampled_from([None, None, 0.0, -0.1, 0.25])),
-        softcap=option("softcap", st.sampled_from([None, None, 0.7, 30.0])),
+        scale=option("scale", _one_of(None, None, 0.0, -0.1, 0.25)),
+        softcap=option("softcap", _one_of(None, None, 0.7, 30.0)),
         alibi=option("alibi_slopes", st.booleans(), False),
-        window=option("window", st.none() | st.sampled_from(windows)),
+        window=option("window", st.none() | _one_of(*windows)),
         sinks=option("sinks", st.booleans(), False),
         score_mod=score_mod,
         causal=option("causal", st.booleans(), True) if prefill else True,
         seed=draw(st.integers(0, 2**16)),
-        poison=draw(st.sampled_from(limits.poisons)),
+        poison=draw(_one_of(*limits.poisons)),
     )
-    if limits.needles and draw(st.sampled_from([False, False, False, True])):
+    if limits.needles and draw(_one_of(False, False, False, True)):
         spec = spec.replace(needles=draw(_needles(spec)), fingerprint=draw(st.booleans()))
     return spec
 
 
+@lru_cache
 def _lengths(block_size: int, longest: int) -> st.SearchStrategy[int]:
     """Lengths at the boundaries of blocks and splits, and any others."""
     near = [0, 1, block_size - 1, block_size, block_size + 1, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1]
     return st.sampled_from([n for n in near if n <= longest]) | st.integers(0, min(longest, 1100))
 
 
+@lru_cache(2048)
 def _query_lengths(seq_len: int) -> st.SearchStrategy[int]:
     near = sorted({0, min(1, seq_len), min(2, seq_len), min(17, seq_len), min(65, seq_len)})
     return st.sampled_from(near) | st.integers(0, min(seq_len, 130))
