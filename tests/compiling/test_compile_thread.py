@@ -57,7 +57,7 @@ def interrupt(*args):
         raise KeyboardInterrupt
 
 signal.signal(signal.SIGALRM, interrupt)
-while interrupts < int(sys.argv[1]):
+while interrupts < int(sys.argv[1]) or compiled <= 10:  # whatever a slow machine compiles in that time
     try:
         armed = True
         signal.setitimer(signal.ITIMER_REAL, random.expovariate(60))
@@ -78,7 +78,7 @@ print(interrupts, compiled)
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])
 def test_interrupts_at_any_moment_of_first_compilations_break_nothing(count):
     interrupts, compiled = program(INTERRUPTED, count, timeout=30 + count / 20)
-    assert int(interrupts) == count
+    assert int(interrupts) >= count
     assert int(compiled) > 10
 
 
