@@ -196,9 +196,11 @@ def _attend(
     if window is not None:
         visible &= k_pos > q_pos - window
     # Keys that no row sees are dropped, not multiplied by 0: 0 * NaN is NaN.
-    seen = visible.any(axis=0)
+    is_seen = visible.any(axis=0)
+    first = int(is_seen.argmax())
+    seen = slice(first, first + int(is_seen.sum()))  # one run of keys, whatever causal and window are
     k_pos, visible = k_pos[seen], visible[:, seen]
-    q, k, v = q.astype(dtype), k[seen].astype(dtype), v[seen].astype(dtype)
+    q, k, v = q.astype(dtype), k[seen].astype(dtype, copy=False), v[seen].astype(dtype, copy=False)
 
     out, lse = np.empty(q.shape), np.empty((num_rows, num_heads))
     for head in range(num_heads):
