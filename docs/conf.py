@@ -16,6 +16,9 @@ html_theme = "furo"
 html_static_path = ["_static"]
 html_title = f"pagedkv {release}"
 html_css_files = ["pages.css"]
+# Drawings on white turn over in the dark, and keep their hues.
+html_theme_options = {"dark_css_variables": {"drawing-filter": "invert(.93) hue-rotate(180deg)"}}
+pygments_dark_style = "github-dark"
 # A literalinclude up to the next function would end with empty lines.
 highlight_options = {"python": {"stripnl": True}}
 
@@ -41,5 +44,13 @@ def unnumber_references(_app: Any, _what: str, _name: str, _object: Any, _option
     lines[:] = [re.sub(r"^\.\. \[\d+\] ", "* ", line) for line in lines]
 
 
+def name_defaults(
+    _app: Any, _what: str, _name: str, _object: Any, _options: Any, signature: str | None, returns: Any
+) -> Any:
+    """Say ``eviction=LRU``, without the angle brackets of its repr."""
+    return signature and re.sub(r"<(?:class|function) '?(?:\w+\.)*(\w+)'?>", r"\1", signature), returns
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", name_defaults)
     app.connect("autodoc-process-docstring", unnumber_references)

@@ -85,14 +85,16 @@ class PagedKVCache(Sequences):
 
     Examples
     --------
-    >>> cache = PagedKVCache(num_layers=2, num_blocks=8, block_size=4, num_kv_heads=1, head_dim=8)
+    >>> heads = {"num_kv_heads": 1, "head_dim": 8}
+    >>> cache = PagedKVCache(num_layers=2, num_blocks=8, block_size=4, **heads)
     >>> seq, num_cached = cache.add(6)
     >>> cache.slots(seq, num_cached, 6)
     array([0, 1, 2, 3, 4, 5])
     >>> cache.append([seq])
     array([6])
-    >>> cache.batch([seq])
-    Batch(block_tables=array([[0, 1]], dtype=int32), seq_lens=array([7], dtype=int32), max_seq_len=7)
+    >>> batch = cache.batch([seq])
+    >>> batch.block_tables, batch.seq_lens
+    (array([[0, 1]], dtype=int32), array([7], dtype=int32))
     """
 
     def __init__(

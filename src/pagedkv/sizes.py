@@ -49,7 +49,8 @@ def kv_bytes(
     --------
     Llama 3.1 8B, a sequence of 1,000 tokens in blocks of 16:
 
-    >>> kv_bytes(1000, num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_size=16) / 2**20
+    >>> llama = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    >>> kv_bytes(1000, **llama, block_size=16) / 2**20
     126.0
     """
     num_tokens = as_int("num_tokens", num_tokens)

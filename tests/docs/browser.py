@@ -48,7 +48,8 @@ class Page:
         message, self._buffer = self._buffer.split(b"\0", 1)
         found: dict[str, Any] = json.loads(message)
         if found.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(found["params"]["exceptionDetails"]["exception"].get("description", "exception"))
+            details = found["params"]["exceptionDetails"]  # of a script from elsewhere the text alone
+            self.errors.append(details.get("exception", {}).get("description", details["text"]))
         elif found.get("method") == "Log.entryAdded" and found["params"]["entry"]["level"] == "error":
             entry = found["params"]["entry"]
             self.errors.append(f"{entry['text']} {entry.get('url', '')}")

@@ -7,9 +7,10 @@ from pathlib import Path
 from .browser import Page
 
 WIDTH = 360
-# Elements that end right of the window, but for those in a box that scrolls, and for menus that wait outside of it.
+# Elements that end right of the window, but for those in a box of the article that scrolls, and for menus that wait
+# outside of it.
 WIDE = """(() => { const scrolls = (each) => {
-  for (let box = each; box && box !== document.body; box = box.parentElement) {
+  for (let box = each; box && box !== document.body && !box.querySelector("article"); box = box.parentElement) {
     const { overflowX, position } = getComputedStyle(box);
     if (position === "fixed" || (box !== each && overflowX !== "visible")) return true;
   } return false; };

@@ -11,7 +11,17 @@ Coordinates = tuple[int, int, int]
 
 
 class SourceLine(NamedTuple):
-    """A line of the Python source that an instruction was compiled from."""
+    """A line of the Python source that an instruction was compiled from.
+
+    Attributes
+    ----------
+    file : str
+        Its path.
+    line : int
+        Its number, from 1.
+    text : str
+        What stands there, without indentation; empty where the file is not to be read.
+    """
 
     file: str
     line: int

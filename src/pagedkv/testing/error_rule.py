@@ -59,6 +59,7 @@ def assert_close(
     Raises
     ------
     AssertionError
+        A result is further off than that, or a row that sees no key is not 0.
     """
     spec = problem.spec
     biased = spec.alibi and max(spec.seq_lens, default=0) * problem.options["alibi_slopes"].max() > 100

@@ -30,7 +30,7 @@ class PagedCache(Cache):
     num_blocks : int or None
         N; None where `memory` says how many.
     block_size : int
-        P.
+        P, tokens per block.
     **options
         `memory`, `kv_dtype`, `max_seqs` (rows, beams included) and others of :class:`~pagedkv.PagedKVCache`.
 

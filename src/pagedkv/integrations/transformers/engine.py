@@ -63,7 +63,7 @@ class Engine:
     num_blocks : int or None
         In place of memory.
     block_size : int
-        P.
+        P, tokens per block.
     max_num_batched_tokens, max_num_seqs
         As for :class:`~pagedkv.Scheduler`.
     eos_token_id : int, sequence of int, or None

@@ -26,7 +26,7 @@ class BlockStored:
     token_ids : list of int
         Of all of them, one after the other.
     block_size : int
-        P.
+        P, tokens per block.
     lora_id, lora_name : None
         pagedkv knows no adapters: a salt tells their sequences apart.
     medium : str

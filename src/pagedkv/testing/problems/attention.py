@@ -88,6 +88,7 @@ class Spec:
         return np.dtype(np.uint8) if self.is_fp8 else FLOATS[self.kv_dtype]
 
     def replace(self, **changes: Any) -> "Spec":
+        """Another spec, which differs in these fields."""
         return dataclasses.replace(self, **changes)
 
     def __repr__(self) -> str:
@@ -110,7 +111,21 @@ class Spec:
 
 @dataclasses.dataclass
 class Problem:
-    """The arguments of one call, and the output that it writes."""
+    """The arguments of one call, and the output that it writes.
+
+    Attributes
+    ----------
+    spec : Spec
+        What it was built from.
+    args : tuple of array
+        q, k_cache, v_cache, block_tables and seq_lens, each an attribute too, and in prefill query_starts.
+    options : dict
+        Keywords of the operation, of NumPy arrays and numbers.
+    out : (rows, num_heads, head_dim) array
+        For ``out=``: NaN, a view of a larger array of NaN.
+    num_written : int
+        Rows of `out` that the operation writes; those behind are padding.
+    """
 
     spec: Spec
     q: np.ndarray
