@@ -25,7 +25,7 @@ In these forms NumPy converts nothing and allocates nothing, and so the write ca
 
 * any array of integers, the index ``...``, and an array of its shape;
 * a 1-D array, an int64 array of indices in range, and an array of as many values;
-* an int64 array of one element, 0 and an int.
+* a 1-D int64 array, an index in range and what to store there, both of them ints.
 
 Nor does Python for a list of one element, 0 and an object, or for ``vars`` of an object, the name of an attribute that
 it has, and an object.

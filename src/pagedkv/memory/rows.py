@@ -16,7 +16,7 @@ from .prefix.index import NO_BLOCK
 from .prefix.prompt import Prompt
 from .recent import Recent
 from .row_state import Int32Array, RowState
-from .spans import ragged, spread
+from .spans import ragged
 
 P = ParamSpec("P")
 Plan = TypeVar("Plan", bound=tuple[Any, ...])
@@ -53,21 +53,21 @@ class Rows(RowState):
         )
         blocks = np.concatenate([shared, new_blocks])
         table, grown = self._with_columns(len(blocks))
-        first = int(rows[0]) * table.shape[1]
+        row = int(rows[0])
+        first = row * table.shape[1]
         writes += [
             *grown,
             *allocation,
-            (self.lens, rows, np.array([num_tokens])),
+            (self.lens, row, num_tokens),
             (table.reshape(-1), np.arange(first, first + len(blocks)), blocks.astype(np.int32)),
         ]
         if cache is not None:
             tokens, num_known = prompt.tokens, 0
             if tokens is not None:
-                start, num_known = len(shared) * size, num_tokens
-                slots = spread(new_blocks * size, size)
-                writes += [(cache.tokens, slots[: num_tokens - start], tokens[start:num_tokens])]
+                num_known = num_tokens
+                writes += cache.plan_tokens(new_blocks, tokens[len(shared) * size : num_tokens])
                 writes += cache.plan_count(prompt.num_tokens, num_cached)
-            writes += self.chains.plan_start(rows, num_known, len(shared) - len(forgotten), prompt.root)
+            writes += self.chains.plan_start(row, num_known, len(shared) - len(forgotten), prompt.root)
         return seq, num_cached, pairs(copied, new_blocks[: len(copied)]), writes
 
     def to_copy(
@@ -102,7 +102,7 @@ class Rows(RowState):
     def plan_hold(self, prompt: Prompt) -> tuple[int, int, list[Write]]:
         """Start a sequence of the blocks that are found, and no more: its handle, its length, and what to store."""
         rows, [seq], writes = self.handles.plan_issue(1)
-        cache, tokens = self.prefix_cache, prompt.tokens
+        row, cache, tokens = int(rows[0]), self.prefix_cache, prompt.tokens
         blocks = NO_BLOCKS if cache is None or tokens is None else cache.find(tokens, prompt.root)
         length = len(blocks) * self.block_size
         table, grown = self._with_columns(len(blocks))
@@ -113,9 +113,9 @@ class Rows(RowState):
                 *writes,
                 *grown,
                 *self.pool._plan(gained=blocks, distinct=True)[1],
-                (self.lens, rows, np.array([length])),
-                (table.reshape(-1), int(rows[0]) * table.shape[1] + np.arange(len(blocks)), blocks.astype(np.int32)),
-                *self.chains.plan_start(rows, length, len(blocks), prompt.root),
+                (self.lens, row, length),
+                (table.reshape(-1), row * table.shape[1] + np.arange(len(blocks)), blocks.astype(np.int32)),
+                *self.chains.plan_start(row, length, len(blocks), prompt.root),
             ],
         )
 

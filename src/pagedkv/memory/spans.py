@@ -17,12 +17,9 @@ def ragged(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
     -------
     owners, values : (counts.sum(),) int64
     """
+    if len(counts) == 1:
+        start, count = int(starts[0]), int(counts[0])
+        return np.zeros(count, np.int64), np.arange(start, start + count)
     owners = np.arange(len(counts)).repeat(counts)
     begins = counts.cumsum() - counts
     return owners, np.arange(len(owners)) + (starts - begins).take(owners)
-
-
-def spread(starts: Array, count: int) -> Int64Array:
-    """The integers starts[i], ..., starts[i] + count - 1 for each i in turn, (len(starts) * count,)."""
-    begins = np.arange(0, len(starts) * count, count)
-    return np.asarray((starts - begins).repeat(count) + np.arange(len(starts) * count))

@@ -134,8 +134,8 @@ MUTANTS = [
     Mutant(
         "two digests are put into one slot",
         "memory/prefix/index.py",
-        "    if len(chosen) == len(places):\n",
-        "    if chosen:\n",
+        "    if not again:\n",
+        "    if slots:\n",
         INDEX,
         ci=True,
     ),

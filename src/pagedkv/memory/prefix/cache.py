@@ -12,14 +12,13 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require, require_callable
-from .digests import NUM_BYTES, Hash, blake2b_128, chained, checked
+from .digests import DIGEST, NUM_BYTES, Hash, blake2b_128, chained, checked
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
 from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
 
 Int64Array = npt.NDArray[np.int64]
 _NO_BLOCKS = np.empty(0, np.int64)
-_DIGEST = np.dtype(f"V{NUM_BYTES}")
 MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # of a block: its ids are one element of NumPy's
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
 _FASTER = 16  # how many times as many blocks are looked for next, where all were found
@@ -131,6 +130,8 @@ class PrefixCache:
             return _NO_BLOCKS
         rows = tokens[: num_full * self.block_size].reshape(num_full, self.block_size)
         block = self._index.find_one(self._hash_of(root + rows[0].tobytes()))
+        if block == NO_BLOCK:
+            return _NO_BLOCKS
         blocks, above, more = _NO_BLOCKS, _root_numbers(_keys([root])), _FASTER
         while block != NO_BLOCK:
             run = self._run(block, min(more, num_full - len(blocks)))
@@ -202,40 +203,38 @@ class PrefixCache:
         """
         last = int(self._last_serial[0])
         heads, parents_above = self._index.keys(above), self._serials.take(above)
-        top = (above == NO_BLOCK).nonzero()[0]
-        if len(top):
-            heads[top], parents_above[top] = roots[top], _root_numbers(roots[top])
+        is_first = above == NO_BLOCK
+        if np.count_nonzero(is_first):
+            np.copyto(heads, roots, where=is_first[:, None])
+            np.copyto(parents_above, _root_numbers(roots), where=is_first)
         contents, digests = self._contents.take(blocks).tolist(), []
         if len(blocks) == len(counts):
-            firsts = stored = np.arange(len(blocks))
+            firsts = np.arange(len(blocks))
             digests = [self._hash_of(head + content) for head, content in zip(_digests(heads), contents, strict=True)]
             parents, blocks_above = parents_above, above
         else:
-            stored, firsts, behind = np.arange(len(blocks)), counts.cumsum() - counts, iter(contents)
+            firsts, behind = counts.cumsum() - counts, iter(contents)
             for head, count in zip(_digests(heads), counts.tolist(), strict=True):
                 digests += chained(self._hash_of, head, islice(behind, count))
-            parents, blocks_above = last + stored, np.empty_like(blocks)
-            blocks_above[1:] = blocks[:-1]
+            parents, blocks_above = np.arange(last, last + len(blocks)), np.concatenate([above[:1], blocks[:-1]])
             parents[firsts], blocks_above[firsts] = parents_above, above
         keys = _keys(digests)
         found, places = self._index.find(keys)
-        are_apart = len({*places.tolist()}) == len(places)  # and so the digests, too
-        if (are_apart or len({*digests}) == len(digests)) and not np.count_nonzero(found != NO_BLOCK):
-            kept, forgotten = blocks, blocks[:0]
-        else:
+        kept, stored, forgotten = blocks, np.arange(len(blocks)), _NO_BLOCKS
+        are_apart = self._index.are_apart(places)  # and so the digests, too
+        if np.count_nonzero(found != NO_BLOCK) or not (are_apart or len({*digests}) == len(digests)):
             of_first = dict(zip(firsts.tolist(), zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
             stored, kept, parents, blocks_above, forgotten = self._resolve(
                 blocks, of_first, digests, found.tolist(), contents, refs
             )
-            places, are_apart = places[stored], False
-        if not are_apart:  # of one digest each: the table may have fewer slots than forks share a block
-            places = self._index.apart(places)
+            keys, places, are_apart = keys.take(stored, axis=0), places.take(stored), False
         serials = np.arange(last + 1, last + 1 + len(parents))
         events: list[Event] = []
         if self._listener is not None:
             events = self._stored_events(stored, blocks, digests, firsts, above)
-        blocks, keys = blocks.take(stored), keys.take(stored, axis=0)
-        return Stored(kept, blocks, serials, parents, blocks_above, keys, places, forgotten, events)
+        if not are_apart:  # of one digest each: the table may have fewer slots than forks share a block
+            places = self._index.apart(places)
+        return Stored(kept, blocks.take(stored), serials, parents, blocks_above, keys, places, forgotten, events)
 
     def _resolve(
         self,
@@ -309,11 +308,15 @@ class PrefixCache:
 
     def plan_copy(self, copies: Int64Array) -> list[Write]:
         """The tokens of blocks, copied to others: (m, 2) int64, source and destination."""
-        offsets = np.arange(self.block_size)
-        sources, destinations = (
-            (ids[:, None] * self.block_size + offsets).reshape(-1) for ids in (copies[:, 0], copies[:, 1])
-        )
-        return [(self.tokens, destinations, self.tokens[sources])]
+        sources, destinations = copies.T.copy()
+        return [(self._contents, destinations, self._contents.take(sources))]
+
+    def plan_tokens(self, blocks: Int64Array, tokens: npt.NDArray[np.int32]) -> list[Write]:
+        """The tokens of blocks that nobody has written to yet: they fill all blocks but the last."""
+        room = len(blocks) * self.block_size - len(tokens)
+        if room:
+            tokens = np.concatenate([tokens, np.zeros(room, np.int32)])
+        return [(self._contents, blocks, tokens.view(self._contents.dtype))]
 
     def plan_count(self, num_queried: int, num_hit: int) -> list[Write]:
         """Count tokens that were looked for, and those of them that were found."""
@@ -375,7 +378,7 @@ class PrefixCache:
 
 
 def _digests(keys: Int64Array) -> list[bytes]:
-    return cast(list[bytes], keys.view(_DIGEST).reshape(-1).tolist())
+    return cast(list[bytes], keys.view(DIGEST).reshape(-1).tolist())
 
 
 def _keys(digests: list[bytes]) -> Int64Array:

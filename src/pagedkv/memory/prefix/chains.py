@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
+from .digests import DIGEST
 
 Int64Array = npt.NDArray[np.int64]
-_HALVES = np.arange(2)  # of a digest, in 64 bits each
 
 
 class Chains:
@@ -23,18 +23,18 @@ class Chains:
     def __init__(self, max_seqs: int) -> None:
         self.num_known = np.zeros(max_seqs, np.int64)
         self.num_found = np.zeros(max_seqs, np.int64)
-        self._roots = np.zeros(2 * max_seqs, np.int64)
+        self._roots = np.zeros(max_seqs, DIGEST)
 
     def roots(self, rows: Int64Array) -> Int64Array:
         """The root digests of rows, (n, 2) int64."""
-        return self._roots.reshape(-1, 2)[rows]
+        return self._roots[rows].view(np.int64).reshape(-1, 2)
 
-    def plan_start(self, rows: Int64Array, num_known: int, num_found: int, root: bytes) -> list[Write]:
-        """One row, (1,) int64, begins a sequence."""
+    def plan_start(self, row: int, num_known: int, num_found: int, root: bytes) -> list[Write]:
+        """A row begins a sequence."""
         return [
-            *self.plan_known(rows, np.array([num_known])),
-            *self.plan_found(rows, np.array([num_found])),
-            (self._roots, 2 * rows + _HALVES, np.frombuffer(root, np.int64)),
+            (self.num_known, row, num_known),
+            (self.num_found, row, num_found),
+            (self._roots, np.array([row]), np.frombuffer(root, DIGEST)),
         ]
 
     def plan_known(self, rows: Int64Array, num_known: Int64Array) -> list[Write]:
@@ -54,11 +54,10 @@ class Chains:
 
     def plan_copy(self, rows: Int64Array, parents: Int64Array) -> list[Write]:
         """Each row is as another one is."""
-        halves = (2 * rows[:, None] + _HALVES).reshape(-1)
         return [
             (self.num_known, rows, self.num_known[parents]),
             (self.num_found, rows, self.num_found[parents]),
-            (self._roots, halves, self.roots(parents).reshape(-1)),
+            (self._roots, rows, self._roots[parents]),
         ]
 
     def plan_clear(self) -> list[Write]:

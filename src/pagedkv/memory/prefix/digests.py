@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
+import numpy as np
+
 NUM_BYTES = 16
+DIGEST = np.dtype(f"V{NUM_BYTES}")  # NumPy copies it in one piece
 Hash = Callable[[bytes], bytes]
 """Bytes to a digest of NUM_BYTES."""
 NO_SALT = bytes(NUM_BYTES)

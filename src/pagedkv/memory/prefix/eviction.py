@@ -95,4 +95,6 @@ class LRU:
         places = np.arange(first, end)
         blocks = self._ring.take(places & (len(self._ring) - 1))
         here = self._places[blocks] == places
+        if np.count_nonzero(here) == len(here):
+            return blocks, places
         return blocks[here], places[here]

@@ -9,16 +9,16 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require
+from .digests import DIGEST
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
 _REMOVED = -2  # a slot whose block is gone: what was probed past it is still behind it
 _ROOM = 16  # slots for each block, at least
 _FULL = 8  # of so many slots one is filled, at most
-_FEW = 6  # digests
+_FEW = 24  # digests
 _NO_KEYS, _NO_PLACES = np.empty((0, 2), np.int64), np.empty(0, np.int64)
 _REMOVED_SLOT, _NO_PLACE = np.array([_REMOVED], np.int32), np.array([NO_BLOCK])
-_16_BYTES = np.dtype(np.complex128)  # to copy a digest in one piece
 _TWO_BOOLS = np.dtype(np.int16)
 _KEY = Struct("=qq")
 
@@ -42,7 +42,7 @@ class HashIndex:
         self._num_filled = np.array([0])
         self._keys = np.zeros(2 * num_blocks, np.int64)
         self._pairs = self._keys.reshape(-1, 2)
-        self._wholes = self._keys.view(_16_BYTES)
+        self._wholes = self._keys.view(DIGEST)
         self._places = np.full(num_blocks, NO_BLOCK, np.int64)
         # Indexing these takes half as long.
         self._views = self._slots.data, self._keys.data
@@ -86,6 +86,12 @@ class HashIndex:
                 blocks[i], places[i] = self._probe(*key)
         return blocks, places
 
+    @staticmethod
+    def are_apart(places: Int64Array) -> bool:
+        """Whether no two of some slots are the same."""
+        ordered = np.sort(places)
+        return not np.count_nonzero(ordered[1:] == ordered[:-1])
+
     def apart(self, places: Int64Array) -> Int64Array:
         """A slot for each digest: those that `find` ended at, unless some are the same."""
         return _apart(self._views[0], places)
@@ -122,7 +128,7 @@ class HashIndex:
             ]
         if not len(put):
             return writes
-        writes.append((self._wholes, put, keys.reshape(-1).view(_16_BYTES)))
+        writes.append((self._wholes, put, keys.reshape(-1).view(DIGEST)))
         num_filled = int(self._num_filled[0]) + int(np.count_nonzero(self._slots.take(places) == NO_BLOCK))
         if num_filled <= len(self._slots) // _FULL:
             writes.append((self._slots, places, put.astype(np.int32)))
@@ -148,12 +154,13 @@ class HashIndex:
 
 def _apart(slots: memoryview, places: Int64Array) -> Int64Array:
     """Slots that can be filled, all different: of places that can be, all but the first of equal ones are moved on."""
-    chosen, mask = {*places.tolist()}, len(slots) - 1
-    if len(chosen) == len(places):
-        return places
     order = places.argsort(kind="stable")
-    ordered, places = places[order], places.copy()
-    for i in order[1:][ordered[1:] == ordered[:-1]].tolist():
+    ordered = places.take(order)
+    again = order[1:][ordered[1:] == ordered[:-1]].tolist()
+    if not again:
+        return places
+    chosen, mask, places = {*ordered.tolist()}, len(slots) - 1, places.copy()
+    for i in again:
         place = int(places[i])
         while place in chosen or slots[place] != NO_BLOCK:
             place = place + 1 & mask

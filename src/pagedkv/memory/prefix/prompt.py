@@ -66,11 +66,15 @@ def ids_of(tokens: Any) -> npt.NDArray[np.int32]:
         # In a third of the time that numpy.asarray takes; of anything else as_ints says what is wrong.
         with suppress(TypeError, OverflowError):
             small = np.frombuffer(array("I", tokens), np.int32)
-            refuse_bools("tokens", [tokens[i] for i in (small.view(np.uint32) < 2).nonzero()[0].tolist()])
-            if not len(small) or small[small.argmin()] >= 0:
+            if not len(small):
+                return small
+            unsigned = small.view(np.uint32)
+            if unsigned[unsigned.argmin()] < 2:
+                refuse_bools("tokens", [tokens[i] for i in (unsigned < 2).nonzero()[0].tolist()])
+            if small[small.argmin()] >= 0:
                 return small
     ids = as_ints("tokens", tokens)
-    unsigned = ids.view(np.uint64)
-    if len(ids) and unsigned[unsigned.argmax()] > MAX_INT32:  # negative ones are the largest
+    unsigned_ids = ids.view(np.uint64)
+    if len(ids) and unsigned_ids[unsigned_ids.argmax()] > MAX_INT32:  # negative ones are the largest
         raise ValueError(f"tokens must be ids in 0..2**31 - 1, got {ids[(ids < 0) | (ids > MAX_INT32)][0]}")
     return ids.astype(np.int32)
