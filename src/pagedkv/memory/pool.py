@@ -237,8 +237,7 @@ class BlockPool(Guarded):
         writes: list[Write] = []
         freed = leaving = NO_BLOCKS
         if len(dropped) or len(gained):
-            plan_references = self._plan_distinct if distinct else self._plan_references
-            freed, leaving, writes = plan_references(dropped, gained)
+            freed, leaving, writes = self._plan_references(dropped, gained, distinct)
         self._require(num_new, num_free + num_cached - len(leaving))
         num_blank = min(num_new, num_free)
         rest = num_free - num_blank
@@ -278,17 +277,18 @@ class BlockPool(Guarded):
             writes.append((self._free, np.arange(rest, top), freed[::-1].astype(np.int32)))
         return new_blocks, [*writes, (self._num_free, 0, top)]
 
-    def _plan_references(self, dropped: Array, gained: Array) -> tuple[Array, Array, list[Write]]:
+    def _plan_references(self, dropped: Array, gained: Array, distinct: bool) -> tuple[Array, Array, list[Write]]:
         """The blocks that lose their last reference, those that get their first, and what to store."""
-        blocks = np.concatenate([dropped, gained])
-        last, counts = self._tally(blocks)
-        before, changes = self._refs.take(blocks), counts
-        if len(dropped):
+        blocks, changes = np.concatenate([dropped, gained]), np.asarray(1 if len(gained) else -1)
+        if not distinct:
+            # All changes of a block are at its last place: of repeated indices the last is stored.
+            last, _ = self._tally(blocks)
             signs = np.ones(len(blocks))
             signs[: len(dropped)] = -1
             changes = np.bincount(last, signs, len(blocks)).astype(np.int64)
-        refs = before + changes.take(last)
-        if np.count_nonzero(refs < 0):
+        before = self._refs.take(blocks)
+        refs = before + changes
+        if len(dropped) and np.count_nonzero(refs < 0):
             block = blocks[refs < 0][0]
             raise KeyError(
                 f"block {block} released {self._refs[block] - refs[refs < 0][0]} times, it has {self._refs[block]} "
@@ -299,27 +299,12 @@ class BlockPool(Guarded):
             raise OverflowError(
                 f"block {blocks[too_many][0]} would have {refs[too_many][0]} references, at most 2**31 - 1 are counted"
             )
-        once = counts > 0
-        num_shared = np.count_nonzero((refs > 1) & once) - np.count_nonzero((before > 1) & once)
+        num_shared = int(self._num_shared[0]) + np.count_nonzero(refs > 1) - np.count_nonzero(before > 1)
         return (
-            blocks[once & (refs == 0) & (before > 0)],
-            blocks[once & (refs > 0) & (before == 0)],
-            [
-                (self._refs, blocks, refs.astype(np.int32)),
-                (self._num_shared, 0, int(self._num_shared[0]) + int(num_shared)),
-            ],
+            blocks[(refs == 0) & (before > 0)] if len(dropped) else NO_BLOCKS,
+            blocks[(refs > 0) & (before == 0)] if len(gained) else NO_BLOCKS,
+            [(self._refs, blocks, refs.astype(np.int32)), (self._num_shared, 0, int(num_shared))],
         )
-
-    def _plan_distinct(self, dropped: Array, gained: Array) -> tuple[Array, Array, list[Write]]:
-        """The same for blocks of one sequence, in less time."""
-        blocks, change = (gained, 1) if len(gained) else (dropped, -1)
-        before = self._refs.take(blocks)
-        if before[before.argmax()] == MAX_INT32 or (len(dropped) and before[before.argmin()] < 1):
-            return self._plan_references(dropped, gained)
-        first_or_last = blocks[before == (0 if len(gained) else 1)]
-        num_shared = int(self._num_shared[0]) + change * np.count_nonzero(before == (1 if len(gained) else 2))
-        writes: list[Write] = [(self._refs, blocks, before + change), (self._num_shared, 0, int(num_shared))]
-        return (NO_BLOCKS, first_or_last, writes) if len(gained) else (first_or_last, NO_BLOCKS, writes)
 
     def _require(self, num_new: int, num_free: int) -> None:
         if num_new > num_free:
