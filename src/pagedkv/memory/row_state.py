@@ -90,12 +90,12 @@ class RowState:
 
     def wasted_slots(self) -> int:
         """Slots of used blocks that hold no token of any sequence."""
-        # Only the last block of a sequence is partly full.
-        rows = np.flatnonzero(self.lens % self.block_size)
-        columns, fills = np.divmod(self.lens[rows], self.block_size)
-        blocks = self.blocks[rows, columns]
-        alone = self.pool._refs[blocks] == 1
-        wasted = int((self.block_size - fills[alone]).sum())
+        full = self.lens // self.block_size
+        fills = self.lens - full * self.block_size
+        rows = fills.nonzero()[0]  # only the last block of a sequence is partly full
+        blocks, fills = self._entries.take(rows * self.blocks.shape[1] + full.take(rows)), fills.take(rows)
+        alone = self.pool._refs.take(blocks) == 1
+        wasted = int(np.count_nonzero(alone)) * self.block_size - int(fills[alone].sum())
         if not alone.all():
             # A shared one wastes what the longest of its owners leaves, unless somebody has it in full.
             blocks, owners = np.unique(blocks[~alone], return_inverse=True)
