@@ -21,7 +21,7 @@ MUTANTS = [
         "memory/prefix/cache.py",
         "follows &= (serials != 0)",
         "follows = (follows | (np.arange(len(blocks)) > 0)) & (serials != 0)",
-        ("tests/memory/prefix/test_prefix_cache.py",),
+        CASES,
     ),
     Mutant(
         "salts share their blocks where digests collide",
@@ -93,7 +93,7 @@ MUTANTS = [
         "memory/rows.py",
         "        if num_found < prompt.num_tokens:\n",
         "        if num_found <= prompt.num_tokens:\n",
-        MACHINE,
+        CASES,
     ),
     Mutant(
         "the first block of a sequence is evicted first",
