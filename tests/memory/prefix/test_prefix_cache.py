@@ -5,7 +5,7 @@ import pytest
 
 from pagedkv import OutOfBlocksError
 
-from ..manager import refused, state
+from ..manager import fails_after, refused, state
 from .prompts import TEXT, P, make, started
 
 
@@ -371,3 +371,11 @@ def test_the_ring_and_the_index_are_made_anew_when_they_are_full():
         cache.check()
     assert cache.find([58, *TEXT]) == 8
     assert cache.find([57, *TEXT]) == 0
+
+
+def test_slots_that_do_not_fit_on_the_device_change_nothing(monkeypatch):
+    cache = make()
+    seq = started(cache, TEXT)
+    monkeypatch.setattr(cache._arrays, "asarray", fails_after(0, cache._arrays.asarray, MemoryError()))
+    with refused(cache, MemoryError):
+        cache.append(seq)

@@ -245,8 +245,9 @@ MUTANTS = [
         "memory/sequences.py",
         "        slots = self._arrays.asarray(new_slots)\n"
         "        self.pool._commit(writes, undo=lambda: rows.plan_take_back(seqs, n))\n        return slots\n",
-        "        self.pool._commit(writes)\n        return self._arrays.asarray(new_slots)\n",
-        TRANSACTION,
+        "        self.pool._commit(writes, undo=lambda: rows.plan_take_back(seqs, n))\n"
+        "        return self._arrays.asarray(new_slots)\n",
+        ("tests/memory/prefix/test_prefix_cache.py",),
     ),
     Mutant(
         "a read does not wait",
