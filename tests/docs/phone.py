@@ -1,8 +1,10 @@
-"""What is wider than a phone on a page, drawings too small to read, and words that were meant to be markup."""
+"""What is wider than a phone on a page, drawings too small to read or white in the dark, and words that were meant to
+be markup."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from .browser import Page
 
@@ -25,9 +27,18 @@ return [...document.querySelectorAll("article :is(p, li, td)")].map(words).filte
 SMALL = """[...document.querySelectorAll("article img")]
   .filter((x) => x.clientWidth && x.clientWidth < 0.9 * x.naturalWidth).map((x) => x.src.split("/").at(-1))"""
 
+UNTURNED = """[...document.querySelectorAll("article img[src$='.svg']")]
+  .filter((x) => x.clientWidth && getComputedStyle(x).filter === "none").map((x) => x.src)"""
+
+
+def is_for_the_dark(drawing: str) -> bool:
+    """Whether a drawing has colours of its own for dark pages."""
+    return "prefers-color-scheme" in Path(unquote(urlsplit(drawing).path)).read_text(encoding="utf-8")
+
 
 def faults(page: Page, file: Path) -> list[str]:
-    """What is wrong with a built page on a phone."""
+    """What is wrong with a built page on a phone, in the dark."""
+    page.prefer(prefers_color_scheme="dark")
     page.width(WIDTH, 740)
     page.open(file.as_uri())
     found = [f"{file.name}: wider than {WIDTH} pixels: {each}" for each in page.run(WIDE)[:3]]
@@ -35,5 +46,7 @@ def faults(page: Page, file: Path) -> list[str]:
         found.append(f"{file.name}: the page is {width} pixels wide")
     found += [f"{file.name}: not rendered: {text[:60]}" for text in page.run(RAW)[:3]]
     found += [f"{file.name}: its words are too small: {drawing}" for drawing in page.run(SMALL)]
+    white = [url for url in page.run(UNTURNED) if not is_for_the_dark(url)]
+    found += [f"{file.name}: white in the dark: {url}" for url in white]
     missing = "[...document.images].filter((x) => x.complete && !x.naturalWidth && x.src).map((x) => x.src)"
     return found + [f"{file.name}: no picture {url}" for url in page.run(missing)]

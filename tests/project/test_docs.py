@@ -372,6 +372,8 @@ def test_build(tmp_path):
         assert f'id="pagedkv.{public}"' in page
     # napoleon takes what stands before a colon in the first line of a property for its type.
     assert ">Type<" not in page
+    # "P." alone is the beginning of a list, and a default that is a class or a function has no repr to type.
+    assert re.findall(r'<ol class="\w+alpha|&lt;(?:class|function) ', page) == []
     # Names in single backticks and the drawing of the memory manager.
     assert 'href="#pagedkv.SequenceTable.fork"' in page
     assert "fork.svg" in (tmp_path / "html" / "memory.html").read_text()
@@ -395,6 +397,8 @@ DRAWING = (ROOT / "docs" / "images" / "performance.svg").as_uri()
         ("<article><p>see {func}`decode`</p></article>", "not rendered: see {func}`decode`"),
         ("<img src='nowhere.png'>", "no picture"),
         (f"<article><img width=300 src='{DRAWING}'>", "its words are too small: performance.svg"),
+        (f"<article><p style='overflow-x: auto'><img src='{DRAWING}'>", "white in the dark: file:"),
+        ("<div style='overflow-x: auto'><article><p style='width: 600px'>cut", "wider than 360 pixels: p cut"),
     ],
 )
 def test_pages_that_do_not_fit_are_noticed(tmp_path, body, fault):
