@@ -31,7 +31,11 @@ def _small(monkeypatch):
     for name in ("SUM_BYTES", "QUICK_SUM_BYTES"):
         monkeypatch.setattr(run, name, 2**20)
     monkeypatch.setattr(run, "SMALL_CALLS", 1)
+    monkeypatch.setattr(run, "SMALL_TURNS", 2)
     monkeypatch.setattr(run, "DRAFTS_LENGTH", 64)
+    monkeypatch.setattr(run, "PREFILL_TOKENS", 64)
+    monkeypatch.setattr(run, "PREFILL_HEADS", 8)
+    monkeypatch.setattr(run, "GROWTH_LENGTHS", (16, 64))
     monkeypatch.setattr(run, "_first_call_row", lambda operation: {"first call": operation})
     monkeypatch.setattr(run, "SUBJECTS", WITH_TORCH)
 
@@ -57,6 +61,7 @@ def test_all_of_it(monkeypatch):
     shown = ["SDPA", "gather + SDPA", "Nowhere", "Zero", "SDPA", "gather + SDPA", "Zero"]
     assert [row["peer"] for row in rows if "peer" in row] == shown
     assert first_columns(rows)[-6:] == ["prefill", "small call", "verification", "growth", "first call", "first call"]
+    assert {"L 16 ms", "L 64 ms", "ratio"} < set(rows[-3])
     for row in decode:
         assert row["share"] == pytest.approx(row["KV GB/s"] / row["read GB/s"])
         assert row["ms"] == pytest.approx(sum(row["samples ms"]) / 2)

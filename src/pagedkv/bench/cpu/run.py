@@ -30,6 +30,8 @@ from .problem import DTYPES, HEAD_DIM, NUM_KV_HEADS, TOLERANCE, Problem, random_
 SHAPES = ((8, 4096), (1, 16384), (64, 512))
 GROUP_SIZES = (1, 4, 8)
 SUM_BYTES = 2 * 2**30
+PREFILL_TOKENS, PREFILL_HEADS = 2048, 32
+GROWTH_LENGTHS = (4096, 16384)
 QUICK_SHAPE, QUICK_GROUP_SIZE, QUICK_SUM_BYTES = (2, 512), 4, 2**26
 SMALL_LENGTH, SMALL_CALLS, SMALL_TURNS = 128, 20, 50
 DRAFTS, DRAFTS_LENGTH = 8, 32768
@@ -139,7 +141,7 @@ def _name(problem: Problem) -> str:
     return f"decode {problem.dtype} G={problem.group_size} (B, L)=({problem.num_seqs}, {problem.length})"
 
 
-def _prefill_row(repeats: int, num_threads: int, num_tokens: int = 2048, num_heads: int = 32) -> Row:
+def _prefill_row(repeats: int, num_threads: int, num_tokens: int, num_heads: int) -> Row:
     pages = random_pages("float32", num_tokens, num_heads)
     tables = np.random.default_rng(1).permutation(pages.shape[1]).astype(np.int32)[None]
     q = np.random.default_rng(2).standard_normal((num_tokens, num_heads, HEAD_DIM), np.float32)
@@ -220,19 +222,15 @@ def _drafts_row(repeats: int) -> Row:
 
 def _growth_row(repeats: int) -> Row:
     calls: dict[str, Callable[[], Any]] = {}
-    for length in (4096, 16384):
+    for length in GROWTH_LENGTHS:
         pages = random_pages("float32", length)
         tables = np.random.default_rng(1).permutation(pages.shape[1]).astype(np.int32)[None]
         q = np.zeros((1, NUM_KV_HEADS, HEAD_DIM), np.float32)
         arguments = (q, pages[0], pages[1], tables, np.full(1, length, np.int32))
-        calls[str(length)] = partial(pagedkv.decode_attention, *arguments)
-    medians = {name: median(values) for name, values in interleaved(calls, repeats * 3).items()}
-    return {
-        "growth": "float32",
-        "L 4096 ms": medians["4096"] * 1e3,
-        "L 16384 ms": medians["16384"] * 1e3,
-        "ratio": medians["16384"] / medians["4096"],
-    }
+        calls[f"L {length} ms"] = partial(pagedkv.decode_attention, *arguments)
+    medians = {name: median(values) * 1e3 for name, values in interleaved(calls, repeats * 3).items()}
+    short, long = medians.values()
+    return {"growth": "float32", **medians, "ratio": long / short}
 
 
 def _first_call_row(operation: str) -> Row:
@@ -296,7 +294,7 @@ def run(
                 rest.append(_prefill_row(repeats, num_threads, num_tokens=128, num_heads=4))
             else:
                 progress("prefill, small calls, verification, growth, first call")
-                rest.append(_prefill_row(max(3, repeats // 2), num_threads))
+                rest.append(_prefill_row(max(3, repeats // 2), num_threads, PREFILL_TOKENS, PREFILL_HEADS))
                 rest += [_small_call_row(repeats), _drafts_row(repeats), _growth_row(repeats)]
                 rest += [_first_call_row(operation) for operation in ("decode", "prefill")]
         except KeyboardInterrupt:
