@@ -228,9 +228,9 @@ class LongPrefixMachine(PrefixMachine):
 
 
 TestPlainMachine = PlainMachine.TestCase
-TestPlainMachine.settings = settings(max_examples=40, stateful_step_count=15)
+TestPlainMachine.settings = settings(max_examples=20, stateful_step_count=15)
 TestPrefixMachine = PrefixMachine.TestCase
-TestPrefixMachine.settings = settings(max_examples=40, stateful_step_count=15)
+TestPrefixMachine.settings = settings(max_examples=20, stateful_step_count=15)
 TestLongMachine = pytest.mark.long(LongMachine.TestCase)
 TestLongMachine.settings = settings(max_examples=5_000, stateful_step_count=60)
 TestLongPrefixMachine = pytest.mark.long(LongPrefixMachine.TestCase)
