@@ -1,5 +1,6 @@
 """The examples: tokenizer, weights, the model against torch's, and generation from the command line."""
 
+import functools
 import os
 import re
 import signal
@@ -209,14 +210,21 @@ def test_sampling_is_a_function_of_the_seed() -> None:
     assert finish(engine_for(prompts, seed=1)) != finish(engine_for(prompts, seed=2))
 
 
+THREE_TEXTS = functools.partial(
+    engine_for, [b"def main(", b"def main(self, other):\n", b"x"], num_samples=2, max_new_tokens=20, max_batch=6
+)
+
+
+@pytest.fixture(scope="module")
+def three_texts():
+    return finish(THREE_TEXTS())
+
+
 @settings(max_examples=10)
-@given(st.integers(1, 30))
-def test_any_pool_is_survived(num_blocks: int) -> None:
-    prompts = [b"def main(", b"def main(self, other):\n", b"x"]
-    options = {"num_samples": 2, "max_new_tokens": 20, "max_batch": 6}
-    full = finish(engine_for(prompts, **options))
-    engine = engine_for(prompts, num_blocks, **options)
-    for tokens, expected in zip(finish(engine), full, strict=True):
+@given(num_blocks=st.integers(1, 30))
+def test_any_pool_is_survived(three_texts: list, num_blocks: int) -> None:
+    engine = THREE_TEXTS(num_blocks=num_blocks)
+    for tokens, expected in zip(finish(engine), three_texts, strict=True):
         assert tokens == expected[: len(tokens)]
     if num_blocks >= 12:  # as many as the longest text needs alone
         assert all(sample.done != "the pool is too small" for sample in engine.samples)
