@@ -152,7 +152,7 @@ def test_every_form_meets_the_error_bound(form, data, open_device):
 )
 def test_before_9_0_warps_meet_at_barriers_of_their_own(wide, changes, open_device, monkeypatch):
     monkeypatch.setattr(planning, "is_wide", lambda *_: wide)
-    problem = build(TENSOR.replace(query_lens=(8,), **changes))
+    problem = build(TENSOR.replace(query_lens=(8,), num_kv_heads=1, **changes))
     assert_close(problem, *prefill(problem, open_device, capability=(8, 0)))
 
 
@@ -273,7 +273,7 @@ def numbers(*values):
 @pytest.mark.parametrize("check", [False, True])
 def test_what_is_wrong_in_one_call_does_no_harm_to_the_next(check, open_device):
     """Counters are zero again whatever lengths and query starts were given."""
-    problem = build(TENSOR.replace(seq_lens=(SPLIT + 9, 600, 0), query_lens=(4, 8, 0), sinks=True))
+    problem = build(TENSOR.replace(seq_lens=(SPLIT + 9, 600, 0), query_lens=(4, 8, 0), num_kv_heads=1, sinks=True))
     # Room for more splits: thread blocks without work count, too.
     problem.block_tables = np.pad(problem.block_tables, ((0, 0), (0, 2 * SPLIT // 16)), constant_values=-1)
     call = checked_call(problem, check=check)
