@@ -20,6 +20,7 @@ __all__ = [
     "capped_2",
     "capped_half",
     "fade",
+    "fading_parity",
     "long",
     "own_parity",
     "specs",
@@ -31,6 +32,11 @@ def capped(cap):
         return cap * math.tanh(score / cap) + 0.1 * seq
 
     return mod
+
+
+def fading_parity(score, q_pos, k_pos, head, seq):
+    """Both of them: one kernel tells whether a `score_mod` sees positions and heads, and whether it may mask all."""
+    return -math.inf if k_pos % 2 != head % 2 else score - 0.01 * (head + 1) * (q_pos - k_pos)
 
 
 def long(cases):
@@ -63,7 +69,7 @@ DECODE_KERNELS = [
     Kernel("float32", 8, is_vllm=True),
     Kernel("bfloat16", 16, is_vllm=True),
     Kernel("fp8_e4m3", 16, is_vllm=True),
-    Kernel("float32", 64, score_mod=fade),
+    Kernel("float32", 64, score_mod=fading_parity),
     Kernel("float32", 8, is_vllm=True, score_mod=own_parity),
 ]
 MORE_DECODE_KERNELS = [
@@ -81,7 +87,7 @@ PREFILL_KERNELS = [
     Kernel("fp8_e4m3", 32),
     Kernel("float32", 8, is_vllm=True),
     Kernel("fp8_e4m3", 16, is_vllm=True),
-    Kernel("float32", 64, score_mod=fade),
+    Kernel("float32", 64, score_mod=fading_parity),
 ]
 MORE_PREFILL_KERNELS = [Kernel("fp8_e5m2", 64), Kernel("float32", 8), Kernel("bfloat16", 64, score_mod=own_parity)]
 

@@ -21,7 +21,7 @@ from ...support.problems import (
     move_past_2_31_elements,
     run,
 )
-from ...support.strategies import MORE_PREFILL_KERNELS, PREFILL_KERNELS, SPLIT, fade, long, own_parity, specs
+from ...support.strategies import MORE_PREFILL_KERNELS, PREFILL_KERNELS, SPLIT, fading_parity, long, specs
 
 SOME = [
     Spec(kv_dtype="float32", head_dim=64),
@@ -174,17 +174,14 @@ def test_decode_is_prefill_of_one_row(spec, options):
 
 
 def test_score_mods_see_positions_heads_and_sequences():
-    for score_mod, kv_dtype in ((fade, "float32"), (own_parity, "bfloat16")):
-        spec = Spec(
-            seq_lens=(40, 90), query_lens=(40, 3), score_mod=score_mod, kv_dtype=kv_dtype, window=30, softcap=1.0
-        )
-        for causal in (True, False):
-            problem = build(spec.replace(causal=causal, sinks=True, softcap=1.0))
-            assert_close(problem, *run(problem))
+    spec = Spec(seq_lens=(40, 90), query_lens=(40, 3), score_mod=fading_parity, window=30, softcap=1.0, sinks=True)
+    for causal in (True, False):
+        problem = build(spec.replace(causal=causal))
+        assert_close(problem, *run(problem))
 
 
 def test_score_mod_may_mask_every_key():
-    spec = Spec(seq_lens=(5,), query_lens=(5,), kv_dtype="bfloat16", score_mod=own_parity, group_size=1)
+    spec = Spec(seq_lens=(5,), query_lens=(5,), score_mod=fading_parity)
     out, lse = run(build(spec))
     assert lse[0, 1] == -np.inf
     assert (out[0, 1] == 0).all()
@@ -239,7 +236,7 @@ def test_a_call_with_a_score_mod_is_taken_for_a_long_one(monkeypatch):
     for module in (prefill, decode):
         monkeypatch.setattr(module, "run", lambda *args, estimate, **options: estimates.append(estimate))
     spec = Spec(seq_lens=(90,), query_lens=(90,))
-    for fields in ({}, {"softcap": 2.0}, {"layout": "vllm"}, {"score_mod": fade}):
+    for fields in ({}, {"softcap": 2.0}, {"layout": "vllm"}, {"score_mod": fading_parity}):
         run(build(spec.replace(**fields)))
     plain, capped, dimwise, modified = estimates
     assert plain < capped < threads.PATIENCE_NS
