@@ -3,10 +3,7 @@
 import pytest
 
 from pagedkv.bench.static.sass import Loads, code_of, copies_of, loads_of, loop_of, moves_between, products_of
-from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.compiler.link import link
-from pagedkv.kernels.split.config import SplitConfig
-from pagedkv.kernels.split.kernel import make_split
 
 from ...emulator.machine import wgmma_kernels as W
 
@@ -129,10 +126,42 @@ def test_a_loop_is_counted_on_its_shortest_way(capability):
     assert loop_of(code, capability, 17) is None
 
 
-def test_the_loop_of_tensor_cores_is_told_from_one_that_loads_more():
-    kernel = compile_kernel(make_split, SplitConfig(64, 48, 16, "float16", "fp8_e4m3"))
-    loop = loop_of(code_of(kernel.cubin, kernel.entry), (9, 0), 8)
-    assert (loop.bytes_loaded, loop.widest) == (32, 16)  # the loop that adds splits loads 128
+PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {F}, {%r1, %r2, %r3, %r4}, {%r1, %r2}, {F};".replace(
+    "F", "%f1, %f2, %f3, %f4"
+)
+# The second loop loads more.
+TWO_LOOPS = """
+    .reg .pred %q;
+    .reg .f32 %f<5>;
+    mov.f32 %f1, 0f00000000; mov.f32 %f2, %f1; mov.f32 %f3, %f1; mov.f32 %f4, %f1;
+multiply:
+    ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%a];
+    PRODUCT
+    add.u64 %a, %a, 64;
+    setp.ne.u32 %q, %r2, 7;
+    @%q bra multiply;
+    st.global.v4.f32 [%a], {%f1, %f2, %f3, %f4};
+add:
+    ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%a+16];
+    ld.global.v4.u32 {%r5, %r6, %r7, %r8}, [%a+32];
+    xor.b32 %r1, %r1, %r5;
+    xor.b32 %r2, %r2, %r6;
+    xor.b32 %r3, %r3, %r7;
+    xor.b32 %r4, %r4, %r8;
+    st.global.v4.u32 [%a+48], {%r1, %r2, %r3, %r4};
+    add.u64 %a, %a, 64;
+    setp.ne.u32 %q, %r1, 7;
+    @%q bra add;
+"""
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize(("product", "num_bytes"), [(PRODUCT, 16), ("", 32)])
+def test_the_loop_of_tensor_cores_is_told_from_one_that_loads_more(capability, product, num_bytes):
+    target = PTX.replace("sm_80", f"sm_{capability[0]}{capability[1]}").replace("8.0", "8.7")
+    text = target.replace("{body}", "@").format().replace("@", TWO_LOOPS.replace("PRODUCT", product))
+    loop = loop_of(code_of(link(text, capability).cubin, "loads"), capability, 8)
+    assert (loop.bytes_loaded, loop.widest) == (num_bytes, 16)
 
 
 @pytest.mark.parametrize(("a", "n"), [("registers", 16), ("shared", 64)])
