@@ -57,10 +57,11 @@ def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool
     """
     threads = get_num_threads(), torch.get_num_threads()
     logger = logging.getLogger("ContinuousBatchingLogger")  # asks for psutil, twice in every run
-    was_disabled, logger.disabled = logger.disabled, True
-    set_num_threads(1)
-    torch.set_num_threads(1)
+    was_disabled = logger.disabled
     try:
+        logger.disabled = True
+        set_num_threads(1)
+        torch.set_num_threads(1)
         return _rows(repeats, progress, quick)
     finally:
         logger.disabled = was_disabled
