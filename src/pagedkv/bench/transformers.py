@@ -78,19 +78,24 @@ def _rows(repeats: int, progress: Callable[[str], Any], quick: bool) -> list[Row
 
     ragged, long, rows = [prompt(50 + 950 * i // 15) for i in range(16)], prompt(2000), []
     batched, alone = 48 // shrink, 64 // shrink
-    ways: dict[str, Callable[[bool], Any]] = {
-        "continuous batching": lambda _: _continuous(model, ragged, batched),
-        "Engine": lambda paged: (_engine if paged else _continuous)(model, ragged, batched),
-        "generate": lambda paged: _generate(model, long, alone, paged),
-    }
-    for name, call in ways.items():
-        seconds: dict[bool, list[float]] = {False: [], True: []}
+    contests: list[dict[str, Callable[[], Any]]] = [
+        {
+            "sdpa": lambda: _continuous(model, ragged, batched),
+            "continuous batching": lambda: _continuous(model, ragged, batched),
+            "Engine": lambda: _engine(model, ragged, batched),
+        },
+        {"sdpa": lambda: _generate(model, long, alone, False), "generate": lambda: _generate(model, long, alone, True)},
+    ]
+    for calls in contests:
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(repeats + 1):
-            progress(f"transformers, {name}, {turn} of {repeats}")
-            said = {paged: _timed(model, call, paged, seconds) for paged in seconds}
-        theirs, ours = (samples[1:] for samples in seconds.values())
-        row = {"transformers": name, "pagedkv s": min(ours), "sdpa s": min(theirs), "times": min(theirs) / min(ours)}
-        rows.append(row | {"same": said[False] == said[True], "pagedkv samples": ours, "sdpa samples": theirs})
+            progress(f"transformers, {' and '.join(list(calls)[1:])}, {turn} of {repeats}")
+            said = {name: _timed(model, call, name != "sdpa", seconds[name]) for name, call in calls.items()}
+        theirs = seconds.pop("sdpa")[1:]
+        for name, (_, *ours) in seconds.items():
+            row = {"transformers": name, "pagedkv s": min(ours), "sdpa s": min(theirs)}
+            row |= {"times": min(theirs) / min(ours), "same": said[name] == said["sdpa"]}
+            rows.append(row | {"pagedkv samples": ours, "sdpa samples": theirs})
     return rows
 
 
@@ -109,15 +114,15 @@ def _model(num_layers: int) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def _timed(model: Any, call: Callable[[bool], Any], paged: bool, seconds: dict[bool, list[float]]) -> Any:
+def _timed(model: Any, call: Callable[[], Any], paged: bool, seconds: list[float]) -> Any:
     """What the model says with one of both, whose time is noted."""
     if paged:
         use_pagedkv(model)
     else:
         model.set_attn_implementation("sdpa")
     begin = process_time()
-    said = call(paged)
-    seconds[paged].append(process_time() - begin)
+    said = call()
+    seconds.append(process_time() - begin)
     return said
 
 
