@@ -218,6 +218,7 @@ def test_an_array_module_that_is_not_installed(monkeypatch, name, extra):
         ({"num_blocks": 0}, ValueError, r"^num_blocks must be at least 1, got 0$"),
         ({"block_size": 0}, ValueError, r"^block_size must be at least 1, got 0$"),
         ({"block_size": 2**33}, ValueError, r"^block_size must be at most 2147483647, got 8589934592$"),
+        ({"block_size": 2**29}, ValueError, r"^block_size must be at most 536870911 with a prefix cache, got"),
         ({"num_kv_heads": 0}, ValueError, r"^num_kv_heads must be at least 1, got 0$"),
         ({"head_dim": 12}, ValueError, r"^head_dim must be a multiple of 8 from 8 to 512, got 12$"),
         ({"head_dim": 16.0}, TypeError, r"^head_dim must be an int, got float$"),

@@ -1,5 +1,4 @@
-"""What is wider than a phone on a page, drawings too small to read or white in the dark, and words that were meant to
-be markup."""
+"""What is wrong with a page on a phone: too wide, too small to read, white in the dark, or not rendered."""
 
 from __future__ import annotations
 

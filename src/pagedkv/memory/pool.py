@@ -279,10 +279,11 @@ class BlockPool(Guarded):
 
     def _plan_references(self, dropped: Array, gained: Array, distinct: bool) -> tuple[Array, Array, list[Write]]:
         """The blocks that lose their last reference, those that get their first, and what to store."""
+        # An int64: beside a Python int the sum would be an int32, as the counts are, and wrap.
         blocks, changes = np.concatenate([dropped, gained]), np.asarray(1 if len(gained) else -1)
         if not distinct:
             # All changes of a block are at its last place: of repeated indices the last is stored.
-            last, _ = self._tally(blocks)
+            last = self._tally.last_places(blocks)
             signs = np.ones(len(blocks))
             signs[: len(dropped)] = -1
             changes = np.bincount(last, signs, len(blocks)).astype(np.int64)

@@ -23,19 +23,19 @@ class Tally:
         counts : (n,) int64
             How often values[i] occurs, at i = last[i]; 0 elsewhere.
         """
-        last = self._last_places(values, np.arange(len(values)))
+        last = self.last_places(values)
         return last, np.bincount(last, minlength=len(values))
+
+    def last_places(self, values: Array) -> Array:
+        """Where values[i] occurs last, (n,) int64."""
+        # An index that repeats stores the last of its values, and only what was just stored is read back.
+        self._last[values] = np.arange(len(values))
+        return self._last.take(values)
 
     def repeated(self, values: Array) -> Array:
         """Which values occur again further on, (n,) bool."""
-        places = np.arange(len(values))
-        return self._last_places(values, places) != places
+        return np.asarray(self.last_places(values) != np.arange(len(values)))
 
     def among(self, values: Array, others: Array) -> Array:
         """Which values, all different, are among others, (n,) bool."""
         return self.repeated(np.concatenate([values, others]))[: len(values)]
-
-    def _last_places(self, values: Array, places: Array) -> Array:
-        # An index that repeats stores the last of its values, and only what was just stored is read back.
-        self._last[values] = places
-        return self._last.take(values)

@@ -57,7 +57,7 @@ def _cpu_limits(rng: random.Random, layouts: tuple[str, ...]) -> Limits:
         head_dims=head_dims,
         score_mods=(score_mod,),
         longest=130 if score_mod and longest < 1100 else longest,  # which calls a score_mod for each score
-        elements=2**20,
+        elements=2**20,  # for the reference, too
     )
 
 
