@@ -8,13 +8,14 @@ from contextlib import nullcontext
 import pytest
 from numba import types
 from numba.core.errors import TypingError
-from numba.cuda import codegen, compiler, dispatcher
+from numba.cuda import codegen, compiler, dispatcher, lowering
 from numba.cuda.compiler import CUDAFlags
-from numba.cuda.core import base
+from numba.cuda.core import base, ir
 from numba.cuda.core.postproc import PostProcessor
 from numba.cuda.core.targetconfig import TargetConfig
 from numba.cuda.descriptor import cuda_target
 from numba.cuda.target import CUDATargetContext
+from numba.cuda.typing.templates import _TemplateTargetHelperMixin
 
 import pagedkv.cuda.compiler.compile as compiling
 from pagedkv.cuda.compiler import numba_overrides
@@ -41,6 +42,7 @@ def state():
         *(dispatcher.get_current_device, compiler.get_current_device),
         *("set" in vars(codegen), types.Function.get_call_type, TargetConfig.values, gc.isenabled()),
         *(CUDATargetContext.get_abi_sizeof, base._has_loc, PostProcessor.run),
+        *(ir.Inst._rec_list_vars, _TemplateTargetHelperMixin._get_target_registry, "str" in vars(lowering)),
     )
 
 
@@ -152,19 +154,27 @@ def test_the_size_of_a_type_is_asked_once(monkeypatch):
     assert asked == kinds
 
 
+def ptx():
+    with overridden((9, 0)):
+        config = AttentionConfig(64, 16, "float32", "float32")
+        return compiling._make_ptx(make_v1, config, (9, 0), False, "pagedkv_v1")
+
+
+@pytest.fixture(scope="module")
+def ptx_with_all():
+    return ptx()
+
+
 @pytest.mark.parametrize(
-    "override", ["operators_typed_once", "options_listed_at_once", "sizes_asked_once", "lifetimes_when_needed"]
+    "override",
+    [
+        *("operators_typed_once", "options_listed_at_once", "sizes_asked_once", "lifetimes_when_needed"),
+        *("variables_by_type", "registries_read_when_needed", "instructions_without_text"),
+    ],
 )
-def test_overrides_that_save_time_make_the_same_kernel(override, monkeypatch):
-    config = AttentionConfig(64, 16, "float32", "float32")
-
-    def ptx():
-        with overridden((9, 0)):
-            return compiling._make_ptx(make_v1, config, (9, 0), False, "pagedkv_v1")
-
-    once = ptx()
+def test_overrides_that_save_time_make_the_same_kernel(override, ptx_with_all, monkeypatch):
     monkeypatch.setattr(numba_overrides, override, nullcontext)
-    assert ptx() == once
+    assert ptx() == ptx_with_all
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -1,8 +1,9 @@
 """Overrides of numba-cuda for the length of one compilation.
 
 On its own it queries the current device even when told what to compile for, orders device functions differently in
-every process, and spends a third of its time on the types of `a + b`, a tenth on comparing compiler options and a tenth
-on facts that it has or does not use. Only one thread at a time may enter: compiling/compile_thread.py sees to that.
+every process, and spends a third of its time on the types of `a + b`, a tenth on comparing compiler options and as much
+again, twice, on facts that it has or does not use. Only one thread at a time may enter: compiling/compile_thread.py
+sees to that.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ def overridden(capability: tuple[int, int]) -> Iterator[None]:
         options_listed_at_once(),
         sizes_asked_once(),
         lifetimes_when_needed(),
+        variables_by_type(),
+        registries_read_when_needed(),
+        instructions_without_text(),
         no_collection(),
     ):
         yield
@@ -165,6 +169,59 @@ def lifetimes_when_needed() -> Iterator[None]:
         code.variable_lifetime, code.generator_info = VariableLifetime(code.blocks), None
 
     with _replaced(PostProcessor, "run", run_in_part):
+        yield
+
+
+@contextmanager
+def variables_by_type() -> Iterator[None]:
+    """Tell from its type, once for each, whether a value is a variable or may hold some.
+
+    numba-cuda lists the variables of each instruction many times, and checks up to four classes for each field of it.
+    """
+    from numba.cuda.core import ir
+
+    kinds = {"variable": ir.var_types, "instruction": ir.inst_types, "values": (list, tuple), "named values": dict}
+    kind_of: dict[type, str] = {}
+
+    def variables_of(instruction: Any, value: Any) -> list[Any]:
+        kind = kind_of.get(type(value))
+        if kind is None:
+            kind = next((name for name, classes in kinds.items() if isinstance(value, classes)), "")
+            kind_of[type(value)] = kind
+        if not kind:
+            return []
+        if kind == "variable":
+            return [value]
+        if kind == "instruction":
+            return list(value.list_vars())
+        parts = value if kind == "values" else value.values()
+        return [variable for part in parts for variable in variables_of(instruction, part)]
+
+    with _replaced(ir.Inst, "_rec_list_vars", variables_of):
+        yield
+
+
+@contextmanager
+def registries_read_when_needed() -> Iterator[None]:
+    """Look for new implementations of functions where one is missing, and not at each use of an intrinsic, too."""
+    from numba.cuda.descriptor import cuda_target
+    from numba.cuda.typing.templates import _TemplateTargetHelperMixin
+
+    cuda_target.target_context.refresh()
+
+    def first_registry(template: Any, reason: str) -> Any:
+        return next(iter(cuda_target.target_context._registries))
+
+    with _replaced(_TemplateTargetHelperMixin, "_get_target_registry", first_registry):
+        yield
+
+
+@contextmanager
+def instructions_without_text() -> Iterator[None]:
+    """Hand instructions to numba-cuda's log of its lowering as they are: without NUMBA_DEBUG_JIT it drops the text."""
+    from numba.cuda import lowering
+
+    with _replaced(lowering, "str", lambda instruction: instruction):
         yield
 
 
