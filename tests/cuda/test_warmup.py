@@ -9,28 +9,39 @@ from pagedkv.cuda import driver
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.errors import BackendUnavailableError
 
-pytestmark = pytest.mark.usefixtures("directory")
+from .conftest import start_again
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The entries that numba has compiled; the emulator, in the place of a GPU, asks for the same ones."""
+    """The kernels that this process has compiled or found on disk, where other tests may have left them.
+
+    The emulator, in the place of a GPU, asks for the same ones.
+    """
     monkeypatch.setattr(EmulatorDevice, "lineinfo", False)
-    entries = []
-    make_ptx = compiling._make_ptx
+    start_again(monkeypatch)
+    kernels = []
+    load_or_compile = compiling._load_or_compile.make
 
-    def counted(*args):
-        entries.append(args[-1])
-        return make_ptx(*args)
+    def counted(make, *args):
+        kernels.append(make.__name__.removeprefix("make_"))
+        return load_or_compile(make, *args)
 
-    monkeypatch.setattr(compiling, "_make_ptx", counted)
-    return entries
+    monkeypatch.setattr(compiling._load_or_compile, "make", counted)
+    return kernels
 
 
-def test_calls_find_what_they_need(compiled, directory):
+@pytest.fixture
+def without_compilers(directory, monkeypatch):
+    """For names alone: the kernels have no code."""
+    monkeypatch.setattr(compiling, "_make_ptx", lambda *args: ("", 128, 3))
+    monkeypatch.setattr(compiling, "load_or_link", lambda *args: "machine code")
+
+
+def test_calls_find_what_they_need(directory, compiled):
     names = pagedkv.warmup(4, 2, 64, 16, "float16", layout="vllm", capabilities=[(9, 0)])
-    assert sorted(compiled) == sorted("pagedkv_" + name.split("[")[0] for name in names)
-    assert {"pagedkv_v1", "pagedkv_v2", "pagedkv_v2_reduce", "pagedkv_write_kv"} <= set(compiled)
+    assert sorted(compiled) == sorted(name.split("[")[0] for name in names)
+    assert {"v1", "v2", "v2_reduce", "write_kv"} <= set(compiled)
     assert all(name.endswith("] for 9.0") for name in names)
     assert len(list(directory.glob("*.ptx"))) == len(list(directory.glob("*.cubin"))) == len(names)
     del compiled[:]
@@ -62,6 +73,7 @@ def test_calls_of_nhd_find_what_they_need_with_and_without_softcap(compiled):
     assert compiled == []
 
 
+@pytest.mark.usefixtures("without_compilers")
 def test_capabilities_and_kernels_are_chosen(compiled):
     names = pagedkv.warmup(4, 2, 64, 16, "float32", layout="vllm", kernels=["v1"], capabilities=[(8, 0), (10, 0)])
     assert [name.split("[")[0] for name in names] == ["v1", "write_kv", "gather_kv", "copy_blocks"] * 2
@@ -111,6 +123,7 @@ def test_calls_of_prefill_find_what_they_need(compiled):
     assert compiled == []
 
 
+@pytest.mark.usefixtures("without_compilers")
 def test_the_default_is_the_gpus_of_the_machine(monkeypatch):
     monkeypatch.setattr(driver, "capabilities", lambda: [(9, 0), (9, 0)])
     names = pagedkv.warmup(1, 1, 64, 16, "float16", layout="vllm", kernels=["v1"], kv_dtype="fp8_e4m3")
