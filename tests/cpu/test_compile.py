@@ -74,9 +74,10 @@ def test_the_second_process_does_not_compile(run, file):
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1])])
-def test_a_damaged_file_is_compiled_again(run, file, damage):
-    file.write_bytes(damage(file.read_bytes()))
+def test_a_damaged_file_is_compiled_again(run, file):
+    """Every kind of damage is in tests/compiling/test_kernel_cache.py."""
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert run() == ["compiled"]
     assert run() == ["loaded"]
 

@@ -280,8 +280,8 @@ def test_a_result_beyond_float16_is_infinite_without_a_warning():
     values = np.full((1, 16, 1, 64), 1000, np.float16)
     arguments = (np.ones((1, 1, 64), np.float16), values, values, np.zeros((1, 1), np.int32), np.array([3], np.int32))
     assert (pagedkv.decode_attention(*arguments) == 1000).all()
-    fp8 = np.full(values.shape, 0x40, np.uint8)
-    out = pagedkv.decode_attention(arguments[0], fp8, fp8, *arguments[3:], kv_dtype="fp8_e4m3", v_scale=1e6)
+    fp8 = np.full((1, 16, 1, 32), 0x40, np.uint8)
+    out = pagedkv.decode_attention(arguments[0][..., :32], fp8, fp8, *arguments[3:], kv_dtype="fp8_e4m3", v_scale=1e6)
     assert np.isposinf(out).all()
 
 

@@ -127,7 +127,7 @@ def test_kernels_from_disk_beside_kernels_compiled_now(tmp_path):
         import sys
         from tests.support.problems import Spec, build, run
         for kv_dtype in sys.argv[1:]:
-            out, _ = run(build(Spec(seq_lens=(40,), query_lens=(9,), kv_dtype=kv_dtype, head_dim=8)))
+            out, _ = run(build(Spec(seq_lens=(40,), kv_dtype=kv_dtype, head_dim=8)))
         print(out.tobytes().hex())
     """
     environment = os.environ | {
