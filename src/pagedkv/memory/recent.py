@@ -19,14 +19,14 @@ class Recent(NamedTuple):
     ----------
     change : int
         The number of the pool's change that made it: any later one ends it.
+    late : (num_late,) int64, or None
+        Which of them have full blocks that `commit` has not seen; None if that is not known.
     rows, lens, slots : (num_seqs,) int64
         Their rows, how many tokens each has, and where its last token is.
     longest : int
         The most tokens that one of them has.
     full : (num_full,) int64
         Which of them have no room in their last block.
-    late : (num_late,) int64, or None
-        Which of them have full blocks that `commit` has not seen; None if that is not known.
     is_known : bool
         Whether all their tokens are known by their ids.
     tables : (num_seqs, width) int32, or None
@@ -34,11 +34,11 @@ class Recent(NamedTuple):
     """
 
     change: int
+    late: Int64Array | None
     rows: Int64Array
     lens: Int64Array
     slots: Int64Array
     longest: int
     full: Int64Array
-    late: Int64Array | None
     is_known: bool
     tables: npt.NDArray[np.int32] | None

@@ -221,7 +221,7 @@ class Rows(RowState):
         change, full = self.pool._num_changes[0] + 1, (offsets == 0).nonzero()[0]
         late = full if was_committed and is_known else None
         # The caller may write to its slots.
-        return (self._recent, 0, Recent(change, rows, lens, slots.copy(), longest, full, late, is_known, tables))
+        return (self._recent, 0, Recent(change, late, rows, lens, slots.copy(), longest, full, is_known, tables))
 
     def plan_fork(self, seqs: Any, n: int) -> tuple[list[int], list[Write]]:
         """Start n sequences like each of some: their handles, and what to store."""
@@ -305,7 +305,7 @@ class Rows(RowState):
             return []
         recent, seen = self._recent_of(rows), []
         if recent is not None:
-            seen = [(self._recent, 0, recent._replace(change=recent.change + 1, late=NO_BLOCKS))]
+            seen = [(self._recent, 0, Recent(recent.change + 1, NO_BLOCKS, *recent[2:]))]
         if recent is None or recent.late is None:
             first, full = chains.num_found[rows], chains.num_known[rows] // self.block_size
             late = (full > first).nonzero()[0]
@@ -320,15 +320,16 @@ class Rows(RowState):
         counts = full - first
         entries = rows * self.blocks.shape[1] + first
         above = self._entries[entries - 1].astype(np.int64)
-        above[first == 0] = NO_BLOCK
-        owners = np.arange(len(rows))
-        if np.count_nonzero(counts != 1):
-            owners, entries = ragged(entries, counts)
+        if not first[first.argmin()]:
+            above[first == 0] = NO_BLOCK
+        if counts[counts.argmax()] > 1:
+            _, entries = ragged(entries, counts)
         blocks = self._entries[entries].astype(np.int64)
         stored = cache.to_store(blocks, counts, above, chains.roots(rows), self.pool._refs)
         if len(stored.blocks) == len(blocks):
             return [*self.pool._plan(stored=stored)[1], *chains.plan_found(rows, full), *seen]
         other = (stored.kept != blocks) & (stored.kept != NO_BLOCK)
+        owners = np.arange(len(rows)).repeat(counts)
         found = first + np.bincount(owners, stored.kept != NO_BLOCK, len(rows)).astype(np.int64)
         known = np.where(found < full, found * self.block_size, chains.num_known[rows])
         return [

@@ -5,14 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require, require_callable
-from .digests import DIGEST, NUM_BYTES, Hash, blake2b_128, chained, checked
+from .digests import Digests, Hash, as_array, blake2b_128, chained, checked
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
 from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
@@ -35,8 +35,7 @@ class Stored(NamedTuple):
         The blocks to store, and what tells their contents apart.
     above : (m,) int64
         The block before each of them, or NO_BLOCK.
-    keys : (m, 2) int64
-        Their digests.
+    digests : (m,) DIGEST
     places : (m,) int64
         Where the index has room for them.
     forgotten : (k,) int64
@@ -49,7 +48,7 @@ class Stored(NamedTuple):
     serials: Int64Array
     parents: Int64Array
     above: Int64Array
-    keys: Int64Array
+    digests: Digests
     places: Int64Array
     forgotten: Int64Array
     events: list[Event]
@@ -132,7 +131,7 @@ class PrefixCache:
         block = self._index.find_one(self._hash_of(root + rows[0].tobytes()))
         if block == NO_BLOCK:
             return _NO_BLOCKS
-        blocks, above, more = _NO_BLOCKS, _root_numbers(_keys([root])), _FASTER
+        blocks, above, more = _NO_BLOCKS, _root_numbers(as_array([root])), _FASTER
         while block != NO_BLOCK:
             run = self._run(block, min(more, num_full - len(blocks)))
             matching = self._matching(run, above, rows[len(blocks) :])
@@ -144,8 +143,8 @@ class PrefixCache:
         while 0 < len(blocks) < num_full:
             above, behind = blocks[-1:], rows[len(blocks) : len(blocks) + more]
             contents = behind.view(self._contents.dtype).reshape(-1).tolist()
-            digests = chained(self._hash_of, self._index.keys(above).tobytes(), contents)
-            found, _ = self._index.find(_keys(digests))
+            digests = chained(self._hash_of, self._index.digests(above).tobytes(), contents)
+            found, _ = self._index.find(as_array(digests))
             matching = self._matching(found, self._serials.take(above), behind)
             blocks = np.concatenate([blocks, matching])
             if len(matching) < len(found):
@@ -184,7 +183,7 @@ class PrefixCache:
         return behind, most if same.all() else int(same.argmin())
 
     def to_store(
-        self, blocks: Int64Array, counts: Int64Array, above: Int64Array, roots: Int64Array, refs: npt.NDArray[np.int32]
+        self, blocks: Int64Array, counts: Int64Array, above: Int64Array, roots: Digests, refs: npt.NDArray[np.int32]
     ) -> Stored:
         """How full blocks of some sequences can be found from now on.
 
@@ -196,38 +195,37 @@ class PrefixCache:
             How many each sequence has, at least 1.
         above : (num_seqs,) int64
             The block before the first of them, which can be found, or NO_BLOCK.
-        roots : (num_seqs, 2) int64
+        roots : (num_seqs,) DIGEST
             The root digest of each sequence.
         refs : (N,) int32
             References to each block.
         """
         last = int(self._last_serial[0])
-        heads, parents_above = self._index.keys(above), self._serials.take(above)
-        is_first = above == NO_BLOCK
-        if np.count_nonzero(is_first):
-            np.copyto(heads, roots, where=is_first[:, None])
+        heads, parents_above = self._index.digests(above), self._serials.take(above)
+        if above[above.argmin()] == NO_BLOCK:
+            is_first = above == NO_BLOCK
+            np.copyto(heads, roots, where=is_first)
             np.copyto(parents_above, _root_numbers(roots), where=is_first)
-        contents, digests = self._contents.take(blocks).tolist(), []
+        contents, digests, stored = self._contents.take(blocks).tolist(), [], np.arange(len(blocks))
         if len(blocks) == len(counts):
-            firsts = np.arange(len(blocks))
-            digests = [self._hash_of(head + content) for head, content in zip(_digests(heads), contents, strict=True)]
+            firsts = stored
+            digests = [*map(self._hash_of, map(bytes.__add__, heads.tolist(), contents))]
             parents, blocks_above = parents_above, above
         else:
             firsts, behind = counts.cumsum() - counts, iter(contents)
-            for head, count in zip(_digests(heads), counts.tolist(), strict=True):
+            for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
                 digests += chained(self._hash_of, head, islice(behind, count))
             parents, blocks_above = np.arange(last, last + len(blocks)), np.concatenate([above[:1], blocks[:-1]])
             parents[firsts], blocks_above[firsts] = parents_above, above
-        keys = _keys(digests)
+        keys, kept, forgotten = as_array(digests), blocks, _NO_BLOCKS
         found, places = self._index.find(keys)
-        kept, stored, forgotten = blocks, np.arange(len(blocks)), _NO_BLOCKS
         are_apart = self._index.are_apart(places)  # and so the digests, too
-        if np.count_nonzero(found != NO_BLOCK) or not (are_apart or len({*digests}) == len(digests)):
+        if found[found.argmax()] != NO_BLOCK or not (are_apart or len({*digests}) == len(digests)):
             of_first = dict(zip(firsts.tolist(), zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
             stored, kept, parents, blocks_above, forgotten = self._resolve(
                 blocks, of_first, digests, found.tolist(), contents, refs
             )
-            keys, places, are_apart = keys.take(stored, axis=0), places.take(stored), False
+            keys, places, are_apart = keys.take(stored), places.take(stored), False
         serials = np.arange(last + 1, last + 1 + len(parents))
         events: list[Event] = []
         if self._listener is not None:
@@ -282,7 +280,7 @@ class PrefixCache:
         """Blocks that can no longer be found, each named once, and those that can from now on."""
         events: list[Event] = []
         if self._listener is not None and len(removed):
-            events.append(BlockRemoved(_digests(self._index.keys(removed)), self._medium))
+            events.append(BlockRemoved(self._index.digests(removed).tolist(), self._medium))
         writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))] if len(removed) else []
         if stored is None:
             writes += self._index.plan(removed, removed[:0])
@@ -290,7 +288,7 @@ class PrefixCache:
             events += stored.events
             last = int(self._last_serial[0]) + len(stored.blocks)
             writes += [
-                *self._index.plan(removed, stored.blocks, stored.keys, stored.places),
+                *self._index.plan(removed, stored.blocks, stored.digests, stored.places),
                 (self._serials, stored.blocks, stored.serials),
                 (self._parents, stored.blocks, stored.parents),
                 (self._behind, stored.above, stored.blocks),
@@ -345,7 +343,7 @@ class PrefixCache:
         """Whether blocks can be found one after the other, the first one behind the root."""
         serials, parents = self._serials[blocks], self._parents[blocks]
         return bool(
-            (serials != 0).all() and (parents == [*_root_numbers(_keys([root])), *serials[:-1]][: len(blocks)]).all()
+            (serials != 0).all() and (parents == [*_root_numbers(as_array([root])), *serials[:-1]][: len(blocks)]).all()
         )
 
     def _rows(self) -> npt.NDArray[np.int32]:
@@ -368,7 +366,7 @@ class PrefixCache:
             if i - 1 != before or i in above:
                 parent: bytes | None = digests[i - 1]
                 if i in above:
-                    parent = None if above[i] == NO_BLOCK else self._index.keys(np.array([above[i]])).tobytes()
+                    parent = None if above[i] == NO_BLOCK else self._index.digests(np.array([above[i]])).tobytes()
                 event = BlockStored([], parent, [], self.block_size, medium=self._medium)
                 events.append(event)
             event.block_hashes.append(digests[i])
@@ -377,14 +375,6 @@ class PrefixCache:
         return events
 
 
-def _digests(keys: Int64Array) -> list[bytes]:
-    return cast(list[bytes], keys.view(DIGEST).reshape(-1).tolist())
-
-
-def _keys(digests: list[bytes]) -> Int64Array:
-    return np.frombuffer(b"".join(digests), np.int64).reshape(-1, NUM_BYTES // 8)
-
-
-def _root_numbers(roots: Int64Array) -> Int64Array:
-    """A negative number for each root digest, (n, 2) int64."""
-    return np.asarray(roots[:, 0] | _NEGATIVE)
+def _root_numbers(roots: Digests) -> Int64Array:
+    """A negative number for each root digest, (n,) int64."""
+    return np.asarray(roots.view(np.int64)[::2] | _NEGATIVE)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
-from .digests import DIGEST
+from .digests import DIGEST, Digests
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -25,9 +25,9 @@ class Chains:
         self.num_found = np.zeros(max_seqs, np.int64)
         self._roots = np.zeros(max_seqs, DIGEST)
 
-    def roots(self, rows: Int64Array) -> Int64Array:
-        """The root digests of rows, (n, 2) int64."""
-        return self._roots[rows].view(np.int64).reshape(-1, 2)
+    def roots(self, rows: Int64Array) -> Digests:
+        """The root digests of rows."""
+        return self._roots[rows]
 
     def plan_start(self, row: int, num_known: int, num_found: int, root: bytes) -> list[Write]:
         """A row begins a sequence."""

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 import numpy as np
+import numpy.typing as npt
 
 NUM_BYTES = 16
 DIGEST = np.dtype(f"V{NUM_BYTES}")  # NumPy copies it in one piece
+Digests = npt.NDArray[np.void]
+"""(n,) DIGEST"""
 Hash = Callable[[bytes], bytes]
 """Bytes to a digest of NUM_BYTES."""
 NO_SALT = bytes(NUM_BYTES)
@@ -20,6 +23,11 @@ def blake2b_128(data: bytes) -> bytes:
     state = _empty()
     state.update(data)
     return state.digest()
+
+
+def as_array(digests: list[bytes]) -> Digests:
+    """Digests in one array."""
+    return np.frombuffer(b"".join(digests), DIGEST)
 
 
 def root_digest(salt: str | bytes | None) -> bytes:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require
-from .digests import DIGEST
+from .digests import DIGEST, Digests
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
@@ -17,7 +17,7 @@ _REMOVED = -2  # a slot whose block is gone: what was probed past it is still be
 _ROOM = 16  # slots for each block, at least
 _FULL = 8  # of so many slots one is filled, at most
 _FEW = 24  # digests
-_NO_KEYS, _NO_PLACES = np.empty((0, 2), np.int64), np.empty(0, np.int64)
+_NO_DIGESTS, _NO_PLACES = np.empty(0, DIGEST), np.empty(0, np.int64)
 _REMOVED_SLOT, _NO_PLACE = np.array([_REMOVED], np.int32), np.array([NO_BLOCK])
 _TWO_BOOLS = np.dtype(np.int16)
 _KEY = Struct("=qq")
@@ -40,28 +40,22 @@ class HashIndex:
         num_slots = 1 << (_ROOM * num_blocks - 1).bit_length()
         self._slots = np.full(num_slots, NO_BLOCK, np.int32)
         self._num_filled = np.array([0])
-        self._keys = np.zeros(2 * num_blocks, np.int64)
-        self._pairs = self._keys.reshape(-1, 2)
-        self._wholes = self._keys.view(DIGEST)
+        self._digests = np.zeros(num_blocks, DIGEST)
+        self._keys = _keys(self._digests)
         self._places = np.full(num_blocks, NO_BLOCK, np.int64)
         # Indexing these takes half as long.
-        self._views = self._slots.data, self._keys.data
+        self._views = self._slots.data, self._keys.reshape(-1).data
 
-    def keys(self, blocks: Int64Array) -> Int64Array:
-        """The digests under which blocks were put in last, (n, 2) int64."""
-        return self._pairs.take(blocks, axis=0)
+    def digests(self, blocks: Int64Array) -> Digests:
+        """The digests under which blocks were put in last."""
+        return self._digests.take(blocks)
 
     def find_one(self, digest: bytes) -> int:
         """The block with a digest, or NO_BLOCK."""
         return self._probe(*_KEY.unpack(digest))[0]
 
-    def find(self, keys: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def find(self, digests: Digests) -> tuple[Int64Array, Int64Array]:
         """Where digests are, or could be put.
-
-        Parameters
-        ----------
-        keys : (n, 2) int64
-            Digests.
 
         Returns
         -------
@@ -70,13 +64,13 @@ class HashIndex:
         places : (n,) int64
             Its slot, or the empty one where the search ended.
         """
-        mask = len(self._slots) - 1
+        mask, keys = len(self._slots) - 1, _keys(digests)
         places = keys[:, 0] & mask
         blocks = self._slots.take(places).astype(np.int64)
         others = (blocks != NO_BLOCK).nonzero()[0]
         while len(others) > _FEW:
             taken = blocks.take(others)
-            differs = self._pairs.take(taken, axis=0, mode="clip") != keys.take(others, axis=0)
+            differs = self._keys.take(taken, axis=0, mode="clip") != keys.take(others, axis=0)
             others = others[(differs.view(_TWO_BOOLS)[:, 0] != 0) | (taken == _REMOVED)]
             places[others] = behind = places.take(others) + 1 & mask
             blocks[others] = taken = self._slots.take(behind)
@@ -89,8 +83,7 @@ class HashIndex:
     @staticmethod
     def are_apart(places: Int64Array) -> bool:
         """Whether no two of some slots are the same."""
-        ordered = np.sort(places)
-        return not np.count_nonzero(ordered[1:] == ordered[:-1])
+        return len({*places.tolist()}) == len(places)
 
     def apart(self, places: Int64Array) -> Int64Array:
         """A slot for each digest: those that `find` ended at, unless some are the same."""
@@ -107,7 +100,7 @@ class HashIndex:
         return block, place
 
     def plan(
-        self, removed: Int64Array, put: Int64Array, keys: Int64Array = _NO_KEYS, places: Int64Array = _NO_PLACES
+        self, removed: Int64Array, put: Int64Array, digests: Digests = _NO_DIGESTS, places: Int64Array = _NO_PLACES
     ) -> list[Write]:
         """Take blocks out, and put others in under digests that no block has.
 
@@ -115,8 +108,8 @@ class HashIndex:
         ----------
         removed, put : (m,), (n,) int64
             Blocks, each named once; the first ones are in the index, the others not.
-        keys : (n, 2) int64
-            The digests of `put`, all different.
+        digests : (n,) DIGEST
+            Those of `put`, all different.
         places : (n,) int64
             The slots for them: of `apart`.
         """
@@ -128,14 +121,16 @@ class HashIndex:
             ]
         if not len(put):
             return writes
-        writes.append((self._wholes, put, keys.reshape(-1).view(DIGEST)))
-        num_filled = int(self._num_filled[0]) + int(np.count_nonzero(self._slots.take(places) == NO_BLOCK))
+        writes.append((self._digests, put, digests))
+        # A digest that is there already takes the slot of the block that makes room for it.
+        num_empty = np.count_nonzero(self._slots.take(places) == NO_BLOCK) if len(removed) else len(put)
+        num_filled = int(self._num_filled[0]) + int(num_empty)
         if num_filled <= len(self._slots) // _FULL:
             writes.append((self._slots, places, put.astype(np.int32)))
         else:
             kept = self._places != NO_BLOCK
             kept[removed] = False
-            low = np.concatenate([self._keys[::2][kept], keys[:, 0]])
+            low = np.concatenate([self._keys[kept, 0], _keys(digests)[:, 0]])
             put = np.concatenate([np.flatnonzero(kept), put])
             num_filled, fresh = len(put), np.full_like(self._slots, NO_BLOCK)
             places = _apart(fresh.data, low & (len(fresh) - 1))
@@ -147,9 +142,14 @@ class HashIndex:
         """Raise AssertionError unless exactly these blocks, in ascending order, are found by their digests."""
         require(np.array_equal(np.flatnonzero(self._places != NO_BLOCK), blocks), "the index has other blocks")
         require(np.array_equal(self._slots[self._places[blocks]], blocks), "the index has a block in another place")
-        require(np.array_equal(self.find(self.keys(blocks))[0], blocks), "the index does not find a block")
+        require(np.array_equal(self.find(self.digests(blocks))[0], blocks), "the index does not find a block")
         filled = np.count_nonzero(self._slots != NO_BLOCK)
         require(filled == self._num_filled[0], "the index counts its slots wrongly")
+
+
+def _keys(digests: Digests) -> Int64Array:
+    """The halves of digests, (n, 2) int64."""
+    return digests.view(np.int64).reshape(-1, 2)
 
 
 def _apart(slots: memoryview, places: Int64Array) -> Int64Array:
