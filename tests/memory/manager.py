@@ -14,12 +14,12 @@ import pytest
 
 from pagedkv import PagedKVCache
 from pagedkv.memory import BlockPool, SequenceTable
-from pagedkv.memory.handles import Handles
 from pagedkv.memory.prefix.cache import PrefixCache
 from pagedkv.memory.prefix.chains import Chains
 from pagedkv.memory.prefix.eviction import LRU
 from pagedkv.memory.prefix.index import HashIndex
-from pagedkv.memory.rows import Rows
+from pagedkv.memory.rows.handles import Handles
+from pagedkv.memory.rows.rows import Rows
 from pagedkv.memory.tally import Tally
 
 Manager = BlockPool | SequenceTable | PagedKVCache

@@ -13,11 +13,11 @@ from ..commit import Write, commit
 from ..errors import OutOfBlocksError
 from .checks import MAX_INT32, as_int, as_ints, require
 from .guard import Guard, Guarded, consistent, exclusive
-from .handles import Int64Array
 from .prefix.cache import PrefixCache, Stored
 from .prefix.eviction import LRU
 from .tally import Tally
 
+Int64Array = npt.NDArray[np.int64]
 NO_BLOCKS = np.empty(0, np.int64)
 _ONE_REFERENCE = np.ones(1, np.int32)
 

@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from .checks import MAX_INT32, as_int
 from .guard import Guarded, consistent, exclusive
-from .handles import Int64Array
 from .pool import BlockPool
 from .prefix.cache import PrefixCache
 from .prefix.prompt import Prompt
-from .rows import Rows
+from .rows.handles import Int64Array
+from .rows.rows import Rows
 
 
 class Appended(NamedTuple):

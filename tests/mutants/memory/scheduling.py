@@ -54,14 +54,14 @@ MUTANTS = [
     ),
     Mutant(
         "a request starts without room for its prompt",
-        "memory/rows.py",
+        "memory/rows/rows.py",
         "            self.pool._require(self._num_taken(num_tokens, shared) + reserve, self.pool.num_free)\n",
         "",
         PLAIN,
     ),
     Mutant(
         "the last token of a prompt keeps a block of its own that was found",
-        "memory/rows.py",
+        "memory/rows/rows.py",
         "            if size == 1:  # the last token has a block of its own\n",
         "            if size == 0:\n",
         PREFIX,

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..commit import Write
-from ..errors import CapacityError
-from .checks import refuse_bools, refuse_mask, require
-from .tally import Tally
+from ...commit import Write
+from ...errors import CapacityError
+from ..checks import refuse_bools, refuse_mask, require
+from ..tally import Tally
 
 Int64Array = npt.NDArray[np.int64]
 NO_HANDLE = -1

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checks import MAX_INT64, as_int, as_ints, require
+from ..checks import MAX_INT64, as_int, as_ints, require
+from ..pool import BlockPool
+from ..prefix.cache import PrefixCache
+from ..prefix.chains import Chains
+from ..spans import ragged
 from .copy_on_write import UNUSED
 from .handles import NO_HANDLE, Handles, Int64Array
-from .pool import BlockPool
-from .prefix.cache import PrefixCache
-from .prefix.chains import Chains
 from .recent import Recent
-from .spans import ragged
 
 Int32Array = npt.NDArray[np.int32]
 _ENTRIES_PER_BLOCK = 4  # of a table that nothing has made wider yet, together for all sequences

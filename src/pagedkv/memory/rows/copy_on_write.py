@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..commit import Write
+from ...commit import Write
+from ..pool import NO_BLOCKS, BlockPool
 from .handles import Int64Array
-from .pool import NO_BLOCKS, BlockPool
 
 UNUSED = -1
 

@@ -7,16 +7,16 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..commit import Write
-from .checks import as_ints
+from ...commit import Write
+from ..checks import as_ints
+from ..pool import NO_BLOCKS
+from ..prefix.index import NO_BLOCK
+from ..prefix.prompt import Prompt
+from ..spans import ragged
 from .copy_on_write import UNUSED, pairs, plan_writable
 from .handles import Int64Array
-from .pool import NO_BLOCKS
-from .prefix.index import NO_BLOCK
-from .prefix.prompt import Prompt
 from .recent import Recent
-from .row_state import Int32Array, RowState
-from .spans import ragged
+from .state import Int32Array, RowState
 
 P = ParamSpec("P")
 Plan = TypeVar("Plan", bound=tuple[Any, ...])

@@ -1,0 +1,1 @@
+"""The rows of a sequence table: handles, blocks, lengths, and what a call changes in them."""
