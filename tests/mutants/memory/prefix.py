@@ -132,6 +132,13 @@ MUTANTS = [
         COLLIDING + MACHINE,
     ),
     Mutant(
+        "a slot that is filled again is counted twice",
+        "memory/prefix/index.py",
+        "np.count_nonzero(self._slots.take(places) == NO_BLOCK) if len(removed) else len(put)",
+        "len(put)",
+        COLLIDING,
+    ),
+    Mutant(
         "two digests are put into one slot",
         "memory/prefix/index.py",
         "    if not again:\n",
