@@ -30,7 +30,6 @@ def overridden(capability: tuple[int, int]) -> Iterator[None]:
         lifetimes_when_needed(),
         variables_by_type(),
         registries_read_when_needed(),
-        instructions_without_text(),
         no_collection(),
     ):
         yield
@@ -213,15 +212,6 @@ def registries_read_when_needed() -> Iterator[None]:
         return next(iter(cuda_target.target_context._registries))
 
     with _replaced(_TemplateTargetHelperMixin, "_get_target_registry", first_registry):
-        yield
-
-
-@contextmanager
-def instructions_without_text() -> Iterator[None]:
-    """Hand instructions to numba-cuda's log of its lowering as they are: without NUMBA_DEBUG_JIT it drops the text."""
-    from numba.cuda import lowering
-
-    with _replaced(lowering, "str", lambda instruction: instruction):
         yield
 
 
