@@ -45,7 +45,7 @@ FAMILIES = {
 def make_model(family, **options):
     """A new causal language model of a family, in eval mode, with the same weights every time."""
     torch.manual_seed(7)
-    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     config = config_class(**SIZES | FAMILIES.get(family, {}) | options)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     if family == "GptOss":

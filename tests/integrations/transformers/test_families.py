@@ -6,7 +6,7 @@ import transformers
 
 from pagedkv.integrations.transformers import PagedCache, use_pagedkv
 
-from .models import FAMILIES, eager_model, error_bound, greedy, greedy_batch, logits, make_model, prompts
+from .models import FAMILIES, VOCAB, eager_model, error_bound, greedy, greedy_batch, logits, make_model, prompts
 
 LONG = {"Llama", "Qwen3"}  # test_paged.py and test_cache.py have a Llama
 
@@ -56,13 +56,18 @@ def test_a_family(family):
             lambda: make_model("Qwen3", layer_types=["full_attention", "chunked_attention"]),
             "Qwen3ForCausalLM has layers of types chunked_attention",
         ),
+        (lambda: make_model("DiffLlama"), "DiffLlamaForCausalLM attends twice in each layer"),
+        (
+            lambda: make_model("Gemma4", hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB),
+            "Gemma4ForCausalLM has layers of several head_dim",
+        ),
         (lambda: make_model("Llama", head_dim=4), "has head_dim 4, which is no multiple of 8 from 8 to 512"),
         (
             lambda: make_model("Llama").double(),
             "has dtype torch.float64, which is none of float32, float16 and bfloat16",
         ),
     ],
-    ids=["encoder-decoder", "Mamba", "MLA", "own layers", "chunked", "head_dim", "dtype"],
+    ids=["encoder-decoder", "Mamba", "MLA", "own layers", "chunked", "twice", "shapes", "head_dim", "dtype"],
 )
 def test_others_are_refused(make, reason):
     model = make()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+_SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -49,12 +50,16 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
     """What a model has that paged attention does not do, if anything."""
     if model.config.is_encoder_decoder:
         return "is an encoder-decoder, whose cross-attention sees tokens that are no part of its sequence"
+    if several := _SHAPE & (config.per_layer_attributes or set()):
+        return f"has layers of several {', '.join(sorted(several))}"
     if model._is_stateful or not hasattr(config, "num_attention_heads"):
         return "has layers with a state in place of keys and values (Mamba)"
     if getattr(config, "kv_lora_rank", None) is not None:
         return "caches latent keys and values (MLA)"
     if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
         return f"has layers of types {', '.join(sorted(others))}"
+    if config.model_type == "diffllama":
+        return "attends twice in each layer, to two parts of its values"
     if getattr(config, "num_kv_shared_layers", 0):
         return "has layers that read the keys and values of other layers"
     if not (model._can_set_attn_implementation() or config.model_type == "bloom"):
