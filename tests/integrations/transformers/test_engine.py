@@ -202,6 +202,17 @@ def test_refusals_leave_nothing(model, prompt, options, message):
     assert finish(engine) == ({}, {})
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("PLBart", {"d_model": 64, "decoder_layers": 1, "decoder_attention_heads": 4}), ("Roberta", {"is_decoder": True})],
+    ids=["it takes none", "its first one is not 0"],
+)
+def test_a_model_that_counts_positions_itself_is_refused(family, options):
+    """Their tokens would be wrong, and nothing would say so."""
+    with pytest.raises(ValueError, match=f"{family}ForCausalLM counts positions itself, .* use model.generate with"):
+        engine_for(make_model(family, **options))
+
+
 def test_an_engine_needs_a_pool_and_a_decoder(model):
     with pytest.raises(ValueError, match="either num_blocks or memory must be given"):
         Engine(model)

@@ -16,7 +16,7 @@ from ...memory.checks import MAX_INT32, as_int
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import NAME, CachedPass
-from .models import kv_shape, text_config
+from .models import kv_shape, require_positions, require_supported, text_config
 from .sampling import Sampling, choose
 from .text import TextDecoder
 from .use import use_pagedkv
@@ -79,7 +79,8 @@ class Engine:
     Raises
     ------
     TypeError, ValueError
-        An argument is not as described, or paged attention is not what the model's layers do.
+        An argument is not as described, paged attention is not what the model's layers do, or the model counts
+        positions itself.
     BackendUnavailableError
         There are no kernels for the model's device.
 
@@ -102,6 +103,8 @@ class Engine:
         eos_token_id: int | Sequence[int] | None = None,
         **options: Any,
     ) -> None:
+        require_supported(model)
+        require_positions(model)
         use_pagedkv(model)
         if model.config._attn_implementation != NAME:
             raise BackendUnavailableError(f"an Engine needs kernels for {model.device}, which the warning says more of")

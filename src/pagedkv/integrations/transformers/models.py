@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -9,6 +10,11 @@ from transformers import PreTrainedModel
 
 _SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def uncompiled(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, where ``torch.compile(model)`` has put another module around it."""
+    return getattr(model, "_orig_mod", model)
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -44,6 +50,25 @@ def require_supported(model: PreTrainedModel) -> None:
     config, name = text_config(model), type(model).__name__
     if reason := _what_is_missing(model, config):
         raise ValueError(f'{name} {reason}: pagedkv cannot run it; keep model.set_attn_implementation("sdpa")')
+
+
+def require_positions(model: PreTrainedModel) -> None:
+    """Raise unless a model is told at which positions its tokens are.
+
+    Raises
+    ------
+    ValueError
+        It counts them itself, or has another first one than 0: those of several sequences in one row would be wrong.
+    """
+    model = uncompiled(model)
+    if model.config.model_type == "bloom":  # it has none
+        return
+    counts = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    if counts or "position_ids" not in signature(model.forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} counts positions itself, and an Engine has several requests in one row: use "
+            "model.generate with a PagedCache"
+        )
 
 
 def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
