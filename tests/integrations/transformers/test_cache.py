@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagedkv import OutOfBlocksError
-from pagedkv.integrations.transformers import PagedCache, use_pagedkv
+from pagedkv.integrations.transformers import Engine, PagedCache, use_pagedkv
 
 from .models import eager_model, greedy, make_model, prompts
 
@@ -190,20 +190,27 @@ def test_a_name_is_no_model():
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("default")  # those of torch's own modules, which a compilation imports
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_compiled_model_says_the_same(cache, whole):
-    """torch compiles what is around attention: of the forward alone, or of the model with its hooks."""
+@pytest.mark.parametrize("way", ["its forward alone", "with its hooks", "before use_pagedkv"])
+def test_a_compiled_model_says_the_same(cache, way):
+    """torch compiles what is around attention; `generate` of what it returns is that of the model itself."""
     model = make_model("Llama")
-    use_pagedkv(model)
-    if whole:
+    if way == "its forward alone":
+        compiled, model.forward = model, torch.compile(model.forward, backend="eager")
+    elif way == "with its hooks":
+        use_pagedkv(model)
         compiled = torch.compile(model, backend="eager")
     else:
-        compiled, model.forward = model, torch.compile(model.forward, backend="eager")
+        compiled = torch.compile(model, backend="eager")
+    use_pagedkv(compiled)
     with torch.no_grad():
         out = compiled(IDS, attention_mask=MASK, past_key_values=cache).logits
         expected = eager_model("Llama")(IDS, attention_mask=MASK).logits
     torch.testing.assert_close(out[MASK == 1], expected[MASK == 1], rtol=1e-4, atol=1e-4)
     assert cache.get_seq_length() == IDS.shape[1]
+    cache.reset()
+    expected = said(eager_model("Llama"), IDS[:1])
+    assert torch.equal(said(compiled, IDS[:1], past_key_values=cache), expected)
+    assert list(Engine(compiled, num_blocks=16, eos_token_id=()).tokens(LONG, 8)) == expected[0, 30:].tolist()
 
 
 def test_a_model_without_pagedkv_is_told_what_to_do(cache):

@@ -15,7 +15,7 @@ from ...operations.caches import write_kv
 from .attention import NAME, ForwardPass, reset_attention, set_attention
 from .cache import PagedCache
 from .layers import Layers
-from .models import kv_shape, require_supported, text_config
+from .models import kv_shape, require_supported, text_config, uncompiled
 from .paged import PagedPass, Pages
 
 _PAGES = "_pages_of_pagedkv"
@@ -40,6 +40,7 @@ def use_pagedkv(model: PreTrainedModel) -> None:
     ValueError
         Paged attention is not what the model's layers do.
     """
+    model = uncompiled(model)  # whose generate calls it, and not what is around it
     require_supported(model)
     try:
         _try_kernels(model)
