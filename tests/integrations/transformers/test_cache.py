@@ -182,6 +182,30 @@ def test_a_cache_for_another_model(cache, option, shape):
         said(other, IDS, MASK, past_key_values=cache)
 
 
+def test_another_model_does_not_go_on_with_the_tokens_of_one(model, cache):
+    first = said(model, IDS[:1], past_key_values=cache)
+    other = make_model("Llama")
+    use_pagedkv(other)
+    with pytest.raises(ValueError, match=r"this PagedCache has tokens of another model: call reset\(\)"):
+        said(other, first, past_key_values=cache)
+    cache.reset()
+    assert torch.equal(said(other, IDS[:1], past_key_values=cache), first)
+
+
+def test_without_use_cache_it_is_no_cache(model, cache):
+    with pytest.raises(ValueError, match="use_cache=False would write the whole text anew in each step: leave it out"):
+        said(model, IDS, MASK, past_key_values=cache, use_cache=False)
+
+
+def test_inputs_by_their_place(model, cache):
+    """A mask among them would be forgotten, and padding be seen."""
+    with torch.no_grad():
+        expected = eager_model("Llama")(IDS, MASK).logits
+        paged = model(IDS, MASK, None, cache).logits
+    torch.testing.assert_close(paged[MASK == 1], expected[MASK == 1], rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == IDS.shape[1]
+
+
 def test_a_name_is_no_model():
     for use in (use_pagedkv, PagedCache):
         with pytest.raises(TypeError, match=r"model must be a model of transformers, as from_pretrained .* got 'gpt2'"):

@@ -72,8 +72,8 @@ MUTANTS = [
     Mutant(
         "engine: a step goes on with attention that reads no cache",
         ROOM + "use.py",
-        "        elif made is not None or isinstance",
-        "        elif isinstance",
+        "        elif made is not None or _cache_of",
+        "        elif _cache_of",
         (TESTS + "test_a_step_needs_the_attention_of_pagedkv",),
     ),
 ]

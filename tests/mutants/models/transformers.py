@@ -43,6 +43,20 @@ MUTANTS = [
         ("tests/integrations/transformers/test_cache.py::test_a_cache_for_another_model",),
     ),
     Mutant(
+        "a model goes on with the tokens of another one",
+        "integrations/transformers/cache.py",
+        "if self._filled_by() is not model:",
+        "if self._filled_by() is None:",
+        ("tests/integrations/transformers/test_cache.py::test_another_model_does_not_go_on_with_the_tokens_of_one",),
+    ),
+    Mutant(
+        "inputs by their place are not seen",
+        "integrations/transformers/use.py",
+        "args, strict=False)) | inputs if args else inputs",
+        "args[:1], strict=False)) | inputs if args else inputs",
+        ("tests/integrations/transformers/test_cache.py::test_inputs_by_their_place",),
+    ),
+    Mutant(
         "a mask for other rows is taken",
         "integrations/transformers/cache.py",
         "shape[0] != num_rows",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,16 @@ class PagedCache(Cache):
         # Of a row, padding included, as transformers counts: models ask for it before their first layer.
         self._length = self._next_length = 0
         self._before: npt.NDArray[np.int32] | None = None  # lengths of rows, while a pass has not ended
+        self._filled_by = weakref.ref(model)
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
     def require_suits(self, model: PreTrainedModel) -> None:
-        """Raise ValueError unless a model has the layers that the cache was made for."""
+        """Raise ValueError unless a model has filled the cache so far, or the layers that an empty one was made for."""
+        if self.seqs:
+            if self._filled_by() is not model:
+                raise ValueError("this PagedCache has tokens of another model: call reset(), or make one of its own")
+            return
+        self._filled_by = weakref.ref(model)
         if (shape := kv_shape(model)) != self._shape:
             raise ValueError(
                 f"this PagedCache is for (layers, KV heads, head_dim) = {self._shape}, and {type(model).__name__} has "

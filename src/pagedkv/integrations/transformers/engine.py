@@ -276,7 +276,7 @@ class Engine:
         """Logits of the rows that a token is chosen from, (num_sampled, vocab_size)."""
         with torch.inference_mode():
             out = self._model(
-                step.tokens[None],
+                input_ids=step.tokens[None],
                 position_ids=step.batch.positions[None],
                 use_cache=False,
                 logits_to_keep=step.logits_indices,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from inspect import signature
 from typing import Any
 
 import torch
@@ -80,8 +81,8 @@ class _Passes:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         made = inputs.get("forward_pass")
         if model.config._attn_implementation == NAME:
-            made = made or _paged(inputs) or _cached(model, args, inputs)
-        elif made is not None or isinstance(inputs.get("past_key_values"), PagedCache):
+            made = made or _paged(inputs) or _cached(model, _named(model, args, inputs))
+        elif made is not None or _cache_of(_named(model, args, inputs)) is not None:
             # Other attention would see the new tokens alone.
             raise RuntimeError(
                 f"the attention of {type(model).__name__} is {model.config._attn_implementation} now, which reads no "
@@ -107,14 +108,25 @@ def _paged(inputs: dict[str, Any]) -> ForwardPass | None:
     return PagedPass(kept[_PAGES], inputs)
 
 
-def _cached(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]) -> ForwardPass | None:
-    """The pass of ``generate`` with a PagedCache, if there is one."""
+def _named(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs by their names, those too that came by their place."""
+    return dict(zip(signature(model.forward).parameters, args, strict=False)) | inputs if args else inputs
+
+
+def _cache_of(inputs: dict[str, Any]) -> PagedCache | None:
     cache = inputs.get("past_key_values")
-    if not isinstance(cache, PagedCache):
+    return cache if isinstance(cache, PagedCache) else None
+
+
+def _cached(model: PreTrainedModel, inputs: dict[str, Any]) -> ForwardPass | None:
+    """The pass of ``generate`` with a PagedCache, if there is one."""
+    cache = _cache_of(inputs)
+    if cache is None:
         return None
-    if not cache.seqs:
-        cache.require_suits(model)
-    tokens = args[0] if args else inputs.get("input_ids")
+    cache.require_suits(model)
+    if inputs.get("use_cache") is False:
+        raise ValueError("use_cache=False would write the whole text anew in each step: leave it out with PagedCache")
+    tokens = inputs.get("input_ids")
     num_rows, length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[:2]
     return cache.begin(num_rows, length, inputs.get("attention_mask"))
 
@@ -122,6 +134,5 @@ def _cached(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any
 @torch.compiler.disable
 def _end(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any], outputs: Any) -> None:
     """Called after a model's forward, unless it fails."""
-    cache = inputs.get("past_key_values")
-    if isinstance(cache, PagedCache):
+    if (cache := _cache_of(_named(model, args, inputs))) is not None:
         cache.end()
