@@ -155,15 +155,39 @@ def test_a_cache_that_is_filled_is_not_read_by_other_attention(model, cache):
     ("ids", "mask", "message"),
     [
         (IDS[:0], None, "the batch must have at least one row, got none"),
-        (IDS, MASK[:2], r"must have shape \(rows, tokens\), 3 rows and at least 30 tokens, got \(2, 30\)"),
-        (IDS, MASK[:, :7], r"3 rows and at least 30 tokens, got \(3, 7\)"),
-        (IDS, MASK[:, None, None], r"3 rows and at least 30 tokens, got \(3, 1, 1, 30\)"),
+        (IDS[:, :0], None, r"a new token behind the 0 that this PagedCache has, got none: call reset\(\)"),
+        (IDS, MASK[:2], r"must have shape \(rows, tokens\) = \(3, 0 cached \+ 30\), got \(2, 30\): call reset"),
+        (IDS, MASK[:, :7], r"\(3, 0 cached \+ 30\), got \(3, 7\)"),
+        (IDS, MASK[:, None, None], r"\(3, 0 cached \+ 30\), got \(3, 1, 1, 30\)"),
     ],
 )
 def test_a_wrong_batch(model, cache, ids, mask, message):
     with pytest.raises(ValueError, match=message):
         model(ids, attention_mask=mask, past_key_values=cache)
     assert (cache.seqs, cache.kv.num_free) == ([], 64)
+
+
+def test_another_text_needs_a_reset(model, cache):
+    """The same prompt again has more tokens cached than it has, and generate takes some of its last ones."""
+    said(model, IDS, MASK, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"\(3, 37 cached \+ 23\), got \(3, 30\): call reset\(\) before another text"):
+        said(model, IDS, MASK, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"behind the 37 that this PagedCache has, got none: call reset\(\) before"):
+        said(model, IDS[:, -9:], past_key_values=cache)
+    assert cache.get_seq_length() == 37
+
+
+def test_a_row_without_a_token_in_a_step(model, cache):
+    """As in a loop whose rows end one after another."""
+    rows, mask = IDS[:2], torch.cat([MASK[:2], torch.tensor([[1, 1], [0, 1]])], 1)
+    ids, positions = torch.cat([rows, rows[:, -2:]], 1), (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        for columns in (slice(30), slice(30, 31), slice(31, 32)):
+            inputs = {"attention_mask": mask[:, : columns.stop], "position_ids": positions[:, columns]}
+            logits = model(ids[:, columns], **inputs, past_key_values=cache).logits
+        expected = eager_model("Llama")(ids, attention_mask=mask, position_ids=positions).logits[:, -1:]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert cache.kv.seq_lens(cache.seqs).tolist() == [32, 24]
 
 
 def test_another_batch_needs_a_reset(model, cache):

@@ -59,8 +59,8 @@ MUTANTS = [
     Mutant(
         "a mask for other rows is taken",
         "integrations/transformers/cache.py",
-        "shape[0] != num_rows",
-        "shape[0] < 1",
+        "shape != (num_rows, self._length + length)",
+        "shape[1:] != (self._length + length,)",
         ("tests/integrations/transformers/test_cache.py::test_a_wrong_batch",),
     ),
     Mutant(
@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "the rows of padding are in the batch",
         "integrations/transformers/cache.py",
-        "is_token = attention_mask[:, -length:].bool()",
-        "is_token = torch.ones_like(attention_mask[:, -length:]).bool()",
+        "is_token = of_input.bool()",
+        "is_token = torch.ones_like(of_input).bool()",
         CACHE,
         ci=True,
     ),

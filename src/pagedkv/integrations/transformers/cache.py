@@ -48,8 +48,9 @@ class PagedCache(Cache):
 
     Notes
     -----
-    A forward pass that needs more blocks than are free raises OutOfBlocksError before it begins, and the cache is as
-    before. One that fails later, or is interrupted, is undone by what comes next.
+    A forward pass that needs more blocks than are free raises OutOfBlocksError before it begins, one that makes a row
+    longer than the whole cache ValueError, and the cache is as before. One that fails later, or is interrupted, is
+    undone by what comes next.
     """
 
     def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):
@@ -83,19 +84,24 @@ class PagedCache(Cache):
         ----------
         num_rows, length : int
             Of the model's input.
-        attention_mask : (num_rows, at least length) tensor or None
-            0 for padding; its last columns are those of the input.
+        attention_mask : (num_rows, cached tokens + length) tensor or None
+            0 for padding.
         """
         new, is_token = [length] * num_rows, None
-        # Where a row goes on by one token, it is one: generate asks for no more padding.
-        if attention_mask is not None and (length > 1 or not self.seqs):
-            _require_mask(attention_mask, num_rows, length)
-            is_token = attention_mask[:, -length:].bool()
-            new = is_token.sum(1).tolist()
-            is_token = None if min(new) == length else is_token.flatten()
-        self._undo()
         if num_rows == 0:
             raise ValueError("the batch must have at least one row, got none")
+        if length <= 0:
+            raise ValueError(
+                f"the batch must have a new token behind the {self._length} that this PagedCache has, got none: call "
+                "reset() before another text"
+            )
+        if attention_mask is not None:
+            self._require_mask(attention_mask, num_rows, length)
+            of_input = attention_mask[:, -length:]
+            if not of_input.all():
+                is_token = of_input.bool()
+                new, is_token = is_token.sum(1).tolist(), is_token.flatten()
+        self._undo()
         if self.seqs and len(self.seqs) != num_rows:
             raise ValueError(
                 f"this PagedCache has {len(self.seqs)} rows, and the batch {num_rows}: call reset() before another one"
@@ -124,6 +130,14 @@ class PagedCache(Cache):
         rows = is_token.nonzero()[:, 0]
         slots = torch.full_like(is_token, -1, dtype=slots.dtype).index_copy(0, rows, slots)
         return CachedPass(self.kv, slots, batch, rows)
+
+    def _require_mask(self, attention_mask: torch.Tensor, num_rows: int, length: int) -> None:
+        shape = tuple(attention_mask.shape)
+        if shape != (num_rows, self._length + length):
+            raise ValueError(
+                f"attention_mask must have shape (rows, tokens) = ({num_rows}, {self._length} cached + {length}), got "
+                f"{shape}: call reset() before another text"
+            )
 
     def _start(self, num_rows: int) -> list[int]:
         first = self.kv.add(0).seq
@@ -181,14 +195,6 @@ class PagedCache(Cache):
             self.kv.reorder(self.seqs, np.concatenate([kept, others]))
             self.kv.free(self.seqs[len(kept) :])
             self.seqs = self.seqs[: len(kept)]
-
-
-def _require_mask(attention_mask: torch.Tensor, num_rows: int, length: int) -> None:
-    shape = tuple(attention_mask.shape)
-    if len(shape) != 2 or shape[0] != num_rows or shape[1] < length:
-        raise ValueError(
-            f"attention_mask must have shape (rows, tokens), {num_rows} rows and at least {length} tokens, got {shape}"
-        )
 
 
 class _Layer(CacheLayerMixin):
