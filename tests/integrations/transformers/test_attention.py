@@ -1,5 +1,7 @@
 """The attention function of transformers' models, over sequences of a PagedKVCache."""
 
+import copy
+
 import pytest
 import torch
 
@@ -56,5 +58,19 @@ def test_what_it_cannot_do_is_refused(model, options, what):
     layer = model.model.layers[0].self_attn
     q, kv = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
     arguments = {"query": q, "key": kv, "value": kv, "attention_mask": None, "forward_pass": object()} | options
-    with pytest.raises(ValueError, match=f"paged attention does not take {what}, which LlamaAttention asks for"):
+    with pytest.raises(ValueError, match=f"does not take {what}, which LlamaAttention asks for: model.eval"):
         paged_attention(layer, **arguments)
+
+
+def test_training_is_refused(model):
+    """The projections of queries, keys and values would get no gradients."""
+    layer = copy.copy(model.model.layers[0].self_attn)
+    layer.training = True
+    cache = pagedkv.PagedKVCache(2, 1, 4, 2, 16, array_module=torch)
+    seqs = [cache.add(0).seq]
+    one = CachedPass(cache, cache.append(seqs, 3), cache.batch(seqs, 3))
+    q, kv = torch.ones(1, 4, 3, 16, requires_grad=True), torch.ones(1, 2, 3, 16)
+    with pytest.raises(ValueError, match=r"does not take gradients in train mode, .* model\.eval"):
+        paged_attention(layer, q, kv, kv, None, forward_pass=one)
+    with torch.no_grad():
+        assert paged_attention(layer, q, kv, kv, None, forward_pass=one)[0].shape == (1, 3, 4, 16)

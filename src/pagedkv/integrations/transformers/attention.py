@@ -135,6 +135,7 @@ def paged_attention(
     refused = {
         "attention_mask": attention_mask is not None,
         "dropout": dropout > 0,
+        "gradients in train mode": module.training and torch.is_grad_enabled() and query.requires_grad,
         "is_causal=False": not (is_causal is None or is_causal) or not getattr(module, "is_causal", True),
         "output_attentions": bool(others.get("output_attentions")),
         **{name: others.get(name) is not None for name in ("position_bias", "head_mask", "indices", "block_indices")},
@@ -142,7 +143,10 @@ def paged_attention(
     }
     if any(refused.values()):
         wrong = next(name for name, found in refused.items() if found)
-        raise ValueError(f"paged attention does not take {wrong}, which {type(module).__name__} asks for")
+        raise ValueError(
+            f"paged attention does not take {wrong}, which {type(module).__name__} asks for: model.eval() asks for no "
+            'dropout and no gradients, and model.set_attn_implementation("eager") brings back attention that takes it'
+        )
     batch_size, num_heads, length, head_dim = query.shape
     if length == 1:
         q, k, v = query.squeeze(2), key.squeeze(2), value.squeeze(2)
