@@ -46,7 +46,7 @@ WRITE = [
     (
         change("v", np.float16),
         TypeError,
-        "v must have dtype float32, that of the cache, or float32, got float16",
+        "v must have dtype float32, that of the cache, got float16",
     ),
     (
         {name: np.zeros((N, P, HKV, D), BF16) for name in ("k_cache", "v_cache")} | change("k", np.float16),

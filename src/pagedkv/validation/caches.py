@@ -68,7 +68,8 @@ def _write_form(given: Mapping[str, Any], views: Mapping[str, Array], placement:
         if given["kv_dtype"] is not None:
             require.float_dtype(name, x)
         elif x.dtype != k_cache.dtype and x.dtype != FLOAT32:
-            raise TypeError(f"{name} must have dtype {k_cache.dtype}, that of the cache, or float32, got {x.dtype}")
+            other = "" if k_cache.dtype == FLOAT32 else " or float32,"
+            raise TypeError(f"{name} must have dtype {k_cache.dtype}, that of the cache,{other} got {x.dtype}")
     require.dtype("slots", slots, _INT64)
     if rotates:
         tables.require_dtypes(views, "k")
