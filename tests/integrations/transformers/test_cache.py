@@ -1,5 +1,7 @@
 """PagedCache under model.generate."""
 
+import copy
+import pickle
 from unittest import mock
 
 import pytest
@@ -198,11 +200,18 @@ def test_another_batch_needs_a_reset(model, cache):
     assert torch.equal(said(model, IDS[:1], past_key_values=cache), said(eager_model("Llama"), IDS[:1]))
 
 
-@pytest.mark.parametrize(("option", "shape"), [({"num_hidden_layers": 1}, "1, 2, 16"), ({"head_dim": 32}, "2, 2, 32")])
-def test_a_cache_for_another_model(cache, option, shape):
-    other = make_model("Llama", **option)
+@pytest.mark.parametrize(
+    ("option", "dtype", "shape"),
+    [
+        ({"num_hidden_layers": 1}, torch.float32, "1, 2, 16"),
+        ({"head_dim": 32}, torch.float32, "2, 2, 32"),
+        ({}, torch.bfloat16, "2, 2, 16"),
+    ],
+)
+def test_a_cache_for_another_model(cache, option, dtype, shape):
+    other = make_model("Llama", **option).to(dtype)
     use_pagedkv(other)
-    with pytest.raises(ValueError, match=rf"is for .*\(2, 2, 16\), and LlamaForCausalLM has \({shape}\): each model"):
+    with pytest.raises(ValueError, match=rf"is for .*\(2, 2, 16, .*32\), and .* has \({shape}, {dtype}\): each model"):
         said(other, IDS, MASK, past_key_values=cache)
 
 
@@ -228,6 +237,12 @@ def test_inputs_by_their_place(model, cache):
         paged = model(IDS, MASK, None, cache).logits
     torch.testing.assert_close(paged[MASK == 1], expected[MASK == 1], rtol=1e-4, atol=1e-4)
     assert cache.get_seq_length() == IDS.shape[1]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_would_own_the_same_blocks(cache, copied):
+    with pytest.raises(TypeError, match=r"a PagedCache cannot be copied or pickled, .* crop\(-n\) goes back"):
+        copied(cache)
 
 
 def test_a_name_is_no_model():

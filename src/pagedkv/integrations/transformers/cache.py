@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,7 @@ class PagedCache(Cache):
     Raises
     ------
     TypeError, ValueError
-        As for :class:`~pagedkv.PagedKVCache`.
+        As for :class:`~pagedkv.PagedKVCache`; TypeError, when it is copied or pickled.
 
     Notes
     -----
@@ -54,8 +54,8 @@ class PagedCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):
-        self._shape = num_layers, num_kv_heads, head_dim = kv_shape(model)
-        where = {"dtype": model.dtype, "array_module": torch, "device": model.device, "prefix_cache": False}
+        self._made_for = num_layers, num_kv_heads, head_dim, dtype = *kv_shape(model), model.dtype
+        where = {"dtype": dtype, "array_module": torch, "device": model.device, "prefix_cache": False}
         self.kv = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
         self.seqs: list[int] = []
         # Of a row, padding included, as transformers counts: models ask for it before their first layer.
@@ -64,6 +64,13 @@ class PagedCache(Cache):
         self._filled_by = weakref.ref(model)
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copy and pickle."""
+        raise TypeError(
+            "a PagedCache cannot be copied or pickled, since both would own the same blocks: crop(-n) goes back to a "
+            "beginning, batch_repeat_interleave(n) makes rows that share it, and requests of an Engine share it as well"
+        )
+
     def require_suits(self, model: PreTrainedModel) -> None:
         """Raise ValueError unless a model has filled the cache so far, or the layers that an empty one was made for."""
         if self.seqs:
@@ -71,10 +78,10 @@ class PagedCache(Cache):
                 raise ValueError("this PagedCache has tokens of another model: call reset(), or make one of its own")
             return
         self._filled_by = weakref.ref(model)
-        if (shape := kv_shape(model)) != self._shape:
+        if (asks := (*kv_shape(model), model.dtype)) != self._made_for:
             raise ValueError(
-                f"this PagedCache is for (layers, KV heads, head_dim) = {self._shape}, and {type(model).__name__} has "
-                f"{shape}: each model needs a PagedCache(model, ...) of its own"
+                f"this PagedCache is for (layers, KV heads, head_dim, dtype) = {self._made_for}, and "
+                f"{type(model).__name__} has {asks}: each model needs a PagedCache(model, ...) of its own"
             )
 
     def begin(self, num_rows: int, length: int, attention_mask: torch.Tensor | None) -> CachedPass:
