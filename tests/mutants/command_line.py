@@ -20,7 +20,7 @@ MUTANTS = [
     Mutant(
         "info believes what it finds and does not import",
         "info/command.py",
-        "    import_module(module)\n    return None\n",
+        "    import_module(ours or module)\n    return None\n",
         "    return None\n",
         INFO,
     ),

@@ -25,10 +25,10 @@ PACKAGES = (
     *("numpy", "numba", "llvmlite", "ml_dtypes", "numba-cuda", "cuda-core", "cuda-bindings"),
     *("cupy-cuda13x", "cupy-cuda12x", "torch", "transformers", "matplotlib"),
 )
-# What is imported for each use, beside the kernels, and the extra that brings it.
+# What is imported for each use, beside the kernels, the extra that brings it, and what of pagedkv asks for its version.
 EXTRAS = {
     "torch tensors": ("torch", "torch"),
-    "models of transformers": ("transformers", "transformers"),
+    "models of transformers": ("transformers", "transformers", "pagedkv.integrations.transformers"),
     "plots": ("matplotlib", "plot"),
     "pagedkv.testing": ("hypothesis", "testing"),
     "examples/serve.py": ("uvicorn", "serve"),
@@ -122,10 +122,10 @@ def _cpu() -> None:
     import_module("..cpu.compile", __package__)
 
 
-def _imported(module: str, extra: str) -> str | None:
+def _imported(module: str, extra: str, ours: str | None = None) -> str | None:
     if find_spec(module) is None:
         return f'pip install "pagedkv[{extra}]"'
-    import_module(module)
+    import_module(ours or module)
     return None
 
 

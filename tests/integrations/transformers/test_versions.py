@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pagedkv.info import command
 from pagedkv.integrations.transformers.versions import BEFORE, OLDEST, require_transformers
 
 REMEDY = 'pip install "pagedkv[transformers]"'
@@ -25,6 +26,15 @@ def test_versions_that_are_not(monkeypatch, version):
     message = f"transformers must be at least 5.20 and below 5.24, got {version}: {REMEDY}"
     with pytest.raises(ImportError, match=re.escape(message)):
         require_transformers()
+
+
+def test_info_says_so(monkeypatch):
+    use = "models of transformers"
+    monkeypatch.setattr(command, "EXTRAS", {use: command.EXTRAS[use]})
+    monkeypatch.setattr(importlib.metadata, "version", {"transformers": "5.24.0"}.get)
+    monkeypatch.delitem(sys.modules, "pagedkv.integrations.transformers")
+    [missing] = (row["what is missing"] for row in command.run(progress=lambda _: None) if row.get("to use") == use)
+    assert missing == f"ImportError: transformers must be at least 5.20 and below 5.24, got 5.24.0: {REMEDY}"
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
