@@ -3,24 +3,27 @@
     python -m tests.mutants [--all] [part of a name]
 
 Without --all only the mutants marked `ci` run: CI has no time for all of them. Each one is applied to a copy of src/,
-which is what its tests import. Exits with 1 if one survives or does not compile, or its tests do not pass without it;
-before that, if the text of any mutant, marked or not, is stale.
+which is what its tests import; kernels that it does not change come from PAGEDKV_CACHE_DIR, if that is set. Exits with
+1 if one survives or does not compile, or its tests do not pass without it; before that, if the text of any mutant,
+marked or not, is stale.
 """
 
 import os
+import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
+from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 
 from .mutant import Mutant
+from .mutant_run import ROOT, import_libraries, run_tests
 
-ROOT = Path(__file__).parents[2]
 SUBJECTS = sorted(
     path for path in Path(__file__).parent.rglob("[a-z]*.py") if not path.stem.startswith(("mutant", "test_"))
 )
@@ -31,53 +34,8 @@ MUTANTS = [
 ]
 
 PROCESSES = 2
-TIMEOUT_S = 300
 PASSED, FAILED = 0, 1
 COMPILE_ERROR = "core.errors.TypingError"  # numba's: the mutant says nothing about the tests
-# Runs inside of pytest, before any test. The copy is what is tested, though the package may be installed too; the
-# examples are the same every time, and a failing one is reported without looking for the smallest.
-PLUGIN = """
-from pathlib import Path
-from hypothesis import HealthCheck, Phase, settings
-import pagedkv
-assert Path(pagedkv.__file__).is_relative_to({src!r}), pagedkv.__file__
-settings.register_profile(
-    "mutants",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=50,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-"""
-OPTIONS = ("-q", "-x", "-m", "", "-p", "no:cacheprovider", "-p", "mutants_plugin", "--hypothesis-profile=mutants")
-
-
-def run_tests(mutant: Mutant | None, tests: tuple[str, ...], compiled: Path, *options: str) -> tuple[int | None, str]:
-    """The exit status of pytest on a copy with the mutant, None if it took too long, and what it printed.
-
-    Without a mutant the kernels that the tests compile are kept in `compiled`; each mutant has a copy of them.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        src = Path(directory, "src").resolve()
-        shutil.copytree(ROOT / "src", src)  # with its bytecode, which a file that is changed does not use
-        if mutant:
-            path = src / "pagedkv" / mutant.file
-            path.write_text(path.read_text().replace(mutant.old, mutant.new))
-            compiled = shutil.copytree(compiled, Path(directory, "compiled"))
-        Path(directory, "mutants_plugin.py").write_text(PLUGIN.format(src=str(src)))
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(src), directory]),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PAGEDKV_CACHE_DIR": str(compiled),
-        }
-        command = [sys.executable, "-m", "pytest", *OPTIONS, *options, *tests]
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, text=True, capture_output=True)
-        except subprocess.TimeoutExpired:
-            return None, ""
-        return done.returncode, done.stdout + done.stderr
 
 
 def verdict(mutant: Mutant, compiled: Path) -> tuple[bool, str]:
@@ -91,9 +49,18 @@ def verdict(mutant: Mutant, compiled: Path) -> tuple[bool, str]:
         return False, f"BROKEN    {mutant.name}: pytest exited with {status}\n{output}"
     if COMPILE_ERROR in output:
         return False, f"BROKEN    {mutant.name}: it does not compile\n{output}"
-    failed = [line for line in output.splitlines() if line.startswith("FAILED")]
-    by = failed[0].removeprefix("FAILED ").split(" - ")[0] if failed else "taking too long"
-    return True, f"caught    {mutant.name}  ({by})"
+    if status is None:
+        return True, f"caught    {mutant.name}  (taking too long)"
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+    if not failed:
+        return False, f"BROKEN    {mutant.name}: no test failed\n{output}"
+    return True, f"caught    {mutant.name}  ({failed[1]})"
+
+
+def by_file(mutants: list[Mutant]) -> list[tuple[str, ...]]:
+    """The tests that the mutants name, those of each file together."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    return [tuple(those) for _, those in groupby(tests, lambda test: test.partition("::")[0])]
 
 
 def stale(mutants: list[Mutant]) -> list[str]:
@@ -118,18 +85,24 @@ def main() -> int:
     if not mutants:
         print("no such mutant")
         return 1
-    tests = tuple(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
-    with tempfile.TemporaryDirectory() as directory:
-        compiled = Path(directory)
-        status, output = run_tests(None, tests, compiled, "-n", str(PROCESSES))
-        if status != PASSED:
-            print(f"the tests do not pass without a mutant\n{output}")
-            return 1
+    import_libraries()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ProcessPoolExecutor(PROCESSES, get_context("fork")) as executor,
+    ):
+        compiled = Path(directory, "compiled")
+        compiled.mkdir()
+        kept = Path(os.environ.get("PAGEDKV_CACHE_DIR", compiled))
+        if kept.is_dir() and kept != compiled:
+            shutil.copytree(kept, compiled, dirs_exist_ok=True)
+        for status, output in executor.map(partial(run_tests, None, compiled=compiled), by_file(mutants)):
+            if status != PASSED:
+                print(f"the tests do not pass without a mutant\n{output}")
+                return 1
         num_caught = 0
-        with ThreadPoolExecutor(PROCESSES) as executor:
-            for caught, line in executor.map(partial(verdict, compiled=compiled), mutants):
-                print(line, flush=True)
-                num_caught += caught
+        for caught, line in executor.map(partial(verdict, compiled=compiled), mutants):
+            print(line, flush=True)
+            num_caught += caught
     print(f"{num_caught} of {len(mutants)} caught")
     return 0 if num_caught == len(mutants) else 1
 

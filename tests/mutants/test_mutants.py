@@ -2,8 +2,9 @@
 
 import re
 
-from .__main__ import MUTANTS, ROOT, stale
+from .__main__ import MUTANTS, stale
 from .mutant import Mutant
+from .mutant_run import ROOT
 
 
 def test_every_mutant_can_be_applied():

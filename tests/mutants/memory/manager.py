@@ -5,8 +5,11 @@ from ..mutant import Mutant
 TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
 MACHINE = ("tests/memory/test_manager_machine.py",)
 TRANSACTION = ("tests/memory/transactions/test_transaction.py",)
+INTERRUPT = TRANSACTION[0] + "::test_an_interrupt_at_any_place_comes_before_the_change_or_after"
 GUARD = ("tests/memory/test_guard.py",)
+MUTATED = ("tests/memory/test_guard.py::test_a_second_thread_in_the_middle_of_a_mutation_is_refused",)
 CACHE = ("tests/test_cache.py",)
+LAYERS = ("tests/test_cache.py::test_append_copies_the_shared_block_in_every_layer",)
 STEPS = ("tests/memory/prefix/test_machine.py::TestPrefixMachine",)
 
 MUTANTS = [
@@ -208,7 +211,7 @@ MUTANTS = [
         "memory/rows/copy_on_write.py",
         "        dropped = blocks[copied]\n",
         "        dropped = blocks[copied]\n        pool._refs[dropped] -= 1\n",
-        TRANSACTION,
+        (INTERRUPT + "[table.append]",),
         ci=True,
     ),
     Mutant(
@@ -223,7 +226,7 @@ MUTANTS = [
         "memory/guard.py",
         "(changes and guard.changing)",
         "False",
-        GUARD,
+        MUTATED,
         ci=True,
     ),
     Mutant(
@@ -261,7 +264,7 @@ MUTANTS = [
         "memory/guard.py",
         "            if nests:\n",
         "            if nests and guard.changing is None:\n",
-        GUARD,
+        MUTATED,
         ci=True,
     ),
     Mutant(
@@ -283,7 +286,7 @@ MUTANTS = [
         "memory/sequences.py",
         "        self._copy(copies)\n        slots",
         "        self.pool._commit(writes)\n        self._copy(copies)\n        slots",
-        TRANSACTION,
+        (INTERRUPT + "[append 1]",),
         ci=True,
     ),
     Mutant(
@@ -312,7 +315,7 @@ MUTANTS = [
         "cache.py",
         "for first in range(0, num_layers, at_once)]",
         "for first in range(1, num_layers, at_once)]",
-        CACHE,
+        LAYERS,
         ci=True,
     ),
     Mutant(

@@ -5,7 +5,7 @@ from ..mutant import Mutant
 POOL = ("tests/memory/test_pool.py",)
 TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
 MACHINE = ("tests/memory/test_manager_machine.py",)
-TRANSACTION = ("tests/memory/transactions/test_transaction.py",)
+TRANSACTION = "tests/memory/transactions/test_transaction.py::"
 
 MUTANTS = [
     Mutant(
@@ -96,7 +96,7 @@ MUTANTS = [
         "memory/pool.py",
         "        rest = num_free - num_blank\n",
         "        rest = num_free - num_blank\n        self._num_free[0] = rest\n",
-        TRANSACTION,
+        (TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[pool.allocate]",),
         ci=True,
     ),
     Mutant(
@@ -104,7 +104,7 @@ MUTANTS = [
         "memory/pool.py",
         "refs.astype(np.int32)",
         "refs",
-        TRANSACTION,
+        (TRANSACTION + "test_no_store_allocates",),
         ci=True,
     ),
     Mutant(

@@ -4,6 +4,7 @@ from ..mutant import Mutant
 
 PAGED = ("tests/integrations/transformers/test_paged.py",)
 CACHE = ("tests/integrations/transformers/test_cache.py",)
+GENERATE = (CACHE[0] + "::test_generate_says_what_it_says_with_eager_attention",)
 ATTENTION = ("tests/integrations/transformers/test_attention.py",)
 
 MUTANTS = [
@@ -104,7 +105,7 @@ MUTANTS = [
         "integrations/transformers/cache.py",
         "is_token = of_input.bool()",
         "is_token = torch.ones_like(of_input).bool()",
-        CACHE,
+        GENERATE,
         ci=True,
     ),
     Mutant(
