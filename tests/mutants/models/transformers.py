@@ -139,8 +139,8 @@ MUTANTS = [
     Mutant(
         "a mask is ignored",
         "integrations/transformers/attention.py",
-        '"attention_mask": attention_mask is not None',
-        '"attention_mask": False',
+        '(attention_mask is not None and "attention_mask")',
+        '(False and "attention_mask")',
         ATTENTION,
     ),
 ]

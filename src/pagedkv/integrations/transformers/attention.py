@@ -16,6 +16,7 @@ from ...memory.device.batch import Batch
 # transformers builds no mask for a name that has no mask function. Its continuous batching takes sdpa, eager, and
 # names with "flash" in them.
 NAME = "pagedkv_flash"
+_REFUSED = {"output_attentions", "position_bias", "head_mask", "indices", "block_indices"}
 
 
 class ForwardPass(Protocol):
@@ -132,17 +133,15 @@ def paged_attention(
             "back what the model had, and is what is left where these were called and the model's layers do not hand "
             "the keyword forward_pass on"
         )
-    refused = {
-        "attention_mask": attention_mask is not None,
-        "dropout": dropout > 0,
-        "gradients in train mode": module.training and torch.is_grad_enabled() and query.requires_grad,
-        "is_causal=False": not (is_causal is None or is_causal) or not getattr(module, "is_causal", True),
-        "output_attentions": bool(others.get("output_attentions")),
-        **{name: others.get(name) is not None for name in ("position_bias", "head_mask", "indices", "block_indices")},
-        "a value of another head_dim than its key, as in MLA": key.shape[-1] != value.shape[-1],
-    }
-    if any(refused.values()):
-        wrong = next(name for name, found in refused.items() if found)
+    wrong = (
+        (attention_mask is not None and "attention_mask")
+        or (dropout > 0 and "dropout")
+        or (module.training and torch.is_grad_enabled() and query.requires_grad and "gradients in train mode")
+        or (not ((is_causal is None or is_causal) and getattr(module, "is_causal", True)) and "is_causal=False")
+        or (key.shape[-1] != value.shape[-1] and "a value of another head_dim than its key, as in MLA")
+        or next((x for x in _REFUSED & others.keys() if others[x] is not None and others[x] is not False), None)
+    )
+    if wrong:
         raise ValueError(
             f"paged attention does not take {wrong}, which {type(module).__name__} asks for: model.eval() asks for no "
             'dropout and no gradients, and model.set_attn_implementation("eager") brings back attention that takes it'

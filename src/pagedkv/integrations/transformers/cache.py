@@ -94,7 +94,8 @@ class PagedCache(Cache):
         attention_mask : (num_rows, cached tokens + length) tensor or None
             0 for padding.
         """
-        new, is_token = [length] * num_rows, None
+        new: Any = length  # an int of all rows: append knows a decode step by it
+        is_token = None
         if num_rows == 0:
             raise ValueError("the batch must have at least one row, got none")
         if length <= 0:
@@ -123,8 +124,9 @@ class PagedCache(Cache):
                     self.kv.free(seqs)
                 raise
         except (CapacityError, ValueError) as error:  # a ValueError: more tokens in a row than the whole pool has slots
+            num_tokens = num_rows * length if is_token is None else sum(new)
             error.add_note(
-                f"This pass brings {sum(new)} tokens of {num_rows} rows to {len(self.seqs)} rows in a PagedCache of "
+                f"This pass brings {num_tokens} tokens of {num_rows} rows to {len(self.seqs)} rows in a PagedCache of "
                 f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size}: make one with more num_blocks, memory or "
                 "max_seq_len, and with as large a max_seqs as there are rows; reset() frees the rows of an earlier "
                 "generate."
