@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
-from .arrays import Argument, Array, DeviceArgument, HostArgument, HostArray, identify
+from .arrays import Argument, Array, DeviceArgument, HostArgument, identify
 from .typing import Backend
 
 if TYPE_CHECKING:
@@ -102,20 +102,19 @@ def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = F
             emulator, backend = backend, "emulator"
     if not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f'backend must be "auto", "cpu", "cuda" or "emulator", got {backend!r}')
-    arrays = [x for _, x in named]
-    if set(map(type, arrays)) == {np.ndarray} and backend in ("auto", "cpu"):  # most calls on the host
-        return Placement("cpu", 0, 0, HostArray(*named[0])), arrays
-    arguments = [identify(name, x) for name, x in named]
-    # By their types' own mark: isinstance of an abstract class is slow.
-    first = next((argument for argument in arguments if argument.on_device), None)
-    if first is not None:
-        return _place_on_device(backend, first, arguments, across)
+    views: list[Array] = []
+    for name, x in named:
+        if type(x) is not np.ndarray:
+            argument = identify(name, x)
+            if argument.on_device:
+                return _place_on_device(backend, argument, [identify(*one) for one in named], across)
+            x = argument.view()
+        views.append(x)
     if backend == "cuda":
         raise ValueError(
             'backend "cuda" needs arrays on a CUDA device, got host arrays; move them or use backend "cpu"'
         )
-    views = [argument.view() for argument in arguments if not argument.on_device]
-    beside = arguments[0] if arguments else None
+    beside = identify(*named[0]) if named else None
     return Placement("emulator" if backend == "emulator" else "cpu", 0, 0, beside, emulator), views
 
 

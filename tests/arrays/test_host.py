@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.arrays import identify
+from pagedkv.arrays import address_of, identify
 
 
 def host_view(name, x):
@@ -44,6 +44,15 @@ def test_torch_view_is_the_same_memory(dtype):
     assert address(view) == address(tensor)
     view[2, 1, 3] = 1
     assert tensor[2, 1, 3].to(torch.float32) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_addresses_of_arrays_in_any_form(dtype):
+    whole, read_only = np.zeros((5, 4, 6), dtype), np.zeros(3, dtype)
+    read_only.flags.writeable = False
+    unaligned = np.zeros(3 * whole.itemsize + 1, np.uint8)[1:].view(dtype)
+    for x in (whole, whole[1:], whole[:, 1:], whole[::-1], whole[:0], whole[0, 0, 0:1], read_only, unaligned):
+        assert address_of(x) == x.ctypes.data
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])

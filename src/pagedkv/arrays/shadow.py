@@ -10,6 +10,7 @@ is refused with a TypeError, but not its methods that read (copy, tolist, item) 
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import addressof, c_char
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]  # a view of an array on the host, or a Shadow
 
+_EXPORTED = "efBHIil"  # dtypes, by their characters, that are more than NumPy's own: it lends their memory as a buffer
 _HARMLESS = (np.shares_memory, np.may_share_memory)
 
 
@@ -116,5 +118,8 @@ def metadata_of(
 
 def address_of(x: Array) -> int:
     """The address of element 0."""
+    if x.flags.carray and x.dtype.char in _EXPORTED and x.size:
+        lender: Any = x  # NumPy's stubs know of no buffer
+        return addressof(c_char.from_buffer(lender))  # in a fifth of the time
     address: int = x.__array_interface__["data"][0]
     return address

@@ -22,6 +22,8 @@ _UINT8 = np.dtype(np.uint8)
 
 def scale_arrays(given: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Those of the two scales that are not numbers, with their names."""
+    if given["k_scale"] is given["v_scale"] is None:  # most calls
+        return []
     given_ones = [(name, x) for name in ("k_scale", "v_scale") if (x := given[name]) is not None]
     return [(name, x) for name, x in given_ones if not np.isscalar(x) and not require.is_array_of_one(x)]
 
