@@ -17,6 +17,7 @@ from ...layouts import FLOAT_DTYPES
 from .steps.code import ELEMENT_BYTES
 from .steps.ends import Q_KINDS
 from .steps.order import places
+from .steps.shapes import LANES
 from .tiles import cache_strides
 
 NO_WINDOW = 2**62
@@ -80,6 +81,7 @@ class Plan(NamedTuple):
     """What follows from the form of a call; the kernels only read it."""
 
     row_bytes: int  # of a row of a cache
+    row_floats: int  # of a row of partial sums
     k_strides: tuple[int, ...]  # Strides
     v_strides: tuple[int, ...]
     token_major: bool  # the heads of a token lie side by side, rather than the tokens of a head
@@ -97,6 +99,7 @@ def plan_of(form: Form) -> Plan:
     k, v = (cache_strides(x, spec.layout) for x in (form.k_strides, form.v_strides))
     return Plan(
         row_bytes,
+        -(-spec.head_dim // LANES) * LANES,
         tuple(k),
         tuple(v),
         # In layout vllm the tile of a head is staged whole, and has to last for all of its steps.

@@ -11,6 +11,7 @@ order of every sum is that of prefill.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from numba import boolean, float32, int64, types
 
 from ...arrays import Array, address_of
-from ...calls import AttentionCall
+from ...calls import AttentionCall, Form
 from ...commit import commit
 from ...compiling.compile_thread import made_once
 from ..compile import compile_kernel
@@ -39,7 +40,7 @@ from .scratch import (
     whole_groups,
 )
 from .steps.order import is_shuffled
-from .steps.shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
+from .steps.shapes import FLOAT_BYTES, INT_BYTES, STEP, TILE
 from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
 GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless there is one
@@ -189,13 +190,24 @@ SIGNATURE = (
 )
 
 
-class Few(NamedTuple):
-    """Sequences with a few query tokens each."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Few:
+    """Sequences with a few query tokens each; hashed by identity, for what follows from it."""
 
     query_starts: npt.NDArray[np.int64]  # (num_seqs + 1,) the first row of q of each, and the end
     splits: Splits
     most_tokens: int  # query tokens of a sequence
     num_states: int  # partial states, for all heads
+    num_keys: int | None  # of all sequences; None where nobody has counted
+
+
+class Cut(NamedTuple):
+    """How a call of some form is cut into work items on so many threads."""
+
+    config: TileConfig
+    heads_per_item: int
+    groups: int  # of KV heads
+    key_ns: float  # what one thread takes for a key and a value of all heads
 
 
 def plan_splits(
@@ -231,22 +243,25 @@ def plan_few(
 def _plan_few(seq_lens: bytes, query_starts: bytes, query_lens: bytes, window: int | None, num_heads: int) -> Few:
     """`plan_few` by the bytes of its arrays: the layers of a model ask for the same plan one after the other."""
     starts, lens = np.frombuffer(query_starts, np.int64), np.frombuffer(query_lens, np.int64)
-    splits = plan_splits(np.frombuffer(seq_lens, np.int32).astype(np.int64), lens, window, num_heads)
-    num_states = int(lens[splits.seq].sum()) * num_heads
-    return Few(starts.copy(), splits, int(lens.max(initial=1)), num_states)
+    keys = np.frombuffer(seq_lens, np.int32).astype(np.int64)
+    splits = plan_splits(keys, lens, window, num_heads)
+    num_states, num_keys = int(lens[splits.seq].sum()) * num_heads, int(keys.sum())
+    return Few(starts.copy(), splits, int(lens.max(initial=1)), num_states, num_keys)
 
 
-@lru_cache(maxsize=64)
-def _one_query_each(num_seqs: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The query_starts and query_lens of a decode call."""
-    return np.arange(num_seqs + 1), np.ones(num_seqs, np.int64)
+@lru_cache(maxsize=8)
+def _plan_decode(seq_lens: bytes, window: int | None, num_heads: int) -> Few:
+    """The plan for one query token of each sequence."""
+    num_seqs = len(np.frombuffer(seq_lens, np.int32))
+    starts, lens = np.arange(num_seqs + 1), np.ones(num_seqs, np.int64)
+    return _plan_few(seq_lens, starts.tobytes(), lens.tobytes(), window, num_heads)
 
 
 @lru_cache(maxsize=64)
 def _one_split_each(num_seqs: int) -> Few:
     """The plan for one query token of each sequence, if all have at least one token and none more than a split."""
     every, nothing = np.arange(num_seqs + 1), np.zeros(num_seqs, np.int64)
-    return Few(every, Splits(every[:-1], nothing, nothing, every), 1, 0)
+    return Few(every, Splits(every[:-1], nothing, nothing, every), 1, 0, None)
 
 
 def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
@@ -261,7 +276,7 @@ def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None
     if all_have_tokens and _most_tokens(call) <= SPLIT:
         few = _one_split_each(num_seqs)
     else:
-        few = plan_few(call, *_one_query_each(num_seqs), num_heads)
+        few = _plan_decode(call.seq_lens.tobytes(), call.options.window, num_heads)
     attend_few(call, call.q, few, group_rows, result, lses)
     commit(result_writes(call, out, result))
 
@@ -280,38 +295,43 @@ def attend_few(
     lse: Array,
 ) -> None:
     """Fill the rows of the sequences in `few`, and no others."""
-    spec, splits, plan = call.spec, few.splits, plan_of(call.form)
-    num_heads, head_dim = q.shape[1:]
-    rows, num_seqs = few.most_tokens * num_heads // spec.num_kv_heads, len(call.seq_lens)
-    config = tile_config(spec, group_rows, staged=False)
-    kernel = _make_kernel(config, call.options.score_mod)
+    splits, plan, num_seqs = few.splits, plan_of(call.form), len(call.seq_lens)
+    cut = _cut(call.form, few, group_rows, get_num_threads())
+    kernel = _make_kernel(cut.config, call.options.score_mod)
     arguments, owners = make_arguments(call, q, few.query_starts)
-
-    in_l1 = max(1, min(GROUP_BYTES // (STEP * plan.row_bytes), MOST_ROWS // rows))
-    busy = -(-ITEMS_PER_THREAD * get_num_threads() // max(1, splits.seq.size))
-    heads_per_item = 1 if config.staged else max(1, min(in_l1, spec.num_kv_heads // busy))
-    groups = -(-spec.num_kv_heads // heads_per_item)
-    token_ns = spec.num_kv_heads * head_dim * (DIM_NS + rows * ROW_NS)
-    estimate = estimate_of(call, num_seqs * _most_tokens(call) * token_ns)
+    estimate = estimate_of(call, num_seqs * _most_tokens(call) * cut.key_ns)
     if estimate >= ALONE_NS:
-        estimate = estimate_of(call, int(call.seq_lens.sum(dtype=np.int64)) * token_ns)
+        num_keys = int(call.seq_lens.sum(dtype=np.int64)) if few.num_keys is None else few.num_keys
+        estimate = estimate_of(call, num_keys * cut.key_ns)
     run(
         kernel,
-        splits.seq.size * groups,
+        splits.seq.size * cut.groups,
         (
             *arguments,
             splits,
-            head_dim,
-            heads_per_item,
+            call.spec.head_dim,
+            cut.heads_per_item,
             few.most_tokens,
             plan.token_major,
-            np.empty(few.num_states * -(-head_dim // LANES) * LANES, np.float32),
+            np.empty(few.num_states * plan.row_floats, np.float32),
             np.empty(few.num_states, np.float32),
             np.empty(few.num_states, np.float32),
-            np.zeros((num_seqs, groups), np.int64),
+            np.zeros((num_seqs, cut.groups), np.int64),
             address_of(result),
             lse,
         ),
         owners=(*owners, result),
         estimate=estimate,
     )
+
+
+@lru_cache(maxsize=8)
+def _cut(form: Form, few: Few, group_rows: int, num_threads: int) -> Cut:
+    """Each layer of a model asks for the same one."""
+    spec, config = form.spec, tile_config(form.spec, group_rows, staged=False)
+    rows = few.most_tokens * form.q_shape[1] // spec.num_kv_heads
+    in_l1 = max(1, min(GROUP_BYTES // (STEP * plan_of(form).row_bytes), MOST_ROWS // rows))
+    busy = -(-ITEMS_PER_THREAD * num_threads // max(1, few.splits.seq.size))
+    heads_per_item = 1 if config.staged else max(1, min(in_l1, spec.num_kv_heads // busy))
+    groups = -(-spec.num_kv_heads // heads_per_item)
+    return Cut(config, heads_per_item, groups, spec.num_kv_heads * spec.head_dim * (DIM_NS + rows * ROW_NS))
