@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         "v1: ALiBi counts from behind the query",
         "kernels/device/logits.py",
-        "float32(k_pos - q_pos)",
-        "float32(k_pos - q_pos - 1)",
+        "distance(k_pos - q_pos)",
+        "distance(k_pos - q_pos - 1)",
         EACH_OPTION,
     ),
     Mutant(

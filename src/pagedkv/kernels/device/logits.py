@@ -15,18 +15,25 @@ LOG2E = float32(1.4426950408889634)
 NONE = float32(-math.inf)  # the maximum of no logits
 
 
-def make_modify(score_mod: Callable[..., Any] | None) -> Any:
+@device_function
+def cap(score, softcap):
+    """A softcap of 0 means none."""
+    if softcap != float32(0):
+        score = float32(softcap * float32(math.tanh(divide(score, softcap))))
+    return score
+
+
+def make_modify(score_mod: Callable[..., Any] | None, distance: Any = int32) -> Any:
     """The device function ``modify(score, softcap, slope, q_pos, k_pos, head, seq)``: softcap, ALiBi, score_mod.
 
-    A softcap of 0 means none.
+    distance is the type of k_pos - q_pos: 64 bits take three instructions where 32 take two.
     """
     user = None if score_mod is None else user_function(score_mod)
 
     @device_function
     def modify(score, softcap, slope, q_pos, k_pos, head, seq):
-        if softcap != float32(0):
-            score = float32(softcap * float32(math.tanh(divide(score, softcap))))
-        score = float32(score + slope * float32(k_pos - q_pos))
+        score = cap(score, softcap)
+        score = float32(score + slope * float32(distance(k_pos - q_pos)))
         if user is not None:
             score = float32(user(score, int32(q_pos), int32(k_pos), int32(head), int32(seq)))
         return score

@@ -14,7 +14,7 @@ from numba import float32, int32, int64, uint32
 
 from ...device.intrinsics.thread import address, clear, exp2, for_each, larger, multiply_and_add
 from ...device.intrinsics.warp import any_lane, exchange, pack_bfloat16, pack_float16
-from ...device.logits import LOG2E, NONE, make_modify
+from ...device.logits import LOG2E, NONE, cap, make_modify
 from ...device.source import device_function
 from ..config import TensorConfig
 from ..items import make_keep
@@ -87,8 +87,8 @@ def make_logits(config: TensorConfig, shape: TileShape) -> Any:
         i = 2 * (x // PER_TILE) + h
         k_pos = min(uint32(first + (8 * n + e)), options.last)
         y = modify(
-            float32(registers.s[x] * options.scale),
-            options.softcap,
+            registers.s[x],
+            float32(0),
             registers.slopes[i],
             int64(registers.positions[i]),
             int64(k_pos),
@@ -98,8 +98,19 @@ def make_logits(config: TensorConfig, shape: TileShape) -> Any:
         registers.s[x] = float32(y * LOG2E)
 
     @device_function
+    def scale(x, s, factor):
+        s[x] = float32(s[x] * factor)
+
+    @device_function
+    def cap_logit(x, s, softcap):
+        s[x] = cap(s[x], softcap)
+
+    @device_function
     def logits(registers, options, first):
         if MODIFIED:
+            for_each(scale, SCORES, (registers.s, options.scale))
+            if options.softcap != float32(0):  # asked once for all logits, not for each
+                for_each(cap_logit, SCORES, (registers.s, options.softcap))
             for_each(logit, SCORES, (registers, options, first))
 
     return logits
