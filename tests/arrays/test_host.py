@@ -51,7 +51,12 @@ def test_addresses_of_arrays_in_any_form(dtype):
     whole, read_only = np.zeros((5, 4, 6), dtype), np.zeros(3, dtype)
     read_only.flags.writeable = False
     unaligned = np.zeros(3 * whole.itemsize + 1, np.uint8)[1:].view(dtype)
-    for x in (whole, whole[1:], whole[:, 1:], whole[::-1], whole[:0], whole[0, 0, 0:1], read_only, unaligned):
+    broadcast, contiguous = (
+        np.broadcast_arrays(read_only, whole[0, :, :3])[0],
+        np.broadcast_arrays(whole, whole[:1, :1])[0],
+    )
+    views = (whole[1:], whole[:, 1:], whole[::-1], whole[:0], whole[0, 0, 0:1])
+    for x in (whole, *views, read_only, unaligned, broadcast, contiguous):
         assert address_of(x) == x.ctypes.data
 
 

@@ -19,6 +19,9 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]  # a view of an array on the host, or a Shadow
 
 _EXPORTED = "efBHIil"  # dtypes, by their characters, that are more than NumPy's own: it lends their memory as a buffer
+# Bits of `flags.num`: contiguous, aligned and writable; and that of what broadcast_arrays returns, which says it is
+# writable though NumPy does not lend its memory.
+_LENT, _WARNS_ON_WRITE = 0x0501, 0x80000000
 _HARMLESS = (np.shares_memory, np.may_share_memory)
 
 
@@ -118,7 +121,7 @@ def metadata_of(
 
 def address_of(x: Array) -> int:
     """The address of element 0."""
-    if x.flags.carray and x.dtype.char in _EXPORTED and x.size:
+    if x.flags.num & (_LENT | _WARNS_ON_WRITE) == _LENT and x.dtype.char in _EXPORTED and x.size:
         lender: Any = x  # NumPy's stubs know of no buffer
         return addressof(c_char.from_buffer(lender))  # in a fifth of the time
     address: int = x.__array_interface__["data"][0]
