@@ -69,8 +69,12 @@ def test_training_is_refused(model):
     cache = pagedkv.PagedKVCache(2, 1, 4, 2, 16, array_module=torch)
     seqs = [cache.add(0).seq]
     one = CachedPass(cache, cache.append(seqs, 3), cache.batch(seqs, 3))
-    q, kv = torch.ones(1, 4, 3, 16, requires_grad=True), torch.ones(1, 2, 3, 16)
-    with pytest.raises(ValueError, match=r"does not take gradients in train mode, .* model\.eval"):
-        paged_attention(layer, q, kv, kv, None, forward_pass=one)
+    q, kv = torch.ones(1, 4, 3, 16), torch.ones(1, 2, 3, 16)
+    for trained in (q, kv):
+        trained.requires_grad = True
+        with pytest.raises(ValueError, match=r"does not take gradients in train mode, .* model\.eval"):
+            paged_attention(layer, q, kv, kv, None, forward_pass=one)
+        trained.requires_grad = False
+    q.requires_grad = True
     with torch.no_grad():
         assert paged_attention(layer, q, kv, kv, None, forward_pass=one)[0].shape == (1, 3, 4, 16)

@@ -192,6 +192,18 @@ def test_a_row_without_a_token_in_a_step(model, cache):
     assert cache.kv.seq_lens(cache.seqs).tolist() == [32, 24]
 
 
+def test_a_mask_hides_no_token_that_is_cached(model, cache):
+    with torch.no_grad():
+        model(IDS[:2], attention_mask=MASK[:2], past_key_values=cache)
+    mask = torch.cat([MASK[:2], torch.ones(2, 1, dtype=MASK.dtype)], 1)
+    for row, column in ((0, 3), (1, 0)):  # a token; padding that would be none
+        other = mask.clone()
+        other[row, column] = 1 - other[row, column]
+        with pytest.raises(ValueError, match=r"must show all tokens that this PagedCache has, \[30, 23\] of its rows"):
+            model(IDS[:2, -1:], attention_mask=other, past_key_values=cache)
+    assert cache.kv.seq_lens(cache.seqs).tolist() == [30, 23]
+
+
 def test_another_batch_needs_a_reset(model, cache):
     said(model, IDS, MASK, past_key_values=cache)
     with pytest.raises(ValueError, match=r"this PagedCache has 3 rows, and the batch 2: call reset\(\)"):
@@ -222,11 +234,15 @@ def test_another_model_does_not_go_on_with_the_tokens_of_one(model, cache):
     with pytest.raises(ValueError, match=r"this PagedCache has tokens of another model: call reset\(\)"):
         said(other, first, past_key_values=cache)
     cache.reset()
+    with pytest.raises(ValueError, match="does not take is_causal"):
+        model(IDS[:1], past_key_values=cache, is_causal=False)
     assert torch.equal(said(other, IDS[:1], past_key_values=cache), first)
 
 
 def test_without_use_cache_it_is_no_cache(model, cache):
-    with pytest.raises(ValueError, match="use_cache=False would write the whole text anew in each step: leave it out"):
+    with pytest.raises(
+        ValueError, match="use_cache=False generate would write the whole text anew in each step: leave it out"
+    ):
         said(model, IDS, MASK, past_key_values=cache, use_cache=False)
 
 
@@ -237,6 +253,22 @@ def test_inputs_by_their_place(model, cache):
         paged = model(IDS, MASK, None, cache).logits
     torch.testing.assert_close(paged[MASK == 1], expected[MASK == 1], rtol=1e-4, atol=1e-4)
     assert cache.get_seq_length() == IDS.shape[1]
+
+
+@pytest.mark.parametrize("place", ["class", "instance"])
+def test_a_forward_that_hands_on_what_it_gets(place, cache):
+    model = make_model("Llama")
+    kind, forward = type(model), model.forward
+    if place == "instance":
+        model.forward = lambda *args, **inputs: forward(*args, **inputs)
+    else:
+        model.__class__ = type("Wrapped", (kind,), {"forward": lambda self, *args, **x: kind.forward(self, *args, **x)})
+    use_pagedkv(model)
+    with torch.no_grad():
+        assert model(IDS, past_key_values=cache).logits.shape[:2] == IDS.shape
+    cache.reset()
+    assert torch.equal(said(model, IDS, MASK, past_key_values=cache), said(eager_model("Llama"), IDS, MASK))
+    Engine(model, num_blocks=8)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

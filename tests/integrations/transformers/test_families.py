@@ -9,6 +9,7 @@ from pagedkv.integrations.transformers import PagedCache, use_pagedkv
 from .models import FAMILIES, VOCAB, eager_model, error_bound, greedy, greedy_batch, logits, make_model, prompts
 
 LONG = {"Llama", "Qwen3"}  # test_paged.py and test_cache.py have a Llama
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
 @pytest.mark.parametrize("family", [pytest.param(x, marks=pytest.mark.long if x in LONG else ()) for x in FAMILIES])
@@ -61,13 +62,33 @@ def test_a_family(family):
             lambda: make_model("Gemma4", hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB),
             "Gemma4ForCausalLM has layers of several head_dim",
         ),
+        (
+            lambda: make_model("Qwen2Moe", use_sliding_window=True, max_window_layers=1, **EXPERTS),
+            "Qwen2MoeForCausalLM has a sliding window that its layers do not ask attention for",
+        ),
+        (
+            lambda: make_model("Phimoe", sliding_window=8, **EXPERTS),
+            "PhimoeForCausalLM has a sliding window that its layers do not ask attention for",
+        ),
         (lambda: make_model("Llama", head_dim=4), "has head_dim 4, which is no multiple of 8 from 8 to 512"),
         (
             lambda: make_model("Llama").double(),
             "has dtype torch.float64, which is none of float32, float16 and bfloat16",
         ),
     ],
-    ids=["encoder-decoder", "Mamba", "MLA", "own layers", "chunked", "twice", "shapes", "head_dim", "dtype"],
+    ids=[
+        "encoder-decoder",
+        "Mamba",
+        "MLA",
+        "own layers",
+        "chunked",
+        "twice",
+        "shapes",
+        "Qwen2Moe",
+        "Phimoe",
+        "head_dim",
+        "dtype",
+    ],
 )
 def test_others_are_refused(make, reason):
     model = make()

@@ -136,7 +136,7 @@ def paged_attention(
     wrong = (
         (attention_mask is not None and "attention_mask")
         or (dropout > 0 and "dropout")
-        or (module.training and torch.is_grad_enabled() and query.requires_grad and "gradients in train mode")
+        or (module.training and _have_gradients(query, key, value) and "gradients in train mode")
         or (not ((is_causal is None or is_causal) and getattr(module, "is_causal", True)) and "is_causal=False")
         or (key.shape[-1] != value.shape[-1] and "a value of another head_dim than its key, as in MLA")
         or next((x for x in _REFUSED & others.keys() if others[x] is not None and others[x] is not False), None)
@@ -157,6 +157,10 @@ def paged_attention(
     attend = _attend_eagerly if torch.compiler.is_compiling() else _attend
     out = attend(forward_pass, module.layer_idx, q, k, v, options)
     return out.view(batch_size, length, num_heads, head_dim), None
+
+
+def _have_gradients(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _attend(forward_pass: ForwardPass, layer: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:

@@ -73,6 +73,7 @@ class PagedCache(Cache):
 
     def require_suits(self, model: PreTrainedModel) -> None:
         """Raise ValueError unless a model has filled the cache so far, or the layers that an empty one was made for."""
+        self._undo()
         if self.seqs:
             if self._filled_by() is not model:
                 raise ValueError("this PagedCache has tokens of another model: call reset(), or make one of its own")
@@ -147,6 +148,13 @@ class PagedCache(Cache):
                 f"attention_mask must have shape (rows, tokens) = ({num_rows}, {self._length} cached + {length}), got "
                 f"{shape}: call reset() before another text"
             )
+        if len(self.seqs) == num_rows:
+            cached = self.kv.seq_lens(self.seqs) if self._before is None else self._before
+            if (of_cached := (attention_mask[:, :-length] != 0).sum(1).tolist()) != cached.tolist():
+                raise ValueError(
+                    f"attention_mask must show all tokens that this PagedCache has, {cached.tolist()} of its rows, and "
+                    f"no others, got {of_cached}: padding keeps its columns, and cached tokens cannot be hidden"
+                )
 
     def _start(self, num_rows: int) -> list[int]:
         first = self.kv.add(0).seq

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -15,6 +15,16 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 def uncompiled(model: PreTrainedModel) -> PreTrainedModel:
     """The model itself, where ``torch.compile(model)`` has put another module around it."""
     return getattr(model, "_orig_mod", model)
+
+
+def input_names(model: PreTrainedModel) -> tuple[str, ...]:
+    """The inputs of a model by their places, as the first forward has them that does not only hand on ``*args``."""
+    of_classes = [vars(kind)["forward"].__get__(model) for kind in type(model).__mro__ if "forward" in vars(kind)]
+    for forward in (model.forward, *of_classes):
+        parameters = signature(forward).parameters
+        if all(parameter.kind != Parameter.VAR_POSITIONAL for parameter in parameters.values()):
+            return tuple(parameters)
+    return ()
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -64,7 +74,7 @@ def require_positions(model: PreTrainedModel) -> None:
     if model.config.model_type == "bloom":  # it has none
         return
     counts = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
-    if counts or "position_ids" not in signature(model.forward).parameters:
+    if counts or "position_ids" not in input_names(model):
         raise ValueError(
             f"{type(model).__name__} counts positions itself, and an Engine has several requests in one row: use "
             "model.generate with a PagedCache"
@@ -83,6 +93,11 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return "caches latent keys and values (MLA)"
     if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
         return f"has layers of types {', '.join(sorted(others))}"
+    # The masks of these have it, and nothing else.
+    if (config.model_type == "phimoe" and config.sliding_window) or (
+        config.model_type == "qwen2_moe" and "sliding_attention" in config.layer_types
+    ):
+        return "has a sliding window that its layers do not ask attention for"
     if config.model_type == "diffllama":
         return "attends twice in each layer, to two parts of its values"
     if getattr(config, "num_kv_shared_layers", 0):

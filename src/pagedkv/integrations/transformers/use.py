@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ...operations.caches import write_kv
 from .attention import NAME, ForwardPass, reset_attention, set_attention
 from .cache import PagedCache
 from .layers import Layers
-from .models import kv_shape, require_supported, text_config, uncompiled
+from .models import input_names, kv_shape, require_supported, text_config, uncompiled
 from .paged import PagedPass, Pages
 
 _PAGES = "_pages_of_pagedkv"
@@ -110,7 +109,7 @@ def _paged(inputs: dict[str, Any]) -> ForwardPass | None:
 
 def _named(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
     """The inputs by their names, those too that came by their place."""
-    return dict(zip(signature(model.forward).parameters, args, strict=False)) | inputs if args else inputs
+    return dict(zip(input_names(model), args, strict=False)) | inputs if args else inputs
 
 
 def _cache_of(inputs: dict[str, Any]) -> PagedCache | None:
@@ -125,7 +124,10 @@ def _cached(model: PreTrainedModel, inputs: dict[str, Any]) -> ForwardPass | Non
         return None
     cache.require_suits(model)
     if inputs.get("use_cache") is False:
-        raise ValueError("use_cache=False would write the whole text anew in each step: leave it out with PagedCache")
+        raise ValueError(
+            "with use_cache=False generate would write the whole text anew in each step: leave it out, of the "
+            "generation_config too, with a PagedCache"
+        )
     tokens = inputs.get("input_ids")
     num_rows, length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[:2]
     return cache.begin(num_rows, length, inputs.get("attention_mask"))
