@@ -154,15 +154,26 @@ def test_collisions_serve_nothing_else(hash_of):
     cache.check()
 
 
+def md5_for_three(error):
+    return fails_after(3, lambda data: hashlib.md5(data, usedforsecurity=False).digest(), error)
+
+
 def test_a_hash_that_fails_changes_nothing():
-    hash_of = fails_after(3, lambda data: hashlib.md5(data, usedforsecurity=False).digest(), MemoryError("injected"))
-    cache = make(hash_of=hash_of)
+    cache = make(hash_of=md5_for_three(MemoryError("injected")))
     seq = started(cache, TEXT[:8])
     with refused(cache, MemoryError, "injected"):
         cache.add([*TEXT, 1])
     cache.append(seq, 4, [1, 2, 3, 4])
     with refused(cache, MemoryError, "injected"):
         cache.commit(seq)
+
+
+def test_a_hash_that_ends_changes_nothing():
+    """A map of it would take that for the end of the blocks."""
+    cache = make(hash_of=md5_for_three(StopIteration("injected")))
+    seqs = [cache.add([number] * (P + 1)).seq for number in (1, 2)]
+    with refused(cache, StopIteration, "injected"):
+        cache.commit(seqs)
 
 
 def test_a_step_that_a_listener_undoes_leaves_nothing_to_the_next_one():

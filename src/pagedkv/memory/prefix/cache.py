@@ -209,7 +209,8 @@ class PrefixCache:
         contents, digests, stored = self._contents.take(blocks).tolist(), [], np.arange(len(blocks))
         if len(blocks) == len(counts):
             firsts = stored
-            digests = [*map(self._hash_of, map(bytes.__add__, heads.tolist(), contents))]
+            # No map of the function itself: it would end at a StopIteration of a user's.
+            digests = [self._hash_of(head + content) for head, content in zip(heads.tolist(), contents, strict=True)]
             parents, blocks_above = parents_above, above
         else:
             firsts, behind = counts.cumsum() - counts, iter(contents)
