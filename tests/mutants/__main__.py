@@ -92,8 +92,8 @@ def main() -> int:
     ):
         compiled = Path(directory, "compiled")
         compiled.mkdir()
-        kept = Path(os.environ.get("PAGEDKV_CACHE_DIR", compiled))
-        if kept.is_dir() and kept != compiled:
+        kept = os.environ.get("PAGEDKV_CACHE_DIR")
+        if kept and Path(kept).is_dir():
             shutil.copytree(kept, compiled, dirs_exist_ok=True)
         for status, output in executor.map(partial(run_tests, None, compiled=compiled), by_file(mutants)):
             if status != PASSED:

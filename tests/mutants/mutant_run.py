@@ -58,7 +58,7 @@ def run_tests(mutant: Mutant | None, tests: tuple[str, ...], compiled: Path) -> 
         if process.exitcode is None:
             process.kill()
             process.join()
-            return None, ""
+            return None, f"{output.read_text()}\n{tests} took longer than {TIMEOUT_S} s"
         return process.exitcode, output.read_text()
 
 
@@ -74,6 +74,7 @@ def _pytest(src: Path, compiled: Path, tests: tuple[str, ...], output: Path) -> 
     with output.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
+    os.chdir(ROOT)
     sys.path.insert(0, str(src))
     sys.dont_write_bytecode = True
     os.environ |= {"PYTHONPATH": str(src), "PYTHONDONTWRITEBYTECODE": "1", "PAGEDKV_CACHE_DIR": str(compiled)}
