@@ -52,8 +52,7 @@ def test_addresses_of_arrays_in_any_form(dtype):
     read_only.flags.writeable = False
     unaligned = np.zeros(3 * whole.itemsize + 1, np.uint8)[1:].view(dtype)
     broadcast, contiguous = (
-        np.broadcast_arrays(read_only, whole[0, :, :3])[0],
-        np.broadcast_arrays(whole, whole[:1, :1])[0],
+        np.broadcast_arrays(x, wider)[0] for x, wider in ((whole[:1], whole), (whole[0], whole[:1]))
     )
     views = (whole[1:], whole[:, 1:], whole[::-1], whole[:0], whole[0, 0, 0:1])
     for x in (whole, *views, read_only, unaligned, broadcast, contiguous):
