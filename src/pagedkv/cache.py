@@ -14,7 +14,7 @@ from .memory.checks import MAX_INT32, as_int, per_layer
 from .memory.device.arrays import Arrays
 from .memory.device.batch import Batch, Batches
 from .memory.pool import BlockPool
-from .memory.prefix.cache import PrefixCache
+from .memory.prefix.cache import PrefixCache, require_block_size
 from .memory.prefix.digests import Hash, blake2b_128
 from .memory.prefix.events import Listener
 from .memory.prefix.eviction import LRU, Eviction
@@ -129,22 +129,27 @@ class PagedKVCache(Sequences):
         block_bytes = bytes_of_block(num_layers, block_size, num_kv_heads, head_dim, layout, stored.itemsize)
         if (num_blocks is None) == (memory is None):
             raise ValueError("either num_blocks or memory must be given, and not both")
-        pool = BlockPool(as_int("num_blocks", num_blocks) if memory is None else blocks_in(memory, block_bytes, arrays))
+        count = num_blocks if memory is None else blocks_in(memory, block_bytes, arrays)
+        num_blocks = as_int("num_blocks", count, minimum=1, maximum=MAX_INT32)
         if max_seq_len is None:
-            max_blocks = min(pool.num_blocks, MAX_INT32 // block_size)
+            max_blocks = min(num_blocks, MAX_INT32 // block_size)
         else:
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
+        if prefix_cache:
+            require_block_size(block_size)
+        # Before the pool: the system refuses at once what it does not have, and fills the pool's arrays for minutes.
+        shapes = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_dim, stored.itemsize)
+        stacks = tuple(arrays.zeros((num_layers, *shape), stored) for shape in shapes)
         found = None
         if prefix_cache:
             medium = "GPU" if arrays.on_device else "CPU"
             found = PrefixCache(
-                pool.num_blocks, block_size, eviction=eviction, hash_of=hash_of, listener=events, medium=medium
+                num_blocks, block_size, eviction=eviction, hash_of=hash_of, listener=events, medium=medium
             )
-        table = SequenceTable(pool, block_size, max_seqs, max_blocks, prefix_cache=found)
+        table = SequenceTable(BlockPool(num_blocks), block_size, max_seqs, max_blocks, prefix_cache=found)
         super().__init__(table, arrays, block_bytes)
         self._scales = per_layer("k_scale", k_scale, num_layers), per_layer("v_scale", v_scale, num_layers)
-        shapes = cache_shapes(layout, pool.num_blocks, block_size, num_kv_heads, head_dim, stored.itemsize)
-        self._stacks = tuple(arrays.zeros((num_layers, *shape), stored) for shape in shapes)
+        self._stacks = stacks
         self.k_caches, self.v_caches = (tuple(stack) for stack in self._stacks)
         # As NumPy sees them, where it does: operations ask nobody else then.
         self._views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))

@@ -5,6 +5,7 @@ import pytest
 
 from pagedkv import PagedKVCache
 from pagedkv.memory.device.arrays import Arrays
+from pagedkv.memory.pool import BlockPool
 
 LAYERS, P, HEADS, DIM = 3, 8, 2, 16
 BLOCK_BYTES = 2 * LAYERS * P * HEADS * DIM * 4
@@ -51,6 +52,15 @@ def test_blocks_in_an_amount_of_memory(monkeypatch, memory, num_blocks):
 def test_amounts_of_memory_that_cannot_be(num_blocks, memory, error, message):
     with pytest.raises(error, match=message):
         PagedKVCache(LAYERS, num_blocks, P, HEADS, DIM, memory=memory)
+
+
+def test_more_than_the_system_has_is_refused_at_once(monkeypatch):
+    def never(self, num_blocks):
+        raise AssertionError("the pool's arrays come first, and take minutes to fill")
+
+    monkeypatch.setattr(BlockPool, "__init__", never)
+    with pytest.raises(MemoryError, match="Unable to allocate"):
+        PagedKVCache(1024, 2**31 - 1, P, HEADS, DIM)  # 4 PiB
 
 
 def test_free_memory_of_the_host():

@@ -89,8 +89,7 @@ class PrefixCache:
         require_callable("hash_of", hash_of, "a function of bytes")
         if listener is not None:
             require_callable("events", listener, "a function of an event, or None")
-        if block_size > MOST_TOKENS:
-            raise ValueError(f"block_size must be at most {MOST_TOKENS} with a prefix cache, got {block_size}")
+        require_block_size(block_size)
         self.block_size = block_size
         self.eviction = eviction(num_blocks)
         self.tokens = np.zeros(num_blocks * block_size, np.int32)
@@ -374,6 +373,12 @@ class PrefixCache:
             event.token_ids.extend(self._rows()[blocks[i]].tolist())
             before = i
         return events
+
+
+def require_block_size(block_size: int) -> None:
+    """Raise ValueError for blocks whose tokens cannot be compared."""
+    if block_size > MOST_TOKENS:
+        raise ValueError(f"block_size must be at most {MOST_TOKENS} with a prefix cache, got {block_size}")
 
 
 def _root_numbers(roots: Digests) -> Int64Array:
