@@ -49,6 +49,8 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
     ValueError
         Not one-dimensional, or not `length` values.
     """
+    if type(values) is np.ndarray and values.ndim == 1 and values.dtype in _INTS and length in (None, len(values)):
+        return values.astype(np.int64)  # most calls of a step: nothing of what follows is wrong with it
     if not isinstance(values, (list, tuple, range, np.ndarray)):
         remedy = ": pass its tolist()" if hasattr(values, "tolist") else ""
         raise TypeError(f"{name} must be a list, a tuple or an array of ints, got {type(values).__name__}{remedy}")

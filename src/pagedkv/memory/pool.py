@@ -228,11 +228,15 @@ class BlockPool(Guarded):
         writes : list
         """
         num_free, num_cached, cache = self._num_blank, self.num_cached, self._prefix_cache
-        if not (num_new or len(dropped) or len(gained) or len(forgotten)):
+        if not (len(dropped) or len(gained) or len(forgotten)):
             # Most calls of a step.
-            if stored is None or cache is None:
+            if stored is None and not num_new:
                 return NO_BLOCKS, []
-            if not len(stored.forgotten):
+            if stored is None and num_new <= num_free:
+                new_blocks = self._free[num_free - num_new : num_free][::-1].astype(np.int64)
+                refs = self._refs, new_blocks, _ONE_REFERENCE.repeat(num_new)
+                return new_blocks, [refs, (self._num_free, 0, num_free - num_new)]
+            if cache is not None and stored is not None and not (num_new or len(stored.forgotten)):
                 return NO_BLOCKS, cache.plan(NO_BLOCKS, stored)
         writes: list[Write] = []
         freed = leaving = NO_BLOCKS

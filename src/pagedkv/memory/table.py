@@ -350,9 +350,9 @@ class SequenceTable(Guarded):
     ) -> tuple[npt.NDArray[np.int32], int, npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """`block_tables`, the longest length, `seq_lens` and the lengths of the queries, all of the same instant."""
         rows = self._rows.handles.find(seqs)
-        lens = self._rows.lens_of(rows)
+        tables, longest, lens = self._rows.tables_of(rows)
         if query_lens is None:
-            return *self._rows.tables_of(rows), lens, np.minimum(lens, 1, dtype=np.int64)
+            return tables, longest, lens, (lens > 0).astype(np.int64)
         query_lens = self._rows.per_seq("query_lens", query_lens, len(rows))
         longer = query_lens > lens
         if np.count_nonzero(longer):
@@ -361,4 +361,4 @@ class SequenceTable(Guarded):
                 f"query_lens must be at most the {lens[i]} tokens of sequence {self._rows.handles.of(rows)[i]}, got "
                 f"{query_lens[i]}"
             )
-        return *self._rows.tables_of(rows), lens, query_lens
+        return tables, longest, lens, query_lens

@@ -350,8 +350,8 @@ MUTANTS = [
     Mutant(
         "what the step before has filled is never committed",
         "memory/rows/rows.py",
-        "late = full if was_committed and is_known else None",
-        "late = full",
+        "late = bool(len(full)) if are_committed else None",
+        "late = bool(len(full))",
         STEPS,
         ci=True,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from itertools import islice
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ..checks import require, require_callable
-from .digests import Digests, Hash, as_array, blake2b_128, chained, checked
+from .digests import Digests, Hash, as_array, blake2b_128, chained, checked, each
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
 from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
@@ -205,11 +206,10 @@ class PrefixCache:
             is_first = above == NO_BLOCK
             np.copyto(heads, roots, where=is_first)
             np.copyto(parents_above, _root_numbers(roots), where=is_first)
-        contents, digests, stored = self._contents.take(blocks).tolist(), [], np.arange(len(blocks))
+        contents, stored, digests = self._contents.take(blocks).tolist(), np.arange(len(blocks)), []
         if len(blocks) == len(counts):
             firsts = stored
-            # No map of the function itself: it would end at a StopIteration of a user's.
-            digests = [self._hash_of(head + content) for head, content in zip(heads.tolist(), contents, strict=True)]
+            digests = each(self._hash_of, map(add, heads.tolist(), contents))
             parents, blocks_above = parents_above, above
         else:
             firsts, behind = counts.cumsum() - counts, iter(contents)
@@ -217,7 +217,7 @@ class PrefixCache:
                 digests += chained(self._hash_of, head, islice(behind, count))
             parents, blocks_above = np.arange(last, last + len(blocks)), np.concatenate([above[:1], blocks[:-1]])
             parents[firsts], blocks_above[firsts] = parents_above, above
-        keys, kept, forgotten = as_array(digests), blocks, _NO_BLOCKS
+        keys, to_store, kept, forgotten = as_array(digests), blocks, blocks, _NO_BLOCKS
         found, places = self._index.find(keys)
         are_apart = self._index.are_apart(places)  # and so the digests, too
         if found[found.argmax()] != NO_BLOCK or not (are_apart or len({*digests}) == len(digests)):
@@ -225,14 +225,14 @@ class PrefixCache:
             stored, kept, parents, blocks_above, forgotten = self._resolve(
                 blocks, of_first, digests, found.tolist(), contents, refs
             )
-            keys, places, are_apart = keys.take(stored), places.take(stored), False
+            keys, to_store, places, are_apart = keys.take(stored), blocks.take(stored), places.take(stored), False
         serials = np.arange(last + 1, last + 1 + len(parents))
         events: list[Event] = []
         if self._listener is not None:
             events = self._stored_events(stored, blocks, digests, firsts, above)
         if not are_apart:  # of one digest each: the table may have fewer slots than forks share a block
             places = self._index.apart(places)
-        return Stored(kept, blocks.take(stored), serials, parents, blocks_above, keys, places, forgotten, events)
+        return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, events)
 
     def _resolve(
         self,

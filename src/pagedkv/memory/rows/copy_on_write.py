@@ -13,6 +13,7 @@ from ..pool import NO_BLOCKS, BlockPool
 from .handles import Int64Array
 
 UNUSED = -1
+NO_COPIES = np.empty((0, 2), np.int64)
 
 
 def plan_writable(
@@ -59,5 +60,5 @@ def plan_writable(
 def pairs(sources: Int64Array, destinations: Int64Array) -> Int64Array:
     """Copies, (n, 2) int64."""
     if not len(sources):
-        return np.empty((0, 2), np.int64)
+        return NO_COPIES
     return np.concatenate([sources, destinations]).reshape(2, -1).T.copy()

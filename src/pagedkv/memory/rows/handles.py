@@ -68,7 +68,12 @@ class Handles:
         TypeError, ValueError
             Not handles.
         """
-        handles, known = _as_array(seqs), self._known
+        known = self._known
+        if known is not None and type(seqs) is np.ndarray and seqs.dtype == _INT64 and seqs.ndim == 1:
+            if known[0] == seqs.tobytes():
+                return known[1]
+            known = None
+        handles = _as_array(seqs)
         if known is not None and known[0] == handles.tobytes():
             return known[1]
         rows = handles & self._row_mask

@@ -19,14 +19,15 @@ class Recent(NamedTuple):
     ----------
     change : int
         The number of the pool's change that made it: any later one ends it.
-    late : (num_late,) int64, or None
-        Which of them have full blocks that `commit` has not seen; None if that is not known.
+    late : bool or None
+        Whether `commit` has yet to see full blocks, which are the last ones of those in `full`; None if it may have yet
+        to see others.
     rows, lens, slots : (num_seqs,) int64
         Their rows, how many tokens each has, and where its last token is.
     longest : int
         The most tokens that one of them has.
-    full : (num_full,) int64
-        Which of them have no room in their last block.
+    full, full_rows, full_columns : (num_full,) int64
+        Which of them have no room in their last block, their rows, and how many blocks each has.
     is_known : bool
         Whether all their tokens are known by their ids.
     tables : (num_seqs, width) int32, or None
@@ -34,11 +35,13 @@ class Recent(NamedTuple):
     """
 
     change: int
-    late: Int64Array | None
+    late: bool | None
     rows: Int64Array
     lens: Int64Array
     slots: Int64Array
     longest: int
     full: Int64Array
+    full_rows: Int64Array
+    full_columns: Int64Array
     is_known: bool
     tables: npt.NDArray[np.int32] | None

@@ -13,7 +13,7 @@ from ..pool import NO_BLOCKS
 from ..prefix.index import NO_BLOCK
 from ..prefix.prompt import Prompt
 from ..spans import ragged
-from .copy_on_write import UNUSED, pairs, plan_writable
+from .copy_on_write import NO_COPIES, UNUSED, pairs, plan_writable
 from .handles import Int64Array
 from .recent import Recent
 from .state import Int32Array, RowState
@@ -80,9 +80,9 @@ class Rows(RowState):
         """
         while True:
             planned = plan(*args, **kwargs)
-            destinations = planned[-2][:, 1]
-            if self.prefix_cache is None or not len(destinations):
+            if self.prefix_cache is None or not len(planned[-2]):
                 return planned
+            destinations = planned[-2][:, 1]
             findable = destinations[self.prefix_cache.is_findable(destinations)]
             if not len(findable):
                 return planned
@@ -179,8 +179,8 @@ class Rows(RowState):
 
     def _plan_next(self, recent: Recent, tokens: Int32Array | None) -> tuple[Int64Array, Int64Array, list[Write]]:
         """`plan_append` of one token each to the sequences of the last step: most of them go on in their block."""
-        rows, lens, full, size = recent.rows, recent.lens, recent.full, self.block_size
-        ends, slots = lens + 1, recent.slots + 1
+        rows, full, size = recent.rows, recent.full, self.block_size
+        ends, slots = recent.lens + 1, recent.slots + 1
         writes: list[Write] = []
         tables, width = recent.tables, recent.longest // size + 1
         if tables is None:
@@ -191,9 +191,9 @@ class Rows(RowState):
         if len(full):
             new_blocks, writes = self.pool._plan(len(full))
             slots[full] = new_blocks * size
-            columns, ids = lens[full] // size, new_blocks.astype(np.int32)
+            columns, ids = recent.full_columns, new_blocks.astype(np.int32)
             writes += [
-                (self._entries, rows[full] * self.blocks.shape[1] + columns, ids),
+                (self._entries, recent.full_rows * self.blocks.shape[1] + columns, ids),
                 (tables.reshape(-1), full * width + columns, ids),
             ]
         _require_one_each(tokens, slots)
@@ -201,10 +201,10 @@ class Rows(RowState):
         if tokens is not None and self.prefix_cache is not None:
             writes.append((self.prefix_cache.tokens, slots, tokens))
             writes += self.chains.plan_known(rows, ends)
-        was_committed = recent.late is not None and not len(recent.late)
         is_known = tokens is not None
-        writes.append(self._plan_recent(rows, ends, slots, recent.longest + 1, was_committed, is_known, tables))
-        return slots, np.empty((0, 2), np.int64), writes
+        are_committed = recent.late is False and is_known
+        writes.append(self._plan_recent(rows, ends, slots, recent.longest + 1, are_committed, is_known, tables))
+        return slots, NO_COPIES, writes
 
     def _plan_recent(
         self,
@@ -212,16 +212,17 @@ class Rows(RowState):
         lens: Int64Array,
         slots: Int64Array,
         longest: int,
-        was_committed: bool,
+        are_committed: bool,
         is_known: bool,
         tables: Int32Array | None,
     ) -> Write:
-        """Keep what a step has left; `was_committed` if before it `commit` had seen all full blocks."""
+        """Keep what a step has left; `are_committed` if only its own full blocks are still to be committed."""
         offsets = lens & self.block_size - 1 if self.block_size.bit_count() == 1 else lens % self.block_size
         change, full = self.pool._num_changes[0] + 1, (offsets == 0).nonzero()[0]
-        late = full if was_committed and is_known else None
+        late = bool(len(full)) if are_committed else None
+        at_end = full, rows.take(full), lens.take(full) // self.block_size
         # The caller may write to its slots.
-        return (self._recent, 0, Recent(change, late, rows, lens, slots.copy(), longest, full, is_known, tables))
+        return (self._recent, 0, Recent(change, late, rows, lens, slots.copy(), longest, *at_end, is_known, tables))
 
     def plan_fork(self, seqs: Any, n: int) -> tuple[list[int], list[Write]]:
         """Start n sequences like each of some: their handles, and what to store."""
@@ -305,15 +306,15 @@ class Rows(RowState):
             return []
         recent, seen = self._recent_of(rows), []
         if recent is not None:
-            seen = [(self._recent, 0, Recent(recent.change + 1, NO_BLOCKS, *recent[2:]))]
+            seen = [(self._recent, 0, Recent(recent.change + 1, False, *recent[2:]))]
         if recent is None or recent.late is None:
             first, full = chains.num_found[rows], chains.num_known[rows] // self.block_size
             late = (full > first).nonzero()[0]
             if not len(late):
                 return seen
             rows, first, full = rows[late], first[late], full[late]
-        elif len(recent.late):
-            rows, full = rows.take(recent.late), recent.lens.take(recent.late) // self.block_size
+        elif recent.late:
+            rows, full = recent.full_rows, recent.full_columns
             first = full - 1
         else:
             return []

@@ -60,13 +60,14 @@ class RowState:
         """The lengths of rows."""
         return self.lens[rows].astype(np.int32)
 
-    def tables_of(self, rows: Int64Array) -> tuple[Int32Array, int]:
-        """The block tables of rows, as wide as the longest needs, and the length of that one."""
+    def tables_of(self, rows: Int64Array) -> tuple[Int32Array, int, Int32Array]:
+        """The block tables of rows, as wide as the longest needs, the length of that one, and all lengths."""
         recent = self._recent_of(rows)
         if recent is None or recent.tables is None:
-            longest = int(self.lens[rows].max(initial=0))
-            return self.blocks[rows, : self.num_blocks(longest or 1)], longest
-        return recent.tables.copy(), recent.longest
+            lens = self.lens_of(rows)
+            longest = int(lens.max(initial=0))
+            return self.blocks[rows, : self.num_blocks(longest or 1)], longest, lens
+        return recent.tables.copy(), recent.longest, recent.lens.astype(np.int32)
 
     def slots_of(self, row: int, start: int, stop: int) -> Int64Array:
         """The slots of some tokens of a row."""
@@ -142,12 +143,17 @@ class RowState:
         require(np.array_equal(recent.slots, slots), "the last step has left other slots")
         require(recent.longest == recent.lens.max(), "the last step has left another longest sequence")
         full = np.flatnonzero(recent.lens % self.block_size == 0)
-        require(np.array_equal(recent.full, full), "the last step has left other full blocks")
+        at_end = full, rows[full], recent.lens[full] // self.block_size
+        require(
+            all(map(np.array_equal, (recent.full, recent.full_rows, recent.full_columns), at_end)),
+            "the last step has left other full blocks",
+        )
         if self.prefix_cache is not None:
             known, found = self.chains.num_known[rows], self.chains.num_found[rows]
             require(not recent.is_known or np.array_equal(known, recent.lens), "the last step has left unknown tokens")
-            late = np.flatnonzero(known // self.block_size > found)
-            require(recent.late is None or np.isin(late, recent.late).all(), "the last step has left out a full block")
+            num_late, is_last = known // self.block_size - found, known % self.block_size == 0
+            expected = is_last.astype(np.int64) if recent.late else np.zeros_like(found)
+            require(recent.late is None or (num_late <= expected).all(), "the last step has left out a full block")
         if recent.tables is not None:
             tables = self.blocks[rows, : self.num_blocks(recent.longest)]
             require(np.array_equal(recent.tables, tables), "the last step has left other block tables")
