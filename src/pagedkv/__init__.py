@@ -10,6 +10,7 @@ from .cache import PagedKVCache
 from .cpu.threads import get_num_threads, set_num_threads
 from .errors import BackendUnavailableError, CapacityError, OutOfBlocksError
 from .memory import BlockPool, SequenceTable
+from .memory.sizing import kv_bytes
 from .operations.attention import decode_attention, merge_states, prefill_attention
 from .operations.bad_entries import raise_if_failed
 from .operations.caches import copy_blocks, gather_kv, swap_blocks, write_kv
@@ -17,7 +18,6 @@ from .operations.rotary import apply_rotary
 from .operations.warmup import warmup
 from .operations.workspaces import release_workspaces, workspace_bytes
 from .scheduling import Scheduler
-from .sizes import kv_bytes
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layouts import FLOAT_DTYPES, FP8_KINDS
-from ..sizes import kv_bytes
+from ..memory.sizing import kv_bytes
 from ..typing import KvDtype
 
 # What transformers calls the numbers of a model's shape in config.json.

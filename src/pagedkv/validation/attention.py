@@ -12,8 +12,8 @@ import numpy as np
 
 from ..arrays import Array
 from ..calls import AttentionCall, AttentionOptions
+from ..compiling.score_mod import python_function
 from ..placement import place
-from ..score_mod import python_function
 from . import require, values
 from .cache_pair import own_scales, scale_arrays
 from .copies import checked_copy

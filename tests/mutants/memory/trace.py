@@ -7,7 +7,7 @@ LENGTHS = ("tests/trace/test_lengths.py",)
 SIMULATE = ("tests/trace/test_simulate.py",)
 COMMAND = ("tests/trace/test_command.py",)
 POOL_MAP = ("tests/drawing/test_pool_map.py",)
-SIZES = ("tests/test_sizes.py",)
+SIZES = ("tests/memory/test_kv_bytes.py",)
 
 MUTANTS = [
     Mutant(
@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     Mutant(
         "K without V",
-        "sizes.py",
+        "memory/sizing.py",
         "return 2 * num_layers",
         "return num_layers",
         SIZES,

@@ -22,9 +22,9 @@ from ... import kernels
 from ...compiling.compile_thread import apart, made_once
 from ...compiling.kernel_cache import Store, cache_dir, hash_of_sources
 from ...compiling.progress import told
+from ...compiling.score_mod import can_raise, refusal
 from ...errors import BackendUnavailableError
 from ...kernels.device.source import KernelSource, with_lineinfo
-from ...score_mod import can_raise, refusal
 from .. import INSTALL
 from .link import Linked, load_or_link
 from .numba_overrides import overridden
