@@ -94,10 +94,24 @@ MUTANTS = [
     Mutant(
         "allocate takes blocks before the commit",
         "memory/pool.py",
-        "        rest = num_free - num_blank\n",
-        "        rest = num_free - num_blank\n        self._num_free[0] = rest\n",
+        "                refs = self._refs, new_blocks, ",
+        "                self._num_free[0] = num_free - num_new\n                refs = self._refs, new_blocks, ",
         (TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[pool.allocate]",),
         ci=True,
+    ),
+    Mutant(
+        "a copy on write takes blocks before the commit",
+        "memory/pool.py",
+        "        rest = num_free - num_blank\n",
+        "        rest = num_free - num_blank\n        self._num_free[0] = rest\n",
+        (TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[append 1]",),
+    ),
+    Mutant(
+        "blank blocks are handed out twice",
+        "memory/pool.py",
+        "(self._num_free, 0, num_free - num_new)]",
+        "(self._num_free, 0, num_free)]",
+        MACHINE,
     ),
     Mutant(
         "a store converts",
