@@ -19,35 +19,28 @@ from pagedkv.cpu import compile as kernels
 from pagedkv.cpu.attention import decode, prefill
 from pagedkv.cpu.attention.logits import make_modify
 
-PROGRAM = """
-import numpy as np
-from numba import float64
-from pagedkv.cpu import compile as kernels
-load, loaded = kernels._load, []
-kernels._load = lambda *args: loaded.append(args) or load(*args)
-def double(values):
-    for i in range(values.size):
-        values[i] *= 2
-    return np.zeros(values.size).size
-kernel = kernels.compile_kernel(double, (float64[::1],), ("config", 1), keep=True)
-values = np.arange(3.0)
-assert kernel(values) == 3
-assert values.tolist() == [0, 2, 4]
-print("loaded" if loaded else "compiled")
-"""
+from ..support.programs import ROOT
+from . import doubling
 
 
 def printed(program, directory, **variables):
+    """The words that a process prints whose kernels are kept in a directory."""
     environment = {**os.environ, "PAGEDKV_CACHE_DIR": str(directory), **variables}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
 @pytest.fixture
-def run(tmp_path):
-    def run(directory=tmp_path / "kernels", program=PROGRAM, **variables):
-        return printed(program, directory, **variables)
+def run(tmp_path, monkeypatch):
+    """A function that makes the kernel of `doubling` in this process."""
+
+    def run(directory=tmp_path / "kernels", **variables):
+        with monkeypatch.context() as patch:
+            for name, value in {"PAGEDKV_CACHE_DIR": str(directory), **variables}.items():
+                patch.setenv(name, value)
+            return doubling.make()
 
     return run
 
@@ -55,7 +48,7 @@ def run(tmp_path):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     directory = tmp_path_factory.mktemp("compiled") / "kernels"
-    assert printed(PROGRAM, directory) == ["compiled"]
+    assert printed("from tests.cpu import doubling; print(doubling.make())", directory) == ["compiled"]
     return directory
 
 
@@ -69,7 +62,7 @@ def file(compiled, tmp_path):
 
 def test_the_second_process_does_not_compile(run, file):
     assert file.suffix == kernels.SUFFIX
-    assert run() == ["loaded"]
+    assert run() == "loaded"
     if os.name == "posix":
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 
@@ -78,14 +71,14 @@ def test_a_damaged_file_is_compiled_again(run, file):
     """Every kind of damage is in tests/compiling/test_kernel_cache.py."""
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert run() == ["compiled"]
-    assert run() == ["loaded"]
+    assert run() == "compiled"
+    assert run() == "loaded"
 
 
 def test_a_directory_that_cannot_be_written_costs_nothing_but_time(run, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
-    assert run(blocked) == ["compiled"]
+    assert run(blocked) == "compiled"
     assert blocked.read_text() == "not a directory"
 
 
@@ -136,9 +129,9 @@ def test_another_config_signature_source_or_setting_is_another_key(monkeypatch):
 
 
 def test_slow_kernels_of_one_run_are_not_those_of_the_next(run):
-    assert run(NUMBA_OPT="0") == ["compiled"]
-    assert run() == ["compiled"]
-    assert run(NUMBA_OPT="0") == ["loaded"]
+    assert run(NUMBA_OPT="0") == "compiled"
+    assert run() == "compiled"
+    assert run(NUMBA_OPT="0") == "loaded"
 
 
 def test_what_is_not_to_be_kept_is_not_kept(monkeypatch, tmp_path):
@@ -175,7 +168,7 @@ def test_kernels_get_what_they_are_compiled_for(monkeypatch, module):
     assert {tuple(map(typeof, args)) for args in seen} == {module.SIGNATURE}
 
 
-def test_without_a_compiler_the_message_says_what_to_do(run):
+def test_without_a_compiler_the_message_says_what_to_do(tmp_path):
     program = """
 import numpy as np, pagedkv
 k = np.zeros((1, 16, 1, 64), np.float32)
@@ -186,7 +179,7 @@ for call in (pagedkv.decode_attention, pagedkv.prefill_attention):
     except pagedkv.BackendUnavailableError as error:
         print("unset it" in str(error) and "NUMBA_DISABLE_JIT" in str(error))
 """
-    assert run(program=program, NUMBA_DISABLE_JIT="1") == ["True", "True"]
+    assert printed(program, tmp_path, NUMBA_DISABLE_JIT="1") == ["True", "True"]
 
 
 def _before_its_bias():
