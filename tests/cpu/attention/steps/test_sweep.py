@@ -66,6 +66,7 @@ def test_every_way_to_read_rows(kind, group_rows, whole):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_each_line_of_the_next_rows_is_prefetched(kind, group_rows, monkeypatch):
     monkeypatch.setattr(Code, "prefetch", lambda code, address, offset=0: code.store(BYTE(1), address, offset))
+    monkeypatch.setenv("NUMBA_OPT", "0")  # the same lines, compiled three times as fast
     rows, (q, acc, scores) = rows_of(kind, STEP), state_of(group_rows)
     row_bytes = DIMS * rows.itemsize
     for make, first in ((make_score, grouped(q, group_rows)), (make_add, acc)):
