@@ -17,9 +17,8 @@ __all__ = [
     "PREFILL_KERNELS",
     "SPLIT",
     "Kernel",
-    "capped_2",
-    "capped_half",
     "fade",
+    "fading_faster",
     "fading_parity",
     "long",
     "own_parity",
@@ -27,16 +26,13 @@ __all__ = [
 ]
 
 
-def capped(cap):
-    def mod(score, q_pos, k_pos, head, seq):
-        return cap * math.tanh(score / cap) + 0.1 * seq
+def fading(rate):
+    def fading_parity(score, q_pos, k_pos, head, seq):
+        """All in one kernel: does a `score_mod` see positions, heads, sequences and the bias, and may it mask all?"""
+        faded = 0.9 * score - rate * (head + 1) * (q_pos - k_pos) + 0.1 * seq
+        return -math.inf if k_pos % 2 != head % 2 else faded
 
-    return mod
-
-
-def fading_parity(score, q_pos, k_pos, head, seq):
-    """Both of them: one kernel tells whether a `score_mod` sees positions and heads, and whether it may mask all."""
-    return -math.inf if k_pos % 2 != head % 2 else score - 0.01 * (head + 1) * (q_pos - k_pos)
+    return fading_parity
 
 
 def long(cases):
@@ -44,7 +40,7 @@ def long(cases):
     return [pytest.param(*(case if type(case) is tuple else [case]), marks=pytest.mark.long) for case in cases]
 
 
-capped_2, capped_half = capped(2.0), capped(0.5)
+fading_parity, fading_faster = fading(0.01), fading(0.2)
 
 
 class Kernel(NamedTuple):

@@ -14,8 +14,7 @@ from ...support.strategies import (
     DECODE_KERNELS,
     MORE_DECODE_KERNELS,
     SPLIT,
-    capped_2,
-    capped_half,
+    fading_faster,
     fading_parity,
     long,
     specs,
@@ -158,13 +157,13 @@ def test_score_mod_may_mask_every_key():
 
 
 def test_score_mods_that_differ_in_a_closed_over_number_only():
-    for score_mod in (capped_2, capped_half, capped_2):
+    for score_mod in (fading_parity, fading_faster, fading_parity):
         problem = build(Spec(seq_lens=(30, 9), score_mod=score_mod))
         assert_close(problem, *run(problem))
 
 
 def test_softcap_comes_before_the_bias_and_the_score_mod_after():
-    problem = build(Spec(seq_lens=(200,), score_mod=capped_2, softcap=0.3, alibi=True, scale=2.0, window=150))
+    problem = build(Spec(seq_lens=(200,), score_mod=fading_parity, softcap=0.3, alibi=True, scale=2.0, window=150))
     assert_close(problem, *run(problem))
 
 
