@@ -13,7 +13,6 @@ from pagedkv.arrays import identify
 
 from .support.device_fakes import ELSEWHERE, InterfaceArray, address_of, fake_cupy, fake_torch, recording
 from .support.problems import Spec, assert_close, build, run
-from .support.strategies import own_parity
 from .support.wrong_arguments import HKV, OPERATIONS, B, D, N, P, misaligned
 
 pytestmark = pytest.mark.usefixtures("without_lines")
@@ -29,34 +28,31 @@ def test_torch_tensors_in_the_emulator():
     assert_close(problem, out.numpy(), lse.numpy())
 
 
-def test_score_mod_in_the_emulator():
-    problem = build(Spec(layout="vllm", score_mod=lambda score, q_pos, k_pos, head, seq: score + 0.5 * head - k_pos))
-    out, lse = run(problem, **EMULATOR)
-    assert_close(problem, out, lse)
-
-
 def biased(biases):
     def mod(score, q_pos, k_pos, head, seq):
-        return score + biases[k_pos % 3]
+        return score + 0.5 * head - k_pos + biases[k_pos % 3]
 
     return mod
 
 
+BIASES = np.array([0.5, -2.0, 3.0], np.float32)
+SCORE_MOD = biased(BIASES)  # one for all tests, since each is compiled anew
+
+
 def test_arrays_that_a_score_mod_closes_over_are_frozen_on_every_backend():
-    biases = np.array([0.5, -2.0, 3.0], np.float32)
-    frozen, score_mod = biased(biases.copy()), biased(biases)
-    problem = build(Spec(layout="vllm", score_mod=frozen))
+    problem = build(Spec(layout="vllm", score_mod=biased(BIASES.copy())))
+    before = BIASES.copy()
     for options in ({"backend": "cpu"}, EMULATOR):
         for _ in range(2):
-            assert_close(problem, *run(problem, **options, score_mod=score_mod))
-            biases[:] = 100.0
-        biases[:] = [0.5, -2.0, 3.0]
+            assert_close(problem, *run(problem, **options, score_mod=SCORE_MOD))
+            BIASES[:] = 100.0
+        BIASES[:] = before
 
 
 def test_what_numba_has_decorated_is_the_function_within():
-    problem = build(Spec(layout="vllm", score_mod=own_parity))
+    problem = build(Spec(layout="vllm", score_mod=SCORE_MOD))
     for options in ({"backend": "cpu"}, EMULATOR):
-        assert_close(problem, *run(problem, **options, score_mod=njit(own_parity)))
+        assert_close(problem, *run(problem, **options, score_mod=njit(SCORE_MOD)))
 
 
 @pytest.mark.parametrize("layout", ["vllm", "HND"])
