@@ -12,9 +12,10 @@ import pagedkv
 from pagedkv.__main__ import BENCHES, COMMANDS, main
 from pagedkv.bench.cpu import run as cpu
 
-# Hides what no plain install has from import and from find_spec, and then is the command line.
+# Hides what no plain install has from import and from find_spec, and then is one command line after the other; prints
+# how each ended and what it wrote.
 WITHOUT_EXTRAS = """
-import sys
+import contextlib, io, json, sys
 EXTRAS = {"cuda", "cupy", "matplotlib", "numba_cuda", "onnx", "onnxruntime", "scipy"}
 EXTRAS |= {"hypothesis", "starlette", "torch", "transformers", "triton", "uvicorn", "vllm"}
 class Hidden:
@@ -26,41 +27,52 @@ class Hidden:
         return None if name.partition(".")[0] in EXTRAS else self.finder.find_spec(name, *rest)
 sys.meta_path[:] = [Hidden(finder) for finder in sys.meta_path if "numba_cuda" not in type(finder).__module__]
 from pagedkv.__main__ import main
-code = main(sys.argv[1:])
-assert not EXTRAS & set(sys.modules), EXTRAS & set(sys.modules)
-sys.exit(code)
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main(words)
+        except SystemExit as left:
+            code = left.code
+    assert not EXTRAS & set(sys.modules), EXTRAS & set(sys.modules)
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
 
 
-def without_extras(*arguments):
-    return subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, *arguments], capture_output=True, text=True)
+def without_extras(*command_lines):
+    """How command lines end in an installation without any extra, and what they print: (code, stdout, stderr) each."""
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(command_lines)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("what", [["cpu"], ["memory"], ["static", "--waves"]], ids=" ".join)
 def test_benches_that_need_no_extra_run_without_any(what):
-    done = without_extras("bench", *what, "--quick", "--repeats", "1", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rows"]
+    [(code, out, err)] = without_extras(["bench", *what, "--quick", "--repeats", "1", "--json"])
+    assert code == 0, err
+    assert json.loads(out)["rows"]
 
 
 def test_other_commands_need_no_extra():
-    done = without_extras("trace", "--requests", "5", "--json")
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["rows"]) > 5
+    [(code, out, err)] = without_extras(["trace", "--requests", "5", "--json"])
+    assert code == 0, err
+    assert len(json.loads(out)["rows"]) > 5
 
 
-@pytest.mark.parametrize("what", [what for what in BENCHES if what not in ("cpu", "memory")])
-def test_the_other_benches_say_in_one_line_what_to_install(what):
-    done = without_extras("bench", what)
-    assert (done.returncode, done.stdout) == (1, "")
-    [line] = done.stderr.splitlines()
-    assert 'pip install "pagedkv[' in line
-
-
-def test_a_plot_without_matplotlib_says_so():
-    done = without_extras("bench", "decode", "--plot", "here.png")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == 'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[plot]"\n'
+def test_what_needs_an_extra_says_in_one_line_what_to_install():
+    others = [["bench", what] for what in BENCHES if what not in ("cpu", "memory")]
+    *of_benches, plot, fuzz = without_extras(*others, ["bench", "decode", "--plot", "here.png"], ["fuzz", "--help"])
+    assert len(of_benches) == len(others)
+    for code, out, err in of_benches:
+        assert (code, out) == (1, "")
+        [line] = err.splitlines()
+        assert 'pip install "pagedkv[' in line
+    assert plot == [1, "", 'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[plot]"\n']
+    code, out, err = fuzz
+    assert (code, err) == (0, "")
+    said = " ".join(out.split())
+    assert "drawn problems of every operation" in said
+    assert said.endswith('which is not installed: pip install "pagedkv[testing]"')
 
 
 OWN = {
@@ -122,14 +134,6 @@ def test_alone_it_lists_what_there_is(words, listed, capsys):
     assert {*listed} <= first_words
 
 
-def test_help_without_an_extra_says_what_to_install():
-    done = without_extras("fuzz", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    said = " ".join(done.stdout.split())
-    assert "drawn problems of every operation" in said
-    assert said.endswith('which is not installed: pip install "pagedkv[testing]"')
-
-
 def test_the_version(capsys):
     with pytest.raises(SystemExit) as left:
         main(["--version"])
@@ -177,9 +181,9 @@ def test_a_full_disk_is_said_in_one_line():
 
 
 def test_info_needs_no_extra():
-    done = without_extras("info")
-    assert done.returncode == 0, done.stderr
-    lines = [line.strip() for line in done.stdout.splitlines()]
+    [(code, out, err)] = without_extras(["info"])
+    assert code == 0, err
+    lines = [line.strip() for line in out.splitlines()]
     missing = dict(re.split(r"  +no  +", line) for line in lines if "  no  " in line)
     assert missing == {
         "torch tensors": 'pip install "pagedkv[torch]"',
