@@ -72,6 +72,7 @@ def without_lines(monkeypatch):
 def pytest_collection():
     """Import all tests without the collector, which would traverse what they import again and again."""
     gc.disable()
+    gc.set_threshold(10_000, 20)  # compiling makes more objects than the usual 700 at a time, and keeps most of them
     try:
         return (yield)
     finally:
