@@ -129,8 +129,9 @@ class RowState:
         require((chains.num_known <= self.lens).all(), "more tokens are known than there are")
         require((chains.num_found * self.block_size <= chains.num_known).all(), "a block is found by unknown tokens")
         if self.prefix_cache is not None:
-            roots = chains.roots(np.arange(len(self.lens)))
-            for blocks, num_found, root in zip(self.blocks, chains.num_found.tolist(), roots, strict=True):
+            rows = np.flatnonzero(chains.num_found)
+            counts, roots = chains.num_found[rows].tolist(), chains.roots(rows)
+            for blocks, num_found, root in zip(self.blocks[rows], counts, roots, strict=True):
                 found = blocks[:num_found].astype(np.int64)
                 require(self.prefix_cache.follows(found, root.tobytes()), "a block that can be found is not")
 
