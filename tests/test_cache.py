@@ -246,6 +246,7 @@ def test_caches_that_cannot_be(options, error, message):
         (lambda c, s: c.add(torch.tensor([1])), TypeError, r"array of ints, got Tensor: pass its tolist\(\)$"),
         (lambda c, s: c.attend(0, None, s), TypeError, r"^batch must be a Batch, made by batch\(seqs\), got int$"),
         (lambda c, s: c.attend(0, None, c.batch(s), layout="HND"), TypeError, r"multiple values for .*'layout'$"),
+        (lambda c, s: c.attend(0, None, c.batch(s), max_seq_len=9), TypeError, r"multiple values for .*'max_seq_len'$"),
         (lambda c, s: c.add("abc"), TypeError, r"^tokens must be a list, a tuple or an array of ints, got str$"),
         (lambda c, s: c.fork(s, 4), CapacityError, r"^4 more sequences asked for, 3 of 4 rows are free$"),
         (lambda c, s: c.append([s, s]), ValueError, r"^seqs must name each sequence once"),

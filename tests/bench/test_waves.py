@@ -6,7 +6,7 @@ import pytest
 
 from pagedkv.bench import waves
 from pagedkv.bench.waves import BANDWIDTH, L2_LATENCY, LATENCY, NUM_SMS, SM_BANDWIDTH, Model, models
-from pagedkv.kernels.split.config import MERGE_LOADS, SplitConfig
+from pagedkv.kernels.split.config import MANY_SPLITS, MERGE_LOADS, SplitConfig
 
 CONFIG = SplitConfig(128, 8, 16, "float16", "float16")
 
@@ -48,6 +48,13 @@ def test_the_last_wave_and_the_merge_by_hand():
     partials = 8 * 8 * 16 * 8 * 130 * 4 / BANDWIDTH
     expected = 3 * LATENCY + model.kv_bytes / BANDWIDTH + partials + 3 * L2_LATENCY + sums / rate
     assert model.seconds == pytest.approx(expected)
+
+
+def test_the_merge_of_64_splits_takes_less_than_4_microseconds():
+    """On one multiprocessor, with nothing else left to do: 9 with 4 reads of a thread in flight, 5 with 8."""
+    model = Model(CONFIG, 8, 1, 2**17)
+    assert model.num_splits == MANY_SPLITS
+    assert model.merge_seconds < 4e-6
 
 
 def test_more_work_never_takes_less_time_nor_more_than_the_bandwidth():

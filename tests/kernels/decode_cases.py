@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
 from pagedkv.calls import AttentionCall
 from pagedkv.cuda.plans import attention
 from pagedkv.emulator import EmulatorDevice
+from pagedkv.emulator.machine.access import Access
 from pagedkv.validation.attention import attention_call
 
 from ..support.problems import Problem, Spec
@@ -96,6 +98,26 @@ def decode(
     problem.out[...] = np.nan
     assert np.isnan(problem.out_buffer.astype(np.float32)).all()
     return written, lse
+
+
+def after_changing_lengths(
+    device: EmulatorDevice, call: AttentionCall, attend: Callable[..., Any], lengths: list[int], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, lse) of a call that comes after two in which each lane that loads a length finds another one."""
+    where, load, rng = device.address("seq_lens", call.seq_lens), Access.ld_global, np.random.default_rng(seed)
+
+    def changing(access: Access, op: Any, addresses: np.ndarray, view: str, lanes: Any, registers: Any) -> None:
+        load(access, op, addresses, view, lanes, registers)
+        if where <= addresses.flat[0] < where + call.seq_lens.nbytes:
+            np.copyto(
+                registers[0], rng.choice(lengths, len(registers[0])), casting="unsafe", where=lanes is None or lanes
+            )
+
+    for each in (changing, changing, load):
+        result = np.full_like(call.q, np.nan), np.full(call.q.shape[:2], np.nan, np.float32)
+        with mock.patch.object(Access, "ld_global", each):
+            attend(device, call, *result)
+    return result
 
 
 def assert_same_bits(actual: tuple[np.ndarray, ...], expected: tuple[np.ndarray, ...]) -> None:

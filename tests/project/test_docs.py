@@ -283,6 +283,19 @@ def test_sums_are_cut_where_the_numerics_page_says():
         assert words in page
 
 
+def test_what_is_to_be_confirmed_on_a_gpu_can_be_run():
+    page = (ROOT / "docs" / "howto" / "testing-on-a-gpu.md").read_text()
+    listed = page.partition("## First things to confirm on hardware")[2].partition("\n## ")[0]
+    commands = re.findall(r'pytest -m gpu (tests/[\w/.]+)(?: -k ("[^"]*"|\w+))?', listed)
+    assert len(commands) >= 8
+    for where, words in commands:
+        path = ROOT / where
+        tests = "".join(file.read_text() for file in ([path] if path.is_file() else path.glob("test_*.py")))
+        assert tests, where
+        for word in set(re.findall(r"\w+", words)) - {"and", "or", "not"}:
+            assert word in tests, (where, word)
+
+
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 

@@ -17,7 +17,7 @@ from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import long
 from ..block_cases import with_capability
-from ..decode_cases import assert_same_bits, checked_call, emulator
+from ..decode_cases import after_changing_lengths, assert_same_bits, checked_call, emulator
 from .variants import CAPABILITY, CORES, FORMS, FP8, MORE_FORMS, TENSOR, VLLM, prefill
 
 TENSOR_FORMS = {name: form for name, form in FORMS.items() if form not in (CORES, VLLM)}
@@ -295,6 +295,18 @@ def test_what_is_wrong_in_one_call_does_no_harm_to_the_next(check, open_device):
     assert_close(problem, *expected)
     assert_same_bits((out, lse), expected)
     assert (out[:4] != 0).any()
+
+
+def test_lengths_that_change_under_a_running_call_harm_no_later_one():
+    problem = build(TENSOR.replace(seq_lens=(SPLIT + 9, 600), query_lens=(1, 2), num_kv_heads=1))
+    problem.block_tables %= len(problem.k_cache)  # entries past the lengths are used, too
+    expected = prefill(problem)
+    lengths = [0, 3, PART, PART + 1, SPLIT, SPLIT + 9, 2**30]
+    # Partial results that no thread block has left may be merged.
+    with with_capability(emulator(init_check=False, race=False, seed=0), CAPABILITY) as device:
+        result = after_changing_lengths(device, checked_call(problem), planning.prefill_attention, lengths, seed=0)
+        assert (device.take("prefill_counters") == 0).all()
+    assert_same_bits(result, expected)
 
 
 def test_each_sequence_is_for_one_kernel():

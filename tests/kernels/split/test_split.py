@@ -11,13 +11,23 @@ from pagedkv import reference
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import attention
 from pagedkv.cuda.plans.split import split_config
-from pagedkv.emulator.machine.access import Access
+from pagedkv.emulator.state.order import Order
 from pagedkv.kernels.split.config import FULL_GRID, SHORTEST_SPLIT
 
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import long
 from ..block_cases import with_capability
-from ..decode_cases import CUDA_CORES, MANY_HEADS, TENSOR, Variant, assert_same_bits, checked_call, decode, emulator
+from ..decode_cases import (
+    CUDA_CORES,
+    MANY_HEADS,
+    TENSOR,
+    Variant,
+    after_changing_lengths,
+    assert_same_bits,
+    checked_call,
+    decode,
+    emulator,
+)
 from .variants import FOUR_BLOCKS, MORE_VARIANTS, VARIANTS, specs
 
 LOOPS = {"tensor cores": TENSOR, "CUDA cores": CUDA_CORES, "many heads": MANY_HEADS}
@@ -164,31 +174,34 @@ def test_counters_are_ready_for_the_next_launch(variant, open_device):
             assert_same_bits(result, expected)
 
 
+def test_one_thread_of_a_block_fences_and_only_where_splits_are_merged(monkeypatch):
+    """Each fence empties the L1 of its multiprocessor: once before a block counts, and once in the one that merges."""
+    fence, lanes = Order.fence, []
+
+    def counted(order, what, m):
+        lanes.append(order.frame.num_lanes if m is None else np.count_nonzero(m))
+        fence(order, what, m)
+
+    monkeypatch.setattr(Order, "fence", counted)
+    problem = build(TENSOR.spec(seq_lens=(3 * SHORTEST_SPLIT, SHORTEST_SPLIT, 2 * SHORTEST_SPLIT, 0), num_kv_heads=1))
+    decode(problem, TENSOR)
+    assert sum(lanes) == (3 + 1) + (2 + 1)
+
+
 @ALL
 @pytest.mark.parametrize("seed", range(2))
-def test_lengths_that_change_under_a_running_call_harm_no_later_one(variant, seed, monkeypatch):
+def test_lengths_that_change_under_a_running_call_harm_no_later_one(variant, seed):
     """Every load of a length finds another one in memory."""
     problem = build(variant.spec(seq_lens=(3 * SHORTEST_SPLIT, 40), num_kv_heads=1))
     problem.block_tables %= len(problem.k_cache)  # entries past the lengths are used, too
     expected = decode(problem, variant)
-    call, rng, load = checked_call(problem, "split"), np.random.default_rng(seed), Access.ld_global
-    results = []
+    lengths = [0, 40, SHORTEST_SPLIT, 2 * SHORTEST_SPLIT + 5, 3 * SHORTEST_SPLIT, 2**30]
     # Partial results that no thread block has left may be merged.
     with emulator(init_check=False, seed=seed) as device:
-        where = device.address("seq_lens", call.seq_lens)
-
-        def changing(access, op, addresses, *rest):
-            if where <= addresses.flat[0] < where + call.seq_lens.nbytes:
-                lengths = rng.choice([0, 40, SHORTEST_SPLIT, 2 * SHORTEST_SPLIT + 5, 3 * SHORTEST_SPLIT, 2**30], 2)
-                device.copy_from_host([(where, lengths.astype(np.int32))])
-            return load(access, op, addresses, *rest)
-
-        for each in (changing, changing, load):
-            monkeypatch.setattr(Access, "ld_global", each)
-            device.copy_from_host([(where, call.seq_lens)])
-            results.append((np.full_like(problem.q, np.nan), np.full(problem.q.shape[:2], np.nan, np.float32)))
-            attention.decode_attention(device, call, *results[-1])
-    assert_same_bits(results[-1], expected)
+        result = after_changing_lengths(
+            device, checked_call(problem, "split"), attention.decode_attention, lengths, seed
+        )
+    assert_same_bits(result, expected)
 
 
 def seeing(score, q_pos, k_pos, head, seq):

@@ -13,6 +13,7 @@ from pagedkv.bench.static.sass import code_of, loop_of
 from pagedkv.buckets import bucket
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import split
+from pagedkv.kernels.split import limits
 from pagedkv.kernels.split.config import (
     FEW_SPLITS,
     FULL_GRID,
@@ -22,6 +23,7 @@ from pagedkv.kernels.split.config import (
     VECTOR_BYTES,
     SplitConfig,
 )
+from pagedkv.kernels.split.cuda_cores import RowShape
 from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 from pagedkv.kernels.split.lanes import slots_bytes
 from pagedkv.kernels.split.shape import TensorShape
@@ -145,6 +147,24 @@ def test_a_check_leaves_everything_in_registers_before_9_0(head_dim, group_size,
 def test_rows_that_are_no_power_of_two_compile_with_lines_too(group_size, q_kind, kv_kind):
     """NVVM has left jumps to a block that it had removed, for 9 pieces of a row and kernels with lines."""
     compile_kernel(make_split, SplitConfig(72, group_size, 17, q_kind, kv_kind), (9, 0), lineinfo=True)
+
+
+@pytest.mark.parametrize("architecture", [8, 9, 10])
+@pytest.mark.parametrize("kv_kind", ["float32", "float16", "fp8_e4m3"])
+def test_a_check_and_wide_offsets_change_no_order_of_additions(architecture, kv_kind):
+    """Who has which tokens, heads and dims: for up to 8 heads of 136 to 256 dims they once changed it before 9.0."""
+    for head_dim, group_size, modified in product(range(8, 513, 8), (1, 8, 16, 48), (False, True)):
+        plain = SplitConfig(
+            *(head_dim, group_size, 16, "float32", kv_kind), modified=modified, architecture=architecture
+        )
+        for fields in ({"checked": True}, {"wide": True}):
+            config = replace(plain, **fields)
+            for name in ("num_tiles", "head_shares", "dim_shares", "num_teams", "merge_shares", "staged"):
+                assert getattr(config, name) == getattr(plain, name), (name, config)
+            if config.on_tensor_cores:
+                assert limits.scales_logits(TensorShape(config)) == limits.scales_logits(TensorShape(plain))
+            else:
+                assert limits.requests(RowShape(config)) == limits.requests(RowShape(plain))
 
 
 def test_up_to_16_heads_share_a_thread_block_if_registers_are_enough():

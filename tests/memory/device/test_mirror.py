@@ -187,6 +187,14 @@ def test_no_step_waits_for_the_device_of_torch(cuda_torch):
         np.testing.assert_array_equal(got.x, wanted)
 
 
+def test_what_is_sent_may_change_at_once(cuda_torch):
+    x = np.arange(3)
+    sent = Arrays("torch").asarray(x)
+    x[:] = 7
+    cuda_torch.synchronize()
+    assert sent.x.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("name", ["torch", "cupy"])
 def test_nothing_is_sent_in_a_capture(cupy, cuda_torch, name):
     """Replays would send again whatever is in the pinned memory by then."""
