@@ -199,7 +199,7 @@ def test_lengths_that_change_under_a_running_call_harm_no_later_one(variant, see
     # Partial results that no thread block has left may be merged.
     with emulator(init_check=False, seed=seed) as device:
         result = after_changing_lengths(
-            device, checked_call(problem, "split"), attention.decode_attention, lengths, seed
+            device, checked_call(problem, "split"), attention.decode_attention, "split_counters", lengths, seed
         )
     assert_same_bits(result, expected)
 
