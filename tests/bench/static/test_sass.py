@@ -126,6 +126,43 @@ def test_a_loop_is_counted_on_its_shortest_way(capability):
     assert loop_of(code, capability, 17) is None
 
 
+# Lanes that have diverged go another way. It lies behind the end of the kernel, and jumps back into the loop.
+DIVERGING = """
+    .reg .pred %q;
+    mov.u32 %r9, %tid.x;
+    mul.wide.u32 %a, %r9, 64;
+again:
+    ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%a];
+    shfl.sync.bfly.b32 %r5, %r1, 1, 31, -1;
+    xor.b32 %r2, %r2, %r5;
+    shfl.sync.bfly.b32 %r6, %r2, 2, 31, -1;
+    xor.b32 %r3, %r3, %r6;
+    st.global.u32 [%a+48], %r3;
+    add.u64 %a, %a, 64;
+    setp.ne.u32 %q, %r3, 7;
+    @%q bra again;
+    ld.global.v4.u32 {%r5, %r6, %r7, %r8}, [%a];
+    ld.global.v4.u32 {%r9, %r10, %r11, %r12}, [%a+16];
+    xor.b32 %r1, %r1, %r5;
+    xor.b32 %r2, %r2, %r6;
+    xor.b32 %r3, %r3, %r7;
+    xor.b32 %r4, %r4, %r8;
+    xor.b32 %r1, %r1, %r9;
+    xor.b32 %r2, %r2, %r10;
+    xor.b32 %r3, %r3, %r11;
+    xor.b32 %r4, %r4, %r12;
+"""
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_what_lies_behind_the_end_of_a_kernel_ends_no_loop(capability):
+    target = PTX.replace("sm_80", f"sm_{capability[0]}{capability[1]}").replace("8.0", "8.7")
+    cubin = link(target.replace("{body}", "@").format().replace("@", DIVERGING), capability).cubin
+    loop = loop_of(code_of(cubin, "loads"), capability, 8)
+    assert loop.bytes_loaded == 16
+    assert loop.instructions <= 14
+
+
 PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {F}, {%r1, %r2, %r3, %r4}, {%r1, %r2}, {F};".replace(
     "F", "%f1, %f2, %f3, %f4"
 )

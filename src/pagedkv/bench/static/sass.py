@@ -5,7 +5,8 @@ the opcode, and bits 116 to 121 the scoreboards that it waits for before it star
 75, and in bits 110 to 112 the scoreboard that it releases when its data arrives. Bits 77 to 80 are 7 in a load that is
 to see what other thread blocks have written (ld.global.cg): it is told apart. A copy from global to shared memory
 has its width in the same bits, from 10.0 on one bit higher; a wait for all groups of copies but the last n has n in
-bits 38 to 43. A branch has its predicate in bits 12 to 15, and in bits 34 to 81 its distance in words of 4 bytes from
+bits 38 to 43. A branch has its predicate in bits 12 to 15, another one in bits 87 to 90, and in bit 91 whether it is
+for lanes that have diverged; and in bits 34 to 81 its distance in words of 4 bytes from
 its own end; from 9.0 on, the distance has 8 more low bits, in bits 16 to 23. Registers are in bits 16 to 23 (the
 result), 24 to 31, 32 to 39 and 64 to 71; a wgmma has n / 8 - 1 in bits 53 to 57. After Jia et al., "Dissecting the
 NVIDIA Volta GPU architecture via microbenchmarking", 2018.
@@ -22,6 +23,7 @@ _STRONG = 7
 _COPY, _END_OF_GROUP, _WAIT = 0xFAE, 0x9AF, 0x91A  # LDGSTS, LDGDEPBAR, DEPBAR
 _BARRIER = 0xB1D  # BAR
 _BRANCH, _UNIFORM_BRANCH = 0x947, 0x547  # BRA, and BRA.U, whose predicate is in bits 24 to 27
+_EXIT = 0x94D
 _WGMMA = (0x9F0, 0xDF0)  # HGMMA, with A in shared memory and in registers
 _MMA, _LOAD_MATRICES = (0x23C, *_WGMMA), 0x83B  # HMMA, LDSM
 _MOVE, _MULTIPLY_AND_ADD, _ZERO = 0x002, 0x024, 255  # MOV and IMAD, in the low 9 bits; register RZ
@@ -187,7 +189,7 @@ def loop_of(code: bytes, capability: tuple[int, int], narrowest: int) -> Loop | 
     """
     words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
     targets = _targets(words, capability)
-    ranges = [(first, last) for last, first in targets.items() if 0 <= first < last]
+    ranges = _loops(words, targets)
     multiplying = [(first, last) for first, last in ranges if any(x & 0xFFF in _MMA for x in words[first:last])]
     loops = [_shortest(words, targets, *range_, narrowest, capability) for range_ in multiplying or ranges]
     loading = [loop for loop in loops if loop.bytes_loaded]
@@ -201,7 +203,16 @@ def _targets(words: list[int], capability: tuple[int, int]) -> dict[int, int]:
 
 
 def _is_always_taken(word: int) -> bool:
-    return word >> (24 if word & 0xFFF == _UNIFORM_BRANCH else 12) & 15 == _ALWAYS
+    if word & 0xFFF == _UNIFORM_BRANCH:
+        return word >> 24 & 15 == _ALWAYS
+    return word >> 12 & 15 == _ALWAYS and word >> 87 & 31 == _ALWAYS
+
+
+def _following(at: int, words: list[int], targets: dict[int, int]) -> list[int]:
+    """The instructions further on that may come after one: none if it ends the kernel, or always jumps back."""
+    leaves = at in targets or words[at] & 0xFFF == _EXIT
+    following = [] if leaves and _is_always_taken(words[at]) else [at + 1]
+    return [*following, targets[at]] if targets.get(at, 0) > at else following
 
 
 def _target(at: int, word: int, capability: tuple[int, int]) -> int:
@@ -211,6 +222,25 @@ def _target(at: int, word: int, capability: tuple[int, int]) -> int:
     if capability >= (9, 0):
         distance = distance << 8 | word >> 16 & 0xFF
     return at + 1 + 4 * distance // _INSTRUCTION_BYTES
+
+
+def _loops(words: list[int], targets: dict[int, int]) -> list[tuple[int, int]]:
+    """The first and last instruction of each loop.
+
+    Not every jump back ends one: what ptxas moves behind the end of a kernel jumps back, too.
+    """
+    return [
+        (first, last) for last, first in targets.items() if 0 <= first < last and _leads(words, targets, first, last)
+    ]
+
+
+def _leads(words: list[int], targets: dict[int, int], first: int, last: int) -> bool:
+    """Whether one instruction may come after another one, further on."""
+    reached = {first}
+    for at in range(first, last):
+        if at in reached:
+            reached.update(_following(at, words, targets))
+    return last in reached
 
 
 def _shortest(
@@ -224,13 +254,9 @@ def _shortest(
         width = _width(word, capability)
         width = width if width >= narrowest else 0
         after = Loop(way.instructions + 1, way.bytes_loaded + width, max(way.widest, width))
-        following = [at + 1]
-        if first < targets.get(at, first) <= last and targets[at] > at:
-            following = [targets[at]] if _is_always_taken(word) else [at + 1, targets[at]]
-        for then in following:
+        for then in _following(at, words, targets):
             ways[then] = min(ways.get(then, after), after)
-    way = ways.get(last, Loop(0, 0, 0))
-    return way._replace(instructions=way.instructions + 1)
+    return ways[last]._replace(instructions=ways[last].instructions + 1)
 
 
 class Products(NamedTuple):
@@ -280,10 +306,7 @@ def products_of(code: bytes, capability: tuple[int, int]) -> Products | None:
             mma + (opcode in _MMA),
             matrices + (opcode == _LOAD_MATRICES),
         )
-        following = [at + 1]
-        if first < targets.get(at, first) <= last and targets[at] > at:
-            following = [targets[at]] if _is_always_taken(words[at]) else [at + 1, targets[at]]
-        for then in following:
+        for then in _following(at, words, targets):
             ways[then] = min(ways.get(then, after), after)
     copies, instructions, mma, matrices = ways[last]
     return Products(instructions + 1, mma, matrices, -copies)
@@ -291,7 +314,7 @@ def products_of(code: bytes, capability: tuple[int, int]) -> Products | None:
 
 def _densest(words: list[int], targets: dict[int, int]) -> tuple[int, int]:
     """The shortest loop with the most products, as its first and last instruction's indices; (0, 0) if none has any."""
-    ranges = [(first, last) for last, first in targets.items() if 0 <= first < last]
+    ranges = _loops(words, targets)
     counted = [(sum(x & 0xFFF in _MMA for x in words[a:b]), a - b, a, b) for a, b in ranges]
     count, _, first, last = max(counted, default=(0, 0, 0, 0))
     return (first, last) if count else (0, 0)
