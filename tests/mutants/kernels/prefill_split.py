@@ -8,6 +8,7 @@ TENSOR, FP8 = ((BOUND + f"{form}]",) for form in ("tensor cores", "fp8"))
 ONE_WARP = (SPLIT + "test_rows_that_see_keys_of_one_warp_have_the_bits_of_long_chunks[emulator-tensor cores]",)
 NEEDLE = (SPLIT + "test_a_needle_is_found_at_the_ends_of_tiles_parts_and_splits[emulator-tensor cores]",)
 WRONG = (SPLIT + "test_what_is_wrong_in_one_call_does_no_harm_to_the_next[emulator-False]",)
+CHANGING = (SPLIT + "test_lengths_that_change_under_a_running_call_harm_no_later_one",)
 LAUNCHED = (SPLIT + "test_what_is_launched_follows_from_shapes_bounds_and_options",)
 ONE_KERNEL = (SPLIT + "test_each_sequence_is_for_one_kernel",)
 READ = (SPLIT + "test_keys_that_no_row_sees_are_not_read",)
@@ -151,6 +152,15 @@ MUTANTS = [
         "        if is_last(",
         "        if split < num_splits and is_last(",
         WRONG,
+    ),
+    Mutant(
+        "prefill split: every thread asks for its lengths",
+        KERNEL,
+        "        item, split = kept(shared), uint32(cuda.blockIdx.y)\n",
+        "        seq, number = divmod_32(tile, TILES)\n        lengths = (query_starts, seq_lens)\n"
+        "        item = item_here(uint32(number * ROWS), seq, lengths, num_tokens, max_seq_len, least_keys)\n"
+        "        split = uint32(cuda.blockIdx.y)\n",
+        CHANGING,
     ),
     Mutant(
         "prefill split: a part ends a key late",

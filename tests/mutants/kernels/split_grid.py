@@ -10,6 +10,8 @@ LONG = (
 )
 COUNTERS = (SPLIT + "test_counters_are_ready_for_the_next_launch[emulator-tensor cores]",)
 UNCHECKED_LENGTH = (ALIKE + "test_a_bad_length_that_is_not_looked_at_harms_no_later_call[emulator-tensor cores]",)
+CHANGING = (SPLIT + "test_lengths_that_change_under_a_running_call_harm_no_later_one[0-tensor cores]",)
+FENCES = (SPLIT + "test_one_thread_of_a_block_fences_and_only_where_splits_are_merged",)
 WINDOWS = (SPLIT + "test_windows_over_the_edges_of_splits[emulator-tensor cores]",)
 NEGATIVE = (SPLIT + "test_caches_whose_strides_are_negative[emulator-tensor cores]",)
 BAD_LENGTH = (ALIKE + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
@@ -114,6 +116,27 @@ MUTANTS = [
         COUNTERS,
     ),
     Mutant(
+        "split: every thread of a block fences",
+        LAST_BLOCK,
+        "    if thread == 0:\n        fence()\n",
+        "    fence()\n",
+        FENCES,
+    ),
+    Mutant(
+        "split: a thread block without a split fences",
+        KERNEL,
+        "            if num_splits > 1:\n                publish(thread)\n",
+        "        if num_splits > 1:\n            publish(thread)\n",
+        FENCES,
+    ),
+    Mutant(
+        "split: every thread asks for its length",
+        KERNEL,
+        "        length = kept[2]\n",
+        "        length = length_of(seq_lens, table, report, seq, num_blocks, max_seq_len)\n",
+        CHANGING,
+    ),
+    Mutant(
         "split: a thread block counts before its last stores",
         LAST_BLOCK,
         "    cuda.syncthreads()\n    if thread == 0:\n",
@@ -184,6 +207,13 @@ MUTANTS = [
         "FULL_GRID = 64 ",
         WAVES,
         ci=True,
+    ),
+    Mutant(
+        "split: half as many reads of the merge are in flight",
+        "kernels/split/config.py",
+        "MERGE_LOADS = 16 ",
+        "MERGE_LOADS = 8 ",
+        ("tests/bench/test_waves.py::test_the_merge_of_64_splits_takes_less_than_4_microseconds",),
     ),
     Mutant(
         "split: short splits have partial results twice as large",
