@@ -156,7 +156,8 @@ def _loads(code: bytes, columns: tuple[str, ...], capability: Capability) -> lis
 
     If the kernel copies to shared memory, it copies K and V, and nothing else. Otherwise v1, v2 and split read q, K and
     V with loads of 8 bytes or more. v1 and v2 read nothing else that way, and have barriers between the three; if the
-    code does not look like that, the counts are 0.
+    code does not look like that, the counts are 0. Of split, q that is still on its way when the first rows are asked
+    for counts, too: the inner loop alone may have less in flight.
     """
     copies = copies_of(code, capability)
     if copies is not None:
