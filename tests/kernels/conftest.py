@@ -8,7 +8,9 @@ from .decode_cases import emulator
 from .gpu_device import CopyingDevice
 
 
-@pytest.fixture(scope="session", params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+# Of a module: pytest would run what asks for one of a session before all that does not, and xdist share out the tests
+# of one kernel, which each worker would compile.
+@pytest.fixture(scope="module", params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def open_device(request):
     """A function of the checks of the emulator that makes a Device on NumPy arrays, for a `with` statement."""
     if request.param == "emulator":
