@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,18 +12,17 @@ from hypothesis import strategies as st
 from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.compiler.compile import compile_kernel
-from pagedkv.cuda.compiler.link import link
 from pagedkv.cuda.plans import attention
 from pagedkv.kernels.paged.attention import make_v1, make_v2, static_shared_bytes
 from pagedkv.kernels.paged.reduction import ReductionConfig, make_v2_reduce
 
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import long
-from ..block_cases import every_third_for_all
 from ..decode_cases import V1, V2, Variant, assert_same_bits, checked_call, decode, emulator
 from .variants import PARTITION, VARIANTS, specs
 
 BOTH = pytest.mark.parametrize("variant", [V1, V2], ids=str)
+CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -74,20 +74,15 @@ def test_v1_and_v2_agree_where_there_is_one_partition(open_device):
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6)
 
 
-@BOTH
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.score_mod], ids=str)
 def test_every_key_masked(variant, open_device):
     """Heads whose scores are all -inf: 0 and -inf, or the sink's logit."""
-    masking = Variant(variant.kernel, 32, 16, "float32", "float32", score_mod=nothing_for_head_1)
     for sinks in (False, True):
-        problem = build(masking.spec(seq_lens=(1, 40, 600), num_kv_heads=2, group_size=1, sinks=sinks))
+        problem = build(variant.spec(seq_lens=(1, 40, 600), num_kv_heads=2, group_size=1, sinks=sinks))
         out, lse = decode(problem, variant, open_device)
         assert_close(problem, out, lse)
         assert (out[:, 1] == 0).all()
         np.testing.assert_array_equal(lse[:, 1], problem.options["sinks"][1] if sinks else np.float32(-math.inf))
-
-
-def nothing_for_head_1(score, q_pos, k_pos, head, seq):
-    return -math.inf if head == 1 else score
 
 
 @BOTH
@@ -196,13 +191,20 @@ def test_a_negative_block_id_is_skipped_without_a_check_as_with_one(variant, ope
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize(("variant", "capability"), every_third_for_all(VARIANTS), ids=str)
+@pytest.mark.parametrize(
+    ("variant", "capability"),
+    [
+        *((variant, variant.capability) for variant in VARIANTS),
+        *long(case for case in product(VARIANTS, CAPABILITIES) if case[0].capability != case[1]),
+    ],
+    ids=str,
+)
 def test_every_variant_has_everything_in_registers(variant, capability):
     problem = build(variant.spec(seq_lens=(1,)))
     config = attention.attention_config(checked_call(problem), capability=capability)
     kernel = compile_kernel(make_v1 if variant.kernel == "v1" else make_v2, config, capability)
     assert ".extern .func" not in kernel.ptx
-    resources = link(kernel.ptx, capability).resources()
+    resources = kernel.linked.resources()
     assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
     assert resources.shared_bytes == static_shared_bytes(config)
     loads = re.findall(r"ld\.global\.nc\.(?:v(\d)\.)?[bfu](\d+)", kernel.ptx)
@@ -210,8 +212,8 @@ def test_every_variant_has_everything_in_registers(variant, capability):
     assert widths == ({16, 8} if config.block_size * config.kv_bytes == 8 else {16})
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_reduction_has_everything_in_registers(capability):
     kernel = compile_kernel(make_v2_reduce, ReductionConfig(512, "bfloat16"), capability)
-    resources = link(kernel.ptx, capability).resources()
+    resources = kernel.linked.resources()
     assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
