@@ -23,6 +23,7 @@ from .memory.sizing import blocks_in, bytes_of_block
 from .memory.table import SequenceTable
 from .operations.attention import decode_attention, prefill_attention
 from .operations.caches import write_kv
+from .operations.repeats import Repeats
 from .typing import KvDtype, Layout
 
 _AT_HAND = 2**17  # bytes: what malloc gives without asking the system
@@ -148,12 +149,14 @@ class PagedKVCache(Sequences):
             )
         table = SequenceTable(BlockPool(num_blocks), block_size, max_seqs, max_blocks, prefix_cache=found)
         super().__init__(table, arrays, block_bytes)
-        self._scales = per_layer("k_scale", k_scale, num_layers), per_layer("v_scale", v_scale, num_layers)
+        stored_as: dict[str, Any] = {"layout": layout, "kv_dtype": kv_dtype}
+        scales = per_layer("k_scale", k_scale, num_layers), per_layer("v_scale", v_scale, num_layers)
+        self._options = [stored_as | {"k_scale": k, "v_scale": v} for k, v in zip(*scales, strict=True)]
         self._stacks = stacks
         self.k_caches, self.v_caches = (tuple(stack) for stack in self._stacks)
         # As NumPy sees them, where it does: operations ask nobody else then.
         self._views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
-        self._options = {"layout": layout, "kv_dtype": kv_dtype}
+        self._repeats = None if arrays.on_device or k_scale is not None or v_scale is not None else Repeats(stored_as)
         self._batches = Batches(table, arrays, grows=max_seq_len is None)
 
     def __repr__(self) -> str:
@@ -202,7 +205,10 @@ class PagedKVCache(Sequences):
             `backend` and `check` of :func:`~pagedkv.write_kv`. Layout, kv_dtype and scales are the cache's.
         """
         k_cache, v_cache, ours = self._layer(layer)
-        write_kv(k, v, k_cache, v_cache, slots, **ours, **options)
+        if self._repeats is not None and not options:
+            self._repeats.write(k, v, k_cache, v_cache, slots)
+        else:
+            write_kv(k, v, k_cache, v_cache, slots, **ours, **options)
 
     def attend(self, layer: int, q: Any, batch: Batch, **options: Any) -> Any:
         """Let the query tokens of a batch attend to their sequences in one layer.
@@ -225,18 +231,20 @@ class PagedKVCache(Sequences):
         k_cache, v_cache, ours = self._layer(layer)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, made by batch(seqs), got {type(batch).__name__}")
-        ours["max_seq_len"] = batch.max_seq_len
+        longest = batch.max_seq_len
         tables, lens = batch.views
+        if batch.is_decode and self._repeats is not None:
+            return self._repeats.decode(q, k_cache, v_cache, tables, lens, longest, **options)
         if batch.is_decode:
-            return decode_attention(q, k_cache, v_cache, tables, lens, **ours, **options)
-        return prefill_attention(q, k_cache, v_cache, tables, lens, batch.query_starts, **ours, **options)
+            return decode_attention(q, k_cache, v_cache, tables, lens, max_seq_len=longest, **ours, **options)
+        return prefill_attention(
+            q, k_cache, v_cache, tables, lens, batch.query_starts, max_seq_len=longest, **ours, **options
+        )
 
     def _layer(self, layer: int) -> tuple[Any, Any, dict[str, Any]]:
         """K and V of a layer, and how they are stored."""
         layer = as_int("layer", layer, maximum=len(self.k_caches) - 1)
-        k_scales, v_scales = self._scales
-        options = self._options | {"k_scale": k_scales[layer], "v_scale": v_scales[layer]}
-        return self._views[0][layer], self._views[1][layer], options
+        return self._views[0][layer], self._views[1][layer], self._options[layer]
 
     def _copy(self, copies: npt.NDArray[np.int64]) -> None:
         if len(copies):

@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant(
         "lengths on the host may be beyond the bound",
         "validation/attention.py",
-        "values.seq_lens, max_seq_len, capacity)",
-        "values.seq_lens, capacity, capacity)",
+        "values.seq_lens, max_seq_len, form.capacity)",
+        "values.seq_lens, form.capacity, form.capacity)",
         ("tests/validation/test_attention.py::test_wrong_array",),
     ),
     Mutant(

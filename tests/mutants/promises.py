@@ -7,6 +7,7 @@ FORMS = ("tests/validation/test_forms.py",)
 INTERRUPTS = ("tests/promises/test_interrupts.py::test_random_interrupts[300]",)
 COMMIT = ("tests/test_commit.py",)
 OWN = ("tests/validation/test_own_arrays.py",)
+REPEATS = ("tests/operations/test_repeats.py",)
 COPIES = ("tests/validation/test_copies.py",)
 ARITHMETIC = ("tests/test_arithmetic.py",)
 
@@ -126,6 +127,20 @@ MUTANTS = [
         "block_tables, seq_lens, max_seq_len, query_starts, out, spec,",
         'block_tables, views["seq_lens"], max_seq_len, query_starts, out, spec,',
         OWN,
+    ),
+    Mutant(
+        "repeats: tables and lengths of the last step",
+        "operations/repeats.py",
+        "if step.values != values:",
+        "if not step.values[0]:",
+        REPEATS,
+    ),
+    Mutant(
+        "repeats: keys that are in the cache they are written to",
+        "validation/caches.py",
+        "if np.may_share_memory(k_cache, x) or np.may_share_memory(v_cache, x):",
+        "if False:",
+        REPEATS,
     ),
     Mutant(
         "own: calls in the emulator share their copies",

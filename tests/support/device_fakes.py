@@ -115,7 +115,7 @@ def fake_torch():
     fake.streams = {}
 
     class Tensor:
-        is_cuda = True
+        is_cuda, is_cpu = True, False
         layout = torch.strided
         requires_grad = False
         negated = False

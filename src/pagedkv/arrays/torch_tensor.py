@@ -31,6 +31,9 @@ def tensor(name: str, x: Any) -> HostTensor | CudaTensor:
     ValueError
         It is on a device that is neither the host nor a CUDA GPU.
     """
+    torch = sys.modules["torch"]
+    if type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided:  # most of them; names take a while
+        return HostTensor(name, x)
     kind = x.device.type
     if kind == "meta":
         raise TypeError(f"{name} must be an array with data, got a torch meta tensor")

@@ -5,13 +5,18 @@ An infinity in a result is a value like any other: it comes back without a warni
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..arithmetic import plain
 from ..arrays import Array
 from ..calls import AttentionCall, WriteCall
 from ..compiling.compile_thread import made_once
 from . import blocks, merge, rotary
+
+if TYPE_CHECKING:
+    from .attention.decode import Launch
 
 gather_kv = plain(blocks.gather_kv)
 copy_blocks, swap_blocks = blocks.copy_blocks, blocks.swap_blocks
@@ -43,6 +48,18 @@ def _prefill() -> Any:
 def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Run a decode call."""
     _decode().decode_attention(call, out, lse)
+
+
+@plain
+def plan_decode(call: AttentionCall) -> Launch:
+    """What a decode call launches, and other layers too: see `Launch`."""
+    return _decode().plan_decode(call)
+
+
+@plain
+def run_decode(launch: Launch, q: Array, k_cache: Array, v_cache: Array, out: Array) -> None:
+    """Run what was planned, for other q and caches that are alike."""
+    launch.run(q, k_cache, v_cache, out, np.empty(out.shape[:2], np.float32))
 
 
 @plain

@@ -197,7 +197,7 @@ def run(
     """
     counter = c_int64()
     address = addressof(counter)
-    if estimate < ALONE_NS or (num_items < 2 and estimate < PATIENCE_NS):
+    if estimate < ALONE_NS or (estimate < PATIENCE_NS and (num_items < 2 or get_num_threads() < 2)):
         kernel(address, num_items, *args)
         return
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..calls import AttentionCall, AttentionOptions
+from ..calls import AttentionCall, AttentionOptions, Form
 from ..compiling.score_mod import python_function
-from ..placement import place
+from ..placement import Placement, place
 from . import require, values
 from .cache_pair import own_scales, scale_arrays
 from .copies import checked_copy
@@ -32,7 +32,7 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
     named += scale_arrays(given)
     placement, arrays = place(given["backend"], named)
     views = dict(zip(dict(named), arrays, strict=True))
-    q, k_cache, v_cache, block_tables, seq_lens = arrays[:5]
+    q, k_cache, v_cache = arrays[:3]
 
     form = _forms.of(given, views, placement)
     spec, capacity, options, max_seq_len = form.spec, form.capacity, form.options, given["max_seq_len"]
@@ -50,18 +50,48 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
     if out is not None:
         require.apart("out", out, views.items())
 
-    query_starts = views.get("query_starts")
+    where = views["block_tables"], views["seq_lens"], views.get("query_starts")
     if placement.on_host:
-        seq_lens, longest = checked_copy(placement, seq_lens, values.seq_lens, max_seq_len, capacity)
-        num_used, lengths = -(-longest // spec.block_size), seq_lens.tobytes()
-        if query_starts is not None:
-            query_starts, _ = checked_copy(placement, query_starts, _query_starts, lengths, q.shape[0])
-        facts = num_used, lengths, spec.block_size, spec.num_blocks
-        block_tables, _ = checked_copy(placement, placement.columns(block_tables, num_used), _block_tables, *facts)
+        where = _own_values(placement, form, max_seq_len, *where)
+    block_tables, seq_lens, query_starts = where
     return AttentionCall(
         given, form, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, query_starts, out, spec,
         k_scales, v_scales, options, form.kernel, form.exact, form.checked,
     )  # fmt: skip
+
+
+def known_decode(
+    form: Form, q: Array, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Array, max_seq_len: int
+) -> AttentionCall:
+    """A call of decode_attention on the CPU without scales and options that are arrays, or raise for its values.
+
+    All else is known.
+    """
+    placement, max_seq_len = Placement("cpu", 0, 0, None), min(max_seq_len, form.capacity)
+    block_tables, seq_lens, _ = _own_values(placement, form, max_seq_len, block_tables, seq_lens, None)
+    return AttentionCall(
+        {}, form, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, None, None, form.spec,
+        1.0, 1.0, form.options, form.kernel, form.exact, form.checked,
+    )  # fmt: skip
+
+
+def _own_values(
+    placement: Placement,
+    form: Form,
+    max_seq_len: int,
+    block_tables: Array,
+    seq_lens: Array,
+    query_starts: Array | None,
+) -> tuple[Array, Array, Array | None]:
+    """The call's own tables, lengths and query_starts; raises unless they are valid."""
+    spec = form.spec
+    seq_lens, longest = checked_copy(placement, seq_lens, values.seq_lens, max_seq_len, form.capacity)
+    num_used, lengths = -(-longest // spec.block_size), seq_lens.tobytes()
+    if query_starts is not None:
+        query_starts, _ = checked_copy(placement, query_starts, _query_starts, lengths, form.q_shape[0])
+    facts = num_used, lengths, spec.block_size, spec.num_blocks
+    block_tables, _ = checked_copy(placement, placement.columns(block_tables, num_used), _block_tables, *facts)
+    return block_tables, seq_lens, query_starts
 
 
 def _query_starts(starts: Array, lengths: bytes, num_tokens: int) -> None:

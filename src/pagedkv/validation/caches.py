@@ -14,7 +14,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from ..arrays import Array, Shadow, address_of
 from ..calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall, WriteForm
-from ..layouts import FLOAT32, FLOAT_DTYPES, cache_spec
+from ..layouts import FLOAT32, FLOAT_DTYPES, CacheSpec, cache_spec
 from ..placement import Placement, place
 from . import cache_pair, require, tables, values
 from .copies import checked_copy
@@ -47,6 +47,19 @@ def write_call(given: Mapping[str, Any]) -> WriteCall:
         slots, _ = checked_copy(placement, slots, values.slots, spec.num_blocks * spec.block_size)
     rotation = _rotation(views, placement, slots, bool(given["interleaved"])) if rotates else None
     return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scales, v_scales, form.checked, rotation)
+
+
+def known_write(spec: CacheSpec, k_cache: Array, v_cache: Array, k: Array, v: Array, slots: Array) -> WriteCall | None:
+    """A call of write_kv on the CPU without scales and tables, of which all is known but addresses and values.
+
+    None where it takes a closer look to say that the caches overlap nothing that is read.
+    """
+    for x in (k, v, slots):
+        if np.may_share_memory(k_cache, x) or np.may_share_memory(v_cache, x):
+            return None
+    placement = Placement("cpu", 0, 0, None)
+    slots, _ = checked_copy(placement, slots, values.slots, spec.num_blocks * spec.block_size)
+    return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, 1.0, 1.0, False, None)
 
 
 def _write_form(given: Mapping[str, Any], views: Mapping[str, Array], placement: Placement) -> WriteForm:

@@ -192,6 +192,12 @@ def test_a_row_without_a_token_in_a_step(model, cache):
     assert cache.kv.seq_lens(cache.seqs).tolist() == [32, 24]
 
 
+def test_a_mask_for_each_type_of_layer_is_refused(model, cache):
+    with pytest.raises(TypeError, match=r"^attention_mask must be a \(rows, tokens\) tensor, .* got dict: give what"):
+        model(IDS, attention_mask={"full_attention": None}, past_key_values=cache)
+    assert cache.kv.num_free == cache.kv.pool.num_blocks
+
+
 def test_a_mask_hides_no_token_that_is_cached(model, cache):
     with torch.no_grad():
         model(IDS[:2], attention_mask=MASK[:2], past_key_values=cache)

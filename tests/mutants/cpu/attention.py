@@ -196,8 +196,8 @@ MUTANTS = [
     Mutant(
         "decode: k_scale of the wrong heads",
         "cpu/attention/arguments.py",
-        "factors = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)",
-        "factors = np.tile(options.scale * k_scale, q.shape[1] // spec.num_kv_heads)",
+        "factors = (options.scale * k_scale).repeat(call.q.shape[1] // spec.num_kv_heads)",
+        "factors = np.tile(options.scale * k_scale, call.q.shape[1] // spec.num_kv_heads)",
         FP8_ORACLE,
     ),
     Mutant(

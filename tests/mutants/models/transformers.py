@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "the rows of padding are in the batch",
         "integrations/transformers/cache.py",
-        "is_token = of_input.bool()",
-        "is_token = torch.ones_like(of_input).bool()",
+        "attention_mask[:, -length:].bool().flatten()",
+        "torch.ones_like(attention_mask[:, -length:]).bool().flatten()",
         GENERATE,
         ci=True,
     ),

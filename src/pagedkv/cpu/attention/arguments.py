@@ -53,12 +53,11 @@ class LogitOptions(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The first arguments of both kernels."""
+    """What both kernels take behind `Inputs`; calls that differ in q, K and V alone have it in common."""
 
     tables: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
     query_starts: npt.NDArray[np.int64]  # (num_seqs + 1,) the first row of q of each sequence, and the end
-    inputs: Inputs
     options: LogitOptions
     factors: npt.NDArray[np.float32]  # (num_heads,) of q: the scale times k_scale
     sinks: npt.NDArray[np.float32]  # (num_heads,), or empty
@@ -67,11 +66,11 @@ class Arguments(NamedTuple):
 
 
 _STRIDES = types.UniTuple(int64, 4)
-# The numba types of `counter`, `num_items` and Arguments, with which the parameters of both kernels begin.
+# The numba types of `counter`, `num_items`, Inputs and Arguments, with which the parameters of both kernels begin.
 FIRST_TYPES = (
     *(int64, int64),
-    *(int32[:, ::1], int32[::1], int64[::1]),
     types.NamedTuple([int64, types.UniTuple(int64, 2), int64, int64, int64, _STRIDES, _STRIDES, int64], Inputs),
+    *(int32[:, ::1], int32[::1], int64[::1]),
     types.NamedTuple([boolean, int64, float32, int64], LogitOptions),
     *(float32[::1], float32[::1], float32[::1], types.Array(int64, 1, "C", readonly=True)),
 )
@@ -118,39 +117,38 @@ def plan_of(form: Form) -> Plan:
     )
 
 
-def make_arguments(
-    call: AttentionCall, q: Array, query_starts: npt.NDArray[np.int64]
-) -> tuple[Arguments, tuple[Array, ...]]:
-    """The arguments of a call for some of its rows of q, and the arrays that must outlive the addresses among them."""
-    spec, options, k_cache, v_cache = call.spec, call.options, call.k_cache, call.v_cache
-    plan, slopes = plan_of(call.form), _heads(options.alibi_slopes)
+def make_inputs(plan: Plan, block_size: int, q: Array, k_cache: Array, v_cache: Array) -> Inputs:
+    """The addresses of q, K and V, which must outlive them."""
+    return Inputs(
+        address_of(q),
+        q.strides[:2],
+        _KIND_OF_DTYPE[q.dtype],
+        address_of(k_cache),
+        address_of(v_cache),
+        plan.k_strides,
+        plan.v_strides,
+        block_size,
+    )
+
+
+def make_arguments(call: AttentionCall, query_starts: npt.NDArray[np.int64]) -> Arguments:
+    """The arguments of a call, whose slopes must outlive their address."""
+    spec, options = call.spec, call.options
+    plan, slopes = plan_of(call.form), options.alibi_slopes
     factors = plan.factors
     if factors is None:
         k_scale = per_head(call.k_scale, spec.num_kv_heads)
-        factors = (options.scale * k_scale).repeat(q.shape[1] // spec.num_kv_heads)
-    if q.strides[2] != q.itemsize:
-        q = np.ascontiguousarray(q)
-    arguments = Arguments(
+        factors = (options.scale * k_scale).repeat(call.q.shape[1] // spec.num_kv_heads)
+    return Arguments(
         call.block_tables,
         call.seq_lens,
         query_starts,
-        Inputs(
-            address_of(q),
-            q.strides[:2],
-            _KIND_OF_DTYPE[q.dtype],
-            address_of(k_cache),
-            address_of(v_cache),
-            plan.k_strides,
-            plan.v_strides,
-            spec.block_size,
-        ),
-        plan.options._replace(slopes=address_of(slopes)) if slopes.size else plan.options,
+        plan.options if slopes is None else plan.options._replace(slopes=address_of(slopes)),
         factors,
-        _heads(options.sinks),
+        NO_HEADS if options.sinks is None else options.sinks,
         per_head(call.v_scale, spec.num_kv_heads) if plan.v_scale is None else plan.v_scale,
         plan.places,
     )
-    return arguments, (q, k_cache, v_cache, slopes)
 
 
 def estimate_of(call: AttentionCall, plain_ns: float) -> float:
@@ -172,7 +170,3 @@ def own_results(call: AttentionCall, out: Array, lse: Array | None, num_rows: in
 def result_writes(call: AttentionCall, out: Array, result: Array) -> list[Write]:
     """The writes of an attention whose rows are ready: none if they are where they belong."""
     return [] if call.out is None else [(bits(out[: len(result)]), ..., bits(result))]
-
-
-def _heads(array: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
-    return NO_HEADS if array is None else array

@@ -26,7 +26,16 @@ from ...compiling.compile_thread import made_once
 from ..compile import compile_kernel
 from ..threads import ALONE_NS, get_num_threads, run
 from .access import fetch_add, get_float, get_int32
-from .arguments import FIRST_TYPES, estimate_of, make_arguments, own_results, plan_of, result_writes
+from .arguments import (
+    FIRST_TYPES,
+    Arguments,
+    estimate_of,
+    make_arguments,
+    make_inputs,
+    own_results,
+    plan_of,
+    result_writes,
+)
 from .flash import SPLIT, Item, fold, make_walk
 from .scratch import (
     NOTHING,
@@ -61,10 +70,10 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
     def decode(
         counter,
         num_items,
+        inputs,
         tables,
         seq_lens,
         query_starts,
-        inputs,
         options,
         factors,
         sinks,
@@ -266,19 +275,22 @@ def _one_split_each(num_seqs: int) -> Few:
 
 def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Fill `out` (num_seqs, num_heads, head_dim) and `lse` (num_seqs, num_heads)."""
-    num_seqs, num_heads, _ = call.q.shape
-    result, lses = own_results(call, out, lse, num_seqs)
-    group_rows = 1 if num_heads == call.spec.num_kv_heads else GROUP_ROWS
-    all_have_tokens = np.count_nonzero(call.seq_lens) == num_seqs
-    if not all_have_tokens:  # no work item writes the rows of the others
+    result, lses = own_results(call, out, lse, len(call.q))
+    if np.count_nonzero(call.seq_lens) < len(call.q):  # no work item writes the rows of the others
         empty = call.seq_lens == 0
         result[empty], lses[empty] = 0, -np.inf
-    if all_have_tokens and _most_tokens(call) <= SPLIT:
+    plan_decode(call).run(call.q, call.k_cache, call.v_cache, result, lses)
+    commit(result_writes(call, out, result))
+
+
+def plan_decode(call: AttentionCall) -> Launch:
+    """What fills the rows of those sequences of a call that have tokens."""
+    num_seqs, num_heads, _ = call.q.shape
+    if np.count_nonzero(call.seq_lens) == num_seqs and _most_tokens(call) <= SPLIT:
         few = _one_split_each(num_seqs)
     else:
         few = _plan_decode(call.seq_lens.tobytes(), call.options.window, num_heads)
-    attend_few(call, call.q, few, group_rows, result, lses)
-    commit(result_writes(call, out, result))
+    return plan_launch(call, few, 1 if num_heads == call.spec.num_kv_heads else GROUP_ROWS)
 
 
 def _most_tokens(call: AttentionCall) -> int:
@@ -286,43 +298,56 @@ def _most_tokens(call: AttentionCall) -> int:
     return call.block_tables.shape[1] * call.spec.block_size
 
 
-def attend_few(
-    call: AttentionCall,
-    q: Array,
-    few: Few,
-    group_rows: int,
-    result: Array,
-    lse: Array,
-) -> None:
-    """Fill the rows of the sequences in `few`, and no others."""
-    splits, plan, num_seqs = few.splits, plan_of(call.form), len(call.seq_lens)
+class Launch(NamedTuple):
+    """A kernel and what it takes: all but q, K and V, and where results go.
+
+    The layers of a model, whose q and caches are alike, have it in common.
+    """
+
+    kernel: Callable[..., Any]
+    arguments: Arguments
+    slopes: Array | None  # whose address is among the arguments
+    form: Form
+    few: Few
+    cut: Cut
+    estimate: float
+
+    def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
+        """Fill the rows of the sequences in `few`, and no others."""
+        few, cut, spec, plan = self.few, self.cut, self.form.spec, plan_of(self.form)
+        run(
+            self.kernel,
+            few.splits.seq.size * cut.groups,
+            (
+                make_inputs(plan, spec.block_size, q, k_cache, v_cache),
+                *self.arguments,
+                few.splits,
+                spec.head_dim,
+                cut.heads_per_item,
+                few.most_tokens,
+                plan.token_major,
+                np.empty(few.num_states * plan.row_floats, np.float32),
+                np.empty(few.num_states, np.float32),
+                np.empty(few.num_states, np.float32),
+                np.zeros((len(self.arguments.seq_lens), cut.groups), np.int64),
+                address_of(result),
+                lse,
+            ),
+            owners=(q, k_cache, v_cache, self.slopes, result),
+            estimate=self.estimate,
+        )
+
+
+def plan_launch(call: AttentionCall, few: Few, group_rows: int) -> Launch:
+    """The launch for the sequences in `few`."""
     cut = _cut(call.form, few, group_rows, get_num_threads())
     kernel = _make_kernel(cut.config, call.options.score_mod)
-    arguments, owners = make_arguments(call, q, few.query_starts)
-    estimate = estimate_of(call, num_seqs * _most_tokens(call) * cut.key_ns)
+    arguments = make_arguments(call, few.query_starts)
+    estimate = estimate_of(call, len(call.seq_lens) * _most_tokens(call) * cut.key_ns)
     if estimate >= ALONE_NS:
         num_keys = int(call.seq_lens.sum(dtype=np.int64)) if few.num_keys is None else few.num_keys
         estimate = estimate_of(call, num_keys * cut.key_ns)
-    run(
-        kernel,
-        splits.seq.size * cut.groups,
-        (
-            *arguments,
-            splits,
-            call.spec.head_dim,
-            cut.heads_per_item,
-            few.most_tokens,
-            plan.token_major,
-            np.empty(few.num_states * plan.row_floats, np.float32),
-            np.empty(few.num_states, np.float32),
-            np.empty(few.num_states, np.float32),
-            np.zeros((num_seqs, cut.groups), np.int64),
-            address_of(result),
-            lse,
-        ),
-        owners=(*owners, result),
-        estimate=estimate,
-    )
+    return Launch(kernel, arguments, call.options.alibi_slopes, call.form, few, cut, estimate)
 
 
 @lru_cache(maxsize=8)

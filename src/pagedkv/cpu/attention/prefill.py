@@ -23,8 +23,8 @@ from ...compiling.compile_thread import made_once
 from ..compile import compile_kernel
 from ..threads import run
 from .access import fetch_add, get_int32
-from .arguments import FIRST_TYPES, estimate_of, make_arguments, own_results, result_writes
-from .decode import GROUP_ROWS, attend_few, plan_few
+from .arguments import FIRST_TYPES, estimate_of, make_arguments, make_inputs, own_results, plan_of, result_writes
+from .decode import GROUP_ROWS, plan_few, plan_launch
 from .flash import Item, make_walk
 from .scratch import (
     NOTHING,
@@ -54,10 +54,10 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
     def prefill(
         counter,
         num_items,
+        inputs,
         tables,
         seq_lens,
         query_starts,
-        inputs,
         options,
         factors,
         sinks,
@@ -148,7 +148,7 @@ def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> Non
     result, lses = own_results(call, out, lse, num_tokens)
     if few.any():
         planned = plan_few(call, starts, np.where(few, query_lens, 0), num_heads)
-        attend_few(call, q, planned, GROUP_ROWS, result, lses)
+        plan_launch(call, planned, GROUP_ROWS).run(q, call.k_cache, call.v_cache, result, lses)
     if not few.all():
         _attend_many(call, q, starts, np.where(few, 0, query_lens), result, lses)
     commit(result_writes(call, out, result))
@@ -164,8 +164,7 @@ def _attend_many(
 ) -> None:
     """Fill the rows of those sequences whose query_lens, not to be taken from query_starts, is above 0."""
     kernel = _make_kernel(tile_config(call.spec, GROUP_ROWS, staged=True), call.options.score_mod)
-    arguments, owners = make_arguments(call, q, query_starts)
-    num_kv_heads = call.spec.num_kv_heads
+    num_kv_heads, caches = call.spec.num_kv_heads, (call.k_cache, call.v_cache)
     tokens_per_item = max(1, ROWS // (q.shape[1] // num_kv_heads))
     chunks = plan_chunks(query_starts, query_lens, tokens_per_item)
     logits = int((query_lens * call.seq_lens).sum()) * q.shape[1]
@@ -173,7 +172,15 @@ def _attend_many(
     run(
         kernel,
         chunks.seq.size * num_kv_heads,
-        (*arguments, chunks, head_dim, tokens_per_item, address_of(result), lse),
-        owners=(*owners, result),
+        (
+            make_inputs(plan_of(call.form), call.spec.block_size, q, *caches),
+            *make_arguments(call, query_starts),
+            chunks,
+            head_dim,
+            tokens_per_item,
+            address_of(result),
+            lse,
+        ),
+        owners=(q, *caches, call.options.alibi_slopes, result),
         estimate=estimate_of(call, logits * head_dim * DIM_NS),
     )

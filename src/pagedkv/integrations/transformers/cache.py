@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ...arrays import host_view
 from ...cache import PagedKVCache
 from ...errors import CapacityError
 from .attention import CachedPass
@@ -105,11 +106,9 @@ class PagedCache(Cache):
                 "reset() before another text"
             )
         if attention_mask is not None:
-            self._require_mask(attention_mask, num_rows, length)
-            of_input = attention_mask[:, -length:]
+            of_input = self._shown(attention_mask, num_rows, length)[:, -length:]
             if not of_input.all():
-                is_token = of_input.bool()
-                new, is_token = is_token.sum(1).tolist(), is_token.flatten()
+                new, is_token = of_input.sum(1).tolist(), attention_mask[:, -length:].bool().flatten()
         self._undo()
         if self.seqs and len(self.seqs) != num_rows:
             raise ValueError(
@@ -141,20 +140,28 @@ class PagedCache(Cache):
         slots = torch.full_like(is_token, -1, dtype=slots.dtype).index_copy(0, rows, slots)
         return CachedPass(self.kv, slots, batch, rows)
 
-    def _require_mask(self, attention_mask: torch.Tensor, num_rows: int, length: int) -> None:
+    def _shown(self, attention_mask: torch.Tensor, num_rows: int, length: int) -> npt.NDArray[np.bool]:
+        """Which tokens a mask shows, on the host; raises unless those are all that are cached, and some new ones."""
+        if not isinstance(attention_mask, torch.Tensor):
+            raise TypeError(
+                f"attention_mask must be a (rows, tokens) tensor, 0 for padding, got {type(attention_mask).__name__}: "
+                "give what the tokenizer returns; what each layer sees beyond that, paged attention knows itself"
+            )
         shape = tuple(attention_mask.shape)
         if shape != (num_rows, self._length + length):
             raise ValueError(
                 f"attention_mask must have shape (rows, tokens) = ({num_rows}, {self._length} cached + {length}), got "
                 f"{shape}: call reset() before another text"
             )
+        shown: npt.NDArray[np.bool] = host_view(attention_mask if attention_mask.is_cpu else attention_mask.cpu()) != 0
         if len(self.seqs) == num_rows:
             cached = self.kv.seq_lens(self.seqs) if self._before is None else self._before
-            if (of_cached := (attention_mask[:, :-length] != 0).sum(1).tolist()) != cached.tolist():
+            if (of_cached := shown[:, :-length].sum(1).tolist()) != cached.tolist():
                 raise ValueError(
                     f"attention_mask must show all tokens that this PagedCache has, {cached.tolist()} of its rows, and "
                     f"no others, got {of_cached}: padding keeps its columns, and cached tokens cannot be hidden"
                 )
+        return shown
 
     def _start(self, num_rows: int) -> list[int]:
         first = self.kv.add(0).seq

@@ -1,0 +1,202 @@
+"""Layers of a cache on the CPU: what one has validated is not looked at again by the others, and what differs is."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import pagedkv
+from pagedkv import PagedKVCache
+from pagedkv.operations import repeats
+
+from ..memory.manager import refused
+
+LAYERS, P, HEADS, DIM = 3, 8, 2, 16
+LENS = (P + 1, 3, 600)  # one of several splits
+
+
+def numbers(x):
+    return x.float().numpy() if isinstance(x, torch.Tensor) else x
+
+
+class Steps:
+    """Decode steps over a cache, each layer with q, k and v of its own."""
+
+    def __init__(self, dtype="float32", array_module="numpy", **options):
+        self.rng = np.random.default_rng(0)
+        self.cache = PagedKVCache(LAYERS, 100, P, HEADS, DIM, dtype, array_module=array_module, **options)
+        self.options = {name: options[name] for name in ("layout", "kv_dtype") if name in options}
+        self.seqs = [self.cache.add(0).seq for _ in LENS]
+        slots = self.cache.append(self.seqs, list(LENS))
+        for layer in range(LAYERS):
+            self.cache.write(layer, self.new(sum(LENS), HEADS), self.new(sum(LENS), HEADS), slots)
+
+    def new(self, *shape):
+        x = torch.from_numpy(self.rng.standard_normal((*shape, DIM), np.float32))
+        dtype = self.cache.k_caches[0].dtype if self.cache.k_caches[0].dtype != torch.uint8 else torch.float32
+        return x.to(dtype) if isinstance(self.cache.k_caches[0], torch.Tensor) else x.numpy()
+
+    def step(self, layers=range(LAYERS), **options):
+        """One step in some layers; every result is that of decode_attention, and what was written is there."""
+        slots, batch = self.cache.append(self.seqs), self.cache.batch(self.seqs)
+        for layer in layers:
+            k, v = self.new(len(LENS), HEADS), self.new(len(LENS), HEADS)
+            self.cache.write(layer, k, v, slots)
+            self.attend(layer, batch, **options)
+            caches = self.cache.k_caches[layer], self.cache.v_caches[layer]
+            lens = self.cache.seq_lens(self.seqs).tolist()
+            for i, length in enumerate(lens):
+                stored = pagedkv.gather_kv(*caches, batch.block_tables[i], length, **self.options)
+                for x, y in zip(stored, (k, v), strict=True):
+                    np.testing.assert_allclose(numbers(x[-1]), numbers(y[i]), rtol=0.1, atol=0.1)
+        return batch
+
+    def attend(self, layer, batch, q=None, **options):
+        q = self.new(len(LENS), 4) if q is None else q
+        caches = self.cache.k_caches[layer], self.cache.v_caches[layer]
+        where = batch.block_tables, batch.seq_lens
+        expected = pagedkv.decode_attention(q, *caches, *where, **self.options, **options)
+        got = self.cache.attend(layer, q, batch, **options)
+        assert type(got) is type(expected)
+        assert (got == expected).all()
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """What the operations were called for, by the first array that they got."""
+    calls = []
+    for name in ("decode_attention", "write_kv"):
+        operation = getattr(repeats, name)
+        monkeypatch.setattr(
+            repeats, name, lambda *args, _f=operation, **given: [calls.append(_f.__name__), _f(**given)][1]
+        )
+    return calls
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"array_module": "torch", "layout": "HND"},
+        {"array_module": "torch", "dtype": "bfloat16", "layout": "vllm"},
+        {"kv_dtype": "fp8_e4m3"},
+    ],
+)
+def test_the_first_layer_is_validated_for_all_steps(looked_at, options):
+    steps = Steps(**options)
+    looked_at.clear()
+    for _ in range(3):
+        steps.step()
+    assert looked_at == ["write_kv", "decode_attention"]
+
+
+def test_options_that_alternate(looked_at):
+    steps = Steps()
+    for _ in range(2):
+        steps.step([0], window=20, scale=0.5)
+        steps.step([1], scale=1)
+        steps.step([2], scale=1.0)
+    assert looked_at.count("decode_attention") == 3
+    steps.step(sinks=np.ones(4, np.float32), softcap=2.0)  # arrays may hold anything else in the next call
+    assert looked_at.count("decode_attention") == 3 + LAYERS
+
+
+def test_tables_and_lengths_of_the_call_count():
+    """Whoever changes those of a batch gets what they say then."""
+    steps = Steps()
+    batch = steps.step()
+    batch.block_tables[0] = batch.block_tables[2, : len(batch.block_tables[0])]
+    steps.attend(1, batch)
+    batch.seq_lens[1] = 0
+    steps.attend(2, batch)
+    batch.seq_lens[:] = 0, 5, 17
+    steps.attend(0, batch)
+    batch.seq_lens[2] = steps.cache.seq_lens(steps.seqs)[2] + 1
+    with refused(steps.cache, ValueError, r"^seq_lens must be in 0\.\.max_seq_len = 0\.\.601, got 602 for sequence 2$"):
+        steps.cache.attend(0, steps.new(3, 4), batch)
+    for name in ("block_tables", "seq_lens"):
+        wider = dataclasses.replace(batch, **{name: getattr(batch, name).astype(np.int64)})
+        with refused(steps.cache, TypeError, rf"^{name} must have dtype int32, got int64$"):
+            steps.cache.attend(0, steps.new(3, 4), wider)
+    batch.seq_lens[2], batch.block_tables[2, 1] = 9, 100
+    with refused(steps.cache, IndexError, r"got 100 for sequence 2, column 1$"):
+        steps.cache.attend(0, steps.new(3, 4), batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda q: q.astype(np.float64), TypeError, r"^q must have dtype float32, float16 or bfloat16, got float64$"),
+        (lambda q: q[:2], ValueError, r"^block_tables must have shape \(num_seqs, max_blocks\) = \(2, "),
+        (lambda q: q[:, :3], ValueError, r"^num_heads must be a positive multiple"),
+        (lambda q: np.repeat(q, 2, 2)[..., ::2], ValueError, r"^q must be contiguous along its last axis"),
+        (lambda q: q.tolist(), TypeError, r"^q must be an array"),
+    ],
+)
+def test_a_query_that_differs(change, error, message):
+    steps = Steps()
+    batch = steps.step()
+    with refused(steps.cache, error, message):
+        steps.cache.attend(1, change(steps.new(3, 4)), batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"window": 0}, ValueError, r"^window must be at least 1, got 0$"),
+        ({"scale": True}, TypeError, r"^scale must be a number, got bool$"),
+        ({"cap": 1.0}, TypeError, r"unexpected keyword argument 'cap'$"),
+        ({"max_seq_len": 1}, TypeError, r"multiple values for .*'max_seq_len'$"),
+    ],
+)
+def test_options_that_cannot_be(options, error, message):
+    steps = Steps()
+    batch = steps.step(scale=1.0, window=3)
+    with refused(steps.cache, error, message):
+        steps.cache.attend(1, steps.new(3, 4), batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda k, v, slots: (k.astype(np.float16), v, slots), TypeError, r"^k must have dtype float32"),
+        (lambda k, v, slots: (k, v[:2], slots), ValueError, r"^v must have shape"),
+        (lambda k, v, slots: (k, v, slots - 10**6), None, None),  # negative ones are skipped
+        (lambda k, v, slots: (k, v, slots + 10**6), IndexError, r"^slots must be below"),
+        (lambda k, v, slots: (k, v, slots * 0), ValueError, r"^slots must name a slot once"),
+        (lambda k, v, slots: (k, v, slots.astype(np.int32)), TypeError, r"^slots must have dtype int64"),
+    ],
+)
+def test_a_write_that_differs(change, error, message):
+    steps = Steps()
+    steps.step()
+    slots = steps.cache.append(steps.seqs)
+    given = change(steps.new(3, HEADS), steps.new(3, HEADS), slots)
+    if error is None:
+        before = steps.cache.k_caches[1].copy()
+        steps.cache.write(1, *given)
+        assert (steps.cache.k_caches[1] == before).all()
+        return
+    with refused(steps.cache, error, message):
+        steps.cache.write(1, *given)
+
+
+def test_caches_that_are_read_only_or_overlap():
+    steps = Steps()
+    steps.step()
+    slots, k = steps.cache.append(steps.seqs), steps.new(3, HEADS)
+    steps.cache.v_caches[1].flags.writeable = False
+    with refused(steps.cache, ValueError, r"^v_cache must be writable, got a read-only array$"):
+        steps.cache.write(1, k, k, slots)
+    inside = steps.cache.k_caches[2][50, :3]
+    with refused(steps.cache, ValueError, r"^k_cache must not overlap v$"):
+        steps.cache.write(2, k, inside, slots)
+
+
+def test_forms_are_forgotten(monkeypatch, looked_at):
+    monkeypatch.setattr(repeats, "MOST_FORMS", 2)
+    steps = Steps()
+    for window in (1, 2, 3, 1):
+        steps.step([0], window=window)
+    assert looked_at.count("decode_attention") == 4
