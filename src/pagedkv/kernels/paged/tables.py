@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import int64
+from numba import int32, int64, uint32
 
 from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
 from ..device.source import device_function
@@ -20,12 +20,12 @@ def make_length_of(config: AttentionConfig) -> Any:
 
     @device_function
     def length_of(seq_lens, seq_idx, max_seq_len, report):
-        seq_len = int64(seq_lens[seq_idx])
-        if seq_len < 0 or seq_len > max_seq_len:
+        seq_len = uint32(seq_lens[seq_idx])
+        if int64(seq_len) > max_seq_len:
             if CHECKED:
-                record(report, SEQ_LEN, seq_idx, 0, seq_len)
-            seq_len = int64(0)
-        return seq_len
+                record(report, SEQ_LEN, seq_idx, 0, int64(int32(seq_len)))
+            seq_len = uint32(0)
+        return int64(seq_len)
 
     return length_of
 
