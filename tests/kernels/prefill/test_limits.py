@@ -105,7 +105,7 @@ MORE_SPLIT_CASES = [
 def test_split_keys_leave_room_in_registers(head_dim, capability, fields):
     _, kernel = tensor_kernel(head_dim, capability, make=make_prefill_split, architecture=capability[0], **fields)
     check_registers(kernel)
-    if head_dim == 128 and capability == (9, 0) and not fields:
+    if head_dim <= 128 and capability == (9, 0) and not fields:
         loop = products_of(code_of(kernel.cubin, kernel.entry), capability)
         assert loop.instructions / loop.copies <= 18
 

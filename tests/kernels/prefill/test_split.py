@@ -200,9 +200,9 @@ def test_earlier_rows_whose_window_begins_in_another_split_change_no_bit(open_de
 
 @each_form
 def test_rows_that_see_keys_of_one_warp_have_the_bits_of_long_chunks(form, open_device):
-    """And `exact` gives them to all rows."""
+    """However pivots move: one kernel asks maxima, the other one sums. And `exact` gives those bits to all rows."""
     most, first = FEW_ROWS // form.group_size, PART - 1
-    spec = form.replace(seq_lens=(PART + 60,), query_lens=(60 + most,), num_kv_heads=1, sinks=True)
+    spec = form.replace(seq_lens=(PART + 60,), query_lens=(60 + most,), num_kv_heads=1, sinks=True, scale=1.0)
     whole = build(spec)
     out, lse = prefill(whole, open_device)
     start = most + first - PART  # the row at position `first`, and one that sees a key more

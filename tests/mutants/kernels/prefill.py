@@ -136,8 +136,8 @@ MUTANTS = [
     Mutant(
         "prefill kernel: O is not rescaled",
         SOFTMAX,
-        "            move_pivots(registers, unit)\n            rescale(registers)\n",
-        "            move_pivots(registers, unit)\n",
+        "            rescale(registers)\n        weigh(registers, unit)\n",
+        "        weigh(registers, unit)\n",
         PIVOTS,
     ),
     Mutant(

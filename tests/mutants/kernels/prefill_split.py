@@ -18,6 +18,7 @@ BEFORE_9 = (SPLIT + "test_before_9_0_warps_meet_at_barriers_of_their_own",)
 ALONE = (SPLIT + "test_few_tokens_of_short_and_empty_sequences_take_the_split_kernel_alone[emulator]",)
 
 LOOP = "kernels/prefill/tensor_cores/split/loop.py"
+SOFTMAX = "kernels/prefill/tensor_cores/softmax.py"
 MERGE = "kernels/prefill/tensor_cores/split/merge.py"
 KERNEL = "kernels/prefill/tensor_cores/split/kernel.py"
 SHAPE = "kernels/prefill/tensor_cores/split/shape.py"
@@ -92,8 +93,8 @@ MUTANTS = [
     Mutant(
         "prefill split: the rows of a piece are copied in another order",
         "kernels/prefill/tensor_cores/split/rows.py",
-        "uint32(uint32(group * ROWS) + turn)",
-        "uint32(uint32(turn * AT_ONCE) + group)",
+        "uint32(lane << 2)",
+        "uint32(uint32(lane ^ 1) << 2)",
         BEFORE_9,
     ),
     Mutant(
@@ -109,6 +110,20 @@ MUTANTS = [
         "            soften(registers, excess, unit)\n            wait_one()\n",
         "            soften(registers, excess, unit)\n",
         FP8,
+    ),
+    Mutant(
+        "prefill split: sums that have grown too much for P are not seen",
+        SOFTMAX,
+        "float32(0.999 * 2.0**TOP)",
+        "float32(0.999 * 2.0 ** (TOP + 8))",
+        ONE_WARP,
+    ),
+    Mutant(
+        "prefill split: what is weighed again is added again",
+        SOFTMAX,
+        "            for_each(copy_sum, OF_ROWS, (registers.sums, before))\n",
+        "",
+        TENSOR,
     ),
     Mutant(
         "prefill split: the second piece of a tile is the first one",

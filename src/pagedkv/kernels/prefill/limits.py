@@ -67,6 +67,13 @@ def split_row_tiles(config: TensorConfig) -> int:
     return row_tiles(config) if config.architecture >= 9 else 1
 
 
+def split_asks_sums(config: TensorConfig) -> bool:
+    """Whether sums tell that a pivot has to move, which saves 57 instructions of a tile and takes the registers of S
+    while P is made: with two row tiles of 128 dims, that spills 60 bytes on 9.0, and with one 20 on 8.0, for another
+    branch in a loop with calls."""
+    return config.architecture >= 9 and (config.head_dim <= 64 or split_row_tiles(config) == 1)
+
+
 def split_avoids_calls(config: TensorConfig) -> bool:
     """Whether warps meet at barriers of their own and lanes tell each other rows in shared memory: before 9.0, where
     nvJitLink does not know the lanes of a warp to be together in its loop, bar.warp.sync and shuffles are calls there,

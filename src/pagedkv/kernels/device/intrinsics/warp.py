@@ -206,6 +206,21 @@ shuffle = declare(
     ),
 )
 
+
+@lru_cache
+def shuffle_among(num_lanes: int) -> Any:
+    """The device function (word, i): the word of lane i of each num_lanes neighbours, a power of two.
+
+    The whole warp calls it. A constant i takes neither a register nor an instruction.
+    """
+    text = f"shfl.sync.idx.b32 $0, $1, $2, {(32 - num_lanes) << 8 | 31:#x}, {WHOLE_WARP};"
+
+    def emit(builder: Any, x: Any, i: Any) -> Any:
+        return warp_wide(builder, I32, text, "=r,r,r", [x, i])
+
+    return declare(f"shuffle_among_{num_lanes}", "As shuffle, among neighbours.", uint32, [uint32, uint32], emit)
+
+
 shuffle_float = declare(
     "shuffle_float",
     "The float32 of another lane: (x, lane). The whole warp calls it.",

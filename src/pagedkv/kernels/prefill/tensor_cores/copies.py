@@ -3,9 +3,9 @@
 A row is cut into chunks of 8 elements. Chunk c of row r lies at chunk ``c ^ (r & 7)`` of its row, so that ldmatrix,
 which reads the same chunk of 8 rows, and the copies, which write all chunks of some rows, both meet every bank once.
 
-Each lane looks up one of the rows that its warp copies, two tiles ahead whatever the block size; a shuffle hands the
-row's offset to the lanes that copy it. Tokens before the first one and past the last one that a row sees are taken to
-be those: their logits are masked, and nothing else is read.
+Each lane looks up one of the rows that it and its neighbours copy, two tiles ahead whatever the block size; a shuffle
+hands the row's offset to all of them. Tokens before the first one and past the last one that a row sees are taken to be
+those: their logits are masked, and nothing else is read.
 
 Rows of fp8 caches are copied as they are, to where the thread that copies them converts them: it waits for nobody else.
 """
@@ -26,7 +26,7 @@ from ...device.intrinsics.warp import (
     load_shared_pair,
     load_shared_words,
     pack_bfloat16,
-    shuffle,
+    shuffle_among,
     store_shared_words,
     wait_but,
 )
@@ -135,14 +135,15 @@ def make_clear_gaps(config: TensorConfig, shape: TileShape) -> Any:
 def make_find_row(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``find_row(pages, first, lane, warp) -> block, position``.
 
-    Of one of the rows that the lane's warp copies of the tile whose first token this is.
+    Of a row of the tile whose first token this is. Lane i of those that share rows has the i-th row that they copy, and
+    behind the last row the first ones again.
     """
     AT_ONCE, BLOCK_ROWS, BLOCK_SIZE = shape.warp_rows_at_once, shape.rows_at_once, config.block_size
-    NUM_ROWS = shape.warp_rows_at_once * shape.rows_of_thread
+    LANES, ROWS = shape.lanes, shape.rows_of_thread
 
     @device_function
     def find_row(pages, first, lane, warp):
-        turn, row = divmod_32(uint32(lane % uint32(NUM_ROWS)), AT_ONCE)
+        row, turn = uint32(lane // uint32(LANES)), uint32(lane % uint32(ROWS))
         row = uint32(uint32(warp * AT_ONCE) + uint32(row + uint32(turn * BLOCK_ROWS)))
         token = min(max(uint32(first + row), pages.first), pages.last)
         column = uint32(token // uint32(BLOCK_SIZE))
@@ -171,29 +172,23 @@ def make_copy_row(config: TensorConfig, shape: TileShape) -> Any:
 
 
 def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``copy_rows(place, cache, block, position, group, has_chunk)``: start copying a tile.
+    """The device function ``copy_rows(place, cache, block, position, has_chunk)``: start copying a tile.
 
-    place is that of the thread's chunk of its first row, block and position what `find_row` has found, and group the
-    number of the lane's row among those that its warp copies at once.
+    place is that of the thread's chunk of its first row, block and position what `find_row` has found.
     """
-    ROWS, AT_ONCE, WIDE = shape.rows_of_thread, shape.warp_rows_at_once, config.wide
+    ROWS, WIDE, shuffle = shape.rows_of_thread, config.wide, shuffle_among(shape.lanes)
     row_offset, copy_row = make_row_offset(config.wide, config.vector_bytes), make_copy_row(config, shape)
 
     @device_function
-    def offset_of(offset, lane):
+    def copy_one(i, place, cache, offset, has_chunk):
+        mine = shuffle(uint32(offset), uint32(i))
         if WIDE:
-            high, low = shuffle(uint32(offset >> 32), lane), shuffle(uint32(offset), lane)
-            return int64(high) << 32 | int64(low)
-        return shuffle(offset, lane)
+            mine = int64(shuffle(uint32(offset >> 32), uint32(i))) << 32 | int64(mine)
+        copy_row(i, place, cache, mine, has_chunk)
 
     @device_function
-    def copy_one(i, place, cache, offset, group, has_chunk):
-        copy_row(i, place, cache, offset_of(offset, uint32(group + AT_ONCE * i)), has_chunk)
-
-    @device_function
-    def copy_rows(place, cache, block, position, group, has_chunk):
-        offset = row_offset(cache, block, position)
-        for_each(copy_one, ROWS, (place, cache, offset, group, has_chunk))
+    def copy_rows(place, cache, block, position, has_chunk):
+        for_each(copy_one, ROWS, (place, cache, row_offset(cache, block, position), has_chunk))
 
     return copy_rows
 

@@ -59,7 +59,6 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
     def attend(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
         row, chunk = divmod_32(thread, LANES)
         has_chunk = True if IS_WHOLE else chunk < CHUNKS
-        group = uint32(lane // uint32(LANES))
         place = uint32(shared + uint32(uint32(row * ROW_BYTES) + uint32(uint32(chunk ^ uint32(row & 7)) << 4)))
         clear_gaps(shared, thread)
         begin_query(place, query, row, chunk, item, has_chunk)
@@ -72,9 +71,9 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
 
         first, stage = span.first, uint32(0)
         block, position = find_row(pages, first, lane, warp)
-        copy_rows(k_codes if IS_FP8 else k_place, keys, block, position, group, has_chunk)
+        copy_rows(k_codes if IS_FP8 else k_place, keys, block, position, has_chunk)
         if IS_FP8 or STAGES == 2:
-            copy_rows(v_codes if IS_FP8 else v_place, values, block, position, group, has_chunk)
+            copy_rows(v_codes if IS_FP8 else v_place, values, block, position, has_chunk)
         end_group()
         v_block, v_position = block, position
         block, position = find_row(pages, uint32(first + KEYS), lane, warp)
@@ -91,27 +90,27 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
                 convert_rows(k_codes, k_place, has_chunk)
                 convert_rows(v_codes, v_place, has_chunk)
                 if is_followed:
-                    copy_rows(k_codes, keys, block, position, group, has_chunk)
-                    copy_rows(v_codes, values, block, position, group, has_chunk)
+                    copy_rows(k_codes, keys, block, position, has_chunk)
+                    copy_rows(v_codes, values, block, position, has_chunk)
                 end_group()
                 block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
                 cuda.syncthreads()
             elif STAGES == 2:
                 if is_followed:
                     other = uint32(TILE_BYTES - stage)
-                    copy_rows(uint32(k_place + other), keys, block, position, group, has_chunk)
-                    copy_rows(uint32(v_place + other), values, block, position, group, has_chunk)
+                    copy_rows(uint32(k_place + other), keys, block, position, has_chunk)
+                    copy_rows(uint32(v_place + other), values, block, position, has_chunk)
                 end_group()
                 block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
             else:
-                copy_rows(v_place, values, v_block, v_position, group, has_chunk)
+                copy_rows(v_place, values, v_block, v_position, has_chunk)
                 end_group()
             multiply_keys(registers, places, q_tile, uint32(k_tile + stage))
             if STAGES == 1 and not IS_FP8:
                 wait_all()
                 cuda.syncthreads()
                 if is_followed:
-                    copy_rows(k_place, keys, block, position, group, has_chunk)
+                    copy_rows(k_place, keys, block, position, has_chunk)
                 end_group()
                 v_block, v_position = block, position
                 block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)

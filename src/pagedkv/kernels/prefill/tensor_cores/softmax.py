@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import float32, int32, int64, uint32
 
-from ...device.intrinsics.thread import address, clear, exp2, for_each, larger, multiply_and_add
+from ...device.intrinsics.thread import address, clear, exp2, for_each, larger, local_array, multiply_and_add
 from ...device.intrinsics.warp import any_lane, exchange, pack_bfloat16, pack_float16
 from ...device.logits import LOG2E, NONE, cap, make_modify
 from ...device.source import device_function
@@ -201,15 +201,14 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
     return find_excess, move_pivots, rescale
 
 
-def make_soften(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``soften(registers, excess, unit)``: S becomes P; sums and O follow pivots that move."""
-    OF_ROWS, KEY_TILES = 2 * shape.row_tiles, 2 * shape.key_pairs
-    SCORE_PAIRS, P_OF_TILE, TOP = OF_ROWS * KEY_TILES, 4 * shape.key_pairs, top(config)
+def make_weigh(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``weigh(registers, unit)``: S becomes P, which is added to sums before it is rounded."""
+    KEY_TILES, P_OF_TILE = 2 * shape.key_pairs, 4 * shape.key_pairs
+    SCORE_PAIRS = 2 * shape.row_tiles * KEY_TILES
     pack = pack_float16 if config.q_kind == "float16" else pack_bfloat16
-    find_excess, move_pivots, rescale = make_pivots(config, shape)
 
     @device_function
-    def weigh(x, s, p, sums, shifts, unit):
+    def weigh_pair(x, s, p, sums, shifts, unit):
         m, n, h = x // (2 * KEY_TILES), x // 2 % KEY_TILES, x % 2
         at, i = 4 * (m * KEY_TILES + n) + 2 * h, 2 * m + h
         first = exp2(multiply_and_add(s[at], unit, shifts[i]))
@@ -218,12 +217,67 @@ def make_soften(config: TensorConfig, shape: TileShape) -> Any:
         p[m * P_OF_TILE + 4 * (n // 2) + 2 * (n % 2) + h] = pack(first, second)
 
     @device_function
+    def weigh(registers, unit):
+        for_each(weigh_pair, SCORE_PAIRS, (registers.s, registers.p, registers.sums, registers.shifts, unit))
+
+    return weigh
+
+
+def make_soften(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``soften(registers, excess, unit)``: S becomes P; sums and O follow pivots that move."""
+    TOP, weigh = top(config), make_weigh(config, shape)
+    find_excess, move_pivots, rescale = make_pivots(config, shape)
+
+    @device_function
     def soften(registers, excess, unit):
         find_excess(registers, excess, unit)
         if any_lane(excess[0] > TOP):
             move_pivots(registers, unit)
             rescale(registers)
-        for_each(weigh, SCORE_PAIRS, (registers.s, registers.p, registers.sums, registers.shifts, unit))
+        weigh(registers, unit)
+
+    return soften
+
+
+def make_soften_by_sums(config: TensorConfig, shape: TileShape) -> Any:
+    """The function of `make_soften`, with the same bits, that asks for maxima only where sums have grown by much.
+
+    An exponential above 2**TOP makes a sum grow by as much: none is negative, and rounding keeps the order of sums.
+    Several that are below may do so, too: then no pivot moves, and P is made again as it was. It asks at once in the
+    first tile, where excess[0] is UNSEEN, and where pivots have moved in the tile before.
+    """
+    OF_ROWS, TOP = 2 * shape.row_tiles, top(config)
+    MOST = float32(0.999 * 2.0**TOP)  # less than 2**TOP: exp2 rounds
+    weigh, (find_excess, move_pivots, rescale) = make_weigh(config, shape), make_pivots(config, shape)
+
+    @device_function
+    def copy_sum(i, target, source):
+        target[i] = source[i]
+
+    @device_function
+    def ask(i, answer, sums, before):
+        answer[0] = answer[0] | uint32(sums[i] >= float32(before[i] + MOST))
+
+    @device_function
+    def settle(registers, excess, unit):
+        find_excess(registers, excess, unit)
+        if any_lane(excess[0] > TOP):
+            move_pivots(registers, unit)
+            rescale(registers)
+
+    @device_function
+    def soften(registers, excess, unit):
+        before, answer = local_array(OF_ROWS, float32), local_array(1, uint32)
+        if any_lane(excess[0] > TOP):
+            settle(registers, excess, unit)
+        answer[0] = uint32(0)
+        for_each(copy_sum, OF_ROWS, (before, registers.sums))
+        weigh(registers, unit)
+        for_each(ask, OF_ROWS, (answer, registers.sums, before))
+        if any_lane(answer[0] != 0):
+            for_each(copy_sum, OF_ROWS, (registers.sums, before))
+            settle(registers, excess, unit)
+            weigh(registers, unit)
 
     return soften
 

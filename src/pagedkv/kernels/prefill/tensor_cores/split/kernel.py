@@ -80,7 +80,7 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
         shared = shared_address(cuda.shared.array(0, uint32, alignment=SWIZZLED))
-        thread = uint32(cuda.threadIdx.x)
+        thread = thread_number()  # not read again in the loop, nor is what follows from it made again
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
         # One thread asks for the lengths: all must agree on them, even if they change meanwhile.

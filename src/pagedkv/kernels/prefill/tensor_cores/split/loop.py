@@ -15,9 +15,10 @@ from ....device.intrinsics.warp import any_lane, barrier_of_warp, end_group, syn
 from ....device.source import device_function
 from ...arguments import Cache
 from ...config import TensorConfig
+from ...limits import split_asks_sums
 from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_find_row
 from ..products import make_multiply_keys, make_multiply_values, make_places
-from ..softmax import make_logits, make_mask, make_soften
+from ..softmax import UNSEEN, make_logits, make_mask, make_soften, make_soften_by_sums
 from ..tile import CHUNK_DIMS
 from .rows import make_rows
 from .shape import PIECE, SplitShape
@@ -39,7 +40,8 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
     convert_rows = make_convert_rows(config, shape)
     places_of, multiply_keys = make_places(shape), make_multiply_keys(config, shape)
     begin_values, multiply_values = make_multiply_values(config, shape)
-    logits, mask, soften = make_logits(config, shape), make_mask(config, shape), make_soften(config, shape)
+    logits, mask = make_logits(config, shape), make_mask(config, shape)
+    soften = (make_soften_by_sums if split_asks_sums(config) else make_soften)(config, shape)
     wait_one, wait_two = wait_but(1), wait_but(2)
 
     @device_function
@@ -101,6 +103,7 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
         cuda.syncthreads()  # Q is there for all
 
         places, excess = places_of(lane), local_array(1, float32)
+        excess[0] = UNSEEN
         g, t = uint32(lane >> 2), uint32(lane & 3)
         while any_lane(first <= span.last):
             is_followed = any_lane(uint32(first + KEYS) <= span.last)

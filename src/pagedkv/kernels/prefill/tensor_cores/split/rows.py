@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from numba import int64, uint32
 
-from ....device.intrinsics.thread import divmod_32, for_each
+from ....device.intrinsics.thread import for_each
 from ....device.intrinsics.warp import load_shared_pair, load_shared_words, store_shared_word
 from ....device.row_offsets import make_row_offset
 from ....device.source import Steps, device_function
@@ -19,10 +19,10 @@ from .shape import PIECE, SplitShape
 def make_rows(config: TensorConfig, shape: SplitShape) -> Steps:
     """``share(i, slots, cache, blocks, positions, lane)``, ``copy(i, place, slots, cache, blocks, positions, ...)``.
 
-    ``..., group, has_chunk``. Of the i-th piece of a tile. Slots are the warp's, which meets between the two if lanes
-    share; place is that of the lane's chunk of the first row it copies, and group the number of that row.
+    ``..., row, has_chunk``. Of the i-th piece of a tile. Slots are the warp's, which meets between the two if lanes
+    share; place is that of the lane's chunk of the first row it copies, and row the number of that one.
     """
-    ROWS, AT_ONCE, WIDE, SHARES = shape.rows_of_thread, shape.warp_rows_at_once, config.wide, shape.shares
+    ROWS, WIDE, SHARES = shape.rows_of_thread, config.wide, shape.shares
     COPIED, SLOT_BYTES, HIGH = shape.copied_bytes, shape.slot_bytes, 4 * PIECE
     AT_A_TIME, words_at = (4, load_shared_words) if ROWS >= 4 else (2, load_shared_pair)
     TIMES, row_offset = ROWS // AT_A_TIME, make_row_offset(config.wide, config.vector_bytes)
@@ -30,8 +30,7 @@ def make_rows(config: TensorConfig, shape: SplitShape) -> Steps:
 
     @device_function
     def share(i, slots, cache, blocks, positions, lane):
-        turn, group = divmod_32(lane, AT_ONCE)
-        where = uint32(uint32(slots + SLOT_BYTES * i) + uint32(uint32(uint32(group * ROWS) + turn) << 2))
+        where = uint32(uint32(slots + SLOT_BYTES * i) + uint32(lane << 2))
         offset = row_offset(cache, blocks[i], positions[i])
         store_shared_word(where, uint32(offset))
         if WIDE:
@@ -46,12 +45,12 @@ def make_rows(config: TensorConfig, shape: SplitShape) -> Steps:
             copy_row(AT_A_TIME * n + j, place, cache, offset, has_chunk)
 
     @device_function
-    def copy(i, place, slots, cache, blocks, positions, group, has_chunk):
+    def copy(i, place, slots, cache, blocks, positions, row, has_chunk):
         first = uint32(place + COPIED * i)
         if SHARES:
-            where = uint32(uint32(slots + SLOT_BYTES * i) + uint32(group * (4 * ROWS)))
+            where = uint32(uint32(slots + SLOT_BYTES * i) + uint32(row * (4 * ROWS)))
             for_each(copy_some, TIMES, (first, where, cache, has_chunk))
         else:
-            copy_rows(first, cache, blocks[i], positions[i], group, has_chunk)
+            copy_rows(first, cache, blocks[i], positions[i], has_chunk)
 
     return Steps(share, copy)

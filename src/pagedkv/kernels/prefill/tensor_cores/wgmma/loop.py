@@ -63,7 +63,6 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
     def attend(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
         row, chunk = divmod_32(thread, LANES)
         panel, column = divmod_32(chunk, PANEL_CHUNKS)
-        group = uint32(lane // uint32(LANES))
         place = uint32(shared + uint32(uint32(row * ROW) + uint32(uint32(column ^ uint32(row & 7)) << 4)))
         begin_query(uint32(place + uint32(panel * Q_PANEL)), query, row, chunk, item)
         offset = int64(chunk) * VECTOR_BYTES
@@ -74,7 +73,7 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
 
         first = span.first
         block, position = find_row(pages, first, lane, warp)
-        copy_rows(k_place, keys, block, position, group, True)
+        copy_rows(k_place, keys, block, position, True)
         end_group()
         v_block, v_position = block, position
         block, position = find_row(pages, uint32(first + KEYS), lane, warp)
@@ -84,9 +83,9 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
 
         # The first tile has no products of the one before to run beside.
         arrive()
-        copy_rows(v_place, values, v_block, v_position, group, True)
+        copy_rows(v_place, values, v_block, v_position, True)
         if uint32(first + KEYS) <= span.last:
-            copy_rows(uint32(k_place + TILE_BYTES), keys, block, position, group, True)
+            copy_rows(uint32(k_place + TILE_BYTES), keys, block, position, True)
         end_group()
         v_block, v_position = block, position
         block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
@@ -97,9 +96,9 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
         first, stage = uint32(first + KEYS), uint32(TILE_BYTES)
         while first <= span.last:
             arrive()
-            copy_rows(uint32(v_place + stage), values, v_block, v_position, group, True)
+            copy_rows(uint32(v_place + stage), values, v_block, v_position, True)
             if uint32(first + KEYS) <= span.last:
-                copy_rows(uint32(uint32(k_place + TILE_BYTES) - stage), keys, block, position, group, True)
+                copy_rows(uint32(uint32(k_place + TILE_BYTES) - stage), keys, block, position, True)
             end_group()
             v_block, v_position = block, position
             block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
