@@ -156,7 +156,8 @@ class PagedKVCache(Sequences):
         self.k_caches, self.v_caches = (tuple(stack) for stack in self._stacks)
         # As NumPy sees them, where it does: operations ask nobody else then.
         self._views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
-        self._repeats = None if arrays.on_device or k_scale is not None or v_scale is not None else Repeats(stored_as)
+        are_plain = not arrays.on_device and k_scale is None and v_scale is None
+        self._repeats = Repeats(self._options[0]) if are_plain else None
         self._batches = Batches(table, arrays, grows=max_seq_len is None)
 
     def __repr__(self) -> str:

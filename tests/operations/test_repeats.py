@@ -119,6 +119,9 @@ def test_tables_and_lengths_of_the_call_count():
         wider = dataclasses.replace(batch, **{name: getattr(batch, name).astype(np.int64)})
         with refused(steps.cache, TypeError, rf"^{name} must have dtype int32, got int64$"):
             steps.cache.attend(0, steps.new(3, 4), wider)
+    for longest, error in ((-1, ValueError), (True, TypeError)):
+        with refused(steps.cache, error, r"^max_seq_len must be"):
+            steps.cache.attend(0, steps.new(3, 4), dataclasses.replace(batch, max_seq_len=longest))
     batch.seq_lens[2], batch.block_tables[2, 1] = 9, 100
     with refused(steps.cache, IndexError, r"got 100 for sequence 2, column 1$"):
         steps.cache.attend(0, steps.new(3, 4), batch)
@@ -148,6 +151,8 @@ def test_a_query_that_differs(change, error, message):
         ({"scale": True}, TypeError, r"^scale must be a number, got bool$"),
         ({"cap": 1.0}, TypeError, r"unexpected keyword argument 'cap'$"),
         ({"max_seq_len": 1}, TypeError, r"multiple values for .*'max_seq_len'$"),
+        ({"k_scale": 2.0}, TypeError, r"multiple values for .*'k_scale'$"),  # the cache's are those it was written with
+        ({"tables": 1}, TypeError, r"decode_attention\(\) got an unexpected keyword argument 'tables'$"),
     ],
 )
 def test_options_that_cannot_be(options, error, message):
@@ -198,5 +203,9 @@ def test_forms_are_forgotten(monkeypatch, looked_at):
     monkeypatch.setattr(repeats, "MOST_FORMS", 2)
     steps = Steps()
     for window in (1, 2, 3, 1):
-        steps.step([0], window=window)
+        batch = steps.step([0], window=window)
     assert looked_at.count("decode_attention") == 4
+    for window in (1, 2, 3, 1, 2, 3):
+        for _ in range(2):
+            steps.attend(0, batch, window=window)
+        assert len(steps.cache._repeats._step.launches) <= 2

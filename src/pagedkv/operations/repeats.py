@@ -63,11 +63,12 @@ class Repeats:
         self._writes: dict[Hashable, CacheSpec] = {}
 
     def decode(
-        self, q: Any, k_cache: Array, v_cache: Array, tables: Array, lens: Array, max_seq_len: int, **options: Any
+        self, q: Any, k_cache: Array, v_cache: Array, tables: Array, lens: Array, max_seq_len: int, /, **options: Any
     ) -> Any:
         """What ``decode_attention(q, k_cache, v_cache, tables, lens, ...)`` returns."""
         key = None
-        if _OPTIONS.issuperset(options) and _PLAIN.issuperset(map(type, options.values())):
+        are_plain = _OPTIONS.issuperset(options) and _PLAIN.issuperset(map(type, options.values()))
+        if are_plain and type(max_seq_len) is int and max_seq_len >= 0:
             argument = identify("q", q)
             if not argument.on_device:
                 view, chosen = argument.view(), options.values()
@@ -79,10 +80,9 @@ class Repeats:
                     return out
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_tables": tables, "seq_lens": lens}
         given |= {"max_seq_len": max_seq_len, **self._options}
-        returned = decode_attention(**given, **options)
         if key is not None and key not in self._decodes:
             _keep(self._decodes, key, attention_call(_DECODE | given | options).form)
-        return returned
+        return decode_attention(**given, **options)
 
     def _launch(
         self,
@@ -108,7 +108,8 @@ class Repeats:
             lens = np.frombuffer(values[1], lens.dtype)
             call = known_decode(form, q, k_cache, v_cache, tables, lens, max_seq_len)
             if np.count_nonzero(lens) == len(q) > 0:
-                launch = step.launches[key] = cpu.plan_decode(call)
+                launch = cpu.plan_decode(call)
+                _keep(step.launches, key, launch)
         return launch
 
     def write(self, k: Any, v: Any, k_cache: Array, v_cache: Array, slots: Any) -> None:
@@ -123,9 +124,9 @@ class Repeats:
                 cpu.write_kv(call)
                 return
         given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots} | self._options
-        write_kv(**given)
         if key is not None and key not in self._writes:
             _keep(self._writes, key, write_call(_WRITE | given).spec)
+        write_kv(**given)
 
 
 def _facts(x: Array) -> Hashable:

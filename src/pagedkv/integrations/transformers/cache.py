@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ...arrays import host_view
 from ...cache import PagedKVCache
 from ...errors import CapacityError
 from .attention import CachedPass
@@ -153,7 +152,7 @@ class PagedCache(Cache):
                 f"attention_mask must have shape (rows, tokens) = ({num_rows}, {self._length} cached + {length}), got "
                 f"{shape}: call reset() before another text"
             )
-        shown: npt.NDArray[np.bool] = host_view(attention_mask if attention_mask.is_cpu else attention_mask.cpu()) != 0
+        shown: npt.NDArray[np.bool] = (attention_mask != 0).numpy(force=True)
         if len(self.seqs) == num_rows:
             cached = self.kv.seq_lens(self.seqs) if self._before is None else self._before
             if (of_cached := shown[:, :-length].sum(1).tolist()) != cached.tolist():
