@@ -43,10 +43,12 @@ def test_arrays_that_a_score_mod_closes_over_are_frozen_on_every_backend():
     problem = build(Spec(layout="vllm", score_mod=biased(BIASES.copy())))
     before = BIASES.copy()
     for options in ({"backend": "cpu"}, EMULATOR):
-        for _ in range(2):
-            assert_close(problem, *run(problem, **options, score_mod=SCORE_MOD))
-            BIASES[:] = 100.0
-        BIASES[:] = before
+        try:
+            for _ in range(2):
+                assert_close(problem, *run(problem, **options, score_mod=SCORE_MOD))
+                BIASES[:] = 100.0
+        finally:
+            BIASES[:] = before
 
 
 def test_what_numba_has_decorated_is_the_function_within():

@@ -136,6 +136,7 @@ class PagedKVCache(Sequences):
             max_blocks = min(num_blocks, MAX_INT32 // block_size)
         else:
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
+        scales = per_layer("k_scale", k_scale, num_layers), per_layer("v_scale", v_scale, num_layers)
         if prefix_cache:
             require_block_size(block_size)
         # Before the pool: the system refuses at once what it does not have, and fills the pool's arrays for minutes.
@@ -150,7 +151,6 @@ class PagedKVCache(Sequences):
         table = SequenceTable(BlockPool(num_blocks), block_size, max_seqs, max_blocks, prefix_cache=found)
         super().__init__(table, arrays, block_bytes)
         stored_as: dict[str, Any] = {"layout": layout, "kv_dtype": kv_dtype}
-        scales = per_layer("k_scale", k_scale, num_layers), per_layer("v_scale", v_scale, num_layers)
         self._options = [stored_as | {"k_scale": k, "v_scale": v} for k, v in zip(*scales, strict=True)]
         self._stacks = stacks
         self.k_caches, self.v_caches = (tuple(stack) for stack in self._stacks)

@@ -1,6 +1,7 @@
 """The examples: tokenizer, weights, the model against torch's, and generation from the command line."""
 
 import functools
+import importlib
 import os
 import re
 import signal
@@ -123,7 +124,8 @@ def test_numpy_computes_what_torch_trained() -> None:
 def test_training_writes_weights_that_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    torch, train = map(pytest.importorskip, ("torch", "train"))
+    torch = pytest.importorskip("torch")
+    train = importlib.import_module("train")
     for i in range(25):
         (tmp_path / f"{i}.py").write_bytes((EXAMPLES / "engine.py").read_bytes())
     out = tmp_path / "weights.npz"

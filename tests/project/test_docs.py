@@ -387,7 +387,7 @@ def test_build(tmp_path, tab, monkeypatch, capsys):
     folders = ["-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "html")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Sphinx's own code; what it says of the pages is no Python warning
-        built = importlib.import_module("sphinx.cmd.build").main(["-W", "--keep-going", "-q", *folders])
+        built = importlib.import_module("sphinx.cmd.build").build_main(["-W", "--keep-going", "-q", *folders])
     assert built == 0, capsys.readouterr().err
     pages = sorted((tmp_path / "html").rglob("*.html"))
     elsewhere = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>")

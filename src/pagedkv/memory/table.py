@@ -173,7 +173,7 @@ class SequenceTable(Guarded):
             A sequence that was freed or never was.
         """
         slots, copies, writes = self._rows.plan_append(seqs, n)
-        appended = Appended(slots, copies)
+        appended = Appended(slots, copies[:])  # a caller may resize its own
         self.pool._commit(writes)
         return appended
 

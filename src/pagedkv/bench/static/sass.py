@@ -227,7 +227,8 @@ def _target(at: int, word: int, capability: tuple[int, int]) -> int:
 def _loops(words: list[int], targets: dict[int, int]) -> list[tuple[int, int]]:
     """The first and last instruction of each loop.
 
-    Not every jump back ends one: what ptxas moves behind the end of a kernel jumps back, too.
+    Not every jump back ends one: what ptxas moves behind the end of a kernel jumps back, too. Ways are followed forward
+    alone: a loop that is entered at its end would not be seen.
     """
     return [
         (first, last) for last, first in targets.items() if 0 <= first < last and _leads(words, targets, first, last)
