@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pagedkv
+from pagedkv import cache
+from pagedkv.operations import repeats
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -169,8 +171,8 @@ def test_every_operation_runs_where_it_is_asked_to(monkeypatch: pytest.MonkeyPat
         return call
 
     monkeypatch.setattr(pagedkv, "apply_rotary", on_cpu(pagedkv.apply_rotary))
-    for name in ("write_kv", "prefill_attention", "decode_attention"):  # as `PagedKVCache` calls them
-        monkeypatch.setattr(pagedkv.cache, name, on_cpu(getattr(pagedkv, name)))
+    for module, name in ((cache, "write_kv"), (cache, "prefill_attention"), (repeats, "decode_attention")):
+        monkeypatch.setattr(module, name, on_cpu(getattr(pagedkv, name)))  # as `PagedKVCache` calls them
     assert finish(engine_for([b"def main("], backend="emulator")) == expected
     assert {backend for _, backend in asked} == {"emulator"}
     assert len(asked) == 4

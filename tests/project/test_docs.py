@@ -126,7 +126,7 @@ def test_wrong_snippets_are_noticed(tmp_path, monkeypatch, text):
         run_snippets(page)
 
 
-MODULES = ["operations.attention", "memory.pool", "memory.table", "cache", "sizes"]
+MODULES = ["operations.attention", "memory.pool", "memory.sizing", "memory.table", "cache"]
 
 
 @pytest.mark.parametrize("module", MODULES)

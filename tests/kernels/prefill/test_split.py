@@ -220,6 +220,22 @@ def test_rows_that_see_keys_of_one_warp_have_the_bits_of_long_chunks(form, open_
     assert_same_bits((out_of_few, lse_of_few), (out[last], lse[last]))
 
 
+def test_a_pivot_moves_by_what_its_own_row_sees_late(open_device):
+    """The weight of one key is 2**8.02 times that of all others for the first token, and far more for the rest."""
+    length, most = PART + 60, FEW_ROWS // TENSOR.group_size
+    whole = build(TENSOR.replace(seq_lens=(length,), query_lens=(most,), num_kv_heads=1, scale=1.0))
+    logits = np.zeros((length, whole.spec.head_dim))  # to base 2
+    logits[5 * 64 + 7] = np.where(np.arange(whole.spec.head_dim) < TENSOR.group_size, 8.02, 1000)
+    # Queries are unit vectors: the score of row i is element i of the key.
+    whole.q[...] = np.eye(FEW_ROWS, whole.spec.head_dim).reshape(whole.q.shape)
+    positions = np.arange(length)
+    blocks = whole.block_tables[0, positions // whole.spec.block_size]
+    whole.k_cache[blocks, positions % whole.spec.block_size, 0] = np.log(2) * logits
+    out, lse = prefill(whole, open_device)
+    assert_close(whole, out, lse)
+    assert_same_bits(rows_of(whole, 0, 1, open_device()), (out[:1], lse[:1]))
+
+
 @pytest.mark.parametrize("block_size", long([3, 1, 256]))
 def test_the_bits_are_the_same_for_any_block_size(block_size, open_device):
     spec = TENSOR.replace(seq_lens=(SPLIT + 30,), query_lens=(2,), num_kv_heads=1)
