@@ -136,8 +136,8 @@ MUTANTS = [
     Mutant(
         "prefill kernel: O is not rescaled",
         SOFTMAX,
-        "            rescale(registers)\n        weigh(registers, unit)\n",
-        "        weigh(registers, unit)\n",
+        "            rescale(registers)\n\n    return settle\n",
+        "\n    return settle\n",
         PIVOTS,
     ),
     Mutant(

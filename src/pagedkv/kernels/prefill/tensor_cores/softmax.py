@@ -223,17 +223,27 @@ def make_weigh(config: TensorConfig, shape: TileShape) -> Any:
     return weigh
 
 
-def make_soften(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``soften(registers, excess, unit)``: S becomes P; sums and O follow pivots that move."""
-    TOP, weigh = top(config), make_weigh(config, shape)
-    find_excess, move_pivots, rescale = make_pivots(config, shape)
+def make_settle(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``settle(registers, excess, unit)``: pivots move where S asks for it; sums and O follow."""
+    TOP, (find_excess, move_pivots, rescale) = top(config), make_pivots(config, shape)
 
     @device_function
-    def soften(registers, excess, unit):
+    def settle(registers, excess, unit):
         find_excess(registers, excess, unit)
         if any_lane(excess[0] > TOP):
             move_pivots(registers, unit)
             rescale(registers)
+
+    return settle
+
+
+def make_soften(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``soften(registers, excess, unit)``: S becomes P; sums and O follow pivots that move."""
+    settle, weigh = make_settle(config, shape), make_weigh(config, shape)
+
+    @device_function
+    def soften(registers, excess, unit):
+        settle(registers, excess, unit)
         weigh(registers, unit)
 
     return soften
@@ -248,7 +258,7 @@ def make_soften_by_sums(config: TensorConfig, shape: TileShape) -> Any:
     """
     OF_ROWS, TOP = 2 * shape.row_tiles, top(config)
     MOST = float32(0.999 * 2.0**TOP)  # less than 2**TOP: exp2 rounds
-    weigh, (find_excess, move_pivots, rescale) = make_weigh(config, shape), make_pivots(config, shape)
+    settle, weigh = make_settle(config, shape), make_weigh(config, shape)
 
     @device_function
     def copy_sum(i, target, source):
@@ -257,13 +267,6 @@ def make_soften_by_sums(config: TensorConfig, shape: TileShape) -> Any:
     @device_function
     def ask(i, answer, sums, before):
         answer[0] = answer[0] | uint32(sums[i] >= float32(before[i] + MOST))
-
-    @device_function
-    def settle(registers, excess, unit):
-        find_excess(registers, excess, unit)
-        if any_lane(excess[0] > TOP):
-            move_pivots(registers, unit)
-            rescale(registers)
 
     @device_function
     def soften(registers, excess, unit):
