@@ -347,12 +347,12 @@ class SequenceTable(Guarded):
     @consistent
     def _batch(
         self, seqs: Any, query_lens: Any
-    ) -> tuple[npt.NDArray[np.int32], int, npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """`block_tables`, the longest length, `seq_lens` and the lengths of the queries, all of the same instant."""
+    ) -> tuple[npt.NDArray[np.int32], int, npt.NDArray[np.int32], Int64Array | None]:
+        """`block_tables`, the longest length, `seq_lens` and the given query_lens, all of the same instant."""
         rows = self._rows.handles.find(seqs)
         tables, longest, lens = self._rows.tables_of(rows)
         if query_lens is None:
-            return tables, longest, lens, (lens > 0).astype(np.int64)
+            return tables, longest, lens, None
         query_lens = self._rows.per_seq("query_lens", query_lens, len(rows))
         longer = query_lens > lens
         if np.count_nonzero(longer):

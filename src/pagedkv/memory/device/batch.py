@@ -38,7 +38,7 @@ class Batch:
     max_seq_len: int
     _arrays: Arrays = field(repr=False)
     _lens: npt.NDArray[np.int32] = field(repr=False)
-    _query_lens: npt.NDArray[np.int64] = field(repr=False)
+    _given: npt.NDArray[np.int64] | None = field(repr=False)
 
     @cached_property
     def views(self) -> tuple[Any, Any]:
@@ -48,7 +48,7 @@ class Batch:
     @cached_property
     def is_decode(self) -> bool:
         """Whether every sequence has exactly one query row, so that `decode_attention` does."""
-        return bool((self._query_lens == 1).all())
+        return bool(self._lens.all() if self._given is None else (self._given == 1).all())
 
     @cached_property
     def query_starts(self) -> Any:
@@ -58,6 +58,10 @@ class Batch:
     def positions(self) -> Any:
         ends = np.cumsum(self._query_lens)
         return self._arrays.asarray(np.arange(self._query_lens.sum()) + (self._lens - ends).repeat(self._query_lens))
+
+    @cached_property
+    def _query_lens(self) -> npt.NDArray[np.int64]:
+        return (self._lens > 0).astype(np.int64) if self._given is None else self._given
 
 
 class Batches(Guarded):

@@ -183,7 +183,12 @@ class PrefixCache:
         return behind, most if same.all() else int(same.argmin())
 
     def to_store(
-        self, blocks: Int64Array, counts: Int64Array, above: Int64Array, roots: Digests, refs: npt.NDArray[np.int32]
+        self,
+        blocks: Int64Array,
+        counts: Int64Array | None,
+        above: Int64Array,
+        roots: Digests | None,
+        refs: npt.NDArray[np.int32],
     ) -> Stored:
         """How full blocks of some sequences can be found from now on.
 
@@ -191,37 +196,37 @@ class PrefixCache:
         ----------
         blocks : (n,) int64
             Those of the first sequence in their order, then those of the next.
-        counts : (num_seqs,) int64
-            How many each sequence has, at least 1.
+        counts : (num_seqs,) int64, or None
+            How many each sequence has, at least 1; None for one each.
         above : (num_seqs,) int64
             The block before the first of them, which can be found, or NO_BLOCK.
-        roots : (num_seqs,) DIGEST
-            The root digest of each sequence.
+        roots : (num_seqs,) DIGEST, or None
+            The root digest of each sequence; None if all have a block before.
         refs : (N,) int32
             References to each block.
         """
         last = int(self._last_serial[0])
         heads, parents_above = self._index.digests(above), self._serials.take(above)
-        if above[above.argmin()] == NO_BLOCK:
+        if roots is not None:
             is_first = above == NO_BLOCK
             np.copyto(heads, roots, where=is_first)
             np.copyto(parents_above, _root_numbers(roots), where=is_first)
-        contents, stored, digests = self._contents.take(blocks).tolist(), np.arange(len(blocks)), []
-        if len(blocks) == len(counts):
-            firsts = stored
+        contents, digests = self._contents.take(blocks).tolist(), []
+        if counts is None:
             digests = each(self._hash_of, map(add, heads.tolist(), contents))
             parents, blocks_above = parents_above, above
         else:
-            firsts, behind = counts.cumsum() - counts, iter(contents)
+            firsts, behind = _firsts(blocks, counts), iter(contents)
             for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
                 digests += chained(self._hash_of, head, islice(behind, count))
             parents, blocks_above = np.arange(last, last + len(blocks)), np.concatenate([above[:1], blocks[:-1]])
             parents[firsts], blocks_above[firsts] = parents_above, above
-        keys, to_store, kept, forgotten = as_array(digests), blocks, blocks, _NO_BLOCKS
+        keys, to_store, kept, forgotten, stored = as_array(digests), blocks, blocks, _NO_BLOCKS, None
         found, places = self._index.find(keys)
         are_apart = self._index.are_apart(places)  # and so the digests, too
         if found[found.argmax()] != NO_BLOCK or not (are_apart or len({*digests}) == len(digests)):
-            of_first = dict(zip(firsts.tolist(), zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
+            firsts = _firsts(blocks, counts).tolist()
+            of_first = dict(zip(firsts, zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
             stored, kept, parents, blocks_above, forgotten = self._resolve(
                 blocks, of_first, digests, found.tolist(), contents, refs
             )
@@ -229,7 +234,8 @@ class PrefixCache:
         serials = np.arange(last + 1, last + 1 + len(parents))
         events: list[Event] = []
         if self._listener is not None:
-            events = self._stored_events(stored, blocks, digests, firsts, above)
+            stored = np.arange(len(blocks)) if stored is None else stored
+            events = self._stored_events(stored, blocks, digests, _firsts(blocks, counts), above)
         if not are_apart:  # of one digest each: the table may have fewer slots than forks share a block
             places = self._index.apart(places)
         return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, events)
@@ -384,3 +390,8 @@ def require_block_size(block_size: int) -> None:
 def _root_numbers(roots: Digests) -> Int64Array:
     """A negative number for each root digest, (n,) int64."""
     return np.asarray(roots.view(np.int64)[::2] | _NEGATIVE)
+
+
+def _firsts(blocks: Int64Array, counts: Int64Array | None) -> Int64Array:
+    """Where the blocks of each sequence begin; without counts each has one."""
+    return np.arange(len(blocks)) if counts is None else counts.cumsum() - counts

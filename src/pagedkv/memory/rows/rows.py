@@ -307,30 +307,32 @@ class Rows(RowState):
         recent, seen = self._recent_of(rows), []
         if recent is not None:
             seen = [(self._recent, 0, Recent(recent.change + 1, False, *recent[2:]))]
+        counts: Int64Array | None = None
         if recent is None or recent.late is None:
             first, full = chains.num_found[rows], chains.num_known[rows] // self.block_size
             late = (full > first).nonzero()[0]
             if not len(late):
                 return seen
             rows, first, full = rows[late], first[late], full[late]
+            if np.count_nonzero(full - first > 1):
+                counts = full - first
         elif recent.late:
             rows, full = recent.full_rows, recent.full_columns
             first = full - 1
         else:
             return []
-        counts = full - first
         entries = rows * self.blocks.shape[1] + first
-        above = self._entries[entries - 1].astype(np.int64)
+        above, roots = self._entries[entries - 1].astype(np.int64), None
         if not first[first.argmin()]:
-            above[first == 0] = NO_BLOCK
-        if counts[counts.argmax()] > 1:
+            above[first == 0], roots = NO_BLOCK, chains.roots(rows)
+        if counts is not None:
             _, entries = ragged(entries, counts)
         blocks = self._entries[entries].astype(np.int64)
-        stored = cache.to_store(blocks, counts, above, chains.roots(rows), self.pool._refs)
+        stored = cache.to_store(blocks, counts, above, roots, self.pool._refs)
         if len(stored.blocks) == len(blocks):
             return [*self.pool._plan(stored=stored)[1], *chains.plan_found(rows, full), *seen]
         other = (stored.kept != blocks) & (stored.kept != NO_BLOCK)
-        owners = np.arange(len(rows)).repeat(counts)
+        owners = np.arange(len(rows)).repeat(full - first)
         found = first + np.bincount(owners, stored.kept != NO_BLOCK, len(rows)).astype(np.int64)
         known = np.where(found < full, found * self.block_size, chains.num_known[rows])
         return [
