@@ -28,7 +28,7 @@ from ..decode_cases import (
     decode,
     emulator,
 )
-from .variants import FOUR_BLOCKS, MORE_VARIANTS, VARIANTS, specs
+from .variants import CODES, FOUR_BLOCKS, MORE_VARIANTS, VARIANTS, specs
 
 LOOPS = {"tensor cores": TENSOR, "CUDA cores": CUDA_CORES, "many heads": MANY_HEADS}
 ALL = pytest.mark.parametrize("variant", LOOPS.values(), ids=LOOPS)
@@ -162,7 +162,7 @@ def test_the_bits_are_the_same_for_any_block_size(variant, block_size, open_devi
 
 @ALL
 def test_counters_are_ready_for_the_next_launch(variant, open_device):
-    problem = build(variant.spec(seq_lens=(700, 3, 300), sinks=True))
+    problem = build(variant.spec(seq_lens=(700, 3, 300), num_kv_heads=1, sinks=True))
     expected = decode(problem, variant, open_device)
     call = checked_call(problem, "split")
     for seed in (1, 2):
@@ -271,7 +271,8 @@ def test_scales_that_are_not_positive(variant, open_device):
 def test_windows_over_the_edges_of_splits(variant, open_device):
     size = SHORTEST_SPLIT
     for window in (1, 2, 17, size - 1, size, size + 1, 2**31 - 1, 2**32, 2**40 + 1):
-        problem = build(variant.spec(seq_lens=(0, 1, 2, 18, size, size + 1, 2 * size + 100), window=window))
+        lengths = (0, 1, 2, 18, size, size + 1, 2 * size + 100)
+        problem = build(variant.spec(seq_lens=lengths, num_kv_heads=1, window=window))
         assert_close(problem, *decode(problem, variant, open_device))
 
 
@@ -340,20 +341,19 @@ def test_a_check_before_the_loop_changes_no_bits(head_dim, group_size):
     np.testing.assert_allclose(out, reference.decode_attention(*problem.args, **options), atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize(("kind", "capability"), [("fp8_e4m3", (8, 0)), ("fp8_e4m3", (9, 0)), ("fp8_e5m2", (9, 0))])
-def test_every_fp8_code_is_its_value(kind, capability, open_device):
+@pytest.mark.parametrize("variant", CODES, ids=str)
+def test_every_fp8_code_is_its_value(variant, open_device):
     """As a value: the output of one token. As a key: the LSE of one token, of which each head sees another code."""
-    codes, first, heads = np.arange(256, dtype=np.uint8), 5, 8
-    values = codes.view(reference.FP8_DTYPES[kind]).astype(np.float32)
+    codes, first, heads = np.arange(256, dtype=np.uint8), 5, variant.group_size
+    values = codes.view(reference.FP8_DTYPES[variant.kv_dtype]).astype(np.float32)
     finite = np.isfinite(values)
     # No head sees anything beside a code that is not finite, even where its own query is 0.
     keys = [*np.array_split(codes[finite], 32), *codes[~finite, None]]
-    variant = Variant("split", 64, 1, "float32", kind, group_size=heads, capability=capability)
     problem = build(variant.spec(seq_lens=(1,) * len(keys), num_kv_heads=1, scale=1.0))
-    problem.q[...] = np.eye(heads, 64, first, dtype=np.float32)
+    problem.q[...] = np.eye(heads, variant.head_dim, first)
     problem.k_cache[...] = 0
     block = problem.block_tables[:, 0]
-    problem.v_cache[block, 0, 0] = codes.reshape(4, 64)[np.arange(len(keys)) % 4]
+    problem.v_cache[block, 0, 0, :64] = codes.reshape(4, 64)[np.arange(len(keys)) % 4]
     for i, key in enumerate(keys):
         problem.k_cache[block[i], 0, 0, first : first + len(key)] = key
     out, lse = decode(problem, variant, open_device)
@@ -365,7 +365,7 @@ def test_every_fp8_code_is_its_value(kind, capability, open_device):
     # Infinite values meet the second term of P, which is 0.
     expected = np.where(np.isinf(values), np.nan, values).reshape(4, 64)
     for i in range(8):
-        np.testing.assert_array_equal(out[i, 0], expected[i % 4])
+        np.testing.assert_array_equal(out[i, 0, :64], expected[i % 4])
 
 
 @ALL

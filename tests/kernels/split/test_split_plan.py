@@ -35,13 +35,11 @@ from ..decode_cases import MANY_HEADS, TENSOR, Variant, checked_call
 from .variants import MORE_VARIANTS, MOST_SHARED, VARIANTS, check_registers, config_of
 
 # The tests in the emulator compile most variants for 9.0. For other GPUs test_limits.py has one of each row, in the
-# long run the one that the row is for, and these are the largest ones beside them.
+# long run the one that the row is for, and these, the largest ones beside them.
 LARGEST = [
     Variant("split", 512, 16, "bfloat16", "bfloat16", group_size=8, modified=True),
     Variant("split", 128, 16, "float16", "fp8_e4m3", group_size=24),
     Variant("split", 256, 16, "float32", "float16", group_size=16),
-]
-MORE_LARGEST = [
     Variant("split", 128, 16, "float16", "float16", group_size=8),
     Variant("split", 128, 16, "bfloat16", "bfloat16", group_size=16),
     Variant("split", 128, 16, "bfloat16", "fp8_e4m3", group_size=12),
@@ -61,16 +59,8 @@ def test_every_variant_has_everything_in_registers(variant):
     check_registers(config_of(variant, (9, 0), softcap=2.0 if variant.modified else None), (9, 0))
 
 
-@pytest.mark.parametrize(
-    ("variant", "capability"),
-    [
-        *product(LARGEST[:1], [(10, 0)]),
-        *long(
-            [*product(LARGEST[1:], [(10, 0)]), *product(LARGEST, [(8, 0)]), *product(MORE_LARGEST, [(8, 0), (10, 0)])]
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("variant", "capability"), list(product(LARGEST, [(8, 0), (10, 0)])), ids=str)
 def test_variants_for_other_gpus_have_everything_in_registers(variant, capability):
     check_registers(config_of(variant, capability, softcap=2.0 if variant.modified else None), capability)
 
@@ -106,11 +96,14 @@ def test_loops_on_cuda_cores_have_no_code_for_lanes_that_diverge():
 
 
 @pytest.mark.parametrize(
-    ("group_size", "q_kind", "kv_kind"),
-    [(16, "float32", "fp8_e4m3"), *long([(16, "bfloat16", "bfloat16"), (8, "float32", "float16")])],
+    ("head_dim", "group_size", "q_kind", "kv_kind"),
+    [
+        (64, 4, "float16", "float16"),
+        *long([(256, 16, "float32", "fp8_e4m3"), (256, 16, "bfloat16", "bfloat16"), (256, 8, "float32", "float16")]),
+    ],
 )
-def test_caches_beyond_64_gib_leave_256_dims_in_registers(group_size, q_kind, kv_kind):
-    check_registers(SplitConfig(256, group_size, 16, q_kind, kv_kind, wide=True), (9, 0))
+def test_caches_beyond_64_gib_leave_everything_in_registers(head_dim, group_size, q_kind, kv_kind):
+    check_registers(SplitConfig(head_dim, group_size, 16, q_kind, kv_kind, wide=True), (9, 0))
 
 
 @pytest.mark.parametrize(
