@@ -24,9 +24,10 @@ def each_of(forms):
 @each_of(WITH_FP8)
 def test_what_is_not_used_does_not_change_a_bit(variant, open_device):
     # Of split, slopes are another kernel.
-    spec = variant.spec(seq_lens=(37, 1, 600, 0), window=300, alibi=variant.kernel != "split", sinks=True)
+    alibi = variant.kernel != "split"
+    spec = variant.spec(seq_lens=(37, 1, 600, 0), num_kv_heads=1, window=300, alibi=alibi, sinks=True)
     expected = decode(build(spec.replace(poison="zero")), variant, open_device)
-    for poison in POISONS:
+    for poison in set(POISONS) - {"zero"}:
         assert_same_bits(decode(build(spec.replace(poison=poison)), variant, open_device), expected)
 
 

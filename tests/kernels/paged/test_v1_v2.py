@@ -19,13 +19,13 @@ from pagedkv.kernels.paged.reduction import ReductionConfig, make_v2_reduce
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import long
 from ..decode_cases import V1, V2, Variant, assert_same_bits, checked_call, decode, emulator
-from .variants import PARTITION, VARIANTS, specs
+from .variants import MORE_VARIANTS, PARTITION, VARIANTS, specs
 
 BOTH = pytest.mark.parametrize("variant", [V1, V2], ids=str)
 CAPABILITIES = [(8, 0), (9, 0), (10, 0)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [*VARIANTS, *long(MORE_VARIANTS)], ids=str)
 @settings(max_examples=4)
 @given(data=st.data())
 def test_every_variant_meets_the_error_bound(variant, data, open_device):
@@ -55,7 +55,7 @@ def test_a_needle_is_found_wherever_it_lies(variant, open_device):
 
 @BOTH
 def test_the_bits_depend_on_neither_batch_nor_placement_nor_schedule(variant, open_device):
-    spec = variant.spec(seq_lens=(700, 3, 65), softcap=20.0)
+    spec = variant.spec(seq_lens=(700, 3, 65), num_kv_heads=1, softcap=20.0)
     out, lse = decode(build(spec), variant, open_device)
     for placement, order in ((5, (2, 0)), (6, (1,)), (7, (0, 0, 1, 2))):
         other = spec.replace(
@@ -116,7 +116,11 @@ def on_a_sector(array):
     return copy
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.score_mod and v.strides == "own"], ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [*(v for v in VARIANTS if not v.score_mod and v.strides == "own"), *long(MORE_VARIANTS)],
+    ids=str,
+)
 def test_caches_are_read_in_whole_sectors(variant):
     """Full blocks: K and V ask for at most 1.05 of the sectors that their bytes need."""
     length = 2 * max(128, variant.block_size)
@@ -196,6 +200,7 @@ def test_a_negative_block_id_is_skipped_without_a_check_as_with_one(variant, ope
     [
         *((variant, variant.capability) for variant in VARIANTS),
         *long(case for case in product(VARIANTS, CAPABILITIES) if case[0].capability != case[1]),
+        *long(product(MORE_VARIANTS, CAPABILITIES)),
     ],
     ids=str,
 )

@@ -171,7 +171,7 @@ def test_the_bits_are_the_same_for_any_block_size(block_size, open_device):
 def test_what_is_not_used_does_not_change_a_bit(form, open_device):
     spec = form.replace(seq_lens=(37, 1, 130, 0), query_lens=(20, 1, 30, 0), window=50, sinks=True)
     expected = prefill(build(spec.replace(poison="zero")), open_device)
-    for poison in POISONS:
+    for poison in set(POISONS) - {"zero"}:
         assert_same_bits(prefill(build(spec.replace(poison=poison)), open_device), expected)
 
 

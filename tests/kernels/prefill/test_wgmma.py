@@ -98,7 +98,7 @@ def test_a_prompt_of_several_tiles_of_rows_and_keys(form, open_device):
 def test_a_needle_is_found_at_every_position_of_a_tile(form, open_device):
     """Of the rows past it; a KV head each."""
     needles = tuple(range(0, 128, 9))
-    spec = form.replace(group_size=1, seq_lens=(133,), query_lens=(2,), num_kv_heads=len(needles), needles=needles)
+    spec = form.replace(seq_lens=(133,), query_lens=(2,), num_kv_heads=len(needles), needles=needles)
     problem = build(spec.replace(fingerprint=True))
     out, lse = prefill(problem, open_device)
     assert_close(problem, out, lse)
