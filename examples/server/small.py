@@ -9,7 +9,7 @@ import numpy as np
 import pagedkv
 from sampling import Sampling
 from tokenizer import END, Tokenizer
-from transformer import PagedAttention, Transformer, load
+from transformer import PagedAttention, Transformer, in_tiles, load
 
 from .worker import Sampled
 
@@ -48,7 +48,7 @@ class SmallEngine:
             return []
         try:
             attend = PagedAttention(self.model, self.cache, step)
-            logits = self.model.forward(step.tokens, attend, step.logits_indices)
+            logits = self.model.forward(step.tokens, attend, step.logits_indices, in_tiles)
             requests, tokens = step.sampled.tolist(), []
             for request, row in zip(requests, logits, strict=True):
                 sampling, draws = self._sampling[request]
