@@ -258,6 +258,16 @@ def test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone(va
     assert_same_bits((out[:, others], lse[:, others]), expected)
 
 
+@pytest.mark.parametrize("variant", [TENSOR, MANY_HEADS], ids=str)
+def test_logits_of_up_to_180_million_overflow_nothing_in_float16(variant, open_device):
+    for largest in (1.1e8, 1.8e8, -1.8e8):
+        problem = build(variant.spec(seq_lens=(70,), num_kv_heads=1, scale=largest / 64))
+        problem.k_cache[:] = 1
+        problem.q[:] = (np.arange(variant.group_size)[:, None] + 1) / variant.group_size
+        out, _ = decode(problem, variant, open_device)
+        assert np.abs(out - expect(problem)[0]).max() <= 1e-3
+
+
 @pytest.mark.parametrize(
     "variant", [TENSOR, MANY_HEADS, Variant("split", 256, 16, "float32", "float16", group_size=12)], ids=str
 )

@@ -157,9 +157,9 @@ MUTANTS = [
         NO_POSITIVE_SCALE,
     ),
     Mutant(
-        "split: O is rescaled, and the maximum stays",
+        "split: O is rescaled, and the pivot stays",
         SOFTMAX,
-        "            pivots[h] = pivot\n",
+        "            shifts[h] = shift\n",
         "",
         LENGTHS,
     ),
@@ -171,10 +171,10 @@ MUTANTS = [
         RISING,
     ),
     Mutant(
-        "split: the maximum of a head grows when that of another one does",
+        "split: the pivot of a head moves when that of another one does",
         SOFTMAX,
-        "float32(new[h] - BIAS) if new[h] > float32(pivots[h] + SLACK) else pivots[h]",
-        "float32(new[h] - BIAS)",
+        "new if multiply_and_add(largest[h], units[h], shifts[h]) > SLACK else shifts[h]",
+        "new",
         RISING,
     ),
     Mutant(

@@ -119,7 +119,7 @@ def make_put_sums(shape: TensorShape, sums: Steps) -> Any:
             head = uint32(g + 8 * h)
             if member == 0 and t == 0 and has_row(head, first_head):
                 at = uint32(team * NUM_HEADS + first_head + head)
-                shared.maxima[at], shared.sums[at] = registers.pivots[h], total
+                shared.maxima[at], shared.sums[at] = float32(-registers.shifts[h]), total
         put_heads(uint32(shared.address + team * TEAM_BYTES), registers.o, first_head, g, t, member)
 
     return put_sums

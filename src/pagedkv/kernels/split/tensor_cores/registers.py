@@ -20,7 +20,7 @@ class Registers(NamedTuple):
     o: Any  # accumulators of O
     p: Any  # P, rounded
     p_rest: Any  # what rounding P has left, rounded
-    pivots: Any  # [h], what exponents are measured from
+    shifts: Any  # [h], minus the pivot that exponents are measured from
     sums: Any  # [h], of this lane's exponentials
     factors: Any  # [h], of products, before logits are modified
     slopes: Any  # [h]
@@ -40,7 +40,7 @@ def make_registers(shape: TensorShape, num_buffers: int) -> Any:
         o=(shape.num_o, float32),
         p=terms_of_p,
         p_rest=terms_of_p,
-        pivots=each_head,
+        shifts=each_head,
         sums=each_head,
         factors=each_head,
         slopes=each_head,

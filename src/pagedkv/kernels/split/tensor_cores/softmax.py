@@ -10,7 +10,7 @@ from numba import float32, int64, uint32
 
 from ...device.conversions import unpack
 from ...device.halves import software_factor
-from ...device.intrinsics.thread import address, clear, exp2, larger, local_array, unrolled
+from ...device.intrinsics.thread import address, clear, exp2, larger, local_array, multiply_and_add, unrolled
 from ...device.intrinsics.warp import low_bits, pack_bfloat16, pack_float16
 from ...device.logits import LOG2E, NONE, make_modify
 from ...device.source import Steps, device_function
@@ -18,7 +18,7 @@ from .. import limits
 from ..shape import TILE, TensorShape
 
 SMALLEST = float32(2.0**-126)  # positive and normal
-LOWEST = float32(-3.4028234663852886e38)  # the pivot of a head whose logits were all -inf
+UNSEEN = float32(3.4028234663852886e38)  # the shift of a head whose logits were all -inf
 MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that its pivot was made from
 
 
@@ -37,7 +37,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
 
     @unrolled(shape.head_tiles)
     def start_heads(h, registers, slopes, query, g):
-        registers.pivots[h], registers.sums[h] = LOWEST, float32(0)
+        registers.shifts[h], registers.sums[h] = UNSEEN, float32(0)
         mine = uint32(g + 8 * h)
         head = uint32(query.head + mine) if mine < query.num_heads else query.head
         registers.heads[h] = head
@@ -103,9 +103,9 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         return valid
 
     @unrolled(PAIRS)
-    def raise_maxima(i, new, s):
+    def raise_maxima(i, largest, s):
         x = larger(s[2 * i], s[2 * i + 1])
-        new[i % HEAD_TILES] = x if i < HEAD_TILES else larger(new[i % HEAD_TILES], x)
+        largest[i % HEAD_TILES] = x if i < HEAD_TILES else larger(largest[i % HEAD_TILES], x)
 
     @unrolled(shape.num_products)
     def rescale_products(i, o, h, even, odd):
@@ -114,22 +114,25 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         o[at + 2], o[at + 3] = float32(o[at + 2] * even), float32(o[at + 3] * odd)
 
     @device_function
-    def rescale(pivots, sums, o, new, slot, t):
+    def rescale(shifts, units, sums, o, largest, slot, t):
         for h in range(HEAD_TILES):
-            pivot = float32(new[h] - BIAS) if new[h] > float32(pivots[h] + SLACK) else pivots[h]
-            factor = exp2(float32(pivots[h] - pivot))
+            new = multiply_and_add(float32(-largest[h]), units[h], BIAS)
+            if multiply_and_add(largest[h], units[h], new) > SLACK:  # from 2**26 on, BIAS may be rounded up to 16
+                new = float32(-largest[h] * units[h])
+            shift = new if multiply_and_add(largest[h], units[h], shifts[h]) > SLACK else shifts[h]
+            factor = exp2(float32(shift - shifts[h]))
             sums[h] = float32(sums[h] * factor)
-            pivots[h] = pivot
+            shifts[h] = shift
             # This lane's O is of heads 2t and 2t + 1, whose factors lanes g = 2t and 2t + 1 have.
             even, odd = lanes.of_heads(slot, factor, t)
             rescale_products(o, h, even, odd)
 
     @unrolled(PAIRS)
-    def weigh(i, s, units, pivots, sums, p, p_rest):
+    def weigh(i, s, units, shifts, sums, p, p_rest):
         """Two probabilities as both terms of a word of P."""
         n, h = i // HEAD_TILES, i % HEAD_TILES
-        first = exp2(float32(s[2 * i] * units[h] - pivots[h]))
-        second = exp2(float32(s[2 * i + 1] * units[h] - pivots[h]))
+        first = exp2(multiply_and_add(s[2 * i], units[h], shifts[h]))
+        second = exp2(multiply_and_add(s[2 * i + 1], units[h], shifts[h]))
         sums[h] = float32(sums[h] + float32(first + second))
         word = pack(first, second)
         low, high = widen(word)
@@ -140,19 +143,19 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     def soften(registers, slot, g, t):
         """Make P of S, and rescale m, l and O if need be.
 
-        units[h] is applied with the subtraction of m, in one instruction; it is positive, so that the maximum can be
-        taken before. A pivot stays until a logit exceeds it by more than SLACK. Rescaling by 1 changes no bits, so it
-        is skipped unless a pivot of the warp moved. `sums` are of this lane's tokens alone.
+        units[h] is applied as shifts[h] is added, in one instruction; it is positive, so that the maximum can be taken
+        before. A shift, which is BIAS minus a maximum, stays until an exponent is above SLACK. Rescaling by 1 changes
+        no bits, so it is skipped unless a shift of the warp changed. `sums` are of this lane's tokens alone.
         """
-        s, units, pivots, sums = registers.s, registers.units, registers.pivots, registers.sums
-        new = local_array(HEAD_TILES, float32)
-        raise_maxima(new, s)
+        s, units, shifts, sums = registers.s, registers.units, registers.shifts, registers.sums
+        largest = local_array(HEAD_TILES, float32)
+        raise_maxima(largest, s)
         grew = False
         for h in range(HEAD_TILES):
-            new[h] = float32(lanes.largest_of_head(slot, new[h], g) * units[h])
-            grew = grew or new[h] > float32(pivots[h] + SLACK)
+            largest[h] = lanes.largest_of_head(slot, largest[h], g)
+            grew = grew or multiply_and_add(largest[h], units[h], shifts[h]) > SLACK
         if lanes.any_of_warp(grew):
-            rescale(pivots, sums, registers.o, new, slot, t)
-        weigh(s, units, pivots, sums, registers.p, registers.p_rest)
+            rescale(shifts, units, sums, registers.o, largest, slot, t)
+        weigh(s, units, shifts, sums, registers.p, registers.p_rest)
 
     return Steps(start, logits, set_units, mask, until_last, soften)
