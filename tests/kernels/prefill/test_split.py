@@ -236,6 +236,20 @@ def test_a_pivot_moves_by_what_its_own_row_sees_late(open_device):
     assert_same_bits(rows_of(whole, 0, 1, open_device()), (out[:1], lse[:1]))
 
 
+def test_keys_that_outweigh_the_first_ones_but_move_no_pivot_are_weighed_once():
+    """Those after the first tile weigh 2**5 times as much: their maxima are looked for, and P is made only once."""
+    most, later = FEW_ROWS // TENSOR.group_size, np.arange(64, PART)
+    problem = build(TENSOR.replace(seq_lens=(PART + 8,), query_lens=(most,), num_kv_heads=1, scale=1.0))
+    size, counts = problem.spec.block_size, []
+    problem.q[:], problem.k_cache[:] = 1 / problem.spec.head_dim, 0
+    for logit in (0, 5):  # to base 2
+        problem.k_cache[problem.block_tables[0, later // size], later % size] = np.log(2) * logit
+        device = emulator(stats=True)
+        prefill(problem, device=device)
+        counts.append(device.launches[0].total_warp_instructions)
+    assert counts[1] < 1.12 * counts[0]
+
+
 @pytest.mark.parametrize("block_size", long([3, 1, 256]))
 def test_the_bits_are_the_same_for_any_block_size(block_size, open_device):
     spec = TENSOR.replace(seq_lens=(SPLIT + 30,), query_lens=(2,), num_kv_heads=1)

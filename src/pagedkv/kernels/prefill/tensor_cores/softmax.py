@@ -253,8 +253,8 @@ def make_soften_by_sums(config: TensorConfig, shape: TileShape) -> Any:
     """The function of `make_soften`, with the same bits, that asks for maxima only where sums have grown by much.
 
     An exponential above 2**TOP makes a sum grow by as much: none is negative, and rounding keeps the order of sums.
-    Several that are below may do so, too: then no pivot moves, and P is made again as it was. It asks at once in the
-    first tile, where excess[0] is UNSEEN, and where pivots have moved in the tile before.
+    Several that are below may do so, too: then no pivot moves, and P is made again as it was. It asks at once, and only
+    then, in the first tile, where excess[0] is UNSEEN, and after one where pivots have moved or sums grown by much.
     """
     OF_ROWS, TOP = 2 * shape.row_tiles, top(config)
     MOST = float32(0.999 * 2.0**TOP)  # less than 2**TOP: exp2 rounds
@@ -271,16 +271,19 @@ def make_soften_by_sums(config: TensorConfig, shape: TileShape) -> Any:
     @device_function
     def soften(registers, excess, unit):
         before, answer = local_array(OF_ROWS, float32), local_array(1, uint32)
-        if any_lane(excess[0] > TOP):
+        is_settled = any_lane(excess[0] > TOP)
+        if is_settled:
             settle(registers, excess, unit)
         answer[0] = uint32(0)
         for_each(copy_sum, OF_ROWS, (before, registers.sums))
         weigh(registers, unit)
         for_each(ask, OF_ROWS, (answer, registers.sums, before))
         if any_lane(answer[0] != 0):
-            for_each(copy_sum, OF_ROWS, (registers.sums, before))
-            settle(registers, excess, unit)
-            weigh(registers, unit)
+            if not is_settled:
+                for_each(copy_sum, OF_ROWS, (registers.sums, before))
+                settle(registers, excess, unit)
+                weigh(registers, unit)
+            excess[0] = UNSEEN
 
     return soften
 
