@@ -6,19 +6,21 @@ import pagedkv.cuda.compiler.compile as compiling
 from pagedkv import backends
 from pagedkv.cuda import driver as drivers
 
+from ..support.device_fakes import without_code
 from .driver_fakes import Recorder
 
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """The driver of two GPUs that nobody has used yet: it records its calls."""
+    """The driver of two GPUs that nobody has used yet: it records its calls, of kernels without code."""
     assert drivers.cuda_device.__module__ == drivers.__name__, "an earlier test has left its own"
     recorder = Recorder()
     monkeypatch.setattr(drivers, "bindings", lambda: (recorder, recorder))
     monkeypatch.setattr(drivers, "_gpus", {})
     monkeypatch.setattr(drivers, "_devices", {})
     monkeypatch.setattr(backends, "_backends", {})
-    return recorder
+    with without_code():
+        yield recorder
 
 
 def start_again(monkeypatch):

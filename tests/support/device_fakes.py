@@ -8,8 +8,10 @@ from unittest import mock
 import numpy as np
 import torch
 
+import pagedkv.cuda.compiler.compile as compiling
 from pagedkv.arrays.torch_tensor import numpy_dtype
 from pagedkv.bench.launch import RecordingDevice
+from pagedkv.cuda.compiler.link import Linked
 from pagedkv.errors import BackendUnavailableError
 
 # Added to addresses of the host, it makes ones that no process has: who follows them dies.
@@ -55,8 +57,25 @@ def no_driver():
 
 
 @contextlib.contextmanager
+def without_code():
+    """Kernels have names and threads but no code, for devices that run none: none is compiled, found or kept."""
+
+    def make_ptx(make, config, *_):
+        source = make(config)
+        return "", source.num_threads, source.optimisation
+
+    with (
+        mock.patch.object(compiling, "_make_ptx", make_ptx),
+        mock.patch.object(compiling, "load_or_link", lambda ptx, capability, *_: Linked(capability, b"", "")),
+        mock.patch.object(compiling, "cache_dir", return_value=None),
+        mock.patch.object(compiling._load_or_compile, "made", {}),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def recording(kind=RecordingDevice):
-    """A driver that launches nothing: yields its devices by (ordinal, stream)."""
+    """A driver that launches nothing, of kernels without code: yields its devices by (ordinal, stream)."""
     devices = {}
 
     def cuda_device(ordinal, stream):
@@ -64,7 +83,7 @@ def recording(kind=RecordingDevice):
             devices[ordinal, stream] = kind()
         return devices[ordinal, stream]
 
-    with mock.patch("pagedkv.cuda.driver.cuda_device", cuda_device):
+    with mock.patch("pagedkv.cuda.driver.cuda_device", cuda_device), without_code():
         yield devices
 
 

@@ -12,6 +12,14 @@ from pagedkv.cuda.plans import attention
 from pagedkv.kernels.paged.config import PARTITION_SIZE
 from pagedkv.validation.attention import attention_call
 
+from ...support.device_fakes import without_code
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_code():
+    with without_code():
+        yield
+
 
 def call_of(kernel="auto", num_seqs=2, num_heads=4, max_blocks=4, block_size=16, head_dim=64, layout="vllm", **options):
     """A checked call over empty sequences; block_tables repeat one row, so that wide ones take little memory."""
