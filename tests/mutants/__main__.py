@@ -3,9 +3,9 @@
     python -m tests.mutants [--all] [part of a name]
 
 Without --all only the mutants marked `ci` run: CI has no time for all of them. Each one is applied to a copy of src/,
-which is what its tests import; kernels that it does not change come from PAGEDKV_CACHE_DIR, if that is set. Exits with
-1 if one survives or does not compile, or its tests do not pass without it; before that, if the text of any mutant,
-marked or not, is stale.
+which is what its tests import; kernels that it does not change come from PAGEDKV_CACHE_DIR, if that is set. The tests
+that fail then run once more without a mutant. Exits with 1 if a mutant survives or does not compile, or what caught it
+does not pass without it; before that, if the text of any mutant, marked or not, is stale.
 """
 
 import os
@@ -38,29 +38,28 @@ PASSED, FAILED = 0, 1
 COMPILE_ERROR = "core.errors.TypingError"  # numba's: the mutant says nothing about the tests
 
 
-def verdict(mutant: Mutant, compiled: Path) -> tuple[bool, str]:
-    """Whether the mutant was caught, and a line that says how."""
+def verdict(mutant: Mutant, compiled: Path) -> tuple[tuple[str, ...], str]:
+    """The tests that caught the mutant, all of its own if it is unknown which, and a line that says how."""
     status, output = run_tests(mutant, mutant.tests, compiled)
     if status == PASSED:
-        return False, f"SURVIVED  {mutant.name}"
+        return (), f"SURVIVED  {mutant.name}"
     if status is not None and status < 0:
-        return True, f"caught    {mutant.name}  (killed by signal {-status})"
+        return mutant.tests, f"caught    {mutant.name}  (killed by signal {-status})"
     if status not in (FAILED, None):
-        return False, f"BROKEN    {mutant.name}: pytest exited with {status}\n{output}"
+        return (), f"BROKEN    {mutant.name}: pytest exited with {status}\n{output}"
     if COMPILE_ERROR in output:
-        return False, f"BROKEN    {mutant.name}: it does not compile\n{output}"
+        return (), f"BROKEN    {mutant.name}: it does not compile\n{output}"
     if status is None:
-        return True, f"caught    {mutant.name}  (taking too long)"
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+        return mutant.tests, f"caught    {mutant.name}  (taking too long)"
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", output, re.MULTILINE)
     if not failed:
-        return False, f"BROKEN    {mutant.name}: no test failed\n{output}"
-    return True, f"caught    {mutant.name}  ({failed[1]})"
+        return (), f"BROKEN    {mutant.name}: no test failed\n{output}"
+    return (failed[1],), f"caught    {mutant.name}  ({failed[1]})"
 
 
-def by_file(mutants: list[Mutant]) -> list[tuple[str, ...]]:
-    """The tests that the mutants name, those of each file together."""
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
-    return [tuple(those) for _, those in groupby(tests, lambda test: test.partition("::")[0])]
+def by_file(tests: set[str]) -> list[tuple[str, ...]]:
+    """Tests, those of each file together."""
+    return [tuple(those) for _, those in groupby(sorted(tests), lambda test: test.partition("::")[0])]
 
 
 def stale(mutants: list[Mutant]) -> list[str]:
@@ -95,15 +94,16 @@ def main() -> int:
         kept = os.environ.get("PAGEDKV_CACHE_DIR")
         if kept and Path(kept).is_dir():
             shutil.copytree(kept, compiled, dirs_exist_ok=True)
-        for status, output in executor.map(partial(run_tests, None, compiled=compiled), by_file(mutants)):
+        num_caught, catching = 0, set()
+        for caught_by, line in executor.map(partial(verdict, compiled=compiled), mutants):
+            print(line, flush=True)
+            num_caught += bool(caught_by)
+            catching.update(caught_by)
+        print(f"{num_caught} of {len(mutants)} caught", flush=True)
+        for status, output in executor.map(partial(run_tests, None, compiled=compiled), by_file(catching)):
             if status != PASSED:
                 print(f"the tests do not pass without a mutant\n{output}")
                 return 1
-        num_caught = 0
-        for caught, line in executor.map(partial(verdict, compiled=compiled), mutants):
-            print(line, flush=True)
-            num_caught += caught
-    print(f"{num_caught} of {len(mutants)} caught")
     return 0 if num_caught == len(mutants) else 1
 
 
