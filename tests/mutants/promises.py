@@ -130,7 +130,7 @@ MUTANTS = [
     ),
     Mutant(
         "repeats: tables and lengths of the last step",
-        "operations/repeats.py",
+        "operations/decodes.py",
         "if step.values != values:",
         "if not step.values[0]:",
         REPEATS,

@@ -8,7 +8,7 @@ import torch
 
 import pagedkv
 from pagedkv import PagedKVCache
-from pagedkv.operations import repeats
+from pagedkv.operations import decodes, repeats
 
 from ..memory.manager import refused
 
@@ -200,7 +200,7 @@ def test_caches_that_are_read_only_or_overlap():
 
 
 def test_forms_are_forgotten(monkeypatch, looked_at):
-    monkeypatch.setattr(repeats, "MOST_FORMS", 2)
+    monkeypatch.setattr(decodes, "MOST_FORMS", 2)
     steps = Steps()
     for window in (1, 2, 3, 1):
         batch = steps.step([0], window=window)
@@ -208,4 +208,4 @@ def test_forms_are_forgotten(monkeypatch, looked_at):
     for window in (1, 2, 3, 1, 2, 3):
         for _ in range(2):
             steps.attend(0, batch, window=window)
-        assert len(steps.cache._repeats._step.launches) <= 2
+        assert len(steps.cache._repeats._decodes._step.launches) <= 2

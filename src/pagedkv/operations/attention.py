@@ -14,6 +14,9 @@ from ..layouts import FLOAT32
 from ..typing import Backend, Kernel, KvDtype, Layout
 from ..validation.attention import attention_call
 from ..validation.merge import merge_call
+from .decodes import Decodes, key_of
+
+_decodes = Decodes()
 
 
 def decode_attention(
@@ -148,14 +151,20 @@ def decode_attention(
     (1, 8, 64)
     """
     given = locals()  # the signature is the one list of the arguments
-    if type(q) is not np.ndarray and (used := gpus()) is not None:
+    repeated, key = None, None
+    if type(q) is np.ndarray:
+        if (key := key_of(given)) is not None:
+            repeated = _decodes.repeat(key, given)
+    elif (used := gpus()) is not None:
         repeated = used.decodes.repeat(given)
-        if repeated is not None:
-            return repeated
+    if repeated is not None:
+        return repeated
     call = attention_call(given)
     returned, result, lse = _results(call)
     if len(call.q):
         backend_of(call.placement).decode_attention(call, result, lse)
+    if key is not None and call.placement.backend == "cpu":
+        _decodes.keep(key, call.form)
     return returned
 
 

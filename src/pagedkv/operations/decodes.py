@@ -1,0 +1,130 @@
+"""Calls of decode_attention on the CPU that are like an earlier one: validated and planned once.
+
+The layers of a model pass the same tables and lengths one after the other, and q and caches that are alike. What
+follows from a valid call is kept under all that it follows from: its form under what validation looks at, and what it
+launches under that and the values of tables and lengths.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping
+from operator import itemgetter
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..arrays import Array
+from ..calls import Form
+from ..cpu import backend as cpu
+from ..cpu.threads import get_num_threads
+from ..validation.attention import known_decode
+from ..validation.copies import MOST_BYTES
+from ..validation.forms import MOST_FORMS
+
+if TYPE_CHECKING:
+    from ..cpu.attention.decode import Launch
+
+T = TypeVar("T")
+
+PLAIN = frozenset((bool, int, float, str, NoneType))  # an option of these types is no more than its value
+
+_arrays = itemgetter("q", "k_cache", "v_cache", "block_tables", "seq_lens")
+_options = itemgetter(
+    *("scale", "layout", "kv_dtype", "k_scale", "v_scale", "window", "softcap", "kernel", "backend", "check")
+)
+_NUMPY = (np.ndarray,) * 5
+
+
+def key_of(given: Mapping[str, Any]) -> Hashable:
+    """All that validation looks at of a call of decode_attention but addresses and values.
+
+    None for a call that is not kept: one that asks for more than a new array, or whose options are arrays or functions,
+    which may hold anything else in the next one.
+    """
+    if given["return_lse"] is not False:
+        return None
+    if not (given["alibi_slopes"] is given["sinks"] is given["score_mod"] is given["out"] is None):
+        return None
+    arrays, options, bound = _arrays(given), _options(given), given["max_seq_len"]
+    if tuple(map(type, arrays)) != _NUMPY or not (bound is None or (type(bound) is int and bound >= 0)):
+        return None
+    q, k_cache, v_cache, tables, lens = arrays
+    kinds = tuple(map(type, options))  # 1 and 1.0 and True are equal, and are not all valid
+    if tables.nbytes > MOST_BYTES or not PLAIN.issuperset(kinds):
+        return None
+    return (kinds, options, facts(q), facts(k_cache), facts(v_cache), facts(tables), facts(lens))
+
+
+def facts(x: Array) -> Hashable:
+    """All that validation looks at but values and addresses."""
+    return x.shape, x.strides, x.dtype, x.flags.num
+
+
+def keep(known: dict[Hashable, T], key: Hashable, what: T) -> None:
+    """Keep what is known under a key; all else is forgotten where there is too much."""
+    if len(known) >= MOST_FORMS:
+        known.clear()
+    known[key] = what
+
+
+class _Step(NamedTuple):
+    """What calls with the same tables and lengths launch: those of the last step alone, for tables may be large."""
+
+    values: tuple[bytes, bytes, int, int]  # tables, lengths, max_seq_len and the number of threads
+    launches: dict[Hashable, Launch]
+
+
+class Decodes:
+    """What valid calls of decode_attention launch, by their keys."""
+
+    def __init__(self) -> None:
+        self._forms: dict[Hashable, Form] = {}
+        self._step = _Step((b"", b"", 0, 0), {})
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._forms
+
+    def keep(self, key: Hashable, form: Form) -> None:
+        """Remember the form of all calls with a key."""
+        keep(self._forms, key, form)
+
+    def launch(
+        self,
+        key: Hashable,
+        q: Array,
+        k_cache: Array,
+        v_cache: Array,
+        tables: Array,
+        lens: Array,
+        max_seq_len: int,
+    ) -> Launch | None:
+        """The launch of a call; None where its form is not known, or a sequence has no tokens."""
+        form = self._forms.get(key)
+        if form is None:
+            return None
+        step, values = self._step, (tables.tobytes(), lens.tobytes(), max_seq_len, get_num_threads())
+        if step.values != values:
+            step = self._step = _Step(values, {})
+        launch = step.launches.get(key)
+        if launch is None:
+            # What is planned is what was compared, whatever other threads write meanwhile.
+            tables = np.frombuffer(values[0], tables.dtype).reshape(tables.shape)
+            lens = np.frombuffer(values[1], lens.dtype)
+            call = known_decode(form, q, k_cache, v_cache, tables, lens, max_seq_len)
+            if np.count_nonzero(lens) == len(q) > 0:
+                launch = cpu.plan_decode(call)
+                keep(step.launches, key, launch)
+        return launch
+
+    def repeat(self, key: Hashable, given: Mapping[str, Any]) -> Array | None:
+        """Run a call, of whose arguments this is the key, and return its result; None where it has to be validated."""
+        q, k_cache, v_cache, tables, lens = _arrays(given)
+        bound = given["max_seq_len"]
+        launch = self.launch(key, q, k_cache, v_cache, tables, lens, sys.maxsize if bound is None else bound)
+        if launch is None:
+            return None
+        out: Array = np.empty(q.shape, q.dtype)
+        cpu.run_decode(launch, q, k_cache, v_cache, out)
+        return out

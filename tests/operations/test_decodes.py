@@ -1,0 +1,95 @@
+"""Calls of decode_attention on the CPU that are like an earlier one: not validated again, and what differs is."""
+
+import numpy as np
+import pytest
+
+import pagedkv
+from pagedkv.operations import attention, decodes
+
+B, HEADS, KV_HEADS, DIM, N, P = 2, 4, 2, 16, 9, 8
+
+
+@pytest.fixture
+def arguments(monkeypatch):
+    monkeypatch.setattr(attention, "_decodes", decodes.Decodes())
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in ((B, HEADS, DIM), *[(N, P, KV_HEADS, DIM)] * 2))
+    tables, lens = np.array([[0, 1, 2, 3], [4, 5, 6, 7]], np.int32), np.array([20, 9], np.int32)
+    return {"q": q, "k_cache": k, "v_cache": v, "block_tables": tables, "seq_lens": lens}
+
+
+@pytest.fixture
+def validated(monkeypatch):
+    """The calls that are looked at as a whole."""
+    calls = []
+    whole = attention.attention_call
+    monkeypatch.setattr(attention, "attention_call", lambda given: [calls.append(given), whole(given)][1])
+    return calls
+
+
+def test_a_call_like_an_earlier_one(arguments, validated):
+    """Other q, caches, tables and lengths of the same form; the result has an array of its own."""
+    first = pagedkv.decode_attention(**arguments)
+    for change in ("q", "k_cache", "v_cache", "block_tables", "seq_lens"):
+        arguments[change] = arguments[change][::-1].copy()
+        got = pagedkv.decode_attention(**arguments)
+        assert len(validated) == 1
+        out = np.empty_like(got)
+        assert pagedkv.decode_attention(**arguments, out=out) is out
+        validated.pop()
+        assert got.tobytes() == out.tobytes() != first.tobytes()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"out": np.empty((B, HEADS, DIM), np.float32)},
+        {"return_lse": True},
+        {"sinks": np.zeros(HEADS, np.float32)},
+        {"alibi_slopes": np.zeros(HEADS, np.float32)},
+        {"scale": np.array(1.0)},
+        {"seq_lens": np.array([0, 3], np.int32)},
+        {"max_seq_len": np.int64(20)},
+    ],
+)
+def test_calls_that_are_validated_each_time(arguments, validated, other):
+    for count in (1, 2, 3):
+        pagedkv.decode_attention(**arguments | other)
+        assert len(validated) == count
+
+
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        ({"scale": True}, TypeError),
+        ({"window": 1.0}, TypeError),
+        ({"backend": "cuda"}, ValueError),
+        ({"max_seq_len": 19}, ValueError),
+        ({"max_seq_len": True}, TypeError),
+        ({"q": np.ones((B, HEADS, 2 * DIM), np.float32)[..., ::2]}, ValueError),
+        ({"seq_lens": np.array([20, 33], np.int32)}, ValueError),
+        ({"block_tables": np.full((B, 4), N, np.int32)}, IndexError),
+    ],
+)
+def test_what_differs_is_refused_as_ever(arguments, other, error):
+    with pytest.raises(error) as first:
+        pagedkv.decode_attention(**arguments | other)
+    pagedkv.decode_attention(**arguments, scale=1, window=1)
+    pagedkv.decode_attention(**arguments)
+    for options in ({}, {"scale": 1, "window": 1}):
+        with pytest.raises(error) as second:
+            pagedkv.decode_attention(**arguments | options | other)
+        assert str(second.value) == str(first.value)
+
+
+def test_another_number_of_threads_is_another_plan(arguments):
+    threads, steps = pagedkv.get_num_threads(), []
+    try:
+        for count in (threads, threads, threads + 1):
+            pagedkv.set_num_threads(count)
+            for _ in range(2):
+                pagedkv.decode_attention(**arguments)
+            steps.append(attention._decodes._step)
+    finally:
+        pagedkv.set_num_threads(threads)
+    assert steps[0] is steps[1] is not steps[2]
