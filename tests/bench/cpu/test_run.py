@@ -61,6 +61,7 @@ def test_all_of_it(monkeypatch):
     shown = ["SDPA", "gather + SDPA", "Nowhere", "Zero", "SDPA", "gather + SDPA", "Zero"]
     assert [row["peer"] for row in rows if "peer" in row] == shown
     assert first_columns(rows)[-6:] == ["prefill", "small call", "verification", "growth", "first call", "first call"]
+    assert {"us", "again us", "without kernel us", "without kernel again us"} < set(rows[-5])
     assert {"L 16 ms", "L 64 ms", "ratio"} < set(rows[-3])
     for row in decode:
         assert row["share"] == pytest.approx(row["KV GB/s"] / row["read GB/s"])

@@ -184,19 +184,26 @@ def _prefill_row(repeats: int, num_threads: int, num_tokens: int, num_heads: int
 def _small_call_row(repeats: int) -> Row:
     """Microseconds of a small call, and of one whose kernel is left out: the least mean of SMALL_CALLS in a row.
 
-    So few fit in the time that a shared machine leaves a program alone.
+    So few fit in the time that a shared machine leaves a program alone. A call with out= is validated and planned each
+    time; one without is like the one before, as the layers of a model make them.
     """
-    call = SUBJECTS[FIRST](Problem("float32", 4, 1, SMALL_LENGTH), 1)
+    problem = Problem("float32", 4, 1, SMALL_LENGTH)
+    arguments = problem.q, *problem.pages, problem.block_tables, problem.seq_lens
+    again = partial(pagedkv.decode_attention, *arguments)
+    calls: dict[str, Call] = {"us": SUBJECTS[FIRST](problem, 1), "again us": again}
 
-    def many() -> None:
-        for _ in range(SMALL_CALLS):
-            call()
+    def least() -> dict[str, float]:
+        seconds = interleaved({name: partial(_repeat, calls[name]) for name in calls}, repeats * SMALL_TURNS, pause=0)
+        return {name: min(seconds[name]) / SMALL_CALLS * 1e6 for name in calls}
 
-    seconds = interleaved({"whole": many}, repeats * SMALL_TURNS, pause=0)
+    row: Row = {"small call": "float32", "G": 4, "L": SMALL_LENGTH, **least()}
     with patch.object(decode, "run", lambda *args, **options: None):
-        seconds |= interleaved({"without": many}, repeats * SMALL_TURNS, pause=0)
-    whole, without = (min(seconds[name]) / SMALL_CALLS * 1e6 for name in ("whole", "without"))
-    return {"small call": "float32", "G": 4, "L": SMALL_LENGTH, "us": whole, "without kernel us": without}
+        return row | {f"without kernel {name}": value for name, value in least().items()}
+
+
+def _repeat(call: Callable[[], Any]) -> None:
+    for _ in range(SMALL_CALLS):
+        call()
 
 
 def _drafts_row(repeats: int) -> Row:
