@@ -16,6 +16,7 @@ from pagedkv.cuda.plans import attention
 from pagedkv.kernels.paged.attention import make_v1, make_v2, static_shared_bytes
 from pagedkv.kernels.paged.reduction import ReductionConfig, make_v2_reduce
 
+from ...support.device_fakes import without_code
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import long
 from ..decode_cases import V1, V2, Variant, assert_same_bits, checked_call, decode, emulator
@@ -148,6 +149,7 @@ def test_more_partitions_than_the_grid_has_in_one_dimension(monkeypatch, open_de
 
 
 @BOTH
+@without_code()
 def test_rows_of_many_sequences_are_in_x_of_the_grid(variant):
     """Which has room for 2**31 thread blocks; y and z have room for 65,535."""
     problem = build(variant.spec(seq_lens=(5,), num_kv_heads=1, group_size=3))

@@ -29,6 +29,7 @@ from pagedkv.kernels.split.lanes import slots_bytes
 from pagedkv.kernels.split.shape import TensorShape
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
+from ...support.device_fakes import without_code
 from ...support.problems import build
 from ...support.strategies import long
 from ..decode_cases import MANY_HEADS, TENSOR, Variant, checked_call
@@ -219,6 +220,7 @@ def plan_of(variant, **fields):
     return split.plan(RecordingDevice(), call, problem.out), call
 
 
+@without_code()
 def test_the_grid_follows_from_capacity_and_window():
     variant = TENSOR
     plan, call = plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3)
@@ -232,6 +234,7 @@ def test_the_grid_follows_from_capacity_and_window():
         assert tiles.launches[0].grid == (6 * num_tiles, 1, 1)
 
 
+@without_code()
 def test_a_bound_leaves_few_thread_blocks_without_work():
     """128 sequences of 512 tokens in tables of 131,072, as a CUDA graph has them."""
     problem = build(Variant("split", 128, 16, "float16", "float16", group_size=8).spec(seq_lens=(1,), num_kv_heads=8))
