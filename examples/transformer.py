@@ -98,7 +98,7 @@ def in_tiles(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
     For another number of rows BLAS takes another routine, which rounds otherwise: where a draw falls on the edge of two
     tokens, a text would be another one in a batch than alone. OpenBLAS sums all rows of such a tile alike, with AVX2
-    and with AVX-512; of a tile of 6 or 12 it does not.
+    and with AVX-512; with AVX2 those of a tile of 6 or 12 it does not.
     """
     tiles = np.zeros((-(-len(x) // ROWS_OF_TILE), ROWS_OF_TILE, x.shape[1]), x.dtype)
     tiles.reshape(-1, x.shape[1])[: len(x)] = x

@@ -26,7 +26,7 @@ import generate  # noqa: E402
 from engine import Engine, dense_choices  # noqa: E402
 from sampling import Sampling  # noqa: E402
 from tokenizer import END, PIECES, Tokenizer, learn_merges  # noqa: E402
-from transformer import WEIGHTS, DenseAttention, Transformer, in_tiles, load  # noqa: E402
+from transformer import WEIGHTS, DenseAttention, Transformer, load  # noqa: E402
 
 MODEL, TOKENIZER = load()
 HEADER = b"import os\nimport sys\nimport logging\nimport unittest\n\nlogger = logging.getLogger(__name__)\n\n\n"
@@ -121,22 +121,6 @@ def test_numpy_computes_what_torch_trained() -> None:
         attend.extend(len(part))
         got.append(MODEL.forward(part, attend, range(len(part))))
     np.testing.assert_allclose(np.concatenate(got), expected, atol=2e-3)
-
-
-@pytest.mark.skipif(
-    "openblas" not in np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"],
-    reason="another BLAS may sum the rows of a tile in different orders",
-)
-def test_in_tiles_a_token_has_the_same_logits_alone_and_among_others() -> None:
-    tokens = np.random.default_rng(0).integers(0, len(TOKENIZER), 100)
-
-    def logits(first: int, end: int) -> np.ndarray:
-        return MODEL.forward(tokens[first:end], lambda layer, q, k, v: q, range(end - first), in_tiles)
-
-    among_others = logits(0, 100)
-    for first, num_tokens in ((0, 1), (3, 2), (7, 8), (11, 9), (50, 31)):
-        end = first + num_tokens
-        np.testing.assert_array_equal(logits(first, end), among_others[first:end])
 
 
 def test_training_writes_weights_that_load(

@@ -12,9 +12,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,6 +27,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 import serve  # noqa: E402
+from sampling import Sampling  # noqa: E402
 from server.protocol import Refused, Stops, parse  # noqa: E402
 from server.small import SmallDecoder, small  # noqa: E402
 from transformer import WEIGHTS, load  # noqa: E402
@@ -121,6 +125,32 @@ def one_at_a_time(wanted):
                 text, reason = text + decoder.push(sampled.token), sampled.reason
         texts.append((text + decoder.finish(), reason))
     return texts
+
+
+def logits_of(wanted, max_num_seqs):
+    """A digest of the logits of each draw, sorted."""
+    engine, _ = small(WEIGHTS, 1024, 512, 16, prefix_cache=True, max_num_seqs=max_num_seqs)
+    rows, choose = [], Sampling.choose
+
+    def record(sampling, logits, *args):
+        rows.append(sha256(logits).hexdigest())
+        return choose(sampling, logits, *args)
+
+    for request in wanted:
+        engine.add(request["prompt"], request["max_tokens"], seed=request["seed"])
+    with mock.patch.object(Sampling, "choose", record):
+        while engine.scheduler.num_waiting + engine.scheduler.num_running:
+            engine.step()
+    return sorted(rows)
+
+
+@pytest.mark.skipif(
+    "openblas" not in np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"],
+    reason="another BLAS may sum the rows of a tile in different orders",
+)
+def test_logits_have_the_same_bits_in_any_batch():
+    wanted = requests(5, 40, 3)
+    assert logits_of(wanted, 1) == logits_of(wanted, 5)
 
 
 def test_texts_are_those_of_a_run_one_at_a_time(shared):

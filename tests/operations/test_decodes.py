@@ -50,6 +50,7 @@ def test_a_call_like_an_earlier_one(arguments, validated):
         {"scale": np.array(1.0)},
         {"seq_lens": np.array([0, 3], np.int32)},
         {"max_seq_len": np.int64(20)},
+        {"block_tables": np.zeros((B, 513), np.int32)},
     ],
 )
 def test_calls_that_are_validated_each_time(arguments, validated, other):

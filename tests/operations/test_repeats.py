@@ -105,6 +105,10 @@ def test_options_that_alternate(looked_at):
 def test_tables_and_lengths_of_the_call_count():
     """Whoever changes those of a batch gets what they say then."""
     steps = Steps()
+    batch = steps.cache.batch(steps.seqs)
+    batch.seq_lens[1] = 0  # it is a decode all the same
+    steps.attend(0, batch)
+    assert batch.query_starts.tolist() == [0, 1, 2, 3]
     batch = steps.step()
     batch.block_tables[0] = batch.block_tables[2, : len(batch.block_tables[0])]
     steps.attend(1, batch)

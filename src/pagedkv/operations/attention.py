@@ -16,7 +16,7 @@ from ..validation.attention import attention_call
 from ..validation.merge import merge_call
 from .decodes import Decodes, key_of
 
-_decodes = Decodes()
+_decodes = Decodes()  # a cache: whatever is in it, results are the same
 
 
 def decode_attention(
@@ -163,7 +163,8 @@ def decode_attention(
     returned, result, lse = _results(call)
     if len(call.q):
         backend_of(call.placement).decode_attention(call, result, lse)
-    if key is not None and call.placement.backend == "cpu":
+    # Compared again: another thread may have changed a shape in place meanwhile.
+    if key is not None and call.placement.backend == "cpu" and key == key_of(given):
         _decodes.keep(key, call.form)
     return returned
 

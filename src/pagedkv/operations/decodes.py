@@ -40,8 +40,8 @@ _NUMPY = (np.ndarray,) * 5
 def key_of(given: Mapping[str, Any]) -> Hashable:
     """All that validation looks at of a call of decode_attention but addresses and values.
 
-    None for a call that is not kept: one that asks for more than a new array, or whose options are arrays or functions,
-    which may hold anything else in the next one.
+    None for a call that is not kept: one that asks for more than a new array, whose tables take longer to compare than
+    to validate, or whose options are not plain values of Python: an array may hold something else in the next one.
     """
     if given["return_lse"] is not False:
         return None
@@ -112,9 +112,8 @@ class Decodes:
             # What is planned is what was compared, whatever other threads write meanwhile.
             tables = np.frombuffer(values[0], tables.dtype).reshape(tables.shape)
             lens = np.frombuffer(values[1], lens.dtype)
-            call = known_decode(form, q, k_cache, v_cache, tables, lens, max_seq_len)
             if np.count_nonzero(lens) == len(q) > 0:
-                launch = cpu.plan_decode(call)
+                launch = cpu.plan_decode(known_decode(form, q, k_cache, v_cache, tables, lens, max_seq_len))
                 keep(step.launches, key, launch)
         return launch
 

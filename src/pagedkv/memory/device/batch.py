@@ -88,8 +88,8 @@ class Batches(Guarded):
         if self._mirrors is not None:
             return self._mirrored(*self._mirrors, seqs, query_lens)
         block_tables, longest, seq_lens, query_lens = self._table._batch(seqs, query_lens)
-        arrays = self._arrays
-        return Batch(arrays.asarray(block_tables), arrays.asarray(seq_lens), longest, arrays, seq_lens, query_lens)
+        arrays, lens = self._arrays, seq_lens.copy()  # the caller may write to its seq_lens
+        return Batch(arrays.asarray(block_tables), arrays.asarray(seq_lens), longest, arrays, lens, query_lens)
 
     @alone
     def _mirrored(self, tables: Mirror, lens: Mirror, seqs: Any, query_lens: Any) -> Batch:
