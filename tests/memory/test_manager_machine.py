@@ -118,16 +118,17 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: 0 < len(self.model) < self.table.max_seqs)
     @rule(data=st.data(), wander=st.integers(0, 4))
     def fork(self, data, wander):
-        """Fork, and give a few of the family tokens of their own."""
-        seq = data.draw(st.sampled_from(sorted(self.model)))
-        n = data.draw(st.integers(1, min(3, self.table.max_seqs - len(self.model))))
-        num_free = self.pool.num_free
-        forks = self.table.fork(seq, n)
-        assert len(set(forks)) == n
+        """Fork some, one of them perhaps twice, and give a few of the family tokens of their own."""
+        num_rows, num_free = self.table.max_seqs - len(self.model), self.pool.num_free
+        seqs = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=min(3, num_rows)))
+        n = data.draw(st.integers(1, min(3, num_rows // len(seqs))))
+        forks = self.table.fork(seqs, n)
+        parents = [seq for seq in seqs for _ in range(n)]
+        assert len(set(forks)) == len(parents)
         assert not set(forks) & (self.model.keys() | set(self.gone))
         assert self.pool.num_free == num_free
-        self.model |= {fork: self.model[seq].copy() for fork in forks}
-        self.append(data.draw(st.permutations([seq, *forks]))[:wander], 1)
+        self.model |= {fork: self.model[seq].copy() for fork, seq in zip(forks, parents, strict=True)}
+        self.append(data.draw(st.permutations([*set(seqs), *forks]))[:wander], 1)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), wander=st.integers(0, 4))

@@ -107,7 +107,7 @@ def test_references_are_counted_up_to_the_last_one_of_int32():
     pool = BlockPool(5)
     pool.allocate(3)
     pool._refs[1], pool._num_shared[0] = 2**31 - 3, 1
-    with refused(pool, OverflowError, r"^block 1 would have 2147483648 references, at most 2\*\*31 - 1 are counted$"):
+    with refused(pool, OverflowError, r"^block 1 would have more than 2\*\*31 - 1 references$"):
         pool.retain([0, 1, 1, 1])
     pool.retain([0, 1, 1])
     assert pool.ref_counts.tolist() == [2, 2**31 - 1, 1, 0, 0]

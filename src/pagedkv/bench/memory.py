@@ -71,13 +71,15 @@ class ListTable:
     def seq_lens(self, seqs: list[int]) -> np.ndarray:
         return np.array([self.lens[seq] for seq in seqs], np.int32)
 
-    def fork(self, seq: int) -> list[int]:
-        self.num_added += 1
-        self.blocks[self.num_added] = self.blocks[seq].copy()
-        self.lens[self.num_added] = self.lens[seq]
-        for block in self.blocks[seq]:
-            self.ref_counts[block] += 1
-        return [self.num_added]
+    def fork(self, seqs: list[int]) -> list[int]:
+        first = self.num_added + 1
+        for seq in seqs:
+            self.num_added += 1
+            self.blocks[self.num_added] = self.blocks[seq].copy()
+            self.lens[self.num_added] = self.lens[seq]
+            for block in self.blocks[seq]:
+                self.ref_counts[block] += 1
+        return list(range(first, self.num_added + 1))
 
     def truncate(self, seqs: list[int], lengths: list[int]) -> None:
         for seq, length in zip(seqs, lengths, strict=True):
@@ -106,8 +108,8 @@ def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool
     """Time both managers in turns, on sequences of about 2048 tokens in blocks of 16.
 
     A decode step is append, block_tables and seq_lens of all sequences, one in 16 of which needs a new block; handles
-    are in a list or in an int64 array. The other operations are on all sequences too: add and fork one at a time,
-    truncate and free in one call.
+    are in a list or in an int64 array. The other operations are on all sequences too: add one at a time, the others in
+    one call.
 
     Parameters
     ----------
@@ -166,7 +168,7 @@ def _life(
         yield part
         kinds = dict(reversed(kinds.items()))  # whoever goes first finds colder caches
     forks: list[int] = []
-    yield [("fork", _time(lambda: forks.extend(table.fork(seq)[0] for seq in seqs)))]
+    yield [("fork", _time(lambda: forks.extend(table.fork(seqs))))]
     shorter = [length - DROPPED for length in lengths]
     yield [("truncate", _time(lambda: table.truncate(seqs, shorter)))]
     yield [("free", _time(lambda: table.free(seqs + forks)))]

@@ -205,7 +205,8 @@ class BlockPool(Guarded):
         gained: Array = NO_BLOCKS,
         forgotten: Array = NO_BLOCKS,
         stored: Stored | None = None,
-        distinct: bool = False,
+        times: int = 1,
+        num_seqs: int = 0,
     ) -> tuple[Int64Array, list[Write]]:
         """Everything that one call does to the pool, in one plan: later ones would not see what it is about to store.
 
@@ -219,8 +220,10 @@ class BlockPool(Guarded):
             Blocks that can no longer be found, each named once.
         stored : Stored or None
             Blocks that can be found from now on; those that make room for them are forgotten, too.
-        distinct : bool
-            Whether `dropped` or `gained` are blocks of one sequence, and the others none.
+        times : int
+            References that a block of `gained` gets.
+        num_seqs : int
+            So many different sequences have just the blocks of `dropped` or `gained`; 0 if others may be among them.
 
         Returns
         -------
@@ -241,7 +244,7 @@ class BlockPool(Guarded):
         writes: list[Write] = []
         freed = leaving = NO_BLOCKS
         if len(dropped) or len(gained):
-            freed, leaving, writes = self._plan_references(dropped, gained, distinct)
+            freed, leaving, writes = self._plan_references(dropped, gained, times, num_seqs)
         self._require(num_new, num_free + num_cached - len(leaving))
         num_blank = min(num_new, num_free)
         rest = num_free - num_blank
@@ -281,34 +284,35 @@ class BlockPool(Guarded):
             writes.append((self._free, np.arange(rest, top), freed[::-1].astype(np.int32)))
         return new_blocks, [*writes, (self._num_free, 0, top)]
 
-    def _plan_references(self, dropped: Array, gained: Array, distinct: bool) -> tuple[Array, Array, list[Write]]:
+    def _plan_references(
+        self, dropped: Array, gained: Array, times: int, num_seqs: int
+    ) -> tuple[Array, Array, list[Write]]:
         """The blocks that lose their last reference, those that get their first, and what to store."""
-        # An int64: beside a Python int the sum would be an int32, as the counts are, and wrap.
-        blocks, changes = np.concatenate([dropped, gained]), np.asarray(1 if len(gained) else -1)
-        if not distinct:
+        both = len(dropped) and len(gained)
+        blocks = np.concatenate([dropped, gained]) if both else dropped if len(dropped) else gained
+        before = self._refs.take(blocks)
+        changes: Any = times if len(gained) else -1
+        # Of different sequences, those blocks are different that have no reference but one.
+        if num_seqs != 1 and (not num_seqs or before.max() > 1):
             # All changes of a block are at its last place: of repeated indices the last is stored.
             last = self._tally.last_places(blocks)
-            signs = np.ones(len(blocks))
+            signs = np.full(len(blocks), float(times))
             signs[: len(dropped)] = -1
             changes = np.bincount(last, signs, len(blocks)).astype(np.int64)
-        before = self._refs.take(blocks)
-        refs = before + changes
+        if len(gained) and np.count_nonzero(too_many := before > MAX_INT32 - changes):
+            raise OverflowError(f"block {blocks[too_many][0]} would have more than 2**31 - 1 references")
+        refs = (before + changes).astype(np.int32, copy=False)
         if len(dropped) and np.count_nonzero(refs < 0):
             block = blocks[refs < 0][0]
             raise KeyError(
                 f"block {block} released {self._refs[block] - refs[refs < 0][0]} times, it has {self._refs[block]} "
                 f"references"
             )
-        too_many = refs > MAX_INT32
-        if np.count_nonzero(too_many):
-            raise OverflowError(
-                f"block {blocks[too_many][0]} would have {refs[too_many][0]} references, at most 2**31 - 1 are counted"
-            )
         num_shared = int(self._num_shared[0]) + np.count_nonzero(refs > 1) - np.count_nonzero(before > 1)
         return (
             blocks[(refs == 0) & (before > 0)] if len(dropped) else NO_BLOCKS,
             blocks[(refs > 0) & (before == 0)] if len(gained) else NO_BLOCKS,
-            [(self._refs, blocks, refs.astype(np.int32)), (self._num_shared, 0, int(num_shared))],
+            [(self._refs, blocks, refs), (self._num_shared, 0, int(num_shared))],
         )
 
     def _require(self, num_new: int, num_free: int) -> None:

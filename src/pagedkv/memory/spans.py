@@ -10,16 +10,20 @@ from ..arrays import Array
 Int64Array = npt.NDArray[np.int64]
 
 
-def ragged(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
-    """The integers starts[i], ..., starts[i] + counts[i] - 1 for each i in turn, and the i of each.
+def spans(starts: Array, counts: Array) -> Int64Array:
+    """The integers starts[i], ..., starts[i] + counts[i] - 1 for each i in turn, (counts.sum(),) int64."""
+    if len(counts) and not np.count_nonzero(counts != counts[0]):
+        return np.asarray(np.add.outer(starts, np.arange(counts[0])).reshape(-1))
+    values = (starts - counts.cumsum() + counts).repeat(counts)
+    values += np.arange(len(values))
+    return values
+
+
+def owned_spans(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
+    """The i of each of the integers that `spans` returns, and those.
 
     Returns
     -------
     owners, values : (counts.sum(),) int64
     """
-    if len(counts) == 1:
-        start, count = int(starts[0]), int(counts[0])
-        return np.zeros(count, np.int64), np.arange(start, start + count)
-    owners = np.arange(len(counts)).repeat(counts)
-    begins = counts.cumsum() - counts
-    return owners, np.arange(len(owners)) + (starts - begins).take(owners)
+    return np.arange(len(counts)).repeat(counts), spans(starts, counts)

@@ -12,7 +12,7 @@ from ..cache import PagedKVCache
 from ..memory.checks import as_int
 from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import ids_of
-from ..memory.spans import ragged
+from ..memory.spans import owned_spans
 from .admission import Admission
 from .request import NOT_RUNNING, Request
 from .running import Running
@@ -253,7 +253,7 @@ class Scheduler:
         if counts.max() == 1:
             n, tokens = 1, running.tokens[lanes, starts]  # a step of single tokens, in less time
         else:
-            owners, positions = ragged(starts, counts)
+            owners, positions = owned_spans(starts, counts)
             tokens = running.tokens[lanes[owners], positions]
         ids = tokens.astype(np.int64)
         ends = starts + counts

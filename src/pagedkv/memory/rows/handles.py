@@ -88,12 +88,15 @@ class Handles:
         rows = self.find(seqs)
         if self._known is not None and rows is self._known[1]:
             return rows
-        if len(rows) > 1:
+        if not self.differ(rows):
             repeated = self._tally.repeated(rows)
-            if np.count_nonzero(repeated):
-                raise ValueError(f"seqs must name each sequence once, got {self.of(rows[repeated])[0]} twice")
+            raise ValueError(f"seqs must name each sequence once, got {self.of(rows[repeated])[0]} twice")
         self._known = self.of(rows).tobytes(), rows
         return rows
+
+    def differ(self, rows: Int64Array) -> bool:
+        """Whether no row is named twice."""
+        return len(rows) == 1 or not np.count_nonzero(self._tally.repeated(rows))
 
     def plan_issue(self, n: int) -> tuple[Int64Array, list[int], list[Write]]:
         """Issue n handles: their rows, the handles, and what to store.

@@ -12,7 +12,7 @@ from ..checks import as_ints
 from ..pool import NO_BLOCKS
 from ..prefix.index import NO_BLOCK
 from ..prefix.prompt import Prompt
-from ..spans import ragged
+from ..spans import owned_spans, spans
 from .copy_on_write import NO_COPIES, UNUSED, pairs, plan_writable
 from .handles import Int64Array
 from .recent import Recent
@@ -49,7 +49,7 @@ class Rows(RowState):
             if size == 1:  # the last token has a block of its own
                 shared, copied, forgotten = shared[:num_cached], NO_BLOCKS, NO_BLOCKS
         new_blocks, allocation = self.pool._plan(
-            self.num_blocks(num_tokens) - len(shared), gained=shared, forgotten=forgotten, distinct=True
+            self.num_blocks(num_tokens) - len(shared), gained=shared, forgotten=forgotten, num_seqs=1
         )
         blocks = np.concatenate([shared, new_blocks])
         table, grown = self._with_columns(len(blocks))
@@ -112,7 +112,7 @@ class Rows(RowState):
             [
                 *writes,
                 *grown,
-                *self.pool._plan(gained=blocks, distinct=True)[1],
+                *self.pool._plan(gained=blocks, num_seqs=1)[1],
                 (self.lens, row, length),
                 (table.reshape(-1), row * table.shape[1] + np.arange(len(blocks)), blocks.astype(np.int32)),
                 *self.chains.plan_start(row, length, len(blocks), prompt.root),
@@ -152,9 +152,8 @@ class Rows(RowState):
             entries, positions, entry_of_token = rows * table.shape[1] + first, lens, _IN_ORDER
         else:
             num_written = np.where(num_new > 0, self.num_blocks(ends) - first, 0)
-            owners, columns = ragged(first, num_written)
-            entries = rows[owners] * table.shape[1] + columns
-            owners, positions = ragged(lens, num_new)
+            entries = spans(rows * table.shape[1] + first, num_written)
+            owners, positions = owned_spans(lens, num_new)
             first_entry = np.cumsum(num_written) - num_written
             entry_of_token = (first_entry - first)[owners] + positions // self.block_size
 
@@ -226,21 +225,19 @@ class Rows(RowState):
 
     def plan_fork(self, seqs: Any, n: int) -> tuple[list[int], list[Write]]:
         """Start n sequences like each of some: their handles, and what to store."""
-        parents = self.handles.find(seqs).repeat(n)
-        rows, handles, writes = self.handles.plan_issue(len(parents))
-        lens = self.lens[parents]
-        if len(parents) == 1:
-            sources, targets, columns = parents, rows, np.arange(self.num_blocks(int(lens[0])))
-        else:
-            owners, columns = ragged(np.zeros_like(lens), self.num_blocks(lens))
-            sources, targets = parents[owners], rows[owners]
-        width = self.blocks.shape[1]
-        blocks = self._entries.take(sources * width + columns)
+        parents = self.handles.find(seqs)
+        rows, handles, writes = self.handles.plan_issue(len(parents) * n)
+        num_seqs = len(parents) if self.handles.differ(parents) else 0
+        width, counts = self.blocks.shape[1], self.num_blocks(self.lens[parents])
+        blocks = self._entries.take(spans(parents * width, counts))
+        writes += self.pool._plan(gained=blocks.astype(np.int64), times=n, num_seqs=num_seqs)[1]
+        if n != 1:
+            parents, counts = parents.repeat(n), counts.repeat(n)
+            blocks = self._entries.take(spans(parents * width, counts))
         return handles, [
-            *self.pool._plan(gained=blocks.astype(np.int64), distinct=len(parents) == 1)[1],
             *writes,
-            (self.lens, rows, lens),
-            (self._entries, targets * width + columns, blocks),
+            (self.lens, rows, self.lens[parents]),
+            (self._entries, spans(rows * width, counts), blocks),
             *self.chains.plan_copy(rows, parents),
         ]
 
@@ -326,7 +323,7 @@ class Rows(RowState):
         if not first[first.argmin()]:
             above[first == 0], roots = NO_BLOCK, chains.roots(rows)
         if counts is not None:
-            _, entries = ragged(entries, counts)
+            entries = spans(entries, counts)
         blocks = self._entries[entries].astype(np.int64)
         stored = cache.to_store(blocks, counts, above, roots, self.pool._refs)
         if len(stored.blocks) == len(blocks):
@@ -379,11 +376,10 @@ class Rows(RowState):
     def _plan_drop(self, rows: Int64Array, lens: Int64Array, forgotten: Int64Array = NO_BLOCKS) -> list[Write]:
         """Release the blocks of each row past its first tokens, of which so many stay."""
         num_kept = self.num_blocks(lens)
-        owners, columns = ragged(num_kept, self.num_blocks(self.lens[rows]) - num_kept)
-        entries = (rows * self.blocks.shape[1]).take(owners) + columns
+        entries = spans(rows * self.blocks.shape[1] + num_kept, self.num_blocks(self.lens[rows]) - num_kept)
         blocks = self._entries.take(entries).astype(np.int64)
         return [
-            *self.pool._plan(dropped=blocks, forgotten=forgotten, distinct=len(rows) == 1)[1],
+            *self.pool._plan(dropped=blocks, forgotten=forgotten, num_seqs=len(rows))[1],
             (self._entries, entries, _EMPTY_ENTRY.repeat(len(entries))),
             (self.lens, rows, lens),
             *self.chains.plan_shorten(rows, lens, lens // self.block_size),

@@ -11,7 +11,7 @@ from ..checks import MAX_INT64, as_int, as_ints, require
 from ..pool import BlockPool
 from ..prefix.cache import PrefixCache
 from ..prefix.chains import Chains
-from ..spans import ragged
+from ..spans import owned_spans
 from .copy_on_write import UNUSED
 from .handles import NO_HANDLE, Handles, Int64Array
 from .recent import Recent
@@ -76,7 +76,7 @@ class RowState:
 
     def block_fills(self) -> Int32Array:
         """How many slots of each block hold a token of some sequence, (N,)."""
-        owners, columns = ragged(np.zeros_like(self.lens), self.num_blocks(self.lens))
+        owners, columns = owned_spans(np.zeros_like(self.lens), self.num_blocks(self.lens))
         fills = np.zeros(self.pool.num_blocks, np.int32)
         tokens = np.minimum(self.lens[owners] - columns * self.block_size, self.block_size)
         np.maximum.at(fills, self.blocks[owners, columns], tokens.astype(np.int32))
@@ -84,7 +84,7 @@ class RowState:
 
     def block_owners(self) -> Int64Array:
         """The handle of a sequence that has each block, (N,); -1 for a block that none has."""
-        rows, columns = ragged(np.zeros_like(self.lens), self.num_blocks(self.lens))
+        rows, columns = owned_spans(np.zeros_like(self.lens), self.num_blocks(self.lens))
         owners = np.full(self.pool.num_blocks, NO_HANDLE)
         owners[self.blocks[rows, columns]] = self.handles.of(rows)
         return owners
