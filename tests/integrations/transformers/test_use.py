@@ -10,11 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 
 from pagedkv import BackendUnavailableError
-from pagedkv.integrations.transformers import NAME, Engine, use, use_pagedkv
+from pagedkv.integrations.transformers import NAME, Engine, PagedCache, use, use_pagedkv
 
-from .models import eager_model, logits, make_model, prompts
+from .models import SIZES, eager_model, greedy, logits, make_model, prompts
 
 TEXT, OTHER = prompts(20, 7)
 
@@ -98,6 +99,21 @@ def test_without_a_pass_it_says_what_to_call(family):
     use_pagedkv(model)
     with pytest.raises(RuntimeError, match=r"no forward_pass came to .*Attention: call use_pagedkv\(model\) first"):
         model(torch.tensor([TEXT]))
+
+
+def test_images_whose_tokens_see_all_of_them_are_refused():
+    """Gemma 3 asks transformers for a mask that lets them, which pagedkv never sees; its text is like any other."""
+    text = transformers.Gemma3TextConfig(**SIZES | {"vocab_size": 300})
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower = transformers.SiglipVisionConfig(**vision)
+    config = transformers.Gemma3Config(text_config=text, vision_config=tower, image_token_index=299)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    expected = greedy(model, [TEXT], 4)
+    use_pagedkv(model)
+    assert greedy(model, [TEXT], 4, past_key_values=PagedCache(model, num_blocks=16)) == expected
+    for images in ({"pixel_values": torch.zeros(1, 3, 224, 224)}, {"mm_encoder_outputs": {"image": object()}}):
+        with pytest.raises(ValueError, match=r"lets each token of an image see all of it.*: give it text alone"):
+            model(torch.tensor([TEXT]), past_key_values=PagedCache(model, num_blocks=16), **images)
 
 
 @pytest.mark.parametrize("family", ["Bloom", "StableLm"])

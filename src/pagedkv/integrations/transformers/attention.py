@@ -131,7 +131,8 @@ def paged_attention(
             "model.generate_batch(...), model.generate(..., past_key_values=PagedCache(model)) or Engine(model); "
             'model.set_attn_implementation("sdpa"), or model.config._attn_implementation = "eager" for Bloom, brings '
             "back what the model had, and is what is left where these were called and the model's layers do not hand "
-            "the keyword forward_pass on"
+            "the keyword forward_pass on; an assistant_model keeps its own attention, and guidance_scale needs the "
+            "model's own, since it calls the model without the cache"
         )
     wrong = (
         (attention_mask is not None and "attention_mask")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import Parameter, signature
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 _SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SEE_ALL_OF_AN_IMAGE = {"gemma3", "gemma4", "gemma4_unified", "molmo2"}
 
 
 def uncompiled(model: PreTrainedModel) -> PreTrainedModel:
@@ -60,6 +62,22 @@ def require_supported(model: PreTrainedModel) -> None:
     config, name = text_config(model), type(model).__name__
     if reason := _what_is_missing(model, config):
         raise ValueError(f'{name} {reason}: pagedkv cannot run it; keep model.set_attn_implementation("sdpa")')
+
+
+def require_causal(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
+    """Raise if a model has inputs for which it would ask transformers, which makes pagedkv none, for another mask.
+
+    Raises
+    ------
+    ValueError
+        There are images among them, and their tokens see later ones, too.
+    """
+    images = [inputs.get("pixel_values"), *(inputs.get("mm_encoder_outputs") or {}).values()]
+    if model.config.model_type in _SEE_ALL_OF_AN_IMAGE and any(image is not None for image in images):
+        raise ValueError(
+            f"{type(model).__name__} lets each token of an image see all of it, and pagedkv only what comes before it: "
+            'give it text alone, or keep model.set_attn_implementation("sdpa")'
+        )
 
 
 def require_positions(model: PreTrainedModel) -> None:

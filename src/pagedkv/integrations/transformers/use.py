@@ -15,7 +15,7 @@ from ...operations.caches import write_kv
 from .attention import NAME, ForwardPass, reset_attention, set_attention
 from .cache import PagedCache
 from .layers import Layers
-from .models import input_names, kv_shape, require_supported, text_config, uncompiled
+from .models import input_names, kv_shape, require_causal, require_supported, text_config, uncompiled
 from .paged import PagedPass, Pages
 
 _PAGES = "_pages_of_pagedkv"
@@ -80,6 +80,7 @@ class _Passes:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         made = inputs.get("forward_pass")
         if model.config._attn_implementation == NAME:
+            require_causal(model, inputs)
             made = made or _paged(inputs) or _cached(model, _named(model, args, inputs))
         elif made is not None or _cache_of(_named(model, args, inputs)) is not None:
             # Other attention would see the new tokens alone.
