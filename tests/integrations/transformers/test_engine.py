@@ -219,6 +219,10 @@ def test_an_engine_needs_a_pool_and_a_decoder(model):
     for block_size in (0, 513):  # the model has 512 positions
         with pytest.raises(ValueError, match=f"block_size must be .*, got {block_size}$"):
             Engine(model, num_blocks=4, block_size=block_size)
+    with pytest.raises(ValueError, match="LlamaModel has no head that gives logits: load it with AutoModelForCausalLM"):
+        Engine(model.model, num_blocks=4)
+    with pytest.raises(TypeError, match="eos_token_id must be an int, got str"):
+        Engine(model, num_blocks=4, eos_token_id="<eos>")
     assert Engine(model, memory="1MiB").cache.pool.num_blocks == 2**20 // (2 * 2 * 16 * 2 * 16 * 4)
 
 

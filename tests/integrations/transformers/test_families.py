@@ -70,6 +70,11 @@ def test_a_family(family):
             lambda: make_model("Phimoe", sliding_window=8, **EXPERTS),
             "PhimoeForCausalLM has a sliding window that its layers do not ask attention for",
         ),
+        (
+            lambda: make_model("Olmoe", sliding_window=8, **EXPERTS),
+            "OlmoeForCausalLM has a sliding window that its layers do not ask attention for",
+        ),
+        (lambda: make_model("Nemotron"), "NemotronForCausalLM computes attention in its own layers"),
         (lambda: make_model("Llama", head_dim=4), "has head_dim 4, which is no multiple of 8 from 8 to 512"),
         (
             lambda: make_model("Llama").double(),
@@ -86,6 +91,8 @@ def test_a_family(family):
         "shapes",
         "Qwen2Moe",
         "Phimoe",
+        "Olmoe",
+        "Nemotron",
         "head_dim",
         "dtype",
     ],
@@ -93,6 +100,8 @@ def test_a_family(family):
 def test_others_are_refused(make, reason):
     model = make()
     before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=reason):
+        PagedCache(model, num_blocks=4)
     with pytest.raises(ValueError, match=reason) as caught:
         use_pagedkv(model)
     assert str(caught.value).endswith('pagedkv cannot run it; keep model.set_attn_implementation("sdpa")')

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...cache import PagedKVCache
 from ...errors import CapacityError
 from .attention import CachedPass
-from .models import kv_shape
+from .models import kv_shape, require_supported, uncompiled
 
 
 class PagedCache(Cache):
@@ -54,6 +54,7 @@ class PagedCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):
+        require_supported(uncompiled(model))
         self._made_for = num_layers, num_kv_heads, head_dim, dtype = *kv_shape(model), model.dtype
         where = {"dtype": dtype, "array_module": torch, "device": model.device, "prefix_cache": False}
         self.kv = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)

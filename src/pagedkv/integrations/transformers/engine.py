@@ -16,7 +16,7 @@ from ...memory.checks import MAX_INT32, as_int
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import NAME, CachedPass
-from .models import kv_shape, require_positions, require_supported, text_config
+from .models import kv_shape, require_positions, require_supported, text_config, uncompiled
 from .sampling import Sampling, choose
 from .text import TextDecoder
 from .use import use_pagedkv
@@ -105,6 +105,11 @@ class Engine:
     ) -> None:
         require_supported(model)
         require_positions(model)
+        if not uncompiled(model).can_generate():
+            raise ValueError(f"{type(model).__name__} has no head that gives logits: load it with AutoModelForCausalLM")
+        ends = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+        ends = ends if isinstance(ends, (list, tuple, set)) else [] if ends is None else [ends]
+        self._ends = {as_int("eos_token_id", end, minimum=None) for end in ends}
         use_pagedkv(model)
         if model.config._attn_implementation != NAME:
             raise BackendUnavailableError(f"an Engine needs kernels for {model.device}, which the warning says more of")
@@ -115,8 +120,6 @@ class Engine:
         where["max_seq_len"] = context and context - context % block_size  # whole blocks, and no position beyond
         self.cache = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
         self.scheduler = Scheduler(self.cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        ends = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
-        self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._model, self._tokenizer = model, tokenizer
         self._vocab_size = len(model.get_input_embeddings().weight)
         self._samplings: dict[int, Sampling] = {}

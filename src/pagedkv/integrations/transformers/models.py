@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 _SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Keys and values of other heads, masks, or keywords of theirs do not come to attention as others' do.
+_ATTEND_ON_THEIR_OWN = {"doge", "gpt_bigcode", "jetmoe", "mimo_v2_flash", "nemotron"}
 _SEE_ALL_OF_AN_IMAGE = {"gemma3", "gemma4", "gemma4_unified", "molmo2"}
 
 
@@ -112,7 +114,7 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
     if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
         return f"has layers of types {', '.join(sorted(others))}"
     # The masks of these have it, and nothing else.
-    if (config.model_type == "phimoe" and config.sliding_window) or (
+    if (config.model_type in ("olmoe", "phimoe") and getattr(config, "sliding_window", None)) or (
         config.model_type == "qwen2_moe" and "sliding_attention" in config.layer_types
     ):
         return "has a sliding window that its layers do not ask attention for"
@@ -120,7 +122,9 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return "attends twice in each layer, to two parts of its values"
     if getattr(config, "num_kv_shared_layers", 0):
         return "has layers that read the keys and values of other layers"
-    if not (model._can_set_attn_implementation() or config.model_type == "bloom"):
+    if config.model_type in _ATTEND_ON_THEIR_OWN or not (
+        model._can_set_attn_implementation() or config.model_type == "bloom"
+    ):
         return "computes attention in its own layers, not by transformers' AttentionInterface"
     head_dim = kv_shape(model)[2]
     if head_dim % 8 or not 8 <= head_dim <= 512:
