@@ -204,54 +204,43 @@ def test_lengths_that_change_under_a_running_call_harm_no_later_one(variant, see
     assert_same_bits(result, expected)
 
 
-def seeing(score, q_pos, k_pos, head, seq):
-    """Every argument counts; head 1 sees nothing."""
-    if head == 1:
-        return -math.inf
-    return 0.5 * score + (0.7 if k_pos % 3 == 1 else 0.0) + 0.1 * head + 0.3 * seq - 0.01 * (q_pos - k_pos)
+def seeing(num_heads, num_tokens):
+    """A score_mod that reads arrays that end with the heads and with the longest sequence."""
+    of_head = np.linspace(0, 1, num_heads, dtype=np.float32)
+    of_position = np.resize(np.float32([0.7, 0, 0]), num_tokens)
+
+    def seeing(score, q_pos, k_pos, head, seq):
+        """Every argument counts; head 1 sees nothing."""
+        if head == 1:
+            return -math.inf
+        return 0.5 * score + of_position[k_pos] + of_head[head] + 0.3 * seq - 0.01 * (q_pos - k_pos)
+
+    return seeing
 
 
-@pytest.mark.parametrize("variant", [TENSOR, CUDA_CORES, *long([TENSOR_12])], ids=str)
-def test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key(variant, open_device):
-    variant = variant._replace(score_mod=seeing)
+@pytest.mark.parametrize(
+    "variant", [TENSOR, CUDA_CORES._replace(group_size=5), MANY_HEADS, *long([TENSOR_12])], ids=str
+)
+def test_score_mod_sees_what_exists_and_may_mask_every_key(variant, open_device):
+    """Positions, heads and sequences, none past the end; a thread block has fewer heads than its tiles have rows."""
+    variant = variant._replace(score_mod=seeing(2 * variant.group_size, 601))
     for sinks in (False, True):
-        problem = build(variant.spec(seq_lens=(1, 40, 600, 0), num_kv_heads=2, sinks=sinks, window=450))
+        problem = build(variant.spec(seq_lens=(1, 40, 601, 0), num_kv_heads=2, sinks=sinks, window=450))
         out, lse = decode(problem, variant, open_device)
         assert_close(problem, out, lse)
         assert (out[:, 1] == 0).all()
         np.testing.assert_array_equal(lse[:3, 1], problem.options["sinks"][1] if sinks else np.float32(-math.inf))
 
 
-BIAS_OF_POSITION, BIAS_OF_HEAD = np.linspace(-1, 1, 33, dtype=np.float32), np.linspace(1, 2, 71, dtype=np.float32)
-
-
-def biased(score, q_pos, k_pos, head, seq):
-    """From arrays that end with the sequence and with the heads."""
-    return score + BIAS_OF_POSITION[k_pos] + BIAS_OF_HEAD[head]
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [v._replace(group_size=len(BIAS_OF_HEAD)) for v in (TENSOR, TENSOR._replace(head_dim=264), CUDA_CORES)],
-    ids=str,
-)
-def test_score_mod_sees_no_position_past_the_end_and_no_head_that_does_not_exist(variant, open_device):
-    variant = variant._replace(score_mod=biased)
-    problem = build(variant.spec(seq_lens=(len(BIAS_OF_POSITION), 1), num_kv_heads=1))
-    assert_close(problem, *decode(problem, variant, open_device))
-
-
-def rising(score, q_pos, k_pos, head, seq):
+@pytest.mark.parametrize("variant", [FOUR_BLOCKS, *long([TENSOR_12])], ids=str)
+def test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone(variant, open_device):
     """About two powers of two from one step of a warp to the next, for head 1; the others fall, head 3 by hundreds.
 
     Its P would overflow if its pivot moved with that of head 1.
     """
-    return score + (0.012 if head == 1 else -2 if head == 3 else -0.012) * k_pos
-
-
-@pytest.mark.parametrize("variant", [TENSOR, *long([TENSOR_12])], ids=str)
-def test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone(variant, open_device):
-    problem = build(variant._replace(score_mod=rising).spec(seq_lens=(2100,), num_kv_heads=1))
+    problem = build(variant._replace(modified=True).spec(seq_lens=(2100,), num_kv_heads=1, alibi=True))
+    slopes = problem.options["alibi_slopes"]
+    slopes[...], slopes[1], slopes[3] = -0.012, 0.012, -2
     out, lse = decode(problem, variant, open_device)
     assert_close(problem, out, lse)
     problem.q[:, 1] = np.nan  # whose maximum never grows

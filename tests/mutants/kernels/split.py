@@ -18,11 +18,11 @@ BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-"
 TWO_HEAD_TILES = (BOUND + "D128-G16-P16-bfloat16-bfloat16]",)
 NO_POSITIVE_SCALE = (SPLIT + "test_scales_that_are_not_positive[emulator-split-D64-G4-P16-float16-float16]",)
 NO_POSITIVE_SCALE_OF_TERMS = (SPLIT + "test_scales_that_are_not_positive[emulator-split-D256-G12-P16-float32-float16]",)
-PAST_THE_END = "test_score_mod_sees_no_position_past_the_end_and_no_head_that_does_not_exist"
-NOTHING_PAST_THE_END = (SPLIT + PAST_THE_END + "[emulator-split-D264-G71-P16-float16-float16]",)
+SEEN = "test_score_mod_sees_what_exists_and_may_mask_every_key"
+NOTHING_PAST_THE_END = (SPLIT + SEEN + "[emulator-split-D64-G4-P16-float16-float16]",)
 THROUGH_SHARED = (BOUND + "D128-G16-P16-float16-float16-modified-cc8.0]",)
 SLOWLY = "test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone"
-RISING = (SPLIT + SLOWLY + "[emulator-split-D64-G4-P16-float16-float16]",)
+RISING = (SPLIT + SLOWLY + "[emulator-split-D64-G8-P16-float16-fp8_e4m3]",)
 
 HALVES = "kernels/device/halves.py"
 FRAGMENTS = "kernels/split/tensor_cores/fragments.py"
