@@ -14,6 +14,7 @@ from numba.cuda.core import base, ir
 from numba.cuda.core.postproc import PostProcessor
 from numba.cuda.core.targetconfig import TargetConfig
 from numba.cuda.descriptor import cuda_target
+from numba.cuda.lowering import Lower
 from numba.cuda.target import CUDATargetContext
 from numba.cuda.typing.templates import _TemplateTargetHelperMixin
 
@@ -43,6 +44,7 @@ def state():
         *("set" in vars(codegen), types.Function.get_call_type, TargetConfig.values, gc.isenabled()),
         *(CUDATargetContext.get_abi_sizeof, base._has_loc, PostProcessor.run),
         *(ir.Inst._rec_list_vars, _TemplateTargetHelperMixin._get_target_registry),
+        Lower._find_singly_assigned_variable,
     )
 
 
@@ -169,7 +171,7 @@ def ptx_with_all():
     "override",
     [
         *("operators_typed_once", "options_listed_at_once", "sizes_asked_once", "lifetimes_when_needed"),
-        *("variables_by_type", "registries_read_when_needed"),
+        *("variables_by_type", "assignments_counted_at_once", "registries_read_when_needed"),
     ],
 )
 def test_overrides_that_save_time_make_the_same_kernel(override, ptx_with_all, monkeypatch):

@@ -12,6 +12,7 @@ import functools
 import gc
 import operator
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ def overridden(capability: tuple[int, int]) -> Iterator[None]:
         sizes_asked_once(),
         lifetimes_when_needed(),
         variables_by_type(),
+        assignments_counted_at_once(),
         registries_read_when_needed(),
         no_collection(),
     ):
@@ -194,9 +196,38 @@ def variables_by_type() -> Iterator[None]:
         if kind == "instruction":
             return list(value.list_vars())
         parts = value if kind == "values" else value.values()
-        return [variable for part in parts for variable in variables_of(instruction, part)]
+        found = []
+        for part in parts:
+            if kind_of.get(type(part)) != "":
+                found += variables_of(instruction, part)
+        return found
 
     with _replaced(ir.Inst, "_rec_list_vars", variables_of):
+        yield
+
+
+@contextmanager
+def assignments_counted_at_once() -> Iterator[None]:
+    """Count the assignments to all variables of a function by one walk through it.
+
+    For each variable numba-cuda walks through the block that assigns to it, to learn whether it does so once.
+    """
+    from numba.cuda.core import ir
+    from numba.cuda.core.analysis import compute_use_defs, must_use_alloca
+    from numba.cuda.lowering import Lower
+
+    find: Callable[..., None] = Lower._find_singly_assigned_variable
+
+    def find_at_once(lower: Any) -> None:
+        if lower.func_ir.func_id.is_generator:
+            return find(lower)
+        blocks = lower.func_ir.blocks
+        counts = Counter(x.target.name for block in blocks.values() for x in block.find_insts(ir.assign_types))
+        elsewhere = must_use_alloca(blocks).union(*compute_use_defs(blocks).usemap.values())
+        lower._singly_assigned_vars = {name for name, count in counts.items() if count == 1} - elsewhere
+        lower._blk_local_varmap = {}
+
+    with _replaced(Lower, "_find_singly_assigned_variable", find_at_once):
         yield
 
 
