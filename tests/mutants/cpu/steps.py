@@ -62,8 +62,8 @@ MUTANTS = [
     Mutant(
         "steps: the group that is left over after pairs is dropped",
         "cpu/attention/steps/sweep.py",
-        "if most > 1:",
-        "if most > 2:",
+        "if count > 1:",
+        "if count > 2:",
         ("tests/cpu/attention/test_decode.py::test_group_sizes[4-NHD-float32]",),
     ),
     Mutant(
@@ -76,15 +76,15 @@ MUTANTS = [
     Mutant(
         "steps: vectors that are left over read the first values again",
         "cpu/attention/steps/values.py",
-        "columns(builder.add(done, code.times(i, chunk)), chunk)",
-        "columns(code.times(i, chunk), chunk)",
+        "columns(builder.add(done, code.times(i, width)), width)",
+        "columns(code.times(i, width), width)",
         ("tests/cpu/attention/steps/test_attention.py::test_values_are_added_token_after_token",),
     ),
     Mutant(
         "steps: the places of a vector are added from the last one on",
         "cpu/attention/steps/dots.py",
-        "for n, part in enumerate(parts(builder.add(address, of_key))):",
-        "for n, part in reversed([*enumerate(parts(builder.add(address, of_key)))]):",
+        "for n in own:",
+        "for n in reversed(own):",
         STEPS,
         ci=True,
     ),

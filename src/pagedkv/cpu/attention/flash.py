@@ -100,8 +100,8 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], folds: bool) -> 
     processor's miss buffers. Groups that see nothing of a tile are left out, and the tokens behind what others see.
     """
     R = config.group_rows
-    form, at_once = Form("float32", R, True, True), groups_at_once(R)
-    score, add = make_score(form), make_add(form)
+    form = Form("float32", R, True, True)
+    score, add, at_once = make_score(form), make_add(form), groups_at_once(form)
     stage_keys, stage_values = make_stages(config)
 
     @inlined

@@ -11,6 +11,8 @@ sums s0 .. s7, each over every eighth place of the rows in ascending order, adde
 
 from __future__ import annotations
 
+from functools import partial
+
 from .code import ELEMENT_BYTES, INT64, Code, Value, vector
 from .machine import num_accumulators
 from .order import CHUNK_DIMS
@@ -21,9 +23,18 @@ from .widen import widen_chunk
 PARTS = 8  # sums of a dot product
 
 
+def passes_of(num_groups: int) -> int:
+    """How often the keys of a step are read: with many groups once for either half of a dot product's sums.
+
+    Then the sums of more groups stay in registers, and each load serves more multiply-adds.
+    """
+    return 2 if num_groups > 2 else 1
+
+
 def keys_at_once(num_groups: int, group_rows: int) -> int:
     """Keys of a step whose sums with some groups stay in registers."""
-    return min(STEP, num_accumulators() * LANES // (PARTS * group_rows * num_groups))
+    parts = PARTS // passes_of(num_groups)
+    return min(STEP, num_accumulators() * LANES // (parts * group_rows * num_groups))
 
 
 def dots(
@@ -45,6 +56,7 @@ def dots(
     builder = code.builder
     places, at_once = 4 if group_rows > 1 else PARTS, keys_at_once(num_groups, group_rows)
     lanes, chains, chunk = places * group_rows, PARTS // places, CHUNK_DIMS[kind]
+    together = chains // passes_of(num_groups)
     groups = code.rows(queries, code.times(num_vectors, LANES * group_rows * FLOAT_BYTES), num_groups)
 
     def parts(address: Value) -> list[Value]:
@@ -59,22 +71,27 @@ def dots(
         rows = keys.after(code, first)
         addresses = [rows.at(code, t) for t in range(at_once)]
 
-        def turn(i: Value, sums: list[Value]) -> list[Value]:
+        def turn(chain: int, i: Value, sums: list[Value]) -> list[Value]:
+            """The products of a chunk that belong to the chains from `chain` on."""
             if ahead is not None:
                 prefetch_turn(code, ahead, first, at_once, i, chunk)
             of_key = code.times(i, chunk * ELEMENT_BYTES[kind])
             at = [builder.add(q, code.times(i, chunk * group_rows * FLOAT_BYTES)) for q in groups]
-            q = [[code.load(x, vector(lanes), n * lanes * FLOAT_BYTES) for x in at] for n in range(chunk // places)]
+            own = [n for n in range(chunk // places) if chain <= n % chains < chain + together]
+            q = {n: [code.load(x, vector(lanes), n * lanes * FLOAT_BYTES) for x in at] for n in own}
             for t, address in enumerate(addresses):
-                for n, part in enumerate(parts(builder.add(address, of_key))):
-                    repeated = code.repeat(part, lanes)
+                found = parts(builder.add(address, of_key))
+                for n in own:
+                    repeated = code.repeat(found[n], lanes)
                     for g in range(num_groups):
-                        chain = (g * at_once + t) * chains + n % chains
-                        sums[chain] = code.fma(q[n][g], repeated, sums[chain])
+                        mine = (g * at_once + t) * together + n % together
+                        sums[mine] = code.fma(q[n][g], repeated, sums[mine])
             return sums
 
         turns = builder.sdiv(num_vectors, INT64(chunk // LANES))
-        sums = code.loop(turns, [code.constant(0.0, lanes)] * (num_groups * at_once * chains), turn)
+        zeros = [code.constant(0.0, lanes)] * (num_groups * at_once * together)
+        passes = [code.loop(turns, zeros, partial(turn, chain)) for chain in range(0, chains, together)]
+        sums = [x for of_sum in zip(*passes, strict=True) for x in of_sum]
         for g in range(num_groups):
             totals = _totals(code, sums[g * at_once * chains : (g + 1) * at_once * chains], chains, group_rows)
             place = builder.add(scores, code.times(first, group_rows * FLOAT_BYTES))

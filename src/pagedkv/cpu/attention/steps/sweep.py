@@ -44,9 +44,10 @@ class Form(NamedTuple):
     staged: bool  # rows are those of a scratch tile, in the processor's caches, so nothing is prefetched
 
 
-def groups_at_once(group_rows: int) -> int:
-    """Groups that take a step together."""
-    return 2 if group_rows > 1 and keys_at_once(2, group_rows) >= 4 else 1
+def groups_at_once(form: Form) -> int:
+    """Groups that take a step of keys together: more with a staged tile, which waits for loads and not for memory."""
+    most = 4 if form.staged else 2
+    return most if form.group_rows > 1 and keys_at_once(most, form.group_rows) >= 4 else 1
 
 
 def make_score(form: Form) -> Any:
@@ -62,7 +63,7 @@ def make_score(form: Form) -> Any:
             q = code.builder.add(queries, code.builder.mul(row, code.times(num_vectors, LANES * FLOAT_BYTES)))
             dots(code, reads, num_groups, R, _at(code, scores, row, t, R), q, keys, num_vectors, ahead)
 
-        _take_steps(code, form, reads, STEP, sweep, take)
+        _take_steps(code, form, reads, STEP, groups_at_once(form), sweep, take)
 
     return step(emit)
 
@@ -70,7 +71,9 @@ def make_score(form: Form) -> Any:
 def make_add(form: Form) -> Any:
     """The step ``add(acc, weights, *Sweep)``: the weighted values of a tile, added for all query rows."""
     kind, R = form.kind, form.group_rows
-    reads = kind if form.whole and widens_in_registers(kind, groups_at_once(R) * R) else "float32"
+    # A group alone takes more values at once: fewer loads, but values that are not in L1 come once for each group.
+    at_once = 1 if form.staged else groups_at_once(form)
+    reads = kind if form.whole and widens_in_registers(kind, at_once * R) else "float32"
     step_tokens = TILE if form.staged else STEP
 
     def emit(code: Code, acc: Value, weights: Value, *arguments: Value) -> None:
@@ -84,7 +87,7 @@ def make_add(form: Form) -> Any:
             to, w = builder.add(acc, builder.mul(row, row_bytes)), _at(code, weights, row, t, R)
             values(code, reads, num_groups, R, to, row_bytes, w, rows, count, num_vectors, ahead)
 
-        _take_steps(code, form, reads, step_tokens, sweep, take)
+        _take_steps(code, form, reads, step_tokens, at_once, sweep, take)
 
     return step(emit)
 
@@ -105,22 +108,24 @@ def _take_steps(
     form: Form,
     reads: str,
     step_tokens: int,
+    most: int,
     sweep: Sweep,
     take: Callable[[Value, int, Value, Rows, Ahead | None], None],
 ) -> None:
-    """``take(first query row, number of groups, t, rows, ahead)`` for all steps, with rows of the dtype `reads`."""
+    """``take(first query row, number of groups, t, rows, ahead)`` for all steps, with rows of the dtype `reads`.
+
+    `most` groups at a time take a step together.
+    """
     builder, R = code.builder, form.group_rows
     num_steps = builder.sdiv(code.plus(sweep.count, step_tokens - 1), INT64(step_tokens))
     by_token = builder.icmp_signed("!=", sweep.token_major, INT64(0))
 
-    def in_groups(emit: Callable[[Value, int], None]) -> None:
-        """``emit(first, count)`` for as many groups as take a step together, then for one at a time."""
-        most = groups_at_once(R)
-        whole = builder.sdiv(sweep.num_groups, INT64(most))
-        code.repeatedly(whole, lambda i: emit(code.times(i, most), most))
-        if most > 1:
-            done = code.times(whole, most)
-            code.repeatedly(builder.sub(sweep.num_groups, done), lambda i: emit(builder.add(done, i), 1))
+    def in_groups(emit: Callable[[Value, int], None], done: Value, count: int) -> None:
+        """``emit(first, count)`` for the groups from `done` on, so many at a time, and what is left fewer at a time."""
+        whole = builder.sdiv(builder.sub(sweep.num_groups, done), INT64(count))
+        code.repeatedly(whole, lambda i: emit(builder.add(done, code.times(i, count)), count))
+        if count > 1:
+            in_groups(emit, builder.add(done, code.times(whole, count)), count // 2)
 
     def of_groups(first: Value, count: int) -> None:
         """All steps of a staged tile, which stays in L1."""
@@ -148,10 +153,12 @@ def _take_steps(
             widen_rows(code, form.kind, sweep.tile, stride, rows, sweep.head_dim, whole=form.whole)
             rows = Rows(sweep.tile_rows, INT64(0))
         row, ahead = builder.mul(head, code.times(sweep.num_groups, R)), Ahead(later, ELEMENT_BYTES[form.kind])
-        in_groups(lambda first, count: take(builder.add(row, code.times(first, R)), count, t, rows, ahead))
+        in_groups(
+            lambda first, count: take(builder.add(row, code.times(first, R)), count, t, rows, ahead), INT64(0), most
+        )
 
     if form.staged:
-        in_groups(of_groups)
+        in_groups(of_groups, INT64(0), most)
         return
     outer_count = builder.select(by_token, num_steps, sweep.num_heads)
     inner_count = builder.select(by_token, sweep.num_heads, num_steps)

@@ -66,9 +66,11 @@ def values(
         for (row, v), after in zip(at, code.loop(count, before, token), strict=True):
             code.store(after, row, v)
 
-    turns = builder.sdiv(num_vectors, INT64(most))
-    code.repeatedly(turns, lambda i: columns(code.times(i, most), most))
-    if most > chunk:
-        done = code.times(turns, most)
-        left = builder.sdiv(builder.sub(num_vectors, done), INT64(chunk))
-        code.repeatedly(left, lambda i: columns(builder.add(done, code.times(i, chunk)), chunk))
+    def all_columns(done: Value, width: int) -> None:
+        """The vectors from `done` on, so many at a time, and what is left fewer at a time."""
+        turns = builder.sdiv(builder.sub(num_vectors, done), INT64(width))
+        code.repeatedly(turns, lambda i: columns(builder.add(done, code.times(i, width)), width))
+        if width > chunk:
+            all_columns(builder.add(done, code.times(turns, width)), width // 2)
+
+    all_columns(INT64(0), most)
