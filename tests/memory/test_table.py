@@ -377,6 +377,18 @@ def test_blocks_that_another_has_released_are_not_released_again():
     assert lens(table, seq) == [4]
 
 
+def test_a_shared_block_that_another_has_released_is_freed_once():
+    table = SequenceTable(BlockPool(8), 4, 3, 8)
+    seqs = [table.add(8)]
+    seqs += table.fork(seqs)
+    table.pool.release([1])
+    for call in (lambda: table.free(seqs), lambda: table.truncate(seqs, 4)):
+        with pytest.raises(KeyError, match="block 1 released 2 times, it has 1 references"):
+            call()
+    assert table.pool.ref_counts[:2].tolist() == [2, 1]
+    assert table.pool.num_free == 6
+
+
 def test_a_fork_does_not_wrap_a_count_of_references(table):
     seq = table.add(4)
     table.pool._refs[0] = 2**31 - 1

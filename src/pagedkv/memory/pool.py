@@ -292,8 +292,9 @@ class BlockPool(Guarded):
         blocks = np.concatenate([dropped, gained]) if both else dropped if len(dropped) else gained
         before = self._refs.take(blocks)
         changes: Any = times if len(gained) else -1
-        # Of different sequences, those blocks are different that have no reference but one.
-        if num_seqs != 1 and (not num_seqs or before.max() > 1):
+        # Of different sequences, those blocks are different that have no reference but one, unless somebody has
+        # released one of theirs. What is freed is looked at: a block that is free twice would be handed out twice.
+        if num_seqs != 1 and (not num_seqs or before.max() > 1 or self._tally.repeated(dropped).any()):
             # All changes of a block are at its last place: of repeated indices the last is stored.
             last = self._tally.last_places(blocks)
             signs = np.full(len(blocks), float(times))

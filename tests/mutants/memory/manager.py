@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "blocks that several of a call's sequences have change by one reference",
         "memory/pool.py",
-        "if num_seqs != 1 and (not num_seqs or before.max() > 1):",
+        "if num_seqs != 1 and (not num_seqs or before.max() > 1 or self._tally.repeated(dropped).any()):",
         "if not num_seqs:",
         MACHINE,
     ),
