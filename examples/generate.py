@@ -142,6 +142,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add("--backend", choices=["cpu", "emulator"], default="cpu", help="emulator: the CUDA kernels, without a GPU")
     add("--no-prefix-cache", action="store_true", help="compute what prompts begin with anew for each")
     add("--weights", type=Path, default=WEIGHTS, help="a file that train.py wrote")
+    add("--context", type=number(int, 1), metavar="N", help="tokens of a text, at most; by default as in training")
     add("--no-check", action="store_true", help="don't compare with contiguous caches")
     return parser, parser.parse_args()
 
@@ -238,13 +239,15 @@ def main() -> int:
     if not args.weights.is_file():
         parser.error(f"{args.weights} is not there: train.py makes it")
     try:
-        model, tokenizer = load(args.weights)
+        model, tokenizer = load(args.weights, args.context)
     except (ValueError, KeyError, OSError, BadZipFile) as error:
         parser.error(f"{args.weights} is no weights file of train.py: {error}")
     encoded = [tokenizer.encode(NEW_PARAGRAPH + prompt) for prompt in prompts]
     for i, tokens in enumerate(encoded):
         if len(tokens) >= model.context:
-            parser.error(f"prompt {i + 1} has {len(tokens)} tokens; the model takes fewer than {model.context}")
+            parser.error(
+                f"prompt {i + 1} has {len(tokens)} tokens; the model takes fewer than {model.context}: see --context"
+            )
     sys.stdout.reconfigure(errors="replace")
     if sys.stderr.isatty():
         print("preparing the kernels ...", end="\r", file=sys.stderr, flush=True)

@@ -196,21 +196,21 @@ def test_a_common_beginning_is_computed_and_stored_once() -> None:
 
 
 def test_a_beginning_of_512_tokens_is_computed_by_the_first_of_three() -> None:
-    with np.load(WEIGHTS) as file:
-        model = Transformer(dict(file) | {"config.context": np.array(600)})
-    beginning = TOKENIZER.encode(Path(__file__).read_bytes())[:512]
-    prompts = [beginning + TOKENIZER.encode(rest) for rest in (b"def main(", b"class Queue:", b"x = ")]
+    beginning = "import os, sys\n" * 110
+    prompts = [beginning + rest for rest in ("def main(", "class Queue:", "x = ")]
+    encoded = [TOKENIZER.encode(generate.NEW_PARAGRAPH + prompt.encode()) for prompt in prompts]
+    num_shared = next(i for i, tokens in enumerate(zip(*encoded, strict=False)) if len(set(tokens)) > 1)
+    assert num_shared >= 512
+    sizes = ["--context", str(num_shared + 50), "--block-size", "1", "--num-blocks", "4000", "--max-new-tokens", "8"]
     texts, computed = [], []
-    for prefix_cache in (True, False):
-        shape = (model.num_layers, 128, 16, model.num_kv_heads, model.head_dim)
-        cache = pagedkv.PagedKVCache(*shape, prefix_cache=prefix_cache)
-        sizes = {"num_samples": 1, "max_new_tokens": 8, "max_batch": 4}
-        engine = Engine(model, cache, prompts, sampling=Sampling(), **sizes)
-        texts.append(finish(engine))
-        computed.append(engine.counts.prefilled)
+    for flags in ([], ["--no-prefix-cache"]):
+        done = run(*prompts, *sizes, *flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+        texts.append(done.stdout.partition(" tokens in ")[0])
+        computed.append(int(re.search(r"prompts: (\d+) tokens computed", done.stdout)[1]))
     assert texts[0] == texts[1]
-    assert computed[1] == sum(map(len, prompts))
-    assert computed[1] - computed[0] == 2 * 512
+    assert computed[1] == sum(map(len, encoded))
+    assert computed[1] - computed[0] == 2 * num_shared
 
 
 def test_sampling_is_a_function_of_the_seed() -> None:
