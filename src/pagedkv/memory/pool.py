@@ -288,7 +288,7 @@ class BlockPool(Guarded):
         self, dropped: Array, gained: Array, times: int, num_seqs: int
     ) -> tuple[Array, Array, list[Write]]:
         """The blocks that lose their last reference, those that get their first, and what to store."""
-        both = len(dropped) and len(gained)
+        both = len(dropped) and len(gained)  # a copy of one alone would cost page faults, and nothing writes to it
         blocks = np.concatenate([dropped, gained]) if both else dropped if len(dropped) else gained
         before = self._refs.take(blocks)
         changes: Any = times if len(gained) else -1

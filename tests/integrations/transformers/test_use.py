@@ -111,9 +111,14 @@ def test_images_whose_tokens_see_all_of_them_are_refused():
     expected = greedy(model, [TEXT], 4)
     use_pagedkv(model)
     assert greedy(model, [TEXT], 4, past_key_values=PagedCache(model, num_blocks=16)) == expected
-    for images in ({"pixel_values": torch.zeros(1, 3, 224, 224)}, {"mm_encoder_outputs": {"image": object()}}):
+    pixels = torch.zeros(1, 3, 224, 224)
+    for args, images in (
+        ((), {"pixel_values": pixels}),
+        ((pixels,), {}),
+        ((), {"mm_encoder_outputs": {"image": pixels}}),
+    ):
         with pytest.raises(ValueError, match=r"lets each token of an image see all of it.*: give it text alone"):
-            model(torch.tensor([TEXT]), past_key_values=PagedCache(model, num_blocks=16), **images)
+            model(torch.tensor([TEXT]), *args, past_key_values=PagedCache(model, num_blocks=16), **images)
 
 
 @pytest.mark.parametrize("family", ["Bloom", "StableLm"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,7 +108,8 @@ class Engine:
         if not uncompiled(model).can_generate():
             raise ValueError(f"{type(model).__name__} has no head that gives logits: load it with AutoModelForCausalLM")
         ends = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
-        ends = ends if isinstance(ends, (list, tuple, set)) else [] if ends is None else [ends]
+        if not isinstance(ends, Iterable):
+            ends = () if ends is None else (ends,)
         self._ends = {as_int("eos_token_id", end, minimum=None) for end in ends}
         use_pagedkv(model)
         if model.config._attn_implementation != NAME:

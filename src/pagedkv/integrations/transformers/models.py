@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 _SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Keys and values of other heads, masks, or keywords of theirs do not come to attention as others' do.
-_ATTEND_ON_THEIR_OWN = {"doge", "gpt_bigcode", "jetmoe", "mimo_v2_flash", "nemotron"}
+_ATTEND_ON_THEIR_OWN = {"doge", "jetmoe", "mimo_v2_flash", "nemotron"}
 _SEE_ALL_OF_AN_IMAGE = {"gemma3", "gemma4", "gemma4_unified", "molmo2"}
 
 

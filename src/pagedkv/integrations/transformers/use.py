@@ -80,7 +80,7 @@ class _Passes:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         made = inputs.get("forward_pass")
         if model.config._attn_implementation == NAME:
-            require_causal(model, inputs)
+            require_causal(model, _named(model, args, inputs))
             made = made or _paged(inputs) or _cached(model, _named(model, args, inputs))
         elif made is not None or _cache_of(_named(model, args, inputs)) is not None:
             # Other attention would see the new tokens alone.
