@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..arrays import Array
 from ..commit import Write, commit
 from ..errors import OutOfBlocksError
+from .block_ids import NO_BLOCKS, joined
 from .checks import MAX_INT32, as_int, as_ints, require
 from .guard import Guard, Guarded, consistent, exclusive
 from .prefix.cache import PrefixCache, Stored
@@ -18,7 +19,6 @@ from .prefix.eviction import LRU
 from .tally import Tally
 
 Int64Array = npt.NDArray[np.int64]
-NO_BLOCKS = np.empty(0, np.int64)
 _ONE_REFERENCE = np.ones(1, np.int32)
 
 
@@ -248,19 +248,20 @@ class BlockPool(Guarded):
         self._require(num_new, num_free + num_cached - len(leaving))
         num_blank = min(num_new, num_free)
         rest = num_free - num_blank
-        new_blocks = self._free[rest:num_free][::-1].astype(np.int64) if num_new else NO_BLOCKS
+        new_blocks = self._free[rest:num_free][::-1].astype(np.int64) if num_blank else NO_BLOCKS
         if cache is not None:
             if stored is not None:
-                forgotten = np.concatenate([forgotten, stored.forgotten])
+                forgotten = joined(forgotten, stored.forgotten)
             blank = forgotten[self._refs[forgotten] == 0] if len(forgotten) else NO_BLOCKS
             if len(blank) and len(leaving):
                 blank = blank[~self._tally.among(blank, leaving)]
             if len(leaving) or len(blank) or num_blank < num_new:
-                used_again = np.concatenate([leaving, blank])
+                used_again = joined(leaving, blank)
                 evicted, left = cache.eviction.plan_leave(used_again, num_new - num_blank)
                 if type(cache.eviction) is not LRU:
                     self._require_evictable(evicted, num_new - num_blank, used_again, cache)
-                new_blocks, forgotten = np.concatenate([new_blocks, evicted]), np.concatenate([forgotten, evicted])
+                    evicted = evicted.copy()  # its own writes may change it
+                new_blocks, forgotten = joined(new_blocks, evicted), joined(forgotten, evicted)
                 writes += left
                 num_cached -= len(leaving) + len(blank) + len(evicted)
             if len(forgotten) or stored is not None:
@@ -274,7 +275,7 @@ class BlockPool(Guarded):
                     num_cached += int(np.count_nonzero(kept))
                 freed = freed[~kept]
             if len(blank):
-                freed = np.concatenate([freed, blank])
+                freed = joined(freed, blank)
             writes.append((self._num_cached, 0, num_cached))
         if num_new:
             writes.append((self._refs, new_blocks, _ONE_REFERENCE.repeat(num_new)))
@@ -288,8 +289,7 @@ class BlockPool(Guarded):
         self, dropped: Array, gained: Array, times: int, num_seqs: int
     ) -> tuple[Array, Array, list[Write]]:
         """The blocks that lose their last reference, those that get their first, and what to store."""
-        both = len(dropped) and len(gained)  # a copy of one alone would cost page faults, and nothing writes to it
-        blocks = np.concatenate([dropped, gained]) if both else dropped if len(dropped) else gained
+        blocks = joined(dropped, gained)
         before = self._refs.take(blocks)
         changes: Any = times if len(gained) else -1
         # Of different sequences, those blocks are different that have no reference but one, unless somebody has
@@ -326,7 +326,7 @@ class BlockPool(Guarded):
         if len(evicted) != count:
             raise ValueError(f"eviction must choose {count} blocks to evict, got {len(evicted)}")
         waits = (self._refs[evicted] == 0) & cache.is_findable(evicted)
-        waits &= ~self._tally.repeated(np.concatenate([evicted, used_again]))[:count]
+        waits &= ~self._tally.repeated(joined(evicted, used_again))[:count]
         if not waits.all():
             raise ValueError(
                 f"eviction must choose blocks that wait for it, each once, got {evicted[~waits][0]}, which is used "

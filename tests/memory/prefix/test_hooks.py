@@ -104,6 +104,22 @@ def test_another_order_of_eviction():
     cache.check()
 
 
+class Lending(LRU):
+    """Lends an array of its own, which its write changes."""
+
+    def plan_leave(self, blocks, num_evicted):
+        evicted, writes = super().plan_leave(blocks, num_evicted)
+        return evicted, [*writes, (evicted, np.arange(num_evicted), np.zeros(num_evicted, np.int64))]
+
+
+def test_what_an_eviction_lends_is_copied():
+    cache = make(num_blocks=4, eviction=Lending)
+    cache.free(started(cache, [*range(4 * P)]))
+    seq = cache.add(2 * P).seq
+    assert len({*cache.batch(seq).block_tables[0].tolist()}) == 2
+    cache.check()
+
+
 def test_a_listener_that_is_empty_as_a_list_is_told():
     class Log(list):
         __call__ = list.append

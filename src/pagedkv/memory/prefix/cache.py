@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
+from ..block_ids import NO_BLOCKS
 from ..checks import require, require_callable
 from .digests import Digests, Hash, as_array, blake2b_128, chained, checked, each
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
@@ -19,7 +20,6 @@ from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
 
 Int64Array = npt.NDArray[np.int64]
-_NO_BLOCKS = np.empty(0, np.int64)
 MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # of a block: its ids are one element of NumPy's
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
 _FASTER = 16  # how many times as many blocks are looked for next, where all were found
@@ -126,12 +126,12 @@ class PrefixCache:
         """
         num_full = len(tokens) // self.block_size
         if not num_full:
-            return _NO_BLOCKS
+            return NO_BLOCKS
         rows = tokens[: num_full * self.block_size].reshape(num_full, self.block_size)
         block = self._index.find_one(self._hash_of(root + rows[0].tobytes()))
         if block == NO_BLOCK:
-            return _NO_BLOCKS
-        blocks, above, more = _NO_BLOCKS, _root_numbers(as_array([root])), _FASTER
+            return NO_BLOCKS
+        blocks, above, more = NO_BLOCKS, _root_numbers(as_array([root])), _FASTER
         while block != NO_BLOCK:
             run = self._run(block, min(more, num_full - len(blocks)))
             matching = self._matching(run, above, rows[len(blocks) :])
@@ -221,7 +221,7 @@ class PrefixCache:
                 digests += chained(self._hash_of, head, islice(behind, count))
             parents, blocks_above = np.arange(last, last + len(blocks)), np.concatenate([above[:1], blocks[:-1]])
             parents[firsts], blocks_above[firsts] = parents_above, above
-        keys, to_store, kept, forgotten, stored = as_array(digests), blocks, blocks, _NO_BLOCKS, None
+        keys, to_store, kept, forgotten, stored = as_array(digests), blocks, blocks, NO_BLOCKS, None
         found, places = self._index.find(keys)
         are_apart = self._index.are_apart(places)  # and so the digests, too
         if found[found.argmax()] != NO_BLOCK or not (are_apart or len({*digests}) == len(digests)):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
+from ..block_ids import joined
 from ..checks import require
 from ..tally import Tally
 
@@ -78,7 +79,7 @@ class LRU:
                 evicted, places = evicted[others], places[others]
             evicted, places = evicted[:num_evicted], places[:num_evicted]
             size *= 2
-        gone = np.concatenate([blocks, evicted]) if num_evicted else blocks
+        gone = joined(blocks, evicted)
         writes: list[Write] = [(self._places, gone, _GONE.repeat(len(gone)))]
         if num_evicted:
             writes.append((self._first, 0, int(places[-1]) + 1))

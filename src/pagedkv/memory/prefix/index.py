@@ -14,8 +14,8 @@ from .digests import DIGEST, Digests
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
 _REMOVED = -2  # a slot whose block is gone: what was probed past it is still behind it
-_ROOM = 16  # slots for each block, at least
-_FULL = 8  # of so many slots one is filled, at most
+_ROOM = 32  # slots for each block, at least
+_FULL = 16  # of so many slots one is filled, at most
 _FEW = 24  # digests
 _NO_DIGESTS, _NO_PLACES = np.empty(0, DIGEST), np.empty(0, np.int64)
 _REMOVED_SLOT, _NO_PLACE = np.array([_REMOVED], np.int32), np.array([NO_BLOCK])
@@ -26,9 +26,9 @@ _KEY = Struct("=qq")
 class HashIndex:
     """Blocks by their 128-bit digests: a hash table with open addressing and linear probing, all of it in arrays.
 
-    At most an eighth of the slots are ever filled, those of removed blocks included; then the table is made anew, which
-    is O(N) for every N or more blocks put into it. The first probe of all digests is one of arrays; for the few that
-    need more, scalars take less time.
+    At most a sixteenth of the slots are ever filled, those of removed blocks included; then the table is made anew,
+    which is O(N) for every N or more blocks put into it. The first probe of all digests is one of arrays; for the few
+    that need more, scalars take less time.
 
     Parameters
     ----------
@@ -83,7 +83,8 @@ class HashIndex:
     @staticmethod
     def are_apart(places: Int64Array) -> bool:
         """Whether no two of some slots are the same."""
-        return len({*places.tolist()}) == len(places)
+        ordered = np.sort(places)
+        return not np.count_nonzero(ordered[1:] == ordered[:-1])
 
     def apart(self, places: Int64Array) -> Int64Array:
         """A slot for each digest: those that `find` ended at, unless some are the same."""

@@ -66,12 +66,10 @@ def ids_of(tokens: Any) -> npt.NDArray[np.int32]:
         # In a third of the time that numpy.asarray takes; of anything else as_ints says what is wrong.
         with suppress(TypeError, OverflowError):
             small = np.frombuffer(array("I", tokens), np.int32)
-            if not len(small):
+            if not len(small) or (least := small[small.argmin()]) > 1:
                 return small
-            unsigned = small.view(np.uint32)
-            if unsigned[unsigned.argmin()] < 2:
-                refuse_bools("tokens", [tokens[i] for i in (unsigned < 2).nonzero()[0].tolist()])
-            if small[small.argmin()] >= 0:
+            refuse_bools("tokens", [tokens[i] for i in (small.view(np.uint32) < 2).nonzero()[0].tolist()])
+            if least >= 0:
                 return small
     ids = as_ints("tokens", tokens)
     unsigned_ids = ids.view(np.uint64)

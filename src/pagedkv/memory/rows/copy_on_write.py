@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
-from ..pool import NO_BLOCKS, BlockPool
+from ..block_ids import NO_BLOCKS
+from ..pool import BlockPool
 from .handles import Int64Array
 
 UNUSED = -1

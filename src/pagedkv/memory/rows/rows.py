@@ -8,8 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from ...commit import Write
+from ..block_ids import NO_BLOCKS, joined
 from ..checks import as_ints
-from ..pool import NO_BLOCKS
 from ..prefix.index import NO_BLOCK
 from ..prefix.prompt import Prompt
 from ..spans import owned_spans, spans
@@ -51,7 +51,7 @@ class Rows(RowState):
         new_blocks, allocation = self.pool._plan(
             self.num_blocks(num_tokens) - len(shared), gained=shared, forgotten=forgotten, num_seqs=1
         )
-        blocks = np.concatenate([shared, new_blocks])
+        blocks = joined(shared, new_blocks)
         table, grown = self._with_columns(len(blocks))
         row = int(rows[0])
         first = row * table.shape[1]
