@@ -7,6 +7,7 @@ import pagedkv
 from pagedkv.operations import attention, decodes
 
 B, HEADS, KV_HEADS, DIM, N, P = 2, 4, 2, 16, 9, 8
+EMPTY = np.empty((B, HEADS, DIM), np.float32)
 
 
 @pytest.fixture
@@ -27,24 +28,42 @@ def validated(monkeypatch):
     return calls
 
 
-def test_a_call_like_an_earlier_one(arguments, validated):
-    """Other q, caches, tables and lengths of the same form; the result has an array of its own."""
-    first = pagedkv.decode_attention(**arguments)
+def _bytes(result):
+    return [x.tobytes() for x in (result if isinstance(result, tuple) else (result,))]
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("out", [None, EMPTY, np.empty((HEADS, B, DIM), np.float32).swapaxes(0, 1)])
+def test_a_call_like_an_earlier_one(arguments, validated, out, return_lse):
+    """Other q, caches, tables and lengths of the same form; results of the call's own, or where the caller wants it."""
+    asked, nothing = {"out": out, "return_lse": return_lse}, np.full(HEADS, -np.inf, np.float32)
+    first = _bytes(pagedkv.decode_attention(**arguments, **asked))
     for change in ("q", "k_cache", "v_cache", "block_tables", "seq_lens"):
         arguments[change] = arguments[change][::-1].copy()
-        got = pagedkv.decode_attention(**arguments)
+        got = pagedkv.decode_attention(**arguments, **asked)
         assert len(validated) == 1
-        out = np.empty_like(got)
-        assert pagedkv.decode_attention(**arguments, out=out) is out
+        assert out is None or (got[0] if return_lse else got) is out
+        expected = pagedkv.decode_attention(**arguments, return_lse=return_lse, sinks=nothing)
         validated.pop()
-        assert got.tobytes() == out.tobytes() != first.tobytes()
+        assert _bytes(got) == _bytes(expected) != first
+
+
+def test_a_result_that_overlaps_is_refused(arguments):
+    """Where it is may differ from call to call, and is looked at in each."""
+    memory = np.zeros((2 * B, HEADS, DIM), np.float32)
+    memory[:B] = arguments["q"]
+    for begin, is_apart in ((B, True), (B - 1, False), (B, True), (0, False)):
+        asked = arguments | {"q": memory[:B], "out": memory[begin : begin + B]}
+        if is_apart:
+            pagedkv.decode_attention(**asked)
+        else:
+            with pytest.raises(ValueError, match=r"^out must not overlap q$"):
+                pagedkv.decode_attention(**asked)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"out": np.empty((B, HEADS, DIM), np.float32)},
-        {"return_lse": True},
         {"sinks": np.zeros(HEADS, np.float32)},
         {"alibi_slopes": np.zeros(HEADS, np.float32)},
         {"scale": np.array(1.0)},
@@ -67,6 +86,9 @@ def test_calls_that_are_validated_each_time(arguments, validated, other):
         ({"backend": "cuda"}, ValueError),
         ({"max_seq_len": 19}, ValueError),
         ({"max_seq_len": True}, TypeError),
+        ({"return_lse": 0}, TypeError),
+        ({"out": np.frombuffer(bytes(4 * B * HEADS * DIM), np.float32).reshape(B, HEADS, DIM)}, ValueError),
+        ({"out": np.empty((B, HEADS, DIM), np.float16)}, TypeError),
         ({"q": np.ones((B, HEADS, 2 * DIM), np.float32)[..., ::2]}, ValueError),
         ({"seq_lens": np.array([20, 33], np.int32)}, ValueError),
         ({"block_tables": np.full((B, 4), N, np.int32)}, IndexError),

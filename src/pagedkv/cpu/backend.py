@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..arithmetic import plain
 from ..arrays import Array
 from ..calls import AttentionCall, WriteCall
@@ -57,9 +55,9 @@ def plan_decode(call: AttentionCall) -> Launch:
 
 
 @plain
-def run_decode(launch: Launch, q: Array, k_cache: Array, v_cache: Array, out: Array) -> None:
+def run_decode(launch: Launch, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array) -> None:
     """Run what was planned, for other q and caches that are alike."""
-    launch.run(q, k_cache, v_cache, out, np.empty(out.shape[:2], np.float32))
+    launch.run(q, k_cache, v_cache, out, lse)
 
 
 @plain

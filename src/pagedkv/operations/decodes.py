@@ -17,11 +17,13 @@ import numpy as np
 
 from ..arrays import Array
 from ..calls import Form
+from ..commit import bits, commit
 from ..cpu import backend as cpu
 from ..cpu.threads import get_num_threads
-from ..validation.attention import known_decode
+from ..validation.attention import REQUIRED, known_decode
 from ..validation.copies import MOST_BYTES
 from ..validation.forms import MOST_FORMS
+from ..validation.require import apart
 
 if TYPE_CHECKING:
     from ..cpu.attention.decode import Launch
@@ -30,31 +32,32 @@ T = TypeVar("T")
 
 PLAIN = frozenset((bool, int, float, str, NoneType))  # an option of these types is no more than its value
 
-_arrays = itemgetter("q", "k_cache", "v_cache", "block_tables", "seq_lens")
+_arrays = itemgetter(*REQUIRED)
 _options = itemgetter(
-    *("scale", "layout", "kv_dtype", "k_scale", "v_scale", "window", "softcap", "kernel", "backend", "check")
+    *("scale", "layout", "kv_dtype", "k_scale", "v_scale", "window", "softcap", "kernel", "backend", "check"),
+    "return_lse",
 )
 _NUMPY = (np.ndarray,) * 5
+_RESULTS = (NoneType, np.ndarray)
 
 
 def key_of(given: Mapping[str, Any]) -> Hashable:
     """All that validation looks at of a call of decode_attention but addresses and values.
 
-    None for a call that is not kept: one that asks for more than a new array, whose tables take longer to compare than
-    to validate, or whose options are not plain values of Python: an array may hold something else in the next one.
+    None for a call that is not kept: one whose tables take longer to compare than to validate, or whose options are not
+    plain values of Python: an array may hold something else in the next one.
     """
-    if given["return_lse"] is not False:
+    if not (given["alibi_slopes"] is given["sinks"] is given["score_mod"] is None):
         return None
-    if not (given["alibi_slopes"] is given["sinks"] is given["score_mod"] is given["out"] is None):
-        return None
-    arrays, options, bound = _arrays(given), _options(given), given["max_seq_len"]
+    arrays, options, bound, out = _arrays(given), _options(given), given["max_seq_len"], given["out"]
     if tuple(map(type, arrays)) != _NUMPY or not (bound is None or (type(bound) is int and bound >= 0)):
         return None
     q, k_cache, v_cache, tables, lens = arrays
     kinds = tuple(map(type, options))  # 1 and 1.0 and True are equal, and are not all valid
-    if tables.nbytes > MOST_BYTES or not PLAIN.issuperset(kinds):
+    if tables.nbytes > MOST_BYTES or not PLAIN.issuperset(kinds) or type(out) not in _RESULTS:
         return None
-    return (kinds, options, facts(q), facts(k_cache), facts(v_cache), facts(tables), facts(lens))
+    result = None if out is None else facts(out)
+    return (kinds, options, facts(q), facts(k_cache), facts(v_cache), facts(tables), facts(lens), result)
 
 
 def facts(x: Array) -> Hashable:
@@ -117,13 +120,21 @@ class Decodes:
                 keep(step.launches, key, launch)
         return launch
 
-    def repeat(self, key: Hashable, given: Mapping[str, Any]) -> Array | None:
+    def repeat(self, key: Hashable, given: Mapping[str, Any]) -> Any:
         """Run a call, of whose arguments this is the key, and return its result; None where it has to be validated."""
-        q, k_cache, v_cache, tables, lens = _arrays(given)
-        bound = given["max_seq_len"]
+        if key not in self:
+            return None
+        q, k_cache, v_cache, tables, lens = arrays = _arrays(given)
+        bound, out = given["max_seq_len"], given["out"]
+        if out is not None:
+            apart("out", out, zip(REQUIRED, arrays, strict=True))
         launch = self.launch(key, q, k_cache, v_cache, tables, lens, sys.maxsize if bound is None else bound)
         if launch is None:
             return None
-        out: Array = np.empty(q.shape, q.dtype)
-        cpu.run_decode(launch, q, k_cache, v_cache, out)
-        return out
+        result, lse = np.empty(q.shape, q.dtype), np.empty(q.shape[:2], np.float32)
+        cpu.run_decode(launch, q, k_cache, v_cache, result, lse)
+        if out is None:
+            out = result
+        else:
+            commit([(bits(out), ..., bits(result))])
+        return (out, lse) if given["return_lse"] else out

@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable
 from inspect import signature
 from typing import Any
 
+import numpy as np
+
 from ..arrays import Array, identify
 from ..cpu import backend as cpu
 from ..layouts import CacheSpec
@@ -58,7 +60,7 @@ class Repeats:
                 launch = self._decodes.launch(key, view, k_cache, v_cache, tables, lens, max_seq_len)
                 if launch is not None:
                     out, result = argument.new("out", view.shape, view.dtype, 0, "")
-                    cpu.run_decode(launch, view, k_cache, v_cache, result)
+                    cpu.run_decode(launch, view, k_cache, v_cache, result, np.empty(view.shape[:2], np.float32))
                     return out
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_tables": tables, "seq_lens": lens}
         given |= {"max_seq_len": max_seq_len, **self._options}

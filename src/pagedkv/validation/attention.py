@@ -19,15 +19,15 @@ from .cache_pair import own_scales, scale_arrays
 from .copies import checked_copy
 from .forms import attention_forms
 
-_REQUIRED = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
-_RAGGED = (*_REQUIRED, "query_starts")
+REQUIRED = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
+_RAGGED = (*REQUIRED, "query_starts")
 _OPTIONAL = ("alibi_slopes", "sinks", "out")
 _forms = attention_forms()
 
 
 def attention_call(given: Mapping[str, Any]) -> AttentionCall:
     """The call with these arguments of prefill_attention if query_starts is among them, or of decode_attention."""
-    named = [(name, given[name]) for name in (_RAGGED if "query_starts" in given else _REQUIRED)]
+    named = [(name, given[name]) for name in (_RAGGED if "query_starts" in given else REQUIRED)]
     named += [(name, x) for name in _OPTIONAL if (x := given[name]) is not None]
     named += scale_arrays(given)
     placement, arrays = place(given["backend"], named)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -184,13 +185,16 @@ def _prefill_row(repeats: int, num_threads: int, num_tokens: int, num_heads: int
 def _small_call_row(repeats: int) -> Row:
     """Microseconds of a small call, and of one whose kernel is left out: the least mean of SMALL_CALLS in a row.
 
-    So few fit in the time that a shared machine leaves a program alone. A call with out= is validated and planned each
-    time; one without is like the one before, as the layers of a model make them.
+    So few fit in the time that a shared machine leaves a program alone. The first layer of a model has lengths that
+    differ from those of the call before; the other layers make the same call again.
     """
     problem = Problem("float32", 4, 1, SMALL_LENGTH)
-    arguments = problem.q, *problem.pages, problem.block_tables, problem.seq_lens
-    again = partial(pagedkv.decode_attention, *arguments)
-    calls: dict[str, Call] = {"us": SUBJECTS[FIRST](problem, 1), "again us": again}
+    (k, v), q, tables = problem.pages, problem.q, problem.block_tables
+    lens = cycle(problem.seq_lens - np.arange(SMALL_LENGTH // 2, dtype=np.int32)[:, None])
+    calls: dict[str, Call] = {
+        "us": lambda: pagedkv.decode_attention(q, k, v, tables, next(lens)),
+        "again us": lambda: pagedkv.decode_attention(q, k, v, tables, problem.seq_lens),
+    }
 
     def least() -> dict[str, float]:
         seconds = interleaved({name: partial(_repeat, calls[name]) for name in calls}, repeats * SMALL_TURNS, pause=0)
