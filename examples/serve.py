@@ -39,7 +39,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--model", help="a model of transformers, by name or folder, in place of the small one")
     add("--weights", type=Path, default=WEIGHTS, help="of the small model: a file that train.py wrote")
     add("--context", type=number(int, 1), metavar="N", help="tokens of a prompt and its text (default: the model's)")
-    add("--num-blocks", type=number(int, 1), default=1024, metavar="N", help="blocks in the pool")
+    add("--num-blocks", type=number(int, 1, 2**31 - 1), default=1024, metavar="N", help="blocks in the pool")
     add("--block-size", type=number(int, 1), default=16, metavar="N", help="tokens in a block")
     add("--max-batch", type=number(int, 1), default=32, metavar="N", help="requests that run at a time")
     add("--max-tokens", type=number(int, 1), default=512, metavar="N", help="tokens of a step")
@@ -47,7 +47,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--max-connections", type=number(int, 1), default=512, metavar="N")
     add("--max-body", type=number(int, 1), default=1_000_000, metavar="N", help="bytes of a request")
     add("--no-prefix-cache", action="store_true", help="compute what prompts begin with anew for each")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.context is not None and args.context < args.block_size:
+        parser.error(
+            f"argument --context: must be at least the {args.block_size} tokens of a block, got {args.context}"
+        )
+    return args
 
 
 def build(args: argparse.Namespace) -> Server:
@@ -64,7 +69,10 @@ def build(args: argparse.Namespace) -> Server:
 
         engine, text = hugging_face(args.model, *pool, **most)
     else:
-        engine, text = small(args.weights, *pool, **most)
+        try:
+            engine, text = small(args.weights, *pool, **most)
+        except MemoryError as error:
+            raise SystemExit(f"{error}: lower --num-blocks") from None
     worker = Worker(engine, args.max_batch + args.max_waiting)
     return Server(worker, text, args.model or "small", engine.cache.table.max_seq_len, args.max_body)
 

@@ -6,10 +6,10 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-# Where another value would ask for something that is not there.
+# Where another value, but null, would ask for something that is not there.
 REFUSED = {
-    **{"n": 1, "best_of": 1, "echo": False, "logprobs": None, "suffix": None, "logit_bias": None},
-    **{"presence_penalty": 0, "frequency_penalty": 0, "tools": None, "response_format": None},
+    **{"n": 1, "best_of": 1, "echo": False, "logprobs": None, "suffix": None, "logit_bias": {}},
+    **{"presence_penalty": 0, "frequency_penalty": 0, "tools": [], "response_format": {"type": "text"}},
 }
 
 
@@ -127,10 +127,22 @@ def _messages(fields: dict[str, Any]) -> list[dict[str, str]]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "messages must be a list of at least one", "messages")
-    for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(x), str) for x in ("role", "content")):
-            raise Refused(400, "each of messages must have a role and a content, both texts", "messages")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    said = [
+        {"role": message.get("role"), "content": _content(message.get("content"))}
+        for message in messages
+        if isinstance(message, dict)
+    ]
+    if len(said) < len(messages) or not all(isinstance(text, str) for one in said for text in one.values()):
+        raise Refused(400, "each of messages must have a role and a content, both texts", "messages")
+    return said
+
+
+def _content(content: Any) -> Any:
+    """A text; one that came in parts has each on a line of its own, as vLLM has them."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    return "\n".join(texts) if len(texts) == len(content) and all(isinstance(x, str) for x in texts) else None
 
 
 class Shape:

@@ -228,9 +228,16 @@ def test_what_is_wrong_is_said(shared, body, status, words):
 
 
 def test_messages_must_be_texts():
-    for messages in (None, [], ["hi"], [{"role": "user"}], [{"role": "user", "content": [{"type": "image"}]}]):
+    wrong = (None, 1, [{"type": "image"}], [{"type": "text"}], ["hi"])
+    for messages in (None, [], ["hi"], [{"content": "hi"}], *([{"role": "user", "content": x}] for x in wrong)):
         with pytest.raises(Refused, match=r"messages"):
             parse(json.dumps({"messages": messages}).encode(), chat=True, num_tokens=10)
+
+
+def test_a_message_may_come_in_parts():
+    parts = [{"type": "text", "text": "def"}, {"type": "text", "text": "main"}]
+    wanted = parse(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(), chat=True, num_tokens=10)
+    assert wanted.prompt == [{"role": "user", "content": "def\nmain"}]
 
 
 def test_other_sites_do_not_get_in_by_a_name_of_theirs(shared):
@@ -404,6 +411,22 @@ def test_a_port_that_is_taken_is_said(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["serve.py", "--port", str(port)])
         with pytest.raises(SystemExit, match=rf"port {port} of 127\.0\.0\.1 cannot be had \(.*\): try --port 0"):
             serve.main()
+
+
+def test_sizes_that_cannot_be(capsys):
+    for words, message in [
+        (["--context", "15", "--block-size", "16"], "--context: must be at least the 16 tokens of a block, got 15"),
+        (["--num-blocks", str(2**31)], "--num-blocks: "),
+    ]:
+        with pytest.raises(SystemExit, match=r"^2$"):
+            serve.parse(words)
+        assert message in capsys.readouterr().err
+
+
+def test_a_pool_that_has_no_room_is_said(monkeypatch):
+    monkeypatch.setattr(serve, "small", lambda *args, **options: np.empty(2**62, np.int8))
+    with pytest.raises(SystemExit, match=r"^Unable to allocate .*: lower --num-blocks$"):
+        serve.build(serve.parse([]))
 
 
 def test_a_model_of_transformers_needs_torch(monkeypatch):

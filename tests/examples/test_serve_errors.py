@@ -119,7 +119,9 @@ def test_what_is_wrong_is_said(shared, fields, words):
 
 def test_the_api_s_own_defaults_are_taken(shared):
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": False}
-    assert ask(shared.port, chat, "/v1/chat/completions")[0] == 200
+    nothing = {"tools": [], "response_format": {"type": "text"}, "logit_bias": {}, "n": 1}
+    for asked in (chat, chat | nothing, chat | dict.fromkeys(nothing)):
+        assert ask(shared.port, asked, "/v1/chat/completions")[0] == 200
 
 
 @pytest.mark.parametrize("error", [TypeError("TextEncodeInput must be"), RuntimeError("roles must alternate")])

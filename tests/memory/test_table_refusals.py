@@ -72,6 +72,11 @@ REFUSALS = [
     (lambda t, a, b: t.slots(b, 0, 2.0), TypeError, r"^stop must be an int, got float$"),
     (lambda t, a, b: t.seq_lens([a, 0]), KeyError, r"no sequence 0: it was freed or never added"),
     (lambda t, a, b: t.seq_lens([-1]), KeyError, r"no sequence -1: it was freed or never added"),
+    (
+        lambda t, a, b: t.fork([], 2**63),
+        ValueError,
+        r"^n must be at most 9223372036854775807, got 9223372036854775808$",
+    ),
     (lambda t, a, b: t.free(2**70), KeyError, r"no sequence 1180591620717411303424: it was freed or never added"),
     (lambda t, a, b: t.free([a, -(2**70)]), KeyError, r"no sequence -1180591620717411303424"),
     (lambda t, a, b: t.seq_lens([True]), TypeError, r"^seqs must hold ints, got a bool$"),

@@ -110,6 +110,6 @@ def _bytes(memory: str | int | float, arrays: Arrays) -> int:
         return int(Fraction(match[1]) * _UNITS[match[2]])
     if isinstance(memory, (float, np.floating)):
         if not 0.0 < memory <= 1.0:
-            raise ValueError(f"memory must be a share from 0.0 to 1.0, or bytes as an int, got {memory}")
+            raise ValueError(f"memory must be a share above 0.0 and at most 1.0, or bytes as an int, got {memory}")
         return int(memory * arrays.free_bytes())
     return int(memory)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .checks import MAX_INT32, as_int
+from .checks import MAX_INT32, MAX_INT64, as_int
 from .guard import Guarded, consistent, exclusive
 from .pool import BlockPool
 from .prefix.cache import PrefixCache
@@ -200,7 +200,7 @@ class SequenceTable(Guarded):
         KeyError
             A sequence that was freed or never was.
         """
-        handles, writes = self._rows.plan_fork(seqs, as_int("n", n))
+        handles, writes = self._rows.plan_fork(seqs, as_int("n", n, maximum=MAX_INT64))
         self.pool._commit(writes)
         return handles
 
