@@ -91,9 +91,9 @@ def test_four_thread_blocks_have_everything_in_registers(group_size, q_kind, kv_
 
 
 def test_loops_on_cuda_cores_have_no_code_for_lanes_that_diverge():
-    kernel = compile_kernel(make_split, SplitConfig(64, 1, 16, "float32", "float32"))
+    kernel = compile_kernel(make_split, SplitConfig(8, 4, 16, "float32", "float32"))
     loop = loop_of(code_of(kernel.cubin, kernel.entry), (9, 0), 8)
-    assert loop.instructions <= 15 * 32 * loop.bytes_loaded / 512  # 18 with such code
+    assert loop.instructions <= 44 * 32 * loop.bytes_loaded / 512  # 46 with such code
 
 
 @pytest.mark.parametrize(

@@ -249,13 +249,6 @@ MUTANTS = [
         CORES_LENGTHS,
     ),
     Mutant(
-        "split: ptxas does not know that all lanes have the same last token",
-        CORES,
-        "shuffle(pages.last, 0)",
-        "pages.last",
-        ("tests/kernels/split/test_split_plan.py::test_loops_on_cuda_cores_have_no_code_for_lanes_that_diverge",),
-    ),
-    Mutant(
         "split: CUDA cores do not rescale O",
         CORES,
         "o[h * ELEMENTS + j] = float32(o[h * ELEMENTS + j] * factor)",

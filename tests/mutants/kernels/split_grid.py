@@ -34,6 +34,16 @@ LAST_BLOCK = "kernels/device/last_block.py"
 
 MUTANTS = [
     Mutant(
+        "split: ptxas does not know that all lanes agree on the number of splits",
+        KERNEL,
+        "        if num_splits == 0 and split_index == 0:\n",
+        "        num_splits = uint32(0)\n"
+        "        if visible > 0:\n"
+        "            num_splits = uint32(uint32(uint32(visible - 1) // size) + 1)\n"
+        "        elif split_index == 0:\n",
+        ("tests/kernels/split/test_split_plan.py::test_loops_on_cuda_cores_have_no_code_for_lanes_that_diverge",),
+    ),
+    Mutant(
         "split: no barrier before warps are added up",
         KERNEL,
         "            cuda.syncthreads()\n            if FORGETS:",

@@ -103,8 +103,8 @@ def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
     @device_function
     def attend(thread, first, query, k, v, pages, options, shared):
         lane = uint32(thread & 31)
-        # Broadcast, so that ptxas knows both are warp-uniform: shuffles in the loop need no code for diverged lanes.
-        warp, last = shuffle(uint32(thread >> 5), 0), shuffle(pages.last, 0)
+        # Broadcast, so that ptxas knows it is warp-uniform: shuffles in the loop need no code for diverged lanes.
+        warp, last = shuffle(uint32(thread >> 5), 0), pages.last
         sub, group = uint32(lane & (LANES - 1)), uint32(lane >> SHIFT)
         k_lane, v_lane = k.address + int64(sub) * 16, v.address + int64(sub) * 16
         keys, values = local_array(NUM_BUFFERED, uint32), local_array(NUM_BUFFERED, uint32)

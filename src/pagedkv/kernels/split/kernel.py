@@ -147,10 +147,10 @@ def make_split(config: SplitConfig) -> KernelSource:
         cuda.syncthreads()
         length = kept[2]
         visible = min(length, uint32(window))
-        size, num_splits = split_size(visible, num_kv_heads), uint32(0)
-        if visible > 0:
-            num_splits = uint32(uint32(uint32(visible - 1) // size) + 1)
-        elif split_index == 0:
+        size = split_size(visible, num_kv_heads)
+        # Without a branch, so that ptxas knows it is warp-uniform: shuffles in loops need no code for diverged lanes.
+        num_splits = uint32(uint32(uint32(visible + size) - 1) // size)
+        if num_splits == 0 and split_index == 0:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge.store_nothing(output, thread)
         if split_index < num_splits:
