@@ -379,6 +379,14 @@ multiply_and_add = declare(
     lambda builder, x, y, z: emit_asm(builder, F32, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z]),
 )
 
+multiply_and_add_down = declare(
+    "multiply_and_add_down",
+    "As multiply_and_add, rounded towards -inf (fma.rm).",
+    float32,
+    [float32, float32, float32],
+    lambda builder, x, y, z: emit_asm(builder, F32, "fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z]),
+)
+
 divide = declare(
     "divide",
     "x / y of float32, to two units in the last place (div.full), without the branch of an exact division.",

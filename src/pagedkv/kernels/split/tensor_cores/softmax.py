@@ -10,7 +10,16 @@ from numba import float32, int64, uint32
 
 from ...device.conversions import unpack
 from ...device.halves import software_factor
-from ...device.intrinsics.thread import address, clear, exp2, larger, local_array, multiply_and_add, unrolled
+from ...device.intrinsics.thread import (
+    address,
+    clear,
+    exp2,
+    larger,
+    local_array,
+    multiply_and_add,
+    multiply_and_add_down,
+    unrolled,
+)
 from ...device.intrinsics.warp import low_bits, pack_bfloat16, pack_float16
 from ...device.logits import LOG2E, NONE, make_modify
 from ...device.source import Steps, device_function
@@ -28,7 +37,8 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     FOLD, SCALED, STEP = shape.fold, bool(limits.scales_logits(shape)), shape.step
     FACTOR = float32(software_factor(shape.config.kv_kind, shape.config.hardware_fp8))
     # P is multiplied with a power of two so that float16 underflows at 2**-37; with SLACK, it is at most 2**15.
-    bias = 12.0 if shape.operand == "float16" else 0.0
+    IS_HALF = shape.operand == "float16"
+    bias = 12.0 if IS_HALF else 0.0
     BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)
     PAIRS = 2 * shape.tiles * shape.head_tiles
     pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
@@ -117,8 +127,8 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     def rescale(shifts, units, sums, o, largest, slot, t):
         for h in range(HEAD_TILES):
             new = multiply_and_add(float32(-largest[h]), units[h], BIAS)
-            if multiply_and_add(largest[h], units[h], new) > SLACK:  # from 2**26 on, BIAS may be rounded up to 16
-                new = float32(-largest[h] * units[h])
+            if IS_HALF:  # from 2**26 on, BIAS may be rounded up to 16
+                new = min(new, multiply_and_add_down(float32(-largest[h]), units[h], SLACK))
             shift = new if multiply_and_add(largest[h], units[h], shifts[h]) > SLACK else shifts[h]
             factor = exp2(float32(shift - shifts[h]))
             sums[h] = float32(sums[h] * factor)
