@@ -19,6 +19,7 @@ from numba import cuda, float32, int64, uint32
 from ...device.intrinsics.thread import clear, divmod_32, unrolled
 from ...device.intrinsics.warp import end_group, shuffle, wait_but
 from ...device.source import Steps, device_function
+from .. import limits
 from ..arguments import Cache, Query
 from ..config import SplitConfig
 from ..lanes import make_lanes
@@ -39,7 +40,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
     VECTOR_BYTES, LANES = config.vector_bytes, stage.lanes
     TOKENS, ROWS, AHEAD = stage.tokens, stage.rows_of_lane, stage.num_stages - 1
     STAGE_BYTES, RING_BYTES, Q_BYTES, NUM_RAW = stage.stage_bytes, stage.ring_bytes, shape.q_bytes, shape.num_raw
-    ALL = uint32(0xFFFFFFFF)
+    ALL, KEEP_PLACES = uint32(0xFFFFFFFF), bool(limits.keeps_places(shape))
     lanes, new_registers, new_found = make_lanes(config), make_registers(shape, 1), make_found(stage)
     lookup = make_pages(config, lanes.fetch)
     stages, products = make_stages(stage, lookup), make_products(shape)
@@ -101,6 +102,8 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
 
         base = uint32(first + team * STEP)
         k_from, v_from = stages.places(team, g, t)
+        if KEEP_PLACES:
+            k_from, v_from = shuffle(k_from, lane), shuffle(v_from, lane)
         oldest, youngest = ring, uint32(ring + AHEAD * STAGE_BYTES)
         while first <= last:
             good = True
