@@ -12,13 +12,22 @@ from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import attention
 
 from ..support.problems import POISONS, assert_close, build
+from ..support.strategies import long
 from .decode_cases import FORMS, TENSOR, LargeCaches, assert_same_bits, checked_call, decode, move_past_4_gib
 
 WITH_FP8 = FORMS | {"fp8": TENSOR._replace(kv_dtype="fp8_e4m3", group_size=8)}
 
 
-def each_of(forms):
-    return pytest.mark.parametrize("variant", forms.values(), ids=forms)
+def each_of(forms, *short):
+    """Each of the forms; in the short run those that are named, or all."""
+    marks = {name: [] if not short or name in short else pytest.mark.long for name in forms}
+    return pytest.mark.parametrize(
+        "variant", [pytest.param(variant, id=name, marks=marks[name]) for name, variant in forms.items()]
+    )
+
+
+# Where kernels read lengths and bounds: all forms of split do it in the same steps.
+each_that_reads_lengths = each_of(FORMS, "v1", "v2", "tensor cores")
 
 
 @each_of(WITH_FP8)
@@ -87,7 +96,7 @@ def test_a_bad_block_id_is_skipped_and_recorded(variant, open_device):
 
 
 @each_of(FORMS)
-@pytest.mark.parametrize("bad", [-1, 10**6])
+@pytest.mark.parametrize("bad", [10**6, *long([-1])])
 def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
     spec = variant.spec(seq_lens=(40, 3, 600), sinks=True)
     problem = build(spec)
@@ -124,7 +133,7 @@ def bounded(draw, variant):
     return problem, longest + draw(st.sampled_from([0, 0, 1, 10**6]))
 
 
-@each_of(FORMS)
+@each_that_reads_lengths
 @settings(max_examples=6)
 @given(data=st.data())
 def test_a_bound_on_lengths_changes_no_bit(variant, data, open_device):
@@ -139,7 +148,7 @@ def test_a_bound_on_lengths_changes_no_bit(variant, data, open_device):
     assert_same_bits((out, lse), expected)
 
 
-@each_of(FORMS)
+@each_that_reads_lengths
 def test_a_length_beyond_the_bound_is_skipped_and_harms_no_later_call(variant, open_device):
     """On a device nobody looks at lengths: the bound is rounded up to 512, and what is longer counts as 0."""
     spec = variant.spec(seq_lens=(600, 3, 512), sinks=True)
@@ -163,7 +172,7 @@ def test_a_length_beyond_the_bound_is_skipped_and_harms_no_later_call(variant, o
     assert_same_bits(results[-1], expected)
 
 
-@each_of(FORMS)
+@each_that_reads_lengths
 def test_a_bad_length_that_is_not_looked_at_harms_no_later_call(variant, open_device):
     """It counts as 0: nothing past the table, the workspace and shared memory is touched, and counters go back to 0."""
     problem = build(variant.spec(seq_lens=(600, 3, 512), sinks=True))

@@ -133,6 +133,8 @@ def test_a_block_has_as_few_axes_as_its_strides_allow():
 class Journal(EmulatorDevice):
     """An emulator that takes down what is launched and how many copies cross over; shadows are of host memory."""
 
+    lineinfo = False
+
     def __init__(self):
         super().__init__(global_race=True)
         self.kernels, self.num_copies = [], 0
