@@ -14,36 +14,40 @@ from ...support.problems import Spec, build
 from ...support.strategies import fade, own_parity
 from ..decode_cases import Variant, checked_call
 
-# Every pair of dtypes; folded fragments, two head tiles, blocks side by side; rows of one chunk, of several, shared by
-# pairs of warps, that fill no vector, of 8 bytes; sums in dynamic shared memory; heads shared by two and by four warps,
-# alone and side by side.
+# Every dtype of q and of a cache; folded fragments, two head tiles, blocks side by side; rows of one chunk, of several,
+# shared by pairs of warps, that fill no vector, of 8 bytes; sums in dynamic shared memory; heads shared by two and by
+# four warps, alone and side by side.
 VARIANTS = [
     Variant("split", 128, 16, "float16", "float16", group_size=8),
-    Variant("split", 128, 16, "bfloat16", "bfloat16", group_size=16),
     Variant("split", 128, 24, "float32", "float16", group_size=5),
     Variant("split", 128, 16, "bfloat16", "fp8_e4m3", group_size=12),
-    Variant("split", 72, 16, "float16", "fp8_e5m2", group_size=48),
+    Variant("split", 72, 16, "float32", "fp8_e5m2", group_size=48),
     Variant("split", 512, 16, "bfloat16", "bfloat16", group_size=8, modified=True, capability=(8, 0)),
     Variant("split", 8, 256, "float32", "fp8_e4m3", group_size=9, capability=(8, 0)),
-    Variant("split", 128, 16, "float16", "float16", group_size=16, modified=True, capability=(8, 0)),
-    Variant("split", 256, 16, "float32", "float16", group_size=12),
+    Variant("split", 256, 16, "float16", "float16", group_size=8, modified=True, capability=(8, 0)),
+    Variant("split", 256, 16, "float32", "bfloat16", group_size=12),
     Variant("split", 64, 3, "float32", "float32", group_size=4, capability=(8, 0)),
-    Variant("split", 96, 16, "float32", "float32", group_size=2, score_mod=fade),
     Variant("split", 64, 1, "float16", "fp8_e4m3", group_size=71, modified=True),
     Variant("split", 256, 16, "bfloat16", "fp8_e5m2", group_size=33, capability=(8, 0)),
-    Variant("split", 128, 256, "float32", "bfloat16", group_size=64),
-    Variant("split", 112, 16, "float16", "float16", group_size=18, score_mod=own_parity),
-    Variant("split", 320, 16, "float32", "fp8_e5m2", group_size=2, capability=(10, 0)),
+    Variant("split", 320, 16, "float32", "fp8_e5m2", group_size=8, capability=(10, 0)),
 ]
 FOUR_BLOCKS = Variant("split", 64, 16, "float16", "fp8_e4m3", group_size=8)  # on a multiprocessor
 # Each fp8 dtype, widened by instructions and, before 8.9, by arithmetic; and by terms of a float32 q.
 CODES = [
     Variant("split", 72, 16, "float16", "fp8_e4m3", group_size=8, capability=(8, 0)),
     FOUR_BLOCKS,
-    Variant("split", 64, 1, "float32", "fp8_e5m2", group_size=8),
+    VARIANTS[-1],
 ]
 # Others that have the same in other pairs.
 MORE_VARIANTS = [
+    Variant("split", 128, 16, "bfloat16", "bfloat16", group_size=16),
+    Variant("split", 72, 16, "float16", "fp8_e5m2", group_size=48),
+    Variant("split", 128, 16, "float16", "float16", group_size=16, modified=True, capability=(8, 0)),
+    Variant("split", 256, 16, "float32", "float16", group_size=12),
+    Variant("split", 96, 16, "float32", "float32", group_size=2, score_mod=fade),
+    Variant("split", 128, 256, "float32", "bfloat16", group_size=64),
+    Variant("split", 112, 16, "float16", "float16", group_size=18, score_mod=own_parity),
+    Variant("split", 320, 16, "float32", "fp8_e5m2", group_size=2, capability=(10, 0)),
     Variant("split", 264, 16, "float32", "fp8_e5m2", group_size=2),
     Variant("split", 320, 16, "float32", "float16", group_size=2, capability=(10, 0)),
     Variant("split", 128, 16, "float16", "fp8_e4m3", group_size=32, modified=True, capability=(8, 0)),

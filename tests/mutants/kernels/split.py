@@ -11,16 +11,18 @@ LONG = (
 )
 NEEDLE = (SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-split-D64-G4-P16-float16-float16]",)
 FP8_NEEDLE = (SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-split-D64-G8-P16-float16-fp8_e4m3]",)
-EXACT = (SPLIT + "test_float32_queries_lose_nothing_to_16_bit_operands[emulator-float16]",)
+EXACT = (SPLIT + "test_float32_queries_lose_nothing_to_16_bit_operands[emulator-split-D128-G5-P24-float32-float16]",)
 CODES = (SPLIT + "test_every_fp8_code_is_its_value[emulator-split-D72-G8-P16-float16-fp8_e4m3-cc8.0]",)
 BAD_BLOCK = (ALIKE + "test_a_bad_block_id_is_skipped_and_recorded[emulator-tensor cores]",)
 BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-"
-TWO_HEAD_TILES = (BOUND + "D128-G16-P16-bfloat16-bfloat16]",)
+TWO_HEAD_TILES = (BOUND + "D128-G12-P16-bfloat16-fp8_e4m3]",)
 NO_POSITIVE_SCALE = (SPLIT + "test_scales_that_are_not_positive[emulator-split-D64-G4-P16-float16-float16]",)
-NO_POSITIVE_SCALE_OF_TERMS = (SPLIT + "test_scales_that_are_not_positive[emulator-split-D256-G12-P16-float32-float16]",)
+NO_POSITIVE_SCALE_OF_TERMS = (
+    SPLIT + "test_scales_that_are_not_positive[emulator-split-D256-G12-P16-float32-bfloat16]",
+)
 SEEN = "test_score_mod_sees_what_exists_and_may_mask_every_key"
-NOTHING_PAST_THE_END = (SPLIT + SEEN + "[emulator-split-D64-G4-P16-float16-float16]",)
-THROUGH_SHARED = (BOUND + "D128-G16-P16-float16-float16-modified-cc8.0]",)
+NOTHING_PAST_THE_END = (SPLIT + SEEN + "[emulator-split-D64-G4-P16-float16-float16-seeing]",)
+THROUGH_SHARED = (BOUND + "D256-G8-P16-float16-float16-modified-cc8.0]",)
 SLOWLY = "test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone"
 RISING = (SPLIT + SLOWLY + "[emulator-split-D64-G8-P16-float16-fp8_e4m3]",)
 

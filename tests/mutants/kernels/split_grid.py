@@ -17,7 +17,7 @@ NEGATIVE = (SPLIT + "test_caches_whose_strides_are_negative[emulator-tensor core
 BAD_LENGTH = (ALIKE + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-tensor cores]",)
 LARGE = (ALIKE + "test_caches_of_more_than_4_gib[tensor cores]",)
 BOUND = SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-"
-FULL = (BOUND + "D256-G12-P16-float32-float16]",)
+FULL = (BOUND + "D256-G12-P16-float32-bfloat16]",)
 SIDE_BY_SIDE = (BOUND + "D64-G71-P1-float16-fp8_e4m3-modified]",)
 STRIDED = (SPLIT + "test_k_and_v_have_strides_of_their_own[emulator-tensor cores]",)
 
