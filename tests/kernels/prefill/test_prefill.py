@@ -129,14 +129,14 @@ def elsewhere(draw, form):
     length = draw(st.sampled_from([130, 1, 33, 64, 65]))
     stops = sorted({length, *draw(st.lists(st.integers(1, length), min_size=1, max_size=3))})
     # With a scale of 4, pivots of some rows move in most tiles, and those of their neighbours do not.
-    fields = {"scale": draw(st.sampled_from([4.0, None])), "window": draw(st.sampled_from([None, 20]))}
+    fields = {"scale": draw(st.sampled_from([4.0, None])), "window": draw(st.sampled_from([20, None]))}
     fields["sinks"] = draw(st.booleans())
     spec = form.replace(seq_lens=(length,), query_lens=(length,), **fields, seed=draw(st.integers(0, 99)))
     return spec.replace(num_kv_heads=1), stops, draw(st.integers(0, 2**16))
 
 
 @each_of(BOTH | {"options": OPTIONS}, ["one stage", "fp8", "vllm"])
-@settings(max_examples=2)
+@settings(max_examples=1)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_in_any_chunk_batch_placement_layout_and_schedule(form, data, open_device):
     assert_same_bits_elsewhere(form, *data.draw(elsewhere(form)), open_device)

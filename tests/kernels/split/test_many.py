@@ -58,8 +58,9 @@ def test_the_heads_of_every_warp(group_size, open_device):
 @pytest.mark.parametrize(
     ("variant", "block_size", "layout"),
     [
-        (VARIANTS[1], 1, "HND"),
-        *long([(VARIANTS[1], 256, "NHD"), (VARIANTS[2], 256, "NHD"), (MORE_VARIANTS[0], 1, "HND")]),
+        (VARIANTS[1], VARIANTS[1].block_size, "HND"),
+        *long([(VARIANTS[1], 1, "HND"), (VARIANTS[1], 256, "NHD"), (VARIANTS[2], 256, "NHD")]),
+        *long([(MORE_VARIANTS[0], 1, "HND")]),
     ],
     ids=str,
 )

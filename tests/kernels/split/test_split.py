@@ -12,7 +12,7 @@ from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import attention
 from pagedkv.cuda.plans.split import split_config
 from pagedkv.emulator.state.order import Order
-from pagedkv.kernels.split.config import FULL_GRID, SHORTEST_SPLIT
+from pagedkv.kernels.split.config import FEW_SPLITS, FULL_GRID, SHORTEST_SPLIT
 
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import long
@@ -76,6 +76,7 @@ def test_lengths_at_the_boundaries(variant, open_device):
 
 
 LONG = SHORTEST_SPLIT * FULL_GRID  # tokens of one KV head, from which on its splits grow
+LONG_OF_MANY_HEADS = 384 * FEW_SPLITS + 1  # whose partial results are larger
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,8 @@ LONG = SHORTEST_SPLIT * FULL_GRID  # tokens of one KV head, from which on its sp
         )
         for name, variant in LOOPS.items()
         for length, num_kv_heads in ((LONG, 1), (LONG + 1, 1), (800, FULL_GRID // 2))
-    ],
+    ]
+    + [pytest.param(LONG_OF_MANY_HEADS, 1, MANY_HEADS, id=f"{LONG_OF_MANY_HEADS}-1-many heads")],
 )
 def test_long_sequences_have_longer_splits_and_never_more_than_a_warp_merges(
     length, num_kv_heads, variant, open_device
@@ -168,7 +170,7 @@ def elsewhere(spec):
     ids=str,
 )
 def test_the_bits_are_the_same_for_any_block_size(variant, block_size, open_device):
-    """All loops look their tokens up with the same steps; test_many.py has rows of other sizes."""
+    """All loops look their tokens up with the same steps."""
     spec = variant.spec(seq_lens=(700, 3, 65, 1037))
     out, lse = decode(build(spec), variant, open_device)
     for other, order in elsewhere(spec.replace(block_size=block_size)):
