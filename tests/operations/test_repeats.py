@@ -79,7 +79,7 @@ def looked_at(monkeypatch):
     [
         {},
         {"array_module": "torch", "layout": "HND"},
-        {"array_module": "torch", "dtype": "bfloat16", "layout": "vllm"},
+        {"array_module": "torch", "dtype": "float16", "layout": "vllm"},
         {"kv_dtype": "fp8_e4m3"},
     ],
 )

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 
 from pagedkv.testing.problems.attention import Spec
-from pagedkv.testing.problems.limits import HEAD_DIMS, Limits
+from pagedkv.testing.problems.limits import GROUP_SIZES, HEAD_DIMS, Limits
 from pagedkv.testing.problems.strategies import SPLIT, fade, own_parity, specs_within
 
 __all__ = [
@@ -50,25 +50,32 @@ class Kernel(NamedTuple):
     width: int  # the largest power of two up to 64 that divides head_dim
     is_vllm: bool = False
     score_mod: Any = None
+    alone: bool | None = None  # decode has a kernel of its own where a KV head has one query head; None: both
 
     def __str__(self) -> str:
         name = f"{self.kv_dtype}-{self.width}{'-vllm' if self.is_vllm else ''}"
+        name += {None: "", True: "-alone", False: "-grouped"}[self.alone]
         return f"{name}-{self.score_mod.__name__}" if self.score_mod else name
 
 
-# Every value of each meets several of the others.
+# Every value of each meets several of the others; the loops of each dtype have tests of their own.
 DECODE_KERNELS = [
-    *(Kernel("float32", width) for width in (8, 64)),
+    Kernel("float32", 8, alone=False),
+    Kernel("float32", 64),
     Kernel("bfloat16", 64),
-    Kernel("float16", 64),
+    Kernel("float16", 64, alone=False),
     Kernel("fp8_e4m3", 32),
     Kernel("float32", 8, is_vllm=True),
-    Kernel("bfloat16", 16, is_vllm=True),
-    Kernel("fp8_e4m3", 16, is_vllm=True),
+    Kernel("float16", 16, is_vllm=True, alone=False),
+    Kernel("fp8_e4m3", 16, is_vllm=True, alone=False),
     Kernel("float32", 64, score_mod=fading_parity),
-    Kernel("float32", 8, is_vllm=True, score_mod=own_parity),
 ]
 MORE_DECODE_KERNELS = [
+    Kernel("float32", 8, alone=True),
+    Kernel("float16", 64, alone=True),
+    Kernel("bfloat16", 16, is_vllm=True),
+    Kernel("fp8_e4m3", 16, is_vllm=True, alone=True),
+    Kernel("float32", 8, is_vllm=True, score_mod=own_parity),
     *(Kernel(kv_dtype, 64, is_vllm=True) for kv_dtype in ("float16", "fp8_e5m2")),
     Kernel("bfloat16", 64, score_mod=own_parity),
     *(Kernel("float32", width) for width in (16, 32)),
@@ -81,11 +88,13 @@ PREFILL_KERNELS = [
     Kernel("bfloat16", 64),
     Kernel("float16", 16),
     Kernel("fp8_e4m3", 32),
-    Kernel("float32", 8, is_vllm=True),
     Kernel("fp8_e4m3", 16, is_vllm=True),
     Kernel("float32", 64, score_mod=fading_parity),
 ]
-MORE_PREFILL_KERNELS = [Kernel("fp8_e5m2", 64), Kernel("float32", 8), Kernel("bfloat16", 64, score_mod=own_parity)]
+MORE_PREFILL_KERNELS = [
+    *(Kernel("fp8_e5m2", 64), Kernel("float32", 8), Kernel("float32", 8, is_vllm=True)),
+    Kernel("bfloat16", 64, score_mod=own_parity),
+]
 
 
 def specs(kernel: Kernel, prefill: bool = False) -> st.SearchStrategy[Spec]:
@@ -96,6 +105,7 @@ def specs(kernel: Kernel, prefill: bool = False) -> st.SearchStrategy[Spec]:
             kv_dtypes=(kernel.kv_dtype,),
             head_dims=HEAD_DIMS[kernel.width],
             nums_kv_heads=(1, 2, 3),
+            group_sizes=tuple(g for g in GROUP_SIZES if kernel.alone in (None, g == 1)),
             score_mods=(kernel.score_mod,),
             poisons=("nan",),
             needles=False,

@@ -181,7 +181,7 @@ def test_reasons_are_short():
     assert reason(KeyError()) == "KeyError: "
 
 
-@pytest.mark.parametrize("cell", [CELL, *long([EQUAL]), FP8], ids=str)
+@pytest.mark.parametrize("cell", [*long([CELL]), EQUAL, FP8], ids=str)
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_kernels_of_pagedkv_get_each_layout(cell, framework):
     """On the host they are one and the same: this is about the arrays that they get."""

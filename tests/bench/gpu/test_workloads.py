@@ -6,7 +6,7 @@ import pytest
 from pagedkv import reference
 from pagedkv.bench.gpu.workloads import GROUPS, Cell, HostProblem, cells, only, quick_cells
 
-SMALL = [Cell("x", (70, 1, 33), 8, 2, 64), Cell("x", (40,), 4, 4, 32, 1, "bfloat16", "fp8_e5m2")]
+SMALL = [Cell("x", (70, 1, 33), 8, 2, 64), Cell("x", (40,), 4, 2, 64, 1, "bfloat16", "fp8_e5m2")]
 
 
 def shape(cell):

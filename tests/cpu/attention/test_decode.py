@@ -42,8 +42,18 @@ def test_oracle(kernel, data):
     assert_close(problem, *run(problem))
 
 
-@some
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 48])
+@pytest.mark.parametrize(
+    ("group_size", "spec"),
+    [
+        pytest.param(
+            *(size, spec),
+            id=f"{size}-{spec.layout}-{spec.kv_dtype}",
+            marks=pytest.mark.long if size == 1 and spec is SOME[4] else (),
+        )
+        for size in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 48)
+        for spec in SOME
+    ],
+)
 def test_group_sizes(spec, group_size):
     problem = build(spec.replace(seq_lens=(SPLIT + 70, 3, 0), group_size=group_size, num_kv_heads=3, scale=0.3))
     assert_close(problem, *run(problem))
@@ -277,7 +287,7 @@ def test_caches_of_more_than_2_31_elements(spec):
 
 def test_a_result_beyond_float16_is_infinite_without_a_warning():
     values = np.full((1, 16, 1, 64), 1000, np.float16)
-    arguments = (np.ones((1, 1, 64), np.float16), values, values, np.zeros((1, 1), np.int32), np.array([3], np.int32))
+    arguments = (np.ones((1, 2, 64), np.float16), values, values, np.zeros((1, 1), np.int32), np.array([3], np.int32))
     assert (pagedkv.decode_attention(*arguments) == 1000).all()
     fp8 = np.full((1, 16, 1, 32), 0x40, np.uint8)
     out = pagedkv.decode_attention(arguments[0][..., :32], fp8, fp8, *arguments[3:], kv_dtype="fp8_e4m3", v_scale=1e6)

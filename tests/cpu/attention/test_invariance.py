@@ -132,6 +132,7 @@ def test_kernels_from_disk_beside_kernels_compiled_now(tmp_path):
     """
     environment = os.environ | {
         "PAGEDKV_CACHE_DIR": str(tmp_path),
+        "NUMBA_OPT": "0",  # compiled three times as fast, and every function is called by its name
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
 

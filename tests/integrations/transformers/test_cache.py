@@ -223,7 +223,7 @@ def test_another_batch_needs_a_reset(model, cache):
     [
         ({"num_hidden_layers": 1}, torch.float32, "1, 2, 16"),
         ({"head_dim": 32}, torch.float32, "2, 2, 32"),
-        ({}, torch.bfloat16, "2, 2, 16"),
+        ({}, torch.float16, "2, 2, 16"),
     ],
 )
 def test_a_cache_for_another_model(cache, option, dtype, shape):
