@@ -18,18 +18,16 @@ pytestmark = pytest.mark.usefixtures("without_lines")
 
 SPECS = [
     Spec(seq_lens=(37, 0, 600), layout="vllm", group_size=3, sinks=True, alibi=True),
-    Spec(
-        seq_lens=(33, 530), layout="vllm", q_dtype="float16", kv_dtype="float16", window=100, softcap=5.0, block_size=8
-    ),
+    Spec(seq_lens=(33, 530), layout="vllm", q_dtype="float16", kv_dtype="float16", window=100, softcap=5.0),
     Spec(seq_lens=(20, 513), layout="vllm", q_dtype="float16", kv_dtype="fp8_e4m3", kv_scales="per head"),
     Spec(seq_lens=(16, 530), layout="vllm", q_dtype="bfloat16", kv_dtype="bfloat16", sinks=True, group_size=3),
     Spec(seq_lens=(20,), layout="vllm", kv_dtype="fp8_e5m2", kv_scales="scalar", softcap=20.0, alibi=True),
 ]
 
 SPLIT_SPECS = [
-    Spec(seq_lens=(37, 0, 600), group_size=3, block_size=3, sinks=True, alibi=True),
+    Spec(seq_lens=(37, 0, 600), sinks=True, alibi=True),
     Spec(seq_lens=(33, 530, 5000), layout="HND", q_dtype="float16", kv_dtype="float16", window=2100, group_size=4),
-    Spec(seq_lens=(20, 513), q_dtype="bfloat16", kv_dtype="fp8_e4m3", kv_scales="per head", softcap=5.0),
+    Spec(seq_lens=(20, 513), q_dtype="float16", kv_dtype="fp8_e4m3", kv_scales="per head", softcap=5.0, group_size=8),
 ]
 
 
@@ -110,8 +108,13 @@ def test_decode_on_another_stream(framework):
         assert_close(problem, framework.fetch(out), framework.fetch(lse))
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND", "vllm"])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *(("float32", "NHD"), ("bfloat16", "HND"), ("bfloat16", "vllm"), ("fp8_e4m3", "NHD"), ("fp8_e4m3", "vllm")),
+        *long([("float32", "HND"), ("float32", "vllm"), ("bfloat16", "NHD"), ("fp8_e4m3", "HND")]),
+    ],
+)
 def test_caches(framework, layout, kind):
     rng = np.random.default_rng(0)
     dtype, is_fp8 = FLOATS.get(kind, np.dtype(np.uint8)), kind.startswith("fp8")
@@ -140,11 +143,11 @@ def test_caches(framework, layout, kind):
         np.testing.assert_array_equal(np.ascontiguousarray(x).view(np.uint8), np.ascontiguousarray(y).view(np.uint8))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", *long(["bfloat16"])])
 @pytest.mark.parametrize("is_stacked", [True, False])
 def test_merge(framework, dtype, is_stacked):
     rng = np.random.default_rng(0)
-    outs = rng.standard_normal((9, 4, 2, 16)).astype(FLOATS[dtype])
+    outs = rng.standard_normal((9, 4, 2, 64)).astype(FLOATS[dtype])
     lses = rng.standard_normal((9, 4, 2), np.float32)
     lses[1, 2], lses[:, 3, 0], outs[:, 3, 0] = -np.inf, -np.inf, np.nan
     given = (outs, lses) if is_stacked else (list(outs), list(lses))
@@ -158,12 +161,19 @@ def test_merge(framework, dtype, is_stacked):
     assert (out[3, 0] == 0).all()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_rotary(framework, dtype, interleaved):
+@pytest.mark.parametrize(
+    ("dtype", "table_dtype", "head_dim", "rotary_dim", "interleaved"),
+    [
+        ("float32", "float32", 24, 16, False),
+        ("float16", "float32", 64, 64, False),
+        ("bfloat16", "bfloat16", 64, 24, True),
+        *long((dtype, "float32", 64, 32, interleaved) for dtype in FLOATS for interleaved in (False, True)),
+    ],
+)
+def test_rotary(framework, dtype, table_dtype, head_dim, rotary_dim, interleaved):
     rng = np.random.default_rng(0)
-    q, k = tokens_of(rng, 6, (4, 2), 64, FLOATS[dtype])
-    given = (q, k, *tables_of(rng, 50, 16, np.dtype(np.float32)), rng.integers(0, 50, 6))
+    q, k = tokens_of(rng, 6, (4, 2), head_dim, FLOATS[dtype])
+    given = (q, k, *tables_of(rng, 50, rotary_dim // 2, FLOATS[table_dtype]), rng.integers(0, 50, 6))
     results = pagedkv.apply_rotary(*map(framework.send, given), interleaved=interleaved, **framework.options)
     for x, y in zip(results, pagedkv.apply_rotary(*given, interleaved=interleaved), strict=True):
         np.testing.assert_array_equal(framework.fetch(x).astype(np.float32), y.astype(np.float32))

@@ -38,12 +38,11 @@ def without_compilers(directory, monkeypatch):
     monkeypatch.setattr(compiling, "load_or_link", lambda *args: "machine code")
 
 
-def test_calls_find_what_they_need(directory, compiled):
+def test_calls_find_what_they_need(compiled):
     names = pagedkv.warmup(4, 2, 64, 16, "float16", layout="vllm", capabilities=[(9, 0)])
     assert sorted(compiled) == sorted(name.split("[")[0] for name in names)
     assert {"v1", "v2", "v2_reduce", "write_kv"} <= set(compiled)
     assert all(name.endswith("] for 9.0") for name in names)
-    assert len(list(directory.glob("*.ptx"))) == len(list(directory.glob("*.cubin"))) == len(names)
     del compiled[:]
 
     k_cache, v_cache = np.zeros((3, 2, 8, 16, 8), np.float16), np.zeros((3, 2, 64, 16), np.float16)
@@ -81,44 +80,33 @@ def test_capabilities_and_kernels_are_chosen(compiled):
     assert len(compiled) == 8
 
 
-def test_calls_with_options_find_what_they_need(compiled):
+def test_calls_with_options_find_what_they_need(directory, compiled):
     names = pagedkv.warmup(
         *(2, 2, 16, 16, "float16"),
         **{"layout": "vllm", "kv_dtype": "fp8_e5m2", "kernels": ["v1"], "capabilities": [(np.int64(9), 0)]},
         **{"token_dtype": "float32", "per_head_scales": True, "num_states": 3},
-        **{"rotary_dim": 8, "interleaved": True},
-    )
-    assert any(name.startswith("merge_states[") and "num_states=3" in name for name in names)
-    del compiled[:]
-    cache, scales = {"layout": "vllm", "kv_dtype": "fp8_e5m2", "backend": "emulator"}, np.ones(2, np.float32)
-    k_cache, v_cache = np.zeros((3, 2, 1, 16, 16), np.uint8), np.zeros((3, 2, 16, 16), np.uint8)
-    token = np.ones((1, 2, 16), np.float32)
-    pagedkv.write_kv(token, token, k_cache, v_cache, np.array([17]), k_scale=scales, v_scale=scales, **cache)
-    table = np.array([1], np.int32)
-    pagedkv.gather_kv(k_cache, v_cache, table, 2, k_scale=scales, v_scale=scales, **cache)
-    out = np.zeros((1, 2, 16), np.float16)
-    pagedkv.merge_states([out] * 3, [np.zeros((1, 2), np.float32)] * 3, backend="emulator")
-    tables = np.ones((2, 5, 4), np.float32)
-    pagedkv.apply_rotary(out, out, *tables, np.array([4]), interleaved=True, backend="emulator")
-    rotation = {"cos": tables[0], "sin": tables[1], "positions": np.array([4]), "interleaved": True}
-    scales = {"k_scale": scales, "v_scale": scales}
-    pagedkv.write_kv(token, token, k_cache, v_cache, np.array([17]), **scales, **rotation, **cache)
-    assert compiled == []
-
-
-def test_calls_of_prefill_find_what_they_need(compiled):
-    names = pagedkv.warmup(
-        *(2, 1, 16, 16, "float16"),
-        **{"layout": "vllm", "kernels": ["v1"], "prefill": True, "check": True, "capabilities": [(9, 0)]},
+        **{"rotary_dim": 8, "interleaved": True, "prefill": True, "check": True},
     )
     assert [name.split("[")[0] for name in names[1:3]] == ["check_batch", "prefill_on_cuda_cores"]
+    assert any(name.startswith("merge_states[") and "num_states=3" in name for name in names)
+    assert len(list(directory.glob("*.ptx"))) == len(list(directory.glob("*.cubin"))) == len(names)
     del compiled[:]
-    q, tables, lengths = np.ones((2, 2, 16), np.float16), np.zeros((1, 1), np.int32), np.array([2], np.int32)
-    caches = np.ones((1, 1, 2, 16, 8), np.float16), np.ones((1, 1, 16, 16), np.float16)
-    options = {"layout": "vllm", "backend": "emulator", "check": True}
-    starts = np.array([0, 2], np.int32)
+    cache, scales = {"layout": "vllm", "kv_dtype": "fp8_e5m2", "backend": "emulator"}, np.ones(2, np.float32)
+    scales = {"k_scale": scales, "v_scale": scales}
+    k_cache, v_cache = np.zeros((3, 2, 1, 16, 16), np.uint8), np.zeros((3, 2, 16, 16), np.uint8)
+    token, tables = np.ones((1, 2, 16), np.float32), np.ones((2, 5, 4), np.float32)
+    rotation = {"cos": tables[0], "sin": tables[1], "positions": np.array([4]), "interleaved": True}
+    for options in ({}, rotation):
+        pagedkv.write_kv(token, token, k_cache, v_cache, np.array([17]), check=True, **options, **scales, **cache)
+    pagedkv.gather_kv(k_cache, v_cache, np.array([1], np.int32), 2, **scales, **cache)
+    out = np.zeros((1, 2, 16), np.float16)
+    pagedkv.merge_states([out] * 3, [np.zeros((1, 2), np.float32)] * 3, backend="emulator")
+    pagedkv.apply_rotary(out, out, *tables, np.array([4]), interleaved=True, check=True, backend="emulator")
+    v_cache[0] = 0x3C  # 1
+    q, table, lengths = np.ones((2, 2, 16), np.float16), np.zeros((1, 1), np.int32), np.array([2], np.int32)
+    arguments = q, k_cache, v_cache, table, lengths, np.array([0, 2], np.int32)
     for softcap in (None, 3.0):
-        out = pagedkv.prefill_attention(q, *caches, tables, lengths, starts, softcap=softcap, **options)
+        out = pagedkv.prefill_attention(*arguments, softcap=softcap, check=True, **scales, **cache)
         assert (out == 1).all()
     assert compiled == []
 
