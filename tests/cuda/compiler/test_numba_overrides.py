@@ -32,6 +32,7 @@ from pagedkv.cuda.compiler.numba_overrides import (
 from pagedkv.kernels.paged.attention import make_v1
 from pagedkv.kernels.paged.config import AttentionConfig
 
+from ...support.strategies import long
 from .compile_cases import Config, make_scale
 
 CONTEXT = cuda_target.typing_context
@@ -162,21 +163,18 @@ def ptx():
         return compiling._make_ptx(make_v1, config, (9, 0), False, "pagedkv_v1")
 
 
-@pytest.fixture(scope="module")
-def ptx_with_all():
-    return ptx()
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        *("operators_typed_once", "options_listed_at_once", "sizes_asked_once", "lifetimes_when_needed"),
-        *("variables_by_type", "assignments_counted_at_once", "registries_read_when_needed"),
-    ],
+SAVING_TIME = (
+    *("operators_typed_once", "options_listed_at_once", "sizes_asked_once", "lifetimes_when_needed"),
+    *("variables_by_type", "assignments_counted_at_once", "registries_read_when_needed"),
 )
-def test_overrides_that_save_time_make_the_same_kernel(override, ptx_with_all, monkeypatch):
-    monkeypatch.setattr(numba_overrides, override, nullcontext)
-    assert ptx() == ptx_with_all
+
+
+@pytest.mark.parametrize("overrides", [SAVING_TIME, *long(((each,),) for each in SAVING_TIME)], ids=" ".join)
+def test_overrides_that_save_time_make_the_same_kernel(overrides, monkeypatch):
+    with_all = ptx()
+    for override in overrides:
+        monkeypatch.setattr(numba_overrides, override, nullcontext)
+    assert ptx() == with_all
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -9,6 +9,7 @@ from numba.cuda import libdevice
 
 from pagedkv.emulator import UnsupportedInstructionError
 
+from ...support.strategies import long
 from ..ptx_harness import run_arrays
 
 f32, i32, f16 = types.float32, types.int32, types.float16
@@ -259,8 +260,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("cc", [(8, 0), (9, 0), (10, 0)], ids=lambda c: f"sm{c[0]}{c[1]}")
-@pytest.mark.parametrize("name", CASES)
+OTHERS = [(name, ((8, 0), (10, 0))[(i + shift) % 2]) for shift in (0, 1) for i, name in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cc"),
+    [*((name, (9, 0)) for name in CASES), *OTHERS[: len(CASES)], *long(OTHERS[len(CASES) :])],
+    ids=lambda x: x if isinstance(x, str) else f"sm{x[0]}{x[1]}",
+)
 def test_kernel(name, cc):
     fn, args, want, tol = CASES[name]
     args = [a.copy() for a in args]

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from ...support.strategies import long
 from ..ptx_harness import run_ptx
 
 M = 0xFFFFFFFF
@@ -140,7 +141,7 @@ class Program:
         return out
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(20), *long(range(20, 100))])
 def test_random_program(seed):
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(0, 1 << 32, 96, dtype=np.uint64).astype("u4") for _ in range(2))
