@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
 DECODE_KERNELS = [
     Kernel("float32", 8, alone=False),
     Kernel("float32", 64),
-    Kernel("bfloat16", 64),
+    Kernel("bfloat16", 64, alone=False),
     Kernel("float16", 64, alone=False),
     Kernel("fp8_e4m3", 32),
     Kernel("float32", 8, is_vllm=True),
@@ -72,7 +72,7 @@ DECODE_KERNELS = [
 ]
 MORE_DECODE_KERNELS = [
     Kernel("float32", 8, alone=True),
-    Kernel("float16", 64, alone=True),
+    *(Kernel(kv_dtype, 64, alone=True) for kv_dtype in ("bfloat16", "float16")),
     Kernel("bfloat16", 16, is_vllm=True),
     Kernel("fp8_e4m3", 16, is_vllm=True, alone=True),
     Kernel("float32", 8, is_vllm=True, score_mod=own_parity),

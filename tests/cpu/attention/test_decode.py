@@ -48,7 +48,7 @@ def test_oracle(kernel, data):
         pytest.param(
             *(size, spec),
             id=f"{size}-{spec.layout}-{spec.kv_dtype}",
-            marks=pytest.mark.long if size == 1 and spec is SOME[4] else (),
+            marks=pytest.mark.long if size == 1 and spec in (SOME[1], SOME[4]) else (),
         )
         for size in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 48)
         for spec in SOME

@@ -49,7 +49,7 @@ def small_pages():
 @pytest.mark.usefixtures("small_pages")
 def test_fetching_bytes_brings_their_pages_and_no_others(name, data):
     view = VIEWS[name]
-    device = Device(8 << 20)
+    device = Device(2 << 20)
     device.alloc(data.draw(st.integers(0, 9)))
     buffer = device.mirror(view)
     if not buffer.nbytes:

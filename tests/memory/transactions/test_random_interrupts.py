@@ -5,7 +5,7 @@ import pytest
 from ...support.programs import printed_by
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [100, pytest.param(10_000, marks=pytest.mark.long)])
 def test_random_interrupts_come_before_the_change_or_after(number):
     [line] = printed_by("memory.transactions.random_interrupts", number)
     before, after = map(int, line.split())

@@ -150,10 +150,10 @@ def quick_variants() -> list[Variant]:
     wanted += [Variant(kernel, "float16", "float16", 64, 16, "", 4) for kernel in ("prefill", "prefill_split")]
     wanted += [Variant(WGMMA, "float16", "float16", 128, 16, "", 4)]
     wanted += [Variant("v1", "float32", "fp8_e4m3", 64, 8), Variant("v2", "float32", "float32", 64, 16)]
-    wanted += [Variant("v2_reduce", "float32", "", 64, 0), Variant("write_kv", "float16", "float16", 128, 16, "vllm")]
-    wanted += [Variant("gather_kv", "float16", "float16", 128, 16, "vllm")]
+    wanted += [Variant("v2_reduce", "float32", "", 64, 0), Variant("write_kv", "float16", "float16", 64, 16, "vllm")]
+    wanted += [Variant("gather_kv", "float16", "float16", 64, 16, "vllm")]
     wanted += [Variant("copy_blocks", "float16", "float16", 128, 16, "vllm")]
-    return [*wanted, Variant("merge_states", "float16", "", 128, 0, "2 states")]
+    return [*wanted, Variant("merge_states", "float32", "", 64, 0, "2 states")]
 
 
 def _q_kind(kv_kind: str) -> str:
