@@ -61,6 +61,18 @@ def test_a_result_that_overlaps_is_refused(arguments):
                 pagedkv.decode_attention(**asked)
 
 
+def test_a_repeated_call_writes_its_result_at_the_end(arguments, validated, monkeypatch):
+    def fail(writes):
+        raise MemoryError
+
+    out = np.zeros((B, HEADS, DIM), np.float32)
+    pagedkv.decode_attention(**arguments, out=out.copy())
+    monkeypatch.setattr(decodes, "commit", fail)
+    with pytest.raises(MemoryError):
+        pagedkv.decode_attention(**arguments, out=out)
+    assert (len(validated), np.count_nonzero(out)) == (1, 0)
+
+
 @pytest.mark.parametrize(
     "other",
     [
