@@ -43,6 +43,7 @@ VARIANTS = [
     variant(128, 16, architecture=8, modified=True),
     variant(128, 8, architecture=8),
     variant(72, 8, "float16", "fp8_e5m2", 8),
+    variant(72, 8, "bfloat16", "fp8_e5m2", 8),
     variant(256, 48, architecture=8),
     variant(256, 24, modified=True),
     variant(128, 48),
@@ -66,6 +67,7 @@ SHORT = [
     variant(64, 8, "float16", "fp8_e4m3", modified=True),
     variant(64, 2, "float32", "float32", modified=True),
     variant(8, 4, "float32", "float32"),  # whose loop test_split_plan.py looks at
+    variant(72, 8, "bfloat16", "fp8_e5m2", 8),
     variant(64, 3, "float32", "float32", checked=True),  # which ../test_decode.py runs
 ]
 # Each spilled where ptxas did not know that all lanes of a warp enter its loop together; the first one is in VARIANTS

@@ -241,6 +241,13 @@ keeps_lane: Limit[TensorShape] = Limit(
             1,
             "ptxas would find t again in each step.",
         ),
+        Row(
+            lambda s: (
+                s.config.architecture < 9 and s.is_fp8 and s.config.head_dim == 72 and s.config.q_kind == "float16"
+            ),
+            1,
+            "8 bytes at D = 72, G = 8 in fp8_e4m3 for 8.0, 16 in fp8_e5m2; none at D = 56, 88, 104 and 120.",
+        ),
         Row(otherwise, 0, "Up to 8 heads of 256 dims of a float32 q spilled, and other variants gain nothing."),
     ),
 )
@@ -296,9 +303,13 @@ min_blocks: Limit[TensorShape] = Limit(
             "No spill with 3 at D = 128, G = 48 with a softcap for 9.0, with 158 registers.",
         ),
         Row(
-            lambda s: s.config.architecture < 9 and s.is_fp8 and s.config.head_dim == 72,
+            lambda s: (
+                (s.config.architecture < 9 and s.is_fp8 and s.config.head_dim == 72)
+                and (s.config.q_kind != "float16" or s.config.group_size == 2)
+            ),
             2,
-            "8 bytes with 3 at D = 72, G = 8 in fp8_e4m3 for 8.0, 16 in fp8_e5m2; none at D = 56, 88, 104 and 120.",
+            "32 bytes with 3 at D = 72, G = 8 in fp8_e5m2 for 8.0 with a bfloat16 q, and 40 at G = 2 with a float16 q, "
+            "though t is kept.",
         ),
         Row(
             lambda s: s.config.architecture < 9 and s.registers <= 112 and not (s.config.modified or s.config.checked),
