@@ -28,6 +28,7 @@ SOME = [
     Spec(kv_dtype="bfloat16", q_dtype="bfloat16", head_dim=128, layout="HND", strides="halves"),
     Spec(kv_dtype="fp8_e4m3", q_dtype="float16", head_dim=96, strides="strided"),
     Spec(kv_dtype="fp8_e4m3", q_dtype="float32", head_dim=80, layout="vllm", strides="strided"),
+    Spec(kv_dtype="float32", head_dim=40),  # whose last vector is partly filled
 ]
 some = pytest.mark.parametrize("spec", SOME, ids=lambda spec: f"{spec.layout}-{spec.kv_dtype}")
 

@@ -3,10 +3,11 @@
 import pytest
 
 from ...support.problems import assert_close, build
+from ...support.strategies import long
 from ..decode_cases import V1, V2, decode
-from .variants import PARTITION, VARIANTS
+from .variants import MORE_VARIANTS, PARTITION, VARIANTS
 
-FP8 = [v for v in VARIANTS if v.q_dtype == "float32" and v.kv_dtype.startswith("fp8")]
+FP8, MORE_FP8 = ([v for v in variants if v.kv_dtype.startswith("fp8")] for variants in (VARIANTS, MORE_VARIANTS))
 BOTH = pytest.mark.parametrize("variant", [V1, V2], ids=lambda variant: variant.kernel)
 
 
@@ -27,7 +28,7 @@ def test_each_option_alone_and_all_of_them(variant, open_device):
         assert_close(problem, *decode(problem, variant, open_device))
 
 
-@pytest.mark.parametrize("variant", FP8, ids=str)
+@pytest.mark.parametrize("variant", [*FP8, *long(MORE_FP8)], ids=str)
 def test_scales_of_fp8(variant, open_device):
     for kv_scales in ("scalar", "per head"):
         problem = build(variant.spec(seq_lens=(37, 5, 600), kv_scales=kv_scales, num_kv_heads=3))

@@ -58,6 +58,7 @@ def specs(draw: st.DrawFn, variant: Variant) -> Spec:
         g for g in (1, 2, 3, 4, 5, 7, 8) if g * num_kv_heads * variant.head_dim >= 64 and g * num_kv_heads <= most
     ]
     near = [
+        PARTITION + 1,
         0,
         1,
         block_size - 1,
@@ -65,7 +66,6 @@ def specs(draw: st.DrawFn, variant: Variant) -> Spec:
         block_size + 1,
         PARTITION - 1,
         PARTITION,
-        PARTITION + 1,
         2 * PARTITION + 1,
     ]
     longest = 700 if variant.score_mod else 1100

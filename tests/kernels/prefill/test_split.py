@@ -168,7 +168,7 @@ def rows_of(whole, start, stop, device, **changes):
 
 
 @each_form
-@settings(max_examples=1)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_few_rows_have_the_same_bits_in_any_number_batch_placement_layout_and_schedule(form, data, open_device):
     assert_same_bits_elsewhere(form, data, open_device)
@@ -312,7 +312,7 @@ def numbers(*values):
     return np.array(values, np.int32)
 
 
-@pytest.mark.parametrize("check", [False, *long([True])])
+@pytest.mark.parametrize("check", [False, True])
 def test_what_is_wrong_in_one_call_does_no_harm_to_the_next(check, open_device):
     """Counters are zero again whatever lengths and query starts were given."""
     problem = build(TENSOR.replace(seq_lens=(SPLIT + 9, 600, 0), query_lens=(4, 8, 0), num_kv_heads=1, sinks=True))

@@ -51,6 +51,7 @@ VARIANTS = [
     variant(128, 8),
     variant(128, 16, "float32"),
     variant(64, 16, "bfloat16", "fp8_e4m3", 10),
+    variant(64, 48, "float16", "fp8_e4m3", 10),
     variant(64, 8, "float16", "fp8_e4m3"),
     variant(64, 16, "float16", "fp8_e4m3"),
     variant(64, 8, "float16", "fp8_e4m3", modified=True),
@@ -65,6 +66,7 @@ VARIANTS = [
 SHORT = [
     variant(256, 16, "float32", modified=True),
     variant(64, 8, "float16", "fp8_e4m3", modified=True),
+    variant(64, 48, "float16", "fp8_e4m3", 10),
     variant(64, 2, "float32", "float32", modified=True),
     variant(8, 4, "float32", "float32"),  # whose loop test_split_plan.py looks at
     variant(72, 8, "bfloat16", "fp8_e5m2", 8),
@@ -86,7 +88,7 @@ def row_of(limit, config):
     """The row of a limit that a variant meets, or None if it never asks for it."""
     if limit in CONFIGS:
         return limit.row(config)
-    if config.on_tensor_cores == (limit in CUDA_CORES):
+    if config.on_tensor_cores == (limit in CUDA_CORES) or (limit is limits.keeps_places and not config.staged):
         return None
     return limit.row(RowShape(config) if limit in CUDA_CORES else TensorShape(config))
 

@@ -15,8 +15,8 @@ from ...support.strategies import fade, own_parity
 from ..decode_cases import Variant, checked_call
 
 # Every dtype of q and of a cache; folded fragments, two head tiles, blocks side by side; rows of one chunk, of several,
-# shared by pairs of warps, that fill no vector, of 8 bytes; sums in dynamic shared memory; heads shared by two and by
-# four warps, alone and side by side.
+# shared by pairs of warps, that fill no vector, of 8 bytes; sums in dynamic shared memory; heads shared by four warps
+# (by two: test_many.py), alone and side by side.
 VARIANTS = [
     Variant("split", 128, 16, "float16", "float16", group_size=8),
     Variant("split", 128, 24, "float32", "float16", group_size=5),
@@ -97,7 +97,7 @@ def specs(draw: st.DrawFn, variant: Variant) -> Spec:
     """Problems for a variant: every option that is an argument of the launch."""
     block_size, is_fp8, size = variant.block_size, variant.kv_dtype.startswith("fp8"), SHORTEST_SPLIT
     whole_vectors = is_fp8 and variant.head_dim % 16 == 0  # which rows with gaps of 8 bytes cannot have
-    near = [0, 1, 15, 16, 17, 31, 33, 63, 65, block_size - 1, block_size, block_size + 1, size - 1, size, size + 1]
+    near = [size + 1, 0, 1, 15, 16, 17, 31, 33, 63, 65, block_size - 1, block_size, block_size + 1, size - 1, size]
     longest = 300 if variant.score_mod or variant.head_dim > 256 else 700
     lengths = st.sampled_from([n for n in near if n <= longest]) | st.integers(0, longest)
     softcap = draw(st.sampled_from([None, 0.7, 30.0])) if variant.modified else None
