@@ -71,8 +71,8 @@ def build(args: argparse.Namespace) -> Server:
     else:
         try:
             engine, text = small(args.weights, *pool, **most)
-        except MemoryError as error:
-            raise SystemExit(f"{error}: lower --num-blocks") from None
+        except (MemoryError, ValueError) as error:
+            raise SystemExit(f"{error}: change --num-blocks, --block-size or --context") from None
     worker = Worker(engine, args.max_batch + args.max_waiting)
     return Server(worker, text, args.model or "small", engine.cache.table.max_seq_len, args.max_body)
 

@@ -139,7 +139,7 @@ def _messages(fields: dict[str, Any]) -> list[dict[str, str]]:
 
 def _content(content: Any) -> Any:
     """A text; one that came in parts has each on a line of its own, as vLLM has them."""
-    if not isinstance(content, list):
+    if not isinstance(content, list) or not content:
         return content
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
     return "\n".join(texts) if len(texts) == len(content) and all(isinstance(x, str) for x in texts) else None

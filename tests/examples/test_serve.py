@@ -228,7 +228,7 @@ def test_what_is_wrong_is_said(shared, body, status, words):
 
 
 def test_messages_must_be_texts():
-    wrong = (None, 1, [{"type": "image"}], [{"type": "text"}], ["hi"])
+    wrong = (None, 1, [], [{"type": "image"}], [{"type": "text"}], ["hi"])
     for messages in (None, [], ["hi"], [{"content": "hi"}], *([{"role": "user", "content": x}] for x in wrong)):
         with pytest.raises(Refused, match=r"messages"):
             parse(json.dumps({"messages": messages}).encode(), chat=True, num_tokens=10)
@@ -425,7 +425,7 @@ def test_sizes_that_cannot_be(capsys):
 
 def test_a_pool_that_has_no_room_is_said(monkeypatch):
     monkeypatch.setattr(serve, "small", lambda *args, **options: np.empty(2**62, np.int8))
-    with pytest.raises(SystemExit, match=r"^Unable to allocate .*: lower --num-blocks$"):
+    with pytest.raises(SystemExit, match=r"^Unable to allocate .*: change --num-blocks, --block-size or --context$"):
         serve.build(serve.parse([]))
 
 

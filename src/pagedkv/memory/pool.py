@@ -257,10 +257,12 @@ class BlockPool(Guarded):
                 blank = blank[~self._tally.among(blank, leaving)]
             if len(leaving) or len(blank) or num_blank < num_new:
                 used_again = joined(leaving, blank)
-                evicted, left = cache.eviction.plan_leave(used_again, num_new - num_blank)
-                if type(cache.eviction) is not LRU:
+                if type(cache.eviction) is LRU:
+                    evicted, left = cache.eviction.plan_leave(used_again, num_new - num_blank)
+                else:  # which may write to what it gets, and what it returns may be changed by its own writes
+                    chosen, left = cache.eviction.plan_leave(used_again.copy(), num_new - num_blank)
+                    evicted = np.array(chosen, np.int64)
                     self._require_evictable(evicted, num_new - num_blank, used_again, cache)
-                    evicted = evicted.copy()  # its own writes may change it
                 new_blocks, forgotten = joined(new_blocks, evicted), joined(forgotten, evicted)
                 writes += left
                 num_cached -= len(leaving) + len(blank) + len(evicted)

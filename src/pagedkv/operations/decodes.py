@@ -131,7 +131,8 @@ class Decodes:
         launch = self.launch(key, q, k_cache, v_cache, tables, lens, sys.maxsize if bound is None else bound)
         if launch is None:
             return None
-        result, lse = np.empty(q.shape, q.dtype), np.empty(q.shape[:2], np.float32)
+        shape = launch.form.q_shape  # that of q may be another one by now
+        result, lse = np.empty(shape, q.dtype), np.empty(shape[:2], np.float32)
         cpu.run_decode(launch, q, k_cache, v_cache, result, lse)
         if out is None:
             out = result

@@ -105,10 +105,11 @@ def test_another_order_of_eviction():
 
 
 class Lending(LRU):
-    """Lends an array of its own, which its write changes."""
+    """Lends an array of its own, which its write changes, and writes to the one that it gets."""
 
     def plan_leave(self, blocks, num_evicted):
-        evicted, writes = super().plan_leave(blocks, num_evicted)
+        evicted, writes = super().plan_leave(blocks.copy(), num_evicted)
+        blocks.fill(0)
         return evicted, [*writes, (evicted, np.arange(num_evicted), np.zeros(num_evicted, np.int64))]
 
 
@@ -117,6 +118,8 @@ def test_what_an_eviction_lends_is_copied():
     cache.free(started(cache, [*range(4 * P)]))
     seq = cache.add(2 * P).seq
     assert len({*cache.batch(seq).block_tables[0].tolist()}) == 2
+    cache.check()
+    cache.reset()
     cache.check()
 
 
