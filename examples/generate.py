@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from zipfile import BadZipFile
 
 import pagedkv
 from engine import Engine, Sample, dense_choices
@@ -236,12 +235,12 @@ def prepare(args: argparse.Namespace, model: Transformer, prompts: list[list[int
 def main() -> int:
     parser, args = parse()
     prompts = read_prompts(parser, args)
-    if not args.weights.is_file():
-        parser.error(f"{args.weights} is not there: train.py makes it")
     try:
         model, tokenizer = load(args.weights, args.context)
-    except (ValueError, KeyError, OSError, BadZipFile) as error:
-        parser.error(f"{args.weights} is no weights file of train.py: {error}")
+    except ValueError as error:
+        parser.error(str(error))
+    except MemoryError as error:
+        parser.error(f"{error}: a smaller --context")
     encoded = [tokenizer.encode(NEW_PARAGRAPH + prompt) for prompt in prompts]
     for i, tokens in enumerate(encoded):
         if len(tokens) >= model.context:

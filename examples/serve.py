@@ -67,12 +67,15 @@ def build(args: argparse.Namespace) -> Server:
                 f'--model needs torch and transformers: pip install -e ".[transformers]" ({error})'
             ) from None
 
-        engine, text = hugging_face(args.model, *pool, **most)
+        make, source = hugging_face, args.model
     else:
-        try:
-            engine, text = small(args.weights, *pool, **most)
-        except (MemoryError, ValueError) as error:
-            raise SystemExit(f"{error}: change --num-blocks, --block-size or --context") from None
+        make, source = small, args.weights
+    try:
+        engine, text = make(source, *pool, **most)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    except MemoryError as error:
+        raise SystemExit(f"{error}: change --num-blocks, --block-size or --context") from None
     worker = Worker(engine, args.max_batch + args.max_waiting)
     return Server(worker, text, args.model or "small", engine.cache.table.max_seq_len, args.max_body)
 

@@ -85,12 +85,22 @@ class Transformer:
 
 
 def load(path: Path = WEIGHTS, context: int | None = None) -> tuple[Transformer, Tokenizer]:
-    """Read a weights file of train.py; `context` is for another one than it was trained with."""
-    with np.load(path) as file:
-        arrays = dict(file)
-    if context is not None:
-        arrays["config.context"] = np.array(context)
-    return Transformer(arrays), Tokenizer(arrays["merges"])
+    """Read a weights file of train.py; `context` is for another one than it was trained with.
+
+    ValueError if there is no such file, or it is another one.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: train.py makes it")
+    try:
+        with path.open("rb") as raw, np.load(raw) as file:
+            arrays = dict(file)
+        if context is not None:
+            arrays["config.context"] = np.array(context)
+        return Transformer(arrays), Tokenizer(arrays["merges"])
+    except MemoryError:
+        raise
+    except Exception as error:  # NumPy, zipfile and zlib have a dozen for bytes that are something else
+        raise ValueError(f"{path} is no weights file of train.py: {error}") from None
 
 
 def in_tiles(x: np.ndarray, w: np.ndarray) -> np.ndarray:

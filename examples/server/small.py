@@ -101,8 +101,10 @@ class SmallDecoder:
 def small(
     weights: Path, context: int | None, num_blocks: int, block_size: int, prefix_cache: bool, **options: Any
 ) -> tuple[SmallEngine, SmallText]:
-    """The engine and the text of a file that train.py wrote."""
+    """The engine and the text of a file that train.py wrote; ValueError if it is none, or has no context of a block."""
     model, tokenizer = load(weights, context)
+    if model.context < block_size:
+        raise ValueError(f"a block of {block_size} tokens is longer than the context of {model.context}: change one")
     model.context -= model.context % block_size
     cache = pagedkv.PagedKVCache(
         *(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim),

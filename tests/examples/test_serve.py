@@ -1,107 +1,30 @@
 """examples/serve.py: the same texts as one at a time, limits that are said, and no block lost whatever clients do."""
 
-import contextlib
-import http.client
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
-from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.append(str(EXAMPLES))
+from .serving import EXAMPLES, TOKENIZER, ask, begin, cancelled, complete, held, serving, wait_until
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
+from sampling import Sampling  # isort: skip
+from server.small import SmallDecoder, small  # isort: skip
+from transformer import WEIGHTS  # isort: skip
 
-import serve  # noqa: E402
-from sampling import Sampling  # noqa: E402
-from server.protocol import Refused, Stops, parse  # noqa: E402
-from server.small import SmallDecoder, small  # noqa: E402
-from transformer import WEIGHTS, load  # noqa: E402
-
-TOKENIZER = load()[1]
 PROMPT = TOKENIZER.encode((EXAMPLES / "engine.py").read_bytes())
-SIZES = ["--context", "1024", "--num-blocks", "512", "--max-tokens", "128"]
-
-
-@contextlib.contextmanager
-def serving(*words):
-    """A server in this process; every sequence must have ended in the end, and the pool be whole."""
-    args = serve.parse([*SIZES, "--max-batch", "8", *words])
-    server = serve.build(args)
-    engine = server.worker.engine
-    over_http = serve.OverHttp(server, args.max_connections)
-    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
-        thread = threading.Thread(target=over_http.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield SimpleNamespace(port=listener.getsockname()[1], server=server, engine=engine, over_http=over_http)
-            wait_until(lambda: engine.cache.stats().used == 0)
-            engine.cache.check()
-            assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
-            assert not server.worker._open
-        finally:
-            over_http.should_exit = True
-            thread.join()
 
 
 @pytest.fixture(scope="module")
 def shared():
     with serving() as shared:
         yield shared
-
-
-def wait_until(condition, seconds=60, pause=0.01):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(pause)
-
-
-def ask(port, body, path="/v1/completions", method="POST", **headers):
-    """Status, headers and body of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    with contextlib.closing(connection):
-        body = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(method, path, body, headers)
-        answer = connection.getresponse()
-        return answer.status, answer.headers, answer.read()
-
-
-def complete(port, prompt, **options):
-    """The text of a completion, whole or joined from its events, and why it ended."""
-    status, _, body = ask(port, {"prompt": prompt, **options})
-    assert status == 200, body
-    if not options.get("stream"):
-        [choice] = json.loads(body)["choices"]
-        return choice["text"], choice["finish_reason"]
-    *events, last = re.findall(rb"data: (.*)\n\n", body)
-    assert last == b"[DONE]"
-    choices = [json.loads(event)["choices"][0] for event in events]
-    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
-    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
-
-
-def begin(port, missing=0, **fields):
-    """A connection on which a request was sent, or a body with so many bytes missing, and nothing read."""
-    body = json.dumps(fields).encode()
-    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body) + missing}\r\n\r\n"
-    connection.sendall(head.encode() + body)
-    return connection
 
 
 def requests(count, length, max_tokens):
@@ -227,45 +150,8 @@ def test_what_is_wrong_is_said(shared, body, status, words):
     assert words in json.loads(text)["error"]["message"]
 
 
-def test_messages_must_be_texts():
-    wrong = (None, 1, [], [{"type": "image"}], [{"type": "text"}], ["hi"])
-    for messages in (None, [], ["hi"], [{"content": "hi"}], *([{"role": "user", "content": x}] for x in wrong)):
-        with pytest.raises(Refused, match=r"messages"):
-            parse(json.dumps({"messages": messages}).encode(), chat=True, num_tokens=10)
-
-
-def test_a_message_may_come_in_parts():
-    parts = [{"type": "text", "text": "def"}, {"type": "text", "text": "main"}]
-    wanted = parse(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(), chat=True, num_tokens=10)
-    assert wanted.prompt == [{"role": "user", "content": "def\nmain"}]
-
-
 def test_other_sites_do_not_get_in_by_a_name_of_theirs(shared):
     assert ask(shared.port, None, "/metrics", "GET", Host="attacker.example")[0] == 400
-
-
-@contextlib.contextmanager
-def held(server, after=0):
-    """Hold the engine at the start of its next step but `after`; gives a function that waits until it is held."""
-    engine, step, reached, go, count = server.engine, server.engine.step, threading.Event(), threading.Event(), [0]
-
-    def stepped():
-        count[0] += 1
-        if count[0] > after:
-            reached.set()
-            assert go.wait(60)
-        return step()
-
-    engine.step = stepped
-    try:
-        yield lambda: reached.wait(60)
-    finally:
-        engine.step = step
-        go.set()
-
-
-def cancelled(server):
-    return server.server.worker.counts["cancelled"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -392,65 +278,3 @@ def test_a_model_of_transformers(tmp_path):
             answer = json.loads(ask(server.port, chat, "/v1/chat/completions")[2])
             assert answer["usage"]["prompt_tokens"] == (4 if template else 3)
     assert isinstance(server.engine._model, transformers.LlamaForCausalLM)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
-def test_from_the_command_line_until_ctrl_c():
-    command = [sys.executable, "-W", "error", str(EXAMPLES / "serve.py"), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
-        assert complete(port, "def main(", max_tokens=2)[1] == "length"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert "Traceback" not in errors
-
-
-def test_a_port_that_is_taken_is_said(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(sys, "argv", ["serve.py", "--port", str(port)])
-        with pytest.raises(SystemExit, match=rf"port {port} of 127\.0\.0\.1 cannot be had \(.*\): try --port 0"):
-            serve.main()
-
-
-def test_sizes_that_cannot_be(capsys):
-    for words, message in [
-        (["--context", "15", "--block-size", "16"], "--context: must be at least the 16 tokens of a block, got 15"),
-        (["--num-blocks", str(2**31)], "--num-blocks: "),
-    ]:
-        with pytest.raises(SystemExit, match=r"^2$"):
-            serve.parse(words)
-        assert message in capsys.readouterr().err
-
-
-def test_a_pool_that_has_no_room_is_said(monkeypatch):
-    monkeypatch.setattr(serve, "small", lambda *args, **options: np.empty(2**62, np.int8))
-    with pytest.raises(SystemExit, match=r"^Unable to allocate .*: change --num-blocks, --block-size or --context$"):
-        serve.build(serve.parse([]))
-
-
-def test_a_model_of_transformers_needs_torch(monkeypatch):
-    monkeypatch.delitem(sys.modules, "server.hugging_face", raising=False)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(SystemExit, match=r"--model needs torch and transformers: pip install -e \"\.\[transformers\]"):
-        serve.build(serve.parse(["--model", "somebody/something"]))
-
-
-def test_a_text_stops_before_the_first_of_its_stops():
-    for pieces, stops, expected in [
-        (["ab", "cd"], ["bc"], "a"),
-        (["a", "b", "a", "b", "c"], ["abc"], "ab"),
-        (["ab", "ab"], ["abc"], "abab"),
-        (["x\n", "\n", "y"], ["\n\n", "z"], "x"),
-        (["ab"], [], "ab"),
-    ]:
-        held_back = Stops(stops)
-        out = "".join([held_back.push(piece) for piece in pieces] + [held_back.push("", final=True)])
-        assert out == expected
-        assert held_back.found == (expected != "".join(pieces))
-
-
-def test_a_character_comes_with_the_last_of_its_bytes():
-    decoder = SmallDecoder(TOKENIZER)
-    assert [decoder.push(byte) for byte in "é".encode()] == ["", "é"]
-    assert [decoder.push(0xC3), decoder.finish()] == ["", "�"]

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from .test_serve import EXAMPLES, ask, begin, held, serving, wait_until
+from .serving import EXAMPLES, ask, begin, held, serving, wait_until
 
 from server import connections  # isort: skip
 from server.connections import OTHER_FILES, room_for_connections  # isort: skip

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from .test_serve import TOKENIZER, ask, begin, cancelled, complete, held, serving, wait_until
+from .serving import TOKENIZER, ask, begin, cancelled, complete, held, serving, wait_until
 
 from server.small import SmallText  # isort: skip
 

@@ -1,0 +1,75 @@
+"""The command line of examples/serve.py: Ctrl-C, and what cannot be is said in one line."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from .serving import EXAMPLES, complete
+
+import serve  # isort: skip
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+def test_from_the_command_line_until_ctrl_c():
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "serve.py"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
+        assert complete(port, "def main(", max_tokens=2)[1] == "length"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors
+
+
+def test_a_port_that_is_taken_is_said(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["serve.py", "--port", str(port)])
+        with pytest.raises(SystemExit, match=rf"port {port} of 127\.0\.0\.1 cannot be had \(.*\): try --port 0"):
+            serve.main()
+
+
+def test_sizes_that_cannot_be(capsys):
+    for words, message in [
+        (["--context", "15", "--block-size", "16"], "--context: must be at least the 16 tokens of a block, got 15"),
+        (["--num-blocks", str(2**31)], "--num-blocks: "),
+    ]:
+        with pytest.raises(SystemExit, match=r"^2$"):
+            serve.parse(words)
+        assert message in capsys.readouterr().err
+
+
+def test_a_pool_that_has_no_room_is_said(monkeypatch):
+    monkeypatch.setattr(serve, "small", lambda *args, **options: np.empty(2**62, np.int8))
+    with pytest.raises(SystemExit, match=r"^Unable to allocate .*: change --num-blocks, --block-size or --context$"):
+        serve.build(serve.parse([]))
+
+
+def test_weights_that_cannot_be_read_are_said(tmp_path):
+    path = tmp_path / "weights.npz"
+    for content, message in [
+        (None, "is not there: train.py makes it"),
+        (b"", "is no weights file of train.py: "),
+        (b"PK\x03\x04", "is no weights file of train.py: "),
+    ]:
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(SystemExit, match=rf"^{re.escape(str(path))} {message}"):
+            serve.build(serve.parse(["--weights", str(path)]))
+
+
+def test_a_block_is_no_longer_than_the_context_of_the_model():
+    with pytest.raises(SystemExit, match=r"^a block of 4096 tokens is longer than the context of \d+: change one$"):
+        serve.build(serve.parse(["--block-size", "4096"]))
+
+
+def test_a_model_of_transformers_needs_torch(monkeypatch):
+    monkeypatch.delitem(sys.modules, "server.hugging_face", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit, match=r"--model needs torch and transformers: pip install -e \"\.\[transformers\]"):
+        serve.build(serve.parse(["--model", "somebody/something"]))
