@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from inspect import Parameter, Signature, signature
+from inspect import signature
 from typing import Any
 
 from llvmlite import ir
@@ -19,58 +19,27 @@ from numba.core import cgutils
 from numba.cuda.extending import intrinsic
 
 from ..source import MOST_FUNCTIONS, device_function, shared
-
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-F16, F32 = ir.HalfType(), ir.FloatType()
-VOID = ir.VoidType()
-GLOBAL, SHARED = 1, 3  # address spaces of NVVM
-
-uint8, uint16, uint32 = types.uint8, types.uint16, types.uint32
-int64, float32 = types.int64, types.float32
-WORDS_2, WORDS_4 = types.UniTuple(uint32, 2), types.UniTuple(uint32, 4)
-FLOATS_2, FLOATS_4 = types.UniTuple(float32, 2), types.UniTuple(float32, 4)
-
-
-def declare(name: str, doc: str, result: Any, arguments: list[Any], emit: Callable[..., Any]) -> Any:
-    """A device function of exactly these types; ``emit(builder, *values)`` gives its LLVM value, or a list of them."""
-
-    def typing(typingctx: Any, *given: Any) -> Any:
-        if len(given) != len(arguments) or not all(map(_suits, given, arguments)):
-            return None
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value = emit(builder, *args)
-            if isinstance(signature.return_type, types.UniTuple):
-                return context.make_tuple(builder, signature.return_type, value)
-            return context.get_dummy_value() if value is None else value
-
-        return result(*arguments), codegen
-
-    typing.__doc__ = doc
-    return _intrinsic(typing, name, [f"argument_{i}" for i in range(len(arguments))])
-
-
-def _intrinsic(typing: Any, name: str, arguments: list[str]) -> Any:
-    typing.__name__ = typing.__qualname__ = name
-    # numba reads the names of the arguments from here and does not support *args.
-    parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in ["typingctx", *arguments]]
-    typing.__signature__ = Signature(parameters)
-    return intrinsic(typing)
-
-
-def _suits(given: Any, expected: Any) -> bool:
-    return given == expected or (isinstance(given, types.IntegerLiteral) and isinstance(expected, types.Integer))
-
-
-def emit_asm(
-    builder: Any, result: Any, text: str, constraints: str, args: list[Any], *, side_effect: bool = False
-) -> Any:
-    return builder.asm(ir.FunctionType(result, [arg.type for arg in args]), text, constraints, args, side_effect)
-
-
-def parts_of(builder: Any, struct: Any, count: int) -> list[Any]:
-    return [builder.extract_value(struct, i) for i in range(count)]
-
+from .declare import (
+    F32,
+    GLOBAL,
+    I8,
+    I16,
+    I32,
+    I64,
+    SHARED,
+    WORDS_2,
+    WORDS_4,
+    declare,
+    emit_asm,
+    float32,
+    int64,
+    named_intrinsic,
+    parts_of,
+    suits,
+    uint8,
+    uint16,
+    uint32,
+)
 
 # ---- control
 
@@ -120,7 +89,7 @@ def _unrolled(body: Any, count: int) -> Any:
 
         return types.void(*given), codegen
 
-    return _intrinsic(typing, body.__name__, list(signature(body.py_func).parameters)[1:])
+    return named_intrinsic(typing, body.__name__, list(signature(body.py_func).parameters)[1:])
 
 
 opaque = declare(
@@ -196,7 +165,7 @@ def assign(typingctx: Any, array: Any, at: Any, values: Any) -> Any:
     """``array[at], array[at + 1], ... = values`` of a local array, an int64 and a tuple of the array's numbers."""
     if not isinstance(array, types.CPointer) or not isinstance(values, types.UniTuple):
         return None
-    if values.dtype != array.dtype or not _suits(at, int64):
+    if values.dtype != array.dtype or not suits(at, int64):
         return None
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from .thread import (
+from .declare import (
     F32,
     FLOATS_2,
     FLOATS_4,
@@ -21,15 +21,13 @@ from .thread import (
     WORDS_2,
     WORDS_4,
     declare,
-    element,
     emit_asm,
     float32,
     int64,
-    make_load,
-    make_store,
     parts_of,
     uint32,
 )
+from .thread import element, make_load, make_store
 
 I1 = ir.IntType(1)
 WHOLE_WARP = "0xffffffff"

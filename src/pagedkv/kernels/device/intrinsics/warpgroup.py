@@ -18,7 +18,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from .thread import F32, I64, VOID, declare, element, emit_asm, float32, int64, parts_of, uint32
+from .declare import F32, I64, VOID, declare, emit_asm, float32, int64, parts_of, uint32
+from .thread import element
 from .warp import warp_wide
 
 ROW, GROUP = 128, 1024  # bytes of a row, and of 8 of them
