@@ -12,24 +12,16 @@ from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import attention
 
 from ..support.problems import assert_close, build
+from ..support.strategies import each_of
 from .decode_cases import FORMS, TENSOR, LargeCaches, assert_same_bits, checked_call, decode, move_past_4_gib
 
 WITH_FP8 = FORMS | {"fp8": TENSOR._replace(kv_dtype="fp8_e4m3", group_size=8)}
 
-
-def each_of(forms, *short):
-    """Each of the forms; in the short run those that are named, or all."""
-    marks = {name: [] if not short or name in short else pytest.mark.long for name in forms}
-    return pytest.mark.parametrize(
-        "variant", [pytest.param(variant, id=name, marks=marks[name]) for name, variant in forms.items()]
-    )
-
-
 # Where kernels read lengths and bounds: all forms of split do it in the same steps.
-each_that_reads_lengths = each_of(FORMS, "v1", "v2", "tensor cores")
+each_that_reads_lengths = each_of("variant", FORMS, "v1", "v2", "tensor cores")
 
 
-@each_of(WITH_FP8)
+@each_of("variant", WITH_FP8)
 def test_what_is_not_used_does_not_change_a_bit(variant, open_device):
     # Of split, slopes are another kernel.
     alibi = variant.kernel != "split"
@@ -39,7 +31,7 @@ def test_what_is_not_used_does_not_change_a_bit(variant, open_device):
         assert_same_bits(decode(build(spec.replace(poison=poison)), variant, open_device), expected)
 
 
-@each_of(FORMS)
+@each_of("variant", FORMS)
 def test_q_and_out_have_strides_of_their_own(variant, open_device):
     problem = build(variant.spec(seq_lens=(37, 5, 600)))
     problem.q = np.ascontiguousarray(problem.q[:, ::-1])[:, ::-1]
@@ -47,7 +39,7 @@ def test_q_and_out_have_strides_of_their_own(variant, open_device):
     assert_close(problem, *decode(problem, variant, open_device))
 
 
-@each_of(WITH_FP8)
+@each_of("variant", WITH_FP8)
 def test_caches_of_more_than_4_gib(variant):
     problem = build(variant.spec(seq_lens=(70, 3)))
     num_blocks = len(problem.k_cache)
@@ -56,7 +48,7 @@ def test_caches_of_more_than_4_gib(variant):
     assert_same_bits(decode(problem, variant, device=LargeCaches(num_blocks)), expected)
 
 
-@each_of(FORMS)
+@each_of("variant", FORMS)
 def test_without_an_lse(variant, open_device):
     problem = build(variant.spec(seq_lens=(0, 40, 600)))
     expected, _ = decode(problem, variant, open_device)
@@ -66,7 +58,7 @@ def test_without_an_lse(variant, open_device):
     assert_same_bits((out,), (expected,))
 
 
-@each_of(FORMS)
+@each_of("variant", FORMS)
 def test_a_bad_block_id_is_skipped_and_recorded(variant, open_device):
     spec, p = variant.spec(seq_lens=(40, 3, 600)), variant.block_size
     problem = build(spec)
@@ -94,7 +86,7 @@ def test_a_bad_block_id_is_skipped_and_recorded(variant, open_device):
         np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=0)
 
 
-@each_of(FORMS)
+@each_of("variant", FORMS)
 @pytest.mark.parametrize("bad", [-1, 10**6])
 def test_a_bad_length_is_skipped_and_recorded(variant, bad, open_device):
     spec = variant.spec(seq_lens=(40, 3, 600), sinks=True)

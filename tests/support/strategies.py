@@ -17,6 +17,7 @@ __all__ = [
     "PREFILL_KERNELS",
     "SPLIT",
     "Kernel",
+    "each_of",
     "fade",
     "fading_faster",
     "fading_parity",
@@ -38,6 +39,15 @@ def fading(rate):
 def long(cases):
     """Cases of a parametrisation for which CI has no time: others have the same in other pairs."""
     return [pytest.param(*(case if type(case) is tuple else [case]), marks=pytest.mark.long) for case in cases]
+
+
+def each_of(argument, cases, *short):
+    """Parametrise by cases that have names; in the short run by those that are named here, or by all."""
+    assert set(short) <= set(cases)
+    marks = {name: [] if not short or name in short else pytest.mark.long for name in cases}
+    return pytest.mark.parametrize(
+        argument, [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
+    )
 
 
 fading_parity, fading_faster = fading(0.01), fading(0.2)

@@ -16,20 +16,12 @@ from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
 from ...support.problems import assert_close, build, expect
-from ...support.strategies import long
+from ...support.strategies import each_of, long
 from ..block_cases import with_capability
 from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
-from .variants import CORES, FORMS, FP8, MORE_FORMS, OPTIONS, TENSOR, VLLM, prefill, specs
-
-
-def each_of(forms, more=()):
-    cases = [pytest.param(form, id=name) for name, form in forms.items()]
-    cases += [pytest.param(FORMS[name], id=name, marks=pytest.mark.long) for name in more]
-    return pytest.mark.parametrize("form", cases)
-
+from .variants import CORES, FORMS, FP8, MORE_FORMS, ONE_STAGE, OPTIONS, TENSOR, VLLM, prefill, specs
 
 BOTH = {"tensor cores": TENSOR, "CUDA cores": CORES}
-OTHERS = [name for name in FORMS if name not in BOTH]
 
 
 def keys_of_tile(form):
@@ -52,13 +44,7 @@ def test_forms():
     }
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        *(pytest.param(form, id=name) for name, form in FORMS.items()),
-        *(pytest.param(form, id=name, marks=pytest.mark.long) for name, form in MORE_FORMS.items()),
-    ],
-)
+@each_of("form", FORMS | MORE_FORMS, *FORMS)
 @settings(max_examples=4)
 @given(data=st.data())
 def test_every_form_meets_the_error_bound(form, data, open_device):
@@ -67,7 +53,7 @@ def test_every_form_meets_the_error_bound(form, data, open_device):
 
 
 @pytest.mark.long
-@each_of(FORMS)
+@each_of("form", FORMS)
 @settings(max_examples=20)
 @given(data=st.data())
 def test_every_form_meets_the_error_bound_more_often(form, data, open_device):
@@ -81,7 +67,7 @@ def test_float32_loses_nothing(open_device):
     assert np.abs(out - expect(problem)[0]).max() <= 1e-5
 
 
-@each_of(FORMS)
+@each_of("form", FORMS)
 def test_a_needle_is_found_at_every_position_of_a_tile(form, open_device):
     """Of the rows at and past it; a KV head each."""
     size = keys_of_tile(form)
@@ -99,7 +85,7 @@ def test_a_needle_is_found_at_every_position_of_a_tile(form, open_device):
             np.testing.assert_array_equal(out.astype(np.float32), np.round(expect(problem)[0]))
 
 
-@each_of(BOTH, OTHERS)
+@each_of("form", FORMS, *BOTH)
 def test_many_sequences_find_their_rows(form, open_device):
     """More than a warp searches at once, of none to a few tokens each, and one of several tiles."""
     rng = np.random.default_rng(3)
@@ -135,7 +121,7 @@ def elsewhere(draw, form):
     return spec.replace(num_kv_heads=1), stops, draw(st.integers(0, 2**16))
 
 
-@each_of(BOTH | {"options": OPTIONS}, ["one stage", "fp8", "vllm"])
+@each_of("form", FORMS, *BOTH, "options")
 @settings(max_examples=2)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_in_any_chunk_batch_placement_layout_and_schedule(form, data, open_device):
@@ -143,7 +129,7 @@ def test_a_row_has_the_same_bits_in_any_chunk_batch_placement_layout_and_schedul
 
 
 @pytest.mark.long
-@each_of(FORMS)
+@each_of("form", FORMS)
 @settings(max_examples=10)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_more_often(form, data, open_device):
@@ -169,7 +155,7 @@ def assert_same_bits_elsewhere(form, spec, stops, seed, open_device):
     assert_same_bits((moved[rows], moved_lse[rows]), (out, lse))
 
 
-@each_of(BOTH, OTHERS)
+@each_of("form", FORMS, *BOTH)
 def test_pivots_that_move_leave_other_rows_alone(form, open_device):
     """With a scale of 4, those of some rows move in most tiles: whichever rows are their neighbours."""
     whole = build(form.replace(seq_lens=(150,), query_lens=(150,), num_kv_heads=1, scale=4.0))
@@ -187,7 +173,7 @@ def test_the_bits_are_the_same_for_any_block_size(block_size, open_device):
     assert_same_bits(prefill(build(spec.replace(block_size=block_size)), open_device), expected)
 
 
-@each_of(BOTH, OTHERS)
+@each_of("form", FORMS, *BOTH)
 def test_what_is_not_used_does_not_change_a_bit(form, open_device):
     spec = form.replace(seq_lens=(37, 1, 130, 0), query_lens=(20, 1, 30, 0), num_kv_heads=1, window=50, sinks=True)
     expected = prefill(build(spec.replace(poison="huge")), open_device)
@@ -195,7 +181,7 @@ def test_what_is_not_used_does_not_change_a_bit(form, open_device):
         assert_same_bits(prefill(build(spec.replace(poison=poison)), open_device), expected)
 
 
-@each_of(BOTH, OTHERS)
+@each_of("form", FORMS, *BOTH)
 @pytest.mark.parametrize("position", [64, *long([0, 31, 90])])
 def test_nan_in_a_key_reaches_only_the_rows_that_see_it(form, position, open_device):
     problem = build(form.replace(seq_lens=(100,), query_lens=(100,), window=30, kv_scales=None))
@@ -217,7 +203,7 @@ def one_sided(score, q_pos, k_pos, head, seq):
     return 0.5 * score + (0.7 if k_pos % 3 == 1 else 0.0) + 0.1 * head + 0.3 * seq - 0.01 * (q_pos - k_pos)
 
 
-@pytest.mark.parametrize("form", [CORES, *long([TENSOR, OPTIONS, FP8])], ids=["CUDA cores", "tensor", "options", "fp8"])
+@each_of("form", BOTH | {"options": OPTIONS, "fp8": FP8}, "CUDA cores")
 def test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key(form, open_device):
     for sinks in (False, True):
         spec = form.replace(seq_lens=(1, 40, 70), query_lens=(1, 5, 70), sinks=sinks, score_mod=one_sided)
@@ -229,7 +215,7 @@ def test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key(for
         np.testing.assert_array_equal(lse[:, 1], np.full(len(lse), expected))
 
 
-@each_of(BOTH, ["one stage", "fp8"])
+@each_of("form", BOTH | {"one stage": ONE_STAGE, "fp8": FP8}, *BOTH)
 def test_sinks_far_above_and_below_all_logits(form, open_device):
     problem = build(form.replace(seq_lens=(20,), query_lens=(20,), sinks=True))
     heads = np.arange(problem.spec.num_heads)
@@ -245,7 +231,7 @@ def rows_read(problem, first, last):
     return rows
 
 
-@each_of(BOTH)
+@each_of("form", BOTH)
 def test_keys_that_no_row_sees_are_not_read(form):
     """Everything before the window of the first row, and past the last row."""
     spec = form.replace(seq_lens=(300,), query_lens=(200,), window=40)
@@ -265,10 +251,7 @@ def numbers(*values):
     return np.array(values, np.int32)
 
 
-CHECKED = {"tensor cores": TENSOR}
-
-
-@each_of(CHECKED, ["CUDA cores"])
+@each_of("form", BOTH, "tensor cores")
 def test_what_check_refuses_is_recorded_and_harms_nobody_else(form, open_device):
     problem = build(form.replace(seq_lens=(40, 3, 200), query_lens=(40, 3, 40), sinks=True))
     expected = prefill(problem, open_device)
@@ -304,7 +287,7 @@ def test_what_check_refuses_is_recorded_and_harms_nobody_else(form, open_device)
                 assert (lse[rows] == -np.inf).all()
 
 
-@each_of(BOTH, ["vllm"])
+@each_of("form", BOTH | {"vllm": VLLM}, *BOTH)
 def test_a_length_that_is_not_looked_at_harms_nobody(form, open_device):
     """What is out of range counts as 0: its rows are zeros, and nothing past the table is read."""
     problem = build(form.replace(seq_lens=(40, 3, 70), query_lens=(40, 3, 4), num_kv_heads=1, sinks=True))
@@ -318,7 +301,7 @@ def test_a_length_that_is_not_looked_at_harms_nobody(form, open_device):
         assert_same_bits((out[40:], lse[40:]), (expected[0][40:], expected[1][40:]))
 
 
-@each_of(BOTH, OTHERS)
+@each_of("form", FORMS, *BOTH)
 def test_nothing_before_the_windows_is_looked_up_or_counts(form, open_device):
     """Blocks that have been given away, and NaN where the first window's tile begins."""
     spec = form.replace(seq_lens=(100,), query_lens=(4,), window=20, kv_scales=None)
@@ -348,7 +331,7 @@ def test_rows_whose_logits_are_all_far_below_zero_have_keys(open_device):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
 
 
-@each_of(BOTH)
+@each_of("form", BOTH)
 def test_tables_with_room_for_more_tokens_than_a_length_can_say(form, open_device):
     problem = build(form.replace(seq_lens=(5,), query_lens=(3,)))
     expected, call = prefill(problem, open_device), checked_call(problem)
@@ -378,7 +361,7 @@ def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(form, vector):
         assert config.wide == is_wide
 
 
-@each_of(BOTH, OTHERS)
+@each_of("form", FORMS, *BOTH)
 def test_without_an_lse_and_with_strides_of_its_own(form, open_device):
     problem = build(form.replace(seq_lens=(40, 70), query_lens=(40, 5)))
     expected, _ = prefill(problem, open_device)

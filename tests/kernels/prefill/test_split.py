@@ -15,24 +15,16 @@ from pagedkv.kernels.prefill.limits import FEW_ROWS, LONGEST_OF_PARTS, PART
 from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
 
 from ...support.problems import assert_close, build, expect
-from ...support.strategies import long
+from ...support.strategies import each_of, long
 from ..block_cases import with_capability
 from ..decode_cases import after_changing_lengths, assert_same_bits, checked_call, emulator
-from .variants import CAPABILITY, CORES, FORMS, FP8, MORE_FORMS, TENSOR, VLLM, prefill
+from .variants import CAPABILITY, CORES, FORMS, MORE_FORMS, TENSOR, VLLM, prefill
 
 TENSOR_FORMS = {name: form for name, form in FORMS.items() if form not in (CORES, VLLM)}
 MORE_NAMES = ("128 dims", "8 dims", "256 dims with options", "fp8 as float16", "e5m2", "score_mod")
-MORE = {name: MORE_FORMS[name] for name in MORE_NAMES}
-
-
-def each_form_but_long(*short):
-    cases = (TENSOR_FORMS | MORE).items()
-    return pytest.mark.parametrize(
-        "form", [pytest.param(form, id=name, marks=[] if form in short else pytest.mark.long) for name, form in cases]
-    )
-
-
-each_form = each_form_but_long(TENSOR)
+TENSOR_FORMS |= {name: MORE_FORMS[name] for name in MORE_NAMES}
+each_form = each_of("form", TENSOR_FORMS, "tensor cores")
+each_form_and_fp8 = each_of("form", TENSOR_FORMS, "tensor cores", "fp8")
 SPLIT = 4 * PART  # tokens of a thread block of TENSOR
 
 
@@ -135,7 +127,7 @@ def specs(draw, form):
     )
 
 
-@each_form_but_long(TENSOR, FP8)
+@each_form_and_fp8
 @settings(max_examples=2)
 @given(data=st.data())
 def test_every_form_meets_the_error_bound(form, data, open_device):
@@ -175,7 +167,7 @@ def test_few_rows_have_the_same_bits_in_any_number_batch_placement_layout_and_sc
 
 
 @pytest.mark.long
-@each_form_but_long(TENSOR, FP8)
+@each_form_and_fp8
 @settings(max_examples=10)
 @given(data=st.data())
 def test_few_rows_have_the_same_bits_more_often(form, data, open_device):

@@ -18,7 +18,7 @@ from pagedkv.kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, WgmmaShape
 
 from ...support.problems import assert_close, build, expect
-from ...support.strategies import long, own_parity
+from ...support.strategies import each_of, long, own_parity
 from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
 from .test_prefill import chunk_of, rows_read
 from .variants import FP8, TENSOR, prefill, specs
@@ -39,13 +39,7 @@ def asked_for(monkeypatch):
     monkeypatch.setenv("PAGEDKV_WGMMA", "1")
 
 
-def each_form(*short):
-    cases = [pytest.param(form, id=name) for name, form in FORMS.items() if name in short]
-    more = [pytest.param(form, id=name, marks=pytest.mark.long) for name, form in FORMS.items() if name not in short]
-    return pytest.mark.parametrize("form", [*cases, *more])
-
-
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@each_of("form", FORMS)
 def test_the_kernel_is_chosen_by_device_and_config_alone(form, monkeypatch):
     call = checked_call(build(form.replace(seq_lens=(300, 1), query_lens=(300, 1))))
     config = tensor_config(call, capability=(9, 0))
@@ -80,7 +74,7 @@ def problems(draw, form):
     return spec.replace(seq_lens=tuple(n + m for n, m in zip(spec.seq_lens, more, strict=True)))
 
 
-@each_form("64 dims")
+@each_of("form", FORMS, "64 dims")
 @settings(max_examples=5)
 @given(data=st.data())
 def test_every_form_meets_the_error_bound(form, data, open_device):
@@ -88,13 +82,13 @@ def test_every_form_meets_the_error_bound(form, data, open_device):
     assert_close(problem, *prefill(problem, open_device))
 
 
-@each_form("64 dims", "128 dims")
+@each_of("form", FORMS, "64 dims", "128 dims")
 def test_a_prompt_of_several_tiles_of_rows_and_keys(form, open_device):
     problem = build(form.replace(seq_lens=(290, 7), query_lens=(200, 7), num_kv_heads=1, window=150, sinks=True))
     assert_close(problem, *prefill(problem, open_device))
 
 
-@each_form("64 dims")
+@each_of("form", FORMS, "64 dims")
 def test_a_needle_is_found_at_every_position_of_a_tile(form, open_device):
     """Of the rows past it; a KV head each."""
     needles = tuple(range(0, 128, 9))
@@ -116,7 +110,7 @@ def elsewhere(draw, form):
     return spec.replace(num_kv_heads=1, seed=draw(st.integers(0, 99))), stops, draw(st.integers(0, 2**16))
 
 
-@each_form("64 dims")
+@each_of("form", FORMS, "64 dims")
 @settings(max_examples=2)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_in_any_chunk_batch_placement_layout_and_schedule(form, data, open_device):
@@ -143,7 +137,7 @@ def test_token_by_token_has_the_bits_of_a_prompt(open_device):
         assert_same_bits(part, (out[position : position + 1], lse[position : position + 1]))
 
 
-@each_form("64 dims")
+@each_of("form", FORMS, "64 dims")
 def test_pivots_that_move_leave_other_rows_alone(form, open_device):
     whole = build(form.replace(seq_lens=(270,), query_lens=(150,), num_kv_heads=1, scale=4.0))
     out, lse = prefill(whole, open_device)
@@ -162,7 +156,7 @@ def test_the_bits_are_the_same_for_any_block_size(block_size, open_device):
     assert_same_bits(prefill(build(spec.replace(block_size=block_size)), open_device), expected)
 
 
-@each_form("64 dims")
+@each_of("form", FORMS, "64 dims")
 def test_what_is_not_used_does_not_change_a_bit(form, open_device):
     spec = form.replace(seq_lens=(37, 1, 150, 0), query_lens=(20, 1, 30, 0), window=50, sinks=True)
     expected = prefill(build(spec.replace(poison="huge")), open_device)

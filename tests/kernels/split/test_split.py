@@ -15,7 +15,7 @@ from pagedkv.emulator.state.order import Order
 from pagedkv.kernels.split.config import FEW_SPLITS, FULL_GRID, SHORTEST_SPLIT
 
 from ...support.problems import assert_close, build, expect
-from ...support.strategies import long
+from ...support.strategies import each_of, long
 from ..block_cases import with_capability
 from ..decode_cases import (
     CUDA_CORES,
@@ -31,11 +31,9 @@ from ..decode_cases import (
 from .variants import CODES, FOUR_BLOCKS, MORE_VARIANTS, VARIANTS, check_registers, config_of, specs
 
 LOOPS = {"tensor cores": TENSOR, "CUDA cores": CUDA_CORES, "many heads": MANY_HEADS}
-ALL = pytest.mark.parametrize("variant", LOOPS.values(), ids=LOOPS)
+ALL = each_of("variant", LOOPS)
 # Many heads have the steps of the other loop on tensor cores for masks and sums.
-ALL_BUT_MANY_HEADS = pytest.mark.parametrize(
-    "variant", [pytest.param(v, id=n, marks=pytest.mark.long if v is MANY_HEADS else []) for n, v in LOOPS.items()]
-)
+ALL_BUT_MANY_HEADS = each_of("variant", LOOPS, "tensor cores", "CUDA cores")
 TENSOR_12 = Variant("split", 64, 16, "bfloat16", "bfloat16", group_size=12)
 
 
