@@ -131,9 +131,23 @@ MUTANTS = [
     Mutant(
         "repeats: tables and lengths of the last step",
         "operations/decodes.py",
-        "if step.values != values:",
-        "if not step.values[0]:",
+        "if step.values == values and (",
+        "if (",
         REPEATS,
+    ),
+    Mutant(
+        "repeats: a step like the one before has its tables",
+        "cpu/attention/decode.py",
+        "arguments = Arguments(tables, lens, *self.arguments[2:])",
+        "arguments = self.arguments._replace(seq_lens=lens)",
+        ("tests/operations/test_decodes.py",),
+    ),
+    Mutant(
+        "repeats: what is planned for another number of threads is renewed",
+        "operations/decodes.py",
+        "step.launches if step.values[3] == num_threads else {}",
+        "step.launches",
+        ("tests/operations/test_decodes.py",),
     ),
     Mutant(
         "repeats: keys that are in the cache they are written to",

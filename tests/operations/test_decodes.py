@@ -1,7 +1,11 @@
 """Calls of decode_attention on the CPU that are like an earlier one: not validated again, and what differs is."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pagedkv
 from pagedkv.operations import attention, decodes
@@ -10,9 +14,16 @@ B, HEADS, KV_HEADS, DIM, N, P = 2, 4, 2, 16, 9, 8
 EMPTY = np.empty((B, HEADS, DIM), np.float32)
 
 
+NO_SINKS = np.full(HEADS, -np.inf, np.float32)  # they change no bit, and such a call is validated each time
+
+
 @pytest.fixture
 def arguments(monkeypatch):
     monkeypatch.setattr(attention, "_decodes", decodes.Decodes())
+    return new_arguments()
+
+
+def new_arguments():
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in ((B, HEADS, DIM), *[(N, P, KV_HEADS, DIM)] * 2))
     tables, lens = np.array([[0, 1, 2, 3], [4, 5, 6, 7]], np.int32), np.array([20, 9], np.int32)
@@ -36,16 +47,55 @@ def _bytes(result):
 @pytest.mark.parametrize("out", [None, EMPTY, np.empty((HEADS, B, DIM), np.float32).swapaxes(0, 1)])
 def test_a_call_like_an_earlier_one(arguments, validated, out, return_lse):
     """Other q, caches, tables and lengths of the same form; results of the call's own, or where the caller wants it."""
-    asked, nothing = {"out": out, "return_lse": return_lse}, np.full(HEADS, -np.inf, np.float32)
+    asked = {"out": out, "return_lse": return_lse}
     first = _bytes(pagedkv.decode_attention(**arguments, **asked))
     for change in ("q", "k_cache", "v_cache", "block_tables", "seq_lens"):
         arguments[change] = arguments[change][::-1].copy()
         got = pagedkv.decode_attention(**arguments, **asked)
         assert len(validated) == 1
         assert out is None or (got[0] if return_lse else got) is out
-        expected = pagedkv.decode_attention(**arguments, return_lse=return_lse, sinks=nothing)
+        expected = pagedkv.decode_attention(**arguments, return_lse=return_lse, sinks=NO_SINKS)
         validated.pop()
         assert _bytes(got) == _bytes(expected) != first
+
+
+LENGTHS = st.sampled_from([0, 1, 8, 9, 31, 511, 512, 513, 600, 601]) | st.integers(1, 600)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.tuples(LENGTHS, LENGTHS),
+            st.integers(0, 3),
+            st.lists(st.sampled_from([{}, {"window": 20}, {"softcap": 1.0}, {"max_seq_len": 550}]), max_size=3),
+        ),
+        max_size=6,
+    )
+)
+def test_steps_with_other_tables_and_lengths(steps):
+    """Short and long ones, on one thread and on two, with layers whose options differ; what is refused, too."""
+    arguments, threads = new_arguments(), pagedkv.get_num_threads()
+    table = np.arange(75) % N
+    try:
+        with mock.patch.object(attention, "_decodes", decodes.Decodes()):
+            for lens, seed, layers in steps:
+                pagedkv.set_num_threads(1 + seed % 2)
+                arguments["seq_lens"] = np.array(lens, np.int32)
+                arguments["block_tables"] = np.array([(table + seed) % N, (table * 2) % N], np.int32)
+                arguments["block_tables"][0, -(-lens[0] // P) :] = [-1, N, 0, 2**31 - 1][seed]
+                for options in layers:
+                    got, expected = (attempt(arguments | options | more) for more in ({}, {"sinks": NO_SINKS}))
+                    assert got == expected
+    finally:
+        pagedkv.set_num_threads(threads)
+
+
+def attempt(arguments):
+    """The bytes of a result, or what the error says."""
+    try:
+        return _bytes(pagedkv.decode_attention(**arguments, return_lse=True))
+    except ValueError as error:
+        return str(error)
 
 
 def test_a_result_that_overlaps_is_refused(arguments):
@@ -128,3 +178,4 @@ def test_another_number_of_threads_is_another_plan(arguments):
     finally:
         pagedkv.set_num_threads(threads)
     assert steps[0] is steps[1] is not steps[2]
+    assert not steps[2].before

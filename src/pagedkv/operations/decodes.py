@@ -20,7 +20,7 @@ from ..calls import Form
 from ..commit import bits, commit
 from ..cpu import backend as cpu
 from ..cpu.threads import get_num_threads
-from ..validation.attention import REQUIRED, known_decode
+from ..validation.attention import REQUIRED, known_decode, longest_of
 from ..validation.copies import MOST_BYTES
 from ..validation.forms import MOST_FORMS
 from ..validation.require import apart
@@ -34,8 +34,8 @@ PLAIN = frozenset((bool, int, float, str, NoneType))  # an option of these types
 
 _arrays = itemgetter(*REQUIRED)
 _options = itemgetter(
-    *("scale", "layout", "kv_dtype", "k_scale", "v_scale", "window", "softcap", "kernel", "backend", "check"),
-    "return_lse",
+    *("scale", "layout", "kv_dtype", "k_scale", "v_scale", "window", "softcap", "kernel", "backend"),
+    *("return_lse", "check"),
 )
 _NUMPY = (np.ndarray,) * 5
 _RESULTS = (NoneType, np.ndarray)
@@ -73,10 +73,11 @@ def keep(known: dict[Hashable, T], key: Hashable, what: T) -> None:
 
 
 class _Step(NamedTuple):
-    """What calls with the same tables and lengths launch: those of the last step alone, for tables may be large."""
+    """What calls with the same tables and lengths launch; of the last two steps alone, for tables may be large."""
 
     values: tuple[bytes, bytes, int, int]  # tables, lengths, max_seq_len and the number of threads
     launches: dict[Hashable, Launch]
+    before: dict[Hashable, Launch]  # on as many threads
 
 
 class Decodes:
@@ -84,7 +85,7 @@ class Decodes:
 
     def __init__(self) -> None:
         self._forms: dict[Hashable, Form] = {}
-        self._step = _Step((b"", b"", 0, 0), {})
+        self._step = _Step((b"", b"", 0, 0), {}, {})
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._forms
@@ -107,17 +108,22 @@ class Decodes:
         form = self._forms.get(key)
         if form is None:
             return None
-        step, values = self._step, (tables.tobytes(), lens.tobytes(), max_seq_len, get_num_threads())
+        step, num_threads = self._step, get_num_threads()
+        values = tables.tobytes(), lens.tobytes(), max_seq_len, num_threads
+        if step.values == values and (launch := step.launches.get(key)) is not None:
+            return launch
+        tables, lens = tables.copy(), lens.copy()  # what is planned is what is compared, whatever other threads write
+        values = tables.tobytes(), lens.tobytes(), max_seq_len, num_threads
+        if np.count_nonzero(lens) != len(q) or not len(q):
+            return None
+        longest = longest_of(form, tables, lens, max_seq_len)
         if step.values != values:
-            step = self._step = _Step(values, {})
-        launch = step.launches.get(key)
+            step = self._step = _Step(values, {}, step.launches if step.values[3] == num_threads else {})
+        before = step.before.get(key)
+        launch = None if before is None else before.renewed(tables, lens, longest)
         if launch is None:
-            # What is planned is what was compared, whatever other threads write meanwhile.
-            tables = np.frombuffer(values[0], tables.dtype).reshape(tables.shape)
-            lens = np.frombuffer(values[1], lens.dtype)
-            if np.count_nonzero(lens) == len(q) > 0:
-                launch = cpu.plan_decode(known_decode(form, q, k_cache, v_cache, tables, lens, max_seq_len))
-                keep(step.launches, key, launch)
+            launch = cpu.plan_decode(known_decode(form, q, k_cache, v_cache, tables, lens, longest))
+        keep(step.launches, key, launch)
         return launch
 
     def repeat(self, key: Hashable, given: Mapping[str, Any]) -> Any:

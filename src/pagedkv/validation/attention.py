@@ -22,6 +22,7 @@ from .forms import attention_forms
 REQUIRED = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
 _RAGGED = (*REQUIRED, "query_starts")
 _OPTIONAL = ("alibi_slopes", "sinks", "out")
+_ON_CPU = Placement("cpu", 0, 0, None)
 _forms = attention_forms()
 
 
@@ -60,17 +61,21 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
     )  # fmt: skip
 
 
-def known_decode(
-    form: Form, q: Array, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Array, max_seq_len: int
-) -> AttentionCall:
-    """A call of decode_attention on the CPU without scales and options that are arrays, or raise for its values.
+def longest_of(form: Form, block_tables: Array, seq_lens: Array, max_seq_len: int) -> int:
+    """The longest of a call's own lengths, or raise for its values; all else of a call on the CPU is known."""
+    spec = form.spec
+    longest = values.seq_lens(seq_lens, min(max_seq_len, form.capacity), form.capacity)
+    used = block_tables[:, : -(-longest // spec.block_size)]
+    values.block_tables("block_tables", used, seq_lens, spec.block_size, spec.num_blocks)
+    return longest
 
-    All else is known.
-    """
-    placement, max_seq_len = Placement("cpu", 0, 0, None), min(max_seq_len, form.capacity)
-    block_tables, seq_lens, _ = _own_values(placement, form, max_seq_len, block_tables, seq_lens, None)
+
+def known_decode(
+    form: Form, q: Array, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Array, longest: int
+) -> AttentionCall:
+    """A call of decode_attention on the CPU without scales and options that are arrays; all of it is known."""
     return AttentionCall(
-        {}, form, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, None, None, form.spec,
+        {}, form, _ON_CPU, q, k_cache, v_cache, block_tables, seq_lens, longest, None, None, form.spec,
         1.0, 1.0, form.options, form.kernel, form.exact, form.checked,
     )  # fmt: skip
 

@@ -153,9 +153,12 @@ def make_arguments(call: AttentionCall, query_starts: npt.NDArray[np.int64]) -> 
 
 def estimate_of(call: AttentionCall, plain_ns: float) -> float:
     """About how many nanoseconds one thread takes, from what it would take for rows of a layout without options."""
-    if call.options.score_mod is not None:
-        return math.inf  # it may be anything
-    return plain_ns * (SOFTCAP if call.options.softcap else 1) * (VLLM if call.spec.layout == "vllm" else 1)
+    return math.inf if call.options.score_mod is not None else slowed_down(call.form, plain_ns)  # it may be anything
+
+
+def slowed_down(form: Form, plain_ns: float) -> float:
+    """About how many nanoseconds one thread takes for calls of a form, without a score_mod."""
+    return plain_ns * (SOFTCAP if form.options.softcap else 1) * (VLLM if form.spec.layout == "vllm" else 1)
 
 
 def own_results(call: AttentionCall, out: Array, lse: Array | None, num_rows: int) -> tuple[Array, Array]:

@@ -35,6 +35,7 @@ from .arguments import (
     own_results,
     plan_of,
     result_writes,
+    slowed_down,
 )
 from .flash import SPLIT, Item, fold, make_walk
 from .scratch import (
@@ -55,6 +56,7 @@ from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless there is one
 ITEMS_PER_THREAD = 4
 GROUP_BYTES = 32 * 1024
+NO_STATES = np.empty(0, np.float32)
 MOST_ROWS = 64  # of an item, if they are those of several KV heads
 # What one thread takes for a key and a value of a KV head, for each dim: about so many ns, and so many for each row.
 DIM_NS, ROW_NS = 0.2, 0.04
@@ -294,8 +296,8 @@ def plan_decode(call: AttentionCall) -> Launch:
 
 
 def _most_tokens(call: AttentionCall) -> int:
-    """A bound on the lengths: the used columns of the tables have room for so many tokens."""
-    return call.block_tables.shape[1] * call.spec.block_size
+    """A bound on the lengths; the columns of the tables, of which most calls have no more than they use, are one."""
+    return min(call.block_tables.shape[1] * call.spec.block_size, call.max_seq_len)
 
 
 class Launch(NamedTuple):
@@ -312,9 +314,21 @@ class Launch(NamedTuple):
     cut: Cut
     estimate: float
 
+    def renewed(self, tables: Array, lens: Array, longest: int) -> Launch | None:
+        """The launch of a call that differs in tables and lengths, all above 0; None if it is cut in another way."""
+        if longest > SPLIT or self.few is not _one_split_each(len(lens)):
+            return None
+        arguments = Arguments(tables, lens, *self.arguments[2:])
+        estimate = slowed_down(self.form, len(lens) * longest * self.cut.key_ns)
+        return Launch(self.kernel, arguments, self.slopes, self.form, self.few, self.cut, estimate)
+
     def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
         """Fill the rows of the sequences in `few`, and no others."""
         few, cut, spec, plan = self.few, self.cut, self.form.spec, plan_of(self.form)
+        partial_acc = maxima = sums = NO_STATES
+        if few.num_states:
+            partial_acc = np.empty(few.num_states * plan.row_floats, np.float32)
+            maxima, sums = np.empty((2, few.num_states), np.float32)
         run(
             self.kernel,
             few.splits.seq.size * cut.groups,
@@ -326,9 +340,9 @@ class Launch(NamedTuple):
                 cut.heads_per_item,
                 few.most_tokens,
                 plan.token_major,
-                np.empty(few.num_states * plan.row_floats, np.float32),
-                np.empty(few.num_states, np.float32),
-                np.empty(few.num_states, np.float32),
+                partial_acc,
+                maxima,
+                sums,
                 np.zeros((len(self.arguments.seq_lens), cut.groups), np.int64),
                 address_of(result),
                 lse,
