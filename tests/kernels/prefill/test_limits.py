@@ -116,7 +116,7 @@ def test_shared_memory_is_enough_for_every_gpu_where_keys_are_split(head_dim):
             assert shape.nbytes <= kib * 1024 - SYSTEM_BYTES
             assert shape.rows * shape.tiles_of_sequence == FEW_ROWS
             assert shape.rows_at_once * shape.rows_of_thread * shape.pieces == shape.keys
-            assert shape.rows % shape.rows_at_once == 0
+            assert shape.rows % shape.q_rows_at_once == 0
             assert shape.warp_rows_at_once * shape.rows_of_thread == 32
             assert shape.chunks <= shape.lanes <= 32
 
@@ -132,7 +132,11 @@ def test_shared_memory_is_enough_for_every_gpu(head_dim):
         assert shape.nbytes <= room
         assert shape.rows_at_once * shape.rows_of_thread == shape.keys
         assert shape.warp_rows_at_once * shape.rows_of_thread <= 32
-        assert shape.chunks <= shape.lanes <= 32
+        assert shape.chunks <= shape.q_lanes <= 32
+        assert shape.pieces_of_row <= shape.lanes <= 32
+        if shape.in_pairs:
+            assert shape.rows_of_thread <= 4  # that four lanes look up
+            assert shape.rows_at_once % 8 == 0  # a chunk keeps its place in the rows of a thread
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_forms():
         "tensor cores": (2, 64, 2, False),
         "options": (1, 32, 2, True),
         "one stage": (1, 64, 1, False),
-        "fp8": (2, 64, 1, True),
+        "fp8": (2, 64, 1, False),
     }
 
 
@@ -240,11 +240,13 @@ def test_keys_that_no_row_sees_are_not_read(form):
     problem = build(spec.replace(seq_lens=(150,), query_lens=(5,)))  # behind it, 150 more tokens
     problem.q = problem.q[:5]
     problem.block_tables, problem.k_cache, problem.v_cache = whole
-    device = emulator(footprint=True)
+    device = emulator(footprint=True, stats=True)
     prefill(problem, device=device)
-    rows = rows_read(problem, 145 - 39, 149)
+    first, last, keys = 145 - 39, 149, keys_of_tile(form)
+    rows, tiles = rows_read(problem, first, last), last // keys - first // keys + 1
     for name in ("k_cache", "v_cache"):
         device.launches[0].footprint.expect(name, read=rows, written=False)
+        assert device.launches[0].buffers[name].bytes_read <= tiles * keys * whole[1][0, 0].nbytes
 
 
 def numbers(*values):
@@ -361,6 +363,18 @@ def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(form, vector):
         assert config.wide == is_wide
 
 
+WHOLE = {"tensor cores": TENSOR, "one stage": ONE_STAGE, "fp8 as float16": MORE_FORMS["fp8 as float16"]}
+
+
+@each_of("form", WHOLE | {"fp8": FP8}, "tensor cores", "fp8")
+def test_lanes_that_store_and_load_together_meet_different_banks(form):
+    device = emulator(stats=True)
+    prefill(build(form.replace(seq_lens=(150,), query_lens=(40,))), device=device)
+    (launch,) = device.launches
+    most = 1.12 if form == FP8 else 1  # 5 of 8 lanes have a piece of 80 dims
+    assert 0 < launch.shared_wavefronts <= most * launch.shared_wavefronts_min
+
+
 @each_of("form", FORMS, *BOTH)
 def test_without_an_lse_and_with_strides_of_its_own(form, open_device):
     problem = build(form.replace(seq_lens=(40, 70), query_lens=(40, 5)))
@@ -408,7 +422,9 @@ def test_every_fp8_code_is_its_value(kind, capability):
             planning.prefill_attention(device, checked_call(problem), out, lse)
         finite = np.isfinite(values)
         np.testing.assert_allclose(lse[finite, 0], values[finite], rtol=3e-7, atol=2e-6)
-        assert np.isnan(lse[~finite, 0]).all()
-        np.testing.assert_array_equal(
-            out[finite, 0, 7].astype(np.float32), values[finite].astype(out.dtype).astype(np.float32)
-        )
+        assert np.isnan(lse[np.isnan(values), 0]).all()
+        assert not np.isfinite(lse[~finite]).any()
+        small = np.abs(values) <= 1024  # a float32 holds larger logits, in units of log(2), to a thousandth and worse
+        got, expected = out[:, 0, 7].astype(np.float32), values.astype(out.dtype).astype(np.float32)
+        np.testing.assert_array_equal(got[small], expected[small])
+        np.testing.assert_allclose(got[finite], expected[finite], rtol=0.01)

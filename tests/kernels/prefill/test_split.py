@@ -22,7 +22,7 @@ from .variants import CAPABILITY, CORES, FORMS, MORE_FORMS, TENSOR, VLLM, prefil
 
 TENSOR_FORMS = {name: form for name, form in FORMS.items() if form not in (CORES, VLLM)}
 MORE_NAMES = ("128 dims", "8 dims", "256 dims with options", "fp8 as float16", "e5m2", "score_mod")
-TENSOR_FORMS |= {name: MORE_FORMS[name] for name in MORE_NAMES}
+TENSOR_FORMS |= {name: MORE_FORMS[name] for name in MORE_NAMES} | {"fp8": MORE_FORMS["fp8 of 40 dims"]}
 each_form = each_of("form", TENSOR_FORMS, "tensor cores")
 each_form_and_fp8 = each_of("form", TENSOR_FORMS, "tensor cores", "fp8")
 SPLIT = 4 * PART  # tokens of a thread block of TENSOR

@@ -12,11 +12,11 @@ from ...support.strategies import fade, own_parity
 from ..block_cases import with_capability
 from ..decode_cases import checked_call, emulator
 
-# Two stages and 32 rows of a warp; a gap in rows, options, 16 rows; one stage; fp8 on its way to operands.
+# Two stages and 32 rows of a warp; a gap in rows, options, 16 rows; one stage; fp8 on its way to operands, 16 at once.
 TENSOR = Spec(q_dtype="float16", kv_dtype="float16", group_size=4)
 OPTIONS = Spec(q_dtype="bfloat16", kv_dtype="bfloat16", head_dim=72, group_size=3, block_size=3, softcap=3.0)
 ONE_STAGE = Spec(q_dtype="float16", kv_dtype="float16", head_dim=256, group_size=1)
-FP8 = Spec(q_dtype="bfloat16", kv_dtype="fp8_e4m3", head_dim=40, group_size=2, kv_scales="per head")
+FP8 = Spec(q_dtype="bfloat16", kv_dtype="fp8_e4m3", head_dim=80, group_size=2, kv_scales="per head")
 # float32; layout vllm.
 CORES = Spec(head_dim=64, group_size=3)
 VLLM = Spec(q_dtype="float16", kv_dtype="fp8_e5m2", head_dim=48, group_size=2, layout="vllm", kv_scales="scalar")
@@ -25,6 +25,7 @@ FORMS = {
     **{"CUDA cores": CORES, "vllm": VLLM},
 }
 MORE_FORMS = {
+    "fp8 of 40 dims": FP8.replace(head_dim=40),
     "128 dims": TENSOR.replace(head_dim=128, group_size=5),
     "128 dims of bfloat16": OPTIONS.replace(head_dim=128, softcap=None, group_size=8),
     "8 dims": TENSOR.replace(head_dim=8, group_size=9, block_size=1),

@@ -225,6 +225,20 @@ MUTANTS = [
         VLLM,
     ),
     Mutant(
+        "prefill kernel: eight threads store pieces of one row of fp8",
+        COPIES,
+        "        if IN_PAIRS:\n            piece =",
+        "        if False:\n            piece =",
+        (PREFILL + "test_lanes_that_store_and_load_together_meet_different_banks[fp8]",),
+    ),
+    Mutant(
+        "prefill kernel: both chunks of 16 codes go to one place",
+        COPIES,
+        "chunk_place(uint32(place ^ CHUNK), i)",
+        "chunk_place(place, i)",
+        FP8,
+    ),
+    Mutant(
         "prefill kernel: fp8 of bfloat16 queries in the wrong half",
         COPIES,
         "return pack_bfloat16(a, b), pack_bfloat16(c, d)",

@@ -7,7 +7,8 @@ Each lane looks up one of the rows that it and its neighbours copy, two tiles ah
 hands the row's offset to all of them. Tokens before the first one and past the last one that a row sees are taken to be
 those: their logits are masked, and nothing else is read.
 
-Rows of fp8 caches are copied as they are, to where the thread that copies them converts them: it waits for nobody else.
+Rows of fp8 caches are copied as they are, 16 codes at once where they have whole sixteens, to where the thread that
+copies them converts them: it waits for nobody else.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from .tile import CHUNK, CHUNK_DIMS, TileShape
 SIGNS = 0x80008000  # of both halves of a word
 
 
-def make_chunk_place(shape: TileShape) -> Any:
+def make_chunk_place(shape: TileShape, rows_at_once: int) -> Any:
     """The device function ``chunk_place(first, i)``: of the i-th row that a thread copies, from its first one's.
 
     Rows in between are a power of two: if it is below 8, the chunk changes its place, too.
     """
-    AT_ONCE, ROW_BYTES = shape.rows_at_once, shape.row_bytes
+    AT_ONCE, ROW_BYTES = rows_at_once, shape.row_bytes
 
     @device_function
     def chunk_place(first, i):
@@ -59,8 +60,8 @@ def make_copy_query(config: TensorConfig, shape: TileShape) -> Any:
     sequence, strides those of a token and a head, row the number of that row in the sequence. Rows past the last one
     are as it.
     """
-    ROWS, AT_ONCE, GROUP_SIZE = shape.rows // shape.rows_at_once, shape.rows_at_once, config.group_size
-    chunk_place = make_chunk_place(shape)
+    ROWS, AT_ONCE, GROUP_SIZE = shape.rows // shape.q_rows_at_once, shape.q_rows_at_once, config.group_size
+    chunk_place = make_chunk_place(shape, AT_ONCE)
 
     @device_function
     def copy_row(i, place, q, strides, row, last_row):
@@ -77,7 +78,7 @@ def make_copy_query(config: TensorConfig, shape: TileShape) -> Any:
 
 def make_negate_query(shape: TileShape) -> Any:
     """The device function ``negate_query(place)``: change the sign of the chunks that a thread has copied."""
-    ROWS, chunk_place = shape.rows // shape.rows_at_once, make_chunk_place(shape)
+    ROWS, chunk_place = shape.rows // shape.q_rows_at_once, make_chunk_place(shape, shape.q_rows_at_once)
 
     @device_function
     def negate_row(i, place):
@@ -132,6 +133,24 @@ def make_clear_gaps(config: TensorConfig, shape: TileShape) -> Any:
     return clear_gaps
 
 
+def make_row_and_piece(shape: TileShape) -> Any:
+    """The device function ``row_and_piece(thread)``: which row of K or V a thread copies first, and which piece of it.
+
+    Two chunks from the same codes go to even and odd places: eight threads, which store at once, have four pieces of
+    two rows, one of which has them the other way round.
+    """
+    LANES, IN_PAIRS, BITS = shape.lanes, shape.in_pairs, shape.lanes.bit_length() - 1
+
+    @device_function
+    def row_and_piece(thread):
+        if IN_PAIRS:
+            piece = uint32(uint32(thread & 3) | uint32(uint32(uint32(thread >> 3) & (LANES // 4 - 1)) << 2))
+            return uint32(uint32(uint32(thread >> 2) & 1) | uint32(uint32(thread >> (BITS + 1)) << 1)), piece
+        return divmod_32(thread, LANES)
+
+    return row_and_piece
+
+
 def make_find_row(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``find_row(pages, first, lane, warp) -> block, position``.
 
@@ -139,11 +158,11 @@ def make_find_row(config: TensorConfig, shape: TileShape) -> Any:
     behind the last row the first ones again.
     """
     AT_ONCE, BLOCK_ROWS, BLOCK_SIZE = shape.warp_rows_at_once, shape.rows_at_once, config.block_size
-    LANES, ROWS = shape.lanes, shape.rows_of_thread
+    ROWS, row_and_piece = shape.rows_of_thread, make_row_and_piece(shape)
 
     @device_function
     def find_row(pages, first, lane, warp):
-        row, turn = uint32(lane // uint32(LANES)), uint32(lane % uint32(ROWS))
+        (row, _), turn = row_and_piece(lane), uint32(lane % uint32(ROWS))
         row = uint32(uint32(warp * AT_ONCE) + uint32(row + uint32(turn * BLOCK_ROWS)))
         token = min(max(uint32(first + row), pages.first), pages.last)
         column = uint32(token // uint32(BLOCK_SIZE))
@@ -157,14 +176,21 @@ def make_copy_row(config: TensorConfig, shape: TileShape) -> Any:
 
     place is that of the thread's chunk of its first row, and offset that of the row.
     """
-    IS_FP8, IS_WHOLE, COPIERS = config.is_fp8, shape.lanes == shape.chunks, shape.copiers
-    address_at, chunk_place = make_address_at(config.wide, config.vector_bytes), make_chunk_place(shape)
+    IS_FP8, IS_WHOLE, IN_PAIRS = config.is_fp8, shape.lanes == shape.pieces_of_row, shape.in_pairs
+    CODES = shape.copiers * shape.piece_dims
+    address_at, chunk_place = (
+        make_address_at(config.wide, config.vector_bytes),
+        make_chunk_place(shape, shape.rows_at_once),
+    )
 
     @device_function
     def copy_row(i, place, cache, offset, has_chunk):
         source = address_at(cache.address, offset)
-        if IS_FP8:
-            copy_8(uint32(place + COPIERS * CHUNK_DIMS * i), source, uint32(CHUNK_DIMS), has_chunk)
+        if IN_PAIRS:
+            if IS_WHOLE or has_chunk:
+                copy_vector(uint32(place + CODES * i), source)
+        elif IS_FP8:
+            copy_8(uint32(place + CODES * i), source, uint32(CHUNK_DIMS), has_chunk)
         elif IS_WHOLE or has_chunk:
             copy_vector(chunk_place(place, i), source)
 
@@ -176,7 +202,7 @@ def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
 
     place is that of the thread's chunk of its first row, block and position what `find_row` has found.
     """
-    ROWS, WIDE, shuffle = shape.rows_of_thread, config.wide, shuffle_among(shape.lanes)
+    ROWS, WIDE, shuffle = shape.rows_of_thread, config.wide, shuffle_among(4 if shape.in_pairs else shape.lanes)
     row_offset, copy_row = make_row_offset(config.wide, config.vector_bytes), make_copy_row(config, shape)
 
     @device_function
@@ -195,8 +221,8 @@ def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
 
 def make_convert_rows(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``convert_rows(codes, place, has_chunk)``: a thread's chunks of an fp8 tile to operands."""
-    ROWS, chunk_place = shape.rows_of_thread, make_chunk_place(shape)
-    IS_FLOAT16, COPIERS = config.q_kind == "float16", shape.copiers
+    ROWS, chunk_place = shape.rows_of_thread, make_chunk_place(shape, shape.rows_at_once)
+    IS_FLOAT16, IN_PAIRS, CODES = config.q_kind == "float16", shape.in_pairs, shape.copiers * shape.piece_dims
     lower, upper = make_halves(config.kv_kind, config.hardware_fp8)
     widen = unpack(config.kv_kind, config.hardware_fp8)
 
@@ -208,11 +234,20 @@ def make_convert_rows(config: TensorConfig, shape: TileShape) -> Any:
         return pack_bfloat16(a, b), pack_bfloat16(c, d)
 
     @device_function
+    def store_chunk(where, first, second):
+        a, b = operands(first)
+        c, d = operands(second)
+        store_shared_words(where, a, b, c, d)
+
+    @device_function
     def convert_row(i, codes, place):
-        word = load_shared_pair(uint32(codes + COPIERS * CHUNK_DIMS * i))
-        a, b = operands(word[0])
-        c, d = operands(word[1])
-        store_shared_words(chunk_place(place, i), a, b, c, d)
+        if IN_PAIRS:
+            words = load_shared_words(uint32(codes + CODES * i))
+            store_chunk(chunk_place(place, i), words[0], words[1])
+            store_chunk(chunk_place(uint32(place ^ CHUNK), i), words[2], words[3])
+        else:
+            word = load_shared_pair(uint32(codes + CODES * i))
+            store_chunk(chunk_place(place, i), word[0], word[1])
 
     @device_function
     def convert_rows(codes, place, has_chunk):

@@ -11,10 +11,17 @@ from ...device.intrinsics.warp import end_group, wait_but
 from ...device.source import device_function
 from ..arguments import Cache
 from ..config import TensorConfig
-from .copies import make_begin_query, make_clear_gaps, make_convert_rows, make_copy_rows, make_find_row
+from .copies import (
+    make_begin_query,
+    make_clear_gaps,
+    make_convert_rows,
+    make_copy_rows,
+    make_find_row,
+    make_row_and_piece,
+)
 from .products import make_multiply_keys, make_multiply_values, make_places
 from .softmax import make_logits, make_mask, make_soften
-from .tile import CHUNK_DIMS, TileShape
+from .tile import CHUNK, TileShape
 
 
 class Span(NamedTuple):
@@ -40,10 +47,13 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
 
     ``..., visible, options, span, unit``: unit is what `soften` takes. O, sums and shifts are left in registers.
     """
-    KEYS, STAGES, LANES, CHUNKS = shape.keys, shape.stages, shape.lanes, shape.chunks
+    KEYS, STAGES, Q_LANES, CHUNKS = shape.keys, shape.stages, shape.q_lanes, shape.chunks
+    PIECES, PIECE_DIMS, IN_PAIRS = shape.pieces_of_row, shape.piece_dims, shape.in_pairs
     ROW_BYTES, TILE_BYTES, WARP_BYTES = shape.row_bytes, shape.tile_bytes, shape.rows_of_warp * shape.row_bytes
     K_START, V_START, CODES, CODES_BYTES = shape.k_start, shape.v_start, shape.codes_start, shape.codes_bytes
-    VECTOR_BYTES, IS_FP8, IS_WHOLE = config.vector_bytes, config.is_fp8, shape.lanes == shape.chunks
+    IS_FP8, Q_IS_WHOLE, IS_WHOLE = config.is_fp8, shape.q_lanes == shape.chunks, shape.lanes == shape.pieces_of_row
+    PIECE_BYTES = PIECE_DIMS if IS_FP8 else CHUNK
+    row_and_piece = make_row_and_piece(shape)
     clear_gaps, begin_query = make_clear_gaps(config, shape), make_begin_query(config, shape)
     find_row, copy_rows, convert_rows = (
         make_find_row(config, shape),
@@ -56,17 +66,25 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
     wait_all = wait_but(0)
 
     @device_function
+    def chunk_at(shared, row, chunk):
+        return uint32(shared + uint32(uint32(row * ROW_BYTES) + uint32(uint32(chunk ^ uint32(row & 7)) << 4)))
+
+    @device_function
     def attend(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
-        row, chunk = divmod_32(thread, LANES)
-        has_chunk = True if IS_WHOLE else chunk < CHUNKS
-        place = uint32(shared + uint32(uint32(row * ROW_BYTES) + uint32(uint32(chunk ^ uint32(row & 7)) << 4)))
+        row, chunk = divmod_32(thread, Q_LANES)
+        has_chunk = True if Q_IS_WHOLE else chunk < CHUNKS
+        place = chunk_at(shared, row, chunk)
         clear_gaps(shared, thread)
         begin_query(place, query, row, chunk, item, has_chunk)
-        offset = int64(chunk if has_chunk else uint32(0)) * VECTOR_BYTES
+        if IN_PAIRS:
+            row, chunk = row_and_piece(thread)
+            has_chunk = True if IS_WHOLE else chunk < PIECES
+            place = chunk_at(shared, row, uint32(chunk << 1))
+        offset = int64(chunk if has_chunk else uint32(0)) * PIECE_BYTES
         keys = Cache(k.address + offset, k.block_stride, k.token_stride)
         values = Cache(v.address + offset, v.block_stride, v.token_stride)
         k_place, v_place = uint32(place + K_START), uint32(place + V_START)
-        k_codes = uint32(uint32(shared + CODES) + uint32(thread * CHUNK_DIMS))
+        k_codes = uint32(uint32(shared + CODES) + uint32(thread * PIECE_DIMS))
         v_codes = uint32(k_codes + CODES_BYTES)
 
         first, stage = span.first, uint32(0)

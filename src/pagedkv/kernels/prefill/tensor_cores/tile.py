@@ -92,13 +92,13 @@ class TileShape:
 
     @property
     def codes_start(self) -> int:
-        """Where rows of fp8 caches wait to be converted: of K, then of V, a chunk's 8 codes for each thread and row."""
+        """Where rows of fp8 caches wait to be converted: of K, then of V, a piece's codes for each thread and row."""
         return self.v_start + self.stages * self.tile_bytes
 
     @property
     def codes_bytes(self) -> int:
         """Of K, or of V."""
-        return self.keys * self.lanes * CHUNK_DIMS if self.config.is_fp8 else 0
+        return self.keys * self.lanes * self.piece_dims if self.config.is_fp8 else 0
 
     @property
     def kept_start(self) -> int:
@@ -131,13 +131,37 @@ class TileShape:
         return self.config.head_dim // CHUNK_DIMS
 
     @property
-    def lanes(self) -> int:
-        """Lanes that share a row, a power of two; some may have no chunk."""
+    def q_lanes(self) -> int:
+        """Lanes that share a row of Q, a chunk each, a power of two; some may have no chunk."""
         return max(1 << (self.chunks - 1).bit_length(), self.copiers // self.keys)
 
     @property
+    def q_rows_at_once(self) -> int:
+        """Rows of Q that all copiers copy at once; a thread's next row is as many later."""
+        return self.copiers // self.q_lanes
+
+    @property
+    def in_pairs(self) -> bool:
+        """A thread copies 16 codes at once, which become two chunks: of fp8 rows of whole sixteens, three or more."""
+        return self.config.is_fp8 and self.config.head_dim % 16 == 0 and self.config.head_dim > 32
+
+    @property
+    def piece_dims(self) -> int:
+        """Dims of a row of K or V that a thread copies at once."""
+        return 2 * CHUNK_DIMS if self.in_pairs else CHUNK_DIMS
+
+    @property
+    def pieces_of_row(self) -> int:
+        return self.config.head_dim // self.piece_dims
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a row of K or V, a power of two; some may have no piece."""
+        return max(1 << (self.pieces_of_row - 1).bit_length(), 4) if self.in_pairs else self.q_lanes
+
+    @property
     def rows_at_once(self) -> int:
-        """Rows that all copiers copy at once; a thread's next row is as many later."""
+        """Rows of K or V that all copiers copy at once; a thread's next row is as many later."""
         return self.copiers // self.lanes
 
     @property

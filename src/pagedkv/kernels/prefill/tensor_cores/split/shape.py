@@ -57,7 +57,11 @@ class SplitShape(TileShape):
         return self.rows + 2 * self.keys * self.num_warps
 
     @property
-    def lanes(self) -> int:
+    def in_pairs(self) -> bool:
+        return False
+
+    @property
+    def q_lanes(self) -> int:
         """Lanes that share a row, a power of two; some may have no chunk."""
         return max(1 << (self.chunks - 1).bit_length(), WARP_SIZE // self.rows)
 
