@@ -13,7 +13,7 @@ from dataclasses import replace
 from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, SHADE, WHITE, arrow, box, drawing, text, title
 from split_lanes import place_in_a, place_in_c
 
-from pagedkv.kernels.prefill.config import NUM_WARPS, WARP_SIZE, TensorConfig
+from pagedkv.kernels.prefill.config import WARP_SIZE, TensorConfig
 from pagedkv.kernels.prefill.items import num_tiles
 from pagedkv.kernels.prefill.tensor_cores.products import at_step, make_places
 from pagedkv.kernels.prefill.tensor_cores.tile import CHUNK, CHUNK_DIMS, SWIZZLED, TileShape
@@ -122,10 +122,10 @@ def prefill_tiles() -> str:
     top += 108
     parts.append(
         title(
-            20, top, f"3  its {NUM_WARPS} warps have {SHAPE.rows_of_warp} rows each, as {SHAPE.row_tiles} tiles of 16"
+            20, top, f"3  its {SHAPE.num_warps} warps have {SHAPE.rows_of_warp} rows each, as {SHAPE.row_tiles} tiles of 16"
         )
     )
-    for warp in range(NUM_WARPS):
+    for warp in range(SHAPE.num_warps):
         for m in range(SHAPE.row_tiles):
             y = top + 14 + 22 * (warp * SHAPE.row_tiles + m)
             first = warp * SHAPE.rows_of_warp + 16 * m
@@ -138,7 +138,7 @@ def prefill_tiles() -> str:
         text(424, top + 94, "is loaded by each warp, and multiplied with its", 12),
         text(424, top + 112, f"{SHAPE.row_tiles} tiles: O, shifts and sums stay in registers.", 12),
     ]
-    return drawing(top + 30 + 22 * NUM_WARPS * SHAPE.row_tiles, parts)
+    return drawing(top + 30 + 22 * SHAPE.num_warps * SHAPE.row_tiles, parts)
 
 
 def _grid(

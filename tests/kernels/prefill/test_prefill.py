@@ -67,6 +67,17 @@ def test_float32_loses_nothing(open_device):
     assert np.abs(out - expect(problem)[0]).max() <= 1e-5
 
 
+def test_eight_warps_have_the_bits_of_four():
+    """Those of fp8 with more than 128 dims, where shared memory has room for 128 rows of queries; on 8.9 it has not."""
+    problem = build(MORE_FORMS["e5m2"].replace(seq_lens=(70,), query_lens=(20,), num_kv_heads=1))
+    shapes = [TileShape(tensor_config(checked_call(problem), capability=cc)) for cc in ((9, 0), (8, 9))]
+    assert [(x.num_warps, x.rows) for x in shapes] == [(8, 128), (4, 64)]
+    eight, four = (prefill(problem, capability=cc) for cc in ((9, 0), (8, 9)))
+    assert_close(problem, *eight)
+    for mine, other in zip(eight, four, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 @each_of("form", FORMS)
 def test_a_needle_is_found_at_every_position_of_a_tile(form, open_device):
     """Of the rows at and past it; a KV head each."""

@@ -18,6 +18,7 @@ CODES = (PREFILL + "test_every_fp8_code_is_its_value[cc9.0-fp8_e4m3]",)
 
 LOOP = "kernels/prefill/tensor_cores/loop.py"
 COPIES = "kernels/prefill/tensor_cores/copies.py"
+TILE = "kernels/prefill/tensor_cores/tile.py"
 PRODUCTS = "kernels/prefill/tensor_cores/products.py"
 SOFTMAX = "kernels/prefill/tensor_cores/softmax.py"
 ITEMS = "kernels/prefill/items.py"
@@ -223,6 +224,13 @@ MUTANTS = [
         "IS_STRIDED = 16 // (VECTOR * KV_BYTES), config.is_vllm and not is_keys",
         "IS_STRIDED = 16 // (VECTOR * KV_BYTES), False",
         VLLM,
+    ),
+    Mutant(
+        "prefill kernel: four of eight warps copy as if they were all",
+        TILE,
+        "        return self.num_threads\n\n    @property\n    def all_rows",
+        "        return 128\n\n    @property\n    def all_rows",
+        (PREFILL + "test_eight_warps_have_the_bits_of_four",),
     ),
     Mutant(
         "prefill kernel: eight threads store pieces of one row of fp8",

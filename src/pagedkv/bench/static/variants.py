@@ -17,6 +17,9 @@ import numpy as np
 from ...cuda.plans.plan import WGMMA as PAGEDKV_WGMMA
 from ...kernels.prefill.config import TensorConfig
 from ...kernels.prefill.limits import can_split
+from ...kernels.prefill.tensor_cores.split.shape import SplitShape
+from ...kernels.prefill.tensor_cores.tile import TileShape
+from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape
 from ...kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits
 from ...layouts import FP8_KINDS, cache_shapes, storage_dtype
 from ...operations import attention, caches
@@ -31,6 +34,7 @@ FEW_TOKENS, LONG_CONTEXT = 8, 4096  # of prefill_split
 NUM_TOKENS = 256  # in operations on caches
 NUM_STATES, NUM_ROWS = 8, 64
 
+PREFILL_SHAPES = {"prefill": TileShape, "prefill_split": SplitShape, WGMMA: WgmmaShape}
 DTYPES = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -217,10 +221,10 @@ def _prefill(variant: Variant) -> Work:
     for name in ("alibi_slopes", "sinks"):
         if name in options:
             options[name] = np.repeat(options[name], variant.group_size)
-    is_modified = options.keys() & {"softcap", "alibi_slopes", "score_mod"}
-    rows = (128 if variant.kernel == WGMMA or (variant.head_dim <= 128 and not is_modified) else 64) // (
-        4 if is_few else 1
-    )
+    sizes = (variant.head_dim, variant.group_size, variant.block_size)
+    is_modified = bool(options.keys() & {"softcap", "alibi_slopes", "score_mod"})
+    config = TensorConfig(*sizes, variant.kind, variant.kv_kind, modified=is_modified)
+    rows = PREFILL_SHAPES[variant.kernel](config).rows
     seen = min(seq_len, options.get("window", seq_len) + num_tokens - 1)
     visible = 2 * NUM_HEADS * seen * variant.head_dim * k_cache.itemsize * -(-num_tokens * variant.group_size // rows)
     call = partial(

@@ -9,8 +9,7 @@ from typing import Any
 from ..device.elements import ELEMENT_BITS
 from ..device.warp import WARP_SIZE
 
-NUM_WARPS = 4
-NUM_THREADS = WARP_SIZE * NUM_WARPS
+NUM_THREADS = 4 * WARP_SIZE  # of a thread block on CUDA cores
 MOST_DIMS = 256  # that the accumulators of a warp have registers for
 
 

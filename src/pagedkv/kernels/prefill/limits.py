@@ -15,7 +15,13 @@ SMALL_SHARED_KIB = 100  # of compute capability 8.6, 8.9 and 12.0
 FEW_ROWS = 32
 PART = 512  # tokens that one warp takes, of sequences of up to LONGEST_OF_PARTS
 LONGEST_OF_PARTS = 2**17
-MIN_BLOCKS = 2  # thread blocks on a multiprocessor that 255 registers allow
+FULL_WARPS = 8  # on a multiprocessor, that 255 registers allow
+
+
+def num_warps(config: TensorConfig) -> int:
+    """Of a thread block. Eight convert an fp8 tile for twice as many rows, where shared memory has room for those; with
+    up to 128 dims, four have 128 rows."""
+    return 8 if config.is_fp8 and config.head_dim > 128 and config.shared_kib > SMALL_SHARED_KIB else 4
 
 
 def row_tiles(config: TensorConfig) -> int:
@@ -25,15 +31,21 @@ def row_tiles(config: TensorConfig) -> int:
 
 
 def keys(config: TensorConfig) -> int:
-    """Logits of 32 keys at a time where options need registers, or where tiles of 64 leave room for one block."""
+    """Logits of 32 keys at a time where options need registers, or where tiles of 64 leave room for one block, or, of
+    fp8 with more than 128 dims, for fewer warps that split keys: both kernels then move pivots at the same keys."""
     if config.modified or (config.is_fp8 and config.head_dim > 128):
         return 32
     return 32 if config.shared_kib <= SMALL_SHARED_KIB and 64 < config.head_dim <= 128 else 64
 
 
+def min_blocks(config: TensorConfig) -> int:
+    """Thread blocks on a multiprocessor that ptxas leaves registers for."""
+    return FULL_WARPS // num_warps(config)
+
+
 def stages(shape: TileShape) -> int:
     """Two if two thread blocks have room for them; fp8 rows wait elsewhere."""
-    room = shape.config.shared_kib * 1024 // MIN_BLOCKS - SYSTEM_BYTES
+    room = shape.config.shared_kib * 1024 // min_blocks(shape.config) - SYSTEM_BYTES
     needed = shape.q_bytes + 4 * shape.tile_bytes + 4 * 8
     return 2 if needed <= room and not shape.config.is_fp8 else 1
 

@@ -9,9 +9,10 @@ Grid. x is tile * num_kv_heads + kv_head: neighbours read neighbouring heads of 
 head r % group_size, so that any number of query heads shares what is read of K and V. Sequences of up to `few_rows`
 rows and of more than PART keys are left to split/kernel.py.
 
-Who owns what. Each of four warps has 16 or 32 of the rows, with O in registers, and goes through all tiles of keys that
-a row of the thread block sees, in ascending order from a multiple of the tile's size on. A tile of keys that a row does
-not see changes nothing of that row, so neither chunks of a prompt nor windows nor neighbours change its bits.
+Who owns what. Each of four warps, or eight, has 16 or 32 of the rows, with O in registers, and goes through all tiles
+of keys that a row of the thread block sees, in ascending order from a multiple of the tile's size on. A tile of keys
+that a row does not see changes nothing of that row, so neither chunks of a prompt nor windows nor neighbours change its
+bits.
 
 Shared memory, dynamic: Q, a ring of one or two tiles of K, one of V, codes of fp8 on their way, and what all threads
 are told (copies.py has the order of a row, tile.py the places). With two stages, the next tile is copied while this one
@@ -29,9 +30,9 @@ from ...device.intrinsics.thread import address, bits_float, divmod_32, shared_a
 from ...device.intrinsics.warp import shuffle, thread_number
 from ...device.source import KernelSource
 from ..arguments import Cache, Options, Pages, Visible, signature
-from ..config import NUM_THREADS, TensorConfig
+from ..config import TensorConfig
 from ..items import is_split, make_find_item, make_keep
-from ..limits import MIN_BLOCKS, optimisation, pins_thread
+from ..limits import min_blocks, optimisation, pins_thread
 from ..output import make_store_nothing
 from .loop import Query, make_attend
 from .output import make_store_rows
@@ -44,7 +45,7 @@ from .tile import SWIZZLED, TileShape
 def make_prefill(config: TensorConfig) -> KernelSource:
     """Attention of all rows of all sequences over the keys that they see."""
     shape = TileShape(config)
-    facts = {"num_threads": NUM_THREADS, "min_blocks": MIN_BLOCKS, "optimisation": optimisation(config)}
+    facts = {"min_blocks": min_blocks(config), "optimisation": optimisation(config)}
     return kernel_of(config, shape, make_attend(config, shape), SWIZZLED, **facts)
 
 
@@ -55,7 +56,7 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
     MODIFIED, (keep, kept) = config.modified, make_keep(shape.kept_start)
     find_item, registers_of = make_find_item(ROWS), make_registers(shape)
     start, store_rows = make_start(config, shape), make_store_rows(config, shape)
-    store_nothing, PINNED = make_store_nothing(ROWS, config.head_dim // 2, facts["num_threads"]), pins_thread(shape)
+    store_nothing, PINNED = make_store_nothing(ROWS, config.head_dim // 2, shape.num_threads), pins_thread(shape)
 
     def prefill(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
@@ -113,7 +114,7 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
         output = prologue.output_of(out, out_strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads)
         store_rows(registers, output, item, warp, uint32(lane >> 2), uint32(lane & 3))
 
-    return KernelSource(prefill, signature(12), **facts)
+    return KernelSource(prefill, signature(12), shape.num_threads, **facts)
 
 
 def dynamic_bytes(config: TensorConfig) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ...device.warp import WARP_SIZE
 from .. import limits
-from ..config import NUM_THREADS, NUM_WARPS, TensorConfig
+from ..config import TensorConfig
 
 CHUNK = 16  # bytes: of a copy, and of a row of a matrix that ldmatrix loads
 CHUNK_DIMS = 8
@@ -31,9 +31,14 @@ class TileShape:
         return limits.row_tiles(self.config)
 
     @property
+    def num_warps(self) -> int:
+        """Of a thread block."""
+        return limits.num_warps(self.config)
+
+    @property
     def num_threads(self) -> int:
         """Of a thread block."""
-        return NUM_THREADS
+        return WARP_SIZE * self.num_warps
 
     @property
     def rows_of_warp(self) -> int:
@@ -42,7 +47,7 @@ class TileShape:
     @property
     def rows(self) -> int:
         """Query rows of a thread block."""
-        return NUM_WARPS * self.rows_of_warp
+        return self.num_warps * self.rows_of_warp
 
     @property
     def keys(self) -> int:
@@ -118,7 +123,7 @@ class TileShape:
     @property
     def copiers(self) -> int:
         """Threads that copy a tile of keys together."""
-        return NUM_THREADS
+        return self.num_threads
 
     @property
     def all_rows(self) -> int:

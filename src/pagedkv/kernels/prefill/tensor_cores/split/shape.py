@@ -27,10 +27,6 @@ class SplitShape(TileShape):
         return limits.split_warps(self)
 
     @property
-    def num_threads(self) -> int:
-        return WARP_SIZE * self.num_warps
-
-    @property
     def row_tiles(self) -> int:
         return limits.split_row_tiles(self.config)
 

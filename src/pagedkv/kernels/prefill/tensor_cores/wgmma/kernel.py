@@ -16,10 +16,10 @@ from ....device.source import KernelSource
 from ...config import TensorConfig
 from ..kernel import kernel_of
 from .loop import make_attend
-from .shape import NUM_THREADS, WgmmaShape
+from .shape import WgmmaShape
 
 
 def make_prefill_wgmma(config: TensorConfig) -> KernelSource:
     """Attention of all rows of all sequences over the keys that they see."""
     shape = WgmmaShape(config)
-    return kernel_of(config, shape, make_attend(config, shape), GROUP, num_threads=NUM_THREADS, is_specific=True)
+    return kernel_of(config, shape, make_attend(config, shape), GROUP, is_specific=True)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....device.intrinsics.warpgroup import GROUP, ROW
-from ....device.warp import WARP_SIZE
 from ...config import TensorConfig
 from ..tile import CHUNK, TileShape
 
 NUM_WARPGROUPS, WARPS, ROWS = 2, 4, 64  # warps and rows of a warpgroup
-NUM_THREADS = NUM_WARPGROUPS * WARPS * WARP_SIZE
 PANEL_DIMS, PANEL_CHUNKS = 64, 8
 DIMS = (64, 128, 256)
 
@@ -35,12 +33,8 @@ class WgmmaShape(TileShape):
         return 1
 
     @property
-    def num_threads(self) -> int:
-        return NUM_THREADS
-
-    @property
-    def rows(self) -> int:
-        return NUM_WARPGROUPS * ROWS
+    def num_warps(self) -> int:
+        return NUM_WARPGROUPS * WARPS
 
     @property
     def keys(self) -> int:
@@ -91,12 +85,6 @@ class WgmmaShape(TileShape):
     @property
     def value_steps(self) -> tuple[int, ...]:
         return tuple(2 * GROUP * i for i in range(self.key_pairs))
-
-    # ---- who copies what
-
-    @property
-    def copiers(self) -> int:
-        return NUM_THREADS
 
 
 def _step_of_row(i: int, panel_bytes: int) -> int:
