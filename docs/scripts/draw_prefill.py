@@ -120,11 +120,8 @@ def prefill_tiles() -> str:
     parts += [text(20, top + 30, f"tiles of {SHAPE.keys} keys"), text(20, top + 74, words, 12)]
 
     top += 108
-    parts.append(
-        title(
-            20, top, f"3  its {SHAPE.num_warps} warps have {SHAPE.rows_of_warp} rows each, as {SHAPE.row_tiles} tiles of 16"
-        )
-    )
+    rows = f"{SHAPE.rows_of_warp} rows each, as {SHAPE.row_tiles} tiles of 16"
+    parts.append(title(20, top, f"3  its {SHAPE.num_warps} warps have {rows}"))
     for warp in range(SHAPE.num_warps):
         for m in range(SHAPE.row_tiles):
             y = top + 14 + 22 * (warp * SHAPE.row_tiles + m)

@@ -12,13 +12,15 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from _thread import allocate_lock, start_new_thread
+from _thread import allocate_lock, get_native_id, start_new_thread
 from collections.abc import Callable
 from ctypes import addressof, c_int64
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+
+from .processors import Workers
 
 MAX_NUM_THREADS = 1024
 ALONE_NS = 50_000  # below, a helper would come when most is done
@@ -79,8 +81,9 @@ class _Share:
             pass
 
 
-def _serve(shares: SimpleQueue[Any], end: object) -> None:
+def _serve(shares: SimpleQueue[Any], end: object, ids: list[int]) -> None:
     """What a worker does: one share after the other, until `end` comes."""
+    ids.append(get_native_id())
     while (share := shares.get()) is not end:
         share.do()
         share = None  # an idle worker keeps no arrays alive
@@ -96,6 +99,7 @@ class _Pool:
     def __init__(self, size: int) -> None:
         self.size = size
         self.shares: SimpleQueue[Any] = SimpleQueue()
+        self.workers = Workers()
         self._end = weakref.ref(self, self.shares.put)  # puts itself: no byte code that an interrupt could cut short
         # Lists, for a thread or a signal handler may come in between: what one has popped no other one gets.
         self._free: list[None] = [None] * size
@@ -110,7 +114,7 @@ class _Pool:
         while len(self._started) < wanted:
             try:
                 self._free.pop()
-                self._started.append(start_new_thread(_serve, (self.shares, self._end)))
+                self._started.append(start_new_thread(_serve, (self.shares, self._end, self.workers.ids)))
             except IndexError:  # somebody else is about to start it
                 break
             except RuntimeError:  # no further thread can be started
@@ -207,6 +211,7 @@ def run(
     pool, joins = _state.pool(), estimate < PATIENCE_NS  # the pool until the end of the call, or its workers would end
     shares = [_Share(work) for _ in range(pool.helpers(num_items) if joins else pool.ready(num_items))]
     try:
+        pool.workers.make_way(joins)
         for share in shares:
             pool.shares.put(share)
         if joins or not shares:

@@ -14,6 +14,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from .machine import prefetches_into_l1
+
 Value = Any  # of llvmlite, which has no types
 
 BYTE, SHORT, INT32, INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -57,9 +59,9 @@ class Code:
         self.builder.store(value, self._pointer(address, value.type, offset), align=_element_bytes(value.type))
 
     def prefetch(self, address: Value, offset: int = 0) -> None:
-        """Prefetch the cache line at an address into L2, which has room for more misses than L1; never faults."""
+        """Prefetch the cache line at an address into L1 or L2, whichever the machine has room in; never faults."""
         pointer = self._pointer(address, BYTE, offset)
-        read, keep, data = INT32(0), INT32(2), INT32(1)
+        read, keep, data = INT32(0), INT32(3 if prefetches_into_l1() else 2), INT32(1)
         self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 
     def _pointer(self, address: Value, type_: Any, offset: int) -> Value:

@@ -20,6 +20,11 @@ def has_byte_permutes() -> bool:
     return _has("avx512vbmi")
 
 
+def prefetches_into_l1() -> bool:
+    """AMD's Zen, which waits for lines that are in L2 alone; Intel's L1 has room for too few misses on their way."""
+    return cpu_target.target_context.codegen().magic_tuple()[1].startswith("znver")
+
+
 def num_accumulators() -> int:
     """Vectors of 16 float32 that stay in registers beside the operands: 16 of AVX-512's 32, or 4 elsewhere.
 

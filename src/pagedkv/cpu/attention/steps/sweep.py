@@ -1,7 +1,8 @@
 """Sweeps: all steps of a tile, of keys or of values, for the KV heads of a work item.
 
 Steps come token after token, and the heads of each, or head after head: the order in which rows lie in memory. While
-one computes, the rows that the same head reads a step later are prefetched, from this tile or from the next one.
+one computes, the rows of a later one are prefetched, from this tile or from the next one: those that the same head
+reads next, or a few heads further on where L1 has no room for so many rows.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import Any, NamedTuple
 
 from .code import ELEMENT_BYTES, INT64, Code, Value, step
 from .dots import dots, keys_at_once
+from .machine import prefetches_into_l1
 from .rows import Ahead, Rows
 from .shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .values import values, widens_in_registers
 from .widen import widen_rows
+
+REACH = 2**14  # bytes from what a step reads to what it prefetches into L1, which has room for three times as many
 
 
 class Sweep(NamedTuple):
@@ -92,6 +96,15 @@ def make_add(form: Form) -> Any:
     return step(emit)
 
 
+def _heads_ahead(code: Code, form: Form, sweep: Sweep) -> Value:
+    """How many steps later rows are read when they are prefetched, if the heads of a token lie side by side."""
+    if not prefetches_into_l1():
+        return sweep.num_heads
+    builder, step_bytes = code.builder, code.times(sweep.head_dim, STEP * ELEMENT_BYTES[form.kind])
+    steps = code.plus(builder.sdiv(INT64(REACH - 1), step_bytes), 1)
+    return builder.select(builder.icmp_signed("<", steps, sweep.num_heads), steps, sweep.num_heads)
+
+
 def _num_vectors(code: Code, sweep: Sweep) -> Value:
     """Of a widened row."""
     return code.builder.sdiv(code.plus(sweep.head_dim, LANES - 1), INT64(LANES))
@@ -119,6 +132,7 @@ def _take_steps(
     builder, R = code.builder, form.group_rows
     num_steps = builder.sdiv(code.plus(sweep.count, step_tokens - 1), INT64(step_tokens))
     by_token = builder.icmp_signed("!=", sweep.token_major, INT64(0))
+    heads_ahead = builder.select(by_token, _heads_ahead(code, form, sweep), sweep.num_heads)
 
     def in_groups(emit: Callable[[Value, int], None], done: Value, count: int) -> None:
         """``emit(first, count)`` for the groups from `done` on, so many at a time, and what is left fewer at a time."""
@@ -136,23 +150,31 @@ def _take_steps(
 
         code.repeatedly(num_steps, one)
 
+    def later(addresses: Value, t: Value, head: Value) -> Rows:
+        """The rows that are read `heads_ahead` steps after those of a head from token t on."""
+        target = builder.add(head, heads_ahead)
+        is_next_step = builder.icmp_signed(">=", target, sweep.num_heads)
+        is_next_tile = builder.and_(is_next_step, builder.icmp_signed(">=", code.plus(t, step_tokens), sweep.count))
+        target = builder.select(is_next_step, builder.sub(target, sweep.num_heads), target)
+        following = builder.select(is_next_step, code.plus(addresses, step_tokens * INT_BYTES), addresses)
+        offset = builder.add(sweep.offset, builder.mul(target, sweep.head_stride))
+        next_offset = builder.add(sweep.next_offset, builder.mul(target, sweep.next_head_stride))
+        return Rows(
+            builder.select(is_next_tile, sweep.next_rows, following), builder.select(is_next_tile, next_offset, offset)
+        )
+
     def of_head(outer: Value, inner: Value) -> None:
         """A step of all groups of a KV head."""
         n, head = builder.select(by_token, outer, inner), builder.select(by_token, inner, outer)
         t = code.times(n, step_tokens)
         offset = builder.add(sweep.offset, builder.mul(head, sweep.head_stride))
         rows = Rows(sweep.rows, offset).after(code, t)
-        is_last = builder.icmp_signed(">=", code.plus(t, step_tokens), sweep.count)
-        next_offset = builder.add(sweep.next_offset, builder.mul(head, sweep.next_head_stride))
-        later = Rows(
-            builder.select(is_last, sweep.next_rows, code.plus(rows.addresses, step_tokens * INT_BYTES)),
-            builder.select(is_last, next_offset, offset),
-        )
+        ahead = Ahead(later(rows.addresses, t, head), ELEMENT_BYTES[form.kind])
         if reads != form.kind or not form.whole:
             stride = code.times(_num_vectors(code, sweep), LANES * FLOAT_BYTES)
             widen_rows(code, form.kind, sweep.tile, stride, rows, sweep.head_dim, whole=form.whole)
             rows = Rows(sweep.tile_rows, INT64(0))
-        row, ahead = builder.mul(head, code.times(sweep.num_groups, R)), Ahead(later, ELEMENT_BYTES[form.kind])
+        row = builder.mul(head, code.times(sweep.num_groups, R))
         in_groups(
             lambda first, count: take(builder.add(row, code.times(first, R)), count, t, rows, ahead), INT64(0), most
         )
