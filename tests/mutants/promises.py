@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 THREADS = ("tests/cpu/test_threads.py",)
+PROCESSORS = ("tests/cpu/test_processors.py",)
 FORMS = ("tests/validation/test_forms.py",)
 INTERRUPTS = ("tests/promises/test_interrupts.py::test_random_interrupts[300]",)
 COMMIT = ("tests/test_commit.py",)
@@ -53,6 +54,27 @@ MUTANTS = [
         "return 0 if self.shares.qsize() >= self.size else self.ready(",
         "return self.ready(",
         THREADS,
+    ),
+    Mutant(
+        "threads: a helper may wait behind the caller",
+        "cpu/processors.py",
+        "own - {told[1]} or own",
+        "own",
+        PROCESSORS,
+    ),
+    Mutant(
+        "threads: a long call leaves the processor of a caller who sleeps",
+        "cpu/processors.py",
+        "_current() if joins else None",
+        "_current()",
+        PROCESSORS,
+    ),
+    Mutant(
+        "threads: workers that start later are not told",
+        "cpu/processors.py",
+        "told = len(self._of_each), ",
+        "told = 0, ",
+        PROCESSORS,
     ),
     Mutant(
         "threads: the caller works however long it takes",

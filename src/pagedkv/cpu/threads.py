@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from _thread import allocate_lock, get_native_id, start_new_thread
+from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
 from ctypes import addressof, c_int64
 from queue import SimpleQueue
@@ -81,9 +81,9 @@ class _Share:
             pass
 
 
-def _serve(shares: SimpleQueue[Any], end: object, ids: list[int]) -> None:
+def _serve(shares: SimpleQueue[Any], end: object, workers: Workers) -> None:
     """What a worker does: one share after the other, until `end` comes."""
-    ids.append(get_native_id())
+    workers.add()
     while (share := shares.get()) is not end:
         share.do()
         share = None  # an idle worker keeps no arrays alive
@@ -114,7 +114,7 @@ class _Pool:
         while len(self._started) < wanted:
             try:
                 self._free.pop()
-                self._started.append(start_new_thread(_serve, (self.shares, self._end, self.workers.ids)))
+                self._started.append(start_new_thread(_serve, (self.shares, self._end, self.workers)))
             except IndexError:  # somebody else is about to start it
                 break
             except RuntimeError:  # no further thread can be started

@@ -1,0 +1,102 @@
+"""Workers are kept off the processor of a caller who works too."""
+
+import os
+import threading
+
+import pytest
+
+import pagedkv
+from pagedkv.cpu import processors, threads
+
+if processors._current is None:
+    pytest.skip("the system tells no thread where it runs", allow_module_level=True)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """A list of (worker, processors) that the system is told, with three processors and callers on 1."""
+    calls = []
+    monkeypatch.setattr(processors, "_current", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda worker, allowed: calls.append((worker, allowed)))
+    return calls
+
+
+def workers_of(count):
+    workers = processors.Workers()
+    for _ in range(count):
+        workers.add()
+    return workers
+
+
+def test_workers_are_told_when_a_caller_joins_moves_or_waits(told, monkeypatch):
+    workers, mine = workers_of(2), threading.get_native_id()
+    for joins, current, expected in [
+        (True, 1, {0, 2}),
+        (True, 1, None),  # it stayed there
+        (True, 2, {0, 1}),
+        (False, 2, {0, 1, 2}),
+        (False, 0, None),
+        (True, 0, {1, 2}),
+    ]:
+        monkeypatch.setattr(processors, "_current", lambda current=current: current)
+        workers.make_way(joins)
+        assert told == ([] if expected is None else [(mine, expected)] * 2)
+        told.clear()
+    workers.add()  # one that has started meanwhile
+    workers.make_way(True)
+    assert told == [(mine, {1, 2})] * 3
+
+
+def test_the_only_processor_is_not_taken_away(told, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
+    workers_of(1).make_way(True)
+    assert told == [(threading.get_native_id(), {1})]
+
+
+@pytest.mark.parametrize("count", [0, processors.MOST_WORKERS + 1])
+def test_none_and_many_are_left_alone(told, count):
+    workers_of(count).make_way(True)
+    assert told == []
+
+
+def test_a_worker_that_is_gone_harms_nobody(told, monkeypatch):
+    def refuse(worker, allowed):
+        told.append(allowed)
+        raise ProcessLookupError
+
+    workers = workers_of(2)
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    workers.make_way(True)
+    assert told == [{0, 2}] * 2
+
+
+def test_a_system_that_does_not_tell_is_asked_nothing(told, monkeypatch):
+    monkeypatch.setattr(processors, "_current", None)
+    workers_of(2).make_way(True)
+    assert told == []
+
+
+def test_a_shared_call_leaves_its_callers_processor_and_a_long_one_gives_it_back():
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("only one processor")
+    before, seen = pagedkv.get_num_threads(), {}
+    together = threading.Barrier(2)
+
+    def kernel(counter, num_items):
+        together.wait(30)
+        seen[threading.get_ident()] = os.sched_getaffinity(0), processors._current()
+
+    try:
+        pagedkv.set_num_threads(2)
+        for _ in range(2):  # the first one starts the worker, which adds itself
+            seen.clear()
+            threads.run(kernel, 2, (), estimate=threads.ALONE_NS)
+        allowed, ((of_worker, processor),) = seen.pop(threading.get_ident())[0], seen.values()
+        assert processor in of_worker < allowed
+        assert len(of_worker) == len(allowed) - 1
+        seen.clear()
+        threads.run(kernel, 2, (), estimate=threads.PATIENCE_NS)
+        assert [of_worker for of_worker, _ in seen.values()] == [allowed] * 2
+    finally:
+        pagedkv.set_num_threads(before)
