@@ -69,9 +69,16 @@ MUTANTS = [
     Mutant(
         "steps: the first head's rows are prefetched for all",
         "cpu/attention/steps/sweep.py",
-        "builder.add(sweep.next_offset, builder.mul(head, sweep.next_head_stride))",
+        "builder.add(sweep.next_offset, builder.mul(target, sweep.next_head_stride))",
         "sweep.next_offset",
         ("tests/cpu/attention/steps/test_sweep.py::test_each_line_of_the_next_rows_is_prefetched[bfloat16-1]",),
+    ),
+    Mutant(
+        "steps: the last step of a tile prefetches the next one's rows for heads of its own",
+        "cpu/attention/steps/sweep.py",
+        "        is_next_tile = builder.and_(is_next_step, ",
+        "        is_next_tile = builder.and_(builder.icmp_signed('==', t, t), ",
+        ("tests/cpu/attention/steps/test_sweep.py::test_of_large_rows_heads_further_on_are_prefetched",),
     ),
     Mutant(
         "steps: vectors that are left over read the first values again",

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from pagedkv.cpu.attention.steps import sweep
 from pagedkv.cpu.attention.steps.code import BYTE, Code
 from pagedkv.cpu.attention.steps.order import order
 from pagedkv.cpu.attention.steps.shapes import CACHE_LINE, STEP, TILE
@@ -68,6 +69,13 @@ def test_every_way_to_read_rows(kind, group_rows, whole):
         np.testing.assert_array_equal(found_acc, expected_acc)
 
 
+@pytest.fixture
+def marked(monkeypatch):
+    """A prefetch stores a 1 at the beginning of the line."""
+    monkeypatch.setattr(Code, "prefetch", lambda code, address, offset=0: code.store(BYTE(1), address, offset))
+    monkeypatch.setenv("NUMBA_OPT", "0")  # the same lines, compiled three times as fast
+
+
 @pytest.mark.parametrize(
     ("kind", "group_rows"),
     [
@@ -75,9 +83,8 @@ def test_every_way_to_read_rows(kind, group_rows, whole):
         *long((kind, (4, 1)[i % 2]) for i, kind in enumerate(FORMATS)),
     ],
 )
-def test_each_line_of_the_next_rows_is_prefetched(kind, group_rows, monkeypatch):
-    monkeypatch.setattr(Code, "prefetch", lambda code, address, offset=0: code.store(BYTE(1), address, offset))
-    monkeypatch.setenv("NUMBA_OPT", "0")  # the same lines, compiled three times as fast
+@pytest.mark.usefixtures("marked")
+def test_each_line_of_the_next_rows_is_prefetched(kind, group_rows):
     rows, (q, acc, scores) = rows_of(kind, STEP), state_of(group_rows)
     row_bytes = DIMS * rows.itemsize
     for make, first in ((make_score, grouped(q, group_rows)), (make_add, acc)):
@@ -89,3 +96,18 @@ def test_each_line_of_the_next_rows_is_prefetched(kind, group_rows, monkeypatch)
         run(one, other, *swept(rows, GROUPS, next_rows=later))
         assert (later.reshape(-1, CACHE_LINE)[:, 0] == 1).all()
         assert memory.sum() == later.sum()
+
+
+@pytest.mark.usefixtures("marked")
+def test_of_large_rows_heads_further_on_are_prefetched(monkeypatch):
+    """Two heads of which L1 has room for one: the first prefetches for the second, that for the first of the next."""
+    monkeypatch.setattr(sweep, "prefetches_into_l1", lambda: True)
+    monkeypatch.setattr(sweep, "REACH", STEP * DIMS * 4)
+    memory = np.zeros(2 * STEP * HEADS * DIMS + CACHE_LINE, np.float32)
+    begin = -memory.ctypes.data % CACHE_LINE // memory.itemsize
+    rows, later = memory[begin : begin + 2 * STEP * HEADS * DIMS].reshape(2, STEP, HEADS, DIMS)
+    _, acc, scores = state_of(1)
+    stepper(make_add(Form("float32", 1, whole=True, staged=False)))(acc, scores, *swept(rows, GROUPS, next_rows=later))
+    marks = memory.view(np.uint8)[4 * begin :][: 4 * rows.size * 2].reshape(2, STEP, HEADS, -1, CACHE_LINE)[..., 0]
+    assert marks.all(axis=(1, 3)).tolist() == [[False, True], [True, False]]
+    assert memory.view(np.uint8).sum() == STEP * HEADS * DIMS * 4 // CACHE_LINE
