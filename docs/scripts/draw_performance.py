@@ -153,7 +153,8 @@ def calls() -> str:
     lines = []
     for row in rows:
         if "prefill" in row:
-            what = f"prefill of {row['tokens']} tokens, {row['heads']} heads, {row['prefill']}"
+            heads = f"{row['heads']} heads" + (f", G = {row['G']}" if row.get("G", 1) > 1 else "")
+            what = f"prefill of {row['tokens']} tokens, {heads}, {row['prefill']}"
             lines.append([what, f"{row['ms']:.0f} ms; SDPA {row['SDPA ms']:.0f} ms"])
         if "first call" in row:
             words = f"{row['cold s']:.1f} s to compile; {row['from disk s']:.2g} s from disk"

@@ -60,7 +60,12 @@ def test_all_of_it(monkeypatch):
     assert [row["G"] for row in decode] == [1, 2]
     shown = ["SDPA", "gather + SDPA", "Nowhere", "Zero", "SDPA", "gather + SDPA", "Zero"]
     assert [row["peer"] for row in rows if "peer" in row] == shown
-    assert first_columns(rows)[-6:] == ["prefill", "small call", "verification", "growth", "first call", "first call"]
+    others = ["small call", "verification", "growth", "first call", "first call"]
+    assert first_columns(rows)[-7:] == ["prefill", "prefill", *others]
+    assert [(row["prefill"], row["G"], row["note"]) for row in rows[-7:-5]] == [
+        ("float32", 1, None),
+        ("bfloat16", 4, None),
+    ]
     assert {"us", "again us", "without kernel us", "without kernel again us"} < set(rows[-5])
     assert {"L 16 ms", "L 64 ms", "ratio"} < set(rows[-3])
     for row in decode:

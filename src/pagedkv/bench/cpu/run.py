@@ -24,7 +24,7 @@ from ...cpu.attention import decode
 from ..reasons import NOT_INSTALLED
 from ..report import Interrupted, Row, median, spread
 from .contest import MOST_SPREAD, Call, Contest, contest, interleaved
-from .peers import COMPILED, FIRST, PACKAGES, SUBJECTS, torch_on
+from .peers import COMPILED, FIRST, PACKAGES, SUBJECTS, as_tensor, torch_on
 from .pinning import pinned
 from .problem import DTYPES, HEAD_DIM, NUM_KV_HEADS, TOLERANCE, Problem, random_pages
 
@@ -32,6 +32,7 @@ SHAPES = ((8, 4096), (1, 16384), (64, 512))
 GROUP_SIZES = (1, 4, 8)
 SUM_BYTES = 2 * 2**30
 PREFILL_TOKENS, PREFILL_HEADS = 2048, 32
+PREFILLS = (("float32", 1), ("bfloat16", 4))  # with so many query heads of a KV head
 GROWTH_LENGTHS = (4096, 16384)
 QUICK_SHAPE, QUICK_GROUP_SIZE, QUICK_SUM_BYTES = (2, 512), 4, 2**26
 SMALL_LENGTH, SMALL_CALLS, SMALL_TURNS = 128, 20, 50
@@ -142,36 +143,39 @@ def _name(problem: Problem) -> str:
     return f"decode {problem.dtype} G={problem.group_size} (B, L)=({problem.num_seqs}, {problem.length})"
 
 
-def _prefill_row(repeats: int, num_threads: int, num_tokens: int, num_heads: int) -> Row:
-    pages = random_pages("float32", num_tokens, num_heads)
+def _prefill_row(
+    repeats: int, num_threads: int, num_tokens: int, num_heads: int, dtype: str = "float32", group_size: int = 1
+) -> Row:
+    num_kv_heads = num_heads // group_size
+    pages = random_pages(dtype, num_tokens, num_kv_heads)
     tables = np.random.default_rng(1).permutation(pages.shape[1]).astype(np.int32)[None]
-    q = np.random.default_rng(2).standard_normal((num_tokens, num_heads, HEAD_DIM), np.float32)
+    q = np.random.default_rng(2).standard_normal((num_tokens, num_heads, HEAD_DIM), np.float32).astype(DTYPES[dtype])
     out = np.empty_like(q)
     lens, starts = np.full(1, num_tokens, np.int32), np.array([0, num_tokens], np.int32)
-    last = pagedkv.reference.decode_attention(q[-1:], pages[0], pages[1], tables, lens)  # it sees every token
+    # The last token sees all of them.
+    last = pagedkv.reference.decode_attention(q[-1:], pages[0], pages[1], tables, lens).astype(np.float32)
 
     def own() -> Call:
         return lambda: pagedkv.prefill_attention(q, pages[0], pages[1], tables, lens, starts, out=out)
 
     def sdpa() -> Call:
         torch = torch_on(num_threads)
-        dense = [
-            torch.from_numpy(np.ascontiguousarray(x.reshape(-1, num_heads, HEAD_DIM).swapaxes(0, 1)))[None]
-            for x in (q, pages[0][tables[0]], pages[1][tables[0]])
-        ]
+        by_token = (x.reshape(num_tokens, -1, HEAD_DIM) for x in (q, pages[0][tables[0]], pages[1][tables[0]]))
+        dense = [as_tensor(torch, np.ascontiguousarray(x.swapaxes(0, 1)))[None] for x in by_token]
         attention = torch.nn.functional.scaled_dot_product_attention
-        return lambda: attention(*dense, is_causal=True)[0].transpose(0, 1)
+        return lambda: attention(*dense, is_causal=True, enable_gqa=group_size > 1)[0].transpose(0, 1)
 
     def error_of(result: Any) -> float:
         return float(np.abs(as_numpy(result)[-1:] - last).max() / np.abs(last).max())
 
-    result = contest({FIRST: own, "SDPA": sdpa}, {}, error_of, TOLERANCE["float32"], repeats)
+    result = contest({FIRST: own, "SDPA": sdpa}, {}, error_of, TOLERANCE[dtype], repeats)
     if FIRST in result.notes:
         raise RuntimeError(f"pagedkv has no time in prefill: {result.notes[FIRST]}")
     flops = 2 * num_tokens * (num_tokens + 1) * HEAD_DIM * num_heads
     return {
-        "prefill": "float32",
+        "prefill": dtype,
         "heads": num_heads,
+        "G": group_size,
         "tokens": num_tokens,
         "ms": _milliseconds(result, FIRST),
         "GFLOP/s": flops / median(result.seconds[FIRST]) / 1e9,
@@ -305,7 +309,8 @@ def run(
                 rest.append(_prefill_row(repeats, num_threads, num_tokens=128, num_heads=4))
             else:
                 progress("prefill, small calls, verification, growth, first call")
-                rest.append(_prefill_row(max(3, repeats // 2), num_threads, PREFILL_TOKENS, PREFILL_HEADS))
+                sizes = num_threads, PREFILL_TOKENS, PREFILL_HEADS
+                rest += [_prefill_row(max(3, repeats // 2), *sizes, dtype, G) for dtype, G in PREFILLS]
                 rest += [_small_call_row(repeats), _drafts_row(repeats), _growth_row(repeats)]
                 rest += [_first_call_row(operation) for operation in ("decode", "prefill")]
         except KeyboardInterrupt:
