@@ -19,6 +19,15 @@ from .arrays import Array
 from .layouts import CacheSpec
 from .placement import Placement
 
+# The arguments of decode_attention and prefill_attention, but for max_seq_len, score_mod, backend and out. What is kept
+# for the next call depends on all of them: each keeper takes these lists, and adds the four in its own way.
+REQUIRED = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
+RAGGED = (*REQUIRED, "query_starts")
+VECTORS = ("alibi_slopes", "sinks")
+SCALES = ("k_scale", "v_scale")
+OPTIONS = ("scale", "layout", "kv_dtype", "window", "softcap", "kernel", "return_lse", "check")
+PREFILL_OPTIONS = (*OPTIONS, "causal", "exact")
+
 # One number for all KV heads, or a (num_kv_heads,) float32 array.
 Scale = npt.NDArray[np.float32] | float
 

@@ -92,6 +92,13 @@ MUTANTS = [
         ci=True,
     ),
     Mutant(
+        "calls: one is known without an option of its own",
+        "calls.py",
+        '"softcap", "kernel", ',
+        '"kernel", ',
+        ("tests/operations/test_attention.py::test_a_call_is_known_by_all_of_its_arguments",),
+    ),
+    Mutant(
         "forms: options of a write do not count",
         "validation/caches.py",
         'WRITE_OPTIONS = ("layout", "kv_dtype", "interleaved", "check")',

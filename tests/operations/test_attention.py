@@ -1,6 +1,8 @@
 """How the public operations treat their arrays and options, and merge_states against the oracle."""
 
 import math
+from functools import partial
+from inspect import signature
 
 import hypothesis.strategies as st
 import ml_dtypes
@@ -13,7 +15,11 @@ import pagedkv
 from pagedkv import reference
 from pagedkv.calls import per_head
 from pagedkv.cpu import backend
+from pagedkv.cuda.plans import cache as plans
+from pagedkv.operations.decodes import key_of
+from pagedkv.validation.attention import attention_call
 
+from ..support.device_fakes import InterfaceArray
 from ..support.problems import FLOATS, error_bound
 from ..support.strategies import own_parity
 from ..support.wrong_arguments import (
@@ -336,6 +342,44 @@ def test_merge_no_rows():
     out, lse = pagedkv.merge_states(np.zeros((2, 0, 4, 8), ml_dtypes.bfloat16), np.zeros((2, 0, 4), np.float32))
     assert out.shape == (0, 4, 8)
     assert lse.shape == (0, 4)
+
+
+class Read(dict):
+    """Arguments by name, and which of them have been read."""
+
+    def __init__(self, given):
+        super().__init__(given)
+        self.names = set()
+
+    def __getitem__(self, name):
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.names |= {name} & set(self)
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "known"),
+    [
+        (pagedkv.decode_attention, attention_arguments, plans.DECODE),
+        (pagedkv.prefill_attention, ragged_arguments, plans.PREFILL),
+    ],
+)
+def test_a_call_is_known_by_all_of_its_arguments(operation, arguments, known):
+    """Whoever passes one over takes a call for another one. A new argument belongs in a list of calls.py."""
+    parameters = signature(operation).parameters
+    given = {name: x.default for name, x in parameters.items()} | arguments()
+    attention_call(given)
+    on_device = {name: InterfaceArray.of(x) for name, x in given.items()}
+    keepers = [(attention_call, given), (partial(plans._read, known), on_device)]
+    if operation is pagedkv.decode_attention:
+        keepers.append((key_of, given))
+    for key, of in keepers:
+        reader = Read(of)
+        key(reader)
+        assert reader.names == set(parameters), key
 
 
 @pytest.mark.parametrize("operation", [decode, prefill])

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..arrays import Array
-from ..calls import Form
+from ..calls import OPTIONS, REQUIRED, SCALES, Form
 from ..commit import bits, commit
 from ..cpu import backend as cpu
 from ..cpu.threads import get_num_threads
-from ..validation.attention import REQUIRED, known_decode, longest_of
+from ..validation.attention import known_decode, longest_of
 from ..validation.copies import MOST_BYTES
 from ..validation.forms import MOST_FORMS
 from ..validation.require import apart
@@ -33,10 +33,7 @@ T = TypeVar("T")
 PLAIN = frozenset((bool, int, float, str, NoneType))  # an option of these types is no more than its value
 
 _arrays = itemgetter(*REQUIRED)
-_options = itemgetter(
-    *("scale", "layout", "kv_dtype", "k_scale", "v_scale", "window", "softcap", "kernel", "backend"),
-    *("return_lse", "check"),
-)
+_options = itemgetter(*OPTIONS, *SCALES, "backend")
 _NUMPY = (np.ndarray,) * 5
 _RESULTS = (NoneType, np.ndarray)
 

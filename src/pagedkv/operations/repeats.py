@@ -21,6 +21,7 @@ from .attention import decode_attention
 from .caches import write_kv
 from .decodes import PLAIN, Decodes, facts, keep
 
+# A call with any other option is decode_attention's alone.
 _OPTIONS = frozenset(("scale", "window", "softcap", "alibi_slopes", "sinks", "score_mod", "check"))
 
 

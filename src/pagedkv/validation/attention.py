@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
-from ..calls import AttentionCall, AttentionOptions, Form
+from ..calls import RAGGED, REQUIRED, VECTORS, AttentionCall, AttentionOptions, Form
 from ..compiling.score_mod import python_function
 from ..placement import Placement, place
 from . import require, values
@@ -19,17 +19,14 @@ from .cache_pair import own_scales, scale_arrays
 from .copies import checked_copy
 from .forms import attention_forms
 
-REQUIRED = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
-_RAGGED = (*REQUIRED, "query_starts")
-_OPTIONAL = ("alibi_slopes", "sinks", "out")
 _ON_CPU = Placement("cpu", 0, 0, None)
 _forms = attention_forms()
 
 
 def attention_call(given: Mapping[str, Any]) -> AttentionCall:
     """The call with these arguments of prefill_attention if query_starts is among them, or of decode_attention."""
-    named = [(name, given[name]) for name in (_RAGGED if "query_starts" in given else REQUIRED)]
-    named += [(name, x) for name in _OPTIONAL if (x := given[name]) is not None]
+    named = [(name, given[name]) for name in (RAGGED if "query_starts" in given else REQUIRED)]
+    named += [(name, x) for name in (*VECTORS, "out") if (x := given[name]) is not None]
     named += scale_arrays(given)
     placement, arrays = place(given["backend"], named)
     views = dict(zip(dict(named), arrays, strict=True))
@@ -40,7 +37,7 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
     score_mod = python_function(given["score_mod"])
     max_seq_len = capacity if max_seq_len is None else min(_max_seq_len(max_seq_len), capacity)
     if score_mod is not None or "alibi_slopes" in views or "sinks" in views:
-        alibi_slopes, sinks = (placement.own(views.get(name)) for name in ("alibi_slopes", "sinks"))
+        alibi_slopes, sinks = (placement.own(views.get(name)) for name in VECTORS)
         options = AttentionOptions(
             options.scale, options.causal, options.window, options.softcap, alibi_slopes, sinks, score_mod
         )

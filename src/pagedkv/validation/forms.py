@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, get_args
 import numpy as np
 
 from ..arrays import Array
-from ..calls import AttentionOptions, Form
+from ..calls import PREFILL_OPTIONS, SCALES, VECTORS, AttentionOptions, Form
 from ..layouts import FLOAT32, Geometry, cache_spec
 from ..placement import Placement
 from ..typing import Kernel, KvDtype
@@ -31,8 +31,6 @@ _DTYPES = {
     "alibi_slopes": FLOAT32,
     "sinks": FLOAT32,
 }
-_SCALES = ("k_scale", "v_scale")
-_OPTIONS = ("scale", "layout", "kv_dtype", "window", "softcap", "kernel", "return_lse", "check", "causal", "exact")
 
 T = TypeVar("T")
 
@@ -76,7 +74,7 @@ class Forms(Generic[T]):
 
     def _key(self, given: Mapping[str, Any], views: Mapping[str, Array]) -> Hashable:
         options = [given.get(name) for name in self._options]
-        options += [None if name in views else given[name] for name in _SCALES]
+        options += [None if name in views else given[name] for name in SCALES]
         # 1 and 1.0 and True are equal, and are not all valid.
         arrays = [(x.shape, x.strides, x.dtype, x.flags.num) for x in views.values()]
         return (*views, *arrays, *options, *map(type, options))
@@ -84,7 +82,7 @@ class Forms(Generic[T]):
 
 def attention_forms() -> Forms[Form]:
     """Of decode_attention and prefill_attention, none known yet."""
-    return Forms(_checked, _OPTIONS)
+    return Forms(_checked, PREFILL_OPTIONS)
 
 
 def _checked(given: Mapping[str, Any], views: Mapping[str, Array], placement: Placement) -> Form:
@@ -117,7 +115,7 @@ def _checked(given: Mapping[str, Any], views: Mapping[str, Array], placement: Pl
         sinks=None,
         score_mod=None,
     )
-    k_scale, v_scale = (cache_pair.scale_of(name, given[name], views.get(name), kind) for name in _SCALES)
+    k_scale, v_scale = (cache_pair.scale_of(name, given[name], views.get(name), kind) for name in SCALES)
     if "out" in views:
         require.writable("out", views["out"])
     return Form(
@@ -154,7 +152,7 @@ def _require_shapes(views: Mapping[str, Array], geometry: Geometry) -> None:
     require.shape("seq_lens", views["seq_lens"], "(num_seqs,)", (num_seqs,))
     if ragged:
         require.shape("query_starts", views["query_starts"], "(num_seqs + 1,)", (num_seqs + 1,))
-    for name in ("alibi_slopes", "sinks"):
+    for name in VECTORS:
         if name in views:
             require.shape(name, views[name], "(num_heads,)", (num_heads,))
     cache_pair.scale_shapes(views, geometry.num_kv_heads)

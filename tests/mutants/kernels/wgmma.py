@@ -214,8 +214,8 @@ MUTANTS = [
     Mutant(
         "wgmma kernel: a setting changes no plan that is kept",
         "cuda/plans/cache.py",
-        '(*_OPTIONS, "causal", "exact"), WGMMA)',
-        '(*_OPTIONS, "causal", "exact"))',
+        "(*PREFILL_OPTIONS, *_OTHER_OPTIONS), WGMMA)",
+        "(*PREFILL_OPTIONS, *_OTHER_OPTIONS))",
         ("tests/cuda/plans/test_cache.py::test_the_kernel_on_warpgroups_is_asked_for_by_the_environment",),
     ),
 ]

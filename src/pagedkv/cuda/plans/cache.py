@@ -20,6 +20,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from ...arrays import Array, DeviceArgument, Facts, address_of, device_kind
 from ...buckets import bucket
+from ...calls import OPTIONS, PREFILL_OPTIONS, RAGGED, REQUIRED, SCALES, VECTORS
 from ...layouts import FLOAT32
 from .. import driver
 from .plan import WGMMA, arrays_of
@@ -50,13 +51,9 @@ class Arguments:
         self.arrays_of, self.options_of = itemgetter(*arrays), itemgetter(*options)
 
 
-_INPUTS, _VECTORS = (
-    ("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
-    ("alibi_slopes", "sinks", "k_scale", "v_scale"),
-)
-_OPTIONS = ("scale", "layout", "kv_dtype", "window", "softcap", "score_mod", "kernel", "backend", "check", "return_lse")
-DECODE = Arguments((*_INPUTS, *_VECTORS, "out"), _OPTIONS)
-PREFILL = Arguments((*_INPUTS, "query_starts", *_VECTORS, "out"), (*_OPTIONS, "causal", "exact"), WGMMA)
+_OTHER_ARRAYS, _OTHER_OPTIONS = (*VECTORS, *SCALES, "out"), ("score_mod", "backend")
+DECODE = Arguments((*REQUIRED, *_OTHER_ARRAYS), (*OPTIONS, *_OTHER_OPTIONS))
+PREFILL = Arguments((*RAGGED, *_OTHER_ARRAYS), (*PREFILL_OPTIONS, *_OTHER_OPTIONS), WGMMA)
 # What reading raises where an argument is not one of a valid call on a device, or not known well enough.
 _UNREADABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
