@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .layouts import cache_shapes, storage_dtype
-from .memory.checks import MAX_INT32, as_int, per_layer
+from .memory.arguments import MAX_INT32, as_int, per_layer
 from .memory.device.arrays import Arrays
 from .memory.device.batch import Batch, Batches
 from .memory.pool import BlockPool

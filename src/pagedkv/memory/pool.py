@@ -11,9 +11,10 @@ import numpy.typing as npt
 from ..arrays import Array
 from ..commit import Write, commit
 from ..errors import OutOfBlocksError
+from .arguments import MAX_INT32, as_int, as_ints
 from .block_ids import NO_BLOCKS, joined
-from .checks import MAX_INT32, as_int, as_ints, require
 from .guard import Guard, Guarded, consistent, exclusive
+from .invariants import must_hold
 from .prefix.cache import PrefixCache, Stored
 from .prefix.eviction import LRU
 from .tally import Tally
@@ -175,19 +176,19 @@ class BlockPool(Guarded):
     @consistent
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds: each block is either free once or has references."""
-        require(0 <= self._num_blank <= self.num_blocks, f"{self._num_blank} of {self.num_blocks} blocks are free")
+        must_hold(0 <= self._num_blank <= self.num_blocks, f"{self._num_blank} of {self.num_blocks} blocks are free")
         free = self._free[: self._num_blank]
-        require(((free >= 0) & (free < self.num_blocks)).all(), "a free block does not exist")
-        require(len(np.unique(free)) == len(free), "a block is free twice")
-        require((self._refs >= 0).all(), "a reference count is negative")
-        require(not self._refs[free].any(), "a free block has references")
+        must_hold(((free >= 0) & (free < self.num_blocks)).all(), "a free block does not exist")
+        must_hold(len(np.unique(free)) == len(free), "a block is free twice")
+        must_hold((self._refs >= 0).all(), "a reference count is negative")
+        must_hold(not self._refs[free].any(), "a free block has references")
         used = np.count_nonzero(self._refs)
-        require(used + self.num_free == self.num_blocks, "a block that has no references is not free")
-        require(np.count_nonzero(self._refs > 1) == self.num_shared, "shared blocks are counted wrongly")
+        must_hold(used + self.num_free == self.num_blocks, "a block that has no references is not free")
+        must_hold(np.count_nonzero(self._refs > 1) == self.num_shared, "shared blocks are counted wrongly")
         if self._prefix_cache is not None:
             cached = (self._refs == 0) & self._prefix_cache.is_findable(np.arange(self.num_blocks))
-            require(np.count_nonzero(cached) == self.num_cached, "cached blocks are counted wrongly")
-            require(not cached[free].any(), "a free block can be found")
+            must_hold(np.count_nonzero(cached) == self.num_cached, "cached blocks are counted wrongly")
+            must_hold(not cached[free].any(), "a free block can be found")
             self._prefix_cache.check(self._refs)
 
     def _known(self, blocks: Any) -> Array:

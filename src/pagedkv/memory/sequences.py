@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checks import as_int
+from .arguments import as_int
 from .device.arrays import Arrays
 from .guard import Guarded, consistent, exclusive
 from .prefix.prompt import Added, Prompt, ids_of, prompt_of

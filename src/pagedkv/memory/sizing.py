@@ -11,7 +11,7 @@ import numpy as np
 
 from ..layouts import cache_shapes, require_head_dim, storage_dtype
 from ..typing import KvDtype, Layout
-from .checks import as_int
+from .arguments import as_int
 from .device.arrays import Arrays
 
 _UNITS = {"B": 1} | {f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .checks import MAX_INT32, MAX_INT64, as_int
+from .arguments import MAX_INT32, MAX_INT64, as_int
 from .guard import Guarded, consistent, exclusive
 from .pool import BlockPool
 from .prefix.cache import PrefixCache

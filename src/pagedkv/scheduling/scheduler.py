@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache import PagedKVCache
-from ..memory.checks import as_int
+from ..memory.arguments import as_int
 from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import ids_of
 from ..memory.spans import owned_spans

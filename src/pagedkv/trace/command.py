@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.checks import as_int
+from ..memory.arguments import as_int
 from .lengths import Requests, log_normal, read_csv
 from .managers import Buddy, Contiguous, Manager, Paged
 from .simulate import KINDS, Run, simulate

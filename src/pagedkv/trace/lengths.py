@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.checks import as_int, as_ints
+from ..memory.arguments import as_int, as_ints
 
 # The columns of prompt and output lengths: ours, those of the Azure LLM inference traces, and BurstGPT's.
 COLUMNS = (

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import OutOfBlocksError
-from ..memory.checks import MAX_INT32, as_int
+from ..memory.arguments import MAX_INT32, as_int
 from ..memory.pool import BlockPool
 from ..memory.table import SequenceTable
 from .buddy import BuddyAllocator

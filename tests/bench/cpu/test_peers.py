@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from pagedkv.bench.cpu.contest import contest
 from pagedkv.bench.cpu.peers import COMPILED, SUBJECTS
 from pagedkv.bench.cpu.problem import DTYPES, TOLERANCE, Problem
 from pagedkv.bench.cpu.run import as_numpy
+from pagedkv.bench.cpu.timing import contest
 from pagedkv.bench.reasons import NOT_INSTALLED
 
 QUICK = [name for name in SUBJECTS if name not in COMPILED]

@@ -5,7 +5,7 @@ from ..mutant import Mutant
 WRITE = ("tests/cpu/test_blocks.py::test_write_oracle",)
 ROUNDING = ("tests/cpu/test_blocks.py::test_fp8_rounding_of_every_16_bit_pattern",)
 MERGE = ("tests/cpu/test_merge.py::test_oracle",)
-CONTEST = ("tests/bench/cpu/test_contest.py",)
+TIMING = ("tests/bench/cpu/test_timing.py",)
 
 MUTANTS = [
     Mutant(
@@ -66,16 +66,16 @@ MUTANTS = [
     ),
     Mutant(
         "bench: contestants that are wrong are timed",
-        "bench/cpu/contest.py",
+        "bench/cpu/timing.py",
         "if error <= tolerance:",
         "if True:",
-        CONTEST,
+        TIMING,
     ),
     Mutant(
         "bench: the last run of a cell counts",
-        "bench/cpu/contest.py",
+        "bench/cpu/timing.py",
         "if best is None or largest < best:",
         "if True:",
-        CONTEST,
+        TIMING,
     ),
 ]

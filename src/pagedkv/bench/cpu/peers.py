@@ -19,9 +19,9 @@ import numpy as np
 import pagedkv
 
 from ..reasons import Refused
-from .contest import Call
 from .onnx_attention import make_group_query_attention
 from .problem import DTYPES, HEAD_DIM, NUM_KV_HEADS, Problem
+from .timing import Call
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 VLLM_BLOCK_SIZE = 32  # what vLLM asks for on the CPU is a multiple of it

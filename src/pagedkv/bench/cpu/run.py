@@ -23,10 +23,10 @@ import pagedkv
 from ...cpu.attention import decode
 from ..reasons import NOT_INSTALLED
 from ..report import Interrupted, Row, median, spread
-from .contest import MOST_SPREAD, Call, Contest, contest, interleaved
 from .peers import COMPILED, FIRST, PACKAGES, SUBJECTS, as_tensor, torch_on
 from .pinning import pinned
 from .problem import DTYPES, HEAD_DIM, NUM_KV_HEADS, TOLERANCE, Problem, random_pages
+from .timing import MOST_SPREAD, Call, Contest, contest, interleaved
 
 SHAPES = ((8, 4096), (1, 16384), (64, 512))
 GROUP_SIZES = (1, 4, 8)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ...cache import PagedKVCache
 from ...errors import BackendUnavailableError
-from ...memory.checks import MAX_INT32, as_int
+from ...memory.arguments import MAX_INT32, as_int
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import NAME, CachedPass

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
+from ..arguments import require_callable
 from ..block_ids import NO_BLOCKS
-from ..checks import require, require_callable
-from .digests import Digests, Hash, as_array, blake2b_128, chained, checked, each
+from ..invariants import must_hold
+from .digests import Digests, Hash, as_array, blake2b_128, chained, each, returning_digests
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
 from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
@@ -103,7 +104,7 @@ class PrefixCache:
         self._last_serial = np.array([0])
         # The block that was last stored behind each block; by now it may hold something else. The last is NO_BLOCK's.
         self._behind = np.full(num_blocks + 1, NO_BLOCK)
-        self._hash_of = hash_of if hash_of is blake2b_128 else checked(hash_of)
+        self._hash_of = hash_of if hash_of is blake2b_128 else returning_digests(hash_of)
         self._listener, self._medium = listener, medium
         self._outbox: list[list[Event]] = [[]]
 
@@ -341,9 +342,9 @@ class PrefixCache:
         self._index.check(findable)
         self.eviction.check(findable[refs[findable] == 0])
         serials = self._serials[findable]
-        require(len(np.unique(serials)) == len(serials), "two contents have one number")
-        require((serials <= self._last_serial[0]).all(), "a content has a number that was not given out yet")
-        require((self._parents[findable] < serials).all(), "a content is older than the one before it")
+        must_hold(len(np.unique(serials)) == len(serials), "two contents have one number")
+        must_hold((serials <= self._last_serial[0]).all(), "a content has a number that was not given out yet")
+        must_hold((self._parents[findable] < serials).all(), "a content is older than the one before it")
 
     def follows(self, blocks: Int64Array, root: bytes) -> bool:
         """Whether blocks can be found one after the other, the first one behind the root."""

@@ -82,8 +82,8 @@ def each(hash_of: Hash, contents: Iterable[bytes]) -> list[bytes]:
     return digests
 
 
-def checked(hash_of: Hash) -> Hash:
-    """The function, but TypeError or ValueError where it returns something else than NUM_BYTES bytes."""
+def returning_digests(hash_of: Hash) -> Hash:
+    """The function, but with TypeError or ValueError where it returns anything other than NUM_BYTES bytes."""
 
     def digest_of(data: bytes) -> bytes:
         digest = hash_of(data)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ..block_ids import joined
-from ..checks import require
+from ..invariants import must_hold
 from ..tally import Tally
 
 Int64Array = npt.NDArray[np.int64]
@@ -88,8 +88,8 @@ class LRU:
     def check(self, blocks: Int64Array) -> None:
         """Raise AssertionError unless exactly these blocks, in ascending order, are in the ring."""
         waiting, _ = self._waiting(int(self._first[0]), int(self._end[0]))
-        require(np.array_equal(np.sort(waiting), blocks), "other blocks than those that can be evicted wait for it")
-        require(np.array_equal(np.flatnonzero(self._places != _AWAY), blocks), "a block waits that cannot be evicted")
+        must_hold(np.array_equal(np.sort(waiting), blocks), "other blocks than those that can be evicted wait for it")
+        must_hold(np.array_equal(np.flatnonzero(self._places != _AWAY), blocks), "a block waits that cannot be evicted")
 
     def _waiting(self, first: int, end: int) -> tuple[Int64Array, Int64Array]:
         """The blocks that are where they are known to be, from one place to another, and their places."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
-from ..checks import require
+from ..invariants import must_hold
 from .digests import DIGEST, Digests
 
 Int64Array = npt.NDArray[np.int64]
@@ -141,11 +141,11 @@ class HashIndex:
 
     def check(self, blocks: Int64Array) -> None:
         """Raise AssertionError unless exactly these blocks, in ascending order, are found by their digests."""
-        require(np.array_equal(np.flatnonzero(self._places != NO_BLOCK), blocks), "the index has other blocks")
-        require(np.array_equal(self._slots[self._places[blocks]], blocks), "the index has a block in another place")
-        require(np.array_equal(self.find(self.digests(blocks))[0], blocks), "the index does not find a block")
+        must_hold(np.array_equal(np.flatnonzero(self._places != NO_BLOCK), blocks), "the index has other blocks")
+        must_hold(np.array_equal(self._slots[self._places[blocks]], blocks), "the index has a block in another place")
+        must_hold(np.array_equal(self.find(self.digests(blocks))[0], blocks), "the index does not find a block")
         filled = np.count_nonzero(self._slots != NO_BLOCK)
-        require(filled == self._num_filled[0], "the index counts its slots wrongly")
+        must_hold(filled == self._num_filled[0], "the index counts its slots wrongly")
 
 
 def _keys(digests: Digests) -> Int64Array:

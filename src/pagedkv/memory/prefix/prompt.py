@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import MAX_INT32, as_int, as_ints, refuse_bools
+from ..arguments import MAX_INT32, as_int, as_ints, refuse_bools
 from .digests import NO_SALT, root_digest
 
 

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ...errors import CapacityError
-from ..checks import refuse_bools, refuse_mask, require
+from ..arguments import refuse_bools, refuse_mask
+from ..invariants import must_hold
 from ..tally import Tally
 
 Int64Array = npt.NDArray[np.int64]
@@ -128,12 +129,14 @@ class Handles:
 
     def check(self) -> None:
         """Raise AssertionError unless each row is either free once or has the handle of its generation."""
-        require(0 <= self.num_free <= len(self._free), f"{self.num_free} of {len(self._free)} rows are free")
+        must_hold(0 <= self.num_free <= len(self._free), f"{self.num_free} of {len(self._free)} rows are free")
         free = self._free[: self.num_free]
-        require(np.array_equal(np.sort(free), np.flatnonzero(~self.live)), "free rows and rows without a handle differ")
+        must_hold(
+            np.array_equal(np.sort(free), np.flatnonzero(~self.live)), "free rows and rows without a handle differ"
+        )
         expected = self._generations << self._bits | np.arange(len(self._free))
-        require((self._issued[:-1][self.live] == expected[self.live]).all(), "a handle is not that of its generation")
-        require(self._issued[-1] == 0, "the entry for handles of no row has changed")
+        must_hold((self._issued[:-1][self.live] == expected[self.live]).all(), "a handle is not that of its generation")
+        must_hold(self._issued[-1] == 0, "the entry for handles of no row has changed")
 
 
 def _as_array(seqs: Any) -> Int64Array:

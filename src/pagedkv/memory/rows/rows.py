@@ -8,8 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from ...commit import Write
+from ..arguments import as_ints
 from ..block_ids import NO_BLOCKS, joined
-from ..checks import as_ints
 from ..prefix.index import NO_BLOCK
 from ..prefix.prompt import Prompt
 from ..spans import owned_spans, spans

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import MAX_INT64, as_int, as_ints, require
+from ..arguments import MAX_INT64, as_int, as_ints
+from ..invariants import must_hold
 from ..pool import BlockPool
 from ..prefix.cache import PrefixCache
 from ..prefix.chains import Chains
@@ -111,53 +112,55 @@ class RowState:
         self.pool.check()
         self.handles.check()
         live = self.handles.live
-        require((self.lens >= 0).all() and (self.lens <= self.max_seq_len).all(), "a length is out of range")
-        require(not self.lens[~live].any(), "a row without a sequence has a length")
-        require(self.num_blocks(self.lens.max()) <= self.blocks.shape[1], "a sequence is longer than its row")
+        must_hold((self.lens >= 0).all() and (self.lens <= self.max_seq_len).all(), "a length is out of range")
+        must_hold(not self.lens[~live].any(), "a row without a sequence has a length")
+        must_hold(self.num_blocks(self.lens.max()) <= self.blocks.shape[1], "a sequence is longer than its row")
         used = np.arange(self.blocks.shape[1]) < self.num_blocks(self.lens)[:, None]
         blocks = self.blocks[used]
-        require((self.blocks[~used] == UNUSED).all(), "an entry past the end of a sequence is not -1")
-        require(((blocks >= 0) & (blocks < self.pool.num_blocks)).all(), "an entry is no block")
+        must_hold((self.blocks[~used] == UNUSED).all(), "an entry past the end of a sequence is not -1")
+        must_hold(((blocks >= 0) & (blocks < self.pool.num_blocks)).all(), "an entry is no block")
         ordered = np.sort(np.where(used, self.blocks, ~np.arange(self.blocks.shape[1])), axis=1)
-        require((ordered[:, 1:] != ordered[:, :-1]).all(), "a block occurs twice in one sequence")
+        must_hold((ordered[:, 1:] != ordered[:, :-1]).all(), "a block occurs twice in one sequence")
         references = np.bincount(blocks, minlength=self.pool.num_blocks)
-        require(np.array_equal(references, self.pool.ref_counts), "reference counts differ from the table's entries")
+        must_hold(np.array_equal(references, self.pool.ref_counts), "reference counts differ from the table's entries")
         recent = self._recent[0]
         if recent is not None and recent.change == self.pool._num_changes[0]:
             self._check_recent(recent)
         chains = self.chains
-        require((chains.num_known <= self.lens).all(), "more tokens are known than there are")
-        require((chains.num_found * self.block_size <= chains.num_known).all(), "a block is found by unknown tokens")
+        must_hold((chains.num_known <= self.lens).all(), "more tokens are known than there are")
+        must_hold((chains.num_found * self.block_size <= chains.num_known).all(), "a block is found by unknown tokens")
         if self.prefix_cache is not None:
             rows = np.flatnonzero(chains.num_found)
             counts, roots = chains.num_found[rows].tolist(), chains.roots(rows)
             for blocks, num_found, root in zip(self.blocks[rows], counts, roots, strict=True):
                 found = blocks[:num_found].astype(np.int64)
-                require(self.prefix_cache.follows(found, root.tobytes()), "a block that can be found is not")
+                must_hold(self.prefix_cache.follows(found, root.tobytes()), "a block that can be found is not")
 
     def _check_recent(self, recent: Recent) -> None:
         rows, last = recent.rows, recent.lens - 1
-        require(np.array_equal(recent.lens, self.lens[rows]), "the last step has left other lengths")
+        must_hold(np.array_equal(recent.lens, self.lens[rows]), "the last step has left other lengths")
         blocks = self.blocks[rows, last // self.block_size].astype(np.int64)
-        require((self.pool._refs[blocks] == 1).all(), "the last step has left a block that is shared")
+        must_hold((self.pool._refs[blocks] == 1).all(), "the last step has left a block that is shared")
         slots = blocks * self.block_size + last % self.block_size
-        require(np.array_equal(recent.slots, slots), "the last step has left other slots")
-        require(recent.longest == recent.lens.max(), "the last step has left another longest sequence")
+        must_hold(np.array_equal(recent.slots, slots), "the last step has left other slots")
+        must_hold(recent.longest == recent.lens.max(), "the last step has left another longest sequence")
         full = np.flatnonzero(recent.lens % self.block_size == 0)
         at_end = full, rows[full], recent.lens[full] // self.block_size
-        require(
+        must_hold(
             all(map(np.array_equal, (recent.full, recent.full_rows, recent.full_columns), at_end)),
             "the last step has left other full blocks",
         )
         if self.prefix_cache is not None:
             known, found = self.chains.num_known[rows], self.chains.num_found[rows]
-            require(not recent.is_known or np.array_equal(known, recent.lens), "the last step has left unknown tokens")
+            must_hold(
+                not recent.is_known or np.array_equal(known, recent.lens), "the last step has left unknown tokens"
+            )
             num_late, is_last = known // self.block_size - found, known % self.block_size == 0
             expected = is_last.astype(np.int64) if recent.late else np.zeros_like(found)
-            require(recent.late is None or (num_late <= expected).all(), "the last step has left out a full block")
+            must_hold(recent.late is None or (num_late <= expected).all(), "the last step has left out a full block")
         if recent.tables is not None:
             tables = self.blocks[rows, : self.num_blocks(recent.longest)]
-            require(np.array_equal(recent.tables, tables), "the last step has left other block tables")
+            must_hold(np.array_equal(recent.tables, tables), "the last step has left other block tables")
 
     @staticmethod
     def per_seq(name: str, value: Any, num_seqs: int) -> Int64Array:

@@ -1,4 +1,4 @@
-"""Checks of the integers passed to the memory manager, and of its invariants."""
+"""What the memory manager requires of its arguments: integers, most of them."""
 
 from __future__ import annotations
 
@@ -94,9 +94,3 @@ def refuse_bools(name: str, values: Any) -> None:
     """Raise TypeError for a list or tuple with a bool in it, which NumPy would convert to an int."""
     if isinstance(values, (list, tuple)) and not {bool, np.bool}.isdisjoint(map(type, values)):
         raise TypeError(f"{name} must hold ints, got a bool")
-
-
-def require(holds: bool | np.bool, what: str) -> None:
-    """Raise AssertionError, with or without python -O, unless an invariant holds."""
-    if not holds:
-        raise AssertionError(what)

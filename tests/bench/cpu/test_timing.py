@@ -2,17 +2,17 @@
 
 import pytest
 
-from pagedkv.bench.cpu import contest
+from pagedkv.bench.cpu import timing
 from pagedkv.bench.reasons import Refused
 
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch):
-    monkeypatch.setattr(contest.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
 
 
 def held(contestants, others=(), repeats=2):
-    return contest.contest(contestants, dict(others), lambda out: out, 0.5, repeats)
+    return timing.contest(contestants, dict(others), lambda out: out, 0.5, repeats)
 
 
 def test_outputs_are_compared_before_anything_is_timed():
@@ -42,7 +42,7 @@ def test_one_failure_does_not_stop_the_others():
 
 def test_all_take_turns():
     calls = []
-    contest.interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, 2)
+    timing.interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, 2)
     assert calls == list("ababab")
 
 
@@ -52,8 +52,8 @@ def test_all_take_turns():
 )
 def test_a_cell_whose_spread_is_too_large_is_measured_again(monkeypatch, spreads, runs, kept):
     left = list(spreads)
-    monkeypatch.setattr(contest, "interleaved", lambda calls, repeats: {name: [left[0], left.pop(0)] for name in calls})
-    monkeypatch.setattr(contest, "spread", lambda values: values[0])
+    monkeypatch.setattr(timing, "interleaved", lambda calls, repeats: {name: [left[0], left.pop(0)] for name in calls})
+    monkeypatch.setattr(timing, "spread", lambda values: values[0])
     result = held({"right": lambda: lambda: 0.0})
     assert (result.runs, result.spread) == (runs, kept)
     assert not left

@@ -1,0 +1,11 @@
+"""What is true of the memory manager between two calls, if it has no bug."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def must_hold(holds: bool | np.bool, otherwise: str) -> None:
+    """Raise AssertionError, with or without python -O, unless an invariant holds; `otherwise` says what is wrong."""
+    if not holds:
+        raise AssertionError(otherwise)
