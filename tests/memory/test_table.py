@@ -70,89 +70,6 @@ def test_many_tokens_are_the_same_as_one_at_a_time():
     ]
 
 
-def test_a_shared_partial_block_is_copied_before_it_is_written(table):
-    seq = table.add(6)
-    [fork] = table.fork(seq)
-    assert table.block_tables([seq, fork]).tolist() == [[0, 1], [0, 1]]
-    slots, copies = table.append(seq)
-    assert copies.tolist() == [[1, 2]]
-    assert slots.tolist() == [10]
-    assert table.block_tables([seq, fork]).tolist() == [[0, 2], [0, 1]]
-    # Nobody shares it any more.
-    slots, copies = table.append(fork)
-    assert copies.shape == (0, 2)
-    assert slots.tolist() == [6]
-    table.check()
-
-
-def test_a_sharer_that_appends_nothing_copies_nothing(table):
-    first = table.add(table.block_size + 1)
-    second, third = table.fork(first, 2)
-    before = table.block_tables([first, second]).tolist()
-    free = table.pool.num_free
-    appended = table.append([first, second, third], [0, 0, 1])
-    assert table.block_tables([first, second]).tolist() == before
-    assert len(appended.copies) == len(appended.slots) == 1
-    assert table.pool.num_free == free - 1
-    table.check()
-
-
-def test_of_all_sharers_in_one_append_the_last_keeps_the_block(table):
-    seq = table.add(6)
-    seqs = [seq, *table.fork(seq, 3)]
-    slots, copies = table.append(seqs[::-1])
-    assert copies.tolist() == [[1, 2], [1, 3], [1, 4]]
-    assert slots.tolist() == [10, 14, 18, 6]
-    assert table.pool.ref_counts[:6].tolist() == [4, 1, 1, 1, 1, 0]
-    table.check()
-
-
-def test_while_others_share_a_block_nobody_keeps_it(table):
-    seq = table.add(6)
-    seqs = [seq, *table.fork(seq, 3)]
-    copies = table.append(seqs[:3], [1, 1, 1]).copies
-    assert copies.tolist() == [[1, 2], [1, 3], [1, 4]]
-    assert table.pool.ref_counts[:6].tolist() == [4, 1, 1, 1, 1, 0]
-    table.check()
-
-
-def test_a_shared_block_is_not_copied_for_a_sequence_that_adds_nothing(table):
-    seq = table.add(6)
-    [fork] = table.fork(seq)
-    assert table.append([seq, fork], [0, 1]).copies.tolist() == [[1, 2]]
-    assert table.append([seq, fork], [1, 0]).copies.shape == (0, 2)
-    table.check()
-
-
-def test_full_blocks_are_shared_without_copies(table):
-    seq = table.add(8)
-    [fork] = table.fork(seq)
-    assert table.append([seq, fork]).copies.shape == (0, 2)
-    assert table.block_tables([seq, fork]).tolist() == [[0, 1, 2], [0, 1, 3]]
-    assert table.pool.ref_counts[:4].tolist() == [2, 2, 1, 1]
-
-
-def test_a_full_block_that_was_truncated_into_is_copied_if_shared(table):
-    seq = table.add(8)
-    [fork] = table.fork(seq)
-    table.truncate(fork, 7)
-    assert table.append(fork).copies.tolist() == [[1, 2]]
-    table.truncate(seq, 5)
-    assert table.append(seq).copies.shape == (0, 2)
-    table.check()
-
-
-def test_a_new_block_is_no_copy_of_the_last_one_of_the_pool(table):
-    others, last = [table.add(20), table.add(20)], table.add(8)
-    table.fork(last)
-    assert table.pool.ref_counts[11] == 2
-    table.free(others[0])
-    appended = table.append([table.add(0), others[1]], [1, 0])
-    assert appended.copies.shape == (0, 2)
-    assert appended.slots.tolist() == [0]
-    table.check()
-
-
 def test_fork_gives_new_handles_and_takes_no_blocks(table):
     seq = table.add(6)
     forks = table.fork(seq, 3)
@@ -203,19 +120,6 @@ def test_free_gives_blocks_back_when_the_last_sharer_goes(table):
     table.check()
 
 
-def test_handles_are_never_given_out_twice():
-    table = SequenceTable(BlockPool(2), block_size=1, max_seqs=1, max_blocks=2)
-    handles = []
-    for _ in range(100):
-        handles.append(table.add(1))
-        table.free(handles[-1])
-    assert len(set(handles)) == 100
-    table.add(2)
-    for handle in handles:
-        with refused(table, KeyError, "freed or never added"):
-            table.free(handle)
-
-
 def test_slots_of_a_range(table):
     table.add(1)
     seq = table.add(9)
@@ -242,17 +146,6 @@ def test_the_same_sequence_may_be_looked_at_twice(table):
     seq = table.add(5)
     assert table.block_tables([seq, seq]).tolist() == [[0, 1], [0, 1]]
     assert lens(table, (seq, seq)) == [5, 5]
-
-
-def test_every_way_to_name_sequences(table):
-    a, b = table.add(1), table.add(2)
-    for seqs in ([a, b], (a, b), np.array([a, b]), [np.int64(a), b]):
-        assert lens(table, seqs) == [1, 2]
-    for seq in (b, np.int64(b), [b]):
-        assert lens(table, seq) == [2]
-    read_only = np.array([a, b])
-    read_only.flags.writeable = False
-    assert lens(table, read_only) == [1, 2]
 
 
 def test_blocks_of_one_token():
@@ -409,13 +302,3 @@ def test_70_000_references_to_one_block():
     assert table.pool.num_shared == 0
     table.free(seq)
     table.check()
-
-
-@pytest.mark.parametrize("named", [list, np.array])
-def test_what_the_last_call_named_is_unknown_once_it_is_freed(named):
-    table = SequenceTable(BlockPool(8), 4, 3, 5)
-    seqs = named([table.add(3), table.add(2)])
-    table.append(seqs)
-    table.free(seqs)
-    with refused(table, KeyError, "it was freed or never added"):
-        table.append(seqs)

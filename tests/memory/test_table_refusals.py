@@ -95,34 +95,6 @@ def test_refusals(table, call, error, message):
         call(table, full, other)
 
 
-ON_HANDLES = {
-    "append": lambda t, seqs: t.append(seqs),
-    "append 0": lambda t, seqs: t.append(seqs, 0),
-    "truncate": lambda t, seqs: t.truncate(seqs, 0),
-    "free": lambda t, seqs: t.free(seqs),
-    "fork": lambda t, seqs: t.fork(seqs[0]),
-    "slots": lambda t, seqs: t.slots(seqs[0], 0, 0),
-    "block_tables": lambda t, seqs: t.block_tables(seqs),
-    "seq_lens": lambda t, seqs: t.seq_lens(seqs),
-}
-
-
-@pytest.mark.parametrize("max_seqs", [2, 3, 4, 7, 8])
-@pytest.mark.parametrize("name", ON_HANDLES)
-def test_handles_that_are_not_valid(name, max_seqs):
-    table = SequenceTable(BlockPool(4), block_size=2, max_seqs=max_seqs, max_blocks=2)
-    alive, freed = table.add(1), table.add(0)
-    table.free(freed)
-    invalid = [freed, ~alive, alive + 1, -alive, 0, *range(-3 * max_seqs, 0), *range(max_seqs + 1), -(2**63), 2**63 - 1]
-    for seq in invalid:
-        with refused(table, KeyError, "freed or never added"):
-            ON_HANDLES[name](table, [seq, alive])
-    again = table.add(0)
-    assert again != freed
-    with refused(table, KeyError, f"no sequence {freed}: it was freed or never added"):
-        ON_HANDLES[name](table, [freed, alive])
-
-
 def test_a_fork_past_the_last_reference(table):
     seq = table.add(6)
     table.pool._refs[1] = 2**31 - 2
@@ -131,20 +103,6 @@ def test_a_fork_past_the_last_reference(table):
         table.fork(seq, 2)
     assert state(table) == before
     assert len(table.fork(seq)) == 1
-
-
-def test_handles_that_another_thread_changes_while_they_are_looked_up(table):
-    seqs = np.array([7])  # no row of a table of 4, so it is compared with 0
-
-    class Changing(np.ndarray):
-        def take(self, rows, mode):
-            seqs[:] = 0
-            return np.asarray(self).take(rows, mode=mode)
-
-    handles = table._rows.handles
-    handles._issued = handles._issued.view(Changing)
-    with pytest.raises(KeyError, match="no sequence 7: it was freed or never added"):
-        table.seq_lens(seqs)
 
 
 @pytest.mark.parametrize("name", ["append", "truncate"])

@@ -2,7 +2,12 @@
 
 from ..mutant import Mutant
 
-TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
+TABLE = (
+    "tests/memory/test_table.py",
+    "tests/memory/test_table_refusals.py",
+    "tests/memory/rows/test_copy_on_write.py",
+    "tests/memory/rows/test_handles.py",
+)
 MACHINE = ("tests/memory/test_manager_machine.py",)
 TRANSACTION = ("tests/memory/transactions/test_transaction.py",)
 INTERRUPT = TRANSACTION[0] + "::test_an_interrupt_at_any_place_comes_before_the_change_or_after"

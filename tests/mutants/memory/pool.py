@@ -3,7 +3,12 @@
 from ..mutant import Mutant
 
 POOL = ("tests/memory/test_pool.py",)
-TABLE = ("tests/memory/test_table.py", "tests/memory/test_table_refusals.py")
+TABLE = (
+    "tests/memory/test_table.py",
+    "tests/memory/test_table_refusals.py",
+    "tests/memory/rows/test_copy_on_write.py",
+    "tests/memory/rows/test_handles.py",
+)
 MACHINE = ("tests/memory/test_manager_machine.py",)
 TRANSACTION = "tests/memory/transactions/test_transaction.py::"
 
