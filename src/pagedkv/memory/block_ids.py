@@ -10,7 +10,7 @@ NO_BLOCKS = np.empty(0, np.int64)
 
 
 def joined(first: Int64Array, second: Int64Array) -> Int64Array:
-    """The ids of one array, and then of the other: not a copy where one is empty, so nothing may write to them."""
+    """The ids of one array, and then of the other: no copy where one is empty, so do not write to it."""
     if not len(second):
         return first
     return np.concatenate([first, second]) if len(first) else second

@@ -54,7 +54,8 @@ def _hold_all() -> None:
     """
     raised = None
     held = _held[get_ident()] = []
-    # In the same order in each thread that forks. In a signal handler this thread may be in the middle of a call.
+    # The same order in each thread that forks, or two would wait for each other. In a signal handler this thread may be
+    # in the middle of a call.
     for guard in sorted((guard for ref in _guards.valuerefs() if (guard := ref())), key=id):
         while guard.holder != get_ident():
             held.append(_hold(guard))

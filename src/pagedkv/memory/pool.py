@@ -209,14 +209,14 @@ class BlockPool(Guarded):
         times: int = 1,
         num_seqs: int = 0,
     ) -> tuple[Int64Array, list[Write]]:
-        """Everything that one call does to the pool, in one plan: later ones would not see what it is about to store.
+        """Everything that one call does to the pool, in one plan: a second would not see what the first is to store.
 
         Parameters
         ----------
         num_new : int
             Blocks to hand out.
         dropped, gained : (n,) int64
-            Blocks that lose and get a reference each time they are named. What can be found may have none before.
+            Blocks that lose, or get, a reference each time they are named. A findable block may get its first one.
         forgotten : (n,) int64
             Blocks that can no longer be found, each named once.
         stored : Stored or None
@@ -224,7 +224,7 @@ class BlockPool(Guarded):
         times : int
             References that a block of `gained` gets.
         num_seqs : int
-            So many different sequences have just the blocks of `dropped` or `gained`; 0 if others may be among them.
+            `dropped`, or `gained`, names the blocks of this many distinct sequences, and no others; 0 if unknown.
 
         Returns
         -------
@@ -260,7 +260,7 @@ class BlockPool(Guarded):
                 used_again = joined(leaving, blank)
                 if type(cache.eviction) is LRU:
                     evicted, left = cache.eviction.plan_leave(used_again, num_new - num_blank)
-                else:  # which may write to what it gets, and what it returns may be changed by its own writes
+                else:  # it may write to its argument, and its writes may change what it returns
                     chosen, left = cache.eviction.plan_leave(used_again.copy(), num_new - num_blank)
                     evicted = np.array(chosen, np.int64)
                     self._require_evictable(evicted, num_new - num_blank, used_again, cache)
@@ -295,10 +295,10 @@ class BlockPool(Guarded):
         blocks = joined(dropped, gained)
         before = self._refs.take(blocks)
         changes: Any = times if len(gained) else -1
-        # Of different sequences, those blocks are different that have no reference but one, unless somebody has
-        # released one of theirs. What is freed is looked at: a block that is free twice would be handed out twice.
+        # Distinct sequences share no block whose count is 1, unless somebody released one of theirs: then it would be
+        # freed here twice, and later handed out twice. So look for repeats among the dropped ones.
         if num_seqs != 1 and (not num_seqs or before.max() > 1 or self._tally.repeated(dropped).any()):
-            # All changes of a block are at its last place: of repeated indices the last is stored.
+            # Add up a block's changes at its last place: a store with repeated indices keeps the last value.
             last = self._tally.last_places(blocks)
             signs = np.full(len(blocks), float(times))
             signs[: len(dropped)] = -1
@@ -325,7 +325,7 @@ class BlockPool(Guarded):
             raise OutOfBlocksError(message, requested=num_new, free=num_free)
 
     def _require_evictable(self, evicted: Int64Array, count: int, used_again: Int64Array, cache: PrefixCache) -> None:
-        """Raise ValueError unless an eviction of the caller's chose as many blocks as it must, of those that wait."""
+        """Raise ValueError unless the caller's eviction chose as many blocks as it must, all of them waiting."""
         if len(evicted) != count:
             raise ValueError(f"eviction must choose {count} blocks to evict, got {len(evicted)}")
         waits = (self._refs[evicted] == 0) & cache.is_findable(evicted)
@@ -337,13 +337,13 @@ class BlockPool(Guarded):
             )
 
     def _commit(self, writes: list[Write], undo: Callable[[], list[Write]] | None = None) -> None:
-        """Store, and tell of it; if the listener raises, store what `undo` plans: nobody gets the call's result."""
+        """Store, and tell the listener; if it raises, store what `undo` plans, for nobody gets the call's result."""
         if writes:
             commit([*writes, (self._num_changes, 0, self._num_changes[0] + 1)])
         if self._prefix_cache is not None:
             try:
                 self._prefix_cache.emit()
-            except Exception:  # an interrupt finds a call that has happened
+            except Exception:  # after an interrupt the call has happened
                 if undo is not None:
                     commit([*undo(), (self._num_changes, 0, self._num_changes[0] + 1)])
                 raise

@@ -24,7 +24,7 @@ class Sequences(Guarded, ABC):
     ----------
     table : SequenceTable
     arrays : Arrays
-        Makes the arrays that are handed out.
+        Makes the arrays that callers get.
     block_bytes : int
         What a block takes in all layers.
     """
@@ -41,7 +41,7 @@ class Sequences(Guarded, ABC):
 
     @abstractmethod
     def _read(self, copies: npt.NDArray[np.int64]) -> None:
-        """Raise what `_copy` would raise before it writes anything: there is no memory, or a stream is captured."""
+        """Raise what `_copy` would raise before it writes anything: too little memory, or a stream under capture."""
 
     @property
     def block_size(self) -> int:
@@ -72,8 +72,8 @@ class Sequences(Guarded, ABC):
         Returns
         -------
         Added
-            The handle, and how many of the tokens are in the cache. The K and V of the others are still to be written,
-            to ``slots(seq, num_cached, num_tokens)``: those of the last one in any case, since its output is needed.
+            The handle, and how many of the tokens are in the cache. Write the K and V of the others to
+            ``slots(seq, num_cached, num_tokens)``: those of the last one in any case, since its output is needed.
 
         Raises
         ------
@@ -90,7 +90,7 @@ class Sequences(Guarded, ABC):
 
     @exclusive
     def append(self, seqs: Any, n: Any = 1, tokens: Any = None) -> Any:
-        """Add n tokens to the end of each sequence, after copying the blocks that would be written but are shared.
+        """Add n tokens to the end of each sequence, after copying shared blocks that it would write to.
 
         Parameters
         ----------
@@ -99,8 +99,8 @@ class Sequences(Guarded, ABC):
         n : int, or (num_seqs,) ints
             New tokens of every sequence, or of each; at least 0.
         tokens : (num_new_tokens,) ints, or None
-            Which tokens, in the order of the sequences. Without them, and after them, blocks of these sequences will
-            not be found by other ones.
+            Which tokens, in the order of the sequences. Without them, other sequences will never find the blocks that
+            they are in, nor any later block of these sequences.
 
         Returns
         -------
@@ -127,10 +127,10 @@ class Sequences(Guarded, ABC):
 
     @exclusive
     def commit(self, seqs: Any) -> None:
-        """Say that the K and V of everything that was added and appended so far have been written, in all layers.
+        """Say that the K and V of all tokens added and appended so far are written, in all layers.
 
         From now on sequences that are added find the full blocks of these, as far as their tokens are known. Where
-        another sequence has committed a block with the same tokens before, that one is shared, and the own one is free.
+        another sequence has committed a block with the same tokens before, these share that one and release their own.
 
         Parameters
         ----------
@@ -148,14 +148,14 @@ class Sequences(Guarded, ABC):
 
     @consistent
     def find(self, tokens: Sequence[int], salt: str | bytes | None = None) -> int:
-        """How many of the first tokens `add`, with these arguments, would find in the cache; nothing is taken."""
+        """How many of the first tokens `add`, with these arguments, would find in the cache; it takes nothing."""
         return self.table._rows.num_cached(prompt_of(tokens, salt))
 
     @consistent
     def can_add(self, tokens: int | Sequence[int], salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
         """Whether `add`, with these arguments, has room, and `reserve` blocks stay free besides.
 
-        One for each running sequence, say, so that all can go on decoding. What is found and in use needs no room.
+        Reserve one for each running sequence, say, so that all can go on decoding. Found blocks in use need no room.
         """
         return self.table._rows.can_add(prompt_of(tokens, salt), as_int("reserve", reserve))
 
@@ -234,7 +234,7 @@ class Sequences(Guarded, ABC):
 
     @consistent
     def stats(self) -> Stats:
-        """How full the pool is, at one instant: another thread's call is waited for."""
+        """How full the pool is, at one instant: it waits for another thread's call."""
         return Stats.of(self.table, self._block_bytes)
 
     def check(self) -> None:

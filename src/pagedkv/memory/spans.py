@@ -20,7 +20,7 @@ def spans(starts: Array, counts: Array) -> Int64Array:
 
 
 def owned_spans(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
-    """The i of each of the integers that `spans` returns, and those.
+    """The integers that `spans` returns, with the i of each.
 
     Returns
     -------

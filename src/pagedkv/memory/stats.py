@@ -31,7 +31,7 @@ class Stats:
     contiguous_blocks : int
         What reserving the maximum length for every sequence would take.
     queried_tokens, hit_tokens : int
-        Tokens that `add` was given so far, and those of them that were in the cache already.
+        Tokens that `add` got so far, and those of them that the cache had already.
     num_bytes, used_bytes : int
         K and V of all blocks in all layers, and of the used ones.
     """

@@ -159,9 +159,9 @@ class SequenceTable(Guarded):
         Returns
         -------
         Appended
-            The slots of the new tokens, and the blocks to copy before they are written: a partial last block that
-            another sequence shares is replaced by a copy, never written. Of the sequences of one call that share a
-            block every one copies, except the last if no other sequence holds it.
+            The slots of the new tokens, and the blocks to copy before they are written: a sequence gets a copy in place
+            of a partial last block that it shares. When several sequences of one call share a block, each of them
+            copies it, except the last if no other sequence holds it.
 
         Raises
         ------
@@ -179,7 +179,7 @@ class SequenceTable(Guarded):
 
     @exclusive
     def fork(self, seqs: Any, n: int = 1) -> list[int]:
-        """Start n sequences with the tokens of each of some, sharing all blocks, the partial last ones too.
+        """Start n sequences like each of the given ones, sharing all blocks, the partial last ones too.
 
         Parameters
         ----------
@@ -324,7 +324,7 @@ class SequenceTable(Guarded):
 
     @consistent
     def block_owners(self) -> Int64Array:
-        """The handle of a sequence that has each block, (N,) int64; -1 for a block that none has."""
+        """For each block the handle of a sequence that has it, (N,) int64; -1 if none does."""
         return self._rows.block_owners()
 
     @consistent

@@ -28,7 +28,7 @@ class Tally:
 
     def last_places(self, values: Array) -> Array:
         """Where values[i] occurs last, (n,) int64."""
-        # An index that repeats stores the last of its values, and only what was just stored is read back.
+        # A store with repeated indices keeps the last value, and this reads back only what it has just stored.
         self._last[values] = np.arange(len(values))
         return self._last.take(values)
 

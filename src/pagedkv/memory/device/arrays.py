@@ -84,7 +84,7 @@ class Arrays:
                 "from the host: ask for them before the capture"
             )
         if self._on_cuda:
-            # torch's allocator gives this pinned memory to nobody else before the copy is done; CuPy does all of it.
+            # torch's allocator gives this pinned memory to nobody else before the copy ends; CuPy does all of that.
             return self._module.from_numpy(x).pin_memory().to(self._device, non_blocking=True)
         if self._is_torch:
             return self._module.asarray(x, device=self._device)

@@ -72,8 +72,8 @@ class Batches(Guarded):
     table : SequenceTable
     arrays : Arrays
     grows : bool
-        Whether the buffers on a device begin as the table does, and move as it grows, or have room for the longest
-        sequence that can be.
+        Whether the buffers on a device start as wide as the table and move when it grows; otherwise they have room for
+        the longest possible sequence.
     """
 
     def __init__(self, table: SequenceTable, arrays: Arrays, *, grows: bool) -> None:

@@ -21,9 +21,9 @@ from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
 
 Int64Array = npt.NDArray[np.int64]
-MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # of a block: its ids are one element of NumPy's
+MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # per block: NumPy takes its ids as one element
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
-_FASTER = 16  # how many times as many blocks are looked for next, where all were found
+_FASTER = 16  # a search that finds all its blocks goes on with so many times as many
 
 
 class Stored(NamedTuple):
@@ -32,7 +32,7 @@ class Stored(NamedTuple):
     Attributes
     ----------
     kept : (n,) int64
-        For each block that was asked about: itself, another one with the same tokens before and in it, or NO_BLOCK.
+        For each block in question: itself, another one with the same tokens in it and before it, or NO_BLOCK.
     blocks, serials, parents : (m,) int64
         The blocks to store, and what tells their contents apart.
     above : (m,) int64
@@ -59,9 +59,9 @@ class Stored(NamedTuple):
 class PrefixCache:
     """The tokens of all blocks, and an index of the full ones that can be found.
 
-    A block is found by a digest of its tokens that is chained to the digest of the block before. Digests may collide:
-    what is found counts only if it has the same token ids, and came after the very block that was found before it,
-    or after the same root.
+    The key of a block is a digest of its tokens, chained to the digest of the block before. Digests may collide: a
+    block counts as found only if it holds the same token ids, and was stored behind the very block found before it, or
+    behind the same root.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class PrefixCache:
     hash_of : callable
         Bytes to a digest of 16 bytes.
     listener : callable or None
-        Called with each event once what it tells of has happened.
+        Called with each event, after what it tells of has happened.
     medium : str
         What events call the place of the caches.
     """
@@ -98,11 +98,11 @@ class PrefixCache:
         self._contents = self.tokens.view(f"V{block_size * self.tokens.itemsize}")
         self.num_queried, self.num_hit = np.array([0]), np.array([0])
         self._index = HashIndex(num_blocks)
-        # Stored contents are numbered from 1 on, 0 is for blocks that cannot be found. The parent of a first block is
+        # Stored contents have numbers from 1 on, and blocks that cannot be found have 0. The parent of a first block is
         # a negative number made of its root digest.
         self._serials, self._parents = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
         self._last_serial = np.array([0])
-        # The block that was last stored behind each block; by now it may hold something else. The last is NO_BLOCK's.
+        # The block last stored behind each block; by now it may hold something else. The last entry is NO_BLOCK's.
         self._behind = np.full(num_blocks + 1, NO_BLOCK)
         self._hash_of = hash_of if hash_of is blake2b_128 else returning_digests(hash_of)
         self._listener, self._medium = listener, medium
@@ -113,7 +113,7 @@ class PrefixCache:
         return self._serials.take(blocks) != 0
 
     def tails_first(self, blocks: Int64Array) -> Int64Array:
-        """Blocks that can be found, those of a sequence from its last one to its first."""
+        """Sort findable blocks: those of a sequence from its last one to its first."""
         return blocks[np.argsort(-self._serials[blocks], kind="stable")]
 
     def find(self, tokens: npt.NDArray[np.int32], root: bytes) -> Int64Array:
@@ -154,14 +154,14 @@ class PrefixCache:
         return blocks
 
     def _run(self, block: int, most: int) -> Int64Array:
-        """A block and those that were last stored one behind the other: of a text that is found again, all of them."""
+        """A block and the chain of those last stored behind it: all of a text that comes again."""
         run, behind = array("q", [block]), self._behind.data
         while len(run) < most and (block := behind[block]) != NO_BLOCK:
             run.append(block)
         return np.frombuffer(run, np.int64)
 
     def _matching(self, blocks: Int64Array, parent: Int64Array, rows: npt.NDArray[np.int32]) -> Int64Array:
-        """The first blocks, as far as they can be found, follow each other from a parent on, and hold these tokens."""
+        """The blocks before the first that cannot be found, does not follow the one before, or holds other tokens."""
         serials, rows = self._serials.take(blocks), rows[: len(blocks)]
         follows = self._parents.take(blocks) == np.concatenate([parent, serials[:-1]])
         follows &= (serials != 0) & (blocks != NO_BLOCK)
@@ -171,10 +171,10 @@ class PrefixCache:
         return blocks[: int(np.append(follows & same.all(axis=1), False).argmin())]
 
     def find_part(self, block: int, tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
-        """A block behind another one that begins with the same tokens, and with how many: less than all of it.
+        """A block behind another one that begins with these tokens, and how many of them it has: not all of a block.
 
-        Only the block that was stored last is looked at. Where many texts go on behind the same beginning, all blocks
-        behind it hold the rest of that beginning.
+        Look only at the block stored last: where many texts share a beginning, every block behind it holds the rest of
+        that beginning.
         """
         behind = int(self._behind[block])
         if behind == NO_BLOCK or not self._serials[behind] or self._parents[behind] != self._serials[block]:
@@ -191,7 +191,7 @@ class PrefixCache:
         roots: Digests | None,
         refs: npt.NDArray[np.int32],
     ) -> Stored:
-        """How full blocks of some sequences can be found from now on.
+        """What to store so that full blocks of some sequences can be found.
 
         Parameters
         ----------
@@ -224,7 +224,7 @@ class PrefixCache:
             parents[firsts], blocks_above[firsts] = parents_above, above
         keys, to_store, kept, forgotten, stored = as_array(digests), blocks, blocks, NO_BLOCKS, None
         found, places = self._index.find(keys)
-        are_apart = self._index.are_apart(places)  # and so the digests, too
+        are_apart = self._index.are_apart(places)  # then the digests differ, too
         if found[found.argmax()] != NO_BLOCK or not (are_apart or len({*digests}) == len(digests)):
             firsts = _firsts(blocks, counts).tolist()
             of_first = dict(zip(firsts, zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
@@ -237,7 +237,7 @@ class PrefixCache:
         if self._listener is not None:
             stored = np.arange(len(blocks)) if stored is None else stored
             events = self._stored_events(stored, blocks, digests, _firsts(blocks, counts), above)
-        if not are_apart:  # of one digest each: the table may have fewer slots than forks share a block
+        if not are_apart:  # only now: forks that share a block may outnumber the slots, but have one digest
             places = self._index.apart(places)
         return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, events)
 
@@ -250,7 +250,7 @@ class PrefixCache:
         contents: list[bytes],
         refs: npt.NDArray[np.int32],
     ) -> tuple[Int64Array, ...]:
-        """Where digests are there already: which blocks to store, `kept`, `parents`, `above` and `forgotten`.
+        """For digests that another block may have: which blocks to store, `kept`, `parents`, `above` and `forgotten`.
 
         Block by block; `firsts` has the block before the first one of each sequence, and its parent.
         """
@@ -275,7 +275,7 @@ class PrefixCache:
                 stored.append(i)
                 parents.append(parent)
                 blocks_above.append(above)
-            # The digest of other contents, which are in use, ends what can be found of a sequence.
+            # A digest that names other contents, in use, ends what can be found of this sequence.
             stopped = not self._holds(holder, parent, content)
             if not stopped:
                 holders[digests[i]] = holder
@@ -284,7 +284,7 @@ class PrefixCache:
         return tuple(np.array(x, np.int64) for x in (stored, kept, parents, blocks_above, forgotten))
 
     def plan(self, removed: Int64Array, stored: Stored | None = None) -> list[Write]:
-        """Blocks that can no longer be found, each named once, and those that can from now on."""
+        """Make blocks unfindable, each named once, and others findable."""
         events: list[Event] = []
         if self._listener is not None and len(removed):
             events.append(BlockRemoved(self._index.digests(removed).tolist(), self._medium))
@@ -304,7 +304,7 @@ class PrefixCache:
         return [*writes, *self._plan_events(events)]
 
     def plan_cleared(self) -> list[Write]:
-        """After the writes that remove all blocks: one event in place of theirs."""
+        """One event in place of those that the writes before this one have, which remove all blocks."""
         return self._plan_events([AllBlocksCleared()]) if self._listener is not None else []
 
     def findable(self) -> Int64Array:
@@ -312,19 +312,19 @@ class PrefixCache:
         return np.flatnonzero(self._serials)
 
     def plan_copy(self, copies: Int64Array) -> list[Write]:
-        """The tokens of blocks, copied to others: (m, 2) int64, source and destination."""
+        """Copy the tokens of blocks to others: (m, 2) int64, source and destination."""
         sources, destinations = copies.T.copy()
         return [(self._contents, destinations, self._contents.take(sources))]
 
     def plan_tokens(self, blocks: Int64Array, tokens: npt.NDArray[np.int32]) -> list[Write]:
-        """The tokens of blocks that nobody has written to yet: they fill all blocks but the last."""
+        """Put tokens into new blocks: they fill all blocks, except perhaps the last."""
         room = len(blocks) * self.block_size - len(tokens)
         if room:
             tokens = np.concatenate([tokens, np.zeros(room, np.int32)])
         return [(self._contents, blocks, tokens.view(self._contents.dtype))]
 
     def plan_count(self, num_queried: int, num_hit: int) -> list[Write]:
-        """Count tokens that were looked for, and those of them that were found."""
+        """Count the tokens that `add` looked for, and those of them that it found."""
         return [
             (self.num_queried, 0, int(self.num_queried[0]) + num_queried),
             (self.num_hit, 0, int(self.num_hit[0]) + num_hit),

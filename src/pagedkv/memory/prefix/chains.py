@@ -30,7 +30,7 @@ class Chains:
         return self._roots[rows]
 
     def plan_start(self, row: int, num_known: int, num_found: int, root: bytes) -> list[Write]:
-        """A row begins a sequence."""
+        """Start a sequence in a row."""
         return [
             (self.num_known, row, num_known),
             (self.num_found, row, num_found),
@@ -38,22 +38,22 @@ class Chains:
         ]
 
     def plan_known(self, rows: Int64Array, num_known: Int64Array) -> list[Write]:
-        """So many of the first tokens of each row are known."""
+        """Store how many of each row's first tokens are known."""
         return [(self.num_known, rows, num_known)]
 
     def plan_found(self, rows: Int64Array, num_found: Int64Array) -> list[Write]:
-        """So many of the first blocks of each row can be found."""
+        """Store how many of each row's first blocks can be found."""
         return [(self.num_found, rows, num_found)]
 
     def plan_shorten(self, rows: Int64Array, lens: Int64Array, num_full: Int64Array) -> list[Write]:
-        """Each row has so many tokens, and full blocks, at most."""
+        """Cut each row down to so many tokens, and full blocks, at most."""
         return [
             (self.num_known, rows, np.minimum(self.num_known[rows], lens)),
             (self.num_found, rows, np.minimum(self.num_found[rows], num_full)),
         ]
 
     def plan_copy(self, rows: Int64Array, parents: Int64Array) -> list[Write]:
-        """Each row is as another one is."""
+        """Make each row like its parent."""
         return [
             (self.num_known, rows, self.num_known[parents]),
             (self.num_found, rows, self.num_found[parents]),
@@ -61,6 +61,6 @@ class Chains:
         ]
 
     def plan_clear(self) -> list[Write]:
-        """No row's blocks can be found, now or later."""
+        """Let no block of any row be found, now or later."""
         rows = np.arange(len(self.num_known))
         return [(state, rows, np.zeros_like(rows)) for state in (self.num_known, self.num_found)]

@@ -28,7 +28,7 @@ class Eviction(Protocol):
         """Blocks, (n,) int64, that lost their last reference just now; of a sequence, the last block comes first."""
 
     def plan_leave(self, blocks: Int64Array, num_evicted: int) -> tuple[Int64Array, list[Write]]:
-        """Let blocks go that are used again, and choose others, (num_evicted,) int64, to evict: they are gone, too."""
+        """Drop blocks that are used again, and choose others, (num_evicted,) int64, to evict: drop those, too."""
 
     def check(self, blocks: Int64Array) -> None:
         """Raise AssertionError unless exactly these blocks, in ascending order, are here."""
@@ -37,8 +37,8 @@ class Eviction(Protocol):
 class LRU:
     """The least recently used first: a ring of blocks in the order in which they came.
 
-    A block that leaves stays in the ring, but not at the place that it is known to have, and is passed over later. A
-    full ring is packed, which is O(N) for every N or more blocks that came.
+    A block that leaves stays in the ring but loses its place in `_places`, and whoever comes by later skips it. A full
+    ring is packed: O(N) for every N or more blocks that came.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class LRU:
 
     def __init__(self, num_blocks: int) -> None:
         self._ring = np.zeros(1 << (2 * num_blocks - 1).bit_length(), np.int64)
-        self._first, self._end = np.array([0]), np.array([0])  # counted on from the first block that ever came
+        self._first, self._end = np.array([0]), np.array([0])  # counted from the first block that ever came
         self._places = np.full(num_blocks, _AWAY)
         self._tally = Tally(num_blocks)
 
@@ -92,7 +92,7 @@ class LRU:
         must_hold(np.array_equal(np.flatnonzero(self._places != _AWAY), blocks), "a block waits that cannot be evicted")
 
     def _waiting(self, first: int, end: int) -> tuple[Int64Array, Int64Array]:
-        """The blocks that are where they are known to be, from one place to another, and their places."""
+        """The blocks that still wait in a stretch of the ring, and their places."""
         places = np.arange(first, end)
         blocks = self._ring.take(places & (len(self._ring) - 1))
         here = self._places[blocks] == places

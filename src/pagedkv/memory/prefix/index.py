@@ -13,10 +13,10 @@ from .digests import DIGEST, Digests
 
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
-_REMOVED = -2  # a slot whose block is gone: what was probed past it is still behind it
-_ROOM = 32  # slots for each block, at least
-_FULL = 16  # of so many slots one is filled, at most
-_FEW = 24  # digests
+_REMOVED = -2  # a slot whose block is gone; a probe goes on past it
+_ROOM = 32  # slots per block, at least
+_FULL = 16  # at most one slot in so many is filled
+_FEW = 24  # digests that take less time one by one
 _NO_DIGESTS, _NO_PLACES = np.empty(0, DIGEST), np.empty(0, np.int64)
 _REMOVED_SLOT, _NO_PLACE = np.array([_REMOVED], np.int32), np.array([NO_BLOCK])
 _TWO_BOOLS = np.dtype(np.int16)
@@ -26,9 +26,9 @@ _KEY = Struct("=qq")
 class HashIndex:
     """Blocks by their 128-bit digests: a hash table with open addressing and linear probing, all of it in arrays.
 
-    At most a sixteenth of the slots are ever filled, those of removed blocks included; then the table is made anew,
-    which is O(N) for every N or more blocks put into it. The first probe of all digests is one of arrays; for the few
-    that need more, scalars take less time.
+    Before more than a sixteenth of the slots are filled, those of removed blocks included, the table is rebuilt: O(N)
+    for every N or more blocks put into it. Array operations probe all digests once; for the few that need another
+    probe, scalars take less time.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ class HashIndex:
         self._views = self._slots.data, self._keys.reshape(-1).data
 
     def digests(self, blocks: Int64Array) -> Digests:
-        """The digests under which blocks were put in last."""
+        """The digests under which blocks last entered the index."""
         return self._digests.take(blocks)
 
     def find_one(self, digest: bytes) -> int:
@@ -87,7 +87,7 @@ class HashIndex:
         return not np.count_nonzero(ordered[1:] == ordered[:-1])
 
     def apart(self, places: Int64Array) -> Int64Array:
-        """A slot for each digest: those that `find` ended at, unless some are the same."""
+        """A slot for each digest: the one where `find` ended, or another one where it ended twice."""
         return _apart(self._views[0], places)
 
     def _probe(self, first: int, second: int) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class HashIndex:
         digests : (n,) DIGEST
             Those of `put`, all different.
         places : (n,) int64
-            The slots for them: of `apart`.
+            The slots for them, from `apart`.
         """
         writes: list[Write] = []
         if len(removed):
@@ -154,7 +154,7 @@ def _keys(digests: Digests) -> Int64Array:
 
 
 def _apart(slots: memoryview, places: Int64Array) -> Int64Array:
-    """Slots that can be filled, all different: of places that can be, all but the first of equal ones are moved on."""
+    """Slots to fill, all different: of equal places the first stays, and the others move on to empty slots."""
     order = places.argsort(kind="stable")
     ordered = places.take(order)
     again = order[1:][ordered[1:] == ordered[:-1]].tolist()

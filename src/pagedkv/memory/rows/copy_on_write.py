@@ -1,6 +1,6 @@
 """Copy-on-write: which blocks are written to, where some have no block yet and others share theirs.
 
-A block that a prefix cache can find is not written either: its only owner writes it once it cannot be found any longer.
+Nor does anybody write to a block that a prefix cache can find: its only owner first makes it unfindable.
 """
 
 from __future__ import annotations

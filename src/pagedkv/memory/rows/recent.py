@@ -1,4 +1,4 @@
-"""Recent: what the last step has left of its sequences, for the step that goes on with them."""
+"""Recent: what the last step knew of its sequences, for the next step of the same ones."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Recent(NamedTuple):
     change : int
         The number of the pool's change that made it: any later one ends it.
     late : bool or None
-        Whether `commit` has yet to see full blocks, which are the last ones of those in `full`; None if it may have yet
-        to see others.
+        Whether `commit` has yet to see full blocks: the last one of each sequence in `full`. None if it may have yet to
+        see others.
     rows, lens, slots : (num_seqs,) int64
         Their rows, how many tokens each has, and where its last token is.
     longest : int

@@ -28,13 +28,13 @@ _WORTH_A_COPY = 2  # so many tokens that are found in a block fill it
 class Rows(RowState):
     """What a call changes in the rows of a SequenceTable.
 
-    Methods called `plan_...` change nothing: they return what is to be stored. Of each, a call uses one.
+    Methods called `plan_...` change nothing: they return what to store. A call stores what one of them returns.
     """
 
     def plan_add(self, prompt: Prompt, reserve: int | None = None) -> tuple[int, int, Int64Array, list[Write]]:
         """Start a sequence: its handle, how many of its tokens were found, the copies to make, and what to store.
 
-        With `reserve` it starts with those that were found, if all tokens have room and so many blocks stay free.
+        With `reserve` it starts with the found tokens alone, provided that all would fit, with so many blocks to spare.
         """
         num_tokens, cache, size = prompt.num_tokens, self.prefix_cache, self.block_size
         if num_tokens > self.max_seq_len:
@@ -73,10 +73,10 @@ class Rows(RowState):
     def to_copy(
         self, read: Callable[[Int64Array], object], plan: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs
     ) -> Plan:
-        """A plan of which copies are made before it is stored: where they go, nothing can be found any longer.
+        """Plan copies that run before the commit.
 
-        Otherwise a copy that is cut short would leave a block that can be found with contents of another one. `read`
-        gets the copies before: where it raises, as the copying would before it has written anything, nothing changes.
+        Blocks that they overwrite stop being findable first: an interrupted copy must not leave a findable block with
+        wrong contents. `read` gets the copies before that; if it raises what copying would raise, nothing changes.
         """
         while True:
             planned = plan(*args, **kwargs)
@@ -90,13 +90,13 @@ class Rows(RowState):
             self.pool._commit(self.pool._plan(forgotten=findable)[1])
 
     def can_add(self, prompt: Prompt, reserve: int) -> bool:
-        """Whether there is room for a sequence, and for so many blocks more."""
+        """Whether a sequence fits, with so many blocks to spare."""
         _, shared, _, _ = self._share(prompt)
         needed = self._num_taken(prompt.num_tokens, shared) + reserve
         return prompt.num_tokens <= self.max_seq_len and needed <= self.pool.num_free and self.handles.num_free > 0
 
     def num_cached(self, prompt: Prompt) -> int:
-        """How many of the tokens of a prompt would be found."""
+        """How many tokens of a prompt `plan_add` would find."""
         return self._share(prompt)[0]
 
     def plan_hold(self, prompt: Prompt) -> tuple[int, int, list[Write]]:
@@ -142,7 +142,7 @@ class Rows(RowState):
                 f"{self.max_seq_len} for sequence {self.handles.of(rows)[i]}, got {1 if is_step else num_new[i]}"
             )
         num_columns = self.num_blocks(longest)
-        if num_columns > self.blocks.shape[1]:  # no wider table for blocks that are not there
+        if num_columns > self.blocks.shape[1]:  # do not widen the table for blocks that the pool lacks
             num_added = int((self.num_blocks(ends) - self.num_blocks(lens)).sum())
             self.pool._require(num_added, self.pool.num_free)
         table, grown = self._with_columns(num_columns)
@@ -215,7 +215,7 @@ class Rows(RowState):
         is_known: bool,
         tables: Int32Array | None,
     ) -> Write:
-        """Keep what a step has left; `are_committed` if only its own full blocks are still to be committed."""
+        """Keep what the next step needs of this one; `are_committed` if only its own full blocks wait for `commit`."""
         offsets = lens & self.block_size - 1 if self.block_size.bit_count() == 1 else lens % self.block_size
         change, full = self.pool._num_changes[0] + 1, (offsets == 0).nonzero()[0]
         late = bool(len(full)) if are_committed else None
@@ -297,7 +297,7 @@ class Rows(RowState):
         ]
 
     def plan_commit(self, seqs: Any) -> list[Write]:
-        """Let the full blocks of sequences be found, those that were found before replaced by what was there."""
+        """Make full blocks of sequences findable; where another findable block has the same tokens, take that one."""
         rows, cache, chains = self.handles.find_distinct(seqs), self.prefix_cache, self.chains
         if cache is None:
             return []
@@ -340,7 +340,7 @@ class Rows(RowState):
         ]
 
     def _with_columns(self, num_columns: int) -> tuple[Int32Array, list[Write]]:
-        """The table with at least so many columns, and what makes a wider one the table."""
+        """A table with at least so many columns, and what to store if it is a wider one."""
         num_rows, before = self.blocks.shape
         if num_columns <= before:
             return self.blocks, []
@@ -358,23 +358,23 @@ class Rows(RowState):
             return 0, found, NO_BLOCKS, NO_BLOCKS
         if num_found < prompt.num_tokens:
             block, num_more = self.prefix_cache.find_part(int(found[-1]), prompt.tokens[num_found:-1])
-            # Nothing evicts a block that is in use, nor any while others are blank.
+            # The pool evicts no block in use, and none at all while it has blank ones.
             num_new = self.num_blocks(prompt.num_tokens) - len(found)
             stays = num_new <= self.pool._num_blank or self.pool._refs[block]
             if _WORTH_A_COPY * num_more < self.block_size or not stays:
                 return num_found, found, NO_BLOCKS, NO_BLOCKS
             return num_found + num_more, found, np.array([block]), NO_BLOCKS
-        # The last token is computed again, into a block that can be found: its only owner takes it over.
+        # The last token is computed again, into a findable block: copy that if somebody uses it, or else take it over.
         if self.pool._refs[found[-1]]:
             return num_found - 1, found[:-1], found[-1:], NO_BLOCKS
         return num_found - 1, found, NO_BLOCKS, found[-1:]
 
     def _num_taken(self, num_tokens: int, shared: Int64Array) -> int:
-        """Free blocks that a sequence takes which shares some: those that nobody uses are free, too."""
+        """Free blocks that a sequence takes: new ones, and shared ones that nobody uses, for those are free, too."""
         return int(self.num_blocks(num_tokens)) - len(shared) + int(np.count_nonzero(self.pool._refs[shared] == 0))
 
     def _plan_drop(self, rows: Int64Array, lens: Int64Array, forgotten: Int64Array = NO_BLOCKS) -> list[Write]:
-        """Release the blocks of each row past its first tokens, of which so many stay."""
+        """Shorten each row to its first `lens` tokens, and release the blocks past them."""
         num_kept = self.num_blocks(lens)
         entries = spans(rows * self.blocks.shape[1] + num_kept, self.num_blocks(self.lens[rows]) - num_kept)
         blocks = self._entries.take(entries).astype(np.int64)

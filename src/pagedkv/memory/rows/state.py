@@ -18,7 +18,7 @@ from .handles import NO_HANDLE, Handles, Int64Array
 from .recent import Recent
 
 Int32Array = npt.NDArray[np.int32]
-_ENTRIES_PER_BLOCK = 4  # of a table that nothing has made wider yet, together for all sequences
+_ENTRIES_PER_BLOCK = 4  # in a new table, all rows together
 _MIN_COLUMNS = 16
 
 
@@ -84,7 +84,7 @@ class RowState:
         return fills
 
     def block_owners(self) -> Int64Array:
-        """The handle of a sequence that has each block, (N,); -1 for a block that none has."""
+        """For each block the handle of a sequence that has it, (N,); -1 if none does."""
         rows, columns = owned_spans(np.zeros_like(self.lens), self.num_blocks(self.lens))
         owners = np.full(self.pool.num_blocks, NO_HANDLE)
         owners[self.blocks[rows, columns]] = self.handles.of(rows)
@@ -99,7 +99,7 @@ class RowState:
         alone = self.pool._refs.take(blocks) == 1
         wasted = int(np.count_nonzero(alone)) * self.block_size - int(fills[alone].sum())
         if not alone.all():
-            # A shared one wastes what the longest of its owners leaves, unless somebody has it in full.
+            # A shared block wastes the slots past its longest owner's end, unless one of its owners fills it.
             blocks, owners = np.unique(blocks[~alone], return_inverse=True)
             longest = np.zeros(len(blocks), np.int64)
             np.maximum.at(longest, owners, fills[~alone])
@@ -177,9 +177,9 @@ class RowState:
         return self.blocks.reshape(-1)
 
     def _recent_of(self, rows: Int64Array) -> Recent | None:
-        """What the last step has left of just these rows, if nothing has changed since."""
+        """What the last step left for exactly these rows, if nothing has changed since."""
         recent = self._recent[0]
-        # The handles that were named last have the same array of rows each time.
+        # Handles returns the very same array of rows as long as callers name the same sequences.
         if recent is None or recent.rows is not rows or recent.change != self.pool._num_changes[0]:
             return None
         return recent
