@@ -17,8 +17,9 @@ from dataclasses import replace
 from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, PALE, SHADE, WHITE, arrow, box, drawing, text, title
 from split_lanes import CONFIG, SHAPE, key, logits_of, place_in_a, place_in_c, query, rows_of_values, value
 
+from pagedkv.kernels.device.warp import WARP_SIZE
 from pagedkv.kernels.split import limits
-from pagedkv.kernels.split.config import NUM_WARPS, WARP_SIZE
+from pagedkv.kernels.split.config import NUM_WARPS
 from pagedkv.kernels.split.shape import K_VECTOR, TILE, TensorShape
 
 CAPACITY, LENGTHS, NUM_KV_HEADS = 2560, (2300, 600, 21), 32

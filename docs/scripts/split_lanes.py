@@ -18,8 +18,9 @@ from pagedkv.emulator import Device, Module
 from pagedkv.emulator.machine.matrix import _fragments
 from pagedkv.kernels.device.intrinsics.thread import address, local_array
 from pagedkv.kernels.device.source import KernelSource, device_function
+from pagedkv.kernels.device.warp import WARP_SIZE
 from pagedkv.kernels.split.arguments import Query
-from pagedkv.kernels.split.config import WARP_SIZE, SplitConfig
+from pagedkv.kernels.split.config import SplitConfig
 from pagedkv.kernels.split.lanes import make_lanes
 from pagedkv.kernels.split.pages import make_pages
 from pagedkv.kernels.split.shape import TILE, TensorShape

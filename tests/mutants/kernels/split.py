@@ -46,7 +46,7 @@ MUTANTS = [
     Mutant(
         "split: fragments of q have the sign of q where the scale is negative",
         QUERY,
-        "q_frags[i] = uint32(q_frags[i] ^ SIGN)",
+        "q_frags[i] = uint32(q_frags[i] ^ SIGNS)",
         "q_frags[i] = uint32(q_frags[i])",
         NO_POSITIVE_SCALE,
     ),
@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "split: a scale of 0 leaves masked logits NaN",
         SOFTMAX,
-        "units[h] = SMALLEST if unit == float32(0) else unit",
+        "units[h] = positive(unit)",
         "units[h] = unit",
         NO_POSITIVE_SCALE,
     ),

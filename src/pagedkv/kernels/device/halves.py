@@ -9,6 +9,8 @@ from numba import uint32
 from .intrinsics.warp import halves_of_lower_e4m3, halves_of_upper_e4m3, permute
 from .source import device_function
 
+SIGNS = 0x80008000  # of both halves of a word
+
 
 def make_halves(kind: str, hardware_fp8: bool) -> tuple[Any, Any]:
     """Device functions that widen the lower and the upper two fp8 of a word to float16 halves.
@@ -26,9 +28,9 @@ def make_halves(kind: str, hardware_fp8: bool) -> tuple[Any, Any]:
             # Shifted right by one, exponent and mantissa are those of 2**-8 times the value. All ones are NaN: adding
             # one carries into the sign bit, which then fills the exponent.
             magnitude = uint32(halves & 0x7F007F00)
-            nan = uint32((magnitude + 0x01000100) & 0x80008000)
+            nan = uint32((magnitude + 0x01000100) & SIGNS)
             value = uint32(uint32(magnitude >> 1) | uint32(nan >> 1))
-            return uint32((halves & 0x80008000) | value)
+            return uint32((halves & SIGNS) | value)
         return halves
 
     @device_function

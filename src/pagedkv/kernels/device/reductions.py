@@ -1,4 +1,4 @@
-"""Reductions over a warp by shuffles; the whole warp calls them, and every lane gets the result."""
+"""Reductions over lanes by shuffles; the whole warp calls them, and every lane gets the result."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ def sum_of_warp(x):
     for b in range(5):
         x = float32(x + exchange(x, uint32(1 << b)))
     return x
+
+
+@device_function
+def largest_of_quad(x):
+    """The largest float32 of four neighbouring lanes, those with the same row of an mma's result."""
+    x = larger(x, exchange(x, 1))
+    return larger(x, exchange(x, 2))
+
+
+@device_function
+def sum_of_quad(x):
+    """The sum of the float32 of four neighbouring lanes: the next one first, then the other two."""
+    x = float32(x + exchange(x, 1))
+    return float32(x + exchange(x, 2))

@@ -8,11 +8,9 @@ from numba import float32, int64, uint32
 
 from ..device.intrinsics.thread import address, exp2, larger, multiply_and_add, store_4
 from ..device.intrinsics.warp import log2, reciprocal
-from ..device.logits import LOG2E, NONE
+from ..device.logits import LN2, LOG2E, NONE
 from ..device.source import device_function
 from .config import NUM_THREADS
-
-LN2 = float32(0.6931471805599453)
 
 
 class Output(NamedTuple):
@@ -50,7 +48,7 @@ def finish(total, shift, has_sink, sink):
 
 def make_store_nothing(rows: int, row_words: int, num_threads: int = NUM_THREADS) -> Any:
     """The device function ``store_nothing(output, item, group_size, thread)``: zeros, LSEs of -inf."""
-    ROWS, ROW_WORDS, STEP, NONE = rows, row_words, num_threads, float32(-float("inf"))
+    ROWS, ROW_WORDS, STEP = rows, row_words, num_threads
 
     @device_function
     def store_nothing(output, item, group_size, thread):

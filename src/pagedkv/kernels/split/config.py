@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..device.elements import ELEMENT_BITS
+from ..device.warp import WARP_SIZE
 from . import limits
 
 SHORTEST_SPLIT = 256  # tokens
@@ -21,7 +22,6 @@ MOST_SPLITS = FULL_GRID  # with one KV head: four for each lane of the warp that
 SHORT_SHARE, LONG_SHARE = 0.13, 0.04
 LONG_BYTES = 2**17  # of the keys and values of a long split: its prologue and epilogue count little
 VECTOR_BYTES = 16
-WARP_SIZE = 32
 NUM_WARPS = 4
 MERGE_LOADS = 16  # splits that a thread reads at once when it adds them
 MOST_MERGE_SHARES = 8

@@ -19,8 +19,9 @@ from ..device.intrinsics.thread import address, assign, bits_float, clear, exp2,
 from ..device.intrinsics.warp import ballot, exchange, low_bits, shuffle, store_shared_4, stream_16
 from ..device.logits import LOG2E, NONE, make_modify
 from ..device.source import Steps, device_function
+from ..device.warp import WARP_SIZE
 from . import limits
-from .config import NUM_WARPS, WARP_SIZE, SplitConfig
+from .config import NUM_WARPS, SplitConfig
 from .lanes import make_lanes
 from .merge import finite
 from .pages import make_pages

@@ -13,9 +13,11 @@ from numba import cuda, uint32
 from ..device.intrinsics import warp as warps
 from ..device.intrinsics.thread import bits_float, float_bits, larger, shared_address
 from ..device.intrinsics.warp import load_shared_word, load_shared_words, shuffle, shuffle_float, store_shared_word
+from ..device.reductions import largest_of_quad
 from ..device.source import Steps, device_function
+from ..device.warp import WARP_SIZE
 from . import limits
-from .config import NUM_WARPS, WARP_SIZE, SplitConfig
+from .config import NUM_WARPS, SplitConfig
 
 SLOT_BYTES = 2 * 4 * WARP_SIZE  # two words for each lane
 VALUES, OTHERS, NUM_SLOTS = 2, 1, 4  # keys use slot 0; values alternate between 2 and 3
@@ -87,8 +89,7 @@ def make_lanes(config: SplitConfig) -> Steps:
             share_word(slot, float_bits(x))
             y = load_shared_words(uint32(slot + g * 16))
             return larger(larger(bits_float(y[0]), bits_float(y[1])), larger(bits_float(y[2]), bits_float(y[3])))
-        x = larger(x, warps.exchange(x, 1))
-        return larger(x, warps.exchange(x, 2))
+        return largest_of_quad(x)
 
     @device_function
     def of_heads(slot, x, t):

@@ -30,13 +30,13 @@ from ..device.intrinsics.thread import (
     unrolled,
 )
 from ..device.intrinsics.warp import load_l2_2, load_l2_4, log2, reciprocal, store_shared_4
-from ..device.logits import LOG2E, NONE
+from ..device.logits import LN2, LOG2E, NONE
 from ..device.reductions import largest_of_warp, sum_of_warp
 from ..device.source import Steps, device_function
-from .config import MERGE_LOADS, MOST_SPLITS, NUM_THREADS, NUM_WARPS, WARP_SIZE, SplitConfig
+from ..device.warp import WARP_SIZE
+from .config import MERGE_LOADS, MOST_SPLITS, NUM_THREADS, NUM_WARPS, SplitConfig
 from .sums import team_bytes
 
-LN2 = float32(0.6931471805599453)
 SPLITS_OF_LANE = MOST_SPLITS // WARP_SIZE  # in the merge: four
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from numba import float32, uint32
 
 from ..device.intrinsics.thread import float_bits, load_shared, unrolled
-from ..device.intrinsics.warp import exchange, load_shared_2, store_shared_2, store_shared_word
+from ..device.intrinsics.warp import load_shared_2, store_shared_2, store_shared_word
+from ..device.reductions import sum_of_quad
 from ..device.source import Steps, device_function
 from .config import SplitConfig
 from .shape import TensorShape
@@ -114,8 +115,7 @@ def make_put_sums(shape: TensorShape, sums: Steps) -> Any:
     def put_sums(shared, registers, first_head, g, t, team, member):
         """A team's maxima and sums of exponentials, and this member's dims of O, of heads from first_head on."""
         for h in range(HEAD_TILES):
-            total = float32(registers.sums[h] + exchange(registers.sums[h], 1))
-            total = float32(total + exchange(total, 2))
+            total = sum_of_quad(registers.sums[h])
             head = uint32(g + 8 * h)
             if member == 0 and t == 0 and has_row(head, first_head):
                 at = uint32(team * NUM_HEADS + first_head + head)

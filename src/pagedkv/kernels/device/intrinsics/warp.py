@@ -300,6 +300,11 @@ def _mma(kind: str) -> Any:
 mma_float16, mma_bfloat16 = _mma("f16"), _mma("bf16")
 
 
+def mma_of(kind: str) -> Any:
+    """`mma_bfloat16` for "bfloat16", else `mma_float16`."""
+    return mma_bfloat16 if kind == "bfloat16" else mma_float16
+
+
 def _load_matrices(name: str, modifier: str, doc: str) -> Any:
     struct = ir.LiteralStructType([I32] * 4)
     text = f"ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
@@ -346,6 +351,11 @@ def _pack(kind: str) -> Any:
 
 
 pack_float16, pack_bfloat16 = _pack("f16"), _pack("bf16")
+
+
+def pack_of(kind: str) -> Any:
+    """`pack_bfloat16` for "bfloat16", else `pack_float16`."""
+    return pack_bfloat16 if kind == "bfloat16" else pack_float16
 
 
 def _halves_of_e4m3(upper: bool) -> Any:

@@ -37,8 +37,7 @@ from ...device.intrinsics.thread import (
 from ...device.intrinsics.warp import (
     exchange,
     load_shared_word,
-    pack_bfloat16,
-    pack_float16,
+    pack_of,
     shuffle,
     store_shared_word,
     sync_warp,
@@ -283,7 +282,7 @@ def make_store(shape: CoresShape) -> Any:
     """The device function ``store(o, state, output, row, num_rows, token, head, c)``: a lane's dims of a row."""
     LANES, VECTORS, ROW_VECTORS, STEPS = shape.lanes, shape.vectors, shape.row_vectors, shape.lanes.bit_length() - 1
     Q_BYTES = ELEMENT_BITS[shape.config.q_kind] // 8
-    pack = pack_bfloat16 if shape.config.q_kind == "bfloat16" else pack_float16
+    pack = pack_of(shape.config.q_kind)
 
     @device_function
     def store_vector(n, o, target, factor, is_inside, c):

@@ -18,7 +18,7 @@ from typing import Any
 from numba import int64, uint32
 
 from ...device.conversions import unpack
-from ...device.halves import make_halves
+from ...device.halves import SIGNS, make_halves
 from ...device.intrinsics.thread import divmod_32, for_each, load_4
 from ...device.intrinsics.warp import (
     copy_8,
@@ -35,8 +35,6 @@ from ...device.row_offsets import make_address_at, make_row_offset
 from ...device.source import device_function
 from ..config import TensorConfig
 from .tile import CHUNK, CHUNK_DIMS, TileShape
-
-SIGNS = 0x80008000  # of both halves of a word
 
 
 def make_chunk_place(shape: TileShape, rows_at_once: int) -> Any:

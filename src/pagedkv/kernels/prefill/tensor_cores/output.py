@@ -7,7 +7,8 @@ from typing import Any
 from numba import float32, int64, uint32
 
 from ...device.intrinsics.thread import address, divmod_32, for_each, store_4
-from ...device.intrinsics.warp import exchange, pack_bfloat16, pack_float16
+from ...device.intrinsics.warp import pack_of
+from ...device.reductions import sum_of_quad
 from ...device.source import device_function
 from ..config import TensorConfig
 from ..output import finish
@@ -18,7 +19,7 @@ from .tile import TileShape
 def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``store_rows(registers, output, item, warp, g, t)``."""
     OF_ROWS, DIM_TILES, TILES, GROUP_SIZE = 2 * shape.row_tiles, 2 * shape.k_steps, shape.chunks, config.group_size
-    pack, row_of = pack_float16 if config.q_kind == "float16" else pack_bfloat16, make_row_of(shape)
+    pack, row_of = pack_of(config.q_kind), make_row_of(shape)
 
     @device_function
     def store_pair(n, i, o, target, factor, is_inside):
@@ -32,8 +33,7 @@ def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
 
     @device_function
     def add_lanes(i, sums):
-        sums[i] = float32(sums[i] + exchange(sums[i], 1))
-        sums[i] = float32(sums[i] + exchange(sums[i], 2))
+        sums[i] = sum_of_quad(sums[i])
 
     @device_function
     def store_row(i, registers, output, item, warp, g, t):

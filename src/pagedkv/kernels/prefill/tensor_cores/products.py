@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from numba import uint32
 
 from ...device.intrinsics.thread import assign, clear, for_each
-from ...device.intrinsics.warp import load_matrices, load_transposed, mma_bfloat16, mma_float16
+from ...device.intrinsics.warp import load_matrices, load_transposed, mma_of
 from ...device.source import device_function
 from ..config import TensorConfig
 from .registers import KEYS_AHEAD, VALUES_AHEAD
@@ -57,7 +57,7 @@ def make_multiply_keys(config: TensorConfig, shape: TileShape) -> Any:
     FRAGMENTS, PRODUCTS, SCORES = STEPS * PAIRS, 2 * ROW_TILES, ROW_TILES * 8 * PAIRS
     FIRST = max(0, PAIRS - 2)  # the pair at which the next step's Q is loaded
     AHEAD, BUFFERS, SCORES_OF_TILE = KEYS_AHEAD, KEYS_AHEAD + 1, 8 * PAIRS
-    mma = mma_float16 if config.q_kind == "float16" else mma_bfloat16
+    mma = mma_of(config.q_kind)
 
     @device_function
     def load_query(m, step, q, places, q_tile):
@@ -118,7 +118,7 @@ def make_multiply_values(config: TensorConfig, shape: TileShape) -> Any:
     STEPS, PAIRS, ROW_TILES = shape.k_steps, shape.key_pairs, shape.row_tiles
     FRAGMENTS, PRODUCTS, SUMS_OF_TILE, P_OF_TILE = STEPS * PAIRS, 2 * ROW_TILES, 8 * STEPS, 4 * PAIRS
     AHEAD, BUFFERS = VALUES_AHEAD, VALUES_AHEAD + 1
-    mma, load_values = mma_float16 if config.q_kind == "float16" else mma_bfloat16, make_load_values(shape)
+    mma, load_values = mma_of(config.q_kind), make_load_values(shape)
 
     @device_function
     def load_first(i, v, places, v_tile):

@@ -6,14 +6,12 @@ from numba import float32, int64, uint32
 
 from ...device.halves import software_factor
 from ...device.intrinsics.thread import address, bits_float
-from ...device.logits import LOG2E
+from ...device.logits import LOG2E, positive
 from ...device.source import Steps, device_function
 from ..config import TensorConfig
 from ..output import Output
 from .loop import Span
 from .tile import TileShape
-
-SMALLEST = float32(2.0**-126)  # positive and normal
 
 
 def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
@@ -56,6 +54,6 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
         k_factor = k_scale[kv_head] if address(k_scale) != 0 else bits_float(uint32(k_number))
         factor = float32(float32(bits_float(uint32(scale)) * k_factor) * FACTOR)
         unit = float32(1) if MODIFIED else float32(abs(factor) * LOG2E)
-        return factor, SMALLEST if unit == float32(0) else unit  # times -inf, 0 would be NaN
+        return factor, positive(unit)
 
     return Steps(output_of, span_of, factors_of)

@@ -13,15 +13,15 @@ from typing import Any
 from numba import float32, int32, int64, uint32
 
 from ...device.intrinsics.thread import address, clear, exp2, for_each, larger, local_array, multiply_and_add
-from ...device.intrinsics.warp import any_lane, exchange, pack_bfloat16, pack_float16
-from ...device.logits import LOG2E, NONE, cap, make_modify
+from ...device.intrinsics.warp import any_lane, pack_of
+from ...device.logits import LOG2E, NONE, UNSEEN, cap, make_modify
+from ...device.reductions import largest_of_quad
 from ...device.source import device_function
 from ..config import TensorConfig
 from ..items import make_keep
 from .tile import TileShape
 
 SLACK = 8  # powers of two
-UNSEEN = float32(3.4028235e38)  # the shift of a row without keys: no pivot is as low, and it makes 0 of what it leaves
 
 
 def bias(config: TensorConfig) -> int:
@@ -175,8 +175,7 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
 
     @device_function
     def move_pivot(i, registers, unit):
-        largest = larger(registers.maxima[i], exchange(registers.maxima[i], 1))
-        largest = larger(largest, exchange(largest, 2))
+        largest = largest_of_quad(registers.maxima[i])
         old = registers.shifts[i]
         is_above = multiply_and_add(largest, unit, old) > TOP
         new = multiply_and_add(float32(-largest), unit, BIAS) if is_above else old
@@ -205,7 +204,7 @@ def make_weigh(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``weigh(registers, unit)``: S becomes P, which is added to sums before it is rounded."""
     KEY_TILES, P_OF_TILE = 2 * shape.key_pairs, 4 * shape.key_pairs
     SCORE_PAIRS = 2 * shape.row_tiles * KEY_TILES
-    pack = pack_float16 if config.q_kind == "float16" else pack_bfloat16
+    pack = pack_of(config.q_kind)
 
     @device_function
     def weigh_pair(x, s, p, sums, shifts, unit):
@@ -295,7 +294,7 @@ def make_exponentials(config: TensorConfig, shape: TileShape) -> tuple[Any, Any,
     stay in S, and whether a pivot has moved is returned.
     """
     PAIRS, TOP = 4 * shape.key_pairs, top(config)
-    pack = pack_float16 if config.q_kind == "float16" else pack_bfloat16
+    pack = pack_of(config.q_kind)
     find_excess, move_pivots, rescale = make_pivots(config, shape)
 
     @device_function

@@ -124,7 +124,7 @@ def make_products(shape: TensorShape) -> Steps:
     FRAGMENTS_OF_STEP = 1 if shape.fold else shape.q_per_vector // shape.k_steps
     V_PER_CHUNK, V_VECTORS, WORDS = shape.v_per_chunk, shape.v_vectors, shape.v_vector // 4
     EXPAND, HEAD_TILES, IS_FP8 = shape.v_dims // (2 * WORDS), shape.head_tiles, shape.is_fp8
-    mma = tensor.mma_bfloat16 if shape.operand == "bfloat16" else tensor.mma_float16
+    mma = tensor.mma_of(shape.operand)
     lower, upper = make_halves(shape.config.kv_kind, shape.config.hardware_fp8)
 
     @device_function

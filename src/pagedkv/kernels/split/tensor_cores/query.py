@@ -13,6 +13,7 @@ from typing import Any
 from numba import cuda, float32, int64, uint32
 
 from ...device.conversions import unpack
+from ...device.halves import SIGNS
 from ...device.intrinsics.thread import (
     assign,
     bits_float,
@@ -24,12 +25,12 @@ from ...device.intrinsics.thread import (
     local_array,
     unrolled,
 )
-from ...device.intrinsics.warp import exchange, load_shared_words, pack_bfloat16, pack_float16, store_shared_words
+from ...device.intrinsics.warp import load_shared_words, pack_of, store_shared_words
+from ...device.reductions import largest_of_quad
 from ...device.source import Steps, device_function
 from ..config import NUM_WARPS
 from ..shape import FRAGMENT_BYTES, K_VECTOR, TensorShape
 
-SIGN = 0x80008000  # of both halves of a word
 LARGEST_EXPONENT = 14  # of a normalised head's largest element
 SMALLEST_SHIFT = -120
 
@@ -44,7 +45,7 @@ def make_stage_query(shape: TensorShape) -> Any:
     TERM_FRAGMENTS, BELOW = shape.q_fragments // NUM_GROUPS, 0 if shape.head_tiles == 1 and not shape.fold else 4
     IS_WHOLE = NUM_GROUPS % NUM_WORKERS == 0
     quads, widen = make_quads(shape), unpack(shape.operand)
-    pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
+    pack = pack_of(shape.operand)
 
     @unrolled(NUM_QUADS)
     def raise_largest(quad, largest, q, t):
@@ -63,8 +64,7 @@ def make_stage_query(shape: TensorShape) -> Any:
         of_lane = local_array(1, float32)
         clear(of_lane, 1)
         raise_largest(of_lane, q, t)
-        largest = larger(of_lane[0], exchange(of_lane[0], 1))
-        largest = larger(largest, exchange(largest, 2))
+        largest = largest_of_quad(of_lane[0])
         exponent = max(int64(float_bits(largest) >> 23) - 127 - LARGEST_EXPONENT, SMALLEST_SHIFT)
         return float32(side * power_of_two(-exponent)), power_of_two(exponent)
 
@@ -153,7 +153,7 @@ def make_stage_query(shape: TensorShape) -> Any:
             inverse_second, factors[1] = normalise(q_second, t, side)
         rows = (q_first, q_second, inverse_first, inverse_second, t)
         if Q_IS_SHARED:
-            put(worker, q_shared, uint32(SIGN) if is_negative else uint32(0), rows)
+            put(worker, q_shared, uint32(SIGNS) if is_negative else uint32(0), rows)
             if not Q_IN_SHARED:
                 cuda.syncthreads()
                 take(q_frags, q_shared)
@@ -161,7 +161,7 @@ def make_stage_query(shape: TensorShape) -> Any:
             keep(q_frags, rows)
             if is_negative:
                 for i in range(NUM_WORDS):
-                    q_frags[i] = uint32(q_frags[i] ^ SIGN)
+                    q_frags[i] = uint32(q_frags[i] ^ SIGNS)
 
     return stage_query
 

@@ -20,14 +20,12 @@ from ...device.intrinsics.thread import (
     multiply_and_add_down,
     unrolled,
 )
-from ...device.intrinsics.warp import low_bits, pack_bfloat16, pack_float16
-from ...device.logits import LOG2E, NONE, make_modify
+from ...device.intrinsics.warp import low_bits, pack_of
+from ...device.logits import LOG2E, NONE, UNSEEN, make_modify, positive
 from ...device.source import Steps, device_function
 from .. import limits
 from ..shape import TILE, TensorShape
 
-SMALLEST = float32(2.0**-126)  # positive and normal
-UNSEEN = float32(3.4028234663852886e38)  # the shift of a head whose logits were all -inf
 MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that its pivot was made from
 
 
@@ -41,7 +39,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     bias = 12.0 if IS_HALF else 0.0
     BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)
     PAIRS = 2 * shape.tiles * shape.head_tiles
-    pack = pack_bfloat16 if shape.operand == "bfloat16" else pack_float16
+    pack = pack_of(shape.operand)
     widen = unpack(shape.operand)
     modify = make_modify(shape.config.score_mod)
 
@@ -91,7 +89,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
             unit = LOG2E if MODIFIED else float32(factors[h] * LOG2E)
             if SCALED:
                 factors[h], unit = unit, float32(1)
-            units[h] = SMALLEST if unit == float32(0) else unit  # times -inf, 0 would be NaN
+            units[h] = positive(unit)
 
     @unrolled(shape.num_scores)
     def mask_scores(i, s, mine):

@@ -18,7 +18,8 @@ from numba import cuda, uint32
 from ...device.intrinsics.thread import assign, local_arrays, unrolled
 from ...device.intrinsics.warp import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
 from ...device.source import Steps, device_function
-from ..config import NUM_THREADS, VECTOR_BYTES, WARP_SIZE, SplitConfig
+from ...device.warp import WARP_SIZE
+from ..config import NUM_THREADS, VECTOR_BYTES, SplitConfig
 from ..shape import K_VECTOR, TILE, TensorShape
 from .fragments import key_token
 

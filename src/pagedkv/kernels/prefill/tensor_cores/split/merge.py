@@ -28,22 +28,20 @@ from ....device.intrinsics.thread import (
     store_16,
 )
 from ....device.intrinsics.warp import (
-    exchange,
     load_l2_2,
     load_l2_4,
     load_shared_2,
     load_shared_word,
-    pack_bfloat16,
-    pack_float16,
+    pack_of,
     store_shared_2,
     store_shared_word,
 )
-from ....device.reductions import largest_of_warp, sum_of_warp
+from ....device.logits import UNSEEN
+from ....device.reductions import largest_of_warp, sum_of_quad, sum_of_warp
 from ....device.source import Steps, device_function
 from ....device.warp import WARP_SIZE
 from ...config import TensorConfig
 from ...output import finish
-from ..softmax import UNSEEN
 from .shape import SplitShape
 
 MERGE_LOADS = 16  # splits that a thread reads at once when it adds them
@@ -94,8 +92,7 @@ def make_put_sums(shape: SplitShape) -> Any:
 
     @device_function
     def put_row(i, registers, first, t):
-        total = float32(registers.sums[i] + exchange(registers.sums[i], 1))
-        total = float32(total + exchange(total, 2))
+        total = sum_of_quad(registers.sums[i])
         where = uint32(first + SUM_BYTES * (16 * (i // 2) + 8 * (i % 2)))
         for_each(put_pair, TILES, (i, registers.o, uint32(where + uint32(t << 3))))
         if t == 0:
@@ -115,7 +112,7 @@ def make_merge(config: TensorConfig, shape: SplitShape) -> Steps:
     WARPS, THREADS, WARP_BYTES, ROW_BYTES = shape.num_warps, shape.num_threads, ROWS * SUM_BYTES, STATE
     SPLITS_OF_LANE, WEIGHT_BYTES = -(-shape.most_splits // WARP_SIZE), shape.weight_bytes
     FACTOR, GROUP_SIZE, BUFFERED = 4 * shape.most_splits, config.group_size, 4 * MERGE_LOADS
-    pack, load_floats = pack_float16 if config.q_kind == "float16" else pack_bfloat16, load_shared(4)
+    pack, load_floats = pack_of(config.q_kind), load_shared(4)
 
     @device_function
     def store_quad(output, row, quad, sums, factor):
