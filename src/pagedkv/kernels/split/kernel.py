@@ -34,6 +34,7 @@ from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, s
 from ..device.intrinsics.warp import thread_number
 from ..device.last_block import is_last, publish
 from ..device.logits import NONE
+from ..device.scales import scale_of
 from ..device.source import KernelSource, Steps, device_function
 from . import limits
 from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
@@ -106,7 +107,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     def output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head):
         """Where the rows of a thread block go, from its first head on."""
         kv_head = uint32(head // uint32(GROUP_SIZE))
-        v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
+        v_factor = scale_of(v_scale, v_number, kv_head)
         row = int64(seq) * num_heads + int64(head)
         target = address(out) + int64(seq) * strides[0] + int64(head) * strides[1]
         return Output(target, strides[1], lse, row, heads_from(head), head, sinks, float32(VALUE_FACTOR * v_factor))
@@ -158,7 +159,7 @@ def make_split(config: SplitConfig) -> KernelSource:
                 kept[3] = num_splits
             first, q_pos = uint32(length - visible + split_index * size), uint32(length - 1)
             last_token = min(uint32(first + size - 1), q_pos)
-            k_factor = k_scale[kv_head] if address(k_scale) != 0 else bits_float(uint32(k_number))
+            k_factor = scale_of(k_scale, k_number, kv_head)
             q_row = address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride
             pages = Pages(table, last_token, num_blocks, report, seq)
             if CHECKS_SPLITS:

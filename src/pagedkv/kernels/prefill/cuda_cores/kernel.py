@@ -43,6 +43,7 @@ from ...device.intrinsics.warp import (
     sync_warp,
 )
 from ...device.logits import LOG2E, NONE, make_modify
+from ...device.scales import scale_of
 from ...device.source import KernelSource, device_function
 from ..arguments import Item, signature
 from ..config import NUM_THREADS, CoresConfig
@@ -114,7 +115,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         low = uint32(first_position - window + 1) if first_position >= window else uint32(0)
         table = address(block_tables) + int64(item.seq) * table_stride
         head = uint32(kv_head * group_size)
-        v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
+        v_factor = scale_of(v_scale, v_number, kv_head)
         output = Output(
             address(out) + int64(item.start) * out_token_stride + int64(head) * out_head_stride,
             out_token_stride,
@@ -130,7 +131,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
             store_nothing(output, item, group_size, thread)
             return
 
-        k_factor = k_scale[kv_head] if address(k_scale) != 0 else bits_float(uint32(k_number))
+        k_factor = scale_of(k_scale, k_number, kv_head)
         factor = float32(bits_float(uint32(scale)) * k_factor)
         k_head, v_head = address(k_cache) + kv_head * k_head_stride, address(v_cache) + kv_head * v_head_stride
         k_strides, v_strides = (k_block_stride, k_token_stride), (v_block_stride, v_token_stride)

@@ -7,6 +7,7 @@ from numba import float32, int64, uint32
 from ...device.halves import software_factor
 from ...device.intrinsics.thread import address, bits_float
 from ...device.logits import LOG2E, positive
+from ...device.scales import scale_of
 from ...device.source import Steps, device_function
 from ..config import TensorConfig
 from ..output import Output
@@ -25,7 +26,7 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
         head = uint32(kv_head * GROUP_SIZE)
         where = address(out) + int64(item.start) * strides[0] + int64(head) * strides[1]
         row = int64(item.start) * num_heads + int64(head)
-        v_factor = v_scale[kv_head] if address(v_scale) != 0 else bits_float(uint32(v_number))
+        v_factor = scale_of(v_scale, v_number, kv_head)
         return Output(where, strides[0], strides[1], lse, row, num_heads, sinks, head, float32(v_factor * FACTOR))
 
     @device_function
@@ -51,7 +52,7 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
     @device_function
     def factors_of(scale, k_scale, k_number, kv_head):
         """What products are multiplied with, and what then takes them to units of log(2)."""
-        k_factor = k_scale[kv_head] if address(k_scale) != 0 else bits_float(uint32(k_number))
+        k_factor = scale_of(k_scale, k_number, kv_head)
         factor = float32(float32(bits_float(uint32(scale)) * k_factor) * FACTOR)
         unit = float32(1) if MODIFIED else float32(abs(factor) * LOG2E)
         return factor, positive(unit)
