@@ -203,7 +203,7 @@ MUTANTS = [
     Mutant(
         "split: tokens past the end are not selected away",
         TENSOR,
-        "        if valid != ALL:\n            softmax.mask(registers.s, valid, t)\n",
+        "        if valid != ALL:\n            softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))\n",
         "",
         LENGTHS,
         ci=True,
@@ -239,7 +239,8 @@ MUTANTS = [
     Mutant(
         "split: tokens of a bad block are seen",
         TENSOR,
-        "            if CHECKED and valid != ALL:\n                softmax.mask(registers.s, valid, t)\n",
+        "            if CHECKED and valid != ALL:\n"
+        "                softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))\n",
         "",
         BAD_BLOCK,
     ),

@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "split: tokens of a stage past the end are not masked",
         MANY_HEADS,
-        "            if valid != ALL:\n                softmax.mask(registers.s, valid, t)\n",
+        "            if valid != ALL:\n                softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))\n",
         "",
         TAILS,
     ),

@@ -6,11 +6,19 @@ few: caches with more than 2**32 vectors, or with a negative stride.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import int64, uint32
 
 from .source import device_function
+
+
+class Cache(NamedTuple):
+    """The rows of one KV head in the cache of keys or of values."""
+
+    address: Any  # of the row at offset 0, or of a lane's part of it
+    block_stride: Any  # bytes
+    token_stride: Any
 
 
 def make_row_offset(wide: bool, vector_bytes: int) -> Any:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, int64, types, uint8
 
+from ..device.row_offsets import Cache as Cache
+
 _BYTES, _INTS, _FLOATS = (types.CPointer(dtype) for dtype in (uint8, int32, float32))
 
 
@@ -31,14 +33,6 @@ class Visible(NamedTuple):
 
     is_causal: Any
     window: Any
-
-
-class Cache(NamedTuple):
-    """The rows of one KV head in the cache of keys or of values."""
-
-    address: Any  # of the row at offset 0, from the lane's chunk on
-    block_stride: Any  # bytes
-    token_stride: Any
 
 
 class Pages(NamedTuple):

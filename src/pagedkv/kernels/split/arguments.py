@@ -14,14 +14,6 @@ class Query(NamedTuple):
     head: Any  # number of the first one
 
 
-class Cache(NamedTuple):
-    """The rows of one KV head in the cache of keys or of values."""
-
-    address: Any  # of the row at offset 0
-    block_stride: Any  # bytes
-    token_stride: Any
-
-
 class Pages(NamedTuple):
     """Where a sequence's tokens are looked up."""
 

@@ -33,12 +33,7 @@ MOST_VECTORS = 4  # of a lane and row
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """How the lanes of a warp share rows.
-
-    Attributes
-    ----------
-    config : SplitConfig
-    """
+    """How the lanes of a warp share the rows of a config."""
 
     config: SplitConfig
 
@@ -76,11 +71,6 @@ class RowShape:
     def registers(self) -> int:
         """What O, q and the rows in flight take."""
         return 2 * (self.config.num_heads + self.requests) * self.vectors * VECTOR
-
-    @property
-    def min_blocks(self) -> int:
-        """Thread blocks on a multiprocessor: as many as need no spills."""
-        return limits.min_blocks_on_cuda_cores(self)
 
 
 def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
@@ -193,16 +183,14 @@ def make_scores(shape: RowShape) -> Steps:
     # With distances of 32 bits, 209 registers instead of 163 at D = 128, G = 4 for 9.0: a thread block fewer.
     modify = make_modify(shape.config.score_mod, int64)
 
-    @unrolled(ELEMENTS)
-    def add_products(j, i, s, keys, query):
-        u, h = i // HEADS, i % HEADS
-        s[i] = float32(s[i] + bits_float(keys[u * ELEMENTS + j]) * query[h * ELEMENTS + j])
-
-    @unrolled(SCORES)
-    def dot(i, s, keys, query):
+    @unrolled(SCORES * ELEMENTS)
+    def dot(step, s, keys, query):
         """This lane's part of q . k."""
-        s[i] = float32(0)
-        add_products(i, s, keys, query)
+        i, j = step // ELEMENTS, step % ELEMENTS
+        u, h = i // HEADS, i % HEADS
+        if j == 0:
+            s[i] = float32(0)
+        s[i] = float32(s[i] + bits_float(keys[u * ELEMENTS + j]) * query[h * ELEMENTS + j])
 
     @unrolled(SCORES * (shape.lanes.bit_length() - 1))
     def add_lanes(step, s):
@@ -264,15 +252,11 @@ def make_update(shape: RowShape) -> Any:
         s[i] = exp2(float32(s[i] - finite(maxima[h])))
         sums[h] = float32(sums[h] + s[i])
 
-    @unrolled(ELEMENTS)
-    def add_products(j, i, s, values, o):
-        u, h = i // HEADS, i % HEADS
-        at = h * ELEMENTS + j
+    @unrolled(SCORES * ELEMENTS)
+    def add_values(step, s, values, o):
+        i, j = step // ELEMENTS, step % ELEMENTS
+        u, at = i // HEADS, i % HEADS * ELEMENTS + j
         o[at] = float32(o[at] + s[i] * bits_float(values[u * ELEMENTS + j]))
-
-    @unrolled(SCORES)
-    def add_values(i, s, values, o):
-        add_products(i, s, values, o)
 
     @device_function
     def update(s, values, maxima, sums, o):
@@ -309,7 +293,7 @@ def make_put_sums(shape: RowShape, team_sums: Steps) -> Any:
             store_shared_4(target, a, b, c, d)
 
     @unrolled(HEADS)
-    def put_heads(h, shared, where, maxima, sums, o, num_heads, group, sub, warp):
+    def put_sums(h, shared, maxima, sums, o, num_heads, group, sub, warp):
         maximum = maxima[h]
         for b in range(FIRST, 5):
             maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
@@ -318,11 +302,6 @@ def make_put_sums(shape: RowShape, team_sums: Steps) -> Any:
         if group == 0 and sub == 0 and h < num_heads:
             at = int64(warp) * HEADS + h
             shared.maxima[at], shared.sums[at] = maximum, total
-        put_vectors(h, where, o, factor, num_heads, group, sub)
-
-    @device_function
-    def put_sums(shared, maxima, sums, o, num_heads, group, sub, warp):
-        where = uint32(shared.address + warp * TEAM_BYTES)
-        put_heads(shared, where, maxima, sums, o, num_heads, group, sub, warp)
+        put_vectors(h, uint32(shared.address + warp * TEAM_BYTES), o, factor, num_heads, group, sub)
 
     return put_sums

@@ -34,10 +34,11 @@ from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, s
 from ..device.intrinsics.warp import thread_number
 from ..device.last_block import is_last, publish
 from ..device.logits import NONE
+from ..device.row_offsets import Cache
 from ..device.scales import scale_of
 from ..device.source import KernelSource, Steps, device_function
 from . import limits
-from .arguments import Cache, Options, Output, Pages, Partials, Query, Shared
+from .arguments import Options, Output, Pages, Partials, Query, Shared
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
 from .lanes import make_lanes
@@ -207,7 +208,9 @@ def make_attend(config: SplitConfig, sums: Steps) -> Any:
 
 def _min_blocks(config: SplitConfig) -> int:
     """Thread blocks on a multiprocessor: as many as need no spills."""
-    return TensorShape(config).min_blocks if config.on_tensor_cores else RowShape(config).min_blocks
+    if config.on_tensor_cores:
+        return limits.min_blocks(TensorShape(config))
+    return limits.min_blocks_on_cuda_cores(RowShape(config))
 
 
 def dynamic_bytes(config: SplitConfig) -> int:

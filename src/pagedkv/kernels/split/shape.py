@@ -14,12 +14,7 @@ FRAGMENT_BYTES = 512  # of all lanes of a warp; in shared memory there is one co
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """How a row, a step and the query heads are cut into fragments.
-
-    Attributes
-    ----------
-    config : SplitConfig
-    """
+    """How a row, a step and the query heads of a config are cut into fragments."""
 
     config: SplitConfig
 

@@ -8,8 +8,8 @@ from numba import cuda, float32, int64, uint32
 
 from ...device.intrinsics.thread import divmod_32, local_array
 from ...device.intrinsics.warp import end_group, wait_but
+from ...device.row_offsets import Cache
 from ...device.source import device_function
-from ..arguments import Cache
 from ..config import TensorConfig
 from .copies import (
     make_begin_query,

@@ -68,7 +68,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory."""
     shape = TensorShape(config)
     CHUNKS, BUFFER, STEP, TURN = shape.num_chunks, shape.buffer, shape.step, shape.step * config.num_teams
-    NUM_RAW, CHECKED, DIM_SHARES = shape.num_raw, config.masks_blocks, config.dim_shares
+    NUM_RAW, NUM_O, CHECKED, DIM_SHARES = shape.num_raw, shape.num_o, config.masks_blocks, config.dim_shares
     Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
     KEEP_Q, KEEP_T = bool(limits.keeps_q_address(shape)), bool(limits.keeps_lane(shape))
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
@@ -93,7 +93,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         """Multiply chunk i of V, and refill its buffer with the chunk two later."""
         at = ((CHUNKS + i) % 2) * BUFFER
         if CHECKED and valid != ALL:
-            caches.zero_values(registers.words, at, valid, rows.t)
+            caches.zero_values(registers.words, at, uint32(valid >> uint32(rows.t << 2)))
         products.multiply_values(i, registers, at)
         if i + 2 < CHUNKS:
             caches.load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
@@ -107,7 +107,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         """As `use_values`, in the warp's last step."""
         at = ((CHUNKS + i) % 2) * BUFFER
         if valid != ALL:
-            caches.zero_values(registers.words, at, valid, rows.t)
+            caches.zero_values(registers.words, at, uint32(valid >> uint32(rows.t << 2)))
         products.multiply_values(i, registers, at)
         if i + 2 < CHUNKS:
             caches.load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
@@ -131,6 +131,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         keys, values, others = lanes.slots(warp)
         both_values = uint32(2 * values + SLOT_BYTES)
         registers, last = new_registers(), pages.last
+        clear(registers.o, NUM_O)
         softmax.start(registers, query, options.slopes, g)
 
         # The longest dependency chain first: table entries of the first two steps, then the first keys.
@@ -163,7 +164,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
                 caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
             softmax.logits(registers, options, uint32(base + (t << 2)))
             if CHECKED and valid != ALL:
-                softmax.mask(registers.s, valid, t)
+                softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
             softmax.soften(registers, others, g, t)
             use_values(registers, rows, k_offset, v_offset, next_v, valid)
             base, v_offset, valid = uint32(base + TURN), next_v, next_valid
@@ -172,7 +173,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         valid = softmax.until_last(valid, base, last)
         softmax.logits(registers, options, uint32(base + (t << 2)))
         if valid != ALL:
-            softmax.mask(registers.s, valid, t)
+            softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
         softmax.soften(registers, others, g, t)
         use_last_values(registers, rows, v_offset, valid)
         if Q_IS_SHARED:

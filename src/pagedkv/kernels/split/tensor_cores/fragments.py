@@ -81,34 +81,26 @@ def make_rows(shape: TensorShape, row_address: Any) -> Steps:
             load_vectors(chunk, buffers, at + 8 * K_PER_CHUNK * i, first, second, t)
 
     @unrolled(4 * shape.tiles)
-    def load_rows(row_of_lane, chunk, buffers, at, base, offset, room, token):
+    def load_values(row_of_lane, chunk, buffers, at, base, offset, room, t):
+        """Word j of vector c of token 4t + k of tile i goes to ``at + words (4 (i * v_per_chunk + c) + k) + j``.
+
+        `room` is the bytes of the row from vector 0 on. A lane past the row loads the row's last vector, for rows of
+        the product that nobody stores.
+        """
         i, k = row_of_lane // 4, row_of_lane % 4
-        row = row_address(base, offset, uint32(token + TILE * i + k))
+        row = row_address(base, offset, uint32(uint32(t << 2) + TILE * i + k))
         for c in range(V_PER_CHUNK):
             vector = chunk * V_PER_CHUNK + c
             if vector < V_VECTORS:
                 x = load_value(row + (STRIDE * vector if IS_WHOLE else min(STRIDE * vector, room - V_VECTOR)))
                 assign(buffers, at + ((i * V_PER_CHUNK + c) * 4 + k) * WORDS, x)
 
-    @device_function
-    def load_values(chunk, buffers, at, base, offset, room, t):
-        """Word j of vector c of token 4t + k of tile i goes to ``at + words (4 (i * v_per_chunk + c) + k) + j``.
-
-        `room` is the bytes of the row from vector 0 on. A lane past the row loads the row's last vector, for rows of
-        the product that nobody stores.
-        """
-        load_rows(chunk, buffers, at, base, offset, room, uint32(t << 2))
-
     @unrolled(shape.tiles * PER_TILE)
-    def zero_words(word, buffers, at, mine):
+    def zero_values(word, buffers, at, mine):
+        """Zero tokens whose bit in `mine` is not set: they may be NaN, which a probability of 0 does not remove."""
         i, k = word // PER_TILE, word // WORDS % 4
         is_valid = uint32(mine & (1 << (TILE * i + k))) != 0
         buffers[at + word] = buffers[at + word] if is_valid else uint32(0)
-
-    @device_function
-    def zero_values(buffers, at, valid, t):
-        """Zero tokens whose bit in `valid` is not set: they may be NaN, which a probability of 0 does not remove."""
-        zero_words(buffers, at, uint32(valid >> uint32(t << 2)))
 
     return Steps(load_keys, load_values, zero_values)
 
@@ -160,17 +152,13 @@ def make_products(shape: TensorShape) -> Steps:
         mma(raw, 4 * (n * SETS + e), a, b[0], b[1])
 
     @unrolled(shape.k_per_chunk * shape.q_per_vector)
-    def multiply_fragments(fragment, chunk, raw, buffers, at, q_frags, q_shared):
+    def multiply_keys(fragment, chunk, registers, at, q_shared):
+        """raw += Q K^T; q_shared is the shared address of this lane's part of fragment 0, if Q is there."""
         c, f = fragment // Q_PER_VECTOR, fragment % Q_PER_VECTOR
         vector = chunk * K_PER_CHUNK + c
         if vector < K_VECTORS:
-            a = q_fragment(vector * Q_PER_VECTOR + f, q_frags, q_shared)
-            multiply_steps(f, c, raw, buffers, at, a)
-
-    @device_function
-    def multiply_keys(chunk, registers, at, q_shared):
-        """raw += Q K^T; q_shared is the shared address of this lane's part of fragment 0, if Q is there."""
-        multiply_fragments(chunk, registers.raw, registers.words, at, registers.q, q_shared)
+            a = q_fragment(vector * Q_PER_VECTOR + f, registers.q, q_shared)
+            multiply_steps(f, c, registers.raw, registers.words, at, a)
 
     @unrolled(shape.head_tiles)
     def multiply_heads(h, product, i, o, a, p, p_rest):
@@ -179,21 +167,17 @@ def make_products(shape: TensorShape) -> Steps:
         mma(o, into, a, p_rest[b], p_rest[b + 1])
 
     @unrolled(EXPAND)
-    def multiply_halves(z, v, product, i, o, buffers, p, p_rest):
-        a = value_fragment(buffers[v], buffers[v + WORDS], buffers[v + 2 * WORDS], buffers[v + 3 * WORDS], z)
+    def multiply_halves(z, v, product, i, o, words, p, p_rest):
+        a = value_fragment(words[v], words[v + WORDS], words[v + 2 * WORDS], words[v + 3 * WORDS], z)
         multiply_heads(product + z, i, o, a, p, p_rest)
 
     @unrolled(shape.tiles * shape.v_per_chunk * WORDS)
-    def multiply_words(word, chunk, o, buffers, at, p, p_rest):
+    def multiply_values(word, chunk, registers, at):
+        """O += V^T P^T."""
         i, c, j = word // (V_PER_CHUNK * WORDS), word // WORDS % V_PER_CHUNK, word % WORDS
         vector = chunk * V_PER_CHUNK + c
         if vector < V_VECTORS:
-            v = at + (i * V_PER_CHUNK + c) * 4 * WORDS + j
-            multiply_halves(v, (vector * WORDS + j) * EXPAND, i, o, buffers, p, p_rest)
-
-    @device_function
-    def multiply_values(chunk, registers, at):
-        """O += V^T P^T."""
-        multiply_words(chunk, registers.o, registers.words, at, registers.p, registers.p_rest)
+            v, product = at + (i * V_PER_CHUNK + c) * 4 * WORDS + j, (vector * WORDS + j) * EXPAND
+            multiply_halves(v, product, i, registers.o, registers.words, registers.p, registers.p_rest)
 
     return Steps(multiply_keys, multiply_values, key_fragment, value_fragment)

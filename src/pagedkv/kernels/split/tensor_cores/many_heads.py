@@ -16,11 +16,12 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
-from ...device.intrinsics.thread import clear, divmod_32, unrolled
+from ...device.intrinsics.thread import clear, divmod_32, local_arrays, unrolled
 from ...device.intrinsics.warp import end_group, shuffle, wait_but
+from ...device.row_offsets import Cache
 from ...device.source import Steps, device_function
 from .. import limits
-from ..arguments import Cache, Query
+from ..arguments import Query
 from ..config import SplitConfig
 from ..lanes import make_lanes
 from ..pages import make_pages
@@ -30,7 +31,7 @@ from .fragments import make_products
 from .query import make_stage_query
 from .registers import make_registers
 from .softmax import make_softmax
-from .stages import StageShape, make_found, make_stages
+from .stages import Found, StageShape, make_stages
 
 
 def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
@@ -39,9 +40,10 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
     STEP, NUM_HEADS, CHECKED, MEMBERS = shape.step, config.heads_of_warp, config.checked, config.head_shares
     VECTOR_BYTES, LANES = config.vector_bytes, stage.lanes
     TOKENS, ROWS, AHEAD = stage.tokens, stage.rows_of_lane, stage.num_stages - 1
-    STAGE_BYTES, RING_BYTES, Q_BYTES, NUM_RAW = stage.stage_bytes, stage.ring_bytes, shape.q_bytes, shape.num_raw
-    ALL, KEEP_PLACES = uint32(0xFFFFFFFF), bool(limits.keeps_places(shape))
-    lanes, new_registers, new_found = make_lanes(config), make_registers(shape, 1), make_found(stage)
+    STAGE_BYTES, RING_BYTES, Q_BYTES = stage.stage_bytes, stage.ring_bytes, shape.q_bytes
+    NUM_RAW, NUM_O, ALL, KEEP_PLACES = shape.num_raw, shape.num_o, uint32(0xFFFFFFFF), bool(limits.keeps_places(shape))
+    lanes, new_registers, of_rows = make_lanes(config), make_registers(shape, 1), (ROWS * AHEAD, uint32)
+    new_found = local_arrays(Found, blocks=of_rows, positions=of_rows, goods=of_rows)
     lookup = make_pages(config, lanes.fetch)
     stages, products = make_stages(stage, lookup), make_products(shape)
     stage_query, wait_for_oldest, wait_for_all = make_stage_query(shape), wait_but(AHEAD - 1), wait_but(0)
@@ -84,6 +86,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
         ring_end = uint32(ring + RING_BYTES)
         q_shared = uint32(ring_end + member * Q_BYTES + (lane << 4))
         others, registers, found = lanes.slots(warp).others, new_registers(), new_found()
+        clear(registers.o, NUM_O)
         softmax.start(registers, query, options.slopes, g)
 
         # The longest dependency chain first: table entries of the first stages, then their rows.
@@ -122,7 +125,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
             valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
             valid = softmax.until_last(valid, base, last)
             if valid != ALL:
-                softmax.mask(registers.s, valid, t)
+                softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
             softmax.soften(registers, others, g, t)
             use_values(registers, uint32(oldest + v_from))
             youngest = oldest

@@ -14,17 +14,7 @@ from numba import cuda, float32, int64, uint32
 
 from ...device.conversions import unpack
 from ...device.halves import SIGNS
-from ...device.intrinsics.thread import (
-    assign,
-    bits_float,
-    clear,
-    float_bits,
-    larger,
-    load_8,
-    load_16,
-    local_array,
-    unrolled,
-)
+from ...device.intrinsics.thread import assign, bits_float, float_bits, larger, load_8, load_16, local_array, unrolled
 from ...device.intrinsics.warp import load_shared_words, pack_of, store_shared_words
 from ...device.reductions import largest_of_quad
 from ...device.source import Steps, device_function
@@ -62,7 +52,7 @@ def make_stage_query(shape: TensorShape) -> Any:
         if not IS_NORMALISED:
             return side, float32(1)
         of_lane = local_array(1, float32)
-        clear(of_lane, 1)
+        of_lane[0] = float32(0)
         raise_largest(of_lane, q, t)
         largest = largest_of_quad(of_lane[0])
         exponent = max(int64(float_bits(largest) >> 23) - 127 - LARGEST_EXPONENT, SMALLEST_SHIFT)
@@ -189,14 +179,19 @@ def make_quads(shape: TensorShape) -> Steps:
         """A quad as 4 float32."""
         first = first_dim(quad, t)
         is_inside = IS_WHOLE or first < HEAD_DIM
-        where, zero = q + (first * Q_BYTES if is_inside else int64(0)), float32(0)
+        zero = float32(0)
         if Q_BYTES == 4:
-            x = load_16(where)
-            a, b, c, d = widen(x[0])[0], widen(x[1])[0], widen(x[2])[0], widen(x[3])[0]
-        else:
-            y = load_8(where)
-            a, b = widen(y[0])
-            c, d = widen(y[1])
-        return a if is_inside else zero, b if is_inside else zero, c if is_inside else zero, d if is_inside else zero
+            x = load_16(q + (first * 4 if is_inside else int64(0)))
+            a, b, c, d = bits_float(x[0]), bits_float(x[1]), bits_float(x[2]), bits_float(x[3])
+            return (
+                a if is_inside else zero,
+                b if is_inside else zero,
+                c if is_inside else zero,
+                d if is_inside else zero,
+            )
+        y = load_words(q, quad, t)
+        a, b = widen(y[0])
+        c, d = widen(y[1])
+        return a, b, c, d
 
     return Steps(load_words, load_quad)

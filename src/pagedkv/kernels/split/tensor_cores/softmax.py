@@ -12,7 +12,6 @@ from ...device.conversions import unpack
 from ...device.halves import software_factor
 from ...device.intrinsics.thread import (
     address,
-    clear,
     exp2,
     larger,
     local_array,
@@ -31,7 +30,7 @@ MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that its pi
 
 def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     """From products to logits, and from these to P, m, l and O."""
-    HEAD_TILES, MODIFIED, NUM_O = shape.head_tiles, shape.config.modified, shape.num_o
+    HEAD_TILES, MODIFIED = shape.head_tiles, shape.config.modified
     FOLD, SCALED, STEP = shape.fold, bool(limits.scales_logits(shape)), shape.step
     FACTOR = float32(software_factor(shape.config.kv_kind, shape.config.hardware_fp8))
     # P is multiplied with a power of two so that float16 underflows at 2**-37; with SLACK, it is at most 2**15.
@@ -44,22 +43,17 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     modify = make_modify(shape.config.score_mod)
 
     @unrolled(shape.head_tiles)
-    def start_heads(h, registers, slopes, query, g):
+    def start(h, registers, query, slopes, g):
+        """Initialise, but for O. A missing head uses the query's first head, so that no score_mod sees such a head."""
         registers.shifts[h], registers.sums[h] = UNSEEN, float32(0)
         mine = uint32(g + 8 * h)
         head = uint32(query.head + mine) if mine < query.num_heads else query.head
         registers.heads[h] = head
         registers.slopes[h] = slopes[head] if MODIFIED and address(slopes) != 0 else float32(0)
 
-    @device_function
-    def start(registers, query, slopes, g):
-        """Before the first step. A head that does not exist is the query's first one: no score_mod sees it."""
-        clear(registers.o, NUM_O)
-        start_heads(registers, slopes, query, g)
-
     @unrolled(shape.num_scores)
     def logits(i, registers, options, position):
-        """From products, the lane's first token at position; a token past the query's has the position of that."""
+        """Logits from products. `position` is the lane's first token; tokens past the query use its position."""
         raw = registers.raw
         n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
         if FOLD:  # the even steps of rows g, and the odd ones of rows g + 8
@@ -92,15 +86,11 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
             units[h] = positive(unit)
 
     @unrolled(shape.num_scores)
-    def mask_scores(i, s, mine):
+    def mask(i, s, mine):
+        """-inf for tokens whose bit in `mine` is not set."""
         n, k = i // (2 * HEAD_TILES), i % 2
         is_valid = uint32(mine & (1 << (TILE * (n // 2) + 2 * (n % 2) + k))) != 0
         s[i] = s[i] if is_valid else NONE
-
-    @device_function
-    def mask(s, valid, t):
-        """-inf for tokens of the step whose bit in `valid` is not set."""
-        mask_scores(s, uint32(valid >> uint32(t << 2)))
 
     @device_function
     def until_last(valid, base, last):

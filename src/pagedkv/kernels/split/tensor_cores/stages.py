@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, uint32
 
-from ...device.intrinsics.thread import assign, local_arrays, unrolled
+from ...device.intrinsics.thread import assign, unrolled
 from ...device.intrinsics.warp import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
 from ...device.source import Steps, device_function
 from ...device.warp import WARP_SIZE
@@ -30,12 +30,7 @@ MOST_AHEAD = 8  # stages: of short rows
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """The layout of shared memory: the ring of stages, then Q. The sums replace both at the end.
-
-    Attributes
-    ----------
-    config : SplitConfig
-    """
+    """The layout of shared memory: the ring of stages, then Q. The sums replace both at the end."""
 
     config: SplitConfig
 
@@ -116,12 +111,6 @@ class Found(NamedTuple):
     goods: Any
 
 
-def make_found(stage: StageShape) -> Any:
-    """The device function ``found()``."""
-    array = (stage.rows_of_lane * (stage.num_stages - 1), uint32)
-    return local_arrays(Found, blocks=array, positions=array, goods=array)
-
-
 def make_stages(stage: StageShape, lookup: Steps) -> Steps:
     """From global memory to a stage, and from there to registers."""
     config, shape = stage.config, stage.shape
@@ -149,18 +138,7 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
         copy(uint32(v_target + uint32(at)), v_row + at, count, is_inside)
 
     @unrolled(stage.rows_of_lane)
-    def copy_each(j, k_target, v_target, found, at, token, last, k, v, row, piece):
-        block, position = found.blocks[at + j], found.positions[at + j]
-        k_row = lookup.address_at(k.address, lookup.row_offset(k, block, position))
-        v_row = lookup.address_at(v.address, lookup.row_offset(v, block, position))
-        is_there = found.goods[at + j] and uint32(token + AT_ONCE * j) <= last
-        if TOKENS % AT_ONCE == 0 or row < TOKENS:
-            count = uint32(NBYTES if is_there else 0)
-            k_target, v_target = uint32(k_target + K_JUMP * j), uint32(v_target + V_JUMP * j)
-            copy_pieces(k_target, v_target, k_row, v_row, piece, count)
-
-    @device_function
-    def copy_rows(slot, found, at, token, last, k, v, row, piece):
+    def copy_rows(j, slot, found, at, token, last, k, v, row, piece):
         """Copy a lane's rows of a stage, whose shared address is `slot`.
 
         The lane begins with a piece of a row, and k and v are the caches from that piece on. Tokens past the last one,
@@ -171,7 +149,14 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
         in_group = uint32((row & 3) * V_STRIDE)
         group = uint32(uint32(row >> 2) * V_GROUP)
         v_target = uint32(start + V_START + group + in_group)
-        copy_each(k_target, v_target, found, at, token, last, k, v, row, piece)
+        block, position = found.blocks[at + j], found.positions[at + j]
+        k_row = lookup.address_at(k.address, lookup.row_offset(k, block, position))
+        v_row = lookup.address_at(v.address, lookup.row_offset(v, block, position))
+        is_there = found.goods[at + j] and uint32(token + AT_ONCE * j) <= last
+        if TOKENS % AT_ONCE == 0 or row < TOKENS:
+            count = uint32(NBYTES if is_there else 0)
+            k_target, v_target = uint32(k_target + K_JUMP * j), uint32(v_target + V_JUMP * j)
+            copy_pieces(k_target, v_target, k_row, v_row, piece, count)
 
     @device_function
     def zero_ring(shared, thread):

@@ -28,8 +28,9 @@ from ....device.intrinsics.warp import (
     thread_number,
 )
 from ....device.last_block import is_last, publish
+from ....device.row_offsets import Cache
 from ....device.source import KernelSource, device_function
-from ...arguments import Cache, Item, Options, Pages, Visible, signature
+from ...arguments import Item, Options, Pages, Visible, signature
 from ...config import TensorConfig
 from ...items import item_of, make_keep
 from ...limits import FEW_ROWS, LONGEST_OF_PARTS, PART, split_optimisation

@@ -13,8 +13,8 @@ from numba import cuda, float32, int64, uint32
 from ....device.intrinsics.thread import divmod_32, for_each, local_array
 from ....device.intrinsics.warp import any_lane, barrier_of_warp, end_group, sync_warp, wait_but
 from ....device.logits import UNSEEN
+from ....device.row_offsets import Cache
 from ....device.source import device_function
-from ...arguments import Cache
 from ...config import TensorConfig
 from ...limits import split_asks_sums
 from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_find_row

@@ -9,8 +9,8 @@ from numba import cuda, float32, int64, uint32
 from ....device.intrinsics.thread import divmod_32, local_array
 from ....device.intrinsics.warp import end_group, wait_but
 from ....device.intrinsics.warpgroup import ROW, UNIT, fence_proxy
+from ....device.row_offsets import Cache
 from ....device.source import device_function
-from ...arguments import Cache
 from ...config import TensorConfig
 from ..copies import make_copy_query, make_copy_rows, make_find_row, make_negate_query
 from ..softmax import make_exponentials, make_logits, make_mask
