@@ -24,7 +24,7 @@ from pagedkv.kernels.split.config import SplitConfig
 from pagedkv.kernels.split.lanes import make_lanes
 from pagedkv.kernels.split.pages import make_pages
 from pagedkv.kernels.split.shape import TILE, TensorShape
-from pagedkv.kernels.split.tensor_cores.fragments import make_products, make_rows
+from pagedkv.kernels.split.tensor_cores.fragments import key_token, make_products, make_rows
 from pagedkv.kernels.split.tensor_cores.query import make_stage_query
 
 CONFIG = SplitConfig(head_dim=128, group_size=8, block_size=16, q_kind="float16", kv_kind="float16")
@@ -62,7 +62,7 @@ def make_probe(_config: Probe) -> KernelSource:
             a = products.value_fragment(buffer[j], buffer[j + WORDS], buffer[j + 2 * WORDS], buffer[j + 3 * WORDS], 0)
             for i in range(4):
                 put(out, at + 4 * j + i, a[i])
-        rows.load_keys(0, buffer, 0, address(k) + t * 16, offset, g, t)
+        rows.load_keys(0, buffer, 0, address(k) + t * 16, offset, key_token(g), t)
         for n in range(2):
             for step in range(STEPS):
                 b = products.key_fragment(buffer, 4 * n, step)

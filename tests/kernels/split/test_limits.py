@@ -49,6 +49,7 @@ VARIANTS = [
     variant(128, 48),
     variant(128, 24, "float32"),
     variant(128, 8),
+    variant(128, 8, checked=True),
     variant(128, 16, "float32"),
     variant(64, 16, "bfloat16", "fp8_e4m3", 10),
     variant(64, 48, "float16", "fp8_e4m3", 10),
@@ -71,6 +72,7 @@ SHORT = [
     variant(8, 4, "float32", "float32"),  # whose loop test_split_plan.py looks at
     variant(72, 8, "bfloat16", "fp8_e5m2", 8),
     variant(64, 3, "float32", "float32", checked=True),  # which ../test_decode.py runs
+    variant(64, 4, checked=True),  # too
 ]
 # Each spilled where ptxas did not know that all lanes of a warp enter its loop together; the first one is in VARIANTS
 # of variants.py.

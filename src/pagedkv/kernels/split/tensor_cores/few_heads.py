@@ -48,7 +48,7 @@ from ..lanes import SLOT_BYTES, make_lanes
 from ..pages import make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums
-from .fragments import make_products, make_rows
+from .fragments import key_token, make_products, make_rows
 from .query import make_stage_query
 from .registers import make_registers
 from .softmax import make_softmax
@@ -60,7 +60,7 @@ class Rows(NamedTuple):
     k: Any
     v: Any
     room: Any  # bytes of a row of V from there
-    g: Any
+    token: Any  # `key_token`
     t: Any
 
 
@@ -71,6 +71,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     NUM_RAW, NUM_O, CHECKED, DIM_SHARES = shape.num_raw, shape.num_o, config.masks_blocks, config.dim_shares
     Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
     KEEP_Q, KEEP_T = bool(limits.keeps_q_address(shape)), bool(limits.keeps_lane(shape))
+    KEEP_TOKEN = bool(limits.keeps_key_token(shape))
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     ALL = uint32(0xFFFFFFFF)
     lanes, new_registers = make_lanes(config), make_registers(shape, 2)
@@ -84,7 +85,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         at = (i % 2) * BUFFER
         products.multiply_keys(i, registers, at, q_shared)
         if i + 2 < CHUNKS:
-            caches.load_keys(i + 2, registers.words, at, rows.k, k_offset, rows.g, rows.t)
+            caches.load_keys(i + 2, registers.words, at, rows.k, k_offset, rows.token, rows.t)
         elif i + 2 < 2 * CHUNKS:
             caches.load_values(i + 2 - CHUNKS, registers.words, at, rows.v, v_offset, rows.room, rows.t)
 
@@ -98,7 +99,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         if i + 2 < CHUNKS:
             caches.load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
         elif i + 2 < 2 * CHUNKS:
-            caches.load_keys(i + 2 - CHUNKS, registers.words, at, rows.k, next_k, rows.g, rows.t)
+            caches.load_keys(i + 2 - CHUNKS, registers.words, at, rows.k, next_k, rows.token, rows.t)
         else:
             caches.load_values(i + 2 - 2 * CHUNKS, registers.words, at, rows.v, next_v, rows.room, rows.t)
 
@@ -126,8 +127,11 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             t = shuffle(t, lane)
         if KEEP_Q:
             q_shared = shuffle(q_shared, lane)
+        token = key_token(g)
+        if KEEP_TOKEN:
+            token = shuffle(token, lane)
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
-        rows = Rows(k.address + int64(t) * 16, v.address + v_first, ROW_BYTES - v_first, g, t)
+        rows = Rows(k.address + int64(t) * 16, v.address + v_first, ROW_BYTES - v_first, token, t)
         keys, values, others = lanes.slots(warp)
         both_values = uint32(2 * values + SLOT_BYTES)
         registers, last = new_registers(), pages.last
@@ -141,9 +145,9 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         v_offset = lanes.share(values, lookup.row_offset(v, block, position))
         valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
         block, position, good = lookup.find_token(pages, uint32(base + mine + TURN))
-        caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
+        caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, token, t)
         if CHUNKS > 1:
-            caches.load_keys(int64(1), registers.words, int64(BUFFER), rows.k, k_offset, g, t)
+            caches.load_keys(int64(1), registers.words, int64(BUFFER), rows.k, k_offset, token, t)
 
         stage_query(registers.q, q_shared, registers.factors, query, g, t, int64(warp), options.scale < float32(0))
         softmax.set_units(registers, options.scale)
@@ -161,7 +165,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             next_valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
             block, position, good = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
             if CHUNKS == 1:
-                caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, g, t)
+                caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, token, t)
             softmax.logits(registers, options, uint32(base + (t << 2)))
             if CHECKED and valid != ALL:
                 softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))

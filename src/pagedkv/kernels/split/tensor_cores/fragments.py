@@ -69,12 +69,11 @@ def make_rows(shape: TensorShape, row_address: Any) -> Steps:
             assign(buffers, at + (8 * c + 4), y)
 
     @device_function
-    def load_keys(chunk, buffers, at, base, offset, g, t):
-        """Register j of vector c of tile i goes to ``at + 8 (i * k_per_chunk + c) + j``.
+    def load_keys(chunk, buffers, at, base, offset, token, t):
+        """Register j of vector c of tile i goes to ``at + 8 (i * k_per_chunk + c) + j``; token is `key_token`.
 
         j from 4 on is the token two later. Bytes past the row become 0.
         """
-        token = key_token(g)
         for i in range(TILES):
             first = row_address(base, offset, uint32(token + TILE * i))
             second = row_address(base, offset, uint32(token + TILE * i + 2))
