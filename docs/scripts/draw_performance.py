@@ -61,7 +61,7 @@ TARGETS = {
     "prefill: KV sectors": ("prefill", "sectors of K and V, over the fewest"),
     "prefill_split: spill B": ("prefill, few rows", "bytes spilled"),
     "prefill_split: stack B": ("prefill, few rows", "bytes of stack"),
-    "prefill_split: loop, D 128": ("prefill, few rows", "instructions in the loop, D 128"),
+    "prefill_split: loop, D 64 and 128": ("prefill, few rows", "instructions in the loop, D 64 and 128"),
     "prefill_split: wavefronts": ("prefill, few rows", "passes over shared memory, over the fewest"),
     "prefill_split: KV sectors": ("prefill, few rows", "sectors of K and V, over the fewest"),
     "prefill_split: partials": ("prefill, few rows", "bytes of partial results, over K and V"),

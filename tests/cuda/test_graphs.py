@@ -44,6 +44,18 @@ def decode_of(kind, num_seqs=2, max_blocks=256):
     )
 
 
+def prefill_of(kind, num_tokens):
+    """A prefill call of a sequence, as `decode_of`; its table has room for keys that are split."""
+    cache, q = (NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM), (num_tokens, NUM_HEADS, HEAD_DIM)
+    at_host = [np.zeros(shape, np.float16) for shape in (q, cache, cache)]
+    at_host += [np.zeros(shape, np.int32) for shape in ((1, 256), (1,), (2,))]
+    at_host += [np.zeros(q, np.float16)]
+    *arrays, out = map(kind, at_host)
+    return SimpleNamespace(
+        call=lambda: pagedkv.prefill_attention(*arrays, out=out, check=True), arguments=arrays, at_host=at_host
+    )
+
+
 def launched(cuda):
     """The workspaces of what has been launched, without a capture."""
     return {x for call in cuda.calls if call[0] == "launch" for x in cuda.workspaces_of(call[-1])}
@@ -70,6 +82,24 @@ def test_torch_makes_graphed_callables(cuda, torch):
     decode = decode_of(torch.Tensor)
     graph = torch.cuda.make_graphed_callables(decode.call, decode.arguments)
     assert len(graph.nodes) == 1
+    assert not graph.workspaces & launched(cuda)
+    graph.replay()
+
+
+# A check, and the kernel that splits the keys of few rows; the one of many rows before it, where there may be some.
+@pytest.mark.parametrize(("num_tokens", "num_kernels"), [(8, 2), (64, 3)])
+@pytest.mark.parametrize("warmups", [0, 3])
+def test_torch_captures_prefill(cuda, torch, warmups, num_tokens, num_kernels):
+    prefill = prefill_of(torch.Tensor, num_tokens)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(warmups):
+            prefill.call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            prefill.call()
+    assert len(graph.nodes) == 2 * num_kernels
+    assert len(graph.workspaces) == 5, "sums, states, counters, the report and lengths that were looked at"
     assert not graph.workspaces & launched(cuda)
     graph.replay()
 

@@ -59,7 +59,7 @@ def test_prefill_of_few_rows_is_within_its_targets(rows):
     (row,) = (row for row in rows if row.get("kernel") == "prefill_split")
     assert row["KV sectors"] == 1
     assert row["wavefronts"] <= 1.01
-    assert row["loop instr/512B"] <= 21  # of 64 dims; of 128, 18 are the target
+    assert row["loop instr/512B"] <= 18
     assert 0 < row["partials"] <= 0.04
 
 
