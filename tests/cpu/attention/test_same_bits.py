@@ -81,9 +81,12 @@ def test_every_way_gives_the_same_bits(kernel):
 
 
 def test_a_verification_of_drafts_behind_a_long_context():
-    """Many splits: rows that decode takes side by side, and prefill one after the other."""
+    """Many splits: rows that decode takes side by side, and prefill one after the other.
+
+    Of rows 60 to 67 the window of the first one begins before token 512, that of the last one behind it.
+    """
     spec = Spec(
-        seq_lens=(3 * 512 + 77,), query_lens=(130,), num_kv_heads=2, group_size=4, head_dim=64, window=900, sinks=True
+        seq_lens=(3 * 512 + 77,), query_lens=(130,), num_kv_heads=2, group_size=4, head_dim=64, window=1035, sinks=True
     )
     out, lse = run(build(spec))
     for first, count in ((0, 130), (60, 8), (129, 1), (3, 40), (64, 2)):
