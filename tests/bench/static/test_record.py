@@ -49,7 +49,7 @@ class Allowed(NamedTuple):
 
 
 MERGE = "the merge of up to 128 splits, which fill a GPU with one sequence"
-SPLITS = "other splits in a table of another length: with those of before, as many instructions"
+SPLITS = "shorter splits, in a table of another length: with those of before, up to 0.2 % more instructions, or fewer"
 SHORT = "short sequences: the length of splits, lengths out of range, and the release that the memory model asks for"
 CLAMP = "a length out of range counts as 0: without that, the count of before"
 DISTANCE = "the same, and distances of ALiBi in 32 bits: without both, the registers of before"
