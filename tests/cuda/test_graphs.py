@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -106,16 +107,21 @@ def test_torch_captures_prefill(cuda, torch, warmups, num_tokens, num_kernels):
 
 @pytest.mark.parametrize("mode", [GLOBAL, RELAXED])
 @pytest.mark.parametrize("non_blocking", [True, False])
-def test_cupy_captures_on_the_stream_of_calls(cuda, cupy, non_blocking, mode):
-    decode = decode_of(cupy.ndarray)
-    decode.call()
+@pytest.mark.parametrize(
+    ("of", "num_kernels"),
+    [(decode_of, 1), (partial(prefill_of, num_tokens=8), 2), (partial(prefill_of, num_tokens=64), 3)],
+    ids=["decode", "few_rows", "many_rows"],
+)
+def test_cupy_captures_on_the_stream_of_calls(cuda, cupy, of, num_kernels, non_blocking, mode):
+    made = of(cupy.ndarray)
+    made.call()
     with cupy.cuda.Stream(non_blocking=non_blocking) as stream:
-        decode.call()
+        made.call()
         stream.begin_capture(mode)
-        decode.call()
+        made.call()
         graph = stream.end_capture()
-        decode.call()
-    assert len(graph.nodes) == 1
+        made.call()
+    assert len(graph.nodes) == num_kernels
     assert not graph.workspaces & launched(cuda), "a replay on another stream does not disturb calls"
     graph.replay()
 
