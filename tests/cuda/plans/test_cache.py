@@ -14,7 +14,7 @@ from pagedkv.cuda.plans import prefill as prefill_plans
 from pagedkv.cuda.plans.cache import DECODE, PlanCache
 from pagedkv.operations import attention as operations
 
-from ...support.device_fakes import InterfaceArray, address_of, fake_cupy, fake_torch
+from ...support.device_fakes import InterfaceArray, address_of, fake_cupy
 from .device_calls import HKV, HQ, B, D, M, N, P, X, decode, host_arguments, launches
 
 pytestmark = pytest.mark.usefixtures("nothing_planned", "devices")
@@ -32,16 +32,6 @@ def validations(monkeypatch):
 
     monkeypatch.setattr(operations, "attention_call", counting)
     return calls
-
-
-@pytest.fixture(params=["interface", "cupy", "torch"])
-def kind(request, monkeypatch):
-    """What makes a device array of a NumPy array."""
-    if request.param == "interface":
-        return InterfaceArray
-    module = fake_cupy() if request.param == "cupy" else fake_torch()
-    monkeypatch.setitem(sys.modules, request.param, module)
-    return module.ndarray if request.param == "cupy" else module.Tensor
 
 
 @pytest.mark.parametrize("kernel", ["v1", "v2"])
