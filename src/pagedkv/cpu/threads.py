@@ -159,6 +159,9 @@ if hasattr(os, "register_at_fork"):
 def set_num_threads(n: int) -> None:
     """Set how many threads the CPU backend uses. No result depends on it.
 
+    On Linux up to eight workers are kept off the processor of a caller who works too: each may run on those that it
+    began with, without that one.
+
     Parameters
     ----------
     n : int

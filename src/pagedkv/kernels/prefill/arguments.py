@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, int64, types, uint8
 
-from ..device.row_offsets import Cache as Cache
-
 _BYTES, _INTS, _FLOATS = (types.CPointer(dtype) for dtype in (uint8, int32, float32))
 
 

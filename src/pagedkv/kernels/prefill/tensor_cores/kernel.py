@@ -28,8 +28,9 @@ from numba import cuda, float32, int64, uint32
 
 from ...device.intrinsics.thread import address, bits_float, divmod_32, shared_address
 from ...device.intrinsics.warp import shuffle, thread_number
+from ...device.row_offsets import Cache
 from ...device.source import KernelSource
-from ..arguments import Cache, Options, Pages, Visible, signature
+from ..arguments import Options, Pages, Visible, signature
 from ..config import TensorConfig
 from ..items import is_split, make_find_item, make_keep
 from ..limits import min_blocks, optimisation, pins_thread
