@@ -16,7 +16,7 @@ from .operations.bad_entries import raise_if_failed
 from .operations.caches import copy_blocks, gather_kv, swap_blocks, write_kv
 from .operations.rotary import apply_rotary
 from .operations.warmup import warmup
-from .operations.workspaces import release_workspaces, workspace_bytes
+from .operations.workspaces import release_workspaces, reserve_workspaces, workspace_bytes
 from .scheduling import Scheduler
 
 __version__ = "0.1.0"
@@ -39,6 +39,7 @@ __all__ = [
     "prefill_attention",
     "raise_if_failed",
     "release_workspaces",
+    "reserve_workspaces",
     "set_num_threads",
     "swap_blocks",
     "warmup",

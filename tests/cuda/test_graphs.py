@@ -1,6 +1,5 @@
 """Calls captured in CUDA graphs by the recipes of torch and CuPy, on a driver that refuses what a capture forbids."""
 
-import sys
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -12,23 +11,8 @@ import pagedkv
 from pagedkv import backends
 
 from .driver_fakes import GLOBAL, RELAXED, THREAD_LOCAL
-from .graph_fakes import cupy_with_graphs, torch_with_graphs
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, NUM_HEADS, HEAD_DIM = 64, 16, 2, 4, 64
-
-
-@pytest.fixture
-def torch(cuda, monkeypatch):
-    module = torch_with_graphs(cuda)
-    monkeypatch.setitem(sys.modules, "torch", module)
-    return module
-
-
-@pytest.fixture
-def cupy(cuda, monkeypatch):
-    module = cupy_with_graphs(cuda)
-    monkeypatch.setitem(sys.modules, "cupy", module)
-    return module
 
 
 def decode_of(kind, num_seqs=2, max_blocks=256):

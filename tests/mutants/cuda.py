@@ -8,9 +8,32 @@ READ = "tests/bench/gpu/test_read.py::test_every_byte_is_read_once_and_added_up"
 GRID = "tests/kernels/split/test_split_plan.py::test_a_bound_leaves_few_thread_blocks_without_work"
 COPIES = "tests/cuda/test_copies.py::"
 GRAPHS = "tests/cuda/test_graphs.py::"
+RESERVED = "tests/cuda/test_workspaces.py::"
 OVERRIDES = "tests/cuda/compiler/test_numba_overrides.py::"
 
 MUTANTS = [
+    Mutant(
+        "what is reserved is for calls without a softcap",
+        "operations/workspaces.py",
+        "for softcap in (None, 1.0):",
+        "for softcap in (None,):",
+        (RESERVED + "test_other_kernels_than_that_of_the_largest_call_have_theirs[softcap]",),
+        ci=True,
+    ),
+    Mutant(
+        "what is reserved is for the kernel of the largest call",
+        "operations/workspaces.py",
+        '"kernel": "v2" if layout == "vllm" else "auto"}',
+        '"kernel": "auto"}',
+        (RESERVED + "test_other_kernels_than_that_of_the_largest_call_have_theirs[fewer rows]",),
+    ),
+    Mutant(
+        "what is reserved ends at the bound that was named",
+        "operations/workspaces.py",
+        "bound = bucket(max_seq_len)",
+        "bound = max_seq_len",
+        (RESERVED + "test_a_bound_is_rounded_up_as_that_of_a_call_is",),
+    ),
     Mutant(
         "a call's launches are mixed with those of another thread",
         "cuda/driver.py",

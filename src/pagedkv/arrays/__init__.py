@@ -3,7 +3,7 @@
 from .argument import Argument, DeviceArgument, Facts, HostArgument
 from .host import HostArray
 from .identify import current_streams, device_kind, host_view, identify
-from .shadow import Array, Shadow, address_of
+from .shadow import Array, Shadow, address_of, make_shadow
 
 __all__ = [
     "Argument",
@@ -18,4 +18,5 @@ __all__ = [
     "device_kind",
     "host_view",
     "identify",
+    "make_shadow",
 ]

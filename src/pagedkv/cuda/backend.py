@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from ..arrays import Array, current_streams
@@ -96,6 +96,16 @@ class GpuBackend(KernelBackend):
     def workspace_bytes(self) -> int:
         """What `pagedkv.workspace_bytes` returns."""
         return sum(device.num_bytes for device in driver.cuda_devices())
+
+    def reserve_workspaces(self, calls: Sequence[AttentionCall]) -> int:
+        """Make the workspaces of calls, all on one stream, and say what they have added to those there were."""
+        with driver.device_of(calls[0].placement) as device:
+            before = device.num_bytes
+            for call in calls:
+                plans = attention if call.query_starts is None else prefill
+                for name, nbytes in plans.workspaces(call, capability=device.capability):
+                    device.scratch(name, nbytes)
+            return device.num_bytes - before
 
     def release_workspaces(self) -> int:
         """Free what no graph uses once the GPUs are done; see `pagedkv.release_workspaces`."""

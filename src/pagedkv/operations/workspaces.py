@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from ..backends import gpus
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from ..arrays import Array, make_shadow
+from ..backends import backend_of, gpus
+from ..buckets import bucket
+from ..calls import AttentionCall
+from ..layouts import storage_dtype
+from ..placement import Placement, place
+from ..typing import KvDtype, Layout
+from ..validation import cache_pair, require
+from ..validation.attention import placed_call
+
+if TYPE_CHECKING:
+    from ..cuda.backend import GpuBackend
+
+_NEVER_READ = 256  # the address of arrays of which only shape, strides and dtype matter
 
 
 def workspace_bytes() -> int:
@@ -17,6 +35,74 @@ def workspace_bytes() -> int:
     """
     used = gpus()
     return 0 if used is None else used.workspace_bytes()
+
+
+def reserve_workspaces(
+    k_cache: Any,
+    v_cache: Any,
+    num_heads: int,
+    *,
+    num_seqs: int,
+    max_seq_len: int,
+    num_tokens: int = 0,
+    dtype: Any = None,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
+    window: int | None = None,
+    check: bool | None = None,
+) -> int:
+    """Allocate the workspaces of the largest calls on the current stream, so that no call has to.
+
+    Calls of decode_attention and prefill_attention for such caches, of at most these sizes, then allocate none on this
+    GPU and stream, with whatever kernel and options. Nothing is compiled (`warmup` does that) and nothing launched.
+    While a CUDA graph captures the stream, the workspaces are those of what it captures.
+
+    Parameters
+    ----------
+    k_cache, v_cache : array
+        A layer's, or arrays like them. They say which GPU and stream; on the host there is nothing to reserve.
+    num_heads : int
+        Of q.
+    num_seqs : int
+        The most sequences of a call.
+    max_seq_len : int
+        The largest bound of a call; for calls without one, what their tables hold, ``max_blocks * block_size``.
+    num_tokens : int
+        The most rows of q in a call of prefill_attention; 0 if there are no such calls.
+    dtype : dtype-like, optional
+        Of q: float32, float16 or bfloat16. By default that of the caches, unless they are fp8.
+    layout : str
+        "NHD", "HND" or "vllm".
+    kv_dtype : str, optional
+        "fp8_e4m3" or "fp8_e5m2", for caches in uint8.
+    window : int, optional
+        The largest window, if all calls have one.
+    check : bool, optional
+        As in the calls.
+
+    Returns
+    -------
+    int
+        Bytes that the workspaces have grown by.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the calls would; a size that cannot be one.
+    MemoryError
+        The GPU has no room. What has grown until then stays: `release_workspaces` gives it back.
+    BackendUnavailableError
+        There is no CUDA driver, or a package is missing.
+    """
+    sizes = {"num_heads": num_heads, "num_seqs": num_seqs, "max_seq_len": max_seq_len, "num_tokens": num_tokens}
+    sizes = {name: require.integer(name, size) for name, size in sizes.items()}
+    for name, size in sizes.items():
+        if size < (least := int(name != "num_tokens")):
+            raise ValueError(f"{name} must be at least {least}, got {size}")
+    options = {"layout": layout, "kv_dtype": kv_dtype, "window": window, "check": check}
+    placement, caches = place("auto", [("k_cache", k_cache), ("v_cache", v_cache)])
+    calls = list(_largest_calls(placement, caches, dtype, options, **sizes))
+    return 0 if placement.on_host else cast("GpuBackend", backend_of(placement)).reserve_workspaces(calls)
 
 
 def release_workspaces() -> int:
@@ -37,3 +123,44 @@ def release_workspaces() -> int:
     """
     used = gpus()
     return 0 if used is None else used.release_workspaces()
+
+
+def _largest_calls(
+    placement: Placement,
+    caches: list[Array],
+    dtype: Any,
+    options: Mapping[str, Any],
+    num_heads: int,
+    num_seqs: int,
+    max_seq_len: int,
+    num_tokens: int,
+) -> Iterator[AttentionCall]:
+    """Calls that between them need as much of each workspace as any call of at most these sizes."""
+    k_cache, v_cache = caches
+    geometry, layout = cache_pair.geometry_of(options, k_cache, v_cache), options["layout"]
+    kind = cache_pair.kind_of(k_cache, v_cache, options["kv_dtype"])
+    if dtype is None and options["kv_dtype"] is not None:
+        raise TypeError("dtype must be that of q for fp8 caches, got None")
+    q_dtype = storage_dtype(kind if dtype is None else dtype, None)
+    bound = bucket(max_seq_len)  # what a call with this bound is planned for, if its tables hold more
+    given = dict(options) | {"max_seq_len": bound, "return_lse": False}
+    given |= dict.fromkeys(("scale", "k_scale", "v_scale", "score_mod"))
+    views = {
+        **{"k_cache": k_cache, "v_cache": v_cache, "q": _shadow(q_dtype, num_seqs, num_heads, geometry.head_dim)},
+        "block_tables": _shadow(np.int32, num_seqs, -(-bound // geometry.block_size)),
+        "seq_lens": _shadow(np.int32, num_seqs),
+    }
+    ragged = views | {
+        "q": _shadow(q_dtype, num_tokens, num_heads, geometry.head_dim),
+        "query_starts": _shadow(np.int32, num_seqs + 1),
+    }
+    where = placement._replace(backend="cuda")  # where nobody looks at values
+    for softcap in (None, 1.0):  # with one, more thread blocks may share the query heads of a KV head
+        given |= {"softcap": softcap, "kernel": "v2" if layout == "vllm" else "auto"}
+        yield placed_call(given, where, dict(views))
+        if num_tokens:
+            yield placed_call(given | {"kernel": "auto"}, where, dict(ragged))
+
+
+def _shadow(dtype: Any, *shape: int) -> Array:
+    return make_shadow(_NEVER_READ, shape, None, np.dtype(dtype), True)

@@ -29,9 +29,12 @@ def attention_call(given: Mapping[str, Any]) -> AttentionCall:
     named += [(name, x) for name in (*VECTORS, "out") if (x := given[name]) is not None]
     named += scale_arrays(given)
     placement, arrays = place(given["backend"], named)
-    views = dict(zip(dict(named), arrays, strict=True))
-    q, k_cache, v_cache = arrays[:3]
+    return placed_call(given, placement, dict(zip(dict(named), arrays, strict=True)))
 
+
+def placed_call(given: Mapping[str, Any], placement: Placement, views: dict[str, Array]) -> AttentionCall:
+    """The call with these arguments, of which `views` are the arrays, where `placement` says."""
+    q, k_cache, v_cache = (views[name] for name in ("q", "k_cache", "v_cache"))
     form = _forms.of(given, views, placement)
     spec, capacity, options, max_seq_len = form.spec, form.capacity, form.options, given["max_seq_len"]
     score_mod = python_function(given["score_mod"])

@@ -5,6 +5,8 @@ Nothing here reads an array, so that a repeated call can look its plan up.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ...arrays import Array
@@ -66,10 +68,21 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     max_seq_len = max_seq_len_of(call)
     if choose(call.kernel, max_seq_len, num_rows) == "v1":
         launches: tuple[Launch, ...] = (_v1(device, call, out, config, max_seq_len),)
-        workspaces: Workspaces = ()
     else:
-        launches, workspaces = _v2(device, call, out, config, max_seq_len)
-    return Plan(launches, (*workspaces, *(((REPORT, NUM_BYTES),) if call.checked else ())))
+        launches = _v2(device, call, out, config, max_seq_len)
+    return Plan(launches, workspaces(call, capability=device.capability))
+
+
+def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
+    """What a call keeps partial results and bad entries in."""
+    if call.spec.layout != "vllm":
+        return split.workspaces(call, split.split_config(call, capability=capability))
+    (num_seqs, num_heads, head_dim), max_seq_len = call.q.shape, max_seq_len_of(call)
+    num_rows, needed = num_seqs * num_heads, ((REPORT, NUM_BYTES),) if call.checked else ()
+    if choose(call.kernel, max_seq_len, num_rows) == "v1":
+        return needed
+    nbytes = num_rows * math.prod(_grid_of_partitions(call, max_seq_len)) * FLOAT_BYTES
+    return (("tmp_out", nbytes * head_dim), ("exp_sums", nbytes), ("max_logits", nbytes), *needed)
 
 
 def attention_config(call: AttentionCall, *, capability: Capability) -> AttentionConfig:
@@ -123,15 +136,14 @@ def _v1(device: Device, call: AttentionCall, out: Array, config: AttentionConfig
 
 def _v2(
     device: Device, call: AttentionCall, out: Array, config: AttentionConfig, max_seq_len: int
-) -> tuple[tuple[Launch, ...], Workspaces]:
+) -> tuple[Launch, ...]:
     num_seqs, num_heads, head_dim = call.q.shape
-    num_rows, needed = num_seqs * num_heads, num_partitions(max_seq_len, _window(call))
-    grid = (num_rows, min(needed, LARGEST_GRID_Y), -(-needed // LARGEST_GRID_Y))
-    most = grid[1] * grid[2]
+    num_rows, of_partitions = num_seqs * num_heads, _grid_of_partitions(call, max_seq_len)
+    most = math.prod(of_partitions)
     tmp_strides = (num_heads * most * head_dim * FLOAT_BYTES, most * head_dim * FLOAT_BYTES)
     partitions = Launch(
         compile_for(device, make_v2, config),
-        grid,
+        (num_rows, *of_partitions),
         ("tmp_out", "", "exp_sums", "max_logits", *_INPUTS),
         _scalars(call, max_seq_len, tmp_strides),
         shared_bytes(config, PARTITION_SIZE),
@@ -142,9 +154,13 @@ def _v2(
         ("out", "lse", "tmp_out", "exp_sums", "max_logits", "seq_lens", "sinks"),
         (num_heads, max_seq_len, _window(call), most, *out.strides[:2]),
     )
-    sizes = (("tmp_out", head_dim), ("exp_sums", 1), ("max_logits", 1))
-    workspaces = tuple((name, num_rows * most * per_row * FLOAT_BYTES) for name, per_row in sizes)
-    return (partitions, reduction), workspaces
+    return partitions, reduction
+
+
+def _grid_of_partitions(call: AttentionCall, max_seq_len: int) -> tuple[int, int]:
+    """Thread blocks of v2 in y and z; the last ones in z may have no partition."""
+    needed = num_partitions(max_seq_len, _window(call))
+    return min(needed, LARGEST_GRID_Y), -(-needed // LARGEST_GRID_Y)
 
 
 # What v1 and v2 read, in the order of their parameters.

@@ -51,6 +51,7 @@ from .plan import (
 )
 
 CHECKED_LENS = "checked_lens"  # the workspace that has the lengths of a checked call
+_OF_SPLITS = ("prefill_sums", "prefill_states", "prefill_counters")
 
 
 def prefill_attention(device: Device, call: AttentionCall, out: Array, lse: Array | None) -> Plan:
@@ -90,11 +91,26 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
             "num_tokens * num_heads / num_kv_heads must be below 2**31 on a device, and so must the thread blocks, "
             f"got {num_rows} and {num_blocks}: give the sequences to several calls"
         )
-    launches, workspaces = [_launch(call, kernel) for kernel in kernels], [x for k in kernels for x in k.workspaces]
+    launches = [_launch(call, kernel) for kernel in kernels]
     if call.checked:
         launches.insert(0, _check(device, call))
-        workspaces += [(REPORT, NUM_BYTES), (CHECKED_LENS, 4 * len(call.seq_lens))]
-    return Plan(tuple(launches), tuple(workspaces))
+    return Plan(tuple(launches), workspaces(call, capability=device.capability))
+
+
+def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
+    """What a call keeps partial results in, and what a check has found."""
+    needed: Workspaces = ((REPORT, NUM_BYTES), (CHECKED_LENS, 4 * len(call.seq_lens))) if call.checked else ()
+    if not suits_tensor_cores(call):
+        return needed
+    config = tensor_config(call, capability=capability)
+    if not splits_keys(call, config):
+        return needed
+    shape = SplitShape(config)
+    most_splits = _most_splits(call, shape)
+    num_partials = min(_rows_of(call)) * call.spec.num_kv_heads * most_splits if most_splits > 1 else 1
+    floats = (num_partials * config.head_dim, num_partials * 2)
+    sizes = (*(FLOAT_BYTES * number for number in floats), 4 * _num_columns(call, shape))
+    return (*zip(_OF_SPLITS, sizes, strict=True), *needed)
 
 
 class _Kernel(NamedTuple):
@@ -104,7 +120,7 @@ class _Kernel(NamedTuple):
     grid: tuple[int, int, int]
     shared_bytes: int
     scalars: tuple[int, ...]  # the last of them strides
-    workspaces: Workspaces = ()
+    workspaces: tuple[str, ...] = ()
 
 
 def _launch(call: AttentionCall, kernel: _Kernel) -> Launch:
@@ -113,7 +129,7 @@ def _launch(call: AttentionCall, kernel: _Kernel) -> Launch:
         *("out", "lse", "q", "k_cache", "v_cache", "block_tables"),
         *(CHECKED_LENS if call.checked else "seq_lens", "query_starts"),
         *("alibi_slopes", "sinks", "k_scale", "v_scale"),
-        *(name for name, _ in kernel.workspaces),
+        *kernel.workspaces,
     )
     scalars = (
         *(len(call.seq_lens), num_tokens, call.spec.num_kv_heads, num_heads, max_seq_len_of(call)),
@@ -157,19 +173,24 @@ def _split(
     device: Device, call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]
 ) -> _Kernel:
     """The kernel that splits keys, for sequences of few rows and at least so many keys."""
-    shape, num_seqs, num_kv_heads = SplitShape(config), len(call.seq_lens), call.spec.num_kv_heads
-    num_columns = num_seqs * shape.tiles_of_sequence * num_kv_heads
-    most_splits = shape.splits_of(max_seq_len_of(call), call.options.window or NO_WINDOW)
-    of_tokens, of_seqs = call.q.shape[0] * config.group_size, num_seqs * FEW_ROWS
-    num_partials = min(of_tokens, of_seqs) * num_kv_heads * most_splits if most_splits > 1 else 1
-    workspaces = (
-        ("prefill_sums", num_partials * config.head_dim * FLOAT_BYTES),
-        ("prefill_states", num_partials * 2 * FLOAT_BYTES),
-        ("prefill_counters", num_columns * 4),
-    )
+    shape = SplitShape(config)
+    most_splits, (of_tokens, of_seqs) = _most_splits(call, shape), _rows_of(call)
     kernel = compile_for(device, make_prefill_split, config)
-    scalars = (least_keys, most_splits, int(of_tokens < of_seqs), *strides)
-    return _Kernel(kernel, (num_columns, most_splits, 1), split.dynamic_bytes(config), scalars, workspaces)
+    grid, scalars = (_num_columns(call, shape), most_splits, 1), (least_keys, most_splits, int(of_tokens < of_seqs))
+    return _Kernel(kernel, grid, split.dynamic_bytes(config), (*scalars, *strides), _OF_SPLITS)
+
+
+def _num_columns(call: AttentionCall, shape: SplitShape) -> int:
+    return len(call.seq_lens) * shape.tiles_of_sequence * call.spec.num_kv_heads
+
+
+def _most_splits(call: AttentionCall, shape: SplitShape) -> int:
+    return shape.splits_of(max_seq_len_of(call), call.options.window or NO_WINDOW)
+
+
+def _rows_of(call: AttentionCall) -> tuple[int, int]:
+    """Rows of a KV head that may have partial results: those of all tokens, and the most that few rows are."""
+    return call.q.shape[0] * group_size_of(call), len(call.seq_lens) * FEW_ROWS
 
 
 def _on_cuda_cores(device: Device, call: AttentionCall, out: Array) -> _Kernel:

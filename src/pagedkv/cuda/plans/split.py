@@ -15,7 +15,18 @@ from ...kernels.split.config import SplitConfig
 from ...kernels.split.kernel import dynamic_bytes, make_split
 from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
-from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, bits_of, cache_strides, is_modified, is_wide, max_seq_len_of
+from .plan import (
+    FLOAT_BYTES,
+    NO_WINDOW,
+    Launch,
+    Plan,
+    Workspaces,
+    bits_of,
+    cache_strides,
+    is_modified,
+    is_wide,
+    max_seq_len_of,
+)
 
 _POINTERS = (
     *("out", "lse", "split_sums", "split_states", "split_counters"),
@@ -41,22 +52,21 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
         More thread blocks than a grid has.
     """
     spec, options = call.spec, call.options
-    num_seqs, num_heads, head_dim = call.q.shape
     config = split_config(call, capability=device.capability)
-    num_columns = num_seqs * spec.num_kv_heads * config.num_tiles
+    num_columns = _num_columns(call, config)
     if num_columns > LARGEST_GRID_X:
         raise ValueError(
             f"num_seqs * num_kv_heads, times the number of thread blocks that share a KV head, must be below 2**31 "
             f"on a device, got {num_columns}"
         )
-    window, max_seq_len = options.window or NO_WINDOW, max_seq_len_of(call)
-    most_splits = config.most_splits(min(max_seq_len, window), spec.num_kv_heads)
+    most_splits = _most_splits(call, config)
     launch = Launch(
         compile_for(device, make_split, config),
         (num_columns, most_splits, 1),
         _POINTERS,
         (
-            *(spec.num_kv_heads, num_heads, spec.num_blocks, max_seq_len, most_splits, window),
+            *(spec.num_kv_heads, call.q.shape[1], spec.num_blocks, max_seq_len_of(call), most_splits),
+            options.window or NO_WINDOW,
             *(call.block_tables.strides[0], *call.q.strides[:2], *out.strides[:2]),
             *(*cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache)),
             *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
@@ -64,14 +74,29 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
         ),
         dynamic_bytes(config),
     )
+    return Plan((launch,), workspaces(call, config))
+
+
+def workspaces(call: AttentionCall, config: SplitConfig) -> Workspaces:
+    """What the kernel keeps the partial results of splits in, and counts the splits of a column in."""
+    num_seqs, num_heads, head_dim = call.q.shape
+    most_splits = _most_splits(call, config)
     num_partials = num_seqs * num_heads * most_splits if most_splits > 1 else 1
-    workspaces = (
+    return (
         ("split_sums", num_partials * head_dim * FLOAT_BYTES),
         ("split_states", num_partials * 2 * FLOAT_BYTES),
-        ("split_counters", num_columns * 4),
+        ("split_counters", _num_columns(call, config) * 4),
         *(((REPORT, NUM_BYTES),) if call.checked else ()),
     )
-    return Plan((launch,), workspaces)
+
+
+def _num_columns(call: AttentionCall, config: SplitConfig) -> int:
+    return call.q.shape[0] * call.spec.num_kv_heads * config.num_tiles
+
+
+def _most_splits(call: AttentionCall, config: SplitConfig) -> int:
+    visible = min(max_seq_len_of(call), call.options.window or NO_WINDOW)
+    return config.most_splits(visible, call.spec.num_kv_heads)
 
 
 def split_config(call: AttentionCall, *, capability: Capability) -> SplitConfig:
