@@ -1,7 +1,8 @@
-"""Chart and tables of performance.md: ``python docs/scripts/draw_performance.py`` writes them from docs/figures.
+"""Chart and tables of performance.md, and the targets in notebook.md: ``python docs/scripts/draw_performance.py``.
 
-To publish a new run, put its JSON (``python -m pagedkv bench ... --json``) beside the others, named by its date, and
-run this: of each bench the last file by name counts. The tests compare the chart and the page with what this writes.
+It writes them from docs/figures. To publish a new run, put its JSON (``python -m pagedkv bench ... --json``) beside the
+others, named by its date, and run this: of each bench the last file by name counts. The tests compare the chart and the
+pages with what this writes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pagedkv.bench.waves import Model
 from pagedkv.kernels.split.config import SplitConfig
 
 DOCS = Path(__file__).parents[1]
-PAGE = DOCS / "performance.md"
+PAGES = (DOCS / "performance.md", DOCS / "notebook.md")
 GRID = "#e2e6eb"
 TABLE = re.compile(r"(<!-- (\w+): written by draw_performance.py -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -26,13 +27,13 @@ Row = dict[str, Any]
 
 # The left column of targets, what each one counts, and those where the limit is the least and not the most.
 TARGETS = {
-    "spill B": ("v1, v2", "bytes spilled"),
-    "stack B": ("v1, v2", "bytes of stack"),
+    "spill B": ("v1, v2", "bytes spilled or on the stack"),
+    "stack B": ("v1, v2", "bytes spilled or on the stack"),
     "K sectors": ("v1, v2", "sectors of K, over the fewest"),
     "V sectors": ("v1, v2", "sectors of V, over the fewest"),
     "K load B": ("v1, v2", "bytes of a load of K"),
-    "split: spill B": ("split", "bytes spilled"),
-    "split: stack B": ("split", "bytes of stack"),
+    "split: spill B": ("split", "bytes spilled or on the stack"),
+    "split: stack B": ("split", "bytes spilled or on the stack"),
     "split: KV sectors": ("split", "sectors of K and V, over the fewest"),
     "split: wavefronts": ("split", "passes over shared memory, over the fewest"),
     "split: loop, 16 bits, G 1 to 8": ("split", "instructions in the loop, 16 bits, G 1 to 8"),
@@ -47,8 +48,8 @@ TARGETS = {
     "split: partials": ("split", "bytes of partial results, over K and V"),
     "split: short splits, partials": ("split", "the same, with short splits"),
     "split: compile s": ("split", "seconds to compile"),
-    "prefill: spill B": ("prefill", "bytes spilled"),
-    "prefill: stack B": ("prefill", "bytes of stack"),
+    "prefill: spill B": ("prefill", "bytes spilled or on the stack"),
+    "prefill: stack B": ("prefill", "bytes spilled or on the stack"),
     "prefill: thread blocks on a multiprocessor, D 128": ("prefill", "thread blocks on a multiprocessor, D 128"),
     "prefill: other instructions per mma, D 64": ("prefill", "other instructions for each mma, D 64"),
     "prefill: ldmatrix per mma, D 64": ("prefill", "ldmatrix for each mma, D 64"),
@@ -59,14 +60,14 @@ TARGETS = {
     "prefill: other instructions per mma, fp8, more": ("prefill", "more other instructions for each mma in fp8"),
     "prefill: wavefronts": ("prefill", "passes over shared memory, over the fewest"),
     "prefill: KV sectors": ("prefill", "sectors of K and V, over the fewest"),
-    "prefill_split: spill B": ("prefill, few rows", "bytes spilled"),
-    "prefill_split: stack B": ("prefill, few rows", "bytes of stack"),
+    "prefill_split: spill B": ("prefill, few rows", "bytes spilled or on the stack"),
+    "prefill_split: stack B": ("prefill, few rows", "bytes spilled or on the stack"),
     "prefill_split: loop, D 64 and 128": ("prefill, few rows", "instructions in the loop, D 64 and 128"),
     "prefill_split: wavefronts": ("prefill, few rows", "passes over shared memory, over the fewest"),
     "prefill_split: KV sectors": ("prefill, few rows", "sectors of K and V, over the fewest"),
     "prefill_split: partials": ("prefill, few rows", "bytes of partial results, over K and V"),
-    "wgmma: spill B": ("prefill, wgmma", "bytes spilled"),
-    "wgmma: stack B": ("prefill, wgmma", "bytes of stack"),
+    "wgmma: spill B": ("prefill, wgmma", "bytes spilled or on the stack"),
+    "wgmma: stack B": ("prefill, wgmma", "bytes spilled or on the stack"),
     "wgmma: moves": ("prefill, wgmma", "vector moves in the loop"),
     "wgmma: other/tile": ("prefill, wgmma", "other instructions for each tile and warp"),
     "wgmma: wavefronts": ("prefill, wgmma", "passes over shared memory, over the fewest"),
@@ -109,7 +110,7 @@ def short(value: float) -> str:
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     """A table in Markdown: the first column to the left, the others to the right if they hold a number."""
-    numbers = [any(char.isdigit() for char in cell) for cell in rows[0]]
+    numbers = [any(cell[:1].isdigit() for cell in cells) for cells in zip(*rows, strict=True)]
     rule = ["---:" if number and i else "---" for i, number in enumerate(numbers)]
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *rows))
 
@@ -147,8 +148,24 @@ def decode() -> str:
     )
 
 
+def peers() -> str:
+    """How many times as long others take for a decode: the least and the greatest of the shapes and of G."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in latest("cpu")[1]:
+        if "peer" in row and "SDPA" not in row["peer"] and row["x pagedkv"] is not None:
+            cache = row["cache"].partition("_")[0]
+            if cache == "float32":
+                cache += ", G = 1" if row["G"] == 1 else ", G = 4 and 8"
+            found.setdefault(row["peer"], {}).setdefault(cache, []).append(row["x pagedkv"])
+    caches = list(dict.fromkeys(cache for times in found.values() for cache in times))
+    lines = [
+        [peer, *(span(times[cache]) if cache in times else "-" for cache in caches)] for peer, times in found.items()
+    ]
+    return table(["times as long", *caches], lines)
+
+
 def calls() -> str:
-    """Prefill, and what the first call costs."""
+    """Prefill, several query tokens, and what the first call costs."""
     _, rows = latest("cpu")
     lines = []
     for row in rows:
@@ -156,6 +173,9 @@ def calls() -> str:
             heads = f"{row['heads']} heads" + (f", G = {row['G']}" if row.get("G", 1) > 1 else "")
             what = f"prefill of {row['tokens']} tokens, {heads}, {row['prefill']}"
             lines.append([what, f"{row['ms']:.0f} ms; SDPA {row['SDPA ms']:.0f} ms"])
+        if "verification" in row:
+            what = f"{row['tokens']} query tokens behind {row['L']}, G = {row['G']}, {row['verification']}"
+            lines.append([what, f"{row['ms']:.0f} ms; {row['ratio']:.2g} times a decode"])
         if "first call" in row:
             words = f"{row['cold s']:.1f} s to compile; {row['from disk s']:.2g} s from disk"
             lines.append([f"first {row['first call']} of a process", words])
@@ -183,38 +203,66 @@ def memory() -> str:
     return table(header, list(lines.values())) + f"\n{taken('memory')}.\n"
 
 
-def static() -> str:
+def targets() -> str:
     """What the CUDA kernels are to reach, and the worst variant of each count."""
     lines = []
     for row in latest("static")[1]:
         if "target" in row:
             kernels, count = TARGETS[row["target"]]
-            limit = f"{'at least' if row['target'] in AT_LEAST else 'at most'} {row['limit']:g}"
-            lines.append([kernels, count, limit, short(row["worst"]), str(row["misses"]), str(row["rows"])])
-    return table(["kernels", "count", "target", "worst", "misses", "of"], lines)
+            limit = f"{'≥' if row['target'] in AT_LEAST else '≤'} {row['limit']:g}"
+            lines.append([kernels, count, limit, short(row["worst"]), str(row["rows"])])
+    once = [list(line) for line in dict.fromkeys(map(tuple, lines))]  # spills and stack, where they are alike
+    return table(["kernels", "count", "target", "worst", "of"], once)
+
+
+# What the page for users says of the counts: parts of their names, and the words of a column.
+COMMON = {
+    ("spill B", "stack B"): "bytes spilled or on the stack",
+    ("sectors",): "sectors of K and V, over the fewest",
+    ("wavefronts",): "passes over shared memory, over the fewest",
+}
+
+
+def static() -> str:
+    """The counts that the CUDA kernels share: the worst variant of each kernel."""
+    rows = [row for row in latest("static")[1] if "target" in row]
+    lines = []
+    for kernels in dict.fromkeys(kernels for kernels, _ in TARGETS.values() if not kernels.startswith("all")):
+        own = [row for row in rows if TARGETS[row["target"]][0] == kernels]
+        line = [kernels, str(max(row["rows"] for row in own))]
+        for names in COMMON:
+            worst = [row["worst"] for row in own if row["target"].endswith(names)]
+            line.append(short(max(worst)) if worst else "-")
+        lines.append(line)
+    kept = sum(row["misses"] == 0 for row in rows)
+    most = next(short(row["worst"]) for row in rows if row["target"] == "split: all, 16 bits, G 1 to 16")
+    return (
+        table(["kernels", "variants", *COMMON.values()], lines)
+        + f"\nEvery variant keeps {kept} of {len(rows)} targets. In 16 bits, G up to 16, split takes at most {most} "
+        + "warp instructions\nfor 512 bytes of K and V; an H100 has time for about 150 while it reads that much.\n"
+    )
 
 
 def waves() -> str:
-    """The model of split's thread blocks: of small batches, by length and KV heads."""
+    """The model of split's thread blocks: the share of the bandwidth, by length, sequences and KV heads."""
     config = SplitConfig(128, 8, 16, "float16", "float16")
-    lines = []
-    for seq_len in (512, 2048, 4096, 8192, 32768, 131072):
-        line = [str(seq_len)]
-        for num_seqs, num_kv_heads in ((1, 1), (1, 8), (8, 8), (64, 8)):
-            model = Model(config, num_kv_heads, num_seqs, seq_len)
-            line += [str(model.thread_blocks), f"{model.share:.2f}"]
-        lines.append(line)
-    names = ("1 sequence, 1 KV head", "1, 8 KV heads", "8, 8", "64, 8")
-    return table(["tokens", *(f"{name}: {what}" for name in names for what in ("thread blocks", "share"))], lines)
+    batches = {"1 sequence, 1 KV head": (1, 1), "1, 8": (1, 8), "8, 8": (8, 8), "64, 8": (64, 8)}
+    lines = [
+        [str(seq_len)] + [f"{Model(config, heads, seqs, seq_len).share:.2f}" for seqs, heads in batches.values()]
+        for seq_len in (512, 2048, 4096, 8192, 32768, 131072)
+    ]
+    return table(["tokens", *batches], lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "machine": machine,
     "decode": decode,
+    "peers": peers,
     "calls": calls,
     "transformers": transformers,
     "memory": memory,
     "static": static,
+    "targets": targets,
     "waves": waves,
 }
 
@@ -303,4 +351,5 @@ DRAWINGS: dict[str, Callable[[], str]] = {"performance.svg": performance}
 if __name__ == "__main__":
     for name, draw in DRAWINGS.items():
         (IMAGES / name).write_text(draw(), encoding="utf-8")
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

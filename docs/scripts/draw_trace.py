@@ -20,7 +20,7 @@ from draw_performance import latest, table
 from pagedkv import PagedKVCache, trace
 from pagedkv.trace.plot import COLOURS as KINDS
 
-PAGE = Path(__file__).parents[1] / "explanation" / "memory_waste.md"
+PAGES = (Path(__file__).parents[1] / "explanation" / "memory_waste.md",)
 TABLE = re.compile(r"(<!-- (\w+): written by draw_trace.py -->\n).*?(<!-- end -->)", re.DOTALL)
 WORDS = {
     "tokens": "tokens",
@@ -257,4 +257,5 @@ DRAWINGS: dict[str, Callable[[], str]] = {
 if __name__ == "__main__":
     for file, draw in DRAWINGS.items():
         (IMAGES / file).write_text(draw(), encoding="utf-8")
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
