@@ -210,9 +210,9 @@ def targets() -> str:
         if "target" in row:
             kernels, count = TARGETS[row["target"]]
             limit = f"{'≥' if row['target'] in AT_LEAST else '≤'} {row['limit']:g}"
-            lines.append([kernels, count, limit, short(row["worst"]), str(row["rows"])])
+            lines.append([kernels, count, limit, short(row["worst"])])
     once = [list(line) for line in dict.fromkeys(map(tuple, lines))]  # spills and stack, where they are alike
-    return table(["kernels", "count", "target", "worst", "of"], once)
+    return table(["kernels", "count", "target", "worst"], once)
 
 
 # What the page for users says of the counts: parts of their names, and the words of a column.
