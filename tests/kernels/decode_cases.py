@@ -75,6 +75,13 @@ def checked_call(problem: Problem, kernel: str = "auto", check: bool = False) ->
     )
 
 
+def with_tables_apart(call: AttentionCall) -> AttentionCall:
+    """The call, its tables the first columns of wider ones: a device's are read where they are, a host's are copied."""
+    own = np.full((len(call.block_tables), call.block_tables.shape[1] + 3), -1, np.int32)[:, :-3]
+    own[...] = call.block_tables
+    return call._replace(block_tables=own)
+
+
 def emulator(**checks: bool | int) -> EmulatorDevice:
     """An emulator that runs the kernels a GPU gets: they name no lines, and each is compiled once for all tests."""
     device = EmulatorDevice(**checks)

@@ -13,7 +13,16 @@ from pagedkv.cuda.plans import attention
 
 from ..support.problems import assert_close, build
 from ..support.strategies import each_of
-from .decode_cases import FORMS, TENSOR, LargeCaches, assert_same_bits, checked_call, decode, move_past_4_gib
+from .decode_cases import (
+    FORMS,
+    TENSOR,
+    LargeCaches,
+    assert_same_bits,
+    checked_call,
+    decode,
+    move_past_4_gib,
+    with_tables_apart,
+)
 
 WITH_FP8 = FORMS | {"fp8": TENSOR._replace(kv_dtype="fp8_e4m3", group_size=8)}
 
@@ -37,6 +46,17 @@ def test_q_and_out_have_strides_of_their_own(variant, open_device):
     problem.q = np.ascontiguousarray(problem.q[:, ::-1])[:, ::-1]
     assert problem.q.strides != problem.out.strides
     assert_close(problem, *decode(problem, variant, open_device))
+
+
+@each_of("variant", FORMS)
+def test_tables_have_strides_of_their_own(variant, open_device):
+    problem = build(variant.spec(seq_lens=(37, 5, 600)))
+    expected = decode(problem, variant, open_device)
+    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+    with open_device() as device:
+        call = with_tables_apart(checked_call(problem, variant.kernel))
+        attention.decode_attention(device, call, out, lse)
+    assert_same_bits((out, lse), expected)
 
 
 @each_of("variant", WITH_FP8)

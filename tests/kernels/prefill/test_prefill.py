@@ -18,7 +18,14 @@ from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long
 from ..block_cases import with_capability
-from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
+from ..decode_cases import (
+    LargeCaches,
+    assert_same_bits,
+    checked_call,
+    emulator,
+    move_past_4_gib,
+    with_tables_apart,
+)
 from .variants import CORES, FORMS, FP8, MORE_FORMS, ONE_STAGE, OPTIONS, TENSOR, VLLM, prefill, specs
 
 BOTH = {"tensor cores": TENSOR, "CUDA cores": CORES}
@@ -359,6 +366,18 @@ def test_tables_with_room_for_more_tokens_than_a_length_can_say(form, open_devic
         else:
             assert (out == 0).all()
             assert (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("check", [False, True])
+@each_of("form", BOTH)
+def test_tables_have_strides_of_their_own(form, check, open_device):
+    problem = build(form.replace(seq_lens=(5, 70), query_lens=(3, 5)))
+    expected = prefill(problem, open_device)
+    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
+    with open_device() as device:
+        planning.prefill_attention(device, with_tables_apart(checked_call(problem, check=check)), out, lse)
+        raise_if_failed([device])
+    assert_same_bits((out, lse), expected)
 
 
 @pytest.mark.parametrize(("form", "vector"), [(TENSOR, 16), (FP8.replace(head_dim=64), 8)], ids=["float16", "fp8"])

@@ -18,6 +18,7 @@ V2_EACH_OPTION = (OPTIONS + "test_each_option_alone_and_all_of_them[emulator-v2]
 WINDOWS = (OPTIONS + "test_windows_over_the_edges_of_chunks_and_partitions[emulator-v1]",)
 V2_WINDOWS = (OPTIONS + "test_windows_over_the_edges_of_chunks_and_partitions[emulator-v2]",)
 STRIDES = (ALIKE + "test_q_and_out_have_strides_of_their_own[emulator-v1]",)
+TABLES = (ALIKE + "test_tables_have_strides_of_their_own[emulator-v1]",)
 SCALES = (OPTIONS + "test_scales_of_fp8[emulator-v1-D112-P256-float32-fp8_e5m2-cc10.0]",)
 PARTITIONS = (OPTIONS + "test_more_partitions_than_the_reduction_has_threads[emulator]",)
 
@@ -343,7 +344,7 @@ MUTANTS = [
         "cuda/plans/attention.py",
         "call.block_tables.strides[0] // call.block_tables.itemsize",
         "call.block_tables.shape[1]",
-        LENGTHS,
+        TABLES,
     ),
     Mutant(
         "v1: every cache is contiguous inside of a head",

@@ -253,4 +253,18 @@ MUTANTS = [
         "return pack_bfloat16(c, d), pack_bfloat16(a, b)",
         FP8,
     ),
+    Mutant(
+        "prefill: rows of the table are max_blocks apart",
+        "cuda/plans/prefill.py",
+        "(call.block_tables.strides[0], *call.q",
+        "(call.block_tables.shape[1] * 4, *call.q",
+        (PREFILL + "test_tables_have_strides_of_their_own[emulator-tensor cores-False]",),
+    ),
+    Mutant(
+        "prefill: the rows of a table that is checked are max_blocks apart",
+        "cuda/plans/prefill.py",
+        "spec.block_size, call.block_tables.strides[0])",
+        "spec.block_size, call.block_tables.shape[1] * 4)",
+        (PREFILL + "test_tables_have_strides_of_their_own[emulator-tensor cores-True]",),
+    ),
 ]

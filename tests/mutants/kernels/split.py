@@ -286,4 +286,11 @@ MUTANTS = [
         "redux.sync.and.b32",
         ("tests/kernels/device/test_intrinsics.py::test_or_of_warp_is_of_all_lanes_of_the_own_warp",),
     ),
+    Mutant(
+        "split: rows of the table are max_blocks apart",
+        "cuda/plans/split.py",
+        "call.block_tables.strides[0], *call.q",
+        "call.block_tables.shape[1] * 4, *call.q",
+        (ALIKE + "test_tables_have_strides_of_their_own[emulator-tensor cores]",),
+    ),
 ]
