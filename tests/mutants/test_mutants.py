@@ -1,5 +1,7 @@
 """The mutants keep up with the code and with the tests: a stale one shows without a run."""
 
+import ast
+import builtins
 import re
 
 from .__main__ import MUTANTS, stale
@@ -18,6 +20,39 @@ def test_stale_mutants_are_told():
         "STALE     of a text that is gone",
         *["STALE     of two texts"] * 4,
     ]
+
+
+def wrong_names(text):
+    """The names that a module reads and neither binds anywhere nor has from Python; or why it is no module."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError as error:
+        return {str(error)}
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound = {name.id for name in names if not isinstance(name.ctx, ast.Load)} | set(vars(builtins)) | {"__file__"}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {(node.asname or node.name).partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler
+    bound |= {node.name for node in nodes if isinstance(node, kinds)}
+    return {name.id for name in names} - bound
+
+
+def test_every_mutant_is_a_module_that_has_its_names():
+    """Else it would say nothing about its tests, and only a run of it would tell."""
+    wrong = {}
+    for mutant in MUTANTS:
+        text = (ROOT / "src" / "pagedkv" / mutant.file).read_text()
+        if names := wrong_names(text.replace(mutant.old, mutant.new)):
+            wrong[mutant.name] = names
+    assert wrong == {}
+
+
+def test_wrong_names_are_told():
+    module = "import a.b, c as d\ndef f(x):\n    y = x + len(d)\n    {}return a + y + e"
+    assert wrong_names(module.format("")) == {"e"}
+    assert wrong_names(module.format("e = ")) == {"invalid syntax (<unknown>, line 4)"}
+    assert wrong_names(module.format("e = 1; ")) == set()
+    assert wrong_names(module.format(" ")) == {"unexpected indent (<unknown>, line 4)"}
 
 
 def test_every_test_that_a_mutant_names_exists():

@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "prefill split: what is weighed again is added again",
         SOFTMAX,
-        "            for_each(copy_sum, OF_ROWS, (registers.sums, before))\n",
+        "                for_each(copy_sum, OF_ROWS, (registers.sums, before))\n",
         "",
         LATE,
     ),
