@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import os
 import signal
@@ -326,14 +327,22 @@ def test_a_long_call_on_one_thread_leaves_the_main_thread_free_for_ctrl_c():
     assert threading.get_ident() not in ran
 
 
-def test_an_idle_worker_keeps_no_arrays_alive():
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_idle_worker_keeps_no_arrays_alive(fails):
+    def kernel(counter, num_items):
+        if fails:
+            raise MemoryError
+
     pagedkv.set_num_threads(1)
     cache = np.zeros(8)
     alive = weakref.ref(cache)
-    threads.run(lambda counter, num_items: None, 1, (), estimate=HANDED_OVER, owners=(cache,))
+    with contextlib.suppress(MemoryError):
+        threads.run(kernel, 1, (), estimate=HANDED_OVER, owners=(cache,))
     del cache
     deadline = time.monotonic() + 30
     while alive() is not None and time.monotonic() < deadline:
+        if fails:
+            gc.collect()  # an exception, its traceback and the frame that caught it refer to each other
         time.sleep(0.001)
     assert alive() is None
 
