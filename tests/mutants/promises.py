@@ -5,7 +5,6 @@ from .mutant import Mutant
 THREADS = ("tests/cpu/test_threads.py",)
 PROCESSORS = ("tests/cpu/test_processors.py",)
 FORMS = ("tests/validation/test_forms.py",)
-INTERRUPTS = ("tests/promises/test_interrupts.py::test_random_interrupts[300]",)
 COMMIT = ("tests/test_commit.py",)
 OWN = ("tests/validation/test_own_arrays.py",)
 REPEATS = ("tests/operations/test_repeats.py",)
@@ -115,9 +114,9 @@ MUTANTS = [
     Mutant(
         "threads: an interrupted caller waits for a share twice",
         "cpu/threads.py",
-        "with self.done:  # and leave it free, for an interrupted caller waits again\n            pass",
-        "self.done.acquire()",
-        INTERRUPTS,
+        "with self._turn:\n            pass",
+        "self._turn.acquire()",
+        THREADS,
     ),
     Mutant(
         "arithmetic: flushed denormals and rounding modes of the caller",

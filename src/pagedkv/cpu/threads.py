@@ -67,8 +67,8 @@ class _Share:
         self.done.release()
 
     def wait(self) -> None:
-        with self.done:  # and leave it free, for an interrupted caller waits again
-            pass
+        """Wait for the worker; the caller does so once, for the lock stays taken."""
+        self.done.acquire()
 
     def finish(self) -> None:
         """Wait for the worker, but not for one that has not begun: it has nothing to do any more.
