@@ -59,15 +59,15 @@ MUTANTS = [
     Mutant(
         "prefill split: slots are put over fp8 V that others still use",
         LOOP,
-        "                meet(warp)  # and they that of V\n",
+        "                meet(warp)  # slots take the place of V\n",
         "                pass\n",
         BEFORE_9,
     ),
     Mutant(
         "prefill split: slots are put before other warps have cleared gaps there",
         LOOP,
-        "            cuda.syncthreads()  # where threads",
-        "            pass  # where threads",
+        "            cuda.syncthreads()  # slots take",
+        "            pass  # slots take",
         BEFORE_9,
     ),
     Mutant(

@@ -1,8 +1,8 @@
 """Which rows a thread block has: work items of ragged batches, found on the device.
 
 Sequence i owns the tiles of ROWS rows from ``query_starts[i] * group_size // ROWS + i`` on. These numbers rise with i
-and leave each sequence as many tiles as it needs, so a tile finds its sequence by a search, and a grid of
-``num_tokens * group_size // ROWS + num_seqs`` tiles is enough: nothing is summed up, and the host need not know the
+and give each sequence as many tiles as it needs. So a tile finds its sequence by a search, and a grid of
+``num_tokens * group_size // ROWS + num_seqs`` tiles is enough: it takes no prefix sum, and the host need not know the
 lengths.
 """
 
@@ -21,7 +21,7 @@ from .limits import PART
 
 
 def num_tiles(num_tokens: int, num_seqs: int, group_size: int, rows: int) -> int:
-    """Tiles of `rows` rows that any batch of this size fits into."""
+    """How many tiles of `rows` rows are enough for any batch of this size."""
     return num_tokens * group_size // rows + num_seqs
 
 
@@ -33,9 +33,9 @@ def start_of(query_starts, seq):
 
 @device_function
 def item_of(seq, first_row, group_size, lengths, num_tokens, max_seq_len):
-    """Rows of a sequence from this one on; `lengths` are (query_starts, seq_lens).
+    """The item of a sequence's rows from first_row on; `lengths` are (query_starts, seq_lens).
 
-    None if the sequence's query starts are out of range; if its length is, it counts as 0.
+    It has 0 rows if the sequence's query starts are out of range; a length out of range counts as 0.
     """
     query_starts, seq_lens = lengths
     start, stop = start_of(query_starts, seq), start_of(query_starts, uint32(seq + 1))
@@ -50,15 +50,15 @@ def item_of(seq, first_row, group_size, lengths, num_tokens, max_seq_len):
 
 @device_function
 def is_split(item, few_rows):
-    """Whether a sequence of up to `few_rows` rows is left to the kernel that splits its keys (tensor_cores/split/)."""
+    """Whether the kernel that splits keys (tensor_cores/split/) takes the sequence, for its few rows and many keys."""
     return item.num_rows <= uint32(few_rows) and item.seq_len > uint32(PART)
 
 
 def make_find_item(rows: int) -> Any:
     """The device function ``find_item(lane, tile, group_size, lengths, num_seqs, num_tokens, max_seq_len)``.
 
-    lengths are (query_starts, seq_lens). A tile without rows gets an Item of 0 rows, and so does one of a sequence
-    whose query starts are out of range; one of a sequence whose length is, one of length 0. A whole warp calls it.
+    lengths are (query_starts, seq_lens). The Item has 0 rows if the tile is past the sequence's rows, or its query
+    starts are out of range, and a seq_len of 0 if its length is. The whole warp calls it.
     """
     ROWS = rows
 
@@ -68,7 +68,7 @@ def make_find_item(rows: int) -> Any:
 
     @device_function
     def find_sequence(lane, tile, group_size, query_starts, num_seqs):
-        """The last sequence whose first tile is at or before this one: of 32 candidates at a time, each one's lane."""
+        """The last sequence whose first tile is at or before this one; each lane tests one of 32 candidates."""
         seq, left = uint32(0), uint32(num_seqs)
         while left > 1:
             step = uint32(uint32(left + (WARP_SIZE - 1)) // uint32(WARP_SIZE))
@@ -87,7 +87,7 @@ def make_find_item(rows: int) -> Any:
         tiles = uint32(uint32(item.num_rows + (ROWS - 1)) // uint32(ROWS))
         mine = uint32(tile - first_tile(lengths[0], seq, group_size))
         is_mine = mine < tiles
-        # The last rows first: with a causal mask they take longest.
+        # The last rows go first: with a causal mask they take longest.
         first_row = uint32(uint32(tiles - 1 - mine) * uint32(ROWS)) if is_mine else uint32(0)
         num_rows = item.num_rows if is_mine else uint32(0)
         return Item(seq, first_row, num_rows, item.start, item.context, item.seq_len)
@@ -96,9 +96,9 @@ def make_find_item(rows: int) -> Any:
 
 
 def make_keep(kept_start: int) -> tuple[Any, Any]:
-    """The device functions ``keep(shared, item)``, for one thread, and ``kept(shared) -> item``, behind a barrier.
+    """The device functions ``keep(shared, item)``, for one thread, and ``kept(shared) -> item``, after a barrier.
 
-    Through shared memory, kept_start bytes on: what all threads are told, and read again where registers are scarce.
+    The item lies in shared memory, kept_start bytes on. All threads read it, and again where registers are scarce.
     """
     KEPT = kept_start
 

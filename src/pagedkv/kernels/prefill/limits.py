@@ -95,5 +95,5 @@ def split_avoids_calls(config: TensorConfig) -> bool:
 
 
 def split_optimisation(config: TensorConfig) -> int:
-    """The level of ptxas for the split kernel: with 128 dims, level 3 spills 28 bytes on 9.0, level 1 nothing."""
+    """The level of ptxas where keys are split: with 128 dims, level 3 spills 28 bytes on 9.0, level 1 nothing."""
     return 1 if config.head_dim > 64 else 3

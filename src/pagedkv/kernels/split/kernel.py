@@ -142,7 +142,7 @@ def make_split(config: SplitConfig) -> KernelSource:
         strides, partials = (out_seq_stride, out_head_stride), Partials(partial_sums, partial_states, most_splits)
 
         table = address(block_tables) + int64(seq) * table_stride
-        # One thread asks for the length: all must agree on it, even if it changes meanwhile.
+        # Thread 0 reads the length for the block: it may change while the kernel runs, and all threads must agree.
         if thread == 0:
             kept[0], kept[1] = seq, head
             kept[2] = length_of(seq_lens, table, report, seq, num_blocks, max_seq_len)
@@ -180,7 +180,7 @@ def make_split(config: SplitConfig) -> KernelSource:
                 shared,
             )
             cuda.syncthreads()
-            if FORGETS:  # `attend` needs the registers: what comes after it is read again
+            if FORGETS:  # `attend` needs the registers: reload what comes after it uses
                 seq, head, num_splits = kept[0], kept[1], kept[3]
                 thread = thread_number()
             if CHECKS_SPLITS and told[0] != 0:

@@ -165,7 +165,7 @@ count_up = declare(
 
 thread_number = declare(
     "thread_number",
-    "threadIdx.x, read where this stands: a register holds it from there on, and not from the first use in the kernel.",
+    "threadIdx.x by a volatile read: a register holds it from here on, and not from the first use in the kernel.",
     uint32,
     [],
     lambda builder: emit_asm(builder, I32, "mov.u32 $0, %tid.x;", "=r", [], side_effect=True),

@@ -6,7 +6,7 @@ Grid and rows are as on tensor cores (../tensor_cores/, ../items.py). A few neig
 each has every `lanes`-th key of a tile in Q K^T and in the softmax, and every `lanes`-th vector of 4 dims of O.
 
 Shared memory, dynamic: Q, then one tile that K and V take turns in, both widened to float32, with a vector between rows
-so that lanes meet different banks; then P. Only the lanes of a row read what they have left in P.
+so that lanes hit different banks; then P. Only the lanes that write a row of P read it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
         lengths, group_size = (query_starts, seq_lens), uint32(uint32(num_heads) // uint32(num_kv_heads))
-        # One warp looks: all threads must agree, even if lengths change meanwhile.
+        # One warp reads the lengths for the block: they may change while the kernel runs, and all threads must agree.
         if warp == 0:
             found = find_item(lane, tile, group_size, lengths, num_seqs, num_tokens, max_seq_len)
             if lane == 0:
@@ -211,7 +211,7 @@ def make_dots(shape: CoresShape) -> Any:
 def make_soften(shape: CoresShape) -> Any:
     """The device function ``soften(p_row, o, state, row, factor, softcap, first, c)``: products become P.
 
-    state is the maximum and this lane's sum of exponentials; it and O are rescaled, by 1 where no maximum has moved.
+    state is the maximum and this lane's sum of exponentials. Rescales both and O, by 1 where no maximum moves.
     """
     KEYS, LANES, SUMS, STEPS = shape.keys_of_lane, shape.lanes, shape.vectors * VECTOR, shape.lanes.bit_length() - 1
     modify = make_modify(shape.config.score_mod)
@@ -263,7 +263,7 @@ def make_add_values(shape: CoresShape) -> Any:
 
     @device_function
     def add_vector(n, o, p, row, c):
-        # Past the row there is its last vector, for sums that nobody stores.
+        # Past the row, load its last vector: nobody stores those sums.
         vector = uint32(c + LANES * n) if IS_WHOLE else min(uint32(c + LANES * n), uint32(LAST))
         x, at = load(uint32(row + uint32(vector << 4))), VECTOR * n
         a, b = multiply_and_add(p, x[0], o[at]), multiply_and_add(p, x[1], o[at + 1])

@@ -64,7 +64,7 @@ def make_load_strided(kind: str, hardware_fp8: bool) -> Any:
 def make_load_query(shape: CoresShape) -> Any:
     """The device function ``load_query(tile, q, strides, first_row, last_row, group_size, thread)``.
 
-    Rows past the last one of the sequence are as it.
+    Rows past the last one of the sequence repeat it.
     """
     VECTORS, ROW_BYTES, ALL = shape.row_vectors, shape.row_bytes, shape.rows * shape.row_vectors
     Q_BYTES, load_quad = ELEMENT_BITS[shape.config.q_kind] // 8, make_load_quad(shape.config.q_kind, False)

@@ -8,12 +8,12 @@ from ..config import NUM_THREADS, CoresConfig
 
 VECTOR = 4  # elements
 FLOAT_BYTES = 4
-MOST_VECTORS = 16  # of O, of a lane
+MOST_VECTORS = 16  # of O that a lane has
 
 
 @dataclass(frozen=True, slots=True)
 class CoresShape:
-    """A tile of query rows and one of keys, as many.
+    """A tile of query rows, and one of as many keys.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class CoresShape:
 
     @property
     def p_bytes(self) -> int:
-        """Of a row of P: with a float between two rows."""
+        """Bytes of a row of P, with a float of padding."""
         return (self.rows + 1) * FLOAT_BYTES
 
     @property

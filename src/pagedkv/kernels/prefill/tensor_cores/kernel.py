@@ -67,12 +67,12 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
         shared = shared_address(cuda.shared.array(0, uint32, alignment=ALIGNMENT))
-        # Read by an instruction of its own, it is not read again in the loop, nor is what follows from it made again.
+        # A volatile read: ptxas keeps what follows from it in registers, instead of computing it again in the loop.
         thread = thread_number() if PINNED else uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
         lengths = (query_starts, seq_lens)
-        # All threads must agree, even if lengths change meanwhile: what the first one has found counts.
+        # Thread 0 reads the lengths for the block: they may change while the kernel runs, and all threads must agree.
         found = find_item(lane, tile, uint32(GROUP_SIZE), lengths, num_seqs, num_tokens, max_seq_len)
         if thread == 0:
             keep(shared, found)
@@ -108,7 +108,7 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
             span,
             unit,
         )
-        # `attend` needs the registers: what comes after it is read again.
+        # `attend` needs the registers: reload what the rest uses.
         item, thread = kept(shared), thread_number()
         lane, warp = uint32(thread & 31), uint32(thread >> 5)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))

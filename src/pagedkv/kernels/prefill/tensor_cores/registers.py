@@ -9,7 +9,7 @@ from numba import float32, uint32
 from ...device.intrinsics.thread import local_arrays
 from .tile import TileShape
 
-KEYS_AHEAD, VALUES_AHEAD = 1, 2  # fragments that are loaded before the products that use them
+KEYS_AHEAD, VALUES_AHEAD = 1, 2  # fragments in flight ahead of the product that uses them
 
 
 class Registers(NamedTuple):
@@ -19,13 +19,13 @@ class Registers(NamedTuple):
     s: Any  # those of S, then logits: 4 for each tile of rows and 8 keys
     p: Any  # P, rounded, as operands
     q: Any  # fragments of Q: two steps of 16 dims
-    k: Any  # fragments of K on their way
+    k: Any  # fragments of K in flight
     v: Any
     sums: Any  # [row], of this lane's exponentials
-    shifts: Any  # [row], what is added to logits before they are exponents
+    shifts: Any  # [row], added to logits to make exponents
     maxima: Any  # [row], of this lane's logits of the tile
-    factors: Any  # [row], of what a pivot that moved leaves
-    positions: Any  # [row], where options ask
+    factors: Any  # [row], by which sums and O are rescaled where a pivot moves
+    positions: Any  # [row], if an option needs them
     heads: Any
     slopes: Any
 

@@ -1,9 +1,9 @@
 """The online softmax of the kernel on tensor cores: S becomes P.
 
-What is kept of a row is ``shift``, which is BIAS minus the pivot that exponents are measured from, and the sum of this
-lane's exponentials. A pivot moves only where a logit of its own row is more than 2**SLACK above it. So in most tiles no
-lane asks another one for a maximum and nothing is rescaled; and the bits of a row depend on that row alone: the vote
-only decides whether the warp multiplies, which for the other rows is by 1.
+A lane keeps two numbers for each row: ``shift``, which is BIAS minus the pivot that exponents are measured from, and
+the sum of its own exponentials. A pivot moves only where a logit of its row exceeds it by more than SLACK. So in most
+tiles no lane asks another one for a maximum, and nothing is rescaled. The bits of a row depend on that row alone: the
+vote of the warp only decides whether it rescales, and other rows are multiplied by 1.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..config import TensorConfig
 from ..items import make_keep
 from .tile import TileShape
 
-SLACK = 8  # powers of two
+SLACK = 8  # powers of two by which a logit may exceed its pivot
 
 
 def bias(config: TensorConfig) -> int:
-    """The exponent of P at the pivot: float16 holds what is SLACK above it, and the more of what is below."""
+    """The exponent of P at the pivot: in float16 as large as SLACK allows, so that less of P underflows."""
     return 15 - SLACK if config.q_kind == "float16" else 0
 
 
@@ -148,9 +148,9 @@ def make_mask(config: TensorConfig, shape: TileShape) -> Any:
 def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
     """The device functions ``find_excess``, ``move_pivots`` (registers, [excess,] unit) and ``rescale(registers)``.
 
-    The first leaves in excess[0] by how much logits of the lane exceed their pivots; where that is too much for a lane
-    of the warp, the second moves pivots and rescales sums, and the third rescales O. unit takes logits to units of
-    log(2); it is positive, so that the maximum can be taken before.
+    The first stores in excess[0] by how much the lane's logits exceed their pivots. If that is too much in a lane of
+    the warp, the second moves pivots and rescales sums, and the third rescales O. unit takes logits to units of log(2);
+    it is positive, so the maximum may be taken first.
     """
     OF_ROWS, KEY_TILES, DIM_TILES = 2 * shape.row_tiles, 2 * shape.key_pairs, 2 * shape.k_steps
     SCORE_PAIRS, SUM_PAIRS = OF_ROWS * KEY_TILES, OF_ROWS * DIM_TILES
@@ -201,7 +201,7 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
 
 
 def make_weigh(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``weigh(registers, unit)``: S becomes P, which is added to sums before it is rounded."""
+    """The device function ``weigh(registers, unit)``: S becomes P; sums take it before it is rounded."""
     KEY_TILES, P_OF_TILE = 2 * shape.key_pairs, 4 * shape.key_pairs
     SCORE_PAIRS = 2 * shape.row_tiles * KEY_TILES
     pack = pack_of(config.q_kind)
@@ -249,11 +249,11 @@ def make_soften(config: TensorConfig, shape: TileShape) -> Any:
 
 
 def make_soften_by_sums(config: TensorConfig, shape: TileShape) -> Any:
-    """The function of `make_soften`, with the same bits, that asks for maxima only where sums have grown by much.
+    """As `make_soften`, with the same bits, but it looks for maxima only where a sum has grown by 2**TOP or more.
 
-    An exponential above 2**TOP makes a sum grow by as much: none is negative, and rounding keeps the order of sums.
-    Several that are below may do so, too: then no pivot moves, and P is made again as it was. It asks at once, and only
-    then, in the first tile, where excess[0] is UNSEEN, and after one where pivots have moved or sums grown by much.
+    An exponential above 2**TOP adds as much to its sum: none is negative, and rounding keeps the order of sums. Several
+    smaller ones may add up to that; then no pivot moves, and P comes out the same again. It looks before it computes P,
+    and not again, in the first tile, where excess[0] is UNSEEN, and after a tile where a pivot moved or a sum grew so.
     """
     OF_ROWS, TOP = 2 * shape.row_tiles, top(config)
     MOST = float32(0.999 * 2.0**TOP)  # less than 2**TOP: exp2 rounds
@@ -290,8 +290,8 @@ def make_soften_by_sums(config: TensorConfig, shape: TileShape) -> Any:
 def make_exponentials(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
     """The device functions ``exponentiate(registers, excess, unit)``, ``rescale`` and ``round_p`` (registers).
 
-    They are `make_soften`'s in three parts, for one tile of rows, while a product reads P and adds to O: exponentials
-    stay in S, and whether a pivot has moved is returned.
+    These are three parts of `make_soften`, for one tile of rows, while a product reads P and adds to O: exponentials
+    stay in S, and the first one returns whether a pivot has moved.
     """
     PAIRS, TOP = 4 * shape.key_pairs, top(config)
     pack = pack_of(config.q_kind)

@@ -81,10 +81,10 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
         shared = shared_address(cuda.shared.array(0, uint32, alignment=SWIZZLED))
-        thread = thread_number()  # not read again in the loop, nor is what follows from it made again
+        thread = thread_number()  # a volatile read: ptxas keeps what follows from it through the loop
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
-        # One thread asks for the lengths: all must agree on them, even if they change meanwhile.
+        # Thread 0 reads the lengths for the block: they may change while the kernel runs, and all threads must agree.
         if thread == 0:
             seq, number = divmod_32(tile, TILES)
             lengths = (query_starts, seq_lens)
@@ -134,7 +134,7 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
             put_sums(registers, shared, warp, uint32(lane >> 2), uint32(lane & 3))
             cuda.syncthreads()
 
-        # The loop needs the registers: what comes after it is read again.
+        # The loop needs the registers: reload what the rest uses.
         item, thread = kept(shared), thread_number()
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
         output = prologue.output_of(out, out_strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads)

@@ -1,7 +1,7 @@
-"""The inner loop of the split kernel: each warp copies and uses tiles of its own, and waits for no other warp.
+"""The inner loop of the kernel that splits keys: each warp copies its own tiles, and waits for no other warp.
 
-K of the next tile is copied from when S is there, and V from when this one has been used: a warp always has one of both
-on its way, and mostly both.
+The copy of the next K starts once S is computed, and that of the next V once this one is used: a warp always has one of
+them in flight, and mostly both.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .shape import PIECE, SplitShape
 def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
     """The device function ``attend_part(registers, shared, thread, lane, warp, item, query, k, v, pages, ...)``.
 
-    ``..., visible, options, span, unit``, as for the kernel of many rows, but the span is that of the warp; it may be
-    empty. O, sums and shifts are left in registers. All threads call it.
+    ``..., visible, options, span, unit``, as for the kernel of many rows, but the span is the warp's, and may be empty.
+    O, sums and shifts are left in registers. All threads call it.
     """
     KEYS, PIECES, LANES, CHUNKS = shape.keys, shape.pieces, shape.lanes, shape.chunks
     ROW_BYTES, TILE_BYTES, PIECE_BYTES = shape.row_bytes, shape.tile_bytes, PIECE * shape.row_bytes
@@ -68,7 +68,7 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
         place = uint32(shared + uint32(uint32(row * ROW_BYTES) + uint32(uint32(chunk ^ uint32(row & 7)) << 4)))
         clear_gaps(shared, thread)
         if IS_FP8 and SHARES and HAS_GAP:
-            cuda.syncthreads()  # where threads of other warps have stored zeros there will be slots
+            cuda.syncthreads()  # slots take the place of zeros that other warps store
         if warp == 0:
             begin_query(place, query, row, chunk, item, has_chunk)
         end_group()
@@ -134,7 +134,7 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
             begin_values(registers, places, v_tile)
             multiply_values(registers, places, v_tile)
             if IS_FP8 and SHARES:
-                meet(warp)  # and they that of V
+                meet(warp)  # slots take the place of V
             if SHARES:
                 for_each(rows.share, PIECES, (slots, values, blocks, positions, lane))
             if SHARES or not IS_FP8:

@@ -1,8 +1,8 @@
-"""The last steps of the split kernel: the sums of warps, and of the splits of a sequence, become the output.
+"""The last steps of the kernel that splits keys: add the warps, then the splits of a sequence, and store the output.
 
 A state is a row's pivot, its sum of exponentials and its sums of values. Warps are added in the order of their keys,
-and so are splits. A state without keys adds nothing, and the first one that has some is taken as it is: a row that sees
-keys of one warp alone has the bits that it has without splits.
+and so are splits. A state without keys adds nothing, and adding the first one that has some changes no bit of it: a row
+that sees keys of one warp alone has the bits that it has without splits.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ from .shape import SplitShape
 
 MERGE_LOADS = 16  # splits that a thread reads at once when it adds them
 FEW_LOADS = 4
-LOWEST = float32(-UNSEEN)  # the pivot of a row without keys: beside one that has some, its weight is 0
-NOTHING = float32(-0.0)  # what a number is added to without a change, -0 too
+LOWEST = float32(-UNSEEN)  # the pivot of a row without keys: its weight is 0 beside any row with keys
+NOTHING = float32(-0.0)  # adding it changes no number, not even -0
 
 
 class Partials(NamedTuple):
-    """The states of the splits of an item's rows; that of row r and split s is ``first + r * row_stride + s``."""
+    """Partial states of an item's rows; row r of split s is at ``first + r * row_stride + s``."""
 
     sums: Any  # head_dim float32
     states: Any  # pivot and sum of exponentials
     first: Any
-    row_stride: Any  # of one row to the next
+    row_stride: Any  # from a row to the next one
     num_splits: Any
 
 
 class Splits(NamedTuple):
-    """Those that rows of an item see, by their numbers in the sequence."""
+    """The splits that an item's rows see, by their numbers in the sequence."""
 
     first: Any
     count: Any
@@ -107,7 +107,7 @@ def make_put_sums(shape: SplitShape) -> Any:
 
 
 def make_merge(config: TensorConfig, shape: SplitShape) -> Steps:
-    """From the states of warps to the output, or to a partial state; and from these to the output."""
+    """Add the states of warps, or the partial states of splits, and store them."""
     ROWS, QUADS, SUM_BYTES, STATE = shape.rows, config.head_dim // 4, shape.sum_bytes, 4 * config.head_dim
     WARPS, THREADS, WARP_BYTES, ROW_BYTES = shape.num_warps, shape.num_threads, ROWS * SUM_BYTES, STATE
     SPLITS_OF_LANE, WEIGHT_BYTES = -(-shape.most_splits // WARP_SIZE), shape.weight_bytes
@@ -131,7 +131,7 @@ def make_merge(config: TensorConfig, shape: SplitShape) -> Steps:
 
     @device_function
     def finish_row(output, row, maximum, total, is_one):
-        """What the row's sums are multiplied with; one thread stores the LSE."""
+        """The factor of the row's sums; one thread stores the LSE."""
         token, head = divmod_32(row, GROUP_SIZE)
         has_sink = address(output.sinks) != 0
         sink = output.sinks[int64(output.head) + int64(head)] if has_sink else float32(0)
@@ -142,9 +142,9 @@ def make_merge(config: TensorConfig, shape: SplitShape) -> Steps:
 
     @device_function
     def leave(thread, shared, first_row, count, output, partials, split):
-        """Add the warps: to the output of the only split of a sequence, to a partial state of one of several.
+        """Add the warps: to the output if the sequence has one split, to a partial state if it has several.
 
-        Of `count` rows from first_row on. Every thread calls it, after all warps have put their sums.
+        For `count` rows from first_row on. Every thread calls it, after all warps have put their sums.
         """
         sums, is_only = local_array(4, float32), partials.num_splits == 1
         if thread < count:
@@ -203,10 +203,10 @@ def make_merge(config: TensorConfig, shape: SplitShape) -> Steps:
 
     @device_function
     def weigh_splits(warp, lane, shared, first_row, count, output, partials, first_split):
-        """The weights of all splits of all rows, a warp for each row, and the LSE.
+        """The weights of all splits, and the LSE; a warp takes a row.
 
-        Which lane has a split follows from its tokens, for so does the order in which lanes are added: behind a
-        window, the first split is another one where the tile has earlier rows.
+        The tokens of a split decide which lane has it, since the order in which lanes are added must not depend on the
+        tile: with a window, a tile with earlier rows begins at another split.
         """
         pivots, totals = local_array(SPLITS_OF_LANE, float32), local_array(SPLITS_OF_LANE, float32)
         of_row, r, splits = local_array(1, float32), warp, Splits(first_split, partials.num_splits)

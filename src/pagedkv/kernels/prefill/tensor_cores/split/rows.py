@@ -1,6 +1,7 @@
-"""Steps of the split kernel: lanes tell each other where rows of K and V are, which one has looked up and others copy.
+"""Steps of the kernel that splits keys: one lane looks up where a row of K and V is, and others copy it.
 
-By shuffles, or, where those are calls, in shared memory (`split_avoids_calls` in ../../limits.py).
+Lanes exchange places by shuffles, or, where those are calls, through shared memory (`split_avoids_calls` in
+../../limits.py).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .shape import PIECE, SplitShape
 def make_rows(config: TensorConfig, shape: SplitShape) -> Steps:
     """``share(i, slots, cache, blocks, positions, lane)``, ``copy(i, place, slots, cache, blocks, positions, ...)``.
 
-    ``..., row, has_chunk``. Of the i-th piece of a tile. Slots are the warp's, which meets between the two if lanes
-    share; place is that of the lane's chunk of the first row it copies, and row the number of that one.
+    ``..., row, has_chunk``. Both work on the i-th piece of a tile. The slots belong to the warp; if lanes share, it
+    meets between the two. row is the first row that the lane copies, and place that of its chunk there.
     """
     ROWS, WIDE, SHARES = shape.rows_of_thread, config.wide, shape.shares
     COPIED, SLOT_BYTES, HIGH = shape.copied_bytes, shape.slot_bytes, 4 * PIECE

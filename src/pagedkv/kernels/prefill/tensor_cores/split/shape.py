@@ -1,4 +1,4 @@
-"""How the split kernel cuts rows, keys and shared memory: numbers alone."""
+"""How the kernel that splits keys cuts rows, keys and shared memory: numbers alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...limits import FEW_ROWS, LONGEST_OF_PARTS, PART
 from ..tile import CHUNK_DIMS, KEPT_WORDS, TileShape
 
 PIECE = 32  # tokens of a tile that a warp copies at once: each lane looks up one of them
-PAD = 8  # float32 between rows of sums: lanes that store together meet different banks
+PAD = 8  # float32 between rows of sums: lanes that store together hit different banks
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class SplitShape(TileShape):
 
     @property
     def shares(self) -> bool:
-        """Lanes tell each other in shared memory where rows are."""
+        """Lanes exchange the places of rows through shared memory."""
         return limits.split_avoids_calls(self.config)
 
     @property
     def slots_start(self) -> int:
-        """Where lanes tell each other rows of 16 bits; those of fp8, in the tile of V, which is free then."""
+        """Where slots begin for 16-bit caches; for fp8 they lie in the tile of V, which is free then."""
         return self.codes_start + 2 * self.codes_bytes * self.num_warps
 
     @property
@@ -113,12 +113,12 @@ class SplitShape(TileShape):
 
     @property
     def sum_bytes(self) -> int:
-        """From a row of sums to the next one; what else is known of the row is in the padding."""
+        """Bytes from a row of sums to the next one; the row's state is in the padding."""
         return 4 * (self.config.head_dim + PAD)
 
     @property
     def weight_bytes(self) -> int:
-        """From the weights of a row's splits, and its factor, to those of the next row."""
+        """Bytes from the weights of a row's splits, and its factor, to those of the next row."""
         return 4 * (self.most_splits + 1)
 
     @property
