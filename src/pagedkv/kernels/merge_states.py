@@ -3,7 +3,7 @@
 Grid. x over (row, group of elements), y over heads.
 
 Who owns what. A thread merges the same few elements of up to MAX_STATES states. More states take several launches: each
-but the last leaves a float32 state, which is the first one of the next.
+but the last stores a float32 state, which is the first one of the next launch.
 
 Shared memory. None.
 """

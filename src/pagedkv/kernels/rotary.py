@@ -1,10 +1,10 @@
 """apply_rotary: pairs of dims of queries and keys, rotated by the angles of their tokens' positions.
 
-Grid. x over (token, vector of pairs), y over heads, those of k behind those of q; z = 0 rotates, z = 1 copies the dims
+Grid. x over (token, vector of pairs), y over heads, those of k after those of q; z = 0 rotates, z = 1 copies the dims
 from rotary_dim on, and is not launched where there are none, or where all is in place.
 
 Who owns what. A thread loads a vector of cosines and one of sines, and rotates those pairs of several heads, a y
-dimension of the grid apart. It stores what it has loaded and nobody else loads, so that results may lie over q and k.
+dimension of the grid apart. It alone loads the elements that it stores over, so results may overwrite q and k.
 
 Shared memory. None.
 """

@@ -136,7 +136,7 @@ MUTANTS = [
         "wgmma kernel: P is rounded before the product that reads it has ended",
         LOOP,
         "            wait_values(registers.o)\n            if has_moved:\n                rescale(registers)\n"
-        "            # The product has read P until now.\n            round_p(registers)\n",
+        "            # Until here the product reads P.\n            round_p(registers)\n",
         "            round_p(registers)\n            wait_values(registers.o)\n            if has_moved:\n"
         "                rescale(registers)\n",
         CODE,

@@ -1,1 +1,1 @@
-"""The kernels on the contents of caches: write, gather, copy."""
+"""Kernels that write, gather and copy what caches hold."""

@@ -1,4 +1,4 @@
-"""copy_blocks: copy whole blocks onto other blocks, as bytes whatever they hold.
+"""copy_blocks: copy whole blocks onto other blocks, as bytes, whatever their dtype.
 
 Grid. x over pairs, y over pieces of a block, z over caches, up to MAX_CACHES of them in one launch.
 
@@ -155,7 +155,7 @@ def _make_offset_of(config: CopyConfig) -> Any:
 
 
 def _make_moves(vector_bytes: int) -> tuple[Any, Any, int]:
-    """Device functions that load a vector into words, and store it from there, and the words that it takes."""
+    """Two device functions, which load a vector into words and store it from words, and how many words that is."""
     if vector_bytes == 16:
 
         @device_function

@@ -1,7 +1,7 @@
 """A vector of keys on its way into a cache, rotated by the angles of its token's position.
 
-Each thread rotates the elements that it stores: the other dims of their pairs it loads as well, where another thread
-stores them. They come from the processor's caches, and no thread waits for another.
+Each thread rotates the elements that it stores. It also loads the other dim of each pair, even if another thread stores
+that one: the load hits a cache, and no thread waits for another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def make_rotate(config: WriteConfig, num_elements: int, convert: Any) -> Any:
-    """The device function (codes, row, first, cosines, sines, scale) that fills in the codes of what is rotated.
+    """The device function (codes, row, first, cosines, sines, scale) that rotates elements and stores their codes.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def make_rotate(config: WriteConfig, num_elements: int, convert: Any) -> Any:
     kind, finish = config.k_kind, _make_finish(config.k_kind, convert)
     rotary_dim, half = uint32(config.rotary_dim), uint32(config.rotary_dim // 2)
     if config.interleaved:
-        # As many pairs at a time as divide both a vector and what is rotated: all of them are rotated, or none.
+        # The pairs taken at a time divide both a vector and the rotated dims: all of them are rotated, or none.
         pairs = math.gcd(config.rotary_dim // 2, num_elements // 2)
         both = 2 * pairs
         num_parts, part = num_elements // both, uint32(both)

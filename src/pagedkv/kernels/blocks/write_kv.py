@@ -150,7 +150,7 @@ def make_write_kv(config: WriteConfig) -> KernelSource:
 
 
 def _make_write_keys(config: WriteConfig, shape: RowShape) -> Any:
-    """The device function of `_make_write` for keys, with the addresses of rows of cosines and sines behind."""
+    """The device function of `_make_write` for keys, and two more arguments: rows of cosines and sines."""
     if not config.rotary_dim:
         write = _make_write(config.k_kind, config.kind, shape, config.hardware_fp8)
 

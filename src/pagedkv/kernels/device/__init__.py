@@ -1,1 +1,1 @@
-"""What the kernels of every room use: intrinsics, conversions, warps, logits, bad entries, what a kernel is made of."""
+"""What all kernels share: intrinsics, conversions, warps, logits, bad entries, what a kernel is made of."""

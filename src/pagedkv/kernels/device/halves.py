@@ -45,5 +45,5 @@ def make_halves(kind: str, hardware_fp8: bool) -> tuple[Any, Any]:
 
 
 def software_factor(kind: str, hardware_fp8: bool) -> float:
-    """What the caches' values must be multiplied with after `make_halves`."""
+    """The factor by which `make_halves` leaves values too small."""
     return 256.0 if kind == "fp8_e4m3" and not hardware_fp8 else 1.0

@@ -1,8 +1,8 @@
-"""The end of a launch that splits its work: the last thread block of several to get there merges what all have left.
+"""The end of a launch that splits its work: the last thread block to arrive merges the results of all.
 
-Every thread block of a column of the grid counts, once and whether it had work or not: what a counter reaches depends
-on the grid alone. So it is 0 again after every launch and every replay of a CUDA graph, whatever lengths were given,
-and even if they change while the kernel runs.
+Every thread block of a grid column counts once, with or without work, so what a counter reaches depends on the grid
+alone. It is 0 again after every launch and every replay of a CUDA graph, whatever the lengths, and even if they change
+while the kernel runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from .source import device_function
 
 @device_function
 def publish(thread):
-    """Make what the block has stored visible to the block that counts last; every thread calls it.
+    """Make the block's stores visible to the block that counts last; every thread calls it.
 
-    All of the block's stores are before the barrier, and those of other blocks before their fences: what thread 0 will
-    see in the counter holds for the whole block after the next barrier.
+    One fence is enough: the barrier puts the stores of all threads before the fence of thread 0, which then counts.
     """
     cuda.syncthreads()
     if thread == 0:
@@ -27,10 +26,10 @@ def publish(thread):
 
 @device_function
 def is_last(thread, counters, most_splits, num_splits, told):
-    """Count, and say whether this block is to merge `num_splits` results; every thread calls it.
+    """Count, and return whether this block merges `num_splits` results; every thread calls it.
 
-    There is a counter for each column of the grid, which is `most_splits` blocks high, from the address `counters` on;
-    told is the shared address of a word.
+    `counters` is the address of one counter for each grid column, which is `most_splits` blocks high; `told` is the
+    shared address of a word. The fence of thread 0 and the barrier make other blocks' stores visible to all threads.
     """
     if most_splits == 1:
         return False

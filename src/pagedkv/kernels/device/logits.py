@@ -13,20 +13,20 @@ from .source import device_function, user_function
 
 LOG2E, LN2 = float32(1.4426950408889634), float32(0.6931471805599453)
 NONE = float32(-math.inf)  # the maximum of no logits
-# The shift, minus a pivot, of a row that has seen no key: no pivot is as low, and it makes 0 of what it leaves.
+# The shift (minus the pivot) of a row that has seen no key: below any other pivot, so rescaling from it gives 0.
 UNSEEN = float32(3.4028235e38)
 SMALLEST = float32(2.0**-126)  # positive and normal
 
 
 @device_function
 def positive(unit):
-    """What logits are multiplied with, but never 0: times -inf, that would be NaN."""
+    """The factor of logits, but never 0: times -inf, that would be NaN."""
     return SMALLEST if unit == float32(0) else unit
 
 
 @device_function
 def cap(score, softcap):
-    """A softcap of 0 means none."""
+    """Apply a softcap; 0 means none."""
     if softcap != float32(0):
         score = float32(softcap * float32(math.tanh(divide(score, softcap))))
     return score

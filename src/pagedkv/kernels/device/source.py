@@ -59,17 +59,17 @@ def with_lineinfo(lineinfo: bool) -> Iterator[None]:
 def device_function(function: Callable[..., Any]) -> Any:
     """Decorate a function that kernels call: inlined, with line info in the PTX if the kernel has it.
 
-    One that has the code and the constants of an earlier one is that one: numba compiles it once for all kernels of a
-    process. A module-level one always has line info. Pass constants as int64(0): a literal has a type of its own, for
-    which the function would be compiled once more.
+    Functions with the same code and constants are one object, which numba compiles once for all kernels of a process. A
+    module-level one always has line info. Pass constants as int64(0): a literal has its own type, for which numba would
+    compile the function once more.
     """
     return shared(_jitted, _Alike(function), _lineinfo.get())
 
 
 def user_function(function: Callable[..., Any]) -> Any:
-    """The device function of a function of the user's, for one kernel: neither it nor what calls it is kept.
+    """The device function of a user's function, for one kernel: neither it nor its callers are kept.
 
-    Users may make a function for each call.
+    Users may make a new function for each call.
     """
     from numba import cuda
 
@@ -79,7 +79,7 @@ def user_function(function: Callable[..., Any]) -> Any:
 
 
 def shared(make: Any, *parts: Any) -> Any:
-    """What a function with an lru_cache makes of parts: anew, and not kept, if one of them calls a user's function."""
+    """Call a function that has an lru_cache, but past the cache if one of the parts calls a user's function."""
     is_passing = any(map(_is_passing, parts))
     made = (make.__wrapped__ if is_passing else make)(*parts)
     made.is_passing = is_passing
@@ -105,7 +105,7 @@ class _Alike:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         constants = [cell.cell_contents for cell in function.__closure__ or ()]
-        # The very globals: a module may be there twice, one of them edited. As long as `function` lives, so do they.
+        # Globals by identity: a module may be loaded twice, once edited. They live as long as `function`.
         self._content = id(function.__globals__), function.__code__, _content((*constants, function.__defaults__))
         self.is_passing = any(map(_is_passing, constants))
 

@@ -1,6 +1,6 @@
 """Vectors of neighbouring elements between global memory and a thread's array of float32.
 
-A vector has a power of two of elements, 2 to 32 bytes, and begins at a multiple of its size, or of 16 bytes.
+A vector is a power of two of elements, 2 to 32 bytes, and begins at a multiple of its size, or of 16 bytes.
 """
 
 from __future__ import annotations

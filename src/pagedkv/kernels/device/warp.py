@@ -1,4 +1,4 @@
-"""What every kernel knows of a warp."""
+"""Numbers of a warp."""
 
 WARP_SIZE = 32
 ALL_LANES = 0xFFFFFFFF  # the mask of a warp-wide operation

@@ -27,7 +27,7 @@ class Item(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Keys that rows see: one from its position - window + 1 on, up to its position or to the last one."""
+    """The keys that a row sees: from its position - window + 1 to its position, or to the last key."""
 
     is_causal: Any
     window: Any
@@ -42,7 +42,7 @@ class Pages(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What makes logits of products, and where a lane's rows are."""
+    """What turns products into logits, and where a lane's rows are."""
 
     scale: Any
     softcap: Any

@@ -1,7 +1,7 @@
-"""What check=True looks at before a prefill kernel runs: a kernel of its own, as its branches would slow that one down.
+"""The checks of check=True, in a kernel that runs before prefill: their branches would slow prefill down.
 
-A thread block for each sequence. It leaves the length of the sequence, or -1 where something is refused: then the
-prefill kernel reads nothing of that sequence, and its rows become zeros.
+A thread block takes a sequence. It stores the sequence's length, or -1 if it refuses something: then the prefill kernel
+reads nothing of that sequence, and its rows become zeros.
 """
 
 from __future__ import annotations

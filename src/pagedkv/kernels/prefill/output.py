@@ -1,4 +1,4 @@
-"""Where rows of a sequence go, and what their sums become: the same on tensor cores and on CUDA cores."""
+"""Where rows of a sequence go, and how their sums become output: the same on tensor cores and on CUDA cores."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Output(NamedTuple):
 
 @device_function
 def finish(total, shift, has_sink, sink):
-    """What O is multiplied with and the LSE of a row, from the sum of its exponentials and its shift.
+    """The factor of O and the LSE of a row, from the sum of its exponentials and its shift.
 
-    The sink is one more exponential; it may be larger than what can be told of in units of the pivot.
+    The sink is one more exponential, which may overflow in units of the pivot: the larger of the two is the new pivot.
     """
     pivot, weight = float32(-shift), float32(0)
     if has_sink:

@@ -3,7 +3,7 @@
 Global memory is named by an int64 address in bytes, shared memory by a uint32 one. An access of n bytes needs an
 address that is a multiple of n. Elements of a cache are carried as the 32-bit words that hold them; conversions.py
 widens those to float32. Arguments must have exactly the types that a function names (or be integer literals): others
-are a TypingError. Only the files of this room and conversions.py build LLVM IR.
+are a TypingError. Only this folder and conversions.py build LLVM IR.
 """
 
 from __future__ import annotations

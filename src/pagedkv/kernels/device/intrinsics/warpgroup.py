@@ -1,12 +1,12 @@
-"""Device functions of a warpgroup, four warps: products that run beside it (wgmma), of compute capability 9.0 alone.
+"""Device functions of a warpgroup, four warps: asynchronous products (wgmma), of compute capability 9.0 alone.
 
 A kernel that uses them `is_specific`. All threads of the warpgroup call them, with the same descriptors. A descriptor
 is an int64 that says where a matrix lies in shared memory, in rows of 128 bytes whose chunks of 16 bytes are swizzled:
 chunk c of row r lies at ``c ^ (r & 7)``, and every 8 rows begin at a multiple of 1024 bytes (PTX ISA, "Matrix
 Descriptor Format").
 
-Accumulators go through the assembly that waits for them, or LLVM would read them before. And a chain of products is
-one piece of assembly: nothing can come between them.
+Accumulators pass through the assembly that waits for them, or LLVM would read them earlier. A chain of products is one
+piece of assembly, so that nothing comes between them.
 """
 
 from __future__ import annotations

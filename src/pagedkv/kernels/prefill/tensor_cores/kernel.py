@@ -6,18 +6,17 @@
 
 Grid. x is tile * num_kv_heads + kv_head: neighbours read neighbouring heads of the same tokens. A tile is up to
 `TileShape.rows` query rows of a sequence and KV head (../items.py): row r of a sequence is token r // group_size and
-head r % group_size, so that any number of query heads shares what is read of K and V. Sequences of up to `few_rows`
-rows and of more than PART keys are left to split/kernel.py.
+head r % group_size, so that any number of query heads shares the K and V that a tile reads. split/kernel.py takes the
+sequences of up to `few_rows` rows and of more than PART keys.
 
-Who owns what. Each of four warps, or eight, has 16 or 32 of the rows, with O in registers, and goes through all tiles
-of keys that a row of the thread block sees, in ascending order from a multiple of the tile's size on. A tile of keys
-that a row does not see changes nothing of that row, so neither chunks of a prompt nor windows nor neighbours change its
-bits.
+Who owns what. Each of four warps, or eight, has 16 or 32 of the rows, with O in registers. It goes through all tiles of
+keys that a row of the thread block sees, in ascending order, from a multiple of the tile's size on. A tile of keys that
+a row does not see leaves that row as it is, so neither chunks of a prompt nor windows nor neighbours change its bits.
 
-Shared memory, dynamic: Q, a ring of one or two tiles of K, one of V, codes of fp8 on their way, and what all threads
-are told (copies.py has the order of a row, tile.py the places). With two stages, the next tile is copied while this one
-is used, at one barrier a tile. With one, K of the next tile is copied from when S is there, and V from when the tile
-begins, at two barriers. fp8 takes one stage: codes of the next tile are copied while this one is used.
+Shared memory, dynamic: Q, a ring of one or two tiles of K, one of V, codes of fp8 in flight, and the item (copies.py
+has the order of a row, tile.py the places). With two stages, the next tile is copied while this one is used, at one
+barrier a tile. With one, the copy of the next K starts once S is computed, and that of V when the tile begins, at two
+barriers. fp8 takes one stage: codes of the next tile are copied while this one is used.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def make_prefill(config: TensorConfig) -> KernelSource:
 
 
 def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: int, **facts: Any) -> KernelSource:
-    """A kernel around an inner loop; shared memory begins at a multiple of `alignment`, and facts are its source's."""
+    """A kernel around an inner loop; shared memory begins at a multiple of `alignment`; facts are for KernelSource."""
     ALIGNMENT = alignment
     ROWS, GROUP_SIZE, prologue = shape.rows, config.group_size, make_prologue(config, shape)
     MODIFIED, (keep, kept) = config.modified, make_keep(shape.kept_start)

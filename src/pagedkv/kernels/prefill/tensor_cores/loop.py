@@ -25,7 +25,7 @@ from .tile import CHUNK, TileShape
 
 
 class Span(NamedTuple):
-    """Keys that some row sees, as tokens of the sequence, and those that every row sees, in whole tiles."""
+    """The keys that some row sees, as tokens of the sequence, and the whole tiles that every row sees."""
 
     first: Any  # a multiple of a tile's
     last: Any

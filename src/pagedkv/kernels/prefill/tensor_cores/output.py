@@ -38,7 +38,7 @@ def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
     @device_function
     def store_row(i, registers, output, item, warp, g, t):
         row = uint32(item.first_row + row_of(i, warp, g))
-        # No branch around all of it: NVVM has left jumps to a block that it had removed, for 3 heads to a KV head.
+        # No branch around all of it: with 3 heads to a KV head, NVVM left jumps to a block that it had removed.
         is_inside = row < item.num_rows
         token, head = divmod_32(min(row, uint32(item.num_rows - 1)), GROUP_SIZE)
         has_sink = address(output.sinks) != 0
@@ -52,7 +52,7 @@ def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
 
     @device_function
     def store_rows(registers, output, item, warp, g, t):
-        # Before any branch: behind one, the compiler does not know that the warp is whole.
+        # Before any branch: after one, the compiler does not know that the warp is whole.
         for_each(add_lanes, OF_ROWS, (registers.sums,))
         for_each(store_row, OF_ROWS, (registers, output, item, warp, g, t))
 

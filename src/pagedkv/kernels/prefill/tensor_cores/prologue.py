@@ -1,4 +1,4 @@
-"""Steps of the kernels on tensor cores before the loop: what their arguments are to the rows of a thread block."""
+"""Steps of the kernels on tensor cores before the loop: what their arguments mean for a thread block's rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
 
     @device_function
     def span_of(item, visible):
-        """The first key that a row of the item sees, and the span of all."""
+        """The first key that a row of the item sees, and the Span of its rows."""
         first_token = uint32(item.first_row // uint32(GROUP_SIZE))
         last_row = min(uint32(item.first_row + (ROWS - 1)), uint32(item.num_rows - 1))
         first_position = uint32(item.context + first_token)
@@ -51,7 +51,7 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
 
     @device_function
     def factors_of(scale, k_scale, k_number, kv_head):
-        """What products are multiplied with, and what then takes them to units of log(2)."""
+        """The factor of products, and the one that then takes them to units of log(2)."""
         k_factor = scale_of(k_scale, k_number, kv_head)
         factor = float32(float32(bits_float(uint32(scale)) * k_factor) * FACTOR)
         unit = float32(1) if MODIFIED else float32(abs(factor) * LOG2E)

@@ -11,7 +11,7 @@ from ..config import TensorConfig
 CHUNK = 16  # bytes: of a copy, and of a row of a matrix that ldmatrix loads
 CHUNK_DIMS = 8
 SWIZZLED = 128  # bytes of a row in which chunks change places
-KEPT_WORDS = 8  # what all threads are told
+KEPT_WORDS = 8  # of the item, which all threads read
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TileShape:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of 16 rows that a warp has: each fragment of K and V is multiplied with all of them."""
+        """Tiles of 16 rows that a warp has: each fragment of K and V is multiplied by all of them."""
         return limits.row_tiles(self.config)
 
     @property
@@ -97,7 +97,7 @@ class TileShape:
 
     @property
     def codes_start(self) -> int:
-        """Where rows of fp8 caches wait to be converted: of K, then of V, a piece's codes for each thread and row."""
+        """Where codes of fp8 caches wait for conversion: of K, then of V, a piece for each thread and row."""
         return self.v_start + self.stages * self.tile_bytes
 
     @property
@@ -147,7 +147,7 @@ class TileShape:
 
     @property
     def in_pairs(self) -> bool:
-        """A thread copies 16 codes at once, which become two chunks: of fp8 rows of whole sixteens, three or more."""
+        """A thread copies 16 codes at once, which become two chunks: fp8, where a row is three or more such pieces."""
         return self.config.is_fp8 and self.config.head_dim % 16 == 0 and self.config.head_dim > 32
 
     @property

@@ -1,19 +1,19 @@
 """Prefill of a few query rows over a long context on tensor cores: a draft to verify, the end of a chunked prompt.
 
-Of sequences with up to FEW_ROWS rows and more than PART keys; the kernel of many rows (../kernel.py) leaves those
-to this one. Arguments and rows are as there.
+It takes the sequences with up to FEW_ROWS rows and more than PART keys; the kernel of many rows (../kernel.py) skips
+them. Arguments and rows are as there.
 
 Grid. x is (seq * tiles + tile) * num_kv_heads + kv_head, where a tile is as many rows as a warp has room for: 32, or
-16 of two tiles. y is the split. Of sequences that are not for this kernel, thread blocks only count.
+16 of two tiles. y is the split. Thread blocks of other sequences only count.
 
 Who owns what. All warps of a thread block have the same rows. The tokens of a sequence are cut into parts, one for
-each warp: PART tokens, or a power of two times as many where LONGEST_OF_PARTS is exceeded, from multiples of it on. A
-split is the parts of all warps of a thread block. Within a part, tiles and their order are those of the kernel of many
-rows: the state that a warp ends with has the bits that it has there if the row sees no key elsewhere. Then merge.py
-adds the warps, and in the thread block that counts last for its rows and KV head, the splits.
+each warp: PART tokens, or a power of two times as many in sequences beyond LONGEST_OF_PARTS. A split is the parts of
+all warps of a thread block. Within a part, tiles and their order are those of the kernel of many rows: the state that a
+warp ends with has the bits that it has there if the row sees no key elsewhere. Then merge.py adds the warps, and in the
+thread block that counts last for its rows and KV head, the splits.
 
-Shared memory, dynamic: Q, then K and V of each warp, codes of fp8 on their way; then in their place the states of the
-warps, then the weights of the splits. Behind it, what all threads are told.
+Shared memory, dynamic: Q, K and V of each warp, codes of fp8 in flight; then in their place the states of the warps,
+then the weights of the splits. After that, the item, which all threads read.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
 
     @device_function
     def item_here(first_row, seq, lengths, num_tokens, max_seq_len, least_keys):
-        """The item, without rows if it is not for this kernel."""
+        """The item, with 0 rows if this kernel does not take it."""
         item = item_of(seq, first_row, uint32(GROUP_SIZE), lengths, num_tokens, max_seq_len)
         is_here = first_row < item.num_rows and item.num_rows <= uint32(FEW_ROWS)
         if not is_here or item.seq_len < uint32(least_keys):
@@ -69,7 +69,7 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
 
     @device_function
     def part_bits(seq_len):
-        """The power of two that the tokens of a warp are."""
+        """The binary logarithm of the tokens of a part."""
         return uint32(32 + PART_BITS - uint32(cuda.clz(uint32(uint32(seq_len - 1) >> LONGEST_BITS))))
 
     def prefill_split(

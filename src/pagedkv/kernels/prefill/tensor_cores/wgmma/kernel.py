@@ -1,12 +1,12 @@
 """Prefill attention on warpgroups (wgmma), after FlashAttention-3: 16-bit caches in NHD and HND, on 9.0 alone.
 
 The grid, items, copies and softmax are those of ../kernel.py. A thread block has 128 rows, 64 of each of two
-warpgroups, and goes through tiles of 128 keys (64 with 256 dims) in two stages. Operands are read from shared memory by
-the products themselves; they run beside the threads: S = Q K^T of a tile and O += P V of the one before are started
-together, and the second one runs while the softmax of the first one's result is computed.
+warpgroups, and goes through tiles of 128 keys (64 with 256 dims) in two stages. The products read their operands from
+shared memory and run asynchronously: S = Q K^T of a tile and O += P V of the one before start together, and the second
+one runs while the threads compute the softmax of the first.
 
-Shared memory is cut into panels of 64 dims, as descriptors ask: see shape.py. What threads have copied is fenced for
-the products (the asynchronous proxy), before the barrier.
+Shared memory is cut into panels of 64 dims, as descriptors require: see shape.py. Before the barrier, a fence makes
+what threads have copied visible to the products (the asynchronous proxy).
 """
 
 from __future__ import annotations

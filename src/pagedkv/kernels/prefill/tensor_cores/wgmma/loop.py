@@ -1,4 +1,4 @@
-"""The inner loop on warpgroups: O += P V of a tile of keys runs beside the softmax of the next one."""
+"""The inner loop on warpgroups: O += P V of a tile of keys overlaps the softmax of the next one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
 
     @device_function
     def arrive():
-        """What this thread has copied is there for the products of all."""
+        """Make what this thread has copied visible to the products of all."""
         wait_all()
         fence_proxy()
         cuda.syncthreads()
@@ -81,7 +81,7 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
         k_tile, v_tile = rows_at(uint32(shared + K_START)), values_at(uint32(shared + V_START))
         excess = local_array(1, float32)
 
-        # The first tile has no products of the one before to run beside.
+        # The first tile has no earlier product to overlap with.
         arrive()
         copy_rows(v_place, values, v_block, v_position, True)
         if uint32(first + KEYS) <= span.last:
@@ -110,7 +110,7 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
             wait_values(registers.o)
             if has_moved:
                 rescale(registers)
-            # The product has read P until now.
+            # Until here the product reads P.
             round_p(registers)
             first = uint32(first + KEYS)
             stage = uint32(TILE_BYTES - stage)

@@ -1,7 +1,7 @@
 """Both products of the kernel on warpgroups, straight from shared memory.
 
     S = Q K^T    A is Q, B is K: rows of both run along the dims
-    O += P V     A is P, in registers, which is S where it lies; B is V, whose rows run along what becomes the columns
+    O += P V     A is P, in the registers of S; B is V, whose rows run along the columns of O
 
 A warp has 16 of its warpgroup's 64 rows, in the fragments of mma: a lane (g, t) has S of rows g and g + 8, keys 2t and
 2t + 1 of each 8.
