@@ -25,7 +25,7 @@ class Pages(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What makes logits of products."""
+    """What turns products into logits."""
 
     scale: Any
     softcap: Any
@@ -37,14 +37,14 @@ class Options(NamedTuple):
 class Shared(NamedTuple):
     """Where warps leave their sums in shared memory."""
 
-    address: Any  # of O, where Q and rows of the caches may be before
+    address: Any  # of O; Q and rows of the caches may be there before
     maxima: Any
     sums: Any
     weights: Any  # of the teams
 
 
 class Output(NamedTuple):
-    """The rows of the output that a thread block, or the last one of several, writes."""
+    """The output rows of a thread block; where splits are merged, the last block stores them."""
 
     address: Any  # of the first head's row
     head_stride: Any  # bytes
@@ -53,7 +53,7 @@ class Output(NamedTuple):
     num_heads: Any
     head: Any  # number of the first one
     sinks: Any
-    v_factor: Any  # of the values
+    v_factor: Any  # by which values are multiplied
 
 
 class Partials(NamedTuple):

@@ -14,13 +14,13 @@ from . import limits
 SHORTEST_SPLIT = 256  # tokens
 SPLIT_UNIT = 128  # splits are multiples of it: the most tokens that all warps take in one step
 # Splits of a sequence, all powers of two: the kernel shifts where it would divide.
-FEW_SPLITS = 8  # what it has before partial results have a say
-MANY_SPLITS = 64  # the most, unless its KV heads need more to make a FULL_GRID
+FEW_SPLITS = 8  # up to so many, whatever their partial results cost
+MANY_SPLITS = 64  # the most, unless few KV heads need more for a FULL_GRID
 FULL_GRID = 128  # thread blocks that occupy a large GPU: an H100 has 132 multiprocessors
 MOST_SPLITS = FULL_GRID  # with one KV head: four for each lane of the warp that merges them
-# The most that the partial result of a split takes, of its keys and values.
+# The largest share of a split's traffic that its partial result may be.
 SHORT_SHARE, LONG_SHARE = 0.13, 0.04
-LONG_BYTES = 2**17  # of the keys and values of a long split: its prologue and epilogue count little
+LONG_BYTES = 2**17  # of the keys and values of a long split: enough to outweigh its prologue and epilogue
 VECTOR_BYTES = 16
 NUM_WARPS = 4
 MERGE_LOADS = 16  # splits that a thread reads at once when it adds them
@@ -137,7 +137,7 @@ class SplitConfig:
     def dim_shares(self) -> int:
         """Warps that take the same tokens, each with its share of the values' dims.
 
-        `wide` and `checked` have no say in it: it decides the order of additions.
+        Independent of `wide` and `checked`, since it decides the order of additions.
         """
         return 2 if self.on_tensor_cores and self.head_dim > limits.dims_of_warp(self) else 1
 

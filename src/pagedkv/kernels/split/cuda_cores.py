@@ -2,10 +2,10 @@
 
 `lanes` neighbouring lanes share a token: each has every lanes-th vector of 4 elements of its row, and of q. A request
 of a warp is 32 / lanes tokens, a step of the loop is `requests` of them, and a warp takes every fourth step of its
-split. The online softmax runs once for the `requests` tokens of a lane; groups of lanes are added at the very end.
+split. The online softmax runs once for the `requests` tokens of a lane; groups of lanes are added after the loop.
 
 K of the next step and V of this one are in flight. Loads are unconditional: past the end they load the last token. The
-last step of a warp is peeled off the loop; only there are tokens past the end masked.
+last step of a warp is peeled off the loop; it alone masks tokens past the end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RowShape:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a token: the power of two that wastes least, and of these the largest."""
+        """Lanes of a token: the power of two that wastes least, the largest if several do."""
         powers = [n for n in (32, 16, 8, 4, 2, 1) if -(-self.row_vectors // n) <= MOST_VECTORS]
         return min(powers, key=lambda n: -(-self.row_vectors // n) * n)
 
@@ -69,7 +69,7 @@ class RowShape:
 
     @property
     def registers(self) -> int:
-        """What O, q and the rows in flight take."""
+        """Registers of O, q and the rows in flight."""
         return 2 * (self.config.num_heads + self.requests) * self.vectors * VECTOR
 
 
@@ -94,7 +94,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
     @device_function
     def attend(thread, first, query, k, v, pages, options, shared):
         lane = uint32(thread & 31)
-        # Broadcast, so that ptxas knows it is warp-uniform: shuffles in the loop need no code for diverged lanes.
+        # Broadcast, so that ptxas knows it to be warp-uniform: shuffles in the loop need no code for diverged lanes.
         warp, last = shuffle(uint32(thread >> 5), 0), pages.last
         sub, group = uint32(lane & (LANES - 1)), uint32(lane >> SHIFT)
         k_lane, v_lane = k.address + int64(sub) * 16, v.address + int64(sub) * 16
@@ -202,7 +202,7 @@ def make_scores(shape: RowShape) -> Steps:
     def logits(i, s, slope, options, query, position):
         """Modified, in units of log(2).
 
-        A score_mod is called with the last token for those past it, and with the last head for those that do not exist.
+        A score_mod never sees a token past the last one, or a missing head: it gets the last one in their place.
         """
         u, h = i // HEADS, i % HEADS
         k_pos = min(uint32(position + u * TOKENS), options.q_pos)

@@ -5,8 +5,8 @@
                        head_dim), by their strides
 
 Grid. x is seq * (num_kv_heads * num_tiles) + kv_head * num_tiles + tile: neighbours read neighbouring heads of the
-same tokens. A tile is here the part of the query heads that share a KV head which one thread block takes
-(`SplitConfig.num_heads`). y is the split.
+same tokens. Here a tile is those query heads of a KV head that one thread block takes (`SplitConfig.num_heads`). y is
+the split.
 
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
 their number and that of the KV heads alone. A thread block owns one split of one KV head, for all heads of the tile,
@@ -16,10 +16,10 @@ second step. With more than 16 heads on tensor cores, two or four warps take the
 heads: tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its
 sequence, KV head and tile, the splits. A thread block past the last split only counts.
 
-Shared memory. One room, static, or dynamic where static is too small: first for Q or staged rows and Q, then for the
+Shared memory. One buffer, static, or dynamic where static is too small: first for Q, or staged rows and Q, then for the
 sums of all warps, then for the merge of the splits. Always static are the maxima, sums of exponentials and weights of
-all teams, a word that thread 0 tells the others (whether a block id is refused, then the count), and what all threads,
-and the end of the work, are to know: 16 bytes.
+all teams, a word from thread 0 (whether a block id is refused, then the count), and 16 bytes that all threads read at
+the start, and again after the loop.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def dynamic_bytes(config: SplitConfig) -> int:
 
 
 def _shared_bytes(config: SplitConfig) -> int:
-    """Of the sums, or of what is in their place before them, Q and staged rows, or after them, the merge."""
+    """Of the sums, of Q and staged rows, which are there before, or of the merge, which is there after."""
     nbytes = max(sums_bytes(config), merge_bytes(config))
     if not config.on_tensor_cores:
         return nbytes

@@ -30,7 +30,7 @@ def slots_bytes(config: SplitConfig) -> int:
 
 
 class Slots(NamedTuple):
-    """Shared addresses of a warp's slots, or zeros where lanes hand words over in registers."""
+    """Shared addresses of a warp's slots, or zeros where lanes exchange words by shuffles."""
 
     keys: Any
     values: Any  # the first one of two
@@ -53,7 +53,7 @@ def make_lanes(config: SplitConfig) -> Steps:
 
     @device_function
     def broadcast(x):
-        """A word that is the same in all lanes, as one that ptxas knows to be warp-uniform."""
+        """A word that is the same in all lanes, in a form that ptxas knows to be warp-uniform."""
         return warps.or_of_warp(x) if REDUCED else shuffle(x, 0)
 
     @device_function

@@ -1,8 +1,8 @@
-"""The last steps of the split kernel: the sums of warps, and of the splits of a sequence, become the output.
+"""The last steps of the split kernel: add the warps, then the splits of a sequence, and store the output.
 
-Every order of additions is fixed. A sequence with one split is finished by the thread block that owns it. The splits
-of a longer one leave partial results in global memory, and the thread block that counts last (device/last_block.py)
-adds them all.
+Every order of additions is fixed. The thread block of a sequence with one split stores the output. The splits of a
+longer one store partial results in global memory, and the thread block that counts last (device/last_block.py) adds
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SPLITS_OF_LANE = MOST_SPLITS // WARP_SIZE  # in the merge: four
 
 @device_function
 def finite(maximum):
-    """What exponents are measured from: the maximum, or 0 if there was no finite logit."""
+    """The pivot of exponents: the maximum, or 0 if there was no finite logit."""
     return float32(0) if maximum == NONE else maximum
 
 
@@ -73,13 +73,13 @@ def add(sums, weight, x):
 
 
 def merge_bytes(config: SplitConfig) -> int:
-    """Shared memory of the merge: weights of all splits, and what threads that share four dims hand to the first."""
+    """Shared memory of the merge: weights of all splits, and sums for the first of the threads that share four dims."""
     quads = config.num_heads * config.head_dim // 4
     return 4 * config.num_heads * MOST_SPLITS + 16 * quads * (config.merge_shares - 1)
 
 
 def make_merge(config: SplitConfig, sums: Steps) -> Steps:
-    """From the sums of warps to the output, or to a partial result; and from these to the output."""
+    """Add the sums of warps, or the partial results of splits, and store them."""
     NUM_HEADS, NUM_TEAMS, QUADS = config.num_heads, config.num_teams, config.head_dim // 4
     ROW_BYTES, TEAM_BYTES, PAIRS = 4 * config.head_dim, team_bytes(config), config.head_dim // 2
     rounded, Q_BYTES = narrow(config.q_kind), config.q_bytes
@@ -110,7 +110,7 @@ def make_merge(config: SplitConfig, sums: Steps) -> Steps:
 
     @device_function
     def leave(thread, output, partials, num_splits, split, shared):
-        """Add the teams: to the output of the only split of a sequence, to a partial result of one of several.
+        """Add the teams: to the output if the sequence has one split, to a partial result if it has several.
 
         Every thread of the block calls it, after all warps have put their sums.
         """
@@ -242,9 +242,9 @@ def make_add_splits(config: SplitConfig, store_quad: Any) -> Any:
     def add_splits(thread, output, partials, num_splits, weights):
         """Add partial results to the output, in the order of their splits.
 
-        A thread has four dims of a head. Where there are fewer of these than threads, each of `merge_shares` threads
-        takes every so many splits, and the first one adds what the others have. One multiprocessor does all of it,
-        while nothing else is left to do: what counts is how many loads a thread has in flight.
+        A thread has four dims of a head. Where there are fewer of these than threads, `merge_shares` threads deal the
+        splits out among them, and the first one adds up. One multiprocessor does all of it, while nothing else is left
+        to do: its speed depends on how many loads a thread has in flight.
         """
         sums = local_array(4, float32)
         share, i = divmod_32(thread, NUM_QUADS)

@@ -28,7 +28,7 @@ def make_pages(config: SplitConfig, fetch: Any) -> Steps:
         """The block and position of a token, and whether they are good.
 
         A token past the last one is looked up as the last one, so that every lane has a row to load. A block id that
-        check=True refuses is taken as block 0. If `check_split` has not met it, it is recorded, and not good.
+        check=True refuses is replaced by block 0. If `check_split` does not run, it is recorded, and not good.
         """
         token = min(token, pages.last)
         column = uint32(token // uint32(BLOCK_SIZE))

@@ -9,12 +9,12 @@ from .config import VECTOR_BYTES, SplitConfig
 
 TILE = 16  # tokens
 K_VECTOR = 64  # bytes of a row that the four lanes of a token load at once
-FRAGMENT_BYTES = 512  # of all lanes of a warp; in shared memory there is one copy for all warps with the same heads
+FRAGMENT_BYTES = 512  # of all lanes of a warp; warps with the same heads share one copy in shared memory
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """How a row, a step and the query heads of a config are cut into fragments."""
+    """The cuts of a config."""
 
     config: SplitConfig
 
@@ -125,12 +125,12 @@ class TensorShape:
 
     @property
     def is_plain(self) -> bool:
-        """Neither options nor a part of a vector at the end of a row take registers."""
+        """No registers go to options, or to a partial vector at the end of a row."""
         return self.config.row_bytes % K_VECTOR == 0 and not self.config.has_options
 
     @property
     def q_is_shared(self) -> bool:
-        """Warps make the fragments of Q together, in shared memory, though each may load them to registers then."""
+        """Warps make the fragments of Q together, in shared memory; each may then load them into registers."""
         return self.q_in_shared or self.config.q_kind != self.operand
 
     @property

@@ -3,9 +3,9 @@
 Row ``team * num_heads + head`` has the sums of one head, in pairs of float32: pair u is for dims 2u and 2u + 1. On
 tensor cores the 16 lanes that store together have g = 0..3 or 4..7 and all t; lane (g, t) stores pair
 ``dims / 2 * g + j`` of head 2t, or 2t + 1, where dims is that of a vector of V. Pairs of a row are swizzled so that
-these 16 fall into 16 different banks. If half of the lanes or more have no head, the rest sits in both halves of the
-warp, which would store one after the other: then single float32 are stored, for all g at once. Whoever adds the teams
-reads an even pair and then the next one; every second 32 dims these two are swapped, so that 16 lanes hit 16 banks.
+these 16 hit 16 different banks. If half of the lanes or more have no head, the others are in both halves of the warp,
+which would store one after the other: then lanes store single float32, for all g at once. The merge reads an even pair
+and then the next one; every second 32 dims these two are swapped, so that 16 lanes hit 16 banks.
 """
 
 from __future__ import annotations

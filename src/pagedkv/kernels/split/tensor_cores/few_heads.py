@@ -23,14 +23,14 @@ of S, and half of the dims of O.
         C is O    the same dims as A, of heads 2t and 2t + 1
 
 Rows 8..15 of Q. With 9 to 16 heads they are heads 8..15. With fewer they would be idle. If q is exact in 16 bits, they
-hold the next k16 step ("fold"): the fragment serves both steps, each with its own accumulators, of which half counts.
+hold the next k16 step ("fold"): the fragment serves both steps, each with its own accumulators, half of them unused.
 A float32 q is a sum of 2 or 3 terms of 16 bits, and they hold the second term (beside the third one, the remainder).
 
 P has two terms of 16 bits, so that rounding it costs little accuracy (but infinite values may come out as NaN).
 
-Two buffers of registers are in flight, and the chunks of K and then V of a step alternate between them: a buffer that
-has been used is refilled with the chunk two later. Loads are unconditional: past the end they load the last token. The
-last step of a warp is peeled off the loop; only there are tokens past the end masked, in a warp without tokens all.
+Two buffers of registers are in flight, and the chunks of K and then V of a step alternate between them: a used buffer
+is refilled with the chunk two later. Loads are unconditional: past the end they load the last token. The last step of a
+warp is peeled off the loop; it alone masks tokens past the end, which in a warp without tokens are all.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     @device_function
     def attend(thread, first, query, k, v, pages, options, shared):
         lane = uint32(thread & 31)
-        # Broadcast, so that ptxas knows it is warp-uniform: loops over steps need no code for lanes that diverge.
+        # Broadcast, so that ptxas knows it to be warp-uniform: loops over steps need no code for diverged lanes.
         warp = lanes.broadcast(uint32(thread >> 5))
         team, member = divmod_32(warp, DIM_SHARES)
         g, t = uint32(lane >> 2), uint32(lane & 3)
-        # Through a shuffle, so that ptxas keeps the result instead of recomputing it in each step. Options have no
-        # registers for it; limits.py says who has.
+        # A shuffle makes ptxas keep its result instead of recomputing it in each step. limits.py says which variants
+        # have registers for that.
         q_shared = uint32(shared.address + lane * 16)
         if KEEP_T:
             t = shuffle(t, lane)
@@ -182,7 +182,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         use_last_values(registers, rows, v_offset, valid)
         if Q_IS_SHARED:
             cuda.syncthreads()  # the sums replace Q
-        # Recomputed: keeping them would cost registers in the loop, and the shuffle hides the range of t.
+        # Recomputed: they would take registers in the loop, and the shuffle hides the range of t.
         warp, g, t = uint32(thread >> 5), uint32(uint32(thread >> 2) & 7), uint32(thread & 3)
         team, member = divmod_32(warp, DIM_SHARES)
         put_sums(shared, registers, uint32(0), g, t, team, member)

@@ -46,7 +46,7 @@ def make_rows(shape: TensorShape, row_address: Any) -> Steps:
 
     @device_function
     def load_part(row, vector, t):
-        """A vector that may lie past the row: then load the row's first bytes, and select them away."""
+        """A vector that may lie past the row: then load the row's first bytes instead, and zero them."""
         left = ROW_BYTES - K_VECTOR * vector - 16 * t
         start, inside = row - 16 * t, row + K_VECTOR * vector
         if ALIGNED:
@@ -83,8 +83,8 @@ def make_rows(shape: TensorShape, row_address: Any) -> Steps:
     def load_values(row_of_lane, chunk, buffers, at, base, offset, room, t):
         """Word j of vector c of token 4t + k of tile i goes to ``at + words (4 (i * v_per_chunk + c) + k) + j``.
 
-        `room` is the bytes of the row from vector 0 on. A lane past the row loads the row's last vector, for rows of
-        the product that nobody stores.
+        `room` is the bytes of the row from vector 0 on. A lane past the row loads the row's last vector: nobody stores
+        those rows of the product.
         """
         i, k = row_of_lane // 4, row_of_lane % 4
         row = row_address(base, offset, uint32(uint32(t << 2) + TILE * i + k))
@@ -105,7 +105,7 @@ def make_rows(shape: TensorShape, row_address: Any) -> Steps:
 
 
 def make_products(shape: TensorShape) -> Steps:
-    """Both products of a chunk, from words[at] on, and what of it is an operand.
+    """Both products of a chunk, from words[at] on, and the operands that it makes.
 
     raw has 4 accumulators for each tile, token row and set; o for each product of 16 dims and 8 heads. p and p_rest
     have two words for each tile and 8 heads.

@@ -1,13 +1,12 @@
 """The inner loop of the split kernel on tensor cores for many query heads: warps share rows in shared memory.
 
 A warp has registers for the sums of 16 query heads. With more, a team of two or four warps takes the same tokens, each
-member with heads of its own, from rows that the thread block copies to shared memory (stages.py). Everything else is as
-in few_heads.py: lanes read from shared memory what they load from global memory there, and both products, the softmax
-and the sums are the same steps.
+member with heads of its own, from rows that the thread block copies to shared memory (stages.py). Both products, the
+softmax and the sums are the steps of few_heads.py; only rows come from shared memory instead of global memory.
 
-A turn of the loop: wait for the oldest stage; a barrier; start copying the youngest stage to where the last turn has
-read; look up the tokens of the stage after it; use the oldest. All warps make the same number of turns; tokens past the
-end are zeros, and masked.
+A turn of the loop: wait for the oldest stage; a barrier; start copying the youngest stage over the one that the last
+turn read; look up the tokens of the stage after it; use the oldest. All warps make the same number of turns; tokens
+past the end are zeros, and masked.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
     @device_function
     def attend(thread, first, query, k, v, pages, options, shared):
         lane = uint32(thread & 31)
-        # Broadcast, as in few_heads.py, so that ptxas knows it is warp-uniform.
+        # Broadcast, as in few_heads.py, so that ptxas knows it to be warp-uniform.
         warp = shuffle(uint32(thread >> 5), 0)
         team, member = divmod_32(warp, MEMBERS)
         g, t = uint32(lane >> 2), uint32(lane & 3)

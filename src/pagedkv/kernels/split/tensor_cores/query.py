@@ -1,6 +1,6 @@
 """Steps of the split kernel on tensor cores: q as fragments of 16-bit terms, in registers or in shared memory.
 
-Terms take many instructions, so the warps with the same heads share the work and leave them in shared memory.
+Terms take many instructions, so warps with the same heads share the work, and the fragments in shared memory.
 
 A quad is 4 neighbouring elements of a head: lane (g, t) has quad s of vector v of heads g and g + 8, elements
 4 * ((v * 4 + t) * k_steps + s) and the next three, which are the reduction indices of one k16 step.
@@ -48,7 +48,7 @@ def make_stage_query(shape: TensorShape) -> Any:
 
     @device_function
     def normalise(q, t, side):
-        """The power of two that q is divided by, with its sign; what products are multiplied with for it."""
+        """The factor of q, an inverse power of two with a sign; the power of two, by which products are multiplied."""
         if not IS_NORMALISED:
             return side, float32(1)
         of_lane = local_array(1, float32)
@@ -92,7 +92,7 @@ def make_stage_query(shape: TensorShape) -> Any:
 
     @device_function
     def exact_fragment(group, rows):
-        """Registers a0..a3: q as it stands."""
+        """Registers a0..a3 of a q that is exact in 16 bits."""
         q_first, q_second, _, _, t = rows
         if FOLD:
             above, below = quads.load_words(q_first, 2 * group, t), quads.load_words(q_first, 2 * group + 1, t)
@@ -129,10 +129,10 @@ def make_stage_query(shape: TensorShape) -> Any:
     def stage_query(q_frags, q_shared, factors, query, g, t, worker, is_negative):
         """Make the fragments of q; the whole thread block calls it.
 
-        q_shared is the shared address of this lane's part of fragment 0; factors[h] becomes what the scores of head g +
-        8h must be multiplied with. Heads that the warp does not have are loaded as its first one, and nobody reads
-        their results. `worker` numbers the warps with the same heads, which make the fragments together unless q stays
-        in registers as it is. With `is_negative`, fragments are of -q.
+        q_shared is the shared address of this lane's part of fragment 0; factors[h] becomes the factor of the scores of
+        head g + 8h. Missing heads repeat the first one, and nobody reads their results. `worker` numbers the warps with
+        the same heads, which make the fragments together unless q goes to registers unchanged. With `is_negative`,
+        fragments are of -q.
         """
         q_first = query.address + (int64(g) * query.head_stride if g < query.num_heads else int64(0))
         q_second = query.address + (int64(g + 8) * query.head_stride if g + 8 < query.num_heads else int64(0))

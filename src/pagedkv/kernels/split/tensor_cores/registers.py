@@ -19,12 +19,12 @@ class Registers(NamedTuple):
     s: Any  # logits
     o: Any  # accumulators of O
     p: Any  # P, rounded
-    p_rest: Any  # what rounding P has left, rounded
+    p_rest: Any  # the remainder of that, rounded
     shifts: Any  # [h], minus the pivot that exponents are measured from
     sums: Any  # [h], of this lane's exponentials
-    factors: Any  # [h], of products, before logits are modified
+    factors: Any  # [h], by which products are multiplied before logits are modified
     slopes: Any  # [h]
-    units: Any  # [h], of logits, to be in units of log(2)
+    units: Any  # [h], by which logits are multiplied to be in units of log(2)
     heads: Any  # [h], numbers of the heads
 
 

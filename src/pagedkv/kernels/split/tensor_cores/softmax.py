@@ -25,15 +25,15 @@ from ...device.source import Steps, device_function
 from .. import limits
 from ..shape import TILE, TensorShape
 
-MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that its pivot was made from
+MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that set its pivot
 
 
 def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
-    """From products to logits, and from these to P, m, l and O."""
+    """Steps from products to logits, and from these to P, maxima, sums and O."""
     HEAD_TILES, MODIFIED = shape.head_tiles, shape.config.modified
     FOLD, SCALED, STEP = shape.fold, bool(limits.scales_logits(shape)), shape.step
     FACTOR = float32(software_factor(shape.config.kv_kind, shape.config.hardware_fp8))
-    # P is multiplied with a power of two so that float16 underflows at 2**-37; with SLACK, it is at most 2**15.
+    # A power of two scales P, so that float16 underflows at 2**-37; with SLACK, P is at most 2**15.
     IS_HALF = shape.operand == "float16"
     bias = 12.0 if IS_HALF else 0.0
     BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)
@@ -44,7 +44,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
 
     @unrolled(shape.head_tiles)
     def start(h, registers, query, slopes, g):
-        """Initialise, but for O. A missing head uses the query's first head, so that no score_mod sees such a head."""
+        """Initialise all but O. A missing head takes the number of the first one, so that no score_mod sees its own."""
         registers.shifts[h], registers.sums[h] = UNSEEN, float32(0)
         mine = uint32(g + 8 * h)
         head = uint32(query.head + mine) if mine < query.num_heads else query.head
@@ -53,12 +53,12 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
 
     @unrolled(shape.num_scores)
     def logits(i, registers, options, position):
-        """Logits from products. `position` is the lane's first token; tokens past the query use its position."""
+        """Products become logits. `position` is the lane's first token; tokens past the query use its position."""
         raw = registers.raw
         n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
-        if FOLD:  # the even steps of rows g, and the odd ones of rows g + 8
+        if FOLD:  # even k16 steps are in rows g, odd ones in rows g + 8
             x = float32(raw[8 * n + k] + raw[8 * n + 6 + k])
-        elif HEAD_TILES == 1:  # the terms of q
+        elif HEAD_TILES == 1:  # rows g and g + 8 are two terms of q
             x = float32(raw[4 * n + k] + raw[4 * n + 2 + k])
         else:
             x = raw[4 * n + 2 * h + k]
@@ -72,9 +72,10 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
 
     @device_function
     def set_units(registers, scale):
-        """factors[h] becomes what products are multiplied with before logits are modified, and units[h] what takes
-        logits to units of log(2). Where registers are scarce, factors[h] is both, at the price of more instructions.
-        Neither is negative: the sign of the scale is in q.
+        """Set the factors of products, before logits are modified, and units, which take logits to units of log(2).
+
+        Where registers are scarce, factors[h] does both, for more instructions. Neither is negative: the sign of the
+        scale is in q.
         """
         factors, units = registers.factors, registers.units
         scale = abs(float32(scale * FACTOR))
@@ -127,7 +128,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
 
     @unrolled(PAIRS)
     def weigh(i, s, units, shifts, sums, p, p_rest):
-        """Two probabilities as both terms of a word of P."""
+        """Two probabilities, as a word of P and one of its remainder."""
         n, h = i // HEAD_TILES, i % HEAD_TILES
         first = exp2(multiply_and_add(s[2 * i], units[h], shifts[h]))
         second = exp2(multiply_and_add(s[2 * i + 1], units[h], shifts[h]))
@@ -139,10 +140,10 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
 
     @device_function
     def soften(registers, slot, g, t):
-        """Make P of S, and rescale m, l and O if need be.
+        """Turn S into P, and rescale sums and O if a maximum has grown too far.
 
-        units[h] is applied as shifts[h] is added, in one instruction; it is positive, so that the maximum can be taken
-        before. A shift, which is BIAS minus a maximum, stays until an exponent is above SLACK. Rescaling by 1 changes
+        One instruction multiplies by units[h] and adds shifts[h]; units are positive, so the maximum may be taken
+        first. A shift, which is BIAS minus a maximum, stays until an exponent is above SLACK. Rescaling by 1 changes
         no bits, so it is skipped unless a shift of the warp changed. `sums` are of this lane's tokens alone.
         """
         s, units, shifts, sums = registers.s, registers.units, registers.shifts, registers.sums

@@ -25,7 +25,7 @@ from .fragments import key_token
 
 BANKS_BYTES = 128  # of one pass over the banks
 IN_FLIGHT = 64 * 1024  # bytes on a multiprocessor
-MOST_AHEAD = 8  # stages: of short rows
+MOST_AHEAD = 8  # stages, where rows are short
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class StageShape:
 
 
 class Found(NamedTuple):
-    """What `find_token` has found of a lane's rows, stage after stage."""
+    """Results of `find_token` for a lane's rows, stage after stage."""
 
     blocks: Any
     positions: Any
