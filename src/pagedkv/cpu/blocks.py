@@ -22,8 +22,8 @@ from ..layouts import FP8_DTYPES
 from .rotary import rotated
 
 PIECE_BYTES = 256 * 1024
-MOST_BYTES = 4096  # of slots: a hash of more takes longer than to look at them
-SMALL_BLOCK = 4096  # bytes: to store fewer costs less than a write of its own for each block
+MOST_BYTES = 4096  # of slots: hashing more takes longer than looking at them
+SMALL_BLOCK = 4096  # bytes: storing fewer costs less than a separate write for each block
 _FLOATS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -102,7 +102,7 @@ def _copy(copies: Iterable[tuple[Array, Array]], pairs: npt.NDArray[np.int64]) -
 
 
 def _tokens(cache: Array, layout: str) -> Array:
-    """The bits of a cache as (num_blocks, block_size, ...): a view with the positions behind the blocks."""
+    """The bits of a cache as (num_blocks, block_size, ...): a view with positions as the second axis."""
     elements = bits(cache)
     if layout == "NHD":
         return elements
@@ -112,7 +112,7 @@ def _tokens(cache: Array, layout: str) -> Array:
 
 
 def _decode(codes: Array, kind: str, scale: npt.NDArray[np.float32], result: Array) -> None:
-    """Fill `result` (T, Hkv, D) with what the elements of a cache are."""
+    """Fill `result` (T, Hkv, D) with the values of a cache's elements."""
     if kind in _FLOATS:
         result.view(codes.dtype).reshape(codes.shape)[...] = codes
         return

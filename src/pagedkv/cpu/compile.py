@@ -63,7 +63,7 @@ def _name_apart(function: Callable[..., Any], tag: object) -> None:
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a device function whose code depends on nothing. Only kernels call it: from Python, it would crash.
 
-    Without the wrappers for Python and C a kernel compiles faster by a sixth.
+    It has no wrappers for Python and C, without which a kernel compiles faster by a sixth.
     """
     return numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
@@ -123,7 +123,7 @@ def _key(name: str, signature: tuple[Any, ...]) -> bytes:
 
 def _load(function: Callable[..., Any], symbols: _Symbols, code: bytes) -> Callable[..., Any]:
     context = cpu_target.target_context
-    rtsys.initialize(context)  # what compiled code takes memory from
+    rtsys.initialize(context)  # compiled code allocates from it
     library = context.codegen().create_library(symbols.library)
     library.enable_object_caching()
     library._set_compiled_object(code)

@@ -1,9 +1,9 @@
 """Where Linux may run the workers: not on the processor of a caller who works too.
 
-A worker that has slept for a while is often woken on the processor of the thread that wakes it, and waits there until
-that one is done or the load is balanced, milliseconds later, while another processor idles: on two processors, in half
-of the calls. An affinity that leaves that processor out takes a system call of a microsecond for each worker, and none
-while the caller stays where it is.
+A worker that has slept for a while often wakes up on the processor of the thread that wakes it. There it waits until
+that thread is done or Linux balances the load, milliseconds later, while another processor idles: on two processors, in
+half of the calls. An affinity that leaves that processor out takes a system call of a microsecond for each worker, and
+none while the caller stays where it is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Workers:
 
     def __init__(self) -> None:
         self._of_each: list[tuple[int, set[int]]] = []  # the system's number, and the processors it began with
-        self._told: tuple[int, int | None] = (0, None)  # how many have been told, and which processor to leave
+        self._told: tuple[int, int | None] = (0, None)  # how many have an affinity, and which processor it leaves out
 
     def add(self) -> None:
-        """The calling thread is one of them."""
+        """Count the calling thread among the workers."""
         if _current is not None:
             with suppress(OSError):
                 self._of_each.append((get_native_id(), os.sched_getaffinity(0)))
@@ -38,6 +38,6 @@ class Workers:
         told = len(self._of_each), _current() if joins else None
         if told != self._told:
             for worker, own in tuple(self._of_each):
-                with suppress(OSError):  # it is gone, or the system forbids it: it would have been for speed alone
+                with suppress(OSError):  # the worker is gone, or the system forbids it: only speed is lost
                     os.sched_setaffinity(worker, own - {told[1]} or own)
             self._told = told

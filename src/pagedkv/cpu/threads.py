@@ -23,8 +23,8 @@ import numpy as np
 from .processors import Workers
 
 MAX_NUM_THREADS = 1024
-ALONE_NS = 50_000  # below, a helper would come when most is done
-PATIENCE_NS = 20_000_000  # for so long an interrupt may wait
+ALONE_NS = 50_000  # below, a helper would come after most is done
+PATIENCE_NS = 20_000_000  # how long an interrupt may wait
 
 
 def _available() -> int:
@@ -44,7 +44,7 @@ def _from_environment() -> int:
 
 
 class _Share:
-    """What one worker does of a call; its `work` keeps alive whatever it reads and writes."""
+    """A worker's share of a call; its `work` keeps alive whatever it reads and writes."""
 
     __slots__ = ("_turn", "done", "error", "work")
 
@@ -56,7 +56,7 @@ class _Share:
         self.done.acquire()
 
     def do(self) -> None:
-        """The worker's part, unless the caller needs it no more."""
+        """Do the worker's part, unless the caller no longer needs it."""
         with self._turn:
             work = self.work
             try:
@@ -71,7 +71,7 @@ class _Share:
         self.done.acquire()
 
     def finish(self) -> None:
-        """Wait for the worker, but not for one that has not begun: it has nothing to do any more.
+        """Wait for the worker, unless it has not begun: then nothing is left for it.
 
         A `with` on a lock leaves no room for an interrupt; one after `acquire` would leave the lock taken, and an
         interrupted caller comes here again.
@@ -82,7 +82,7 @@ class _Share:
 
 
 def _serve(shares: SimpleQueue[Any], end: object, workers: Workers) -> None:
-    """What a worker does: one share after the other, until `end` comes."""
+    """Run one share after the other, until `end` comes."""
     workers.add()
     while (share := shares.get()) is not end:
         share.do()
@@ -91,7 +91,7 @@ def _serve(shares: SimpleQueue[Any], end: object, workers: Workers) -> None:
 
 
 class _Pool:
-    """Daemon threads, started when there is work for them. They end once nobody refers to the pool any more.
+    """Daemon threads, started when there is work for them. They end when nobody refers to the pool.
 
     A thread begins with the floating-point environment of the one that starts it: the default one, during a call.
     """
@@ -101,12 +101,12 @@ class _Pool:
         self.shares: SimpleQueue[Any] = SimpleQueue()
         self.workers = Workers()
         self._end = weakref.ref(self, self.shares.put)  # puts itself: no byte code that an interrupt could cut short
-        # Lists, for a thread or a signal handler may come in between: what one has popped no other one gets.
+        # Lists, since another thread or a signal handler may come in between: what one pops, no other gets.
         self._free: list[None] = [None] * size
         self._started: list[int] = []
 
     def ready(self, wanted: int) -> int:
-        """How many workers there are, of as many as are wanted: the missing ones are started if that is possible."""
+        """How many of the wanted workers there are; starts the missing ones if possible."""
         wanted = min(wanted, self.size)
         # Python's threads stop where they are when the interpreter ends.
         if sys.is_finalizing():
@@ -120,13 +120,13 @@ class _Pool:
             except RuntimeError:  # no further thread can be started
                 self._free.append(None)
                 break
-            except BaseException:  # an interrupt; if the thread runs all the same, one more does no harm
+            except BaseException:  # an interrupt; if the thread has started all the same, one more does no harm
                 self._free.append(None)
                 raise
         return min(len(self._started), wanted)
 
     def helpers(self, num_items: int) -> int:
-        """How many workers there are for a caller who works too: none while they have not come to what is waiting."""
+        """How many workers can help a caller who works too: none while earlier shares still wait."""
         return 0 if self.shares.qsize() >= self.size else self.ready(min(num_items, self.size) - 1)
 
 
@@ -211,7 +211,7 @@ def run(
     def work(counter: c_int64 = counter, owners: tuple[Any, ...] = owners) -> None:
         kernel(address, num_items, *args)
 
-    pool, joins = _state.pool(), estimate < PATIENCE_NS  # the pool until the end of the call, or its workers would end
+    pool, joins = _state.pool(), estimate < PATIENCE_NS  # keeps the pool, and so its workers, until the call ends
     shares = [_Share(work) for _ in range(pool.helpers(num_items) if joins else pool.ready(num_items))]
     try:
         pool.workers.make_way(joins)
@@ -220,12 +220,12 @@ def run(
         if joins or not shares:
             work()
         else:
-            shares[0].wait()  # every item is taken then
+            shares[0].wait()  # until every item is taken
         for share in shares:
             share.finish()
     except BaseException:
         counter.value = num_items
-        # A second interrupt leaves those that have begun to themselves.
+        # A second interrupt abandons the shares that have begun.
         for share in shares:
             share.finish()
         raise

@@ -1,4 +1,4 @@
-"""The CUDA kernels as a backend: on GPUs, or on whatever else launches them."""
+"""The CUDA kernels as a backend: on GPUs, or on another device that launches them."""
 
 from __future__ import annotations
 
@@ -108,6 +108,6 @@ class GpuBackend(KernelBackend):
             return device.num_bytes - before
 
     def release_workspaces(self) -> int:
-        """Free what no graph uses once the GPUs are done; see `pagedkv.release_workspaces`."""
+        """Wait for the GPUs, and free what no graph uses; see `pagedkv.release_workspaces`."""
         driver.refuse_capture(current_streams(), "release_workspaces waits for the GPU: call it after the capture")
         return sum(device.release() for device in driver.cuda_devices())

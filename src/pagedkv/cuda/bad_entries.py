@@ -1,4 +1,4 @@
-"""What kernels compiled with `checked` wrote down, as exceptions."""
+"""The entries that `checked` kernels have recorded, as exceptions."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ HALF_BYTES = 4 * 1024 * 1024
 
 
 class _Half:
-    """Pinned memory, and the event behind the last copy that uses it.
+    """Pinned memory, and the event after the last copy that uses it.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class _Half:
     num_used : int
         Bytes of it that copies use.
     arriving : list of (destination, part of memory)
-        What the host has to copy once the event has come.
+        What the host copies after the event.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -53,7 +53,7 @@ class Copies:
 
     def __init__(self, gpu: Gpu, stream: int) -> None:
         self._gpu, self._stream = gpu, stream
-        self._halves: list[_Half] = []  # the one in use first; none before they are needed
+        self._halves: list[_Half] = []  # the one in use first; none until needed
 
     def to_device(self, parts: Sequence[tuple[int, Array]]) -> None:
         """Copy each array of the host, C-contiguous, to its address; those that are not pinned may change at once."""
@@ -91,7 +91,7 @@ class Copies:
                 half.arriving.clear()
 
     def _are_pinned(self, arrays: Sequence[Bytes]) -> list[bool]:
-        """Which of the arrays are pinned; there is pinned memory for the others from now on."""
+        """Which arrays are pinned; makes pinned memory for the others."""
         pinned = [self._gpu.is_pinned(x.ctypes.data) for x in arrays]
         if not self._halves and not all(pinned):
             self._halves = [_Half(self._gpu), _Half(self._gpu)]
@@ -106,7 +106,7 @@ class Copies:
         return half.memory[half.num_used - nbytes : half.num_used]
 
     def _turn(self) -> None:
-        """Go on with the other half, once the GPU is done with it."""
+        """Change to the other half, after the GPU is done with it."""
         driver = self._gpu.driver
         self._gpu.call(driver.cuEventRecord, self._halves[0].event, self._stream)
         self._halves.reverse()

@@ -26,7 +26,7 @@ MOST_PREPARED = 1024
 
 
 class _Thread(threading.local):
-    """What is another object in each thread; the numbers of threads come again once a thread has ended."""
+    """An object for each thread, in place of its number, which a later thread may get."""
 
     def __init__(self) -> None:
         self.token = object()
@@ -55,7 +55,7 @@ def cuda_device(ordinal: int, stream: int) -> CudaDevice:
     """
     stream = stream or LEGACY_STREAM
     gpu = _gpus.get(ordinal) or _gpu(ordinal)
-    # The per-thread stream is another one in each thread, and needs workspaces of its own.
+    # Each thread has its own per-thread stream, which needs its own workspaces.
     thread = _thread.token if stream == PER_THREAD_STREAM else None
     key = (ordinal, stream, thread, gpu.is_captured(stream))
     device = _devices.get(key)
@@ -69,7 +69,7 @@ def cuda_device(ordinal: int, stream: int) -> CudaDevice:
 
 @contextmanager
 def device_of(placement: Placement) -> Iterator[CudaDevice]:
-    """What launches the kernels of a call. The stream's lock is held: no other thread launches on it meanwhile.
+    """The device that launches the kernels of a call. It holds the stream's lock: no other thread launches there.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def refuse_capture(streams: Iterable[int], reason: str) -> None:
         What a CUDA graph cannot capture, and what to do instead.
     """
     given = list(streams)
-    for gpu in list(_gpus.values()):  # each: the per-thread stream is another one in the context of each GPU
+    for gpu in list(_gpus.values()):  # each: the per-thread stream differs between GPUs
         for stream in given:
             gpu.refuse_capture(stream or LEGACY_STREAM, reason)
 
@@ -138,7 +138,7 @@ class CudaDevice:
     stream : int
         Not 0.
     for_graphs : bool
-        It launches what is captured on the stream, rather than what runs there at once.
+        It launches what is captured on the stream, not what runs there at once.
 
     Attributes
     ----------
@@ -175,7 +175,7 @@ class CudaDevice:
         Raises
         ------
         MemoryError
-            The GPU has no room for it. The workspace of before is still there.
+            The GPU has no room for it. The old workspace is still there.
         """
         held = self._workspaces.get(name)
         if held is None or held[1] < nbytes:
@@ -183,7 +183,7 @@ class CudaDevice:
         return held[0]
 
     def _grow(self, name: str, nbytes: int) -> tuple[int, int]:
-        """One and a half times as large as before if there is room: growing is seldom, and waits for the GPU."""
+        """Grow by half if there is room, so that growing, which waits for the GPU, is rare."""
         before = self._workspaces.get(name)
         with self._gpu.relaxed():
             if before and not self._for_graphs:
@@ -236,7 +236,7 @@ class CudaDevice:
         """Start a kernel on the stream; see `Device`."""
         prepared = self._prepared.get((kernel, grid, shared_bytes))
         if prepared is None:
-            with self._gpu.relaxed():  # around the launch too: only with it the driver may load the kernel's code
+            with self._gpu.relaxed():  # around the launch too: the driver may load the kernel's code only then
                 self._launch(self._stream, *self._prepare(kernel, grid, shared_bytes), *args)
         elif self._current_context()[1] == self._context:
             self._launch(self._stream, *prepared, *args)
@@ -291,7 +291,7 @@ class CudaDevice:
         """The bytes of a workspace once all work of the GPU is done, and zero from then on; see `Device`."""
         if name not in self._workspaces:
             return None
-        # With the lock: what a kernel of another thread wrote between the copy and the memset would be lost.
+        # Under the lock: between the copy and the memset, a write by another thread's kernel would be lost.
         with self.lock, self._gpu.relaxed():
             address, nbytes = self._workspaces[name]
             content = np.empty(nbytes, np.uint8)

@@ -1,4 +1,4 @@
-"""A GPU under the CUDA driver: what is the same for all of its streams."""
+"""A GPU under the CUDA driver: what its streams share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import BackendUnavailableError
 from . import INSTALL
 from .compiler.compile import Capability, CompiledKernel
 
-# The default stream is named by what it always is, not by 0, which an environment variable can redefine.
+# The default stream by its own name: an environment variable can redefine 0.
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
 FIRST_CAPABILITY = (8, 0)
 _NO_GPU = 'or use backend="emulator" on host arrays'
@@ -55,7 +55,7 @@ def bindings() -> tuple[Any, Any]:
 
 
 class Gpu:
-    """What is the same for all streams of a GPU.
+    """What the streams of a GPU share.
 
     Attributes
     ----------
@@ -98,14 +98,14 @@ class Gpu:
         return self.call(self.driver.cuDevicePrimaryCtxRetain, self.handle)
 
     def call(self, function: Any, *args: Any) -> Any:
-        """What a function of the driver returns beside its error code.
+        """The results of a driver function, without its error code.
 
         Raises
         ------
         MemoryError
             The device, or the host where memory is pinned, has no room.
         RuntimeError
-            Any other error code; the message of a capture that forbids the call says what to do.
+            Any other error code; if a capture forbids the call, the message says what to do.
         """
         error, *values = function(*args)
         if int(error) != 0:
@@ -135,7 +135,7 @@ class Gpu:
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
-        """`current`, with memory and code to be had although this or another thread captures a graph.
+        """As `current`, but the driver also allocates and loads code while this or another thread captures a graph.
 
         None of that becomes part of the graph. What its replays need has to stay.
         """
@@ -162,13 +162,13 @@ class Gpu:
 
     def is_captured(self, stream: int) -> bool:
         """True if a graph is being captured on the stream, which is not 0; any GPU may be current, or none."""
-        if stream == LEGACY_STREAM:  # cannot be captured; to ask is an error while a stream that waits for it is
+        if stream == LEGACY_STREAM:  # is never captured; asking fails while a stream that waits for it is
             return False
         if stream != PER_THREAD_STREAM:
             error, status = self._is_capturing(stream)
             if int(error) == 0:
                 return bool(status != self._not_captured)
-        with self.current():  # it takes a current context, and the per-thread stream is one of that context
+        with self.current():  # the query needs a current context, which the per-thread stream belongs to
             return bool(self.call(self._is_capturing, stream) != self._not_captured)
 
     def refuse_capture(self, stream: int, reason: str) -> None:
@@ -178,7 +178,7 @@ class Gpu:
 
     def allocate(self, nbytes: int) -> int:
         """The address of new memory, which is zero already; in `relaxed`."""
-        # On the caller's stream the memset could become part of a graph, to be made again by each replay.
+        # On the caller's stream the memset could become part of a graph, and each replay would repeat it.
         driver, stream = self.driver, self._own_stream
         address = int(self.call(driver.cuMemAlloc, nbytes))
         try:
@@ -194,7 +194,7 @@ class Gpu:
         return int(self.call(self.driver.cuStreamCreate, int(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
     def is_pinned(self, address: int) -> bool:
-        """True if memory of the host is known to the driver, so that the GPU copies to and from it by itself."""
+        """True if the driver knows this memory of the host, so that the GPU copies to and from it by itself."""
         attribute = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         error, kind = self.driver.cuPointerGetAttribute(attribute, address)
         return int(error) == 0 and int(kind) == int(self.driver.CUmemorytype.CU_MEMORYTYPE_HOST)

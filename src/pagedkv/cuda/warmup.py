@@ -21,7 +21,7 @@ from .plans.rotary import apply_rotary
 
 
 class _Compiler:
-    """As much of a Device as launches need; it takes note of kernels instead."""
+    """A Device that records kernels instead of launching them."""
 
     max_shared_bytes = 48 * 1024
 

@@ -1,4 +1,4 @@
-"""What the memory manager requires of its arguments: integers, most of them."""
+"""Checks of the memory manager's arguments, most of them integers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
         Not one-dimensional, or not `length` values.
     """
     if type(values) is np.ndarray and values.ndim == 1 and values.dtype in _INTS and length in (None, len(values)):
-        return values.astype(np.int64)  # most calls of a step: nothing of what follows is wrong with it
+        return values.astype(np.int64)  # most calls of a step: it needs no further check
     if not isinstance(values, (list, tuple, range, np.ndarray)):
         remedy = ": pass its tolist()" if hasattr(values, "tolist") else ""
         raise TypeError(f"{name} must be a list, a tuple or an array of ints, got {type(values).__name__}{remedy}")
@@ -64,7 +64,7 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
     if array.dtype not in _INTS:
         raise TypeError(f"{name} must have dtype int32 or int64, got {array.dtype}")
     if isinstance(values, (list, tuple)):
-        # Only what is 0 or 1 now can have been a bool.
+        # Only a 0 or a 1 can have been a bool.
         refuse_bools(name, [values[i] for i in np.flatnonzero(array >> 1 == 0).tolist()])
     return array.astype(np.int64)
 

@@ -48,7 +48,7 @@ def _hold(guard: Guard) -> Generator[None]:
 
 
 def _hold_all() -> None:
-    """Wait for the calls of other threads, and keep further ones waiting, whatever signal handlers raise meanwhile.
+    """Wait for the calls of other threads, and keep further ones waiting, whatever signal handlers raise.
 
     A child has no other thread of its parent: a call that one of them was in would never end, and may have stored half.
     """

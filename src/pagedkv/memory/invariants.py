@@ -1,4 +1,4 @@
-"""What is true of the memory manager between two calls, if it has no bug."""
+"""Invariants: what holds between two calls of the memory manager."""
 
 from __future__ import annotations
 

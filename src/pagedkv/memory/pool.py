@@ -209,7 +209,7 @@ class BlockPool(Guarded):
         times: int = 1,
         num_seqs: int = 0,
     ) -> tuple[Int64Array, list[Write]]:
-        """Everything that one call does to the pool, in one plan: a second would not see what the first is to store.
+        """Everything that one call does to the pool, in one plan: a second plan would not see the first one's writes.
 
         Parameters
         ----------
@@ -337,7 +337,7 @@ class BlockPool(Guarded):
             )
 
     def _commit(self, writes: list[Write], undo: Callable[[], list[Write]] | None = None) -> None:
-        """Store, and tell the listener; if it raises, store what `undo` plans, for nobody gets the call's result."""
+        """Store, and tell the listener; if that raises, store what `undo` plans, as nobody gets the call's result."""
         if writes:
             commit([*writes, (self._num_changes, 0, self._num_changes[0] + 1)])
         if self._prefix_cache is not None:

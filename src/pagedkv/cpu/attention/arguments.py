@@ -1,4 +1,4 @@
-"""What both attention kernels take of a call: arrays as they are compiled for, addresses and numbers."""
+"""The arguments of both attention kernels: arrays, addresses and numbers of the types that they are compiled for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tiles import cache_strides
 NO_WINDOW = 2**62
 _KIND_OF_DTYPE = {dtype: Q_KINDS.index(dtype.name) for dtype in FLOAT_DTYPES}
 NO_HEADS = np.empty(0, np.float32)
-# Up to how many times as long a call takes that has a tanh for each logit, or caches whose rows lie dim by dim.
+# How many times as long a call may take with a tanh for each logit, or with rows that lie dim by dim.
 SOFTCAP, VLLM = 4, 7
 
 
@@ -53,7 +53,7 @@ class LogitOptions(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What both kernels take behind `Inputs`; calls that differ in q, K and V alone have it in common."""
+    """What both kernels take after `Inputs`; calls that differ only in q, K and V share it."""
 
     tables: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
@@ -101,7 +101,7 @@ def plan_of(form: Form) -> Plan:
         -(-spec.head_dim // LANES) * LANES,
         tuple(k),
         tuple(v),
-        # In layout vllm the tile of a head is staged whole, and has to last for all of its steps.
+        # In layout vllm the tile of a head is staged whole, for all of its steps.
         not vllm and k.token > k.head,
         LogitOptions(
             options.causal,
@@ -152,7 +152,7 @@ def make_arguments(call: AttentionCall, query_starts: npt.NDArray[np.int64]) -> 
 
 
 def estimate_of(call: AttentionCall, plain_ns: float) -> float:
-    """About how many nanoseconds one thread takes, from what it would take for rows of a layout without options."""
+    """About how many nanoseconds one thread takes; plain_ns is for NHD or HND without options."""
     return math.inf if call.options.score_mod is not None else slowed_down(call.form, plain_ns)  # it may be anything
 
 
@@ -162,7 +162,7 @@ def slowed_down(form: Form, plain_ns: float) -> float:
 
 
 def own_results(call: AttentionCall, out: Array, lse: Array | None, num_rows: int) -> tuple[Array, Array]:
-    """Where a kernel may write a result, which it can do even after an interrupt: arrays that only this call knows.
+    """Arrays of this call alone, to which a kernel may write a result even after an interrupt.
 
     They are `out`, unless the caller has given that, and `lse`, and new ones in their place.
     """
@@ -171,5 +171,5 @@ def own_results(call: AttentionCall, out: Array, lse: Array | None, num_rows: in
 
 
 def result_writes(call: AttentionCall, out: Array, result: Array) -> list[Write]:
-    """The writes of an attention whose rows are ready: none if they are where they belong."""
+    """The writes that store a computed result: none if it is in `out` already."""
     return [] if call.out is None else [(bits(out[: len(result)]), ..., bits(result))]

@@ -58,7 +58,7 @@ ITEMS_PER_THREAD = 4
 GROUP_BYTES = 32 * 1024
 NO_STATES = np.empty(0, np.float32)
 MOST_ROWS = 64  # of an item, if they are those of several KV heads
-# What one thread takes for a key and a value of a KV head, for each dim: about so many ns, and so many for each row.
+# About how many ns one thread takes for each dim of a key and a value of a KV head, and for each row.
 DIM_NS, ROW_NS = 0.2, 0.04
 
 
@@ -117,7 +117,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             table = address(tables) + seq * tables.shape[1] * TABLE_BYTES
             for h in range(kv_heads):
                 for r in range(head_rows):
-                    # Rows that fill up a group are as the last one.
+                    # Rows that fill up a group repeat the last one.
                     token, g = min(r, used - 1) // group_size, min(r, used - 1) % group_size
                     head, position = (first_kv_head + h) * group_size + g, length - num_tokens + token
                     start_row(scratch, h * head_rows + r, position, head, options, length)
@@ -209,7 +209,7 @@ class Few:
     splits: Splits
     most_tokens: int  # query tokens of a sequence
     num_states: int  # partial states, for all heads
-    num_keys: int | None  # of all sequences; None where nobody has counted
+    num_keys: int | None  # of all sequences; None if not counted
 
 
 class Cut(NamedTuple):
@@ -252,7 +252,7 @@ def plan_few(
 
 @lru_cache(maxsize=8)
 def _plan_few(seq_lens: bytes, query_starts: bytes, query_lens: bytes, window: int | None, num_heads: int) -> Few:
-    """`plan_few` by the bytes of its arrays: the layers of a model ask for the same plan one after the other."""
+    """`plan_few` by the bytes of its arrays, cached: the layers of a model ask for the same plan in turn."""
     starts, lens = np.frombuffer(query_starts, np.int64), np.frombuffer(query_lens, np.int64)
     keys = np.frombuffer(seq_lens, np.int32).astype(np.int64)
     splits = plan_splits(keys, lens, window, num_heads)
@@ -303,7 +303,7 @@ def _most_tokens(call: AttentionCall) -> int:
 class Launch(NamedTuple):
     """A kernel and what it takes: all but q, K and V, and where results go.
 
-    The layers of a model, whose q and caches are alike, have it in common.
+    The layers of a model, whose q and caches are alike, share it.
     """
 
     kernel: Callable[..., Any]
@@ -315,7 +315,7 @@ class Launch(NamedTuple):
     estimate: float
 
     def renewed(self, tables: Array, lens: Array, longest: int) -> Launch | None:
-        """The launch of a call that differs in tables and lengths, all above 0; None if it is cut in another way."""
+        """The launch of a call with other tables and lengths, all above 0; None if that call is cut differently."""
         if longest > SPLIT or self.few is not _one_split_each(len(lens)):
             return None
         arguments = Arguments(tables, lens, *self.arguments[2:])
@@ -366,7 +366,7 @@ def plan_launch(call: AttentionCall, few: Few, group_rows: int) -> Launch:
 
 @lru_cache(maxsize=8)
 def _cut(form: Form, few: Few, group_rows: int, num_threads: int) -> Cut:
-    """Each layer of a model asks for the same one."""
+    """Cached, since each layer of a model asks for the same one."""
     spec, config = form.spec, tile_config(form.spec, group_rows, staged=False)
     rows = few.most_tokens * form.q_shape[1] // spec.num_kv_heads
     in_l1 = max(1, min(GROUP_BYTES // (STEP * plan_of(form).row_bytes), MOST_ROWS // rows))

@@ -97,7 +97,7 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], folds: bool) -> 
 
     Between the arithmetic of a tile's keys for some groups of query rows and that for the next ones, a share of its
     values is staged; between that of its values, a share of the next tile's keys: all at once would fill the
-    processor's miss buffers. Groups that see nothing of a tile are left out, and the tokens behind what others see.
+    processor's miss buffers. Groups that see nothing of a tile are skipped, as are tokens past those that others see.
     """
     R = config.group_rows
     form = Form("float32", R, True, True)
@@ -165,7 +165,7 @@ def seen_groups(scratch, groups, R, start):
 
 @helper
 def seen_tokens(scratch, row, start, count):
-    """How many of the first `count` tokens of the tile at `start` lie before those that a row does not see."""
+    """How many of the first `count` tokens of the tile at `start` are before the end of what a row sees."""
     return min(count, get_int32(scratch.stops + row * FLOAT_BYTES) - start)
 
 

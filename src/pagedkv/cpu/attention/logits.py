@@ -20,7 +20,7 @@ SIGNATURE = (float32, int32, int32, int32, int32)
 
 # An exception in numba's code: a pickle of its class and arguments, as text of LLVM.
 _EXCEPTION = re.compile(r'^@\.const\.pickledata\.\w+ = .* c"(?:.*?builtins\\94\\8C\\..(\w+))?.*"', re.MULTILINE)
-_OF_PRINT = "missing Environment"  # what `print` would raise if numba had gone wrong
+_OF_PRINT = "missing Environment"  # `print` would raise it if numba had a bug
 
 
 def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -90,7 +90,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             first_position = length - query_starts[seq + 1] + first_token
             table = address(tables) + seq * tables.shape[1] * TABLE_BYTES
             for r in range(num_rows):
-                # Rows that fill up a group are as the last one.
+                # Rows that fill up a group repeat the last one.
                 token, head = min(r, used - 1) // group_size, kv_head * group_size + min(r, used - 1) % group_size
                 query = inputs.q + (first_token + token) * inputs.q_strides[0] + head * inputs.q_strides[1]
                 factor = address(factors) + head * FLOAT_BYTES

@@ -1,4 +1,4 @@
-"""What a thread works in: the state of its query rows, a tile, and the addresses of rows.
+"""The memory of a thread: the state of its query rows, a tile, and the addresses of rows.
 
 One allocation, passed on as addresses: numba counts references wherever an array is passed.
 """

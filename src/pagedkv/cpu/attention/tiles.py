@@ -52,7 +52,7 @@ def tile_config(spec: CacheSpec, group_rows: int, *, staged: bool) -> TileConfig
 
 
 def cache_strides(strides: tuple[int, ...], layout: str) -> Strides:
-    """Those strides of a K or V cache by which kernels find rows."""
+    """The strides of a K or V cache by which kernels find rows."""
     if layout == "NHD":
         return Strides(strides[0], strides[2], strides[1], 0)
     if layout == "HND":

@@ -39,7 +39,7 @@ SOURCES = hash_of_sources(Path(kernels.__file__).parent, Path(__file__).parent)
 # numba-cuda's settings that change PTX.
 CODE_SETTINGS = ("OPT", "BOUNDSCHECK", "CUDA_DEBUGINFO_DEFAULT", "CUDA_DEBUG_POLY", "CUDA_ENABLE_NRT")
 
-MOST_KERNELS = 256  # in this process: a score_mod made for each call would fill its memory
+MOST_KERNELS = 256  # in this process: a new score_mod for each call would fill its memory
 
 
 class CompiledKernel:
@@ -116,7 +116,7 @@ def compile_kernel(
     Returns
     -------
     CompiledKernel
-        The same object each time, unless MOST_KERNELS others have been compiled meanwhile.
+        The same object each time, unless MOST_KERNELS others have been compiled since.
 
     Raises
     ------

@@ -20,8 +20,8 @@ from .ptx import Capability, external_functions, is_specific, versions
 
 SUFFIX = ".cubin"
 SOURCE = hash_of_sources(Path(__file__))
-# What ptxas says where it makes wgmma wait: for each other, for registers or at a call. It names the kernel. Known by
-# its words: the numbers, C7509 to C7520 in CUDA 13.5, are documented nowhere.
+# ptxas's warnings that wgmma wait for each other, for registers or at a call; they name the kernel. Matched by their
+# words, since their numbers (C7509 to C7520 in CUDA 13.5) are documented nowhere.
 _SERIALISED = re.compile(
     r"(?:\(C\d+\) )?(?:Potential Performance Loss: )?wgmma\S* (?:instructions are serialized|is injected).*"
 )
@@ -136,7 +136,7 @@ def link(ptx: str, capability: Capability, optimisation: int = 3) -> Linked:
 
 
 def compiler() -> str:
-    """The versions of NVVM and of nvJitLink, which are loaded to say them.
+    """The versions of NVVM and of nvJitLink, which it loads to ask them.
 
     Raises
     ------
@@ -156,7 +156,7 @@ def compiler() -> str:
 
 
 def _nvjitlink() -> tuple[Any, str]:
-    """cuda.bindings.nvjitlink, and the version of the library: of the one that torch has loaded, if it has.
+    """cuda.bindings.nvjitlink, and the version of its library, which is the one that torch has loaded, if any.
 
     Libraries before 12.3 cannot say their version, which is an error here.
 

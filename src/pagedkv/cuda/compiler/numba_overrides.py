@@ -1,9 +1,9 @@
 """Overrides of numba-cuda for the length of one compilation.
 
-On its own it queries the current device even when told what to compile for, orders device functions differently in
-every process, and spends a third of its time on the types of `a + b`, a tenth on comparing compiler options and as much
-again, twice, on facts that it has or does not use. Only one thread at a time may enter: compiling/compile_thread.py
-sees to that.
+Without them numba-cuda queries the current device even when told what to compile for, and orders device functions
+differently in every process. It spends a third of its time on the types of `a + b`, a tenth on comparing compiler
+options, and a fifth on facts that it already has or does not use. Only one thread at a time may enter, which
+compiling/compile_thread.py ensures.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def sizes_asked_once() -> Iterator[None]:
 
 @contextmanager
 def lifetimes_when_needed() -> Iterator[None]:
-    """Find out which variables are alive where only for generators, and where numba-cuda inserts deletions.
+    """Compute the live variables only for generators, and where numba-cuda inserts deletions.
 
     It does so nine times for each function, and makes use of it twice.
     """
@@ -233,7 +233,7 @@ def assignments_counted_at_once() -> Iterator[None]:
 
 @contextmanager
 def registries_read_when_needed() -> Iterator[None]:
-    """Look for new implementations of functions where one is missing, and not at each use of an intrinsic, too."""
+    """Look for new implementations of functions only if one is missing, not at each use of an intrinsic."""
     from numba.cuda.descriptor import cuda_target
     from numba.cuda.typing.templates import _TemplateTargetHelperMixin
 
@@ -260,7 +260,7 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or an object, be it its own, its class's or a builtin."""
+    """Replace an attribute of a module or an object, whether its own, its class's or a builtin."""
     is_own = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, value)

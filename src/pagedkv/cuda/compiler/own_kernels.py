@@ -36,7 +36,7 @@ def compile_own(function: Callable[..., Any], args: Sequence[Any], capability: C
     Returns
     -------
     OwnKernel
-        The same object for the same function and types, unless MOST_KERNELS others have been compiled meanwhile.
+        The same object for the same function and types, unless MOST_KERNELS others have been compiled since.
 
     Raises
     ------

@@ -30,7 +30,7 @@ def versions() -> tuple[str | None, ...]:
     return sys.version, *map(version, TOOLS)
 
 
-# The lowest versions of the PTX ISA that the targets and what kernels use on them need: that of CUDA 12.0 up to 9.0;
+# The lowest version of the PTX ISA for each target and the instructions of our kernels: that of CUDA 12.0 up to 9.0;
 # 8.1 for the conversions of fp8 on 8.9. PTX ISA, .target and release notes.
 _FROM_CUDA_12 = (8, 0)
 _LOWEST_VERSIONS = {
@@ -77,7 +77,7 @@ def is_specific(ptx: str) -> bool:
     return match is not None and match[2] == "a"
 
 
-# What the driver brings to every module: CUDA C++ Programming Guide, formatted output, assertion, dynamic allocation.
+# What the driver defines for every module: CUDA C++ Programming Guide, formatted output, assertion, dynamic allocation.
 SYSTEM_CALLS = ("vprintf", "__assertfail", "malloc", "free")
 
 

@@ -25,7 +25,7 @@ from ...layouts import VECTOR_BYTES
 from ..compiler.compile import compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_Y, REPORT, Device
 
-_NO_TABLES = (0,) * 7  # arguments that a kernel without tables does not look at
+_NO_TABLES = (0,) * 7  # arguments that a kernel without tables does not read
 
 
 def write_kv(device: Device, call: WriteCall) -> None:
@@ -205,7 +205,7 @@ def _is_per_head(kind: str, scale: float | Array) -> bool:
 def _scale_arguments(
     device: Device, kind: str, k_scale: float | Array, v_scale: float | Array
 ) -> list[tuple[int, float]]:
-    """The address of the array and the number, one of which the kernel looks at, of both scales."""
+    """Address and number of both scales; the kernel reads one or the other."""
     result = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not kind.startswith("fp8"):
@@ -316,7 +316,7 @@ def _launch_copies(
         )
         alike.setdefault((config, scalars, num_vectors), []).append((from_address, to_address))
     report = _report(device, checked)
-    # All of them before the first launch: a kernel that cannot be compiled is met with nothing written.
+    # All before the first launch: if one of them does not compile, nothing has been written.
     kernels = {config: compile_for(device, make_copy_blocks, config) for config, _, _ in alike}
     for (config, scalars, num_vectors), addresses in alike.items():
         for first in range(0, len(addresses), MAX_CACHES):

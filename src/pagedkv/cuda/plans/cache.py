@@ -1,9 +1,9 @@
 """Plans of calls that were valid, so that the next call like one of them costs little on the host.
 
-Of arrays on a device nothing but metadata is looked at. So the plan of a valid call is kept under a key of all
-that was looked at: shapes, strides, dtypes, devices, read-only flags, the low bits of addresses, the bucket of
-max_seq_len, and the options by value and type. A call with a known key needs its addresses read, and `out` compared
-with the inputs.
+Validation reads nothing but metadata of arrays on a device. So the plan of a valid call is kept under a key of all that
+it read: shapes, strides, dtypes, devices, read-only flags, the low bits of addresses, the bucket of max_seq_len, and
+the options by value and type. For a call with a known key, it is enough to read the addresses and to compare `out` with
+the inputs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Arguments:
 _OTHER_ARRAYS, _OTHER_OPTIONS = (*VECTORS, *SCALES, "out"), ("score_mod", "backend")
 DECODE = Arguments((*REQUIRED, *_OTHER_ARRAYS), (*OPTIONS, *_OTHER_OPTIONS))
 PREFILL = Arguments((*RAGGED, *_OTHER_ARRAYS), (*PREFILL_OPTIONS, *_OTHER_OPTIONS), WGMMA)
-# What reading raises where an argument is not one of a valid call on a device, or not known well enough.
+# Reading an argument raises these if it is invalid, is not on a device, or has an unknown form.
 _UNREADABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
@@ -67,9 +67,9 @@ class Known:
         Of the operation.
     plan : Plan
     call : AttentionCall
-        The call that it is the plan of.
+        The call of the plan.
     out : numpy.ndarray
-        The shadow of what it writes to.
+        The shadow of its output.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Known:
         self._out_span = _span(out)
         self._workspaces = plan.workspaces
         names = (*arguments.arrays, "lse", *(name for name, _ in self._workspaces))
-        at = {name: i for i, name in enumerate(names)}  # anything else is the null pointer, behind them
+        at = {name: i for i, name in enumerate(names)}  # any other is the null pointer, after these
         self._launches = [
             (
                 x.kernel,
@@ -100,7 +100,7 @@ class Known:
         ]
 
     def apart(self, addresses: tuple[int, ...]) -> bool:
-        """True if what `out` spans is apart from what the inputs span; False where it takes a closer look to say."""
+        """True if `out` spans no memory that an input spans; False says that only a closer look can tell."""
         first, last = self._out_span
         begin, end = addresses[-1] + first, addresses[-1] + last
         for i, start, stop in self._spans:
@@ -154,12 +154,12 @@ class PlanCache:
         except _UNREADABLE:
             return
         while len(self._known) > self._size:
-            # Copied: another thread may add one meanwhile, or forget the same one.
+            # A copy: another thread may add one, or forget the same one.
             oldest = min(list(self._known.items()), key=lambda item: item[1].last_use)[0]
             self._known.pop(oldest, None)
 
     def repeat(self, given: Mapping[str, Any]) -> Any:
-        """Run a call that is like a valid one before it, and return what the operation returns; otherwise None.
+        """Run a call that is like an earlier valid one, and return what the operation returns; otherwise None.
 
         Parameters
         ----------
@@ -169,7 +169,7 @@ class PlanCache:
         try:
             addresses, key = _read(self._arguments, given)
             known = self._known.get(key)
-        except _UNREADABLE:  # it is for validation to say what is wrong
+        except _UNREADABLE:  # validation says what is wrong
             return None
         if known is None:
             return None
@@ -191,7 +191,7 @@ class PlanCache:
 
 
 def _read(arguments: Arguments, given: Mapping[str, Any]) -> tuple[tuple[int, ...], Hashable]:
-    """The addresses of the arguments, 0 for those that are no arrays, and the key of the call."""
+    """The addresses of the arguments, 0 for all but arrays, and the key of the call."""
     facts = [_NOTHING if x is None else _readers[x.__class__](x) for x in arguments.arrays_of(given)]
     options = arguments.options_of(given)
     max_seq_len = given["max_seq_len"]
@@ -199,7 +199,7 @@ def _read(arguments: Arguments, given: Mapping[str, Any]) -> tuple[tuple[int, ..
         if type(max_seq_len) is not int and not isinstance(max_seq_len, np.integer):
             raise TypeError
         max_seq_len = bucket(int(max_seq_len))
-    # 1 and 1.0 and True are equal, and are not all valid.
+    # 1, 1.0 and True are equal, but not all are valid.
     key = (
         *[key for _, key in facts],
         *options,
@@ -211,7 +211,7 @@ def _read(arguments: Arguments, given: Mapping[str, Any]) -> tuple[tuple[int, ..
 
 
 def _setting(name: str) -> str | None:
-    """``os.environ.get(name)`` in half the time where there is none."""
+    """``os.environ.get(name)``, in half the time if the variable is not set."""
     try:
         return os.environ[name]
     except KeyError:
@@ -230,7 +230,7 @@ class _Kinds(dict[type, type[DeviceArgument]]):
 
 
 class _Readers(dict[type, Callable[[Any], Facts]]):
-    """What reads the facts of an argument of each type."""
+    """The reader of each type of argument."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Facts]:
         self[kind] = _number_facts if issubclass(kind, Real) else _kinds[kind].facts

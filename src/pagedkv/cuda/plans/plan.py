@@ -37,7 +37,7 @@ def cache_strides(call: AttentionCall, cache: Array) -> tuple[int, int, int]:
 
 
 def bits_of(number: float) -> int:
-    """The bits of a float32: to convert a float64 in the kernel takes registers."""
+    """The bits of a float32: converting a float64 in the kernel would take registers."""
     return int(np.float32(number).view(np.uint32))
 
 
@@ -48,7 +48,7 @@ def is_modified(call: AttentionCall) -> bool:
 
 
 def is_wide(call: AttentionCall, cache: Array, vector_bytes: int = 16) -> bool:
-    """True where 32 bits do not count the vectors, of at most so many bytes, up to the last row of a KV head."""
+    """True if offsets of rows, in vectors of at most so many bytes, do not fit into 32 bits or may be negative."""
     block, token, _ = cache_strides(call, cache)
     vector = min(vector_bytes, call.spec.head_dim * cache.itemsize & -(call.spec.head_dim * cache.itemsize))
     last = max(call.spec.num_blocks - 1, 0) * block + (call.spec.block_size - 1) * token
@@ -64,7 +64,7 @@ class Launch:
     kernel : CompiledKernel
     grid : tuple of int
     pointers : tuple of str
-        Names of arrays and workspaces; an argument that the call has not is the null pointer.
+        Names of arrays and workspaces; one that the call does not have is the null pointer.
     scalars : tuple of int and float
     shared_bytes : int
         Dynamic shared memory of a block.

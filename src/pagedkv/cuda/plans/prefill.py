@@ -1,9 +1,9 @@
 """Planning of prefill attention: which kernel, compiled for what, launched how.
 
 Grids follow from the rows of q, the number of sequences and the bound on lengths, never from query_starts and lengths:
-those of a device are not read on the host. So both kernels on tensor cores are launched, the one of many rows and the
-one that splits the keys of few, and each takes the sequences that are for it. Only what shapes, the bound, the window
-and `exact` rule out is not.
+the host does not read those of a device. So a call on tensor cores launches two kernels, the one of many rows and the
+one that splits the keys of few, and each takes its own sequences. It skips a kernel only if shapes, the bound, the
+window or `exact` leave it no sequence.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
 
 
 class _Kernel(NamedTuple):
-    """A kernel for a call: what it takes beside the arguments that all of them take."""
+    """A kernel for a call: its arguments beside those that all kernels take."""
 
     compiled: CompiledKernel
     grid: tuple[int, int, int]
@@ -141,7 +141,7 @@ def _launch(call: AttentionCall, kernel: _Kernel) -> Launch:
 
 
 def _check(device: Device, call: AttentionCall) -> Launch:
-    """Of the kernel that looks at tables, lengths and query starts, and records what it refuses."""
+    """The launch of the kernel that checks tables, lengths and query starts."""
     spec = call.spec
     sizes = (call.q.shape[0], spec.num_blocks, max_seq_len_of(call), spec.block_size, call.block_tables.strides[0])
     kernel = compile_for(device, make_check_batch, CheckConfig())
@@ -157,7 +157,7 @@ def _on_tensor_cores(device: Device, call: AttentionCall, out: Array) -> list[_K
         FEW_ROWS if splits_keys(call, config) else 0,
         uses_wgmma(config, capability=device.capability),
     )
-    # Warpgroups give few keys other bits, which must not depend on the rest of the batch.
+    # Warpgroups give other bits to few keys, and bits must not depend on the rest of the batch.
     all_are_few = call.q.shape[0] * config.group_size <= FEW_ROWS and not on_warpgroups
     kernels = []
     if not (few_rows and all_are_few):
@@ -206,7 +206,7 @@ def _on_cuda_cores(device: Device, call: AttentionCall, out: Array) -> _Kernel:
 
 
 def _grid(call: AttentionCall, rows: int) -> tuple[int, int, int]:
-    """Of a kernel whose thread blocks have so many rows."""
+    """The grid of a kernel whose thread blocks have so many rows."""
     tiles = num_tiles(call.q.shape[0], len(call.seq_lens), group_size_of(call), rows)
     return tiles * call.spec.num_kv_heads, 1, 1
 
@@ -257,7 +257,7 @@ def group_size_of(call: AttentionCall) -> int:
 
 
 def splits_keys(call: AttentionCall, config: TensorConfig) -> bool:
-    """True where some sequence may have few rows that see more keys than a warp takes; lengths are not looked at."""
+    """True if some sequence may have few rows that see more keys than a warp takes, whatever the lengths are."""
     seen = min(max_seq_len_of(call), call.options.window or NO_WINDOW)
     return can_split(config) and not call.exact and config.group_size <= FEW_ROWS and seen > PART
 

@@ -9,7 +9,7 @@ from ...kernels.rotary import NUM_THREADS, RotaryConfig, make_apply_rotary
 from ..compiler.compile import compile_for
 from ..device import LARGEST_GRID_Y, REPORT, Device
 
-HEADS = 4  # that a thread rotates with the cosines and sines that it has loaded
+HEADS = 4  # that a thread rotates by the cosines and sines that it loads
 
 
 def apply_rotary(device: Device, call: RotaryCall, q_out: Array, k_out: Array | None) -> None:

@@ -1,7 +1,7 @@
 """Planning of kernel "split": decode attention for NHD and HND in one launch.
 
 The grid follows from the bound on lengths, which is the capacity of the block tables if nothing better is known, and
-the window, never from lengths: those of a device are not read on the host.
+the window, never from lengths: the host does not read those of a device.
 """
 
 from __future__ import annotations

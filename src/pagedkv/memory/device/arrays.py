@@ -92,7 +92,7 @@ class Arrays:
             return self._module.asarray(x)
 
     def on_host(self, x: Any) -> Any:
-        """An array of the module as NumPy sees it, in the same memory; one on a device as it is."""
+        """An array of the module as a NumPy view of the same memory; one on a device unchanged."""
         return x if self.on_device else host_view(x)
 
     def free_bytes(self) -> int:

@@ -23,7 +23,7 @@ from .index import NO_BLOCK, HashIndex
 Int64Array = npt.NDArray[np.int64]
 MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # per block: NumPy takes its ids as one element
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
-_FASTER = 16  # a search that finds all its blocks goes on with so many times as many
+_FASTER = 16  # a search multiplies its next blocks by this as long as it finds all of them
 
 
 class Stored(NamedTuple):
@@ -154,7 +154,7 @@ class PrefixCache:
         return blocks
 
     def _run(self, block: int, most: int) -> Int64Array:
-        """A block and the chain of those last stored behind it: all of a text that comes again."""
+        """A block and the chain of those last stored behind it: all of a text that is repeated."""
         run, behind = array("q", [block]), self._behind.data
         while len(run) < most and (block := behind[block]) != NO_BLOCK:
             run.append(block)

@@ -15,7 +15,7 @@ Digests = npt.NDArray[np.void]
 Hash = Callable[[bytes], bytes]
 """Bytes to a digest of NUM_BYTES."""
 NO_SALT = bytes(NUM_BYTES)
-_empty = blake2b(digest_size=NUM_BYTES).copy  # to copy it takes less time than to name the size again
+_empty = blake2b(digest_size=NUM_BYTES).copy  # copying it takes less time than naming the size again
 
 
 def blake2b_128(data: bytes) -> bytes:

@@ -146,7 +146,7 @@ def _as_array(seqs: Any) -> Int64Array:
             raise ValueError(f"seqs must have shape (num_seqs,), got {seqs.shape}")
         if seqs.dtype != _INT64:
             raise TypeError(f"seqs must have dtype int64, got {seqs.dtype}")
-        return seqs.copy()  # their owner may change them
+        return seqs.copy()  # the caller may change them
     if not isinstance(seqs, (list, tuple)):
         seqs = (seqs,)
     try:

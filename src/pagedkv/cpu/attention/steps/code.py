@@ -43,7 +43,7 @@ def vector(lanes: int, element: Any = FLOAT) -> Any:
 
 
 class Code:
-    """Instructions at the place where a builder of llvmlite stands."""
+    """Emits instructions where a builder of llvmlite stands."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -51,7 +51,7 @@ class Code:
     # ---- memory
 
     def load(self, address: Value, type_: Any, offset: int = 0) -> Value:
-        """What is at an address, plus an offset in bytes; aligned to an element."""
+        """Load from an address, plus an offset in bytes; aligned to an element."""
         return self.builder.load(self._pointer(address, type_, offset), align=_element_bytes(type_))
 
     def store(self, value: Value, address: Value, offset: int = 0) -> None:
@@ -65,7 +65,7 @@ class Code:
         self.call("llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 
     def _pointer(self, address: Value, type_: Any, offset: int) -> Value:
-        # An offset of its own, not a sum, becomes part of an instruction's operand instead of an addition in each turn.
+        # A separate offset becomes part of an instruction's operand, where a sum would take an addition in each turn.
         pointer = self.builder.inttoptr(address, ir.PointerType(BYTE))
         if offset:
             pointer = self.builder.gep(pointer, [INT64(offset)], source_etype=BYTE)
@@ -149,7 +149,7 @@ class Code:
         def number(value: float) -> Value:
             return self.constant(value, lanes)
 
-        # What is added rounds to an integer, which is then in the lowest bits.
+        # The addition rounds to an integer, which is then in the lowest bits.
         normal = builder.fcmp_unordered(">", x, number(-87.3))
         clamped = builder.select(normal, x, number(-87.3))
         shifted = builder.fadd(builder.fmul(clamped, number(LOG2E)), number(ROUNDER))

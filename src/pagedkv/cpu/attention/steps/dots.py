@@ -24,7 +24,7 @@ PARTS = 8  # sums of a dot product
 
 
 def passes_of(num_groups: int) -> int:
-    """How often the keys of a step are read: with many groups once for either half of a dot product's sums.
+    """How often the keys of a step are read: with many groups, once for each half of a dot product's sums.
 
     Then the sums of more groups stay in registers, and each load serves more multiply-adds.
     """

@@ -1,6 +1,7 @@
 """float16 to float32 and back: by the processor's instructions, or by integers where it has none.
 
-LLVM would call a function of the compiler's library there, which numba does not have: the process ends.
+Without these integers LLVM would call a function of the compiler's library, which numba does not have: that ends the
+process.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from .machine import has_halves
 
 MAGNITUDE, SIGN, INFINITY, QUIET_NAN = 0x7FFF, 0x8000, 0x7C00, 0x7E00  # of a float16
 FLOAT_INFINITY = 0x7F800000
-BIAS = 112  # what the exponent of a float32 has more than that of a float16
-FRACTION = 13  # as bits of the fraction
+BIAS = 112  # the exponent bias of float32 minus that of float16
+FRACTION = 13  # bits of the fraction that float32 has more
 OVERFLOWS = 0x477FF000  # 65520, the least float32 that rounds to infinity
 NORMAL = 0x38800000  # 2**-14, the least normal float16
 
@@ -51,7 +52,7 @@ def to_half(code: Code, row: Value) -> Value:
     odd = builder.and_(builder.lshr(magnitude, number(FRACTION)), number(1))
     rounded = builder.add(magnitude, builder.add(odd, number((1 << FRACTION - 1) - 1 - (BIAS << 23))))
     normal = builder.lshr(rounded, number(FRACTION))
-    # Beside 0.5 a float32 has the least float16 as its last bit, and the addition rounds to it.
+    # The last bit of 0.5 as float32 is worth the least float16, so adding 0.5 rounds to a multiple of that.
     half = code.constant(0.5, lanes)
     beside = builder.bitcast(builder.fadd(builder.bitcast(magnitude, vector(lanes)), half), vector(lanes, INT32))
     small = builder.sub(beside, builder.bitcast(half, vector(lanes, INT32)))

@@ -11,17 +11,17 @@ def _has(feature: str) -> bool:
 
 
 def has_halves() -> bool:
-    """float16 to float32 and back in one instruction: all of AArch64, x86 with F16C."""
+    """Converts float16 and float32 in one instruction: all of AArch64, x86 with F16C."""
     return _has("f16c") or cpu_target.target_context.codegen().magic_tuple()[0].startswith(("aarch64", "arm64"))
 
 
 def has_byte_permutes() -> bool:
-    """Any 64 bytes out of 128 in one instruction (AVX-512 VBMI)."""
+    """Picks any 64 bytes out of 128 in one instruction (AVX-512 VBMI)."""
     return _has("avx512vbmi")
 
 
 def prefetches_into_l1() -> bool:
-    """AMD's Zen, which waits for lines that are in L2 alone; Intel's L1 has room for too few misses on their way."""
+    """AMD's Zen, which waits for lines that are in L2 alone; Intel's L1 has too few miss buffers."""
     return cpu_target.target_context.codegen().magic_tuple()[1].startswith("znver")
 
 

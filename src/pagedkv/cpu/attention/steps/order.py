@@ -1,7 +1,7 @@
 """The order in which the dims of a widened row lie: the one that is cheapest to widen to.
 
-Rows are widened in chunks of 64 bytes, which fall apart into even and odd dims where two 16-bit halves of a word become
-two vectors. Queries and accumulators lie in the same order, so a sum over dims follows it: it depends on the cache's
+Rows are widened in chunks of 64 bytes. Where two 16-bit halves of a word become two vectors, these hold even and odd
+dims. Queries and accumulators lie in the same order, so a sum over dims follows it: it depends on the cache's
 dtype and head_dim alone, never on the machine.
 """
 

@@ -24,7 +24,7 @@ def make_softmax(group_rows: int, *, masked: bool) -> Any:
     """The step ``softmax(scores, maximum, total, factor, starts, stops, first)``.
 
     If `masked`, a row sees the tokens from its start to before its stop, int32 positions (R,); the tile's first token
-    is at position `first`. A tile of which a row sees nothing leaves its state as it was.
+    is at position `first`. A tile of which a row sees nothing leaves its state unchanged.
     """
     tokens = LANES // group_rows  # of a vector
 

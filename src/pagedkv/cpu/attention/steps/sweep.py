@@ -49,7 +49,7 @@ class Form(NamedTuple):
 
 
 def groups_at_once(form: Form) -> int:
-    """Groups that take a step of keys together: more with a staged tile, which waits for loads and not for memory."""
+    """Groups that take a step of keys together: more with a staged tile, which waits for L1, not for memory."""
     most = 4 if form.staged else 2
     return most if form.group_rows > 1 and keys_at_once(most, form.group_rows) >= 4 else 1
 
