@@ -36,7 +36,7 @@ from ..device.last_block import is_last, publish
 from ..device.logits import NONE
 from ..device.row_offsets import Cache
 from ..device.scales import scale_of
-from ..device.source import KernelSource, Steps, device_function
+from ..device.source import KernelSource, device_function
 from . import limits
 from .arguments import Options, Output, Pages, Partials, Query, Shared
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
@@ -70,6 +70,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
     NUM_STATES, IS_EVEN = config.num_teams * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
     team_sums, lookup = make_sums(config), make_pages(config, make_lanes(config).fetch)
+    make_attend, min_blocks = _inner_loop(config)
     attend, merge = make_attend(config, team_sums), make_merge(config, team_sums)
     VALUE_FACTOR, FORGETS = float32(software_factor(config.kv_kind, config.hardware_fp8)), bool(limits.forgets(config))
 
@@ -195,22 +196,15 @@ def make_split(config: SplitConfig) -> KernelSource:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge.merge_splits(thread, output, partials, num_splits, room)
 
-    return KernelSource(split, SIGNATURE, NUM_THREADS, _min_blocks(config))
+    return KernelSource(split, SIGNATURE, NUM_THREADS, min_blocks)
 
 
-def make_attend(config: SplitConfig, sums: Steps) -> Any:
-    """The inner loop of a config."""
-    if config.staged:
-        return make_attend_with_many_heads(config, sums)
-    make = make_attend_on_tensor_cores if config.on_tensor_cores else make_attend_on_cuda_cores
-    return make(config, sums)
-
-
-def _min_blocks(config: SplitConfig) -> int:
-    """Thread blocks on a multiprocessor: as many as need no spills."""
-    if config.on_tensor_cores:
-        return limits.min_blocks(TensorShape(config))
-    return limits.min_blocks_on_cuda_cores(RowShape(config))
+def _inner_loop(config: SplitConfig) -> tuple[Any, int]:
+    """The factory of the inner loop, and thread blocks on a multiprocessor: as many as need no spills."""
+    if not config.on_tensor_cores:
+        return make_attend_on_cuda_cores, limits.min_blocks_on_cuda_cores(RowShape(config))
+    make = make_attend_with_many_heads if config.staged else make_attend_on_tensor_cores
+    return make, TensorShape(config).min_blocks
 
 
 def dynamic_bytes(config: SplitConfig) -> int:

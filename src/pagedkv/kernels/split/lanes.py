@@ -6,8 +6,6 @@ warp has a slot for each kind of words there.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from numba import cuda, uint32
 
 from ..device.intrinsics import warp as warps
@@ -27,14 +25,6 @@ WARP_BYTES = NUM_SLOTS * SLOT_BYTES
 def slots_bytes(config: SplitConfig) -> int:
     """Shared memory of the slots of all warps."""
     return NUM_WARPS * WARP_BYTES if config.through_shared else 0
-
-
-class Slots(NamedTuple):
-    """Shared addresses of a warp's slots, or zeros where lanes exchange words by shuffles."""
-
-    keys: Any
-    values: Any  # the first one of two
-    others: Any
 
 
 @device_function
@@ -58,12 +48,13 @@ def make_lanes(config: SplitConfig) -> Steps:
 
     @device_function
     def slots(warp):
+        """Shared addresses of a warp's slots of keys, of values (two) and of others; zeros if there are none."""
         keys = values = others = uint32(0)
         if THROUGH_SHARED:
             first = shared_address(cuda.shared.array(NUM_WORDS, uint32, alignment=16))
             keys = uint32(first + warp * WARP_BYTES)
             values, others = uint32(keys + VALUES * SLOT_BYTES), uint32(keys + OTHERS * SLOT_BYTES)
-        return Slots(keys, values, others)
+        return keys, values, others
 
     @device_function
     def share(slot, x):

@@ -25,14 +25,14 @@ BANK_PAIRS = 16  # float32 pairs in one pass over the banks
 MOST_STATIC = 40 * 1024  # bytes of sums: 48 KiB, less what else is static
 
 
-def row_pairs(config: SplitConfig) -> int:
-    """Pairs of a row in shared memory: whole passes over the banks."""
-    return -(-config.head_dim // (2 * BANK_PAIRS)) * BANK_PAIRS
+def team_bytes(config: SplitConfig) -> int:
+    """Shared memory of the sums of a team, whose rows are whole passes over the banks."""
+    return -(-config.head_dim // (2 * BANK_PAIRS)) * 8 * BANK_PAIRS * config.num_heads
 
 
 def sums_bytes(config: SplitConfig) -> int:
     """Shared memory of the sums of all teams."""
-    return 8 * row_pairs(config) * config.num_heads * config.num_teams
+    return team_bytes(config) * config.num_teams
 
 
 def are_dynamic(config: SplitConfig) -> bool:
@@ -40,14 +40,10 @@ def are_dynamic(config: SplitConfig) -> bool:
     return config.staged or sums_bytes(config) > MOST_STATIC
 
 
-def team_bytes(config: SplitConfig) -> int:
-    """From a pair of one team to that of the next."""
-    return 8 * row_pairs(config) * config.num_heads
-
-
 def make_sums(config: SplitConfig) -> Steps:
     """How sums are addressed and read back."""
-    ROW_BYTES, ON_TENSOR_CORES, load_floats = 8 * row_pairs(config), config.on_tensor_cores, load_shared(4)
+    ROW_BYTES, ON_TENSOR_CORES = team_bytes(config) // config.num_heads, config.on_tensor_cores
+    load_floats = load_shared(4)
     DIMS = TensorShape(config).v_dims if config.on_tensor_cores else 0
 
     @device_function

@@ -90,28 +90,20 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             caches.load_values(i + 2 - CHUNKS, registers.words, at, rows.v, v_offset, rows.room, rows.t)
 
     @unrolled(CHUNKS)
-    def use_values(i, registers, rows, next_k, v_offset, next_v, valid):
-        """Multiply chunk i of V, and refill its buffer with the chunk two later."""
+    def use_values(i, registers, rows, next_k, v_offset, next_v, valid, is_last):
+        """Multiply chunk i of V, and refill its buffer with the chunk two later, if the warp has one."""
         at = ((CHUNKS + i) % 2) * BUFFER
-        if CHECKED and valid != ALL:
+        if (CHECKED or is_last) and valid != ALL:
             caches.zero_values(registers.words, at, uint32(valid >> uint32(rows.t << 2)))
         products.multiply_values(i, registers, at)
         if i + 2 < CHUNKS:
             caches.load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
+        elif is_last:
+            pass
         elif i + 2 < 2 * CHUNKS:
             caches.load_keys(i + 2 - CHUNKS, registers.words, at, rows.k, next_k, rows.token, rows.t)
         else:
             caches.load_values(i + 2 - 2 * CHUNKS, registers.words, at, rows.v, next_v, rows.room, rows.t)
-
-    @unrolled(CHUNKS)
-    def use_last_values(i, registers, rows, v_offset, valid):
-        """As `use_values`, in the warp's last step."""
-        at = ((CHUNKS + i) % 2) * BUFFER
-        if valid != ALL:
-            caches.zero_values(registers.words, at, uint32(valid >> uint32(rows.t << 2)))
-        products.multiply_values(i, registers, at)
-        if i + 2 < CHUNKS:
-            caches.load_values(i + 2, registers.words, at, rows.v, v_offset, rows.room, rows.t)
 
     @device_function
     def attend(thread, first, query, k, v, pages, options, shared):
@@ -123,13 +115,9 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         # A shuffle makes ptxas keep its result instead of recomputing it in each step. limits.py says which variants
         # have registers for that.
         q_shared = uint32(shared.address + lane * 16)
-        if KEEP_T:
-            t = shuffle(t, lane)
-        if KEEP_Q:
-            q_shared = shuffle(q_shared, lane)
-        token = key_token(g)
-        if KEEP_TOKEN:
-            token = shuffle(token, lane)
+        t = shuffle(t, lane) if KEEP_T else t
+        q_shared = shuffle(q_shared, lane) if KEEP_Q else q_shared
+        token = shuffle(key_token(g), lane) if KEEP_TOKEN else key_token(g)
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         rows = Rows(k.address + int64(t) * 16, v.address + v_first, ROW_BYTES - v_first, token, t)
         keys, values, others = lanes.slots(warp)
@@ -170,7 +158,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             if CHECKED and valid != ALL:
                 softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
             softmax.soften(registers, others, g, t)
-            use_values(registers, rows, k_offset, v_offset, next_v, valid)
+            use_values(registers, rows, k_offset, v_offset, next_v, valid, False)
             base, v_offset, valid = uint32(base + TURN), next_v, next_valid
         clear(registers.raw, NUM_RAW)
         use_keys(registers, q_shared, rows, k_offset, v_offset)
@@ -179,7 +167,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         if valid != ALL:
             softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
         softmax.soften(registers, others, g, t)
-        use_last_values(registers, rows, v_offset, valid)
+        use_values(registers, rows, k_offset, v_offset, v_offset, valid, True)
         if Q_IS_SHARED:
             cuda.syncthreads()  # the sums replace Q
         # Recomputed: they would take registers in the loop, and the shuffle hides the range of t.

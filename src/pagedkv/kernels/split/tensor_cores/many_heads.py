@@ -84,7 +84,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
         ring = shared.address
         ring_end = uint32(ring + RING_BYTES)
         q_shared = uint32(ring_end + member * Q_BYTES + (lane << 4))
-        others, registers, found = lanes.slots(warp).others, new_registers(), new_found()
+        others, registers, found = lanes.slots(warp)[2], new_registers(), new_found()
         clear(registers.o, NUM_O)
         softmax.start(registers, query, options.slopes, g)
 

@@ -183,12 +183,8 @@ def make_quads(shape: TensorShape) -> Steps:
         if Q_BYTES == 4:
             x = load_16(q + (first * 4 if is_inside else int64(0)))
             a, b, c, d = bits_float(x[0]), bits_float(x[1]), bits_float(x[2]), bits_float(x[3])
-            return (
-                a if is_inside else zero,
-                b if is_inside else zero,
-                c if is_inside else zero,
-                d if is_inside else zero,
-            )
+            a, b = a if is_inside else zero, b if is_inside else zero
+            return a, b, c if is_inside else zero, d if is_inside else zero
         y = load_words(q, quad, t)
         a, b = widen(y[0])
         c, d = widen(y[1])
