@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "split: the vectors of a row are counted in 31 bits",
         "kernels/split/pages.py",
-        "return base + int64(fetch(offset, lane, 0)) * VECTOR_BYTES",
+        "return address_at(base, fetch(offset, lane, 0))",
         "return base + int64(uint32(fetch(offset, lane, 0) << uint32(4)))",
         LARGE,
     ),

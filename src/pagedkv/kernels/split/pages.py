@@ -20,8 +20,8 @@ from .config import NUM_THREADS, SplitConfig
 def make_pages(config: SplitConfig, fetch: Any) -> Steps:
     """The steps of a config; `fetch` is that of lanes.py."""
     BLOCK_SIZE, MASKS, CHECKS_SPLITS = config.block_size, config.masks_blocks, config.checks_splits
-    WIDE, VECTOR_BYTES = config.wide, config.vector_bytes
-    row_offset, address_at = make_row_offset(WIDE, VECTOR_BYTES), make_address_at(WIDE, VECTOR_BYTES)
+    WIDE, sizes = config.wide, (config.wide, config.vector_bytes)
+    row_offset, address_at = make_row_offset(*sizes), make_address_at(*sizes)
 
     @device_function
     def find_token(pages, token):
@@ -63,7 +63,7 @@ def make_pages(config: SplitConfig, fetch: Any) -> Steps:
     def row_address(base, offset, lane):
         """The row whose offset that lane offered."""
         if WIDE:
-            return base + (int64(fetch(offset, lane, 1)) << 32 | int64(fetch(offset, lane, 0)))
-        return base + int64(fetch(offset, lane, 0)) * VECTOR_BYTES
+            return address_at(base, int64(fetch(offset, lane, 1)) << 32 | int64(fetch(offset, lane, 0)))
+        return address_at(base, fetch(offset, lane, 0))
 
     return Steps(find_token, check_split, row_offset, address_at, row_address)

@@ -71,9 +71,8 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     NUM_RAW, NUM_O, CHECKED, DIM_SHARES = shape.num_raw, shape.num_o, config.masks_blocks, config.dim_shares
     Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
     KEEP_Q, KEEP_T = bool(limits.keeps_q_address(shape)), bool(limits.keeps_lane(shape))
-    KEEP_TOKEN = bool(limits.keeps_key_token(shape))
+    KEEP_TOKEN, ALL = bool(limits.keeps_key_token(shape)), uint32(0xFFFFFFFF)
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
-    ALL = uint32(0xFFFFFFFF)
     lanes, new_registers = make_lanes(config), make_registers(shape, 2)
     lookup = make_pages(config, lanes.fetch)
     caches, products, stage_query = make_rows(shape, lookup.row_address), make_products(shape), make_stage_query(shape)

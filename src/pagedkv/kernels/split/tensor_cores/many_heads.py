@@ -81,8 +81,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
         first_head = first_head if num_heads > 0 else uint32(0)
         q = query.address + int64(first_head) * query.head_stride
         query = Query(q, query.head_stride, num_heads, uint32(query.head + first_head))
-        ring = shared.address
-        ring_end = uint32(ring + RING_BYTES)
+        ring, ring_end = shared.address, uint32(shared.address + RING_BYTES)
         q_shared = uint32(ring_end + member * Q_BYTES + (lane << 4))
         others, registers, found = lanes.slots(warp)[2], new_registers(), new_found()
         clear(registers.o, NUM_O)
@@ -127,8 +126,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
                 softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
             softmax.soften(registers, others, g, t)
             use_values(registers, uint32(oldest + v_from))
-            youngest = oldest
-            oldest = uint32(oldest + STAGE_BYTES)
+            youngest, oldest = oldest, uint32(oldest + STAGE_BYTES)
             oldest = ring if oldest == ring_end else oldest
             first, base = uint32(first + TOKENS), uint32(base + TOKENS)
         wait_for_all()

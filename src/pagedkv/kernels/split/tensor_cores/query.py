@@ -34,8 +34,7 @@ def make_stage_query(shape: TensorShape) -> Any:
     NUM_GROUPS = NUM_QUADS // 2 if shape.fold else NUM_QUADS  # of fragments with the same elements of q
     TERM_FRAGMENTS, BELOW = shape.q_fragments // NUM_GROUPS, 0 if shape.head_tiles == 1 and not shape.fold else 4
     IS_WHOLE = NUM_GROUPS % NUM_WORKERS == 0
-    quads, widen = make_quads(shape), unpack(shape.operand)
-    pack = pack_of(shape.operand)
+    quads, widen, pack = make_quads(shape), unpack(shape.operand), pack_of(shape.operand)
 
     @unrolled(NUM_QUADS)
     def raise_largest(quad, largest, q, t):
@@ -177,9 +176,8 @@ def make_quads(shape: TensorShape) -> Steps:
     @device_function
     def load_quad(q, quad, t):
         """A quad as 4 float32."""
-        first = first_dim(quad, t)
+        first, zero = first_dim(quad, t), float32(0)
         is_inside = IS_WHOLE or first < HEAD_DIM
-        zero = float32(0)
         if Q_BYTES == 4:
             x = load_16(q + (first * 4 if is_inside else int64(0)))
             a, b, c, d = bits_float(x[0]), bits_float(x[1]), bits_float(x[2]), bits_float(x[3])

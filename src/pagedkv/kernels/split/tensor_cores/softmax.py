@@ -38,9 +38,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     bias = 12.0 if IS_HALF else 0.0
     BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)
     PAIRS = 2 * shape.tiles * shape.head_tiles
-    pack = pack_of(shape.operand)
-    widen = unpack(shape.operand)
-    modify = make_modify(shape.config.score_mod)
+    pack, widen, modify = pack_of(shape.operand), unpack(shape.operand), make_modify(shape.config.score_mod)
 
     @unrolled(shape.head_tiles)
     def start(h, registers, query, slopes, g):

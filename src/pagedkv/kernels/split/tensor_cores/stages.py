@@ -146,8 +146,7 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
         """
         start = uint32(slot + piece * NBYTES)
         k_target = uint32(start + row * K_STRIDE)
-        in_group = uint32((row & 3) * V_STRIDE)
-        group = uint32(uint32(row >> 2) * V_GROUP)
+        in_group, group = uint32((row & 3) * V_STRIDE), uint32(uint32(row >> 2) * V_GROUP)
         v_target = uint32(start + V_START + group + in_group)
         block, position = found.blocks[at + j], found.positions[at + j]
         k_row = lookup.address_at(k.address, lookup.row_offset(k, block, position))
