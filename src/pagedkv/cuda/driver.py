@@ -130,7 +130,7 @@ class CudaDevice:
     """A GPU and a stream, as `cuda.device.Device` describes it.
 
     A graph that was captured on the stream may be replayed on any other one, so graphs do not share workspaces with
-    calls. Those of graphs are never freed: nobody says when the last graph that uses them is gone.
+    calls. Those of graphs are never freed, since nobody says when the last graph that uses them is gone.
 
     Parameters
     ----------

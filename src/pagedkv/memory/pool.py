@@ -325,7 +325,7 @@ class BlockPool(Guarded):
             raise OutOfBlocksError(message, requested=num_new, free=num_free)
 
     def _require_evictable(self, evicted: Int64Array, count: int, used_again: Int64Array, cache: PrefixCache) -> None:
-        """Raise ValueError unless the caller's eviction chose as many blocks as it must, all of them waiting."""
+        """Raise ValueError unless the caller's eviction chose the right number of blocks, all of them waiting."""
         if len(evicted) != count:
             raise ValueError(f"eviction must choose {count} blocks to evict, got {len(evicted)}")
         waits = (self._refs[evicted] == 0) & cache.is_findable(evicted)

@@ -37,7 +37,7 @@ class Sequences(Guarded, ABC):
 
     @abstractmethod
     def _copy(self, copies: npt.NDArray[np.int64]) -> None:
-        """Copy blocks in all layers, before the commit: until then the destinations are blocks that nobody reads."""
+        """Copy blocks in all layers, before the commit: until then nobody reads the destinations."""
 
     @abstractmethod
     def _read(self, copies: npt.NDArray[np.int64]) -> None:

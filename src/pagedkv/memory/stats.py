@@ -51,7 +51,7 @@ class Stats:
 
     @classmethod
     def of(cls, table: SequenceTable, block_bytes: int) -> Stats:
-        """Read them off a table and its pool, whose blocks have so many bytes in all layers."""
+        """Read them off a table and its pool, whose blocks take `block_bytes` bytes in all layers."""
         pool, found = table.pool, table.pool._prefix_cache
         used = pool.num_blocks - pool.num_free
         return cls(

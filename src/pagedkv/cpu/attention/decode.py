@@ -213,7 +213,7 @@ class Few:
 
 
 class Cut(NamedTuple):
-    """How a call of some form is cut into work items on so many threads."""
+    """How a call of some form is cut into work items for a number of threads."""
 
     config: TileConfig
     heads_per_item: int

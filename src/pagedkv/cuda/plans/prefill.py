@@ -206,7 +206,7 @@ def _on_cuda_cores(device: Device, call: AttentionCall, out: Array) -> _Kernel:
 
 
 def _grid(call: AttentionCall, rows: int) -> tuple[int, int, int]:
-    """The grid of a kernel whose thread blocks have so many rows."""
+    """The grid of a kernel whose thread blocks have `rows` rows."""
     tiles = num_tiles(call.q.shape[0], len(call.seq_lens), group_size_of(call), rows)
     return tiles * call.spec.num_kv_heads, 1, 1
 

@@ -14,7 +14,7 @@ from . import limits
 SHORTEST_SPLIT = 256  # tokens
 SPLIT_UNIT = 128  # splits are multiples of it: the most tokens that all warps take in one step
 # Splits of a sequence, all powers of two: the kernel shifts where it would divide.
-FEW_SPLITS = 8  # up to so many, whatever their partial results cost
+FEW_SPLITS = 8  # the number up to which the cost of partial results does not count
 MANY_SPLITS = 64  # the most, unless few KV heads need more for a FULL_GRID
 FULL_GRID = 128  # thread blocks that occupy a large GPU: an H100 has 132 multiprocessors
 MOST_SPLITS = FULL_GRID  # with one KV head: four for each lane of the warp that merges them

@@ -57,7 +57,7 @@ class Mirror:
         sent, device = self._sent[:num_rows, :num_columns], self._device[:num_rows, :num_columns]
         changed = np.flatnonzero((sent != rows).any(axis=1))
         if len(changed):
-            # After a copy that fails nobody knows what the device holds: send these rows again.
+            # If the copy fails, the device may hold anything: send these rows again.
             sent[changed] = _NOT_SENT
             row_bytes = num_columns * rows.itemsize
             if len(changed) * (row_bytes + _INDEX_BYTES) < num_rows * row_bytes:

@@ -46,7 +46,7 @@ class Chains:
         return [(self.num_found, rows, num_found)]
 
     def plan_shorten(self, rows: Int64Array, lens: Int64Array, num_full: Int64Array) -> list[Write]:
-        """Cut each row down to so many tokens, and full blocks, at most."""
+        """Cut each row down to at most `lens` tokens and `num_full` full blocks."""
         return [
             (self.num_known, rows, np.minimum(self.num_known[rows], lens)),
             (self.num_found, rows, np.minimum(self.num_found[rows], num_full)),

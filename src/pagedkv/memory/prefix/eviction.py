@@ -1,4 +1,4 @@
-"""Eviction: which of the blocks that nobody uses loses its contents first."""
+"""Eviction: which unused block loses its contents first."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 Plan = TypeVar("Plan", bound=tuple[Any, ...])
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)
 _IN_ORDER: Any = slice(None)
-_WORTH_A_COPY = 2  # so many tokens that are found in a block fill it
+_WORTH_A_COPY = 2  # copy a block if at least one token in this many is found
 
 
 class Rows(RowState):
@@ -34,7 +34,7 @@ class Rows(RowState):
     def plan_add(self, prompt: Prompt, reserve: int | None = None) -> tuple[int, int, Int64Array, list[Write]]:
         """Start a sequence: its handle, how many of its tokens were found, the copies to make, and what to store.
 
-        With `reserve` it starts with the found tokens alone, provided that all would fit, with so many blocks to spare.
+        With `reserve` it starts with the found tokens alone, if all would fit with that many blocks to spare.
         """
         num_tokens, cache, size = prompt.num_tokens, self.prefix_cache, self.block_size
         if num_tokens > self.max_seq_len:
@@ -90,7 +90,7 @@ class Rows(RowState):
             self.pool._commit(self.pool._plan(forgotten=findable)[1])
 
     def can_add(self, prompt: Prompt, reserve: int) -> bool:
-        """Whether a sequence fits, with so many blocks to spare."""
+        """Whether a sequence fits with `reserve` blocks to spare."""
         _, shared, _, _ = self._share(prompt)
         needed = self._num_taken(prompt.num_tokens, shared) + reserve
         return prompt.num_tokens <= self.max_seq_len and needed <= self.pool.num_free and self.handles.num_free > 0
@@ -340,7 +340,7 @@ class Rows(RowState):
         ]
 
     def _with_columns(self, num_columns: int) -> tuple[Int32Array, list[Write]]:
-        """A table with at least so many columns, and what to store if it is a wider one."""
+        """A table with at least num_columns columns, and what to store if it is a wider one."""
         num_rows, before = self.blocks.shape
         if num_columns <= before:
             return self.blocks, []
@@ -370,7 +370,7 @@ class Rows(RowState):
         return num_found - 1, found, NO_BLOCKS, found[-1:]
 
     def _num_taken(self, num_tokens: int, shared: Int64Array) -> int:
-        """Free blocks that a sequence takes: new ones, and shared ones that nobody uses, for those are free, too."""
+        """Free blocks that a sequence takes: new ones, and shared ones without references, which count as free."""
         return int(self.num_blocks(num_tokens)) - len(shared) + int(np.count_nonzero(self.pool._refs[shared] == 0))
 
     def _plan_drop(self, rows: Int64Array, lens: Int64Array, forgotten: Int64Array = NO_BLOCKS) -> list[Write]:

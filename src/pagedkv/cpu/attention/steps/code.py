@@ -137,7 +137,7 @@ class Code:
         return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
 
     def halve(self, x: Value, combine: Callable[[Value, Value], Value], lanes: int) -> Value:
-        """Combine the lower and the upper half of x until so many lanes are left."""
+        """Combine the lower and the upper half of x until `lanes` lanes are left."""
         while (half := x.type.count // 2) >= lanes:
             x = combine(self.shuffle(x, range(half)), self.shuffle(x, range(half, 2 * half)))
         return x

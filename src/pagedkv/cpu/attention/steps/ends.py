@@ -1,4 +1,4 @@
-"""The ends of a query row: on its way in from q, and on its way out into the result.
+"""The ends of a query row: in from q, and out into the result.
 
 Both lie dim after dim, in the dtype of q. Between them rows are float32 and lie in places (`order`): four neighbouring
 places have four dims of the same eight, the first and the last ones or the even and the odd ones.

@@ -31,7 +31,7 @@ class Ahead(NamedTuple):
 
 
 def prefetch_turn(code: Code, ahead: Ahead, first: Value, count: int, turn: Value, dims: int) -> None:
-    """Prefetch what `count` rows from `first` on have for a turn of so many dims.
+    """Prefetch the part of `count` rows from `first` on that a turn of `dims` dims reads.
 
     Where that is less than a line, each turn takes its share of the rows, and their whole line.
     """

@@ -135,7 +135,7 @@ def _take_steps(
     heads_ahead = builder.select(by_token, _heads_ahead(code, form, sweep), sweep.num_heads)
 
     def in_groups(emit: Callable[[Value, int], None], done: Value, count: int) -> None:
-        """``emit(first, count)`` for the groups from `done` on, so many at a time, and what is left fewer at a time."""
+        """``emit(first, count)`` for the groups from `done` on, `count` at a time, and the rest fewer at a time."""
         whole = builder.sdiv(builder.sub(sweep.num_groups, done), INT64(count))
         code.repeatedly(whole, lambda i: emit(builder.add(done, code.times(i, count)), count))
         if count > 1:

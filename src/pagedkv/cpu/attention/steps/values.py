@@ -15,7 +15,7 @@ from .widen import widen_chunk
 
 
 def widens_in_registers(kind: str, num_rows: int) -> bool:
-    """The accumulators of a chunk of values and so many query rows stay in registers."""
+    """The accumulators of a chunk of values and `num_rows` query rows stay in registers."""
     return num_rows * CHUNK_DIMS[kind] // LANES <= num_accumulators()
 
 
@@ -67,7 +67,7 @@ def values(
             code.store(after, row, v)
 
     def all_columns(done: Value, width: int) -> None:
-        """The vectors from `done` on, so many at a time, and what is left fewer at a time."""
+        """The vectors from `done` on, `width` at a time, and the rest fewer at a time."""
         turns = builder.sdiv(builder.sub(num_vectors, done), INT64(width))
         code.repeatedly(turns, lambda i: columns(builder.add(done, code.times(i, width)), width))
         if width > chunk:

@@ -57,7 +57,7 @@ def widen_rows(
 
 
 def make_widen_piece(kind: str) -> Any:
-    """The step ``widen_piece(target, apart, address)``: 16 bytes of a row, as vectors so many bytes apart."""
+    """The step ``widen_piece(target, apart, address)``: 16 bytes of a row, as vectors `apart` bytes apart."""
 
     def emit(code: Code, target: Value, apart: Value, address: Value) -> None:
         item = ELEMENT_BYTES[kind]

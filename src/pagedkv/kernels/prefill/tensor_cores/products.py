@@ -1,7 +1,7 @@
 """Both products of the kernel on tensor cores, from rows in shared memory.
 
     S = Q K^T    A is Q, B is K: a lane (g, t) has S of rows g and g + 8, keys 2t and 2t + 1 of each 8
-    O += P V     A is P, which is S where it lies; B is V, transposed on its way by ldmatrix
+    O += P V     A is P, in the registers of S; B is V, which ldmatrix transposes
 
 ldmatrix takes the addresses of 8 rows from 8 lanes, four times. With r = lane % 8, and b and c the bits of 8 and 16 of
 the lane's number, that lane names row r + 8b, chunk c of Q and V, and row r + 8c, chunk b of K. The chunk is

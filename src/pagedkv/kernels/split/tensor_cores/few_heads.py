@@ -10,8 +10,8 @@ of S, and half of the dims of O.
 
     S = Q K^T, heads x tokens, over head_dim
         B is K    token row(g), and row(g) + 2 for another B; row(g) = 4 (g >> 1) + (g & 1)
-                  16 bytes at byte 64 v + 16 t of the row, for each vector v: k16 steps as they stand, since reduction
-                  indices 2t, 2t + 1, 2t + 8, 2t + 9 are a quad of 4 neighbouring dims
+                  16 bytes at byte 64 v + 16 t of the row, for each vector v: k16 steps without a permute, since
+                  reduction indices 2t, 2t + 1, 2t + 8, 2t + 9 are a quad of 4 neighbouring dims
         A is Q    the same quads of heads g (rows 0..7), see below for rows 8..15
         C is S    head g, tokens 4t, 4t + 1 of the tile, from another B 4t + 2, 4t + 3
 

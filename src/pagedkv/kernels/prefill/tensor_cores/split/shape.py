@@ -126,7 +126,7 @@ class SplitShape(TileShape):
         return self.bytes_of(self.num_warps) - 4 * KEPT_WORDS
 
     def bytes_of(self, num_warps: int) -> int:
-        """Shared memory with so many warps: tiles and slots, then sums of warps, then weights of splits; the item."""
+        """Shared memory of this many warps: tiles and slots, then sums of warps, then weights of splits; the item."""
         of_warp = 2 * (self.tile_bytes + self.codes_bytes) + self.slots_bytes
         tiles = self.q_bytes + of_warp * num_warps
         weights = 4 * self.rows * (LONGEST_OF_PARTS // (PART * num_warps) + 1)
@@ -136,7 +136,7 @@ class SplitShape(TileShape):
 
     @property
     def split(self) -> int:
-        """Tokens of a thread block, of sequences of up to LONGEST_OF_PARTS; twice as many of up to twice that."""
+        """Tokens of a thread block, in sequences of up to LONGEST_OF_PARTS; it doubles with each doubling of that."""
         return PART * self.num_warps
 
     @property
