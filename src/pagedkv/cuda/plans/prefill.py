@@ -172,7 +172,7 @@ def _on_tensor_cores(device: Device, call: AttentionCall, out: Array) -> list[_K
 def _split(
     device: Device, call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]
 ) -> _Kernel:
-    """The kernel that splits keys, for sequences of few rows and at least so many keys."""
+    """The kernel that splits keys, for sequences of few rows and at least `least_keys` keys."""
     shape = SplitShape(config)
     most_splits, (of_tokens, of_seqs) = _most_splits(call, shape), _rows_of(call)
     kernel = compile_for(device, make_prefill_split, config)

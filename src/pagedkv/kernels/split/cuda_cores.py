@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numba import float32, int64, uint32
+from numba import float32, int32, int64, uint32
 
 from ..device.intrinsics.thread import address, assign, bits_float, clear, exp2, larger, load_16, local_array, unrolled
 from ..device.intrinsics.warp import ballot, exchange, low_bits, shuffle, store_shared_4, stream_16
@@ -28,7 +28,6 @@ from .pages import make_pages
 from .sums import team_bytes
 
 VECTOR = 4  # elements
-MOST_VECTORS = 4  # of a lane and row
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class RowShape:
     @property
     def lanes(self) -> int:
         """Lanes of a token: the power of two that wastes least, the largest if several do."""
-        powers = [n for n in (32, 16, 8, 4, 2, 1) if -(-self.row_vectors // n) <= MOST_VECTORS]
+        powers = [n for n in (32, 16, 8, 4, 2, 1) if -(-self.row_vectors // n) <= limits.vectors(self)]
         return min(powers, key=lambda n: -(-self.row_vectors // n) * n)
 
     @property
@@ -180,8 +179,7 @@ def make_scores(shape: RowShape) -> Steps:
     """From q and keys to logits, one for each of a lane's tokens and each head."""
     HEADS, TOKENS, ELEMENTS = shape.config.num_heads, shape.tokens, shape.vectors * VECTOR
     SCORES, WORDS = shape.requests * HEADS, shape.requests * ELEMENTS
-    # With distances of 32 bits, 209 registers instead of 163 at D = 128, G = 4 for 9.0: a thread block fewer.
-    modify = make_modify(shape.config.score_mod, int64)
+    modify = make_modify(shape.config.score_mod, int64 if limits.wide_distances(shape) else int32)
 
     @unrolled(SCORES * ELEMENTS)
     def dot(step, s, keys, query):

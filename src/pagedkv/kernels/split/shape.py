@@ -30,7 +30,7 @@ class TensorShape:
     @property
     def tiles(self) -> int:
         """Tiles of a step."""
-        return 2 if self.config.row_bytes <= 128 else 1
+        return limits.tiles(self)
 
     @property
     def step(self) -> int:
