@@ -38,6 +38,8 @@ VARIANTS = [
     variant(256, 16, architecture=10, modified=True),
     variant(128, 16, "bfloat16", "bfloat16", 10),
     variant(256, 16, "float32", modified=True),
+    variant(512, 8, architecture=8, modified=True),
+    variant(512, 8, "float32", architecture=8, modified=True),
     variant(512, 8, "bfloat16", "bfloat16", 8, modified=True),
     variant(256, 8, "float32", "bfloat16", 8, checked=True),
     variant(64, 16, architecture=8, modified=True),
