@@ -69,6 +69,8 @@ VARIANTS = [
     variant(64, 8, "float16", "fp8_e4m3", modified=True),
     variant(64, 16, "float16", "fp8_e4m3", checked=True),
     variant(256, 16, "float16", "fp8_e4m3", checked=True),
+    variant(256, 16, "bfloat16", "fp8_e4m3", checked=True),
+    variant(256, 16, "float32", "fp8_e4m3", checked=True),
     variant(256, 4, "float32", "float32", 8, modified=True),
     variant(256, 2, "float32", "float32", 8, checked=True),
     variant(512, 2, "float32", "float32", 8, checked=True),
@@ -93,6 +95,7 @@ SHORT = [
     variant(72, 8, "bfloat16", "fp8_e5m2", 8),
     variant(64, 3, "float32", "float32", checked=True),  # which ../test_decode.py runs
     variant(64, 4, checked=True),  # too
+    variant(256, 16, "bfloat16", "fp8_e4m3", checked=True),
 ]
 # Each spilled where ptxas did not know that all lanes of a warp enter its loop together; the first one is in VARIANTS
 # of variants.py.

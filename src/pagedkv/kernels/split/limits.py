@@ -262,7 +262,15 @@ keeps_q_address: Limit[TensorShape] = Limit(
             "ptxas would find the address again in each step: 14.31 instead of 14.19 instructions at D = 128, G = 16 "
             "for 9.0.",
         ),
-        Row(otherwise, 0, "8 bytes at D = 256, G = 16 in fp8_e4m3 with a check for 9.0."),
+        Row(
+            lambda s: (
+                (s.config.architecture == 9 and s.config.checked and s.is_fp8 and s.is_normalised)
+                and (s.config.head_dim > 128 and s.head_tiles == 2)
+            ),
+            1,
+            "8 bytes at D = 256, G = 16 in fp8_e4m3 with a bfloat16 or float32 q and a check for 9.0.",
+        ),
+        Row(otherwise, 0, "8 bytes at D = 256, G = 16 in fp8_e4m3 with a float16 q and a check for 9.0."),
     ),
 )
 
