@@ -71,6 +71,7 @@ VARIANTS = [
     variant(256, 16, "float16", "fp8_e4m3", checked=True),
     variant(256, 16, "bfloat16", "fp8_e4m3", checked=True),
     variant(256, 16, "float32", "fp8_e4m3", checked=True),
+    variant(64, 4, "float32", "float32", 8, modified=True),
     variant(256, 4, "float32", "float32", 8, modified=True),
     variant(256, 2, "float32", "float32", 8, checked=True),
     variant(512, 2, "float32", "float32", 8, checked=True),
@@ -91,6 +92,7 @@ SHORT = [
     variant(64, 8, "float16", "fp8_e4m3", modified=True),
     variant(64, 48, "float16", "fp8_e4m3", 10),
     variant(64, 2, "float32", "float32", modified=True),
+    variant(64, 4, "float32", "float32", 8, modified=True),
     variant(8, 4, "float32", "float32"),  # whose loop test_split_plan.py looks at
     variant(72, 8, "bfloat16", "fp8_e5m2", 8),
     variant(64, 3, "float32", "float32", checked=True),  # which ../test_decode.py runs

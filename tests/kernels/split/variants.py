@@ -61,6 +61,7 @@ MORE_VARIANTS = [
     Variant("split", 40, 1, "float32", "float16", group_size=48),
     Variant("split", 256, 3, "float16", "float16", group_size=48),
     Variant("split", 128, 16, "float32", "float32", group_size=4, modified=True),
+    Variant("split", 64, 16, "float32", "float32", group_size=4, modified=True, capability=(8, 0)),
     Variant("split", 64, 16, "float16", "float16", group_size=8, score_mod=own_parity),
     Variant("split", 128, 16, "bfloat16", "bfloat16", group_size=24),
     Variant("split", 256, 16, "float32", "bfloat16", group_size=20),

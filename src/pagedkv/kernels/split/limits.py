@@ -480,10 +480,16 @@ wide_distances: Limit[RowShape] = Limit(
     "1 if the distances of ALiBi take 64 bits, on CUDA cores",
     (
         Row(
-            otherwise,
+            lambda r: r.config.architecture == 9,
             1,
             "200 registers instead of 168 at D = 128, G = 4 with a softcap for 9.0, and two thread blocks instead of "
             "three.",
+        ),
+        Row(
+            otherwise,
+            0,
+            "35.25 instead of 34.75 instructions at D = 64, G = 4 with a softcap for 8.0, and 169 registers instead of "
+            "168, so two thread blocks instead of three.",
         ),
     ),
 )
