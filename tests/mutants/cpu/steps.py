@@ -12,9 +12,9 @@ ENDS = ("tests/cpu/attention/steps/test_ends.py",)
 MUTANTS = [
     Mutant(
         "decode: keys and values of the first KV head for all",
-        "cpu/attention/steps/sweep.py",
-        "offset = builder.add(sweep.offset, builder.mul(head, sweep.head_stride))",
-        "offset = sweep.offset",
+        "cpu/attention/steps/course.py",
+        "builder.add(sweep.offset, builder.mul(head, sweep.head_stride))",
+        "sweep.offset",
         NEEDLE,
     ),
     Mutant(
@@ -68,17 +68,31 @@ MUTANTS = [
     ),
     Mutant(
         "steps: the first head's rows are prefetched for all",
-        "cpu/attention/steps/sweep.py",
-        "builder.add(sweep.next_offset, builder.mul(target, sweep.next_head_stride))",
+        "cpu/attention/steps/course.py",
+        "builder.add(sweep.next_offset, builder.mul(head, sweep.next_head_stride))",
         "sweep.next_offset",
         ("tests/cpu/attention/steps/test_sweep.py::test_each_line_of_the_next_rows_is_prefetched[bfloat16-1]",),
     ),
     Mutant(
         "steps: the last step of a tile prefetches the next one's rows for heads of its own",
-        "cpu/attention/steps/sweep.py",
-        "        is_next_tile = builder.and_(is_next_step, ",
-        "        is_next_tile = builder.and_(builder.icmp_signed('==', t, t), ",
+        "cpu/attention/steps/course.py",
+        "builder.select(place.past, x, y)",
+        "y",
         ("tests/cpu/attention/steps/test_sweep.py::test_of_large_rows_heads_further_on_are_prefetched",),
+    ),
+    Mutant(
+        "steps: the next step is widened over this one's rows",
+        "cpu/attention/steps/sweep.py",
+        "half(code.plus(number, 1))",
+        "half(number)",
+        ("tests/cpu/attention/steps/test_sweep.py::test_every_way_to_read_rows[fp8_e4m3-4-True]",),
+    ),
+    Mutant(
+        "steps: rows of the next step beside which there is no token are not widened",
+        "cpu/attention/steps/values.py",
+        "following.widen_rows(code, count, num_vectors)",
+        "pass",
+        ("tests/cpu/attention/steps/test_sweep.py::test_every_way_to_read_rows[fp8_e4m3-4-True]",),
     ),
     Mutant(
         "steps: vectors that are left over read the first values again",
@@ -155,7 +169,7 @@ MUTANTS = [
     Mutant(
         "decode: a step past the end multiplies the last value again",
         "cpu/attention/steps/sweep.py",
-        'builder.select(builder.icmp_signed("<", left, INT64(step_tokens)), left, INT64(step_tokens))',
+        "code.smaller(left, INT64(step_tokens))",
         "INT64(step_tokens)",
         ("tests/cpu/attention/test_decode.py::test_an_infinite_last_value_stays_infinite[NHD-float32]",),
     ),

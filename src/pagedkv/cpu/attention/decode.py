@@ -66,7 +66,7 @@ DIM_NS, ROW_NS = 0.2, 0.04
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The kernel of one TileConfig and score_mod."""
     walk, R = make_walk(config, score_mod, folds=False), config.group_rows
-    tile_tokens = TILE if config.staged else STEP
+    tile_tokens = TILE if config.staged else 2 * STEP
     put_query, finish_row = make_ends(even_odd=is_shuffled(config.kind))
 
     def decode(

@@ -28,7 +28,7 @@ class Scratch(NamedTuple):
     """Where each part begins.
 
     `rows` are the query rows of the largest work item, `places` those of a widened row, and `tile_tokens` TILE where
-    tiles are staged, otherwise STEP.
+    tiles are staged, otherwise twice STEP.
     """
 
     k_rows: Any  # int64 (TILE,) addresses of the rows of a tile of keys
@@ -36,7 +36,7 @@ class Scratch(NamedTuple):
     v_rows: Any  # int64 (TILE,) those of its values
     tile_rows: Any  # int64 (TILE,) those of `tile`
     v_tile_rows: Any  # int64 (TILE,) those of `v_tile`
-    tile: Any  # float32 (tile_tokens, places) widened keys, or the rows of a step
+    tile: Any  # float32 (tile_tokens, places) widened keys, or the rows of two steps
     v_tile: Any  # float32 (tile_tokens, places) widened values
     queries: Any  # float32 (groups, places / 4, R, 4)
     acc: Any  # float32 (rows, places)

@@ -32,7 +32,7 @@ def grouped(q, group_rows):
 def swept(rows, num_groups, *, next_rows=None, token_major=True):
     """The last arguments of a sweep over rows (tokens, KV heads, dims), with so many groups for each KV head."""
     following = rows if next_rows is None else next_rows
-    tile = np.full((STEP, rows.shape[2]), np.nan, np.float32)
+    tile = np.full((2 * STEP, rows.shape[2]), np.nan, np.float32)
     return (
         *(rows_at(rows), 0, rows.strides[1], rows_at(following), 0, following.strides[1]),
         *(len(rows), rows.shape[1], num_groups, rows.shape[2], int(token_major), tile, rows_at(tile)),

@@ -77,6 +77,14 @@ class Code:
         """x + number."""
         return self.builder.add(x, x.type(number)) if number else x
 
+    def smaller(self, x: Value, y: Value) -> Value:
+        """The smaller one of two integers."""
+        return self.builder.select(self.builder.icmp_signed("<", x, y), x, y)
+
+    def greater(self, x: Value, y: Value) -> Value:
+        """The greater one of two integers."""
+        return self.builder.select(self.builder.icmp_signed(">", x, y), x, y)
+
     def times(self, x: Value, number: int) -> Value:
         """x * number."""
         return self.builder.mul(x, x.type(number))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from functools import partial
 
 from .code import ELEMENT_BYTES, INT64, Code, Value, vector
+from .following import Following
 from .machine import num_accumulators
 from .order import CHUNK_DIMS
 from .rows import Ahead, Rows, prefetch_turn
@@ -47,11 +48,12 @@ def dots(
     keys: Rows,
     num_vectors: Value,
     ahead: Ahead | None,
+    following: Following | None,
 ) -> None:
     """The scores of some groups with the STEP keys of a step, which are whole chunks of `kind`, widened in registers.
 
     The rows `ahead` of a later step are prefetched between the arithmetic, a few lines at a time: all of them at once
-    would fill the processor's miss buffers.
+    would fill the processor's miss buffers. So are the `following` ones widened.
     """
     builder = code.builder
     places, at_once = 4 if group_rows > 1 else PARTS, keys_at_once(num_groups, group_rows)
@@ -75,6 +77,8 @@ def dots(
             """The products of a chunk that belong to the chains from `chain` on."""
             if ahead is not None:
                 prefetch_turn(code, ahead, first, at_once, i, chunk)
+            if following is not None and chain == 0:
+                following.widen(code, first, at_once, i)
             of_key = code.times(i, chunk * ELEMENT_BYTES[kind])
             at = [builder.add(q, code.times(i, chunk * group_rows * FLOAT_BYTES)) for q in groups]
             own = [n for n in range(chunk // places) if chain <= n % chains < chain + together]

@@ -25,6 +25,11 @@ def prefetches_into_l1() -> bool:
     return cpu_target.target_context.codegen().magic_tuple()[1].startswith("znver")
 
 
+def l1_bytes() -> int:
+    """Of a processor that prefetches into L1: 48 KiB from Zen 5 on, 32 before."""
+    return (48 if cpu_target.target_context.codegen().magic_tuple()[1] >= "znver5" else 32) * 1024
+
+
 def num_accumulators() -> int:
     """Vectors of 16 float32 that stay in registers beside the operands: 16 of AVX-512's 32, or 4 elsewhere.
 

@@ -1,8 +1,7 @@
 """Sweeps: all steps of a tile, of keys or of values, for the KV heads of a work item.
 
-Steps come token after token, and the heads of each, or head after head: the order in which rows lie in memory. While
-one computes, the rows of a later one are prefetched, from this tile or from the next one: those that the same head
-reads next, or a few heads further on where L1 has no room for so many rows.
+Steps come in the order in which rows lie in memory (course.py). While one computes, the rows of a later one are
+prefetched, from this tile or from the next one, and rows that are not read in registers are widened one step ahead.
 """
 
 from __future__ import annotations
@@ -11,14 +10,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .code import ELEMENT_BYTES, INT64, Code, Value, step
+from .course import Course, Place
 from .dots import dots, keys_at_once
-from .machine import prefetches_into_l1
+from .following import Following
+from .machine import l1_bytes, prefetches_into_l1
 from .rows import Ahead, Rows
 from .shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .values import values, widens_in_registers
 from .widen import widen_rows
 
-REACH = 2**14  # bytes from what a step reads to what it prefetches into L1, which has room for three times as many
+HEAD_REACH = 2**12  # bytes from what a step reads to what it prefetches into L1, where a head's tokens lie side by side
 
 
 class Sweep(NamedTuple):
@@ -35,7 +36,7 @@ class Sweep(NamedTuple):
     num_groups: Any  # of query rows, for each KV head
     head_dim: Any
     token_major: Any  # 1 if the heads of a token lie side by side in memory, 0 if the tokens of a head do
-    tile: Any  # room for the widened rows of a step
+    tile: Any  # room for the widened rows of two steps
     tile_rows: Any  # the address of their addresses
 
 
@@ -63,9 +64,9 @@ def make_score(form: Form) -> Any:
         sweep = Sweep(*arguments)
         num_vectors = _num_vectors(code, sweep)
 
-        def take(row: Value, num_groups: int, t: Value, keys: Rows, ahead: Ahead | None) -> None:
+        def take(row: Value, num_groups: int, t: Value, keys: Rows, *beside: Any) -> None:
             q = code.builder.add(queries, code.builder.mul(row, code.times(num_vectors, LANES * FLOAT_BYTES)))
-            dots(code, reads, num_groups, R, _at(code, scores, row, t, R), q, keys, num_vectors, ahead)
+            dots(code, reads, num_groups, R, _at(code, scores, row, t, R), q, keys, num_vectors, *beside)
 
         _take_steps(code, form, reads, STEP, groups_at_once(form), sweep, take)
 
@@ -85,24 +86,28 @@ def make_add(form: Form) -> Any:
         num_vectors = _num_vectors(code, sweep)
         row_bytes = code.times(num_vectors, LANES * FLOAT_BYTES)
 
-        def take(row: Value, num_groups: int, t: Value, rows: Rows, ahead: Ahead | None) -> None:
+        def take(row: Value, num_groups: int, t: Value, rows: Rows, *beside: Any) -> None:
             left = builder.sub(sweep.count, t)
-            count = builder.select(builder.icmp_signed("<", left, INT64(step_tokens)), left, INT64(step_tokens))
+            count = code.smaller(left, INT64(step_tokens))
             to, w = builder.add(acc, builder.mul(row, row_bytes)), _at(code, weights, row, t, R)
-            values(code, reads, num_groups, R, to, row_bytes, w, rows, count, num_vectors, ahead)
+            values(code, reads, num_groups, R, to, row_bytes, w, rows, count, num_vectors, *beside)
 
         _take_steps(code, form, reads, step_tokens, at_once, sweep, take)
 
     return step(emit)
 
 
-def _heads_ahead(code: Code, form: Form, sweep: Sweep) -> Value:
-    """How many steps later rows are read when they are prefetched, if the heads of a token lie side by side."""
-    if not prefetches_into_l1():
-        return sweep.num_heads
+def _reach(code: Code, form: Form, sweep: Sweep, num_steps: Value, least: int) -> Value:
+    """How many steps later rows are read when they are prefetched: from `least` to `num_steps`."""
     builder, step_bytes = code.builder, code.times(sweep.head_dim, STEP * ELEMENT_BYTES[form.kind])
-    steps = code.plus(builder.sdiv(INT64(REACH - 1), step_bytes), 1)
-    return builder.select(builder.icmp_signed("<", steps, sweep.num_heads), steps, sweep.num_heads)
+    by_token, by_head = sweep.num_heads, INT64(1)
+    if prefetches_into_l1():
+        # What the other heads' rows of the same tokens leave free in L1.
+        free = builder.sub(INT64(l1_bytes()), builder.mul(sweep.num_heads, step_bytes))
+        by_token = code.smaller(builder.sdiv(free, step_bytes), sweep.num_heads)
+        by_head = builder.sdiv(INT64(HEAD_REACH), step_bytes)
+    reach = builder.select(builder.icmp_signed("!=", sweep.token_major, INT64(0)), by_token, by_head)
+    return code.smaller(code.greater(reach, INT64(least)), num_steps)
 
 
 def _num_vectors(code: Code, sweep: Sweep) -> Value:
@@ -123,16 +128,13 @@ def _take_steps(
     step_tokens: int,
     most: int,
     sweep: Sweep,
-    take: Callable[[Value, int, Value, Rows, Ahead | None], None],
+    take: Callable[[Value, int, Value, Rows, Ahead | None, Following | None], None],
 ) -> None:
-    """``take(first query row, number of groups, t, rows, ahead)`` for all steps, with rows of the dtype `reads`.
+    """``take(first query row, number of groups, t, rows, ahead, following)`` for all steps.
 
-    `most` groups at a time take a step together.
+    Rows are of the dtype `reads`, and `most` groups at a time take a step together.
     """
     builder, R = code.builder, form.group_rows
-    num_steps = builder.sdiv(code.plus(sweep.count, step_tokens - 1), INT64(step_tokens))
-    by_token = builder.icmp_signed("!=", sweep.token_major, INT64(0))
-    heads_ahead = builder.select(by_token, _heads_ahead(code, form, sweep), sweep.num_heads)
 
     def in_groups(emit: Callable[[Value, int], None], done: Value, count: int) -> None:
         """``emit(first, count)`` for the groups from `done` on, `count` at a time, and the rest fewer at a time."""
@@ -146,42 +148,46 @@ def _take_steps(
 
         def one(n: Value) -> None:
             t = code.times(n, step_tokens)
-            take(code.times(first, R), count, t, Rows(sweep.rows, sweep.offset).after(code, t), None)
+            take(code.times(first, R), count, t, Rows(sweep.rows, sweep.offset).after(code, t), None, None)
 
-        code.repeatedly(num_steps, one)
+        code.repeatedly(course.num_steps, one)
 
-    def later(addresses: Value, t: Value, head: Value) -> Rows:
-        """The rows that are read `heads_ahead` steps after those of a head from token t on."""
-        target = builder.add(head, heads_ahead)
-        is_next_step = builder.icmp_signed(">=", target, sweep.num_heads)
-        is_next_tile = builder.and_(is_next_step, builder.icmp_signed(">=", code.plus(t, step_tokens), sweep.count))
-        target = builder.select(is_next_step, builder.sub(target, sweep.num_heads), target)
-        following = builder.select(is_next_step, code.plus(addresses, step_tokens * INT_BYTES), addresses)
-        offset = builder.add(sweep.offset, builder.mul(target, sweep.head_stride))
-        next_offset = builder.add(sweep.next_offset, builder.mul(target, sweep.next_head_stride))
-        return Rows(
-            builder.select(is_next_tile, sweep.next_rows, following), builder.select(is_next_tile, next_offset, offset)
-        )
-
-    def of_head(outer: Value, inner: Value) -> None:
-        """A step of all groups of a KV head."""
-        n, head = builder.select(by_token, outer, inner), builder.select(by_token, inner, outer)
-        t = code.times(n, step_tokens)
-        offset = builder.add(sweep.offset, builder.mul(head, sweep.head_stride))
-        rows = Rows(sweep.rows, offset).after(code, t)
-        ahead = Ahead(later(rows.addresses, t, head), ELEMENT_BYTES[form.kind])
-        if reads != form.kind or not form.whole:
-            stride = code.times(_num_vectors(code, sweep), LANES * FLOAT_BYTES)
-            widen_rows(code, form.kind, sweep.tile, stride, rows, sweep.head_dim, whole=form.whole)
-            rows = Rows(sweep.tile_rows, INT64(0))
-        row = builder.mul(head, code.times(sweep.num_groups, R))
-        in_groups(
-            lambda first, count: take(builder.add(row, code.times(first, R)), count, t, rows, ahead), INT64(0), most
-        )
-
+    course = Course(code, sweep, step_tokens)
     if form.staged:
         in_groups(of_groups, INT64(0), most)
         return
-    outer_count = builder.select(by_token, num_steps, sweep.num_heads)
-    inner_count = builder.select(by_token, sweep.num_heads, num_steps)
-    code.repeatedly(outer_count, lambda outer: code.repeatedly(inner_count, lambda inner: of_head(outer, inner)))
+    in_tile, beside = reads != form.kind or not form.whole, reads != form.kind and form.whole
+    stride = code.times(_num_vectors(code, sweep), LANES * FLOAT_BYTES)
+
+    def half(number: Value) -> tuple[Value, Rows]:
+        """Where the rows of a step are widened, in one of the tile's two halves: their address, and their rows."""
+        row = code.times(builder.and_(number, INT64(1)), STEP)
+        rows = Rows(builder.add(sweep.tile_rows, code.times(row, INT_BYTES)), INT64(0))
+        return builder.add(sweep.tile, builder.mul(row, stride)), rows
+
+    def of_step(number: Value, places: list[Value]) -> list[Value]:
+        """A step of all groups of a KV head."""
+        at, reached = Place(*places[:3]), Place(*places[3:])
+        rows, to_widen = course.rows(at), None
+        ahead = Ahead(course.rows(reached), ELEMENT_BYTES[form.kind])
+        if beside:
+            following, (target, _) = course.after(at), half(code.plus(number, 1))
+            to_widen = Following(form.kind, course.rows(following), target, stride, builder.not_(following.past))
+        elif in_tile:
+            widen_rows(code, form.kind, half(number)[0], stride, rows, sweep.head_dim)
+        if in_tile:
+            rows = half(number)[1]
+        row, t = builder.mul(course.head(at), code.times(sweep.num_groups, R)), course.token(at)
+
+        def of_groups(first: Value, count: int) -> None:
+            beside_first = to_widen and to_widen.where(code, builder.icmp_signed("==", first, INT64(0)))
+            take(builder.add(row, code.times(first, R)), count, t, rows, ahead, beside_first)
+
+        in_groups(of_groups, INT64(0), most)
+        return [*course.after(at), *course.after(reached)]
+
+    start = course.place(INT64(0))
+    reach = _reach(code, form, sweep, course.num_steps, 2 if beside else 1)  # the next step's rows are read in this one
+    if beside:
+        widen_rows(code, form.kind, sweep.tile, stride, course.rows(start), sweep.head_dim)
+    code.loop(course.num_steps, [*start, *course.place(reach)], of_step)

@@ -7,6 +7,7 @@ weights        (groups, TILE, R)
 from __future__ import annotations
 
 from .code import ELEMENT_BYTES, FLOAT, INT64, Code, Value, vector
+from .following import Following
 from .machine import num_accumulators
 from .order import CHUNK_DIMS
 from .rows import Ahead, Rows
@@ -31,10 +32,11 @@ def values(
     count: Value,
     num_vectors: Value,
     ahead: Ahead | None,
+    following: Following | None,
 ) -> None:
     """The weighted values of the first `count` tokens, which are whole chunks of `kind`, for some groups.
 
-    As many rows `ahead` are prefetched between the arithmetic.
+    As many rows `ahead` are prefetched between the arithmetic, and all of the `following` ones are widened.
     """
     builder, num_rows, chunk = code.builder, num_groups * group_rows, CHUNK_DIMS[kind] // LANES
     most = max(chunk, min(4, num_accumulators() // num_rows))
@@ -50,6 +52,8 @@ def values(
                 later = builder.add(ahead.rows.after(code, t).at(code, 0), code.times(first, LANES * ahead.item))
                 for line in range(0, width * LANES * ahead.item, CACHE_LINE):
                     code.prefetch(later, line)
+            if following is not None:
+                following.widen_column(code, t, first, width)
             row = builder.add(rows.after(code, t).at(code, 0), begin)
             parts = range(0, width * LANES * ELEMENT_BYTES[kind], CHUNK_DIMS[kind] * ELEMENT_BYTES[kind])
             value = [v for part in parts for v in widen_chunk(code, kind, code.plus(row, part))]
@@ -73,4 +77,6 @@ def values(
         if width > chunk:
             all_columns(builder.add(done, code.times(turns, width)), width // 2)
 
+    if following is not None:  # those beside which there is no token
+        following.widen_rows(code, count, num_vectors)
     all_columns(INT64(0), most)

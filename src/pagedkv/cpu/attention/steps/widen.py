@@ -25,15 +25,13 @@ def make_widen(kind: str) -> Any:
     """The step ``widen(target, target_stride, rows, offset, head_dim)``: `widen_rows`."""
 
     def emit(code: Code, target: Value, stride: Value, rows: Value, offset: Value, head_dim: Value) -> None:
-        widen_rows(code, kind, target, stride, Rows(rows, offset), head_dim, whole=False)
+        widen_rows(code, kind, target, stride, Rows(rows, offset), head_dim)
 
     return step(emit)
 
 
-def widen_rows(
-    code: Code, kind: str, target: Value, stride: Value, rows: Rows, head_dim: Value, *, whole: bool
-) -> None:
-    """STEP rows of `kind` as float32 rows a stride apart; `whole` if head_dim is known to be whole chunks."""
+def widen_rows(code: Code, kind: str, target: Value, stride: Value, rows: Rows, head_dim: Value) -> None:
+    """STEP rows of `kind` as float32 rows a stride apart."""
     builder, dims, item = code.builder, CHUNK_DIMS[kind], ELEMENT_BYTES[kind]
     chunks = builder.sdiv(head_dim, INT64(dims))
     pairs = [(rows.at(code, t), to) for t, to in enumerate(code.rows(target, stride, STEP))]
@@ -51,9 +49,7 @@ def widen_rows(
             code.store(widened, builder.add(to, code.times(dim, FLOAT_BYTES)))
 
     code.repeatedly(chunks, chunk)
-    if not whole:
-        units = builder.sdiv(builder.sub(head_dim, code.times(chunks, dims)), INT64(UNIT))
-        code.repeatedly(units, unit)
+    code.repeatedly(builder.sdiv(builder.sub(head_dim, code.times(chunks, dims)), INT64(UNIT)), unit)
 
 
 def make_widen_piece(kind: str) -> Any:
