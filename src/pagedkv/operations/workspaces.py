@@ -143,7 +143,7 @@ def _largest_calls(
         raise TypeError("dtype must be that of q for fp8 caches, got None")
     q_dtype = storage_dtype(kind if dtype is None else dtype, None)
     bound = bucket(max_seq_len)  # what a call with this bound is planned for, if its tables hold more
-    given = dict(options) | {"max_seq_len": bound, "return_lse": False}
+    given = dict(options) | {"max_seq_len": bound, "return_lse": False, "kernel": "auto"}
     given |= dict.fromkeys(("scale", "k_scale", "v_scale", "score_mod"))
     views = {
         **{"k_cache": k_cache, "v_cache": v_cache, "q": _shadow(q_dtype, num_seqs, num_heads, geometry.head_dim)},
@@ -156,10 +156,10 @@ def _largest_calls(
     }
     where = placement._replace(backend="cuda")  # where nobody looks at values
     for softcap in (None, 1.0):  # with one, more thread blocks may share the query heads of a KV head
-        given |= {"softcap": softcap, "kernel": "v2" if layout == "vllm" else "auto"}
-        yield placed_call(given, where, dict(views))
+        given |= {"softcap": softcap}
+        yield placed_call(given | {"kernel": "v2" if layout == "vllm" else "auto"}, where, dict(views))
         if num_tokens:
-            yield placed_call(given | {"kernel": "auto"}, where, dict(ragged))
+            yield placed_call(given, where, dict(ragged))
 
 
 def _shadow(dtype: Any, *shape: int) -> Array:

@@ -140,17 +140,17 @@ MUTANTS = [
     ),
     Mutant(
         "steps: NaN of e4m3 is a number",
-        "cpu/attention/steps/widen.py",
+        "cpu/attention/steps/widening/widen.py",
         "bits = builder.select(is_nan, code.constant(0x7E00, lanes, SHORT), bits)",
         "bits = builder.select(is_nan, bits, bits)",
-        ("tests/cpu/attention/steps/test_widen.py",),
+        ("tests/cpu/attention/steps/widening/test_widen.py",),
     ),
     Mutant(
         "steps: float16 without instructions is rounded up from a tie",
-        "cpu/attention/steps/halves.py",
+        "cpu/attention/steps/widening/halves.py",
         "builder.add(odd, number((1",
         "builder.add(number(1), number((1",
-        ("tests/cpu/attention/steps/test_halves.py",),
+        ("tests/cpu/attention/steps/widening/test_halves.py",),
     ),
     Mutant(
         "steps: a result in bfloat16 is cut off",

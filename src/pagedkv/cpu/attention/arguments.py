@@ -16,8 +16,8 @@ from ...commit import Write, bits
 from ...layouts import FLOAT_DTYPES
 from .steps.code import ELEMENT_BYTES
 from .steps.ends import Q_KINDS
-from .steps.order import places
 from .steps.shapes import LANES
+from .steps.widening.order import places
 from .tiles import cache_strides
 
 NO_WINDOW = 2**62

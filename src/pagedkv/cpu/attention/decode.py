@@ -49,8 +49,8 @@ from .scratch import (
     start_states,
     whole_groups,
 )
-from .steps.order import is_shuffled
 from .steps.shapes import FLOAT_BYTES, INT_BYTES, STEP, TILE
+from .steps.widening.order import is_shuffled
 from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
 GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless there is one

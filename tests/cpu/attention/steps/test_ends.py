@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagedkv.cpu.attention.steps.ends import make_give, make_take
-from pagedkv.cpu.attention.steps.order import is_shuffled, places
+from pagedkv.cpu.attention.steps.widening.order import is_shuffled, places
 from pagedkv.layouts import FLOAT_DTYPES
 
 from .stepper import grouped, stepper

@@ -7,13 +7,13 @@ import pytest
 
 from pagedkv.cpu.attention.steps import sweep
 from pagedkv.cpu.attention.steps.code import BYTE, Code
-from pagedkv.cpu.attention.steps.order import order
 from pagedkv.cpu.attention.steps.shapes import CACHE_LINE, STEP, TILE
 from pagedkv.cpu.attention.steps.sweep import Form, make_add, make_score
+from pagedkv.cpu.attention.steps.widening.order import order
 
 from ....support.strategies import long
 from .stepper import grouped, stepper, swept
-from .test_widen import FORMATS
+from .widening.test_widen import FORMATS
 
 HEADS, GROUPS, DIMS = 2, 3, 128
 RNG = np.random.default_rng(0)
@@ -111,3 +111,20 @@ def test_of_large_rows_heads_further_on_are_prefetched(monkeypatch):
     marks = memory.view(np.uint8)[4 * begin :][: 4 * rows.size * 2].reshape(2, STEP, HEADS, -1, CACHE_LINE)[..., 0]
     assert marks.all(axis=(1, 3)).tolist() == [[False, True], [True, False]]
     assert memory.view(np.uint8).sum() == STEP * HEADS * DIMS * 4 // CACHE_LINE
+
+
+@pytest.mark.usefixtures("marked")
+@pytest.mark.parametrize("make", [make_score, make_add])
+def test_rows_that_are_widened_a_step_ahead_are_prefetched_before(monkeypatch, make):
+    """Head after head, where a step prefetches the next one otherwise: the last two, for the next tile's first head."""
+    monkeypatch.setattr(sweep, "prefetches_into_l1", lambda: False)
+    memory = np.zeros(4 * STEP * HEADS * DIMS + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    rows, later = both = memory[start : start + 4 * STEP * HEADS * DIMS].reshape(2, 2 * STEP, HEADS, DIMS)
+    q, acc, scores = state_of(4)
+    one, other = (scores, grouped(q, 4)) if make is make_score else (acc, scores)
+    run = stepper(make(Form("fp8_e4m3", 4, whole=True, staged=False)))
+    run(one, other, *swept(rows, GROUPS, next_rows=later, token_major=False))
+    marks = both.reshape(2, 2 * STEP, HEADS, -1, CACHE_LINE)[..., 0]
+    assert marks.all(axis=(1, 3)).tolist() == [[False, True], [True, False]]
+    assert memory.sum() == rows[:, 1].sum() + later[:, 0].sum()

@@ -14,12 +14,12 @@ from __future__ import annotations
 from functools import partial
 
 from .code import ELEMENT_BYTES, INT64, Code, Value, vector
-from .following import Following
 from .machine import num_accumulators
-from .order import CHUNK_DIMS
 from .rows import Ahead, Rows, prefetch_turn
 from .shapes import FLOAT_BYTES, LANES, STEP, TILE
-from .widen import widen_chunk
+from .widening.following import Following
+from .widening.order import CHUNK_DIMS
+from .widening.widen import widen_chunk
 
 PARTS = 8  # sums of a dot product
 

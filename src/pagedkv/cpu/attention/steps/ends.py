@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from .code import ELEMENT_BYTES, FLOAT, INT32, INT64, SHORT, Code, Value, step, vector
-from .halves import to_half
-from .order import EVEN_ODD, UNIT
 from .shapes import FLOAT_BYTES, INT_BYTES
-from .widen import WIDEN
+from .widening.halves import to_half
+from .widening.order import EVEN_ODD, UNIT
+from .widening.widen import WIDEN
 
 Q_KINDS = ("float32", "float16", "bfloat16")
 HALF_UNIT = UNIT // 2

@@ -27,7 +27,8 @@ def prefetches_into_l1() -> bool:
 
 def l1_bytes() -> int:
     """Of a processor that prefetches into L1: 48 KiB from Zen 5 on, 32 before."""
-    return (48 if cpu_target.target_context.codegen().magic_tuple()[1] >= "znver5" else 32) * 1024
+    before = ("znver1", "znver2", "znver3", "znver4")
+    return (32 if cpu_target.target_context.codegen().magic_tuple()[1] in before else 48) * 1024
 
 
 def num_accumulators() -> int:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from .code import ELEMENT_BYTES, INT64, Code, Value, step
 from .course import Course, Place
 from .dots import dots, keys_at_once
-from .following import Following
 from .machine import l1_bytes, prefetches_into_l1
 from .rows import Ahead, Rows
 from .shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .values import values, widens_in_registers
-from .widen import widen_rows
+from .widening.following import Following
+from .widening.widen import widen_rows
 
 HEAD_REACH = 2**12  # bytes from what a step reads to what it prefetches into L1, where a head's tokens lie side by side
 

@@ -7,12 +7,12 @@ weights        (groups, TILE, R)
 from __future__ import annotations
 
 from .code import ELEMENT_BYTES, FLOAT, INT64, Code, Value, vector
-from .following import Following
 from .machine import num_accumulators
-from .order import CHUNK_DIMS
 from .rows import Ahead, Rows
 from .shapes import CACHE_LINE, FLOAT_BYTES, LANES, TILE
-from .widen import widen_chunk
+from .widening.following import Following
+from .widening.order import CHUNK_DIMS
+from .widening.widen import widen_chunk
 
 
 def widens_in_registers(kind: str, num_rows: int) -> bool:

@@ -10,12 +10,12 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .code import BYTE, ELEMENT_BYTES, FLOAT, INT32, INT64, SHORT, Code, Value, step, vector
+from ..code import BYTE, ELEMENT_BYTES, FLOAT, INT32, INT64, SHORT, Code, Value, step, vector
+from ..machine import has_byte_permutes
+from ..rows import Rows
+from ..shapes import FLOAT_BYTES, LANES, STEP
 from .halves import from_half
-from .machine import has_byte_permutes
 from .order import CHUNK_DIMS, UNIT, chunk_order, unit_order
-from .rows import Rows
-from .shapes import FLOAT_BYTES, LANES, STEP
 
 FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 UPPER_HALF = -(2**16)

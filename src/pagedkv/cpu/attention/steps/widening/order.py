@@ -12,8 +12,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from .code import ELEMENT_BYTES
-from .shapes import LANES
+from ..code import ELEMENT_BYTES
+from ..shapes import LANES
 
 UNIT = 8  # dims of what is left after whole chunks, a few of these
 CHUNK_DIMS = {"float32": 16, "float16": 16, "bfloat16": 32, "fp8_e4m3": 64, "fp8_e5m2": 64}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .code import ELEMENT_BYTES, INT64, Code, Value
+from ..code import ELEMENT_BYTES, INT64, Code, Value
+from ..rows import Rows
+from ..shapes import FLOAT_BYTES, LANES, STEP
 from .order import CHUNK_DIMS
-from .rows import Rows
-from .shapes import FLOAT_BYTES, LANES, STEP
 from .widen import widen_chunk
 
 
