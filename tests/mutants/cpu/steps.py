@@ -81,6 +81,30 @@ MUTANTS = [
         ("tests/cpu/attention/steps/test_sweep.py::test_of_large_rows_heads_further_on_are_prefetched",),
     ),
     Mutant(
+        "steps: the last run of a tile is as long as the others",
+        "cpu/attention/steps/course.py",
+        "self._code.smaller(self._longest, self._code.builder.sub(self._steps, begin))",
+        "self._longest",
+        ("tests/cpu/attention/steps/test_course.py::test_steps_come_in_the_order_of_memory[2-3-2]",),
+    ),
+    Mutant(
+        "steps: rows that are widened a step ahead are not prefetched before",
+        "cpu/attention/steps/sweep.py",
+        "2 if beside else 1",
+        "1",
+        (
+            "tests/cpu/attention/steps/test_sweep.py"
+            "::test_rows_that_are_widened_a_step_ahead_are_prefetched_before[make_score]",
+        ),
+    ),
+    Mutant(
+        "steps: as much is prefetched into L1 as if nothing else was there",
+        "cpu/attention/steps/sweep.py",
+        "builder.sub(INT64(L1_BYTES), builder.mul(sweep.num_heads, step_bytes))",
+        "INT64(L1_BYTES)",
+        ("tests/cpu/attention/steps/test_sweep.py::test_of_large_rows_heads_further_on_are_prefetched",),
+    ),
+    Mutant(
         "steps: the next step is widened over this one's rows",
         "cpu/attention/steps/sweep.py",
         "half(code.plus(number, 1))",

@@ -63,7 +63,8 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
     def walk(scratch, item, inputs, options, start, stop):
         k_rows, next_k, v_rows = scratch.k_rows, scratch.next_k_rows, scratch.v_rows
         k_strides, v_strides, block_size, table = inputs.k_strides, inputs.v_strides, inputs.block_size, item.table
-        heads, head_dim, token_major = item.kv_heads, item.head_dim, item.token_major
+        heads, head_dim = item.kv_heads, item.head_dim
+        run_steps = 1 if item.token_major else max(block_size // STEP, 1)
         tile, tile_rows, groups = scratch.tile, scratch.tile_rows, item.head_rows // R
         k_offset, v_offset = item.first_kv_head * k_strides[1], item.first_kv_head * v_strides[1]
         if start < stop:
@@ -75,7 +76,7 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
             score(
                 scratch.scores, scratch.queries,
                 k_rows, k_offset, k_strides[1], v_rows, v_offset, v_strides[1],
-                count, heads, groups, head_dim, token_major, tile, tile_rows,
+                count, heads, groups, head_dim, run_steps, tile, tile_rows,
             )  # fmt: skip
             weigh(scratch, 0, heads * item.head_rows, start, count, options, item.seq)
             later, later_offset, later_stride = v_rows, v_offset, v_strides[1]
@@ -85,7 +86,7 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
             add(
                 scratch.acc, scratch.scores,
                 v_rows, v_offset, v_strides[1], later, later_offset, later_stride,
-                count, heads, groups, head_dim, token_major, tile, tile_rows,
+                count, heads, groups, head_dim, run_steps, tile, tile_rows,
             )  # fmt: skip
             start = after
 
@@ -126,7 +127,7 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], folds: bool) -> 
                 seen = seen_tokens(scratch, row + groups * R - 1, start, count)
                 score(
                     scratch.scores + row * SCORES, scratch.queries + row * row_bytes,
-                    scratch.tile_rows, 0, 0, 0, 0, 0, seen, 1, groups, head_dim, 0, 0, 0,
+                    scratch.tile_rows, 0, 0, 0, 0, 0, seen, 1, groups, head_dim, 1, 0, 0,
                 )  # fmt: skip
                 stage_values(v_tile, row_bytes, rows, v_offset, v_strides[3], head_dim, first, until, places)
             weigh(scratch, begin * R, end * R, start, count, options, item.seq)
@@ -139,7 +140,7 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], folds: bool) -> 
                 seen = seen_tokens(scratch, row + groups * R - 1, start, count)
                 add(
                     scratch.acc + row * row_bytes, scratch.scores + row * SCORES,
-                    scratch.v_tile_rows, 0, 0, 0, 0, 0, seen, 1, groups, head_dim, 0, 0, 0,
+                    scratch.v_tile_rows, 0, 0, 0, 0, 0, seen, 1, groups, head_dim, 1, 0, 0,
                 )  # fmt: skip
                 stage_keys(tile, row_bytes, rows, k_offset, k_strides[3], head_dim, first, until, places)
             if folds and (after >= stop or after % SPLIT == 0):

@@ -29,11 +29,11 @@ def grouped(q, group_rows):
     return np.ascontiguousarray(q.reshape(-1, group_rows, q.shape[1] // 4, 4).transpose(0, 2, 1, 3))
 
 
-def swept(rows, num_groups, *, next_rows=None, token_major=True):
+def swept(rows, num_groups, *, next_rows=None, run_steps=1):
     """The last arguments of a sweep over rows (tokens, KV heads, dims), with so many groups for each KV head."""
     following = rows if next_rows is None else next_rows
     tile = np.full((2 * STEP, rows.shape[2]), np.nan, np.float32)
     return (
         *(rows_at(rows), 0, rows.strides[1], rows_at(following), 0, following.strides[1]),
-        *(len(rows), rows.shape[1], num_groups, rows.shape[2], int(token_major), tile, rows_at(tile)),
+        *(len(rows), rows.shape[1], num_groups, rows.shape[2], run_steps, tile, rows_at(tile)),
     )

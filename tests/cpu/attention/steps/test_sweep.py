@@ -60,8 +60,8 @@ def test_every_way_to_read_rows(kind, group_rows, whole):
     rows, (q, acc, scores) = rows_of(kind, 2 * STEP + 3), state_of(group_rows)
     expected_dots, expected_acc = head_by_head(kind, rows, group_rows, q, acc, scores)
     score, add = sweeps(Form(kind, group_rows, whole=whole, staged=False))
-    for token_major in (True, False):
-        arguments = swept(rows, GROUPS, token_major=token_major)
+    for run_steps in (1, 2, 8):
+        arguments = swept(rows, GROUPS, run_steps=run_steps)
         found_dots, found_acc = np.full_like(scores, np.nan), acc.copy()
         score(found_dots, grouped(q, group_rows), *arguments)
         add(found_acc, scores, *arguments)
@@ -102,7 +102,7 @@ def test_each_line_of_the_next_rows_is_prefetched(kind, group_rows):
 def test_of_large_rows_heads_further_on_are_prefetched(monkeypatch):
     """Two heads that fill L1: the first prefetches for the second, that for the first of the next tile."""
     monkeypatch.setattr(sweep, "prefetches_into_l1", lambda: True)
-    monkeypatch.setattr(sweep, "l1_bytes", lambda: HEADS * STEP * DIMS * 4)
+    monkeypatch.setattr(sweep, "L1_BYTES", HEADS * STEP * DIMS * 4)
     memory = np.zeros(2 * STEP * HEADS * DIMS + CACHE_LINE, np.float32)
     begin = -memory.ctypes.data % CACHE_LINE // memory.itemsize
     rows, later = memory[begin : begin + 2 * STEP * HEADS * DIMS].reshape(2, STEP, HEADS, DIMS)
@@ -116,15 +116,16 @@ def test_of_large_rows_heads_further_on_are_prefetched(monkeypatch):
 @pytest.mark.usefixtures("marked")
 @pytest.mark.parametrize("make", [make_score, make_add])
 def test_rows_that_are_widened_a_step_ahead_are_prefetched_before(monkeypatch, make):
-    """Head after head, where a step prefetches the next one otherwise: the last two, for the next tile's first head."""
+    """Head after head, where a step would prefetch the next one: the last two, for the next tile's first head."""
     monkeypatch.setattr(sweep, "prefetches_into_l1", lambda: False)
+    monkeypatch.setattr(sweep, "L2_REACH", STEP * DIMS)
     memory = np.zeros(4 * STEP * HEADS * DIMS + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE
     rows, later = both = memory[start : start + 4 * STEP * HEADS * DIMS].reshape(2, 2 * STEP, HEADS, DIMS)
     q, acc, scores = state_of(4)
     one, other = (scores, grouped(q, 4)) if make is make_score else (acc, scores)
     run = stepper(make(Form("fp8_e4m3", 4, whole=True, staged=False)))
-    run(one, other, *swept(rows, GROUPS, next_rows=later, token_major=False))
+    run(one, other, *swept(rows, GROUPS, next_rows=later, run_steps=8))
     marks = both.reshape(2, 2 * STEP, HEADS, -1, CACHE_LINE)[..., 0]
     assert marks.all(axis=(1, 3)).tolist() == [[False, True], [True, False]]
     assert memory.sum() == rows[:, 1].sum() + later[:, 0].sum()

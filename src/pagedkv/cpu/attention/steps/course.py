@@ -1,6 +1,7 @@
 """The course of a sweep: the steps of a tile one after the other, and where the rows of each lie.
 
-Steps come token after token, and the heads of each, or head after head: the order in which rows lie in memory.
+Steps come in the order in which rows lie in memory: token after token, and the heads of each, or block after block, the
+heads of each, and the tokens of each head.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
 class Place(NamedTuple):
     """A step: of the tile, or, past its last one, of the next tile."""
 
-    outer: Value
-    inner: Value
+    begin: Value  # the first step of the run of each head that it belongs to
+    head: Value
+    inner: Value  # of the head's run
     past: Value  # a bit
 
 
 class Course:
-    """The steps of a tile.
+    """The steps of a tile, in runs: some steps of each head in turn, then the next ones of each head.
 
     Attributes
     ----------
@@ -32,45 +34,47 @@ class Course:
     """
 
     def __init__(self, code: Code, sweep: Sweep, step_tokens: int) -> None:
-        builder = code.builder
-        steps = builder.sdiv(code.plus(sweep.count, step_tokens - 1), INT64(step_tokens))
         self._code, self._sweep, self._step_tokens = code, sweep, step_tokens
-        self._by_token = builder.icmp_signed("!=", sweep.token_major, INT64(0))
-        self._outer_count = builder.select(self._by_token, steps, sweep.num_heads)
-        self._inner_count = builder.select(self._by_token, sweep.num_heads, steps)
-        self.num_steps = builder.mul(steps, sweep.num_heads)
+        self._steps = code.builder.sdiv(code.plus(sweep.count, step_tokens - 1), INT64(step_tokens))
+        self._longest = code.smaller(sweep.run_steps, self._steps)
+        self.num_steps = code.builder.mul(self._steps, sweep.num_heads)
 
     def place(self, number: Value) -> Place:
         """The step with a number of at most `num_steps`, which is the first one of the next tile."""
         builder = self._code.builder
-        outer, inner = builder.sdiv(number, self._inner_count), builder.srem(number, self._inner_count)
-        past = builder.icmp_signed("==", outer, self._outer_count)
-        return Place(builder.select(past, INT64(0), outer), inner, past)
+        of_heads = builder.mul(self._longest, self._sweep.num_heads)
+        past = builder.icmp_signed("==", number, self.num_steps)
+        number = builder.select(past, INT64(0), number)
+        begin = builder.mul(builder.sdiv(number, of_heads), self._longest)
+        left, length = builder.srem(number, of_heads), self._length(begin)
+        return Place(begin, builder.sdiv(left, length), builder.srem(left, length), past)
 
     def after(self, place: Place) -> Place:
         """The next step."""
-        builder, inner = self._code.builder, self._code.plus(place.inner, 1)
-        wraps = builder.icmp_signed("==", inner, self._inner_count)
-        outer = builder.add(place.outer, builder.zext(wraps, INT64))
-        ends = builder.icmp_signed("==", outer, self._outer_count)
+        builder, zero, inner = self._code.builder, INT64(0), self._code.plus(place.inner, 1)
+        next_head = builder.icmp_signed("==", inner, self._length(place.begin))
+        head = builder.add(place.head, builder.zext(next_head, INT64))
+        next_run = builder.icmp_signed("==", head, self._sweep.num_heads)
+        begin = builder.add(place.begin, builder.select(next_run, self._longest, zero))
+        ends = builder.icmp_signed(">=", begin, self._steps)
         return Place(
-            builder.select(ends, INT64(0), outer),
-            builder.select(wraps, INT64(0), inner),
+            builder.select(ends, zero, begin),
+            builder.select(next_run, zero, head),
+            builder.select(next_head, zero, inner),
             builder.or_(place.past, ends),
         )
 
-    def head(self, place: Place) -> Value:
-        """The KV head of a step."""
-        return self._code.builder.select(self._by_token, place.inner, place.outer)
+    def _length(self, begin: Value) -> Value:
+        """Steps of the runs that begin with a step; the last ones of a tile may be shorter."""
+        return self._code.smaller(self._longest, self._code.builder.sub(self._steps, begin))
 
     def token(self, place: Place) -> Value:
         """The first token of a step, counted from the tile's."""
-        step = self._code.builder.select(self._by_token, place.outer, place.inner)
-        return self._code.times(step, self._step_tokens)
+        return self._code.times(self._code.builder.add(place.begin, place.inner), self._step_tokens)
 
     def rows(self, place: Place) -> Rows:
         """The rows of a step."""
-        builder, sweep, head = self._code.builder, self._sweep, self.head(place)
+        builder, sweep, head = self._code.builder, self._sweep, place.head
         own = Rows(sweep.rows, builder.add(sweep.offset, builder.mul(head, sweep.head_stride)))
         later = Rows(sweep.next_rows, builder.add(sweep.next_offset, builder.mul(head, sweep.next_head_stride)))
         rows = Rows(*(builder.select(place.past, x, y) for x, y in zip(later, own, strict=True)))

@@ -21,14 +21,9 @@ def has_byte_permutes() -> bool:
 
 
 def prefetches_into_l1() -> bool:
-    """AMD's Zen, which waits for lines that are in L2 alone; Intel's L1 has too few miss buffers."""
-    return cpu_target.target_context.codegen().magic_tuple()[1].startswith("znver")
-
-
-def l1_bytes() -> int:
-    """Of a processor that prefetches into L1: 48 KiB from Zen 5 on, 32 before."""
-    before = ("znver1", "znver2", "znver3", "znver4")
-    return (32 if cpu_target.target_context.codegen().magic_tuple()[1] in before else 48) * 1024
+    """AMD's Zen from Zen 5 on, which waits for lines that are in L2 alone. Others have too few miss buffers of L1."""
+    name = cpu_target.target_context.codegen().magic_tuple()[1]
+    return name.startswith("znver") and name not in ("znver1", "znver2", "znver3", "znver4")
 
 
 def num_accumulators() -> int:

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 from .code import ELEMENT_BYTES, INT64, Code, Value, step
 from .course import Course, Place
 from .dots import dots, keys_at_once
-from .machine import l1_bytes, prefetches_into_l1
+from .machine import prefetches_into_l1
 from .rows import Ahead, Rows
 from .shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .values import values, widens_in_registers
 from .widening.following import Following
 from .widening.widen import widen_rows
 
-HEAD_REACH = 2**12  # bytes from what a step reads to what it prefetches into L1, where a head's tokens lie side by side
+L1_BYTES = 48 * 1024  # of processors that prefetch into it
+# Bytes from what a step reads to what it prefetches into L2. Half or twice as many do nearly as well.
+L2_REACH = 32 * 1024
 
 
 class Sweep(NamedTuple):
@@ -35,7 +37,7 @@ class Sweep(NamedTuple):
     num_heads: Any  # KV heads of the item
     num_groups: Any  # of query rows, for each KV head
     head_dim: Any
-    token_major: Any  # 1 if the heads of a token lie side by side in memory, 0 if the tokens of a head do
+    run_steps: Any  # of a head before the next head's: those of a block if its tokens lie side by side, else 1
     tile: Any  # room for the widened rows of two steps
     tile_rows: Any  # the address of their addresses
 
@@ -100,13 +102,12 @@ def make_add(form: Form) -> Any:
 def _reach(code: Code, form: Form, sweep: Sweep, num_steps: Value, least: int) -> Value:
     """How many steps later rows are read when they are prefetched: from `least` to `num_steps`."""
     builder, step_bytes = code.builder, code.times(sweep.head_dim, STEP * ELEMENT_BYTES[form.kind])
-    by_token, by_head = sweep.num_heads, INT64(1)
     if prefetches_into_l1():
         # What the other heads' rows of the same tokens leave free in L1.
-        free = builder.sub(INT64(l1_bytes()), builder.mul(sweep.num_heads, step_bytes))
-        by_token = code.smaller(builder.sdiv(free, step_bytes), sweep.num_heads)
-        by_head = builder.sdiv(INT64(HEAD_REACH), step_bytes)
-    reach = builder.select(builder.icmp_signed("!=", sweep.token_major, INT64(0)), by_token, by_head)
+        free = builder.sub(INT64(L1_BYTES), builder.mul(sweep.num_heads, step_bytes))
+        reach = code.smaller(builder.sdiv(free, step_bytes), sweep.num_heads)
+    else:
+        reach = builder.sdiv(INT64(L2_REACH), step_bytes)
     return code.smaller(code.greater(reach, INT64(least)), num_steps)
 
 
@@ -167,7 +168,7 @@ def _take_steps(
 
     def of_step(number: Value, places: list[Value]) -> list[Value]:
         """A step of all groups of a KV head."""
-        at, reached = Place(*places[:3]), Place(*places[3:])
+        at, reached = Place(*places[:4]), Place(*places[4:])
         rows, to_widen = course.rows(at), None
         ahead = Ahead(course.rows(reached), ELEMENT_BYTES[form.kind])
         if beside:
@@ -177,7 +178,7 @@ def _take_steps(
             widen_rows(code, form.kind, half(number)[0], stride, rows, sweep.head_dim)
         if in_tile:
             rows = half(number)[1]
-        row, t = builder.mul(course.head(at), code.times(sweep.num_groups, R)), course.token(at)
+        row, t = builder.mul(at.head, code.times(sweep.num_groups, R)), course.token(at)
 
         def of_groups(first: Value, count: int) -> None:
             beside_first = to_widen and to_widen.where(code, builder.icmp_signed("==", first, INT64(0)))
