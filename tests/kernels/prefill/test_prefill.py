@@ -9,33 +9,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import reference
-from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.cuda.plans.prefill import suits_tensor_cores, tensor_config
-from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long
 from ..block_cases import with_capability
-from ..decode_cases import (
-    LargeCaches,
-    assert_same_bits,
-    checked_call,
-    emulator,
-    move_past_4_gib,
-    with_tables_apart,
+from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
+from .variants import (
+    BOTH,
+    CORES,
+    FORMS,
+    FP8,
+    MORE_FORMS,
+    ONE_STAGE,
+    OPTIONS,
+    TENSOR,
+    VLLM,
+    keys_of_tile,
+    prefill,
+    specs,
 )
-from .variants import CORES, FORMS, FP8, MORE_FORMS, ONE_STAGE, OPTIONS, TENSOR, VLLM, prefill, specs
-
-BOTH = {"tensor cores": TENSOR, "CUDA cores": CORES}
-
-
-def keys_of_tile(form):
-    call = checked_call(build(form.replace(seq_lens=(3,), query_lens=(1,))))
-    if suits_tensor_cores(call):
-        return TileShape(tensor_config(call, capability=(9, 0))).keys
-    return CoresShape(planning.cores_config(call, capability=(9, 0))).rows
 
 
 def test_forms():
@@ -119,101 +114,6 @@ def test_a_thousand_sequences_find_their_rows(open_device):
     assert_close(problem, *prefill(problem, open_device))
 
 
-def chunk_of(whole, start, stop, device):
-    """Rows start to stop of the only sequence of a problem, as its last ones."""
-    chunk = build(whole.spec.replace(seq_lens=(stop,), query_lens=(stop - start,)))
-    chunk.q = whole.q[start:stop]
-    chunk.k_cache, chunk.v_cache, chunk.block_tables = whole.k_cache, whole.v_cache, whole.block_tables
-    return prefill(chunk, device=device)
-
-
-@st.composite
-def elsewhere(draw, form):
-    """A sequence, cut into chunks, and other ways to look at it."""
-    length = draw(st.sampled_from([130, 1, 33, 64, 65]))
-    stops = sorted({length, *draw(st.lists(st.integers(1, length), min_size=1, max_size=3))})
-    # With a scale of 4, pivots of some rows move in most tiles, and those of their neighbours do not.
-    fields = {"scale": draw(st.sampled_from([4.0, None])), "window": draw(st.sampled_from([20, None]))}
-    fields["sinks"] = draw(st.booleans())
-    spec = form.replace(seq_lens=(length,), query_lens=(length,), **fields, seed=draw(st.integers(0, 99)))
-    return spec.replace(num_kv_heads=1), stops, draw(st.integers(0, 2**16))
-
-
-@each_of("form", FORMS, *BOTH, "options")
-@settings(max_examples=2)
-@given(data=st.data())
-def test_a_row_has_the_same_bits_in_any_chunk_batch_placement_layout_and_schedule(form, data, open_device):
-    assert_same_bits_elsewhere(form, *data.draw(elsewhere(form)), open_device)
-
-
-@pytest.mark.long
-@each_of("form", FORMS)
-@settings(max_examples=10)
-@given(data=st.data())
-def test_a_row_has_the_same_bits_more_often(form, data, open_device):
-    assert_same_bits_elsewhere(form, *data.draw(elsewhere(form)), open_device)
-
-
-def assert_same_bits_elsewhere(form, spec, stops, seed, open_device):
-    whole = build(spec)
-    out, lse = prefill(whole, open_device)
-    start = 0
-    for stop in stops:
-        part = chunk_of(whole, start, stop, open_device(seed=seed, global_race=True))
-        assert_same_bits(part, (out[start:stop], lse[start:stop]))
-        start = stop
-    other = spec.replace(
-        seq_lens=(5, *spec.seq_lens, 70), query_lens=(5, *spec.query_lens, 3), ids=(8, 0, 9), placement_seed=seed,
-        layout=spec.layout if spec.layout == "vllm" else "HND",
-    )  # fmt: skip
-    if form == CORES:
-        other = other.replace(block_size=3)
-    rows = slice(5, 5 + len(out))
-    moved, moved_lse = prefill(build(other), open_device)
-    assert_same_bits((moved[rows], moved_lse[rows]), (out, lse))
-
-
-@each_of("form", FORMS, *BOTH)
-def test_pivots_that_move_leave_other_rows_alone(form, open_device):
-    """With a scale of 4, those of some rows move in most tiles: whichever rows are their neighbours."""
-    whole = build(form.replace(seq_lens=(150,), query_lens=(150,), num_kv_heads=1, scale=4.0))
-    out, lse = prefill(whole, open_device)
-    assert_close(whole, out, lse)
-    for start, stop in ((0, 77), (77, 110), (149, 150)):
-        part = chunk_of(whole, start, stop, open_device(global_race=True))
-        assert_same_bits(part, (out[start:stop], lse[start:stop]))
-
-
-@pytest.mark.parametrize("block_size", [3, *long([1, 256])])
-def test_the_bits_are_the_same_for_any_block_size(block_size, open_device):
-    spec = TENSOR.replace(seq_lens=(150, 3, 70), query_lens=(130, 3, 1))
-    expected = prefill(build(spec), open_device)
-    assert_same_bits(prefill(build(spec.replace(block_size=block_size)), open_device), expected)
-
-
-@each_of("form", FORMS, *BOTH)
-def test_what_is_not_used_does_not_change_a_bit(form, open_device):
-    spec = form.replace(seq_lens=(37, 1, 130, 0), query_lens=(20, 1, 30, 0), num_kv_heads=1, window=50, sinks=True)
-    expected = prefill(build(spec.replace(poison="huge")), open_device)
-    for poison in ("nan", "inf"):
-        assert_same_bits(prefill(build(spec.replace(poison=poison)), open_device), expected)
-
-
-@each_of("form", FORMS, *BOTH)
-@pytest.mark.parametrize("position", [64, *long([0, 31, 90])])
-def test_nan_in_a_key_reaches_only_the_rows_that_see_it(form, position, open_device):
-    problem = build(form.replace(seq_lens=(100,), query_lens=(100,), window=30, kv_scales=None))
-    out, lse = prefill(problem, open_device)
-    block, offset = problem.block_tables[0, position // form.block_size], position % form.block_size
-    index = {"NHD": (block, offset, 1), "HND": (block, 1, offset), "vllm": (block, 1, slice(None), offset)}
-    problem.k_cache[index[form.layout]] = 0x7F if form.is_fp8 else np.nan
-    got, got_lse = prefill(problem, open_device)
-    seen = np.zeros(lse.shape, bool)
-    seen[position : position + 30, form.group_size :] = True
-    assert_same_bits((got[~seen], got_lse[~seen]), (out[~seen], lse[~seen]))
-    assert np.isnan(got_lse[seen]).all()
-
-
 def one_sided(score, q_pos, k_pos, head, seq):
     """Head 1 sees nothing; the others what they see by position, head and sequence."""
     if head == 1:
@@ -241,107 +141,6 @@ def test_sinks_far_above_and_below_all_logits(form, open_device):
     assert_close(problem, *prefill(problem, open_device))
 
 
-def rows_read(problem, first, last):
-    """Which rows of the caches of a sequence hold tokens first..last."""
-    rows = np.zeros(problem.k_cache.shape, bool)
-    position, size = np.arange(first, last + 1), problem.spec.block_size
-    rows[problem.block_tables[0, position // size], position % size] = True
-    return rows
-
-
-@each_of("form", BOTH)
-def test_keys_that_no_row_sees_are_not_read(form):
-    """Everything before the window of the first row, and past the last row."""
-    spec = form.replace(seq_lens=(300,), query_lens=(200,), window=40)
-    problem = build(spec)
-    whole = problem.block_tables, problem.k_cache, problem.v_cache
-    problem = build(spec.replace(seq_lens=(150,), query_lens=(5,)))  # behind it, 150 more tokens
-    problem.q = problem.q[:5]
-    problem.block_tables, problem.k_cache, problem.v_cache = whole
-    device = emulator(footprint=True, stats=True)
-    prefill(problem, device=device)
-    first, last, keys = 145 - 39, 149, keys_of_tile(form)
-    rows, tiles = rows_read(problem, first, last), last // keys - first // keys + 1
-    for name in ("k_cache", "v_cache"):
-        device.launches[0].footprint.expect(name, read=rows, written=False)
-        assert device.launches[0].buffers[name].bytes_read <= tiles * keys * whole[1][0, 0].nbytes
-
-
-def numbers(*values):
-    return np.array(values, np.int32)
-
-
-@each_of("form", BOTH, "tensor cores")
-def test_what_check_refuses_is_recorded_and_harms_nobody_else(form, open_device):
-    problem = build(form.replace(seq_lens=(40, 3, 200), query_lens=(40, 3, 40), sinks=True))
-    expected = prefill(problem, open_device)
-    good = checked_call(problem, check=True)
-    column = 64 // form.block_size
-    tables, lengths = good.block_tables.copy(), good.seq_lens.copy()
-    tables[2, column], lengths[1] = 10**6, 2
-    cases = [
-        ({}, None, "", []),
-        ({"block_tables": tables}, IndexError, rf"got 1000000 for sequence 2, column {column}", [2]),
-        ({"seq_lens": lengths}, ValueError, r"query_starts .* got 43 for sequence 1", [1]),
-        ({"seq_lens": numbers(40, -1, 200)}, ValueError, r"seq_lens .* got -1 for sequence 1", [1]),
-        ({"query_starts": numbers(0, 40, 43, 90)}, ValueError, r"query_starts .* got 90 for sequence 2", [2]),
-        ({"query_starts": numbers(0, 40, 39, 83)}, ValueError, r"query_starts .* got 39 for sequence 1", [0, 1, 2]),
-        ({"query_starts": numbers(-3, 40, 43, 83)}, ValueError, r"query_starts .* got -3 for sequence 0", [0]),
-    ]
-    starts = problem.query_starts
-    for changes, error, message, bad in cases:
-        out, lse = np.full_like(problem.q, np.nan), np.full(problem.q.shape[:2], np.nan, np.float32)
-        with open_device() as device:
-            planning.prefill_attention(device, good._replace(**changes), out, lse)
-            if error is None:
-                raise_if_failed([device])
-            else:
-                with pytest.raises(error, match=message):
-                    raise_if_failed([device])
-        for seq in range(3):
-            rows = slice(starts[seq], starts[seq + 1])
-            if seq not in bad:
-                assert_same_bits((out[rows], lse[rows]), (expected[0][rows], expected[1][rows]))
-            elif "query_starts" not in changes:
-                assert (out[rows] == 0).all()
-                assert (lse[rows] == -np.inf).all()
-
-
-@each_of("form", BOTH | {"vllm": VLLM}, *BOTH)
-def test_a_length_that_is_not_looked_at_harms_nobody(form, open_device):
-    """What is out of range counts as 0: its rows are zeros, and nothing past the table is read."""
-    problem = build(form.replace(seq_lens=(40, 3, 70), query_lens=(40, 3, 4), num_kv_heads=1, sinks=True))
-    expected, call = prefill(problem, open_device), checked_call(problem)
-    for bad in (-1, 10**6, 2**31 - 1, 39):
-        out, lse = np.full_like(problem.q, np.nan), np.full(problem.q.shape[:2], np.nan, np.float32)
-        with open_device(global_race=True) as device:
-            planning.prefill_attention(device, call._replace(seq_lens=numbers(bad, 3, 70)), out, lse)
-        assert (out[:40] == 0).all()
-        assert (lse[:40] == -np.inf).all()
-        assert_same_bits((out[40:], lse[40:]), (expected[0][40:], expected[1][40:]))
-
-
-@each_of("form", FORMS, *BOTH)
-def test_nothing_before_the_windows_is_looked_up_or_counts(form, open_device):
-    """Blocks that have been given away, and NaN where the first window's tile begins."""
-    spec = form.replace(seq_lens=(100,), query_lens=(4,), window=20, kv_scales=None)
-    first = 100 - 4 - 20 + 1
-    expected, problem = prefill(build(spec), open_device), build(spec)
-    problem.block_tables[0, : first // form.block_size] = -1
-    block, inside = problem.block_tables[0, first // form.block_size], first % form.block_size
-    for cache in (problem.k_cache, problem.v_cache):
-        tokens = {"NHD": cache[block], "HND": cache[block].swapaxes(0, 1), "vllm": np.moveaxis(cache[block], -1, 0)}
-        if form.layout == "vllm" and cache is problem.k_cache:
-            tokens["vllm"] = np.moveaxis(cache[block], 2, 0)
-        tokens[form.layout][:inside] = 0x7F if form.is_fp8 else np.nan
-    call = checked_call(build(spec))._replace(block_tables=problem.block_tables)
-    call = call._replace(k_cache=problem.k_cache, v_cache=problem.v_cache)
-    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
-    with open_device() as device:
-        planning.prefill_attention(device, call, out, lse)
-    assert_same_bits((out, lse), expected)
-
-
 def test_rows_whose_logits_are_all_far_below_zero_have_keys(open_device):
     problem = build(OPTIONS.replace(seq_lens=(50,), query_lens=(50,), softcap=1e36, scale=1e30))
     problem.q[...], problem.k_cache[...] = 10, -10
@@ -349,35 +148,6 @@ def test_rows_whose_logits_are_all_far_below_zero_have_keys(open_device):
     expected, expected_lse = expect(problem)
     np.testing.assert_allclose(out.astype(np.float32), expected, atol=0.02)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
-
-
-@each_of("form", BOTH)
-def test_tables_with_room_for_more_tokens_than_a_length_can_say(form, open_device):
-    problem = build(form.replace(seq_lens=(5,), query_lens=(3,)))
-    expected, call = prefill(problem, open_device), checked_call(problem)
-    table = np.lib.stride_tricks.as_strided(call.block_tables, (1, 2**32 // form.block_size), (4, 0))
-    for length in (5, -(2**31)):
-        out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
-        with open_device() as device:
-            wide = call._replace(block_tables=table, seq_lens=numbers(length), max_seq_len=2**33)
-            planning.prefill_attention(device, wide, out, lse)
-        if length == 5:
-            assert_same_bits((out, lse), expected)
-        else:
-            assert (out == 0).all()
-            assert (lse == -np.inf).all()
-
-
-@pytest.mark.parametrize("check", [False, True])
-@each_of("form", BOTH)
-def test_tables_have_strides_of_their_own(form, check, open_device):
-    problem = build(form.replace(seq_lens=(5, 70), query_lens=(3, 5)))
-    expected = prefill(problem, open_device)
-    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
-    with open_device() as device:
-        planning.prefill_attention(device, with_tables_apart(checked_call(problem, check=check)), out, lse)
-        raise_if_failed([device])
-    assert_same_bits((out, lse), expected)
 
 
 @pytest.mark.parametrize(("form", "vector"), [(TENSOR, 16), (FP8.replace(head_dim=64), 8)], ids=["float16", "fp8"])

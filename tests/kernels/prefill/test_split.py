@@ -18,7 +18,7 @@ from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long
 from ..block_cases import with_capability
 from ..decode_cases import after_changing_lengths, assert_same_bits, checked_call, emulator
-from .variants import CAPABILITY, CORES, FORMS, MORE_FORMS, TENSOR, VLLM, prefill
+from .variants import CAPABILITY, CORES, FORMS, MORE_FORMS, TENSOR, VLLM, numbers, prefill, rows_read
 
 TENSOR_FORMS = {name: form for name, form in FORMS.items() if form not in (CORES, VLLM)}
 MORE_NAMES = ("128 dims", "8 dims", "256 dims with options", "fp8 as float16", "e5m2", "score_mod")
@@ -292,16 +292,11 @@ def test_keys_that_no_row_sees_are_not_read():
     problem.block_tables, problem.k_cache, problem.v_cache = whole.block_tables, whole.k_cache, whole.v_cache
     device = emulator(footprint=True, stats=True)
     prefill(problem, device=device)
-    rows, position = np.zeros(problem.k_cache.shape, bool), np.arange(SPLIT + 55 - 599, SPLIT + 60)
-    rows[problem.block_tables[0, position // 16], position % 16] = True
-    tiles, tile_bytes = np.unique(position // 64), 64 * problem.k_cache[0, 0].nbytes
+    first, last = SPLIT + 55 - 599, SPLIT + 59
+    rows, tiles = rows_read(problem, first, last), last // 64 - first // 64 + 1
     for name in ("k_cache", "v_cache"):
         device.launches[0].footprint.expect(name, read=rows, written=False)
-        assert device.launches[0].buffers[name].bytes_read == len(tiles) * tile_bytes
-
-
-def numbers(*values):
-    return np.array(values, np.int32)
+        assert device.launches[0].buffers[name].bytes_read == tiles * 64 * problem.k_cache[0, 0].nbytes
 
 
 @pytest.mark.parametrize("check", [False, True])

@@ -20,8 +20,7 @@ from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, WgmmaShape
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long, own_parity
 from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
-from .test_prefill import chunk_of, rows_read
-from .variants import FP8, TENSOR, prefill, specs
+from .variants import FP8, TENSOR, chunk_of, prefill, rows_read, specs
 
 PLAIN = TENSOR.replace(group_size=3)
 OPTIONS = PLAIN.replace(softcap=3.0, q_dtype="bfloat16", kv_dtype="bfloat16", block_size=3)

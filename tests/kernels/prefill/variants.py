@@ -6,8 +6,11 @@ import hypothesis.strategies as st
 import numpy as np
 
 from pagedkv.cuda.plans import prefill as planning
+from pagedkv.cuda.plans.prefill import suits_tensor_cores, tensor_config
+from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
+from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
-from ...support.problems import Problem, Spec
+from ...support.problems import Problem, Spec, build
 from ...support.strategies import fade, own_parity
 from ..block_cases import with_capability
 from ..decode_cases import checked_call, emulator
@@ -24,6 +27,7 @@ FORMS = {
     **{"tensor cores": TENSOR, "options": OPTIONS, "one stage": ONE_STAGE, "fp8": FP8},
     **{"CUDA cores": CORES, "vllm": VLLM},
 }
+BOTH = {"tensor cores": TENSOR, "CUDA cores": CORES}
 MORE_FORMS = {
     "fp8 of 40 dims": FP8.replace(head_dim=40),
     "128 dims": TENSOR.replace(head_dim=128, group_size=5),
@@ -42,6 +46,10 @@ MORE_FORMS = {
     "vllm of float16": VLLM.replace(kv_dtype="float16", kv_scales=None, head_dim=128),
 }
 CAPABILITY = (9, 0)
+
+
+def numbers(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
 
 
 @st.composite
@@ -93,3 +101,27 @@ def prefill(
     assert np.isnan(problem.out_buffer.astype(np.float32)).all()
     assert np.isnan(lse[rows:]).all()
     return written, lse[:rows]
+
+
+def keys_of_tile(form: Spec) -> int:
+    """Tokens that a thread block takes at once."""
+    call = checked_call(build(form.replace(seq_lens=(3,), query_lens=(1,))))
+    if suits_tensor_cores(call):
+        return TileShape(tensor_config(call, capability=CAPABILITY)).keys
+    return CoresShape(planning.cores_config(call, capability=CAPABILITY)).rows
+
+
+def chunk_of(whole: Problem, start: int, stop: int, device: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Rows start to stop of the only sequence of a problem, as its last ones."""
+    chunk = build(whole.spec.replace(seq_lens=(stop,), query_lens=(stop - start,)))
+    chunk.q = whole.q[start:stop]
+    chunk.k_cache, chunk.v_cache, chunk.block_tables = whole.k_cache, whole.v_cache, whole.block_tables
+    return prefill(chunk, device=device)
+
+
+def rows_read(problem: Problem, first: int, last: int) -> np.ndarray:
+    """Which rows of the caches of a sequence hold tokens first..last."""
+    rows = np.zeros(problem.k_cache.shape, bool)
+    position, size = np.arange(first, last + 1), problem.spec.block_size
+    rows[problem.block_tables[0, position // size], position % size] = True
+    return rows

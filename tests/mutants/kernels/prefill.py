@@ -3,16 +3,18 @@
 from ..mutant import Mutant
 
 PREFILL = "tests/kernels/prefill/test_prefill.py::"
+INVARIANCE = "tests/kernels/prefill/test_invariance.py::"
+TABLES = "tests/kernels/prefill/test_tables.py::"
 BOUND = PREFILL + "test_every_form_meets_the_error_bound[emulator-"
 TENSOR, OPTIONS, ONE_STAGE, FP8 = ((BOUND + f"{form}]",) for form in ("tensor cores", "options", "one stage", "fp8"))
 CORES, VLLM = ((BOUND + f"{form}]",) for form in ("CUDA cores", "vllm"))
-PIVOTS = (PREFILL + "test_pivots_that_move_leave_other_rows_alone[emulator-tensor cores]",)
+PIVOTS = (INVARIANCE + "test_pivots_that_move_leave_other_rows_alone[emulator-tensor cores]",)
 MANY = (PREFILL + "test_many_sequences_find_their_rows[emulator-tensor cores]",)
 NEEDLE = (PREFILL + "test_a_needle_is_found_at_every_position_of_a_tile[emulator-tensor cores]",)
-READS = (PREFILL + "test_keys_that_no_row_sees_are_not_read[tensor cores]",)
+READS = (TABLES + "test_keys_that_no_row_sees_are_not_read[tensor cores]",)
 SINKS = (PREFILL + "test_sinks_far_above_and_below_all_logits[emulator-tensor cores]",)
-CHECK = (PREFILL + "test_what_check_refuses_is_recorded_and_harms_nobody_else[emulator-tensor cores]",)
-LENGTH = (PREFILL + "test_a_length_that_is_not_looked_at_harms_nobody[emulator-tensor cores]",)
+CHECK = (TABLES + "test_what_check_refuses_is_recorded_and_harms_nobody_else[emulator-tensor cores]",)
+LENGTH = (TABLES + "test_a_length_that_is_not_looked_at_harms_nobody[emulator-tensor cores]",)
 MASKED = (PREFILL + "test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key[emulator-CUDA cores]",)
 CODES = (PREFILL + "test_every_fp8_code_is_its_value[cc9.0-fp8_e4m3]",)
 
@@ -96,7 +98,7 @@ MUTANTS = [
         COPIES,
         "token = min(max(uint32(first + row), pages.first), pages.last)",
         "token = min(uint32(first + row), pages.last)",
-        (PREFILL + "test_nothing_before_the_windows_is_looked_up_or_counts[emulator-tensor cores]",),
+        (TABLES + "test_nothing_before_the_windows_is_looked_up_or_counts[emulator-tensor cores]",),
     ),
     Mutant(
         "prefill kernel: rows far below zero have no keys",
@@ -258,13 +260,13 @@ MUTANTS = [
         "cuda/plans/prefill.py",
         "(call.block_tables.strides[0], *call.q",
         "(call.block_tables.shape[1] * 4, *call.q",
-        (PREFILL + "test_tables_have_strides_of_their_own[emulator-tensor cores-False]",),
+        (TABLES + "test_tables_have_strides_of_their_own[emulator-tensor cores-False]",),
     ),
     Mutant(
         "prefill: the rows of a table that is checked are max_blocks apart",
         "cuda/plans/prefill.py",
         "spec.block_size, call.block_tables.strides[0])",
         "spec.block_size, call.block_tables.shape[1] * 4)",
-        (PREFILL + "test_tables_have_strides_of_their_own[emulator-tensor cores-True]",),
+        (TABLES + "test_tables_have_strides_of_their_own[emulator-tensor cores-True]",),
     ),
 ]
