@@ -7,7 +7,7 @@ WINDOW = ("tests/cpu/attention/test_decode.py::test_windows_begin_at_their_first
 NEEDLE = ("tests/cpu/attention/test_decode.py::test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",)
 PREFILL_ORACLE = ("tests/cpu/attention/test_prefill.py::test_oracle[float32-64]",)
 STEPS = ("tests/cpu/attention/steps/test_attention.py",)
-ENDS = ("tests/cpu/attention/steps/test_ends.py",)
+ENDS = ("tests/cpu/attention/steps/widening/test_ends.py",)
 
 MUTANTS = [
     Mutant(
@@ -178,14 +178,14 @@ MUTANTS = [
     ),
     Mutant(
         "steps: a result in bfloat16 is cut off",
-        "cpu/attention/steps/ends.py",
+        "cpu/attention/steps/widening/ends.py",
         "builder.add(odd, number(0x7FFF))",
         "number(0)",
         ENDS,
     ),
     Mutant(
         "steps: a row of q keeps its even dims alone",
-        "cpu/attention/steps/ends.py",
+        "cpu/attention/steps/widening/ends.py",
         "zip((dims[:HALF_UNIT], dims[HALF_UNIT:])",
         "zip((dims[:HALF_UNIT], dims[:HALF_UNIT])",
         ENDS,

@@ -15,8 +15,8 @@ from ...calls import AttentionCall, Form, per_head
 from ...commit import Write, bits
 from ...layouts import FLOAT_DTYPES
 from .steps.code import ELEMENT_BYTES
-from .steps.ends import Q_KINDS
 from .steps.shapes import LANES
+from .steps.widening.ends import Q_KINDS
 from .steps.widening.order import places
 from .tiles import cache_strides
 

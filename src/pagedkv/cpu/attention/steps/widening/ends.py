@@ -13,11 +13,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .code import ELEMENT_BYTES, FLOAT, INT32, INT64, SHORT, Code, Value, step, vector
-from .shapes import FLOAT_BYTES, INT_BYTES
-from .widening.halves import to_half
-from .widening.order import EVEN_ODD, UNIT
-from .widening.widen import WIDEN
+from ..code import ELEMENT_BYTES, FLOAT, INT32, INT64, SHORT, Code, Value, step, vector
+from ..shapes import FLOAT_BYTES, INT_BYTES
+from .halves import to_half
+from .order import EVEN_ODD, UNIT
+from .widen import WIDEN
 
 Q_KINDS = ("float32", "float16", "bfloat16")
 HALF_UNIT = UNIT // 2
