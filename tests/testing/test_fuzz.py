@@ -15,6 +15,7 @@ import pagedkv
 from pagedkv import reference
 from pagedkv.__main__ import main
 from pagedkv.emulator import EmulatorDevice
+from pagedkv.errors import BackendUnavailableError
 from pagedkv.testing import Spec
 from pagedkv.testing.fuzzing import checks
 from pagedkv.testing.fuzzing import command as fuzz
@@ -98,6 +99,18 @@ def test_a_failure_is_told_where_the_script_cannot_be_written(monkeypatch, tmp_p
     assert "planted" in path.read_text()
 
 
+@pytest.mark.usefixtures("only_merges")
+def test_a_backend_that_is_not_there_is_no_failure(monkeypatch, tmp_path, capsys):
+    def missing(spec, **changes):
+        raise BackendUnavailableError("install it")
+
+    monkeypatch.setattr(fuzz, "check", missing)
+    path = tmp_path / "failure.py"
+    assert main(["fuzz", "--processes", "1", "--script", str(path)]) == 1
+    assert capsys.readouterr().err == "install it\n"
+    assert not path.exists()
+
+
 @pytest.fixture
 def processes(monkeypatch):
     """What a process does is the list's first item; and the one process that there is, for a while."""
@@ -146,6 +159,14 @@ def test_a_failure_ends_the_other_processes(processes, tmp_path):
     assert not running
 
 
+def test_a_backend_that_is_not_there_ends_the_other_processes(processes):
+    done, running = processes
+    done.append(BackendUnavailableError("install it"))
+    with pytest.raises(BackendUnavailableError, match=r"^install it$"):
+        fuzz.run(minutes=1, processes=2, progress=lambda text: None)
+    assert not running
+
+
 @pytest.mark.long
 def test_processes_end_without_a_word():
     command = [sys.executable, "-m", "pagedkv", "fuzz", "--minutes", "0.05", "--seed", "1", "--processes", "2"]
@@ -154,7 +175,7 @@ def test_processes_end_without_a_word():
     assert "failed" in ended.stdout
 
 
-@pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "x"], ["--backend", "tpu"]])
+@pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "x"], ["--backend", "tpu"], ["--backend", "cuda"]])
 def test_refusals(words):
     with pytest.raises(SystemExit) as left:
         main(["fuzz", *words])

@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 
 from ...cpu.threads import set_num_threads
 from ...emulator import EmulatorDevice
+from ...errors import BackendUnavailableError
 from ..problems.attention import Spec
 from ..search import search
 from .checks import Moved, check
 from .forms import draw_form
 from .script import script
 
-BACKENDS = ("cpu", "emulator", "cuda")
+BACKENDS = ("cpu", "emulator")
 # Problems of a turn: a form of a kernel takes seconds to compile.
-TURN = {"cpu": 600, "emulator": 25, "cuda": 300}
+TURN = {"cpu": 600, "emulator": 25}
 
 
 class Turn(NamedTuple):
@@ -52,7 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="what computes (default: cpu)")
     parser.add_argument("--minutes", type=_minutes, default=5.0, metavar="N", help="how long (default: 5)")
     parser.add_argument("--seed", type=int, metavar="S", help="the same problems again (default: others each time)")
-    parser.add_argument("--processes", type=int, metavar="N", help="at once (default: one for each core; 1 for cuda)")
+    parser.add_argument("--processes", type=int, metavar="N", help="at once (default: one for each core)")
     parser.add_argument(
         "--script", default="fuzz_failure.py", metavar="PATH", help="where a failure goes (default: fuzz_failure.py)"
     )
@@ -71,14 +72,13 @@ def run(
 
     Parameters
     ----------
-    backend : {"cpu", "emulator", "cuda"}
-        "cuda" hands over CuPy arrays.
+    backend : {"cpu", "emulator"}
     minutes : float
     seed : int or None
         None: a random one, which the result names. Problems depend on the seed alone, in which order they are tried
         on the number of processes, too.
     processes : int or None
-        None: one for each core that this process may run on, and 1 for "cuda".
+        None: one for each core that this process may run on.
     script : str
         Where to write the script that reproduces a failure.
     progress : callable
@@ -96,10 +96,12 @@ def run(
         for a single problem.
     ValueError
         `processes` is less than 1.
+    BackendUnavailableError
+        The backend lacks a package.
     """
     seed = int.from_bytes(os.urandom(4)) if seed is None else seed
     if processes is None:
-        processes = 1 if backend == "cuda" else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     if processes < 1:
         raise ValueError(f"--processes must be at least 1, got {processes}")
     counts: Counter[str] = Counter()
@@ -140,6 +142,8 @@ def play(backend: str, seed: int, number: int, end: float) -> Turn:
     if found.failure is None:
         return Turn(form.operation, found.num_examples)
     spec, error = found.failure
+    if isinstance(error, BackendUnavailableError):  # every problem fails so on this machine
+        raise error
     said = f"{type(error).__name__}: {error}\n{spec.explained() if isinstance(spec, Spec) else spec}"
     moved = error.spec if isinstance(error, Moved) else None
     return Turn(form.operation, found.num_examples, said, script(spec, said, moved=moved, **changes))

@@ -74,7 +74,7 @@ def _device_limits(rng: random.Random, layouts: tuple[str, ...], operation: str)
         head_dims=(rng.choice(_fitting(DEVICE_HEAD_DIMS, kv_dtype, layouts)),),
         block_sizes=(rng.choice(BLOCK_SIZES[layouts[0]]),),
         group_sizes=(rng.choice(DEVICE_GROUP_SIZES),),
-        strides=_strides("cuda", kv_dtype),
+        strides=_strides("emulator", kv_dtype),
         options=options,
         score_mods=(rng.choice((None,) * 9 + (fade,)),),
         longest=600 if operation == "decode" else 130,

@@ -17,7 +17,6 @@ from .code import INT32, INT64, Code, Value, step, vector
 from .shapes import FLOAT_BYTES, LANES, TILE
 
 NOTHING = -math.inf  # the largest of no logits
-INT32_BYTES = 4
 
 
 def make_softmax(group_rows: int, *, masked: bool) -> Any:
