@@ -65,7 +65,7 @@ class Frame:
     def _make_shared(self) -> None:
         layout = self.layout
         self.shared_limit = layout.dynamic_offset + self.dynamic_shared
-        self.shared_stride = stride = (max(self.shared_limit, 16) + 127) // 128 * 128
+        stride = (max(self.shared_limit, 16) + 127) // 128 * 128
         self.shared = ByteSpace(self.num_ctas * stride)
         self.shared.shadow[:] = UNALLOCATED
         per_cta = self.shared.shadow[: self.num_ctas * stride].reshape(self.num_ctas, stride)
