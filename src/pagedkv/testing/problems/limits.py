@@ -13,7 +13,7 @@ KV_DTYPES = (*FLOATS, *FP8_KINDS)
 STRIDES = ("own", "halves", "strided")
 # Options that may have another value than their default.
 OPTIONS = ("scale", "softcap", "alibi_slopes", "window", "sinks", "causal", "k_scale")
-# By the largest power of two up to 64 that divides head_dim, which CPU kernels are compiled for.
+# By the largest power of two up to 64 that divides head_dim, which says whether the CPU has rows in whole chunks.
 HEAD_DIMS = {
     8: (8, 24, 40, 72, 120, 504),
     16: (16, 48, 80, 80, 112, 176),
