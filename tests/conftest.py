@@ -68,6 +68,16 @@ def without_lines(monkeypatch):
     monkeypatch.setattr(EmulatorDevice, "lineinfo", False)
 
 
+@pytest.fixture
+def restore_threads():
+    """The CPU backend has as many threads afterwards as before."""
+    import pagedkv
+
+    before = pagedkv.get_num_threads()
+    yield
+    pagedkv.set_num_threads(before)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Import all tests without the collector, which would traverse what they import again and again."""

@@ -16,6 +16,7 @@ from pagedkv import arithmetic, reference
 from .support.problems import Spec, build
 from .support.problems import run as run_problem
 
+pytestmark = pytest.mark.usefixtures("restore_threads")
 TINY = np.float32(1e-40)  # a denormal
 UPWARD = {"x86_64": 0x800, "AMD64": 0x800, "aarch64": 0x400000, "arm64": 0x400000}
 
@@ -145,13 +146,6 @@ CALLS = {
 
 def bits(results):
     return [np.array(x).tobytes() for x in results]
-
-
-@pytest.fixture(autouse=True)
-def _restore_threads():
-    before = pagedkv.get_num_threads()
-    yield
-    pagedkv.set_num_threads(before)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -12,15 +12,12 @@ from pagedkv import reference
 from pagedkv.testing.calls import check_write
 from pagedkv.testing.problems.writes import tokens, write_specs
 
+from ..support.bits import bits
 from ..support.problems import FLOATS, Spec, as_torch, build, in_layout
 from ..support.rotary_cases import tables_of
 
 KV_DTYPES = [*FLOATS, *reference.FP8_DTYPES]
 LAYOUTS = ["NHD", "HND", "vllm"]
-
-
-def bits(array):
-    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
 
 
 @given(write=write_specs())

@@ -21,12 +21,7 @@ from pagedkv.cpu import threads
 
 from ..memory.manager import interrupted_at
 
-
-@pytest.fixture(autouse=True)
-def _restore_threads():
-    before = pagedkv.get_num_threads()
-    yield
-    pagedkv.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("restore_threads")
 
 
 def _problem(length=2000):

@@ -34,10 +34,6 @@ def swapping(copies, pairs):
     return SwapCall(ON_HOST, copies, pairs, checked=False)
 
 
-def bits(array):
-    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
-
-
 def storage(kind):
     return FLOATS.get(kind, np.dtype(np.uint8))
 

@@ -11,9 +11,10 @@ from pagedkv.cuda.plans import merge
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.kernels.merge_states import MergeConfig, make_merge_states
 
+from ..support.bits import bits
 from ..support.problems import FLOATS, error_bound
 from ..support.strategies import long
-from .block_cases import ON_HOST, SparseDevice, assert_links, bits, every_third_for_all, with_gaps, without_device
+from .block_cases import ON_HOST, SparseDevice, assert_links, every_third_for_all, with_gaps, without_device
 
 # kind, head_dim and number of states: a compile for each, or a few for more than 8 states.
 CASES = [

@@ -10,8 +10,9 @@ import pagedkv
 from pagedkv import reference
 from pagedkv.cpu import rotary
 
+from ..support.bits import bits
 from ..support.problems import FLOATS, as_torch
-from ..support.rotary_cases import bits, tables_of, tokens_of
+from ..support.rotary_cases import tables_of, tokens_of
 
 HALF_ULP = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 

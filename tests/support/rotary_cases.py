@@ -3,10 +3,6 @@
 import numpy as np
 
 
-def bits(array):
-    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
-
-
 def tokens_of(rng, num_tokens, num_heads, head_dim, dtype):
     """Normal q and k, as parts of the rows that one projection makes."""
     both = (3 * rng.standard_normal((num_tokens, sum(num_heads), head_dim), np.float32)).astype(dtype)

@@ -32,13 +32,6 @@ def spec(request, is_prefill):
     return request.param.replace(seq_lens=LENGTHS, query_lens=QUERY_LENS if is_prefill else None)
 
 
-@pytest.fixture
-def restore_threads():
-    before = pagedkv.get_num_threads()
-    yield
-    pagedkv.set_num_threads(before)
-
-
 def assert_same_bits(results, expected):
     for result, wanted in zip(results, expected, strict=True):
         assert result.shape == wanted.shape

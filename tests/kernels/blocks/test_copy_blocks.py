@@ -13,11 +13,11 @@ from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.blocks.copy_blocks import CopyConfig, make_copy_blocks
 from pagedkv.layouts import LAYOUTS, cache_shapes
 
+from ...support.bits import bits
 from ..block_cases import (
     STRIDES,
     SparseDevice,
     assert_links,
-    bits,
     copying,
     every_third_for_all,
     pair_of,

@@ -17,13 +17,13 @@ from pagedkv.kernels.blocks.gather_kv import GatherConfig, make_gather_kv
 from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import gather_call
 
+from ...support.bits import bits
 from ...support.problems import POISONS
 from ..block_cases import (
     BOTH_FP8,
     STRIDES,
     SparseDevice,
     assert_links,
-    bits,
     every_third_for_all,
     pair_of,
     storage,

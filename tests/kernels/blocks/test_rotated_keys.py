@@ -18,9 +18,10 @@ from pagedkv.kernels.blocks.write_kv import WriteConfig, make_write_kv
 from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import write_call
 
+from ...support.bits import bits
 from ...support.problems import FLOATS
 from ...support.rotary_cases import tables_of
-from ..block_cases import SparseDevice, assert_links, bits, pair_of, storage, with_gaps
+from ..block_cases import SparseDevice, assert_links, pair_of, storage, with_gaps
 from ..decode_cases import emulator
 
 # Halves and neighbours, rotated dims that end within a vector, parts of every size, tables of both dtypes, keys that

@@ -19,12 +19,12 @@ from pagedkv.kernels.blocks.write_kv import WriteConfig, make_write_kv
 from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import write_call
 
+from ...support.bits import bits
 from ...support.problems import FLOATS
 from ..block_cases import (
     STRIDES,
     SparseDevice,
     assert_links,
-    bits,
     every_third_for_all,
     pair_of,
     random_bits,
