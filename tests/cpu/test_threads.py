@@ -237,6 +237,26 @@ def test_without_further_threads_the_call_is_done_all_the_same(monkeypatch, num_
     assert len(started) == num_possible
 
 
+def test_a_worker_that_dies_before_it_begins_is_not_counted(monkeypatch):
+    """As Python's threads do for want of memory; the next call starts another one."""
+    pagedkv.set_num_threads(2)
+    start_new_thread, done = threads.start_new_thread, []
+
+    def call():
+        threads.run(lambda *_: done.append(threading.get_ident()), 5, (), estimate=HANDED_OVER)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "BEGIN_S", 0.01)
+        patch.setattr(threads, "start_new_thread", lambda *_: start_new_thread(sys.exit, ()))
+        caller = threading.Thread(target=call, daemon=True)
+        caller.start()
+        caller.join(30)
+    assert done == [caller.ident], "the call waits for a worker that is not there"
+    call()
+    assert len(done) > 1
+    assert threading.get_ident() not in done
+
+
 def test_no_worker_is_waited_for_once_the_interpreter_is_ending(monkeypatch):
     """Its daemon threads stop where they are; a destructor may still call."""
     problem = _problem()

@@ -25,6 +25,7 @@ from .processors import Workers
 MAX_NUM_THREADS = 1024
 ALONE_NS = 50_000  # below, a helper would come after most is done
 PATIENCE_NS = 20_000_000  # how long an interrupt may wait
+BEGIN_S = 1.0  # a worker that takes longer has died: without memory, Python drops a thread before its first line
 
 
 def _available() -> int:
@@ -81,9 +82,10 @@ class _Share:
             pass
 
 
-def _serve(shares: SimpleQueue[Any], end: object, workers: Workers) -> None:
-    """Run one share after the other, until `end` comes."""
+def _serve(shares: SimpleQueue[Any], end: object, workers: Workers, begun: Any) -> None:
+    """Release the lock `begun`, then run one share after the other, until `end` comes."""
     workers.add()
+    begun.release()
     while (share := shares.get()) is not end:
         share.do()
         share = None  # an idle worker keeps no arrays alive
@@ -114,7 +116,12 @@ class _Pool:
         while len(self._started) < wanted:
             try:
                 self._free.pop()
-                self._started.append(start_new_thread(_serve, (self.shares, self._end, self.workers)))
+                begun = allocate_lock()
+                begun.acquire()
+                worker = start_new_thread(_serve, (self.shares, self._end, self.workers, begun))
+                if not begun.acquire(timeout=BEGIN_S):
+                    raise RuntimeError("the worker has died")
+                self._started.append(worker)
             except IndexError:  # somebody else is about to start it
                 break
             except RuntimeError:  # no further thread can be started
