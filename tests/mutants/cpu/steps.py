@@ -112,6 +112,13 @@ MUTANTS = [
         ("tests/cpu/attention/steps/test_sweep.py::test_every_way_to_read_rows[fp8_e4m3-4-True]",),
     ),
     Mutant(
+        "steps: with few registers, rows past those of a turn are widened",
+        "cpu/attention/steps/widening/following.py",
+        "if count < self.of_chunk:",
+        "if False:",
+        ("tests/cpu/attention/steps/test_sweep.py::test_every_number_of_registers[fp8_e4m3-4]",),
+    ),
+    Mutant(
         "steps: rows of the next step beside which there is no token are not widened",
         "cpu/attention/steps/values.py",
         "following.widen_rows(code, count, num_vectors)",

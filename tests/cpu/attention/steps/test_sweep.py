@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pagedkv.cpu.attention.steps import sweep
+from pagedkv.cpu.attention.steps import dots, sweep, values
 from pagedkv.cpu.attention.steps.code import BYTE, Code
 from pagedkv.cpu.attention.steps.shapes import CACHE_LINE, STEP, TILE
 from pagedkv.cpu.attention.steps.sweep import Form, make_add, make_score
@@ -20,7 +20,8 @@ RNG = np.random.default_rng(0)
 
 
 @cache
-def sweeps(form):
+def sweeps(form, accumulators):
+    """Both sweeps of a form, compiled once for each number of accumulators."""
     return stepper(make_score(form)), stepper(make_add(form))
 
 
@@ -37,15 +38,15 @@ def state_of(group_rows):
 
 def head_by_head(kind, rows, group_rows, q, acc, scores):
     """What the sweeps leave, from rows that were widened before."""
-    score, add = sweeps(Form("float32", group_rows, whole=True, staged=True))
-    dots, acc, heads = np.full_like(scores, np.nan), acc.copy(), range(HEADS)
+    score, add = sweeps(Form("float32", group_rows, whole=True, staged=True), dots.num_accumulators())
+    found, acc, heads = np.full_like(scores, np.nan), acc.copy(), range(HEADS)
     for h in heads:
         wide = np.ascontiguousarray(rows[:, h : h + 1].astype(np.float32)[:, :, order(kind, DIMS)])
         some = slice(h * GROUPS, (h + 1) * GROUPS)
         of_rows = slice(some.start * group_rows, some.stop * group_rows)
-        score(dots[some], grouped(q[of_rows], group_rows), *swept(wide, GROUPS))
+        score(found[some], grouped(q[of_rows], group_rows), *swept(wide, GROUPS))
         add(acc[of_rows], scores[some], *swept(wide, GROUPS))
-    return dots, acc
+    return found, acc
 
 
 # All that one query head alone reads in registers: no kernel of the tests of decode has it for 16 bits and fp8.
@@ -59,7 +60,7 @@ MORE_WAYS += [("fp8_e4m3", 1, False), ("fp8_e4m3", 4, False)]
 def test_every_way_to_read_rows(kind, group_rows, whole):
     rows, (q, acc, scores) = rows_of(kind, 2 * STEP + 3), state_of(group_rows)
     expected_dots, expected_acc = head_by_head(kind, rows, group_rows, q, acc, scores)
-    score, add = sweeps(Form(kind, group_rows, whole=whole, staged=False))
+    score, add = sweeps(Form(kind, group_rows, whole=whole, staged=False), dots.num_accumulators())
     for run_steps in (1, 2, 8):
         arguments = swept(rows, GROUPS, run_steps=run_steps)
         found_dots, found_acc = np.full_like(scores, np.nan), acc.copy()
@@ -67,6 +68,15 @@ def test_every_way_to_read_rows(kind, group_rows, whole):
         add(found_acc, scores, *arguments)
         np.testing.assert_array_equal(found_dots[:, : len(rows)], expected_dots[:, : len(rows)])
         np.testing.assert_array_equal(found_acc, expected_acc)
+
+
+@pytest.mark.parametrize(("kind", "group_rows"), [("fp8_e4m3", 4), *long([("bfloat16", 4), ("bfloat16", 1)])])
+def test_every_number_of_registers(monkeypatch, kind, group_rows):
+    """Those of AVX-512, and fewer: then a turn widens a part of a chunk's rows, or has none to widen."""
+    for accumulators in (16, 4):
+        for module in (dots, values):
+            monkeypatch.setattr(module, "num_accumulators", lambda found=accumulators: found)
+        test_every_way_to_read_rows(kind, group_rows, True)
 
 
 @pytest.fixture
