@@ -1,5 +1,7 @@
 """Decode attention against the oracle, and what it promises about poison, needles, windows and strides."""
 
+import sys
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pagedkv
 from pagedkv.cpu.attention import decode
 
 from ...support.problems import FLOATS, Spec, as_torch, assert_close, build, expect, move_past_2_31_elements, run
+from ...support.programs import printed_by
 from ...support.strategies import (
     DECODE_KERNELS,
     MORE_DECODE_KERNELS,
@@ -91,6 +94,12 @@ def test_unused_slots_blocks_and_table_entries_do_not_matter(spec, poison):
         with_other = run(build(spec.replace(seq_lens=lengths, window=window, poison=poison)))
         for a, b in zip(with_nan, with_other, strict=True):
             assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="this platform has no mprotect")
+def test_no_byte_outside_the_arrays_is_read():
+    """Not even one that changes no result."""
+    assert printed_by("cpu.attention.bounds") == ["344"]
 
 
 @some

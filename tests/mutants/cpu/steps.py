@@ -204,4 +204,11 @@ MUTANTS = [
         "INT64(step_tokens)",
         ("tests/cpu/attention/test_decode.py::test_an_infinite_last_value_stays_infinite[NHD-float32]",),
     ),
+    Mutant(
+        "tiles: rows past the end are those behind the last one",
+        "cpu/attention/tiles.py",
+        "for t in range(stop - start, TILE):\n",
+        "for t in range(stop - start, TILE):\n        row += strides[2]\n",
+        ("tests/cpu/attention/test_decode.py::test_no_byte_outside_the_arrays_is_read",),
+    ),
 ]
