@@ -167,6 +167,21 @@ def test_on_the_host_there_is_nothing_to_reserve():
     assert pagedkv.reserve_workspaces(**HOST, num_heads=4, num_seqs=2, max_seq_len=4096, num_tokens=3) == 0
 
 
+def test_caches_on_the_host_may_lie_as_the_cpu_takes_them(cuda):
+    """Kernels on a GPU move rows of 16 bytes, from addresses that are multiples of 16."""
+    rows = np.zeros((4, 16, 2, 66), np.float16)
+    assert pagedkv.reserve_workspaces(rows[..., 2:], rows[..., :64], 4, num_seqs=2, max_seq_len=4096) == 0
+    with pytest.raises(ValueError, match="k_cache must have rows at multiples of 16 bytes"):
+        pagedkv.reserve_workspaces(*(InterfaceArray(rows[..., :64]) for _ in range(2)), 4, num_seqs=2, max_seq_len=4096)
+
+
+def test_a_bound_may_be_any(cuda):
+    """As in the calls: lengths are int32."""
+    sizes = caches_of("NHD", 128, "float16", None) | {"num_heads": 8, "num_seqs": 4, "num_tokens": 8}
+    assert pagedkv.reserve_workspaces(**sizes, max_seq_len=2**31 - 1) > 0
+    assert pagedkv.reserve_workspaces(**sizes, max_seq_len=10**30) == 0
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
@@ -175,12 +190,17 @@ def test_on_the_host_there_is_nothing_to_reserve():
         ({"num_seqs": 0}, ValueError, "num_seqs must be at least 1, got 0"),
         ({"max_seq_len": -1}, ValueError, "max_seq_len must be at least 1, got -1"),
         ({"num_tokens": -1}, ValueError, "num_tokens must be at least 0, got -1"),
+        ({"num_heads": 2**40}, ValueError, r"num_heads must be below 2\*\*31, got 1099511627776"),
+        ({"num_seqs": 2**100}, ValueError, r"num_seqs must be below 2\*\*31, got 12676"),
+        ({"num_tokens": 2**31}, ValueError, r"num_tokens must be below 2\*\*31, got 2147483648"),
+        ({"num_heads": 2**30, "num_seqs": 2**30}, ValueError, "q must be an array that NumPy can describe"),
         ({"dtype": "int8"}, TypeError, "dtype must be float32, float16 or bfloat16, got 'int8'"),
         ({"dtype": "bfloat16"}, TypeError, "k_cache must have dtype bfloat16, that of q"),
         ({"kv_dtype": "fp8_e4m3"}, TypeError, "k_cache must have dtype uint8 for kv_dtype 'fp8_e4m3'"),
         ({"window": 0}, ValueError, "window must be at least 1, got 0"),
         ({"layout": "HNDX"}, ValueError, 'layout must be "NHD", "HND" or "vllm"'),
         ({"v_cache": np.zeros((4, 16, 2, 32), np.float16)}, ValueError, "v_cache must have shape"),
+        ({"v_cache": np.zeros((4, 16, 2, 128), np.float16)[..., ::2]}, ValueError, "v_cache must be contiguous along"),
     ],
 )
 def test_what_no_call_could_have_is_refused(changed, error, message):

@@ -30,9 +30,16 @@ MUTANTS = [
     Mutant(
         "what is reserved ends at the bound that was named",
         "operations/workspaces.py",
-        "bound = bucket(max_seq_len)",
-        "bound = max_seq_len",
+        "bound = bucket(min(max_seq_len, _MOST))",
+        "bound = min(max_seq_len, _MOST)",
         (RESERVED + "test_a_bound_is_rounded_up_as_that_of_a_call_is",),
+    ),
+    Mutant(
+        "caches on the host lie as a GPU needs them",
+        "operations/workspaces.py",
+        "    if placement.on_host:  # kernels",
+        "    if not placement:  # kernels",
+        (RESERVED + "test_caches_on_the_host_may_lie_as_the_cpu_takes_them",),
     ),
     Mutant(
         "a call's launches are mixed with those of another thread",

@@ -3,7 +3,7 @@
 from .argument import Argument, DeviceArgument, Facts, HostArgument
 from .host import HostArray
 from .identify import current_streams, device_kind, host_view, identify
-from .shadow import Array, Shadow, address_of, make_shadow
+from .shadow import Array, Shadow, address_of, make_shadow, metadata_of
 
 __all__ = [
     "Argument",
@@ -19,4 +19,5 @@ __all__ = [
     "host_view",
     "identify",
     "make_shadow",
+    "metadata_of",
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ..arrays import Array, make_shadow
+from ..arrays import Array, metadata_of
 from ..backends import backend_of, gpus
 from ..buckets import bucket
 from ..calls import AttentionCall
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..cuda.backend import GpuBackend
 
 _NEVER_READ = 256  # the address of arrays of which only shape, strides and dtype matter
+_MOST = 2**31 - 1  # what lengths, query_starts and the grids of launches have room for
 
 
 def workspace_bytes() -> int:
@@ -99,6 +100,8 @@ def reserve_workspaces(
     for name, size in sizes.items():
         if size < (least := int(name != "num_tokens")):
             raise ValueError(f"{name} must be at least {least}, got {size}")
+        if size > _MOST and name != "max_seq_len":  # a bound is none from there on, as in the calls
+            raise ValueError(f"{name} must be below 2**31, got {size}")
     options = {"layout": layout, "kv_dtype": kv_dtype, "window": window, "check": check}
     placement, caches = place("auto", [("k_cache", k_cache), ("v_cache", v_cache)])
     calls = list(_largest_calls(placement, caches, dtype, options, **sizes))
@@ -142,17 +145,20 @@ def _largest_calls(
     if dtype is None and options["kv_dtype"] is not None:
         raise TypeError("dtype must be that of q for fp8 caches, got None")
     q_dtype = storage_dtype(kind if dtype is None else dtype, None)
-    bound = bucket(max_seq_len)  # what a call with this bound is planned for, if its tables hold more
+    bound = bucket(min(max_seq_len, _MOST))  # what a call with this bound is planned for, if its tables hold more
     given = dict(options) | {"max_seq_len": bound, "return_lse": False, "kernel": "auto"}
     given |= dict.fromkeys(("scale", "k_scale", "v_scale", "score_mod"))
+    if placement.on_host:  # kernels of the CPU take more strides and addresses
+        require.memory({"k_cache": k_cache, "v_cache": v_cache}, placement)
+        k_cache, v_cache = (_shadow("a cache", x.dtype, *x.shape) for x in caches)
     views = {
-        **{"k_cache": k_cache, "v_cache": v_cache, "q": _shadow(q_dtype, num_seqs, num_heads, geometry.head_dim)},
-        "block_tables": _shadow(np.int32, num_seqs, -(-bound // geometry.block_size)),
-        "seq_lens": _shadow(np.int32, num_seqs),
+        **{"k_cache": k_cache, "v_cache": v_cache, "q": _shadow("q", q_dtype, num_seqs, num_heads, geometry.head_dim)},
+        "block_tables": _shadow("block_tables", np.int32, num_seqs, -(-bound // geometry.block_size)),
+        "seq_lens": _shadow("seq_lens", np.int32, num_seqs),
     }
     ragged = views | {
-        "q": _shadow(q_dtype, num_tokens, num_heads, geometry.head_dim),
-        "query_starts": _shadow(np.int32, num_seqs + 1),
+        "q": _shadow("q", q_dtype, num_tokens, num_heads, geometry.head_dim),
+        "query_starts": _shadow("query_starts", np.int32, num_seqs + 1),
     }
     where = placement._replace(backend="cuda")  # where nobody looks at values
     for softcap in (None, 1.0):  # with one, more thread blocks may share the query heads of a KV head
@@ -162,5 +168,5 @@ def _largest_calls(
             yield placed_call(given, where, dict(ragged))
 
 
-def _shadow(dtype: Any, *shape: int) -> Array:
-    return make_shadow(_NEVER_READ, shape, None, np.dtype(dtype), True)
+def _shadow(name: str, dtype: Any, *shape: int) -> Array:
+    return metadata_of(name, _NEVER_READ, shape, None, np.dtype(dtype), True, None).shadow
