@@ -12,7 +12,7 @@ from pagedkv.layouts import cache_shapes, storage_dtype
 
 from ..support.device_fakes import ELSEWHERE, InterfaceArray
 from .conftest import recorded
-from .driver_fakes import Recorder
+from .driver_fakes import Code, Recorder
 
 NUM_KV_HEADS, BLOCK_SIZE = 2, 16
 LAYOUTS = ("NHD", "HND", "vllm")
@@ -20,16 +20,16 @@ KINDS = (("float32", None), ("float16", None), ("float16", "fp8_e4m3"), ("float3
 _addresses = itertools.count(ELSEWHERE, 1 << 36)
 
 
-def zeros(dtype, *shape):
+def zeros(dtype, *shape, stream=None):
     """A device array whose memory nobody has."""
     address = next(_addresses)
-    return InterfaceArray(np.broadcast_to(np.zeros((), dtype), shape), strides=None, data=(address, False))
+    return InterfaceArray(np.broadcast_to(np.zeros((), dtype), shape), stream, strides=None, data=(address, False))
 
 
-def caches_of(layout, head_dim, dtype, kv_dtype):
+def caches_of(layout, head_dim, dtype, kv_dtype, stream=None):
     stored = storage_dtype(dtype, kv_dtype)
     shapes = cache_shapes(layout, 4, BLOCK_SIZE, NUM_KV_HEADS, head_dim, stored.itemsize)
-    k_cache, v_cache = (zeros(stored, *shape) for shape in shapes)
+    k_cache, v_cache = (zeros(stored, *shape, stream=stream) for shape in shapes)
     return {"k_cache": k_cache, "v_cache": v_cache, "layout": layout, "kv_dtype": kv_dtype}
 
 
@@ -150,6 +150,58 @@ def test_what_is_reserved_in_a_capture_is_for_the_graphs_of_the_stream(cuda, tor
     assert graph.nodes == []
     assert reserved == pagedkv.workspace_bytes() > 0
     assert pagedkv.release_workspaces() == 0, "graphs keep theirs"
+
+
+def test_prefill_has_room_without_a_softcap_as_well(cuda):
+    """With 256 dims it has twice as many splits then."""
+    caches, bound = caches_of("NHD", 256, "float16", None), 1 << 16
+    pagedkv.reserve_workspaces(**caches, num_heads=8, num_seqs=4, max_seq_len=bound, num_tokens=64)
+    before = allocations(cuda)
+    for softcap in (None, 5.0):
+        run(caches, "float16", 8, 256, 4, bound // BLOCK_SIZE, 64, softcap=softcap)
+    assert allocations(cuda) == before
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_each_workspace_is_allocated_once(cuda, captured):
+    """Calls with a softcap have twice as many counters, and graphs would keep those of the others for good."""
+    caches = caches_of("NHD", 256, "float32", "fp8_e4m3", stream=5)
+    if captured:
+        cuda.begin_capture(5)
+    sizes = {"num_heads": NUM_KV_HEADS * 16, "num_seqs": 256, "max_seq_len": 4096}
+    pagedkv.reserve_workspaces(**caches, **sizes, dtype="float32")
+    assert [name for name, *_ in allocations(cuda)] == ["alloc"] * 3
+
+
+def test_what_is_reserved_after_less_is_as_much_as_at_once(cuda):
+    caches, sizes = caches_of("NHD", 128, "float16", None), {"num_heads": 8, "max_seq_len": 8192, "num_tokens": 8}
+    pagedkv.reserve_workspaces(**caches, **sizes, num_seqs=64)
+    pagedkv.reserve_workspaces(**caches, **sizes, num_seqs=65)
+    grown = pagedkv.workspace_bytes()
+    pagedkv.release_workspaces()
+    assert pagedkv.reserve_workspaces(**caches, **sizes, num_seqs=65) == grown
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("room", [1, 3])
+def test_where_there_is_room_for_some_none_grows(cuda, monkeypatch, before, room, captured):
+    caches, sizes = caches_of("NHD", 128, "float16", None, stream=5), {"num_heads": 8, "max_seq_len": 8192}
+    if captured:
+        cuda.begin_capture(5)
+    if before:
+        pagedkv.reserve_workspaces(**caches, **sizes, num_seqs=before)
+    held, allocate, left = dict(cuda.memory), cuda.cuMemAlloc, iter(range(room))
+
+    def alloc(nbytes):
+        return allocate(nbytes) if next(left, None) is not None else (Code(2), 0)
+
+    alloc.__name__ = "cuMemAlloc"
+    monkeypatch.setattr(cuda, "cuMemAlloc", alloc)
+    with pytest.raises(MemoryError, match="make room"):
+        pagedkv.reserve_workspaces(**caches, **sizes, num_seqs=4, num_tokens=8)
+    assert {address: x for address, x in cuda.memory.items() if x[1] != "freed"} == held
+    assert pagedkv.workspace_bytes() == sum(nbytes for nbytes, _ in held.values())
 
 
 def test_where_there_is_no_room_it_says_so(cuda):

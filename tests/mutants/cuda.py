@@ -35,6 +35,27 @@ MUTANTS = [
         (RESERVED + "test_a_bound_is_rounded_up_as_that_of_a_call_is",),
     ),
     Mutant(
+        "what is reserved is for the last call that was thought of",
+        "cuda/backend.py",
+        "needed[name] = max(nbytes, needed.get(name, 0))",
+        "needed[name] = nbytes",
+        (RESERVED + "test_prefill_has_room_without_a_softcap_as_well",),
+    ),
+    Mutant(
+        "what is reserved grows by half",
+        "cuda/driver.py",
+        "self._grow(lacking, ample=False)",
+        "self._grow(lacking, ample=True)",
+        (RESERVED + "test_what_is_reserved_after_less_is_as_much_as_at_once",),
+    ),
+    Mutant(
+        "workspaces that there was room for stay when others find none",
+        "cuda/driver.py",
+        "                    self._gpu.driver.cuMemFree(address)\n",
+        "                    pass\n",
+        (RESERVED + "test_where_there_is_room_for_some_none_grows[3-2-True]",),
+    ),
+    Mutant(
         "caches on the host lie as a GPU needs them",
         "operations/workspaces.py",
         "    if placement.on_host:  # kernels",
@@ -151,8 +172,8 @@ MUTANTS = [
     Mutant(
         "what a graph may use is freed when it is outgrown",
         "cuda/driver.py",
-        "            if before and not self._for_graphs:\n                self._free(",
-        "            if before:\n                self._free(",
+        "            if not self._for_graphs:\n                for workspace",
+        "            if self:\n                for workspace",
         (GRAPHS + "test_graphs_of_one_stream_share_workspaces_and_keep_those_that_were_outgrown",),
     ),
     Mutant(

@@ -99,13 +99,13 @@ class GpuBackend(KernelBackend):
 
     def reserve_workspaces(self, calls: Sequence[AttentionCall]) -> int:
         """Make the workspaces of calls, all on one stream, and say what they have added to those there were."""
+        needed: dict[str, int] = {}
         with driver.device_of(calls[0].placement) as device:
-            before = device.num_bytes
             for call in calls:
                 plans = attention if call.query_starts is None else prefill
                 for name, nbytes in plans.workspaces(call, capability=device.capability):
-                    device.scratch(name, nbytes)
-            return device.num_bytes - before
+                    needed[name] = max(nbytes, needed.get(name, 0))
+            return device.reserve(needed)
 
     def release_workspaces(self) -> int:
         """Wait for the GPUs, and free what no graph uses; see `pagedkv.release_workspaces`."""

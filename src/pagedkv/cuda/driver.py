@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -179,21 +179,47 @@ class CudaDevice:
         """
         held = self._workspaces.get(name)
         if held is None or held[1] < nbytes:
-            held = self._grow(name, nbytes)
+            self._grow({name: nbytes}, ample=True)
+            held = self._workspaces[name]
         return held[0]
 
-    def _grow(self, name: str, nbytes: int) -> tuple[int, int]:
-        """Grow by half if there is room, so that growing, which waits for the GPU, is rare."""
-        before = self._workspaces.get(name)
+    def reserve(self, needed: Mapping[str, int]) -> int:
+        """Have workspaces of at least so many bytes, all or none of them, and say how many bytes that has added.
+
+        Raises
+        ------
+        MemoryError
+            As `scratch`.
+        """
+        before, held = self.num_bytes, self._workspaces
+        lacking = {name: nbytes for name, nbytes in needed.items() if name not in held or held[name][1] < nbytes}
+        if lacking:
+            self._grow(lacking, ample=False)
+        return self.num_bytes - before
+
+    def _grow(self, needed: Mapping[str, int], *, ample: bool) -> None:
+        """Put larger workspaces in the place of those held, all or none.
+
+        Ample ones are larger by half if there is room, so that growing, which waits for the GPU, is rare.
+        """
+        outgrown = [self._workspaces[name] for name in needed if name in self._workspaces]
+        made: dict[str, tuple[int, int]] = {}
         with self._gpu.relaxed():
-            if before and not self._for_graphs:
+            if outgrown and not self._for_graphs:
                 self._gpu.call(self._gpu.driver.cuStreamSynchronize, self._handle)
-            ample = before[1] + before[1] // 2 if before else 0
-            held = self._workspaces[name] = self._allocate(name, _rounded(nbytes), _rounded(ample))
-            self.num_bytes += held[1]
-            if before and not self._for_graphs:
-                self._free(*before)
-        return held
+            try:
+                for name, nbytes in needed.items():
+                    _, held = self._workspaces.get(name, (0, 0))
+                    made[name] = self._allocate(name, _rounded(nbytes), _rounded(held + held // 2) if ample else 0)
+            except BaseException:
+                for address, _ in made.values():
+                    self._gpu.driver.cuMemFree(address)
+                raise
+            self._workspaces.update(made)
+            self.num_bytes += sum(nbytes for _, nbytes in made.values())
+            if not self._for_graphs:
+                for workspace in outgrown:
+                    self._free(*workspace)
 
     def _allocate(self, name: str, nbytes: int, ample: int) -> tuple[int, int]:
         if ample > nbytes:

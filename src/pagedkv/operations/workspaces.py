@@ -91,7 +91,8 @@ def reserve_workspaces(
     TypeError, ValueError
         As the calls would; a size that cannot be one.
     MemoryError
-        The GPU has no room. What has grown until then stays: `release_workspaces` gives it back.
+        The GPU has no room; nothing has grown. While they grow, there are the old ones beside the new:
+        `release_workspaces` first takes least.
     BackendUnavailableError
         There is no CUDA driver, or a package is missing.
     """
