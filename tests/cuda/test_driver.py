@@ -224,6 +224,27 @@ def test_a_workspace_that_cannot_be_freed_stays(cuda):
     assert device.num_bytes == 0
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_an_interrupt_while_memory_is_freed_leaves_none_that_is_gone(cuda, monkeypatch, grows):
+    """Ctrl-C during cuMemFree is raised when that has returned."""
+    device, free = cuda_device(0, 5), cuda.cuMemFree
+    device.scratch("tmp", 1000)
+
+    def interrupted(address):
+        free(address)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "cuMemFree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            device.scratch("tmp", 2000) if grows else device.release()
+    held = sum(nbytes for nbytes, state in cuda.memory.values() if state != "freed")
+    assert device.num_bytes == held == 2048 * grows
+    device.launch(kernel(), (1, 1, 1), (device.scratch("tmp", 1000),))
+    assert device.release() > 0
+    assert device.num_bytes == 0
+
+
 def test_what_was_made_before_only_launches(cuda):
     cuda.begin_capture(5)
     device, k = cuda_device(0, 5), kernel()

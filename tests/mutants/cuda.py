@@ -184,6 +184,13 @@ MUTANTS = [
         (GRAPHS + "test_graphs_of_one_stream_share_workspaces_and_keep_those_that_were_outgrown",),
     ),
     Mutant(
+        "a workspace is forgotten after it is freed",
+        "cuda/driver.py",
+        "held = self._workspaces.pop(name)  # first",
+        "held = self._workspaces[name]  # first",
+        ("tests/cuda/test_driver.py::test_an_interrupt_while_memory_is_freed_leaves_none_that_is_gone[False]",),
+    ),
+    Mutant(
         "a thread inherits workspaces of one that has ended",
         "cuda/driver.py",
         "thread = _thread.token if",

@@ -235,8 +235,12 @@ class CudaDevice:
             ) from error
 
     def _free(self, address: int, nbytes: int) -> None:
-        self._gpu.call(self._gpu.driver.cuMemFree, address)
         self.num_bytes -= nbytes
+        try:
+            self._gpu.call(self._gpu.driver.cuMemFree, address)
+        except RuntimeError:
+            self.num_bytes += nbytes
+            raise
 
     def release(self) -> int:
         """Free the workspaces that no graph uses once all work of the GPU is done, and say how many bytes they were.
@@ -252,8 +256,12 @@ class CudaDevice:
                 # Of the whole GPU: the stream may have been destroyed since.
                 self._gpu.call(self._gpu.driver.cuCtxSynchronize)
             for name in names:
-                self._free(*self._workspaces[name])
-                del self._workspaces[name]
+                held = self._workspaces.pop(name)  # first: an interrupt may come as soon as the memory is gone
+                try:
+                    self._free(*held)
+                except RuntimeError:
+                    self._workspaces[name] = held
+                    raise
             return before - self.num_bytes
 
     def launch(
