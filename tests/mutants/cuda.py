@@ -7,6 +7,7 @@ ATTENTION = "tests/cuda/plans/test_attention.py::"
 READ = "tests/bench/gpu/test_read.py::test_every_byte_is_read_once_and_added_up"
 GRID = "tests/kernels/split/test_split_plan.py::test_a_bound_leaves_few_thread_blocks_without_work"
 COPIES = "tests/cuda/test_copies.py::"
+LAUNCHES = "tests/cuda/plans/test_launches.py::"
 GRAPHS = "tests/cuda/test_graphs.py::"
 RESERVED = "tests/cuda/test_workspaces.py::"
 OVERRIDES = "tests/cuda/compiler/test_numba_overrides.py::"
@@ -189,6 +190,20 @@ MUTANTS = [
         "held = self._workspaces.pop(name)  # first",
         "held = self._workspaces[name]  # first",
         ("tests/cuda/test_driver.py::test_an_interrupt_while_memory_is_freed_leaves_none_that_is_gone[False]",),
+    ),
+    Mutant(
+        "a kernel is loaded when those before it have been launched",
+        "cuda/backend.py",
+        "device.launch_all(launches_of(device, plan, call, out, lse))\n        self.prefills",
+        "[device.launch(*x) for x in launches_of(device, plan, call, out, lse)]\n        self.prefills",
+        (LAUNCHES + "test_a_kernel_that_cannot_be_loaded_leaves_nothing_launched[3]",),
+    ),
+    Mutant(
+        "an interrupt may come between launches",
+        "cuda/plans/cache.py",
+        "            if self._fills_in_parts:",
+        "            if not self._launches:",
+        (LAUNCHES + "test_no_step_of_python_where_an_interrupt_could_come_is_between_the_launches[1]",),
     ),
     Mutant(
         "a thread inherits workspaces of one that has ended",

@@ -58,6 +58,11 @@ class RecordingDevice:
         """Record a launch."""
         self.launches.append((kernel, grid, tuple(args), shared_bytes))
 
+    def launch_all(self, launches: Sequence[Any]) -> None:
+        """Record launches."""
+        for launch in launches:
+            self.launch(*launch)
+
 
 @contextmanager
 def recording_device() -> Iterator[RecordingDevice]:

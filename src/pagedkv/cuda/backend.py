@@ -12,6 +12,7 @@ from . import bad_entries, driver
 from .device import Device
 from .plans import attention, blocks, merge, prefill, rotary
 from .plans.cache import DECODE, PREFILL, PlanCache
+from .plans.plan import launches_of
 
 
 class KernelBackend:
@@ -79,13 +80,15 @@ class GpuBackend(KernelBackend):
         self.decodes, self.prefills = PlanCache(DECODE), PlanCache(PREFILL)
 
     def decode_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
-        with self._device_of(call.placement) as device:
-            plan = attention.decode_attention(device, call, out, lse)
+        with driver.device_of(call.placement) as device:
+            plan = attention.plan(device, call, out)
+            device.launch_all(launches_of(device, plan, call, out, lse))
         self.decodes.add(call, out, plan)
 
     def prefill_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
-        with self._device_of(call.placement) as device:
-            plan = prefill.prefill_attention(device, call, out, lse)
+        with driver.device_of(call.placement) as device:
+            plan = prefill.plan(device, call, out)
+            device.launch_all(launches_of(device, plan, call, out, lse))
         self.prefills.add(call, out, plan)
 
     def raise_if_failed(self) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from ..arrays import Array
 from ..placement import Placement
 from .compiler.compile import Capability, CompiledKernel
 from .copies import Copies
-from .device import REPORT
+from .device import REPORT, Arguments
 from .gpu import LEGACY_STREAM, PER_THREAD_STREAM, Gpu, bindings
 
 MOST_PREPARED = 1024
@@ -277,6 +279,15 @@ class CudaDevice:
         else:
             with self._gpu.current():
                 self._launch(self._stream, *prepared, *args)
+
+    def launch_all(self, launches: Sequence[Arguments]) -> None:
+        """Start kernels in order: all are loaded before the first one starts, and no interrupt comes between them."""
+        keys = [(kernel, grid, shared_bytes) for kernel, grid, _, shared_bytes in launches]
+        is_ready = all(key in self._prepared for key in keys) and self._current_context()[1] == self._context
+        with nullcontext() if is_ready else self._gpu.relaxed():
+            prepared = [self._prepared.get(key) or self._prepare(*key) for key in keys]
+            ready = [(self._stream, *one, *args) for one, (_, _, args, _) in zip(prepared, launches, strict=True)]
+            deque(starmap(self._launch, ready), maxlen=0)  # a loop of C, in which Python looks for no interrupt
 
     def _prepare(self, kernel: CompiledKernel, grid: tuple[int, int, int], shared_bytes: int) -> tuple[Any, Any]:
         config = self._gpu.core.LaunchConfig(grid=grid, block=kernel.num_threads, shmem_size=shared_bytes)

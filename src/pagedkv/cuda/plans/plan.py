@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ...arrays import Array
     from ...calls import AttentionCall
     from ..compiler.compile import CompiledKernel
-    from ..device import Device
+    from ..device import Arguments, Device
 
 Workspaces = tuple[tuple[str, int], ...]
 
@@ -98,10 +98,18 @@ def arrays_of(call: AttentionCall) -> dict[str, Any]:
 
 def run(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Launch a plan with the addresses of a call."""
+    for launch in launches_of(device, plan, call, out, lse):
+        device.launch(*launch)
+
+
+def launches_of(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: Array | None) -> list[Arguments]:
+    """The arguments of `Device.launch` for each launch of a plan, with the addresses of a call."""
     arrays = {"out": out, "lse": lse, **arrays_of(call)}
     addresses = {name: device.address(name, x) for name, x in arrays.items() if isinstance(x, np.ndarray)}
     for name, nbytes in plan.workspaces:
         addresses[name] = device.scratch(name, nbytes)
-    for launch in plan.launches:
-        args = [addresses.get(name, 0) for name in launch.pointers]
-        device.launch(launch.kernel, launch.grid, [*args, *launch.scalars], launch.shared_bytes)
+    launches: list[Arguments] = []
+    for x in plan.launches:
+        pointers = [addresses.get(name, 0) for name in x.pointers]
+        launches.append((x.kernel, x.grid, [*pointers, *x.scalars], x.shared_bytes))
+    return launches
