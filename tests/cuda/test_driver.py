@@ -197,7 +197,7 @@ def test_a_workspace_grows_by_what_there_is_room_for(cuda, monkeypatch):
     monkeypatch.setattr(cuda.cuMemAlloc, "__name__", "cuMemAlloc")
     device.scratch("tmp", 1025)
     assert device.num_bytes == 1280
-    message = r"workspace tmp needs 1792 bytes .*pagedkv\.release_workspaces\(\).* a lower max_seq_len or narrower "
+    message = r"workspace tmp needs 1792 bytes .*pagedkv\.release_workspaces\(\).* a lower max_seq_len, .* fewer seq"
     with pytest.raises(MemoryError, match=message):
         device.scratch("tmp", 1700)
     assert device.num_bytes == 1280

@@ -59,7 +59,7 @@ def sizes(most):
 @given(st.data())
 def test_calls_within_what_was_reserved_allocate_nothing(data):
     draw = data.draw
-    capability = draw(st.sampled_from([(8, 0), (9, 0), (10, 0)]))
+    capability = draw(st.sampled_from([(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]))
     layout, (dtype, kv_dtype) = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(KINDS))
     head_dim, group_size = draw(st.sampled_from([64, 128, 256, 512])), draw(st.sampled_from([1, 8, 12, 24, 64]))
     num_seqs, max_blocks, num_tokens = draw(st.integers(1, 64)), draw(st.integers(1, 1 << 13)), draw(st.integers(0, 99))

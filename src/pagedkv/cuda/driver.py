@@ -233,7 +233,7 @@ class CudaDevice:
             raise MemoryError(
                 f"workspace {name} needs {nbytes} bytes ({error}): make room, as pagedkv.release_workspaces(), "
                 "torch.cuda.empty_cache() and cupy.get_default_memory_pool().free_all_blocks() do, or give a lower "
-                "max_seq_len or narrower block_tables"
+                "max_seq_len, narrower block_tables or fewer sequences"
             ) from error
 
     def _free(self, address: int, nbytes: int) -> None:
