@@ -170,6 +170,13 @@ MUTANTS = [
         STEPS,
     ),
     Mutant(
+        "steps: even and odd codes of fp8 change places",
+        "cpu/attention/steps/widening/widen.py",
+        "for codes in (even, odd)]",
+        "for codes in (odd, even)]",
+        ("tests/cpu/attention/steps/widening/test_widen.py",),
+    ),
+    Mutant(
         "steps: NaN of e4m3 is a number",
         "cpu/attention/steps/widening/widen.py",
         "bits = builder.select(is_nan, code.constant(0x7E00, lanes, SHORT), bits)",

@@ -15,7 +15,7 @@ from ..machine import has_byte_permutes
 from ..rows import Rows
 from ..shapes import FLOAT_BYTES, LANES, STEP
 from .halves import from_half
-from .order import CHUNK_DIMS, UNIT, chunk_order, unit_order
+from .order import CHUNK_DIMS, UNIT, unit_order
 
 FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 UPPER_HALF = -(2**16)
@@ -80,10 +80,7 @@ def widen_chunk(code: Code, kind: str, address: Value) -> list[Value]:
     if kind == "bfloat16":
         return _from_words(code, code.load(address, vector(LANES, INT32)))
     raw = code.load(address, vector(4 * LANES, BYTE))
-    if has_byte_permutes():
-        return _by_tables(code, kind, raw)
-    dims = chunk_order(kind)
-    return [WIDEN[kind](code, code.shuffle(raw, dims[i : i + LANES])) for i in range(0, len(dims), LANES)]
+    return _by_tables(code, kind, raw) if has_byte_permutes() else _by_pairs(code, kind, raw)
 
 
 def widen_unit(code: Code, kind: str, address: Value) -> Value:
@@ -108,22 +105,44 @@ def _from_words(code: Code, words: Value) -> list[Value]:
 
 
 def _from_e5m2(code: Code, raw: Value) -> Value:
-    lanes = raw.type.count
-    return from_half(
-        code, code.builder.shl(code.builder.zext(raw, vector(lanes, SHORT)), code.constant(8, lanes, SHORT))
-    )
+    return _from_upper_bytes(code, "fp8_e5m2", _upper_bytes(code, raw))
 
 
 def _from_e4m3(code: Code, raw: Value) -> Value:
-    # A float16 with the exponent and mantissa of a code is 2**-8 times its value, subnormals included. Sign extension
-    # and a shift move sign and magnitude into place; the mask clears the extra copy of the sign.
-    builder, lanes = code.builder, raw.type.count
-    magnitude = builder.and_(raw, code.constant(0x7F, lanes, BYTE))
-    is_nan = builder.icmp_unsigned("==", magnitude, code.constant(0x7F, lanes, BYTE))
-    shifted = builder.shl(builder.sext(raw, vector(lanes, SHORT)), code.constant(7, lanes, SHORT))
+    return _from_upper_bytes(code, "fp8_e4m3", _upper_bytes(code, raw))
+
+
+def _upper_bytes(code: Code, raw: Value) -> Value:
+    lanes = raw.type.count
+    return code.builder.shl(code.builder.zext(raw, vector(lanes, SHORT)), code.constant(8, lanes, SHORT))
+
+
+def _from_upper_bytes(code: Code, kind: str, upper: Value) -> Value:
+    """Codes of fp8 that are the upper bytes of 16-bit words: of e5m2, these are float16."""
+    if kind == "fp8_e5m2":
+        return from_half(code, upper)
+    # A float16 with the exponent and mantissa of a code of e4m3 is 2**-8 times its value, subnormals included. A shift
+    # to the right moves sign and magnitude into place; the mask clears the extra copy of the sign.
+    builder, lanes = code.builder, upper.type.count
+    nan = code.constant(0x7F00, lanes, SHORT)
+    is_nan = builder.icmp_unsigned("==", builder.and_(upper, nan), nan)
+    shifted = builder.ashr(upper, code.constant(1, lanes, SHORT))
     bits = builder.and_(shifted, code.constant(0xBFFF, lanes, SHORT))
     bits = builder.select(is_nan, code.constant(0x7E00, lanes, SHORT), bits)
     return builder.fmul(from_half(code, bits), code.constant(256.0, lanes))
+
+
+def _by_pairs(code: Code, kind: str, raw: Value) -> list[Value]:
+    """A chunk of fp8, the even and the odd codes of its words apart."""
+    builder = code.builder
+    words = builder.bitcast(raw, vector(2 * LANES, SHORT))
+    even = builder.shl(words, code.constant(8, 2 * LANES, SHORT))
+    odd = builder.and_(words, code.constant(-256, 2 * LANES, SHORT))
+    halves = []
+    for first in (0, 4):  # words of each 16 bytes
+        lanes = [quarter * 8 + first + i for quarter in range(4) for i in range(4)]
+        halves += [_from_upper_bytes(code, kind, code.shuffle(codes, lanes)) for codes in (even, odd)]
+    return halves
 
 
 def _by_tables(code: Code, kind: str, raw: Value) -> list[Value]:
