@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from _thread import start_new_thread
 
 import pytest
 
@@ -180,6 +181,17 @@ def test_without_further_threads_the_caller_does_the_work(monkeypatch):
 
     monkeypatch.setattr(compile_thread, "start_new_thread", no_thread)
     assert apart(threading.get_ident) == threading.get_ident()
+
+
+def test_for_a_thread_that_dies_before_it_begins_the_caller_does_the_work(monkeypatch):
+    """As Python's threads do for want of memory."""
+    monkeypatch.setattr(compile_thread, "BEGIN_S", 0.01)
+    monkeypatch.setattr(compile_thread, "start_new_thread", lambda *_: start_new_thread(sys.exit, ()))
+    done = []
+    caller = threading.Thread(target=lambda: done.append(apart(threading.get_ident)), daemon=True)
+    caller.start()
+    caller.join(30)
+    assert done == [caller.ident]
 
 
 FORKED = """

@@ -96,10 +96,17 @@ MUTANTS = [
     Mutant(
         "signals arrive where kernels are compiled",
         "compiling/compile_thread.py",
-        "start_new_thread(run, ())",
-        "run()",
+        "start_new_thread(begin, ())",
+        "begin()",
         (THREAD + "test_what_was_interrupted_is_finished_for_the_next_call",),
         ci=True,
+    ),
+    Mutant(
+        "a thread that has died before it began is waited for",
+        "compiling/compile_thread.py",
+        "if not begun.acquire(timeout=BEGIN_S):",
+        "if False:",
+        (THREAD + "test_for_a_thread_that_dies_before_it_begins_the_caller_does_the_work",),
     ),
     Mutant(
         "what an interrupted caller asked for is made again",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import logging  # noqa: F401 (its hook at a fork is to be registered before the one below, and so to run after it)
 import os
-from _thread import start_new_thread
+from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable, Hashable
 from queue import SimpleQueue
 from threading import RLock
@@ -19,6 +19,8 @@ from typing import Any, Generic, TypeVar, cast
 from .progress import erase
 
 T = TypeVar("T")
+
+BEGIN_S = 1.0  # a thread that takes longer has died: without memory, Python drops one before its first line
 
 _turn = RLock()  # one compilation at a time: the overrides of numba-cuda are not made for two
 
@@ -68,7 +70,12 @@ def apart(work: Callable[[], T]) -> T:
     if _mine():  # work that asks for other work
         return work()
     answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-    wanted = True
+    wanted, begun = True, allocate_lock()
+    begun.acquire()
+
+    def begin() -> None:
+        begun.release()
+        run()
 
     def run() -> None:
         with _turn:
@@ -80,10 +87,12 @@ def apart(work: Callable[[], T]) -> T:
                 answer.put((None, error))
 
     try:
-        start_new_thread(run, ())
-    except RuntimeError:  # no further thread can be started, or the interpreter is about to end
-        run()
-    try:
+        try:
+            start_new_thread(begin, ())
+            if not begun.acquire(timeout=BEGIN_S):
+                raise RuntimeError("the thread has died")
+        except RuntimeError:  # no further thread can be started, or the interpreter is about to end
+            run()
         result, error = answer.get()
     except BaseException:
         wanted = False
