@@ -222,6 +222,12 @@ q_in_registers: Limit[TensorShape] = Limit(
         ),
         Row(lambda s: s.terms == 1, 4, "92 bytes with 8 fragments at D = 256, G = 8 for 9.0."),
         Row(
+            lambda s: s.is_fp8 and s.head_tiles == 1,
+            12,
+            "Two thread blocks either way: 23.92 instead of 21.83 instructions with 4 at D = 192, G = 8 in fp8_e4m3 "
+            "with a float32 q for 9.0. With 16, all 255 registers at D = 256.",
+        ),
+        Row(
             lambda s: s.is_fp8 or s.config.staged,
             4,
             "Another thread block is worth more than Q in registers: with 16, 216 registers instead of 153 at D = 128, "
@@ -304,10 +310,19 @@ keeps_key_token: Limit[TensorShape] = Limit(
             "takes up to 8 registers less.",
         ),
         Row(
+            lambda s: (
+                s.config.architecture == 9
+                and (s.config.head_dim > 128 or (s.head_tiles == 2 and (s.terms == 1 or s.is_fp8)))
+            ),
+            1,
+            "So it would there: 8.09 instructions for 7.88 at D = 256, G = 8 for 9.0, 41.62 for 40.5 at D = 64, G = 16 "
+            "in fp8_e4m3, and 208 bytes in flight for 240 at D = 192, G = 8.",
+        ),
+        Row(
             otherwise,
             0,
-            "ptxas keeps it: with a shuffle 9.69 instead of 9.44 instructions at D = 128, G = 8 for 9.0, and 13.0 "
-            "instead of 12.81 for 8.0, though 7.88 instead of 8.09 at D = 256, G = 8 for 9.0.",
+            "ptxas keeps it: with a shuffle 9.69 instead of 9.44 instructions at D = 128, G = 8 for 9.0, 17.42 instead "
+            "of 17.08 at D = 96, G = 16 with a float32 q, and 13.0 instead of 12.81 at D = 128, G = 8 for 8.0.",
         ),
     ),
 )
@@ -354,6 +369,12 @@ registers_of_3: Limit[TensorShape] = Limit(
             lambda s: s.terms == 1 and s.num_chunks == 1,
             132,
             "O of 16 heads of 128 dims, Q and two buffers: 165 registers in all for 9.0.",
+        ),
+        Row(
+            lambda s: s.config.row_bytes == 256 and s.head_tiles == 1,
+            132,
+            "With 90 203 registers instead of 168 at D = 128, G = 8 with a float32 q for 9.0, 9.94 instead of 9.81 "
+            "instructions, and two thread blocks instead of three.",
         ),
         Row(
             otherwise,
