@@ -221,8 +221,8 @@ MUTANTS = [
     Mutant(
         "split: half as many reads of the merge are in flight",
         "kernels/split/config.py",
-        "MERGE_LOADS = 16 ",
-        "MERGE_LOADS = 8 ",
+        "MERGE_LOADS = 16\n",
+        "MERGE_LOADS = 8\n",
         ("tests/bench/test_waves.py::test_the_merge_of_64_splits_takes_less_than_4_microseconds",),
     ),
     Mutant(

@@ -355,6 +355,27 @@ keeps_places: Limit[TensorShape] = Limit(
     ),
 )
 
+in_flight: Limit[TensorShape] = Limit(
+    "KiB of stages in flight on a multiprocessor; two stages are always",
+    (
+        Row(
+            lambda s: (
+                (s.config.architecture < 9 and s.config.head_dim == 128)
+                and (s.config.num_heads > 32 and s.min_blocks == 3)
+            ),
+            96,
+            "Shared memory has room for two thread blocks, not three: with 64, 48 KiB at D = 128, G = 48 for 8.0.",
+        ),
+        Row(
+            otherwise,
+            64,
+            "With 32, 48 KiB instead of 96 at D = 128, G = 48 in fp8_e4m3 for 9.0. With 128, shared memory has room "
+            "for one thread block instead of two: 64 KiB either way at D = 256, G = 48 for 9.0, and 48 instead of 64 "
+            "at D = 128, G = 24 for 8.0.",
+        ),
+    ),
+)
+
 chunk: Limit[TensorShape] = Limit(
     "bytes of a row in a buffer of registers",
     (

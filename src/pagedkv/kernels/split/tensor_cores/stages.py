@@ -19,13 +19,12 @@ from ...device.intrinsics.thread import assign, unrolled
 from ...device.intrinsics.warp import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
 from ...device.source import Steps, device_function
 from ...device.warp import WARP_SIZE
+from .. import limits
 from ..config import NUM_THREADS, VECTOR_BYTES, SplitConfig
 from ..shape import K_VECTOR, TILE, TensorShape
 from .fragments import key_token
 
 BANKS_BYTES = 128  # of one pass over the banks
-IN_FLIGHT = 64 * 1024  # bytes on a multiprocessor
-MOST_AHEAD = 8  # stages, where rows are short
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,9 @@ class StageShape:
 
     @property
     def num_stages(self) -> int:
-        """One in use, and enough in flight for IN_FLIGHT bytes on a multiprocessor."""
-        ahead = -(-IN_FLIGHT // (self.shape.min_blocks * self.stage_bytes))
-        return 1 + min(max(2, ahead), MOST_AHEAD)
+        """One in use, and enough in flight for all thread blocks of a multiprocessor."""
+        in_flight = 1024 * limits.in_flight(self.shape)
+        return 1 + max(2, -(-in_flight // (self.shape.min_blocks * self.stage_bytes)))
 
     @property
     def ring_bytes(self) -> int:
