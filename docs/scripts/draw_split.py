@@ -18,8 +18,8 @@ from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, PALE, SHADE, 
 from split_lanes import CONFIG, SHAPE, key, logits_of, place_in_a, place_in_c, query, rows_of_values, value
 
 from pagedkv.kernels.device.warp import WARP_SIZE
-from pagedkv.kernels.split import limits
 from pagedkv.kernels.split.config import NUM_WARPS
+from pagedkv.kernels.split.limits import LIMITS, row_shape, split_config, tensor_shape
 from pagedkv.kernels.split.shape import K_VECTOR, TILE, TensorShape
 
 CAPACITY, LENGTHS, NUM_KV_HEADS = 2560, (2300, 600, 21), 32
@@ -329,18 +329,19 @@ def split_pipeline() -> str:
 
 
 def limits_table() -> str:
-    """The rows of limits.py, their conditions as they stand there."""
+    """The rows of limits/, their conditions as they stand there."""
     conditions = [
         "otherwise"
         if isinstance(row.args[0], ast.Name)
         else re.sub(r"\b[csr]\.(config\.)?", "", ast.unparse(row.args[0].body))
-        for row in ast.walk(ast.parse(inspect.getsource(limits)))
+        for module in (split_config, tensor_shape, row_shape)
+        for row in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(row, ast.Call) and ast.unparse(row.func) == "Row"
     ]
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(["limit", "where", "value", "why"])
-    for limit in limits.LIMITS.values():
+    for limit in LIMITS.values():
         for i, row in enumerate(limit.rows):
             writer.writerow([limit.meaning if i == 0 else "", f"`{conditions.pop(0)}`", row.value, row.why])
     assert not conditions

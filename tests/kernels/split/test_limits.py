@@ -1,29 +1,17 @@
-"""Every row of limits.py, on variants that it is for: nothing spills, and nothing lies in local memory."""
+"""Every row of limits/, on variants that it is for: nothing spills, and nothing lies in local memory."""
 
 import pytest
 
-from pagedkv.kernels.split import limits
 from pagedkv.kernels.split.config import SplitConfig
 from pagedkv.kernels.split.cuda_cores import RowShape
-from pagedkv.kernels.split.limits import LIMITS
+from pagedkv.kernels.split.limits import LIMITS, row_shape, split_config, tensor_shape
 from pagedkv.kernels.split.shape import TensorShape
 
 from ..decode_cases import FORMS
 from . import variants
 from .variants import check_registers, config_of
 
-CUDA_CORES = (limits.vectors, limits.requests, limits.min_blocks_on_cuda_cores, limits.wide_distances)
-CONFIGS = (
-    limits.through_shared,
-    limits.staged_dims,
-    limits.heads,
-    limits.head_shares,
-    limits.dims_of_warp,
-    limits.checks_splits,
-    limits.reduces_warp,
-    limits.forgets,
-)
-OF_STAGES = (limits.keeps_places, limits.in_flight)
+OF_STAGES = (tensor_shape.keeps_places, tensor_shape.in_flight)
 
 
 def variant(head_dim, group_size, q_kind="float16", kv_kind="float16", architecture=9, **fields):
@@ -123,13 +111,14 @@ MODIFIED = [
 
 def row_of(limit, config):
     """The row of a limit that a variant meets, or None if it never asks for it."""
-    if limit in CONFIGS:
+    if limit in vars(split_config).values():
         return limit.row(config)
-    if config.on_tensor_cores == (limit in CUDA_CORES) or (limit in OF_STAGES and not config.staged):
+    on_cuda_cores = limit in vars(row_shape).values()
+    if config.on_tensor_cores == on_cuda_cores or (limit in OF_STAGES and not config.staged):
         return None
-    if limit is limits.wide_distances and not config.modified:
+    if limit is row_shape.wide_distances and not config.modified:
         return None
-    return limit.row(RowShape(config) if limit in CUDA_CORES else TensorShape(config))
+    return limit.row(RowShape(config) if on_cuda_cores else TensorShape(config))
 
 
 ROWS = pytest.mark.parametrize(("name", "i"), [(n, i) for n, limit in LIMITS.items() for i in range(len(limit.rows))])

@@ -13,7 +13,6 @@ from pagedkv.bench.static.sass import code_of, loop_of
 from pagedkv.buckets import bucket
 from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import split
-from pagedkv.kernels.split import limits
 from pagedkv.kernels.split.config import (
     FEW_SPLITS,
     FULL_GRID,
@@ -26,6 +25,7 @@ from pagedkv.kernels.split.config import (
 from pagedkv.kernels.split.cuda_cores import RowShape
 from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 from pagedkv.kernels.split.lanes import slots_bytes
+from pagedkv.kernels.split.limits import row_shape, tensor_shape
 from pagedkv.kernels.split.shape import TensorShape
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
@@ -156,9 +156,9 @@ def test_a_check_and_wide_offsets_change_no_order_of_additions(architecture, kv_
             for name in ("num_tiles", "head_shares", "dim_shares", "num_teams", "merge_shares", "staged"):
                 assert getattr(config, name) == getattr(plain, name), (name, config)
             if config.on_tensor_cores:
-                assert limits.scales_logits(TensorShape(config)) == limits.scales_logits(TensorShape(plain))
+                assert tensor_shape.scales_logits(TensorShape(config)) == tensor_shape.scales_logits(TensorShape(plain))
             else:
-                assert limits.requests(RowShape(config)) == limits.requests(RowShape(plain))
+                assert row_shape.requests(RowShape(config)) == row_shape.requests(RowShape(plain))
 
 
 def test_up_to_16_heads_share_a_thread_block_if_registers_are_enough():

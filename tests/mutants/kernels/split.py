@@ -274,7 +274,7 @@ MUTANTS = [
     ),
     Mutant(
         "split: ptxas does not know the number of the warp to be uniform",
-        "kernels/split/limits.py",
+        "kernels/split/limits/split_config.py",
         "            lambda c: c.through_shared and c.modified and not c.staged,\n            1,\n",
         "            lambda c: c.through_shared and c.modified and not c.staged,\n            0,\n",
         ("tests/kernels/split/test_limits.py::test_options_leave_no_spills_before_9[config0]",),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..device.elements import ELEMENT_BITS
 from ..device.warp import WARP_SIZE
-from . import limits
+from .limits import split_config as limits
 
 SHORTEST_SPLIT = 256  # tokens
 SPLIT_UNIT = 128  # splits are multiples of it: the most tokens that all warps take in one step

@@ -20,9 +20,9 @@ from ..device.intrinsics.warp import ballot, exchange, low_bits, shuffle, store_
 from ..device.logits import LOG2E, NONE, make_modify
 from ..device.source import Steps, device_function
 from ..device.warp import WARP_SIZE
-from . import limits
 from .config import NUM_WARPS, SplitConfig
 from .lanes import make_lanes
+from .limits import row_shape as limits
 from .merge import finite
 from .pages import make_pages
 from .sums import team_bytes

@@ -11,7 +11,7 @@ the split.
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
 their number and that of the KV heads alone. A thread block owns one split of one KV head, for all heads of the tile,
 and each warp takes every fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches.
-Where O of all dims does not fit into the registers of a warp (`limits.dims_of_warp`), a pair of warps takes every
+Where O of all dims does not fit into the registers of a warp (`SplitConfig.dim_shares`), a pair of warps takes every
 second step. With more than 16 heads on tensor cores, two or four warps take the same tokens, each with its share of the
 heads: tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its
 sequence, KV head and tile, the splits. A thread block past the last split only counts.
@@ -37,11 +37,11 @@ from ..device.logits import NONE
 from ..device.row_offsets import Cache
 from ..device.scales import scale_of
 from ..device.source import KernelSource, device_function
-from . import limits
 from .arguments import Options, Output, Pages, Partials, Query, Shared
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import RowShape, make_attend_on_cuda_cores
 from .lanes import make_lanes
+from .limits import row_shape, split_config
 from .merge import make_merge, merge_bytes
 from .pages import make_pages
 from .shape import TensorShape
@@ -72,7 +72,8 @@ def make_split(config: SplitConfig) -> KernelSource:
     team_sums, lookup = make_sums(config), make_pages(config, make_lanes(config).fetch)
     make_attend, min_blocks = _inner_loop(config)
     attend, merge = make_attend(config, team_sums), make_merge(config, team_sums)
-    VALUE_FACTOR, FORGETS = float32(software_factor(config.kv_kind, config.hardware_fp8)), bool(limits.forgets(config))
+    VALUE_FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8))
+    FORGETS = bool(split_config.forgets(config))
 
     @device_function
     def split_size(num_tokens, num_kv_heads):
@@ -202,7 +203,7 @@ def make_split(config: SplitConfig) -> KernelSource:
 def _inner_loop(config: SplitConfig) -> tuple[Any, int]:
     """The factory of the inner loop, and thread blocks on a multiprocessor: as many as need no spills."""
     if not config.on_tensor_cores:
-        return make_attend_on_cuda_cores, limits.min_blocks_on_cuda_cores(RowShape(config))
+        return make_attend_on_cuda_cores, row_shape.min_blocks_on_cuda_cores(RowShape(config))
     make = make_attend_with_many_heads if config.staged else make_attend_on_tensor_cores
     return make, TensorShape(config).min_blocks
 

@@ -14,8 +14,8 @@ from ..device.intrinsics.warp import load_shared_word, load_shared_words, shuffl
 from ..device.reductions import largest_of_quad
 from ..device.source import Steps, device_function
 from ..device.warp import WARP_SIZE
-from . import limits
 from .config import NUM_WARPS, SplitConfig
+from .limits import split_config as limits
 
 SLOT_BYTES = 2 * 4 * WARP_SIZE  # two words for each lane
 VALUES, OTHERS, NUM_SLOTS = 2, 1, 4  # keys use slot 0; values alternate between 2 and 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import limits
 from .config import VECTOR_BYTES, SplitConfig
+from .limits import tensor_shape as limits
 
 TILE = 16  # tokens
 K_VECTOR = 64  # bytes of a row that the four lanes of a token load at once

@@ -42,9 +42,9 @@ from numba import cuda, float32, int64, uint32
 from ...device.intrinsics.thread import clear, divmod_32, unrolled
 from ...device.intrinsics.warp import shuffle
 from ...device.source import Steps, device_function
-from .. import limits
 from ..config import SplitConfig
 from ..lanes import SLOT_BYTES, make_lanes
+from ..limits import tensor_shape as limits
 from ..pages import make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums
@@ -111,7 +111,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         warp = lanes.broadcast(uint32(thread >> 5))
         team, member = divmod_32(warp, DIM_SHARES)
         g, t = uint32(lane >> 2), uint32(lane & 3)
-        # A shuffle makes ptxas keep its result instead of recomputing it in each step. limits.py says which variants
+        # A shuffle makes ptxas keep its result instead of recomputing it in each step. limits/ says which variants
         # have registers for that.
         q_shared = uint32(shared.address + lane * 16)
         t = shuffle(t, lane) if KEEP_T else t

@@ -19,10 +19,10 @@ from ...device.intrinsics.thread import clear, divmod_32, local_arrays, unrolled
 from ...device.intrinsics.warp import end_group, shuffle, wait_but
 from ...device.row_offsets import Cache
 from ...device.source import Steps, device_function
-from .. import limits
 from ..arguments import Query
 from ..config import SplitConfig
 from ..lanes import make_lanes
+from ..limits import tensor_shape as limits
 from ..pages import make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums

@@ -22,7 +22,7 @@ from ...device.intrinsics.thread import (
 from ...device.intrinsics.warp import low_bits, pack_of
 from ...device.logits import LOG2E, NONE, UNSEEN, make_modify, positive
 from ...device.source import Steps, device_function
-from .. import limits
+from ..limits import tensor_shape as limits
 from ..shape import TILE, TensorShape
 
 MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that set its pivot

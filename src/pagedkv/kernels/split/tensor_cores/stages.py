@@ -19,8 +19,8 @@ from ...device.intrinsics.thread import assign, unrolled
 from ...device.intrinsics.warp import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
 from ...device.source import Steps, device_function
 from ...device.warp import WARP_SIZE
-from .. import limits
 from ..config import NUM_THREADS, VECTOR_BYTES, SplitConfig
+from ..limits import tensor_shape as limits
 from ..shape import K_VECTOR, TILE, TensorShape
 from .fragments import key_token
 
