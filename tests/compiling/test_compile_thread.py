@@ -10,6 +10,7 @@ from _thread import start_new_thread
 
 import pytest
 
+from pagedkv import thread_start
 from pagedkv.compiling import compile_thread
 from pagedkv.compiling.compile_thread import MadeOnce, apart, made_once
 
@@ -179,19 +180,30 @@ def test_without_further_threads_the_caller_does_the_work(monkeypatch):
     def no_thread(*args):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(compile_thread, "start_new_thread", no_thread)
+    monkeypatch.setattr(thread_start, "start_new_thread", no_thread)
     assert apart(threading.get_ident) == threading.get_ident()
 
 
 def test_for_a_thread_that_dies_before_it_begins_the_caller_does_the_work(monkeypatch):
     """As Python's threads do for want of memory."""
-    monkeypatch.setattr(compile_thread, "BEGIN_S", 0.01)
-    monkeypatch.setattr(compile_thread, "start_new_thread", lambda *_: start_new_thread(sys.exit, ()))
+    monkeypatch.setattr(thread_start, "BEGIN_S", 0.01)
+    monkeypatch.setattr(thread_start, "start_new_thread", lambda *_: start_new_thread(sys.exit, ()))
     done = []
     caller = threading.Thread(target=lambda: done.append(apart(threading.get_ident)), daemon=True)
     caller.start()
     caller.join(30)
     assert done == [caller.ident]
+
+
+def test_a_thread_that_is_slow_to_begin_does_nothing_again(monkeypatch):
+    late, done, ended = [], [], threading.Event()
+    monkeypatch.setattr(thread_start, "BEGIN_S", 0.01)
+    monkeypatch.setattr(thread_start, "start_new_thread", lambda run, args: late.append((run, args)))
+    apart(lambda: done.append(threading.get_ident()))
+    ((run, (begun,)),) = late
+    threading.Thread(target=lambda: (run(begun), ended.set())).start()
+    assert ended.wait(30)
+    assert done == [threading.get_ident()]
 
 
 FORKED = """

@@ -96,17 +96,27 @@ MUTANTS = [
     Mutant(
         "signals arrive where kernels are compiled",
         "compiling/compile_thread.py",
-        "start_new_thread(begin, ())",
-        "begin()",
+        "start_thread(run)",
+        "run(int)",
         (THREAD + "test_what_was_interrupted_is_finished_for_the_next_call",),
         ci=True,
     ),
     Mutant(
-        "a thread that has died before it began is waited for",
-        "compiling/compile_thread.py",
-        "if not begun.acquire(timeout=BEGIN_S):",
+        "a thread that has died before it began is taken for one that works",
+        "thread_start.py",
+        "if not lock.acquire(timeout=BEGIN_S):",
         "if False:",
-        (THREAD + "test_for_a_thread_that_dies_before_it_begins_the_caller_does_the_work",),
+        (
+            THREAD + "test_for_a_thread_that_dies_before_it_begins_the_caller_does_the_work",
+            "tests/cpu/test_threads.py::test_a_worker_that_dies_before_it_begins_is_not_counted",
+        ),
+    ),
+    Mutant(
+        "work is done by its caller and again by a thread that is slow to begin",
+        "compiling/compile_thread.py",
+        "work = wanted.pop()",
+        "work = wanted[0]",
+        (THREAD + "test_a_thread_that_is_slow_to_begin_does_nothing_again",),
     ),
     Mutant(
         "what an interrupted caller asked for is made again",

@@ -48,13 +48,6 @@ MUTANTS = [
         THREADS,
     ),
     Mutant(
-        "threads: a worker that has died before it began is counted",
-        "cpu/threads.py",
-        "if not begun.acquire(timeout=BEGIN_S):",
-        "if False:",
-        ("tests/cpu/test_threads.py::test_a_worker_that_dies_before_it_begins_is_not_counted",),
-    ),
-    Mutant(
         "threads: shares pile up that no worker comes to",
         "cpu/threads.py",
         "return 0 if self.shares.qsize() >= self.size else self.ready(",

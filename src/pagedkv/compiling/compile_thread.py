@@ -10,17 +10,15 @@ from __future__ import annotations
 import atexit
 import logging  # noqa: F401 (its hook at a fork is to be registered before the one below, and so to run after it)
 import os
-from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable, Hashable
 from queue import SimpleQueue
 from threading import RLock
 from typing import Any, Generic, TypeVar, cast
 
+from ..thread_start import start_thread
 from .progress import erase
 
 T = TypeVar("T")
-
-BEGIN_S = 1.0  # a thread that takes longer has died: without memory, Python drops one before its first line
 
 _turn = RLock()  # one compilation at a time: the overrides of numba-cuda are not made for two
 
@@ -70,17 +68,14 @@ def apart(work: Callable[[], T]) -> T:
     if _mine():  # work that asks for other work
         return work()
     answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-    wanted, begun = True, allocate_lock()
-    begun.acquire()
+    wanted = [work]  # by whoever comes first: a thread that is only slow to begin, or the caller in its place
 
-    def begin() -> None:
-        begun.release()
-        run()
-
-    def run() -> None:
+    def run(begun: Callable[[], object]) -> None:
+        begun()
         with _turn:
             if not wanted:
                 return
+            work = wanted.pop()
             try:
                 answer.put((work(), None))
             except BaseException as error:
@@ -88,14 +83,12 @@ def apart(work: Callable[[], T]) -> T:
 
     try:
         try:
-            start_new_thread(begin, ())
-            if not begun.acquire(timeout=BEGIN_S):
-                raise RuntimeError("the thread has died")
+            start_thread(run)
         except RuntimeError:  # no further thread can be started, or the interpreter is about to end
-            run()
+            run(lambda: None)
         result, error = answer.get()
     except BaseException:
-        wanted = False
+        wanted.clear()
         erase()
         raise
     if error is not None:

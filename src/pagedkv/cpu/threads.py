@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from _thread import allocate_lock, start_new_thread
+from _thread import allocate_lock
 from collections.abc import Callable
 from ctypes import addressof, c_int64
 from queue import SimpleQueue
@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from ..thread_start import start_thread
 from .processors import Workers
 
 MAX_NUM_THREADS = 1024
 ALONE_NS = 50_000  # below, a helper would come after most is done
 PATIENCE_NS = 20_000_000  # how long an interrupt may wait
-BEGIN_S = 1.0  # a worker that takes longer has died: without memory, Python drops a thread before its first line
 
 
 def _available() -> int:
@@ -82,10 +82,10 @@ class _Share:
             pass
 
 
-def _serve(shares: SimpleQueue[Any], end: object, workers: Workers, begun: Any) -> None:
-    """Release the lock `begun`, then run one share after the other, until `end` comes."""
+def _serve(begun: Callable[[], object], shares: SimpleQueue[Any], end: object, workers: Workers) -> None:
+    """Run one share after the other, until `end` comes."""
     workers.add()
-    begun.release()
+    begun()
     while (share := shares.get()) is not end:
         share.do()
         share = None  # an idle worker keeps no arrays alive
@@ -116,12 +116,7 @@ class _Pool:
         while len(self._started) < wanted:
             try:
                 self._free.pop()
-                begun = allocate_lock()
-                begun.acquire()
-                worker = start_new_thread(_serve, (self.shares, self._end, self.workers, begun))
-                if not begun.acquire(timeout=BEGIN_S):
-                    raise RuntimeError("the worker has died")
-                self._started.append(worker)
+                self._started.append(start_thread(_serve, self.shares, self._end, self.workers))
             except IndexError:  # somebody else is about to start it
                 break
             except RuntimeError:  # no further thread can be started

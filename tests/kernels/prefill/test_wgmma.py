@@ -20,7 +20,7 @@ from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, WgmmaShape
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long, own_parity
 from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
-from .variants import FP8, TENSOR, chunk_of, prefill, rows_read, specs
+from .variants import FP8, TENSOR, chunk_of, prefill, prefill_in_chunks, rows_read, specs
 
 PLAIN = TENSOR.replace(group_size=3)
 OPTIONS = PLAIN.replace(softcap=3.0, q_dtype="bfloat16", kv_dtype="bfloat16", block_size=3)
@@ -114,13 +114,7 @@ def elsewhere(draw, form):
 @given(data=st.data())
 def test_a_row_has_the_same_bits_in_any_chunk_batch_placement_layout_and_schedule(form, data, open_device):
     spec, stops, seed = data.draw(elsewhere(form))
-    whole = build(spec)
-    out, lse = prefill(whole, open_device)
-    start = 0
-    for stop in stops:
-        part = chunk_of(whole, start, stop, open_device(seed=seed, global_race=True))
-        assert_same_bits(part, (out[start:stop], lse[start:stop]))
-        start = stop
+    out, lse = prefill_in_chunks(spec, stops, seed, open_device)
     other = spec.replace(seq_lens=(5, *spec.seq_lens, 70), query_lens=(5, *spec.query_lens, 3), ids=(8, 0, 9))
     moved, moved_lse = prefill(build(other.replace(placement_seed=seed, layout="HND")), open_device)
     rows = slice(5, 5 + len(out))

@@ -1,5 +1,6 @@
 """What the prefill kernels are compiled for in tests, the problems drawn for each, and calls on an emulator."""
 
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 from ...support.problems import Problem, Spec, build
 from ...support.strategies import fade, own_parity
 from ..block_cases import with_capability
-from ..decode_cases import checked_call, emulator
+from ..decode_cases import assert_same_bits, checked_call, emulator
 
 # Two stages and 32 rows of a warp; a gap in rows, options, 16 rows; one stage; fp8 on its way to operands, 16 at once.
 TENSOR = Spec(q_dtype="float16", kv_dtype="float16", group_size=4)
@@ -117,6 +118,20 @@ def chunk_of(whole: Problem, start: int, stop: int, device: Any) -> tuple[np.nda
     chunk.q = whole.q[start:stop]
     chunk.k_cache, chunk.v_cache, chunk.block_tables = whole.k_cache, whole.v_cache, whole.block_tables
     return prefill(chunk, device=device)
+
+
+def prefill_in_chunks(
+    spec: Spec, stops: list[int], seed: int, open_device: Callable[..., Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The result of a problem's only sequence, whose chunks up to each stop have the same bits."""
+    whole = build(spec)
+    out, lse = prefill(whole, open_device)
+    start = 0
+    for stop in stops:
+        part = chunk_of(whole, start, stop, open_device(seed=seed, global_race=True))
+        assert_same_bits(part, (out[start:stop], lse[start:stop]))
+        start = stop
+    return out, lse
 
 
 def rows_read(problem: Problem, first: int, last: int) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -104,20 +106,13 @@ def _from_words(code: Code, words: Value) -> list[Value]:
     return [builder.bitcast(half, vector(lanes)) for half in (lower, upper)]
 
 
-def _from_e5m2(code: Code, raw: Value) -> Value:
-    return _from_upper_bytes(code, "fp8_e5m2", _upper_bytes(code, raw))
-
-
-def _from_e4m3(code: Code, raw: Value) -> Value:
-    return _from_upper_bytes(code, "fp8_e4m3", _upper_bytes(code, raw))
-
-
-def _upper_bytes(code: Code, raw: Value) -> Value:
+def _from_bytes(kind: str, code: Code, raw: Value) -> Value:
     lanes = raw.type.count
-    return code.builder.shl(code.builder.zext(raw, vector(lanes, SHORT)), code.constant(8, lanes, SHORT))
+    upper = code.builder.shl(code.builder.zext(raw, vector(lanes, SHORT)), code.constant(8, lanes, SHORT))
+    return _from_upper_bytes(kind, code, upper)
 
 
-def _from_upper_bytes(code: Code, kind: str, upper: Value) -> Value:
+def _from_upper_bytes(kind: str, code: Code, upper: Value) -> Value:
     """Codes of fp8 that are the upper bytes of 16-bit words: of e5m2, these are float16."""
     if kind == "fp8_e5m2":
         return from_half(code, upper)
@@ -141,7 +136,7 @@ def _by_pairs(code: Code, kind: str, raw: Value) -> list[Value]:
     halves = []
     for first in (0, 4):  # words of each 16 bytes
         lanes = [quarter * 8 + first + i for quarter in range(4) for i in range(4)]
-        halves += [_from_upper_bytes(code, kind, code.shuffle(codes, lanes)) for codes in (even, odd)]
+        halves += [_from_upper_bytes(kind, code, code.shuffle(codes, lanes)) for codes in (even, odd)]
     return halves
 
 
@@ -164,12 +159,11 @@ def _lookup(code: Code, indices: Value, table: Any) -> Value:
     return code.call("llvm.x86.avx512.vpermi2var.qi.512", indices.type, [first, indices, second])
 
 
-WIDEN = {
+WIDEN: dict[str, Callable[[Code, Value], Value]] = {
     "float32": lambda _, raw: raw,
     "float16": from_half,
     "bfloat16": _from_bfloat16,
-    "fp8_e4m3": _from_e4m3,
-    "fp8_e5m2": _from_e5m2,
+    **{kind: partial(_from_bytes, kind) for kind in FP8},
 }
 
 
