@@ -11,7 +11,8 @@ import atexit
 import logging  # noqa: F401 (its hook at a fork is to be registered before the one below, and so to run after it)
 import os
 from collections.abc import Callable, Hashable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from threading import RLock
 from typing import Any, Generic, TypeVar, cast
 
@@ -19,6 +20,8 @@ from ..thread_start import start_thread
 from .progress import erase
 
 T = TypeVar("T")
+
+WAKE_S = 0.1  # the longest that an interrupt waits
 
 _turn = RLock()  # one compilation at a time: the overrides of numba-cuda are not made for two
 
@@ -86,7 +89,7 @@ def apart(work: Callable[[], T]) -> T:
             start_thread(run)
         except RuntimeError:  # no further thread can be started, or the interpreter is about to end
             run(lambda: None)
-        result, error = answer.get()
+        result, error = _next(answer)
     except BaseException:
         wanted.clear()
         erase()
@@ -94,6 +97,13 @@ def apart(work: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return cast("T", result)
+
+
+def _next(answers: SimpleQueue[T]) -> T:
+    """Wait for an answer, a little at a time: a signal that comes just before a wait does not end it."""
+    while True:
+        with suppress(Empty):
+            return answers.get(timeout=WAKE_S)
 
 
 def _mine() -> bool:
