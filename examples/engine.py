@@ -11,6 +11,7 @@ Three things here cannot be done with one contiguous cache for each sequence:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import numpy as np
 
@@ -69,15 +70,18 @@ class Engine:
     Parameters
     ----------
     model : Transformer
+        Of NumPy's arrays.
     cache : pagedkv.PagedKVCache
-        With room for max_batch sequences.
+        With room for max_batch sequences, of arrays of array_module.
     prompts : list of list of int
         Each at least one token.
     num_samples, max_new_tokens, max_batch : int
         Samples of each prompt, tokens of each sample, samples that run at a time.
     sampling : Sampling
     backend : str
-        Where attention runs: "cpu", or "emulator" for the CUDA kernels without a GPU.
+        Where attention runs: "auto" for where the arrays are, or "emulator" for the CUDA kernels without a GPU.
+    array_module : module
+        NumPy, or CuPy for a GPU.
     """
 
     def __init__(
@@ -90,9 +94,12 @@ class Engine:
         max_new_tokens: int,
         max_batch: int,
         sampling: Sampling,
-        backend: str = "cpu",
+        backend: str = "auto",
+        array_module: ModuleType = np,
     ) -> None:
         self.model, self.cache, self.sampling, self.backend = model, cache, sampling, backend
+        self.model_there = model.on(array_module)
+        self.to_host = getattr(array_module, "asnumpy", np.asarray)
         self.samples = [Sample(i, j, prompt) for i, prompt in enumerate(prompts) for j in range(num_samples)]
         self.draws = {sample: sample.draws(sampling.seed) for sample in self.samples}
         self.scheduler = pagedkv.Scheduler(cache, max_num_seqs=max_batch, eos_token_id=END)
@@ -109,8 +116,8 @@ class Engine:
         """Generate; yields whenever samples got a token each."""
         while step := self.scheduler.schedule():
             self._count(step)
-            attend = PagedAttention(self.model, self.cache, step, self.backend)
-            logits = self.model.forward(step.tokens, attend, step.logits_indices)
+            attend = PagedAttention(self.model_there, self.cache, step, self.backend)
+            logits = self.to_host(self.model_there.forward(step.tokens, attend, step.logits_indices))
             tokens = []
             for request, row in zip(step.sampled.tolist(), logits, strict=True):
                 sample = self.requests[request]
@@ -128,9 +135,9 @@ class Engine:
         counts.peak_blocks = max(counts.peak_blocks, stats.used)
         counts.peak_shared = max(counts.peak_shared, stats.shared)
         counts.peak_running = max(counts.peak_running, self.scheduler.num_running)
-        query_lens = np.diff(step.batch.query_starts)
+        query_lens, seq_lens = np.diff(self.to_host(step.batch.query_starts)), self.to_host(step.batch.seq_lens)
         prompt_lens = np.array([len(self.requests[request].prompt) for request in step.requests.tolist()])
-        counts.prefilled += int(np.clip(prompt_lens - (step.batch.seq_lens - query_lens), 0, query_lens).sum())
+        counts.prefilled += int(np.clip(prompt_lens - (seq_lens - query_lens), 0, query_lens).sum())
 
 
 def dense_choices(model: Transformer, sample: Sample, sampling: Sampling, dtype: str) -> list[int]:

@@ -4,6 +4,7 @@
     python examples/generate.py "class Queue:" "class Stack:" --samples 4
     python examples/generate.py --file prompts.txt      (prompts separated by blank lines)
     python examples/generate.py "def main(" --backend emulator --max-new-tokens 4      (the CUDA kernels, without a GPU)
+    python examples/generate.py "def main(" --device cuda      (all of it on a GPU, with CuPy in the place of NumPy)
 
 Texts appear in the order of the prompts, the first as its tokens come. Afterwards the same tokens are drawn from a
 model run with contiguous caches; the exit code is 1 if any differs, and 130 after Ctrl-C.
@@ -11,6 +12,7 @@ model run with contiguous caches; the exit code is 1 if any differs, and 130 aft
 
 import argparse
 import codecs
+import importlib
 import math
 import os
 import re
@@ -138,12 +140,16 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add("--block-size", type=number(int, 1), default=16, metavar="N", help="tokens in a block")
     kv_dtypes = ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
     add("--kv-dtype", choices=kv_dtypes, default="float32", help="what the cache stores")
-    add("--backend", choices=["cpu", "emulator"], default="cpu", help="emulator: the CUDA kernels, without a GPU")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU, by CuPy with cuBLAS (cupy-cuda13x[ctk])")
+    add("--backend", choices=["auto", "emulator"], default="auto", help="emulator: the CUDA kernels, without a GPU")
     add("--no-prefix-cache", action="store_true", help="compute what prompts begin with anew for each")
     add("--weights", type=Path, default=WEIGHTS, help="a file that train.py wrote")
     add("--context", type=number(int, 1), metavar="N", help="tokens of a text, at most; by default as in training")
     add("--no-check", action="store_true", help="don't compare with contiguous caches")
-    return parser, parser.parse_args()
+    args = parser.parse_args()
+    if args.device == "cuda" and args.backend == "emulator":
+        parser.error("the emulator takes arrays of the host: --backend emulator without --device cuda")
+    return parser, args
 
 
 def read_prompts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[bytes]:
@@ -202,6 +208,7 @@ def check(engine: Engine, tokenizer: Tokenizer, dtype: str) -> bool:
 
 def prepare(args: argparse.Namespace, model: Transformer, prompts: list[list[int]]) -> Engine:
     fp8 = args.kv_dtype if args.kv_dtype.startswith("fp8") else None
+    array_module = "cupy" if args.device == "cuda" else "numpy"
     cache = pagedkv.PagedKVCache(
         model.num_layers,
         args.num_blocks,
@@ -212,6 +219,7 @@ def prepare(args: argparse.Namespace, model: Transformer, prompts: list[list[int
         kv_dtype=fp8,
         max_seqs=args.max_batch,
         max_seq_len=model.context,
+        array_module=array_module,
         prefix_cache=not args.no_prefix_cache,
     )
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
@@ -225,6 +233,7 @@ def prepare(args: argparse.Namespace, model: Transformer, prompts: list[list[int
             max_batch=args.max_batch,
             sampling=sampling,
             backend=args.backend,
+            array_module=importlib.import_module(array_module),
         )
         if warm_up:
             list(engine.run())
@@ -252,7 +261,7 @@ def main() -> int:
         print("preparing the kernels ...", end="\r", file=sys.stderr, flush=True)
     try:
         engine = prepare(args, model, encoded)
-    except pagedkv.BackendUnavailableError as error:
+    except (pagedkv.BackendUnavailableError, ModuleNotFoundError) as error:
         parser.error(str(error))
     except (MemoryError, ValueError) as error:
         parser.error(f"no pool of {args.num_blocks} blocks of {args.block_size} tokens: {error}")

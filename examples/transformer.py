@@ -5,8 +5,10 @@ The forward pass knows neither positions nor how keys and values are kept. It ha
 their way, :class:`DenseAttention` into one contiguous array for one sequence, as programs without paging do.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -49,6 +51,13 @@ class Transformer:
             }
             for i in range(self.num_layers)
         ]
+
+    def on(self, array_module: ModuleType) -> "Transformer":
+        """A copy with arrays of another module: NumPy's functions call CuPy's own on CuPy's arrays."""
+        other, asarray = copy.copy(self), array_module.asarray
+        other.cos, other.sin, other.embed, other.norm = map(asarray, (self.cos, self.sin, self.embed, self.norm))
+        other.layers = [{name: asarray(value) for name, value in layer.items()} for layer in self.layers]
+        return other
 
     def forward(
         self, tokens: Sequence[int], attend: Attend, rows: Sequence[int], product: Product = np.matmul
@@ -129,11 +138,11 @@ class PagedAttention:
     step : pagedkv.scheduling.Step
         What to compute, and where its keys and values go.
     backend : str
-        "cpu", or "emulator" for the CUDA kernels without a GPU.
+        "auto": where the arrays are; or "emulator" for the CUDA kernels without a GPU.
     """
 
     def __init__(
-        self, model: Transformer, cache: pagedkv.PagedKVCache, step: pagedkv.scheduling.Step, backend: str = "cpu"
+        self, model: Transformer, cache: pagedkv.PagedKVCache, step: pagedkv.scheduling.Step, backend: str = "auto"
     ) -> None:
         self.cache, self.step, self.backend = cache, step, backend
         self.rotation = {"cos": model.cos, "sin": model.sin, "positions": step.batch.positions}

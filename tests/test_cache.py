@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 import pagedkv
 from pagedkv import PagedKVCache
-from pagedkv.errors import CapacityError, OutOfBlocksError
+from pagedkv.errors import BackendUnavailableError, CapacityError, OutOfBlocksError
 from pagedkv.memory import Batch, Stats
 
 from .memory.manager import refused
@@ -204,6 +205,17 @@ def test_an_array_module_that_is_not_installed(monkeypatch, name, extra):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match=rf'^array_module {name} .*: pip install "pagedkv\[{extra}\]"'):
         make(array_module=name)
+
+
+def test_cupy_without_a_gpu_says_so(monkeypatch):
+    def empty(shape):
+        raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+
+    module = ModuleType("cupy")
+    module.empty = empty
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    with pytest.raises(BackendUnavailableError, match=r"CuPy finds no GPU .*cudaErrorInsufficientDriver.*nvidia-smi"):
+        make(array_module="cupy")
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ class PagedKVCache(Sequences):
         An argument is not as described here.
     ModuleNotFoundError
         `array_module` is not installed; the message names the extra that brings it.
+    BackendUnavailableError
+        `array_module` is CuPy, and it finds no GPU.
 
     Examples
     --------

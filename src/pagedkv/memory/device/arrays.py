@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays import host_view
+from ...errors import BackendUnavailableError
 
 _EXTRAS = {"torch": '"pagedkv[torch]"', "cupy": '"pagedkv[cu13]" or "pagedkv[cu12]"'}
 
@@ -34,6 +35,8 @@ class Arrays:
         Another module, or a device for a module that has no such thing.
     ModuleNotFoundError
         The module is not installed.
+    BackendUnavailableError
+        CuPy finds no GPU.
     """
 
     def __init__(self, module: ModuleType | str, device: Any = None) -> None:
@@ -54,7 +57,7 @@ class Arrays:
             self._device: Any = self._module.empty(0, device=device).device
             self.on_device = bool(self._device.type != "cpu")
         else:
-            self._device = self._module.empty(0).device if name == "cupy" else nullcontext()
+            self._device = _device_of_cupy(self._module) if name == "cupy" else nullcontext()
             self.on_device = name == "cupy"
         self._on_cuda = self._is_torch and bool(self._device.type == "cuda")
 
@@ -116,3 +119,13 @@ class Arrays:
             with self._device:
                 return bool(self._module.cuda.get_current_stream().is_capturing())
         return False
+
+
+def _device_of_cupy(cupy: ModuleType) -> Any:
+    try:
+        return cupy.empty(0).device
+    except RuntimeError as error:  # of CUDA's runtime
+        raise BackendUnavailableError(
+            f"CuPy finds no GPU that it can use ({error}): see what nvidia-smi and CUDA_VISIBLE_DEVICES say, or take "
+            "array_module numpy"
+        ) from error
