@@ -72,7 +72,7 @@ def prompts(*lengths):
 def greedy(model, texts, num_new, **options):
     """What generate says after texts, which are padded on the left."""
     longest = max(map(len, texts))
-    ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
+    ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=model.device)
     lengths = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
     return model.generate(ids, attention_mask=(ids > 0).long(), **lengths, **options)[:, longest:].tolist()
 
@@ -94,7 +94,7 @@ def greedy_batch(model, texts, num_new, **options):
 
 def logits(model, text, starts=(0,), **inputs):
     """The logits of every token of a text that comes in chunks."""
-    ids, stops = torch.tensor([text]), (*starts[1:], len(text))
+    ids, stops = torch.tensor([text], device=model.device), (*starts[1:], len(text))
     with torch.inference_mode():
         parts = [model(ids[:, start:stop], **inputs).logits[0] for start, stop in zip(starts, stops, strict=True)]
     return torch.cat(parts)

@@ -1,5 +1,7 @@
 """Engine: the tokens of ``model.generate``, whoever runs beside, and no block lost."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -60,8 +62,9 @@ def finish(engine):
     ],
     ids=["together", "in chunks", "in a pool that is too small for all"],
 )
-def test_greedy_tokens_are_those_of_generate(model, expected, options):
-    engine = engine_for(model, **options)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_tokens_are_those_of_generate(model, expected, options, device):
+    engine = engine_for(model if device == "cpu" else copy.deepcopy(model).to(device), **options)
     requests = [engine.add(ids, NEW) for ids in TEXTS]
     tokens, reasons = finish(engine)
     assert [tokens[request] for request in requests] == expected

@@ -13,8 +13,9 @@ EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
 @pytest.mark.parametrize("family", [pytest.param(x, marks=pytest.mark.long if x in LONG else ()) for x in FAMILIES])
-def test_a_family(family):
-    model, texts = make_model(family), prompts(40, 70, 9)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_family(family, device):
+    model, texts = make_model(family).to(device), prompts(40, 70, 9)
     use_pagedkv(model)
     expected = greedy(eager_model(family), texts, 6)
     assert len({token for said in expected for token in said}) > 6
@@ -24,7 +25,7 @@ def test_a_family(family):
     assert greedy(model, texts, 6, past_key_values=cache) == expected
     cache.reset()
     exact, bound = error_bound(eager_model(family), texts[1])
-    paged = logits(model, texts[1], (0, 30, 31, 32, 60), past_key_values=cache)
+    paged = logits(model, texts[1], (0, 30, 31, 32, 60), past_key_values=cache).cpu()
     assert (paged - exact).abs().max() <= bound
 
 
