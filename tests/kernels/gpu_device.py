@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from pagedkv.emulator import EmulatorDevice
 from pagedkv.emulator.state.memory import extent
 
 GUARD = 256
@@ -80,6 +81,13 @@ class CopyingDevice:
 
     def take(self, name):
         return self._device.take(name)
+
+
+class OneMemory(EmulatorDevice):
+    """An emulator that knows workspaces alone, as a GPU does."""
+
+    def address(self, name, array):
+        raise AssertionError("an array of the host is nothing to a GPU")
 
 
 def _bytes_at(address, nbytes):

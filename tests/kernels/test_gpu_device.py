@@ -4,21 +4,13 @@ import numpy as np
 import pytest
 
 from pagedkv.cuda.plans import blocks
-from pagedkv.emulator import EmulatorDevice
 
 from ..support.problems import assert_close, build
 from .block_cases import copying
 from .decode_cases import V1, decode
-from .gpu_device import CopyingDevice
+from .gpu_device import CopyingDevice, OneMemory
 
 STRIDED = V1._replace(strides="strided")
-
-
-class OneMemory(EmulatorDevice):
-    """An emulator that knows workspaces alone, as a GPU does."""
-
-    def address(self, name, array):
-        raise AssertionError("an array of the host is nothing to a GPU")
 
 
 def test_what_a_kernel_writes_comes_back():

@@ -18,14 +18,20 @@ from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long
 from ..block_cases import with_capability
 from ..decode_cases import after_changing_lengths, assert_same_bits, checked_call, emulator
-from .variants import CAPABILITY, CORES, FORMS, MORE_FORMS, TENSOR, VLLM, numbers, prefill, rows_read
+from .variants import (
+    CAPABILITY,
+    MORE_FORMS,
+    SPLIT,
+    SPLIT_FORMS,
+    TENSOR,
+    numbers,
+    prefill,
+    rows_read,
+    specs_of_few_rows,
+)
 
-TENSOR_FORMS = {name: form for name, form in FORMS.items() if form not in (CORES, VLLM)}
-MORE_NAMES = ("128 dims", "8 dims", "256 dims with options", "fp8 as float16", "e5m2", "score_mod")
-TENSOR_FORMS |= {name: MORE_FORMS[name] for name in MORE_NAMES} | {"fp8": MORE_FORMS["fp8 of 40 dims"]}
-each_form = each_of("form", TENSOR_FORMS, "tensor cores")
-each_form_and_fp8 = each_of("form", TENSOR_FORMS, "tensor cores", "fp8")
-SPLIT = 4 * PART  # tokens of a thread block of TENSOR
+each_form = each_of("form", SPLIT_FORMS, "tensor cores")
+each_form_and_fp8 = each_of("form", SPLIT_FORMS, "tensor cores", "fp8")
 
 
 def launched(problem, capability=CAPABILITY, **changes):
@@ -100,38 +106,11 @@ def test_a_grid_has_every_split(max_seq_len, seq_len, window, query_len, head_di
     assert splits <= shape.splits_of(max_seq_len, window) <= shape.most_splits
 
 
-@st.composite
-def specs(draw, form):
-    """Few rows of long sequences among others, near the ends of tiles, parts and splits."""
-    near = [513, 575, 576, 577, 700, 1023, 1024, 1025, 1500, SPLIT, SPLIT + 1, SPLIT + 70]
-    most = FEW_ROWS // form.group_size
-    lengths, queries = [draw(st.sampled_from(near))], [draw(st.integers(1, most))]
-    for _ in range(draw(st.integers(0, 2))):
-        lengths.append(draw(st.sampled_from([0, 3, 130, 512, 513, 600])))
-        queries.append(min(lengths[-1], draw(st.sampled_from([0, 1, most, most + 1, 40]))))
-    fields = {}
-    if form.softcap or form.alibi:
-        fields = {"softcap": draw(st.sampled_from([None, 0.7])), "alibi": True}
-    return form.replace(
-        seq_lens=tuple(lengths),
-        query_lens=tuple(queries),
-        padding_rows=draw(st.integers(0, 1)),
-        num_kv_heads=draw(st.sampled_from([2, 1])),
-        layout=draw(st.sampled_from(["NHD", "HND"])),
-        scale=draw(st.sampled_from([None, None, 0.0, -0.1])),
-        window=draw(st.sampled_from([None, None, 513, 600, 1100])),
-        sinks=draw(st.booleans()),
-        causal=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**16)),
-        **fields,
-    )
-
-
 @each_form_and_fp8
 @settings(max_examples=2)
 @given(data=st.data())
 def test_every_form_meets_the_error_bound(form, data, open_device):
-    problem = build(data.draw(specs(form)))
+    problem = build(data.draw(specs_of_few_rows(form)))
     assert_close(problem, *prefill(problem, open_device))
 
 

@@ -20,17 +20,16 @@ from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, WgmmaShape
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long, own_parity
 from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
-from .variants import FP8, TENSOR, chunk_of, prefill, prefill_in_chunks, rows_read, specs
-
-PLAIN = TENSOR.replace(group_size=3)
-OPTIONS = PLAIN.replace(softcap=3.0, q_dtype="bfloat16", kv_dtype="bfloat16", block_size=3)
-FORMS = {
-    "64 dims": PLAIN,
-    **{"128 dims": PLAIN.replace(head_dim=128, group_size=8, q_dtype="bfloat16", kv_dtype="bfloat16")},
-    **{"256 dims": PLAIN.replace(head_dim=256, group_size=1, block_size=7), "options": OPTIONS},
-    **{"128 dims with options": OPTIONS.replace(head_dim=128, group_size=130)},
-    **{"256 dims with options": OPTIONS.replace(head_dim=256, softcap=None, alibi=True)},
-}
+from .variants import (
+    FP8,
+    WGMMA,
+    WGMMA_FORMS,
+    chunk_of,
+    prefill,
+    prefill_in_chunks,
+    rows_read,
+    specs_on_warpgroups,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,7 @@ def asked_for(monkeypatch):
     monkeypatch.setenv("PAGEDKV_WGMMA", "1")
 
 
-@each_of("form", FORMS)
+@each_of("form", WGMMA_FORMS)
 def test_the_kernel_is_chosen_by_device_and_config_alone(form, monkeypatch):
     call = checked_call(build(form.replace(seq_lens=(300, 1), query_lens=(300, 1))))
     config = tensor_config(call, capability=(9, 0))
@@ -58,36 +57,28 @@ def test_the_kernel_is_chosen_by_device_and_config_alone(form, monkeypatch):
 
 
 def test_what_it_does_not_take_goes_to_the_other_kernel():
-    for form, name in ((PLAIN, "prefill_wgmma["), (FP8, "prefill[")):
+    for form, name in ((WGMMA, "prefill_wgmma["), (FP8, "prefill[")):
         problem = build(form.replace(seq_lens=(5,), query_lens=(5,)))
         device = emulator()
         assert_close(problem, *prefill(problem, device=device))
         assert device.launches[-1].kernel.startswith(name)
 
 
-@st.composite
-def problems(draw, form):
-    """As those of the other kernels, some past two tiles more: stages take turns."""
-    spec = draw(specs(form))
-    more = draw(st.lists(st.sampled_from([0, 0, 128, 256]), min_size=len(spec.seq_lens), max_size=len(spec.seq_lens)))
-    return spec.replace(seq_lens=tuple(n + m for n, m in zip(spec.seq_lens, more, strict=True)))
-
-
-@each_of("form", FORMS, "64 dims")
+@each_of("form", WGMMA_FORMS, "64 dims")
 @settings(max_examples=5)
 @given(data=st.data())
 def test_every_form_meets_the_error_bound(form, data, open_device):
-    problem = build(data.draw(problems(form)))
+    problem = build(data.draw(specs_on_warpgroups(form)))
     assert_close(problem, *prefill(problem, open_device))
 
 
-@each_of("form", FORMS, "64 dims", "128 dims")
+@each_of("form", WGMMA_FORMS, "64 dims", "128 dims")
 def test_a_prompt_of_several_tiles_of_rows_and_keys(form, open_device):
     problem = build(form.replace(seq_lens=(290, 7), query_lens=(200, 7), num_kv_heads=1, window=150, sinks=True))
     assert_close(problem, *prefill(problem, open_device))
 
 
-@each_of("form", FORMS, "64 dims")
+@each_of("form", WGMMA_FORMS, "64 dims")
 def test_a_needle_is_found_at_every_position_of_a_tile(form, open_device):
     """Of the rows past it; a KV head each."""
     needles = tuple(range(0, 128, 9))
@@ -109,7 +100,7 @@ def elsewhere(draw, form):
     return spec.replace(num_kv_heads=1, seed=draw(st.integers(0, 99))), stops, draw(st.integers(0, 2**16))
 
 
-@each_of("form", FORMS, "64 dims")
+@each_of("form", WGMMA_FORMS, "64 dims")
 @settings(max_examples=2)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_in_any_chunk_batch_placement_layout_and_schedule(form, data, open_device):
@@ -123,14 +114,14 @@ def test_a_row_has_the_same_bits_in_any_chunk_batch_placement_layout_and_schedul
 
 @pytest.mark.long
 def test_token_by_token_has_the_bits_of_a_prompt(open_device):
-    whole = build(PLAIN.replace(seq_lens=(131,), query_lens=(131,), num_kv_heads=1, scale=2.0))
+    whole = build(WGMMA.replace(seq_lens=(131,), query_lens=(131,), num_kv_heads=1, scale=2.0))
     out, lse = prefill(whole, open_device)
     for position in (0, 1, 63, 64, 126, 127, 128, 129, 130):
         part = chunk_of(whole, position, position + 1, open_device(global_race=True))
         assert_same_bits(part, (out[position : position + 1], lse[position : position + 1]))
 
 
-@each_of("form", FORMS, "64 dims")
+@each_of("form", WGMMA_FORMS, "64 dims")
 def test_pivots_that_move_leave_other_rows_alone(form, open_device):
     whole = build(form.replace(seq_lens=(270,), query_lens=(150,), num_kv_heads=1, scale=4.0))
     out, lse = prefill(whole, open_device)
@@ -144,12 +135,12 @@ def test_pivots_that_move_leave_other_rows_alone(form, open_device):
 
 @pytest.mark.parametrize("block_size", long([3, 1, 256]))
 def test_the_bits_are_the_same_for_any_block_size(block_size, open_device):
-    spec = PLAIN.replace(seq_lens=(290, 3, 70), query_lens=(130, 3, 1))
+    spec = WGMMA.replace(seq_lens=(290, 3, 70), query_lens=(130, 3, 1))
     expected = prefill(build(spec), open_device)
     assert_same_bits(prefill(build(spec.replace(block_size=block_size)), open_device), expected)
 
 
-@each_of("form", FORMS, "64 dims")
+@each_of("form", WGMMA_FORMS, "64 dims")
 def test_what_is_not_used_does_not_change_a_bit(form, open_device):
     spec = form.replace(seq_lens=(37, 1, 150, 0), query_lens=(20, 1, 30, 0), window=50, sinks=True)
     expected = prefill(build(spec.replace(poison="huge")), open_device)
@@ -158,7 +149,7 @@ def test_what_is_not_used_does_not_change_a_bit(form, open_device):
 
 
 def test_keys_that_no_row_sees_are_not_read():
-    spec = PLAIN.replace(seq_lens=(400,), query_lens=(200,), window=40, num_kv_heads=1)
+    spec = WGMMA.replace(seq_lens=(400,), query_lens=(200,), window=40, num_kv_heads=1)
     problem = build(spec)
     whole = problem.block_tables, problem.k_cache, problem.v_cache
     problem = build(spec.replace(seq_lens=(250,), query_lens=(5,)))  # behind it, 150 more tokens
@@ -173,7 +164,7 @@ def test_keys_that_no_row_sees_are_not_read():
 
 @pytest.mark.long
 def test_caches_of_more_than_4_gib_and_of_negative_strides():
-    spec = PLAIN.replace(seq_lens=(140, 3), query_lens=(20, 3))
+    spec = WGMMA.replace(seq_lens=(140, 3), query_lens=(20, 3))
     expected = prefill(build(spec))
     problem = build(spec)
     num_blocks = len(problem.k_cache)
@@ -186,7 +177,7 @@ def test_caches_of_more_than_4_gib_and_of_negative_strides():
 
 
 def test_what_check_refuses_is_recorded_and_harms_nobody_else(open_device):
-    problem = build(PLAIN.replace(seq_lens=(40, 140), query_lens=(40, 40)))
+    problem = build(WGMMA.replace(seq_lens=(40, 140), query_lens=(40, 40)))
     expected = prefill(problem, open_device)
     call = checked_call(problem, check=True)
     out, lse = np.full_like(problem.q, np.nan), np.full(problem.q.shape[:2], np.nan, np.float32)

@@ -9,6 +9,7 @@ import numpy as np
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.cuda.plans.prefill import suits_tensor_cores, tensor_config
 from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
+from pagedkv.kernels.prefill.limits import FEW_ROWS, PART
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
 from ...support.problems import Problem, Spec, build
@@ -45,6 +46,21 @@ MORE_FORMS = {
     "float32 over bfloat16": CORES.replace(kv_dtype="bfloat16", head_dim=128),
     "vllm of float32": VLLM.replace(q_dtype="float32", kv_dtype="float32", kv_scales=None, head_dim=24),
     "vllm of float16": VLLM.replace(kv_dtype="float16", kv_scales=None, head_dim=128),
+}
+# Those whose few rows over a long context have a kernel of their own.
+SPLIT_FORMS = {name: form for name, form in FORMS.items() if form not in (CORES, VLLM)}
+MORE_NAMES = ("128 dims", "8 dims", "256 dims with options", "fp8 as float16", "e5m2", "score_mod")
+SPLIT_FORMS |= {name: MORE_FORMS[name] for name in MORE_NAMES} | {"fp8": MORE_FORMS["fp8 of 40 dims"]}
+SPLIT = 4 * PART  # tokens of a thread block of TENSOR
+# On warpgroups.
+WGMMA = TENSOR.replace(group_size=3)
+WGMMA_OPTIONS = WGMMA.replace(softcap=3.0, q_dtype="bfloat16", kv_dtype="bfloat16", block_size=3)
+WGMMA_FORMS = {
+    "64 dims": WGMMA,
+    **{"128 dims": WGMMA.replace(head_dim=128, group_size=8, q_dtype="bfloat16", kv_dtype="bfloat16")},
+    **{"256 dims": WGMMA.replace(head_dim=256, group_size=1, block_size=7), "options": WGMMA_OPTIONS},
+    **{"128 dims with options": WGMMA_OPTIONS.replace(head_dim=128, group_size=130)},
+    **{"256 dims with options": WGMMA_OPTIONS.replace(head_dim=256, softcap=None, alibi=True)},
 }
 CAPABILITY = (9, 0)
 
@@ -85,6 +101,41 @@ def specs(draw: st.DrawFn, form: Spec) -> Spec:
         seed=draw(st.integers(0, 2**16)),
         **fields,
     )
+
+
+@st.composite
+def specs_of_few_rows(draw: st.DrawFn, form: Spec) -> Spec:
+    """Few rows of long sequences among others, near the ends of tiles, parts and splits."""
+    near = [513, 575, 576, 577, 700, 1023, 1024, 1025, 1500, SPLIT, SPLIT + 1, SPLIT + 70]
+    most = FEW_ROWS // form.group_size
+    lengths, queries = [draw(st.sampled_from(near))], [draw(st.integers(1, most))]
+    for _ in range(draw(st.integers(0, 2))):
+        lengths.append(draw(st.sampled_from([0, 3, 130, 512, 513, 600])))
+        queries.append(min(lengths[-1], draw(st.sampled_from([0, 1, most, most + 1, 40]))))
+    fields: dict[str, Any] = {}
+    if form.softcap or form.alibi:
+        fields = {"softcap": draw(st.sampled_from([None, 0.7])), "alibi": True}
+    return form.replace(
+        seq_lens=tuple(lengths),
+        query_lens=tuple(queries),
+        padding_rows=draw(st.integers(0, 1)),
+        num_kv_heads=draw(st.sampled_from([2, 1])),
+        layout=draw(st.sampled_from(["NHD", "HND"])),
+        scale=draw(st.sampled_from([None, None, 0.0, -0.1])),
+        window=draw(st.sampled_from([None, None, 513, 600, 1100])),
+        sinks=draw(st.booleans()),
+        causal=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+        **fields,
+    )
+
+
+@st.composite
+def specs_on_warpgroups(draw: st.DrawFn, form: Spec) -> Spec:
+    """As those of the other kernels, some past two tiles more: stages take turns."""
+    spec = draw(specs(form))
+    more = draw(st.lists(st.sampled_from([0, 0, 128, 256]), min_size=len(spec.seq_lens), max_size=len(spec.seq_lens)))
+    return spec.replace(seq_lens=tuple(n + m for n, m in zip(spec.seq_lens, more, strict=True)))
 
 
 def prefill(
