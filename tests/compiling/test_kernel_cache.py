@@ -28,7 +28,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def warnings_logged(monkeypatch, caplog):
-    monkeypatch.setattr(stores, "_refused", set())
+    monkeypatch.setattr(stores, "_said", set())
     with caplog.at_level(logging.WARNING, "pagedkv"):
         yield lambda: [record.getMessage() for record in caplog.records]
 
@@ -88,18 +88,63 @@ def test_a_folder_in_the_place_of_a_file_is_not_loaded(store):
     assert list(store.directory.iterdir()) == [file]
 
 
-def test_a_directory_that_cannot_be_made_keeps_nothing(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("not a directory")
-    for directory in (blocked, blocked / "below", None):
-        store = Store(directory, ".blob")
+def why_unwritten(directory, warnings_logged):
+    """Loading says nothing, and the first of two saves why every process compiles: the reason in its words."""
+    store = Store(directory, ".blob")
+    assert store.load(b"key") is None
+    assert warnings_logged() == []
+    for _ in range(2):
         store.save(b"key", b"body")
         assert store.load(b"key") is None
+    (said,) = warnings_logged()
+    before, after = (
+        f"compiled kernels cannot be kept in {directory} (",
+        "), and every process compiles them again: set PAGEDKV_CACHE_DIR to a folder of your own",
+    )
+    assert said.startswith(before)
+    assert said.endswith(after)
+    return said[len(before) : -len(after)]
+
+
+@pytest.mark.parametrize("name", [".", "below"])
+def test_a_directory_that_cannot_be_made_keeps_nothing(tmp_path, warnings_logged, name):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    reason = why_unwritten(blocked / name, warnings_logged)
+    assert reason == "Not a directory" or os.name != "posix"
     assert blocked.read_text() == "not a directory"
 
 
+@posix
+def test_a_directory_that_cannot_be_opened_keeps_nothing(tmp_path, monkeypatch, warnings_logged):
+    def forbidden(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", "blobs")
+
+    monkeypatch.setattr(private_folder, "_open_in", forbidden)
+    assert why_unwritten(tmp_path / "blobs", warnings_logged) == "Permission denied"
+
+
+def test_without_a_directory_nothing_is_kept(warnings_logged):
+    for _ in range(2):
+        store = Store(None, ".blob")
+        assert store.load(b"key") is None
+        store.save(b"key", b"body")
+    assert warnings_logged() == [
+        "compiled kernels are kept nowhere, for there is no home directory: set PAGEDKV_CACHE_DIR"
+    ]
+
+
+def test_a_store_that_is_to_keep_nothing_says_nothing(tmp_path, warnings_logged):
+    for directory in (tmp_path / "blobs", None):
+        store = Store(directory, ".blob", keep=False)
+        store.save(b"key", b"body")
+        assert store.load(b"key") is None
+    assert not list(tmp_path.iterdir())
+    assert warnings_logged() == []
+
+
 @pytest.mark.parametrize("name", ["os.replace", "os.open", "os.utime"])
-def test_a_full_disk_leaves_nothing_half_written(monkeypatch, store, name):
+def test_a_full_disk_leaves_nothing_half_written(monkeypatch, store, warnings_logged, name):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -109,6 +154,7 @@ def test_a_full_disk_leaves_nothing_half_written(monkeypatch, store, name):
     monkeypatch.undo()
     assert store.load(b"key") == (b"new" if name == "os.utime" else b"old")
     assert len(list(store.directory.iterdir())) == 1
+    assert ["(No space left on device)" in said for said in warnings_logged()] == [True] * (name != "os.utime")
 
 
 def test_a_file_that_cannot_be_touched_is_loaded(monkeypatch, store):

@@ -89,7 +89,7 @@ MUTANTS = [
     Mutant(
         "a refusal is said again and again",
         "compiling/kernel_cache.py",
-        "    _refused.add(directory)\n",
+        "        _said.add(directory)\n",
         "",
         (CACHE + "test_a_directory_that_others_may_write_is_not_used",),
     ),

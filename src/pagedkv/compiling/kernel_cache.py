@@ -18,7 +18,7 @@ MOST_FILES = 1000
 MOST_BYTES = 256 * 1024 * 1024
 
 T = TypeVar("T")
-_refused: set[Path] = set()  # the directories that have been said to be refused, or to have a file that is
+_said: set[Path | None] = set()  # the directories of which has been said what is wrong with them
 
 
 def cache_dir(kind: str) -> Path | None:
@@ -59,23 +59,32 @@ class Store:
 
     A blob that is missing, truncated, altered or saved under another key counts as absent, and an unusable directory
     keeps nothing: the caller compiles again. What is loaded gets executed, so only a directory is used that is proven
-    to be the user's alone (`private_folder.open_private`), and in it only regular files of the user's. What is refused
-    is logged, once for each directory.
+    to be the user's alone (`private_folder.open_private`), and in it only regular files of the user's. What is refused,
+    or cannot be written, is logged, once for each directory.
 
     Parameters
     ----------
     directory : pathlib.Path or None
-        Made when the first blob is saved. None keeps nothing.
+        Made when the first blob is saved; None where there is none to be had.
     suffix : str
         The ending of its files; no other file is touched.
+    keep : bool
+        False for a store that is meant to keep nothing.
     most_files, most_bytes : int
         Beyond these limits the least recently used files are deleted.
     """
 
     def __init__(
-        self, directory: Path | None, suffix: str, *, most_files: int = MOST_FILES, most_bytes: int = MOST_BYTES
+        self,
+        directory: Path | None,
+        suffix: str,
+        *,
+        keep: bool = True,
+        most_files: int = MOST_FILES,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         self.directory = directory
+        self._keep = keep
         self._suffix = suffix
         self._most_files = most_files
         self._most_bytes = most_bytes
@@ -94,7 +103,7 @@ class Store:
         return self._in_folder(read, make=False)
 
     def save(self, key: bytes, body: bytes) -> None:
-        """Keep a blob, whole or not at all. Failure to write only costs time at the next start."""
+        """Keep a blob, whole or not at all. Failure to write only costs time at the next start, and is logged."""
         digest, name = self._place(key)
         # Named like a blob, so that what a killed process leaves behind is evicted in turn.
         unfinished = f"new-{secrets.token_hex(8)}{self._suffix}"
@@ -110,15 +119,26 @@ class Store:
         return digest, digest.hex()[:40] + self._suffix
 
     def _in_folder(self, use: Callable[[PrivateFolder], T], *, make: bool) -> T | None:
+        if not self._keep:
+            return None
         if self.directory is None:
+            if make:
+                _say(None, "compiled kernels are kept nowhere, for there is no home directory: set PAGEDKV_CACHE_DIR")
             return None
         try:
             with open_private(self.directory, make=make) as folder:
                 return use(folder)
         except RefusedError as refused:
             _say_refused(self.directory, refused)
-        except OSError:
-            pass
+        except OSError as error:
+            if make:  # nothing to load is no fault
+                _say(
+                    self.directory,
+                    "compiled kernels cannot be kept in %s (%s), and every process compiles them again: set "
+                    "PAGEDKV_CACHE_DIR to a folder of your own",
+                    self.directory,
+                    error.strerror,
+                )
         return None
 
     def _drop_oldest(self, folder: PrivateFolder, newest: str) -> None:
@@ -135,9 +155,6 @@ class Store:
 
 
 def _say_refused(directory: Path, refused: RefusedError) -> None:
-    if directory in _refused:
-        return
-    _refused.add(directory)
     if refused.path.parent == directory:
         text = "a compiled kernel in %s is not used, and compiled again: %s; if you do not know why, delete the folder"
     else:
@@ -145,4 +162,10 @@ def _say_refused(directory: Path, refused: RefusedError) -> None:
             "compiled kernels are not kept in %s: %s; set PAGEDKV_CACHE_DIR to a folder of your own, in folders that "
             "nobody else may write to (chmod go-w)"
         )
-    logging.getLogger("pagedkv").warning(text, directory, refused)
+    _say(directory, text, directory, refused)
+
+
+def _say(directory: Path | None, text: str, *args: object) -> None:
+    if directory not in _said:
+        _said.add(directory)
+        logging.getLogger("pagedkv").warning(text, *args)

@@ -96,7 +96,7 @@ def compile_kernel(
     dispatcher it neither looks at them nor ever compiles. `keep` stores it on disk under its name and `tag`.
     """
     _name_apart(function, tag)
-    store = Store(cache_dir("cpu") if keep else None, SUFFIX)
+    store = Store(cache_dir("cpu"), SUFFIX, keep=keep)
     key = _key(f"{function.__module__}.{function.__qualname__}", signature)
     with suppress(ValueError, TypeError):
         header, code = (store.load(key) or b"").split(b"\n", 1)

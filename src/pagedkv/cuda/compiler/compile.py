@@ -143,7 +143,7 @@ def _load_or_compile(
     # Line info names files by their full path, so another copy of the package makes another kernel.
     lines = lineinfo and __file__
     facts = (make.__module__, make.__qualname__, fields, capability, lines, versions(), _settings())
-    store = Store(cache_dir("cuda") if all(map(_is_plain, fields.values())) else None, SUFFIX)
+    store = Store(cache_dir("cuda"), SUFFIX, keep=all(map(_is_plain, fields.values())))
     key = repr(facts).encode() + SOURCES
     name = f"{name}[{', '.join(f'{field}={_shown(value)}' for field, value in fields.items())}]"
     with suppress(ValueError, TypeError, KeyError):
