@@ -21,6 +21,7 @@ try:
 except ModuleNotFoundError:
     raise SystemExit('the server needs starlette and uvicorn: pip install -e ".[serve]"') from None
 
+import pagedkv
 from generate import number
 from server.app import Server
 from server.connections import at_most, room_for_connections
@@ -71,6 +72,7 @@ def build(args: argparse.Namespace) -> Server:
     else:
         make, source = small, args.weights
     try:
+        pagedkv.get_num_threads()  # says what is wrong with PAGEDKV_NUM_THREADS
         engine, text = make(source, *pool, **most)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None

@@ -11,6 +11,7 @@ import pytest
 import pagedkv
 from pagedkv.__main__ import BENCHES, COMMANDS, main
 from pagedkv.bench.cpu import run as cpu
+from pagedkv.cpu import threads
 
 # Hides what no plain install has from import and from find_spec, and then is one command line after the other; prints
 # how each ended and what it wrote.
@@ -123,6 +124,16 @@ def test_refusals(words, message, capsys):
         main(words)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", BENCHES)
+def test_a_wrong_number_of_threads_is_said_in_one_line(what, monkeypatch, capsys):
+    monkeypatch.setattr("pagedkv.__main__._run", lambda *_, **__: pytest.fail("it is measured"))
+    monkeypatch.setattr(threads._state, "count", None)
+    monkeypatch.setenv("PAGEDKV_NUM_THREADS", "abc")
+    assert main(["bench", what]) == 2
+    message = "PAGEDKV_NUM_THREADS must be an integer in 1..1024, got 'abc'\n"
+    assert capsys.readouterr() == ("", message)
 
 
 @pytest.mark.parametrize(("words", "listed"), [([], COMMANDS), (["bench"], BENCHES)])

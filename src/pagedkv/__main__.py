@@ -10,6 +10,7 @@ from typing import Any
 
 from . import __version__
 from .compiling.progress import is_terminal
+from .cpu.threads import get_num_threads
 from .errors import BackendUnavailableError
 
 # Where each bench is, and what it measures. Only the chosen one is imported: the others may need what is not installed.
@@ -93,6 +94,12 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         module, missing = None, f"It has more options where it can run: {error}"
     options = vars(_parser(chosen, module, missing).parse_args(words))
+    if chosen in BENCHES:
+        try:
+            get_num_threads()
+        except ValueError as error:  # about the environment
+            print(error, file=sys.stderr)
+            return 2
     # What a bench raises is a defect; the other commands refuse options that do not go together.
     refusals = (ValueError, OSError, MemoryError) if chosen in COMMANDS else ()
     return _run(module, refusals, **options)

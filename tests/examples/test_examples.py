@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import pagedkv
 from pagedkv import cache
+from pagedkv.cpu import threads
 from pagedkv.operations import repeats
 
 from ..support.strategies import long
@@ -299,6 +300,17 @@ def test_mistakes_are_explained(
         generate.main()
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_wrong_number_of_threads_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(threads._state, "count", None)
+    monkeypatch.setenv("PAGEDKV_NUM_THREADS", "abc")
+    monkeypatch.setattr(sys, "argv", ["generate.py", "x"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        generate.main()
+    assert "error: PAGEDKV_NUM_THREADS must be an integer in 1..1024, got 'abc'\n" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")

@@ -10,6 +10,8 @@ import sys
 import numpy as np
 import pytest
 
+from pagedkv.cpu import threads
+
 from .serving import EXAMPLES, complete
 
 import serve  # isort: skip
@@ -42,6 +44,13 @@ def test_sizes_that_cannot_be(capsys):
         with pytest.raises(SystemExit, match=r"^2$"):
             serve.parse(words)
         assert message in capsys.readouterr().err
+
+
+def test_a_wrong_number_of_threads_is_said(monkeypatch):
+    monkeypatch.setattr(threads._state, "count", None)
+    monkeypatch.setenv("PAGEDKV_NUM_THREADS", "abc")
+    with pytest.raises(SystemExit, match=r"^PAGEDKV_NUM_THREADS must be an integer in 1\.\.1024, got 'abc'$"):
+        serve.build(serve.parse([]))
 
 
 def test_a_pool_that_has_no_room_is_said(monkeypatch):

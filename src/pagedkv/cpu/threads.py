@@ -186,7 +186,7 @@ def set_num_threads(n: int) -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads the CPU backend uses."""
+    """How many threads the CPU backend uses; ValueError if ``PAGEDKV_NUM_THREADS`` is no number of them."""
     if _state.count is None:
         _state.count = _from_environment()
     return _state.count
