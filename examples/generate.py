@@ -266,6 +266,11 @@ def main() -> int:
         parser.error(str(error))
     except (MemoryError, ValueError) as error:
         parser.error(f"no pool of {args.num_blocks} blocks of {args.block_size} tokens: {error}")
+    if all(sample.done for sample in engine.samples):
+        parser.error(
+            f"a pool of {args.num_blocks} x {args.block_size} tokens is too small for a prompt and "
+            f"{args.max_new_tokens} new tokens: raise --num-blocks, or lower --max-new-tokens"
+        )
     console = Console(engine, tokenizer, prompts)
     try:
         for _ in engine.run():

@@ -248,10 +248,11 @@ def test_a_full_pool_sends_texts_back_to_wait() -> None:
     assert engine.counts.peak_blocks <= 16
 
 
-def test_a_pool_too_small_is_said_and_no_failure() -> None:
-    done = run("def main(self, other):", "--num-blocks", "1", "--block-size", "2")
+def test_a_pool_too_small_for_one_of_two_texts_is_said_and_no_failure() -> None:
+    done = run("x", "def main(self, other):", "--num-blocks", "4", "--block-size", "2", "--max-new-tokens", "2")
     assert done.returncode == 0
-    assert "[the pool is too small]" in done.stdout
+    assert done.stdout.count("[the pool is too small]") == 1
+    assert "check: all 2 tokens match" in done.stdout
 
 
 def test_the_check_finds_a_wrong_token() -> None:
@@ -289,6 +290,10 @@ def test_draws_follow_the_probabilities() -> None:
         (["--weights", "nowhere.npz"], "train.py makes it"),
         (["--num-blocks", str(10**15)], "no pool of 1000000000000000 blocks"),
         (["word " * 400], "the model takes fewer than"),
+        (
+            ["x", "y", "--num-blocks", "1"],
+            "a pool of 1 x 16 tokens is too small for a prompt and 120 new tokens: raise",
+        ),
     ],
 )
 def test_mistakes_are_explained(
