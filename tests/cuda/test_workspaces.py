@@ -17,7 +17,7 @@ from .driver_fakes import Code, Recorder
 NUM_KV_HEADS, BLOCK_SIZE = 2, 16
 LAYOUTS = ("NHD", "HND", "vllm")
 KINDS = (("float32", None), ("float16", None), ("float16", "fp8_e4m3"), ("float32", "fp8_e5m2"))
-_addresses = itertools.count(ELSEWHERE, 1 << 36)
+_addresses = itertools.count(ELSEWHERE, 1 << 42)
 
 
 def zeros(dtype, *shape, stream=None):
@@ -210,6 +210,27 @@ def test_where_there_is_no_room_it_says_so(cuda):
     with pytest.raises(MemoryError, match=r"workspace split_sums needs .* bytes .* make room"):
         pagedkv.reserve_workspaces(**caches, num_heads=8, num_seqs=4, max_seq_len=8192)
     assert pagedkv.workspace_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_seqs", "num_tokens", "message"),
+    [
+        ("NHD", 2**30, 0, r"num_seqs \* num_kv_heads, times .* must be below 2\*\*31 on a device, got 2147483648$"),
+        ("vllm", 2**28, 0, r"num_seqs \* num_heads must be below 2\*\*31 on a device, got 2147483648$"),
+        ("HND", 1, 2**29, r"num_tokens \* num_heads / num_kv_heads must be below .*, got 2147483648 and "),
+        ("vllm", 1, 2**29, r"num_tokens \* num_heads / num_kv_heads must be below .*, got 2147483648 and "),
+    ],
+)
+def test_calls_that_no_grid_has_room_for_are_refused_before(cuda, layout, num_seqs, num_tokens, message):
+    """With the words of the call, and nothing grows."""
+    caches, sizes = caches_of(layout, 64, "float16", None), {"num_heads": 8, "num_seqs": num_seqs}
+    with pytest.raises(ValueError, match=message) as of_call:
+        run(caches, "float16", 8, 64, num_seqs, 1, num_tokens)
+    before = allocations(cuda)
+    with pytest.raises(ValueError, match=message) as of_reservation:
+        pagedkv.reserve_workspaces(**caches, **sizes, max_seq_len=16, num_tokens=num_tokens)
+    assert str(of_reservation.value) == str(of_call.value)
+    assert allocations(cuda) == before
 
 
 HOST = {"k_cache": np.zeros((4, 16, 2, 64), np.float16), "v_cache": np.zeros((4, 16, 2, 64), np.float16)}

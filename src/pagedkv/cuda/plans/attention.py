@@ -57,28 +57,34 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     Raises
     ------
     ValueError
-        As `decode_attention`; more thread blocks than a grid has.
+        As `decode_attention` and `workspaces`.
     """
     if call.spec.layout != "vllm":
         return split.plan(device, call, out)
-    num_rows = call.q.shape[0] * call.q.shape[1]
-    if num_rows > LARGEST_GRID_X:
-        raise ValueError(f"num_seqs * num_heads must be below 2**31 on a device, got {num_rows}")
+    needed = workspaces(call, capability=device.capability)
     config = attention_config(call, capability=device.capability)
     max_seq_len = max_seq_len_of(call)
-    if choose(call.kernel, max_seq_len, num_rows) == "v1":
+    if choose(call.kernel, max_seq_len, call.q.shape[0] * call.q.shape[1]) == "v1":
         launches: tuple[Launch, ...] = (_v1(device, call, out, config, max_seq_len),)
     else:
         launches = _v2(device, call, out, config, max_seq_len)
-    return Plan(launches, workspaces(call, capability=device.capability))
+    return Plan(launches, needed)
 
 
 def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
-    """What a call keeps partial results and bad entries in."""
+    """What a call keeps partial results and bad entries in.
+
+    Raises
+    ------
+    ValueError
+        More thread blocks than a grid has.
+    """
     if call.spec.layout != "vllm":
         return split.workspaces(call, split.split_config(call, capability=capability))
     (num_seqs, num_heads, head_dim), max_seq_len = call.q.shape, max_seq_len_of(call)
     num_rows, needed = num_seqs * num_heads, ((REPORT, NUM_BYTES),) if call.checked else ()
+    if num_rows > LARGEST_GRID_X:
+        raise ValueError(f"num_seqs * num_heads must be below 2**31 on a device, got {num_rows}")
     if choose(call.kernel, max_seq_len, num_rows) == "v1":
         return needed
     nbytes = num_rows * math.prod(_grid_of_partitions(call, max_seq_len)) * FLOAT_BYTES

@@ -9,7 +9,8 @@ window or `exact` leave it no sequence.
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from ...arrays import Array
 from ...calls import AttentionCall
 from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.device.elements import ELEMENT_BITS
+from ...kernels.device.source import KernelSource
 from ...kernels.prefill.check import CheckConfig, make_check_batch
 from ...kernels.prefill.config import MOST_DIMS, CoresConfig, TensorConfig
 from ...kernels.prefill.cuda_cores import kernel as cuda_cores
@@ -32,7 +34,7 @@ from ...kernels.prefill.tensor_cores.tile import TileShape
 from ...kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape, takes
 from ...layouts import FP8_KINDS
-from ..compiler.compile import Capability, CompiledKernel, compile_for
+from ..compiler.compile import Capability, compile_for
 from ..compiler.occupancy import shared_kib
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
 from .plan import (
@@ -82,23 +84,30 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     Raises
     ------
     ValueError
+        As `workspaces`.
+    """
+    needed = workspaces(call, capability=device.capability)
+    launches = [_launch(device, call, kernel) for kernel in _kernels(call, out, device.capability)]
+    if call.checked:
+        launches.insert(0, _check(device, call))
+    return Plan(tuple(launches), needed)
+
+
+def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
+    """What a call keeps partial results in, and what a check has found.
+
+    Raises
+    ------
+    ValueError
         More rows, or thread blocks, than a grid has.
     """
-    kernels = _on_tensor_cores(device, call, out) if suits_tensor_cores(call) else [_on_cuda_cores(device, call, out)]
+    kernels = _kernels(call, call.q, capability)  # with any out
     num_rows, num_blocks = call.q.shape[0] * group_size_of(call), max(kernel.grid[0] for kernel in kernels)
     if max(num_blocks, num_rows) > LARGEST_GRID_X:
         raise ValueError(
             "num_tokens * num_heads / num_kv_heads must be below 2**31 on a device, and so must the thread blocks, "
             f"got {num_rows} and {num_blocks}: give the sequences to several calls"
         )
-    launches = [_launch(call, kernel) for kernel in kernels]
-    if call.checked:
-        launches.insert(0, _check(device, call))
-    return Plan(tuple(launches), workspaces(call, capability=device.capability))
-
-
-def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
-    """What a call keeps partial results in, and what a check has found."""
     needed: Workspaces = ((REPORT, NUM_BYTES), (CHECKED_LENS, 4 * len(call.seq_lens))) if call.checked else ()
     if not suits_tensor_cores(call):
         return needed
@@ -116,14 +125,15 @@ def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
 class _Kernel(NamedTuple):
     """A kernel for a call: its arguments beside those that all kernels take."""
 
-    compiled: CompiledKernel
+    make: Callable[[Any], KernelSource]
+    config: Any
     grid: tuple[int, int, int]
     shared_bytes: int
     scalars: tuple[int, ...]  # the last of them strides
     workspaces: tuple[str, ...] = ()
 
 
-def _launch(call: AttentionCall, kernel: _Kernel) -> Launch:
+def _launch(device: Device, call: AttentionCall, kernel: _Kernel) -> Launch:
     options, (num_tokens, num_heads, _) = call.options, call.q.shape
     pointers = (
         *("out", "lse", "q", "k_cache", "v_cache", "block_tables"),
@@ -137,7 +147,8 @@ def _launch(call: AttentionCall, kernel: _Kernel) -> Launch:
         *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
         *(bits_of(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
     )
-    return Launch(kernel.compiled, kernel.grid, pointers, scalars, kernel.shared_bytes)
+    compiled = compile_for(device, kernel.make, kernel.config)
+    return Launch(compiled, kernel.grid, pointers, scalars, kernel.shared_bytes)
 
 
 def _check(device: Device, call: AttentionCall) -> Launch:
@@ -150,34 +161,38 @@ def _check(device: Device, call: AttentionCall) -> Launch:
     )
 
 
-def _on_tensor_cores(device: Device, call: AttentionCall, out: Array) -> list[_Kernel]:
-    config = tensor_config(call, capability=device.capability)
+def _kernels(call: AttentionCall, out: Array, capability: Capability) -> list[_Kernel]:
+    if suits_tensor_cores(call):
+        return _on_tensor_cores(call, out, capability)
+    return [_on_cuda_cores(call, out, capability)]
+
+
+def _on_tensor_cores(call: AttentionCall, out: Array, capability: Capability) -> list[_Kernel]:
+    config = tensor_config(call, capability=capability)
     strides = (*_strides(call, out), *cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache))
     few_rows, on_warpgroups = (
         FEW_ROWS if splits_keys(call, config) else 0,
-        uses_wgmma(config, capability=device.capability),
+        uses_wgmma(config, capability=capability),
     )
     # Warpgroups give other bits to few keys, and bits must not depend on the rest of the batch.
     all_are_few = call.q.shape[0] * config.group_size <= FEW_ROWS and not on_warpgroups
     kernels = []
     if not (few_rows and all_are_few):
         shape = WgmmaShape(config) if on_warpgroups else TileShape(config)
-        kernel = compile_for(device, make_prefill_wgmma if on_warpgroups else make_prefill, config)
-        kernels.append(_Kernel(kernel, _grid(call, shape.rows), shape.nbytes, (few_rows, *strides)))
+        make = make_prefill_wgmma if on_warpgroups else make_prefill
+        kernels.append(_Kernel(make, config, _grid(call, shape.rows), shape.nbytes, (few_rows, *strides)))
     if few_rows:
-        kernels.append(_split(device, call, config, 0 if all_are_few else PART + 1, strides))
+        kernels.append(_split(call, config, 0 if all_are_few else PART + 1, strides))
     return kernels
 
 
-def _split(
-    device: Device, call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]
-) -> _Kernel:
+def _split(call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]) -> _Kernel:
     """The kernel that splits keys, for sequences of few rows and at least `least_keys` keys."""
     shape = SplitShape(config)
     most_splits, (of_tokens, of_seqs) = _most_splits(call, shape), _rows_of(call)
-    kernel = compile_for(device, make_prefill_split, config)
     grid, scalars = (_num_columns(call, shape), most_splits, 1), (least_keys, most_splits, int(of_tokens < of_seqs))
-    return _Kernel(kernel, grid, split.dynamic_bytes(config), (*scalars, *strides), _OF_SPLITS)
+    nbytes = split.dynamic_bytes(config)
+    return _Kernel(make_prefill_split, config, grid, nbytes, (*scalars, *strides), _OF_SPLITS)
 
 
 def _num_columns(call: AttentionCall, shape: SplitShape) -> int:
@@ -193,16 +208,16 @@ def _rows_of(call: AttentionCall) -> tuple[int, int]:
     return call.q.shape[0] * group_size_of(call), len(call.seq_lens) * FEW_ROWS
 
 
-def _on_cuda_cores(device: Device, call: AttentionCall, out: Array) -> _Kernel:
-    config = cores_config(call, capability=device.capability)
+def _on_cuda_cores(call: AttentionCall, out: Array, capability: Capability) -> _Kernel:
+    config = cores_config(call, capability=capability)
     caches = (call.k_cache, call.v_cache)
     if call.spec.layout == "vllm":
         of_caches = [(x.strides[0], x.strides[3], *x.strides[1:3]) for x in caches]
     else:
         of_caches = [(*cache_strides(call, x), 0) for x in caches]
     scalars = (call.spec.block_size, *_strides(call, out), *of_caches[0], *of_caches[1])
-    kernel = compile_for(device, make_prefill_on_cuda_cores, config)
-    return _Kernel(kernel, _grid(call, CoresShape(config).rows), cuda_cores.dynamic_bytes(config), scalars)
+    grid, nbytes = _grid(call, CoresShape(config).rows), cuda_cores.dynamic_bytes(config)
+    return _Kernel(make_prefill_on_cuda_cores, config, grid, nbytes, scalars)
 
 
 def _grid(call: AttentionCall, rows: int) -> tuple[int, int, int]:

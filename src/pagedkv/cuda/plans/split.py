@@ -49,20 +49,14 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     Raises
     ------
     ValueError
-        More thread blocks than a grid has.
+        As `workspaces`.
     """
     spec, options = call.spec, call.options
     config = split_config(call, capability=device.capability)
-    num_columns = _num_columns(call, config)
-    if num_columns > LARGEST_GRID_X:
-        raise ValueError(
-            f"num_seqs * num_kv_heads, times the number of thread blocks that share a KV head, must be below 2**31 "
-            f"on a device, got {num_columns}"
-        )
-    most_splits = _most_splits(call, config)
+    needed, most_splits = workspaces(call, config), _most_splits(call, config)
     launch = Launch(
         compile_for(device, make_split, config),
-        (num_columns, most_splits, 1),
+        (_num_columns(call, config), most_splits, 1),
         _POINTERS,
         (
             *(spec.num_kv_heads, call.q.shape[1], spec.num_blocks, max_seq_len_of(call), most_splits),
@@ -74,18 +68,30 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
         ),
         dynamic_bytes(config),
     )
-    return Plan((launch,), workspaces(call, config))
+    return Plan((launch,), needed)
 
 
 def workspaces(call: AttentionCall, config: SplitConfig) -> Workspaces:
-    """What the kernel keeps the partial results of splits in, and counts the splits of a column in."""
+    """What the kernel keeps the partial results of splits in, and counts the splits of a column in.
+
+    Raises
+    ------
+    ValueError
+        More thread blocks than a grid has.
+    """
+    num_columns = _num_columns(call, config)
+    if num_columns > LARGEST_GRID_X:
+        raise ValueError(
+            f"num_seqs * num_kv_heads, times the number of thread blocks that share a KV head, must be below 2**31 "
+            f"on a device, got {num_columns}"
+        )
     num_seqs, num_heads, head_dim = call.q.shape
     most_splits = _most_splits(call, config)
     num_partials = num_seqs * num_heads * most_splits if most_splits > 1 else 1
     return (
         ("split_sums", num_partials * head_dim * FLOAT_BYTES),
         ("split_states", num_partials * 2 * FLOAT_BYTES),
-        ("split_counters", _num_columns(call, config) * 4),
+        ("split_counters", num_columns * 4),
         *(((REPORT, NUM_BYTES),) if call.checked else ()),
     )
 
