@@ -267,9 +267,9 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def with_tables(page: str) -> str:
-    """The page with its tables written anew."""
-    return TABLE.sub(lambda match: match[1] + "\n" + TABLES[match[2]]() + "\n" + match[3], page)
+def with_tables(page: str, place: re.Pattern[str], tables: dict[str, Callable[[], str]]) -> str:
+    """The page with its tables written anew, each in its place."""
+    return place.sub(lambda match: match[1] + "\n" + tables[match[2]]() + "\n" + match[3], page)
 
 
 def axis(left: float, width: float, top: float, bottom: float, ticks: list[float], words: str) -> list[str]:
@@ -352,4 +352,4 @@ if __name__ == "__main__":
     for name, draw in DRAWINGS.items():
         (IMAGES / name).write_text(draw(), encoding="utf-8")
     for page in PAGES:
-        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), TABLE, TABLES), encoding="utf-8")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from draw_kernels import GREY, IMAGES, INK, LINE, WHITE, drawing, text, title
-from draw_performance import latest, table
+from draw_performance import latest, table, with_tables
 
 from pagedkv import PagedKVCache, trace
 from pagedkv.trace.plot import COLOURS as KINDS
@@ -64,11 +64,6 @@ def preempted() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {"waste": waste, "preempted": preempted}
-
-
-def with_tables(page: str) -> str:
-    """The page with its tables written anew."""
-    return TABLE.sub(lambda match: match[1] + "\n" + TABLES[match[2]]() + "\n" + match[3], page)
 
 
 def legend(x: float, y: float) -> list[str]:
@@ -258,4 +253,4 @@ if __name__ == "__main__":
     for file, draw in DRAWINGS.items():
         (IMAGES / file).write_text(draw(), encoding="utf-8")
     for page in PAGES:
-        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(with_tables(page.read_text(encoding="utf-8"), TABLE, TABLES), encoding="utf-8")

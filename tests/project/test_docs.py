@@ -248,7 +248,7 @@ def test_figures_are_up_to_date(monkeypatch, module):
     drawn = importlib.import_module(module)
     pages = "".join(page.read_text(encoding="utf-8") for page in drawn.PAGES)
     assert sorted(match[2] for match in drawn.TABLE.finditer(pages)) == sorted(drawn.TABLES)
-    assert drawn.with_tables(pages) == pages, f"run docs/scripts/{module}.py"
+    assert drawn.with_tables(pages, drawn.TABLE, drawn.TABLES) == pages, f"run docs/scripts/{module}.py"
 
 
 @pytest.mark.usefixtures("without_lines")
