@@ -68,7 +68,7 @@ def test_the_second_process_does_not_compile(run, file):
 
 
 def test_a_damaged_file_is_compiled_again(run, file):
-    """Every kind of damage is in tests/compiling/test_kernel_cache.py."""
+    """Every kind of damage is in tests/compiling/test_kernel_cache.py and test_private_folder.py."""
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert run() == "compiled"

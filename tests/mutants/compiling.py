@@ -2,7 +2,7 @@
 
 from .mutant import Mutant
 
-CACHE = "tests/compiling/test_kernel_cache.py::"
+FOLDER = "tests/compiling/test_private_folder.py::"
 THREAD = "tests/compiling/test_compile_thread.py::"
 CPU = "tests/cpu/test_compile.py::"
 
@@ -59,7 +59,7 @@ MUTANTS = [
         "compiling/private_folder.py",
         "            _refuse_writers(os.fstat(descriptor), here)\n",
         "",
-        (CACHE + "test_a_directory_below_one_that_others_may_write_is_not_used",),
+        (FOLDER + "test_a_directory_below_one_that_others_may_write_is_not_used",),
         ci=True,
     ),
     Mutant(
@@ -68,8 +68,8 @@ MUTANTS = [
         'getattr(os, "O_NOFOLLOW", 0) | ',
         "",
         (
-            CACHE + "test_a_directory_that_is_a_link_is_not_used",
-            CACHE + "test_a_file_that_another_may_have_made_is_not_loaded",
+            FOLDER + "test_a_directory_that_is_a_link_is_not_used",
+            FOLDER + "test_a_file_that_another_may_have_made_is_not_loaded",
         ),
     ),
     Mutant(
@@ -77,21 +77,21 @@ MUTANTS = [
         "compiling/private_folder.py",
         "                _refuse_others(facts, self.path / name)\n",
         "                pass\n",
-        (CACHE + "test_a_file_that_another_may_have_made_is_not_loaded",),
+        (FOLDER + "test_a_file_that_another_may_have_made_is_not_loaded",),
     ),
     Mutant(
         "what is no file is loaded",
         "compiling/private_folder.py",
         'raise RefusedError(self.path / name, "is no regular file")',
         "pass",
-        (CACHE + "test_a_file_that_another_may_have_made_is_not_loaded",),
+        (FOLDER + "test_a_file_that_another_may_have_made_is_not_loaded",),
     ),
     Mutant(
         "a refusal is said again and again",
         "compiling/kernel_cache.py",
         "        _said.add(directory)\n",
         "",
-        (CACHE + "test_a_directory_that_others_may_write_is_not_used",),
+        (FOLDER + "test_a_directory_that_others_may_write_is_not_used",),
     ),
     Mutant(
         "signals arrive where kernels are compiled",

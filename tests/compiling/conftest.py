@@ -1,0 +1,20 @@
+"""What the tests of the store of compiled kernels and of its folder share."""
+
+import logging
+
+import pytest
+
+from pagedkv.compiling import kernel_cache
+from pagedkv.compiling.kernel_cache import Store
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "blobs", ".blob")
+
+
+@pytest.fixture
+def warnings_logged(monkeypatch, caplog):
+    monkeypatch.setattr(kernel_cache, "_said", set())
+    with caplog.at_level(logging.WARNING, "pagedkv"):
+        yield lambda: [record.getMessage() for record in caplog.records]
