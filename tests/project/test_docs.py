@@ -1,14 +1,9 @@
-"""The README and the docs: every snippet runs and gives what stands there, links lead somewhere, the pages build."""
+"""The README and the docs: links lead somewhere, what is drawn and quoted is so, the pages build."""
 
-import contextlib
-import doctest
 import importlib
-import io
 import re
-import sys
 import tomllib
 import warnings
-from pathlib import Path
 
 import ml_dtypes
 import pytest
@@ -19,135 +14,7 @@ from pagedkv.cpu.attention.tiles import TILE
 
 from ..docs.browser import browser, find_browser
 from ..docs.phone import faults
-
-ROOT = Path(__file__).parents[2]
-GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
-PAGES = [*GUIDES, *sorted(path for path in ROOT.glob("docs/**/*.md") if "_build" not in path.parts)]
-# MyST's directives ({toctree}) and every language: the word behind the fence, and what is between the fences.
-FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# The first line of a block that the tests execute where there is a GPU, and compile everywhere.
-NEEDS_GPU = "# needs a GPU\n"
-
-
-def name(path):
-    return path.relative_to(ROOT).as_posix()
-
-
-def run_snippets(path, *, on_gpu=False):
-    """Run the python blocks of a page in order, in one namespace; returns how many there are.
-
-    A block with prompts is a doctest. What another one prints must be the block marked `output` behind it. One that
-    needs a GPU is only compiled, unless there is one.
-    """
-    text, namespace, printed, count = path.read_text(), {"__name__": "__main__"}, "", 0
-    for fence in FENCE.finditer(text):
-        language, body = fence.groups()
-        line = text.count("\n", 0, fence.start()) + 1
-        if language == "output":
-            assert printed == body, f"{name(path)}:{line}"
-            printed = ""
-        elif language == "python":
-            count += 1
-            assert printed == "", f"{name(path)}:{line}: the block before prints what no output block shows"
-            if body.startswith(">>>"):
-                run_doctest(body, namespace, path, line)
-            else:
-                code = compile("\n" * line + body, name(path), "exec")
-                if body.startswith(NEEDS_GPU) and not on_gpu:
-                    continue
-                with contextlib.redirect_stdout(io.StringIO()) as stdout:
-                    exec(code, namespace)
-                printed = stdout.getvalue()
-    assert printed == "", f"{name(path)}: the last block prints what no output block shows"
-    return count
-
-
-def run_doctest(body, namespace, path, line):
-    test = doctest.DocTestParser().get_doctest(body, namespace, name(path), name(path), line)
-    runner = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST)
-    report = io.StringIO()
-    runner.run(test, out=report.write, clear_globs=False)
-    namespace.update(test.globs)
-    assert runner.tries
-    assert not runner.failures, report.getvalue()
-
-
-@pytest.mark.usefixtures("without_lines")
-@pytest.mark.parametrize("path", [path for path in PAGES if "```python" in path.read_text()], ids=name)
-def test_snippets(path):
-    assert run_snippets(path)
-
-
-GPU_PAGES = [path for path in PAGES if f"```python\n{NEEDS_GPU}" in path.read_text()]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("path", GPU_PAGES, ids=name)
-def test_snippets_on_a_gpu(path):
-    for module in set(re.findall(r"^import (cupy|torch)\b", path.read_text(), re.MULTILINE)):
-        pytest.importorskip(module)
-    assert run_snippets(path, on_gpu=True)
-
-
-def test_the_snippets_that_must_be_there():
-    with_snippets = {name(path) for path in PAGES if "```python" in path.read_text()}
-    assert {"README.md", "docs/index.md", "docs/memory.md"} <= with_snippets
-    assert {"docs/howto/chunked-prefill.md", "docs/howto/verification.md"} <= with_snippets
-    assert {"docs/howto/device-arrays.md", "docs/howto/testing-on-a-gpu.md"} <= {name(path) for path in GPU_PAGES}
-
-
-def test_a_block_that_needs_a_gpu_is_compiled(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    page = tmp_path / "page.md"
-    page.write_text(f"```python\n{NEEDS_GPU}assert False\n```\n")
-    assert run_snippets(page)
-    with pytest.raises(AssertionError):
-        run_snippets(page, on_gpu=True)
-    page.write_text(f"```python\n{NEEDS_GPU}assert False)\n```\n")
-    with pytest.raises(SyntaxError):
-        run_snippets(page)
-
-
-WRONG = [
-    "```python\n>>> 1 + 1\n3\n```\n",
-    "```python\nprint(1)\n```\n",
-    "```python\nprint(1)\n```\n\n```output\n2\n```\n",
-    "```python\nprint(1)\n```\n\n```python\nx = 1\n```\n",
-    "```python\nassert False\n```\n",
-]
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_wrong_snippets_are_noticed(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    page = tmp_path / "page.md"
-    page.write_text("```python\nx = 0\n```\n\n" + text)
-    with pytest.raises(AssertionError):
-        run_snippets(page)
-
-
-MODULES = ["operations.attention", "memory.pool", "memory.sizing", "memory.table", "cache"]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_examples_in_docstrings(module):
-    failed, tried = doctest.testmod(importlib.import_module(f"pagedkv.{module}"), extraglobs=vars(pagedkv))
-    assert tried
-    assert not failed
-
-
-def test_no_other_docstring_has_examples():
-    """MODULES is complete."""
-    with_examples = {
-        ".".join(path.relative_to(ROOT / "src" / "pagedkv").with_suffix("").parts)
-        for path in ROOT.glob("src/pagedkv/**/*.py")
-        if "\n    >>> " in path.read_text()
-    }
-    assert with_examples == set(MODULES)
-
-
-def blocks(path, language):
-    return [body for found, body in FENCE.findall(path.read_text()) if found == language]
+from .pages import FENCE, PAGES, ROOT, blocks, name
 
 
 def wide_lines(text):
@@ -189,47 +56,6 @@ def test_readme_has_two_set_up_commands():
     assert test == f'{install} --no-compile -e ".[test]" \\\n  && .venv/bin/pytest -n auto\n'
     assert (ROOT / "examples" / "generate.py").is_file()
     assert "test" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-
-
-def readme_program():
-    """The README prints one program, and says in words what changes for other arrays and for the emulator."""
-    [program] = blocks(ROOT / "README.md", "python")
-    assert len(program.splitlines()) == 12
-    assert program.startswith("import numpy as xp\n")
-    return program
-
-
-def changed(program, old, new):
-    """The program with one place replaced, and what it prints."""
-    assert program.count(old) == 1
-    with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        exec(compile(program.replace(old, new), "README.md", "exec"), {"__name__": "__main__"})
-    return stdout.getvalue()
-
-
-def says(words):
-    """Whether the README tells its readers about a change, wherever its lines break."""
-    return words in " ".join((ROOT / "README.md").read_text().split())
-
-
-def test_readme_program_with_torch():
-    assert says("For torch, change the first line to `import torch as xp`")
-    assert changed(readme_program(), "import numpy as xp", "import torch as xp") == "torch.Size([1, 8, 64])\n"
-
-
-@pytest.mark.usefixtures("without_lines")
-def test_readme_program_in_the_emulator():
-    """With as many heads as other tests compile split for."""
-    assert says('`backend="emulator"` in the attention call')
-    program = readme_program().replace("(1, 8, 64)", "(1, 6, 64)")
-    assert changed(program, "batch.seq_lens)", 'batch.seq_lens, backend="emulator")') == "(1, 6, 64)\n"
-
-
-@pytest.mark.gpu
-def test_readme_program_with_cupy():
-    pytest.importorskip("cupy")
-    assert says("for CuPy to `import cupy as xp`")
-    assert changed(readme_program(), "import numpy as xp", "import cupy as xp") == "(1, 8, 64)\n"
 
 
 DRAWN = ["draw_kernels", "draw_split", "draw_prefill", "draw_performance", "draw_trace", "record_pool"]
