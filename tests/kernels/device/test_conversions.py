@@ -7,6 +7,7 @@ from numba import float32
 
 from pagedkv.kernels.device import conversions
 from pagedkv.kernels.device.intrinsics import thread as device
+from pagedkv.kernels.device.intrinsics.masks import bit_masks, masked
 
 from .function_cases import all_floats, run
 
@@ -71,7 +72,7 @@ def test_vectors_of_elements():
         for num_words, load in ((2, device.load_8), (4, device.load_16)):
             count, bits = num_words * 4 // DTYPES[kind].itemsize, 8 * DTYPES[kind].itemsize
             widen, add = conversions.unpack_words(kind, num_words), conversions.multiply_add(kind, num_words)
-            select, masks = device.masked(num_words), device.bit_masks(num_words)
+            select, masks = masked(num_words), bit_masks(num_words)
 
             def sums(source, result, i, load=load, widen=widen, add=add, select=select, masks=masks, bits=bits):
                 if i < 8:
