@@ -78,6 +78,21 @@ def restore_threads():
     pagedkv.set_num_threads(before)
 
 
+# Of a module: pytest would run what asks for one of a session before all that does not, and xdist share out the tests
+# of one kernel, which each worker would compile.
+@pytest.fixture(scope="module", params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def open_device(request):
+    """A function of the checks of the emulator that makes a Device on NumPy arrays, for a `with` statement."""
+    from pagedkv.cuda import driver
+
+    from .support.devices import CopyingDevice, emulator
+
+    if request.param == "emulator":
+        return emulator
+    device = driver.cuda_device(0, 0)
+    return lambda **checks: CopyingDevice(device)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Import all tests without the collector, which would traverse what they import again and again."""

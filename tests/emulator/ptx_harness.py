@@ -1,13 +1,23 @@
-"""What the emulator's tests share: PTX of one-off kernels, kernels compiled by numba-cuda, and launches of both."""
+"""What the emulator's tests share: PTX of one-off kernels, kernels compiled by numba-cuda, and launches of both.
+
+`launch_on` and `run_on` launch on a GPU, too, and have ptxas assemble what the emulator runs. Other launches are the
+emulator's, with all that it can be asked to look for.
+"""
 
 import linecache
+import re
 from itertools import count
 
 import numpy as np
+import pytest
 from numba import cuda, types
 
+from pagedkv.cuda.compiler.compile import CompiledKernel
 from pagedkv.cuda.compiler.numba_overrides import overridden
+from pagedkv.cuda.compiler.ptx import is_specific
 from pagedkv.emulator import Buffer, Device, Module
+
+from ..support.devices import FILL, with_capability
 
 _BITS = {1: "u8", 2: "b16", 4: "b32", 8: "b64"}
 _serial = count()
@@ -15,11 +25,11 @@ _serial = count()
 SHARED = {"shared": ".shared .align 16 .b8 buf[1024];"}  # an option of launches: shared memory `buf`
 
 
-def kernel_text(body, inputs, outputs, extra="", shared=""):
+def kernel_text(body, inputs, outputs, extra="", shared="", target="sm_80"):
     """PTX of a kernel `test` that loads a value per thread from each input, and stores one to each output.
 
     `inputs` and `outputs` are item sizes. In the body, inputs are %i0.., outputs %o0.., scratch registers %r, %rd, %f,
-    %h and %p.
+    %h and %p. `target` is the first one with all of its instructions.
     """
     sizes = [*inputs, *outputs]
     params = ",\n".join(f".param .u64 p{i}" for i in range(len(sizes)))
@@ -32,8 +42,8 @@ def kernel_text(body, inputs, outputs, extra="", shared=""):
         move.append(f"{address} {load if i < len(inputs) else f'st.global.{_BITS[size]} [%ad0], {name};'}")
     newline = "\n"
     return f"""
-.version 8.5
-.target sm_90
+.version {"8.8" if target == "sm_100" else "8.5"}
+.target {target}
 .address_size 64
 {extra}
 .visible .entry test({params})
@@ -73,6 +83,61 @@ def run_ptx(body, inputs, out_dtypes, **options):
 def stats_of(body, inputs, out_dtypes, **options):
     """The LaunchStats of `launch_ptx`."""
     return launch_ptx(body, inputs, out_dtypes, stats=True, **options)[1]
+
+
+def launch_on(open_device, text, args, *, block, grid=1, **checks):
+    """Run the kernel of a PTX module on a device of `open_device`: arrays are as it left them afterwards.
+
+    A GPU that lacks its instructions skips the test.
+    """
+    digits = int(re.search(r"^\.target sm_(\d+)", text, re.MULTILINE)[1])
+    needed = divmod(digits, 10)
+    with with_capability(open_device(**checks), max(needed, (9, 0))) as device:
+        if device.capability < needed or (is_specific(text) and device.capability != needed):
+            pytest.skip(f"needs compute capability {needed[0]}.{needed[1]}")
+        kernel = CompiledKernel("test", Module(text).entry_names[0], text, block, device.capability)
+        assert kernel.cubin  # of what only the emulator runs, too: it is what a GPU would get
+        given = [device.address(f"arg{i}", arg) if isinstance(arg, np.ndarray) else arg for i, arg in enumerate(args)]
+        device.launch(kernel, (grid, 1, 1), given)
+
+
+def emulate(text, args, *, block, grid=1, **options):
+    """As `launch_on`, in the emulator alone, with any options of its launches."""
+    device = Device(1 << 22)
+    given = [device.upload(arg, f"arg{i}") if isinstance(arg, np.ndarray) else arg for i, arg in enumerate(args)]
+    device.launch(Module(text).entry(), grid, block, given, **options)
+    for arg, buffer in zip(args, given, strict=True):
+        if isinstance(arg, np.ndarray):
+            arg[...] = buffer.get()
+
+
+def aligned(array):
+    """A copy at a multiple of 256 bytes, as memory of a GPU."""
+    array = np.asarray(array)
+    room = np.empty(array.nbytes + 256, np.uint8)
+    first = -room.ctypes.data % 256
+    copy = room[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def filled(shape, dtype):
+    """A new array whose bytes no kernel has written."""
+    array = aligned(np.empty(shape, dtype))
+    array.view(np.uint8)[...] = FILL
+    return array
+
+
+def run_on(
+    open_device, body, inputs, out_dtypes, *, block=None, grid=1, n=None, extra="", shared="", target="sm_80", **checks
+):
+    """As `run_ptx`, on a device of `open_device`."""
+    inputs, n = list(map(aligned, inputs)), n or len(inputs[0])
+    outs = [filled(n, dtype) for dtype in out_dtypes]
+    sizes = [[x.itemsize for x in arrays] for arrays in (inputs, outs)]
+    text = kernel_text(body, *sizes, extra, shared, target)
+    launch_on(open_device, text, inputs + outs, block=block or n // grid, grid=grid, **checks)
+    return outs
 
 
 def compile_ptx(function, *signature, cc=(9, 0), **options):

@@ -85,13 +85,6 @@ class SparseDevice(EmulatorDevice):
 BOTH_FP8 = pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids="cc{0[0]}.{0[1]}".format)
 
 
-def with_capability(device, capability):
-    """The device; an emulator is said to have this compute capability, and a GPU has its own."""
-    if isinstance(device, EmulatorDevice):
-        device.capability = capability
-    return device
-
-
 def every_third_for_all(configs):
     """(config, capability): each config for 9.0, which the emulator runs anyway, and some for the other two by turns.
 

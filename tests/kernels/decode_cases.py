@@ -12,8 +12,9 @@ from pagedkv.emulator import EmulatorDevice
 from pagedkv.emulator.machine.access import Access
 from pagedkv.validation.attention import attention_call
 
+from ..support.devices import emulator, with_capability
 from ..support.problems import Problem, Spec
-from .block_cases import SparseDevice, with_capability
+from .block_cases import SparseDevice
 
 
 class Variant(NamedTuple):
@@ -80,13 +81,6 @@ def with_tables_apart(call: AttentionCall) -> AttentionCall:
     own = np.full((len(call.block_tables), call.block_tables.shape[1] + 3), -1, np.int32)[:, :-3]
     own[...] = call.block_tables
     return call._replace(block_tables=own)
-
-
-def emulator(**checks: bool | int) -> EmulatorDevice:
-    """An emulator that runs the kernels a GPU gets: they name no lines, and each is compiled once for all tests."""
-    device = EmulatorDevice(**checks)
-    device.lineinfo = False
-    return device
 
 
 def decode(

@@ -5,10 +5,10 @@ import pytest
 
 from pagedkv.cuda.plans import blocks
 
+from ..support.devices import CopyingDevice, OneMemory
 from ..support.problems import assert_close, build
 from .block_cases import copying
 from .decode_cases import V1, decode
-from .gpu_device import CopyingDevice, OneMemory
 
 STRIDED = V1._replace(strides="strided")
 

@@ -17,10 +17,10 @@ from pagedkv.kernels.rotary import RotaryConfig, make_apply_rotary
 from pagedkv.validation.rotary import rotary_call
 
 from ..support.bits import bits
+from ..support.devices import emulator
 from ..support.problems import FLOATS
 from ..support.rotary_cases import tables_of, tokens_of
 from .block_cases import SparseDevice, assert_links, every_third_for_all, with_gaps, without_device
-from .decode_cases import emulator
 
 # Every dtype, of tables too, vectors of every size, all of a head and a part of it: one compile each.
 CONFIGS = [

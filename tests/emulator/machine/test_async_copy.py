@@ -7,7 +7,7 @@ from numba import cuda, types
 from pagedkv.emulator import Device, MemoryFault, RaceFault
 
 from .. import ptx_intrinsics as X
-from ..ptx_harness import SHARED, build, run_ptx
+from ..ptx_harness import SHARED, aligned, build, compile_ptx, emulate, filled, run_ptx
 
 u8p, f32p = types.CPointer(types.uint8), types.CPointer(types.float32)
 SRC = np.arange(512, dtype="f4")
@@ -17,7 +17,7 @@ def make_async(copies, wait, sync, read_other=True, wait_kind="0"):
     wait_fn = {"0": X.cp_async_wait_0, "1": X.cp_async_wait_1, "all": X.cp_async_wait_all}[wait_kind]
 
     def kernel(src, out):
-        s = cuda.shared.array(512, types.float32)
+        s = cuda.shared.array(512, types.float32, alignment=16)
         t = cuda.threadIdx.x
         p = X.shared_address(s) + types.uint32(t * 16)
         X.cp_async_16(p, src, types.int64(t * 16))
@@ -34,18 +34,27 @@ def make_async(copies, wait, sync, read_other=True, wait_kind="0"):
     return kernel
 
 
-def run_async(kernel, **kw):
-    dev = Device(1 << 20)
-    out = dev.alloc(64, "f4")
-    dev.launch(build(kernel, u8p, f32p), 1, 64, [dev.upload(SRC, "src"), out], **kw)
-    return out.get()
+def run_async(kernel, launch=emulate, **options):
+    out = filled(64, "f4")
+    launch(compile_ptx(kernel, u8p, f32p, cc=(8, 0)), [SRC, out], block=64, **options)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        (make_async(1, True, True), (np.arange(64) * 4 + 4) % 256),
+        (make_async(1, True, False, read_other=False), np.arange(64) * 4),
+        (make_async(2, True, True, wait_kind="1"), (np.arange(64) * 4 + 4) % 256),
+        (make_async(1, True, True, wait_kind="all"), (np.arange(64) * 4 + 4) % 256),
+    ],
+    ids=["one group", "own bytes", "two groups", "all"],
+)
+def test_what_cp_async_has_copied_is_visible(kernel, expected, launch):
+    np.testing.assert_array_equal(run_async(kernel, launch), expected)
 
 
 def test_cp_async_visibility():
-    np.testing.assert_array_equal(run_async(make_async(1, True, True)), (np.arange(64) * 4 + 4) % 256)
-    np.testing.assert_array_equal(run_async(make_async(1, True, False, read_other=False)), np.arange(64) * 4)
-    np.testing.assert_array_equal(run_async(make_async(2, True, True, wait_kind="1")), (np.arange(64) * 4 + 4) % 256)
-    np.testing.assert_array_equal(run_async(make_async(1, True, True, wait_kind="all")), (np.arange(64) * 4 + 4) % 256)
     with pytest.raises(RaceFault, match=r"in flight.*PTX line"):
         run_async(make_async(1, False, True))
     with pytest.raises(RaceFault, match="in flight"):
@@ -54,9 +63,9 @@ def test_cp_async_visibility():
         run_async(make_async(1, True, False))  # waited, but other threads did not synchronise
 
 
-def test_cp_async_zero_fill_and_bounds():
+def test_cp_async_zero_fill_and_bounds(launch):
     def kernel(src, out, n):
-        s = cuda.shared.array(256, types.float32)
+        s = cuda.shared.array(256, types.float32, alignment=16)
         t = cuda.threadIdx.x
         valid = types.uint32(max(0, min(16, n - t * 16)))
         X.cp_async_16_zfill(X.shared_address(s) + types.uint32(t * 16), src, types.int64(t * 16), valid)
@@ -64,19 +73,15 @@ def test_cp_async_zero_fill_and_bounds():
         for i in range(4):
             out[t * 4 + i] = s[t * 4 + i]
 
-    e = build(kernel, u8p, f32p, types.int32)
+    text = compile_ptx(kernel, u8p, f32p, types.int32, cc=(8, 0))
     for n in (0, 36, 38, 1024):
-        dev = Device(1 << 20)
-        src = dev.upload(SRC.view("u1")[:n], "src")  # exactly n bytes exist
-        out = dev.alloc(256, "f4")
-        dev.launch(e, 1, 64, [src, out, n])
+        out = filled(256, "f4")
+        launch(text, [aligned(SRC.view("u1")[:n]), out, n], block=64)  # exactly n bytes exist
         want = np.zeros(1024, "u1")
         want[:n] = SRC.view("u1")[:n]
-        np.testing.assert_array_equal(out.get(), want.view("f4"))
-    dev = Device(1 << 20)
-    args = [dev.upload(SRC.view("u1")[:32], "src"), dev.alloc(256, "f4"), 64]
-    with pytest.raises(MemoryFault, match=r"out of bounds global load.*past the end of src"):
-        dev.launch(e, 1, 64, args)
+        np.testing.assert_array_equal(out, want.view("f4"))
+    with pytest.raises(MemoryFault, match=r"out of bounds global load.*past the end of arg0"):
+        emulate(text, [aligned(SRC.view("u1")[:32]), filled(256, "f4"), 64], block=64)
 
 
 def test_cp_async_alignment():
@@ -100,12 +105,12 @@ def test_cp_async_alignment():
                 dev.launch(e, 1, 32, args)
 
 
-def test_double_buffer_reuse_race():
+def test_double_buffer_reuse_race(launch):
     """The next copy into a buffer that slower warps may still read is reported when it is issued."""
 
     def make(barrier):
         def kernel(src, out):
-            s = cuda.shared.array(256, types.float32)
+            s = cuda.shared.array(256, types.float32, alignment=16)
             t = cuda.threadIdx.x
             p = X.shared_address(s) + types.uint32(t * 16)
             acc = types.float32(0)
@@ -121,7 +126,7 @@ def test_double_buffer_reuse_race():
 
         return kernel
 
-    np.testing.assert_array_equal(run_async(make(True)), 3 * ((np.arange(64) * 4 + 8) % 256))
+    np.testing.assert_array_equal(run_async(make(True), launch), 3 * ((np.arange(64) * 4 + 8) % 256))
     with pytest.raises(RaceFault, match="store of a location read by"):
         run_async(make(False))
 

@@ -80,7 +80,7 @@ def test_module_with_several_entries():
     second = text[text.index(".visible") :].replace("test(", "other(")
     m = Module(text + second)
     assert m.entry_names == ["test", "other"]
-    assert m.target == "sm_90"
+    assert m.target == "sm_80"
     assert m.version == "8.5"
     assert m.entry("other").name == "other"
     assert m.entry("tes").name == "test"

@@ -10,6 +10,12 @@ from . import wgmma_kernels as W
 RNG = np.random.default_rng(5)
 
 
+def product_of(a, b, c=0):
+    """Accumulators of a @ b.T + c, and the sums of the magnitudes."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return W.accumulators(a @ b.T + c), W.accumulators(np.abs(a) @ np.abs(b).T + np.abs(c))
+
+
 def random(shape, kind="f16"):
     return RNG.standard_normal(shape).astype(W.DTYPES[kind])
 
@@ -17,34 +23,33 @@ def random(shape, kind="f16"):
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 @pytest.mark.parametrize("a_from", ["registers", "shared"])
 @pytest.mark.parametrize("n", [8, 24, 256])
-def test_k_major_operands(kind, a_from, n):
+def test_k_major_operands(kind, a_from, n, launch, assert_sums):
     """The third step of 16 dims of rows of 64, with and without what was there."""
     a, b, c = random((64, 64), kind), random((n, 64), kind), random((64, n)).astype(np.float32)
     image = np.concatenate([W.k_major(b), W.k_major(a)])
     extra = W.set_descriptor("%db", 64) + W.set_descriptor("%da", n * 128 + 64)
-    expected = a[:, 32:48].astype(np.float64) @ b[:, 32:48].astype(np.float64).T
     args = image, W.fragments(a[:, 32:48]), W.accumulators(c)
     majors = "0" if a_from == "registers" else "0, 0"
     for adds, before in (("%yes", c), ("%no", 0)):
         product = W.product(n, kind, a_from, adds=adds, majors=majors)
-        d = W.run(W.text_of(n, [product], len(image), extra=extra), *args)
-        np.testing.assert_allclose(d, W.accumulators(expected + before), rtol=1e-6, atol=1e-6)
+        d = W.run(W.text_of(n, [product], len(image), extra=extra), *args, launch=launch)
+        assert_sums(d, *product_of(a[:, 32:48], b[:, 32:48], before), 16)
 
 
 @pytest.mark.parametrize(("a_from", "kind"), [("registers", "bf16"), ("shared", "f16")])
-def test_mn_major_operands(a_from, kind):
+def test_mn_major_operands(a_from, kind, launch, assert_sums):
     """The second step of 16 rows of k; panels of 64 along M and N lie one after the other."""
     n, k = 128, 32
     a, b, c = random((64, k), kind), random((n, k), kind), np.zeros((64, n), np.float32)
     image = np.concatenate([W.mn_major(b), W.mn_major(a)])
     extra = W.set_descriptor("%db", 2048, lbo=k * 128) + W.set_descriptor("%da", n * k * 2 + 2048)
     product = W.product(n, kind, a_from, signs="-1, 1", majors="1" if a_from == "registers" else "1, 1")
-    d = W.run(W.text_of(n, [product], len(image), extra=extra), image, W.fragments(a[:, 16:]), W.accumulators(c))
-    expected = -a[:, 16:].astype(np.float64) @ b[:, 16:].astype(np.float64).T
-    np.testing.assert_allclose(d, W.accumulators(expected), rtol=1e-6, atol=1e-6)
+    args = image, W.fragments(a[:, 16:]), W.accumulators(c)
+    d = W.run(W.text_of(n, [product], len(image), extra=extra), *args, launch=launch)
+    assert_sums(d, *product_of(-a[:, 16:], b[:, 16:]), 16)
 
 
-def test_products_one_after_the_other_in_two_warpgroups_in_any_schedule():
+def test_products_one_after_the_other_in_two_warpgroups_in_any_schedule(launch, assert_sums):
     """Of the same shape they may share accumulators in flight; each is rounded to float32."""
     a, b = random((64, 64)), random((16, 64))
     image = np.concatenate([W.k_major(b), W.k_major(a)])
@@ -56,13 +61,14 @@ def test_products_one_after_the_other_in_two_warpgroups_in_any_schedule():
     ]
     text = W.text_of(16, steps, len(image), threads=256)
     c = np.zeros((256, 8), np.float32)
-    d = W.run(text, image, np.zeros((256, 4), np.uint32), c, threads=256)
+    d = W.run(text, image, np.zeros((256, 4), np.uint32), c, threads=256, launch=launch)
     expected = np.zeros((64, 16), np.float32)
     for i in range(4):
         part = slice(16 * i, 16 * i + 16)
         expected = (expected + a[:, part].astype(np.float64) @ b[:, part].astype(np.float64).T).astype(np.float32)
-    np.testing.assert_allclose(d, np.tile(W.accumulators(expected), (2, 1)), rtol=1e-6, atol=1e-6)
-    again = W.run(text, image, np.zeros((256, 4), np.uint32), c, threads=256, seed=3)
+    of_both = (np.tile(x, (2, 1)) for x in (W.accumulators(expected), product_of(a, b)[1]))
+    assert_sums(d, *of_both, 64)
+    again = W.run(text, image, np.zeros((256, 4), np.uint32), c, threads=256, launch=launch, seed=3)
     np.testing.assert_array_equal(again, d)
 
 

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from pagedkv.emulator import Device, Module
+from ..ptx_harness import emulate, filled
 
 DTYPES = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 SWIZZLE_128 = 1 << 62
@@ -76,8 +76,9 @@ def descriptor(start, lbo=16, sbo=1024):
 
 
 def set_descriptor(register, start, **strides):
-    """`buf` stands first in shared memory, at address 0."""
-    return f"mov.u64 {register}, {descriptor(start, **strides):#x};"
+    """Of what begins `start` bytes into `buf`, which is not at address 0 in hardware."""
+    of_buf = f"mov.u32 %r7, buf; shr.u32 %r7, %r7, 4; cvt.u64.u32 {register}, %r7;"
+    return f"{of_buf} add.u64 {register}, {register}, {descriptor(start, **strides):#x};"
 
 
 def swizzled(image):
@@ -117,10 +118,8 @@ def accumulators(matrix):
     return at.transpose(0, 2, 4, 3, 1, 5).reshape(128, -1).astype(np.float32)
 
 
-def run(text, image, a, c, threads=128, **options):
+def run(text, image, a, c, threads=128, launch=emulate, **options):
     """D of every thread, (threads, n / 2)."""
-    device = Device(1 << 22)
-    arrays = [device.upload(np.ascontiguousarray(x), name) for x, name in ((image, "image"), (a, "a"), (c, "c"))]
-    d = device.alloc(c.shape, np.float32, "d")
-    device.launch(Module(text).entry(), 1, threads, [*arrays, d], **options)
-    return d.get()
+    d = filled(c.shape, np.float32)
+    launch(text, [*map(np.ascontiguousarray, (image, a, c)), d], block=threads, **options)
+    return d

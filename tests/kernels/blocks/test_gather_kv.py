@@ -18,6 +18,7 @@ from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import gather_call
 
 from ...support.bits import bits
+from ...support.devices import with_capability
 from ...support.problems import POISONS
 from ..block_cases import (
     BOTH_FP8,
@@ -27,7 +28,6 @@ from ..block_cases import (
     every_third_for_all,
     pair_of,
     storage,
-    with_capability,
     without_device,
 )
 

@@ -19,10 +19,10 @@ from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import write_call
 
 from ...support.bits import bits
+from ...support.devices import emulator
 from ...support.problems import FLOATS
 from ...support.rotary_cases import tables_of
 from ..block_cases import SparseDevice, assert_links, pair_of, storage, with_gaps
-from ..decode_cases import emulator
 
 # Halves and neighbours, rotated dims that end within a vector, parts of every size, tables of both dtypes, keys that
 # are rounded once, twice and to fp8: one compile each.

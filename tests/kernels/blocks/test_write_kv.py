@@ -20,6 +20,7 @@ from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import write_call
 
 from ...support.bits import bits
+from ...support.devices import with_capability
 from ...support.problems import FLOATS
 from ..block_cases import (
     STRIDES,
@@ -29,7 +30,6 @@ from ..block_cases import (
     pair_of,
     random_bits,
     storage,
-    with_capability,
     with_gaps,
     without_device,
 )

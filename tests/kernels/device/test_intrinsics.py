@@ -1,4 +1,4 @@
-"""Each intrinsic in the emulator, against NumPy."""
+"""Each intrinsic of one thread, against NumPy."""
 
 import numpy as np
 import pytest
@@ -10,12 +10,14 @@ from pagedkv.kernels.device.intrinsics import thread as device
 from pagedkv.kernels.device.intrinsics.warp import or_of_warp
 from pagedkv.kernels.device.source import Steps
 
-from .function_cases import all_floats, run
+from ...support.devices import emulator
+from .function_cases import all_floats
+from .function_cases import run as run_on
 
 
 @pytest.mark.parametrize("nbytes", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("read", ["load", "load_written"])
-def test_loads_and_stores_move_bytes(nbytes, read):
+def test_loads_and_stores_move_bytes(nbytes, read, run):
     load, store = getattr(device, f"{read}_{nbytes}"), getattr(device, f"store_{nbytes}")
 
     def copy_1(source, result, i):
@@ -38,7 +40,7 @@ def test_loads_and_stores_move_bytes(nbytes, read):
     np.testing.assert_array_equal(copied, source)
 
 
-def test_shared_memory_holds_what_was_stored():
+def test_shared_memory_holds_what_was_stored(run):
     store, load = device.store_shared(4), device.load_shared(4)
 
     def turn(source, result, i):
@@ -55,7 +57,7 @@ def test_shared_memory_holds_what_was_stored():
     np.testing.assert_array_equal(run(turn, source, np.zeros_like(source)), source.reshape(-1, 4)[:, ::-1].reshape(-1))
 
 
-def test_exp2_of_every_kind_of_number():
+def test_exp2_of_every_kind_of_number(run):
     def exp2(source, result, i):
         device.store_4(result + i * 4, device.float_bits(device.exp2(device.bits_float(device.load_4(source + i * 4)))))
 
@@ -65,7 +67,7 @@ def test_exp2_of_every_kind_of_number():
     np.testing.assert_array_equal(result[1001:], np.array([np.inf, 0, np.nan, np.inf, 0], np.float32))
 
 
-def test_divide_is_within_two_units_of_the_quotient():
+def test_divide_is_within_two_units_of_the_quotient(run):
     def divide(source, result, i):
         if i % 2 == 0:
             a, b = device.load_8(source + i * 4)
@@ -78,7 +80,7 @@ def test_divide_is_within_two_units_of_the_quotient():
     np.testing.assert_allclose(quotients, pairs[:, 0] / pairs[:, 1], rtol=2.5e-7, atol=3e-45)
 
 
-def test_the_larger_number_wins_over_nan():
+def test_the_larger_number_wins_over_nan(run):
     def larger(source, result, i):
         a, b = device.load_8(source + i // 2 * 8)
         device.store_4(result + i * 4, device.float_bits(device.larger(device.bits_float(a), device.bits_float(b))))
@@ -88,7 +90,7 @@ def test_the_larger_number_wins_over_nan():
     np.testing.assert_array_equal(result, np.array([2, 3, 4, -np.inf, np.nan, -1], np.float32))
 
 
-def test_compare_and_swap_lets_one_thread_in():
+def test_compare_and_swap_lets_one_thread_in(run):
     def enter(source, result, i):
         if device.compare_and_swap(result, 0, i + 1) == 0:
             device.store_4(result + 8, uint32(i + 1))
@@ -97,7 +99,7 @@ def test_compare_and_swap_lets_one_thread_in():
     assert result[0] == result[2] > 0
 
 
-def test_or_of_warp_is_of_all_lanes_of_the_own_warp():
+def test_or_of_warp_is_of_all_lanes_of_the_own_warp(run):
     def either(source, result, i):
         device.store_4(result + i * 4, or_of_warp(device.load_4(source + i * 4)))
 
@@ -107,7 +109,7 @@ def test_or_of_warp_is_of_all_lanes_of_the_own_warp():
     np.testing.assert_array_equal(result, np.repeat(np.bitwise_or.reduce(words.reshape(-1, 32), axis=1), 32))
 
 
-def test_for_each_counts_and_opaque_changes_nothing():
+def test_for_each_counts_and_opaque_changes_nothing(run):
     @cuda.jit(device=True, forceinline=True)
     def put(j, result, i):
         device.store_4(result + i * 4, uint32(j + i * i))
@@ -120,7 +122,7 @@ def test_for_each_counts_and_opaque_changes_nothing():
     np.testing.assert_array_equal(result, np.arange(10) ** 2 + 4)
 
 
-def test_steps_unroll_themselves_and_are_called_by_name():
+def test_steps_unroll_themselves_and_are_called_by_name(run):
     @device.unrolled(4)
     def add(j, words, factor):
         words[0] = uint32(words[0] + factor * j)
@@ -137,7 +139,7 @@ def test_steps_unroll_themselves_and_are_called_by_name():
     np.testing.assert_array_equal(result, np.arange(10) + 10 * (0 + 1 + 2 + 3))
 
 
-def test_a_local_array_holds_what_was_assigned():
+def test_a_local_array_holds_what_was_assigned(run):
     def turn(source, result, i):
         words = device.local_array(6, uint32)
         for j in range(6):
@@ -179,4 +181,4 @@ def test_a_local_array_holds_what_was_assigned():
 def test_a_wrong_type_is_a_typing_error(wrong):
     words = np.zeros(4, np.uint32)
     with pytest.raises((TypingError, CpuTypingError)):
-        run(wrong, words, words.copy())
+        run_on(emulator, wrong, words, words.copy())

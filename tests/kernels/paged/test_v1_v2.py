@@ -17,9 +17,10 @@ from pagedkv.kernels.paged.attention import make_v1, make_v2, static_shared_byte
 from pagedkv.kernels.paged.reduction import ReductionConfig, make_v2_reduce
 
 from ...support.device_fakes import without_code
+from ...support.devices import emulator
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import long
-from ..decode_cases import V1, V2, Variant, assert_same_bits, checked_call, decode, emulator
+from ..decode_cases import V1, V2, Variant, assert_same_bits, checked_call, decode
 from .variants import MORE_VARIANTS, PARTITION, VARIANTS, specs
 
 BOTH = pytest.mark.parametrize("variant", [V1, V2], ids=str)

@@ -13,10 +13,10 @@ from pagedkv.cuda.plans import prefill as planning
 from pagedkv.cuda.plans.prefill import suits_tensor_cores, tensor_config
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
+from ...support.devices import emulator, with_capability
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long
-from ..block_cases import with_capability
-from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
+from ..decode_cases import LargeCaches, assert_same_bits, checked_call, move_past_4_gib
 from .variants import (
     BOTH,
     CORES,

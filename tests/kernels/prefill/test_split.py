@@ -14,10 +14,10 @@ from pagedkv.kernels.prefill.config import TensorConfig
 from pagedkv.kernels.prefill.limits import FEW_ROWS, LONGEST_OF_PARTS, PART
 from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
 
+from ...support.devices import emulator, with_capability
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long
-from ..block_cases import with_capability
-from ..decode_cases import after_changing_lengths, assert_same_bits, checked_call, emulator
+from ..decode_cases import after_changing_lengths, assert_same_bits, checked_call
 from .variants import (
     CAPABILITY,
     MORE_FORMS,

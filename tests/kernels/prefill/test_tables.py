@@ -6,9 +6,10 @@ import pytest
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import prefill as planning
 
+from ...support.devices import emulator
 from ...support.problems import build
 from ...support.strategies import each_of
-from ..decode_cases import assert_same_bits, checked_call, emulator, with_tables_apart
+from ..decode_cases import assert_same_bits, checked_call, with_tables_apart
 from .variants import BOTH, FORMS, VLLM, keys_of_tile, numbers, prefill, rows_read
 
 

@@ -17,9 +17,10 @@ from pagedkv.kernels.prefill.config import TensorConfig
 from pagedkv.kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, WgmmaShape
 
+from ...support.devices import emulator
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long, own_parity
-from ..decode_cases import LargeCaches, assert_same_bits, checked_call, emulator, move_past_4_gib
+from ..decode_cases import LargeCaches, assert_same_bits, checked_call, move_past_4_gib
 from .variants import (
     FP8,
     WGMMA,

@@ -12,10 +12,10 @@ from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
 from pagedkv.kernels.prefill.limits import FEW_ROWS, PART
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
+from ...support.devices import emulator, with_capability
 from ...support.problems import Problem, Spec, build
 from ...support.strategies import fade, own_parity
-from ..block_cases import with_capability
-from ..decode_cases import assert_same_bits, checked_call, emulator
+from ..decode_cases import assert_same_bits, checked_call
 
 # Two stages and 32 rows of a warp; a gap in rows, options, 16 rows; one stage; fp8 on its way to operands, 16 at once.
 TENSOR = Spec(q_dtype="float16", kv_dtype="float16", group_size=4)

@@ -9,10 +9,10 @@ from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import attention
 from pagedkv.cuda.plans import prefill as planning
 
+from ...support.devices import CopyingDevice, OneMemory, emulator
 from ...support.problems import assert_close, build
 from ...support.strategies import long
-from ..decode_cases import assert_same_bits, checked_call, emulator
-from ..gpu_device import CopyingDevice, OneMemory
+from ..decode_cases import assert_same_bits, checked_call
 from .problems import NUM_EACH, read, sources
 
 PROBLEMS = {str(drawn): drawn for drawn in read()}

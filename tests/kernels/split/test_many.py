@@ -6,9 +6,10 @@ import pytest
 from pagedkv.kernels.split.config import SHORTEST_SPLIT
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
+from ...support.devices import emulator
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import long
-from ..decode_cases import MANY_HEADS, Variant, decode, emulator
+from ..decode_cases import MANY_HEADS, Variant, decode
 from .variants import config_of
 
 # Stages of 64, 32 and 16 tokens, of two teams and of one.

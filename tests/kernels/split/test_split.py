@@ -14,9 +14,9 @@ from pagedkv.cuda.plans.split import split_config
 from pagedkv.emulator.state.order import Order
 from pagedkv.kernels.split.config import FEW_SPLITS, FULL_GRID, SHORTEST_SPLIT
 
+from ...support.devices import with_capability
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long
-from ..block_cases import with_capability
 from ..decode_cases import (
     CUDA_CORES,
     MANY_HEADS,

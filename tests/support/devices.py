@@ -1,4 +1,4 @@
-"""A GPU in the place of the emulator, for the same tests: NumPy arrays go to the device and come back."""
+"""Devices for tests of kernels: the emulator, and a GPU in its place, to which NumPy arrays go and come back."""
 
 import ctypes
 from types import SimpleNamespace
@@ -10,6 +10,20 @@ from pagedkv.emulator.state.memory import extent
 
 GUARD = 256
 FILL = 0xA5
+
+
+def emulator(**checks: bool | int) -> EmulatorDevice:
+    """An emulator that runs the kernels a GPU gets: they name no lines, and each is compiled once for all tests."""
+    device = EmulatorDevice(**checks)
+    device.lineinfo = False
+    return device
+
+
+def with_capability(device, capability):
+    """The device; an emulator is said to have this compute capability, and a GPU has its own."""
+    if isinstance(device, EmulatorDevice):
+        device.capability = capability
+    return device
 
 
 class CopyingDevice:
