@@ -6,8 +6,9 @@ import pytest
 from numba import float32
 
 from pagedkv.cuda.device import FIRST_WITH_FP8
-from pagedkv.kernels.device import conversions
+from pagedkv.kernels.device import conversions, halves
 from pagedkv.kernels.device.intrinsics import thread as device
+from pagedkv.kernels.device.intrinsics import warp
 from pagedkv.kernels.device.intrinsics.masks import bit_masks, masked
 
 from .function_cases import all_floats
@@ -19,9 +20,14 @@ DTYPES = {
     "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
-# On a GPU the first ones are compiled for it, too: that they need no more than 8.0 is what the emulator's run says.
+# By bits for 8.0, or for the GPU that is there; by hardware where it has the instructions.
 BY_BITS = [(kind, False, {"capability": (8, 0)}) for kind in DTYPES]
 BY_HARDWARE = [(kind, True, {"least": FIRST_WITH_FP8}) for kind in ("fp8_e4m3", "fp8_e5m2")]
+
+
+def each_of(cases):
+    ids = [f"{kind} by {'hardware' if hardware else 'bits'}" for kind, hardware, _ in cases]
+    return pytest.mark.parametrize(("kind", "hardware", "compiled"), cases, ids=ids)
 
 
 def assert_equal_or_nan(actual, expected):
@@ -31,7 +37,7 @@ def assert_equal_or_nan(actual, expected):
     np.testing.assert_array_equal(actual.view(bits)[~is_nan], expected.view(bits)[~is_nan])
 
 
-@pytest.mark.parametrize(("kind", "hardware", "compiled"), BY_BITS + BY_HARDWARE, ids=str)
+@each_of(BY_BITS + BY_HARDWARE)
 def test_unpack_is_exact(kind, hardware, compiled, run):
     widen, per_word = conversions.unpack(kind, hardware), 4 // DTYPES[kind].itemsize
 
@@ -46,7 +52,7 @@ def test_unpack_is_exact(kind, hardware, compiled, run):
     assert_equal_or_nan(values, codes.view(DTYPES[kind]).astype(np.float32))
 
 
-@pytest.mark.parametrize(("kind", "hardware", "compiled"), BY_BITS + BY_HARDWARE, ids=str)
+@each_of(BY_BITS + BY_HARDWARE)
 def test_narrow_rounds_to_nearest_even_and_saturates_fp8(kind, hardware, compiled, run):
     round_to = conversions.narrow(kind, hardware)
 
@@ -65,6 +71,35 @@ def test_narrow_rounds_to_nearest_even_and_saturates_fp8(kind, hardware, compile
     assert_equal_or_nan(bits.astype(f"u{dtype.itemsize}").view(dtype), expected)
     if dtype.itemsize == 1:
         np.testing.assert_array_equal(bits & 0x7F, expected.view(np.uint8) & 0x7F)
+
+
+@each_of(BY_BITS[3:] + BY_HARDWARE)
+def test_halves_of_fp8_are_exact(kind, hardware, compiled, run):
+    lower, upper = halves.make_halves(kind, hardware)
+
+    def widen(source, result, i):
+        word = device.load_4(source + i * 4)
+        device.store_8(result + i * 8, lower(word), upper(word))
+
+    codes = np.arange(256, dtype=np.uint8)
+    values = run(widen, codes.view(np.uint32), np.zeros(256, np.float16), **compiled)
+    factor = halves.software_factor(kind, hardware)
+    assert_equal_or_nan(values, (codes.view(DTYPES[kind]).astype(np.float32) / factor).astype(np.float16))
+
+
+def test_pairs_are_rounded_to_nearest_even(run):
+    def pack(source, result, i):
+        a, b = device.bits_float(device.load_4(source + i * 4)), float32(0.3)
+        device.store_8(result + i * 8, warp.pack_float16(a, b), warp.pack_bfloat16(b, a))
+
+    source = all_floats()
+    pairs = run(pack, source, np.zeros((len(source), 4), np.uint16)).T
+    x = source.view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for bits, dtype in ((pairs[0], "float16"), (pairs[3], "bfloat16")):
+            assert_equal_or_nan(np.ascontiguousarray(bits).view(DTYPES[dtype]), x.astype(DTYPES[dtype]))
+    for bits, dtype in ((pairs[1], "float16"), (pairs[2], "bfloat16")):
+        assert (bits == np.array(0.3, DTYPES[dtype]).view(np.uint16)).all()
 
 
 def test_vectors_of_elements(run):

@@ -7,7 +7,7 @@ from numba.core.errors import TypingError as CpuTypingError
 from numba.cuda.core.errors import TypingError
 
 from pagedkv.kernels.device.intrinsics import thread as device
-from pagedkv.kernels.device.intrinsics.warp import or_of_warp
+from pagedkv.kernels.device.intrinsics import warp
 from pagedkv.kernels.device.source import Steps
 
 from ...support.devices import emulator
@@ -80,6 +80,64 @@ def test_divide_is_within_two_units_of_the_quotient(run):
     np.testing.assert_allclose(quotients, pairs[:, 0] / pairs[:, 1], rtol=2.5e-7, atol=3e-45)
 
 
+def test_arithmetic_that_is_rounded_once(run):
+    def compute(source, result, i):
+        if i % 4 == 0:
+            a, b, c, d = device.load_16(source + i * 4)
+            x, y, z = device.bits_float(a), device.bits_float(b), device.bits_float(c)
+            device.store_16(
+                result + i * 4,
+                device.float_bits(device.multiply_and_add(x, y, z)),
+                device.float_bits(device.multiply_and_add_down(x, y, z)),
+                device.float_bits(float32(device.multiply(x, y) + z)),
+                d,
+            )
+
+    source = np.random.default_rng(5).normal(size=(200, 4)).astype(np.float32)
+    source[:, 2] = np.round(source[:, 2] * 2**10) / 2**10  # sums are exact in float64
+    x, y, z = source.T[:3].astype(np.float64)
+    x, y = (np.round(a * 2**16) / 2**16 for a in (x, y))
+    source[:, 0], source[:, 1] = x, y
+    result = run(compute, source, np.zeros_like(source))
+    nearest = (x * y + z).astype(np.float32)
+    down = np.where(nearest > x * y + z, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+    twice = (x * y).astype(np.float32) + source[:, 2]
+    assert (nearest != down).any()
+    assert (nearest != twice).any()
+    np.testing.assert_array_equal(result, np.stack([nearest, down, twice, source[:, 3]], 1))
+
+
+def test_reciprocal_and_log2_are_as_near_as_ptx_promises(run):
+    def compute(source, result, i):
+        x = device.bits_float(device.load_4(source + i * 4))
+        device.store_8(result + i * 8, device.float_bits(warp.reciprocal(x)), device.float_bits(warp.log2(x)))
+
+    x = np.exp2(np.random.default_rng(6).uniform(-120, 120, 500)).astype(np.float32)
+    x[:100] = np.random.default_rng(7).uniform(0.5, 2, 100)
+    x[-3:] = 0, np.inf, np.nan
+    inverse, logarithm = run(compute, x, np.zeros((500, 2), np.float32)).T
+    exact = x[:-3].astype(np.float64)
+    np.testing.assert_allclose(inverse[:-3], 1 / exact, rtol=2**-23)
+    errors = np.abs(logarithm[:-3] - np.log2(exact))
+    assert (errors <= 2**-22 * np.where((exact > 0.5) & (exact < 2), 1, np.abs(np.log2(exact)))).all()
+    np.testing.assert_array_equal(inverse[-3:], [np.inf, 0, np.nan])
+    np.testing.assert_array_equal(logarithm[-3:], [-np.inf, np.inf, np.nan])
+
+
+def test_bits(run):
+    def compute(source, result, i):
+        x = device.load_4(source + i * 4)
+        quotient, rest = device.divmod_32(x, uint32(i + 1))
+        words = warp.permute(x, uint32(0xAABBCCDD), uint32(0x7160)), warp.low_bits(uint32(i))
+        device.store_16(result + i * 16, quotient, rest, words[0], words[1])
+
+    x = all_floats()[-64:]
+    result, i = run(compute, x, np.zeros((64, 4), np.uint32)), np.arange(64, dtype=np.uint32)
+    picked = x & 0xFF | 0xBB00 | (x >> 8 & 0xFF) << 16 | 0xAA000000
+    expected = [x // (i + 1), x % (i + 1), picked, np.where(i < 32, 2 ** i.astype(np.uint64) - 1, 2**32 - 1)]
+    np.testing.assert_array_equal(result, np.stack(expected, 1))
+
+
 def test_the_larger_number_wins_over_nan(run):
     def larger(source, result, i):
         a, b = device.load_8(source + i // 2 * 8)
@@ -97,16 +155,6 @@ def test_compare_and_swap_lets_one_thread_in(run):
 
     result = run(enter, np.zeros(300, np.uint32), np.zeros(4, np.uint32))
     assert result[0] == result[2] > 0
-
-
-def test_or_of_warp_is_of_all_lanes_of_the_own_warp(run):
-    def either(source, result, i):
-        device.store_4(result + i * 4, or_of_warp(device.load_4(source + i * 4)))
-
-    of_warps = np.repeat(np.array([0x0F0F0F0F, 0xFFFFFFFF, 1, 0], np.uint32), 32)
-    words = of_warps & (np.uint32(1) << np.random.default_rng(4).integers(0, 32, 128, np.uint32))
-    result = run(either, words, np.zeros_like(words), (8, 0))
-    np.testing.assert_array_equal(result, np.repeat(np.bitwise_or.reduce(words.reshape(-1, 32), axis=1), 32))
 
 
 def test_for_each_counts_and_opaque_changes_nothing(run):

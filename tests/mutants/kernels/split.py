@@ -284,7 +284,7 @@ MUTANTS = [
         "kernels/device/intrinsics/warp.py",
         "redux.sync.or.b32",
         "redux.sync.and.b32",
-        ("tests/kernels/device/test_intrinsics.py::test_or_of_warp_is_of_all_lanes_of_the_own_warp",),
+        ("tests/kernels/device/test_warp.py::test_or_of_warp_is_of_all_lanes_of_the_own_warp",),
     ),
     Mutant(
         "split: rows of the table are max_blocks apart",
