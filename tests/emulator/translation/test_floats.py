@@ -56,6 +56,22 @@ def test_approximations(name, one, assert_near):
     assert_near(one(f"{name} %o0, %i0;", [x], "f4"), function(x.astype("f8")), rtol, atol)
 
 
+ROUNDED_ONCE = {
+    "sub.f32 %o0, %i0, %i1;": F - G,
+    "div.rn.f32 %o0, %i0, %i1;": F / G,
+    "rcp.rn.f32 %o0, %i0;": 1 / F,
+    "abs.f32 %o0, %i0;": np.abs(F),
+    "neg.f32 %o0, %i0;": -F,
+    "copysign.f32 %o0, %i0, %i1;": np.copysign(G, F),
+    "cvt.sat.f32.f32 %o0, %i0;": np.clip(F, 0, 1),
+}
+
+
+@pytest.mark.parametrize("body", ROUNDED_ONCE)
+def test_what_is_rounded_once_or_never(body, one):
+    np.testing.assert_array_equal(one(body, [F, G], "f4"), ROUNDED_ONCE[body])
+
+
 def test_nan_comparisons(one):
     x = np.array([np.nan, 1, 2, np.nan] * 16, "f4")
     y = np.array([1, 1, np.nan, np.nan] * 16, "f4")
@@ -67,6 +83,9 @@ def test_nan_comparisons(one):
         ("neu", x != y),
         ("ltu", (x < y) | nan),
         ("ge", x >= y),
+        ("gt", (x > y) & ~nan),
+        ("geu", (x >= y) | nan),
+        ("leu", (x <= y) | nan),
         ("nan", nan),
         ("num", ~nan),
     ):
@@ -102,6 +121,8 @@ def test_float_to_int(one):
         np.testing.assert_array_equal(one(f"cvt.{mode}.s32.f32 %o0, %i0;", [x], "i4"), want)
     np.testing.assert_array_equal(one("cvt.rmi.f32.f32 %o0, %i0;", [x], "f4"), np.floor(x))
     np.testing.assert_array_equal(one("cvt.rn.f32.s32 %o0, %i0;", [U], "f4"), U.view("i4").astype("f4"))
+    long = np.arange(N, dtype="i8") * 0x0123456789ABCD - 2**55
+    np.testing.assert_array_equal(one("cvt.rn.f32.s64 %o0, %i0;", [long], "f4"), long.astype("f4"))
     np.testing.assert_array_equal(
         one("cvt.rn.f32.f64 %o0, %i0;", [F.astype("f8") * 1.1], "f4"), (F.astype("f8") * 1.1).astype("f4")
     )

@@ -1,11 +1,13 @@
 """Integer instructions, memory, control: one PTX snippet each, against NumPy and Python's integers."""
 
+from operator import eq, ge, gt, ne
+
 import numpy as np
 import pytest
 
 from pagedkv.emulator import Module, UnsupportedInstructionError
 
-from ..ptx_harness import kernel_text, run_ptx, stats_of
+from ..ptx_harness import SHARED, kernel_text, run_ptx, stats_of
 
 N = 64
 RNG = np.random.default_rng(7)
@@ -22,6 +24,7 @@ def ints(a, signed=False):
     return [int(x) for x in (a.view(f"i{a.itemsize}") if signed else a)]
 
 
+SHORTS = "cvt.u16.u32 %h1, %i0; cvt.u16.u32 %h2, %i1;"
 INT_CASES = {
     "mul.hi.u32": ("mul.hi.u32 %o0, %i0, %i1;", lambda a, b: a * b >> 32, False),
     "mul.hi.s32": ("mul.hi.s32 %o0, %i0, %i1;", lambda a, b: a * b >> 32, True),
@@ -30,6 +33,8 @@ INT_CASES = {
     "sub": ("sub.u32 %o0, %i0, %i1;", lambda a, b: a - b, False),
     "min.s32": ("min.s32 %o0, %i0, %i1;", min, True),
     "max.u32": ("max.u32 %o0, %i0, %i1;", max, False),
+    "min.u32": ("min.u32 %o0, %i0, %i1;", min, False),
+    "rem.u32": ("rem.u32 %o0, %i0, %i1;", lambda a, b: a % b, False),
     "add.sat": ("add.sat.s32 %o0, %i0, %i1;", lambda a, b: max(-(2**31), min(2**31 - 1, a + b)), True),
     "sub.sat": ("sub.sat.s32 %o0, %i0, %i1;", lambda a, b: max(-(2**31), min(2**31 - 1, a - b)), True),
     "sad": ("sad.s32 %o0, %i0, %i1, 5;", lambda a, b: abs(a - b) + 5, True),
@@ -79,6 +84,28 @@ INT_CASES = {
     ),
     "setp.pq": ("setp.lt.u32 %p1|%p2, %i0, %i1; selp.b32 %o0, 1, 2, %p2;", lambda a, b: 2 if a < b else 1, False),
     "setp.lo": ("setp.lo.u32 %p1, %i0, %i1; selp.b32 %o0, 1, 2, %p1;", lambda a, b: 1 if a < b else 2, False),
+    "setp.le.u32": ("setp.le.u32 %p1, %i0, %i1; selp.b32 %o0, 1, 2, %p1;", lambda a, b: 1 if a <= b else 2, False),
+    "predicates": (
+        "setp.gt.s32 %p1, %i0, 0; setp.lt.s32 %p2, %i1, 0; and.pred %p3, %p1, %p2; not.pred %p4, %p3;"
+        "or.pred %p5, %p4, %p2; xor.pred %p6, %p5, %p1; mov.pred %p7, %p6; selp.b32 %o0, 1, 2, %p7;",
+        lambda a, b: 1 if (not (a > 0 and b < 0) or b < 0) != (a > 0) else 2,
+        True,
+    ),
+    "16 bits": (
+        f"{SHORTS} mul.lo.s16 %h3, %h1, %h2; add.s16 %h3, %h3, %h1; sub.s16 %h3, %h3, 77; and.b16 %h4, %h3, %h1;"
+        "shl.b16 %h4, %h4, 3; shr.u16 %h5, %h3, 5; or.b16 %h4, %h4, %h5; mov.u16 %h6, %h4; cvt.u32.u16 %o0, %h6;"
+        "setp.ne.s16 %p1, %h2, 3; @%p1 add.u32 %o0, %o0, 7;",
+        lambda a, b: (((c := a * b + a - 77 & 0xFFFF) & a) << 3 & 0xFFFF | c >> 5) + 7 * (b & 0xFFFF != 3),
+        False,
+    ),
+    "mul.wide.u16": (f"{SHORTS} mul.wide.u16 %o0, %h1, %h2;", lambda a, b: (a & 0xFFFF) * (b & 0xFFFF), False),
+    "setp.u16": (
+        f"{SHORTS} setp.lt.u16 %p1, %h1, %h2; setp.gt.u16 %p2, %h1, 999;"
+        "selp.b32 %r1, 4, 0, %p1; selp.b32 %o0, %r1, 1, %p2;",
+        lambda a, b: 1 if a & 0xFFFF <= 999 else 4 if a & 0xFFFF < b & 0xFFFF else 0,
+        False,
+    ),
+    "cvt.u8": ("cvt.u32.u8 %o0, %i0;", lambda a, b: a & 255, False),
     "set": ("set.ge.u32.s32 %o0, %i0, %i1;", lambda a, b: -1 if a >= b else 0, True),
     "carry": ("add.cc.u32 %r1, %i0, %i1; addc.u32 %o0, 0, 0;", lambda a, b: (a + b) >> 32, False),
     "borrow": ("sub.cc.u32 %r1, %i0, %i1; subc.u32 %o0, 7, 0;", lambda a, b: 7 - (a < b), False),
@@ -100,6 +127,37 @@ def test_integer(name, one):
     got = one("mov.u32 %r0, 0x1234;\n" + body, [U, V], target="sm_90" if name == "add.u16x2" else "sm_80")
     want = np.array([ref(a, b) & M32 for a, b in zip(ints(U, signed), ints(V, signed), strict=False)], np.uint32)
     np.testing.assert_array_equal(got, want)
+
+
+LONG_CASES = {
+    "mad.lo.s64": ("mad.lo.s64 %o0, %i0, %i1, %i0;", lambda a, b: a * b + a, True),
+    "div.u64": ("div.u64 %o0, %i0, %i1;", lambda a, b: a // b, False),
+    "min.u64": ("min.u64 %o0, %i0, %i1;", min, False),
+    "bfi.b64": (
+        "bfi.b64 %o0, %i0, %i1, 24, 33;",
+        lambda a, b: b & ~((1 << 33) - 1 << 24) | (a & (1 << 33) - 1) << 24,
+        False,
+    ),
+    "cvt.u64.u16": ("cvt.u16.u64 %h1, %i0; cvt.u64.u16 %o0, %h1;", lambda a, b: a & 0xFFFF, False),
+    "selp.s64": ("setp.le.s64 %p1, %i0, %i1; selp.s64 %o0, %i1, %i0, %p1;", max, True),
+    **{
+        f"setp.{name}": (
+            f"setp.{name} %p1, %i0, %i1; selp.b64 %o0, 1, 2, %p1;",
+            lambda a, b, f=f: 1 if f(a, b) else 2,
+            False,
+        )
+        for name, f in (("ge.u64", ge), ("gt.u64", gt), ("eq.b64", eq), ("ne.b64", ne))
+    },
+}
+
+
+@pytest.mark.parametrize("name", LONG_CASES)
+def test_long_integer(name, one):
+    body, ref, signed = LONG_CASES[name]
+    others = np.where(np.arange(N) % 5 == 0, Q, R)  # some are equal
+    got = one(body, [Q, others], "u8")
+    pairs = zip(ints(Q, signed), ints(others, signed), strict=True)
+    np.testing.assert_array_equal(got, np.array([ref(a, b) % 2**64 for a, b in pairs], np.uint64))
 
 
 def test_wide_integer(one):
@@ -153,6 +211,28 @@ def test_vector_memory_and_hints(one):
             n=32,
         )
         assert (got == a[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        *(("b16", "u2"), ("b32", "u4"), ("s32", "i4"), ("f32", "f4"), ("u64", "u8"), ("v2.b32", "u4")),
+        *(("v2.f32", "f4"), ("v2.b64", "u8"), ("v4.b32", "u4"), ("v4.f32", "f4")),
+    ],
+)
+def test_loads_and_stores(form, dtype, run):
+    """From global to shared memory, to another thread, to global memory and back."""
+    count, size = int(form[1]) if form[0] == "v" else 1, np.dtype(dtype).itemsize
+    registers = [", ".join(f"%{name}{i}" for i in range(count)) for name in ({2: "h", 4: "r", 8: "rd"}[size], "o")]
+    values, results = (f"{{{x}}}" if count > 1 else x for x in registers)
+    body = f"""mul.lo.u32 %r20, %lid, {count * size}; xor.b32 %r21, %r20, {count * size}; mov.u32 %r22, buf;
+    add.u32 %r20, %r20, %r22; add.u32 %r21, %r21, %r22; mul.wide.u32 %rd20, %lid, {count * size};
+    ld.param.u64 %rd21, [p0]; add.u64 %rd21, %rd21, %rd20; ld.param.u64 %rd22, [p1]; add.u64 %rd22, %rd22, %rd20;
+    ld.global.nc.{form} {values}, [%rd21]; st.shared.{form} [%r20], {values}; bar.sync 0;
+    ld.shared.{form} {values}, [%r21]; st.global.{form} [%rd22], {values}; ld.global.{form} {results}, [%rd22];"""
+    a = np.arange(1, 32 * count + 1).astype(dtype)
+    got = run(body, [a, np.zeros_like(a)], [dtype] * count, n=32, **SHARED)
+    np.testing.assert_array_equal(np.stack(got, 1), a.reshape(32, count)[np.arange(32) ^ 1])
 
 
 def test_32_byte_loads(one):

@@ -2,16 +2,16 @@
 
 import numpy as np
 import pytest
-from numba import boolean, cuda, float32, uint32
+from numba import boolean, cuda, float32, types, uint32
 from numba.core.errors import TypingError as CpuTypingError
 from numba.cuda.core.errors import TypingError
 
 from pagedkv.kernels.device.intrinsics import thread as device
 from pagedkv.kernels.device.intrinsics import warp
-from pagedkv.kernels.device.source import Steps
+from pagedkv.kernels.device.source import KernelSource, Steps
 
 from ...support.devices import emulator
-from .function_cases import all_floats
+from .function_cases import BYTES, all_floats
 from .function_cases import run as run_on
 
 
@@ -38,6 +38,23 @@ def test_loads_and_stores_move_bytes(nbytes, read, run):
     source = all_floats()[-256:]
     copied = run({8: copy_8, 16: copy_16}.get(nbytes, copy_1), source, np.zeros_like(source))
     np.testing.assert_array_equal(copied, source)
+
+
+def test_arguments_of_a_launch(launch):
+    """A pointer, int64 and float64 are all that kernels take: 8 bytes each."""
+
+    def kernel(result, number, negative, x):
+        device.store_4(device.address(result), float_bits(float32(x)))
+        for i in range(2):
+            part = 32 * i
+            device.store_4(device.address(result) + 4 + 4 * i, uint32(number >> part))
+            device.store_4(device.address(result) + 12 + 4 * i, uint32(negative >> part))
+
+    float_bits, result = device.float_bits, np.zeros(5, np.uint32)
+    source = KernelSource(kernel, types.void(BYTES, types.int64, types.int64, types.float64), 1)
+    launch(source, (1, 1, 1), [result, 0x0123456789ABCDEF, -2, -1.5])
+    assert result[0] == np.float32(-1.5).view(np.uint32)
+    np.testing.assert_array_equal(result[1:], [0x89ABCDEF, 0x01234567, 0xFFFFFFFE, 0xFFFFFFFF])
 
 
 def test_shared_memory_holds_what_was_stored(run):

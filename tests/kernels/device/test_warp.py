@@ -171,6 +171,16 @@ def test_or_of_warp_is_of_all_lanes_of_the_own_warp(run):
     np.testing.assert_array_equal(result, np.repeat(np.bitwise_or.reduce(one_bit.reshape(-1, 32), axis=1), 32))
 
 
+def test_a_counter_begins_again_after_the_last_one(run):
+    def count(source, result, i):
+        if i == 0:
+            for j in range(4):
+                device.store_4(result + 4 * j, warp.count_up(result + 16, uint32(2)))
+
+    counted = run(count, np.zeros(1, np.uint32), np.zeros(5, np.uint32))
+    np.testing.assert_array_equal(counted, [0, 1, 2, 0, 1])
+
+
 def test_the_block_that_counts_last_sees_what_the_others_stored(run):
     blocks = 20
 
