@@ -98,6 +98,11 @@ INT_CASES = {
         lambda a, b: (((c := a * b + a - 77 & 0xFFFF) & a) << 3 & 0xFFFF | c >> 5) + 7 * (b & 0xFFFF != 3),
         False,
     ),
+    "mul.hi.u16": (
+        f"{SHORTS} mul.hi.u16 %h3, %h1, %h2; xor.b16 %h3, %h3, %h1; cvt.u32.u16 %o0, %h3;",
+        lambda a, b: ((a & 0xFFFF) * (b & 0xFFFF) >> 16) ^ a & 0xFFFF,
+        False,
+    ),
     "mul.wide.u16": (f"{SHORTS} mul.wide.u16 %o0, %h1, %h2;", lambda a, b: (a & 0xFFFF) * (b & 0xFFFF), False),
     "setp.u16": (
         f"{SHORTS} setp.lt.u16 %p1, %h1, %h2; setp.gt.u16 %p2, %h1, 999;"
