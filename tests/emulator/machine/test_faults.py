@@ -127,6 +127,15 @@ def test_shared_bounds_have_red_zones():
         run(kernel, [P(f32), i64], [Z, 1])  # would silently read array b on a GPU
 
 
+def test_the_first_kib_of_shared_memory_is_the_system_s():
+    text = "mov.u32 %r0, {}; st.shared.u32 [%r0], 7; ld.shared.u32 %o0, [%r0];"
+    options = {"n": 32, "shared": ".shared .align 1024 .b8 buf[4096];"}
+    assert (run_ptx(text.format("buf"), [], ["u4"], race=False, **options)[0] == 7).all()
+    for address in (0, 1020):
+        with pytest.raises(MemoryFault, match="out of bounds"):
+            run_ptx(text.format(address), [], ["u4"], race=False, **options)
+
+
 def test_declared_shared_alignment():
     """numba gives a float32 array .align 4 unless told otherwise; 16-byte accesses then work only by luck."""
 

@@ -14,6 +14,7 @@ _SLOT = re.compile(r"\[\s*([\w$@]+)\s*(?:\+\s*(\d+))?\s*\]")
 FULL_MASKS = ("-1", "0xffffffff", "4294967295", "0xFFFFFFFF", "0xFFFFFFFFU")
 _WARP_OPS = ("shfl", "vote", "match", "redux", "elect")
 _ALIGNED_OPS = ("mma", "ldmatrix", "stmatrix", "wmma", "movmatrix", "wgmma")
+SYSTEM_SHARED = 1024  # bytes in front of a thread block's shared memory that hardware from 9.0 on keeps for itself
 SHARED_GAP = 128  # red zone between shared arrays; a multiple of 128 bytes keeps their banks
 
 
@@ -185,7 +186,7 @@ class Program:
         """
         offsets: dict[str, int] = {}
         sizes: dict[str, int] = {}
-        real = padded = 0
+        real, padded = 0, SYSTEM_SHARED
         dynamic, dyn_align = [], 1
         for nm, align, size in self._shared:
             if nm in offsets or nm in dynamic:
