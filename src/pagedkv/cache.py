@@ -25,6 +25,7 @@ from .operations.attention import decode_attention, prefill_attention
 from .operations.caches import write_kv
 from .operations.repeats import Repeats
 from .typing import KvDtype, Layout
+from .validation import cache_pair
 
 _AT_HAND = 2**17  # bytes: what malloc gives without asking the system
 
@@ -139,6 +140,8 @@ class PagedKVCache(Sequences):
         else:
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
         scales = per_layer("k_scale", k_scale, num_layers), per_layer("v_scale", v_scale, num_layers)
+        for k, v in zip(*scales, strict=True):
+            cache_pair.require_scales({"k_scale": k, "v_scale": v}, kv_dtype or stored.name)
         if prefix_cache:
             require_block_size(block_size)
         # Before the pool: the system refuses at once what it does not have, and fills the pool's arrays for minutes.

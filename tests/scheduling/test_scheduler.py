@@ -272,6 +272,22 @@ def test_a_schedule_whose_listener_fails_can_be_made_again():
         assert cache.table.num_seqs == 0
 
 
+def test_a_step_of_which_a_listener_raises_each_time_can_be_dropped():
+    failing = []
+    cache = make_cache(events=lambda event: failing and 1 / 0)
+    scheduler = scheduler_of(cache)
+    prompts = [[number, *SYSTEM[1:9]] for number in (1, 2)]
+    numbers = [scheduler.add(prompt, 2) for prompt in prompts]
+    step = scheduler.schedule()
+    failing.append(True)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.update(step, forward(cache, step).astype(int))
+    scheduler.drop()
+    failing.clear()
+    texts = [alone(tuple(prompt), 2) for prompt in prompts]
+    assert serve(scheduler, cache) == dict(zip(numbers, texts, strict=True))
+
+
 def test_blocks_that_another_thread_takes_in_the_middle_of_a_schedule(monkeypatch):
     cache = make_cache(8)
     scheduler = scheduler_of(cache)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from .arguments import as_int
 from .device.arrays import Arrays
 from .guard import Guarded, consistent, exclusive
-from .prefix.prompt import Added, Prompt, ids_of, prompt_of
+from .prefix.prompt import Added, Prompt, ids_of, known_prompt, prompt_of
 from .stats import Stats, pool_map
 from .table import SequenceTable
 
@@ -148,8 +148,8 @@ class Sequences(Guarded, ABC):
 
     @consistent
     def find(self, tokens: Sequence[int], salt: str | bytes | None = None) -> int:
-        """How many of the first tokens `add`, with these arguments, would find in the cache; it takes nothing."""
-        return self.table._rows.num_cached(prompt_of(tokens, salt))
+        """How many of the first tokens `add`, with these token ids, would find in the cache; it takes nothing."""
+        return self.table._rows.num_cached(known_prompt(tokens, salt))
 
     @consistent
     def can_add(self, tokens: int | Sequence[int], salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
@@ -184,7 +184,7 @@ class Sequences(Guarded, ABC):
         """
         if name in self._pins:
             raise ValueError(f"name must be a new one, got {name!r}, which is pinned: unpin it first")
-        seq, length, writes = self.table._rows.plan_hold(prompt_of(tokens, salt))
+        seq, length, writes = self.table._rows.plan_hold(known_prompt(tokens, salt))
         self.pool._commit([*writes, (vars(self), "_pins", self._pins | {name: seq})])
         return length
 

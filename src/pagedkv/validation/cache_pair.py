@@ -28,6 +28,14 @@ def scale_arrays(given: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(name, x) for name, x in given_ones if not np.isscalar(x) and not require.is_array_of_one(x)]
 
 
+def require_scales(given: Mapping[str, Any], kind: str) -> None:
+    """Raise for scales of a cache that is not fp8, and for numbers that are none; arrays are for the operations."""
+    arrays = [name for name, _ in scale_arrays(given)] if kind.startswith("fp8") else []
+    for name, scale in given.items():
+        if name not in arrays:
+            scale_of(name, scale, None, kind)
+
+
 def geometry_of(given: Mapping[str, Any], k_cache: Array, v_cache: Array) -> Geometry:
     """The sizes that the shapes of the caches say, once layout and kv_dtype are ones that there are."""
     require_layout(given["layout"])

@@ -244,3 +244,35 @@ def test_hashes_of_another_kind(digest, error, message):
 def test_what_cannot_be_called(options, message):
     with pytest.raises(TypeError, match=message):
         make(**options)
+
+
+def test_a_listener_that_fails_is_told_the_rest():
+    """Or else later calls, which have no events of their own, would raise what it raises of them."""
+    told = []
+    cache = make(events=lambda event: told.append(event) or 1 / 0)
+    seqs = [cache.add([number, *TEXT]).seq for number in (1, 2)]
+    with pytest.raises(ZeroDivisionError):
+        cache.commit(seqs)
+    assert [event.token_ids[0] for event in told] == [1, 2]
+    cache.free([*seqs, *cache.fork(seqs[0])])
+    assert len(told) == 2
+
+
+def test_what_an_interrupt_has_left_is_told_before_the_next_change():
+    errors = [KeyboardInterrupt(), ZeroDivisionError()]
+
+    def listener(event):
+        if errors:
+            raise errors.pop(0)
+
+    cache = make(events=listener)
+    seqs = [cache.add([number, *TEXT]).seq for number in (1, 2)]
+    with pytest.raises(KeyboardInterrupt):
+        cache.commit(seqs)
+    before = cache.stats()
+    with pytest.raises(ZeroDivisionError):
+        cache.fork(seqs[0])
+    assert cache.stats() == before
+    assert cache.table.num_seqs == 2
+    cache.check()
+    assert len(cache.fork(seqs[0])) == 1

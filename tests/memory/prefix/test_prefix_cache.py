@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pagedkv import OutOfBlocksError
+from pagedkv import OutOfBlocksError, SequenceTable
 
 from ..manager import fails_after, refused, state
 from .prompts import TEXT, P, make, started
@@ -169,6 +169,17 @@ def test_a_copy_is_found_by_the_tokens_that_it_was_copied_with():
     assert [cache.find(TEXT[:6] + rest) for rest in ([1, 2, 0], [3, 4, 0], [5, 6, 0])] == [8, 8, 6]
 
 
+def test_another_table_over_the_pool_takes_blocks_that_can_be_found():
+    cache = make(num_blocks=4)
+    cache.free(started(cache, TEXT))
+    drafts = SequenceTable(cache.pool, P, 2, 4)
+    seq = drafts.add(3 * P)
+    assert len({*drafts.block_tables(seq)[0].tolist()}) == 3
+    assert cache.find(TEXT) == 4
+    drafts.free(seq)
+    cache.check()
+
+
 def test_tokens_that_are_not_told_end_what_is_found():
     cache = make()
     seq = cache.add(TEXT[:6]).seq
@@ -326,6 +337,8 @@ def test_without_a_prefix_cache_tokens_are_counted_too():
         (lambda c, s: c.append(s, 2, tokens=[1, True]), TypeError, r"^tokens must hold ints, got a bool$"),
         (lambda c, s: c.commit([s, s]), ValueError, r"^seqs must name each sequence once, got \d+ twice$"),
         (lambda c, s: c.commit([s, 0]), KeyError, r"no sequence 0: it was freed or never added"),
+        (lambda c, s: c.find(8), TypeError, r"^tokens must be a list, a tuple or an array of ints, got int$"),
+        (lambda c, s: c.pin("a", 8), TypeError, r"^tokens must be a list, a tuple or an array of ints, got int$"),
         (lambda c, s: c.find(TEXT, 1.5), TypeError, r"^salt must be a str, bytes or None, got float$"),
     ],
 )

@@ -331,10 +331,20 @@ class PrefixCache:
         ]
 
     def emit(self) -> None:
-        """Tell the listener what has happened."""
-        if self._listener is not None:
-            while self._outbox[0]:
+        """Tell the listener all that has happened, and then raise the first error that it raised."""
+        if self._listener is None or not self._outbox[0]:
+            return
+        errors = []
+        while self._outbox[0]:
+            try:
                 self._listener(self._outbox[0].pop(0))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            try:
+                raise errors[0]
+            finally:
+                del errors  # they refer to this frame
 
     def check(self, refs: npt.NDArray[np.int32]) -> None:
         """Raise AssertionError unless every invariant holds: the unused blocks that can be found wait for eviction."""

@@ -47,10 +47,14 @@ class Added(NamedTuple):
 
 def prompt_of(tokens: int | Sequence[int], salt: str | bytes | None) -> Prompt:
     """How many tokens, or which, and their salt."""
-    root = root_digest(salt)
     if isinstance(tokens, (int, np.integer)):
-        return Prompt(as_int("num_tokens", tokens), None, root)
-    ids = ids_of(tokens)
+        return Prompt(as_int("num_tokens", tokens), None, root_digest(salt))
+    return known_prompt(tokens, salt)
+
+
+def known_prompt(tokens: Sequence[int], salt: str | bytes | None) -> Prompt:
+    """Which tokens, and their salt."""
+    root, ids = root_digest(salt), ids_of(tokens)
     return Prompt(len(ids), ids, root)
 
 

@@ -36,7 +36,9 @@ class RowState:
         self, pool: BlockPool, block_size: int, max_seqs: int, max_blocks: int, prefix_cache: PrefixCache | None
     ) -> None:
         self.pool, self.block_size, self.max_blocks = pool, block_size, max_blocks
-        self.prefix_cache = pool._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
+        if prefix_cache is not None:  # or else this may be another table over the pool of one that has it
+            pool._prefix_cache = prefix_cache
         num_columns = max(_MIN_COLUMNS, -(-_ENTRIES_PER_BLOCK * pool.num_blocks // max_seqs))
         self.blocks = np.full((max_seqs, min(max_blocks, num_columns)), UNUSED, np.int32)
         self.lens = np.zeros(max_seqs, np.int64)
