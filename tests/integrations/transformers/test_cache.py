@@ -92,6 +92,12 @@ def test_rows_are_repeated_and_selected(model, cache):
     cache.batch_repeat_interleave(2)
     assert cache.kv.seq_lens(cache.seqs).tolist() == [30, 30, 23, 23, 1, 1]
     cache.batch_repeat_interleave(1)
+    with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
+        cache.batch_repeat_interleave(0)
+    with pytest.raises(
+        ValueError, match="tokens_to_remove must be at least -1, minus what the shortest row has, got -2"
+    ):
+        cache.crop(-2)
     cache.batch_select_indices(torch.tensor([4, 1, 2]))
     assert cache.kv.seq_lens(cache.seqs).tolist() == [1, 30, 23]
     tables = cache.kv.table.block_tables(cache.seqs)

@@ -8,6 +8,7 @@ import torch
 
 import pagedkv
 from pagedkv.integrations.transformers import Engine, sampling, text, use_pagedkv
+from pagedkv.memory import AllBlocksCleared
 
 from .byte_tokenizer import byte_tokenizer, word_tokenizer
 from .models import VOCAB, eager_model, make_model, prompts
@@ -128,6 +129,28 @@ def test_a_stream_that_is_left_before_its_first_token_is_cancelled(model, tokeni
     dropped = engine.stream("!", NEW)
     del dropped
     assert engine.scheduler.num_waiting == 0
+    assert finish(engine) == ({}, {})
+
+
+def test_a_stream_that_is_left_in_the_middle_of_a_step_ends_behind_it(model, expected):
+    """As the garbage collector leaves one, at any time, that is part of a cycle."""
+    engine = engine_for(model)
+    stays, left = (engine.tokens(ids, NEW) for ids in TEXTS[:2])
+    hook = model.register_forward_pre_hook(lambda *_: left.close())
+    try:
+        assert list(stays) == expected[0]
+    finally:
+        hook.remove()
+    assert finish(engine) == ({}, {})
+
+
+def test_a_stream_that_is_left_in_the_middle_of_a_call_of_the_cache_ends_behind_the_next_one(model, expected):
+    engine = engine_for(model, events=lambda event: isinstance(event, AllBlocksCleared) and left.close())
+    left = engine.tokens(TEXTS[0], 3 * NEW)
+    next(left)
+    with pytest.raises(RuntimeError, match="in the middle of another"):
+        engine.cache.reset()
+    assert list(engine.tokens(TEXTS[1], NEW)) == expected[1]
     assert finish(engine) == ({}, {})
 
 

@@ -16,9 +16,16 @@ MUTANTS = [
     Mutant(
         "engine: a stream that is left goes on",
         ROOM + "engine.py",
-        "            if request in self._samplings:\n                self.cancel(request)\n",
-        "",
+        "            self._closed.append(request)\n",
+        "            self._streams.pop(request)\n",
         (TESTS + "test_leaving_a_stream_and_cancel_free_the_blocks",),
+    ),
+    Mutant(
+        "engine: a stream that is left in the middle of a step ends at once",
+        ROOM + "engine.py",
+        "            if not self._in_call:\n                self._end_closed()\n",
+        "            self._end_closed()\n",
+        (TESTS + "test_a_stream_that_is_left_in_the_middle_of_a_step_ends_behind_it",),
     ),
     Mutant(
         "engine: a step that failed is not dropped",

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...cache import PagedKVCache
 from ...errors import CapacityError
+from ...memory.arguments import as_int
 from .attention import CachedPass
 from .models import kv_shape, require_supported, uncompiled
 
@@ -200,11 +201,16 @@ class PagedCache(Cache):
             raise ValueError(f"tokens_to_remove must be at most 0, minus the number of tokens, got {tokens_to_remove}")
         self._undo()
         if self.seqs:
-            self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs) + tokens_to_remove)
+            lengths = self.kv.seq_lens(self.seqs) + tokens_to_remove
+            if (left := int(lengths.min())) < 0:
+                least = f"{tokens_to_remove - left}, minus what the shortest row has"
+                raise ValueError(f"tokens_to_remove must be at least {least}, got {tokens_to_remove}")
+            self.kv.truncate(self.seqs, lengths)
             self._length += tokens_to_remove
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Give every row copies behind it, that share its blocks: `PagedKVCache.fork`."""
+        repeats = as_int("repeats", repeats, minimum=1)
         self._undo()
         if self.seqs:
             copies = np.reshape(self.kv.fork(self.seqs, repeats - 1), (len(self.seqs), repeats - 1))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +23,23 @@ from .text import TextDecoder
 from .use import use_pagedkv
 
 _Item = TypeVar("_Item")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Method = Callable[Concatenate["Engine", _P], _R]
+
+
+def _whole(method: _Method[_P, _R]) -> _Method[_P, _R]:
+    """A method in the middle of which no request ends, though the garbage collector may close a stream at any time."""
+
+    @wraps(method)
+    def whole(self: Engine, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            self._in_call = True
+            return method(self, *args, **kwargs)
+        finally:
+            self._end_closed()
+
+    return whole
 
 
 class Sampled(NamedTuple):
@@ -125,10 +143,13 @@ class Engine:
         self._vocab_size = len(model.get_input_embeddings().weight)
         self._samplings: dict[int, Sampling] = {}
         self._streams: dict[int, deque[Sampled]] = {}
+        self._closed: list[int] = []  # requests whose streams were closed, and that have not ended yet
+        self._in_call = False
 
     def __repr__(self) -> str:
         return f"Engine({type(self._model).__name__}, {self.scheduler!r})"
 
+    @_whole
     def add(
         self,
         prompt: str | Sequence[int],
@@ -176,6 +197,7 @@ class Engine:
         self._samplings[request] = sampling
         return request
 
+    @_whole
     def cancel(self, request: int) -> None:
         """End a request and free its blocks.
 
@@ -184,10 +206,9 @@ class Engine:
         KeyError
             It has ended or never was.
         """
-        self.scheduler.abort(request)
-        del self._samplings[request]
-        self._streams.pop(request, None)
+        self._end(request)
 
+    @_whole
     def step(self) -> list[Sampled]:
         """Compute one step.
 
@@ -272,9 +293,26 @@ class Engine:
                 if reason != "stop":
                     yield token
         finally:
-            self._streams.pop(request, None)
-            if request in self._samplings:
-                self.cancel(request)
+            self._closed.append(request)
+            if not self._in_call:
+                self._end_closed()
+
+    def _end(self, request: int) -> None:
+        self.scheduler.abort(request)
+        del self._samplings[request]
+        self._streams.pop(request, None)
+
+    def _end_closed(self) -> None:
+        try:
+            self._in_call = True
+            while self._closed:
+                request = self._closed[-1]
+                self._streams.pop(request, None)
+                if request in self._samplings:
+                    self._end(request)
+                self._closed.remove(request)
+        finally:
+            self._in_call = False
 
     def _logits(self, step: Step) -> torch.Tensor:
         """Logits of the rows that a token is chosen from, (num_sampled, vocab_size)."""
