@@ -361,6 +361,14 @@ def test_where_the_query_rows_of_a_batch_are(array_module):
     assert cache.batch([seqs[0], seqs[2]]).is_decode
 
 
+def test_batches_are_equal_to_themselves_alone():
+    cache = make()
+    batch, other = cache.batch([]), cache.batch([])
+    assert batch == batch
+    assert batch != other
+    assert len({batch, other}) == 2
+
+
 def test_more_query_rows_than_tokens():
     cache = make()
     seqs = [cache.add(n).seq for n in (5, 3)]

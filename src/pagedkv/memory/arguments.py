@@ -55,11 +55,14 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
         remedy = ": pass its tolist()" if hasattr(values, "tolist") else ""
         raise TypeError(f"{name} must be a list, a tuple or an array of ints, got {type(values).__name__}{remedy}")
     refuse_mask(name, values)
-    array = np.asarray(values)
+    expected = f"({symbol},)" if length is None else f"({symbol},) = ({length},)"
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{name} must have shape {expected}, got a list of several lengths") from None
     if array.shape == (0,):
         array = np.empty(0, np.int64)
     if array.ndim != 1 or (length is not None and len(array) != length):
-        expected = f"({symbol},)" if length is None else f"({symbol},) = ({length},)"
         raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
     if array.dtype not in _INTS:
         raise TypeError(f"{name} must have dtype int32 or int64, got {array.dtype}")

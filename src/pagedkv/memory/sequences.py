@@ -181,7 +181,11 @@ class Sequences(Guarded, ABC):
         ------
         ValueError, CapacityError
             There is a pin of this name; max_seqs sequences are alive.
+        TypeError
+            `name` is no str, or `tokens` are no ids.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, got {type(name).__name__}")
         if name in self._pins:
             raise ValueError(f"name must be a new one, got {name!r}, which is pinned: unpin it first")
         seq, length, writes = self.table._rows.plan_hold(known_prompt(tokens, salt))
@@ -197,7 +201,7 @@ class Sequences(Guarded, ABC):
         KeyError
             No pin has this name.
         """
-        if name not in self._pins:
+        if not isinstance(name, str) or name not in self._pins:
             raise KeyError(f"no pin is called {name!r}")
         left = self._pins.copy()
         del left[name]

@@ -215,7 +215,8 @@ def test_a_step_needs_the_attention_of_pagedkv(model, expected):
         ("text", {}, "text needs a tokenizer"),
         ([1, VOCAB], {}, "a token of the prompt is 97, and LlamaForCausalLM has 97: it needs its own tokenizer"),
         ([1], {"temperature": -1.0}, "temperature must be at least 0"),
-        ([1], {"temperature": float("nan")}, "temperature must be at least 0"),
+        ([1], {"temperature": float("nan")}, "temperature must be finite in float32, got nan"),
+        ([1], {"temperature": 10**400}, "temperature must be finite in float32, got 1000"),
         ([1], {"top_k": -1}, "top_k must be at least 0"),
         ([1], {"top_p": 1.5}, "top_p must be from 0 to 1"),
         ([1], {"seed": -1}, "seed must be at least 0, got -1"),
@@ -225,6 +226,22 @@ def test_refusals_leave_nothing(model, prompt, options, message):
     engine = engine_for(model)
     with pytest.raises(ValueError, match=message):
         engine.add(prompt, **{"max_tokens": 5} | options)
+    assert finish(engine) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "1"}, "temperature must be a number, got str"),
+        ({"top_k": 1.5}, "top_k must be an int, got float"),
+        ({"top_p": None}, "top_p must be a number, got NoneType"),
+        ({"seed": True}, "seed must be an int, got bool"),
+    ],
+)
+def test_options_of_another_type(model, options, message):
+    engine = engine_for(model)
+    with pytest.raises(TypeError, match=message):
+        engine.add([1], 5, **options)
     assert finish(engine) == ({}, {})
 
 

@@ -337,6 +337,13 @@ def test_without_a_prefix_cache_tokens_are_counted_too():
         (lambda c, s: c.append(s, 2, tokens=[1, True]), TypeError, r"^tokens must hold ints, got a bool$"),
         (lambda c, s: c.commit([s, s]), ValueError, r"^seqs must name each sequence once, got \d+ twice$"),
         (lambda c, s: c.commit([s, 0]), KeyError, r"no sequence 0: it was freed or never added"),
+        (
+            lambda c, s: c.add([TEXT, [1]]),
+            ValueError,
+            r"^tokens must have shape \(n,\), got a list of several lengths$",
+        ),
+        (lambda c, s: c.pin(["a"], TEXT), TypeError, r"^name must be a str, got list$"),
+        (lambda c, s: c.unpin(["a"]), KeyError, r"no pin is called \['a'\]"),
         (lambda c, s: c.find(8), TypeError, r"^tokens must be a list, a tuple or an array of ints, got int$"),
         (lambda c, s: c.pin("a", 8), TypeError, r"^tokens must be a list, a tuple or an array of ints, got int$"),
         (lambda c, s: c.find(TEXT, 1.5), TypeError, r"^salt must be a str, bytes or None, got float$"),

@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...memory.arguments import MAX_INT64, as_int
+from ...validation.require import number
+
 
 @dataclass(eq=False)
 class Sampling:
@@ -28,8 +31,8 @@ class Sampling:
 
     Raises
     ------
-    ValueError
-        A number is out of range.
+    TypeError, ValueError
+        Not a number, or one that is out of range.
     """
 
     temperature: float = 0.0
@@ -39,14 +42,16 @@ class Sampling:
     _key: npt.NDArray[Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        # A step takes these of all its requests: what is wrong with one would fail all others with it.
+        self.temperature = number("temperature", self.temperature)
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        self.top_k = as_int("top_k", self.top_k, maximum=MAX_INT64)
+        self.top_p = number("top_p", self.top_p)
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p must be from 0 to 1, got {self.top_p}")
-        if self.seed is not None and self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        if self.seed is not None:
+            self.seed = as_int("seed", self.seed)
         self._key = np.random.SeedSequence(self.seed).generate_state(2, np.uint64)
 
     def draw(self, place: int) -> float:

@@ -16,7 +16,7 @@ from .arrays import Arrays
 from .mirror import Mirror
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """What the attention operations need to know about a batch of sequences.
 
