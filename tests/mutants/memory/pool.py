@@ -127,6 +127,13 @@ MUTANTS = [
         ci=True,
     ),
     Mutant(
+        "what an interrupt keeps from a listener comes behind the next change",
+        "memory/pool.py",
+        "            self._prefix_cache.emit()  # what an interrupt has left; if that raises, nothing has happened yet\n",
+        "            pass\n",
+        ("tests/memory/prefix/test_hooks.py::test_what_an_interrupt_has_left_is_told_before_the_next_change",),
+    ),
+    Mutant(
         "a step that a listener undoes is gone on from",
         "memory/pool.py",
         "commit([*undo(), (self._num_changes, 0, self._num_changes[0] + 1)])",

@@ -9,6 +9,13 @@ COLLIDING = ("tests/memory/prefix/test_machine.py::TestCollidingMachine",)
 
 MUTANTS = [
     Mutant(
+        "a listener that fails is told the rest by later calls",
+        "memory/prefix/cache.py",
+        "                errors.append(error)\n",
+        "                errors.append(error)\n                break\n",
+        ("tests/memory/prefix/test_hooks.py::test_a_listener_that_fails_is_told_the_rest",),
+    ),
+    Mutant(
         "a collision serves other tokens",
         "memory/prefix/cache.py",
         "self._rows().take(blocks, axis=0) == rows\n",

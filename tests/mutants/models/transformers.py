@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(
         "drafts in vain stay",
         "integrations/transformers/cache.py",
-        "self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs) + tokens_to_remove)",
+        "self.kv.truncate(self.seqs, lengths)",
         "self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs))",
         CACHE,
     ),
