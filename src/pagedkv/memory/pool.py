@@ -339,7 +339,7 @@ class BlockPool(Guarded):
     def _commit(self, writes: list[Write], undo: Callable[[], list[Write]] | None = None) -> None:
         """Store, and tell the listener; if that raises, store what `undo` plans, as nobody gets the call's result."""
         if self._prefix_cache is not None:
-            self._prefix_cache.emit()  # what an interrupt has left; if that raises, nothing has happened yet
+            self._prefix_cache.emit()  # what an interrupt has left: if it raises, nothing has happened
         if writes:
             commit([*writes, (self._num_changes, 0, self._num_changes[0] + 1)])
         if self._prefix_cache is not None:

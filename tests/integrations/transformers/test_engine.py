@@ -176,6 +176,32 @@ def test_a_step_that_fails_can_be_made_again(model, expected, monkeypatch):
     assert [first[0].token, *tokens[request]] == expected[1]
 
 
+def test_a_request_of_a_step_that_failed_can_be_cancelled(model, monkeypatch):
+    engine = engine_for(model)
+    request = engine.add(TEXTS[1], NEW)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.lm_head, "forward", lambda x: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.cancel(request)
+    assert engine.cache.stats().used == 0
+
+
+def test_a_step_that_is_interrupted_once_it_is_planned_is_planned_again(model, expected, monkeypatch):
+    engine = engine_for(model)
+    request, schedule = engine.add(TEXTS[1], NEW), engine.scheduler.schedule
+
+    def interrupted():
+        schedule()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert finish(engine)[0] == {request: expected[1]}
+
+
 def test_a_step_whose_listener_fails_can_be_made_again(model, expected):
     """Events of the cache come at the end of a step, too."""
     stored = []

@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant(
         "what an interrupt keeps from a listener comes behind the next change",
         "memory/pool.py",
-        "            self._prefix_cache.emit()  # what an interrupt has left; if that raises, nothing has happened yet\n",
+        "            self._prefix_cache.emit()  # what an interrupt has left: if it raises, nothing has happened\n",
         "            pass\n",
         ("tests/memory/prefix/test_hooks.py::test_what_an_interrupt_has_left_is_told_before_the_next_change",),
     ),

@@ -32,7 +32,7 @@ MUTANTS = [
         ROOM + "engine.py",
         "            self.scheduler.drop()\n",
         "",
-        (TESTS + "test_a_step_that_fails_can_be_made_again",),
+        (TESTS + "test_a_request_of_a_step_that_failed_can_be_cancelled",),
     ),
     Mutant(
         "engine: all tokens of a request share a draw",

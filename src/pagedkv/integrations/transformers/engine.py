@@ -223,6 +223,7 @@ class Engine:
         CapacityError
             As of :meth:`~pagedkv.Scheduler.schedule`: what else you keep in the cache is in the way.
         """
+        self.scheduler.drop()  # what an interrupt has left
         step = self.scheduler.schedule()
         if step is None:
             return []
