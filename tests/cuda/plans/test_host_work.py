@@ -33,6 +33,7 @@ def work_of(call):
         calls += event in ("call", "c_call") and is_own(frame)
 
     outer, outer_profile = sys.gettrace(), sys.getprofile()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 has opcodes traced from the next settrace on
     sys.settrace(trace)
     sys.setprofile(profile)
     try:
