@@ -225,6 +225,7 @@ def test_workspaces_are_made_anew_once_they_are_released(gpu_framework):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_no_step_waits_for_the_device_of_torch():
     cache = pagedkv.PagedKVCache(1, 64, 4, 1, 8, array_module=torch, device="cuda", max_seqs=8, max_seq_len=64)
     seqs = [cache.add(n).seq for n in (5, 16, 30, 4)]
