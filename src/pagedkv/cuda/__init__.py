@@ -3,6 +3,7 @@
 Importing it without numba-cuda is a BackendUnavailableError.
 """
 
+from importlib import import_module
 from importlib.util import find_spec
 
 from ..errors import BackendUnavailableError
@@ -13,3 +14,6 @@ INSTALL = (
 
 if find_spec("numba_cuda") is None:
     raise BackendUnavailableError(f"CUDA kernels are compiled by numba-cuda, which is not installed: {INSTALL}")
+
+# Puts numba_cuda in the place of numba.cuda. A .pth file imports it, but those of a folder on PYTHONPATH are not read.
+import_module("_numba_cuda_redirector")
