@@ -25,6 +25,7 @@ def overridden(capability: tuple[int, int]) -> Iterator[None]:
     with (
         current_device_is(capability),
         functions_in_order(),
+        lines_without_variables(),
         operators_typed_once(),
         options_listed_at_once(),
         sizes_asked_once(),
@@ -70,6 +71,30 @@ def functions_in_order() -> Iterator[None]:
         return _InOrder() if threading.get_ident() == thread else set(*items)
 
     with _replaced(codegen, "set", make_set):
+        yield
+
+
+@contextmanager
+def lines_without_variables() -> Iterator[None]:
+    """Where PTX names lines, describe no variables beside them, in this thread only.
+
+    Nobody asks for them, and NVVM 13.0 refuses one that holds the address of a shared array ("Symbol name with
+    unsupported characters").
+    """
+    from numba.cuda.debuginfo import CUDADIBuilder
+
+    thread = threading.get_ident()
+
+    def for_others(describe: Callable[..., Any]) -> Callable[..., Any]:
+        def describe_for_others(*args: Any, **options: Any) -> Any:
+            return None if threading.get_ident() == thread else describe(*args, **options)
+
+        return describe_for_others
+
+    with (
+        _replaced(CUDADIBuilder, "mark_variable", for_others(CUDADIBuilder.mark_variable)),
+        _replaced(CUDADIBuilder, "update_variable", for_others(CUDADIBuilder.update_variable)),
+    ):
         yield
 
 
