@@ -105,6 +105,13 @@ MUTANTS = [
         ("tests/cpu/attention/steps/test_sweep.py::test_of_large_rows_heads_further_on_are_prefetched",),
     ),
     Mutant(
+        "steps: later rows of the same head are prefetched",
+        "cpu/attention/steps/sweep.py",
+        "L2_REACH = 32 * 1024 - 1",
+        "L2_REACH = 32 * 1024",
+        ("tests/cpu/attention/steps/test_sweep.py::test_another_head_s_rows_are_prefetched_into_l2[8]",),
+    ),
+    Mutant(
         "steps: the next step is widened over this one's rows",
         "cpu/attention/steps/sweep.py",
         "half(code.plus(number, 1))",

@@ -1,6 +1,7 @@
 """Sweeps: rows of every dtype read in every way give the same bits, and what comes next is prefetched."""
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from pagedkv.cpu.attention.steps import dots, sweep, values
 from pagedkv.cpu.attention.steps.code import BYTE, Code
 from pagedkv.cpu.attention.steps.shapes import CACHE_LINE, STEP, TILE
-from pagedkv.cpu.attention.steps.sweep import Form, make_add, make_score
+from pagedkv.cpu.attention.steps.sweep import L2_REACH, Form, make_add, make_score
 from pagedkv.cpu.attention.steps.widening.order import order
 
 from ....support.strategies import long
@@ -121,6 +122,12 @@ def test_of_large_rows_heads_further_on_are_prefetched(monkeypatch):
     marks = memory.view(np.uint8)[4 * begin :][: 4 * rows.size * 2].reshape(2, STEP, HEADS, -1, CACHE_LINE)[..., 0]
     assert marks.all(axis=(1, 3)).tolist() == [[False, True], [True, False]]
     assert memory.view(np.uint8).sum() == STEP * HEADS * DIMS * 4 // CACHE_LINE
+
+
+@pytest.mark.parametrize("num_heads", [2, 4, 8, 16, 32])
+def test_another_head_s_rows_are_prefetched_into_l2(num_heads):
+    for head_dim, item_bytes in product((64, 128, 256), (1, 2, 4)):
+        assert L2_REACH // (STEP * head_dim * item_bytes) % num_heads != 0
 
 
 @pytest.mark.usefixtures("marked")

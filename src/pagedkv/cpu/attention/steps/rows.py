@@ -33,15 +33,16 @@ class Ahead(NamedTuple):
 def prefetch_turn(code: Code, ahead: Ahead, first: Value, count: int, turn: Value, dims: int) -> None:
     """Prefetch the part of `count` rows from `first` on that a turn of `dims` dims reads.
 
-    Where that is less than a line, each turn takes its share of the rows, and their whole line.
+    Where that is less than a line, each turn takes its share of the rows, and their whole line; where a line has more
+    turns than there are rows, several turns take the same row.
     """
     builder, size = code.builder, dims * ahead.item
     begin = code.times(turn, size)
     if size < CACHE_LINE:
         turns = CACHE_LINE // size
-        count //= turns
-        share = builder.and_(turn, INT64(turns - 1))
-        first, begin = builder.add(first, code.times(share, count)), builder.and_(begin, INT64(-CACHE_LINE))
+        share = builder.udiv(code.times(builder.and_(turn, INT64(turns - 1)), count), INT64(turns))
+        first, begin = builder.add(first, share), builder.and_(begin, INT64(-CACHE_LINE))
+        count = max(1, count // turns)
     rows = ahead.rows.after(code, first)
     for t in range(count):
         place = builder.add(rows.at(code, t), begin)
