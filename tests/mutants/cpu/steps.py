@@ -105,6 +105,13 @@ MUTANTS = [
         ("tests/cpu/attention/steps/test_sweep.py::test_of_large_rows_heads_further_on_are_prefetched",),
     ),
     Mutant(
+        "steps: keys are not prefetched where few of them are taken at once",
+        "cpu/attention/steps/rows.py",
+        "count = max(1, count // turns)",
+        "count //= turns",
+        ("tests/cpu/attention/steps/test_sweep.py::test_lines_are_prefetched_with_any_number_of_registers[4]",),
+    ),
+    Mutant(
         "steps: later rows of the same head are prefetched",
         "cpu/attention/steps/sweep.py",
         "L2_REACH = 32 * 1024 - 1",

@@ -86,8 +86,9 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     ValueError
         As `workspaces`.
     """
-    needed = workspaces(call, capability=device.capability)
-    launches = [_launch(device, call, kernel) for kernel in _kernels(call, out, device.capability)]
+    kernels = _kernels(call, out, device.capability)
+    needed = _workspaces(call, kernels, device.capability)  # before anything is compiled
+    launches = [_launch(device, call, kernel) for kernel in kernels]
     if call.checked:
         launches.insert(0, _check(device, call))
     return Plan(tuple(launches), needed)
@@ -101,7 +102,10 @@ def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
     ValueError
         More rows, or thread blocks, than a grid has.
     """
-    kernels = _kernels(call, call.q, capability)  # with any out
+    return _workspaces(call, _kernels(call, call.q, capability), capability)  # with any out
+
+
+def _workspaces(call: AttentionCall, kernels: list[_Kernel], capability: Capability) -> Workspaces:
     num_rows, num_blocks = call.q.shape[0] * group_size_of(call), max(kernel.grid[0] for kernel in kernels)
     if max(num_blocks, num_rows) > LARGEST_GRID_X:
         raise ValueError(

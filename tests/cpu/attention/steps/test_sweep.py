@@ -110,6 +110,15 @@ def test_each_line_of_the_next_rows_is_prefetched(kind, group_rows):
 
 
 @pytest.mark.usefixtures("marked")
+@pytest.mark.parametrize("accumulators", [16, 4])
+def test_lines_are_prefetched_with_any_number_of_registers(monkeypatch, accumulators):
+    """With few of them fewer keys are taken at once than a line of fp8 has turns."""
+    for module in (dots, values):
+        monkeypatch.setattr(module, "num_accumulators", lambda: accumulators)
+    test_each_line_of_the_next_rows_is_prefetched("fp8_e4m3", 4)
+
+
+@pytest.mark.usefixtures("marked")
 def test_of_large_rows_heads_further_on_are_prefetched(monkeypatch):
     """Two heads that fill L1: the first prefetches for the second, that for the first of the next tile."""
     monkeypatch.setattr(sweep, "prefetches_into_l1", lambda: True)
