@@ -81,21 +81,22 @@ def wrongs(draw: st.DrawFn, spec: Spec) -> Wrong:
 
 def draw(kernel: str, name: str, specs: st.SearchStrategy[Spec], number: int) -> list[Drawn]:
     """NUM_EACH problems of a source; the same ones for a number."""
-    drawn = []
+    right, wrong = [], []
 
     @seed(number)
     @settings(max_examples=APART * NUM_EACH, database=None, phases=[Phase.generate], deadline=None)
     @given(st.data())
     def collect(data: Any) -> None:
         spec = data.draw(specs)
-        if any(spec.seq_lens):
-            drawn.append((spec, data.draw(wrongs(spec))))
+        num_busy = sum(map(bool, spec.query_lens or spec.seq_lens))
+        if num_busy:
+            right.append((spec, None))
+        if num_busy > 1:  # of which one stays right
+            wrong.append((spec, data.draw(wrongs(spec))))
 
     collect()
-    return [
-        Drawn(kernel, f"{name}-{i}", spec, wrong if i == NUM_EACH - 1 else None)
-        for i, (spec, wrong) in enumerate(drawn[:: -len(drawn) // NUM_EACH])
-    ]
+    chosen = [*right[:: -len(right) // (NUM_EACH - 1)][: NUM_EACH - 1], wrong[-1]]
+    return [Drawn(kernel, f"{name}-{i}", *one) for i, one in enumerate(chosen)]
 
 
 def read() -> list[Drawn]:

@@ -21,7 +21,7 @@ SHORT = (
     "v1-D64-P16-float32-float32-2",
     "v2-D64-P8-float16-float16-2",
     "split-D128-G8-P16-float16-float16-0",
-    "prefill-tensor_cores-2",
+    "prefill-tensor_cores-0",
     "prefill-few_rows,_tensor_cores-0",
     "wgmma-64_dims-0",
 )
