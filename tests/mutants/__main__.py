@@ -2,10 +2,10 @@
 
     python -m tests.mutants [--all] [part of a name]
 
-Without --all only the mutants marked `ci` run: CI has no time for all of them. Each one is applied to a copy of src/,
-which is what its tests import; kernels that it does not change come from PAGEDKV_CACHE_DIR, if that is set. The tests
-that fail then run once more without a mutant. Exits with 1 if a mutant survives or does not compile, or what caught it
-does not pass without it; before that, if the text of any mutant, marked or not, is stale.
+Without --all only the mutants marked `ci` run: CI has no time for all of them. Each one is applied to a copy of
+pagedkv/, which is what its tests import; kernels that it does not change come from PAGEDKV_CACHE_DIR, if that is set.
+The tests that fail then run once more without a mutant. Exits with 1 if a mutant survives or does not compile, or what
+caught it does not pass without it; before that, if the text of any mutant, marked or not, is stale.
 """
 
 import os
@@ -67,7 +67,7 @@ def stale(mutants: list[Mutant]) -> list[str]:
     lines = []
     names = Counter(mutant.name for mutant in mutants)
     for mutant in mutants:
-        occurrences = (ROOT / "src" / "pagedkv" / mutant.file).read_text().count(mutant.old)
+        occurrences = (ROOT / "pagedkv" / mutant.file).read_text().count(mutant.old)
         if occurrences != 1:
             lines.append(f"STALE     {mutant.name}: its text occurs {occurrences} times in {mutant.file}")
         if names[mutant.name] != 1:

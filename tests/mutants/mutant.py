@@ -12,7 +12,7 @@ class Mutant:
     name : str
         What is wrong.
     file : str
-        Where, relative to src/pagedkv.
+        Where, relative to pagedkv.
     old, new : str
         The text to replace, which occurs exactly once in the file, and what replaces it.
     tests : tuple of str

@@ -45,14 +45,15 @@ def run_tests(mutant: Mutant | None, tests: tuple[str, ...], compiled: Path) -> 
     with them.
     """
     with tempfile.TemporaryDirectory() as directory:
-        src = Path(directory, "src").resolve()
-        shutil.copytree(ROOT / "src", src)  # with its bytecode, which a file that is changed does not use
+        copy = Path(directory, "copy").resolve()
+        # With its bytecode, which a file that is changed does not use.
+        shutil.copytree(ROOT / "pagedkv", copy / "pagedkv")
         if mutant:
-            path = src / "pagedkv" / mutant.file
+            path = copy / "pagedkv" / mutant.file
             path.write_text(path.read_text().replace(mutant.old, mutant.new))
             compiled = shutil.copytree(compiled, Path(directory, "compiled"), copy_function=os.link)
         output = Path(directory, "output")
-        process = get_context("fork").Process(target=_pytest, args=(src, compiled, tests, output))
+        process = get_context("fork").Process(target=_pytest, args=(copy, compiled, tests, output))
         process.start()
         process.join(TIMEOUT_S)
         if process.exitcode is None:
@@ -62,7 +63,7 @@ def run_tests(mutant: Mutant | None, tests: tuple[str, ...], compiled: Path) -> 
         return process.exitcode, output.read_text()
 
 
-def _pytest(src: Path, compiled: Path, tests: tuple[str, ...], output: Path) -> None:
+def _pytest(copy: Path, compiled: Path, tests: tuple[str, ...], output: Path) -> None:
     """End this process with the status of pytest.
 
     The copy is what is tested, though the package may be installed too; the examples are the same every time, and a
@@ -75,12 +76,18 @@ def _pytest(src: Path, compiled: Path, tests: tuple[str, ...], output: Path) -> 
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     os.chdir(ROOT)
-    sys.path.insert(0, str(src))
+    sys.path.insert(0, str(copy))
     sys.dont_write_bytecode = True
-    os.environ |= {"PYTHONPATH": str(src), "PYTHONDONTWRITEBYTECODE": "1", "PAGEDKV_CACHE_DIR": str(compiled)}
+    os.environ |= {
+        # Processes that tests start in the root would import the checkout: safe paths leave the current folder out.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join((str(copy), str(ROOT))),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PAGEDKV_CACHE_DIR": str(compiled),
+    }
     import pagedkv
 
-    assert Path(pagedkv.__file__).is_relative_to(src), pagedkv.__file__
+    assert Path(pagedkv.__file__).is_relative_to(copy), pagedkv.__file__
     settings.register_profile(
         "mutants",
         derandomize=True,

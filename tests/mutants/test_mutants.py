@@ -41,7 +41,7 @@ def test_every_mutant_is_a_module_that_has_its_names():
     """Else it would say nothing about its tests, and only a run of it would tell."""
     wrong = {}
     for mutant in MUTANTS:
-        text = (ROOT / "src" / "pagedkv" / mutant.file).read_text()
+        text = (ROOT / "pagedkv" / mutant.file).read_text()
         if names := wrong_names(text.replace(mutant.old, mutant.new)):
             wrong[mutant.name] = names
     assert wrong == {}

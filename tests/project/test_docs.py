@@ -89,7 +89,7 @@ def test_notebooks_print_what_is_stored(monkeypatch):
 
 
 def test_messages_are_quoted_as_they_are():
-    sources = [path.read_text() for path in ROOT.glob("src/pagedkv/**/*.py")]
+    sources = [path.read_text() for path in ROOT.glob("pagedkv/**/*.py")]
     page = (ROOT / "docs" / "howto" / "device-arrays.md").read_text()
     messages = re.findall(r"^\| `([^`]*)` \|", page.partition("## What you meet")[2], re.MULTILINE)
     assert len(messages) > 10
@@ -167,7 +167,7 @@ def missing_places(text):
     """Paths in the second column of a table that are not in the package."""
     places = re.findall(r"`([\w/]+(?:\.py|/))`", text.partition("|---|---|")[2])
     assert places
-    return [place for place in places if not (ROOT / "src" / "pagedkv" / place).exists()]
+    return [place for place in places if not (ROOT / "pagedkv" / place).exists()]
 
 
 def test_contributing_names_rooms_that_are_there():

@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_the_recipe_says_what_pyproject_says():
-    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
+    recipe = yaml.safe_load((ROOT / ".ci" / "conda-recipe" / "recipe.yaml").read_text())
     assert recipe["context"] == {
         "version": pagedkv.__version__,
         "python_min": PROJECT["requires-python"].removeprefix(">="),

@@ -123,8 +123,8 @@ def test_examples_in_docstrings(module):
 def test_no_other_docstring_has_examples():
     """MODULES is complete."""
     with_examples = {
-        ".".join(path.relative_to(ROOT / "src" / "pagedkv").with_suffix("").parts)
-        for path in ROOT.glob("src/pagedkv/**/*.py")
+        ".".join(path.relative_to(ROOT / "pagedkv").with_suffix("").parts)
+        for path in ROOT.glob("pagedkv/**/*.py")
         if "\n    >>> " in path.read_text()
     }
     assert with_examples == set(MODULES)
