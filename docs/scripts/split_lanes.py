@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda, types, uint32
 
-from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.emulator import Device, Module
 from pagedkv.emulator.machine.matrix import _fragments
 from pagedkv.kernels.device.intrinsics.thread import address, local_array

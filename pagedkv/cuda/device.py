@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..arrays import Array
 
 if TYPE_CHECKING:
-    from .compiler.compile import CompiledKernel
+    from ..compiler.compile import CompiledKernel
 
 # The arguments of `Device.launch`.
 Arguments = tuple["CompiledKernel", tuple[int, int, int], Sequence[int | float], int]

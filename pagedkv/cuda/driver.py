@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Array
+from ..compiler.compile import Capability, CompiledKernel
 from ..placement import Placement
-from .compiler.compile import Capability, CompiledKernel
 from .copies import Copies
 from .device import REPORT, Arguments
 from .gpu import LEGACY_STREAM, PER_THREAD_STREAM, Gpu, bindings

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..compiler import INSTALL
+from ..compiler.compile import Capability, CompiledKernel
 from ..errors import BackendUnavailableError
-from . import INSTALL
-from .compiler.compile import Capability, CompiledKernel
 
 # The default stream by its own name: an environment variable can redefine 0.
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2

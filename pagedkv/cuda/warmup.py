@@ -9,9 +9,9 @@ import numpy as np
 
 from ..arrays import Array
 from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, WriteCall
+from ..compiler.compile import Capability, CompiledKernel
 from ..validation import require
 from . import driver
-from .compiler.compile import Capability, CompiledKernel
 from .gpu import FIRST_CAPABILITY
 from .plans.attention import decode_attention
 from .plans.blocks import copy_blocks, gather_kv, write_kv

@@ -80,7 +80,7 @@ def run(
     must_be_warp(trace)
     if trace is not None and not trace.is_in(dims(grid, "grid"), dims(threads, "threads")):
         raise EmulatorError(f"a grid of {grid} thread blocks of {threads} threads does not have {trace}")
-    from ..cuda.compiler.own_kernels import compile_own  # needs numba-cuda, and nothing else here does
+    from ..compiler.own_kernels import compile_own  # needs numba-cuda, and nothing else here does
 
     python = getattr(kernel, "py_func", kernel)
     names = [*inspect.signature(python).parameters]

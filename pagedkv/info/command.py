@@ -92,7 +92,7 @@ def _said_of(driver: Any) -> str:
 
 
 def _compiler() -> str:
-    said: str = import_module("..cuda.compiler.link", __package__).compiler()
+    said: str = import_module("..compiler.link", __package__).compiler()
     return said
 
 

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-import pagedkv.cuda.compiler.compile as compiling
 from pagedkv import backends
 from pagedkv.cuda import driver as drivers
 
+from ..compiler.conftest import directory as directory  # a fixture
 from ..support.device_fakes import without_code
 from .driver_fakes import Recorder
 from .graph_fakes import cupy_with_graphs, torch_with_graphs
@@ -44,16 +44,3 @@ def cupy(cuda, monkeypatch):
     module = cupy_with_graphs(cuda)
     monkeypatch.setitem(sys.modules, "cupy", module)
     return module
-
-
-def start_again(monkeypatch):
-    """Forget the kernels of this process."""
-    monkeypatch.setattr(compiling._load_or_compile, "made", {})
-
-
-@pytest.fixture
-def directory(monkeypatch, tmp_path):
-    """The directory of compiled kernels, which is not there yet; this process has none either."""
-    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-    start_again(monkeypatch)
-    return tmp_path / "cuda"

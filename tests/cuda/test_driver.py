@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from pagedkv.compiler.compile import CompiledKernel
+from pagedkv.compiler.link import Linked
 from pagedkv.cuda import driver as drivers
-from pagedkv.cuda.compiler.compile import CompiledKernel
-from pagedkv.cuda.compiler.link import Linked
 from pagedkv.cuda.device import Device
 from pagedkv.cuda.driver import CudaDevice, cuda_device, cuda_devices
 from pagedkv.errors import BackendUnavailableError

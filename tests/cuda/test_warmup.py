@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 import pagedkv
-import pagedkv.cuda.compiler.compile as compiling
+import pagedkv.compiler.compile as compiling
 from pagedkv.cuda import driver
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.errors import BackendUnavailableError
 
-from .conftest import start_again
+from ..compiler.conftest import start_again
 
 
 @pytest.fixture

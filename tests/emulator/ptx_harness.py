@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numba import cuda, types
 
-from pagedkv.cuda.compiler.compile import CompiledKernel
-from pagedkv.cuda.compiler.numba_overrides import overridden
-from pagedkv.cuda.compiler.ptx import is_specific
+from pagedkv.compiler.compile import CompiledKernel
+from pagedkv.compiler.numba_overrides import overridden
+from pagedkv.compiler.ptx import is_specific
 from pagedkv.emulator import Buffer, Device, Module
 
 from ..support.devices import FILL, with_capability

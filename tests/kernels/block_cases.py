@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pagedkv.calls import CopyCall, SwapCall
+from pagedkv.compiler.compile import compile_kernel
+from pagedkv.compiler.link import link
 from pagedkv.cuda.backend import KernelBackend
-from pagedkv.cuda.compiler.compile import compile_kernel
-from pagedkv.cuda.compiler.link import link
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.placement import Placement
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numba import cuda, types, uint32
 
-import pagedkv.cuda.compiler.compile as compiling
-from pagedkv.cuda.compiler.link import Linked
+import pagedkv.compiler.compile as compiling
+from pagedkv.compiler.link import Linked
 from pagedkv.cuda.driver import cuda_device
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.kernels.device.intrinsics import thread as device

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 import pagedkv
 from pagedkv.bench.static.sass import code_of
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.bad_entries import raise_if_failed
-from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import rotary
 from pagedkv.emulator import MemoryFault
 from pagedkv.kernels.rotary import RotaryConfig, make_apply_rotary

@@ -169,9 +169,9 @@ MUTANTS = [
     ),
     Mutant(
         "a score_mod that can raise is compiled for a GPU",
-        "cuda/compiler/compile.py",
+        "compiler/compile.py",
         "if not returns_0(ptx):",
         "if not ptx:",
-        ("tests/cuda/compiler/test_user_functions.py::test_a_score_mod_that_can_raise_is_refused",),
+        ("tests/compiler/test_user_functions.py::test_a_score_mod_that_can_raise_is_refused",),
     ),
 ]

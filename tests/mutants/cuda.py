@@ -10,7 +10,7 @@ COPIES = "tests/cuda/test_copies.py::"
 LAUNCHES = "tests/cuda/plans/test_launches.py::"
 GRAPHS = "tests/cuda/test_graphs.py::"
 RESERVED = "tests/cuda/test_workspaces.py::"
-OVERRIDES = "tests/cuda/compiler/test_numba_overrides.py::"
+OVERRIDES = "tests/compiler/test_numba_overrides.py::"
 
 MUTANTS = [
     Mutant(
@@ -256,35 +256,35 @@ MUTANTS = [
     ),
     Mutant(
         "PTX is for a linker as new as the compiler",
-        "cuda/compiler/compile.py",
+        "compiler/compile.py",
         "    ptx = with_lowest_version(ptx, capability)\n",
         "",
-        ("tests/cuda/compiler/test_compile.py::test_a_kernel_says_what_it_is",),
+        ("tests/compiler/test_compile.py::test_a_kernel_says_what_it_is",),
     ),
     Mutant(
         "an operator has the type that it had for other scalars",
-        "cuda/compiler/numba_overrides.py",
+        "compiler/numba_overrides.py",
         "key = function, tuple(args)",
         "key = function",
         (OVERRIDES + "test_an_operator_is_typed_once_for_the_same_scalars",),
     ),
     Mutant(
         "arrays are taken for scalars",
-        "cuda/compiler/numba_overrides.py",
+        "compiler/numba_overrides.py",
         "            or not all(isinstance(arg, scalars) for arg in args)\n",
         "",
         (OVERRIDES + "test_what_is_no_operator_on_scalars_is_typed_each_time",),
     ),
     Mutant(
         "all types have the size of the first one",
-        "cuda/compiler/numba_overrides.py",
+        "compiler/numba_overrides.py",
         "        if kind not in known:\n",
         "        if not known.setdefault(kind, next(iter(known.values()), 0)):\n",
         (OVERRIDES + "test_the_size_of_a_type_is_asked_once",),
     ),
     Mutant(
         "numba-cuda keeps an override",
-        "cuda/compiler/numba_overrides.py",
+        "compiler/numba_overrides.py",
         "            delattr(owner, name)\n",
         "            setattr(owner, name, value)\n",
         (OVERRIDES + "test_numba_is_itself_after_a_compilation_and_after_an_error",),

@@ -116,7 +116,7 @@ RULES = {
     },
     **{f"{x} knows no other backend": Rule(ours(x), ours(*BACKENDS), ours(x)) for x in ("cpu", "cuda")},
     "emulator stands alone, but for a compiler of users' kernels": Rule(
-        ours("emulator"), ours(*TOP - {"emulator"}), ours("cuda.compiler.own_kernels")
+        ours("emulator"), ours(*TOP - {"emulator"}), ours("compiler.own_kernels")
     ),
     "in the emulator, run alone compiles": Rule(
         ours(*(f"emulator.{x}" for x in OF_THE_EMULATOR)), ours(*TOP - {"emulator"}), ()
@@ -143,7 +143,10 @@ RULES = {
     ),
     "nothing needs an integration": Rule(ours(*TOP - {"integrations", "bench"}), ours("integrations"), ()),
     "transformers is for its integration": Rule(ours(*TOP - {"integrations", "bench"}), ("transformers",), ()),
-    "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", *BACKENDS), ()),
+    "kernels are device code": Rule(ours("kernels"), ours("operations", "memory", "compiler", *BACKENDS), ()),
+    "the compiler knows kernels, and what keeps them": Rule(
+        ours("compiler"), ours(*TOP - {"compiler"}), ours("kernels", "compiling", "errors")
+    ),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ours("typing")),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
     "trace knows no operation and no backend": Rule(
@@ -162,8 +165,10 @@ RULES = {
     "bench/cpu needs no GPU": Rule(ours("bench.cpu"), ours("bench.gpu", "bench.static", "cuda", "kernels"), ()),
     "bench/static needs no GPU": Rule(ours("bench.static"), ours("bench.gpu"), ()),
     # A move to the successor of numba-cuda touches nothing else.
-    "numba-cuda is for cuda and kernels": Rule(ours(*TOP - {"cuda", "kernels"}), ("numba.cuda",), ()),
-    "cuda-core is for cuda, and for arrays that speak DLPack": Rule(ours(*TOP - {"cuda", "arrays"}), ("cuda",), ()),
+    "numba-cuda is for the compiler and kernels": Rule(ours(*TOP - {"compiler", "kernels"}), ("numba.cuda",), ()),
+    "cuda-core is for cuda and the compiler, and for arrays that speak DLPack": Rule(
+        ours(*TOP - {"cuda", "compiler", "arrays"}), ("cuda",), ()
+    ),
 }
 over_rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 

@@ -8,10 +8,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-import pagedkv.cuda.compiler.compile as compiling
+import pagedkv.compiler.compile as compiling
 from pagedkv.arrays.torch_tensor import numpy_dtype
 from pagedkv.bench.launch import RecordingDevice
-from pagedkv.cuda.compiler.link import Linked
+from pagedkv.compiler.link import Linked
 from pagedkv.errors import BackendUnavailableError
 
 # Added to addresses of the host, it makes ones that no process has: who follows them dies.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...cuda import driver
-from ...cuda.compiler.compile import compile_for
 from ...cuda.device import Device
+from ...cuda.plans.plan import compile_for
 from ...kernels.read import BLOCK_BYTES, ReadConfig, make_read
 
 

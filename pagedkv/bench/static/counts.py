@@ -13,8 +13,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 from unittest.mock import patch
 
-from ...cuda.compiler import compile as compiling
-from ...cuda.compiler.ptx import TOOLS, Capability, versions
+from ...compiler import compile as compiling
+from ...compiler.ptx import TOOLS, Capability, versions
 from ..report import Row
 from .measure import measure
 from .targets import targets

@@ -8,10 +8,10 @@ from time import process_time
 from typing import Any
 from unittest.mock import patch
 
-from ...cuda.compiler import compile as compiling
-from ...cuda.compiler import link as linking
-from ...cuda.compiler.occupancy import occupancy
-from ...cuda.compiler.ptx import Capability, external_functions
+from ...compiler import compile as compiling
+from ...compiler import link as linking
+from ...compiler.occupancy import occupancy
+from ...compiler.ptx import Capability, external_functions
 from ...emulator import BufferTraffic, EmulatorDevice, LaunchStats
 from ...kernels.device.elements import ELEMENT_BITS
 from ...kernels.device.source import forget_functions

@@ -11,15 +11,15 @@ import numpy as np
 
 from ...arrays import Array
 from ...calls import AttentionCall
+from ...compiler.compile import Capability
 from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.paged.attention import make_v1, make_v2, shared_bytes, static_shared_bytes
 from ...kernels.paged.config import PARTITION_SIZE, AttentionConfig
 from ...kernels.paged.reduction import ReductionConfig, make_v2_reduce
 from ...layouts import VECTOR_BYTES
-from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, REPORT, Device
 from . import split
-from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, Workspaces, max_seq_len_of, run
+from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, Workspaces, compile_for, max_seq_len_of, run
 
 LONGEST_V1 = 8192  # tokens, of vLLM's rule
 MANY_ROWS = 512  # query heads of the batch from which it finds enough work in v1

@@ -22,8 +22,8 @@ from ...kernels.blocks.tokens import NUM_THREADS, num_items
 from ...kernels.blocks.write_kv import WriteConfig, make_write_kv
 from ...kernels.device.bad_entries import NUM_BYTES
 from ...layouts import VECTOR_BYTES
-from ..compiler.compile import compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_Y, REPORT, Device
+from .plan import compile_for
 
 _NO_TABLES = (0,) * 7  # arguments that a kernel without tables does not read
 

@@ -9,8 +9,8 @@ from ...arrays import Array
 from ...calls import MergeCall
 from ...kernels.merge_states import MAX_STATES, NUM_THREADS, MergeConfig, make_merge_states
 from ...layouts import VECTOR_BYTES
-from ..compiler.compile import compile_for
 from ..device import LARGEST_GRID_Y, Device
+from .plan import compile_for
 
 
 class _State(NamedTuple):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...buckets import bucket
+from ...compiler.compile import CompiledKernel, compile_kernel
 
 if TYPE_CHECKING:
     from ...arrays import Array
     from ...calls import AttentionCall
-    from ..compiler.compile import CompiledKernel
+    from ...kernels.device.source import KernelSource
     from ..device import Arguments, Device
 
 Workspaces = tuple[tuple[str, int], ...]
@@ -20,6 +22,11 @@ Workspaces = tuple[tuple[str, int], ...]
 NO_WINDOW = LONGEST = 2**31 - 1  # lengths are int32
 FLOAT_BYTES = 4
 WGMMA = "PAGEDKV_WGMMA"  # "1": prefill on 9.0 takes the kernel on warpgroups
+
+
+def compile_for(device: Device, make: Callable[[Any], KernelSource], config: Any) -> CompiledKernel:
+    """`compile_kernel` for a device's compute capability, with line info if it wants that."""
+    return compile_kernel(make, config, device.capability, lineinfo=device.lineinfo)
 
 
 def max_seq_len_of(call: AttentionCall) -> int:

@@ -16,6 +16,8 @@ import numpy as np
 
 from ...arrays import Array
 from ...calls import AttentionCall
+from ...compiler.compile import Capability
+from ...compiler.occupancy import shared_kib
 from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.device.elements import ELEMENT_BITS
 from ...kernels.device.source import KernelSource
@@ -34,8 +36,6 @@ from ...kernels.prefill.tensor_cores.tile import TileShape
 from ...kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape, takes
 from ...layouts import FP8_KINDS
-from ..compiler.compile import Capability, compile_for
-from ..compiler.occupancy import shared_kib
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
 from .plan import (
     FLOAT_BYTES,
@@ -46,6 +46,7 @@ from .plan import (
     Workspaces,
     bits_of,
     cache_strides,
+    compile_for,
     is_modified,
     is_wide,
     max_seq_len_of,

@@ -6,8 +6,8 @@ from ...arrays import Array
 from ...calls import RotaryCall
 from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.rotary import NUM_THREADS, RotaryConfig, make_apply_rotary
-from ..compiler.compile import compile_for
 from ..device import LARGEST_GRID_Y, REPORT, Device
+from .plan import compile_for
 
 HEADS = 4  # that a thread rotates by the cosines and sines that it loads
 

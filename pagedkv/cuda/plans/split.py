@@ -10,10 +10,10 @@ import numpy as np
 
 from ...arrays import Array
 from ...calls import AttentionCall
+from ...compiler.compile import Capability
 from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.split.config import SplitConfig
 from ...kernels.split.kernel import dynamic_bytes, make_split
-from ..compiler.compile import Capability, compile_for
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
 from .plan import (
     FLOAT_BYTES,
@@ -23,6 +23,7 @@ from .plan import (
     Workspaces,
     bits_of,
     cache_strides,
+    compile_for,
     is_modified,
     is_wide,
     max_seq_len_of,

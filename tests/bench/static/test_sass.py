@@ -3,7 +3,7 @@
 import pytest
 
 from pagedkv.bench.static.sass import Loads, code_of, copies_of, loads_of, loop_of, moves_between, products_of
-from pagedkv.cuda.compiler.link import link
+from pagedkv.compiler.link import link
 
 from ...emulator.machine import wgmma_kernels as W
 

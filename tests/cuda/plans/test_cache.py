@@ -9,7 +9,7 @@ import torch
 import pagedkv
 from pagedkv import backends
 from pagedkv.arrays import identify, pointers
-from pagedkv.cuda.compiler.compile import CompiledKernel
+from pagedkv.compiler.compile import CompiledKernel
 from pagedkv.cuda.plans import prefill as prefill_plans
 from pagedkv.cuda.plans.cache import DECODE, PlanCache
 from pagedkv.operations import attention as operations

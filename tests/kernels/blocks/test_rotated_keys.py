@@ -10,8 +10,8 @@ from hypothesis import given, settings
 import pagedkv
 from pagedkv import reference
 from pagedkv.bench.static.sass import code_of
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.bad_entries import raise_if_failed
-from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import MemoryFault
 from pagedkv.kernels.blocks.write_kv import WriteConfig, make_write_kv

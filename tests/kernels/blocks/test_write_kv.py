@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 import pagedkv
 from pagedkv import reference
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.bad_entries import raise_if_failed
-from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.device import FIRST_WITH_FP8
 from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import EmulatorDevice, MemoryFault

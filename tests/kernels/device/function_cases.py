@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import cuda, types
 
-from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.kernels.device.intrinsics import thread as device
 from pagedkv.kernels.device.source import KernelSource
 

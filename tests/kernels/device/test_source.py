@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from numba import cuda, float32, int32, types
 
-import pagedkv.cuda.compiler.compile as compiling
-from pagedkv.cuda.compiler.compile import compile_kernel
+import pagedkv.compiler.compile as compiling
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.kernels.device import source
 from pagedkv.kernels.device.intrinsics.thread import unrolled
 from pagedkv.kernels.device.logits import make_modify
 from pagedkv.kernels.device.source import KernelSource, Steps, device_function, forget_functions, with_lineinfo
 
-from ...cuda.compiler.compile_cases import Config
-from ...cuda.conftest import start_again
+from ...compiler.compile_cases import Config
+from ...compiler.conftest import start_again
 
 
 def made(constant, default=0):

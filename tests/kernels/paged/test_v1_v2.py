@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv.bench.launch import RecordingDevice
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.bad_entries import raise_if_failed
-from pagedkv.cuda.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import attention
 from pagedkv.kernels.paged.attention import make_v1, make_v2, static_shared_bytes
 from pagedkv.kernels.paged.reduction import ReductionConfig, make_v2_reduce

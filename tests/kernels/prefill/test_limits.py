@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from pagedkv.bench.static.sass import code_of, products_of
-from pagedkv.cuda.compiler.compile import compile_kernel
-from pagedkv.cuda.compiler.occupancy import occupancy, shared_kib
+from pagedkv.compiler.compile import compile_kernel
+from pagedkv.compiler.occupancy import occupancy, shared_kib
 from pagedkv.kernels.prefill.config import CoresConfig, TensorConfig
 from pagedkv.kernels.prefill.cuda_cores import kernel as cuda_cores
 from pagedkv.kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv.bench.static.sass import code_of, moves_between, products_of
+from pagedkv.compiler.compile import compile_kernel
+from pagedkv.compiler.occupancy import occupancy
 from pagedkv.cuda.bad_entries import raise_if_failed
-from pagedkv.cuda.compiler.compile import compile_kernel
-from pagedkv.cuda.compiler.occupancy import occupancy
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.cuda.plans.prefill import tensor_config, uses_wgmma
 from pagedkv.kernels.prefill.config import TensorConfig

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pagedkv.bench.launch import RecordingDevice
 from pagedkv.bench.static.sass import code_of, loop_of
 from pagedkv.buckets import bucket
-from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import split
 from pagedkv.kernels.split.config import (
     FEW_SPLITS,

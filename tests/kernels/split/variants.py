@@ -4,8 +4,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 
-from pagedkv.cuda.compiler.compile import compile_kernel
-from pagedkv.cuda.compiler.occupancy import occupancy
+from pagedkv.compiler.compile import compile_kernel
+from pagedkv.compiler.occupancy import occupancy
 from pagedkv.cuda.plans import split
 from pagedkv.kernels.split.config import SHORTEST_SPLIT, SplitConfig
 from pagedkv.kernels.split.kernel import dynamic_bytes, make_split

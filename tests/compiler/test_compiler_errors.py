@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-import pagedkv.cuda.compiler.compile as compiling
-from pagedkv.cuda.compiler.compile import compile_kernel
+import pagedkv.compiler.compile as compiling
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.errors import BackendUnavailableError
 
 from .compile_cases import Config, make_scale
@@ -74,11 +74,11 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "numba_cuda" else find(name, *rest)
 import pagedkv
 try:
-    import pagedkv.cuda.compiler.compile
+    import pagedkv.compiler.compile
 except pagedkv.BackendUnavailableError as error:
     print(error)
 importlib.util.find_spec = find
-import pagedkv.cuda.compiler.compile
+import pagedkv.compiler.compile
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 'numba-cuda, which is not installed: pip install "pagedkv[cu13]"' in done.stdout

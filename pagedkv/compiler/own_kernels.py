@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...compiling.compile_thread import made_once
-from ...errors import BackendUnavailableError
+from ..compiling.compile_thread import made_once
+from ..errors import BackendUnavailableError
 from .numba_overrides import overridden
 from .ptx import Capability, external_functions
 

@@ -19,10 +19,10 @@ from numba.cuda.lowering import Lower
 from numba.cuda.target import CUDATargetContext
 from numba.cuda.typing.templates import _TemplateTargetHelperMixin
 
-import pagedkv.cuda.compiler.compile as compiling
-from pagedkv.cuda.compiler import numba_overrides
-from pagedkv.cuda.compiler.compile import compile_kernel
-from pagedkv.cuda.compiler.numba_overrides import (
+import pagedkv.compiler.compile as compiling
+from pagedkv.compiler import numba_overrides
+from pagedkv.compiler.compile import compile_kernel
+from pagedkv.compiler.numba_overrides import (
     current_device_is,
     functions_in_order,
     operators_typed_once,
@@ -33,7 +33,7 @@ from pagedkv.cuda.compiler.numba_overrides import (
 from pagedkv.kernels.paged.attention import make_v1
 from pagedkv.kernels.paged.config import AttentionConfig
 
-from ...support.strategies import long
+from ..support.strategies import long
 from .compile_cases import Config, make_scale
 
 CONTEXT = cuda_target.typing_context

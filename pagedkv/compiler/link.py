@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...compiling.kernel_cache import Store, cache_dir, hash_of_sources
-from ...errors import BackendUnavailableError
-from .. import INSTALL
+from ..compiling.kernel_cache import Store, cache_dir, hash_of_sources
+from ..errors import BackendUnavailableError
+from . import INSTALL
 from .occupancy import SYSTEM_SHARED_BYTES
 from .ptx import Capability, external_functions, is_specific, versions
 

@@ -16,22 +16,19 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ... import kernels
-from ...compiling.compile_thread import apart, made_once
-from ...compiling.kernel_cache import Store, cache_dir, hash_of_sources
-from ...compiling.progress import told
-from ...compiling.score_mod import can_raise, refusal
-from ...errors import BackendUnavailableError
-from ...kernels.device.source import KernelSource, with_lineinfo
-from .. import INSTALL
+from .. import kernels
+from ..compiling.compile_thread import apart, made_once
+from ..compiling.kernel_cache import Store, cache_dir, hash_of_sources
+from ..compiling.progress import told
+from ..compiling.score_mod import can_raise, refusal
+from ..errors import BackendUnavailableError
+from ..kernels.device.source import KernelSource, with_lineinfo
+from . import INSTALL
 from .link import Linked, load_or_link
 from .numba_overrides import overridden
 from .ptx import Capability, external_functions, returns_0, specific, versions, with_lowest_version
-
-if TYPE_CHECKING:
-    from ..device import Device
 
 SUFFIX = ".ptx"
 SOURCES = hash_of_sources(Path(kernels.__file__).parent, Path(__file__).parent)
@@ -126,11 +123,6 @@ def compile_kernel(
         NVVM, which numba-cuda needs to make PTX, is not installed or fails, or numba's CUDA simulator is on.
     """
     return _load_or_compile(make, config, capability, lineinfo)
-
-
-def compile_for(device: Device, make: Callable[[Any], KernelSource], config: Any) -> CompiledKernel:
-    """`compile_kernel` for a device's compute capability, with line info if it wants that."""
-    return compile_kernel(make, config, device.capability, lineinfo=device.lineinfo)
 
 
 @made_once(most=MOST_KERNELS)

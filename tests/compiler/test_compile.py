@@ -19,16 +19,17 @@ import pytest
 from numba import cuda, float32, types
 
 import pagedkv
-import pagedkv.cuda.compiler.compile as compiling
+import pagedkv.compiler.compile as compiling
 from pagedkv.bench.launch import RecordingDevice
 from pagedkv.bench.static.sass import code_of
-from pagedkv.cuda.compiler.compile import compile_for, compile_kernel
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.driver import wants_lineinfo
+from pagedkv.cuda.plans.plan import compile_for
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.kernels.device.source import KernelSource, device_function
 
-from ..conftest import start_again
 from .compile_cases import Config, make_scale
+from .conftest import start_again
 
 pytestmark = pytest.mark.usefixtures("directory")
 
@@ -151,15 +152,15 @@ def test_another_process_does_not_compile(monkeypatch, compiled, directory):
 
 PROGRAM = """
 import sys
-from tests.cuda.compiler.compile_cases import Config, make_scale
-from pagedkv.cuda.compiler.compile import compile_kernel
+from tests.compiler.compile_cases import Config, make_scale
+from pagedkv.compiler.compile import compile_kernel
 sys.stdout.write(compile_kernel(make_scale, Config(3)).ptx)
 """
 
 
 def test_processes_that_race_make_the_same_kernel(directory):
     running = [
-        subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+        subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
         for _ in range(2)
     ]
     texts = [process.communicate(timeout=120)[0].decode() for process in running]

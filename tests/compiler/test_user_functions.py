@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numba import cuda, float32, types
 
-from pagedkv.cuda.compiler.compile import compile_kernel
+from pagedkv.compiler.compile import compile_kernel
 from pagedkv.kernels.device.source import KernelSource
 
 from .compile_cases import Config, make_scale

@@ -5,13 +5,13 @@ from types import ModuleType
 
 import pytest
 
-from pagedkv.cuda.compiler import link as linking
-from pagedkv.cuda.compiler.link import link, load_or_link
-from pagedkv.cuda.compiler.occupancy import occupancy
-from pagedkv.cuda.compiler.ptx import global_loads, is_specific, specific, with_lowest_version
+from pagedkv.compiler import link as linking
+from pagedkv.compiler.link import link, load_or_link
+from pagedkv.compiler.occupancy import occupancy
+from pagedkv.compiler.ptx import global_loads, is_specific, specific, with_lowest_version
 from pagedkv.errors import BackendUnavailableError
 
-from ...emulator.machine import wgmma_kernels as W
+from ..emulator.machine import wgmma_kernels as W
 
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
 # 256 bytes of static shared memory, one 16-byte load.

@@ -1,0 +1,19 @@
+"""A kernel's factory and config to PTX and machine code, by numba-cuda and nvJitLink, without a driver.
+
+Importing it without numba-cuda is a BackendUnavailableError.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from ..errors import BackendUnavailableError
+
+INSTALL = (
+    'pip install "pagedkv[cu13]" or "pagedkv[cu12]" on a machine with a GPU, and "pagedkv[emulator]" on one without'
+)
+
+if find_spec("numba_cuda") is None:
+    raise BackendUnavailableError(f"CUDA kernels are compiled by numba-cuda, which is not installed: {INSTALL}")
+
+# Puts numba_cuda in the place of numba.cuda. A .pth file imports it, but those of a folder on PYTHONPATH are not read.
+import_module("_numba_cuda_redirector")

@@ -1,1 +1,0 @@
-"""A kernel factory and its config to PTX and machine code, without a driver."""
