@@ -17,13 +17,7 @@ from .errors import BackendUnavailableError
 BENCHES = {
     "cpu": ("cpu.run", "decode and prefill on the CPU, beside the speed of its memory and other libraries"),
     "memory": ("memory", "the memory manager, beside one of Python lists"),
-    "launch": ("launch", "what a call on device arrays costs the host; no GPU is needed"),
     "transformers": ("transformers", "a small model of transformers, beside its own attention"),
-    "emulator": ("emulator", "the emulator, with fewer and with more checks"),
-    "static": (
-        "static.run",
-        "CUDA kernels without a GPU: registers, instructions, occupancy, or a model of how split fills one",
-    ),
     "decode": ("gpu.decode", "decode_attention on a GPU, beside other libraries"),
     "prefill": ("gpu.prefill.run", "prefill_attention on a GPU, beside other libraries"),
     "write": ("gpu.write", "write_kv on a GPU"),

@@ -47,9 +47,9 @@ def without_extras(*command_lines):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("what", [["cpu"], ["memory"], ["static", "--waves"]], ids=" ".join)
+@pytest.mark.parametrize("what", ["cpu", "memory"])
 def test_benches_that_need_no_extra_run_without_any(what):
-    [(code, out, err)] = without_extras(["bench", *what, "--quick", "--repeats", "1", "--json"])
+    [(code, out, err)] = without_extras(["bench", what, "--quick", "--repeats", "1", "--json"])
     assert code == 0, err
     assert json.loads(out)["rows"]
 
@@ -79,10 +79,7 @@ def test_what_needs_an_extra_says_in_one_line_what_to_install():
 OWN = {
     "cpu": {"--quick", "--one-thread"},
     "memory": {"--quick"},
-    "launch": set(),
     "transformers": {"--quick"},
-    "emulator": set(),
-    "static": {"--cc", "--cold", "--quick", "--waves"},
     "decode": {"--quick", "--only", "--subjects", "--plot"},
     "prefill": {"--quick", "--only", "--subjects"},
     "write": {"--quick"},
@@ -103,7 +100,7 @@ def test_options_of_other_benches_are_refused(what, monkeypatch, capsys):
     monkeypatch.setattr("pagedkv.__main__._run", lambda *_, **__: pytest.fail("it is measured"))
     for option in set.union(*OWN.values()) - OWN[what]:
         with pytest.raises(SystemExit) as left:
-            main(["bench", what, option, *(["x"] if option in ("--cc", "--only", "--subjects", "--plot") else [])])
+            main(["bench", what, option, *(["x"] if option in ("--only", "--subjects", "--plot") else [])])
         assert left.value.code == 2
         assert f"unrecognized arguments: {option}" in capsys.readouterr().err
 
@@ -115,7 +112,6 @@ def test_options_of_other_benches_are_refused(what, monkeypatch, capsys):
         (["bench", "cpu", "--repeats", "many"], "--repeats: must be at least 1, got many"),
         (["bench", "cpu", "--json", "--csv"], "not allowed with argument --json"),
         (["bench", "cpu", "memory"], "unrecognized arguments: memory"),
-        (["bench", "static", "--cc", "7.5"], "must be of 8.0, 9.0, 10.0, got 7.5"),
         (["bench", "gpu"], "invalid choice: 'gpu'"),
     ],
 )

@@ -1,8 +1,8 @@
 """Chart and tables of performance.md, and the targets in notebook.md: ``python docs/scripts/draw_performance.py``.
 
-It writes them from docs/figures. To publish a new run, put its JSON (``python -m pagedkv bench ... --json``) beside the
-others, named by its date, and run this: of each bench the last file by name counts. The tests compare the chart and the
-pages with what this writes.
+It writes them from docs/figures, and from the record of tests/machine_code. To publish a new run, put its JSON
+(``python -m pagedkv bench ... --json``) beside the others, named by its date, and run this: of each bench the last file
+by name counts. The tests compare the chart and the pages with what this writes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any
 
 from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, WHITE, box, drawing, text, title
 
-from pagedkv.bench.waves import Model
-from pagedkv.kernels.split.config import SplitConfig
-
 DOCS = Path(__file__).parents[1]
+COUNTS = DOCS.parent / "tests" / "machine_code" / "record.json"
 PAGES = (DOCS / "performance.md", DOCS / "notebook.md")
 GRID = "#e2e6eb"
 TABLE = re.compile(r"(<!-- (\w+): written by draw_performance.py -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -47,7 +45,6 @@ TARGETS = {
     "split: short splits, all, 16 bits, G 1 to 16": ("split", "the same, with short splits"),
     "split: partials": ("split", "bytes of partial results, over K and V"),
     "split: short splits, partials": ("split", "the same, with short splits"),
-    "split: compile s": ("split", "seconds to compile"),
     "prefill: spill B": ("prefill", "bytes spilled or on the stack"),
     "prefill: stack B": ("prefill", "bytes spilled or on the stack"),
     "prefill: thread blocks on a multiprocessor, D 128": ("prefill", "thread blocks on a multiprocessor, D 128"),
@@ -73,8 +70,6 @@ TARGETS = {
     "wgmma: wavefronts": ("prefill, wgmma", "passes over shared memory, over the fewest"),
     "wgmma: KV sectors": ("prefill, wgmma", "sectors of K and V, over the fewest"),
     "external": ("all", "calls of missing functions"),
-    "disk ms": ("all", "milliseconds to load from disk"),
-    "compile s": ("all but split", "seconds to compile"),
 }
 AT_LEAST = {"K load B", "split: KV in flight KiB", "prefill: thread blocks on a multiprocessor, D 128"}
 
@@ -206,7 +201,7 @@ def memory() -> str:
 def targets() -> str:
     """What the CUDA kernels are to reach, and the worst variant of each count."""
     lines = []
-    for row in latest("static")[1]:
+    for row in json.loads(COUNTS.read_text())["rows"]:
         if "target" in row:
             kernels, count = TARGETS[row["target"]]
             limit = f"{'≥' if row['target'] in AT_LEAST else '≤'} {row['limit']:g}"
@@ -225,7 +220,7 @@ COMMON = {
 
 def static() -> str:
     """The counts that the CUDA kernels share: the worst variant of each kernel."""
-    rows = [row for row in latest("static")[1] if "target" in row]
+    rows = [row for row in json.loads(COUNTS.read_text())["rows"] if "target" in row]
     lines = []
     for kernels in dict.fromkeys(kernels for kernels, _ in TARGETS.values() if not kernels.startswith("all")):
         own = [row for row in rows if TARGETS[row["target"]][0] == kernels]
@@ -243,17 +238,6 @@ def static() -> str:
     )
 
 
-def waves() -> str:
-    """The model of split's thread blocks: the share of the bandwidth, by length, sequences and KV heads."""
-    config = SplitConfig(128, 8, 16, "float16", "float16")
-    batches = {"1 sequence, 1 KV head": (1, 1), "1, 8": (1, 8), "8, 8": (8, 8), "64, 8": (64, 8)}
-    lines = [
-        [str(seq_len)] + [f"{Model(config, heads, seqs, seq_len).share:.2f}" for seqs, heads in batches.values()]
-        for seq_len in (512, 2048, 4096, 8192, 32768, 131072)
-    ]
-    return table(["tokens", *batches], lines)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "machine": machine,
     "decode": decode,
@@ -263,7 +247,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "static": static,
     "targets": targets,
-    "waves": waves,
 }
 
 

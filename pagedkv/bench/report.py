@@ -77,7 +77,9 @@ def spread(values: list[float]) -> float:
 
 
 def as_json(rows: list[Row]) -> str:
-    return json.dumps({"machine": machine(), "rows": rows}, indent=1)
+    """The machine and the rows, each of which has a line."""
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    return f'{{\n "machine": {json.dumps(machine())},\n "rows": [\n{lines}\n ]\n}}'
 
 
 def _without_samples(rows: list[Row]) -> list[Row]:

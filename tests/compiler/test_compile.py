@@ -20,14 +20,14 @@ from numba import cuda, float32, types
 
 import pagedkv
 import pagedkv.compiler.compile as compiling
-from pagedkv.bench.launch import RecordingDevice
-from pagedkv.bench.static.sass import code_of
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.driver import wants_lineinfo
 from pagedkv.cuda.plans.plan import compile_for
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.kernels.device.source import KernelSource, device_function
 
+from ..machine_code.sass import code_of
+from ..support.device_fakes import RecordingDevice
 from .compile_cases import Config, make_scale
 from .conftest import start_again
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 
 import pagedkv
-from pagedkv.bench.static.sass import code_of
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import rotary
@@ -16,6 +15,7 @@ from pagedkv.emulator import MemoryFault
 from pagedkv.kernels.rotary import RotaryConfig, make_apply_rotary
 from pagedkv.validation.rotary import rotary_call
 
+from ..machine_code.sass import code_of
 from ..support.bits import bits
 from ..support.devices import emulator
 from ..support.problems import FLOATS

@@ -35,7 +35,7 @@ MUTANTS = [
         "one bench imports another",
         "bench/memory.py",
         "from .report import Row, median, spread\n",
-        "from .emulated import emulated_on\nfrom .report import Row, median, spread\n",
+        "from .gpu.timing import contest\nfrom .report import Row, median, spread\n",
         MAIN,
     ),
     Mutant(

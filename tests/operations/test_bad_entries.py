@@ -8,11 +8,10 @@ import pytest
 import pagedkv
 from pagedkv import backends
 from pagedkv.arrays import current_streams
-from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda import driver
 from pagedkv.cuda.backend import GpuBackend
 
-from ..support.device_fakes import fake_cupy, fake_torch
+from ..support.device_fakes import RecordingDevice, fake_cupy, fake_torch
 
 
 @pytest.fixture

@@ -161,9 +161,7 @@ RULES = {
     "what is drawn calls nothing": Rule(ours("testing.problems"), ours(*TOP), ours("testing.problems", "layouts")),
     "nothing needs the info": Rule(ours(*TOP - {"info", "__main__"}), ours("info"), ()),
     "nothing needs a bench": Rule(ours(*TOP - {"bench", "__main__"}), ours("bench"), ()),
-    "bench/gpu needs no static count": Rule(ours("bench.gpu"), ours("bench.static"), ()),
-    "bench/cpu needs no GPU": Rule(ours("bench.cpu"), ours("bench.gpu", "bench.static", "cuda", "kernels"), ()),
-    "bench/static needs no GPU": Rule(ours("bench.static"), ours("bench.gpu"), ()),
+    "bench/cpu needs no GPU": Rule(ours("bench.cpu"), ours("bench.gpu", "cuda", "kernels"), ()),
     # A move to the successor of numba-cuda touches nothing else.
     "numba-cuda is for the compiler and kernels": Rule(ours(*TOP - {"compiler", "kernels"}), ("numba.cuda",), ()),
     "cuda-core is for cuda and the compiler, and for arrays that speak DLPack": Rule(

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -10,7 +11,6 @@ import torch
 
 import pagedkv.compiler.compile as compiling
 from pagedkv.arrays.torch_tensor import numpy_dtype
-from pagedkv.bench.launch import RecordingDevice
 from pagedkv.compiler.link import Linked
 from pagedkv.errors import BackendUnavailableError
 
@@ -71,6 +71,34 @@ def without_code():
         mock.patch.object(compiling._load_or_compile, "made", {}),
     ):
         yield
+
+
+class RecordingDevice:
+    """A device with an H100's limits that records launches, as (kernel, grid, args, shared_bytes), and starts none."""
+
+    capability = (9, 0)
+    max_shared_bytes = 227 * 1024
+    lineinfo = False
+
+    def __init__(self):
+        self.launches = []
+        self._workspaces = {}
+        self.lock = threading.RLock()
+
+    def address(self, name, array):
+        """The address in a shadow."""
+        return address_of(array)
+
+    def scratch(self, name, nbytes):
+        """An address for each name, without memory behind it."""
+        return self._workspaces.setdefault(name, (len(self._workspaces) + 1) << 40)
+
+    def launch(self, kernel, grid, args, shared_bytes=0):
+        self.launches.append((kernel, grid, tuple(args), shared_bytes))
+
+    def launch_all(self, launches):
+        for launch in launches:
+            self.launch(*launch)
 
 
 @contextlib.contextmanager

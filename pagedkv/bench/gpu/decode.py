@@ -17,7 +17,7 @@ from typing import Any
 from ..reasons import NOT_INSTALLED, reason
 from ..report import Interrupted, Row, median
 from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
-from .peers import FIRST, OURS, PEERS, SPLIT, SUBJECTS, Problem
+from .peers import FIRST, OURS, PEERS, SUBJECTS, Problem
 from .results import TOLERANCE, error_of, header, target, targets_of
 from .samples import interleaved
 from .timing import READ, contest
@@ -49,16 +49,12 @@ def measure(
         repeats,
         lambda name: progress(f"{where}: {name}"),
     )
-    from .expected import work_of  # where there is a GPU: see frameworks.py
-
     first, rows = result.seconds(FIRST), []
-    work = work_of(cell, gpu.capability, gpu.num_multiprocessors)
     for name in subjects:
         own = result.seconds(name)
         compared = {f"x {FIRST}": own / first if own and first else None}
-        launched = work if name in SPLIT else dict.fromkeys(work)
         columns = result.columns(name, cell.num_bytes, READ)
-        rows.append(_shape(cell) | columns | compared | launched | result.note(name))
+        rows.append(_shape(cell) | columns | compared | result.note(name))
     del problem
     gpu.release()
     return rows

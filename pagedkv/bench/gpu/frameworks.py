@@ -21,7 +21,7 @@ COPY_BYTES = 2**30
 QUICK_COPY_BYTES = 2**26
 FLUSH_BYTES = 2**28
 FLUSH_L2 = 8
-ELSEWHERE = "`python -m pagedkv bench static --waves` and `bench cpu` need none"
+ELSEWHERE = "`python -m pagedkv bench cpu` needs none"
 
 
 class Gpu(Protocol):

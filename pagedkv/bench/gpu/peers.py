@@ -243,7 +243,6 @@ def _vllm(problem: Problem, *, version: int) -> Call:
 
 
 FIRST = "split NHD"
-SPLIT = (FIRST, "split HND")
 OURS: dict[str, Callable[[Problem], Call]] = {
     FIRST: partial(_pagedkv, layout="NHD", kernel="split"),
     "split HND": partial(_pagedkv, layout="HND", kernel="split"),

@@ -25,7 +25,7 @@ VECTOR_BYTES = 16
 NUM_WARPS = 4
 NUM_THREADS = WARP_SIZE * NUM_WARPS
 # Splits that a thread reads at once when it adds them, 16 bytes of each: the power of two from which on what a
-# multiprocessor takes in limits the merge, and not the latency of L2. In 0.25 us these are 27 KiB (bench/waves.py), and
+# multiprocessor takes in limits the merge, and not the latency of L2. In 0.25 us these are 27 KiB, and
 # all threads ask for 32.
 MERGE_LOADS = 16
 MOST_MERGE_SHARES = MOST_SPLITS // MERGE_LOADS  # more threads would have fewer splits each than they read at once

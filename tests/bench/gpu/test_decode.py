@@ -1,6 +1,5 @@
 """bench decode: subjects that are right, wrong, missing or broken; means, targets, launches, the command line."""
 
-import inspect
 import json
 import math
 import sys
@@ -12,15 +11,10 @@ import torch
 
 import pagedkv
 from pagedkv.__main__ import main
-from pagedkv.bench.gpu import decode, expected, peers
+from pagedkv.bench.gpu import decode, peers
 from pagedkv.bench.gpu.peers import FIRST, SUBJECTS, Problem
 from pagedkv.bench.gpu.workloads import Cell, HostProblem
 from pagedkv.bench.reasons import Refused, reason
-from pagedkv.bench.waves import Model
-from pagedkv.cuda.plans import split
-from pagedkv.kernels.split.config import SplitConfig
-from pagedkv.kernels.split.shape import TensorShape
-from pagedkv.validation.attention import attention_call
 
 from ...support.device_fakes import InterfaceArray, recording
 from ...support.strategies import long
@@ -71,49 +65,6 @@ def test_everyone_the_read_and_the_copy_take_turns():
     turns = [name for name in gpu.trace if name in ("read", "copy", "a", "b")]
     assert turns[-14:-2] == ["read", "copy", "a", "b"] * 3
     assert turns[-2:] == ["a", "b"]  # looked at once more
-
-
-def test_work_is_said_of_kernels_whose_splits_are_known():
-    cell = Cell("x", (300, 0, 2047), 16, 2, 128)  # 2, 0 and 8 splits
-    (row,) = measured(FakeGpu(), {FIRST: taking(1.0)}, cell).values()
-    config = SplitConfig(128, 8, 16, "float16", "float16")
-    thread_blocks = 2 * sum(-(-n // config.split_size(n, cell.num_kv_heads)) for n in cell.seq_lens)
-    assert row["thread blocks"] == thread_blocks == 20
-    assert row["waves"] == thread_blocks / (FakeGpu.num_multiprocessors * TensorShape(config).min_blocks)
-    assert row["expected share"] is None  # of an H100, and of equal lengths
-    (row,) = measured(FakeGpu(), {"peer": taking(1.0)}, cell).values()
-    assert (row["thread blocks"], row["waves"], row["expected share"]) == (None, None, None)
-
-
-def test_the_share_that_the_model_expects_stands_beside_the_measured_one():
-    gpu, cell = FakeGpu(), Cell("x", (2048,) * 4, 16, 2, 128)
-    gpu.num_multiprocessors = 132
-    (row,) = measured(gpu, {FIRST: taking(1.0)}, cell).values()
-    model = Model(SplitConfig(128, 8, 16, "float16", "float16"), 2, 4, 2048)
-    assert (row["thread blocks"], row["waves"]) == (
-        model.thread_blocks,
-        pytest.approx(model.thread_blocks / model.wave_size),
-    )
-    assert row["expected share"] == model.share
-    (ragged,) = measured(gpu, {FIRST: taking(1.0)}, Cell("x", (2048, 7), 16, 2, 128)).values()
-    assert ragged["expected share"] is None
-
-
-@pytest.mark.parametrize("name", peers.SPLIT)
-def test_the_kernel_whose_work_is_said_is_the_one_that_runs(name):
-    for cell in (CELL, FP8):
-        problem = build_call(cell, name)
-        assert expected.config_of(cell, (9, 0)) == split.split_config(problem, capability=(9, 0))
-
-
-def build_call(cell, name):
-    """The call of a cell, on the host."""
-    host = HostProblem(cell)
-    given = dict.fromkeys(inspect.signature(pagedkv.decode_attention).parameters)
-    given |= {"q": host.q, "block_tables": host.block_tables, "seq_lens": host.seq_lens, "return_lse": False}
-    k, v = host.kv if name == FIRST else host.kv.transpose(0, 1, 3, 2, 4).copy()
-    given |= {"k_cache": k, "v_cache": v, "layout": name.split()[1], "kv_dtype": cell.kv_dtype}
-    return attention_call(given | {"kernel": "split", "backend": "emulator"})
 
 
 def wrong(problem):
@@ -389,7 +340,7 @@ def test_command_line_without_a_gpu(monkeypatch, capsys, what):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "there is no GPU here" in captured.err
-    assert "bench static" in captured.err
+    assert "bench cpu" in captured.err
 
 
 @pytest.mark.parametrize("wrong", [["--only", "foo"], ["--subjects", "foo"]])

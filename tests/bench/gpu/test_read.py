@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from pagedkv.bench.gpu.read import num_sums, read
-from pagedkv.bench.static.sass import code_of, loads_of
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.compiler.occupancy import occupancy
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.kernels.read import BLOCK_BYTES, NUM_THREADS, ReadConfig, make_read
+
+from ...machine_code.sass import code_of, loads_of
 
 SECTOR_BYTES = 32
 

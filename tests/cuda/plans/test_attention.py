@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.bench.launch import RecordingDevice
 from pagedkv.cuda.plans import attention
 from pagedkv.kernels.paged.config import PARTITION_SIZE
 from pagedkv.validation.attention import attention_call
 
-from ...support.device_fakes import without_code
+from ...support.device_fakes import RecordingDevice, without_code
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv.bench.launch import RecordingDevice
 
-from ...support.device_fakes import fake_torch, recording
+from ...support.device_fakes import RecordingDevice, fake_torch, recording
 from .device_calls import HQ, B, D, decode
 
 pytestmark = pytest.mark.usefixtures("nothing_planned")

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 
 import pagedkv
 from pagedkv import reference
-from pagedkv.bench.static.sass import code_of
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import blocks
@@ -18,6 +17,7 @@ from pagedkv.kernels.blocks.write_kv import WriteConfig, make_write_kv
 from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import write_call
 
+from ...machine_code.sass import code_of
 from ...support.bits import bits
 from ...support.devices import emulator
 from ...support.problems import FLOATS

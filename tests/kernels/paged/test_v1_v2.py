@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.bench.launch import RecordingDevice
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import attention
 from pagedkv.kernels.paged.attention import make_v1, make_v2, static_shared_bytes
 from pagedkv.kernels.paged.reduction import ReductionConfig, make_v2_reduce
 
-from ...support.device_fakes import without_code
+from ...support.device_fakes import RecordingDevice, without_code
 from ...support.devices import emulator
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import long

@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 
-from pagedkv.bench.static.sass import code_of, products_of
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.compiler.occupancy import occupancy, shared_kib
 from pagedkv.kernels.prefill.config import CoresConfig, TensorConfig
@@ -17,6 +16,7 @@ from pagedkv.kernels.prefill.tensor_cores.split.kernel import make_prefill_split
 from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
+from ...machine_code.sass import code_of, products_of
 from ...support.strategies import long
 
 CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]

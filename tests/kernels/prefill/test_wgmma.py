@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.bench.static.sass import code_of, moves_between, products_of
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.compiler.occupancy import occupancy
 from pagedkv.cuda.bad_entries import raise_if_failed
@@ -17,6 +16,7 @@ from pagedkv.kernels.prefill.config import TensorConfig
 from pagedkv.kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, WgmmaShape
 
+from ...machine_code.sass import code_of, moves_between, products_of
 from ...support.devices import emulator
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long, own_parity

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.bench.launch import RecordingDevice
-from pagedkv.bench.static.sass import code_of, loop_of
 from pagedkv.buckets import bucket
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.plans import split
@@ -29,7 +27,8 @@ from pagedkv.kernels.split.limits import row_shape, tensor_shape
 from pagedkv.kernels.split.shape import TensorShape
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
-from ...support.device_fakes import without_code
+from ...machine_code.sass import code_of, loop_of
+from ...support.device_fakes import RecordingDevice, without_code
 from ...support.problems import build
 from ...support.strategies import long
 from ..decode_cases import MANY_HEADS, TENSOR, Variant, checked_call
@@ -185,6 +184,17 @@ def test_splits_cover_a_sequence_and_never_outnumber_the_grid(group_size, kind, 
         assert size % SPLIT_UNIT == 0
         most = max(most, -(-n // size))
         assert most <= config.most_splits(n, num_kv_heads) <= MOST_SPLITS
+
+
+def test_splits_keep_half_of_a_large_gpu_busy_where_there_is_work():
+    """Work is enough tokens: in splits of the shortest length they would be on half of 132 multiprocessors."""
+    lengths = [length + more for length in (512, 2048, 4096, 8192, 32768, 131071) for more in (-1, 0, 1)]
+    for kind, group_size in product(("float16", "fp8_e4m3"), (1, 4, 8)):
+        config = SplitConfig(128, group_size, 16, "float16", kind)
+        for num_kv_heads, num_seqs, seq_len in product((1, 2, 4, 8), (1, 2, 8, 64), lengths):
+            heads = num_kv_heads * num_seqs
+            if 2 * heads * -(-seq_len // SHORTEST_SPLIT) >= 132:
+                assert 2 * heads * -(-seq_len // config.split_size(seq_len, num_kv_heads)) >= 132
 
 
 @pytest.mark.parametrize("group_size", [1, 4, 8, 16, 64])

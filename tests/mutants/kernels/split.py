@@ -270,7 +270,7 @@ MUTANTS = [
         SUMS,
         "(upper * 3)",
         "(upper << 1)",
-        ("tests/bench/static/test_run.py::test_split_is_within_its_targets",),
+        ("tests/machine_code/test_run.py::test_split_is_within_its_targets",),
     ),
     Mutant(
         "split: ptxas does not know the number of the warp to be uniform",

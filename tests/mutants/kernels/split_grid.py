@@ -21,9 +21,7 @@ FULL = (BOUND + "D256-G12-P16-float32-bfloat16]",)
 SIDE_BY_SIDE = (BOUND + "D64-G71-P1-float16-fp8_e4m3-modified]",)
 STRIDED = (SPLIT + "test_k_and_v_have_strides_of_their_own[emulator-tensor cores]",)
 
-WAVES = (
-    "tests/bench/test_waves.py::test_no_cell_with_work_for_half_of_the_multiprocessors_leaves_more_than_half_idle",
-)
+IDLE = ("tests/kernels/split/test_split_plan.py::test_splits_keep_half_of_a_large_gpu_busy_where_there_is_work",)
 PARTIALS = ("tests/kernels/split/test_split_plan.py::test_partial_results_stay_small_beside_keys_and_values",)
 CHECK = (SPLIT + "test_a_check_before_the_loop_changes_no_bits[128-16]",)
 AS_THE_HOST = (SPLIT + "test_a_sequence_leaves_as_many_partial_results_as_the_host_says[800-64]",)
@@ -215,15 +213,8 @@ MUTANTS = [
         "kernels/split/config.py",
         "FULL_GRID = 128 ",
         "FULL_GRID = 64 ",
-        WAVES,
+        IDLE,
         ci=True,
-    ),
-    Mutant(
-        "split: half as many reads of the merge are in flight",
-        "kernels/split/config.py",
-        "MERGE_LOADS = 16\n",
-        "MERGE_LOADS = 8\n",
-        ("tests/bench/test_waves.py::test_the_merge_of_64_splits_takes_less_than_4_microseconds",),
     ),
     Mutant(
         "split: short splits have partial results twice as large",

@@ -14,16 +14,16 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ...cuda.plans.plan import WGMMA as PAGEDKV_WGMMA
-from ...kernels.prefill.config import TensorConfig
-from ...kernels.prefill.limits import can_split
-from ...kernels.prefill.tensor_cores.split.shape import SplitShape
-from ...kernels.prefill.tensor_cores.tile import TileShape
-from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape
-from ...kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits
-from ...layouts import FP8_KINDS, cache_shapes, storage_dtype
-from ...operations import attention, caches
-from ...typing import KvDtype, Layout
+from pagedkv.cuda.plans.plan import WGMMA as PAGEDKV_WGMMA
+from pagedkv.kernels.prefill.config import TensorConfig
+from pagedkv.kernels.prefill.limits import can_split
+from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
+from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
+from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape
+from pagedkv.kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits
+from pagedkv.layouts import FP8_KINDS, cache_shapes, storage_dtype
+from pagedkv.operations import attention, caches
+from pagedkv.typing import KvDtype, Layout
 
 # Sizes of the runs on the emulator.
 NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV heads

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pagedkv.bench.static.sass import Loads, code_of, copies_of, loads_of, loop_of, moves_between, products_of
 from pagedkv.compiler.link import link
 
-from ...emulator.machine import wgmma_kernels as W
+from ..emulator.machine import wgmma_kernels as W
+from .sass import Loads, code_of, copies_of, loads_of, loop_of, moves_between, products_of
 
 PTX = """
 .version 8.0

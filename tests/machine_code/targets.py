@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ...layouts import FP8_KINDS
-from ..report import Row
+from pagedkv.bench.report import Row
+from pagedkv.layouts import FP8_KINDS
+
 from .variants import SHORT, WGMMA
 
 
@@ -37,7 +38,6 @@ def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, in
         ("split: KV in flight KiB", usual, "KV in flight KiB", 64, -1),
         ("split: partials", usual, "partials", 0.04, 1),
         ("split: short splits, partials", short, "partials", 0.13, 1),
-        ("split: compile s", split, "compile s", 5.0, 1),
     ]
 
 
@@ -59,7 +59,7 @@ def _prefill_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, 
     more = [row | {"more other/mma": row["other/mma"] - half[row["D"]]} for row in counted]
     result.append(("prefill: other instructions per mma, fp8, more", more, "more other/mma", 0.6, 1))
     result += [(f"prefill: {name}", of_9_0, name, 1.01, 1) for name in ("wavefronts", "KV sectors")]
-    return [*result, ("prefill: compile s", of_9_0, "compile s", 5.0, 1), *_few_rows_targets(rows)]
+    return [*result, *_few_rows_targets(rows)]
 
 
 def _is_plain(row: Row) -> bool:
@@ -81,7 +81,6 @@ def _few_rows_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float,
         ("prefill_split: loop, D 64 and 128", of_32, "loop instr/512B", 18.0, 1),
         *((f"prefill_split: {name}", of_9_0, name, 1.01, 1) for name in ("wavefronts", "KV sectors")),
         ("prefill_split: partials", of_9_0, "partials", 0.13, 1),
-        ("prefill_split: compile s", of_9_0, "compile s", 5.0, 1),
     ]
 
 
@@ -90,7 +89,7 @@ def _wgmma_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, in
     all_ = [row for row in rows if row["kernel"] == WGMMA]
     plain = [row for row in all_ if row["case"] == "-"]
     result = [(f"wgmma: {name}", all_, name, 0.0, 1) for name in ("spill B", "stack B", "moves")]
-    limits = (("other/tile", 480.0), ("wavefronts", 1.01), ("KV sectors", 1.01), ("compile s", 5.0))
+    limits = (("other/tile", 480.0), ("wavefronts", 1.01), ("KV sectors", 1.01))
     return result + [(f"wgmma: {name}", plain, name, limit, 1) for name, limit in limits]
 
 
@@ -105,16 +104,7 @@ def targets(rows: list[Row]) -> list[Row]:
     wanted = [(name, grid, name, float(limit), 1) for name, limit in most.items()]
     wanted += [("K load B", grid, "K load B", 16, -1), *_split_targets(rows), *_prefill_targets(rows)]
     wanted += _wgmma_targets(rows)
-    wanted += [("external", rows, "external", 0, 1), ("disk ms", rows, "disk ms", 30.0, 1)]
-    wanted += [
-        (
-            "compile s",
-            [row for row in rows if row["kernel"] not in ("split", "prefill", "prefill_split", WGMMA)],
-            "compile s",
-            3.0,
-            1,
-        )
-    ]
+    wanted.append(("external", rows, "external", 0, 1))
     result = []
     for label, among, name, limit, sign in wanted:
         having = [row for row in among if row.get(name) is not None]

@@ -6,10 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from pagedkv.bench.emulated import emulated_on
-from pagedkv.bench.static.run import CAPABILITIES
-from pagedkv.bench.static.variants import NUM_HEADS, WGMMA, WORK, Variant, variants
 from pagedkv.cuda.plans import prefill
+
+from .__main__ import CAPABILITIES
+from .measure import emulated_on
+from .variants import NUM_HEADS, WGMMA, WORK, Variant, variants
 
 
 def test_variants_are_different_and_cover_the_grid():

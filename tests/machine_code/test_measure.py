@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pagedkv.bench.static.measure import _Device, measure
-from pagedkv.bench.static.variants import WORK, Variant
+from .measure import _Device, measure
+from .variants import WORK, Variant
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from pagedkv.bench.static.variants import WORK, Variant
     ids=["G24-fp8-D64-P1", "G48-float16-D256-P16"],
 )
 def test_many_query_heads_ask_for_each_row_once(variant):
-    row = measure(variant, (9, 0), 1)
+    row = measure(variant, (9, 0))
     assert row["spill B"] == row["stack B"] == 0
     assert row["KV sectors"] <= 1.01
     assert row["KV in flight KiB"] >= 64

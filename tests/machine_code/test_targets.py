@@ -1,6 +1,6 @@
 """Targets: which rows each of them is about, and the worst of these."""
 
-from pagedkv.bench.static.targets import targets
+from .targets import targets
 
 
 def test_a_target_that_is_missed_is_named():

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-FIGURES = Path(__file__).parents[3] / "docs" / "figures"
-BEFORE = Path(__file__).with_name("counts-2026-11-21.csv")
+RECORD, BEFORE = (Path(__file__).with_name(name) for name in ("record.json", "counts-2026-11-21.csv"))
 KEY = ("kernel", "kind", "kv", "D", "G", "P", "case", "cc")
 AGAIN = ", again"
 TOLERANCE = 1.02
@@ -104,7 +103,7 @@ def counts_before():
 
 def counts_now():
     """The same of the record."""
-    rows = json.loads(max(FIGURES.glob("static-*.json")).read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(RECORD.read_text(encoding="utf-8"))["rows"]
     counted = [row | {"kind": row.get("q", row.get("of"))} for row in rows if "kernel" in row]
     return {tuple(str(row.get(name, "")) for name in KEY): row for row in counted}
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import process_time
 from typing import Any
 from unittest.mock import patch
 
-from ...compiler import compile as compiling
-from ...compiler import link as linking
-from ...compiler.occupancy import occupancy
-from ...compiler.ptx import Capability, external_functions
-from ...emulator import BufferTraffic, EmulatorDevice, LaunchStats
-from ...kernels.device.elements import ELEMENT_BITS
-from ...kernels.device.source import forget_functions
-from ..emulated import emulated_on
-from ..report import Row, median
+from pagedkv import backends
+from pagedkv.bench.report import Row
+from pagedkv.compiler.compile import CompiledKernel
+from pagedkv.compiler.occupancy import occupancy
+from pagedkv.compiler.ptx import Capability, external_functions
+from pagedkv.cuda.backend import KernelBackend
+from pagedkv.emulator import BufferTraffic, EmulatorDevice, LaunchStats
+from pagedkv.kernels.device.elements import ELEMENT_BITS
+
 from .sass import code_of, copies_of, loads_of, loop_of, moves_between, products_of
 from .variants import WGMMA, WORK, Variant, Work
 
@@ -36,7 +35,7 @@ class _Device(EmulatorDevice):
     def __init__(self, capability: Capability) -> None:
         super().__init__(race=False, init_check=False, stats=True)
         self.capability = capability
-        self.noted: list[tuple[compiling.CompiledKernel, int]] = []
+        self.noted: list[tuple[CompiledKernel, int]] = []
 
     def address(self, name: str, array: Any, *, aligned: bool = True) -> int:
         return super().address(name, array, aligned=aligned)
@@ -50,47 +49,21 @@ class _Device(EmulatorDevice):
 
 
 @contextmanager
-def _timed(module: Any, name: str) -> Iterator[list[tuple[tuple[Any, ...], float]]]:
-    """Collect arguments and processor seconds of a function's calls."""
-    function, calls = getattr(module, name), []
-
-    def timed(*args: Any) -> Any:
-        start = process_time()
-        result = function(*args)
-        calls.append((args, process_time() - start))
-        return result
-
-    with patch.object(module, name, timed):
-        yield calls
+def emulated_on(make: Callable[[], EmulatorDevice]) -> Iterator[None]:
+    """Run each call for the emulator on the device that ``make()`` returns."""
+    with patch.dict(backends._backends, emulator=KernelBackend(lambda placement: make())):
+        yield
 
 
-def measure(variant: Variant, capability: Capability, repeats: int = 9, *, cold: bool = False) -> Row:
-    """Count one kernel for one compute capability; returns a row.
-
-    Parameters
-    ----------
-    variant : Variant
-    capability : tuple of int
-    repeats : int
-        Timed loads from disk.
-    cold : bool
-        Time the compilation, for 9.0, as that of the first kernel: with no device function of another one.
-    """
+def measure(variant: Variant, capability: Capability) -> Row:
+    """Count one kernel for one compute capability; returns a row."""
     work, entry = WORK[variant.kernel](variant), f"pagedkv_{variant.kernel}"
     device = _Device(capability)
-    is_timed = cold and capability == COUNTED
-    if is_timed:
-        forget_functions()
-    with (
-        _timed(compiling, "_compile") as compiled,
-        _timed(linking, "link") as linked,
-        emulated_on(lambda: device),
-    ):
+    with emulated_on(lambda: device):
         work.call()
-        at = next(i for i, (kernel, _) in enumerate(device.noted) if kernel.entry == entry)
-        kernel, dynamic = device.noted[at]
-        resources = kernel.linked.resources()
-    seconds = [time for args, time in compiled if args[-1] == entry] + [time for _, time in linked]
+    at = next(i for i, (kernel, _) in enumerate(device.noted) if kernel.entry == entry)
+    kernel, dynamic = device.noted[at]
+    resources = kernel.linked.resources()
     static, warps = resources.shared_bytes, kernel.num_threads // 32
     blocks, limit = _occupancy(kernel, resources.registers, static + dynamic)
     code = code_of(kernel.cubin, entry)
@@ -135,11 +108,10 @@ def measure(variant: Variant, capability: Capability, repeats: int = 9, *, cold:
         copied = 32 * ELEMENT_BITS[variant.kv_kind]  # bytes: 8 elements for each lane
         row["loop instr/512B"] = loop and loop.instructions * UNIT_BYTES / (copied * loop.copies)
         row["partials"] = stats and _partials(stats) / work.read["KV"][1]
-    row["compile s"] = sum(seconds) if is_timed and compiled and linked else None
-    return row | {"disk ms": _milliseconds_from_disk(kernel, repeats)}
+    return row
 
 
-def _occupancy(kernel: compiling.CompiledKernel, registers: int, shared_bytes: int) -> tuple[int, str]:
+def _occupancy(kernel: CompiledKernel, registers: int, shared_bytes: int) -> tuple[int, str]:
     """Resident thread blocks of a multiprocessor, and what limits them."""
     capability, num_threads = kernel.capability, kernel.num_threads
     alone = {
@@ -200,16 +172,3 @@ def _counts(stats: LaunchStats | None, work: Work) -> Row:
 
 def _sectors(stats: LaunchStats, buffers: tuple[str, ...], which: str) -> int:
     return sum(getattr(stats.buffers.get(name, BufferTraffic()), which) for name in buffers)
-
-
-def _milliseconds_from_disk(kernel: compiling.CompiledKernel, repeats: int) -> float | None:
-    """Processor time to load PTX and machine code; None for a kernel that is never kept on disk."""
-    key = next(key for key, value in compiling._load_or_compile.made.items() if value is kernel)
-    if getattr(key[1], "score_mod", None) is not None:
-        return None
-    times = []
-    for _ in range(repeats):
-        start = process_time()
-        compiling._load_or_compile.make(*key).linked  # noqa: B018
-        times.append((process_time() - start) * 1000)
-    return median(times)
