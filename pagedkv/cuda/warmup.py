@@ -10,9 +10,7 @@ import numpy as np
 from ..arrays import Array
 from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, WriteCall
 from ..compiler.compile import Capability, CompiledKernel
-from ..validation import require
 from . import driver
-from .gpu import FIRST_CAPABILITY
 from .plans.attention import decode_attention
 from .plans.blocks import copy_blocks, gather_kv, write_kv
 from .plans.merge import merge_states
@@ -51,7 +49,7 @@ def compile_ahead(
     copy: CopyCall,
     merge: MergeCall | None,
     rotary: RotaryCall | None,
-    capabilities: Any,
+    capabilities: Sequence[Capability] | None,
 ) -> list[str]:
     """Compile and link what calls like these launch.
 
@@ -69,13 +67,11 @@ def compile_ahead(
 
     Raises
     ------
-    TypeError, ValueError
-        `capabilities` are not pairs of ints, or name one that kernels do not run on.
     BackendUnavailableError
         There is no compiler; `capabilities` is None, and there is no GPU.
     """
     names = []
-    for capability in sorted(set(driver.capabilities())) if capabilities is None else _pairs(capabilities):
+    for capability in sorted(set(driver.capabilities())) if capabilities is None else capabilities:
         device: Any = _Compiler(capability)
         for call in decodes:
             decode_attention(device, call, call.q.copy(), None)
@@ -95,16 +91,3 @@ def compile_ahead(
             compiled.linked  # noqa: B018
             names.append(f"{compiled.name} for {capability[0]}.{capability[1]}")
     return names
-
-
-def _pairs(capabilities: Any) -> list[Capability]:
-    """The capabilities that a caller has given, as pairs of ints."""
-    pairs = list(capabilities) if isinstance(capabilities, (list, tuple)) else []
-    if not pairs or not all(isinstance(x, (list, tuple)) and len(x) == 2 for x in pairs):
-        raise TypeError(f"capabilities must be a sequence of (major, minor), such as [(9, 0)], got {capabilities!r}")
-    first = FIRST_CAPABILITY
-    asked = [(require.integer("capabilities", x), require.integer("capabilities", y)) for x, y in pairs]
-    for pair in asked:
-        if pair < first or pair[1] < 0:
-            raise ValueError(f"capabilities must be {first} (Ampere) or newer, which kernels need, got {pair}")
-    return asked

@@ -1,22 +1,14 @@
 """Runs PTX from numba-cuda on NumPy memory, and checks every access and every synchronisation."""
 
 from .device import EmulatorDevice
-from .errors import (
-    EmulatorError,
-    KernelFault,
-    MemoryFault,
-    RaceFault,
-    SourceLine,
-    SyncFault,
-    TrapFault,
-    UnsupportedInstructionError,
-)
+from .errors import EmulatorError, SourceLine, UnsupportedInstructionError
 from .machine.launch import Device
 from .run import run
+from .state.faults import KernelFault, MemoryFault, RaceFault, SyncFault, TrapFault
 from .state.footprint import Footprint
 from .state.memory import Buffer
 from .state.stats import BufferTraffic, LaunchStats
-from .state.tracing.warp_trace import Step, Warp, WarpAccess, WarpTrace
+from .state.warp_trace import Step, Warp, WarpAccess, WarpTrace
 from .translation.entry import Entry, Module
 
 __all__ = [

@@ -16,7 +16,7 @@ from .ptx.types import GLOBAL_BASE
 from .state.host_array import HostArray
 from .state.memory import GUARD, INITIALISED, UNALLOCATED, Buffer, extent
 from .state.stats import LaunchStats
-from .state.tracing.warp_trace import Warp, must_be_warp
+from .state.warp_trace import Warp, must_be_warp
 from .translation.entry import Entry, Module
 
 

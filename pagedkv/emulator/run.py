@@ -12,7 +12,7 @@ from .device import EmulatorDevice
 from .errors import EmulatorError
 from .machine.launch import dims
 from .state.stats import LaunchStats
-from .state.tracing.warp_trace import Warp, must_be_warp
+from .state.warp_trace import Warp, must_be_warp
 
 
 class _Kernel(NamedTuple):

@@ -150,4 +150,21 @@ def warmup(
         writes.append(write_call(written | tables))
     from ..cuda.warmup import compile_ahead
 
-    return compile_ahead(decodes, prefills, writes, gather, copy, merge, rotary, capabilities)
+    asked = None if capabilities is None else _capabilities(capabilities)
+    return compile_ahead(decodes, prefills, writes, gather, copy, merge, rotary, asked)
+
+
+def _capabilities(given: Any) -> list[tuple[int, int]]:
+    """The compute capabilities that a caller names, as pairs of ints."""
+    from ..cuda.gpu import FIRST_CAPABILITY
+
+    pairs = list(given) if isinstance(given, (list, tuple)) else []
+    if not pairs or not all(isinstance(x, (list, tuple)) and len(x) == 2 for x in pairs):
+        raise TypeError(f"capabilities must be a sequence of (major, minor), such as [(9, 0)], got {given!r}")
+    asked = [(require.integer("capabilities", x), require.integer("capabilities", y)) for x, y in pairs]
+    for pair in asked:
+        if pair < FIRST_CAPABILITY or pair[1] < 0:
+            raise ValueError(
+                f"capabilities must be {FIRST_CAPABILITY} (Ampere) or newer, which kernels need, got {pair}"
+            )
+    return asked

@@ -20,7 +20,7 @@ LARGE = ("tests/emulator/test_device.py::test_a_large_array_takes_memory_only_fo
 HOST = ("tests/emulator/state/test_host_array.py",)
 SIZES = ("tests/emulator/machine/test_launch.py::test_sizes_that_no_launch_has",)
 PRINT = ("tests/emulator/machine/test_printing.py",)
-TRACER = "tests/emulator/state/tracing/test_tracer.py::"
+TRACER = "tests/emulator/machine/test_tracer.py::"
 
 ORDER, CLOCKS, DETECTORS = ("emulator/state/order.py", "emulator/state/clocks.py", "emulator/state/races.py")
 UNORDERED = "emulator/state/unordered.py"
@@ -327,7 +327,7 @@ MUTANTS = [
     ),
     Mutant(
         "emulator: a traced warp is counted in the batch",
-        "emulator/state/tracing/tracer.py",
+        "emulator/machine/tracer.py",
         "np.flatnonzero((frame.cta == cta) &",
         "np.flatnonzero((frame.cta_slot == cta) &",
         (TRACER + "test_whatever_batch_has_the_thread_block",),

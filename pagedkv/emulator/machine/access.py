@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..errors import MemoryFault, RaceFault
 from ..ptx.types import GLOBAL_BASE, LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
+from ..state.faults import MemoryFault, RaceFault
 from ..state.footprint import FootprintRecorder
 from ..state.frame import Frame, Mask
 from ..state.memory import ByteSpace, Memory
@@ -16,9 +16,9 @@ from ..state.operands import OperandsInFlight
 from ..state.order import Order
 from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import StatsRecorder
-from ..state.tracing.tracer import Tracer
 from ..translation.mem_op import MemOp
 from .copies import Copies
+from .tracer import Tracer
 
 Offsets = tuple[np.ndarray | None, np.ndarray | None]  # byte offsets of the active lanes, and their numbers
 

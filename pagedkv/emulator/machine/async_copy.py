@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import RaceFault
 from ..ptx.instruction import Instruction
 from ..ptx.types import GLOBAL_BASE
+from ..state.faults import RaceFault
 from ..state.frame import Frame, Mask
 from ..state.memory import INITIALISED, PENDING
 from ..state.races import GlobalRaces

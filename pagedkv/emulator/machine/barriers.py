@@ -7,9 +7,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from ..errors import SyncFault
 from ..ptx.instruction import Instruction
 from ..ptx.program import Block
+from ..state.faults import SyncFault
 from ..state.frame import WARP_SIZE, Frame
 from ..state.order import Arrival, Order
 

@@ -9,23 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import EmulatorError, KernelFault
+from ..errors import EmulatorError
 from ..ptx.parse import Param
 from ..ptx.types import SIZE
+from ..state.faults import KernelFault
 from ..state.footprint import FootprintRecorder
 from ..state.frame import Frame
 from ..state.memory import Buffer, Memory
 from ..state.order import Order
 from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import LaunchStats, StatsRecorder
-from ..state.tracing.tracer import Tracer
-from ..state.tracing.warp_trace import Warp, must_be_warp
+from ..state.warp_trace import Warp, must_be_warp
 from ..translation.entry import Entry
 from ..translation.mem_op import MemOp
 from ..translation.scope import Scope
 from .access import Access, TracedAccess
 from .namespace import FUNCTIONS, operations
 from .schedule import Scheduler
+from .tracer import Tracer
 from .warp_barriers import WarpBarriers
 from .warpgroup import WarpgroupOps
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import SyncFault
 from ..ptx.instruction import Instruction
+from ..state.faults import SyncFault
 from ..state.frame import Frame, Mask
 from ..translation.mem_op import MemOp
 from .access import Access

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MemoryFault
 from ..ptx.instruction import Instruction
 from ..ptx.types import GLOBAL_BASE, VIEW_DTYPE
+from ..state.faults import MemoryFault
 from ..state.frame import Mask
 from ..state.memory import INITIALISED
 from ..translation.mem_op import MemOp

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import KernelFault, SyncFault, TrapFault
 from ..ptx.instruction import Instruction
+from ..state.faults import KernelFault, SyncFault, TrapFault
 from ..state.frame import Frame, Mask
 from ..state.order import Order
 from ..state.stats import StatsRecorder

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import SyncFault
 from ..ptx.instruction import Instruction
+from ..state.faults import SyncFault
 from ..state.frame import Frame, Mask
 
 U32 = np.uint32

@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..errors import MemoryFault, RaceFault, SyncFault, UnsupportedInstructionError
+from ..errors import UnsupportedInstructionError
 from ..ptx.instruction import Instruction
+from ..state.faults import MemoryFault, RaceFault, SyncFault
 from ..state.frame import WARP_SIZE, Frame, Mask
 from ..state.operands import Operands, OperandsInFlight
 from ..state.order import Order

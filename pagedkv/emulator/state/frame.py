@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..errors import Coordinates, EmulatorError, KernelFault
+from ..errors import Coordinates, EmulatorError
 from ..ptx.instruction import Instruction
 from ..ptx.program import Program, SharedLayout
 from ..ptx.types import GLOBAL_BASE, VIEW_DTYPE
 from ..translation.scope import Scope
+from .faults import KernelFault
 from .memory import UNALLOCATED, ByteSpace, Memory
 
 WARP_SIZE = 32

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import RaceFault
 from ..translation.mem_op import MemOp
+from .faults import RaceFault
 from .frame import Frame
 
 CHUNK_SHIFT = 4  # wgmma reads whole chunks of 16 bytes, and no store is wider

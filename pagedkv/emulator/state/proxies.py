@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import RaceFault
 from ..translation.mem_op import MemOp
+from .faults import RaceFault
 from .frame import Frame, Mask
 from .order import TIME, Order
 from .races import UNFENCED, SharedRaces

@@ -16,8 +16,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from ..errors import RaceFault
 from ..translation.mem_op import MemOp
+from .faults import RaceFault
 from .frame import WARP_SIZE, Frame
 from .memory import sparse_zeros
 from .order import LANE, TIME, Flags, Order

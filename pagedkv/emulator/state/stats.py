@@ -10,7 +10,7 @@ from ..ptx.instruction import Instruction
 from ..ptx.program import Program
 from .footprint import Footprint
 from .memory import Memory, sparse_zeros
-from .tracing.warp_trace import WarpTrace
+from .warp_trace import WarpTrace
 
 _HEADS_OF_CLASS = {
     "fma": "fma",

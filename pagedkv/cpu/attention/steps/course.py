@@ -6,13 +6,28 @@ heads of each, and the tokens of each head.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from .code import INT64, Code, Value
 from .rows import Rows
 
-if TYPE_CHECKING:
-    from .sweep import Sweep
+
+class Sweep(NamedTuple):
+    """What the steps of a tile read, and in which order: the last arguments of both sweeps. Offsets are in bytes."""
+
+    rows: Any  # the address of the addresses of the tile's rows in KV head 0
+    offset: Any  # from there to the item's first KV head
+    head_stride: Any  # from a KV head to the next one
+    next_rows: Any  # the same of the tile that is read next; after the last one, any rows that may be prefetched
+    next_offset: Any
+    next_head_stride: Any
+    count: Any  # tokens of the tile
+    num_heads: Any  # KV heads of the item
+    num_groups: Any  # of query rows, for each KV head
+    head_dim: Any
+    run_steps: Any  # of a head before the next head's: those of a block if its tokens lie side by side, else 1
+    tile: Any  # room for the widened rows of two steps
+    tile_rows: Any  # the address of their addresses
 
 
 class Place(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .code import ELEMENT_BYTES, INT64, Code, Value, step
-from .course import Course, Place
+from .course import Course, Place, Sweep
 from .dots import dots, keys_at_once
 from .machine import prefetches_into_l1
 from .rows import Ahead, Rows
@@ -23,24 +23,6 @@ L1_BYTES = 48 * 1024  # of processors that prefetch into it
 # Bytes from what a step reads to what it prefetches into L2. Less one, which is a step less: as many steps as there are
 # KV heads lead to the same head's later rows, in NHD often 4 KiB apart, which drive those that are read out of L1.
 L2_REACH = 32 * 1024 - 1
-
-
-class Sweep(NamedTuple):
-    """What the steps of a tile read, and in which order: the last arguments of both sweeps. Offsets are in bytes."""
-
-    rows: Any  # the address of the addresses of the tile's rows in KV head 0
-    offset: Any  # from there to the item's first KV head
-    head_stride: Any  # from a KV head to the next one
-    next_rows: Any  # the same of the tile that is read next; after the last one, any rows that may be prefetched
-    next_offset: Any
-    next_head_stride: Any
-    count: Any  # tokens of the tile
-    num_heads: Any  # KV heads of the item
-    num_groups: Any  # of query rows, for each KV head
-    head_dim: Any
-    run_steps: Any  # of a head before the next head's: those of a block if its tokens lie side by side, else 1
-    tile: Any  # room for the widened rows of two steps
-    tile_rows: Any  # the address of their addresses
 
 
 class Form(NamedTuple):

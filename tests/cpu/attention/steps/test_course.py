@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from pagedkv.cpu.attention.steps.code import INT64, step
-from pagedkv.cpu.attention.steps.course import Course, Place
+from pagedkv.cpu.attention.steps.course import Course, Place, Sweep
 from pagedkv.cpu.attention.steps.shapes import INT_BYTES, STEP
-from pagedkv.cpu.attention.steps.sweep import Sweep
 
 from .stepper import stepper, swept
 

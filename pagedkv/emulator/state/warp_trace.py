@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from operator import index
 from types import NoneType
 from typing import Any, NamedTuple, cast
@@ -12,10 +14,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import Coordinates, EmulatorError, SourceLine
-from .text import to_text
+from ..errors import Coordinates, EmulatorError, SourceLine
 
 MOST_LINES = 200  # that `print` shows
+_MANGLED = re.compile(r"\b_Z\w*?_(param_\d+)\b")  # numba's names of parameters fill lines
+_WIDTH = 32  # of an instruction, where it fits
 
 
 @dataclass(frozen=True)
@@ -255,10 +258,87 @@ class WarpTrace(Sequence[Step]):
         """
         if wrong := [lane for lane in lanes or () if not 0 <= lane < 32]:
             raise ValueError(f"lanes must be from 0 to 31, got {', '.join(map(str, wrong))}")
-        return to_text(self, lanes, max_lines)
+        shown = len(self) if max_lines is None else min(max_lines, len(self))
+        head = f"{self.kernel}: thread block {self.warp.coordinates}, warp {self.warp.warp}"
+        lines = [f"{head}, {_counted(len(self), 'step')}", *_Lines(self.arrays, lanes).of(islice(self, shown))]
+        if len(self) > shown:
+            lines.append(f"... {_counted(len(self) - shown, 'more step')}: to_text() shows all, select() fewer")
+        if self.dropped:
+            lines.append(f"... {_counted(self.dropped, 'step')} after max_steps={self.warp.max_steps} not recorded")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.to_text(max_lines=MOST_LINES)
 
     def __repr__(self) -> str:
         return f"<WarpTrace of {self.kernel}, {self.warp}: {len(self.steps)} steps>"
+
+
+class _Lines:
+    """How values are written: integers that point into an array as its name and a byte."""
+
+    def __init__(self, arrays: dict[str, range], lanes: Sequence[int] | None) -> None:
+        self.arrays, self.lanes = arrays, lanes
+
+    def of(self, steps: Iterator[Step]) -> Iterator[str]:
+        place: tuple[SourceLine, ...] | None = None
+        for step in steps:
+            if step.source != place:
+                place = step.source
+                yield _place(place)
+            yield self._step(step)
+
+    def _step(self, step: Step) -> str:
+        chosen = np.flatnonzero(step.active)
+        said = [] if step.active.all() else [f"({_runs(chosen)})"]
+        if self.lanes is not None:
+            chosen = chosen[np.isin(chosen, self.lanes)]
+        if len(chosen):
+            said += [f"{name} = {self._values(values[chosen])}" for name, values in step.registers.items()]
+        line = f"{step.line:6}  {_MANGLED.sub(lambda m: m[1], step.text):{_WIDTH}}  {'; '.join(said)}".rstrip()
+        return "\n        ".join([line, *map(_access, step.accesses)])
+
+    def _values(self, values: np.ndarray) -> str:
+        if (values == values[0]).all():
+            return self._value(values[0])
+        if self.lanes is None and len(values) > 4:
+            return f"{', '.join(map(self._value, values[:3]))} ... {self._value(values[-1])}"
+        return ", ".join(map(self._value, values))
+
+    def _value(self, value: np.generic) -> str:
+        if isinstance(value, np.integer):
+            for name, addresses in self.arrays.items():
+                if int(value) in addresses:
+                    return f"{name}+{int(value) - addresses.start}"
+        return str(value)
+
+
+def _place(source: tuple[SourceLine, ...]) -> str:
+    if not source or not source[0].line:  # the compiler's own
+        return "no Python line"
+    where = [f"{os.path.basename(line.file)}:{line.line}" for line in source]
+    called = "".join(f", called from {caller}" for caller in where[1:])
+    return f"{where[0]}: {source[0].text}{called}"
+
+
+def _runs(lanes: np.ndarray) -> str:
+    """Lane numbers, runs of them shortened."""
+    if not len(lanes):
+        return "no lane"
+    runs = np.split(lanes, np.flatnonzero(np.diff(lanes) != 1) + 1)
+    parts = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"lane{'s' if len(lanes) > 1 else ''} {','.join(parts)}"
+
+
+def _access(access: WarpAccess) -> str:
+    offsets = access.offsets[access.offsets >= 0]
+    words = f"{access.kind}s {access.array}, bytes {offsets.min()} to {offsets.max() + access.size - 1}"
+    if access.space == "global":
+        return f"{words} in {_counted(access.sectors, 'sector')}"
+    if access.space == "shared" and access.wavefronts > 1:
+        return f"{words} in {access.wavefronts} wavefronts"
+    return words
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -5,7 +5,7 @@ import pytest
 
 from pagedkv.emulator import Device, EmulatorDevice, EmulatorError, Module, RaceFault, Warp
 
-from ...ptx_harness import SHARED, kernel_text, launch_ptx
+from ..ptx_harness import SHARED, kernel_text, launch_ptx
 
 U32, F32 = np.uint32, np.float32
 X = np.arange(128, dtype=U32)

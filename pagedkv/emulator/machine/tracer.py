@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...errors import SourceLine
-from ...ptx.instruction import Instruction
-from ...ptx.program import Program
-from ...ptx.types import GLOBAL_BASE
-from ...translation.mem_op import MemOp
-from ..frame import Frame, Mask
-from ..memory import Buffer, Memory
-from .warp_trace import Step, Warp, WarpAccess, WarpTrace
+from ..errors import SourceLine
+from ..ptx.instruction import Instruction
+from ..ptx.program import Program
+from ..ptx.types import GLOBAL_BASE
+from ..state.frame import Frame, Mask
+from ..state.memory import Buffer, Memory
+from ..state.warp_trace import Step, Warp, WarpAccess, WarpTrace
+from ..translation.mem_op import MemOp
 
 DYNAMIC, LOCAL = "dynamic shared memory", "local memory"
 

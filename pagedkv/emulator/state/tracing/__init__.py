@@ -1,1 +1,0 @@
-"""What one warp did in a launch, and how it is recorded."""
