@@ -16,7 +16,7 @@ from types import ModuleType
 import numpy as np
 
 import pagedkv
-from sampling import Sampling
+from sampling import Sampling, require_finite
 from tokenizer import END
 from transformer import DenseAttention, PagedAttention, Transformer
 
@@ -117,12 +117,22 @@ class Engine:
         while step := self.scheduler.schedule():
             self._count(step)
             attend = PagedAttention(self.model_there, self.cache, step, self.backend)
-            logits = self.to_host(self.model_there.forward(step.tokens, attend, step.logits_indices))
-            tokens = []
-            for request, row in zip(step.sampled.tolist(), logits, strict=True):
+            # The last row of each sample, drawn from or not: if it is finite, so are the keys and values behind it.
+            logits = self.to_host(self.model_there.forward(step.tokens, attend, step.batch.query_starts[1:] - 1))
+            tokens, sampled = [], {*step.sampled.tolist()}
+            for request, row in zip(step.requests.tolist(), logits, strict=True):
                 sample = self.requests[request]
-                tokens.append(self.sampling.choose(row, self.draws[sample].random()))
-                sample.tokens.append(tokens[-1])
+                try:
+                    require_finite(row)
+                except FloatingPointError as error:
+                    sample.done = f"error: {error}"
+                    self.scheduler.abort(request)  # before the update, which lets others find what is computed
+                    tokens += [0] * (request in sampled)
+                    continue
+                if request in sampled:
+                    seen = [*sample.prompt, *sample.tokens]
+                    tokens.append(self.sampling.choose(row, self.draws[sample].random(), seen))
+                    sample.tokens.append(tokens[-1])
             for request, _, reason in self.scheduler.update(step, tokens):
                 sample = self.requests[request]
                 if len(sample.prompt) + len(sample.tokens) == self.model.context:
@@ -154,4 +164,7 @@ def dense_choices(model: Transformer, sample: Sample, sampling: Sampling, dtype:
         if len(tokens):
             logits.extend(model.forward(tokens, attend, rows))
     draws = sample.draws(sampling.seed)
-    return [sampling.choose(row, draws.random()) for row, _ in zip(logits, sample.tokens, strict=False)]
+    return [
+        sampling.choose(row, draws.random(), [*sample.prompt, *sample.tokens[:i]])
+        for i, (row, _) in enumerate(zip(logits, sample.tokens, strict=False))
+    ]

@@ -1,8 +1,15 @@
 """Drawing the next token from the logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+
+def require_finite(logits: np.ndarray) -> None:
+    """Raise FloatingPointError where no token can be chosen: with a NaN, with +inf, or with nothing but -inf."""
+    if not np.isfinite(logits.max()):  # NaN is larger than anything
+        raise FloatingPointError("the model's logits are not finite: look for NaN in its weights")
 
 
 @dataclass
@@ -13,13 +20,24 @@ class Sampling:
     top_k: int = 20
     top_p: float = 0.95
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
-    def choose(self, logits: np.ndarray, draw: float) -> int:
-        """Return the token that a uniform draw from [0, 1) picks: a pure function of its arguments."""
+    def choose(self, logits: np.ndarray, draw: float, seen: Sequence[int] = (), banned: Sequence[int] = ()) -> int:
+        """Return the token that a uniform draw from [0, 1) picks: a pure function of its arguments.
+
+        The tokens in `seen` get the penalty, those in `banned` are never drawn. Raises what `require_finite` raises.
+        """
+        require_finite(logits)
+        if self.repetition_penalty != 1 or len(banned):
+            logits, seen = logits.copy(), list(seen)
+            logits[seen] *= np.where(logits[seen] > 0, 1 / self.repetition_penalty, self.repetition_penalty)
+            logits[list(banned)] = -np.inf
         if self.temperature == 0:
             return int(logits.argmax())
         order = np.argsort(-logits, kind="stable")[: self.top_k or None]
         p = np.exp((logits[order] - logits[order[0]]).astype(np.float64) / self.temperature)
+        order, p = order[p >= self.min_p], p[p >= self.min_p]
         p /= p.sum()
         order = order[: np.searchsorted(p.cumsum(), self.top_p) + 1]
         # In the order of the token ids, so that two almost equal logits that change places change no draw.

@@ -200,7 +200,7 @@ class Worker:
 
     def _step(self) -> None:
         try:
-            events = [(self._jobs[request], (token, reason)) for request, token, reason in self.engine.step()]
+            events = [(self._jobs[made.request], (made.token, made.reason)) for made in self.engine.step()]
         except Exception as error:
             failure = RuntimeError(f"the model failed: {type(error).__name__}: {error}")
             events = [(job, failure) for job in self._jobs.values()]

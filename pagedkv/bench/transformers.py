@@ -143,8 +143,8 @@ def _engine(model: Any, texts: list[list[int]], num_new: int) -> list[list[int]]
     sizes = {"num_blocks": _num_blocks(texts, num_new), "block_size": BLOCK_SIZE, "max_num_batched_tokens": MOST_TOKENS}
     engine = Engine(model, **sizes, eos_token_id=())
     said: dict[int, list[int]] = {engine.add(text, num_new): [] for text in texts}
-    for request, token, _ in engine.run():
-        said[request].append(token)
+    for made in engine.run():
+        said[made.request].append(made.token)
     return sorted(said.values())
 
 

@@ -39,6 +39,11 @@ class Admission:
         self._budget, self._max_num_seqs, self._watermark = budget, max_num_seqs, watermark
         self.num_preempted = 0
 
+    @property
+    def last_started(self) -> int:
+        """The handle of the sequence that was started last."""
+        return self._starts.last[0]
+
     def counts(self) -> Int64Array:
         """How many tokens of each running request fit into a step: one of each, the others in their order."""
         more = self._running.num_uncomputed - 1

@@ -34,14 +34,19 @@ class Running:
     """
 
     def __init__(self, max_num_seqs: int) -> None:
-        self.lanes = np.empty(0, np.int64)
         self.numbers = np.full(max_num_seqs, NO_REQUEST)
         self.seqs, self.lens, self.num_computed, self.max_lens, self.roots, self._keys = np.zeros(
             (6, max_num_seqs), np.int64
         )
         self.tokens = np.zeros((max_num_seqs, 0), np.int32)
-        self.requests: list[Request | None] = [None] * max_num_seqs
-        self._free = list(range(max_num_seqs))[::-1]
+        self.clear()
+
+    def clear(self) -> None:
+        """Take all lanes away, whatever an interrupted call has left of them."""
+        self.lanes = np.empty(0, np.int64)
+        self.numbers[:] = NO_REQUEST
+        self.requests: list[Request | None] = [None] * len(self.numbers)
+        self._free = list(range(len(self.numbers)))[::-1]
 
     def __len__(self) -> int:
         return len(self.lanes)

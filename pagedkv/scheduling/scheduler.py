@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class Scheduler:
 
     The same calls give the same steps. One thread at a time may call it. Only the scheduler may append to, truncate or
     free its sequences; the cache may have others besides, whose blocks it does without. A call that raises an error can
-    be made again, and loses no request; what an interrupt (Ctrl-C) in the middle of one leaves is not defined.
+    be made again, and loses no request; `restart` mends what an interrupt (Ctrl-C) in the middle of one leaves.
 
     Parameters
     ----------
@@ -330,6 +331,32 @@ class Scheduler:
             self._cache.truncate(running.seqs[lanes], running.num_computed[lanes])
             self._cache.free(self._leaving)
             self._step, self._leaving = None, []
+
+    def restart(self, tokens: Mapping[int, Any]) -> None:
+        """Forget the step and all requests but some, which wait with these tokens: after an interrupt (Ctrl-C).
+
+        Whatever the call was in the middle of which it came, all blocks of the scheduler are free afterwards.
+
+        Parameters
+        ----------
+        tokens : dict
+            By the number of each request that goes on, all tokens that it has, those of the prompt first.
+
+        Raises
+        ------
+        KeyError
+            A request that has ended or never was.
+        """
+        requests = {number: self._find(number) for number in tokens}
+        for seq in {*self._running.seqs.tolist(), *self._leaving, self._admission.last_started}:
+            with suppress(KeyError):  # an earlier request of its lane, which has ended
+                self._cache.free(seq)
+        self._requests, self._step, self._leaving = requests, None, []
+        self._running.clear()
+        self._waiting.clear()
+        for number, request in requests.items():
+            request.tokens, request.lane = ids_of(tokens[number]), NOT_RUNNING
+            self._waiting.push(request)
 
     def _find(self, request: int) -> Request:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..cache import PagedKVCache
 from ..memory.guard import Guarded, exclusive
 from ..memory.prefix.prompt import Added, Prompt
+from ..memory.rows.handles import NO_HANDLE
 
 
 class Starts(Guarded):
@@ -13,10 +14,16 @@ class Starts(Guarded):
     Parameters
     ----------
     cache : PagedKVCache
+
+    Attributes
+    ----------
+    last : list of int
+        The handle of the sequence that was started last, alone in it.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache, self._guard = cache, cache._guard
+        self.last = [NO_HANDLE]
 
     @exclusive
     def start(self, prompt: Prompt, reserve: int) -> Added:
@@ -29,4 +36,4 @@ class Starts(Guarded):
         OutOfBlocksError
             There is no room.
         """
-        return self._cache._start(prompt, reserve)
+        return self._cache._start(prompt, reserve, self.last)

@@ -11,6 +11,10 @@ class Waiting:
     """A heap of requests, smallest key first, and of equal ones the one that was added first."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Let no request wait, whatever an interrupted call has left."""
         self._requests: dict[int, Request] = {}
         self._heap: list[tuple[int, int]] = []
 

@@ -3,60 +3,85 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
-from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ...cache import PagedKVCache
+from ...commit import Write, commit
 from ...errors import BackendUnavailableError
-from ...memory.arguments import MAX_INT32, as_int
+from ...memory.arguments import MAX_INT32, as_int, as_ints
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import NAME, CachedPass
 from .models import kv_shape, require_positions, require_supported, text_config, uncompiled
-from .sampling import Sampling, choose
+from .request import Request
+from .sampling import Sampling, are_finite, choose
+from .stream import Stream
 from .text import TextDecoder
 from .use import use_pagedkv
 
+Prompt: TypeAlias = (
+    str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | torch.Tensor | np.ndarray[Any, Any]
+)
 _Item = TypeVar("_Item")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Method = Callable[Concatenate["Engine", _P], _R]
 
+NO_TOKEN = -1
+NOT_FINITE = (
+    "the model's logits are not finite: its weights or the prompt overflow {dtype}; load it in a wider dtype, or look "
+    "for NaN in its weights"
+)
 
-def _whole(method: _Method[_P, _R]) -> _Method[_P, _R]:
-    """A method in the middle of which no request ends, though the garbage collector may close a stream at any time."""
+
+def _one_at_a_time(method: _Method[_P, _R]) -> _Method[_P, _R]:
+    """A method that is refused in the middle of another one, and mends first what an interrupted one has left."""
 
     @wraps(method)
-    def whole(self: Engine, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(self: Engine, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if self._is_busy:
+            raise RuntimeError(
+                f"{method.__name__.strip('_')} was called in the middle of another call of this Engine, by another "
+                "thread or by a callback: let one thread make all calls, and give it the requests of the others in a "
+                "queue, as examples/serve.py does"
+            )
+        self._is_busy = True
         try:
-            self._in_call = True
+            if self._is_torn:
+                self._mend()
             return method(self, *args, **kwargs)
         finally:
-            self._end_closed()
+            self._is_busy = False
 
-    return whole
+    return call
 
 
 class Sampled(NamedTuple):
-    """The next token of a request.
+    """What a step has made of a request.
 
     Attributes
     ----------
     request : int
         Its number.
     token : int
+        The next token of its text; -1 with an error.
     reason : str
-        Why the text ends with it: "stop" for an end token, "length" for max_tokens; empty while it goes on.
+        Why the text ends with it: "stop" for an end token or a text of `stop`, "length" for max_tokens, "error" where
+        none can be chosen; empty while it goes on.
+    message : str
+        What is wrong, with an error.
     """
 
     request: int
     token: int
     reason: str
+    message: str = ""
 
 
 class Engine:
@@ -141,24 +166,30 @@ class Engine:
         self.scheduler = Scheduler(self.cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         self._model, self._tokenizer = model, tokenizer
         self._vocab_size = len(model.get_input_embeddings().weight)
-        self._samplings: dict[int, Sampling] = {}
-        self._streams: dict[int, deque[Sampled]] = {}
-        self._closed: list[int] = []  # requests whose streams were closed, and that have not ended yet
-        self._in_call = False
+        self._requests: dict[int, Request] = {}
+        self._left: deque[int] = deque()  # requests whose streams were closed or forgotten: `step` ends them
+        self._made: list[Sampled] = []  # computed, and not yet returned by `step`
+        self._is_busy = False  # in the middle of a call
+        self._is_torn = False  # a call began to change the scheduler, and did not end
 
     def __repr__(self) -> str:
         return f"Engine({type(self._model).__name__}, {self.scheduler!r})"
 
-    @_whole
     def add(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         max_tokens: int,
         *,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
         seed: int | None = None,
+        min_tokens: int = 0,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
         priority: int = 0,
         salt: str | bytes | None = None,
     ) -> int:
@@ -166,12 +197,22 @@ class Engine:
 
         Parameters
         ----------
-        prompt : str or (num_tokens,) ints
-            A text needs the engine's tokenizer.
+        prompt : str, list of messages, or (num_tokens,) ints
+            A text, or messages for the chat template, ``[{"role": "user", "content": "Hi"}]``, need the engine's
+            tokenizer. Ids may be what a tokenizer of transformers returns, a tensor, or an array.
         max_tokens : int
             Tokens to generate, at most.
-        temperature, top_k, top_p, seed
-            How they are drawn: by default the most probable one is taken. With a seed the same ones are drawn again.
+        temperature, top_k, top_p, min_p, repetition_penalty, seed
+            How they are drawn, as in vLLM: by default the most probable one is taken. With a seed the same ones are
+            drawn again.
+        min_tokens : int
+            Tokens to generate before anything but max_tokens may end the text.
+        stop : str, sequence of str, or None
+            The text ends before the first of them, wherever the borders of tokens are; needs the engine's tokenizer.
+        stop_token_ids : sequence of int or None
+            Tokens that end the text, besides `eos_token_id`.
+        ignore_eos : bool
+            Whether the text goes on behind `eos_token_id`.
         priority, salt
             As for :meth:`~pagedkv.Scheduler.add`.
 
@@ -184,8 +225,14 @@ class Engine:
         ------
         TypeError, ValueError
             An argument is not as described, or the request could never fit.
+        RuntimeError
+            Called in the middle of another call.
         """
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        ends = set() if ignore_eos else self._ends
+        ends = ends | set(as_ints("stop_token_ids", [] if stop_token_ids is None else stop_token_ids).tolist())
+        texts = _texts(stop)
+        decoder = TextDecoder(self._require_tokenizer(), texts) if texts else None
         ids: Any = ids_of(self._ids(prompt))
         # In a step it would fail, and all others with it.
         if (largest := int(ids.max(initial=0))) >= self._vocab_size:
@@ -193,11 +240,25 @@ class Engine:
                 f"a token of the prompt is {largest}, and {type(self._model).__name__} has {self._vocab_size}: it "
                 "needs its own tokenizer"
             )
-        request = self.scheduler.add(ids, max_tokens, priority=priority, salt=salt)
-        self._samplings[request] = sampling
-        return request
+        max_tokens = as_int("max_tokens", max_tokens, minimum=1)
+        min_tokens = as_int("min_tokens", min_tokens, maximum=max_tokens)
+        request = Request(ids, max_tokens, min_tokens, sampling, sorted(ends), decoder)
+        return self._add(request, priority, salt)
 
-    @_whole
+    @_one_at_a_time
+    def _add(self, request: Request, priority: int, salt: str | bytes | None) -> int:
+        self._is_torn = True
+        try:
+            ids: Any = request.prompt
+            number = self.scheduler.add(ids, request.max_tokens, priority=priority, salt=salt)
+        except Exception:
+            self._is_torn = False  # refused
+            raise
+        self._requests[number] = request
+        self._is_torn = False
+        return number
+
+    @_one_at_a_time
     def cancel(self, request: int) -> None:
         """End a request and free its blocks.
 
@@ -205,72 +266,68 @@ class Engine:
         ------
         KeyError
             It has ended or never was.
+        RuntimeError
+            Called in the middle of another call.
         """
+        if request not in self._requests:
+            raise KeyError(f"no request {request}: it has ended or was never added")
+        self._is_torn = True
         self._end(request)
+        self._is_torn = False
 
-    @_whole
     def step(self) -> list[Sampled]:
         """Compute one step.
 
         Returns
         -------
         list of Sampled
-            One for each request that got a token: those whose prompt is not done yet got none. Empty, too, when there
-            is no request.
+            One for each request that got a token or ended with an error: those whose prompt is not done yet got none.
+            Empty, too, when there is no request.
 
         Raises
         ------
         CapacityError
             As of :meth:`~pagedkv.Scheduler.schedule`: what else you keep in the cache is in the way.
+        RuntimeError
+            Called in the middle of another call.
         """
-        self.scheduler.drop()  # what an interrupt has left
-        step = self.scheduler.schedule()
-        if step is None:
-            return []
-        requests = step.sampled.tolist()
-        try:
-            samplings = [self._samplings[request] for request in requests]
-            tokens = choose(
-                self._logits(step), samplings, [len(self.scheduler.tokens(request)) for request in requests]
-            )
-            reasons = {request: reason for request, _, reason in self.scheduler.update(step, tokens)}
-        except BaseException:
-            self.scheduler.drop()
-            raise
-        for request, token in zip(requests, tokens, strict=True):
-            if token in self._ends:
-                if request not in reasons:
-                    self.scheduler.abort(request)
-                reasons[request] = "stop"
-        for request in reasons:
-            del self._samplings[request]
-        made = [Sampled(*pair, reasons.get(pair[0], "")) for pair in zip(requests, tokens, strict=True)]
-        for sampled in made:
-            if sampled.request in self._streams:
-                self._streams[sampled.request].append(sampled)
+        if not self._made:
+            self._compute()
+        # No interrupt comes between here and the caller, who gets each token once.
+        made, self._made = self._made, []
         return made
 
     def run(self) -> Iterator[Sampled]:
         """The tokens of all requests as they come, until none is left; others may be added meanwhile."""
-        while self.scheduler.num_running or self.scheduler.num_waiting:
-            yield from self.step()
+        while self._made or self.scheduler.num_running or self.scheduler.num_waiting:
+            made = self.step()
+            try:
+                while made:
+                    first, made = made[0], made[1:]
+                    yield first
+            finally:
+                self._made = made + self._made  # whoever leaves gets them from the next step
 
-    def tokens(self, prompt: str | Sequence[int], max_tokens: int, **options: Any) -> Generator[int]:
-        """Add a request and iterate over its tokens, without the one that ends it.
+    def tokens(self, prompt: Prompt, max_tokens: int, **options: Any) -> Stream[int]:
+        """Add a request and iterate over its tokens, without the one that stops it.
 
         Several can be open at a time: each step that one of them waits for is a step of all requests. Closing the
-        iterator cancels the request.
+        iterator, or letting go of it, cancels the request with the next step.
 
         Parameters
         ----------
         prompt, max_tokens, **options
             As for `add`, which raises what it raises.
-        """
-        request = self.add(prompt, max_tokens, **options)
-        self._streams[request] = deque()
-        return _begun(self._read(request))
 
-    def stream(self, prompt: str | Sequence[int], max_tokens: int, **options: Any) -> Generator[str]:
+        Raises
+        ------
+        FloatingPointError
+            From the iterator: no token can be chosen, as the model's logits are not finite.
+        """
+        number = self.add(prompt, max_tokens, **options)
+        return self._stream(number, self._requests[number].tokens)
+
+    def stream(self, prompt: Prompt, max_tokens: int, **options: Any) -> Stream[str]:
         """Add a request and iterate over its text, piece by piece; otherwise as `tokens`.
 
         Raises
@@ -278,58 +335,123 @@ class Engine:
         ValueError
             The engine has no tokenizer.
         """
-        decoder = TextDecoder(self._require_tokenizer())
-        return _begun(_text(self.tokens(prompt, max_tokens, **options), decoder))
+        tokenizer = self._require_tokenizer()
+        number = self.add(prompt, max_tokens, **options)
+        request = self._requests[number]
+        request.decoder = request.decoder or TextDecoder(tokenizer)
+        return self._stream(number, request.pieces)
 
-    def _read(self, request: int) -> Generator[int]:
-        stream, reason = self._streams[request], ""
-        try:
-            yield -1  # for `_begun`
-            while not reason:
-                while not stream:
-                    if request not in self._samplings:
-                        return  # `cancel` was called meanwhile
-                    self.step()
-                _, token, reason = stream.popleft()
-                if reason != "stop":
-                    yield token
-        finally:
-            self._closed.append(request)
-            if not self._in_call:
-                self._end_closed()
+    def _stream(self, number: int, items: Sequence[_Item]) -> Stream[_Item]:
+        return Stream(self._requests[number], items, self._compute_aside, partial(self._left.append, number))
 
-    def _end(self, request: int) -> None:
-        self.scheduler.abort(request)
-        del self._samplings[request]
-        self._streams.pop(request, None)
+    def _compute_aside(self) -> None:
+        """Make a step whose tokens `step` returns to nobody."""
+        made = self._made
+        self._compute()
+        self._made = made
 
-    def _end_closed(self) -> None:
-        try:
-            self._in_call = True
-            while self._closed:
-                request = self._closed[-1]
-                self._streams.pop(request, None)
-                if request in self._samplings:
-                    self._end(request)
-                self._closed.remove(request)
-        finally:
-            self._in_call = False
+    @_one_at_a_time
+    def _compute(self) -> None:
+        self._is_torn = True
+        while self._left:
+            if self._left[0] in self._requests:
+                self._end(self._left[0])
+            self._left.popleft()
+        step = self.scheduler.schedule()
+        if step is not None:
+            try:
+                made, writes, tokens = self._choose(step)
+            except Exception:
+                self.scheduler.drop()
+                self._is_torn = False
+                raise
+            # From here on the tokens are chosen, whatever happens to the scheduler.
+            commit([*writes, (vars(self), "_made", self._made + made)])
+            self._update(step, tokens, made)
+        self._is_torn = False
+
+    def _choose(self, step: Step) -> tuple[list[Sampled], list[Write], list[int]]:
+        """What the model says to a step: what comes of it, what to store of that, and the tokens of `step.sampled`."""
+        logits = self._logits(step)
+        rows = {number: i for i, number in enumerate(step.requests.tolist())}
+        sampled = step.sampled.tolist()
+        requests = [self._requests[number] for number in sampled]
+        of_sampled = logits[[rows[number] for number in sampled]]
+        for i, request in enumerate(requests):
+            if request.adjusts:
+                of_sampled = of_sampled.float()
+                request.adjust(of_sampled[i])
+        places = [len(request.prompt) + len(request.tokens) for request in requests]
+        tokens = choose(of_sampled, [request.sampling for request in requests], places)
+        chosen = dict(zip(sampled, tokens, strict=True))
+        made: list[Sampled] = []
+        writes: list[Write] = []
+        for number, is_finite in zip(rows, are_finite(logits), strict=True):
+            request = self._requests[number]
+            if not is_finite:
+                message = NOT_FINITE.format(dtype=logits.dtype)
+                made.append(Sampled(number, NO_TOKEN, "error", message))
+                writes += request.plan_end("error", message)
+            elif number in chosen:
+                reason, stored = request.plan(chosen[number])
+                made.append(Sampled(number, chosen[number], reason))
+                writes += stored
+        return made, writes, tokens
+
+    def _update(self, step: Step, tokens: list[int], made: list[Sampled]) -> None:
+        for number, _, reason, _ in made:
+            if reason == "error":
+                self.scheduler.abort(number)  # before the update, so that nobody finds its blocks
+        finished = {number for number, _, _ in self.scheduler.update(step, tokens)}
+        for number, _, reason, _ in made:
+            if reason == "stop" and number not in finished:
+                self.scheduler.abort(number)
+            if reason:
+                del self._requests[number]
+
+    def _end(self, number: int) -> None:
+        self._requests.pop(number).reason = "cancelled"
+        self.scheduler.abort(number)
+
+    def _mend(self) -> None:
+        """Let all requests wait, to be computed again with the tokens that were chosen."""
+        self._requests = {number: request for number, request in self._requests.items() if not request.reason}
+        self.scheduler.restart({number: request.all_tokens for number, request in self._requests.items()})
+        self._is_torn = False
 
     def _logits(self, step: Step) -> torch.Tensor:
-        """Logits of the rows that a token is chosen from, (num_sampled, vocab_size)."""
+        """Logits of the last row of each request, (num_seqs, vocab_size).
+
+        Those of a chunk of a prompt say whether its keys and values are finite, before they can be found.
+        """
         with torch.inference_mode():
             out = self._model(
                 input_ids=step.tokens[None],
                 position_ids=step.batch.positions[None],
                 use_cache=False,
-                logits_to_keep=step.logits_indices,
+                logits_to_keep=step.batch.query_starts[1:].long() - 1,
                 forward_pass=CachedPass(self.cache, step.slots, step.batch),
             )
         logits: torch.Tensor = out.logits[0]
         return logits
 
-    def _ids(self, prompt: str | Sequence[int]) -> Any:
-        return self._require_tokenizer()(prompt).input_ids if isinstance(prompt, str) else prompt
+    def _ids(self, prompt: Prompt) -> Any:
+        """The token ids of whatever a prompt may be."""
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+            tokenizer = self._require_tokenizer()
+            if tokenizer.chat_template is None:
+                raise ValueError(
+                    "messages need a chat template, and the tokenizer has none: set tokenizer.chat_template, or write "
+                    "the messages into one text in the form that the model was trained with"
+                )
+            return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+        if isinstance(prompt, str):
+            prompt = self._require_tokenizer()(prompt)
+        if isinstance(prompt, Mapping):  # a BatchEncoding
+            if not np.all(_one_row(prompt.get("attention_mask", 1))):
+                raise ValueError("the prompt has padding, by its attention_mask: tokenize each prompt alone")
+            prompt = prompt["input_ids"]
+        return _one_row(prompt)
 
     def _require_tokenizer(self) -> Any:
         if self._tokenizer is None:
@@ -337,17 +459,23 @@ class Engine:
         return self._tokenizer
 
 
-def _begun(iterator: Generator[_Item]) -> Generator[_Item]:
-    """A generator past its first item, which is for that: closing one that has not begun would end no request."""
-    next(iterator)
-    return iterator
+def _one_row(values: Any) -> Any:
+    """Tensors as arrays, and what is of one text in a batch of one."""
+    if isinstance(values, torch.Tensor):
+        values = values.numpy(force=True)
+    is_batch = isinstance(values, np.ndarray) and values.ndim == 2
+    if is_batch or (isinstance(values, list) and values and isinstance(values[0], list)):
+        if len(values) != 1:
+            raise ValueError(f"a prompt must be one text, got a batch of {len(values)}: add each")
+        return values[0]
+    return values
 
 
-def _text(tokens: Generator[int], decoder: TextDecoder) -> Generator[str]:
-    with closing(tokens):
-        yield ""  # for `_begun`
-        for token in tokens:
-            if piece := decoder.push(token):
-                yield piece
-        if piece := decoder.finish():
-            yield piece
+def _texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"stop must be a str, or a sequence of them, got {type(text).__name__} in it")
+        if not text:
+            raise ValueError("stop must not hold an empty text, which is everywhere")
+    return texts

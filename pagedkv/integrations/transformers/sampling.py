@@ -25,7 +25,12 @@ class Sampling:
     top_k : int
         Draw among so many of the most probable ones; 0 for all.
     top_p : float
-        Draw among the fewest most probable ones that have this probability together, of those that `top_k` leaves.
+        Draw among the fewest most probable ones that have this probability together, of those that the others leave.
+    min_p : float
+        Draw among those that have at least this share of the probability of the most probable one.
+    repetition_penalty : float
+        Above 1, tokens of the prompt and of the text so far become less probable: their logits are divided by it if
+        they are positive, else multiplied.
     seed : int or None
         Of the draws; None for another text each time.
 
@@ -38,6 +43,8 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     _key: npt.NDArray[Any] = field(init=False, repr=False)
 
@@ -47,9 +54,14 @@ class Sampling:
         if self.temperature < 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         self.top_k = as_int("top_k", self.top_k, maximum=MAX_INT64)
-        self.top_p = number("top_p", self.top_p)
-        if not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p must be from 0 to 1, got {self.top_p}")
+        for name in ("top_p", "min_p"):
+            value = number(name, getattr(self, name))
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must be from 0 to 1, got {value}")
+            setattr(self, name, value)
+        self.repetition_penalty = number("repetition_penalty", self.repetition_penalty)
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
         if self.seed is not None:
             self.seed = as_int("seed", self.seed)
         self._key = np.random.SeedSequence(self.seed).generate_state(2, np.uint64)
@@ -85,11 +97,18 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling], places: Sequence
     return chosen
 
 
+def are_finite(logits: torch.Tensor) -> list[bool]:
+    """Whether a token can be chosen from each row: no NaN in it, no +inf, and not -inf alone."""
+    finite: list[bool] = logits.amax(-1).isfinite().tolist()
+    return finite
+
+
 def _drawn(logits: torch.Tensor, samplings: Sequence[Sampling], draws: Sequence[float]) -> torch.Tensor:
     """A token of each row, by inverting its distribution."""
     scaled = logits.double()
     scaled = scaled - scaled.amax(-1, keepdim=True)
     p = (scaled / _column([sampling.temperature for sampling in samplings], scaled)).exp()
+    p[p < _column([sampling.min_p for sampling in samplings], p)] = 0  # the most probable one has 1 here
     cut = [i for i, sampling in enumerate(samplings) if sampling.top_k or sampling.top_p < 1]
     if cut:
         p[cut] = _most_probable(p[cut], [samplings[i] for i in cut])

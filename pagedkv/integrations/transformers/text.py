@@ -2,47 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 # What a decoder puts where bytes are no character, or not yet.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_MOST_INCOMPLETE = 3  # bytes, and so tokens, of a character that is not complete: none has more than four
+_MOST_TOKENS = 16  # that are decoded again with each token
 
 
 class TextDecoder:
     """The text of tokens that come one by one; a character appears with the last of its bytes.
 
     What a token reads like may depend on those before it (a space in front of a word), so a few are decoded again with
-    each, as vLLM and TGI do.
+    each, as vLLM and TGI do. Bytes that are no character read as U+FFFD, at most three tokens late.
 
     Parameters
     ----------
     tokenizer
         Of transformers; its special tokens are left out.
+    stop : sequence of str
+        The text ends before the first of them. What may be the beginning of one is held back.
+
+    Attributes
+    ----------
+    is_stopped : bool
+        Whether one of `stop` has come: the text has ended.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._before: list[int] = []  # the last ones whose text is out
-        self._waiting: list[int] = []
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokens: list[int] = []  # those of the last piece of text, and those that wait behind them
+        self._num_waiting = 0
+        self._num_out = 0  # characters of their text that are out
+        self._held = ""
+        self.is_stopped = False
 
-    def push(self, token: int) -> str:
-        """The text that is complete with this token; may be empty."""
-        self._waiting.append(token)
-        text = self._new()
-        # A token without a text cannot say whether the next word has a space in front.
-        return "" if not text or text.endswith(INCOMPLETE) else self._out(text)
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The text that is complete with this token; may be empty.
+
+        With ``may_stop=False`` the text goes on whatever it says.
+        """
+        return "" if self.is_stopped else self._until_stop(self._decoded(token), may_stop)
 
     def finish(self) -> str:
         """What is left when no token comes any more."""
-        return self._out(self._new())
-
-    def _new(self) -> str:
-        return self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
-
-    def _out(self, text: str) -> str:
-        if self._waiting:
-            self._before, self._waiting = self._waiting, []
+        if self.is_stopped:
+            return ""
+        text = self._until_stop(self._decode(self._tokens)[self._num_out :], True) + self._held
+        self._tokens, self._num_waiting, self._num_out, self._held = [], 0, 0, ""
         return text
+
+    def _decoded(self, token: int) -> str:
+        tokens = [*self._tokens, token]
+        text = self._decode(tokens)
+        new = text[self._num_out :]
+        if not new and self._is_special(token):
+            return ""
+        self._tokens, self._num_waiting = tokens, self._num_waiting + 1
+        # A token without a text cannot say whether the next word has a space in front.
+        if new and not new.endswith(INCOMPLETE):
+            self._tokens, self._num_waiting = self._tokens[-self._num_waiting :], 0
+            self._num_out = len(self._decode(self._tokens))
+            return new
+        if self._num_waiting <= _MOST_INCOMPLETE:
+            return ""
+        num_incomplete = min(_MOST_INCOMPLETE, len(new) - len(new.rstrip(INCOMPLETE)))
+        new = new[: len(new) - num_incomplete]
+        self._num_out += len(new)
+        if len(self._tokens) > _MOST_TOKENS:
+            num_left = len(text) - self._num_out
+            self._tokens = self._tokens[-_MOST_TOKENS // 2 :]
+            self._num_waiting = min(self._num_waiting, len(self._tokens))
+            self._num_out = max(0, len(self._decode(self._tokens)) - num_left)
+        return new
+
+    def _until_stop(self, text: str, may_stop: bool) -> str:
+        text, self._held = self._held + text, ""
+        if not may_stop or not self._stop:
+            return text
+        ends = [at for at in map(text.find, self._stop) if at >= 0]
+        if ends:
+            self.is_stopped = True
+            return text[: min(ends)]
+        longest = max(map(len, self._stop)) - 1
+        last = range(max(0, len(text) - longest), len(text))
+        cut = next((at for at in last if any(stop.startswith(text[at:]) for stop in self._stop)), len(text))
+        self._held = text[cut:]
+        return text[:cut]
+
+    def _is_special(self, token: int) -> bool:
+        return bool(self._tokenizer.decode([token])) and not self._decode([token])
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)

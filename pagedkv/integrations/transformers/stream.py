@@ -1,0 +1,52 @@
+"""Stream: what comes of one request, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from .request import Request
+
+Item = TypeVar("Item")
+
+
+class Stream(Iterator[Item]):
+    """Iterates over the tokens of a request, or over its text.
+
+    Parameters
+    ----------
+    request : Request
+    items : sequence
+        What has come of it so far, which grows.
+    compute : callable
+        Makes a step of the engine.
+    cancel : callable
+        Ends the request, now or later; may be called at any time, from the garbage collector too.
+    """
+
+    def __init__(
+        self, request: Request, items: Sequence[Item], compute: Callable[[], None], cancel: Callable[[], None]
+    ) -> None:
+        self._request, self._items, self._compute, self._cancel = request, items, compute, cancel
+        self._num_given = 0
+        self._is_open = True
+
+    def __next__(self) -> Item:
+        while self._is_open and self._num_given == len(self._items) and not self._request.reason:
+            self._compute()
+        if not self._is_open or (self._num_given == len(self._items) and self._request.reason != "error"):
+            raise StopIteration
+        if self._num_given == len(self._items):
+            raise FloatingPointError(self._request.message)
+        item = self._items[self._num_given]
+        self._num_given += 1
+        return item
+
+    def close(self) -> None:
+        """Cancel the request, if it has not ended."""
+        if self._is_open and not self._request.reason:
+            self._cancel()
+        self._is_open = False
+
+    def __del__(self) -> None:
+        self.close()
