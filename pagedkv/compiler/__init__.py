@@ -1,6 +1,6 @@
 """A kernel's factory and config to PTX and machine code, by numba-cuda and nvJitLink, without a driver.
 
-Importing it without numba-cuda is a BackendUnavailableError.
+Importing it without numba-cuda, or while numba simulates CUDA, is a BackendUnavailableError.
 """
 
 from importlib import import_module
@@ -17,3 +17,17 @@ if find_spec("numba_cuda") is None:
 
 # Puts numba_cuda in the place of numba.cuda. A .pth file imports it, but those of a folder on PYTHONPATH are not read.
 import_module("_numba_cuda_redirector")
+
+
+def require_no_simulator() -> None:
+    """Raise BackendUnavailableError if NUMBA_ENABLE_CUDASIM is set: numba then interprets kernels."""
+    from numba import cuda
+    from numba.cuda.core import config
+
+    if config.ENABLE_CUDASIM or hasattr(cuda, "simulator_init"):  # numba.cuda chooses at its import, decorators later
+        raise BackendUnavailableError(
+            "NUMBA_ENABLE_CUDASIM is set, and numba's simulator compiles no kernels: unset it, and start Python again"
+        )
+
+
+require_no_simulator()  # in the simulator, a module with a kernel cannot even be imported

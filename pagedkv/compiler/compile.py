@@ -25,7 +25,7 @@ from ..compiling.progress import told
 from ..compiling.score_mod import can_raise, refusal
 from ..errors import BackendUnavailableError
 from ..kernels.device.source import KernelSource, with_lineinfo
-from . import INSTALL
+from . import INSTALL, require_no_simulator
 from .link import Linked, load_or_link
 from .numba_overrides import overridden
 from .ptx import Capability, external_functions, returns_0, specific, versions, with_lowest_version
@@ -162,11 +162,9 @@ def _compile(
 ) -> tuple[str, int, int]:
     from cuda.bindings.nvvm import nvvmError
     from cuda.pathfinder import DynamicLibNotFoundError
-    from numba.cuda.core import config as settings
     from numba.cuda.cudadrv.error import NvvmSupportError
 
-    if settings.ENABLE_CUDASIM:
-        raise BackendUnavailableError("NUMBA_ENABLE_CUDASIM is set, and numba's simulator compiles nothing: unset it")
+    require_no_simulator()
     score_mod, missing = getattr(config, "score_mod", None), (NvvmSupportError, DynamicLibNotFoundError)
     try:
         with overridden(capability):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..compiling.compile_thread import made_once
-from ..errors import BackendUnavailableError
+from . import require_no_simulator
 from .numba_overrides import overridden
 from .ptx import Capability, external_functions
 
@@ -47,10 +47,7 @@ def compile_own(function: Callable[..., Any], args: Sequence[Any], capability: C
     numba.cuda.core.errors.TypingError
         numba cannot compile it.
     """
-    from numba.cuda.core import config as settings
-
-    if settings.ENABLE_CUDASIM:
-        raise BackendUnavailableError("NUMBA_ENABLE_CUDASIM is set, and numba's simulator compiles nothing: unset it")
+    require_no_simulator()
     python = getattr(function, "py_func", function)
     return _compile(python, tuple(_type_of(i, arg) for i, arg in enumerate(args)), capability)
 

@@ -59,7 +59,32 @@ except pagedkv.BackendUnavailableError as error:
     assert done.stdout.endswith(f"(numba-cuda: no such file: lib{library}.so)\n")
 
 
-def test_the_simulator_is_refused(monkeypatch):
+def test_the_simulator_is_refused_by_all_that_compiles_for_cuda():
+    program = """
+import numpy as np
+import pagedkv, pagedkv.emulator
+from pagedkv.info.command import run
+cache = np.ones((2, 4, 1, 16), np.float32)
+arguments = cache[0, :1], cache, cache, np.array([[0]], np.int32), np.array([3], np.int32)
+for call in (
+    lambda: pagedkv.decode_attention(*arguments, backend="emulator"),
+    lambda: pagedkv.warmup(8, 2, 64, 16, "float16", capabilities=[(9, 0)]),
+    lambda: pagedkv.emulator.run(lambda x: None, 1, 32, cache),
+):
+    try:
+        call()
+    except pagedkv.BackendUnavailableError as error:
+        print(error)
+print(*(row["what is missing"] for row in run(progress=print) if row.get("to use") == 'backend="emulator"'))
+pagedkv.decode_attention(*arguments)
+"""
+    environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    said = [line for line in done.stdout.splitlines() if line.startswith("NUMBA_ENABLE_CUDASIM is set")]
+    assert len(said) == 4
+
+
+def test_the_simulator_is_refused_when_it_is_chosen_later(monkeypatch):
     from numba.cuda.core import config
 
     monkeypatch.setattr(config, "ENABLE_CUDASIM", 1)
