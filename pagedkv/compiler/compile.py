@@ -20,9 +20,10 @@ from typing import Any
 
 from .. import kernels
 from ..compiling.compile_thread import apart, made_once
-from ..compiling.kernel_cache import Store, cache_dir, hash_of_sources
+from ..compiling.kernel_cache import Store, hash_of_sources
 from ..compiling.progress import told
 from ..compiling.score_mod import can_raise, refusal
+from ..environment import cache_dir
 from ..errors import BackendUnavailableError
 from ..kernels.device.source import KernelSource, with_lineinfo
 from . import INSTALL, require_no_simulator

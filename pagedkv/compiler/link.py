@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..compiling.kernel_cache import Store, cache_dir, hash_of_sources
+from ..compiling.kernel_cache import Store, hash_of_sources
+from ..environment import cache_dir
 from ..errors import BackendUnavailableError
 from . import INSTALL
 from .occupancy import SYSTEM_SHARED_BYTES

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import secrets
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -19,26 +17,6 @@ MOST_BYTES = 256 * 1024 * 1024
 
 T = TypeVar("T")
 _said: set[Path | None] = set()  # the directories of which has been said what is wrong with them
-
-
-def cache_dir(kind: str) -> Path | None:
-    """Where compiled kernels of one kind ("cpu", "cuda") are kept.
-
-    A folder of ``PAGEDKV_CACHE_DIR``, or of ``pagedkv`` in the user's own cache directory; None for a user without a
-    home directory.
-    """
-    if chosen := os.environ.get("PAGEDKV_CACHE_DIR"):
-        return Path(chosen) / kind
-    try:
-        if sys.platform == "win32":
-            base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-        elif sys.platform == "darwin":
-            base = Path.home() / "Library" / "Caches"
-        else:
-            base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(base) / "pagedkv" / kind
 
 
 def hash_of_sources(*paths: Path) -> bytes:

@@ -26,8 +26,9 @@ from numba.core.environment import Environment
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
-from ..compiling.kernel_cache import Store, cache_dir, hash_of_sources
+from ..compiling.kernel_cache import Store, hash_of_sources
 from ..compiling.progress import told
+from ..environment import cache_dir
 from ..errors import BackendUnavailableError
 
 if settings.DISABLE_JIT:

@@ -20,28 +20,18 @@ from typing import Any
 
 import numpy as np
 
+from ..environment import MOST_THREADS, num_threads
 from ..thread_start import start_thread
 from .processors import Workers
 
-MAX_NUM_THREADS = 1024
 ALONE_NS = 50_000  # below, a helper would come after most is done
 PATIENCE_NS = 20_000_000  # how long an interrupt may wait
 
 
 def _available() -> int:
     if hasattr(os, "sched_getaffinity"):
-        return min(len(os.sched_getaffinity(0)), MAX_NUM_THREADS)
-    return min(os.cpu_count() or 1, MAX_NUM_THREADS)
-
-
-def _from_environment() -> int:
-    text = os.environ.get("PAGEDKV_NUM_THREADS")
-    if not text:
-        return _available()
-    # The length first: Python refuses to read thousands of digits.
-    if not text.isdecimal() or len(text) > 80 or not 1 <= int(text) <= MAX_NUM_THREADS:
-        raise ValueError(f"PAGEDKV_NUM_THREADS must be an integer in 1..{MAX_NUM_THREADS}, got {text[:80]!r}")
-    return int(text)
+        return min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    return min(os.cpu_count() or 1, MOST_THREADS)
 
 
 class _Share:
@@ -179,16 +169,16 @@ def set_num_threads(n: int) -> None:
     """
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
         raise TypeError(f"n must be an int, got {type(n).__name__}")
-    if not 1 <= n <= MAX_NUM_THREADS:
+    if not 1 <= n <= MOST_THREADS:
         got = n if abs(int(n)) < 10**80 else "one of more than 80 digits"
-        raise ValueError(f"n must be in 1..{MAX_NUM_THREADS}, got {got}")
+        raise ValueError(f"n must be in 1..{MOST_THREADS}, got {got}")
     _state.resize(int(n))
 
 
 def get_num_threads() -> int:
     """How many threads the CPU backend uses; ValueError if ``PAGEDKV_NUM_THREADS`` is no number of them."""
     if _state.count is None:
-        _state.count = _from_environment()
+        _state.count = num_threads() or _available()
     return _state.count
 
 

@@ -6,7 +6,6 @@ configuration and workspaces.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from ..arrays import Array
 from ..compiler.compile import Capability, CompiledKernel
+from ..environment import is_on
 from ..placement import Placement
 from .copies import Copies
 from .device import REPORT, Arguments
@@ -85,7 +85,7 @@ def device_of(placement: Placement) -> Iterator[CudaDevice]:
 
 def wants_lineinfo() -> bool:
     """True if ``PAGEDKV_LINEINFO=1`` asks for kernels with the lines of their source, which profilers show."""
-    return os.environ.get("PAGEDKV_LINEINFO") == "1"
+    return is_on("PAGEDKV_LINEINFO")
 
 
 def cuda_devices() -> list[CudaDevice]:

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from .. import __version__
-from ..compiling.kernel_cache import cache_dir
 from ..compiling.private_folder import RefusedError, open_private
 from ..cpu.threads import get_num_threads
+from ..environment import cache_dir
 from ..errors import BackendUnavailableError
 from .driver import LIBRARY, Driver, find_driver
 

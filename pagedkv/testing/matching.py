@@ -51,8 +51,8 @@ def assert_matches_reference(
     """Fuzz a function that computes decode or prefill attention over a paged cache, and compare with the reference.
 
     The function is called as :func:`~pagedkv.decode_attention` or :func:`~pagedkv.prefill_attention` are, with the
-    options that its signature names, and returns out, or (out, lse) if it takes ``return_lse``; of any dtype, for only
-    values are compared. Everything that it has no business with is poison: unused slots and blocks, unused entries of
+    options that its signature names, and returns out in q's dtype, or (out, lse) if it takes ``return_lse``, lse in
+    float32 or q's dtype. Everything that it has no business with is poison: unused slots and blocks, unused entries of
     tables, gaps between rows. It must change none of its arguments.
 
     Parameters
@@ -219,10 +219,15 @@ def _caller(
             given = [give(x) for x in problem.args]
             result = fn(*given, **{name: give(x) if isinstance(x, np.ndarray) else x for name, x in named.items()})
         out, lse = result if "return_lse" in takes else (result, None)
-        out = as_numpy(out)
-        assert out.shape == problem.q.shape, f"out must have shape {problem.q.shape}, that of q, got {out.shape}"
-        rows = problem.num_written
-        assert_close(problem, out[:rows], None if lse is None else as_numpy(lse)[:rows], factor=factor, lse_dtype="q")
+        out, lse = as_numpy(out), None if lse is None else as_numpy(lse)
+        q, rows = problem.q, problem.num_written
+        assert out.shape == q.shape, f"out must have shape {q.shape}, that of q, got {out.shape}"
+        assert out.dtype == q.dtype, f"out must have dtype {q.dtype}, that of q, got {out.dtype}"
+        if lse is not None:
+            assert lse.shape == q.shape[:2], f"lse must have shape {q.shape[:2]}, (rows, heads), got {lse.shape}"
+            assert lse.dtype in (np.float32, q.dtype), f"lse must have dtype float32 or that of q, got {lse.dtype}"
+            lse = lse[:rows]
+        assert_close(problem, out[:rows], lse, factor=factor, lse_dtype="q")
         assert _bytes(problem) == before, "an argument was written to"
 
     return call

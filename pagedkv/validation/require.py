@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeGuard
@@ -15,6 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ..arrays import Array, address_of
+from ..environment import is_on
 from ..layouts import FLOAT_DTYPES, VECTOR_BYTES
 from ..placement import Placement
 
@@ -158,7 +158,7 @@ def boolean(name: str, value: object) -> None:
 def check(value: object) -> bool:
     """The option `check`, or what the environment says where it is None; TypeError unless it is None, True or False."""
     if value is None:
-        return os.environ.get("PAGEDKV_CHECK") == "1"
+        return is_on("PAGEDKV_CHECK")
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"check must be None, True or False, got {value!r}")
     return bool(value)

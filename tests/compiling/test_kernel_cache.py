@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.compiling.kernel_cache import Store, cache_dir, hash_of_sources
+from pagedkv.compiling.kernel_cache import Store, hash_of_sources
 
 
 def test_what_is_saved_is_loaded(store):
@@ -185,33 +184,6 @@ def test_processes_that_race_see_whole_blobs(tmp_path):
         assert process.returncode == 0, errors.decode()
     assert len(list(tmp_path.iterdir())) <= 5
     assert not list(tmp_path.glob("new-*"))
-
-
-def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-    assert cache_dir("cuda") == tmp_path / "cuda"
-    monkeypatch.delenv("PAGEDKV_CACHE_DIR")
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_dir("cpu") == tmp_path / "xdg" / "pagedkv" / "cpu"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir("cpu") == Path.home() / ".cache" / "pagedkv" / "cpu"
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path / "local"))
-    assert cache_dir("cpu") == tmp_path / "local" / "pagedkv" / "cpu"
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert cache_dir("cpu") == Path.home() / "Library" / "Caches" / "pagedkv" / "cpu"
-
-
-def test_a_user_without_a_home_has_no_cache(monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("PAGEDKV_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(Path, "home", homeless)
-    assert cache_dir("cpu") is None
 
 
 def test_the_hash_of_sources_sees_names_and_contents(tmp_path):

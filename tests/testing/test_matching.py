@@ -16,9 +16,24 @@ from .attention import numpy_decode, torch_prefill
 FEW = {"max_examples": 12, "head_dims": (64, 8)}
 
 
+def in_dtypes_of_an_operation(operation):
+    """An operation of the reference, which computes in float64, with out in q's dtype and lse in float32."""
+
+    @functools.wraps(operation)
+    def call(q, *arguments, return_lse=False, **options):
+        out, lse = operation(q, *arguments, return_lse=True, **options)
+        out, lse = out.astype(q.dtype), lse.astype(np.float32)
+        return (out, lse) if return_lse else out
+
+    return call
+
+
+decode, prefill = map(in_dtypes_of_an_operation, (reference.decode_attention, reference.prefill_attention))
+
+
 def test_right_functions_pass():
     assert assert_matches_reference(numpy_decode, **FEW) >= 10
-    assert assert_matches_reference(reference.decode_attention, **FEW) >= 10
+    assert assert_matches_reference(decode, **FEW) >= 10
     assert assert_matches_reference(torch_prefill, arrays="torch", dtypes=("float32", "bfloat16"), **FEW) >= 10
 
 
@@ -29,7 +44,7 @@ def test_every_option_of_the_signature_is_drawn():
     def noting(q, k_cache, v_cache, block_tables, seq_lens, query_starts, **options):
         for name, value in options.items():
             seen.setdefault(name, set()).add(str(value))
-        return reference.prefill_attention(q, k_cache, v_cache, block_tables, seq_lens, query_starts, **options)
+        return prefill(q, k_cache, v_cache, block_tables, seq_lens, query_starts, **options)
 
     names = ("query_starts", "scale", "softcap", "alibi_slopes", "window", "sinks", "causal", "kv_dtype", "layout")
     assert_matches_reference(noting, options=names, max_examples=66, head_dims=(16,))
@@ -38,7 +53,7 @@ def test_every_option_of_the_signature_is_drawn():
 
 
 def test_a_partial_has_the_parameters_that_are_left():
-    assert_matches_reference(functools.partial(reference.decode_attention, layout="NHD"), layouts=["NHD"], **FEW)
+    assert_matches_reference(functools.partial(decode, layout="NHD"), layouts=["NHD"], **FEW)
     with pytest.raises(AssertionError, match=r"^wrong_head fails problem"):
         assert_matches_reference(functools.partial(wrong_head), **FEW)
 
@@ -71,6 +86,20 @@ def forgets_a_dimension(q, k_cache, v_cache, block_tables, seq_lens):
     return numpy_decode(q, k_cache, v_cache, block_tables, seq_lens)[:, :, 0]
 
 
+def in_float64(*arguments):
+    return numpy_decode(*arguments).astype(np.float64)
+
+
+def lse_in_float64(*arguments, return_lse):
+    out, lse = decode(*arguments, return_lse=True)
+    return out, lse.astype(np.float64)
+
+
+def lse_for_each_dim(*arguments, return_lse):
+    out, lse = decode(*arguments, return_lse=True)
+    return out, np.broadcast_to(lse[..., None], out.shape)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -79,6 +108,9 @@ def forgets_a_dimension(q, k_cache, v_cache, block_tables, seq_lens):
         (multiplies_by_zero, "nan, expected"),
         (writes_to_q, "an argument was written to"),
         (forgets_a_dimension, "out must have shape"),
+        (in_float64, "out must have dtype float32, that of q, got float64"),
+        (lse_in_float64, "lse must have dtype float32 or that of q, got float64"),
+        (lse_for_each_dim, r"lse must have shape \(\d+, \d+\), \(rows, heads\), got"),
     ],
 )
 def test_wrong_functions_do_not(wrong, says):
@@ -107,7 +139,7 @@ def test_each_head_size_that_is_named_is_drawn(named, drawn):
 
     def noting(*arguments, layout, return_lse):
         seen.update([arguments[0].shape[-1]] if layout != "vllm" or named["layouts"] == ("vllm",) else [])
-        return reference.decode_attention(*arguments, layout=layout, return_lse=True)
+        return decode(*arguments, layout=layout, return_lse=True)
 
     assert_matches_reference(noting, options=["layout", "return_lse"], max_examples=9, **named)
     assert seen == drawn
@@ -123,7 +155,7 @@ def test_a_slow_function_meets_every_dtype_and_layout(monkeypatch):
         nonlocal now
         now += 1
         seen.append((arguments[1].dtype.name, kv_dtype, layout == "vllm"))
-        return reference.decode_attention(*arguments, layout=layout, kv_dtype=kv_dtype if kv_dtype != "none" else None)
+        return decode(*arguments, layout=layout, kv_dtype=kv_dtype if kv_dtype != "none" else None)
 
     assert_matches_reference(slow, max_seconds=20)
     assert len(seen) <= 20
@@ -137,7 +169,7 @@ def test_block_sizes_of_layout_vllm_are_those_that_are_named():
 
     def noting(*arguments, layout):
         seen.add(arguments[1].shape[3])
-        return reference.decode_attention(*arguments, layout=layout)
+        return decode(*arguments, layout=layout)
 
     assert_matches_reference(noting, options=["layout"], layouts=["vllm"], block_sizes=(3, 64), max_examples=5)
     assert seen == {64}

@@ -8,7 +8,6 @@ window or `exact` leave it no sequence.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from ...arrays import Array
 from ...calls import AttentionCall
 from ...compiler.compile import Capability
 from ...compiler.occupancy import shared_kib
+from ...environment import is_on
 from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.device.elements import ELEMENT_BITS
 from ...kernels.device.source import KernelSource
@@ -268,7 +268,7 @@ def cores_config(call: AttentionCall, *, capability: Capability) -> CoresConfig:
 
 def uses_wgmma(config: TensorConfig, *, capability: Capability) -> bool:
     """True where the kernel on warpgroups takes a config: on 9.0, if the environment asks for it."""
-    return os.environ.get(WGMMA) == "1" and capability == (9, 0) and takes(config)
+    return capability == (9, 0) and is_on(WGMMA) and takes(config)
 
 
 def group_size_of(call: AttentionCall) -> int:

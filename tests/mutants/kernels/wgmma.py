@@ -207,8 +207,8 @@ MUTANTS = [
     Mutant(
         "wgmma kernel: chosen for every device",
         "cuda/plans/prefill.py",
-        " and capability == (9, 0) and takes(config)",
-        " and takes(config)",
+        "return capability == (9, 0) and is_on(WGMMA)",
+        "return is_on(WGMMA)",
         CHOICE,
     ),
     Mutant(
