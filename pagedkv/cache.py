@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .arrays import between_graphs
 from .layouts import cache_shapes, storage_dtype
 from .memory.arguments import MAX_INT32, as_int, per_layer
 from .memory.device.arrays import Arrays
@@ -169,6 +170,7 @@ class PagedKVCache(Sequences):
         what = f"{len(self.k_caches)} layers of {tuple(self.k_caches[0].shape)} {self.k_caches[0].dtype}"
         return f"PagedKVCache({what}; {self.table.num_seqs} sequences, {self.num_free} blocks free)"
 
+    @between_graphs
     def batch(self, seqs: Any, query_lens: Any = None) -> Batch:
         """The block tables and lengths of sequences, and where their query rows are.
 
@@ -198,6 +200,7 @@ class PagedKVCache(Sequences):
         """
         return self._batches.of(seqs, query_lens)
 
+    @between_graphs
     def write(self, layer: int, k: Any, v: Any, slots: Any, **options: Any) -> None:
         """Write the keys and values of new tokens into their slots in one layer: `write_kv`.
 
@@ -216,6 +219,7 @@ class PagedKVCache(Sequences):
         else:
             write_kv(k, v, k_cache, v_cache, slots, **ours, **options)
 
+    @between_graphs
     def attend(self, layer: int, q: Any, batch: Batch, **options: Any) -> Any:
         """Let the query tokens of a batch attend to their sequences in one layer.
 

@@ -4,6 +4,7 @@ from .argument import Argument, DeviceArgument, Facts, HostArgument
 from .host import HostArray
 from .identify import current_streams, device_kind, host_view, identify
 from .shadow import Array, Shadow, address_of, make_shadow, metadata_of
+from .torch_tensor import between_graphs
 
 __all__ = [
     "Argument",
@@ -14,6 +15,7 @@ __all__ = [
     "HostArray",
     "Shadow",
     "address_of",
+    "between_graphs",
     "current_streams",
     "device_kind",
     "host_view",

@@ -1,16 +1,20 @@
-"""Tensors of torch, on the host and on CUDA devices."""
+"""Tensors of torch, on the host and on CUDA devices, and what torch.compile makes of calls that take them."""
 
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from .argument import DeviceArgument, Facts, HostArgument, low_bits
 from .shadow import Array, Metadata, metadata_of
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Torch dtypes that NumPy does not know: an integer dtype of their size to go through, and what they are.
@@ -123,3 +127,21 @@ def numpy_dtype(torch_dtype: Any) -> np.dtype[Any]:
     """
     name = _name(torch_dtype)
     return _TORCH_ONLY[name][1] if name in _TORCH_ONLY else np.dtype(name)
+
+
+def between_graphs(operation: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that torch.compile calls between its graphs, with one graph break, and does not look into."""
+    chosen = operation
+
+    @wraps(operation)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        nonlocal chosen
+        try:  # a graph break within it: torch skips this function, and does not count another one
+            # torch may be imported after pagedkv, and imports its compiler where something is compiled or disabled.
+            if chosen is operation and "torch._dynamo" in sys.modules:
+                chosen = sys.modules["torch"].compiler.disable(operation)
+            return chosen(*args, **kwargs)
+        finally:
+            pass
+
+    return call

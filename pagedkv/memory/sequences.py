@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import between_graphs
 from .arguments import as_int
 from .device.arrays import Arrays
 from .guard import Guarded, consistent, exclusive
@@ -88,6 +89,7 @@ class Sequences(Guarded, ABC):
         """
         return self._start(prompt_of(tokens, salt))
 
+    @between_graphs
     @exclusive
     def append(self, seqs: Any, n: Any = 1, tokens: Any = None) -> Any:
         """Add n tokens to the end of each sequence, after copying shared blocks that it would write to.
@@ -125,6 +127,7 @@ class Sequences(Guarded, ABC):
         self.pool._commit(writes, undo=lambda: rows.plan_take_back(seqs, n))
         return slots
 
+    @between_graphs
     @exclusive
     def commit(self, seqs: Any) -> None:
         """Say that the K and V of all tokens added and appended so far are written, in all layers.
@@ -232,6 +235,7 @@ class Sequences(Guarded, ABC):
         """End sequences and release their blocks: `SequenceTable.free`."""
         self.table.free(seqs)
 
+    @between_graphs
     def slots(self, seq: int, start: int, stop: int) -> Any:
         """Slots of the tokens start..stop-1 of a sequence, (stop - start,) int64: `SequenceTable.slots`."""
         return self._arrays.asarray(self.table.slots(seq, start, stop))

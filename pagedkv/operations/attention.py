@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, between_graphs
 from ..backends import backend_of, gpus
 from ..calls import AttentionCall
 from ..layouts import FLOAT32
@@ -19,6 +19,7 @@ from .decodes import Decodes, key_of
 _decodes = Decodes()  # a cache: whatever is in it, results are the same
 
 
+@between_graphs
 def decode_attention(
     q: Any,
     k_cache: Any,
@@ -169,6 +170,7 @@ def decode_attention(
     return returned
 
 
+@between_graphs
 def prefill_attention(
     q: Any,
     k_cache: Any,
@@ -288,6 +290,7 @@ def _results(call: AttentionCall) -> tuple[Any, Array, Array | None]:
     return (out, lse), result, lse_result
 
 
+@between_graphs
 def merge_states(outs: Any, lses: Any, *, backend: Backend = "auto") -> tuple[Any, Any]:
     """Merge partial attentions of the same queries over disjoint sets of keys.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from ..arrays import between_graphs
 from ..backends import gpus
 
 
+@between_graphs
 def raise_if_failed() -> None:
     """Wait for the GPUs that calls of this process went to, and raise the first bad entry that a kernel has skipped.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays import between_graphs
 from ..backends import backend_of
 from ..layouts import FLOAT32, FLOAT_DTYPES
 from ..typing import Backend, KvDtype, Layout
 from ..validation.caches import copy_call, gather_call, swap_call, write_call
 
 
+@between_graphs
 def write_kv(
     k: Any,
     v: Any,
@@ -81,6 +83,7 @@ def write_kv(
     backend_of(call.placement).write_kv(call)
 
 
+@between_graphs
 def gather_kv(
     k_cache: Any,
     v_cache: Any,
@@ -132,6 +135,7 @@ def gather_kv(
     return k, v
 
 
+@between_graphs
 def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: Backend = "auto") -> None:
     """Copy whole blocks within the caches of one layer, or of all layers in one call.
 
@@ -171,6 +175,7 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: Backend = "a
     backend_of(call.placement).copy_blocks(call)
 
 
+@between_graphs
 def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: Backend = "auto") -> None:
     """Copy whole blocks from the caches of one pool to those of another.
 

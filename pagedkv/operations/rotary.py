@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays import between_graphs
 from ..backends import backend_of
 from ..typing import Backend
 from ..validation.rotary import rotary_call
 
 
+@between_graphs
 def apply_rotary(
     q: Any,
     k: Any,
