@@ -15,7 +15,8 @@ INSTALL = (
 if find_spec("numba_cuda") is None:
     raise BackendUnavailableError(f"CUDA kernels are compiled by numba-cuda, which is not installed: {INSTALL}")
 
-# Puts numba_cuda in the place of numba.cuda. A .pth file imports it, but those of a folder on PYTHONPATH are not read.
+# Puts numba_cuda in the place of numba.cuda, before kernels import it. A .pth file does so, too, but those of a folder
+# on PYTHONPATH are not read.
 import_module("_numba_cuda_redirector")
 
 

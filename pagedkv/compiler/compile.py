@@ -25,6 +25,7 @@ from ..compiling.progress import told
 from ..compiling.score_mod import can_raise, refusal
 from ..environment import cache_dir
 from ..errors import BackendUnavailableError
+from ..kernels.device.language import cuda, types
 from ..kernels.device.source import KernelSource, with_lineinfo
 from . import INSTALL, require_no_simulator
 from .link import Linked, load_or_link
@@ -187,8 +188,6 @@ def _compile(
 def _make_ptx(
     make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
 ) -> tuple[str, int, int]:
-    from numba import cuda
-
     with with_lineinfo(lineinfo):
         source = make(config)
     ptx, _ = cuda.compile_ptx(
@@ -248,8 +247,6 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]
 
 def _check(score_mod: Callable[..., Any], capability: Capability, missing: tuple[type[Exception], ...]) -> None:
     """Raise TypeError for a user's function that does not compile, or whose code can raise."""
-    from numba import cuda, types
-
     signature = types.float32, *[types.int32] * 4
     try:
         ptx, result = cuda.compile_ptx(score_mod, signature, debug=False, opt=True, device=True, cc=capability)

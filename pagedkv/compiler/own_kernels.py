@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..compiling.compile_thread import made_once
+from ..kernels.device.language import cuda, types
 from . import require_no_simulator
 from .numba_overrides import overridden
 from .ptx import Capability, external_functions
@@ -53,7 +54,6 @@ def compile_own(function: Callable[..., Any], args: Sequence[Any], capability: C
 
 
 def _type_of(position: int, value: Any) -> Any:
-    from numba import types
     from numba.cuda.core.errors import NumbaNotImplementedError
     from numba.cuda.np import numpy_support
 
@@ -86,8 +86,6 @@ def _unknown(dtype: np.dtype) -> str:
 
 @made_once(most=MOST_KERNELS)
 def _compile(function: Callable[..., Any], argument_types: tuple[Any, ...], capability: Capability) -> OwnKernel:
-    from numba import cuda, types
-
     with overridden(capability):
         ptx, _ = cuda.compile_ptx(function, types.void(*argument_types), cc=capability, lineinfo=True)
     if external := external_functions(ptx):

@@ -1,3 +1,3 @@
 """The CUDA backend: kernels of kernels/, compiled by compiler/ and launched with cuda.core."""
 
-from .. import compiler as compiler  # before any kernel, which takes what numba.cuda is then
+from .. import compiler as compiler  # before any kernel: it says what is missing, and puts numba_cuda in its place

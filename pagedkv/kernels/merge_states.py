@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from numba import cuda, float32, int64, types, uint64
-
 from .device.elements import ELEMENT_BITS
 from .device.intrinsics.thread import address, bits_float, larger, load_4
+from .device.language import cuda, float32, int64, types, uint64
 from .device.source import KernelSource
 from .device.vectors import make_load, make_store
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import cuda, int64, types, uint32
-
 from .device.intrinsics.thread import address, clear, for_each, local_array
 from .device.intrinsics.warp import shuffle, stream_16
+from .device.language import cuda, int64, types, uint32
 from .device.source import KernelSource, device_function
 from .device.warp import WARP_SIZE
 

@@ -15,11 +15,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from numba import cuda, float32, int64, types, uint64
-
 from .device.bad_entries import POSITION, record
 from .device.elements import ELEMENT_BITS
 from .device.intrinsics.thread import address
+from .device.language import cuda, float32, int64, types, uint64
 from .device.rotation import position_of, turn
 from .device.source import KernelSource, device_function
 from .device.vectors import make_load, make_store

@@ -111,6 +111,7 @@ def ours(*rooms):
 
 
 BACKENDS = ("cpu", "cuda", "emulator")
+WITHOUT_NUMBA = {path.stem for path in PACKAGE.glob("kernels/device/*")} - {"language", "__init__", "__pycache__"}
 OF_KERNELS = ("device", "paged", "split", "prefill", "blocks", "merge_states", "rotary", "read")
 SIDE_BY_SIDE = (("cuda_cores", "tensor_cores"), ("tensor_cores.split", "tensor_cores.wgmma"))  # in kernels/prefill
 OF_THE_EMULATOR = ("errors", "ptx", "translation", "state", "machine", "device")  # from the ground up
@@ -162,6 +163,11 @@ RULES = {
     ),
     "what is drawn calls nothing": Rule(ours("testing.problems"), ours(*TOP), ours("testing.problems", "layouts")),
     "bench/cpu needs no GPU": Rule(ours("bench.cpu"), ours("bench.gpu", "cuda", "kernels"), ()),
+    "kernels are written in what device/language.py imports": Rule(
+        ours(*(f"kernels.{x}" for x in OF_KERNELS if x != "device"), *(f"kernels.device.{x}" for x in WITHOUT_NUMBA)),
+        ("numba",),
+        (),
+    ),
     # A move to the successor of numba-cuda touches nothing else.
     "numba-cuda is for the compiler and kernels": Rule(ours(*TOP - {"compiler", "kernels"}), ("numba.cuda",), ()),
     "cuda-core is for cuda and the compiler, and for arrays that speak DLPack": Rule(

@@ -13,8 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numba import cuda, int64, types, uint32
-
 from ..device.bad_entries import PAIR, record
 from ..device.intrinsics.thread import (
     address,
@@ -29,6 +27,7 @@ from ..device.intrinsics.thread import (
     store_8,
     store_16,
 )
+from ..device.language import cuda, int64, types, uint32
 from ..device.source import KernelSource, device_function
 
 NUM_THREADS = 128

@@ -12,11 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numba import cuda, float32, int64, types, uint32, uint64
-
 from ..device.bad_entries import BLOCK_ID, record
 from ..device.conversions import unpack
 from ..device.intrinsics.thread import address, float_bits, load_1, load_2, load_4, load_8, load_16, store_16
+from ..device.language import cuda, float32, int64, types, uint32, uint64
 from ..device.source import KernelSource, device_function
 from .tokens import NUM_THREADS, RowShape, make_item, row_shape
 

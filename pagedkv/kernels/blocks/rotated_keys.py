@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from numba import cuda, float32, int64, uint32
-
 from ..device.conversions import narrow, unpack
+from ..device.language import cuda, float32, int64, uint32
 from ..device.rotation import turn
 from ..device.source import device_function
 from ..device.vectors import make_load

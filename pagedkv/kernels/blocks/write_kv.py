@@ -13,8 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numba import cuda, float32, int64, types, uint8, uint16, uint32, uint64
-
 from ..device.bad_entries import POSITION, SLOT, record
 from ..device.conversions import narrow, unpack
 from ..device.elements import ELEMENT_BITS
@@ -29,6 +27,7 @@ from ..device.intrinsics.thread import (
     store_8,
     store_16,
 )
+from ..device.language import cuda, float32, int64, types, uint8, uint16, uint32, uint64
 from ..device.rotation import position_of
 from ..device.source import KernelSource, device_function
 from .rotated_keys import make_rotate

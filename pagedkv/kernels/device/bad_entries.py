@@ -5,9 +5,8 @@ The report buffer is int64[5] = (state, what, sequence, column, value); state is
 
 from __future__ import annotations
 
-from numba import cuda, int64
-
 from .intrinsics.thread import address, compare_and_swap
+from .language import cuda, int64
 
 NUM_BYTES = 40
 BLOCK_ID, SEQ_LEN, SLOT, PAIR, QUERY_START, POSITION = 1, 2, 3, 4, 5, 6

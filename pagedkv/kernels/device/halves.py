@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import uint32
-
 from .intrinsics.warp import halves_of_lower_e4m3, halves_of_upper_e4m3, permute
+from .language import uint32
 from .source import device_function
 
 SIGNS = 0x80008000  # of both halves of a word

@@ -7,9 +7,8 @@ while the kernel runs.
 
 from __future__ import annotations
 
-from numba import cuda, int64, uint32
-
 from .intrinsics.warp import count_up, fence, load_shared_word, store_shared_word
+from .language import cuda, int64, uint32
 from .source import device_function
 
 

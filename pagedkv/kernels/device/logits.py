@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from numba import float32, int32
-
 from .intrinsics.thread import divide
+from .language import float32, int32
 from .source import device_function, user_function
 
 LOG2E, LN2 = float32(1.4426950408889634), float32(0.6931471805599453)

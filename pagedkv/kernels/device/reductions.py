@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from numba import float32, uint32
-
 from .intrinsics.thread import larger
 from .intrinsics.warp import exchange
+from .language import float32, uint32
 from .source import device_function
 
 

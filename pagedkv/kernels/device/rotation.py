@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from numba import cuda, float32, int32, int64, uint64
-
 from .intrinsics.thread import address, load_4, load_8, multiply
+from .language import cuda, float32, int32, int64, uint64
 
 
 @cuda.jit(device=True, forceinline=True, lineinfo=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import int64, uint32
-
+from .language import int64, uint32
 from .source import device_function
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from numba import uint32
-
 from .intrinsics.thread import address, bits_float
+from .language import uint32
 from .source import device_function
 
 

@@ -11,6 +11,8 @@ from numbers import Real
 from types import ModuleType
 from typing import Any
 
+from .language import cuda
+
 MOST_FUNCTIONS = 4096  # a kernel of split has some 75
 
 
@@ -71,8 +73,6 @@ def user_function(function: Callable[..., Any]) -> Any:
 
     Users may make a new function for each call.
     """
-    from numba import cuda
-
     made = cuda.jit(device=True)(function)
     made.is_passing = True
     return made
@@ -118,8 +118,6 @@ class _Alike:
 
 @lru_cache(MOST_FUNCTIONS)
 def _jitted(alike: _Alike, lineinfo: bool) -> Any:
-    from numba import cuda
-
     return cuda.jit(device=True, forceinline=True, lineinfo=lineinfo)(alike.function)
 
 

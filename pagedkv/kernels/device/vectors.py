@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, uint16, uint32
-
 from .conversions import narrow, unpack
 from .elements import ELEMENT_BITS
 from .intrinsics.thread import (
@@ -25,6 +23,7 @@ from .intrinsics.thread import (
     store_8,
     store_16,
 )
+from .language import cuda, uint16, uint32
 from .source import device_function
 
 _LOADS = {2: load_2, 4: load_4, 8: load_8, 16: load_16}

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import math
 
-from numba import cuda, float32, float64, int32, int64, types, uint32
-
 from ..device.intrinsics.thread import address, larger, shared_address
+from ..device.language import cuda, float32, float64, int32, int64, types, uint32
 from ..device.logits import NONE, make_modify
 from ..device.source import KernelSource
 from ..device.warp import WARP_SIZE

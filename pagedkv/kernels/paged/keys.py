@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, uint32
-
 from ..device.conversions import multiply_add, unpack_words
 from ..device.intrinsics.thread import for_each, load_16, load_shared, opaque, store_shared
+from ..device.language import cuda, float32, uint32
 from ..device.source import device_function
 from ..device.warp import ALL_LANES
 from .config import NUM_THREADS, AttentionConfig

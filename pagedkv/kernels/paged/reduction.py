@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from numba import cuda, float32, int32, int64, types, uint16, uint32
-
 from ..device.conversions import narrow
 from ..device.elements import ELEMENT_BITS
 from ..device.intrinsics.thread import address, larger, store_2, store_4
+from ..device.language import cuda, float32, int32, int64, types, uint16, uint32
 from ..device.logits import NONE
 from ..device.source import KernelSource
 from .config import NUM_THREADS, NUM_WARPS, PARTITION_SIZE

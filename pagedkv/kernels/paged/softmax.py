@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32
-
 from ..device.intrinsics.thread import exp2, larger
+from ..device.language import cuda, float32
 from ..device.logits import LOG2E, NONE
 from ..device.source import device_function
 from ..device.warp import ALL_LANES, WARP_SIZE

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import int32, int64, uint32
-
 from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
+from ..device.language import int32, int64, uint32
 from ..device.source import device_function
 from .config import AttentionConfig
 

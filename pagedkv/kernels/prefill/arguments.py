@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import float32, int32, int64, types, uint8
+from ..device.language import float32, int32, int64, types, uint8
 
 _BYTES, _INTS, _FLOATS = (types.CPointer(dtype) for dtype in (uint8, int32, float32))
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numba import cuda, int32, int64, types
-
 from ..device.bad_entries import BLOCK_ID, QUERY_START, SEQ_LEN, record
+from ..device.language import cuda, int32, int64, types
 from ..device.source import KernelSource
 from .config import NUM_THREADS
 

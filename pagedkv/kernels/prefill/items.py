@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, int64, uint32
-
 from ..device.intrinsics.thread import address, load_4
 from ..device.intrinsics.warp import ballot, load_shared_word, store_shared_word
+from ..device.language import cuda, int64, uint32
 from ..device.source import device_function
 from ..device.warp import WARP_SIZE
 from .arguments import Item

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import float32, int64, uint32
-
 from ..device.intrinsics.thread import address, exp2, larger, multiply_and_add, store_4
 from ..device.intrinsics.warp import log2, reciprocal
+from ..device.language import float32, int64, uint32
 from ..device.logits import LN2, LOG2E, NONE
 from ..device.source import device_function
 from .config import NUM_THREADS

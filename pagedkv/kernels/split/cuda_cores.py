@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numba import float32, int32, int64, uint32
-
 from ..device.intrinsics.thread import address, assign, bits_float, clear, exp2, larger, load_16, local_array, unrolled
 from ..device.intrinsics.warp import ballot, exchange, low_bits, shuffle, store_shared_4, stream_16
+from ..device.language import float32, int32, int64, uint32
 from ..device.logits import LOG2E, NONE, make_modify
 from ..device.source import Steps, device_function
 from ..device.warp import WARP_SIZE

@@ -26,12 +26,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, int32, int64, types, uint32
-
 from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
 from ..device.halves import software_factor
 from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, shared_address
 from ..device.intrinsics.warp import thread_number
+from ..device.language import cuda, float32, int32, int64, types, uint32
 from ..device.last_block import is_last, publish
 from ..device.logits import NONE
 from ..device.row_offsets import Cache

@@ -6,11 +6,10 @@ warp has a slot for each kind of words there.
 
 from __future__ import annotations
 
-from numba import cuda, uint32
-
 from ..device.intrinsics import warp as warps
 from ..device.intrinsics.thread import bits_float, float_bits, larger, shared_address
 from ..device.intrinsics.warp import load_shared_word, load_shared_words, shuffle, shuffle_float, store_shared_word
+from ..device.language import cuda, uint32
 from ..device.reductions import largest_of_quad
 from ..device.source import Steps, device_function
 from ..device.warp import WARP_SIZE

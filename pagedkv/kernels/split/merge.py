@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, int64, uint32
-
 from ..device.conversions import narrow
 from ..device.intrinsics.thread import (
     address,
@@ -30,6 +28,7 @@ from ..device.intrinsics.thread import (
     unrolled,
 )
 from ..device.intrinsics.warp import load_l2_2, load_l2_4, log2, reciprocal, store_shared_4
+from ..device.language import cuda, float32, int64, uint32
 from ..device.logits import LN2, LOG2E, NONE
 from ..device.reductions import largest_of_warp, sum_of_warp
 from ..device.source import Steps, device_function

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, int32, int64, uint32
-
 from ..device.bad_entries import BLOCK_ID, record
 from ..device.intrinsics.thread import load_4
+from ..device.language import cuda, int32, int64, uint32
 from ..device.row_offsets import make_address_at, make_row_offset
 from ..device.source import Steps, device_function
 from .config import NUM_THREADS, SplitConfig

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import float32, uint32
-
 from ..device.intrinsics.thread import float_bits, load_shared, unrolled
 from ..device.intrinsics.warp import load_shared_2, store_shared_2, store_shared_word
+from ..device.language import float32, uint32
 from ..device.reductions import sum_of_quad
 from ..device.source import Steps, device_function
 from .config import SplitConfig

@@ -7,8 +7,8 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.cuda.extending import intrinsic
+
+from ..language import intrinsic, types
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()

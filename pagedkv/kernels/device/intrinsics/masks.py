@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from numba import types
-
+from ..language import types
 from .declare import I32, declare, emit_asm, int64, parts_of, uint32
 
 

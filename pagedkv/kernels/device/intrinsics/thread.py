@@ -14,10 +14,8 @@ from inspect import signature
 from typing import Any
 
 from llvmlite import ir
-from numba import typeof, types
-from numba.core import cgutils
-from numba.cuda.extending import intrinsic
 
+from ..language import cgutils, intrinsic, typeof, types
 from ..source import MOST_FUNCTIONS, device_function, shared
 from .declare import (
     F32,

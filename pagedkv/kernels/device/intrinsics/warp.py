@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 
+from ..language import types
 from .declare import (
     F32,
     FLOATS_2,

@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 
+from ..language import types
 from .declare import F32, I64, VOID, declare, emit_asm, float32, int64, parts_of, uint32
 from .thread import element
 from .warp import warp_wide

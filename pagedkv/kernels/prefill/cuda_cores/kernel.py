@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import cuda, float32, int64, uint32
-
 from ...device.elements import ELEMENT_BITS
 from ...device.intrinsics.thread import (
     address,
@@ -42,6 +40,7 @@ from ...device.intrinsics.warp import (
     store_shared_word,
     sync_warp,
 )
+from ...device.language import cuda, float32, int64, uint32
 from ...device.logits import LOG2E, NONE, make_modify
 from ...device.scales import scale_of
 from ...device.source import KernelSource, device_function

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import int64, uint32
-
 from ...device.conversions import unpack
 from ...device.halves import SIGNS, make_halves
 from ...device.intrinsics.thread import divmod_32, for_each, load_4
@@ -31,6 +29,7 @@ from ...device.intrinsics.warp import (
     store_shared_words,
     wait_but,
 )
+from ...device.language import int64, uint32
 from ...device.row_offsets import make_address_at, make_row_offset
 from ...device.source import device_function
 from ..config import TensorConfig

@@ -23,10 +23,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, int64, uint32
-
 from ...device.intrinsics.thread import address, bits_float, divmod_32, shared_address
 from ...device.intrinsics.warp import shuffle, thread_number
+from ...device.language import cuda, float32, int64, uint32
 from ...device.row_offsets import Cache
 from ...device.source import KernelSource
 from ..arguments import Options, Pages, Visible, signature

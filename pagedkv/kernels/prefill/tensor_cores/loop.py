@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import cuda, float32, int64, uint32
-
 from ...device.intrinsics.thread import divmod_32, local_array
 from ...device.intrinsics.warp import end_group, wait_but
+from ...device.language import cuda, float32, int64, uint32
 from ...device.row_offsets import Cache
 from ...device.source import device_function
 from ..config import TensorConfig

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import float32, int64, uint32
-
 from ...device.intrinsics.thread import address, divmod_32, for_each, store_4
 from ...device.intrinsics.warp import pack_of
+from ...device.language import float32, int64, uint32
 from ...device.reductions import sum_of_quad
 from ...device.source import device_function
 from ..config import TensorConfig

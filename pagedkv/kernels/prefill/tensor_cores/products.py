@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import uint32
-
 from ...device.intrinsics.thread import assign, clear, for_each
 from ...device.intrinsics.warp import load_matrices, load_transposed, mma_of
+from ...device.language import uint32
 from ...device.source import device_function
 from ..config import TensorConfig
 from .registers import KEYS_AHEAD, VALUES_AHEAD

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import float32, int32, int64, uint32
-
 from ...device.intrinsics.thread import address, clear, exp2, for_each, larger, local_array, multiply_and_add
 from ...device.intrinsics.warp import any_lane, pack_of
+from ...device.language import float32, int32, int64, uint32
 from ...device.logits import LOG2E, NONE, UNSEEN, cap, make_modify
 from ...device.reductions import largest_of_quad
 from ...device.source import device_function

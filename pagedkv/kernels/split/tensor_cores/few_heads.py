@@ -37,10 +37,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import cuda, float32, int64, uint32
-
 from ...device.intrinsics.thread import clear, divmod_32, unrolled
 from ...device.intrinsics.warp import shuffle
+from ...device.language import cuda, float32, int64, uint32
 from ...device.source import Steps, device_function
 from ..config import SplitConfig
 from ..lanes import SLOT_BYTES, make_lanes

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import uint32
-
 from ...device.halves import make_halves
 from ...device.intrinsics import warp as tensor
 from ...device.intrinsics.thread import assign, unrolled
 from ...device.intrinsics.warp import permute, stream_8, stream_16
+from ...device.language import uint32
 from ...device.source import Steps, device_function
 from ..config import VECTOR_BYTES
 from ..shape import FRAGMENT_BYTES, K_VECTOR, TILE, TensorShape

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, int64, uint32
-
 from ...device.intrinsics.thread import clear, divmod_32, local_arrays, unrolled
 from ...device.intrinsics.warp import end_group, shuffle, wait_but
+from ...device.language import cuda, float32, int64, uint32
 from ...device.row_offsets import Cache
 from ...device.source import Steps, device_function
 from ..arguments import Query

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, int64, uint32
-
 from ...device.conversions import unpack
 from ...device.halves import SIGNS
 from ...device.intrinsics.thread import assign, bits_float, float_bits, larger, load_8, load_16, local_array, unrolled
 from ...device.intrinsics.warp import load_shared_words, pack_of, store_shared_words
+from ...device.language import cuda, float32, int64, uint32
 from ...device.reductions import largest_of_quad
 from ...device.source import Steps, device_function
 from ..config import NUM_WARPS

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import float32, uint32
-
 from ...device.intrinsics.thread import local_arrays
+from ...device.language import float32, uint32
 from ..shape import TensorShape
 
 

@@ -6,8 +6,6 @@ A lane has the logits of head g + 8h for tokens 4t .. 4t + 3 of each tile: two f
 
 from __future__ import annotations
 
-from numba import float32, int64, uint32
-
 from ...device.conversions import unpack
 from ...device.halves import software_factor
 from ...device.intrinsics.thread import (
@@ -20,6 +18,7 @@ from ...device.intrinsics.thread import (
     unrolled,
 )
 from ...device.intrinsics.warp import low_bits, pack_of
+from ...device.language import float32, int64, uint32
 from ...device.logits import LOG2E, NONE, UNSEEN, make_modify, positive
 from ...device.source import Steps, device_function
 from ..limits import tensor_shape as limits

@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from numba import cuda, uint32
-
 from ...device.intrinsics.thread import assign, unrolled
 from ...device.intrinsics.warp import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
+from ...device.language import cuda, uint32
 from ...device.source import Steps, device_function
 from ...device.warp import WARP_SIZE
 from ..config import NUM_THREADS, VECTOR_BYTES, SplitConfig

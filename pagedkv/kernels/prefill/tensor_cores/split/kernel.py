@@ -18,8 +18,6 @@ then the weights of the splits. After that, the item, which all threads read.
 
 from __future__ import annotations
 
-from numba import cuda, float32, int64, types, uint32
-
 from ....device.intrinsics.thread import address, bits_float, divmod_32, shared_address
 from ....device.intrinsics.warp import (
     load_shared_word,
@@ -27,6 +25,7 @@ from ....device.intrinsics.warp import (
     store_shared_word,
     thread_number,
 )
+from ....device.language import cuda, float32, int64, types, uint32
 from ....device.last_block import is_last, publish
 from ....device.row_offsets import Cache
 from ....device.source import KernelSource, device_function

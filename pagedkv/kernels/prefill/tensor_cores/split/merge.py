@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import cuda, float32, int64, uint32
-
 from ....device.intrinsics.thread import (
     address,
     assign,
@@ -36,6 +34,7 @@ from ....device.intrinsics.warp import (
     store_shared_2,
     store_shared_word,
 )
+from ....device.language import cuda, float32, int64, uint32
 from ....device.logits import UNSEEN
 from ....device.reductions import largest_of_warp, sum_of_quad, sum_of_warp
 from ....device.source import Steps, device_function

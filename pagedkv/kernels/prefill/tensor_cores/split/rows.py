@@ -6,10 +6,9 @@ Lanes exchange places by shuffles, or, where those are calls, through shared mem
 
 from __future__ import annotations
 
-from numba import int64, uint32
-
 from ....device.intrinsics.thread import for_each
 from ....device.intrinsics.warp import load_shared_pair, load_shared_words, store_shared_word
+from ....device.language import int64, uint32
 from ....device.row_offsets import make_row_offset
 from ....device.source import Steps, device_function
 from ...config import TensorConfig
