@@ -19,7 +19,7 @@ BENCHES = {
     "memory": ("memory", "the memory manager, beside one of Python lists"),
     "transformers": ("transformers", "a small model of transformers, beside its own attention"),
     "decode": ("gpu.decode", "decode_attention on a GPU, beside other libraries"),
-    "prefill": ("gpu.prefill.run", "prefill_attention on a GPU, beside other libraries"),
+    "prefill": ("gpu.prefill", "prefill_attention on a GPU, beside other libraries"),
     "write": ("gpu.write", "write_kv on a GPU"),
 }
 # Where each of the other commands is, and what it prints.

@@ -13,7 +13,8 @@ import numpy as np
 
 from ..memory import BlockPool, SequenceTable
 from . import serving
-from .report import Row, median, spread
+from .contest import median, spread
+from .report import Row
 
 NUMS_SEQS, QUICK_NUMS_SEQS = (256, 1024), (16,)
 BLOCK_SIZE = 16

@@ -7,9 +7,6 @@ import io
 import json
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -49,31 +46,6 @@ def _processor() -> str:
         return names[0]
     except (OSError, IndexError):
         return platform.processor() or platform.machine()
-
-
-def interleaved(contestants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each contestant, in turns so that drift hits all alike, after one warm-up."""
-    for call in contestants.values():
-        call()
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(repeats):
-        for name, call in contestants.items():
-            begin = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - begin)
-    return seconds
-
-
-def median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
-def spread(values: list[float]) -> float:
-    """The interquartile range over the median."""
-    if len(values) < 2:
-        return 0.0
-    quartiles = statistics.quantiles(values, n=4)
-    return (quartiles[2] - quartiles[0]) / statistics.median(values)
 
 
 def as_json(rows: list[Row]) -> str:

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..cache import PagedKVCache
 from ..scheduling import Scheduler
-from .report import Row, median, spread
+from .contest import median, spread
+from .report import Row
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 2048

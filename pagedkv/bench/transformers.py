@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from argparse import ArgumentParser
 from collections.abc import Callable
+from functools import partial
 from time import process_time
 from typing import Any
 
 from ..cpu.threads import get_num_threads, set_num_threads
 from ..errors import BackendUnavailableError
+from .contest import interleaved, on_host
 from .report import Row
 
 try:
@@ -86,13 +88,22 @@ def _rows(repeats: int, progress: Callable[[str], Any], quick: bool) -> list[Row
         },
         {"sdpa": lambda: _generate(model, long, alone, False), "generate": lambda: _generate(model, long, alone, True)},
     ]
+    said: dict[str, Any] = {}
+
+    def say(name: str, call: Callable[[], Any]) -> None:
+        if name == "sdpa":
+            model.set_attn_implementation("sdpa")
+        else:
+            use_pagedkv(model)
+        said[name] = call()
+
     for calls in contests:
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(repeats + 1):
-            progress(f"transformers, {' and '.join(list(calls)[1:])}, {turn} of {repeats}")
-            said = {name: _timed(model, call, name != "sdpa", seconds[name]) for name, call in calls.items()}
-        theirs = seconds.pop("sdpa")[1:]
-        for name, (_, *ours) in seconds.items():
+        progress(f"transformers, {' and '.join(list(calls)[1:])}")
+        said_by = {name: partial(say, name, call) for name, call in calls.items()}
+        samples = interleaved(said_by, repeats, partial(on_host, pause=0, clock=process_time))
+        seconds = {name: [each.seconds for each in of] for name, of in samples.items()}
+        theirs = seconds.pop("sdpa")
+        for name, ours in seconds.items():
             row = {"transformers": name, "pagedkv s": min(ours), "sdpa s": min(theirs)}
             row |= {"times": min(theirs) / min(ours), "same": said[name] == said["sdpa"]}
             rows.append(row | {"pagedkv samples": ours, "sdpa samples": theirs})
@@ -112,18 +123,6 @@ def _model(num_layers: int) -> Any:
         **heads,
     )
     return LlamaForCausalLM(config).eval()
-
-
-def _timed(model: Any, call: Callable[[], Any], paged: bool, seconds: list[float]) -> Any:
-    """What the model says with one of both, whose time is noted."""
-    if paged:
-        use_pagedkv(model)
-    else:
-        model.set_attn_implementation("sdpa")
-    begin = process_time()
-    said = call()
-    seconds.append(process_time() - begin)
-    return said
 
 
 def _continuous(model: Any, texts: list[list[int]], num_new: int) -> list[list[int]]:

@@ -4,8 +4,6 @@ import csv
 import io
 import json
 
-import pytest
-
 from pagedkv.bench import memory, report
 
 ROWS = [{"decode": "float32", "ms": 1.25, "x": None}, {"decode": "float16", "ms": 1234.5, "x": 2}, {"growth": 4.0}]
@@ -38,19 +36,6 @@ def test_json_and_csv_hold_every_value():
     assert json.loads(report.as_json(ROWS))["rows"] == ROWS
     rows = list(csv.DictReader(io.StringIO(report.as_csv(ROWS))))
     assert rows[1] == {"decode": "float16", "ms": "1234.5", "x": "2", "growth": ""}
-
-
-def test_interleaved_calls_everyone_in_turn():
-    calls = []
-    seconds = report.interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, 2)
-    assert calls == list("ababab")
-    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
-
-
-def test_spread_is_relative_to_the_median():
-    assert report.spread([1.0]) == 0
-    assert report.spread([2.0, 2.0, 2.0]) == 0
-    assert report.spread([1.0, 2.0, 3.0]) == pytest.approx(1.0)
 
 
 def test_lists_are_in_json_alone():

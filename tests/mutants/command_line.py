@@ -3,7 +3,6 @@
 from .mutant import Mutant
 
 MAIN = ("tests/test_main.py",)
-PREFILL = "tests/bench/gpu/prefill/"
 
 INFO = ("tests/info/test_command.py",)
 
@@ -34,22 +33,22 @@ MUTANTS = [
     Mutant(
         "one bench imports another",
         "bench/memory.py",
-        "from .report import Row, median, spread\n",
-        "from .gpu.timing import contest\nfrom .report import Row, median, spread\n",
+        "from .report import Row\n",
+        "from .report import Row\nfrom .transformers import VOCAB\n",
         MAIN,
     ),
     Mutant(
         "bench prefill: products past the diagonal count",
-        "bench/gpu/prefill/workloads.py",
+        "bench/problem.py",
         "n * (length - n) + n * (n + 1) // 2 if self.causal else n * length",
         "n * length",
-        (PREFILL + "test_workloads.py",),
+        ("tests/bench/test_problem.py",),
     ),
     Mutant(
         "bench prefill: SDPA's causal mask begins at the first key",
-        "bench/gpu/prefill/peers.py",
+        "bench/gpu/decode_peers.py",
         "causal_lower_right(q.shape[2], k.shape[2])",
         "causal_lower_right(q.shape[2], q.shape[2])",
-        (PREFILL + "test_peers.py::test_sdpa_is_right_on_dense_keys_and_refuses_the_rest",),
+        ("tests/bench/gpu/test_subjects.py::test_sdpa_is_right_on_dense_keys_and_refuses_the_rest",),
     ),
 ]

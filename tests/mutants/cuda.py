@@ -143,10 +143,10 @@ MUTANTS = [
     ),
     Mutant(
         "shares of decode are of the copy",
-        "bench/gpu/decode.py",
-        "result.columns(name, cell.num_bytes, READ)",
-        'result.columns(name, cell.num_bytes, "copy")',
-        ("tests/bench/gpu/test_decode.py::test_time_becomes_bandwidth_and_a_share_of_what_reading_has",),
+        "bench/gpu/measure.py",
+        "columns(gpu, result, name, num_bytes, READ)",
+        "columns(gpu, result, name, num_bytes, COPY)",
+        ("tests/bench/gpu/test_measure.py::test_time_becomes_bandwidth_and_of_prefill_a_rate",),
     ),
     Mutant(
         "pinned memory is filled again while the GPU reads it",

@@ -11,20 +11,62 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import pagedkv
 
-from ..reasons import Refused
-from .onnx_attention import make_group_query_attention
-from .problem import DTYPES, HEAD_DIM, NUM_KV_HEADS, Problem
-from .timing import Call
+from ... import reference
+from ..contest import Call, Refused
+from ..problem import DTYPES, FP8_DTYPES, Problem
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 VLLM_BLOCK_SIZE = 32  # what vLLM asks for on the CPU is a multiple of it
+
+
+class HostProblem(Problem):
+    """The arrays of a cell whose sequences have one length; the reference says what should come out of a few rows."""
+
+    @property
+    def length(self) -> int:
+        return self.cell.seq_lens[0]
+
+    def tokens(self, i: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Keys and values of sequence i in order, each (L, Hkv, D)."""
+        k, v = (cache[self.block_tables[i]].reshape(-1, *cache.shape[2:])[: self.length] for cache in self.kv)
+        return k, v
+
+    def dense(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Contiguous K and V, each (B, Hkv, L, D)."""
+        if self.cell.kv_dtype:
+            raise Refused("no fp8 K and V")
+        tokens = [self.tokens(i) for i in range(len(self.seq_lens))]
+        k, v = (np.ascontiguousarray(np.stack([pair[i] for pair in tokens]).swapaxes(1, 2)) for i in (0, 1))
+        return k, v
+
+    @property
+    def checked(self) -> npt.NDArray[np.int64]:
+        """The last row of the first sequence, and of the last one."""
+        return np.unique(self.query_starts[[1, -1]].astype(np.int64) - 1)
+
+    @cached_property
+    def expected(self) -> npt.NDArray[Any]:
+        """The reference's result for these rows, a KV head at a time: it widens all that it gets to float64."""
+        cell, seqs = self.cell, np.searchsorted(self.query_starts, self.checked, side="right") - 1
+        of_heads = [
+            reference.decode_attention(
+                *(self.q[self.checked, h * cell.group_size : (h + 1) * cell.group_size],),
+                *(self.kv[0][:, :, h : h + 1], self.kv[1][:, :, h : h + 1]),
+                *(self.block_tables[seqs], self.seq_lens[seqs]),
+                kv_dtype=cell.kv_dtype,
+            )
+            for h in range(cell.num_kv_heads)
+        ]
+        return np.concatenate(of_heads, axis=1)
 
 
 def torch_on(num_threads: int) -> Any:
@@ -42,39 +84,39 @@ def as_tensor(torch: Any, array: Any) -> Any:
     return torch.from_numpy(array)
 
 
-def _dense(torch: Any, problem: Problem) -> tuple[Any, Any]:
-    """Contiguous K and V, each (B, Hkv, L, D)."""
-    if problem.kv_dtype:
-        raise Refused("no fp8 K and V")
-    tokens = [problem.tokens(i) for i in range(problem.num_seqs)]
-    k, v = (np.ascontiguousarray(np.stack([pair[i] for pair in tokens]).swapaxes(1, 2)) for i in (0, 1))
-    return as_tensor(torch, k), as_tensor(torch, v)
+def _dense(torch: Any, problem: HostProblem) -> list[Any]:
+    return [as_tensor(torch, x) for x in problem.dense()]
 
 
-def _sdpa(problem: Problem, num_threads: int) -> Call:
-    """SDPA on dense K and V; the G heads of a KV head are G query rows."""
+def _grouped(torch: Any, problem: HostProblem) -> Any:
+    """q with the G heads of a KV head as G query rows."""
+    cell = problem.cell
+    return as_tensor(torch, problem.q).view(len(problem.q), cell.num_kv_heads, cell.group_size, cell.head_dim)
+
+
+def _sdpa(problem: HostProblem, num_threads: int) -> Call:
+    """SDPA on dense K and V."""
     torch = torch_on(num_threads)
     k, v = _dense(torch, problem)
-    q = as_tensor(torch, problem.q).view(problem.num_seqs, NUM_KV_HEADS, -1, HEAD_DIM)
+    q = _grouped(torch, problem)
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
-def _gather_sdpa(problem: Problem, num_threads: int) -> Call:
+def _gather_sdpa(problem: HostProblem, num_threads: int) -> Call:
     """SDPA on pages that are gathered first."""
     torch = torch_on(num_threads)
-    if problem.kv_dtype:
+    if problem.cell.kv_dtype:
         raise Refused("no fp8 K and V")
-    k, v = (as_tensor(torch, cache) for cache in problem.pages)
-    q = as_tensor(torch, problem.q).view(problem.num_seqs, NUM_KV_HEADS, -1, HEAD_DIM)
-    index = torch.from_numpy(problem.block_tables).long()
+    k, v = (as_tensor(torch, cache) for cache in problem.kv)
+    q, index = _grouped(torch, problem), torch.from_numpy(problem.block_tables).long()
 
     def gathered(cache: Any) -> Any:
-        return cache[index].view(problem.num_seqs, -1, NUM_KV_HEADS, HEAD_DIM).transpose(1, 2)
+        return cache[index].view(len(index), -1, *cache.shape[2:]).transpose(1, 2)
 
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, gathered(k), gathered(v))
 
 
-def _flex(problem: Problem, num_threads: int) -> Call:
+def _flex(problem: HostProblem, num_threads: int) -> Call:
     """flex_attention compiled for this shape, on dense K and V, without a mask."""
     torch = torch_on(num_threads)
     from torch.nn.attention.flex_attention import flex_attention
@@ -85,46 +127,89 @@ def _flex(problem: Problem, num_threads: int) -> Call:
     q = as_tensor(torch, problem.q)[:, :, None]
     torch.compiler.reset()  # code for earlier shapes counts towards a limit, past which torch runs uncompiled
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(q, k, v, enable_gqa=problem.group_size > 1)
+    return lambda: compiled(q, k, v, enable_gqa=problem.cell.group_size > 1)
 
 
-def _vllm(problem: Problem, num_threads: int) -> Call:
-    """The operator of vLLM's CPU backend on pages of 32 tokens; the schedule that all layers share is made before."""
-    torch = torch_on(num_threads)
-    operators = _vllm_operators(torch)
-    num_seqs, length, num_heads = problem.num_seqs, problem.length, problem.q.shape[1]
-    if length % VLLM_BLOCK_SIZE:
-        raise Refused(f"lengths are multiples of {VLLM_BLOCK_SIZE} here")
-    kv_dtype, dtype = problem.kv_dtype or "auto", torch.bfloat16 if problem.kv_dtype else getattr(torch, problem.dtype)
-    q = as_tensor(torch, problem.q).to(dtype)
-    isa = "amx" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "neon" if ON_ARM else "vec"
-    num_blocks = num_seqs * length // VLLM_BLOCK_SIZE
-    cache_shape = (num_blocks, NUM_KV_HEADS, 2 * VLLM_BLOCK_SIZE, HEAD_DIM)
-    caches = torch.zeros(cache_shape, dtype=torch.uint8 if problem.kv_dtype else dtype).chunk(2, dim=2)
-    tables = torch.from_numpy(np.random.default_rng(2).permutation(num_blocks).astype(np.int32).reshape(num_seqs, -1))
-    slots = (tables[:, :, None].long() * VLLM_BLOCK_SIZE + torch.arange(VLLM_BLOCK_SIZE)).view(num_seqs, -1)
-    for i in range(num_seqs):
-        kv = [torch.from_numpy(_values(problem, x)).to(dtype) for x in problem.tokens(i)]
-        operators.cpu_attn_reshape_and_cache(*kv, *caches, slots[i], isa, 1.0, 1.0, kv_dtype)
-    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
-    lens, out = torch.from_numpy(problem.seq_lens), torch.empty_like(q)
-    schedule = operators.get_scheduler_metadata(
-        *(num_seqs, num_heads, NUM_KV_HEADS, HEAD_DIM, lens, dtype, starts, True, -1, isa, True, None, kv_dtype)
-    )
+def _onnxruntime(problem: HostProblem, num_threads: int) -> Call:
+    """GroupQueryAttention, one operator of a model that is made here, on dense K and V.
+
+    What is read and what is written share K and V, so that none is copied: each call stores the keys and values of the
+    last token once more.
+    """
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    cell, types = problem.cell, {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+    if cell.kv_kind not in types:
+        raise Refused("float32 and float16 only, on the CPU")
+    inputs, lengths = ["query", "key", "value", "past_key", "past_value"], ["seqlens_k", "total_sequence_length"]
+    outputs, domain, make = ["output", "present_key", "present_value"], "com.microsoft", helper.make_tensor_value_info
+    heads = {"num_heads": cell.num_heads, "kv_num_heads": cell.num_kv_heads}
+    node = helper.make_node("GroupQueryAttention", [*inputs, *lengths], outputs, domain=domain, **heads)
+    given = [make(name, types[cell.dtype], None) for name in inputs]
+    given += [make(name, TensorProto.INT32, None) for name in lengths]
+    graph = helper.make_graph([node], "attention", given, [make(name, types[cell.dtype], None) for name in outputs])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(domain, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+
+    num_seqs, caches = len(problem.q), dict(zip(("key", "value"), problem.dense(), strict=True))
+    arrays = {name: np.ascontiguousarray(x[:, :, -1]).reshape(num_seqs, 1, -1) for name, x in caches.items()}
+    arrays |= {"query": problem.q.reshape(num_seqs, 1, -1), "seqlens_k": problem.seq_lens - 1}
+    arrays["total_sequence_length"] = np.array(problem.length, np.int32)
+    binding = session.io_binding()
+    for name, x in arrays.items():
+        binding.bind_cpu_input(name, x)
+    for name, cache in caches.items():
+        shared = onnxruntime.OrtValue.ortvalue_from_numpy(cache)
+        binding.bind_ortvalue_input(f"past_{name}", shared)
+        binding.bind_ortvalue_output(f"present_{name}", shared)
+    out = onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros_like(arrays["query"]))
+    binding.bind_ortvalue_output("output", out)
 
     def call() -> Any:
-        operators.cpu_attention_with_kv_cache(
-            *(q, *caches, out, starts, lens, HEAD_DIM**-0.5, True, None, -1, tables, 0.0, schedule, None, None),
-            *(1.0, 1.0, kv_dtype),
-        )
+        session.run_with_iobinding(binding)
         return out
 
     return call
 
 
-def _values(problem: Problem, tokens: Any) -> Any:
-    codes = tokens.view(DTYPES[problem.kv_dtype]) if problem.kv_dtype else tokens
-    return codes.astype(np.float32)
+def _vllm(problem: HostProblem, num_threads: int) -> Call:
+    """The operator of vLLM's CPU backend on pages of 32 tokens; the schedule that all layers share is made before."""
+    torch = torch_on(num_threads)
+    operators = _vllm_operators(torch)
+    cell, num_seqs, length = problem.cell, len(problem.q), problem.length
+    if length % VLLM_BLOCK_SIZE:
+        raise Refused(f"lengths are multiples of {VLLM_BLOCK_SIZE} here")
+    kv_dtype, dtype = cell.kv_dtype or "auto", torch.bfloat16 if cell.kv_dtype else getattr(torch, cell.dtype)
+    q = as_tensor(torch, problem.q).to(dtype)
+    isa = "amx" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "neon" if ON_ARM else "vec"
+    num_blocks = num_seqs * length // VLLM_BLOCK_SIZE
+    cache_shape = (num_blocks, cell.num_kv_heads, 2 * VLLM_BLOCK_SIZE, cell.head_dim)
+    caches = torch.zeros(cache_shape, dtype=torch.uint8 if cell.kv_dtype else dtype).chunk(2, dim=2)
+    tables = torch.from_numpy(np.random.default_rng(2).permutation(num_blocks).astype(np.int32).reshape(num_seqs, -1))
+    slots = (tables[:, :, None].long() * VLLM_BLOCK_SIZE + torch.arange(VLLM_BLOCK_SIZE)).view(num_seqs, -1)
+    for i in range(num_seqs):
+        codes = [x.view(FP8_DTYPES[cell.kv_dtype]) if cell.kv_dtype else x for x in problem.tokens(i)]
+        kv = [torch.from_numpy(x.astype(np.float32)).to(dtype) for x in codes]
+        operators.cpu_attn_reshape_and_cache(*kv, *caches, slots[i], isa, 1.0, 1.0, kv_dtype)
+    starts = torch.arange(num_seqs + 1, dtype=torch.int32)
+    lens, out = torch.from_numpy(problem.seq_lens), torch.empty_like(q)
+    heads = cell.num_heads, cell.num_kv_heads, cell.head_dim
+    schedule = operators.get_scheduler_metadata(
+        *(num_seqs, *heads, lens, dtype, starts, True, -1, isa, True, None, kv_dtype)
+    )
+
+    def call() -> Any:
+        operators.cpu_attention_with_kv_cache(
+            *(q, *caches, out, starts, lens, cell.head_dim**-0.5, True, None, -1, tables, 0.0, schedule, None, None),
+            *(1.0, 1.0, kv_dtype),
+        )
+        return out
+
+    return call
 
 
 def _vllm_operators(torch: Any) -> Any:
@@ -140,19 +225,19 @@ def _vllm_operators(torch: Any) -> Any:
     return torch.ops._C
 
 
-def _pagedkv(problem: Problem, num_threads: int) -> Call:
-    out, (k, v) = np.empty_like(problem.q), problem.pages
-    tables, lens, kv_dtype = problem.block_tables, problem.seq_lens, problem.kv_dtype
-    return lambda: pagedkv.decode_attention(problem.q, k, v, tables, lens, kv_dtype=kv_dtype, out=out)
+def _pagedkv(problem: HostProblem, num_threads: int) -> Call:
+    q, (k, v), tables, lens = problem.q, problem.kv, problem.block_tables, problem.seq_lens
+    kv_dtype, out = problem.cell.kv_dtype, np.empty_like(q)
+    return lambda: pagedkv.decode_attention(q, k, v, tables, lens, kv_dtype=kv_dtype, out=out)
 
 
 FIRST = "pagedkv"
-SUBJECTS: dict[str, Callable[[Problem, int], Call]] = {
+SUBJECTS: dict[str, Callable[[HostProblem, int], Call]] = {
     FIRST: _pagedkv,
     "SDPA": _sdpa,
     "gather + SDPA": _gather_sdpa,
     "FlexAttention": _flex,
-    "onnxruntime": make_group_query_attention,
+    "onnxruntime": _onnxruntime,
     "vLLM": _vllm,
 }
 COMPILED = ("FlexAttention",)  # for each shape, in seconds

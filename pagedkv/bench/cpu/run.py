@@ -9,31 +9,32 @@ import tempfile
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
 from typing import Any
-from unittest.mock import patch
 
 import numba
 import numpy as np
 
 import pagedkv
 
-from ...cpu.attention import decode
-from ..reasons import NOT_INSTALLED
-from ..report import Interrupted, Row, median, spread
-from .peers import COMPILED, FIRST, PACKAGES, SUBJECTS, as_tensor, torch_on
-from .pinning import pinned
-from .problem import DTYPES, HEAD_DIM, NUM_KV_HEADS, TOLERANCE, Problem, random_pages
-from .timing import MOST_SPREAD, Call, Contest, contest, interleaved
+from ...layouts import FP8_KINDS
+from ..contest import MOST_SPREAD, NOT_INSTALLED, Call, Contest, contest, interleaved, median, on_host
+from ..problem import TOLERANCE, Cell
+from ..report import Interrupted, Row
+from .peers import COMPILED, FIRST, PACKAGES, SUBJECTS, HostProblem, as_tensor, torch_on
 
+NUM_KV_HEADS = 8
+CACHES = ("float32", "bfloat16", "float16", *FP8_KINDS)
 SHAPES = ((8, 4096), (1, 16384), (64, 512))
 GROUP_SIZES = (1, 4, 8)
+FP8_TOLERANCE = 2e-2  # some round q to bfloat16
+MOST_RUNS = 3
 SUM_BYTES = 2 * 2**30
 PREFILL_TOKENS, PREFILL_HEADS = 2048, 32
 PREFILLS = (("float32", 1), ("bfloat16", 4))  # with so many query heads of a KV head
-GROWTH_LENGTHS = (4096, 16384)
 QUICK_SHAPE, QUICK_GROUP_SIZE, QUICK_SUM_BYTES = (2, 512), 4, 2**26
 SMALL_LENGTH, SMALL_CALLS, SMALL_TURNS = 128, 20, 50
 DRAFTS, DRAFTS_LENGTH = 8, 32768
@@ -52,6 +53,25 @@ print(time.perf_counter() - begin)
 """
 
 
+@contextmanager
+def pinned(num_threads: int) -> Iterator[None]:
+    """Let this thread, and those that it starts, run on that many cores, and pagedkv use as many threads.
+
+    What a contestant starts of its own inherits the cores; see peers.py for the number of its threads.
+    """
+    before, cores = pagedkv.get_num_threads(), None
+    if hasattr(os, "sched_setaffinity"):
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, sorted(cores)[:num_threads])
+    pagedkv.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        pagedkv.set_num_threads(before)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+
 def _reader(num_bytes: int, num_threads: int) -> Call:
     """A plain sum over so many bytes on all threads, to measure the machine's read bandwidth."""
 
@@ -67,68 +87,87 @@ def _reader(num_bytes: int, num_threads: int) -> Call:
     return lambda: list(executor.map(total, parts))
 
 
+def decode_cell(cache: str, group_size: int, num_seqs: int, length: int) -> Cell:
+    """One token for each of `num_seqs` sequences; q has the cache's dtype, and is float32 over fp8."""
+    kv_dtype = next((kind for kind in FP8_KINDS if kind == cache), None)
+    heads = group_size * NUM_KV_HEADS, NUM_KV_HEADS
+    return Cell("decode", (length,) * num_seqs, *heads, dtype="float32" if kv_dtype else cache, kv_dtype=kv_dtype)
+
+
 def as_numpy(out: Any) -> Any:
     """The output of a contestant."""
     return out if isinstance(out, np.ndarray) else (out.float() if hasattr(out, "float") else out).numpy()
 
 
-def _over(result: Contest, name: str, other: str) -> float | None:
-    """How many times as long `name` takes as `other`."""
-    one, two = result.median(name), result.median(other)
-    return one / two if one and two else None
+def compare(
+    problem: HostProblem, subjects: Mapping[str, Callable[[], Call]], others: Mapping[str, Call], repeats: int
+) -> Contest:
+    """Time what computes a problem, in turns with `others`, on the same cores.
+
+    Raises
+    ------
+    RuntimeError
+        pagedkv has no time.
+    """
+    result = contest(
+        subjects,
+        others,
+        lambda out: problem.error_of(as_numpy(out)),
+        FP8_TOLERANCE if problem.cell.kv_dtype else TOLERANCE[problem.cell.dtype],
+        repeats,
+        most_runs=MOST_RUNS,
+    )
+    if FIRST in result.notes:
+        raise RuntimeError(f"pagedkv has no time in {problem.cell}: {result.notes[FIRST]}")
+    return result
 
 
-def _milliseconds(result: Contest, name: str) -> float | None:
-    seconds = result.median(name)
+def _ms(result: Contest, name: str) -> float | None:
+    seconds = result.seconds(name)
     return seconds and seconds * 1e3
 
 
 def _samples(result: Contest, name: str) -> list[float] | None:
-    return [x * 1e3 for x in result.seconds[name]] if name in result.seconds else None
+    times = result.times(name)
+    return times and [seconds * 1e3 for seconds in times]
 
 
 def _decode_rows(
-    problem: Problem, subjects: Mapping[str, Any], read: Call, read_bytes: int, num_threads: int, repeats: int
+    cell: Cell, subjects: Mapping[str, Any], read: Call, read_bytes: int, num_threads: int, repeats: int
 ) -> tuple[Row, list[Row]]:
     """The row of pagedkv, and one for each peer."""
-    result = contest(
-        {name: partial(make, problem, num_threads) for name, make in subjects.items()},
-        {READ: read},
-        lambda out: problem.error_of(as_numpy(out)),
-        TOLERANCE[problem.dtype],
-        repeats,
-    )
-    seconds, read_seconds = result.median(FIRST), result.median(READ)
-    if seconds is None or read_seconds is None:
-        raise RuntimeError(f"pagedkv has no time in {_name(problem)}: {result.notes.get(FIRST)}")
-    bandwidth, read_bandwidth = problem.pages.nbytes / seconds / 1e9, read_bytes / read_seconds / 1e9
-    cell: Row = {"G": problem.group_size, "B": problem.num_seqs, "L": problem.length}
+    problem = HostProblem(cell)
+    made = {name: partial(make, problem, num_threads) for name, make in subjects.items()}
+    result = compare(problem, made, {READ: read}, repeats)
+    (seconds, read_seconds), num_seqs = (median(result.times(name) or []) for name in (FIRST, READ)), len(problem.q)
+    bandwidth, read_bandwidth = cell.num_bytes / seconds / 1e9, read_bytes / read_seconds / 1e9
+    shape: Row = {"G": cell.group_size, "B": num_seqs, "L": problem.length}
     row = {
-        "decode": problem.dtype,
-        **cell,
+        "decode": cell.kv_kind,
+        **shape,
         "ms": seconds * 1e3,
-        "spread": spread(result.seconds[FIRST]),
+        "spread": result.spread(FIRST),
         "KV GB/s": bandwidth,
         "read GB/s": read_bandwidth,
         "share": bandwidth / read_bandwidth,
-        "Mtokens/s": problem.num_seqs * problem.length / seconds / 1e6,
-        "SDPA ms": _milliseconds(result, "SDPA"),
-        "gather+SDPA ms": _milliseconds(result, "gather + SDPA"),
-        "x SDPA": _over(result, "SDPA", FIRST),
-        "x gather": _over(result, "gather + SDPA", FIRST),
+        "Mtokens/s": num_seqs * problem.length / seconds / 1e6,
+        "SDPA ms": _ms(result, "SDPA"),
+        "gather+SDPA ms": _ms(result, "gather + SDPA"),
+        "x SDPA": result.over("SDPA", FIRST),
+        "x gather": result.over("gather + SDPA", FIRST),
         "runs": result.runs,
-        "noisy": "yes" if result.spread > MOST_SPREAD else "no",
+        "noisy": "yes" if max(result.spread(name) or 0 for name in result.samples) > MOST_SPREAD else "no",
         "samples ms": _samples(result, FIRST),
         "read samples ms": _samples(result, READ),
     }
     peers: list[Row] = [
         {
             "peer": name,
-            "cache": problem.dtype,
-            **cell,
-            "ms": _milliseconds(result, name),
-            "spread": spread(result.seconds[name]) if name in result.seconds else None,
-            f"x {FIRST}": _over(result, name, FIRST),
+            "cache": cell.kv_kind,
+            **shape,
+            "ms": _ms(result, name),
+            "spread": result.spread(name),
+            f"x {FIRST}": result.over(name, FIRST),
             "error": result.errors.get(name),
             "note": result.notes.get(name),
             "samples ms": _samples(result, name),
@@ -139,94 +178,75 @@ def _decode_rows(
     return row, peers
 
 
-def _name(problem: Problem) -> str:
-    return f"decode {problem.dtype} G={problem.group_size} (B, L)=({problem.num_seqs}, {problem.length})"
-
-
 def _prefill_row(
     repeats: int, num_threads: int, num_tokens: int, num_heads: int, dtype: str = "float32", group_size: int = 1
 ) -> Row:
-    num_kv_heads = num_heads // group_size
-    pages = random_pages(dtype, num_tokens, num_kv_heads)
-    tables = np.random.default_rng(1).permutation(pages.shape[1]).astype(np.int32)[None]
-    q = np.random.default_rng(2).standard_normal((num_tokens, num_heads, HEAD_DIM), np.float32).astype(DTYPES[dtype])
-    out = np.empty_like(q)
-    lens, starts = np.full(1, num_tokens, np.int32), np.array([0, num_tokens], np.int32)
-    # The last token sees all of them.
-    last = pagedkv.reference.decode_attention(q[-1:], pages[0], pages[1], tables, lens).astype(np.float32)
+    """A prompt, whose last token sees all of them."""
+    heads = num_heads, num_heads // group_size
+    cell = Cell("prompt", (num_tokens,), *heads, dtype=dtype, query_lens=(num_tokens,))
+    problem = HostProblem(cell)
 
     def own() -> Call:
-        return lambda: pagedkv.prefill_attention(q, pages[0], pages[1], tables, lens, starts, out=out)
+        out, (k, v), tables = np.empty_like(problem.q), problem.kv, problem.block_tables
+        lens, starts = problem.seq_lens, problem.query_starts
+        return lambda: pagedkv.prefill_attention(problem.q, k, v, tables, lens, starts, out=out)
 
     def sdpa() -> Call:
         torch = torch_on(num_threads)
-        by_token = (x.reshape(num_tokens, -1, HEAD_DIM) for x in (q, pages[0][tables[0]], pages[1][tables[0]]))
-        dense = [as_tensor(torch, np.ascontiguousarray(x.swapaxes(0, 1)))[None] for x in by_token]
+        k, v = (as_tensor(torch, x) for x in problem.dense())
+        q = as_tensor(torch, np.ascontiguousarray(problem.q.swapaxes(0, 1)))[None]
         attention = torch.nn.functional.scaled_dot_product_attention
-        return lambda: attention(*dense, is_causal=True, enable_gqa=group_size > 1)[0].transpose(0, 1)
+        return lambda: attention(q, k, v, is_causal=True, enable_gqa=group_size > 1)[0].transpose(0, 1)
 
-    def error_of(result: Any) -> float:
-        return float(np.abs(as_numpy(result)[-1:] - last).max() / np.abs(last).max())
-
-    result = contest({FIRST: own, "SDPA": sdpa}, {}, error_of, TOLERANCE[dtype], repeats)
-    if FIRST in result.notes:
-        raise RuntimeError(f"pagedkv has no time in prefill: {result.notes[FIRST]}")
-    flops = 2 * num_tokens * (num_tokens + 1) * HEAD_DIM * num_heads
+    result = compare(problem, {FIRST: own, "SDPA": sdpa}, {}, repeats)
     return {
         "prefill": dtype,
         "heads": num_heads,
         "G": group_size,
         "tokens": num_tokens,
-        "ms": _milliseconds(result, FIRST),
-        "GFLOP/s": flops / median(result.seconds[FIRST]) / 1e9,
-        "SDPA ms": _milliseconds(result, "SDPA"),
-        "time / SDPA": _over(result, FIRST, "SDPA"),
+        "ms": _ms(result, FIRST),
+        "GFLOP/s": cell.num_flops / median(result.times(FIRST) or []) / 1e9,
+        "SDPA ms": _ms(result, "SDPA"),
+        "time / SDPA": result.over(FIRST, "SDPA"),
         "note": result.notes.get("SDPA"),
         "samples ms": _samples(result, FIRST),
     }
 
 
 def _small_call_row(repeats: int) -> Row:
-    """Microseconds of a small call, and of one whose kernel is left out: the least mean of SMALL_CALLS in a row.
+    """Microseconds of a small call: the least mean of SMALL_CALLS in a row.
 
     So few fit in the time that a shared machine leaves a program alone. The first layer of a model has lengths that
     differ from those of the call before; the other layers make the same call again.
     """
-    problem = Problem("float32", 4, 1, SMALL_LENGTH)
-    (k, v), q, tables = problem.pages, problem.q, problem.block_tables
-    lens = cycle(problem.seq_lens - np.arange(SMALL_LENGTH // 2, dtype=np.int32)[:, None])
+    problem = HostProblem(decode_cell("float32", 4, 1, SMALL_LENGTH))
+    q, (k, v), tables, lens = problem.q, problem.kv, problem.block_tables, problem.seq_lens
+    changing = cycle(lens - np.arange(SMALL_LENGTH // 2, dtype=np.int32)[:, None])
     calls: dict[str, Call] = {
-        "us": lambda: pagedkv.decode_attention(q, k, v, tables, next(lens)),
-        "again us": lambda: pagedkv.decode_attention(q, k, v, tables, problem.seq_lens),
+        "us": lambda: [pagedkv.decode_attention(q, k, v, tables, next(changing)) for _ in range(SMALL_CALLS)],
+        "again us": lambda: [pagedkv.decode_attention(q, k, v, tables, lens) for _ in range(SMALL_CALLS)],
     }
-
-    def least() -> dict[str, float]:
-        seconds = interleaved({name: partial(_repeat, calls[name]) for name in calls}, repeats * SMALL_TURNS, pause=0)
-        return {name: min(seconds[name]) / SMALL_CALLS * 1e6 for name in calls}
-
-    row: Row = {"small call": "float32", "G": 4, "L": SMALL_LENGTH, **least()}
-    with patch.object(decode, "run", lambda *args, **options: None):
-        return row | {f"without kernel {name}": value for name, value in least().items()}
-
-
-def _repeat(call: Callable[[], Any]) -> None:
-    for _ in range(SMALL_CALLS):
-        call()
+    samples = interleaved(calls, repeats * SMALL_TURNS, partial(on_host, pause=0))
+    least = {name: min(each.seconds for each in of) / SMALL_CALLS * 1e6 for name, of in samples.items()}
+    return {"small call": "float32", "G": 4, "L": SMALL_LENGTH, **least}
 
 
 def _drafts_row(repeats: int) -> Row:
     """Verification of a few tokens behind a long context, beside the decode of one."""
-    problem = Problem("bfloat16", 4, 1, DRAFTS_LENGTH)
-    q, starts = np.resize(problem.q, (DRAFTS, *problem.q.shape[1:])), np.array([0, DRAFTS], np.int32)
-    (k, v), tables, lens = problem.pages, problem.block_tables, problem.seq_lens
+    cell = Cell("verify", (DRAFTS_LENGTH,), 4 * NUM_KV_HEADS, NUM_KV_HEADS, dtype="bfloat16", query_lens=(DRAFTS,))
+    problem = HostProblem(cell)
+    q, (k, v), tables, lens = problem.q, problem.kv, problem.block_tables, problem.seq_lens
+    out = np.empty_like(q[-1:])
     calls: dict[str, Call] = {
-        "decode": SUBJECTS[FIRST](problem, 1),
-        "drafts": lambda: pagedkv.prefill_attention(q, k, v, tables, lens, starts),
+        "decode": lambda: pagedkv.decode_attention(q[-1:], k, v, tables, lens, out=out),
+        "drafts": lambda: pagedkv.prefill_attention(q, k, v, tables, lens, problem.query_starts),
     }
-    medians = {name: median(values) for name, values in interleaved(calls, repeats).items()}
+    medians = {
+        name: median([each.seconds for each in samples]) for name, samples in interleaved(calls, repeats).items()
+    }
     return {
-        "verification": problem.dtype,
-        "G": problem.group_size,
+        "verification": cell.dtype,
+        "G": cell.group_size,
         "tokens": DRAFTS,
         "L": DRAFTS_LENGTH,
         "ms": medians["drafts"] * 1e3,
@@ -235,29 +255,13 @@ def _drafts_row(repeats: int) -> Row:
     }
 
 
-def _growth_row(repeats: int) -> Row:
-    calls: dict[str, Callable[[], Any]] = {}
-    for length in GROWTH_LENGTHS:
-        pages = random_pages("float32", length)
-        tables = np.random.default_rng(1).permutation(pages.shape[1]).astype(np.int32)[None]
-        q = np.zeros((1, NUM_KV_HEADS, HEAD_DIM), np.float32)
-        arguments = (q, pages[0], pages[1], tables, np.full(1, length, np.int32))
-        calls[f"L {length} ms"] = partial(pagedkv.decode_attention, *arguments)
-    medians = {name: median(values) * 1e3 for name, values in interleaved(calls, repeats * 3).items()}
-    short, long = medians.values()
-    return {"growth": "float32", **medians, "ratio": long / short}
-
-
 def _first_call_row(operation: str) -> Row:
     """Seconds of a process' first call, with nothing compiled, then with the kernels that it kept on disk."""
-    program = FIRST_CALL.format(decode=operation == "decode")
+    command = [sys.executable, "-c", FIRST_CALL.format(decode=operation == "decode")]
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "PAGEDKV_CACHE_DIR": directory}
         cold, cached = (
-            float(
-                subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True).stdout
-            )
-            for _ in range(2)
+            float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout) for _ in range(2)
         )
     return {"first call": operation, "cold s": cold, "from disk s": cached}
 
@@ -285,7 +289,6 @@ def add_options(parser: ArgumentParser) -> None:
 def run(
     *,
     repeats: int = 9,
-    dtypes: tuple[str, ...] = tuple(DTYPES),
     progress: Callable[[str], Any] = print,
     quick: bool = False,
     one_thread: bool = False,
@@ -302,16 +305,16 @@ def run(
         rows, peers, rest = [], [], []
         try:
             header = _header(num_threads)
-            for row, of_peers in _decode(repeats, dtypes, num_threads, progress, quick):
+            for row, of_peers in _decode(repeats, num_threads, progress, quick):
                 rows.append(row)
                 peers += of_peers
             if quick:
                 rest.append(_prefill_row(repeats, num_threads, num_tokens=128, num_heads=4))
             else:
-                progress("prefill, small calls, verification, growth, first call")
+                progress("prefill, small calls, verification, first call")
                 sizes = num_threads, PREFILL_TOKENS, PREFILL_HEADS
                 rest += [_prefill_row(max(3, repeats // 2), *sizes, dtype, G) for dtype, G in PREFILLS]
-                rest += [_small_call_row(repeats), _drafts_row(repeats), _growth_row(repeats)]
+                rest += [_small_call_row(repeats), _drafts_row(repeats)]
                 rest += [_first_call_row(operation) for operation in ("decode", "prefill")]
         except KeyboardInterrupt:
             raise Interrupted([header, *rows, *peers, *rest]) from None
@@ -319,19 +322,18 @@ def run(
 
 
 def _decode(
-    repeats: int, dtypes: tuple[str, ...], num_threads: int, progress: Callable[[str], Any], quick: bool
+    repeats: int, num_threads: int, progress: Callable[[str], Any], quick: bool
 ) -> Iterator[tuple[Row, list[Row]]]:
     """The rows of each cell; a peer that is not installed has one in the first."""
     sum_bytes = QUICK_SUM_BYTES if quick else SUM_BYTES
     read, subjects = _reader(sum_bytes, num_threads), dict(SUBJECTS)
-    cells = [(dtype, G, shape) for dtype in dtypes for G in GROUP_SIZES for shape in SHAPES]
+    cells = [decode_cell(cache, G, *shape) for cache in CACHES for G in GROUP_SIZES for shape in SHAPES]
     if quick:
-        cells = [("float32", QUICK_GROUP_SIZE, QUICK_SHAPE)]
+        cells = [decode_cell("float32", QUICK_GROUP_SIZE, *QUICK_SHAPE)]
         subjects = {name: make for name, make in subjects.items() if name not in COMPILED}
-    for dtype, group_size, shape in cells:
-        problem = Problem(dtype, group_size, *shape)
-        progress(_name(problem))
-        row, peers = _decode_rows(problem, subjects, read, sum_bytes, num_threads, repeats)
+    for cell in cells:
+        progress(f"decode {cell.kv_kind} G={cell.group_size} (B, L)=({len(cell.seq_lens)}, {cell.seq_lens[0]})")
+        row, peers = _decode_rows(cell, subjects, read, sum_bytes, num_threads, repeats)
         for peer in peers:
             if (peer["note"] or "").endswith(NOT_INSTALLED):
                 del subjects[peer["peer"]]

@@ -1,80 +1,73 @@
 """decode_attention on a GPU: bandwidth of our kernels and of peers against that of reading, and costs of a launch.
 
-`samples.sample` documents what is timed, `workloads.Cell.num_bytes` what counts as traffic. Bandwidth is those bytes
-over the median time. A kernel that only reads 1 GiB, and a copy of 1 GiB within the device, take turns with the
-subjects of each cell; the copy's bandwidth counts reads and writes. A subject's *share* is its own bandwidth over that
-of the read.
+`measure.sample` says what is timed, `Cell.num_bytes` what counts as traffic. Bandwidth is those bytes over the median
+time. A kernel that only reads 1 GiB, and a copy of 1 GiB within the device, take turns with the subjects of each cell;
+the copy's bandwidth counts reads and writes. A subject's *share* is its own bandwidth over that of the read.
 """
 
 from __future__ import annotations
 
 import math
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..reasons import NOT_INSTALLED, reason
-from ..report import Interrupted, Row, median
-from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
-from .peers import FIRST, OURS, PEERS, SUBJECTS, Problem
-from .results import TOLERANCE, error_of, header, target, targets_of
-from .samples import interleaved
-from .timing import READ, contest
-from .workloads import GROUPS, Cell, HostProblem, cells, only, quick_cells
+import numpy as np
+
+from ..contest import interleaved, median, reason
+from ..problem import Cell, Problem
+from ..report import Interrupted, Row
+from . import measure
+from .arrays import GpuProblem
+from .decode_peers import FIRST, OURS, PEERS, SUBJECTS
+from .device import COPY_BYTES, QUICK_COPY_BYTES, Gpu, open_gpu
 
 CALLS_OF_A_GRAPH = 20
+# (B, Hq, Hkv, D, L, P) of KernelBench-Hard's problem 03_paged_attention, which is bfloat16.
+KERNELBENCH = (
+    (8, 32, 8, 128, 1024, 16),
+    (32, 32, 8, 128, 2048, 16),
+    (4, 64, 8, 128, 4096, 16),
+    (16, 32, 8, 128, 1535, 16),
+    (8, 16, 4, 64, 2000, 16),
+)
 
 
-def measure(
-    gpu: Gpu,
-    cell: Cell,
-    subjects: Mapping[str, Callable[[Problem], Call]],
-    repeats: int,
-    progress: Callable[[str], Any],
-) -> list[Row]:
-    """Measure every subject on a cell; returns a row for each.
-
-    A subject that refuses the cell, or disagrees with the CPU backend, has the reason in its row and no time.
-    """
-    where = f"decode {cell.group}, B={len(cell.seq_lens)} L={cell.length}"
-    progress(where)
-    host = HostProblem(cell)
-    problem = Problem(gpu, host)
-    result = contest(
-        gpu,
-        {name: partial(subject, problem) for name, subject in subjects.items()},
-        lambda out: error_of(gpu.numpy(out), host.expected),
-        TOLERANCE[cell.dtype],
-        repeats,
-        lambda name: progress(f"{where}: {name}"),
-    )
-    first, rows = result.seconds(FIRST), []
-    for name in subjects:
-        own = result.seconds(name)
-        compared = {f"x {FIRST}": own / first if own and first else None}
-        columns = result.columns(name, cell.num_bytes, READ)
-        rows.append(_shape(cell) | columns | compared | result.note(name))
-    del problem
-    gpu.release()
-    return rows
+def _drawn(num_seqs: int, longest: int) -> tuple[int, ...]:
+    """Log-uniform lengths, the same at every call."""
+    logarithms = np.random.default_rng(5).uniform(0, math.log(longest), num_seqs)
+    return tuple(int(math.exp(x)) for x in logarithms)
 
 
-def _shape(cell: Cell) -> Row:
-    return {
-        "decode": cell.group,
-        "B": len(cell.seq_lens),
-        "Hq": cell.num_heads,
-        "Hkv": cell.num_kv_heads,
-        "D": cell.head_dim,
-        "L": cell.length,
-        "P": cell.block_size,
-        "q": cell.dtype,
-        "kv": cell.kv_dtype or cell.dtype,
-    }
+def cells() -> list[Cell]:
+    """All cells by group, the most important groups first."""
+    return [
+        *(Cell("headline", (length,) * 32) for length in (2048, 8192)),
+        *(Cell("kernelbench", (n,) * b, h, hkv, d, p, "bfloat16") for b, h, hkv, d, n, p in KERNELBENCH),
+        *(Cell("pages", (2048,) * 32, block_size=block_size) for block_size in (1, 16, 256)),
+        *(Cell("heads", (2048,) * 32, num_kv_heads=num_kv_heads) for num_kv_heads in (32, 4, 2)),
+        *(Cell("lengths", (2**n,) * 8) for n in range(7, 18, 2)),
+        *(Cell("one", (length,)) for length in (1024, 8192, 131072)),
+        Cell("ragged", (*(1,) * 16, 100_000, *(1,) * 15)),
+        Cell("ragged", _drawn(32, 16384)),
+        *(Cell("fp8", (length,) * 32, kv_dtype=kv) for kv in ("fp8_e4m3", "fp8_e5m2") for length in (2048, 8192)),
+    ]
 
 
-def launch_row(gpu: Gpu, name: str, problem: Problem, repeats: int) -> Row:
+def quick_cells() -> list[Cell]:
+    """A small cell of each kind, to see that everything runs."""
+    return [
+        Cell("lengths", (200,) * 4),
+        Cell("lengths", (600,) * 4),
+        Cell("ragged", (1, 700, 33, 1), 8, 2, 64),
+        Cell("fp8", (200,) * 4, kv_dtype="fp8_e4m3"),
+    ]
+
+
+GROUPS = (*dict.fromkeys(cell.group for cell in cells()), "launch")
+
+
+def launch_row(gpu: Gpu, name: str, problem: GpuProblem, repeats: int) -> Row:
     """Measure what a launch of one of our kernels costs beside the kernel itself.
 
     *host us* is the host's time for a call; *call us* is between two events around a call, *replay us* around the
@@ -86,13 +79,13 @@ def launch_row(gpu: Gpu, name: str, problem: Problem, repeats: int) -> Row:
         call = SUBJECTS[name](problem)
         call()
         one, many = gpu.capture(call, 1), gpu.capture(call, CALLS_OF_A_GRAPH)
-        samples = interleaved(gpu, {"call": call, "replay": one, "kernel": many}, repeats)
-    except Exception as error:  # as in `measure`
+        samples = interleaved({"call": call, "replay": one, "kernel": many}, repeats, measure.on_gpu(gpu))
+    except Exception as error:  # as in a contest
         return row | {"note": reason(error)}
-    microseconds = {key: median([each.milliseconds for each in values]) * 1e3 for key, values in samples.items()}
+    microseconds = {key: median([each.seconds for each in values]) * 1e6 for key, values in samples.items()}
     kernel = microseconds["kernel"] / CALLS_OF_A_GRAPH
     return row | {
-        "host us": median([each.host_us for each in samples["call"]]),
+        "host us": median([each.host_seconds for each in samples["call"]]) * 1e6,
         "call us": microseconds["call"],
         "replay us": microseconds["replay"],
         "kernel us": kernel,
@@ -127,11 +120,11 @@ def targets(rows: Sequence[Row], launches: Sequence[Row]) -> list[Row]:
         ("host us of a call", "<=", 15.0, [row["host us"] for row in launch]),
         ("us that a replay adds", "<=", 3.0, [row["replay adds us"] for row in launch]),
     ]
-    result = targets_of(found)
+    result = measure.targets_of(found)
     if rivals:
         best = min(rivals, key=lambda row: row[f"x {FIRST}"])
         least, where = best[f"x {FIRST}"], " ".join(f"{best[key]}" for key in ("subject", *list(best)[:9]))
-        result.append(target(f"least time of a peer over {FIRST}'s", "> 1", least, least > 1, where))
+        result.append(measure.target(f"least time of a peer over {FIRST}'s", "> 1", least, least > 1, where))
     return result
 
 
@@ -143,20 +136,7 @@ def run(
     groups: Sequence[str] | None = None,
     subjects: Sequence[str] | None = None,
 ) -> list[Row]:
-    """Measure on the first GPU.
-
-    Parameters
-    ----------
-    repeats : int
-        Samples of each subject of a cell.
-    progress : callable
-        Called with what is being measured.
-    quick : bool
-        A few small cells, to see that everything runs.
-    groups : sequence of str, optional
-        From `workloads.GROUPS`, and "launch"; all if None.
-    subjects : sequence of str, optional
-        From `peers.SUBJECTS`; all if None.
+    """Measure on the first GPU; `groups` are some of GROUPS, `subjects` of SUBJECTS, and all if None.
 
     Returns
     -------
@@ -174,32 +154,20 @@ def run(
     gpu = open_gpu(QUICK_COPY_BYTES if quick else COPY_BYTES)
     chosen = {name: SUBJECTS[name] for name in SUBJECTS if subjects is None or name in subjects}
     progress("read, copy")
-    first = header(gpu, repeats)
-    rows: list[Row] = []
-    launches: list[Row] = []
+    rows, launches = [measure.header(gpu, repeats)], []
     among = quick_cells() if quick else cells()
     try:
-        for cell in only(groups, among):
-            rows += measure(gpu, cell, chosen, repeats, progress)
-            missing = {row["subject"] for row in rows if (row["note"] or "").endswith(NOT_INSTALLED)}
-            chosen = {name: subject for name, subject in chosen.items() if name not in missing}
+        measure.measure_all(gpu, "decode", measure.only(groups, among), chosen, FIRST, repeats, progress, rows)
         if groups is None or "launch" in groups:
             progress("launch")
-            problem = Problem(gpu, HostProblem(among[0]))
+            problem = GpuProblem(gpu, Problem(among[0]))
             launches += [launch_row(gpu, name, problem, repeats) for name in OURS if name in chosen]
     except KeyboardInterrupt:
-        raise Interrupted([first, *rows, *means(rows)]) from None
-    return [first, *rows, *launches, *means(rows), *([] if quick else targets(rows, launches))]
+        raise Interrupted([*rows, *means(rows[1:])]) from None
+    return [*rows, *launches, *means(rows[1:]), *([] if quick else targets(rows[1:], launches))]
 
 
 def add_options(parser: ArgumentParser) -> None:
     """Add the options of the command line to those of all benches."""
-    parser.add_argument("--quick", action="store_true", help="small cells")
-    parser.add_argument(
-        "--only", nargs="+", choices=CHOICES, dest="groups", metavar="GROUP", help=f"of {', '.join(CHOICES)}"
-    )
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, metavar="NAME", help=f"of {', '.join(SUBJECTS)}")
+    measure.add_options(parser, GROUPS, SUBJECTS)
     parser.add_argument("--plot", metavar="PATH", help="also draw bandwidth over length, as PNG")
-
-
-CHOICES = (*GROUPS, "launch")

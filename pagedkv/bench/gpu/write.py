@@ -17,10 +17,10 @@ import numpy.typing as npt
 from ...layouts import LAYOUTS, cache_shapes, storage_dtype
 from ...operations.caches import write_kv
 from ...typing import KvDtype, Layout
-from ..reasons import Refused
+from ..contest import Call, Refused
 from ..report import Row
-from .frameworks import COPY_BYTES, QUICK_COPY_BYTES, Call, Gpu, open_gpu
-from .timing import COPY, contest
+from .device import COPY_BYTES, QUICK_COPY_BYTES, Gpu, open_gpu
+from .measure import COPY, columns, contest_on
 
 NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE = 8, 128, 16, np.dtype(np.float16)
 
@@ -108,9 +108,10 @@ def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) 
     """Measure every layout and torch; returns a row for each, whose *error* counts wrong elements."""
     problem = _Problem(gpu, case)
     subjects: dict[str, Callable[[], Call]] = {layout: partial(_pagedkv, problem, layout) for layout in LAYOUTS}
-    result = contest(
+    subjects["torch index"] = partial(_torch_index, problem)
+    result = contest_on(
         gpu,
-        {**subjects, "torch index": partial(_torch_index, problem)},
+        subjects,
         lambda written: problem.differing(*written),
         0,
         repeats,
@@ -119,7 +120,7 @@ def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) 
     shape = {"write": case.name, "T": case.num_tokens, "Hkv": NUM_KV_HEADS, "D": HEAD_DIM, "P": BLOCK_SIZE}
     shape |= {"of": DTYPE.name, "kv": case.kv_dtype or DTYPE.name}
     return [
-        shape | result.columns(name, case.num_bytes, COPY) | result.note(name) for name in (*subjects, "torch index")
+        shape | columns(gpu, result, name, case.num_bytes, COPY) | {"note": result.notes.get(name)} for name in subjects
     ]
 
 

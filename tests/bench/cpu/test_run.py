@@ -35,7 +35,6 @@ def _small(monkeypatch):
     monkeypatch.setattr(run, "DRAFTS_LENGTH", 64)
     monkeypatch.setattr(run, "PREFILL_TOKENS", 64)
     monkeypatch.setattr(run, "PREFILL_HEADS", 8)
-    monkeypatch.setattr(run, "GROWTH_LENGTHS", (16, 64))
     monkeypatch.setattr(run, "_first_call_row", lambda operation: {"first call": operation})
     monkeypatch.setattr(run, "SUBJECTS", WITH_TORCH)
 
@@ -54,20 +53,20 @@ def test_quick_leaves_out_what_is_compiled_for_seconds(monkeypatch):
 
 
 def test_all_of_it(monkeypatch):
+    monkeypatch.setattr(run, "CACHES", ("float32",))
     monkeypatch.setattr(run, "SUBJECTS", WITH_TORCH | {"Nowhere": missing, "Zero": wrong})
-    rows = run.run(repeats=2, dtypes=("float32",), progress=lambda text: None)
+    rows = run.run(repeats=2, progress=lambda text: None)
     decode = [row for row in rows if "decode" in row]
     assert [row["G"] for row in decode] == [1, 2]
     shown = ["SDPA", "gather + SDPA", "Nowhere", "Zero", "SDPA", "gather + SDPA", "Zero"]
     assert [row["peer"] for row in rows if "peer" in row] == shown
-    others = ["small call", "verification", "growth", "first call", "first call"]
-    assert first_columns(rows)[-7:] == ["prefill", "prefill", *others]
-    assert [(row["prefill"], row["G"], row["note"]) for row in rows[-7:-5]] == [
+    others = ["small call", "verification", "first call", "first call"]
+    assert first_columns(rows)[-6:] == ["prefill", "prefill", *others]
+    assert [(row["prefill"], row["G"], row["note"]) for row in rows[-6:-4]] == [
         ("float32", 1, None),
         ("bfloat16", 4, None),
     ]
-    assert {"us", "again us", "without kernel us", "without kernel again us"} < set(rows[-5])
-    assert {"L 16 ms", "L 64 ms", "ratio"} < set(rows[-3])
+    assert {"us", "again us"} < set(rows[-4])
     for row in decode:
         assert row["share"] == pytest.approx(row["KV GB/s"] / row["read GB/s"])
         assert row["ms"] == pytest.approx(sum(row["samples ms"]) / 2)
@@ -81,7 +80,7 @@ def test_all_of_it(monkeypatch):
 
 def test_nothing_is_told_of_a_pagedkv_that_is_wrong(monkeypatch):
     monkeypatch.setattr(run, "SUBJECTS", {"pagedkv": wrong})
-    with pytest.raises(RuntimeError, match=r"^pagedkv has no time in decode float32 G=4 .*: wrong: error 1"):
+    with pytest.raises(RuntimeError, match=r"^pagedkv has no time in Cell.*: wrong: error 1"):
         run.run(repeats=1, quick=True, progress=lambda text: None)
 
 

@@ -9,12 +9,11 @@ COLD_MS, COPY_MS, READ_MS = 100.0, 2.0, 0.8
 
 
 class FakeGpu:
-    """`frameworks.Gpu` with NumPy arrays, or with torch's CPU tensors if the framework is "torch".
+    """`device.Gpu` with NumPy arrays, or with torch's CPU tensors if the framework is "torch".
 
     `trace` names what was asked for, in order; `host_is_slow` is whether events have passed when they are asked.
     """
 
-    capability = (9, 0)
     num_multiprocessors = 4
 
     def __init__(self, framework="numpy", copy_bytes=10**9, host_is_slow=False):
@@ -73,3 +72,14 @@ class FakeGpu:
 
     def release(self):
         self.released += 1
+
+
+def taking(milliseconds, name="peer"):
+    """A subject that is right where it is looked at, and takes so long."""
+
+    def subject(problem):
+        result = problem.host.q.astype(np.float32)
+        result[problem.host.checked] = problem.host.expected
+        return problem.gpu.subject(name, milliseconds, result)
+
+    return subject

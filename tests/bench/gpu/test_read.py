@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pagedkv.bench.gpu.read import num_sums, read
+from pagedkv.bench.gpu.device import read
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.compiler.occupancy import occupancy
 from pagedkv.emulator import EmulatorDevice
@@ -38,9 +38,3 @@ def test_nothing_is_spilled_and_128_kib_are_in_flight(capability):
     blocks = occupancy(capability, resources.registers, NUM_THREADS, resources.shared_bytes)
     (loads,) = loads_of(code_of(kernel.cubin, kernel.entry))
     assert blocks * NUM_THREADS * loads.in_flight >= 128 * 1024
-
-
-def test_only_whole_chunks_are_read():
-    assert num_sums(5 * BLOCK_BYTES) == 5
-    with pytest.raises(ValueError, match=rf"^num_bytes must be a multiple of {BLOCK_BYTES}, got 100$"):
-        num_sums(100)

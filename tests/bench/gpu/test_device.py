@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.bench.gpu import frameworks
-from pagedkv.bench.gpu.frameworks import CupyGpu, TorchGpu, driver_version, open_gpu
+from pagedkv.bench.gpu import device
+from pagedkv.bench.gpu.device import CupyGpu, TorchGpu, driver_version, open_gpu
 from pagedkv.cuda import driver
 from pagedkv.errors import BackendUnavailableError
 from pagedkv.kernels.read import BLOCK_BYTES
@@ -21,12 +21,12 @@ L2_BYTES, NUM_BYTES = 1000, 2 * BLOCK_BYTES
 
 @pytest.fixture(autouse=True)
 def small_flush(monkeypatch):
-    monkeypatch.setattr(frameworks, "FLUSH_BYTES", 400)
+    monkeypatch.setattr(device, "FLUSH_BYTES", 400)
 
 
 @pytest.fixture
 def of_torch():
-    properties = SimpleNamespace(name="a GPU", L2_cache_size=L2_BYTES, multi_processor_count=132, major=9, minor=0)
+    properties = SimpleNamespace(name="a GPU", L2_cache_size=L2_BYTES, multi_processor_count=132)
     cuda = MagicMock()
     cuda.get_device_properties.return_value = properties
     zeros = MagicMock(side_effect=lambda n, dtype, device: torch.zeros(n, dtype=dtype))
@@ -39,7 +39,7 @@ def of_torch():
 @pytest.fixture
 def of_cupy():
     module = MagicMock(__version__="14.2")
-    properties = {"name": b"a GPU", "l2CacheSize": L2_BYTES, "multiProcessorCount": 132, "major": 9, "minor": 0}
+    properties = {"name": b"a GPU", "l2CacheSize": L2_BYTES, "multiProcessorCount": 132}
     module.cuda.runtime.getDeviceProperties.return_value = properties
     module.cuda.runtime.runtimeGetVersion.return_value = 13010
     module.ascontiguousarray, module.asnumpy = np.ascontiguousarray, np.asarray
@@ -53,7 +53,7 @@ def test_facts(of_torch, of_cupy):
     ):
         facts = {key: value for key, value in gpu.facts.items() if key != "driver"}
         assert facts == {"device": "a GPU", **versions, "L2 MiB": L2_BYTES / 2**20}
-        assert (gpu.num_multiprocessors, gpu.capability) == (132, (9, 0))
+        assert gpu.num_multiprocessors == 132
         # Two buffers to copy between, sums of what is read, and one of 8 times the cache to flush it.
         sizes = [NUM_BYTES // 4, NUM_BYTES // 4, 2, 8 * L2_BYTES // 4]
         assert [call.args[0] for call in module.zeros.call_args_list] == sizes
@@ -177,5 +177,5 @@ def test_torch_without_cuda_leaves_it_to_cupy(monkeypatch):
     monkeypatch.setattr(driver, "capabilities", lambda: [(9, 0)])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "cupy", "the module")
-    monkeypatch.setattr(frameworks, "CupyGpu", lambda cupy, copy_bytes: (cupy, copy_bytes))
+    monkeypatch.setattr(device, "CupyGpu", lambda cupy, copy_bytes: (cupy, copy_bytes))
     assert open_gpu(5) == ("the module", 5)

@@ -1,9 +1,8 @@
-"""A GPU through torch or CuPy: arrays, events, a cold cache, graphs."""
+"""A GPU through torch or CuPy: arrays, events, a cold cache, graphs, and a kernel that only reads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, Protocol
@@ -13,9 +12,8 @@ import numpy.typing as npt
 
 from ...arrays.torch_tensor import from_numpy
 from ...errors import BackendUnavailableError
+from ..contest import Call
 from ..report import Row
-
-Call = Callable[[], Any]
 
 COPY_BYTES = 2**30
 QUICK_COPY_BYTES = 2**26
@@ -33,8 +31,6 @@ class Gpu(Protocol):
         "torch" or "cupy".
     facts : dict
         Device, driver and versions.
-    capability : tuple of int
-        Compute capability.
     num_multiprocessors : int
     copy_bytes : int
         Bytes of one `copy` and of one `read`.
@@ -42,7 +38,6 @@ class Gpu(Protocol):
 
     framework: str
     facts: Row
-    capability: tuple[int, int]
     num_multiprocessors: int
     copy_bytes: int
 
@@ -95,11 +90,10 @@ class TorchGpu:
     def __init__(self, torch: ModuleType, copy_bytes: int = COPY_BYTES) -> None:
         self._torch, self.copy_bytes = torch, copy_bytes
         properties = torch.cuda.get_device_properties(0)
-        self.capability = properties.major, properties.minor
         self.num_multiprocessors = properties.multi_processor_count
         self.facts = _facts(properties.name, properties.L2_cache_size, torch.__version__, str(torch.version.cuda))
         self._source, self._target = (torch.zeros(copy_bytes // 4, dtype=torch.int32, device="cuda") for _ in range(2))
-        self._sums = torch.zeros(_num_sums(copy_bytes), dtype=torch.int32, device="cuda")
+        self._sums = torch.zeros(num_sums(copy_bytes), dtype=torch.int32, device="cuda")
         nbytes = max(FLUSH_BYTES, FLUSH_L2 * properties.L2_cache_size)
         self._flushed = torch.zeros(nbytes // 4, dtype=torch.int32, device="cuda")
 
@@ -163,12 +157,11 @@ class CupyGpu:
         self._cupy, self.copy_bytes = cupy, copy_bytes
         runtime = cupy.cuda.runtime
         properties, cuda = runtime.getDeviceProperties(0), runtime.runtimeGetVersion()
-        self.capability = int(properties["major"]), int(properties["minor"])
         self.num_multiprocessors = int(properties["multiProcessorCount"])
         name, l2_bytes = properties["name"].decode(), int(properties["l2CacheSize"])
         self.facts = _facts(name, l2_bytes, cupy.__version__, f"{cuda // 1000}.{cuda % 1000 // 10}", "CuPy")
         self._source, self._target = (cupy.zeros(copy_bytes // 4, np.int32) for _ in range(2))
-        self._sums = cupy.zeros(_num_sums(copy_bytes), np.int32)
+        self._sums = cupy.zeros(num_sums(copy_bytes), np.int32)
         self._flushed = cupy.zeros(max(FLUSH_BYTES, FLUSH_L2 * l2_bytes) // 4, np.int32)
 
     def array(self, x: npt.NDArray[Any]) -> Any:
@@ -220,17 +213,26 @@ class CupyGpu:
         self._cupy.get_default_memory_pool().free_all_blocks()
 
 
-# Imported when there is a GPU: without numba-cuda a bench still says what it needs.
-def _num_sums(num_bytes: int) -> int:
-    from .read import num_sums
+# What follows imports numba-cuda where there is a GPU: without it a bench still says what it needs.
+def num_sums(num_bytes: int) -> int:
+    """Words that `read` writes."""
+    from ...kernels.read import BLOCK_BYTES
 
-    return num_sums(num_bytes)
+    return num_bytes // BLOCK_BYTES
+
+
+def read(device: Any, source: int, sums: int, num_bytes: int) -> None:
+    """Read so many bytes at an address once, and write a word for each `BLOCK_BYTES` of them."""
+    from ...cuda.plans.plan import compile_for
+    from ...kernels.read import ReadConfig, make_read
+
+    device.launch(compile_for(device, make_read, ReadConfig()), (num_sums(num_bytes), 1, 1), [source, sums])
 
 
 def _read(stream: int, source: int, sums: int, num_bytes: int) -> None:
-    from .read import read_on
+    from ...cuda import driver
 
-    read_on(stream, source, sums, num_bytes)
+    read(driver.cuda_device(0, stream), source, sums, num_bytes)
 
 
 def _facts(device: str, l2_bytes: int, version: str, cuda: str, framework: str = "torch") -> Row:

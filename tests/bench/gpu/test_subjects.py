@@ -1,19 +1,18 @@
-"""What the subjects of bench prefill get, by stand-ins that do as their documentation says, with torch's SDPA."""
+"""What the subjects of bench decode and bench prefill get, by stand-ins that do as their documentation says."""
 
 import sys
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
 import pagedkv
-from pagedkv.bench.gpu.peers import FLASHINFER_WORKSPACE
-from pagedkv.bench.gpu.prefill import peers, run
-from pagedkv.bench.gpu.prefill.peers import FIRST, SUBJECTS
-from pagedkv.bench.gpu.prefill.workloads import Cell, HostProblem
+from pagedkv.bench.gpu import decode_peers, measure, prefill_peers
+from pagedkv.bench.gpu.arrays import GpuProblem
+from pagedkv.bench.problem import Cell, Problem
 
-from ..fake_gpu import FakeGpu
+from ...support.device_fakes import InterfaceArray, recording
+from .fake_gpu import FakeGpu
 
 pytestmark = pytest.mark.usefixtures("one_launch")
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
@@ -21,10 +20,19 @@ RAGGED = Cell("x", (40, 3, 33), query_lens=(17, 1, 33), **SIZES)
 EQUAL = Cell("x", (40, 40), query_lens=(17, 17), **SIZES)
 FULL = Cell("x", (40, 40), query_lens=(17, 17), causal=False, **SIZES)
 FP8 = Cell("x", (40, 3), kv_dtype="fp8_e4m3", query_lens=(17, 2), **SIZES)
+STEP = Cell("x", (40, 3, 32), dtype="bfloat16", **SIZES)
+EQUAL_STEP = Cell("x", (40, 40), **SIZES)
+FP8_STEP = Cell("x", (40, 3), kv_dtype="fp8_e4m3", **SIZES)
+
+
+def peers_of(cell):
+    return decode_peers if max(cell.query_lens) == 1 else prefill_peers
 
 
 def notes(subjects, cell, framework="torch"):
-    rows = run.measure(FakeGpu(framework), cell, {name: SUBJECTS[name] for name in subjects}, 1, lambda text: None)
+    peers = peers_of(cell)
+    chosen = {name: peers.SUBJECTS[name] for name in subjects}
+    rows = measure.measure(FakeGpu(framework), "prefill", cell, chosen, peers.FIRST, 1, lambda text: None)
     return [row["note"] for row in rows]
 
 
@@ -57,31 +65,50 @@ def install(monkeypatch, path, **members):
     vars(sys.modules[path]).update(members)
 
 
-@pytest.mark.parametrize("cell", [RAGGED, FULL, FP8], ids=str)
+@pytest.mark.parametrize("cell", [RAGGED, FULL, FP8, EQUAL_STEP, FP8_STEP], ids=str)
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_kernels_of_pagedkv_get_each_layout(cell, framework):
     """On the host they are one and the same: this is about the arrays that they get."""
-    assert notes(peers.OURS, cell, framework) == [None, None]
+    assert set(notes(peers_of(cell).OURS, cell, framework)) == {None}
 
 
-def test_torch_peers_without_torch():
-    assert set(notes(peers.PEERS, EQUAL, "numpy")) == {"needs torch with CUDA"}
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [("v1", ["v1"]), ("v2", ["v2", "v2_reduce"]), ("split NHD", ["split"]), ("split HND", ["split"])],
+)
+def test_kernels_of_pagedkv_are_launched_for_device_arrays(monkeypatch, name, launches):
+    def on_device(*args, out, **options):
+        return pagedkv.decode_attention(*map(InterfaceArray, args), out=InterfaceArray(out), **options)
+
+    monkeypatch.setattr(decode_peers, "decode_attention", on_device)
+    call = decode_peers.SUBJECTS[name](GpuProblem(FakeGpu(), Problem(EQUAL_STEP)))
+    with recording() as devices:
+        call()
+    (device,) = devices.values()
+    assert [kernel.name.partition("[")[0] for kernel, *_ in device.launches] == launches
+
+
+@pytest.mark.parametrize("cell", [EQUAL, EQUAL_STEP], ids=str)
+def test_torch_peers_without_torch(cell):
+    assert set(notes(peers_of(cell).PEERS, cell, "numpy")) == {"needs torch with CUDA"}
 
 
 def test_sdpa_is_right_on_dense_keys_and_refuses_the_rest():
     whole = Cell("x", (40, 40), query_lens=(40, 40), **SIZES)
-    assert [note("SDPA", cell) for cell in (EQUAL, FULL, whole)] == [None] * 3
-    assert note("SDPA", RAGGED) == "dense K and V have sequences of one length"
-    assert note("SDPA", FP8) == "dense K and V have sequences of one length"
+    assert [note("SDPA", cell) for cell in (EQUAL, FULL, whole, EQUAL_STEP)] == [None] * 4
+    assert note("SDPA rows", EQUAL_STEP) is None
+    ragged = "dense K and V have sequences of one length"
+    assert {note("SDPA", cell) for cell in (RAGGED, FP8, STEP)} == {ragged}
     assert note("SDPA", Cell("x", (40, 40), query_lens=(17, 16), **SIZES)) == "dense q has sequences of one length"
+    assert note("SDPA", Cell("x", (40,), kv_dtype="fp8_e4m3", **SIZES)) == "no fp8 K and V"
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_right_and_compiled_once(monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiled.append(options) or f)
-    assert [note("FlexAttention", cell) for cell in (EQUAL, FULL)] == [None, None]
-    assert compiled.count({"dynamic": False, "fullgraph": True}) == 2  # torch compiles what it needs besides
+    assert [note("FlexAttention", cell) for cell in (EQUAL, FULL, EQUAL_STEP)] == [None] * 3
+    assert compiled.count({"dynamic": False, "fullgraph": True}) == 3  # torch compiles what it needs besides
 
 
 def test_flash_attention_2_gets_packed_tokens(monkeypatch):
@@ -116,33 +143,51 @@ def test_flash_attention_3_gets_the_pages(monkeypatch):
     assert note("FlashAttention 3", FP8) == "no fp8 cache under 16-bit queries"
 
 
-class FakeFlashInfer:
-    """Takes plan's arrays as FlashInfer's documentation says."""
+@pytest.mark.parametrize(
+    ("version", "package", "tables"), [(2, "flash_attn", "block_table"), (3, "flash_attn_interface", "page_table")]
+)
+def test_flash_attention_gets_the_pages_of_a_step(monkeypatch, version, package, tables):
+    def flash_attn_with_kvcache(q, k, v, *, cache_seqlens, **options):
+        return pagedkv.decode_attention(q[:, 0], k, v, options.pop(tables), cache_seqlens, **options)[:, None]
 
-    def __init__(self, workspace, kv_layout):
+    install(monkeypatch, package, flash_attn_with_kvcache=flash_attn_with_kvcache)
+    assert note(f"FlashAttention {version}", STEP) is None
+    assert note(f"FlashAttention {version}", FP8_STEP) == "no fp8 cache under 16-bit queries"
+
+
+class FakeFlashInfer:
+    """Takes plan's arrays as FlashInfer's documentation says: of prefill and of decode, whose queries are one each."""
+
+    def __init__(self, workspace, kv_layout, **options):
         assert (workspace.dtype, kv_layout) == (torch.uint8, "NHD")
 
-    def plan(self, qo_indptr, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **more):
-        for x in (qo_indptr, indptr, indices, last_page_len):
-            assert x.dtype == torch.int32
-        self.starts, self.options = qo_indptr, more
+    def plan(self, *arrays, q_data_type, kv_data_type, causal=True, pos_encoding_mode="NONE"):
+        *starts, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size = arrays
+        assert (num_qo_heads, num_kv_heads, head_dim, pos_encoding_mode) == (4, 2, 64, "NONE")
         counts = indptr.diff()
+        self.starts = starts[0] if starts else torch.arange(len(counts) + 1, dtype=torch.int32)
+        for x in (self.starts, indptr, indices, last_page_len):
+            assert x.dtype == torch.int32
+        self.causal, self.dtypes = causal, (q_data_type, kv_data_type)
         self.lens = (counts - 1) * page_size + last_page_len
         self.tables = torch.zeros((len(counts), int(counts.max())), dtype=torch.int32)
         for i, count in enumerate(counts):
             self.tables[i, :count] = indices[indptr[i] : indptr[i + 1]]
 
     def run(self, q, kv):
-        assert (q.dtype, kv[0].dtype) == (self.options["q_data_type"], self.options["kv_data_type"])
-        return sdpa_of_pages(q, kv, self.tables, self.lens, self.starts, self.options["causal"])
+        assert (q.dtype, kv[0].dtype) == self.dtypes
+        return sdpa_of_pages(q, kv, self.tables, self.lens, self.starts, self.causal)
 
 
-@pytest.mark.parametrize("cell", [RAGGED, FULL, FP8], ids=str)
+@pytest.mark.parametrize("cell", [RAGGED, FULL, FP8, STEP, FP8_STEP], ids=str)
 def test_flashinfer_gets_the_pages(monkeypatch, cell):
-    install(monkeypatch, "flashinfer", BatchPrefillWithPagedKVCacheWrapper=FakeFlashInfer)
-    monkeypatch.setattr(peers.peers, "FLASHINFER_WORKSPACE", 16)
-    assert FLASHINFER_WORKSPACE > 2**27  # what its documentation asks for
-    assert note("FlashInfer", cell) is None
+    names = ["FlashInfer", "FlashInfer TC"] if peers_of(cell) is decode_peers else ["FlashInfer"]
+    wrappers = [f"Batch{operation}WithPagedKVCacheWrapper" for operation in ("Prefill", "Decode")]
+    install(monkeypatch, "flashinfer", **dict.fromkeys(wrappers, FakeFlashInfer))
+    for peers in (decode_peers, prefill_peers):
+        assert peers.FLASHINFER_WORKSPACE > 2**27  # what its documentation asks for
+        monkeypatch.setattr(peers, "FLASHINFER_WORKSPACE", 16)
+    assert set(notes(names, cell)) == {None}
 
 
 def unified_attention(
@@ -172,15 +217,7 @@ def test_what_is_not_installed_says_its_name(monkeypatch):
     assert notes(names, EQUAL) == [f"{package} is not installed" for package in packages]
 
 
-def test_a_row_that_is_wrong_is_noticed():
-    host = HostProblem(EQUAL)
-    whole = pagedkv.prefill_attention(
-        host.q.astype(np.float32), *host.kv, host.block_tables, host.seq_lens, host.query_starts
-    )
-    for row, value in ((int(host.checked[-1]), 9.0), (5, np.nan)):
-        result = whole.copy()
-        result[row, 1, 2] = value
-        subjects = {FIRST: lambda problem, result=result: lambda: result}
-        (measured,) = run.measure(FakeGpu(), EQUAL, subjects, 1, lambda text: None)
-        assert measured["us"] is None
-        assert measured["note"].startswith("wrong: error")
+def test_the_fastest_configuration_is_chosen():
+    gpu = FakeGpu()
+    calls = [gpu.subject(name, milliseconds) for name, milliseconds in (("a", 3.0), ("b", 1.0), ("c", 2.0))]
+    assert decode_peers.fastest(gpu, calls) is calls[1]

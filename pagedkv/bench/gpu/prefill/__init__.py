@@ -1,1 +1,0 @@
-"""prefill_attention on a GPU, beside other libraries."""
