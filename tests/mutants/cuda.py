@@ -276,13 +276,6 @@ MUTANTS = [
         (OVERRIDES + "test_what_is_no_operator_on_scalars_is_typed_each_time",),
     ),
     Mutant(
-        "all types have the size of the first one",
-        "compiler/numba_overrides.py",
-        "        if kind not in known:\n",
-        "        if not known.setdefault(kind, next(iter(known.values()), 0)):\n",
-        (OVERRIDES + "test_the_size_of_a_type_is_asked_once",),
-    ),
-    Mutant(
         "numba-cuda keeps an override",
         "compiler/numba_overrides.py",
         "            delattr(owner, name)\n",
