@@ -85,6 +85,8 @@ class Admission:
                 )
                 raise
             running.start(request, seq, num_cached)
+            if request.num_cached is None:  # after a preemption it finds its own
+                request.num_cached = num_cached
             waiting.remove(request)
             num_tokens = len(request.tokens)
             num_uncomputed += num_tokens - num_cached

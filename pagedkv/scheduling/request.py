@@ -31,6 +31,8 @@ class Request:
         The root digest of its salt.
     resumable : bool
         Whether it stays when a turn ends.
+    num_cached : int or None
+        How many of its tokens the prefix cache had when this turn started; None until then.
     lane : int
         Its lane while it runs, else NOT_RUNNING.
     """
@@ -43,6 +45,7 @@ class Request:
     key: int
     root: bytes
     resumable: bool
+    num_cached: int | None = None
     lane: int = NOT_RUNNING
 
     @property

@@ -123,6 +123,18 @@ class Scheduler:
         found = self._find(request)
         return found.tokens.copy() if found.lane == NOT_RUNNING else self._running.tokens_of(found)
 
+    def num_cached(self, request: int) -> int:
+        """How many tokens of a request the prefix cache had when its turn started; 0 while it waits for that.
+
+        Those that it finds of its own after a preemption do not count.
+
+        Raises
+        ------
+        KeyError
+            A request that has ended or never was.
+        """
+        return self._find(request).num_cached or 0
+
     def add(
         self,
         tokens: Sequence[int],
@@ -201,7 +213,7 @@ class Scheduler:
         ids = np.concatenate([found.tokens, ids])
         self._require_fit(len(ids), max_tokens)
         found.tokens, found.num_prompt, found.max_len = ids, len(ids), len(ids) + max_tokens
-        found.key = self._key(found.priority)
+        found.key, found.num_cached = self._key(found.priority), None
         self._waiting.push(found)
 
     def abort(self, request: int) -> None:

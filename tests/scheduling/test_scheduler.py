@@ -145,6 +145,24 @@ def test_the_same_calls_give_the_same_steps():
     assert run() == run()
 
 
+def test_what_a_request_finds_of_its_own_after_a_preemption_does_not_count_as_cached():
+    cache = make_cache(12)
+    scheduler = scheduler_of(cache)
+    numbers = [scheduler.add([*range(10 * i, 10 * i + 9)], 20) for i in range(3)]
+    assert [scheduler.num_cached(number) for number in numbers] == [0] * 3  # they wait
+    seen = set()
+    serve(scheduler, cache, lambda step: seen.update(map(scheduler.num_cached, step.requests.tolist())))
+    assert scheduler.num_preempted > 0
+    assert seen == {0}
+    scheduler.add(range(9), 1)
+    serve(scheduler, cache)
+    again = scheduler.add([*range(8), 40], 1)
+    scheduler.schedule()
+    assert scheduler.num_cached(again) == 8
+    with pytest.raises(KeyError):
+        scheduler.num_cached(numbers[0])
+
+
 def test_a_second_turn_finds_the_first():
     cache = make_cache()
     scheduler = scheduler_of(cache)
@@ -158,6 +176,7 @@ def test_a_second_turn_finds_the_first():
     seen = []
     assert serve(scheduler, cache, lambda step: seen.append(counts(step)))[number] == alone((*SYSTEM, *first, 1, 2), 4)
     assert seen[0] == {number: 3}  # the first turn's last token, and two new ones
+    assert scheduler.num_cached(number) == len(SYSTEM) + 4
     scheduler.abort(number)
     with pytest.raises(KeyError, match="no request 0: it has ended or was never added"):
         scheduler.abort(number)

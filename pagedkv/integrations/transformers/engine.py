@@ -76,12 +76,15 @@ class Sampled(NamedTuple):
         none can be chosen; empty while it goes on.
     message : str
         What is wrong, with an error.
+    num_cached : int
+        Tokens of its prompt that the prefix cache had.
     """
 
     request: int
     token: int
     reason: str
     message: str = ""
+    num_cached: int = 0
 
 
 class Engine:
@@ -387,23 +390,23 @@ class Engine:
         made: list[Sampled] = []
         writes: list[Write] = []
         for number, is_finite in zip(rows, are_finite(logits), strict=True):
-            request = self._requests[number]
+            request, num_cached = self._requests[number], self.scheduler.num_cached(number)
             if not is_finite:
                 message = NOT_FINITE.format(dtype=logits.dtype)
-                made.append(Sampled(number, NO_TOKEN, "error", message))
+                made.append(Sampled(number, NO_TOKEN, "error", message, num_cached))
                 writes += request.plan_end("error", message)
             elif number in chosen:
                 reason, stored = request.plan(chosen[number])
-                made.append(Sampled(number, chosen[number], reason))
+                made.append(Sampled(number, chosen[number], reason, "", num_cached))
                 writes += stored
         return made, writes, tokens
 
     def _update(self, step: Step, tokens: list[int], made: list[Sampled]) -> None:
-        for number, _, reason, _ in made:
+        for number, _, reason, *_ in made:
             if reason == "error":
                 self.scheduler.abort(number)  # before the update, so that nobody finds its blocks
         finished = {number for number, _, _ in self.scheduler.update(step, tokens)}
-        for number, _, reason, _ in made:
+        for number, _, reason, *_ in made:
             if reason == "stop" and number not in finished:
                 self.scheduler.abort(number)
             if reason:

@@ -43,7 +43,7 @@ def engine_for(model, num_blocks=64, **options):
 def finish(engine):
     """The tokens of each request, and how it ended; the cache must be empty and whole then."""
     tokens, reasons = {}, {}
-    for request, token, reason, _ in engine.run():
+    for request, token, reason, *_ in engine.run():
         tokens.setdefault(request, []).append(token)
         if reason:
             reasons[request] = reason
