@@ -1,20 +1,24 @@
-"""An OpenAI-style server over a paged KV cache, on 127.0.0.1 alone.
+"""An OpenAI-style server over a paged KV cache, on 127.0.0.1 unless you say otherwise.
 
     pip install "pagedkv[serve]"      (starlette and uvicorn)
     python examples/serve.py
     curl -N http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main(", "max_tokens": 60, "stream": true}'
     python examples/serve.py --model Qwen/Qwen3-0.6B      (needs "pagedkv[serve,transformers]")
 
-`/v1/completions` and `/v1/chat/completions`, streamed or whole; `/metrics` for Prometheus; `/` draws the pool while it
-works. Requests share what they begin with, run together, and are computed by one thread (`server/worker.py`). What can
-never fit is refused with 400, what is too much at a time with 503 and Retry-After. A client that leaves is cancelled.
+`/v1/completions` and `/v1/chat/completions`, streamed or whole; `/v1/models`; `/health`; `/metrics` for Prometheus; `/`
+draws the pool while it works. Requests share what they begin with, run together, and are computed by one thread
+(`server/worker.py`). What can never fit, or asks for what is not there, is refused with 400, what is too much at a time
+with 503 and Retry-After. A client that leaves is cancelled.
 """
 
 import argparse
 import contextlib
+import logging
+import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 try:
     import uvicorn
@@ -23,24 +27,36 @@ except ModuleNotFoundError:
 
 import pagedkv
 from generate import number
+from server.admission import Admission
 from server.app import Server
 from server.connections import at_most, room_for_connections
 from server.small import small
 from server.worker import Worker
 from transformer import WEIGHTS
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BACKLOG = 2048
 ACCEPTED = 8  # connections at a time: each is an open file before anybody has looked at it
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Serve completions over a paged KV cache, on 127.0.0.1.")
+    parser = argparse.ArgumentParser(description="Serve completions over a paged KV cache.")
     add = parser.add_argument
     add("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="0 for one that is free")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
+    add(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="one more by which clients may ask; * for any",
+    )
     add("--model", help="a model of transformers, by name or folder, in place of the small one")
     add("--weights", type=Path, default=WEIGHTS, help="of the small model: a file that train.py wrote")
     add("--context", type=number(int, 1), metavar="N", help="tokens of a prompt and its text (default: the model's)")
-    add("--num-blocks", type=number(int, 1, 2**31 - 1), default=1024, metavar="N", help="blocks in the pool")
+    size = parser.add_mutually_exclusive_group().add_argument
+    size("--num-blocks", type=number(int, 1, 2**31 - 1), default=1024, metavar="N", help="blocks in the pool")
+    size("--memory", type=memory, metavar="M", help="2GiB, bytes, or a share of what is free, 0.8 say, in their place")
     add("--block-size", type=number(int, 1), default=16, metavar="N", help="tokens in a block")
     add("--max-batch", type=number(int, 1), default=32, metavar="N", help="requests that run at a time")
     add("--max-tokens", type=number(int, 1), default=512, metavar="N", help="tokens of a step")
@@ -56,10 +72,24 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def memory(text: str) -> str | int | float:
+    """A converter for argparse: what PagedKVCache takes as `memory`."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def names(args: argparse.Namespace) -> list[str]:
+    """Those by which clients may ask for the server."""
+    return [*LOOPBACK, args.host, *args.allowed_host]
+
+
 def build(args: argparse.Namespace) -> Server:
     """The server that the command line asks for."""
     most = {"max_num_seqs": args.max_batch, "max_num_batched_tokens": max(args.max_tokens, args.max_batch)}
-    pool = (args.context, args.num_blocks, args.block_size, not args.no_prefix_cache)
+    pool = {"num_blocks": args.num_blocks if args.memory is None else None, "memory": args.memory}
+    pool |= {"block_size": args.block_size, "prefix_cache": not args.no_prefix_cache}
     if args.model:
         try:
             from server.hugging_face import hugging_face  # only here, for it imports torch
@@ -73,13 +103,15 @@ def build(args: argparse.Namespace) -> Server:
         make, source = small, args.weights
     try:
         pagedkv.get_num_threads()  # says what is wrong with PAGEDKV_NUM_THREADS
-        engine, text = make(source, *pool, **most)
+        engine, text = make(source, args.context, pool, **most)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
     except MemoryError as error:
-        raise SystemExit(f"{error}: change --num-blocks, --block-size or --context") from None
-    worker = Worker(engine, args.max_batch + args.max_waiting)
-    return Server(worker, text, args.model or "small", engine.cache.table.max_seq_len, args.max_body)
+        raise SystemExit(f"{error}: change --num-blocks, --memory, --block-size or --context") from None
+    admission = Admission(args.max_batch + args.max_waiting, args.max_batch)
+    context = engine.cache.table.max_seq_len
+    limits = {"context": context, "max_body": args.max_body, "names": names(args)}
+    return Server(Worker(engine), admission, text, args.model or "small", **limits)
 
 
 class OverHttp(uvicorn.Server):
@@ -89,8 +121,9 @@ class OverHttp(uvicorn.Server):
         self._worker = server.worker
         self._worker.on_failure = self._fail
         self.has_failed = False
-        options = {"http": at_most(max_connections), "backlog": ACCEPTED, "timeout_graceful_shutdown": 5}
-        super().__init__(uvicorn.Config(server.app(), log_level="warning", **options))
+        http = at_most(max_connections, server.admission.retry_after)
+        options = {"http": http, "backlog": ACCEPTED, "timeout_graceful_shutdown": 5, "log_level": "warning"}
+        super().__init__(uvicorn.Config(server.app(), **options))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -104,28 +137,44 @@ class OverHttp(uvicorn.Server):
                 connection.transport.close()
         await super().shutdown(sockets)
 
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        super().handle_exit(sig, frame)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C waits for nothing
+
     def _fail(self) -> None:
         self.has_failed = self.should_exit = True
 
 
+def listen(host: str, port: int) -> socket.socket:
+    try:
+        [(family, *_), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise SystemExit(f"port {port} of {host} cannot be had ({error.strerror}): try --port 0") from None
+
+
 def main() -> int:
     args = parse()
-    try:  # before a model is loaded
-        listener = socket.create_server(("127.0.0.1", args.port), backlog=BACKLOG)
-    except OSError as error:
-        raise SystemExit(f"port {args.port} of 127.0.0.1 cannot be had ({error.strerror}): try --port 0") from None
+    listener = listen(args.host, args.port)  # before a model is loaded
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("pagedkv").setLevel(logging.INFO)
     server = build(args)
     room = room_for_connections(args.max_connections)
     if room < args.max_connections:
         print(f"at most {room} connections, for this process can have few files open: ulimit -n", file=sys.stderr)
-    host, port = listener.getsockname()
-    print(f"http://{host}:{port}/v1 for clients, http://{host}:{port} for the pool; Ctrl-C ends it", flush=True)
+    if args.host not in LOOPBACK:
+        print(f"whoever reaches {args.host} may use it: there is no authentication", file=sys.stderr)
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(f"{address}/v1 for clients, {address} for the pool; Ctrl-C ends it", flush=True)
+    over_http = OverHttp(server, room)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once all is closed
-        over_http = OverHttp(server, room)
         over_http.run(sockets=[listener])
-        return int(over_http.has_failed)
-    return 0
+    return int(over_http.has_failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before there is anything to close
+        sys.exit(130)

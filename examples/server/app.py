@@ -1,26 +1,30 @@
-"""The ASGI application: routes, limits, and how tokens leave."""
+"""The ASGI application: routes, limits, and how text leaves."""
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from .protocol import Refused, Shape, Stops, Wanted, parse, usage
+from .admission import Admission, Busy
+from .answers import Answer, event, usage
+from .protocol import Refused, Wanted, parse
 from .status import PAGE, metrics, pool
-from .worker import Busy, Engine, Job, Worker
+from .visits import Visit, Visits, refusal
+from .worker import Engine, Job, Worker
+from .writer import Writer
 
 # A body past the limit is read on and thrown away, so that its sender gets to read the answer: up to so many times it.
 PATIENCE = 32
-
 
 T = TypeVar("T")
 
@@ -29,28 +33,45 @@ class Gone(Exception):
     """The client has left before there was an answer."""
 
 
-def refusal(error: Refused) -> Response:
-    headers = {"Retry-After": "1"} if error.status == 503 else {}
-    return JSONResponse(error.body(), error.status, headers)
-
-
 class Server:
     """What the routes share.
 
     Parameters
     ----------
     worker : Worker
-    text : SmallText or TransformersText
+    admission : Admission
+    text : SmallText or HuggingFaceText
     model : str
         What it is called.
     context : int
         Tokens of a prompt and its text together.
     max_body : int
         Bytes of a request.
+    names : iterable of str
+        By which it may be asked.
+
+    Attributes
+    ----------
+    counts : Counter
+        Requests by how they ended, and tokens.
     """
 
-    def __init__(self, worker: Worker, text: Any, model: str, context: int, max_body: int) -> None:
-        self.worker, self.text, self.model, self.context, self.max_body = worker, text, model, context, max_body
+    def __init__(
+        self,
+        worker: Worker,
+        admission: Admission,
+        text: Any,
+        model: str,
+        *,
+        context: int,
+        max_body: int,
+        names: Iterable[str],
+    ) -> None:
+        self.worker, self.admission, self.text = worker, admission, text
+        self.context, self.max_body = context, max_body
+        self.model = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "pagedkv"}
+        self.names = list(names)
+        self.counts: Counter[str] = Counter()
 
     def app(self) -> Starlette:
         return Starlette(
@@ -58,12 +79,14 @@ class Server:
                 Route("/v1/completions", partial(self.complete, chat=False), methods=["POST"]),
                 Route("/v1/chat/completions", partial(self.complete, chat=True), methods=["POST"]),
                 Route("/v1/models", self.models),
+                Route("/v1/models/{name:path}", self.named),
+                Route("/health", self.health),
                 Route("/metrics", self.metrics),
                 Route("/status/pool", self.pool),
                 Route("/", self.page),
             ],
-            # A page of another site must not get here by a name of its own for 127.0.0.1.
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
+            middleware=[Middleware(Visits, names=self.names)],
+            exception_handlers={Refused: _refused, Gone: _gone_away, HTTPException: _http_error, Exception: _error},
             lifespan=self._lifespan,
         )
 
@@ -75,124 +98,166 @@ class Server:
 
     # -- texts
     async def complete(self, request: Request, chat: bool) -> Response:
-        try:
-            wanted = parse(await self._body(request), chat=chat, num_tokens=self.text.num_tokens)
-            job = await asyncio.to_thread(self._job, wanted, chat)
-            shape = Shape(self.model, chat=chat, stream=wanted.stream)
-            pieces = self._pieces(job, wanted.stop)
-            if not wanted.stream:
-                return JSONResponse(await _unless_gone(request, self._whole(pieces, job, shape)))
-            events = self._stream(pieces, job, wanted, shape)
-            first = await _unless_gone(request, anext(events))  # what refuses the request comes before the headers
-        except Refused as error:
-            return refusal(error)
-        except (Gone, ClientDisconnect):
-            return Response(status_code=499)
-        return StreamingResponse(_sent(first, events), media_type="text/event-stream")
+        visit: Visit = request.state.visit
+        wanted = parse(await self._body(request), chat=chat, num_tokens=self.text.num_tokens)
+        answer = Answer(self.model["id"], chat=chat, include_usage=wanted.include_usage)
+        visit.id = answer.id
+        pieces = self._pieces(wanted, chat, visit)
+        if not wanted.stream:
+            return JSONResponse(await _unless_gone(request, _whole(pieces, answer, visit)))
+        events = _events(pieces, answer, visit)
+        first = await _unless_gone(request, anext(events))  # what refuses the request comes before the headers
+        return EventResponse(first, events)
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size <= self.max_body:
-                parts.append(part)
-            elif size > PATIENCE * self.max_body:
-                break
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size <= self.max_body:
+                    parts.append(part)
+                elif size > PATIENCE * self.max_body:
+                    break
+        except ClientDisconnect:
+            raise Gone from None
         if size > self.max_body:
             raise Refused(413, f"the body must be of at most {self.max_body} bytes")
         return b"".join(parts)
 
-    def _job(self, wanted: Wanted, chat: bool) -> Job:
-        """Prompts become tokens here, on a thread: long ones take a while."""
-        prompt = wanted.prompt
+    async def _pieces(self, wanted: Wanted, chat: bool, visit: Visit) -> AsyncGenerator[tuple[str, str]]:
+        """Text as it comes, and why it ended with the last piece."""
+        visit.reason = "cancelled"
+        try:
+            with self.admission.place(wanted.max_tokens or self.context) as place:
+                # Prompts become tokens on a thread: long ones take a while, and a template is a program.
+                tokens = await asyncio.to_thread(self._encode, wanted.prompt, chat)
+                # The last token of a text is not computed, and needs no room.
+                max_tokens = wanted.max_tokens or max(1, self.context + 1 - len(tokens))
+                writer = Writer(self.text.decoder(), wanted.stop, wanted.options["min_tokens"])
+                visit.job = Job(tokens, max_tokens, wanted.options, writer)
+                async with contextlib.aclosing(self.worker.pieces(visit.job)) as pieces:
+                    async for text, reason in pieces:
+                        place.num_tokens += 1
+                        self.counts["tokens"] += 1
+                        visit.reason = reason or visit.reason
+                        yield text, reason
+        except Busy as error:
+            visit.reason = "refused"
+            raise Refused(503, str(error), retry_after=error.retry_after) from None
+        except ValueError as error:
+            visit.reason = "refused"
+            raise Refused(400, str(error)) from None
+        except RuntimeError as error:
+            visit.reason = "failed"
+            raise Refused(500, str(error)) from None
+        finally:
+            self.counts[visit.reason] += 1
+
+    def _encode(self, prompt: Any, chat: bool) -> list[int]:
         try:
             if chat:
-                prompt = self.text.encode_chat(prompt)
-            elif isinstance(prompt, str):
-                prompt = self.text.encode(prompt)
-        except Exception as error:  # a model's chat template is a program, and raises what it likes
-            raise Refused(400, f"the prompt cannot be encoded: {error}", "prompt") from None
-        # The last token of a text is not computed, and needs no room.
-        return Job(prompt, wanted.max_tokens or max(1, self.context + 1 - len(prompt)), wanted.sampling)
-
-    async def _pieces(self, job: Job, stop: list[str]) -> AsyncIterator[tuple[str, str]]:
-        """Text as it comes, and why it ended with the last piece."""
-        decoder, stops = self.text.decoder(), Stops(stop)
-        try:
-            async with contextlib.aclosing(self.worker.tokens(job)) as tokens:
-                async for token, reason in tokens:
-                    self.worker.counts["tokens"] += 1
-                    # A token that ends the text is not in it.
-                    piece = stops.push("" if reason == "stop" else decoder.push(token))
-                    if reason and not stops.found:
-                        piece += stops.push(decoder.finish(), final=True)
-                    job.stopped = stops.found
-                    reason = "stop" if stops.found else reason
-                    yield piece, reason
-                    if reason:
-                        return
-        except Busy as error:
-            raise Refused(503, str(error)) from None
-        except ValueError as error:
-            raise Refused(400, str(error), "prompt") from None
-        except RuntimeError as error:
-            raise Refused(500, str(error)) from None
-
-    async def _whole(self, pieces: AsyncIterator[tuple[str, str]], job: Job, shape: Shape) -> dict[str, Any]:
-        parts = [piece async for piece in pieces]
-        return shape("".join(text for text, _ in parts), parts[-1][1], usage(len(job.tokens), len(parts)))
-
-    async def _stream(
-        self, pieces: AsyncIterator[tuple[str, str]], job: Job, wanted: Wanted, shape: Shape
-    ) -> AsyncIterator[str]:
-        count = 0
-        async with contextlib.aclosing(pieces):
-            async for text, reason in pieces:
-                count += 1
-                if text or reason or count == 1:
-                    yield _event(shape(text, reason or None))
-        if wanted.include_usage:
-            yield _event(shape.usage(usage(len(job.tokens), count)))
-        yield "data: [DONE]\n\n"
+                return self.text.encode_chat(prompt)
+            return self.text.encode(prompt) if isinstance(prompt, str) else prompt
+        except Exception as error:  # a model's chat template raises what it likes
+            raise ValueError(f"the prompt cannot be encoded: {error}") from None
 
     # -- the server itself
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": self.model, "object": "model", "owned_by": "pagedkv"}]})
+        return JSONResponse({"object": "list", "data": [self.model]})
+
+    async def named(self, request: Request) -> Response:
+        if request.path_params["name"] != self.model["id"]:
+            raise Refused(404, f"the model here is {self.model['id']}", "model", code="model_not_found")
+        return JSONResponse(self.model)
+
+    async def health(self, request: Request) -> Response:
+        if not self.worker.is_open:
+            raise Refused(503, "no request is taken any more")
+        return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        def answer(text: str) -> Response:
-            return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
-
-        return await self._seen(lambda engine: metrics(engine, self.worker.counts), answer)
+        text = await self._seen(lambda engine: metrics(engine, self.counts))
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def pool(self, request: Request) -> Response:
-        return await self._seen(pool, JSONResponse)
+        return JSONResponse(await self._seen(pool))
 
-    async def _seen(self, at: Callable[[Engine], Any], answer: Callable[[Any], Response]) -> Response:
+    async def _seen(self, at: Callable[[Engine], T]) -> T:
         try:
-            return answer(await self.worker.look(at))
+            return await self.worker.look(at)
         except Busy as error:
-            return refusal(Refused(503, str(error)))
+            raise Refused(503, str(error), retry_after=error.retry_after) from None
         except RuntimeError as error:
-            return refusal(Refused(500, str(error)))
+            raise Refused(500, str(error)) from None
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE)
 
 
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
+# -- answers
+async def _whole(pieces: AsyncGenerator[tuple[str, str]], answer: Answer, visit: Visit) -> dict[str, Any]:
+    parts = [piece async for piece in pieces]
+    return answer.whole("".join(text for text, _ in parts), visit.reason, _usage(visit))
 
 
-async def _sent(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events in order; an error in the middle of them is the last one. A client that leaves closes `rest`."""
-    async with contextlib.aclosing(rest):
+async def _events(pieces: AsyncGenerator[tuple[str, str]], answer: Answer, visit: Visit) -> AsyncGenerator[str]:
+    has_begun = False
+    async with contextlib.aclosing(pieces):
+        async for text, _ in pieces:
+            if not has_begun:
+                has_begun = True
+                yield answer.begin()
+            if text:
+                yield answer.text(text)
+    for last in answer.end(visit.reason, _usage(visit)):
+        yield last
+
+
+def _usage(visit: Visit) -> dict[str, Any]:
+    assert visit.job is not None
+    return usage(len(visit.job.tokens), visit.job.num_cached, visit.job.num_new)
+
+
+class EventResponse(StreamingResponse):
+    """Events in order, and an error in the middle of them as the last one.
+
+    Their source is closed when the client has left, whatever is being done then.
+    """
+
+    def __init__(self, first: str, rest: AsyncGenerator[str]) -> None:
+        super().__init__(self._sent(first), media_type="text/event-stream")
+        self._rest = rest
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with contextlib.aclosing(self._rest):
+            await super().__call__(scope, receive, send)
+
+    async def _sent(self, first: str) -> AsyncIterator[str]:
         yield first
         try:
-            async for event in rest:
-                yield event
+            async for one in self._rest:
+                yield one
         except Refused as error:
-            yield _event(error.body())
+            yield event(error.body())
+
+
+# -- errors, all of them as JSON
+async def _refused(request: Request, error: Refused) -> Response:
+    return refusal(error)
+
+
+async def _gone_away(request: Request, error: Gone) -> Response:
+    return Response(status_code=499)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    refused = refusal(Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    refused.headers.update(error.headers or {})
+    return refused
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    return refusal(Refused(500, f"the server failed: {type(error).__name__}"))
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:

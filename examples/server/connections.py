@@ -1,21 +1,23 @@
 """How many connections there may be: those beyond are told so at once, and closed; so are those that say nothing."""
 
 import asyncio
+import json
+from collections.abc import Callable
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .protocol import Refused
 
 try:
     import resource
 except ModuleNotFoundError:  # Windows, which has no such limit
     resource = None
 
-FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
-    b"Content-Type: text/plain\r\nContent-Length: 22\r\n\r\ntoo many connections.\n"
-)
 LINGER = 1.0
 SILENCE = 5.0  # seconds until the head of a request has come
+PROBE = 0.2  # seconds between two looks whether a client that sends no more is still there
 OTHER_FILES = 64  # what Python, the event loop and the model have open, and connections that were just accepted
 
 
@@ -38,6 +40,15 @@ def room_for_connections(wanted: int) -> int:
     return max(1, min(wanted, (files - OTHER_FILES) // 2))
 
 
+def closing(status: str, error: Refused) -> bytes:
+    """An answer behind which the connection is closed."""
+    body = json.dumps(error.body())
+    head = [f"HTTP/1.1 {status}", "Connection: close", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    if error.retry_after is not None:
+        head.append(f"Retry-After: {error.retry_after}")
+    return "\r\n".join([*head, "", body]).encode()
+
+
 class Refusal(asyncio.Protocol):
     """Answers whatever comes, or will come within a second, and costs nothing else.
 
@@ -45,12 +56,13 @@ class Refusal(asyncio.Protocol):
     answer may be lost on its way. Where as many wait for theirs already, it closes at once.
     """
 
-    def __init__(self, others: set["Refusal"], most: int) -> None:
-        self._others, self._most = others, most
+    def __init__(self, others: set["Refusal"], most: int, retry_after: int) -> None:
+        self._others, self._most, self._retry_after = others, most, retry_after
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        transport.write(FULL)
+        full = Refused(503, "too many connections: try again later", retry_after=self._retry_after)
+        transport.write(closing("503 Service Unavailable", full))
         if len(self._others) >= self._most:
             transport.close()
             return
@@ -65,14 +77,18 @@ class Refusal(asyncio.Protocol):
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which is closed unless the head of a request comes.
+    """uvicorn's, which is closed unless the head of a request comes, and stays open for a client that only listens.
 
-    uvicorn waits for the first one for ever, and for a later one as soon as a byte of it is there.
+    uvicorn waits for the first head for ever, and for a later one as soon as a byte of it is there.
+
+    A client that has sent all may close its half and read: on the wire that looks like one that has left. To tell them
+    apart the server says "100 Continue", which clients skip: a machine answers that nobody listens any more.
     """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._awaited_after: Any = None  # the last request before the one whose head is awaited
+        self._only_listens = False
         self.loop.call_later(SILENCE, self._end_silence, None)
 
     def data_received(self, data: bytes) -> None:
@@ -86,28 +102,64 @@ class Connection(H11Protocol):
         if self.cycle is last:
             self.transport.close()
 
+    def eof_received(self) -> bool:
+        self._only_listens = self._is_answering()
+        if self._only_listens:
+            self._probe()
+        return self._only_listens
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._only_listens and not self._is_answering():
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        self.transport.write(closing("400 Bad Request", Refused(400, msg)))
+        self.transport.close()
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+
+    def _probe(self) -> None:
+        if self.transport.is_closing():
+            return
+        # Whoever speaks HTTP/1.0 does not know what to make of it, and is heard out.
+        if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] == "1.1":
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
+        self.loop.call_later(PROBE, self._probe)
+
 
 class Newcomer(asyncio.Protocol):
     """Becomes a connection, or its refusal: only now, for several come between two looks at how many there are."""
 
-    def __init__(self, connections: set[Any], refusals: set[Refusal], most: int, options: dict[str, Any]) -> None:
-        self._connections, self._refusals, self._most, self._options = connections, refusals, most, options
+    def __init__(
+        self, refusals: set[Refusal], most: int, retry_after: Callable[[], int], options: dict[str, Any]
+    ) -> None:
+        self._connections: set[Any] = options["server_state"].connections
+        self._refusals, self._most, self._retry_after, self._options = refusals, most, retry_after, options
 
     def connection_made(self, transport: Any) -> None:
         protocol: asyncio.Protocol
         if len(self._connections) >= self._most:
-            protocol = Refusal(self._refusals, self._most)
+            protocol = Refusal(self._refusals, self._most, self._retry_after())
         else:
             protocol = Connection(**self._options)
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
 
 
-def at_most(num_connections: int) -> Any:
-    """What uvicorn makes a protocol with, for each connection."""
+def at_most(num_connections: int, retry_after: Callable[[], int]) -> Any:
+    """What uvicorn makes a protocol with, for each connection.
+
+    Parameters
+    ----------
+    num_connections : int
+    retry_after : callable
+        Seconds after which one that is refused should come again.
+    """
     refusals: set[Refusal] = set()
 
     def protocol(**options: Any) -> asyncio.Protocol:
-        return Newcomer(options["server_state"].connections, refusals, num_connections, options)
+        return Newcomer(refusals, num_connections, retry_after, options)
 
     return protocol

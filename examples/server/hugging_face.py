@@ -19,10 +19,24 @@ class HuggingFaceText:
     def encode(self, prompt: str) -> list[int]:
         return self._tokenizer(prompt).input_ids
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """By the model's own template; a base model has none, and gets what was said."""
-        if self._tokenizer.chat_template is None:
-            return self.encode("".join(f"{message['content']}\n" for message in messages))
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """By the model's own template.
+
+        Raises
+        ------
+        ValueError
+            It has none, or does not know what is in the messages.
+        """
+        template = str(self._tokenizer.chat_template or "")
+        if not template:
+            raise ValueError("the model has no chat template: ask /v1/completions")
+        for message in messages:
+            if message["role"] == "developer" and "developer" not in template:
+                message["role"] = "system"  # its name before reasoning models
+            for name in message.keys() - {"role", "content"}:
+                # Which tool a result is of, its place among the calls says.
+                if name not in template and (name, message["role"]) != ("name", "tool"):
+                    raise ValueError(f"the model's chat template has no place for {name}")
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def decoder(self) -> TextDecoder:
@@ -30,12 +44,11 @@ class HuggingFaceText:
 
 
 def hugging_face(
-    name: str, context: int | None, num_blocks: int, block_size: int, prefix_cache: bool, **options: Any
+    name: str, context: int | None, pool: dict[str, Any], **options: Any
 ) -> tuple[Engine, HuggingFaceText]:
     """The engine and the text of a model, by name or folder; on the GPU if there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval().to(device)
-    pool = {"num_blocks": num_blocks, "block_size": block_size, "prefix_cache": prefix_cache}
     if context is not None:
-        pool["max_seq_len"] = context // block_size * block_size
+        options["max_seq_len"] = context // pool["block_size"] * pool["block_size"]
     return Engine(model, **pool, **options), HuggingFaceText(AutoTokenizer.from_pretrained(name))

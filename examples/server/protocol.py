@@ -1,28 +1,85 @@
-"""OpenAI's JSON: what comes in is checked field by field, what goes out has its shape."""
+"""OpenAI's JSON as it comes in: every field is honoured, harmless, or refused by its name."""
 
 import json
-import time
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
-# Where another value, but null, would ask for something that is not there.
-REFUSED = {
-    **{"n": 1, "best_of": 1, "echo": False, "logprobs": None, "suffix": None, "logit_bias": {}},
-    **{"presence_penalty": 0, "frequency_penalty": 0, "tools": [], "response_format": {"type": "text"}},
+# Fields without an effect, and why nobody misses it.
+HARMLESS = {
+    "model": "there is one",
+    "user": "it tells a provider's customers apart",
+    "safety_identifier": "it tells a provider's customers apart",
+    "metadata": "it is kept with an answer that is stored, and none is",
+    "prompt_cache_key": "it picks the machine whose cache is asked, and there is one",
+    "parallel_tool_calls": "no tool is called",
 }
+# The values that ask for nothing; another one asks for what is not there.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "response_format": ({"type": "text"},),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "prompt_cache_retention": ("in_memory",),
+}
+ONLY_TEXT: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",), "add_special_tokens": (True,)}
+ONLY_CHAT: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "reasoning_effort": ("none",),
+    "store": (False,),
+    "add_special_tokens": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+}
+MOST = 2**31 - 1
 
 
 class Refused(Exception):
-    """A request that is answered with an error; `status` is that of HTTP."""
+    """A request that is answered with an error.
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    Attributes
+    ----------
+    status : int
+        Of HTTP.
+    param, code : str or None
+        The field that is wrong, and OpenAI's name for what is wrong.
+    retry_after : int or None
+        Seconds after which it may be asked again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass
@@ -35,18 +92,72 @@ class Wanted:
         A text, its tokens, or the messages of a chat.
     max_tokens : int or None
         None for as many as fit.
-    sampling : dict
-        Temperature, top_p, top_k and seed.
+    options : dict
+        Keyword arguments of `Engine.add`.
     stop : list of str
         The text ends before the first of them.
     """
 
     prompt: Any
     max_tokens: int | None
-    sampling: dict[str, Any]
+    options: dict[str, Any]
     stop: list[str]
     stream: bool
     include_usage: bool
+
+
+class Fields:
+    """Fields of a JSON object that are taken out one by one: what is left was not expected.
+
+    A null is as good as no field.
+    """
+
+    def __init__(self, fields: dict[str, Any], owner: str = "") -> None:
+        self._fields = {name: value for name, value in fields.items() if value is not None}
+        self._owner = owner
+
+    def take(self, name: str, kind: Any, what: str, default: Any = None) -> Any:
+        """A field's value, of this kind: true and false are no numbers."""
+        value = self._fields.pop(name, None)
+        if value is None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.wrong(name, what, value)
+        return value
+
+    def flag(self, name: str) -> bool:
+        return bool(self.take(name, bool, "true or false"))
+
+    def number(self, name: str, default: Any, low: float, high: float) -> Any:
+        """A number in a range."""
+        what = f"a number from {low} to {high}"
+        value = self.take(name, int | float, what, default)
+        if value is not None and not low <= value <= high:
+            raise self.wrong(name, what, value)
+        return value
+
+    def whole(self, name: str, default: int | None, low: int, high: int) -> Any:
+        """A whole number in a range."""
+        what = f"a whole number from {low} to {high}"
+        value = self.take(name, int, what, default)
+        if value is not None and not low <= value <= high:
+            raise self.wrong(name, what, value)
+        return value
+
+    def end(self, only: dict[str, tuple[Any, ...]], harmless: dict[str, str]) -> None:
+        """Refuse what is left, but for what asks for nothing."""
+        for name, value in self._fields.items():
+            if name in only:
+                # 1 == True in Python alone.
+                if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in only[name]):
+                    raise self.wrong(name, f"{' or '.join(map(json.dumps, only[name]))} here", value)
+            elif name not in harmless:
+                name = f"{self._owner}{name[:80]}"
+                raise Refused(400, f"{name} is not supported here: leave it out", name)
+
+    def wrong(self, name: str, what: str, value: Any) -> Refused:
+        name = f"{self._owner}{name}"
+        return Refused(400, f"{name} must be {what}, got {json.dumps(value)[:80]}", name)
 
 
 def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
@@ -56,62 +167,85 @@ def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
     ----------
     num_tokens : int
         Tokens of the vocabulary.
+
+    Raises
+    ------
+    Refused
+        A field is not as the API describes it, or asks for what is not there.
     """
     try:
-        fields = json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body must be JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise Refused(400, f"the body must be a JSON object, got {type(fields).__name__}")
-    for name, only in (REFUSED | ({"logprobs": False} if chat else {})).items():
-        if fields.get(name, only) not in (only, None):
-            raise Refused(400, f"{name} must be {json.dumps(only)} here", name)
+    if not isinstance(content, dict):
+        raise Refused(400, f"the body must be a JSON object, got {type(content).__name__}")
+    fields = Fields(content)
     prompt = _messages(fields) if chat else _prompt(fields, num_tokens)
-    default = None if chat else 16
-    max_tokens = _number(fields, "max_completion_tokens", None, 1, 2**31 - 1, int)
-    stop = fields.get("stop") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    if not (isinstance(stop, list) and len(stop) <= 4 and all(isinstance(text, str) and text for text in stop)):
-        raise Refused(400, "stop must be a text, or up to 4 of them", "stop")
-    stream = _flag(fields, "stream")
-    options = fields.get("stream_options")
-    if not isinstance(options, dict | None):
-        raise Refused(400, "stream_options must be an object", "stream_options")
-    return Wanted(
+    limits = [fields.whole(name, None, 1, MOST) for name in ("max_tokens", "max_completion_tokens")]
+    stream = fields.flag("stream")
+    wanted = Wanted(
         prompt,
-        max_tokens or _number(fields, "max_tokens", default, 1, 2**31 - 1, int),
+        min((limit for limit in limits if limit is not None), default=None if chat else 16),
         {
-            "temperature": _number(fields, "temperature", 1.0, 0, 2, float),
-            "top_p": _number(fields, "top_p", 1.0, 0, 1, float),
-            "top_k": _number(fields, "top_k", 0, 0, 2**31 - 1, int),
-            "seed": _number(fields, "seed", None, 0, 2**63 - 1, int),
+            "temperature": float(fields.number("temperature", 1.0, 0, 2)),
+            "top_p": float(fields.number("top_p", 1.0, 0, 1)),
+            "top_k": max(0, fields.whole("top_k", 0, -1, MOST)),  # -1 is vLLM's name for all
+            "min_p": float(fields.number("min_p", 0.0, 0, 1)),
+            "repetition_penalty": float(fields.number("repetition_penalty", 1.0, 0.01, 100)),
+            "seed": fields.whole("seed", None, 0, 2**63 - 1),
+            "min_tokens": fields.whole("min_tokens", 0, 0, MOST),
+            "stop_token_ids": _ids(fields, num_tokens),
+            "ignore_eos": fields.flag("ignore_eos"),
+            "priority": fields.whole("priority", 0, -MOST, MOST),
+            "salt": _salt(fields),
         },
-        stop,
+        _stop(fields),
         stream,
-        _flag(options or {}, "include_usage"),
+        _include_usage(fields, stream),
     )
+    fields.end(ONLY | (ONLY_CHAT if chat else ONLY_TEXT), HARMLESS)
+    return wanted
 
 
-def _flag(fields: dict[str, Any], name: str) -> bool:
-    value = fields.get(name)
-    if not isinstance(value, bool | None):
-        raise Refused(400, f"{name} must be true or false, got {json.dumps(value)[:80]}", name)
-    return bool(value)
+def _include_usage(fields: Fields, stream: bool) -> bool:
+    given = fields.take("stream_options", dict, "an object")
+    if given is None:
+        return False
+    if not stream:
+        raise Refused(400, "stream_options is for requests with stream: true", "stream_options")
+    options = Fields(given, "stream_options.")
+    include_usage = options.flag("include_usage")
+    options.end({"include_obfuscation": (False,), "continuous_usage_stats": (False,)}, {})
+    return include_usage
 
 
-def _number(fields: dict[str, Any], name: str, default: Any, low: float, high: float, kind: type) -> Any:
-    value = fields.get(name)
-    if value is None:
-        return default
-    wanted = int if kind is int else int | float
-    if isinstance(value, bool) or not isinstance(value, wanted) or not low <= value <= high:
-        what = "a whole number" if kind is int else "a number"
-        raise Refused(400, f"{name} must be {what} from {low} to {high}, got {json.dumps(value)[:80]}", name)
-    return kind(value)
+def _stop(fields: Fields) -> list[str]:
+    stop = fields.take("stop", str | list, "a text, or up to 4 of them", [])
+    stops = ([stop] if stop else []) if isinstance(stop, str) else stop
+    if len(stops) > 4 or not all(isinstance(text, str) and text for text in stops):
+        raise fields.wrong("stop", "a text, or up to 4 of them", stop)
+    return stops
 
 
-def _prompt(fields: dict[str, Any], num_tokens: int) -> str | list[int]:
-    prompt = fields.get("prompt")
+def _ids(fields: Fields, num_tokens: int) -> list[int]:
+    # Before min_tokens they are not drawn, and some must be left.
+    most, what = num_tokens // 2, f"a list of up to {num_tokens // 2} tokens from 0 to {num_tokens - 1}"
+    ids = fields.take("stop_token_ids", list, what, [])
+    if len(ids) > most or not all(type(token) is int and 0 <= token < num_tokens for token in ids):
+        raise fields.wrong("stop_token_ids", what, ids)
+    return ids
+
+
+def _salt(fields: Fields) -> str | None:
+    salt: str | None = fields.take("cache_salt", str, "a text of at least one character")
+    if salt == "":
+        raise fields.wrong("cache_salt", "a text of at least one character", salt)
+    return salt
+
+
+def _prompt(fields: Fields, num_tokens: int) -> str | list[int]:
+    what = "one text of at least one character, or its tokens"
+    prompt = fields.take("prompt", str | list, what, "")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str) and prompt:
@@ -120,77 +254,58 @@ def _prompt(fields: dict[str, Any], num_tokens: int) -> str | list[int]:
         if not all(0 <= token < num_tokens for token in prompt):
             raise Refused(400, f"prompt must have tokens from 0 to {num_tokens - 1}", "prompt")
         return prompt
-    raise Refused(400, "prompt must be one text of at least one character, or its tokens", "prompt")
+    raise fields.wrong("prompt", what, prompt)
 
 
-def _messages(fields: dict[str, Any]) -> list[dict[str, str]]:
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refused(400, "messages must be a list of at least one", "messages")
-    said = [
-        {"role": message.get("role"), "content": _content(message.get("content"))}
-        for message in messages
-        if isinstance(message, dict)
-    ]
-    if len(said) < len(messages) or not all(isinstance(text, str) for one in said for text in one.values()):
-        raise Refused(400, "each of messages must have a role and a content, both texts", "messages")
-    return said
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    what = "a list of at least one message"
+    messages = fields.take("messages", list, what, [])
+    if not messages or not all(isinstance(message, dict) for message in messages):
+        raise fields.wrong("messages", what, messages)
+    return [_message(Fields(message, f"messages[{i}].")) for i, message in enumerate(messages)]
 
 
-def _content(content: Any) -> Any:
+def _message(fields: Fields) -> dict[str, Any]:
+    """A message as chat templates take it: a role, one text, and the calls that its tools got."""
+    said = {"role": fields.take("role", str, "a text"), "content": _content(fields)}
+    said |= {"name": fields.take("name", str, "a text"), "tool_calls": _calls(fields)}
+    if not said["role"]:
+        raise fields.wrong("role", "a text", said["role"])
+    if said["content"] is None:
+        # A template would make a None of a null.
+        said["content"] = ""
+        if said["role"] != "assistant":
+            raise fields.wrong("content", "a text, or a list of parts of a text", None)
+    fields.end({"annotations": ([],)}, {"tool_call_id": "results come in the order of the calls"})
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _content(fields: Fields) -> str | None:
     """A text; one that came in parts has each on a line of its own, as vLLM has them."""
-    if not isinstance(content, list) or not content:
+    what = "a text, or a list of parts of a text"
+    content = fields.take("content", str | list, what)
+    if not isinstance(content, list):
         return content
-    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    return "\n".join(texts) if len(texts) == len(content) and all(isinstance(x, str) for x in texts) else None
+    texts = []
+    for i, part in enumerate(content):
+        rest = Fields(part if isinstance(part, dict) else {}, f"messages' content[{i}].")
+        if rest.take("type", str, "text") != "text" or (text := rest.take("text", str, "a text")) is None:
+            raise fields.wrong("content", what, content)
+        rest.end({}, {})
+        texts.append(text)
+    if not texts:
+        raise fields.wrong("content", what, content)
+    return "\n".join(texts)
 
 
-class Shape:
-    """The answers to one request, as the API shapes them."""
-
-    def __init__(self, model: str, *, chat: bool, stream: bool) -> None:
-        self._chat, self._stream = chat, stream
-        kind = ("chat.completion" + ".chunk" * stream) if chat else "text_completion"
-        name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
-
-    def __call__(self, text: str, reason: str | None, usage: dict[str, int] | None = None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
-        if not self._chat:
-            choice["text"] = text
-        else:
-            choice["delta" if self._stream else "message"] = {"role": "assistant", "content": text}
-        return {**self._head, "choices": [choice], **({"usage": usage} if usage else {})}
-
-    def usage(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The chunk behind the last one, if it was asked for."""
-        return {**self._head, "choices": [], "usage": usage}
-
-
-def usage(num_prompt: int, num_new: int) -> dict[str, int]:
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-
-
-class Stops:
-    """Text on its way out, held back as long as it may be the beginning of a text that ends it."""
-
-    def __init__(self, stops: list[str]) -> None:
-        self._stops, self._held, self.found = stops, "", False
-
-    def push(self, text: str, *, final: bool = False) -> str:
-        """What can go out now; after the end, nothing."""
-        if self.found:
-            return ""
-        self._held += text
-        ends = [at for at in map(self._held.find, self._stops) if at >= 0]
-        if ends:
-            out, self._held, self.found = self._held[: min(ends)], "", True
-            return out
-        longest = 0 if final else max((self._partial(stop) for stop in self._stops), default=0)
-        cut = len(self._held) - longest
-        out, self._held = self._held[:cut], self._held[cut:]
-        return out
-
-    def _partial(self, stop: str) -> int:
-        """Characters at the end that `stop` begins with."""
-        return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)
+def _calls(fields: Fields) -> list[dict[str, Any]] | None:
+    """Calls of tools in a history, their arguments as objects: that is how chat templates take them."""
+    what = "a list of {id, type, function: {name, arguments}}, with arguments in JSON"
+    calls = fields.take("tool_calls", list, what)
+    try:
+        return [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+            for call in calls or []
+        ] or None
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise fields.wrong("tool_calls", what, calls) from None

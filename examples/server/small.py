@@ -1,17 +1,46 @@
 """The small transformer of the examples, as an engine and as a text; no torch is needed."""
 
 import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import pagedkv
-from sampling import Sampling
+from sampling import Sampling, require_finite
 from tokenizer import END, Tokenizer
 from transformer import PagedAttention, Transformer, in_tiles, load
 
-from .worker import Sampled
+
+class Sampled(NamedTuple):
+    """The next token of a request.
+
+    Attributes
+    ----------
+    request, token : int
+    reason, message : str
+        Why it ended: "stop", "length", or "error", and what is wrong then; empty until then.
+    num_cached : int
+        Tokens of the prompt that the prefix cache had.
+    """
+
+    request: int
+    token: int
+    reason: str
+    message: str = ""
+    num_cached: int = 0
+
+
+@dataclass
+class Asked:
+    """What was asked for in a request: its draws, and the tokens that end it, from which length on."""
+
+    sampling: Sampling
+    draws: np.random.Generator
+    ends: list[int]
+    min_len: int
 
 
 class SmallEngine:
@@ -27,39 +56,78 @@ class SmallEngine:
 
     def __init__(self, model: Transformer, cache: pagedkv.PagedKVCache, **options: Any) -> None:
         self.model, self.cache = model, cache
-        self.scheduler = pagedkv.Scheduler(cache, eos_token_id=END, **options)
-        self._sampling: dict[int, tuple[Sampling, np.random.Generator]] = {}
+        self.scheduler = pagedkv.Scheduler(cache, **options)
+        self._asked: dict[int, Asked] = {}
 
-    def add(self, tokens: list[int], max_tokens: int, *, seed: int | None = None, **sampling: Any) -> int:
-        """Let a request wait; ValueError if it can never fit."""
-        request = self.scheduler.add(tokens, max_tokens)
-        self._sampling[request] = Sampling(**sampling), np.random.default_rng(seed)
+    def add(
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        *,
+        seed: int | None = None,
+        min_tokens: int = 0,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        priority: int = 0,
+        salt: str | None = None,
+        **sampling: Any,
+    ) -> int:
+        """Let a request wait; ValueError if it can never fit. The options are those of the Engine for transformers."""
+        if min_tokens > max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens = {max_tokens}, got {min_tokens}")
+        ends = [*stop_token_ids, *([] if ignore_eos else [END])]
+        asked = Asked(Sampling(**sampling), np.random.default_rng(seed), ends, len(tokens) + min_tokens)
+        request = self.scheduler.add(tokens, max_tokens, priority=priority, salt=salt)
+        self._asked[request] = asked
         return request
 
     def cancel(self, request: int) -> None:
         """End a request and free its blocks."""
-        del self._sampling[request]
+        del self._asked[request]
         self.scheduler.abort(request)
 
     def step(self) -> list[Sampled]:
-        """Compute one step; returns the tokens that came of it."""
+        """Compute one step; returns what came of it."""
         step = self.scheduler.schedule()
         if step is None:
             return []
         try:
             attend = PagedAttention(self.model, self.cache, step)
-            logits = self.model.forward(step.tokens, attend, step.logits_indices, in_tiles)
-            requests, tokens = step.sampled.tolist(), []
-            for request, row in zip(requests, logits, strict=True):
-                sampling, draws = self._sampling[request]
-                tokens.append(sampling.choose(row, draws.random()))
+            # The last row of each request, drawn from or not: if it is finite, so are the keys and values behind it.
+            logits = self.model.forward(step.tokens, attend, step.batch.query_starts[1:] - 1, in_tiles)
+            sampled = {*step.sampled.tolist()}
+            rows = zip(step.requests.tolist(), logits, strict=True)
+            made = [one for request, row in rows if (one := self._made(request, row, request in sampled))]
         except BaseException:
             self.scheduler.drop()
             raise
-        reasons = {request: reason for request, _, reason in self.scheduler.update(step, tokens)}
-        for request in reasons:
-            del self._sampling[request]
-        return [Sampled(request, token, reasons.get(request, "")) for request, token in zip(requests, tokens)]  # noqa: B905
+        for one in made:
+            if one.reason == "error":
+                self.scheduler.abort(one.request)  # before the update, which lets others find what is computed
+        tokens = [max(0, one.token) for one in made if one.request in sampled]
+        full = {request for request, _, _ in self.scheduler.update(step, tokens)}
+        for i, one in enumerate(made):
+            if one.reason == "stop" and one.request not in full:
+                self.scheduler.abort(one.request)
+            if not one.reason and one.request in full:
+                made[i] = one._replace(reason="length")
+            if made[i].reason:
+                del self._asked[one.request]
+        return made
+
+    def _made(self, request: int, logits: np.ndarray, is_sampled: bool) -> Sampled | None:
+        """What the logits of its last row make of a request."""
+        asked, num_cached = self._asked[request], self.scheduler.num_cached(request)
+        try:
+            require_finite(logits)
+        except FloatingPointError as error:
+            return Sampled(request, -1, "error", str(error), num_cached)
+        if not is_sampled:
+            return None
+        tokens = self.scheduler.tokens(request)
+        banned = asked.ends if len(tokens) < asked.min_len else []
+        token = asked.sampling.choose(logits, asked.draws.random(), tokens, banned)
+        return Sampled(request, token, "stop" if token in asked.ends else "", "", num_cached)
 
 
 class SmallText:
@@ -76,10 +144,16 @@ class SmallText:
             raise ValueError(f"a context has at most {self._max_bytes} bytes, got {len(data)}: shorten the prompt")
         return self._tokenizer.encode(data)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """A model of source code has no roles: they become comments."""
-        turns = "".join(f"# {message['role']}: {message['content']}\n" for message in messages)
-        return self.encode(f"\n\n\n{turns}")
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """A model of source code has no roles, and no tools: what was said becomes comments."""
+        lines = []
+        for message in messages:
+            who = " ".join(filter(None, [message["role"], message.get("name")]))
+            calls = [
+                f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls", [])
+            ]
+            lines += [f"# {who}: {said}\n" for said in [message["content"], *calls] if said or not calls]
+        return self.encode("".join(["\n\n\n", *lines]))
 
     def decoder(self) -> "SmallDecoder":
         return SmallDecoder(self._tokenizer)
@@ -98,17 +172,13 @@ class SmallDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def small(
-    weights: Path, context: int | None, num_blocks: int, block_size: int, prefix_cache: bool, **options: Any
-) -> tuple[SmallEngine, SmallText]:
+def small(weights: Path, context: int | None, pool: dict[str, Any], **options: Any) -> tuple[SmallEngine, SmallText]:
     """The engine and the text of a file that train.py wrote; ValueError if it is none, or has no context of a block."""
     model, tokenizer = load(weights, context)
+    block_size = pool["block_size"]
     if model.context < block_size:
         raise ValueError(f"a block of {block_size} tokens is longer than the context of {model.context}: change one")
     model.context -= model.context % block_size
-    cache = pagedkv.PagedKVCache(
-        *(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim),
-        max_seq_len=model.context,
-        prefix_cache=prefix_cache,
-    )
+    sizes = {"num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    cache = pagedkv.PagedKVCache(**sizes, max_seq_len=model.context, **pool)
     return SmallEngine(model, cache, **options), SmallText(tokenizer, model.context)

@@ -6,21 +6,15 @@ time is bounded where they come in: the queue never has more than that, and as m
 
 import asyncio
 import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+from .admission import Busy
+from .writer import Writer
 
 SHUTTING_DOWN = "the server is shutting down"
-
-
-class Sampled(NamedTuple):
-    """The next token of a request; `reason` says why it ended, and is empty until then."""
-
-    request: int
-    token: int
-    reason: str
 
 
 class Engine(Protocol):
@@ -29,15 +23,11 @@ class Engine(Protocol):
     cache: Any
     scheduler: Any
 
-    def add(self, tokens: list[int], max_tokens: int, **sampling: Any) -> int: ...
+    def add(self, tokens: list[int], max_tokens: int, **options: Any) -> int: ...
 
     def cancel(self, request: int) -> None: ...
 
     def step(self) -> list[Any]: ...
-
-
-class Busy(Exception):
-    """No request is taken: as many are here as may be, or the server is shutting down."""
 
 
 @dataclass(eq=False)
@@ -46,22 +36,36 @@ class Job:
 
     Attributes
     ----------
-    tokens, max_tokens, sampling
+    tokens, max_tokens, options
         Arguments of `Engine.add`.
-    events : asyncio.Queue
-        A (token, reason) for each token, or the exception that ended it.
+    writer : Writer
+        Makes the text; the worker's.
+    pieces : asyncio.Queue
+        A (text, reason) for each token, or the exception that ended it.
     request : int or None
         The engine's number, known to the worker alone.
-    stopped : bool
-        Its text has come to one of the request's own stops: it has not been cancelled.
+    num_cached, num_new : int
+        Tokens of the prompt that were not computed, and those that were generated.
     """
 
     tokens: list[int]
     max_tokens: int
-    sampling: dict[str, Any]
-    events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    options: dict[str, Any]
+    writer: Writer
+    pieces: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     request: int | None = None
-    stopped: bool = False
+    num_cached: int = 0
+    num_new: int = 0
+
+    def piece(self, sampled: Any) -> tuple[str, str] | Exception:
+        """What comes of a token: text, and why it ends with it, or the exception that ends it."""
+        if sampled.reason == "error":
+            return RuntimeError(f"the model failed: {sampled.message}")
+        self.num_cached, self.num_new = sampled.num_cached, self.num_new + 1
+        try:
+            return self.writer.push(sampled.token, sampled.reason)
+        except Exception as error:  # a tokenizer is a program of its own
+            return RuntimeError(f"the text cannot be decoded: {type(error).__name__}: {error}")
 
 
 class Worker:
@@ -70,27 +74,24 @@ class Worker:
     Parameters
     ----------
     engine : Engine
-    max_requests : int
-        Those that run and wait together, at most.
 
     Attributes
     ----------
-    counts : Counter
-        Requests by how they ended, and tokens; the event loop's.
+    is_open : bool
+        Whether it takes requests.
     on_failure : callable
         What the event loop calls when the thread has died of an error.
     """
 
-    def __init__(self, engine: Engine, max_requests: int) -> None:
-        self.engine, self.max_requests = engine, max_requests
-        self.counts: Counter[str] = Counter()
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.on_failure: Callable[[], None] = lambda: None
         self._open: set[Job] = set()
         self._looks: set[asyncio.Future[Any]] = set()
         self._inbox: SimpleQueue[tuple[Callable[..., None], Any]] = SimpleQueue()
         self._jobs: dict[int, Job] = {}  # the worker's: those that the engine knows
         self._thread = threading.Thread(target=self._run, name="engine")
-        self._is_open = True
+        self.is_open = True
         self._ending = False  # the worker's
 
     # -- on the event loop
@@ -100,45 +101,37 @@ class Worker:
 
     async def stop(self) -> None:
         """End all requests; may be called again."""
-        self._is_open = False
+        self.is_open = False
         self._inbox.put((self._end, None))
         await asyncio.to_thread(self._thread.join)
 
-    async def tokens(self, job: Job) -> AsyncIterator[tuple[int, str]]:
-        """The tokens of a job as they come; leaving the loop early cancels it.
+    async def pieces(self, job: Job) -> AsyncGenerator[tuple[str, str]]:
+        """The text of a job as it comes, token by token, and why it ends; leaving the loop early cancels it.
 
         Raises
         ------
         Busy
-            There are too many requests, or the server shuts down.
+            The server shuts down.
         ValueError
             It can never fit.
         RuntimeError
             The model failed.
         """
-        if len(self._open) >= self.max_requests:
-            self.counts["refused"] += 1
-            raise Busy("too many requests wait: try again later")
-        if not self._is_open:
-            raise Busy(SHUTTING_DOWN)
+        if not self.is_open:
+            raise Busy(SHUTTING_DOWN, 1)
         self._open.add(job)
         self._inbox.put((self._add, job))
-        outcome = "cancelled"
+        is_done = False
         try:
-            while True:
-                event = await job.events.get()
-                if isinstance(event, Exception):
-                    outcome = "refused" if isinstance(event, ValueError | Busy) else "failed"
-                    raise event
-                if event[1]:
-                    outcome = event[1]
-                yield event
-                if event[1]:
-                    return
+            while not is_done:
+                piece = await job.pieces.get()
+                is_done = isinstance(piece, Exception) or bool(piece[1])
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
         finally:
             self._open.discard(job)
-            self.counts["stop" if job.stopped else outcome] += 1
-            if outcome == "cancelled":
+            if not is_done:
                 self._inbox.put((self._cancel, job))
 
     async def look(self, at: Callable[[Engine], Any]) -> Any:
@@ -151,8 +144,8 @@ class Worker:
         RuntimeError
             The function failed.
         """
-        if not self._is_open:
-            raise Busy(SHUTTING_DOWN)
+        if not self.is_open:
+            raise Busy(SHUTTING_DOWN, 1)
         answer: asyncio.Future[Any] = self._loop.create_future()
         self._looks.add(answer)
         self._inbox.put((self._look, (at, answer)))
@@ -161,9 +154,9 @@ class Worker:
         finally:
             self._looks.discard(answer)
 
-    def _deliver(self, events: list[tuple[Job, Any]]) -> None:
-        for job, event in events:
-            job.events.put_nowait(event)
+    def _deliver(self, pieces: list[tuple[Job, Any]]) -> None:
+        for job, piece in pieces:
+            job.pieces.put_nowait(piece)
 
     def _answer(self, answer: asyncio.Future[Any], result: Any) -> None:
         if answer.done():  # who asked has left
@@ -175,7 +168,7 @@ class Worker:
 
     def _fail(self, failure: Exception) -> None:
         """Nobody waits for a thread that has died."""
-        self._is_open = False
+        self.is_open = False
         self._deliver([(job, failure) for job in self._open])
         for answer in self._looks:
             self._answer(answer, failure)
@@ -200,20 +193,30 @@ class Worker:
 
     def _step(self) -> None:
         try:
-            events = [(self._jobs[made.request], (made.token, made.reason)) for made in self.engine.step()]
+            made = self.engine.step()
         except Exception as error:
             failure = RuntimeError(f"the model failed: {type(error).__name__}: {error}")
-            events = [(job, failure) for job in self._jobs.values()]
+            pieces: list[tuple[Job, Any]] = [(job, failure) for job in self._jobs.values()]
             for request in self._jobs:
                 self.engine.cancel(request)
-        for job, event in events:
-            if isinstance(event, Exception) or event[1]:
-                del self._jobs[job.request]
-        self._post(self._deliver, events)
+            self._jobs.clear()
+        else:
+            pieces = [self._piece(sampled) for sampled in made]
+        self._post(self._deliver, pieces)
+
+    def _piece(self, sampled: Any) -> tuple[Job, Any]:
+        """What a token adds to the text of its request, which it may end."""
+        job = self._jobs[sampled.request]
+        piece = job.piece(sampled)
+        if isinstance(piece, Exception) or piece[1]:
+            del self._jobs[sampled.request]
+            if not sampled.reason:  # the engine does not know that the text has ended
+                self.engine.cancel(sampled.request)
+        return job, piece
 
     def _add(self, job: Job) -> None:
         try:
-            job.request = self.engine.add(job.tokens, job.max_tokens, **job.sampling)
+            job.request = self.engine.add(job.tokens, job.max_tokens, **job.options)
             self._jobs[job.request] = job
         except (TypeError, ValueError) as error:
             self._post(self._deliver, [(job, ValueError(str(error)))])
@@ -237,7 +240,7 @@ class Worker:
         for request in self._jobs:
             self.engine.cancel(request)
         self._ending = True
-        ended = [(job, Busy(SHUTTING_DOWN)) for job in self._jobs.values()]
+        ended = [(job, Busy(SHUTTING_DOWN, 1)) for job in self._jobs.values()]
         self._jobs.clear()
         self._post(self._deliver, ended)
 

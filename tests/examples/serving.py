@@ -38,10 +38,11 @@ def serving(*words):
         thread.start()
         try:
             yield SimpleNamespace(port=listener.getsockname()[1], server=server, engine=engine, over_http=over_http)
-            wait_until(lambda: engine.cache.stats().used == 0)
+            wait_until(lambda: not engine.scheduler.num_running + engine.scheduler.num_waiting)
+            assert engine.cache.stats().used == 0
             engine.cache.check()
-            assert engine.scheduler.num_running == engine.scheduler.num_waiting == 0
             assert not server.worker._open
+            assert not len(server.admission)
         finally:
             over_http.should_exit = True
             thread.join()
@@ -108,4 +109,4 @@ def held(server, after=0):
 
 
 def cancelled(server):
-    return server.server.worker.counts["cancelled"]
+    return server.server.counts["cancelled"]

@@ -16,8 +16,10 @@ from .serving import EXAMPLES, TOKENIZER, ask, begin, cancelled, complete, held,
 
 from sampling import Sampling  # isort: skip
 from server.small import SmallDecoder, small  # isort: skip
+from tokenizer import END  # isort: skip
 from transformer import WEIGHTS  # isort: skip
 
+POOL = {"num_blocks": 512, "block_size": 16, "prefix_cache": True}
 PROMPT = TOKENIZER.encode((EXAMPLES / "engine.py").read_bytes())
 
 
@@ -37,7 +39,7 @@ def requests(count, length, max_tokens):
 
 def one_at_a_time(wanted):
     """What an engine without a server and without a prefix cache says to each of some requests alone."""
-    engine, _ = small(WEIGHTS, 1024, 512, 16, prefix_cache=False, max_num_seqs=1)
+    engine, _ = small(WEIGHTS, 1024, POOL | {"prefix_cache": False}, max_num_seqs=1)
     texts = []
     for request in wanted:
         sampling = {"top_p": 1.0, "top_k": 0} | {name: request[name] for name in ("seed", "temperature")}
@@ -52,7 +54,7 @@ def one_at_a_time(wanted):
 
 def logits_of(wanted, max_num_seqs):
     """A digest of the logits of each draw, sorted."""
-    engine, _ = small(WEIGHTS, 1024, 512, 16, prefix_cache=True, max_num_seqs=max_num_seqs)
+    engine, _ = small(WEIGHTS, 1024, POOL, max_num_seqs=max_num_seqs)
     rows, choose = [], Sampling.choose
 
     def record(sampling, logits, *args):
@@ -120,8 +122,12 @@ def test_chats_stops_and_usage(shared):
     events = re.findall(rb"data: (.*)\n\n", ask(shared.port, chat, "/v1/chat/completions")[2])
     *chunks, last = map(json.loads, events[:-1])
     assert last["usage"] == answer["usage"]
-    deltas = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
-    assert "".join(deltas) == answer["choices"][0]["message"]["content"]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(one["delta"].get("content", "") for one in choices) == answer["choices"][0]["message"]["content"]
+    assert [one["delta"].get("role") for one in choices] == ["assistant"] + [None] * (len(choices) - 1)
+    assert [one["finish_reason"] for one in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert choices[-1]["delta"] == {}
+    assert all(chunk["usage"] is None for chunk in chunks)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +158,53 @@ def test_what_is_wrong_is_said(shared, body, status, words):
 
 def test_other_sites_do_not_get_in_by_a_name_of_theirs(shared):
     assert ask(shared.port, None, "/metrics", "GET", Host="attacker.example")[0] == 400
+
+
+def test_what_is_drawn_and_what_ends_it_is_as_asked_for(shared, monkeypatch):
+    asked = {"prompt": PROMPT[:30], "max_tokens": 12, "temperature": 0}
+    whole, _ = complete(shared.port, **asked)
+    first = TOKENIZER.encode(whole)[0]
+    assert complete(shared.port, **asked, stop_token_ids=[first]) == ("", "stop")
+    later, _ = complete(shared.port, **asked, stop_token_ids=[first], min_tokens=5)
+    assert len(TOKENIZER.encode(later)) >= 5
+    assert complete(shared.port, **asked, repetition_penalty=2.0)[0] != whole
+    drawn = asked | {"temperature": 2.0, "seed": 1}
+    assert complete(shared.port, **drawn, min_p=1.0)[0] == whole != complete(shared.port, **drawn)[0]
+    status, _, body = ask(shared.port, asked | {"min_tokens": 13})
+    assert (status, b"min_tokens must be at most max_tokens = 12, got 13" in body) == (400, True)
+    monkeypatch.setattr(Sampling, "choose", lambda *args: END)
+    assert complete(shared.port, **asked) == ("", "stop")
+    assert complete(shared.port, **asked, ignore_eos=True) == ("", "length")
+
+
+def cached(port, prompt, **options):
+    """How many tokens of a prompt were in the cache, as its answer says, whole or in events."""
+    answer = json.loads(ask(port, {"prompt": prompt, "max_tokens": 1, **options})[2])
+    chunks = {"prompt": prompt, "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}, **options}
+    *_, last, _ = re.findall(rb"data: (.*)\n\n", ask(port, chunks)[2])
+    return [usage["prompt_tokens_details"]["cached_tokens"] for usage in (answer["usage"], json.loads(last)["usage"])]
+
+
+def test_only_equal_salts_share_what_is_cached(shared):
+    prompt = [9, *PROMPT[100:147]]
+    assert cached(shared.port, prompt, cache_salt="mine") == [0, 47]
+    assert cached(shared.port, prompt, cache_salt="yours") == [0, 47]
+    assert cached(shared.port, prompt) == [0, 47]
+    assert cached(shared.port, prompt, cache_salt="mine") == [47, 47]
+
+
+def test_who_has_priority_goes_first():
+    with serving("--max-batch", "1") as server, ThreadPoolExecutor(3) as clients:
+        order, step = [], server.engine.step
+        server.engine.step = lambda: [order.append(made.request) or made for made in step()]
+        with held(server) as is_held:
+            asked = [clients.submit(complete, server.port, "x", max_tokens=2)]
+            assert is_held()
+            for priority in (0, -5):
+                asked.append(clients.submit(complete, server.port, "y", max_tokens=2, priority=priority))
+                wait_until(lambda: server.server.worker._inbox.qsize() == len(asked) - 1)
+        assert [one.result()[1] for one in asked] == ["length"] * 3
+        assert order == [0, 0, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -192,10 +245,11 @@ def test_requests_beyond_the_queue_are_told_to_come_again():
         with held(server) as is_held:
             connections = [begin(server.port, prompt="x", max_tokens=2) for _ in range(2)]
             assert is_held()
-            wait_until(lambda: len(server.server.worker._open) == 2)
+            wait_until(lambda: len(server.server.admission) == 2)
             for stream in (False, True):
                 status, headers, body = ask(server.port, {"prompt": "x", "stream": stream})
-                assert (status, headers["Retry-After"]) == (503, "1")
+                assert status == 503
+                assert 1 <= int(headers["Retry-After"]) <= 60
                 assert "try again later" in json.loads(body)["error"]["message"]
         for connection in connections:
             with connection:
@@ -229,7 +283,10 @@ def test_the_server_says_what_it_does(shared):
     assert pool["pool"].count("<svg") == 1
     assert pool["now"].startswith("0 run, 0 wait")
     assert b'fetch("/status/pool")' in ask(shared.port, None, "/", "GET")[2]
-    assert json.loads(ask(shared.port, None, "/v1/models", "GET")[2])["data"][0]["id"] == "small"
+    assert json.loads(ask(shared.port, None, "/health", "GET")[2]) == {"status": "ok"}
+    [model] = json.loads(ask(shared.port, None, "/v1/models", "GET")[2])["data"]
+    assert (model["id"], type(model["created"])) == ("small", int)
+    assert json.loads(ask(shared.port, None, "/v1/models/small", "GET")[2]) == model
 
 
 def test_the_openai_client(shared):
@@ -251,7 +308,7 @@ def test_the_openai_client(shared):
 def test_who_waits_when_the_server_ends_is_told_so(stream):
     with serving() as server:
         with begin(server.port, prompt="def main(", max_tokens=1000, temperature=0, stream=stream) as connection:
-            wait_until(lambda: server.server.worker.counts["tokens"] > 2)
+            wait_until(lambda: server.server.counts["tokens"] > 2)
             server.over_http.should_exit = True
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
         assert (b"503 Service Unavailable" in answer) != stream
@@ -272,9 +329,20 @@ def test_a_model_of_transformers(tmp_path):
         for stream in (False, True):
             said = complete(server.port, "def main(", max_tokens=9, temperature=0, stream=stream)
             assert said == (tokenizer.decode(ids), "length")
-        for template in (None, "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"):
+        content = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+        chat = [{"role": "developer", "content": "hi"}]
+        calls = {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+        for template, messages, expected in [
+            (None, chat, "the model has no chat template: ask /v1/completions"),
+            (content, chat, 4),
+            (content.replace("content", "role"), chat, 8),  # a system
+            (content, [chat[0] | calls], "the model's chat template has no place for tool_calls"),
+            ("<{{ messages[0]['tool_calls'][0]['function']['name'] }}>", [chat[0] | calls], 3),
+        ]:
             server.server.text._tokenizer.chat_template = template
-            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-            answer = json.loads(ask(server.port, chat, "/v1/chat/completions")[2])
-            assert answer["usage"]["prompt_tokens"] == (4 if template else 3)
+            status, _, body = ask(server.port, {"messages": messages, "max_tokens": 3}, "/v1/chat/completions")
+            if isinstance(expected, int):
+                assert json.loads(body)["usage"]["prompt_tokens"] == expected
+            else:
+                assert (status, expected in json.loads(body)["error"]["message"]) == (400, True)
     assert isinstance(server.engine._model, transformers.LlamaForCausalLM)

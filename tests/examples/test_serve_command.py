@@ -12,9 +12,12 @@ import pytest
 
 from pagedkv.cpu import threads
 
-from .serving import EXAMPLES, complete
+from .serving import EXAMPLES, ask, begin, complete, wait_until
 
 import serve  # isort: skip
+from server.visits import Visits  # isort: skip
+
+PATH = os.pathsep.join([str(EXAMPLES), *sys.path])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
@@ -26,6 +29,65 @@ def test_from_the_command_line_until_ctrl_c():
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+def test_a_second_ctrl_c_ends_it_in_the_middle_of_a_step():
+    code = """
+import sys, threading
+import serve, server.small
+server.small.SmallEngine.step = lambda engine: print("a step", flush=True) or threading.Event().wait()
+serve.main()
+"""
+    command = [sys.executable, "-W", "error", "-c", code, "--port", "0"]
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "env": os.environ | {"PYTHONPATH": PATH},
+    }
+    with subprocess.Popen(command, **pipes) as process:
+        port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
+        with begin(port, prompt="x", stream=True):
+            assert process.stdout.readline() == "a step\n"
+            process.send_signal(signal.SIGINT)
+            wait_until(lambda: ask(port, None, "/health", "GET")[0] == 503)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "others"),
+    [
+        ([], ["localhost", "127.0.0.1:8000", "[::1]:8000"], ["192.0.2.1", "a.example"]),
+        (
+            ["--host", "192.0.2.1", "--allowed-host", "a.example"],
+            ["192.0.2.1", "A.example:80", "localhost"],
+            ["b.example"],
+        ),
+        (["--allowed-host", "*"], ["b.example"], []),
+    ],
+)
+def test_the_names_by_which_it_may_be_asked(words, names, others):
+    args = serve.parse(words)
+    visits = Visits(None, serve.names(args))
+    assert all(map(visits._is_named, names))
+    assert not any(
+        map(visits._is_named, [*others, "", "localhost.a.example", "x@localhost"] if "*" not in words else others)
+    )
+
+
+@pytest.mark.parametrize(("memory", "num_blocks"), [("1MiB", 25), ("500000", 12)])
+def test_a_pool_of_so_much_memory(memory, num_blocks):
+    assert serve.build(serve.parse(["--memory", memory])).worker.engine.cache.stats().free == num_blocks
+
+
+@pytest.mark.parametrize("memory", ["0", "2 apples", "1.5", "nan"])
+def test_an_amount_of_memory_that_cannot_be(memory):
+    with pytest.raises(SystemExit, match=r"^memory must be "):
+        serve.build(serve.parse(["--memory", memory]))
 
 
 def test_a_port_that_is_taken_is_said(monkeypatch):
@@ -55,7 +117,9 @@ def test_a_wrong_number_of_threads_is_said(monkeypatch):
 
 def test_a_pool_that_has_no_room_is_said(monkeypatch):
     monkeypatch.setattr(serve, "small", lambda *args, **options: np.empty(2**62, np.int8))
-    with pytest.raises(SystemExit, match=r"^Unable to allocate .*: change --num-blocks, --block-size or --context$"):
+    with pytest.raises(
+        SystemExit, match=r"^Unable to allocate .*: change --num-blocks, --memory, --block-size or --context$"
+    ):
         serve.build(serve.parse([]))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import json
 import re
 import select
 import socket
@@ -37,7 +38,8 @@ def test_connections_beyond_the_limit_are_told_so(beyond):
                 with connection:
                     answer = connection.recv(4096)
                     assert answer.startswith(b"HTTP/1.1 503 ")
-                    assert b"\r\nRetry-After: 1\r\n" in answer
+                    assert b"\r\nRetry-After: 1\r\n" in answer  # nothing runs
+                    assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["type"] == "server_error"
             idle[0].close()
             wait_until(lambda: not ask_refused(server.port))
     finally:
@@ -135,3 +137,29 @@ def test_a_request_that_takes_longer_than_that_is_answered(impatient):
             time.sleep(3 * connections.SILENCE)
         with connection.makefile("rb") as answer:
             assert b"data: [DONE]\n" in iter(answer.readline, b"")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])
+def test_a_client_that_only_listens_gets_its_answer(impatient, stream, version):
+    fields = {"prompt": "def main(", "max_tokens": 3, "temperature": 0, "stream": stream}
+    body = json.dumps(fields).encode()
+    head = b"POST /v1/completions %s\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (version, len(body))
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=60) as connection:
+        with held(impatient) as is_held:
+            connection.sendall(head + body)
+            connection.shutdown(socket.SHUT_WR)
+            assert is_held()
+            time.sleep(2 * connections.PROBE)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))  # to its end: the server closes, too
+    before, _, rest = answer.rpartition(b" 200 OK\r\n")
+    assert (before.count(b"100") > 0) == (version == b"HTTP/1.1")
+    assert b"[DONE]" in rest if stream else b'"finish_reason":"length"' in rest
+
+
+def test_a_request_that_is_no_http_is_told_so_in_json(impatient):
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=60) as connection:
+        connection.sendall(b"no http\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["message"]

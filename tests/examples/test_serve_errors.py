@@ -2,12 +2,16 @@
 
 import json
 import logging
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from .serving import TOKENIZER, ask, begin, cancelled, complete, held, serving, wait_until
 
-from server.small import SmallText  # isort: skip
+from server.small import SmallDecoder, SmallText  # isort: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,145 @@ def test_tokens_that_cannot_be_drawn_fail_the_step_alone(shared, monkeypatch):
     assert complete(shared.port, "x", max_tokens=1)[1] == "length"
 
 
+def poison(shared, monkeypatch, marked):
+    """Make the logits NaN of each row whose token a function marks."""
+    forward = shared.engine.model.forward
+
+    def poisoned(tokens, attend, indices, *args):
+        logits = forward(tokens, attend, indices, *args)
+        logits[[marked(token) for token in tokens[indices].tolist()]] = np.nan
+        return logits
+
+    monkeypatch.setattr(shared.engine.model, "forward", poisoned)
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone(shared, monkeypatch):
+    prompt = [7, 8, 9] * 20
+    expected = complete(shared.port, [*prompt, 5], temperature=0, max_tokens=5)
+    poison(shared, monkeypatch, lambda token: token == 1000)
+    bad = [11, 12, 13] * 20 + [1000]
+    with ThreadPoolExecutor(3) as clients, held(shared) as is_held:
+        first = clients.submit(complete, shared.port, [*prompt, 5], temperature=0, max_tokens=5)
+        assert is_held()
+        others = [clients.submit(ask, shared.port, {"prompt": bad, "stream": stream}) for stream in (False, True)]
+        wait_until(lambda: shared.server.worker._inbox.qsize() == 2)
+    for status, _, body in (other.result() for other in others):
+        assert (status, "logits are not finite" in json.loads(body)["error"]["message"]) == (500, True)
+    assert first.result() == expected
+    monkeypatch.undo()
+    status, _, body = ask(shared.port, {"prompt": bad, "max_tokens": 1})
+    # Nothing that was computed with it is found by others.
+    assert json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_text_that_goes_wrong_in_the_middle_ends_with_an_error_event(shared, monkeypatch):
+    text, _ = complete(shared.port, "def main(", temperature=0, max_tokens=6)
+    last = TOKENIZER.encode(text)[3]
+    poison(shared, monkeypatch, lambda token: token == last)
+    status, _, body = ask(shared.port, {"prompt": "def main(", "temperature": 0, "max_tokens": 6, "stream": True})
+    *chunks, error = map(json.loads, re.findall(rb"data: (.*)\n\n", body))
+    assert status == 200
+    assert all("choices" in chunk for chunk in chunks)
+    assert "logits are not finite" in error["error"]["message"]
+
+
+class Held:
+    """A method that takes a while, on whichever thread, as does a call of it that has begun."""
+
+    def __init__(self, method):
+        self._method, self.begun, self.go = method, threading.Event(), threading.Event()
+
+    def __call__(self, *args):
+        self.begun.set()
+        assert self.go.wait(60)
+        return self._method(*args)
+
+
+@pytest.mark.parametrize(("owner", "name"), [("text", "encode"), ("text", "encode_chat"), ("decoder", "push")])
+def test_texts_and_tokens_are_made_aside_of_the_event_loop(shared, monkeypatch, owner, name):
+    owner = SmallDecoder if owner == "decoder" else type(shared.server.text)
+    slow = Held(getattr(owner, name))
+    monkeypatch.setattr(owner, name, lambda *args: slow(*args))
+    chat = {"messages": [{"role": "user", "content": "x"}]} if name == "encode_chat" else {"prompt": "x"}
+    path = "/v1/chat/completions" if name == "encode_chat" else "/v1/completions"
+    with ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(ask, shared.port, chat | {"max_tokens": 1}, path)
+        try:
+            assert slow.begun.wait(60)
+            assert ask(shared.port, None, "/health", "GET")[0] == 200
+        finally:
+            slow.go.set()
+        assert asked.result()[0] == 200
+
+
+def test_a_prompt_is_not_tokenised_before_there_is_room_for_its_request(monkeypatch):
+    with serving("--max-batch", "1", "--max-waiting", "0") as server:
+        with held(server) as is_held:
+            connection = begin(server.port, prompt="x", max_tokens=1)
+            assert is_held()
+            monkeypatch.setattr(server.server.text, "encode", failing)
+            assert ask(server.port, {"prompt": "x"})[0] == 503
+        with connection:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_a_text_that_cannot_be_decoded_fails_alone(shared, monkeypatch):
+    monkeypatch.setattr(SmallDecoder, "push", failing)
+    status, _, body = ask(shared.port, {"prompt": "x"})
+    assert (status, json.loads(body)["error"]["message"]) == (500, "the text cannot be decoded: KeyError: 'odd'")
+    monkeypatch.undo()
+    assert complete(shared.port, "x", max_tokens=1)[1] == "length"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "host", "status"),
+    [
+        ("GET", "/v1/embeddings", "localhost", 404),
+        ("GET", "/v1/models/other", "localhost", 404),
+        ("GET", "/v1/completions", "localhost", 405),
+        ("POST", "/health", "127.0.0.1:80", 405),
+        ("GET", "/health", "attacker.example", 400),
+        ("GET", "/health", "localhost:x", 400),
+        ("GET", "/health", "a@localhost", 400),
+    ],
+)
+def test_errors_are_json(shared, method, path, host, status):
+    got, headers, body = ask(shared.port, None, path, method, Host=host)
+    assert (got, headers.get_content_type()) == (status, "application/json")
+    assert json.loads(body)["error"]["message"]
+
+
+def test_an_error_of_the_server_is_json_as_well(shared, monkeypatch, caplog):
+    monkeypatch.setattr("server.app.metrics", lambda *args: b"no text")
+    monkeypatch.setattr("server.app.PlainTextResponse", failing)
+    status, headers, body = ask(shared.port, None, "/metrics", "GET")
+    assert (status, headers.get_content_type()) == (500, "application/json")
+    assert json.loads(body)["error"]["message"] == "the server failed: KeyError"
+    wait_until(lambda: "Exception in ASGI application" in caplog.text)
+    caplog.clear()
+
+
+def test_each_request_has_a_line_in_the_log_without_its_text(shared, caplog):
+    with caplog.at_level(logging.INFO, logger="pagedkv.serve"):
+        answer = json.loads(ask(shared.port, {"prompt": "secret = 17", "max_tokens": 3, "user": "secret"})[2])
+        ask(shared.port, {"prompt": "secret", "secret": 1})
+        ask(shared.port, None, "/health", "GET")
+        ask(shared.port, None, "/no%0Asuch", "GET")
+        with held(shared) as is_held:
+            with begin(shared.port, prompt="secret", max_tokens=3):
+                assert is_held()
+            wait_until(lambda: len(caplog.messages) == 4)
+    assert re.fullmatch(
+        rf"id={answer['id']} client=127\.0\.0\.1:\d+ route=/v1/completions status=200 "
+        rf"in={answer['usage']['prompt_tokens']} cached=0 out=3 seconds=\d+\.\d+ reason=length",
+        caplog.messages[0],
+    )
+    assert re.search(r"id=- .* status=400 in=- cached=- out=- .* reason=-", caplog.messages[1])
+    assert re.search(r"status=499 in=\d cached=0 out=0 .* reason=cancelled", caplog.messages[3])
+    assert "secret" not in caplog.text
+    assert answer["choices"][0]["text"] not in caplog.text
+
+
 @pytest.mark.parametrize("path", ["/metrics", "/status/pool"])
 def test_a_look_that_fails_is_an_answer(shared, monkeypatch, path):
     monkeypatch.setattr(shared.engine.cache, "stats", failing)
@@ -74,7 +217,7 @@ def test_a_look_at_a_server_that_ends_is_refused():
         with held(server) as is_held, begin(server.port, prompt="x", max_tokens=2):
             assert is_held()
             server.over_http.should_exit = True
-            wait_until(lambda: not server.server.worker._is_open)
+            wait_until(lambda: not server.server.worker.is_open)
             assert ask(server.port, None, "/metrics", "GET")[0] == 503
         wait_until(lambda: not server.server.worker._thread.is_alive())
 
@@ -96,7 +239,7 @@ def test_a_server_that_ends_waits_for_no_body():
 
 def test_a_text_that_ends_at_a_stop_is_not_cancelled(shared):
     text, _ = complete(shared.port, "def main(", temperature=0, max_tokens=30)
-    counts = shared.server.worker.counts
+    counts = shared.server.counts
     before, stopped = cancelled(shared), counts["stop"]
     complete(shared.port, "def main(", temperature=0, max_tokens=30, stop=text[10:13])
     wait_until(lambda: counts["stop"] == stopped + 1)
@@ -108,7 +251,7 @@ def test_a_text_that_ends_at_a_stop_is_not_cancelled(shared):
     [
         ({"stream": "true"}, "stream must be true or false"),
         ({"stream_options": [1]}, "stream_options must be an object"),
-        ({"stream_options": {"include_usage": 1}}, "include_usage must be true or false"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage must be true or false"),
         ({"prompt": " " * 900_000}, "shorten the prompt"),
     ],
 )

@@ -6,21 +6,151 @@ import pytest
 
 from .serving import TOKENIZER
 
-from server.protocol import Refused, Stops, parse  # isort: skip
+from server.protocol import Refused, parse  # isort: skip
 from server.small import SmallDecoder  # isort: skip
+from server.writer import Stops, Writer  # isort: skip
+
+
+def parsed(chat=False, **fields):
+    fields = ({"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}) | fields
+    return parse(json.dumps(fields).encode(), chat=chat, num_tokens=10)
+
+
+def said(*messages):
+    return parsed(chat=True, messages=list(messages)).prompt
+
+
+HONOURED = {
+    **{"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2, "seed": 4},
+    **{"min_tokens": 2, "stop_token_ids": [3, 4], "ignore_eos": True, "priority": -1},
+}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_is_honoured_goes_to_the_engine(chat):
+    wanted = parsed(chat, **HONOURED, cache_salt="mine", stop="y", max_tokens=7, max_completion_tokens=5)
+    assert wanted.options == HONOURED | {"salt": "mine"}
+    assert (wanted.stop, wanted.max_tokens) == (["y"], 5)
+    assert parsed(chat).options.keys() == wanted.options.keys()
+    assert parsed(chat, top_k=-1).options["top_k"] == 0
+
+
+# Of OpenAI's and vLLM's APIs: what asks for something that is not here.
+ASKING = {
+    **{"n": 2, "best_of": 2, "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"5": -100}},
+    **{"length_penalty": 2, "use_beam_search": True, "bad_words": ["x"], "allowed_token_ids": [1]},
+    **{"include_stop_str_in_output": True, "skip_special_tokens": False, "spaces_between_special_tokens": False},
+    **{"truncate_prompt_tokens": 3, "prompt_logprobs": 0, "return_token_ids": True, "request_id": "x"},
+    **{"return_tokens_as_token_ids": True, "logits_processors": [], "kv_transfer_params": {}, "vllm_xargs": {}},
+    **{"response_format": {"type": "json_object"}, "structured_outputs": {}, "guided_json": {}, "guided_regex": ""},
+    **{"guided_choice": [], "guided_grammar": "", "guided_decoding_backend": "x", "guided_whitespace_pattern": ""},
+    **{"service_tier": "flex", "prompt_cache_retention": "24h", "max_new_tokens": 3, "max_tokenz": 3},
+    **{"continuous_usage_stats": True, "top_logprobs": 3, "priorty": 1, "num_beams": 1, "regex": "a"},
+}
+ASKING_TEXT = {"echo": True, "suffix": "x", "logprobs": 0, "add_special_tokens": False, "prompt_embeds": "x"}
+ASKING_CHAT = {
+    **{"logprobs": True, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+    **{"functions": [{"name": "f"}], "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {}},
+    **{"prediction": {}, "web_search_options": {}, "reasoning_effort": "low", "verbosity": "low", "store": True},
+    **{"add_special_tokens": True, "add_generation_prompt": False, "continue_final_message": True},
+    **{"chat_template": "x", "chat_template_kwargs": {"x": 1}, "documents": [], "mm_processor_kwargs": {}},
+    **{"include_reasoning": False, "thinking_token_budget": 5, "prompt": "x", "reasoning": {}},
+}
+
+
+@pytest.mark.parametrize(
+    ("chat", "name", "value"),
+    [(chat, *field) for chat in (False, True) for field in (ASKING | (ASKING_CHAT if chat else ASKING_TEXT)).items()],
+)
+def test_no_field_is_without_effect_but_those_that_are_listed(chat, name, value):
+    with pytest.raises(Refused, match=rf"^{name} ") as error:
+        parsed(chat, **{name: value})
+    assert (error.value.status, error.value.param) == (400, name)
+    assert parsed(chat, **{name: None}) == parsed(chat)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_asks_for_nothing_is_taken(chat):
+    nothing = {"model": "any", "user": "me", "metadata": {"a": "b"}, "n": 1, "presence_penalty": 0.0, "bad_words": []}
+    nothing |= (
+        {"parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "store": False} if chat else {"echo": False}
+    )
+    assert parsed(chat, **nothing) == parsed(chat)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n": True}, "n must be 1 here, got true"),
+        ({"top_k": True}, "top_k must be a whole number"),
+        ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"min_p": 1.5}, "min_p must be a number from 0 to 1, got 1.5"),
+        ({"stop_token_ids": [10]}, "stop_token_ids must be a list of up to 5 tokens from 0 to 9"),
+        ({"stop_token_ids": 1}, "stop_token_ids must be a list"),
+        ({"stop_token_ids": list(range(6))}, "stop_token_ids must be a list of up to 5 tokens"),
+        ({"cache_salt": ""}, "cache_salt must be a text of at least one character"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false"),
+        ({"stream_options": {"include_usage": True}}, "stream_options is for requests with stream: true"),
+        ({"stream": True, "stream_options": {"x": 1}}, r"stream_options\.x is not supported here"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            r"stream_options\.include_obfuscation must be",
+        ),
+    ],
+)
+def test_values_that_cannot_be_are_named(fields, words):
+    with pytest.raises(Refused, match=f"^{words}"):
+        parsed(**fields)
 
 
 def test_messages_must_be_texts():
-    wrong = (None, 1, [], [{"type": "image"}], [{"type": "text"}], ["hi"])
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    wrong = (None, 1, [], [image], [{"type": "text"}], [{"type": "text", "text": 1}], ["hi"])
     for messages in (None, [], ["hi"], [{"content": "hi"}], *([{"role": "user", "content": x}] for x in wrong)):
-        with pytest.raises(Refused, match=r"messages"):
-            parse(json.dumps({"messages": messages}).encode(), chat=True, num_tokens=10)
+        with pytest.raises(Refused, match=r"^messages"):
+            said(*messages or [])
 
 
 def test_a_message_may_come_in_parts():
     parts = [{"type": "text", "text": "def"}, {"type": "text", "text": "main"}]
-    wanted = parse(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(), chat=True, num_tokens=10)
-    assert wanted.prompt == [{"role": "user", "content": "def\nmain"}]
+    assert said({"role": "user", "content": parts}) == [{"role": "user", "content": "def\nmain"}]
+
+
+def test_a_history_has_calls_of_tools_and_their_results():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    nothing = {
+        "refusal": None,
+        "audio": None,
+        "function_call": None,
+        "annotations": [],
+    }  # what OpenAI's client gives back
+    history = [
+        {"role": "assistant", "content": None, "tool_calls": [call], **nothing},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ]
+    asked, result, empty = said(*history)
+    # Templates take arguments as objects, and would print a null.
+    assert asked["tool_calls"] == [call | {"function": {"name": "f", "arguments": {"x": 1}}}]
+    assert (asked["content"], result) == ("", {"role": "tool", "content": "2"})
+    assert empty == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": "x", "weight": 1}, r"messages\[0\]\.weight is not supported"),
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
+            r"messages\[0\]\.tool_calls must be",
+        ),
+        ({"role": "user", "content": "x", "tool_calls": "f"}, r"messages\[0\]\.tool_calls must be"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}, r"messages.*\[0\]\.cache is not"),
+    ],
+)
+def test_no_part_of_a_message_is_without_effect(message, words):
+    with pytest.raises(Refused, match=f"^{words}"):
+        said(message)
 
 
 def test_a_text_stops_before_the_first_of_its_stops():
@@ -35,6 +165,12 @@ def test_a_text_stops_before_the_first_of_its_stops():
         out = "".join([held_back.push(piece) for piece in pieces] + [held_back.push("", final=True)])
         assert out == expected
         assert held_back.found == (expected != "".join(pieces))
+
+
+def test_a_stop_does_not_count_in_the_first_tokens():
+    writer = Writer(SmallDecoder(TOKENIZER), ["a"], min_tokens=2)
+    pieces = [writer.push(ord(one), "") for one in "aabac"]
+    assert pieces[:4] == [("a", ""), ("a", ""), ("b", ""), ("", "stop")]
 
 
 def test_a_character_comes_with_the_last_of_its_bytes():

@@ -1,0 +1,61 @@
+"""Tokens to the text of an answer, piece by piece; all of it runs on the engine's thread."""
+
+from typing import Any
+
+
+class Stops:
+    """Text on its way out, held back as long as it may be the beginning of a text that ends it."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops, self._held, self.found = stops, "", False
+
+    def push(self, text: str, *, final: bool = False) -> str:
+        """What can go out now; after the end, nothing."""
+        if self.found:
+            return ""
+        self._held += text
+        ends = [at for at in map(self._held.find, self._stops) if at >= 0]
+        if ends:
+            out, self._held, self.found = self._held[: min(ends)], "", True
+            return out
+        longest = 0 if final else max((self._partial(stop) for stop in self._stops), default=0)
+        cut = len(self._held) - longest
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def _partial(self, stop: str) -> int:
+        """Characters at the end that `stop` begins with."""
+        return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)
+
+
+class Writer:
+    """The text of a request as its tokens come.
+
+    Parameters
+    ----------
+    decoder
+        With `push(token)` and `finish()`, which say what text is complete.
+    stops : list of str
+        The text ends before the first of them.
+    min_tokens : int
+        What so many tokens say cannot be a stop.
+
+    Attributes
+    ----------
+    num_tokens : int
+        Tokens so far.
+    """
+
+    def __init__(self, decoder: Any, stops: list[str], min_tokens: int = 0) -> None:
+        self._decoder, self._stops, self._min_tokens = decoder, Stops(stops), min_tokens
+        self.num_tokens = 0
+
+    def push(self, token: int, reason: str) -> tuple[str, str]:
+        """The text that is certain with this token, and why it ends; a token that ends the text is not in it."""
+        self.num_tokens += 1
+        text = "" if reason == "stop" else self._decoder.push(token)
+        if reason:
+            text += self._decoder.finish()
+        if self.num_tokens > self._min_tokens:
+            text = self._stops.push(text, final=bool(reason))
+        return text, "stop" if self._stops.found else reason
