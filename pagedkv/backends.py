@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 class Backend(Protocol):
     """Every operation, on a valid call, into arrays that are already there."""
 
-    def decode_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None: ...
-
-    def prefill_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None: ...
+    def attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None: ...
 
     def write_kv(self, call: WriteCall) -> None: ...
 
@@ -36,7 +34,7 @@ class Backend(Protocol):
 
 
 _OPERATIONS = (
-    *("decode_attention", "prefill_attention", "merge_states", "apply_rotary"),
+    *("attention", "merge_states", "apply_rotary"),
     *("write_kv", "gather_kv", "copy_blocks", "swap_blocks"),
 )
 _backends: dict[str, Backend] = {}

@@ -24,7 +24,7 @@ from .memory.sizing import blocks_in, bytes_of_block
 from .memory.table import SequenceTable
 from .operations.attention import decode_attention, prefill_attention
 from .operations.caches import write_kv
-from .operations.repeats import Repeats
+from .operations.prepared import attend
 from .typing import KvDtype, Layout
 from .validation import cache_pair
 
@@ -142,7 +142,7 @@ class PagedKVCache(Sequences):
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
         scales = per_layer("k_scale", k_scale, num_layers), per_layer("v_scale", v_scale, num_layers)
         for k, v in zip(*scales, strict=True):
-            cache_pair.require_scales({"k_scale": k, "v_scale": v}, kv_dtype or stored.name)
+            cache_pair.require_scales(k, v, kv_dtype or stored.name)
         if prefix_cache:
             require_block_size(block_size)
         # Before the pool: the system refuses at once what it does not have, and fills the pool's arrays for minutes.
@@ -162,8 +162,7 @@ class PagedKVCache(Sequences):
         self.k_caches, self.v_caches = (tuple(stack) for stack in self._stacks)
         # As NumPy sees them, where it does: operations ask nobody else then.
         self._views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
-        are_plain = not arrays.on_device and k_scale is None and v_scale is None
-        self._repeats = Repeats(self._options[0]) if are_plain else None
+        self._alike = k_scale is None and v_scale is None
         self._batches = Batches(table, arrays, grows=max_seq_len is None)
 
     def __repr__(self) -> str:
@@ -214,10 +213,7 @@ class PagedKVCache(Sequences):
             `backend` and `check` of :func:`~pagedkv.write_kv`. Layout, kv_dtype and scales are the cache's.
         """
         k_cache, v_cache, ours = self._layer(layer)
-        if self._repeats is not None and not options:
-            self._repeats.write(k, v, k_cache, v_cache, slots)
-        else:
-            write_kv(k, v, k_cache, v_cache, slots, **ours, **options)
+        write_kv(k, v, k_cache, v_cache, slots, **ours, **options)
 
     @between_graphs
     def attend(self, layer: int, q: Any, batch: Batch, **options: Any) -> Any:
@@ -241,15 +237,12 @@ class PagedKVCache(Sequences):
         k_cache, v_cache, ours = self._layer(layer)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, made by batch(seqs), got {type(batch).__name__}")
-        longest = batch.max_seq_len
-        tables, lens = batch.views
-        if batch.is_decode and self._repeats is not None:
-            return self._repeats.decode(q, k_cache, v_cache, tables, lens, longest, **options)
-        if batch.is_decode:
-            return decode_attention(q, k_cache, v_cache, tables, lens, max_seq_len=longest, **ours, **options)
-        return prefill_attention(
-            q, k_cache, v_cache, tables, lens, batch.query_starts, max_seq_len=longest, **ours, **options
-        )
+        stored = ours | {"max_seq_len": batch.max_seq_len}
+        operation: Callable[..., Any] = decode_attention if batch.is_decode else prefill_attention
+        if self._arrays.on_device:
+            return operation(q, k_cache, v_cache, **batch.where, **stored, **options)
+        caches = self, None if self._alike else layer
+        return attend(operation, batch.prepared, caches, q, k_cache, v_cache, batch.where, stored, options)
 
     def _layer(self, layer: int) -> tuple[Any, Any, dict[str, Any]]:
         """K and V of a layer, and how they are stored."""

@@ -1,14 +1,13 @@
 """What validation hands on: one record for each operation, its arguments valid and its defaults filled in.
 
 Arrays are where the call runs: views of those on the host, shadows (see arrays/shadow.py) of those on a device. Tables,
-lengths, slots, pairs and the arrays of options that are on the host are C-contiguous copies to which nobody writes, and
-which calls that are alike may share (validation/copies.py); a table of a call on the CPU has the used columns alone.
-`checked` says whether kernels look at values before they use them.
+lengths, slots, pairs and the arrays of options that are on the host are the call's own C-contiguous copies; a table of
+a call on the CPU has the used columns alone. `checked` says whether kernels look at values before they use them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,15 +17,7 @@ import numpy.typing as npt
 from .arrays import Array
 from .layouts import CacheSpec
 from .placement import Placement
-
-# The arguments of decode_attention and prefill_attention, but for max_seq_len, score_mod, backend and out. What is kept
-# for the next call depends on all of them: each keeper takes these lists, and adds the four in its own way.
-REQUIRED = ("q", "k_cache", "v_cache", "block_tables", "seq_lens")
-RAGGED = (*REQUIRED, "query_starts")
-VECTORS = ("alibi_slopes", "sinks")
-SCALES = ("k_scale", "v_scale")
-OPTIONS = ("scale", "layout", "kv_dtype", "window", "softcap", "kernel", "return_lse", "check")
-PREFILL_OPTIONS = (*OPTIONS, "causal", "exact")
+from .typing import Kernel, KvDtype, Layout
 
 # One number for all KV heads, or a (num_kv_heads,) float32 array.
 Scale = npt.NDArray[np.float32] | float
@@ -66,49 +57,44 @@ class AttentionOptions:
     score_mod: Callable[..., Any] | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Form:
-    """What follows from the shapes, strides, dtypes and options of a valid call of decode_ or prefill_attention.
+class AttentionArguments(NamedTuple):
+    """The arguments of decode_attention, or of prefill_attention if `ragged`, as the caller gave them."""
 
-    Calls on the CPU that are alike share one, so that a backend can keep what it has made of it. It is hashed by
-    identity.
-
-    Attributes
-    ----------
-    spec : CacheSpec
-    capacity : int
-        max_blocks * block_size.
-    q_shape, k_strides, v_strides : tuple of int
-    options : AttentionOptions
-        Without the arrays and the score_mod, which belong to a call.
-    k_scale, v_scale : float or None
-        None for an array.
-    kernel : str
-    exact, checked : bool
-    """
-
-    spec: CacheSpec
-    capacity: int
-    q_shape: tuple[int, ...]
-    k_strides: tuple[int, ...]
-    v_strides: tuple[int, ...]
-    options: AttentionOptions
-    k_scale: float | None
-    v_scale: float | None
-    kernel: str
-    exact: bool
-    checked: bool
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    block_tables: Any
+    seq_lens: Any
+    query_starts: Any = None
+    max_seq_len: int | None = None
+    causal: bool = True
+    exact: bool = False
+    scale: float | None = None
+    layout: Layout = "NHD"
+    kv_dtype: KvDtype | None = None
+    k_scale: Any = None
+    v_scale: Any = None
+    alibi_slopes: Any = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Any = None
+    score_mod: Callable[..., Any] | None = None
+    kernel: Kernel = "auto"
+    backend: Any = "auto"
+    out: Any = None
+    return_lse: bool = False
+    check: bool | None = None
+    ragged: bool = False
 
 
 class AttentionCall(NamedTuple):
     """A call of decode_attention, which has no query_starts, or of prefill_attention.
 
-    `given` has the arguments by name as the caller gave them: a plan is kept under them. `max_seq_len` is the capacity
+    `arguments` are those of the caller, under which a device keeps the plan of the call. `max_seq_len` is the capacity
     of the tables unless the caller knows a lower bound.
     """
 
-    given: Mapping[str, Any]
-    form: Form
+    arguments: AttentionArguments
     placement: Placement
     q: Array
     k_cache: Array
@@ -134,23 +120,6 @@ class Rotation(NamedTuple):
     sin: Array
     positions: Array
     interleaved: bool
-
-
-class WriteForm(NamedTuple):
-    """What follows from the shapes, strides, dtypes and options of a valid call of write_kv.
-
-    Attributes
-    ----------
-    spec : CacheSpec
-    k_scale, v_scale : float or None
-        None for an array.
-    checked : bool
-    """
-
-    spec: CacheSpec
-    k_scale: float | None
-    v_scale: float | None
-    checked: bool
 
 
 class WriteCall(NamedTuple):

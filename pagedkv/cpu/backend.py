@@ -14,7 +14,7 @@ from ..compiling.compile_thread import made_once
 from . import blocks, merge, rotary
 
 if TYPE_CHECKING:
-    from .attention.decode import Launch
+    from .attention.prepared import Prepared
 
 gather_kv = plain(blocks.gather_kv)
 copy_blocks, swap_blocks = blocks.copy_blocks, blocks.swap_blocks
@@ -29,38 +29,25 @@ def write_kv(call: WriteCall) -> None:
 
 
 @made_once(most=1)
-def _decode() -> Any:
-    from .attention import decode
+def _attention() -> Any:
+    from .attention import prepared
 
-    return decode
-
-
-@made_once(most=1)
-def _prefill() -> Any:
-    from .attention import prefill
-
-    return prefill
+    return prepared
 
 
 @plain
-def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
-    """Run a decode call."""
-    _decode().decode_attention(call, out, lse)
+def attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
+    """Run a call of decode_attention or prefill_attention."""
+    _attention().attend(call, out, lse)
 
 
 @plain
-def plan_decode(call: AttentionCall) -> Launch:
-    """What a decode call launches, and other layers too: see `Launch`."""
-    return _decode().plan_decode(call)
+def prepare(call: AttentionCall) -> Prepared:
+    """What a call launches, for it and for others like it."""
+    return _attention().prepare(call)
 
 
 @plain
-def run_decode(launch: Launch, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array) -> None:
-    """Run what was planned, for other q and caches that are alike."""
-    launch.run(q, k_cache, v_cache, out, lse)
-
-
-@plain
-def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
-    """Run a prefill call."""
-    _prefill().prefill_attention(call, out, lse)
+def run(prepared: Prepared, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array) -> None:
+    """Run what was prepared, for other q and caches that are alike."""
+    prepared.run(q, k_cache, v_cache, out, lse)

@@ -11,7 +11,7 @@ from ..placement import Placement
 from . import bad_entries, driver
 from .device import Device
 from .plans import attention, blocks, merge, prefill, rotary
-from .plans.cache import DECODE, PREFILL, PlanCache
+from .plans.cache import PlanCache
 from .plans.plan import launches_of
 
 
@@ -27,13 +27,12 @@ class KernelBackend:
     def __init__(self, device_of: Callable[[Placement], AbstractContextManager[Device]]) -> None:
         self._device_of = device_of
 
-    def decode_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
+    def attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
         with self._device_of(call.placement) as device:
-            attention.decode_attention(device, call, out, lse)
-
-    def prefill_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
-        with self._device_of(call.placement) as device:
-            prefill.prefill_attention(device, call, out, lse)
+            if call.query_starts is None:
+                attention.decode_attention(device, call, out, lse)
+            else:
+                prefill.prefill_attention(device, call, out, lse)
 
     def write_kv(self, call: WriteCall) -> None:
         if len(call.slots):
@@ -67,29 +66,23 @@ class KernelBackend:
 
 
 class GpuBackend(KernelBackend):
-    """GPUs, with the plans of what they have launched.
+    """GPUs.
 
     Attributes
     ----------
-    decodes, prefills : PlanCache
-        Of calls of decode_attention and of prefill_attention, for `PlanCache.repeat`.
+    plans : PlanCache
+        Of the attention calls that they have launched.
     """
 
     def __init__(self) -> None:
         super().__init__(driver.device_of)
-        self.decodes, self.prefills = PlanCache(DECODE), PlanCache(PREFILL)
+        self.plans = PlanCache()
 
-    def decode_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
+    def attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
         with driver.device_of(call.placement) as device:
-            plan = attention.plan(device, call, out)
+            plan = (attention if call.query_starts is None else prefill).plan(device, call, out)
             device.launch_all(launches_of(device, plan, call, out, lse))
-        self.decodes.add(call, out, plan)
-
-    def prefill_attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
-        with driver.device_of(call.placement) as device:
-            plan = prefill.plan(device, call, out)
-            device.launch_all(launches_of(device, plan, call, out, lse))
-        self.prefills.add(call, out, plan)
+        self.plans.add(call, out, plan)
 
     def raise_if_failed(self) -> None:
         """Wait for the GPUs, and raise the first bad entry that a kernel has skipped; see `pagedkv.raise_if_failed`."""

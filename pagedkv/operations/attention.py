@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, between_graphs
+from ..arrays import between_graphs
 from ..backends import backend_of, gpus
-from ..calls import AttentionCall
+from ..calls import AttentionArguments
 from ..layouts import FLOAT32
 from ..typing import Backend, Kernel, KvDtype, Layout
 from ..validation.attention import attention_call
 from ..validation.merge import merge_call
-from .decodes import Decodes, key_of
-
-_decodes = Decodes()  # a cache: whatever is in it, results are the same
 
 
 @between_graphs
@@ -151,23 +148,13 @@ def decode_attention(
     >>> pagedkv.decode_attention(q, k_cache, v_cache, block_tables, seq_lens).shape
     (1, 8, 64)
     """
-    given = locals()  # the signature is the one list of the arguments
-    repeated, key = None, None
-    if type(q) is np.ndarray:
-        if (key := key_of(given)) is not None:
-            repeated = _decodes.repeat(key, given)
-    elif (used := gpus()) is not None:
-        repeated = used.decodes.repeat(given)
-    if repeated is not None:
-        return repeated
-    call = attention_call(given)
-    returned, result, lse = _results(call)
-    if len(call.q):
-        backend_of(call.placement).decode_attention(call, result, lse)
-    # Compared again: another thread may have changed a shape in place meanwhile.
-    if key is not None and call.placement.backend == "cpu" and key == key_of(given):
-        _decodes.keep(key, call.form)
-    return returned
+    arguments = AttentionArguments(
+        q, k_cache, v_cache, block_tables, seq_lens,
+        max_seq_len=max_seq_len, scale=scale, layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale,
+        alibi_slopes=alibi_slopes, window=window, softcap=softcap, sinks=sinks, score_mod=score_mod, kernel=kernel,
+        backend=backend, out=out, return_lse=return_lse, check=check,
+    )  # fmt: skip
+    return _attend(arguments)
 
 
 @between_graphs
@@ -265,29 +252,32 @@ def prefill_attention(
     .. [2] Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
     .. [3] Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    given = locals()
-    if type(q) is not np.ndarray and (used := gpus()) is not None:
-        repeated = used.prefills.repeat(given)
+    arguments = AttentionArguments(
+        q, k_cache, v_cache, block_tables, seq_lens, query_starts, ragged=True, causal=causal, exact=exact,
+        max_seq_len=max_seq_len, scale=scale, layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale,
+        alibi_slopes=alibi_slopes, window=window, softcap=softcap, sinks=sinks, score_mod=score_mod, kernel=kernel,
+        backend=backend, out=out, return_lse=return_lse, check=check,
+    )  # fmt: skip
+    return _attend(arguments)
+
+
+def _attend(arguments: AttentionArguments) -> Any:
+    if type(arguments.q) is not np.ndarray and (used := gpus()) is not None:
+        repeated = used.plans.repeat(arguments)
         if repeated is not None:
             return repeated
-    call = attention_call(given)
-    returned, result, lse = _results(call)
-    if len(call.q) and len(call.seq_lens):
-        backend_of(call.placement).prefill_attention(call, result, lse)
-    return returned
-
-
-def _results(call: AttentionCall) -> tuple[Any, Array, Array | None]:
-    """What the operation returns, and what kernels write: the result, and the LSE if there is to be one."""
-    out, result = call.given["out"], call.out
+    call = attention_call(arguments)
+    out, result = arguments.out, call.out
     if result is None:
         remedy = "give the memory of the result as out="
         out, result = call.placement.new_array("out", call.q.shape, call.q.dtype, remedy)
-    if not call.given["return_lse"]:
-        return out, result, None
-    remedy = "convert q to one of them to have the LSE"
-    lse, lse_result = call.placement.new_array("lse", call.q.shape[:2], FLOAT32, remedy)
-    return (out, lse), result, lse_result
+    lse = lses = None
+    if arguments.return_lse:
+        remedy = "convert q to one of them to have the LSE"
+        lse, lses = call.placement.new_array("lse", call.q.shape[:2], FLOAT32, remedy)
+    if len(call.q) and len(call.seq_lens):
+        backend_of(call.placement).attention(call, result, lses)
+    return (out, lse) if arguments.return_lse else out
 
 
 @between_graphs

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ..calls import AttentionArguments
 from ..layouts import cache_shapes, storage_dtype
 from ..typing import KvDtype, Layout
 from ..validation import require
@@ -113,19 +115,16 @@ def warmup(
         **{"k_cache": k_cache, "v_cache": v_cache, "layout": layout, "kv_dtype": kv_dtype},
         **{"k_scale": scales, "v_scale": scales, "backend": "emulator", "check": check},
     }
-    attention = caches | {
-        **{"q": q, "block_tables": table, "seq_lens": lengths, "score_mod": score_mod, "return_lse": False},
-        **dict.fromkeys(("scale", "alibi_slopes", "window", "sinks", "out", "max_seq_len")),
-    }
+    attention: Callable[..., AttentionArguments] = partial(AttentionArguments, score_mod=score_mod, **caches)
     decodes = [
-        attention_call(attention | {"kernel": kernel, "softcap": softcap})
+        attention_call(attention(q=q, block_tables=table, seq_lens=lengths, kernel=kernel, softcap=softcap))
         for kernel in (_KERNELS[layout] if kernels is None else kernels)
         for softcap in _SOFTCAPS[layout]
     ]
-    ragged = attention | {"query_starts": np.array([0, 1], np.int32), "causal": True, "kernel": "auto"}
-    ragged |= {"q": np.zeros((_PREFILL_TOKENS, *q.shape[1:]), q_dtype), "exact": False}
-    ragged |= {"block_tables": np.zeros((1, -(-_PREFILL_LENGTH // block_size)), np.int32)}
-    prefills = [attention_call(ragged | {"softcap": softcap}) for softcap in (None, 1.0) if prefill]
+    prompt = np.zeros((_PREFILL_TOKENS, *q.shape[1:]), q_dtype)
+    wide, starts = np.zeros((1, -(-_PREFILL_LENGTH // block_size)), np.int32), np.array([0, 1], np.int32)
+    ragged = partial(attention, q=prompt, block_tables=wide, seq_lens=lengths, query_starts=starts, ragged=True)
+    prefills = [attention_call(ragged(softcap=softcap)) for softcap in (None, 1.0) if prefill]
     written = caches | {"k": k, "v": v, "slots": slots}
     without_tables = {"cos": None, "sin": None, "positions": None, "interleaved": False}
     writes = [write_call(written | without_tables)]

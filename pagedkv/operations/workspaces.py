@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -10,10 +11,10 @@ import numpy as np
 from ..arrays import Array, metadata_of
 from ..backends import backend_of, gpus
 from ..buckets import bucket
-from ..calls import AttentionCall
+from ..calls import AttentionArguments, AttentionCall
 from ..layouts import storage_dtype
 from ..placement import Placement, place
-from ..typing import KvDtype, Layout
+from ..typing import Kernel, KvDtype, Layout
 from ..validation import cache_pair, require
 from ..validation.attention import placed_call
 
@@ -141,18 +142,17 @@ def _largest_calls(
 ) -> Iterator[AttentionCall]:
     """Calls that between them need as much of each workspace as any call of at most these sizes."""
     k_cache, v_cache = caches
-    geometry, layout = cache_pair.geometry_of(options, k_cache, v_cache), options["layout"]
+    layout = options["layout"]
+    geometry = cache_pair.geometry_of(layout, options["kv_dtype"], k_cache, v_cache)
     kind = cache_pair.kind_of(k_cache, v_cache, options["kv_dtype"])
     if dtype is None and options["kv_dtype"] is not None:
         raise TypeError("dtype must be that of q for fp8 caches, got None")
     q_dtype = storage_dtype(kind if dtype is None else dtype, None)
     bound = bucket(min(max_seq_len, _MOST))  # what a call with this bound is planned for, if its tables hold more
-    given = dict(options) | {"max_seq_len": bound, "return_lse": False, "kernel": "auto"}
-    given |= dict.fromkeys(("scale", "k_scale", "v_scale", "score_mod"))
     if placement.on_host:  # kernels of the CPU take more strides and addresses
         require.memory({"k_cache": k_cache, "v_cache": v_cache}, placement)
         k_cache, v_cache = (_shadow("a cache", x.dtype, *x.shape) for x in caches)
-    views = {
+    views: dict[str, Any] = {
         **{"k_cache": k_cache, "v_cache": v_cache, "q": _shadow("q", q_dtype, num_seqs, num_heads, geometry.head_dim)},
         "block_tables": _shadow("block_tables", np.int32, num_seqs, -(-bound // geometry.block_size)),
         "seq_lens": _shadow("seq_lens", np.int32, num_seqs),
@@ -162,11 +162,13 @@ def _largest_calls(
         "query_starts": _shadow("query_starts", np.int32, num_seqs + 1),
     }
     where = placement._replace(backend="cuda")  # where nobody looks at values
+    kernel: Kernel = "v2" if layout == "vllm" else "auto"
     for softcap in (None, 1.0):  # with one, more thread blocks may share the query heads of a KV head
-        given |= {"softcap": softcap}
-        yield placed_call(given | {"kernel": "v2" if layout == "vllm" else "auto"}, where, dict(views))
+        given = {"max_seq_len": bound, "softcap": softcap, **options}
+        arguments: Callable[..., AttentionArguments] = partial(AttentionArguments, **given)
+        yield placed_call(arguments(**views, kernel=kernel), where, dict(views))
         if num_tokens:
-            yield placed_call(given, where, dict(ragged))
+            yield placed_call(arguments(**ragged, ragged=True), where, dict(ragged))
 
 
 def _shadow(name: str, dtype: Any, *shape: int) -> Array:

@@ -1,111 +1,150 @@
 """What attention requires: arguments in, views and options out.
 
-First all that shapes, dtypes, strides and options say (forms.py), then values (values.py).
+All shapes come before all dtypes, then strides, then options, then values (values.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import get_args
 
 import numpy as np
 
 from ..arrays import Array
-from ..calls import RAGGED, REQUIRED, VECTORS, AttentionCall, AttentionOptions, Form
+from ..calls import AttentionArguments, AttentionCall, AttentionOptions
 from ..compiling.score_mod import python_function
+from ..layouts import FLOAT32, Geometry, cache_spec
 from ..placement import Placement, place
-from . import require, values
-from .cache_pair import own_scales, scale_arrays
-from .copies import checked_copy
-from .forms import attention_forms
+from ..typing import Kernel, KvDtype
+from . import cache_pair, require, values
 
-_ON_CPU = Placement("cpu", 0, 0, None)
-_forms = attention_forms()
-
-
-def attention_call(given: Mapping[str, Any]) -> AttentionCall:
-    """The call with these arguments of prefill_attention if query_starts is among them, or of decode_attention."""
-    named = [(name, given[name]) for name in (RAGGED if "query_starts" in given else REQUIRED)]
-    named += [(name, x) for name in (*VECTORS, "out") if (x := given[name]) is not None]
-    named += scale_arrays(given)
-    placement, arrays = place(given["backend"], named)
-    return placed_call(given, placement, dict(zip(dict(named), arrays, strict=True)))
+KERNELS = get_args(Kernel)
+_INT32 = np.dtype(np.int32)
+_INT32_MAX = 2**31 - 1
+_VECTORS = ("alibi_slopes", "sinks")
+_DTYPES = {
+    "block_tables": _INT32,
+    "seq_lens": _INT32,
+    "query_starts": _INT32,
+    "alibi_slopes": FLOAT32,
+    "sinks": FLOAT32,
+}
 
 
-def placed_call(given: Mapping[str, Any], placement: Placement, views: dict[str, Array]) -> AttentionCall:
+def attention_call(arguments: AttentionArguments) -> AttentionCall:
+    """The call of decode_attention or prefill_attention with these arguments; raises unless it is valid."""
+    a = arguments
+    named = [("q", a.q), ("k_cache", a.k_cache), ("v_cache", a.v_cache)]
+    named += [("block_tables", a.block_tables), ("seq_lens", a.seq_lens)]
+    if a.ragged:
+        named.append(("query_starts", a.query_starts))
+    optional = (("alibi_slopes", a.alibi_slopes), ("sinks", a.sinks), ("out", a.out))
+    named += [(name, x) for name, x in optional if x is not None]
+    named += cache_pair.scale_arrays(a.k_scale, a.v_scale)
+    placement, arrays = place(a.backend, named)
+    return placed_call(a, placement, dict(zip(dict(named), arrays, strict=True)))
+
+
+def placed_call(arguments: AttentionArguments, placement: Placement, views: dict[str, Array]) -> AttentionCall:
     """The call with these arguments, of which `views` are the arrays, where `placement` says."""
-    q, k_cache, v_cache = (views[name] for name in ("q", "k_cache", "v_cache"))
-    form = _forms.of(given, views, placement)
-    spec, capacity, options, max_seq_len = form.spec, form.capacity, form.options, given["max_seq_len"]
-    score_mod = python_function(given["score_mod"])
-    max_seq_len = capacity if max_seq_len is None else min(_max_seq_len(max_seq_len), capacity)
-    if score_mod is not None or "alibi_slopes" in views or "sinks" in views:
-        alibi_slopes, sinks = (placement.own(views.get(name)) for name in VECTORS)
-        options = AttentionOptions(
-            options.scale, options.causal, options.window, options.softcap, alibi_slopes, sinks, score_mod
-        )
-    k_scale, v_scale = form.k_scale, form.v_scale
-    k_scales = own_scales("k_scale", views["k_scale"], placement) if k_scale is None else k_scale
-    v_scales = own_scales("v_scale", views["v_scale"], placement) if v_scale is None else v_scale
+    a, q, k_cache, v_cache = arguments, views["q"], views["k_cache"], views["v_cache"]
+    geometry = cache_pair.geometry_of(a.layout, a.kv_dtype, k_cache, v_cache)
+    _require_shapes(views, geometry)
+    kind = _kind_of(q, k_cache, v_cache, a.kv_dtype)
+    for name, view in views.items():
+        if (expected := _DTYPES.get(name)) is not None:
+            require.dtype(name, view, expected)
+    if "out" in views:
+        require.dtype("out", views["out"], q.dtype, ", that of q")
+    require.memory(views, placement)
+
+    _require_kernel(a.kernel, a.layout)
+    require.boolean("causal", a.causal)
+    require.boolean("exact", a.exact)
+    require.boolean("return_lse", a.return_lse)
+    checked = require.check(a.check)
+    scale = 1.0 / math.sqrt(geometry.head_dim) if a.scale is None else require.number("scale", a.scale)
+    window = None if a.window is None else _window(a.window)
+    softcap = None if a.softcap is None else require.number("softcap", a.softcap, positive=True)
+    if "out" in views:
+        require.writable("out", views["out"])
+    score_mod = python_function(a.score_mod)
+    capacity = views["block_tables"].shape[1] * geometry.block_size
+    max_seq_len = capacity if a.max_seq_len is None else min(_max_seq_len(a.max_seq_len), capacity)
+    alibi_slopes, sinks = (placement.own(views.get(name)) for name in _VECTORS)
+    k_scale, v_scale = cache_pair.scales(a.k_scale, a.v_scale, views, kind, placement)
+    options = AttentionOptions(scale, bool(a.causal), window, softcap, alibi_slopes, sinks, score_mod)
     out = views.pop("out", None)
     if out is not None:
         require.apart("out", out, views.items())
 
-    where = views["block_tables"], views["seq_lens"], views.get("query_starts")
+    block_tables, seq_lens, query_starts = views["block_tables"], views["seq_lens"], views.get("query_starts")
     if placement.on_host:
-        where = _own_values(placement, form, max_seq_len, *where)
-    block_tables, seq_lens, query_starts = where
+        seq_lens = placement.own(seq_lens)
+        longest = values.seq_lens(seq_lens, max_seq_len, capacity)
+        if query_starts is not None:
+            query_starts = placement.own(query_starts)
+            values.query_starts(query_starts, seq_lens, len(q))
+        num_used = -(-longest // geometry.block_size)
+        block_tables = placement.own(placement.columns(block_tables, num_used))
+        used = block_tables[:, :num_used]
+        values.block_tables("block_tables", used, seq_lens, geometry.block_size, geometry.num_blocks)
+    spec = cache_spec(a.layout, kind, geometry)
     return AttentionCall(
-        given, form, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, query_starts, out, spec,
-        k_scales, v_scales, options, form.kernel, form.exact, form.checked,
+        arguments, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, query_starts, out, spec,
+        k_scale, v_scale, options, str(a.kernel), bool(a.exact), checked,
     )  # fmt: skip
 
 
-def longest_of(form: Form, block_tables: Array, seq_lens: Array, max_seq_len: int) -> int:
-    """The longest of a call's own lengths, or raise for its values; all else of a call on the CPU is known."""
-    spec = form.spec
-    longest = values.seq_lens(seq_lens, min(max_seq_len, form.capacity), form.capacity)
-    used = block_tables[:, : -(-longest // spec.block_size)]
-    values.block_tables("block_tables", used, seq_lens, spec.block_size, spec.num_blocks)
-    return longest
+def _require_shapes(views: Mapping[str, Array], geometry: Geometry) -> None:
+    q, block_tables, ragged = views["q"], views["block_tables"], "query_starts" in views
+    rows = "num_tokens" if ragged else "num_seqs"
+    require.ndim("q", q, f"({rows}, num_heads, head_dim)", 3)
+    num_rows, num_heads, head_dim = q.shape
+    if head_dim != geometry.head_dim:
+        require.shape("q", q, f"({rows}, num_heads, head_dim)", (num_rows, num_heads, geometry.head_dim))
+    if num_heads < 1 or num_heads % geometry.num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} heads of q "
+            f"and {geometry.num_kv_heads} of k_cache"
+        )
+    require.ndim("block_tables", block_tables, "(num_seqs, max_blocks)", 2)
+    num_seqs = block_tables.shape[0]
+    if not ragged and num_seqs != num_rows:
+        require.shape("block_tables", block_tables, "(num_seqs, max_blocks)", (num_rows, block_tables.shape[1]))
+    require.shape("seq_lens", views["seq_lens"], "(num_seqs,)", (num_seqs,))
+    if ragged:
+        require.shape("query_starts", views["query_starts"], "(num_seqs + 1,)", (num_seqs + 1,))
+    for name in _VECTORS:
+        if name in views:
+            require.shape(name, views[name], "(num_heads,)", (num_heads,))
+    cache_pair.scale_shapes(views, geometry.num_kv_heads)
+    if "out" in views:
+        require.shape("out", views["out"], f"({rows}, num_heads, head_dim)", q.shape)
 
 
-def known_decode(
-    form: Form, q: Array, k_cache: Array, v_cache: Array, block_tables: Array, seq_lens: Array, longest: int
-) -> AttentionCall:
-    """A call of decode_attention on the CPU without scales and options that are arrays; all of it is known."""
-    return AttentionCall(
-        {}, form, _ON_CPU, q, k_cache, v_cache, block_tables, seq_lens, longest, None, None, form.spec,
-        1.0, 1.0, form.options, form.kernel, form.exact, form.checked,
-    )  # fmt: skip
+def _kind_of(q: Array, k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> str:
+    require.float_dtype("q", q)
+    kind = cache_pair.kind_of(k_cache, v_cache, kv_dtype)
+    if kv_dtype is None and k_cache.dtype != q.dtype and q.dtype != FLOAT32:
+        raise TypeError(f"k_cache must have dtype {q.dtype}, that of q, or be fp8, got {k_cache.dtype}")
+    return kind
 
 
-def _own_values(
-    placement: Placement,
-    form: Form,
-    max_seq_len: int,
-    block_tables: Array,
-    seq_lens: Array,
-    query_starts: Array | None,
-) -> tuple[Array, Array, Array | None]:
-    """The call's own tables, lengths and query_starts; raises unless they are valid."""
-    spec = form.spec
-    seq_lens, longest = checked_copy(placement, seq_lens, values.seq_lens, max_seq_len, form.capacity)
-    num_used, lengths = -(-longest // spec.block_size), seq_lens.tobytes()
-    if query_starts is not None:
-        query_starts, _ = checked_copy(placement, query_starts, _query_starts, lengths, form.q_shape[0])
-    facts = num_used, lengths, spec.block_size, spec.num_blocks
-    block_tables, _ = checked_copy(placement, placement.columns(block_tables, num_used), _block_tables, *facts)
-    return block_tables, seq_lens, query_starts
+def _require_kernel(kernel: object, layout: str) -> None:
+    if not (isinstance(kernel, str) and kernel in KERNELS):
+        raise ValueError(f'kernel must be "auto", "v1", "v2" or "split", got {kernel!r}')
+    if kernel != "auto" and (kernel == "split") == (layout == "vllm"):
+        needs = "NHD or HND" if kernel == "split" else "vllm"
+        raise ValueError(f'kernel "{kernel}" needs layout {needs}, got {layout}')
 
 
-def _query_starts(starts: Array, lengths: bytes, num_tokens: int) -> None:
-    values.query_starts(starts, np.frombuffer(lengths, np.int32), num_tokens)
-
-
-def _block_tables(tables: Array, num_used: int, lengths: bytes, block_size: int, num_blocks: int) -> None:
-    used, seq_lens = tables[:, :num_used], np.frombuffer(lengths, np.int32)
-    values.block_tables("block_tables", used, seq_lens, block_size, num_blocks)
+def _window(window: object) -> int:
+    width = require.integer("window", window)
+    if width < 1:
+        raise ValueError(f"window must be at least 1, got {width}")
+    return min(width, _INT32_MAX)
 
 
 def _max_seq_len(value: object) -> int:

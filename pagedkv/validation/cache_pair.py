@@ -1,6 +1,6 @@
 """What attention, write_kv and gather_kv require alike: of the K and V cache of a layer, and of their scales.
 
-`given` are arguments as the caller gave them and `views` the arrays among them, both by name.
+`views` are the arrays among the arguments of a call, by name.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from ..arrays import Array
 from ..calls import Scale
 from ..layouts import FLOAT32, FLOAT_DTYPES, Geometry, cache_geometry, require_kv_dtype, require_layout
 from ..placement import Placement
-from ..typing import KvDtype
+from ..typing import KvDtype, Layout
 from . import require, values
 
 _UINT8 = np.dtype(np.uint8)
 
 
-def scale_arrays(given: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def scale_arrays(k_scale: Any, v_scale: Any) -> list[tuple[str, Any]]:
     """Those of the two scales that are not numbers, with their names."""
-    if given["k_scale"] is given["v_scale"] is None:  # most calls
+    if k_scale is v_scale is None:  # most calls
         return []
-    given_ones = [(name, x) for name in ("k_scale", "v_scale") if (x := given[name]) is not None]
-    return [(name, x) for name, x in given_ones if not np.isscalar(x) and not require.is_array_of_one(x)]
+    scales = [(name, x) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None]
+    return [(name, x) for name, x in scales if not np.isscalar(x) and not require.is_array_of_one(x)]
 
 
-def require_scales(given: Mapping[str, Any], kind: str) -> None:
+def require_scales(k_scale: Any, v_scale: Any, kind: str) -> None:
     """Raise for scales of a cache that is not fp8, and for numbers that are none; arrays are for the operations."""
-    arrays = [name for name, _ in scale_arrays(given)] if kind.startswith("fp8") else []
-    for name, scale in given.items():
+    arrays = [name for name, _ in scale_arrays(k_scale, v_scale)] if kind.startswith("fp8") else []
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if name not in arrays:
             scale_of(name, scale, None, kind)
 
 
-def geometry_of(given: Mapping[str, Any], k_cache: Array, v_cache: Array) -> Geometry:
+def geometry_of(layout: Layout, kv_dtype: KvDtype | None, k_cache: Array, v_cache: Array) -> Geometry:
     """The sizes that the shapes of the caches say, once layout and kv_dtype are ones that there are."""
-    require_layout(given["layout"])
-    require_kv_dtype(given["kv_dtype"])
-    return cache_geometry(given["layout"], k_cache.shape, v_cache.shape, k_cache.itemsize)
+    require_layout(layout)
+    require_kv_dtype(kv_dtype)
+    return cache_geometry(layout, k_cache.shape, v_cache.shape, k_cache.itemsize)
 
 
 def scale_shapes(views: Mapping[str, Array], num_kv_heads: int) -> None:
@@ -64,14 +64,20 @@ def kind_of(k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> str:
 
 
 def scales(
-    given: Mapping[str, Any], views: Mapping[str, Array], kind: str, placement: Placement
+    k_scale: Any, v_scale: Any, views: Mapping[str, Array], kind: str, placement: Placement
 ) -> tuple[Scale, Scale]:
-    """Both scales, 1.0 where there is none."""
-    numbers = {name: scale_of(name, given[name], views.get(name), kind) for name in ("k_scale", "v_scale")}
-    k_scale, v_scale = (
-        own_scales(name, views[name], placement) if number is None else number for name, number in numbers.items()
-    )
-    return k_scale, v_scale
+    """Both scales, 1.0 where there is none; arrays on the host are the call's own."""
+    return _scale("k_scale", k_scale, views, kind, placement), _scale("v_scale", v_scale, views, kind, placement)
+
+
+def _scale(name: str, value: Any, views: Mapping[str, Array], kind: str, placement: Placement) -> Scale:
+    number = scale_of(name, value, views.get(name), kind)
+    if number is not None:
+        return number
+    scales: Array = placement.own(views[name])
+    if placement.on_host:
+        values.scales(name, scales)
+    return scales
 
 
 def scale_of(name: str, value: Any, view: Array | None, kind: str) -> float | None:
@@ -84,11 +90,3 @@ def scale_of(name: str, value: Any, view: Array | None, kind: str) -> float | No
         return require.number(name, value, positive=True)
     require.dtype(name, view, FLOAT32)
     return None
-
-
-def own_scales(name: str, view: Array, placement: Placement) -> Array:
-    """A scale that is an array, as the call's own where it is on the host."""
-    scales = placement.own(view)
-    if placement.on_host:
-        values.scales(name, scales)
-    return scales

@@ -13,12 +13,10 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from ..arrays import Array, Shadow, address_of
-from ..calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall, WriteForm
-from ..layouts import FLOAT32, FLOAT_DTYPES, CacheSpec, cache_spec
+from ..calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall
+from ..layouts import FLOAT32, FLOAT_DTYPES, cache_spec
 from ..placement import Placement, place
 from . import cache_pair, require, tables, values
-from .copies import checked_copy
-from .forms import Forms
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _WRITTEN = ("k", "v", "k_cache", "v_cache", "slots")
@@ -31,42 +29,13 @@ def write_call(given: Mapping[str, Any]) -> WriteCall:
     rotates = _rotates(given)
     if rotates:
         named += [(name, given[name]) for name in tables.NAMES]
-    named += cache_pair.scale_arrays(given)
+    named += cache_pair.scale_arrays(given["k_scale"], given["v_scale"])
     placement, arrays = place(given["backend"], named)
     views = dict(zip(dict(named), arrays, strict=True))
     k, v, k_cache, v_cache, slots = arrays[:5]
 
-    form = _write_forms.of(given, views, placement)
-    spec, k_scale, v_scale = form.spec, form.k_scale, form.v_scale
-    k_scales = cache_pair.own_scales("k_scale", views["k_scale"], placement) if k_scale is None else k_scale
-    v_scales = cache_pair.own_scales("v_scale", views["v_scale"], placement) if v_scale is None else v_scale
-    for name in ("k_cache", "v_cache"):
-        cache = views.pop(name)
-        require.apart(name, cache, views.items())
-    if placement.on_host:
-        slots, _ = checked_copy(placement, slots, values.slots, spec.num_blocks * spec.block_size)
-    rotation = _rotation(views, placement, slots, bool(given["interleaved"])) if rotates else None
-    return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scales, v_scales, form.checked, rotation)
-
-
-def known_write(spec: CacheSpec, k_cache: Array, v_cache: Array, k: Array, v: Array, slots: Array) -> WriteCall | None:
-    """A call of write_kv on the CPU without scales and tables, of which all is known but addresses and values.
-
-    None where it takes a closer look to say that the caches overlap nothing that is read.
-    """
-    for x in (k, v, slots):
-        if np.may_share_memory(k_cache, x) or np.may_share_memory(v_cache, x):
-            return None
-    placement = Placement("cpu", 0, 0, None)
-    slots, _ = checked_copy(placement, slots, values.slots, spec.num_blocks * spec.block_size)
-    return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, 1.0, 1.0, False, None)
-
-
-def _write_form(given: Mapping[str, Any], views: Mapping[str, Array], placement: Placement) -> WriteForm:
-    """All that write_kv requires but addresses and values."""
-    k, v, k_cache, v_cache, slots = (views[name] for name in _WRITTEN)
-    rotates = "cos" in views
-    geometry = cache_pair.geometry_of(given, k_cache, v_cache)
+    kv_dtype = given["kv_dtype"]
+    geometry = cache_pair.geometry_of(given["layout"], kv_dtype, k_cache, v_cache)
     symbols = "(num_tokens, num_kv_heads, head_dim)"
     require.ndim("k", k, symbols, 3)
     require.shape("k", k, symbols, (len(k), geometry.num_kv_heads, geometry.head_dim))
@@ -76,9 +45,9 @@ def _write_form(given: Mapping[str, Any], views: Mapping[str, Array], placement:
         tables.require_shapes(views, len(k), geometry.head_dim)
     cache_pair.scale_shapes(views, geometry.num_kv_heads)
 
-    kind = cache_pair.kind_of(k_cache, v_cache, given["kv_dtype"])
+    kind = cache_pair.kind_of(k_cache, v_cache, kv_dtype)
     for name, x in (("k", k), ("v", v)):
-        if given["kv_dtype"] is not None:
+        if kv_dtype is not None:
             require.float_dtype(name, x)
         elif x.dtype != k_cache.dtype and x.dtype != FLOAT32:
             other = "" if k_cache.dtype == FLOAT32 else " or float32,"
@@ -88,16 +57,18 @@ def _write_form(given: Mapping[str, Any], views: Mapping[str, Array], placement:
         tables.require_dtypes(views, "k")
     require.memory(views, placement)
     checked = require.check(given["check"])
-    k_scale, v_scale = (
-        cache_pair.scale_of(name, given[name], views.get(name), kind) for name in ("k_scale", "v_scale")
-    )
     require.writable("k_cache", k_cache)
     require.writable("v_cache", v_cache)
-    return WriteForm(cache_spec(given["layout"], kind, geometry), k_scale, v_scale, checked)
-
-
-WRITE_OPTIONS = ("layout", "kv_dtype", "interleaved", "check")
-_write_forms = Forms(_write_form, WRITE_OPTIONS)
+    for name in ("k_cache", "v_cache"):
+        cache = views.pop(name)
+        require.apart(name, cache, views.items())
+    k_scale, v_scale = cache_pair.scales(given["k_scale"], given["v_scale"], views, kind, placement)
+    if placement.on_host:
+        slots = placement.own(slots)
+        values.slots(slots, geometry.num_blocks * geometry.block_size)
+    rotation = _rotation(views, placement, slots, bool(given["interleaved"])) if rotates else None
+    spec = cache_spec(given["layout"], kind, geometry)
+    return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked, rotation)
 
 
 def _rotates(given: Mapping[str, Any]) -> bool:
@@ -128,19 +99,19 @@ def _rotation(views: Mapping[str, Array], placement: Placement, slots: Array, in
 def gather_call(given: Mapping[str, Any]) -> GatherCall:
     """The call of gather_kv with these arguments."""
     named = [(name, given[name]) for name in ("k_cache", "v_cache", "block_table")]
-    named += cache_pair.scale_arrays(given)
+    named += cache_pair.scale_arrays(given["k_scale"], given["v_scale"])
     placement, arrays = place(given["backend"], named)
     views = {name: view for (name, _), view in zip(named, arrays, strict=True)}
     k_cache, v_cache, block_table = arrays[:3]
 
-    geometry = cache_pair.geometry_of(given, k_cache, v_cache)
+    geometry = cache_pair.geometry_of(given["layout"], given["kv_dtype"], k_cache, v_cache)
     require.ndim("block_table", block_table, "(max_blocks,)", 1)
     cache_pair.scale_shapes(views, geometry.num_kv_heads)
     kind = cache_pair.kind_of(k_cache, v_cache, given["kv_dtype"])
     require.dtype("block_table", block_table, _INT32)
     require.memory(views, placement)
     length = require.integer("seq_len", given["seq_len"])
-    k_scale, v_scale = cache_pair.scales(given, views, kind, placement)
+    k_scale, v_scale = cache_pair.scales(given["k_scale"], given["v_scale"], views, kind, placement)
     capacity = len(block_table) * geometry.block_size
     if not 0 <= length <= capacity:
         raise ValueError(f"seq_len must be in 0..max_blocks * block_size = 0..{capacity}, got {length}")

@@ -1,7 +1,7 @@
 """What the values of arrays on the host must be; those on a device are never read, unless by a kernel that checks.
 
-What is checked here are copies (`Placement.own`, copies.py), and kernels read the same copies: another thread may
-write to the caller's arrays at any time.
+What is checked here are copies (`Placement.own`), and kernels read the same copies: another thread may write to the
+caller's arrays at any time.
 """
 
 from __future__ import annotations

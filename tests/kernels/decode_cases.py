@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 
-from pagedkv.calls import AttentionCall
+from pagedkv.calls import AttentionArguments, AttentionCall
 from pagedkv.cuda.plans import attention
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.emulator.machine.access import Access
@@ -65,15 +65,9 @@ FORMS = {"v1": V1, "v2": V2, "tensor cores": TENSOR, "CUDA cores": CUDA_CORES, "
 
 def checked_call(problem: Problem, kernel: str = "auto", check: bool = False) -> AttentionCall:
     """The call of a problem as the public operation validates it."""
-    names = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts")[: len(problem.args)]
-    return attention_call(
-        {
-            **dict.fromkeys(("kv_dtype", "k_scale", "v_scale", "alibi_slopes", "sinks", "max_seq_len")),
-            **dict(zip(names, problem.args, strict=True)),
-            **problem.options,
-            **{"kernel": kernel, "backend": "emulator", "out": problem.out, "return_lse": True, "check": check},
-        }
-    )
+    ragged, ours = len(problem.args) > 5, {"kernel": kernel, "backend": "emulator", "check": check}
+    ours |= {"out": problem.out, "return_lse": True}
+    return attention_call(AttentionArguments(*problem.args, ragged=ragged, **problem.options, **ours))
 
 
 def with_tables_apart(call: AttentionCall) -> AttentionCall:

@@ -26,7 +26,7 @@ Manager = BlockPool | SequenceTable | PagedKVCache
 
 
 PARTS = (BlockPool, SequenceTable, Rows, Handles, Chains, PrefixCache, HashIndex, LRU)
-NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_views", "_options", "_repeats"}
+NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_views", "_options", "_alike"}
 NO_STATE |= {"_stacks"}  # what k_caches and v_caches are views of
 NO_STATE |= {"_known", "_recent", "_num_changes"}  # what follows from other state, and how often that has changed
 

@@ -24,8 +24,8 @@ MUTANTS = [
     Mutant(
         "what is reserved is for the kernel of the largest call",
         "operations/workspaces.py",
-        '"kernel": "v2" if layout == "vllm" else "auto"}',
-        '"kernel": "auto"}',
+        'kernel: Kernel = "v2" if layout == "vllm" else "auto"',
+        'kernel: Kernel = "auto"',
         (RESERVED + "test_other_kernels_than_that_of_the_largest_call_have_theirs[fewer rows]",),
     ),
     Mutant(
@@ -116,8 +116,8 @@ MUTANTS = [
     Mutant(
         "lengths on the host may be beyond the bound",
         "validation/attention.py",
-        "values.seq_lens, max_seq_len, form.capacity)",
-        "values.seq_lens, form.capacity, form.capacity)",
+        "values.seq_lens(seq_lens, max_seq_len, capacity)",
+        "values.seq_lens(seq_lens, capacity, capacity)",
         ("tests/validation/test_attention.py::test_wrong_array",),
     ),
     Mutant(
@@ -194,8 +194,8 @@ MUTANTS = [
     Mutant(
         "a kernel is loaded when those before it have been launched",
         "cuda/backend.py",
-        "device.launch_all(launches_of(device, plan, call, out, lse))\n        self.prefills",
-        "[device.launch(*x) for x in launches_of(device, plan, call, out, lse)]\n        self.prefills",
+        "device.launch_all(launches_of(device, plan, call, out, lse))",
+        "[device.launch(*x) for x in launches_of(device, plan, call, out, lse)]",
         (LAUNCHES + "test_a_kernel_that_cannot_be_loaded_leaves_nothing_launched[3]",),
     ),
     Mutant(

@@ -4,11 +4,9 @@ from .mutant import Mutant
 
 THREADS = ("tests/cpu/test_threads.py",)
 PROCESSORS = ("tests/cpu/test_processors.py",)
-FORMS = ("tests/validation/test_forms.py",)
 COMMIT = ("tests/test_commit.py",)
 OWN = ("tests/validation/test_own_arrays.py",)
-REPEATS = ("tests/operations/test_repeats.py",)
-COPIES = ("tests/validation/test_copies.py",)
+PREPARED = ("tests/operations/test_prepared.py",)
 ARITHMETIC = ("tests/test_arithmetic.py",)
 
 MUTANTS = [
@@ -83,35 +81,6 @@ MUTANTS = [
         THREADS,
     ),
     Mutant(
-        "forms: options of other types are alike",
-        "validation/forms.py",
-        "return (*views, *arrays, *options, *map(type, options))",
-        "return (*views, *arrays, *options)",
-        FORMS,
-        ci=True,
-    ),
-    Mutant(
-        "calls: one is known without an option of its own",
-        "calls.py",
-        '"softcap", "kernel", ',
-        '"kernel", ',
-        ("tests/operations/test_attention.py::test_a_call_is_known_by_all_of_its_arguments",),
-    ),
-    Mutant(
-        "forms: options of a write do not count",
-        "validation/caches.py",
-        'WRITE_OPTIONS = ("layout", "kv_dtype", "interleaved", "check")',
-        "WRITE_OPTIONS = ()",
-        FORMS,
-    ),
-    Mutant(
-        "forms: strides do not count",
-        "validation/forms.py",
-        "(x.shape, x.strides, x.dtype, x.flags.num)",
-        "(x.shape, x.dtype)",
-        FORMS,
-    ),
-    Mutant(
         "threads: an interrupted caller waits for a share twice",
         "cpu/threads.py",
         "with self._turn:\n            pass",
@@ -142,6 +111,28 @@ MUTANTS = [
         COMMIT,
     ),
     Mutant(
+        "prepared: layers with other options are alike",
+        "operations/prepared.py",
+        ", *options, *chosen, *map(type, chosen)",
+        "",
+        PREPARED,
+        ci=True,
+    ),
+    Mutant(
+        "prepared: whoever writes to the tables of a batch gets the old ones",
+        "operations/prepared.py",
+        "tables = [(x.shape, x.dtype, x.tobytes()) for x in where.values()]",
+        "tables = [(x.shape, x.dtype) for x in where.values()]",
+        PREPARED,
+    ),
+    Mutant(
+        "prepared: a batch of another cache is known",
+        "cache.py",
+        "caches = self, None if self._alike else layer",
+        "caches = None if self._alike else layer",
+        PREPARED,
+    ),
+    Mutant(
         "own: small arrays are read where they are",
         "placement.py",
         "return x.copy() if x is not None and self.on_host else x",
@@ -155,48 +146,6 @@ MUTANTS = [
         "block_tables, seq_lens, max_seq_len, query_starts, out, spec,",
         'block_tables, views["seq_lens"], max_seq_len, query_starts, out, spec,',
         OWN,
-    ),
-    Mutant(
-        "repeats: tables and lengths of the last step",
-        "operations/decodes.py",
-        "if step.values == values and (",
-        "if (",
-        REPEATS,
-    ),
-    Mutant(
-        "repeats: a step like the one before has its tables",
-        "cpu/attention/decode.py",
-        "arguments = Arguments(tables, lens, *self.arguments[2:])",
-        "arguments = self.arguments._replace(seq_lens=lens)",
-        ("tests/operations/test_decodes.py",),
-    ),
-    Mutant(
-        "repeats: what is planned for another number of threads is renewed",
-        "operations/decodes.py",
-        "step.launches if step.values[3] == num_threads else {}",
-        "step.launches",
-        ("tests/operations/test_decodes.py",),
-    ),
-    Mutant(
-        "repeats: keys that are in the cache they are written to",
-        "validation/caches.py",
-        "if np.may_share_memory(k_cache, x) or np.may_share_memory(v_cache, x):",
-        "if False:",
-        REPEATS,
-    ),
-    Mutant(
-        "own: calls in the emulator share their copies",
-        "validation/copies.py",
-        'placement.backend == "cpu" and x.nbytes',
-        "x.nbytes",
-        COPIES,
-    ),
-    Mutant(
-        "own: what is checked once cannot be written",
-        "validation/copies.py",
-        ".reshape(shape).copy()",
-        ".reshape(shape)",
-        COPIES,
     ),
     Mutant(
         "arithmetic: numbers that are rounded on their way into a cache count as bits",

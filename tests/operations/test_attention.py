@@ -1,7 +1,6 @@
 """How the public operations treat their arrays and options, and merge_states against the oracle."""
 
 import math
-from functools import partial
 from inspect import signature
 
 import hypothesis.strategies as st
@@ -13,13 +12,11 @@ from hypothesis import given
 
 import pagedkv
 from pagedkv import reference
-from pagedkv.calls import per_head
+from pagedkv.calls import AttentionArguments, per_head
 from pagedkv.cpu import backend
 from pagedkv.cuda.plans import cache as plans
-from pagedkv.operations.decodes import key_of
-from pagedkv.validation.attention import attention_call
+from pagedkv.operations import attention as operations
 
-from ..support.device_fakes import InterfaceArray
 from ..support.problems import FLOATS, error_bound
 from ..support.strategies import own_parity
 from ..support.wrong_arguments import (
@@ -63,8 +60,7 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     kernel = Kernel()
-    for name in ("decode_attention", "prefill_attention"):
-        monkeypatch.setattr(backend, name, kernel)
+    monkeypatch.setattr(backend, "attention", kernel)
     return kernel
 
 
@@ -344,42 +340,17 @@ def test_merge_no_rows():
     assert lse.shape == (0, 4)
 
 
-class Read(dict):
-    """Arguments by name, and which of them have been read."""
-
-    def __init__(self, given):
-        super().__init__(given)
-        self.names = set()
-
-    def __getitem__(self, name):
-        self.names.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name, default=None):
-        self.names |= {name} & set(self)
-        return super().get(name, default)
-
-
-@pytest.mark.parametrize(
-    ("operation", "arguments", "known"),
-    [
-        (pagedkv.decode_attention, attention_arguments, plans.DECODE),
-        (pagedkv.prefill_attention, ragged_arguments, plans.PREFILL),
-    ],
-)
-def test_a_call_is_known_by_all_of_its_arguments(operation, arguments, known):
-    """Whoever passes one over takes a call for another one. A new argument belongs in a list of calls.py."""
-    parameters = signature(operation).parameters
-    given = {name: x.default for name, x in parameters.items()} | arguments()
-    attention_call(given)
-    on_device = {name: InterfaceArray.of(x) for name, x in given.items()}
-    keepers = [(attention_call, given), (partial(plans._read, known), on_device)]
-    if operation is pagedkv.decode_attention:
-        keepers.append((key_of, given))
-    for key, of in keepers:
-        reader = Read(of)
-        key(reader)
-        assert reader.names == set(parameters), key
+@pytest.mark.parametrize("operation", [pagedkv.decode_attention, pagedkv.prefill_attention])
+def test_every_argument_is_handed_on(monkeypatch, operation):
+    """A new one belongs in AttentionArguments, from which a device takes the key of a plan, and in both calls."""
+    seen = []
+    monkeypatch.setattr(operations, "attention_call", seen.append)
+    given = {name: object() for name in signature(operation).parameters}
+    with pytest.raises(AttributeError):  # where the call is used
+        operation(**given)
+    assert given.items() <= seen[0]._asdict().items()
+    keys = {name for names in (plans._ARRAYS, plans._OPTIONS, ["max_seq_len"]) for name in names}
+    assert keys == set(AttentionArguments._fields) >= set(given)
 
 
 @pytest.mark.parametrize("operation", [decode, prefill])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pagedkv
+from pagedkv.calls import AttentionArguments
 from pagedkv.validation.attention import attention_call
 from pagedkv.validation.caches import copy_call, gather_call, swap_call, write_call
 from pagedkv.validation.rotary import rotary_call
@@ -40,7 +41,10 @@ def arguments_of(operation, backend):
 def validated(operation, arguments):
     """The call, and what it holds by the names of the arguments."""
     call = CASES[operation][0]
-    result = call(**arguments) if call in (copy_call, swap_call) else call(arguments)
+    if call is attention_call:
+        result = call(AttentionArguments(**arguments, ragged="query_starts" in arguments))
+    else:
+        result = call(**arguments) if call in (copy_call, swap_call) else call(arguments)
     holders = result, getattr(result, "options", None), getattr(result, "rotation", None)
     return {name: next((getattr(x, name) for x in holders if hasattr(x, name)), None) for name in arguments}
 

@@ -11,8 +11,6 @@ order of every sum is that of prefill.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,23 +18,12 @@ import numpy.typing as npt
 from numba import boolean, float32, int64, types
 
 from ...arrays import Array, address_of
-from ...calls import AttentionCall, Form
-from ...commit import commit
+from ...calls import AttentionCall
 from ...compiling.compile_thread import made_once
 from ..compile import compile_kernel
-from ..threads import ALONE_NS, get_num_threads, run
+from ..threads import get_num_threads, run
 from .access import fetch_add, get_float, get_int32
-from .arguments import (
-    FIRST_TYPES,
-    Arguments,
-    estimate_of,
-    make_arguments,
-    make_inputs,
-    own_results,
-    plan_of,
-    result_writes,
-    slowed_down,
-)
+from .arguments import FIRST_TYPES, Arguments, Inputs, estimate_of, make_arguments, make_inputs, row_bytes_of
 from .flash import SPLIT, Item, fold, make_walk
 from .scratch import (
     NOTHING,
@@ -49,9 +36,9 @@ from .scratch import (
     start_states,
     whole_groups,
 )
-from .steps.shapes import FLOAT_BYTES, INT_BYTES, STEP, TILE
+from .steps.shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .steps.widening.order import is_shuffled
-from .tiles import TABLE_BYTES, TileConfig, address, tile_config
+from .tiles import TABLE_BYTES, TileConfig, address, cache_strides, tile_config
 
 GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless there is one
 ITEMS_PER_THREAD = 4
@@ -201,26 +188,6 @@ SIGNATURE = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Few:
-    """Sequences with a few query tokens each; hashed by identity, for what follows from it."""
-
-    query_starts: npt.NDArray[np.int64]  # (num_seqs + 1,) the first row of q of each, and the end
-    splits: Splits
-    most_tokens: int  # query tokens of a sequence
-    num_states: int  # partial states, for all heads
-    num_keys: int | None  # of all sequences; None if not counted
-
-
-class Cut(NamedTuple):
-    """How a call of some form is cut into work items for a number of threads."""
-
-    config: TileConfig
-    heads_per_item: int
-    groups: int  # of KV heads
-    key_ns: float  # what one thread takes for a key and a value of all heads
-
-
 def plan_splits(
     seq_lens: npt.NDArray[np.int64],
     query_lens: npt.NDArray[np.int64],
@@ -242,108 +209,43 @@ def plan_splits(
     return Splits(seq, begin, np.cumsum(sizes) - sizes, first)
 
 
-def plan_few(
-    call: AttentionCall, query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64], num_heads: int
-) -> Few:
-    """Plan for those sequences whose query_lens, not to be taken from query_starts, is above 0."""
-    lens = call.seq_lens.tobytes(), query_starts.tobytes(), query_lens.tobytes()
-    return _plan_few(*lens, call.options.window, num_heads)
-
-
-@lru_cache(maxsize=8)
-def _plan_few(seq_lens: bytes, query_starts: bytes, query_lens: bytes, window: int | None, num_heads: int) -> Few:
-    """`plan_few` by the bytes of its arrays, cached: the layers of a model ask for the same plan in turn."""
-    starts, lens = np.frombuffer(query_starts, np.int64), np.frombuffer(query_lens, np.int64)
-    keys = np.frombuffer(seq_lens, np.int32).astype(np.int64)
-    splits = plan_splits(keys, lens, window, num_heads)
-    num_states, num_keys = int(lens[splits.seq].sum()) * num_heads, int(keys.sum())
-    return Few(starts.copy(), splits, int(lens.max(initial=1)), num_states, num_keys)
-
-
-@lru_cache(maxsize=8)
-def _plan_decode(seq_lens: bytes, window: int | None, num_heads: int) -> Few:
-    """The plan for one query token of each sequence."""
-    num_seqs = len(np.frombuffer(seq_lens, np.int32))
-    starts, lens = np.arange(num_seqs + 1), np.ones(num_seqs, np.int64)
-    return _plan_few(seq_lens, starts.tobytes(), lens.tobytes(), window, num_heads)
-
-
-@lru_cache(maxsize=64)
-def _one_split_each(num_seqs: int) -> Few:
-    """The plan for one query token of each sequence, if all have at least one token and none more than a split."""
-    every, nothing = np.arange(num_seqs + 1), np.zeros(num_seqs, np.int64)
-    return Few(every, Splits(every[:-1], nothing, nothing, every), 1, 0, None)
-
-
-def decode_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
-    """Fill `out` (num_seqs, num_heads, head_dim) and `lse` (num_seqs, num_heads)."""
-    result, lses = own_results(call, out, lse, len(call.q))
-    if np.count_nonzero(call.seq_lens) < len(call.q):  # no work item writes the rows of the others
-        empty = call.seq_lens == 0
-        result[empty], lses[empty] = 0, -np.inf
-    plan_decode(call).run(call.q, call.k_cache, call.v_cache, result, lses)
-    commit(result_writes(call, out, result))
-
-
-def plan_decode(call: AttentionCall) -> Launch:
-    """What fills the rows of those sequences of a call that have tokens."""
-    num_seqs, num_heads, _ = call.q.shape
-    if np.count_nonzero(call.seq_lens) == num_seqs and _most_tokens(call) <= SPLIT:
-        few = _one_split_each(num_seqs)
-    else:
-        few = _plan_decode(call.seq_lens.tobytes(), call.options.window, num_heads)
-    return plan_launch(call, few, 1 if num_heads == call.spec.num_kv_heads else GROUP_ROWS)
-
-
-def _most_tokens(call: AttentionCall) -> int:
-    """A bound on the lengths; the columns of the tables, of which most calls have no more than they use, are one."""
-    return min(call.block_tables.shape[1] * call.spec.block_size, call.max_seq_len)
-
-
 class Launch(NamedTuple):
-    """A kernel and what it takes: all but q, K and V, and where results go.
-
-    The layers of a model, whose q and caches are alike, share it.
-    """
+    """A run of the kernel for sequences with a few query tokens each: all but q, K, V, and where results go."""
 
     kernel: Callable[..., Any]
+    inputs: Inputs
     arguments: Arguments
     slopes: Array | None  # whose address is among the arguments
-    form: Form
-    few: Few
-    cut: Cut
+    splits: Splits
+    heads_per_item: int
+    most_tokens: int  # query tokens of a sequence
+    num_states: int  # partial states, for all heads
+    token_major: bool  # the heads of a token lie side by side, rather than the tokens of a head
     estimate: float
 
-    def renewed(self, tables: Array, lens: Array, longest: int) -> Launch | None:
-        """The launch of a call with other tables and lengths, all above 0; None if that call is cut differently."""
-        if longest > SPLIT or self.few is not _one_split_each(len(lens)):
-            return None
-        arguments = Arguments(tables, lens, *self.arguments[2:])
-        estimate = slowed_down(self.form, len(lens) * longest * self.cut.key_ns)
-        return Launch(self.kernel, arguments, self.slopes, self.form, self.few, self.cut, estimate)
-
     def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
-        """Fill the rows of the sequences in `few`, and no others."""
-        few, cut, spec, plan = self.few, self.cut, self.form.spec, plan_of(self.form)
+        """Fill the rows of the sequences, and no others."""
+        num_kv_heads, head_dim = len(self.arguments.v_scale), q.shape[2]
+        groups = -(-num_kv_heads // self.heads_per_item)
         partial_acc = maxima = sums = NO_STATES
-        if few.num_states:
-            partial_acc = np.empty(few.num_states * plan.row_floats, np.float32)
-            maxima, sums = np.empty((2, few.num_states), np.float32)
+        if self.num_states:
+            partial_acc = np.empty(self.num_states * (-(-head_dim // LANES) * LANES), np.float32)
+            maxima, sums = np.empty((2, self.num_states), np.float32)
         run(
             self.kernel,
-            few.splits.seq.size * cut.groups,
+            self.splits.seq.size * groups,
             (
-                make_inputs(plan, spec.block_size, q, k_cache, v_cache),
+                self.inputs._replace(q=address_of(q), k=address_of(k_cache), v=address_of(v_cache)),
                 *self.arguments,
-                few.splits,
-                spec.head_dim,
-                cut.heads_per_item,
-                few.most_tokens,
-                plan.token_major,
+                self.splits,
+                head_dim,
+                self.heads_per_item,
+                self.most_tokens,
+                self.token_major,
                 partial_acc,
                 maxima,
                 sums,
-                np.zeros((len(self.arguments.seq_lens), cut.groups), np.int64),
+                np.zeros((len(self.arguments.seq_lens), groups), np.int64),
                 address_of(result),
                 lse,
             ),
@@ -352,25 +254,41 @@ class Launch(NamedTuple):
         )
 
 
-def plan_launch(call: AttentionCall, few: Few, group_rows: int) -> Launch:
-    """The launch for the sequences in `few`."""
-    cut = _cut(call.form, few, group_rows, get_num_threads())
-    kernel = _make_kernel(cut.config, call.options.score_mod)
-    arguments = make_arguments(call, few.query_starts)
-    estimate = estimate_of(call, len(call.seq_lens) * _most_tokens(call) * cut.key_ns)
-    if estimate >= ALONE_NS:
-        num_keys = int(call.seq_lens.sum(dtype=np.int64)) if few.num_keys is None else few.num_keys
-        estimate = estimate_of(call, num_keys * cut.key_ns)
-    return Launch(kernel, arguments, call.options.alibi_slopes, call.form, few, cut, estimate)
+def plan_few(
+    call: AttentionCall, query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64], group_rows: int
+) -> Launch:
+    """Plan for those sequences whose query_lens, not to be taken from query_starts, is above 0."""
+    spec, num_heads = call.spec, call.q.shape[1]
+    keys = call.seq_lens.astype(np.int64)
+    splits = plan_splits(keys, query_lens, call.options.window, num_heads)
+    most_tokens = int(query_lens.max(initial=1))
+    is_split = np.diff(splits.first).max(initial=0) > 1  # the only split of a sequence leaves no partial states
+    num_states = int(query_lens[splits.seq].sum()) * num_heads if is_split else 0
 
-
-@lru_cache(maxsize=8)
-def _cut(form: Form, few: Few, group_rows: int, num_threads: int) -> Cut:
-    """Cached, since each layer of a model asks for the same one."""
-    spec, config = form.spec, tile_config(form.spec, group_rows, staged=False)
-    rows = few.most_tokens * form.q_shape[1] // spec.num_kv_heads
-    in_l1 = max(1, min(GROUP_BYTES // (STEP * plan_of(form).row_bytes), MOST_ROWS // rows))
-    busy = -(-ITEMS_PER_THREAD * num_threads // max(1, few.splits.seq.size))
+    config, inputs = tile_config(spec, group_rows, staged=False), make_inputs(call)
+    rows = most_tokens * num_heads // spec.num_kv_heads
+    in_l1 = max(1, min(GROUP_BYTES // (STEP * row_bytes_of(call)), MOST_ROWS // rows))
+    busy = -(-ITEMS_PER_THREAD * get_num_threads() // max(1, splits.seq.size))
     heads_per_item = 1 if config.staged else max(1, min(in_l1, spec.num_kv_heads // busy))
-    groups = -(-spec.num_kv_heads // heads_per_item)
-    return Cut(config, heads_per_item, groups, spec.num_kv_heads * spec.head_dim * (DIM_NS + rows * ROW_NS))
+    k_strides = cache_strides(call.k_cache.strides, spec.layout)
+    key_ns = spec.num_kv_heads * spec.head_dim * (DIM_NS + rows * ROW_NS)
+    return Launch(
+        _make_kernel(config, call.options.score_mod),
+        inputs,
+        make_arguments(call, query_starts),
+        call.options.alibi_slopes,
+        splits,
+        heads_per_item,
+        most_tokens,
+        num_states,
+        # In layout vllm the tile of a head is staged whole, for all of its steps.
+        spec.layout != "vllm" and k_strides.token > k_strides.head,
+        estimate_of(call, int(keys.sum()) * key_ns),
+    )
+
+
+def plan_decode(call: AttentionCall) -> Launch:
+    """What fills the rows of those sequences of a call of decode_attention that have tokens."""
+    num_seqs, num_heads, _ = call.q.shape
+    group_rows = 1 if num_heads == call.spec.num_kv_heads else GROUP_ROWS
+    return plan_few(call, np.arange(num_seqs + 1), np.ones(num_seqs, np.int64), group_rows)

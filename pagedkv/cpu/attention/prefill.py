@@ -18,13 +18,12 @@ from numba import float32, int64, types
 
 from ...arrays import Array, address_of
 from ...calls import AttentionCall
-from ...commit import commit
 from ...compiling.compile_thread import made_once
 from ..compile import compile_kernel
 from ..threads import run
 from .access import fetch_add, get_int32
-from .arguments import FIRST_TYPES, estimate_of, make_arguments, make_inputs, own_results, plan_of, result_writes
-from .decode import GROUP_ROWS, plan_few, plan_launch
+from .arguments import FIRST_TYPES, Arguments, Inputs, estimate_of, make_arguments, make_inputs
+from .decode import GROUP_ROWS, Launch, plan_few
 from .flash import Item, make_walk
 from .scratch import (
     NOTHING,
@@ -138,49 +137,63 @@ def plan_chunks(query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.
     return Chunks(seq, query_starts[seq] + ordinal * tokens_per_item)
 
 
-def prefill_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
-    """Fill the rows of `out` (num_tokens, num_heads, head_dim) and `lse` up to query_starts[-1]."""
+class LongLaunch(NamedTuple):
+    """A run of the kernel for sequences with many query tokens: all but q, K, V, and where results go."""
+
+    kernel: Callable[..., Any]
+    inputs: Inputs
+    arguments: Arguments
+    slopes: Array | None  # whose address is among the arguments
+    chunks: Chunks
+    tokens_per_item: int
+    estimate: float
+
+    def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
+        """Fill the rows of the sequences, and no others."""
+        run(
+            self.kernel,
+            self.chunks.seq.size * len(self.arguments.v_scale),
+            (
+                self.inputs._replace(q=address_of(q), k=address_of(k_cache), v=address_of(v_cache)),
+                *self.arguments,
+                self.chunks,
+                q.shape[2],
+                self.tokens_per_item,
+                address_of(result),
+                lse,
+            ),
+            owners=(q, k_cache, v_cache, self.slopes, result),
+            estimate=self.estimate,
+        )
+
+
+def plan_prefill(call: AttentionCall) -> list[Launch | LongLaunch]:
+    """What fills the rows of a call of prefill_attention up to query_starts[-1]."""
     assert call.query_starts is not None
     starts = call.query_starts.astype(np.int64)
-    query_lens, num_tokens, num_heads = np.diff(starts), int(starts[-1]), call.q.shape[1]
-    group_size = num_heads // call.spec.num_kv_heads
-    q, few = call.q[:num_tokens], query_lens * group_size <= FEW_ROWS
-    result, lses = own_results(call, out, lse, num_tokens)
-    if few.any():
-        planned = plan_few(call, starts, np.where(few, query_lens, 0), num_heads)
-        plan_launch(call, planned, GROUP_ROWS).run(q, call.k_cache, call.v_cache, result, lses)
-    if not few.all():
-        _attend_many(call, q, starts, np.where(few, 0, query_lens), result, lses)
-    commit(result_writes(call, out, result))
+    query_lens, group_size = np.diff(starts), call.q.shape[1] // call.spec.num_kv_heads
+    is_few = query_lens * group_size <= FEW_ROWS
+    launches: list[Launch | LongLaunch] = []
+    if is_few.any():
+        launches.append(plan_few(call, starts, np.where(is_few, query_lens, 0), GROUP_ROWS))
+    if not is_few.all():
+        launches.append(_plan_many(call, starts, np.where(is_few, 0, query_lens)))
+    return launches
 
 
-def _attend_many(
-    call: AttentionCall,
-    q: Array,
-    query_starts: npt.NDArray[np.int64],
-    query_lens: npt.NDArray[np.int64],
-    result: Array,
-    lse: Array,
-) -> None:
-    """Fill the rows of those sequences whose query_lens, not to be taken from query_starts, is above 0."""
-    kernel = _make_kernel(tile_config(call.spec, GROUP_ROWS, staged=True), call.options.score_mod)
-    num_kv_heads, caches = call.spec.num_kv_heads, (call.k_cache, call.v_cache)
-    tokens_per_item = max(1, ROWS // (q.shape[1] // num_kv_heads))
-    chunks = plan_chunks(query_starts, query_lens, tokens_per_item)
-    logits = int((query_lens * call.seq_lens).sum()) * q.shape[1]
-    head_dim = call.q.shape[2]
-    run(
-        kernel,
-        chunks.seq.size * num_kv_heads,
-        (
-            make_inputs(plan_of(call.form), call.spec.block_size, q, *caches),
-            *make_arguments(call, query_starts),
-            chunks,
-            head_dim,
-            tokens_per_item,
-            address_of(result),
-            lse,
-        ),
-        owners=(q, *caches, call.options.alibi_slopes, result),
-        estimate=estimate_of(call, logits * head_dim * DIM_NS),
+def _plan_many(
+    call: AttentionCall, query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64]
+) -> LongLaunch:
+    """Plan for those sequences whose query_lens, not to be taken from query_starts, is above 0."""
+    num_heads, head_dim = call.q.shape[1:]
+    tokens_per_item = max(1, ROWS // (num_heads // call.spec.num_kv_heads))
+    logits = int((query_lens * call.seq_lens).sum()) * num_heads
+    return LongLaunch(
+        _make_kernel(tile_config(call.spec, GROUP_ROWS, staged=True), call.options.score_mod),
+        make_inputs(call),
+        make_arguments(call, query_starts),
+        call.options.alibi_slopes,
+        plan_chunks(query_starts, query_lens, tokens_per_item),
+        tokens_per_item,
+        estimate_of(call, logits * head_dim * DIM_NS),
     )

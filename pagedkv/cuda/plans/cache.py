@@ -9,10 +9,9 @@ the inputs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping
-from itertools import count
+from collections.abc import Callable, Hashable
 from numbers import Real
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,40 +19,24 @@ from numpy.lib.array_utils import byte_bounds
 
 from ...arrays import Array, DeviceArgument, Facts, address_of, device_kind
 from ...buckets import bucket
-from ...calls import OPTIONS, PREFILL_OPTIONS, RAGGED, REQUIRED, SCALES, VECTORS
+from ...calls import AttentionArguments, AttentionCall
 from ...layouts import FLOAT32
 from .. import driver
 from .plan import WGMMA, arrays_of
 
 if TYPE_CHECKING:
-    from ...calls import AttentionCall
     from ..driver import CudaDevice
     from .plan import Plan
 
-MAX_PLANS = 1024
-
-
-class Arguments:
-    """The arguments of an operation by name.
-
-    Parameters
-    ----------
-    arrays : tuple of str
-        Those that may be arrays, `out` the last of them.
-    options : tuple of str
-        All others but max_seq_len.
-    settings : tuple of str
-        Environment variables that plans depend on.
-    """
-
-    def __init__(self, arrays: tuple[str, ...], options: tuple[str, ...], *settings: str) -> None:
-        self.arrays, self.settings = arrays, ("PAGEDKV_CHECK", *settings)
-        self.arrays_of, self.options_of = itemgetter(*arrays), itemgetter(*options)
-
-
-_OTHER_ARRAYS, _OTHER_OPTIONS = (*VECTORS, *SCALES, "out"), ("score_mod", "backend")
-DECODE = Arguments((*REQUIRED, *_OTHER_ARRAYS), (*OPTIONS, *_OTHER_OPTIONS))
-PREFILL = Arguments((*RAGGED, *_OTHER_ARRAYS), (*PREFILL_OPTIONS, *_OTHER_OPTIONS), WGMMA)
+MOST_PLANS = 1024
+# The arguments that may be arrays, `out` the last of them; a plan depends on all others, and on environment variables.
+_ARRAYS = (
+    *("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts"),
+    *("alibi_slopes", "sinks", "k_scale", "v_scale", "out"),
+)
+_OPTIONS = tuple(name for name in AttentionArguments._fields if name not in (*_ARRAYS, "max_seq_len"))
+_SETTINGS = ("PAGEDKV_CHECK", WGMMA)
+_arrays_of, _options_of = attrgetter(*_ARRAYS), attrgetter(*_OPTIONS)
 # Reading an argument raises these if it is invalid, is not on a device, or has an unknown form.
 _UNREADABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
@@ -63,30 +46,22 @@ class Known:
 
     Parameters
     ----------
-    arguments : Arguments
-        Of the operation.
     plan : Plan
     call : AttentionCall
         The call of the plan.
     out : numpy.ndarray
         The shadow of its output.
-
-    Attributes
-    ----------
-    last_use : int
-        When it was last asked for, in calls.
     """
 
-    def __init__(self, arguments: Arguments, plan: Plan, call: AttentionCall, out: Array) -> None:
-        self.last_use = 0
+    def __init__(self, plan: Plan, call: AttentionCall, out: Array) -> None:
         self.ordinal = call.placement.ordinal
         self.shape, self.dtype = call.q.shape, call.q.dtype
         arrays = arrays_of(call)
-        spans = [(i, *_span(arrays[name])) for i, name in enumerate(arguments.arrays[:-1])]
+        spans = [(i, *_span(arrays[name])) for i, name in enumerate(_ARRAYS[:-1])]
         self._spans = tuple((i, first, last) for i, first, last in spans if first < last)
         self._out_span = _span(out)
         self._workspaces = plan.workspaces
-        names = (*arguments.arrays, "lse", *(name for name, _ in self._workspaces))
+        names = (*_ARRAYS, "lse", *(name for name, _ in self._workspaces))
         at = {name: i for i, name in enumerate(names)}  # any other is the null pointer, after these
         self._launches = [
             (
@@ -132,54 +107,35 @@ def _span(x: Any) -> tuple[int, int]:
 
 
 class PlanCache:
-    """Known calls by their keys; the ones used longest ago are forgotten.
+    """Known calls by their keys; all are forgotten when there are too many."""
 
-    Parameters
-    ----------
-    arguments : Arguments
-        Of the operation.
-    size : int
-        How many are kept.
-    """
-
-    def __init__(self, arguments: Arguments, size: int = MAX_PLANS) -> None:
-        self._arguments, self._size = arguments, size
+    def __init__(self) -> None:
         self._known: dict[Hashable, Known] = {}
-        self._clock = count(1)
 
     def __len__(self) -> int:
         return len(self._known)
 
     def add(self, call: AttentionCall, out: Array, plan: Plan) -> None:
         """Keep the plan of a call that has been launched into `out`."""
-        known = Known(self._arguments, plan, call, out)
-        known.last_use = next(self._clock)
+        known = Known(plan, call, out)
         try:
-            self._known[_read(self._arguments, call.given)[1]] = known
+            key = _read(call.arguments)[1]
+            if len(self._known) >= MOST_PLANS:
+                self._known.clear()
+            self._known[key] = known
         except _UNREADABLE:
             return
-        while len(self._known) > self._size:
-            # A copy: another thread may add one, or forget the same one.
-            oldest = min(list(self._known.items()), key=lambda item: item[1].last_use)[0]
-            self._known.pop(oldest, None)
 
-    def repeat(self, given: Mapping[str, Any]) -> Any:
-        """Run a call that is like an earlier valid one, and return what the operation returns; otherwise None.
-
-        Parameters
-        ----------
-        given : mapping
-            The arguments of the operation by their names.
-        """
+    def repeat(self, arguments: AttentionArguments) -> Any:
+        """Run a call that is like an earlier valid one, and return what the operation returns; otherwise None."""
         try:
-            addresses, key = _read(self._arguments, given)
+            addresses, key = _read(arguments)
             known = self._known.get(key)
         except _UNREADABLE:  # validation says what is wrong
             return None
         if known is None:
             return None
-        known.last_use = next(self._clock)
-        q, out = given["q"], given["out"]
+        q, out = arguments.q, arguments.out
         like = _kinds[q.__class__]("q", q)
         if out is None:
             out = like.empty("out", known.shape, known.dtype, "")
@@ -187,7 +143,7 @@ class PlanCache:
         elif not known.apart(addresses):
             return None
         device = driver.cuda_device(known.ordinal, like.stream())
-        if not given["return_lse"]:
+        if not arguments.return_lse:
             known.run(device, addresses, 0)
             return out
         lse = like.empty("lse", known.shape[:2], FLOAT32, "")
@@ -195,23 +151,16 @@ class PlanCache:
         return out, lse
 
 
-def _read(arguments: Arguments, given: Mapping[str, Any]) -> tuple[tuple[int, ...], Hashable]:
+def _read(arguments: AttentionArguments) -> tuple[tuple[int, ...], Hashable]:
     """The addresses of the arguments, 0 for all but arrays, and the key of the call."""
-    facts = [_NOTHING if x is None else _readers[x.__class__](x) for x in arguments.arrays_of(given)]
-    options = arguments.options_of(given)
-    max_seq_len = given["max_seq_len"]
+    facts = [_NOTHING if x is None else _readers[x.__class__](x) for x in _arrays_of(arguments)]
+    options, max_seq_len = _options_of(arguments), arguments.max_seq_len
     if max_seq_len is not None:
         if type(max_seq_len) is not int and not isinstance(max_seq_len, np.integer):
             raise TypeError
         max_seq_len = bucket(int(max_seq_len))
     # 1, 1.0 and True are equal, but not all are valid.
-    key = (
-        *[key for _, key in facts],
-        *options,
-        *map(type, options),
-        max_seq_len,
-        *map(_setting, arguments.settings),
-    )
+    key = (*[key for _, key in facts], *options, *map(type, options), max_seq_len, *map(_setting, _SETTINGS))
     return tuple([address for address, _ in facts]), key
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,8 @@ class Batch:
         Where the query rows of each sequence begin; the last element is num_tokens. Made when it is first looked up.
     positions : (num_tokens,) int64
         The position of each query row in its sequence, for `apply_rotary`. Made when it is first looked up.
+    prepared : dict
+        What the layers of a model have in common in attention on the host, for `PagedKVCache.attend`.
     """
 
     block_tables: Any
@@ -39,11 +42,15 @@ class Batch:
     _arrays: Arrays = field(repr=False)
     _lens: npt.NDArray[np.int32] = field(repr=False)
     _given: npt.NDArray[np.int64] | None = field(repr=False)
+    prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def views(self) -> tuple[Any, Any]:
-        """block_tables and seq_lens, as NumPy sees them where they are on the host: for many calls of an operation."""
-        return self._arrays.on_host(self.block_tables), self._arrays.on_host(self.seq_lens)
+    def where(self) -> dict[str, Any]:
+        """The tables, lengths and query_starts that attention takes, as NumPy sees them where they are on the host."""
+        where = {"block_tables": self.block_tables, "seq_lens": self.seq_lens}
+        if not self.is_decode:
+            where["query_starts"] = self.query_starts
+        return {name: self._arrays.on_host(x) for name, x in where.items()}
 
     @cached_property
     def is_decode(self) -> bool:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagedkv.calls import AttentionArguments
 from pagedkv.cuda.plans import attention
 from pagedkv.kernels.paged.config import PARTITION_SIZE
 from pagedkv.validation.attention import attention_call
@@ -28,17 +29,10 @@ def call_of(kernel="auto", num_seqs=2, num_heads=4, max_blocks=4, block_size=16,
     }[layout]
     q = np.broadcast_to(np.zeros((1, num_heads, head_dim), np.float32), (num_seqs, num_heads, head_dim))
     k_cache, v_cache = (np.zeros(shape, np.float32) for shape in shapes)
-    call = attention_call(
-        {
-            **dict.fromkeys(("max_seq_len", "scale", "kv_dtype", "k_scale", "v_scale", "window", "softcap", "sinks")),
-            **{"q": q, "k_cache": k_cache, "v_cache": v_cache, "layout": layout, "kernel": kernel},
-            "block_tables": np.broadcast_to(np.zeros(max_blocks, np.int32), (num_seqs, max_blocks)),
-            "seq_lens": np.zeros(num_seqs, np.int32),
-            **{"backend": "emulator", "out": None, "return_lse": True},
-            **dict.fromkeys(("check", "score_mod", "alibi_slopes")),
-            **options,
-        }
-    )
+    tables = np.broadcast_to(np.zeros(max_blocks, np.int32), (num_seqs, max_blocks))
+    options |= {"layout": layout, "kernel": kernel, "backend": "emulator", "return_lse": True}
+    lens = np.zeros(num_seqs, np.int32)
+    call = attention_call(AttentionArguments(q, k_cache, v_cache, tables, lens, **options))
     return call, np.zeros(q.shape, np.float32)
 
 

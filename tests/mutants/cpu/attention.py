@@ -49,16 +49,16 @@ MUTANTS = [
     ),
     Mutant(
         "decode: empty rows keep what was there",
-        "cpu/attention/decode.py",
-        "result[empty], lses[empty] = 0, -np.inf",
-        "lses[empty] = -np.inf",
+        "cpu/attention/prepared.py",
+        "result[self.empty], lse[self.empty] = 0, -np.inf",
+        "lse[self.empty] = -np.inf",
         EMPTY,
     ),
     Mutant(
         "decode: the LSE of an empty row is 0",
-        "cpu/attention/decode.py",
-        "result[empty], lses[empty] = 0, -np.inf",
-        "result[empty], lses[empty] = 0, 0",
+        "cpu/attention/prepared.py",
+        "result[self.empty], lse[self.empty] = 0, -np.inf",
+        "result[self.empty], lse[self.empty] = 0, 0",
         EMPTY,
     ),
     Mutant(
@@ -191,15 +191,15 @@ MUTANTS = [
     Mutant(
         "decode: values are read with the strides of K",
         "cpu/attention/arguments.py",
-        "        tuple(v),",
-        "        tuple(k),",
+        "        k,\n        v,\n        call.spec.block_size,",
+        "        k,\n        k,\n        call.spec.block_size,",
         ORACLE,
     ),
     Mutant(
         "decode: k_scale of the wrong heads",
         "cpu/attention/arguments.py",
-        "factors = (options.scale * k_scale).repeat(call.q.shape[1] // spec.num_kv_heads)",
-        "factors = np.tile(options.scale * k_scale, call.q.shape[1] // spec.num_kv_heads)",
+        "factors = (options.scale * call.k_scale).repeat(num_heads // spec.num_kv_heads)",
+        "factors = np.tile(options.scale * call.k_scale, num_heads // spec.num_kv_heads)",
         FP8_ORACLE,
     ),
     Mutant(
@@ -267,8 +267,8 @@ MUTANTS = [
     ),
     Mutant(
         "prefill: rows past the last query are written",
-        "cpu/attention/arguments.py",
-        "bits(out[: len(result)]), ..., bits(result)",
+        "cpu/attention/prepared.py",
+        "bits(rows), ..., bits(result)",
         "bits(out), ..., np.resize(bits(result), out.shape)",
         ("tests/cpu/attention/test_prefill.py::test_rows_past_the_last_query_are_not_written[NHD-float32_0]",),
     ),

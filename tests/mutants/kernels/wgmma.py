@@ -214,8 +214,8 @@ MUTANTS = [
     Mutant(
         "wgmma kernel: a setting changes no plan that is kept",
         "cuda/plans/cache.py",
-        "(*PREFILL_OPTIONS, *_OTHER_OPTIONS), WGMMA)",
-        "(*PREFILL_OPTIONS, *_OTHER_OPTIONS))",
+        '_SETTINGS = ("PAGEDKV_CHECK", WGMMA)',
+        '_SETTINGS = ("PAGEDKV_CHECK",)',
         ("tests/cuda/plans/test_cache.py::test_the_kernel_on_warpgroups_is_asked_for_by_the_environment",),
     ),
 ]

@@ -1,4 +1,4 @@
-"""Layers of a cache on the CPU: what one has validated is not looked at again by the others, and what differs is."""
+"""Layers of a cache on the CPU: one validates and plans for all of its step, and what differs is validated again."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import torch
 
 import pagedkv
 from pagedkv import PagedKVCache
-from pagedkv.operations import decodes, repeats
+from pagedkv.operations import prepared
 
 from ..memory.manager import refused
 
@@ -27,6 +27,7 @@ class Steps:
         self.rng = np.random.default_rng(0)
         self.cache = PagedKVCache(LAYERS, 100, P, HEADS, DIM, dtype, array_module=array_module, **options)
         self.options = {name: options[name] for name in ("layout", "kv_dtype") if name in options}
+        self.k_scale = options.get("k_scale")
         self.seqs = [self.cache.add(0).seq for _ in LENS]
         slots = self.cache.append(self.seqs, list(LENS))
         for layer in range(LAYERS):
@@ -47,7 +48,8 @@ class Steps:
             caches = self.cache.k_caches[layer], self.cache.v_caches[layer]
             lens = self.cache.seq_lens(self.seqs).tolist()
             for i, length in enumerate(lens):
-                stored = pagedkv.gather_kv(*caches, batch.block_tables[i], length, **self.options)
+                scales = {"k_scale": self.k_scale[layer]} if self.k_scale else {}
+                stored = pagedkv.gather_kv(*caches, batch.block_tables[i], length, **self.options, **scales)
                 for x, y in zip(stored, (k, v), strict=True):
                     np.testing.assert_allclose(numbers(x[-1]), numbers(y[i]), rtol=0.1, atol=0.1)
         return batch
@@ -55,51 +57,84 @@ class Steps:
     def attend(self, layer, batch, q=None, **options):
         q = self.new(len(LENS), 4) if q is None else q
         caches = self.cache.k_caches[layer], self.cache.v_caches[layer]
-        where = batch.block_tables, batch.seq_lens
-        expected = pagedkv.decode_attention(q, *caches, *where, **self.options, **options)
+        scales = {"k_scale": self.k_scale[layer]} if self.k_scale else {}
+        operation, where = pagedkv.decode_attention, [batch.block_tables, batch.seq_lens]
+        if not batch.is_decode:
+            operation, where = pagedkv.prefill_attention, [*where, batch.query_starts]
+        expected = operation(q, *caches, *where, **self.options, **scales, **options)
         got = self.cache.attend(layer, q, batch, **options)
         assert type(got) is type(expected)
         assert (got == expected).all()
 
 
 @pytest.fixture
-def looked_at(monkeypatch):
-    """What the operations were called for, by the first array that they got."""
-    calls = []
-    for name in ("decode_attention", "write_kv"):
-        operation = getattr(repeats, name)
-        monkeypatch.setattr(
-            repeats, name, lambda *args, _f=operation, **given: [calls.append(_f.__name__), _f(**given)][1]
-        )
+def validated(monkeypatch):
+    """The calls that have been validated and planned for others."""
+    calls, whole = [], prepared.attention_call
+    monkeypatch.setattr(prepared, "attention_call", lambda arguments: [calls.append(arguments), whole(arguments)][1])
     return calls
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "per_step"),
     [
-        {},
-        {"array_module": "torch", "layout": "HND"},
-        {"array_module": "torch", "dtype": "float16", "layout": "vllm"},
-        {"kv_dtype": "fp8_e4m3"},
+        ({}, 1),
+        ({"array_module": "torch", "layout": "HND"}, 1),
+        ({"array_module": "torch", "dtype": "float16", "layout": "vllm"}, 1),
+        ({"kv_dtype": "fp8_e4m3"}, 1),
+        ({"kv_dtype": "fp8_e4m3", "k_scale": [0.5, 1.0, 2.0]}, LAYERS),
     ],
 )
-def test_the_first_layer_is_validated_for_all_steps(looked_at, options):
+def test_one_layer_of_a_step_is_validated_for_all(validated, options, per_step):
     steps = Steps(**options)
-    looked_at.clear()
-    for _ in range(3):
-        steps.step()
-    assert looked_at == ["write_kv", "decode_attention"]
+    for count in (1, 2):
+        batch = steps.step()
+        assert len(validated) == count * per_step
+    for layer in range(LAYERS):
+        steps.attend(layer, batch)
+    assert len(validated) == 2 * per_step
 
 
-def test_options_that_alternate(looked_at):
+def test_chunks_of_prompts_are_validated_once_too(validated):
     steps = Steps()
-    for _ in range(2):
-        steps.step([0], window=20, scale=0.5)
-        steps.step([1], scale=1)
-        steps.step([2], scale=1.0)
-    assert looked_at.count("decode_attention") == 3
+    query_lens = [P, 2, 70]
+    batch = steps.cache.batch(steps.seqs, query_lens)
+    for layer in range(LAYERS):
+        steps.attend(layer, batch, steps.new(sum(query_lens), 4))
+    assert len(validated) == 1
+    batch.query_starts[1:3] -= 1
+    steps.attend(0, batch, steps.new(sum(query_lens), 4))
+    assert len(validated) == 2
+
+
+def test_options_that_alternate(validated):
+    steps = Steps()
+    steps.step([0], window=20, scale=0.5)
+    batch = steps.step([1], scale=1)
+    steps.attend(2, batch, scale=1.0)
+    steps.attend(0, batch, scale=1)
+    assert len(validated) == 3
     steps.step(sinks=np.ones(4, np.float32), softcap=2.0)  # arrays may hold anything else in the next call
-    assert looked_at.count("decode_attention") == 3 + LAYERS
+    assert len(validated) == 3
+
+
+def test_a_batch_of_another_cache_is_validated_again(validated):
+    steps, few = Steps(), PagedKVCache(1, 2, P, HEADS, DIM)
+    batch = steps.step()
+    with refused(few, IndexError, r"^block_tables must hold block ids in 0\.\.num_blocks-1 = 0\.\.1"):
+        few.attend(0, steps.new(3, 4), batch)
+
+
+def test_the_number_of_threads_counts(validated):
+    steps, threads = Steps(), pagedkv.get_num_threads()
+    batch = steps.cache.batch(steps.seqs)
+    try:
+        for number in (1, 2, 1):
+            pagedkv.set_num_threads(number)
+            steps.attend(0, batch)
+    finally:
+        pagedkv.set_num_threads(threads)
+    assert len(validated) == 2
 
 
 def test_tables_and_lengths_of_the_call_count():
@@ -201,15 +236,3 @@ def test_caches_that_are_read_only_or_overlap():
     inside = steps.cache.k_caches[2][50, :3]
     with refused(steps.cache, ValueError, r"^k_cache must not overlap v$"):
         steps.cache.write(2, k, inside, slots)
-
-
-def test_forms_are_forgotten(monkeypatch, looked_at):
-    monkeypatch.setattr(decodes, "MOST_FORMS", 2)
-    steps = Steps()
-    for window in (1, 2, 3, 1):
-        batch = steps.step([0], window=window)
-    assert looked_at.count("decode_attention") == 4
-    for window in (1, 2, 3, 1, 2, 3):
-        for _ in range(2):
-            steps.attend(0, batch, window=window)
-        assert len(steps.cache._repeats._decodes._step.launches) <= 2

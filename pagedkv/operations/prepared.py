@@ -1,0 +1,79 @@
+"""Attention of the layers of a model on the host: validated and planned for the first, run for the others.
+
+All layers get the same tables and lengths, and queries and caches that are alike (FlashInfer's plan and run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import Array, identify
+from ..calls import AttentionArguments
+from ..cpu import backend as cpu
+from ..cpu.threads import get_num_threads
+from ..validation.attention import attention_call
+
+if TYPE_CHECKING:
+    from ..cpu.attention.prepared import Prepared
+
+# Options whose values say all about them; a call with another one is validated every time.
+_OPTIONS = frozenset(("scale", "window", "softcap", "alibi_slopes", "sinks", "score_mod", "causal", "exact", "check"))
+_PLAIN = frozenset((bool, int, float, str, NoneType))
+
+
+def attend(
+    operation: Callable[..., Any],
+    prepared: dict[Hashable, Prepared],
+    caches_key: Hashable,
+    q: Any,
+    k_cache: Array,
+    v_cache: Array,
+    where: dict[str, Any],
+    stored: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
+    """Run an attention call, and keep what it launches for those of other layers.
+
+    Parameters
+    ----------
+    operation : callable
+        decode_attention or prefill_attention.
+    prepared : dict
+        What earlier calls have launched; to be forgotten with the tables.
+    caches_key
+        What calls must share besides q, tables and options: how their caches lie, and their scales.
+    q : (num_tokens, num_heads, head_dim) array
+    k_cache, v_cache : array
+    where : dict
+        block_tables, seq_lens and, for prefill_attention, query_starts.
+    stored, options : dict
+        Other arguments of the operation: of the caches, and those that the caller chooses for this call.
+
+    Returns
+    -------
+    array
+        What the operation returns.
+    """
+    chosen = options.values()
+    is_known = _OPTIONS.issuperset(options) and _PLAIN.issuperset(map(type, chosen))
+    if not is_known or (argument := identify("q", q)).on_device:
+        return operation(q, k_cache, v_cache, **where, **stored, **options)
+    view = argument.view()
+    facts = view.shape, view.strides, view.dtype, view.flags.num
+    # By their bytes, since the caller may write to them.
+    tables = [(x.shape, x.dtype, x.tobytes()) for x in where.values()]
+    # 1, 1.0 and True are equal, but not all are valid.
+    key = caches_key, facts, *tables, stored["max_seq_len"], get_num_threads(), *options, *chosen, *map(type, chosen)
+    ready = prepared.get(key)
+    if ready is None:
+        ragged = "query_starts" in where
+        arguments = AttentionArguments(view, k_cache, v_cache, ragged=ragged, **where, **stored, **options)
+        ready = prepared[key] = cpu.prepare(attention_call(arguments))
+    out, result = argument.new("out", view.shape, view.dtype, 0, "")
+    if ready.num_rows:
+        cpu.run(ready, view, k_cache, v_cache, result, np.empty(view.shape[:2], np.float32))
+    return out
