@@ -364,11 +364,10 @@ class Scheduler:
             with suppress(KeyError):  # an earlier request of its lane, which has ended
                 self._cache.free(seq)
         self._requests, self._step, self._leaving = requests, None, []
-        self._running.clear()
-        self._waiting.clear()
         for number, request in requests.items():
             request.tokens, request.lane = ids_of(tokens[number]), NOT_RUNNING
-            self._waiting.push(request)
+        self._waiting.refill(requests)
+        self._running.clear()
 
     def _find(self, request: int) -> Request:
         try:

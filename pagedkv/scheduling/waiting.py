@@ -11,12 +11,13 @@ class Waiting:
     """A heap of requests, smallest key first, and of equal ones the one that was added first."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Let no request wait, whatever an interrupted call has left."""
         self._requests: dict[int, Request] = {}
         self._heap: list[tuple[int, int]] = []
+
+    def refill(self, requests: dict[int, Request]) -> None:
+        """Let these wait and no others, by their numbers, whatever an interrupted call has left."""
+        heap = sorted((request.key, number) for number, request in requests.items())
+        self._requests, self._heap = requests.copy(), heap
 
     def __len__(self) -> int:
         return len(self._requests)

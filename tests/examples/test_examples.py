@@ -340,3 +340,41 @@ def test_the_server_says_what_to_install():
         1,
         'the server needs starlette and uvicorn: pip install -e ".[serve]"\n',
     )
+
+
+def test_logits_that_are_not_finite_end_a_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a chunk of a prompt, too, and nothing of it is found again."""
+    engine = engine_for([b"def f(x):\n    return", b"class"], max_new_tokens=4)
+    expected = finish(engine)[1]
+    engine = engine_for([b"def f(x):\n    return", b"class"], max_new_tokens=4)
+    forward = Transformer.forward
+    with monkeypatch.context() as patch:
+
+        def spoiled(*args: object) -> np.ndarray:
+            logits = forward(*args)
+            logits[0] = np.nan
+            return logits
+
+        patch.setattr(Transformer, "forward", spoiled)
+        next(engine.run())
+    assert engine.samples[0].done.startswith("error: the model's logits are not finite")
+    assert engine.cache.find(engine.samples[0].prompt) == 0
+    assert finish(engine) == [[], expected]
+
+
+def test_options_of_a_draw() -> None:
+    logits = np.log(np.array([0.1, 0.4, 0.05, 0.25, 0.2], np.float32))
+    draws = np.linspace(0, 0.999, 20)
+
+    def drawn(seen: tuple[int, ...] = (), banned: tuple[int, ...] = (), **options: float) -> set[int]:
+        sampling = Sampling(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options)
+        return {sampling.choose(logits, draw, seen, banned) for draw in draws}
+
+    assert drawn() == {0, 1, 2, 3, 4}
+    assert drawn(min_p=0.4) == {1, 3, 4}
+    assert drawn(min_p=0.3, banned=(1,)) == {0, 3, 4}
+    assert drawn(temperature=0, banned=(1,)) == {3}
+    assert drawn(temperature=0, repetition_penalty=3.0, seen=(1, 1, 0)) == {3}
+    for row in ([0, np.nan], [np.inf, 0], [-np.inf, -np.inf]):
+        with pytest.raises(FloatingPointError, match="the model's logits are not finite"):
+            Sampling().choose(np.array(row, np.float32), 0.5)

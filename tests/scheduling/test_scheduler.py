@@ -437,3 +437,23 @@ def test_arguments_are_checked():
     assert scheduler.num_waiting == 0
     assert scheduler.add([1], 1) == 0
     assert repr(scheduler).startswith("Scheduler(0 requests run, 1 wait, of PagedKVCache(1 layers")
+
+
+def test_restart_computes_requests_again_with_other_tokens():
+    """Whatever a call was in the middle of: here a step, of which a request was aborted, and a start."""
+    cache = make_cache(64)
+    others = cache.add(9).seq
+    scheduler, num_free = scheduler_of(cache, max_num_batched_tokens=6), cache.num_free
+    first, second, aborted, forgotten = (scheduler.add([i, *range(1, 9)], 5) for i in range(4))
+    for _ in range(3):
+        scheduler.update(step := scheduler.schedule(), forward(cache, step).astype(np.int64))
+    scheduler.schedule()
+    scheduler.abort(aborted)
+    cache._start(pagedkv.memory.prefix.prompt.known_prompt([7] * 8, None), 0, scheduler._admission._starts.last)
+    tokens = [*alone((1, *range(1, 9)), 5)[:3]]
+    scheduler.restart({first: [0, *range(1, 9)], second: [1, *range(1, 9), *tokens]})
+    assert (cache.num_free, scheduler.num_running, scheduler.num_waiting) == (num_free, 0, 2)
+    with pytest.raises(KeyError):
+        scheduler.abort(forgotten)
+    assert serve(scheduler, cache) == {i: alone((i, *range(1, 9)), 5) for i in (first, second)}
+    assert cache.seq_lens([others]) == [9]

@@ -35,8 +35,7 @@ _Method = Callable[Concatenate["Engine", _P], _R]
 
 NO_TOKEN = -1
 NOT_FINITE = (
-    "the model's logits are not finite: its weights or the prompt overflow {dtype}; load it in a wider dtype, or look "
-    "for NaN in its weights"
+    "the model's logits are not finite: look for NaN in its weights, or for a dtype of a wider range than {dtype}"
 )
 
 
@@ -95,8 +94,9 @@ class Engine:
     :class:`~pagedkv.PagedKVCache`. All tokens of a step go through the model in one row without padding, and only the
     last one of each request gets logits.
 
-    One thread at a time may call it. After an error of the model, or of a listener to the cache's events, nothing of
-    its step has happened, and it can be made again, with the same draws, or its requests cancelled.
+    One thread at a time may call it. After an error of the model nothing of its step has happened, and it can be made
+    again, with the same draws, or its requests cancelled. After an interrupt (Ctrl-C), or an error of a listener to the
+    cache's events, the next call computes running requests again as far as the prefix cache does not find them.
 
     Parameters
     ----------
@@ -246,20 +246,21 @@ class Engine:
         max_tokens = as_int("max_tokens", max_tokens, minimum=1)
         min_tokens = as_int("min_tokens", min_tokens, maximum=max_tokens)
         request = Request(ids, max_tokens, min_tokens, sampling, sorted(ends), decoder)
-        return self._add(request, priority, salt)
+        number = self._add(request, priority, salt)
+        # No interrupt comes between here and the caller: without its number, nobody could read or cancel the request.
+        self._requests[number] = request
+        self._is_torn = False
+        return number
 
     @_one_at_a_time
     def _add(self, request: Request, priority: int, salt: str | bytes | None) -> int:
         self._is_torn = True
         try:
             ids: Any = request.prompt
-            number = self.scheduler.add(ids, request.max_tokens, priority=priority, salt=salt)
+            return self.scheduler.add(ids, request.max_tokens, priority=priority, salt=salt)
         except Exception:
             self._is_torn = False  # refused
             raise
-        self._requests[number] = request
-        self._is_torn = False
-        return number
 
     @_one_at_a_time
     def cancel(self, request: int) -> None:
@@ -302,14 +303,13 @@ class Engine:
 
     def run(self) -> Iterator[Sampled]:
         """The tokens of all requests as they come, until none is left; others may be added meanwhile."""
-        while self._made or self.scheduler.num_running or self.scheduler.num_waiting:
-            made = self.step()
-            try:
-                while made:
-                    first, made = made[0], made[1:]
-                    yield first
-            finally:
-                self._made = made + self._made  # whoever leaves gets them from the next step
+        while self._made or self._requests:
+            if not self._made:
+                self._compute()
+            while self._made:
+                # Taken one by one: after a break, or an interrupt, the next step has the others.
+                first, self._made = self._made[0], self._made[1:]
+                yield first
 
     def tokens(self, prompt: Prompt, max_tokens: int, **options: Any) -> Stream[int]:
         """Add a request and iterate over its tokens, without the one that stops it.
@@ -350,8 +350,10 @@ class Engine:
     def _compute_aside(self) -> None:
         """Make a step whose tokens `step` returns to nobody."""
         made = self._made
-        self._compute()
-        self._made = made
+        try:
+            self._compute()
+        finally:
+            self._made = made
 
     @_one_at_a_time
     def _compute(self) -> None:
@@ -360,14 +362,14 @@ class Engine:
             if self._left[0] in self._requests:
                 self._end(self._left[0])
             self._left.popleft()
-        step = self.scheduler.schedule()
-        if step is not None:
-            try:
+        try:
+            if step := self.scheduler.schedule():
                 made, writes, tokens = self._choose(step)
-            except Exception:
-                self.scheduler.drop()
-                self._is_torn = False
-                raise
+        except Exception:
+            self.scheduler.drop()
+            self._is_torn = False
+            raise
+        if step:
             # From here on the tokens are chosen, whatever happens to the scheduler.
             commit([*writes, (vars(self), "_made", self._made + made)])
             self._update(step, tokens, made)
@@ -413,8 +415,9 @@ class Engine:
                 del self._requests[number]
 
     def _end(self, number: int) -> None:
-        self._requests.pop(number).reason = "cancelled"
+        self._requests[number].reason = "cancelled"  # first: an interrupted end is an end
         self.scheduler.abort(number)
+        del self._requests[number]
 
     def _mend(self) -> None:
         """Let all requests wait, to be computed again with the tokens that were chosen."""

@@ -79,13 +79,11 @@ class TextDecoder:
 
     def _until_stop(self, text: str, may_stop: bool) -> str:
         text, self._held = self._held + text, ""
-        if not may_stop or not self._stop:
-            return text
         ends = [at for at in map(text.find, self._stop) if at >= 0]
-        if ends:
+        if ends and may_stop:
             self.is_stopped = True
             return text[: min(ends)]
-        longest = max(map(len, self._stop)) - 1
+        longest = max(map(len, self._stop), default=1) - 1
         last = range(max(0, len(text) - longest), len(text))
         cut = next((at for at in last if any(stop.startswith(text[at:]) for stop in self._stop)), len(text))
         self._held = text[cut:]

@@ -323,6 +323,10 @@ def test_draws_follow_the_distribution():
         ({"top_p": 0.7}, [0, 0.4, 0, 0.25, 0.2]),
         ({"top_k": 3, "top_p": 0.7}, [0, 0.4, 0, 0.25, 0]),
         ({"top_p": 0.0}, [0, 1, 0, 0, 0]),
+        ({"min_p": 0.4}, [0, 0.4, 0, 0.25, 0.2]),
+        ({"min_p": 0.3, "temperature": 0.5}, [0, 0.16, 0, 0.0625, 0]),
+        ({"min_p": 0.5, "top_p": 0.7}, [0, 0.4, 0, 0.25, 0]),
+        ({"min_p": 1.0}, [0, 1, 0, 0, 0]),
     ]
     for options, left in cases:
         left = np.array(left) / np.sum(left)

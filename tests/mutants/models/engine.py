@@ -3,9 +3,64 @@
 from ..mutant import Mutant
 
 TESTS = "tests/integrations/transformers/test_engine.py::"
+ERRORS = "tests/integrations/transformers/test_engine_errors.py::"
+INTERRUPTS = "tests/integrations/transformers/test_engine_interrupts.py"
 ROOM = "integrations/transformers/"
 
 MUTANTS = [
+    Mutant(
+        "engine: an interrupted call is not mended",
+        ROOM + "engine.py",
+        "            if self._is_torn:\n",
+        "            if False:\n",
+        (INTERRUPTS,),
+    ),
+    Mutant(
+        "engine: the scheduler goes on before the tokens are kept",
+        ROOM + "engine.py",
+        """            commit([*writes, (vars(self), "_made", self._made + made)])
+            self._update(step, tokens, made)
+""",
+        """            self._update(step, tokens, made)
+            commit([*writes, (vars(self), "_made", self._made + made)])
+""",
+        (INTERRUPTS,),
+    ),
+    Mutant(
+        "scheduler: an interrupt loses the sequence that was being started",
+        "memory/sequences.py",
+        "            writes.append((last, 0, seq))\n",
+        "            pass\n",
+        (INTERRUPTS,),
+    ),
+    Mutant(
+        "engine: what is not finite is found again",
+        ROOM + "engine.py",
+        "step.batch.query_starts[1:].long() - 1",
+        "step.logits_indices",
+        (ERRORS + "test_nothing_that_is_not_finite_is_found_again",),
+    ),
+    Mutant(
+        "engine: +inf is the most probable token",
+        ROOM + "sampling.py",
+        "logits.amax(-1).isfinite()",
+        "logits.amax(-1).isnan().logical_not()",
+        (ERRORS + "test_rows_that_no_token_can_be_chosen_from",),
+    ),
+    Mutant(
+        "engine: what may become a text of stop goes out",
+        ROOM + "text.py",
+        "        return text[:cut]\n",
+        "        return text\n",
+        ("tests/integrations/transformers/test_engine_prompts.py::test_the_text_ends_before_the_first_stop",),
+    ),
+    Mutant(
+        "engine: what is no character is decoded again and again",
+        ROOM + "text.py",
+        "if len(self._tokens) > _MOST_TOKENS:",
+        "if False:",
+        ("tests/integrations/transformers/test_text.py::test_a_token_takes_the_same_time_wherever_it_stands",),
+    ),
     Mutant(
         "engine: a text goes on behind its end token",
         ROOM + "engine.py",
@@ -30,8 +85,8 @@ MUTANTS = [
     Mutant(
         "engine: a step that failed is not dropped",
         ROOM + "engine.py",
-        "                self.scheduler.drop()\n",
-        "                pass\n",
+        "            self.scheduler.drop()\n",
+        "            pass\n",
         (TESTS + "test_a_request_of_a_step_that_failed_can_be_cancelled",),
     ),
     Mutant(
