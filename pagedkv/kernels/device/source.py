@@ -86,11 +86,6 @@ def shared(make: Any, *parts: Any) -> Any:
     return made
 
 
-def forget_functions() -> None:
-    """Forget all device functions but those of modules, so that the next kernel is compiled as the first one."""
-    _jitted.cache_clear()
-
-
 class Steps(ModuleType):
     """The device functions of one subject, called as ``steps.name(...)``: a module is the one namespace numba knows."""
 

@@ -13,7 +13,7 @@ from pagedkv.compiler.compile import compile_kernel
 from pagedkv.kernels.device import source
 from pagedkv.kernels.device.intrinsics.thread import unrolled
 from pagedkv.kernels.device.logits import make_modify
-from pagedkv.kernels.device.source import KernelSource, Steps, device_function, forget_functions, with_lineinfo
+from pagedkv.kernels.device.source import KernelSource, Steps, device_function, with_lineinfo
 
 from ...compiler.compile_cases import Config
 from ...compiler.conftest import start_again
@@ -137,9 +137,9 @@ def test_a_kernel_is_the_same_with_functions_of_another_one(monkeypatch):
     compiled = []
     make = compiling._make_ptx
     monkeypatch.setattr(compiling, "_make_ptx", lambda *args: compiled.append(args) or make(*args))
-    forget_functions()
+    source._jitted.cache_clear()
     alone = compile_kernel(make_narrow, Config(7)).ptx
-    forget_functions()
+    source._jitted.cache_clear()
     start_again(monkeypatch)
     compile_kernel(make_wide, Config(7))
     shared = source._jitted.cache_info().hits
