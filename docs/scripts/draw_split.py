@@ -1,4 +1,4 @@
-"""Drawings of explanation/split_kernel.md, and its table of limits: ``python docs/scripts/draw_split.py`` writes them.
+"""Drawings of explanation/split_kernel.md: ``python docs/scripts/draw_split.py`` writes them.
 
 Splits and steps are computed from the kernel's constants. Which lane has what is read off the kernel's own steps
 (split_lanes.py). The tests compare the files with what this draws: a kernel that changes changes its drawings.
@@ -6,11 +6,6 @@ Splits and steps are computed from the kernel's constants. Which lane has what i
 
 from __future__ import annotations
 
-import ast
-import csv
-import inspect
-import io
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,7 +14,6 @@ from split_lanes import CONFIG, SHAPE, key, logits_of, place_in_a, place_in_c, q
 
 from pagedkv.kernels.device.warp import WARP_SIZE
 from pagedkv.kernels.split.config import NUM_WARPS
-from pagedkv.kernels.split.limits import LIMITS, row_shape, split_config, tensor_shape
 from pagedkv.kernels.split.shape import K_VECTOR, TILE, TensorShape
 
 CAPACITY, LENGTHS, NUM_KV_HEADS = 2560, (2300, 600, 21), 32
@@ -328,32 +322,11 @@ def split_pipeline() -> str:
     return drawing(top - 18, parts)
 
 
-def limits_table() -> str:
-    """The rows of limits/, their conditions as they stand there."""
-    conditions = [
-        "otherwise"
-        if isinstance(row.args[0], ast.Name)
-        else re.sub(r"\b[csr]\.(config\.)?", "", ast.unparse(row.args[0].body))
-        for module in (split_config, tensor_shape, row_shape)
-        for row in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(row, ast.Call) and ast.unparse(row.func) == "Row"
-    ]
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(["limit", "where", "value", "why"])
-    for limit in LIMITS.values():
-        for i, row in enumerate(limit.rows):
-            writer.writerow([limit.meaning if i == 0 else "", f"`{conditions.pop(0)}`", row.value, row.why])
-    assert not conditions
-    return table.getvalue()
-
-
 DRAWINGS: dict[str, Callable[[], str]] = {
     "split/work.svg": split_work,
     "split/scores.svg": split_scores,
     "split/values.svg": split_values,
     "split/pipeline.svg": split_pipeline,
-    "../figures/split-limits.csv": limits_table,
 }
 
 if __name__ == "__main__":

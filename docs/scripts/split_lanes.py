@@ -16,7 +16,8 @@ from numba import cuda, types, uint32
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.emulator import Device, Module
 from pagedkv.emulator.machine.matrix import _fragments
-from pagedkv.kernels.device.intrinsics.thread import address, local_array
+from pagedkv.kernels.device.intrinsics.thread import address, local_array, shared_address
+from pagedkv.kernels.device.intrinsics.warp import load_shared_words
 from pagedkv.kernels.device.source import KernelSource, device_function
 from pagedkv.kernels.device.warp import WARP_SIZE
 from pagedkv.kernels.split.arguments import Query
@@ -41,7 +42,7 @@ class Probe(NamedTuple):
 def make_probe(_config: Probe) -> KernelSource:
     """A kernel of one warp: fragments of vector 0 of a tile, as 16 words of V, 8 of K and 4 of Q for each lane."""
     WORDS, STEPS, ROW_VECTORS = SHAPE.v_vector // 4, SHAPE.k_steps, CONFIG.row_bytes // 16
-    NUM_BUFFERED, NUM_Q, NUM_WORDS = SHAPE.buffer, 4 * SHAPE.q_fragments, 16 + 8 + 4
+    NUM_BUFFERED, NUM_Q, NUM_WORDS = SHAPE.buffer, SHAPE.q_bytes // 4, 16 + 8 + 4
     GROUP_SIZE, ROW_BYTES, V_VECTOR = CONFIG.group_size, CONFIG.row_bytes, SHAPE.v_vector
     row_address, products = make_pages(CONFIG, make_lanes(CONFIG).fetch).row_address, make_products(SHAPE)
     rows, stage_query = make_rows(SHAPE, row_address), make_stage_query(SHAPE)
@@ -54,8 +55,8 @@ def make_probe(_config: Probe) -> KernelSource:
         lane = uint32(cuda.threadIdx.x)
         g, t = uint32(lane >> 2), uint32(lane & 3)
         at, offset = lane * NUM_WORDS, uint32((lane & (TILE - 1)) * ROW_VECTORS)
-        buffer, q_frags = local_array(NUM_BUFFERED, types.uint32), local_array(NUM_Q, types.uint32)
-        factors = local_array(1, types.float32)
+        buffer, factors = local_array(NUM_BUFFERED, types.uint32), local_array(1, types.float32)
+        q_shared = uint32(shared_address(cuda.shared.array(NUM_Q, types.uint32, alignment=16)) + lane * 16)
         v_first = g * V_VECTOR
         rows.load_values(0, buffer, 0, address(v) + v_first, offset, ROW_BYTES - v_first, t)
         for j in range(WORDS):
@@ -69,9 +70,10 @@ def make_probe(_config: Probe) -> KernelSource:
                 put(out, at + 16 + 4 * n + 2 * step, b[0])
                 put(out, at + 16 + 4 * n + 2 * step + 1, b[1])
         query = Query(address(q), ROW_BYTES, uint32(GROUP_SIZE), uint32(0))
-        stage_query(q_frags, uint32(0), factors, query, g, t, uint32(0), False)
+        stage_query(q_shared, factors, query, g, t, uint32(0), False)
+        a = load_shared_words(q_shared)  # what this lane has stored
         for i in range(4):
-            put(out, at + 24 + i, q_frags[i])
+            put(out, at + 24 + i, a[i])
 
     pointers = (types.CPointer(types.uint8),) * 3
     return KernelSource(probe, types.void(*pointers, types.CPointer(types.uint32)), WARP_SIZE)

@@ -56,19 +56,14 @@ class CompiledKernel:
         Threads of a block.
     capability : tuple of int
         Compute capability, (9, 0) for an H100.
-    optimisation : int
-        The level of ptxas.
     """
 
-    def __init__(
-        self, name: str, entry: str, ptx: str, num_threads: int, capability: Capability, optimisation: int = 3
-    ) -> None:
+    def __init__(self, name: str, entry: str, ptx: str, num_threads: int, capability: Capability) -> None:
         self.name = name
         self.entry = entry
         self.ptx = ptx
         self.num_threads = num_threads
         self.capability = capability
-        self.optimisation = optimisation
         self._linked: Linked | None = None
 
     def __repr__(self) -> str:
@@ -91,7 +86,7 @@ class CompiledKernel:
         return self.linked.cubin
 
     def _link(self) -> Linked:
-        self._linked = self._linked or load_or_link(self.ptx, self.capability, self.optimisation)
+        self._linked = self._linked or load_or_link(self.ptx, self.capability)
         return self._linked
 
 
@@ -142,14 +137,12 @@ def _load_or_compile(
     name = f"{name}[{', '.join(f'{field}={_shown(value)}' for field, value in fields.items())}]"
     with suppress(ValueError, TypeError, KeyError):
         header, ptx = (store.load(key) or b"").decode().split("\n", 1)
-        facts_of = json.loads(header)
-        launch = int(facts_of["num_threads"]), capability, int(facts_of["optimisation"])
-        return CompiledKernel(name, entry, ptx, *launch)
+        return CompiledKernel(name, entry, ptx, int(json.loads(header)["num_threads"]), capability)
     with told(f"the kernel {make.__name__.removeprefix('make_')} for {capability[0]}.{capability[1]}"):
-        ptx, num_threads, optimisation = _compile(make, config, capability, lineinfo, entry)
-    header = json.dumps({"name": name, "num_threads": num_threads, "optimisation": optimisation})
+        ptx, num_threads = _compile(make, config, capability, lineinfo, entry)
+    header = json.dumps({"name": name, "num_threads": num_threads})
     store.save(key, f"{header}\n{ptx}".encode())
-    return CompiledKernel(name, entry, ptx, num_threads, capability, optimisation)
+    return CompiledKernel(name, entry, ptx, num_threads, capability)
 
 
 def _settings() -> list[Any]:
@@ -161,7 +154,7 @@ def _settings() -> list[Any]:
 
 def _compile(
     make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
-) -> tuple[str, int, int]:
+) -> tuple[str, int]:
     from cuda.bindings.nvvm import nvvmError
     from cuda.pathfinder import DynamicLibNotFoundError
     from numba.cuda.cudadrv.error import NvvmSupportError
@@ -187,7 +180,7 @@ def _compile(
 
 def _make_ptx(
     make: Callable[[Any], KernelSource], config: Any, capability: Capability, lineinfo: bool, entry: str
-) -> tuple[str, int, int]:
+) -> tuple[str, int]:
     with with_lineinfo(lineinfo):
         source = make(config)
     ptx, _ = cuda.compile_ptx(
@@ -202,7 +195,7 @@ def _make_ptx(
     ptx = with_lowest_version(ptx, capability)
     if source.is_specific:
         ptx = specific(ptx)
-    return _tidy(ptx, entry, _shared_arrays(source.function)), source.num_threads, source.optimisation
+    return _tidy(ptx, entry, _shared_arrays(source.function)), source.num_threads
 
 
 def _tidy(ptx: str, entry: str, shared_arrays: Sequence[str] = ()) -> str:

@@ -84,20 +84,39 @@ class Linked:
         )
 
 
-def load_or_link(ptx: str, capability: Capability, optimisation: int = 3) -> Linked:
+def load_or_link(ptx: str, capability: Capability) -> Linked:
     """The machine code of a PTX module: from disk, or linked now and kept; either way nvJitLink says its version."""
     store = Store(cache_dir("cuda"), SUFFIX)
     _, version = _nvjitlink()
-    key = repr((capability, optimisation, version, versions())).encode() + SOURCE + ptx.encode()
+    key = repr((capability, version, versions())).encode() + SOURCE + ptx.encode()
     with suppress(ValueError, TypeError, KeyError):
         header, cubin = (store.load(key) or b"").split(b"\n", 1)
         return Linked(capability, cubin, json.loads(header)["log"])
-    linked = link(ptx, capability, optimisation)
+    linked = link_without_spills(ptx, capability)
     store.save(key, json.dumps({"log": linked.log}).encode() + b"\n" + linked.cubin)
     return linked
 
 
-def link(ptx: str, capability: Capability, optimisation: int = 3) -> Linked:
+def link_without_spills(ptx: str, capability: Capability) -> Linked:
+    """Link a PTX module, trying until ptxas spills nothing.
+
+    Its kernel asks for some thread blocks on a multiprocessor. One fewer leaves more registers for each thread, and so
+    on down to two; and at level 1 ptxas moves instructions less, which may take fewer registers. Of attempts that all
+    spill, the one that spills least is returned.
+    """
+    asked = re.search(r"\.minnctapersm (\d+)", ptx)
+    blocks = int(asked[1]) if asked else 0
+    attempts = [(n, 3) for n in range(blocks, 1, -1)] or [(blocks, 3)]
+    tried = []
+    for n, level in (*attempts, (attempts[-1][0], 1)):
+        linked = link(ptx.replace(asked[0], f".minnctapersm {n}") if asked else ptx, capability, level)
+        if not linked.resources().spill_bytes:
+            return linked
+        tried.append(linked)
+    return min(tried, key=lambda linked: linked.resources().spill_bytes)
+
+
+def link(ptx: str, capability: Capability, level: int = 3) -> Linked:
     """Link a PTX module into a cubin, at a level of ptxas.
 
     Raises
@@ -112,7 +131,7 @@ def link(ptx: str, capability: Capability, optimisation: int = 3) -> Linked:
         raise ValueError(f"ptx must have all functions that it calls, got calls of {', '.join(external)}")
     nvjitlink, version = _nvjitlink()
     arch, code = f"sm_{capability[0]}{capability[1]}{'a' if is_specific(ptx) else ''}", ptx.encode()
-    options = [f"-arch={arch}", "-Xptxas=-v", f"-Xptxas=-O{optimisation}"]
+    options = [f"-arch={arch}", "-Xptxas=-v", f"-Xptxas=-O{level}"]
     handle = None
     try:
         handle = nvjitlink.create(len(options), options)

@@ -124,7 +124,7 @@ def decode_attention(
     arrays of options are copied before they are checked if they are on the host: another thread may write to them.
 
     On a device, a length beyond max_seq_len rounded up (or beyond the table) counts as 0: its row is zeros.
-    ``check=True`` records it.
+    ``check=True`` records it; the row of a sequence with a block id out of range becomes zeros then.
 
     The bits of a sequence's result do not depend on the other sequences of the batch, on where its blocks lie, on the
     block size, on NHD or HND, on the number of threads, or on how the calling thread rounds or treats denormals.

@@ -290,7 +290,7 @@ def test_nothing_on_disk_is_a_pickle(directory):
     compile_kernel(make_scale, Config(3)).linked  # noqa: B018
     for path in directory.iterdir():
         header = json.loads(path.read_bytes()[32:].split(b"\n", 1)[0])
-        assert set(header) == ({"name", "num_threads", "optimisation"} if path.suffix == ".ptx" else {"log"})
+        assert set(header) == ({"name", "num_threads"} if path.suffix == ".ptx" else {"log"})
 
 
 def make_printing(config):
@@ -359,6 +359,6 @@ def test_an_environment_variable_asks_for_lines(monkeypatch, value, wanted):
 def test_a_terminal_is_told_what_is_compiled(monkeypatch):
     told = []
     monkeypatch.setattr(compiling, "told", lambda what: told.append(what) or contextlib.nullcontext())
-    monkeypatch.setattr(compiling, "_compile", lambda *args: ("", 64, 3))
+    monkeypatch.setattr(compiling, "_compile", lambda *args: ("", 64))
     compile_kernel(make_scale, Config(11), (9, 0))
     assert told == ["the kernel scale for 9.0"]

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from pagedkv.compiler import link as linking
-from pagedkv.compiler.link import link, load_or_link
+from pagedkv.compiler.link import link, link_without_spills, load_or_link
 from pagedkv.compiler.occupancy import occupancy
 from pagedkv.compiler.ptx import global_loads, is_specific, specific, with_lowest_version
 from pagedkv.errors import BackendUnavailableError
@@ -55,13 +55,12 @@ UNKNOWN = f"""{HEAD}
 """
 
 
-def crowded():
-    """A kernel with 400 values alive at once, and at most 255 registers for them."""
-    count = 400
+def crowded(count=400, bounds=""):
+    """A kernel with so many values alive at once, and at most 255 registers for them."""
     loads = "\n".join(f"ld.volatile.global.u32 %r{i}, [%rd1 + {4 * i}];" for i in range(count))
     stores = "\n".join(f"st.volatile.global.u32 [%rd1 + {4 * i}], %r{i};" for i in reversed(range(count)))
     return f"""{HEAD}
-.visible .entry crowded(.param .u64 p)
+.visible .entry crowded(.param .u64 p) {bounds}
 {{
     .reg .b64 %rd<2>; .reg .b32 %r<{count}>;
     ld.param.u64 %rd1, [p];
@@ -88,6 +87,15 @@ def test_stack_and_spills_are_seen(capability):
     assert found.spill_bytes > 400
     assert found.registers >= 250
     assert found.shared_bytes == 0
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(100, 4), (150, 3), (200, 2), (400, 2)])
+def test_as_many_thread_blocks_as_asked_for_share_a_multiprocessor_unless_that_spills(count, blocks):
+    """Four leave a thread 128 registers, three 168, two 255; fewer are never tried."""
+    ptx = crowded(count, ".maxntid 128 .minnctapersm 4")
+    found = link_without_spills(ptx, (9, 0)).resources()
+    assert occupancy((9, 0), found.registers, 128, 0) == blocks
+    assert (found.spill_bytes > 0) == (count == 400)
 
 
 @pytest.mark.parametrize(

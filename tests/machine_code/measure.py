@@ -67,7 +67,7 @@ def measure(variant: Variant, capability: Capability) -> Row:
     static, warps = resources.shared_bytes, kernel.num_threads // 32
     blocks, limit = _occupancy(kernel, resources.registers, static + dynamic)
     code = code_of(kernel.cubin, entry)
-    loads = _loads(code, tuple(work.read), capability)
+    loads = loads_by_column(code, tuple(work.read), capability)
     stats = device.launches[at] if device.launches else None
     row: Row = {
         "kernel": variant.kernel,
@@ -123,7 +123,7 @@ def _occupancy(kernel: CompiledKernel, registers: int, shared_bytes: int) -> tup
     return blocks, "+".join(name for name, most in alone.items() if most == blocks)
 
 
-def _loads(code: bytes, columns: tuple[str, ...], capability: Capability) -> list[tuple[int, int]]:
+def loads_by_column(code: bytes, columns: tuple[str, ...], capability: Capability) -> list[tuple[int, int]]:
     """By column, bytes of one load (for K and V the narrowest, else the widest) and of all in flight in a thread.
 
     If the kernel copies to shared memory, it copies K and V, and nothing else. Otherwise v1, v2 and split read q, K and

@@ -16,7 +16,6 @@ import numpy as np
 
 from pagedkv.cuda.plans.plan import WGMMA as PAGEDKV_WGMMA
 from pagedkv.kernels.prefill.config import TensorConfig
-from pagedkv.kernels.prefill.limits import can_split
 from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape
@@ -89,7 +88,7 @@ class Variant:
         """Whether there is a kernel for a compute capability."""
         if self.kernel == "prefill_split":
             sizes = (self.head_dim, self.group_size, self.block_size)
-            return can_split(TensorConfig(*sizes, self.kind, self.kv_kind, architecture=capability[0]))
+            return TensorConfig(*sizes, self.kind, self.kv_kind, architecture=capability[0]).can_split
         return self.kernel != WGMMA or capability == (9, 0)
 
 

@@ -62,7 +62,7 @@ def without_code():
 
     def make_ptx(make, config, *_):
         source = make(config)
-        return "", source.num_threads, source.optimisation
+        return "", source.num_threads
 
     with (
         mock.patch.object(compiling, "_make_ptx", make_ptx),

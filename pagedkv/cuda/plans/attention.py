@@ -12,13 +12,13 @@ import numpy as np
 from ...arrays import Array
 from ...calls import AttentionCall
 from ...compiler.compile import Capability
-from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.paged.attention import make_v1, make_v2, shared_bytes, static_shared_bytes
 from ...kernels.paged.config import PARTITION_SIZE, AttentionConfig
 from ...kernels.paged.reduction import ReductionConfig, make_v2_reduce
 from ...layouts import VECTOR_BYTES
-from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, REPORT, Device
+from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, Device
 from . import split
+from .check import lens_of, with_check, workspaces_of_check
 from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, Workspaces, compile_for, max_seq_len_of, run
 
 LONGEST_V1 = 8192  # tokens, of vLLM's rule
@@ -68,7 +68,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
         launches: tuple[Launch, ...] = (_v1(device, call, out, config, max_seq_len),)
     else:
         launches = _v2(device, call, out, config, max_seq_len)
-    return Plan(launches, needed)
+    return Plan(with_check(device, call, *launches), needed)
 
 
 def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
@@ -82,7 +82,7 @@ def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
     if call.spec.layout != "vllm":
         return split.workspaces(call, split.split_config(call, capability=capability))
     (num_seqs, num_heads, head_dim), max_seq_len = call.q.shape, max_seq_len_of(call)
-    num_rows, needed = num_seqs * num_heads, ((REPORT, NUM_BYTES),) if call.checked else ()
+    num_rows, needed = num_seqs * num_heads, workspaces_of_check(call)
     if num_rows > LARGEST_GRID_X:
         raise ValueError(f"num_seqs * num_heads must be below 2**31 on a device, got {num_rows}")
     if choose(call.kernel, max_seq_len, num_rows) == "v1":
@@ -101,7 +101,6 @@ def attention_config(call: AttentionCall, *, capability: Capability) -> Attentio
         q_kind=call.q.dtype.name,
         kv_kind=spec.kind,
         packed=(*call.k_cache.strides[2:4], call.v_cache.strides[2]) == inner,
-        checked=call.checked,
         hardware_fp8=spec.kind == "fp8_e4m3" and capability >= FIRST_WITH_FP8,
         score_mod=call.options.score_mod,
     )
@@ -134,7 +133,7 @@ def _v1(device: Device, call: AttentionCall, out: Array, config: AttentionConfig
     return Launch(
         compile_for(device, make_v1, config),
         (num_rows, 1, 1),
-        ("out", "lse", "", "", *_INPUTS),
+        ("out", "lse", "", "", *_inputs(call)),
         _scalars(call, max_seq_len, out.strides[:2]),
         dynamic,
     )
@@ -150,14 +149,14 @@ def _v2(
     partitions = Launch(
         compile_for(device, make_v2, config),
         (num_rows, *of_partitions),
-        ("tmp_out", "", "exp_sums", "max_logits", *_INPUTS),
+        ("tmp_out", "", "exp_sums", "max_logits", *_inputs(call)),
         _scalars(call, max_seq_len, tmp_strides),
         shared_bytes(config, PARTITION_SIZE),
     )
     reduction = Launch(
         compile_for(device, make_v2_reduce, ReductionConfig(head_dim, config.q_kind)),
         (num_rows, 1, 1),
-        ("out", "lse", "tmp_out", "exp_sums", "max_logits", "seq_lens", "sinks"),
+        ("out", "lse", "tmp_out", "exp_sums", "max_logits", lens_of(call), "sinks"),
         (num_heads, max_seq_len, _window(call), most, *out.strides[:2]),
     )
     return partitions, reduction
@@ -169,17 +168,15 @@ def _grid_of_partitions(call: AttentionCall, max_seq_len: int) -> tuple[int, int
     return min(needed, LARGEST_GRID_Y), -(-needed // LARGEST_GRID_Y)
 
 
-# What v1 and v2 read, in the order of their parameters.
-_INPUTS = (
-    *("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
-    *("alibi_slopes", "sinks", "k_scale", "v_scale", REPORT),
-)
+def _inputs(call: AttentionCall) -> tuple[str, ...]:
+    """What v1 and v2 read, in the order of their parameters."""
+    return "q", "k_cache", "v_cache", "block_tables", lens_of(call), "alibi_slopes", "sinks", "k_scale", "v_scale"
 
 
 def _scalars(call: AttentionCall, max_seq_len: int, out_strides: tuple[int, ...]) -> tuple[int | float, ...]:
     num_heads, spec, options = call.q.shape[1], call.spec, call.options
     return (
-        *(num_heads, num_heads // spec.num_kv_heads, spec.num_blocks, max_seq_len, _window(call)),
+        *(num_heads, num_heads // spec.num_kv_heads, max_seq_len, _window(call)),
         call.block_tables.strides[0] // call.block_tables.itemsize,
         *(*call.q.strides[:2], *out_strides),
         *(*call.k_cache.strides[:4], *call.v_cache.strides[:3]),

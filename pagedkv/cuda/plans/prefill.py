@@ -18,16 +18,13 @@ from ...calls import AttentionCall
 from ...compiler.compile import Capability
 from ...compiler.occupancy import shared_kib
 from ...environment import is_on
-from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.device.elements import ELEMENT_BITS
 from ...kernels.device.source import KernelSource
-from ...kernels.prefill.check import CheckConfig, make_check_batch
-from ...kernels.prefill.config import MOST_DIMS, CoresConfig, TensorConfig
+from ...kernels.prefill.config import FEW_ROWS, MOST_DIMS, PART, CoresConfig, TensorConfig
 from ...kernels.prefill.cuda_cores import kernel as cuda_cores
 from ...kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
 from ...kernels.prefill.cuda_cores.shape import CoresShape
 from ...kernels.prefill.items import num_tiles
-from ...kernels.prefill.limits import FEW_ROWS, PART, can_split
 from ...kernels.prefill.tensor_cores.kernel import make_prefill
 from ...kernels.prefill.tensor_cores.split import kernel as split
 from ...kernels.prefill.tensor_cores.split.kernel import make_prefill_split
@@ -36,7 +33,8 @@ from ...kernels.prefill.tensor_cores.tile import TileShape
 from ...kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape, takes
 from ...layouts import FP8_KINDS
-from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
+from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
+from .check import lens_of, with_check, workspaces_of_check
 from .plan import (
     FLOAT_BYTES,
     NO_WINDOW,
@@ -53,7 +51,6 @@ from .plan import (
     run,
 )
 
-CHECKED_LENS = "checked_lens"  # the workspace that has the lengths of a checked call
 _OF_SPLITS = ("prefill_sums", "prefill_states", "prefill_counters")
 
 
@@ -90,9 +87,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     kernels = _kernels(call, out, device.capability)
     needed = _workspaces(call, kernels, device.capability)  # before anything is compiled
     launches = [_launch(device, call, kernel) for kernel in kernels]
-    if call.checked:
-        launches.insert(0, _check(device, call))
-    return Plan(tuple(launches), needed)
+    return Plan(with_check(device, call, *launches), needed)
 
 
 def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
@@ -113,7 +108,7 @@ def _workspaces(call: AttentionCall, kernels: list[_Kernel], capability: Capabil
             "num_tokens * num_heads / num_kv_heads must be below 2**31 on a device, and so must the thread blocks, "
             f"got {num_rows} and {num_blocks}: give the sequences to several calls"
         )
-    needed: Workspaces = ((REPORT, NUM_BYTES), (CHECKED_LENS, 4 * len(call.seq_lens))) if call.checked else ()
+    needed = workspaces_of_check(call)
     if not suits_tensor_cores(call):
         return needed
     config = tensor_config(call, capability=capability)
@@ -142,7 +137,7 @@ def _launch(device: Device, call: AttentionCall, kernel: _Kernel) -> Launch:
     options, (num_tokens, num_heads, _) = call.options, call.q.shape
     pointers = (
         *("out", "lse", "q", "k_cache", "v_cache", "block_tables"),
-        *(CHECKED_LENS if call.checked else "seq_lens", "query_starts"),
+        *(lens_of(call), "query_starts"),
         *("alibi_slopes", "sinks", "k_scale", "v_scale"),
         *kernel.workspaces,
     )
@@ -154,16 +149,6 @@ def _launch(device: Device, call: AttentionCall, kernel: _Kernel) -> Launch:
     )
     compiled = compile_for(device, kernel.make, kernel.config)
     return Launch(compiled, kernel.grid, pointers, scalars, kernel.shared_bytes)
-
-
-def _check(device: Device, call: AttentionCall) -> Launch:
-    """The launch of the kernel that checks tables, lengths and query starts."""
-    spec = call.spec
-    sizes = (call.q.shape[0], spec.num_blocks, max_seq_len_of(call), spec.block_size, call.block_tables.strides[0])
-    kernel = compile_for(device, make_check_batch, CheckConfig())
-    return Launch(
-        kernel, (len(call.seq_lens), 1, 1), (CHECKED_LENS, "block_tables", "seq_lens", "query_starts", REPORT), sizes
-    )
 
 
 def _kernels(call: AttentionCall, out: Array, capability: Capability) -> list[_Kernel]:
@@ -279,7 +264,7 @@ def group_size_of(call: AttentionCall) -> int:
 def splits_keys(call: AttentionCall, config: TensorConfig) -> bool:
     """True if some sequence may have few rows that see more keys than a warp takes, whatever the lengths are."""
     seen = min(max_seq_len_of(call), call.options.window or NO_WINDOW)
-    return can_split(config) and not call.exact and config.group_size <= FEW_ROWS and seen > PART
+    return config.can_split and not call.exact and config.group_size <= FEW_ROWS and seen > PART
 
 
 def suits_tensor_cores(call: AttentionCall) -> bool:

@@ -11,10 +11,10 @@ import numpy as np
 from ...arrays import Array
 from ...calls import AttentionCall
 from ...compiler.compile import Capability
-from ...kernels.device.bad_entries import NUM_BYTES
 from ...kernels.split.config import SplitConfig
 from ...kernels.split.kernel import dynamic_bytes, make_split
-from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, REPORT, Device
+from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
+from .check import lens_of, with_check, workspaces_of_check
 from .plan import (
     FLOAT_BYTES,
     NO_WINDOW,
@@ -27,12 +27,6 @@ from .plan import (
     is_modified,
     is_wide,
     max_seq_len_of,
-)
-
-_POINTERS = (
-    *("out", "lse", "split_sums", "split_states", "split_counters"),
-    *("q", "k_cache", "v_cache", "block_tables", "seq_lens"),
-    *("alibi_slopes", "sinks", "k_scale", "v_scale", REPORT),
 )
 
 
@@ -58,9 +52,13 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
     launch = Launch(
         compile_for(device, make_split, config),
         (_num_columns(call, config), most_splits, 1),
-        _POINTERS,
         (
-            *(spec.num_kv_heads, call.q.shape[1], spec.num_blocks, max_seq_len_of(call), most_splits),
+            *("out", "lse", "split_sums", "split_states", "split_counters"),
+            *("q", "k_cache", "v_cache", "block_tables", lens_of(call)),
+            *("alibi_slopes", "sinks", "k_scale", "v_scale"),
+        ),
+        (
+            *(spec.num_kv_heads, call.q.shape[1], max_seq_len_of(call), most_splits),
             options.window or NO_WINDOW,
             *(call.block_tables.strides[0], *call.q.strides[:2], *out.strides[:2]),
             *(*cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache)),
@@ -69,7 +67,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
         ),
         dynamic_bytes(config),
     )
-    return Plan((launch,), needed)
+    return Plan(with_check(device, call, launch), needed)
 
 
 def workspaces(call: AttentionCall, config: SplitConfig) -> Workspaces:
@@ -93,7 +91,7 @@ def workspaces(call: AttentionCall, config: SplitConfig) -> Workspaces:
         ("split_sums", num_partials * head_dim * FLOAT_BYTES),
         ("split_states", num_partials * 2 * FLOAT_BYTES),
         ("split_counters", num_columns * 4),
-        *(((REPORT, NUM_BYTES),) if call.checked else ()),
+        *workspaces_of_check(call),
     )
 
 
@@ -117,7 +115,6 @@ def split_config(call: AttentionCall, *, capability: Capability) -> SplitConfig:
         kv_kind=spec.kind,
         modified=is_modified(call),
         wide=any(is_wide(call, cache) for cache in (call.k_cache, call.v_cache)),
-        checked=call.checked,
         hardware_fp8=spec.kind != "fp8_e4m3" or capability >= FIRST_WITH_FP8,
         architecture=capability[0],
         score_mod=call.options.score_mod,

@@ -7,7 +7,7 @@ that one: the load hits a cache, and no thread waits for another.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..device.conversions import narrow, unpack
 from ..device.language import cuda, float32, int64, uint32
@@ -15,32 +15,35 @@ from ..device.rotation import turn
 from ..device.source import device_function
 from ..device.vectors import make_load
 
-if TYPE_CHECKING:
-    from .write_kv import WriteConfig
 
-
-def make_rotate(config: WriteConfig, num_elements: int, convert: Any) -> Any:
+def make_rotate(
+    kind: str, table_kind: str, rotary_dim: int, num_elements: int, convert: Any, *, interleaved: bool
+) -> Any:
     """The device function (codes, row, first, cosines, sines, scale) that rotates elements and stores their codes.
 
     Parameters
     ----------
-    config : WriteConfig
-        Its rotary_dim is not 0.
+    kind, table_kind : str
+        Elements of keys, and of cos and sin.
+    rotary_dim : int
+        First dims of a key that are rotated, not 0.
     num_elements : int
         Elements that `codes` has room for, 4 or 8; the first one is the element `first` of the key.
     convert : device function or None
         (float32, scale) -> bits of an element of the cache; None for caches of the keys' own kind.
+    interleaved : bool
+        Pairs are neighbours, not half of rotary_dim apart.
 
     `row`, `cosines` and `sines` are addresses of rows.
     """
-    kind, finish = config.k_kind, _make_finish(config.k_kind, convert)
-    rotary_dim, half = uint32(config.rotary_dim), uint32(config.rotary_dim // 2)
-    if config.interleaved:
+    finish, half_dims = _make_finish(kind, convert), rotary_dim // 2
+    rotary_dim, half = uint32(rotary_dim), uint32(half_dims)
+    if interleaved:
         # The pairs taken at a time divide both a vector and the rotated dims: all of them are rotated, or none.
-        pairs = math.gcd(config.rotary_dim // 2, num_elements // 2)
+        pairs = math.gcd(half_dims, num_elements // 2)
         both = 2 * pairs
         num_parts, part = num_elements // both, uint32(both)
-        load, load_table = make_load(kind, both), make_load(config.table_kind, pairs)
+        load, load_table = make_load(kind, both), make_load(table_kind, pairs)
 
         @device_function
         def rotate_neighbours(codes, row, first, cosines, sines, scale):
@@ -58,9 +61,9 @@ def make_rotate(config: WriteConfig, num_elements: int, convert: Any) -> Any:
                         codes[i * both + 2 * j + 1] = finish(turn(b, a, c[j], s[j]), scale)
 
         return rotate_neighbours
-    size = math.gcd(config.rotary_dim // 2, num_elements)
+    size = math.gcd(half_dims, num_elements)
     num_parts, part = num_elements // size, uint32(size)
-    load, load_table = make_load(kind, size), make_load(config.table_kind, size)
+    load, load_table = make_load(kind, size), make_load(table_kind, size)
 
     @device_function
     def rotate_halves(codes, row, first, cosines, sines, scale):

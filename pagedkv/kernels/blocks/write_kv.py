@@ -160,7 +160,8 @@ def _make_write_keys(config: WriteConfig, shape: RowShape) -> Any:
         return write_as_they_are
     encode = _make_encode(config.k_kind, config.kind, shape.elements, config.hardware_fp8)
     convert = None if config.k_kind == config.kind else _make_convert(config.kind, config.hardware_fp8)
-    rotate, store = make_rotate(config, shape.elements, convert), _make_store(shape)
+    rotated = (config.k_kind, config.table_kind, config.rotary_dim, shape.elements, convert)
+    rotate, store = make_rotate(*rotated, interleaved=config.interleaved), _make_store(shape)
     num_elements, rotary_dim = shape.elements, uint32(config.rotary_dim)
 
     @device_function

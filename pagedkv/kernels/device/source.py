@@ -29,9 +29,8 @@ class KernelSource:
     num_threads : int
         Threads of a block, which is one-dimensional.
     min_blocks : int
-        Blocks that must fit on a multiprocessor at once: ptxas limits the registers of a thread for them.
-    optimisation : int
-        The level of ptxas, up to 3; at 1 it moves instructions less, and needs fewer registers.
+        Thread blocks that are to fit on a multiprocessor: ptxas limits the registers of a thread for them. While it
+        spills, it is asked for one fewer, down to two.
     is_specific : bool
         It has instructions of one compute capability alone, such as wgmma of 9.0: the target is sm_90a, and the machine
         code runs on no other.
@@ -41,7 +40,6 @@ class KernelSource:
     signature: Any
     num_threads: int
     min_blocks: int = 1
-    optimisation: int = 3
     is_specific: bool = False
 
 

@@ -15,9 +15,7 @@ NUM_ROWS_PER_ITER-th row (of head_dim), summed over lanes and warps at the end.
 Shared memory. Static: q_vecs, head_dim float32, and red_smem, 8 float32. Dynamic, see `shared_bytes`: the logits of
 the thread block's tokens, and later out_smem, 2 * head_dim float32, in the same memory.
 
-Bad values. A length out of range counts as 0. A kernel that is not `checked` trusts block_tables: an id at or past
-num_blocks reads outside the cache, and a negative id is silently skipped, its tokens masked. A `checked` kernel skips
-both, and records the first bad length or id.
+Bad values. A length out of range counts as 0, and block ids are trusted: ../check.py looks at both first, if asked to.
 
 v2 is v1 over a partition. It leaves a float32 output, the largest logit and the sum of exponentials of every partition
 to `make_v2_reduce` of reduction.py.
@@ -36,16 +34,15 @@ from . import config as constants
 from .config import NUM_THREADS, NUM_WARPS, AttentionConfig
 from .keys import make_query_key, make_stage_query, make_sum_of_group
 from .softmax import block_max, softmax
-from .tables import make_block_of, make_length_of, make_tokens_of
+from .tables import length_of, make_tokens_of
 from .values import make_reduce_rows, make_weigh_values, make_write_row
 
 BYTES, INTS, FLOATS = types.CPointer(types.uint8), types.CPointer(int32), types.CPointer(float32)
-LONGS = types.CPointer(int64)
 SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS),  # out, lse, exp_sums, max_logits
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
-    *(FLOATS, FLOATS, FLOATS, FLOATS, LONGS),  # alibi_slopes, sinks, k_scale, v_scale, report
-    *[int64] * 17,  # sizes, window, the stride of a table's row in entries, other strides in bytes
+    *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
+    *[int64] * 16,  # sizes, window, the stride of a table's row in entries, other strides in bytes
     *[float64] * 4,  # scale, softcap, and k_scale and v_scale where they are numbers
 )
 
@@ -77,15 +74,15 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
     NUM_SUMS = 2 * NUM_WARPS
     KV_BYTES, PACKED = config.kv_bytes, config.packed
     stage_query, query_key, modify = make_stage_query(config), make_query_key(config), make_modify(config.score_mod)
-    length_of, block_of, tokens_of = make_length_of(config), make_block_of(config), make_tokens_of(PARTITION_SIZE)
+    tokens_of = make_tokens_of(PARTITION_SIZE)
     sum_of_group = make_sum_of_group(config)
     weigh_values, reduce_rows = make_weigh_values(config), make_reduce_rows(config)
     write_row = make_write_row(config, "float32" if PARTITION_SIZE else config.q_kind)
 
     def paged_attention(
         out, lse, exp_sums, max_logits, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, sinks, k_scale,
-        v_scale, report, num_heads, group_size, num_blocks, max_seq_len, window, table_stride, q_seq_stride,
-        q_head_stride, out_seq_stride, out_head_stride, k_block_stride, k_head_stride, k_vec_stride, k_token_stride,
+        v_scale, num_heads, group_size, max_seq_len, window, table_stride, q_seq_stride, q_head_stride,
+        out_seq_stride, out_head_stride, k_block_stride, k_head_stride, k_vec_stride, k_token_stride,
         v_block_stride, v_head_stride, v_row_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
         q_vecs = shared_address(cuda.shared.array(HEAD_DIM, float32, alignment=16))
@@ -101,7 +98,7 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
             k_vec_stride, k_token_stride, v_row_stride = BLOCK_SIZE * 16, 16, BLOCK_SIZE * KV_BYTES
 
         # The thread block's tokens are first_token to last_token - 1, in chunks.
-        seq_len = length_of(seq_lens, seq_idx, max_seq_len, report)
+        seq_len = length_of(seq_lens, seq_idx, max_seq_len)
         first_token, last_token = tokens_of(seq_len, window, partition_idx)
         if PARTITION_SIZE and first_token >= last_token:
             return
@@ -119,9 +116,9 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
         slope = alibi_slopes[head_idx] if address(alibi_slopes) != 0 else float32(0)
         qk_max = NONE
         for chunk in range(start_token + warp_idx * CHUNK_SIZE, last_token, NUM_WARPS * CHUNK_SIZE):
-            physical_block_number = block_of(chunk, block_tables, seq_idx * table_stride, num_blocks, report, seq_idx)
+            physical_block_number = int64(block_tables[seq_idx * table_stride + chunk // BLOCK_SIZE])
             token_idx = chunk + thread_group_idx
-            is_visible = first_token <= token_idx and token_idx < last_token and physical_block_number >= 0
+            is_visible = first_token <= token_idx and token_idx < last_token
             qk = float32(0)
             if is_visible:
                 k = address(k_cache) + physical_block_number * k_block_stride + kv_head_idx * k_head_stride
@@ -145,9 +142,9 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
         # Weighted sum of V: a lane for one vector of tokens, in some of the rows.
         accs = cuda.local.array(NUM_ROWS_PER_THREAD, float32)
         for chunk in range(start_token + warp_idx * V_CHUNK_SIZE, last_token, NUM_WARPS * V_CHUNK_SIZE):
-            physical_block_number = block_of(chunk, block_tables, seq_idx * table_stride, num_blocks, report, seq_idx)
+            physical_block_number = int64(block_tables[seq_idx * table_stride + chunk // BLOCK_SIZE])
             token_idx = chunk + lane % NUM_V_VECS_PER_ROW * V_VEC_SIZE
-            if token_idx + V_VEC_SIZE > first_token and token_idx < last_token and physical_block_number >= 0:
+            if token_idx + V_VEC_SIZE > first_token and token_idx < last_token:
                 v = address(v_cache) + physical_block_number * v_block_stride + kv_head_idx * v_head_stride
                 v += token_idx % BLOCK_SIZE * KV_BYTES
                 logits_vec = shared_address(logits) + uint32(token_idx - start_token) * uint32(4)

@@ -25,8 +25,6 @@ class AttentionConfig:
         Elements of q and `out`, and of the caches: "float32", "float16", "bfloat16"; "fp8_e4m3", "fp8_e5m2".
     packed : bool
         Within one head of one block the caches are C-contiguous.
-    checked : bool
-        Skip and record lengths and block ids that are out of range.
     hardware_fp8 : bool
         The device has instructions for fp8.
     score_mod : callable or None
@@ -37,7 +35,6 @@ class AttentionConfig:
     q_kind: str
     kv_kind: str
     packed: bool = True
-    checked: bool = False
     hardware_fp8: bool = False
     score_mod: Callable[..., Any] | None = None
 

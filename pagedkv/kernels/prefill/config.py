@@ -11,6 +11,10 @@ from ..device.warp import WARP_SIZE
 
 NUM_THREADS = 4 * WARP_SIZE  # of a thread block on CUDA cores
 MOST_DIMS = 256  # that the accumulators of a warp have registers for
+# Sequences of up to so many rows (tokens, times query heads of a KV head) and of more than PART tokens are split.
+FEW_ROWS = 32
+PART = 512  # tokens that one warp takes, of sequences of up to LONGEST_OF_PARTS
+LONGEST_OF_PARTS = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,11 @@ class TensorConfig:
     @property
     def is_fp8(self) -> bool:
         return ELEMENT_BITS[self.kv_kind] == 8
+
+    @property
+    def can_split(self) -> bool:
+        """Whether keys may be split: before 9.0, one row tile of 256 dims already spills 296 bytes."""
+        return self.architecture >= 9 or self.head_dim <= 128
 
     @property
     def vector_bytes(self) -> int:

@@ -16,7 +16,7 @@ from ..device.language import cuda, int64, uint32
 from ..device.source import device_function
 from ..device.warp import WARP_SIZE
 from .arguments import Item
-from .limits import PART
+from .config import PART
 
 
 def num_tiles(num_tokens: int, num_seqs: int, group_size: int, rows: int) -> int:

@@ -19,9 +19,6 @@ class Pages(NamedTuple):
 
     table: Any  # address of its row of block_tables
     last: Any  # token of the split
-    num_blocks: Any
-    report: Any  # of what check=True refuses
-    seq: Any
 
 
 class Options(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..device.elements import ELEMENT_BITS
 from ..device.warp import WARP_SIZE
-from .limits import split_config as limits
 
 SHORTEST_SPLIT = 256  # tokens
 SPLIT_UNIT = 128  # splits are multiples of it: the most tokens that all warps take in one step
@@ -22,6 +21,7 @@ MOST_SPLITS = FULL_GRID  # with one KV head: four for each lane of the warp that
 SHORT_SHARE, LONG_SHARE = 0.13, 0.04
 LONG_BYTES = 2**17  # of the keys and values of a long split: enough to outweigh its prologue and epilogue
 VECTOR_BYTES = 16
+MOST_DIMS_OF_WARP = 256  # of O: 16 heads of 128 dims, or 8 of 256, take 64 registers of a lane
 NUM_WARPS = 4
 NUM_THREADS = WARP_SIZE * NUM_WARPS
 # Splits that a thread reads at once when it adds them, 16 bytes of each: the power of two from which on what a
@@ -45,8 +45,6 @@ class SplitConfig:
         Logits are changed by a softcap, ALiBi slopes or `score_mod`.
     wide : bool
         A cache has more than 2**32 vectors, or a negative block or token stride: offsets take 64 bits.
-    checked : bool
-        Skip and record lengths and block ids out of range.
     hardware_fp8 : bool
         The device converts e4m3.
     architecture : int
@@ -61,7 +59,6 @@ class SplitConfig:
     kv_kind: str
     modified: bool = False
     wide: bool = False
-    checked: bool = False
     hardware_fp8: bool = True
     architecture: int = 9
     score_mod: Callable[..., Any] | None = None
@@ -72,14 +69,13 @@ class SplitConfig:
         return self.kv_kind != "float32"
 
     @property
-    def has_options(self) -> bool:
-        """Something beside the plain kernel takes registers."""
-        return self.modified or self.checked or self.wide
-
-    @property
     def through_shared(self) -> bool:
-        """Lanes hand words to each other through shared memory; see lanes.py."""
-        return bool(limits.through_shared(self))
+        """Lanes hand words to each other through shared memory (lanes.py), not by shuffles.
+
+        Before 9.0 ptxas puts a branch for diverged lanes before each shuffle in a loop, and keeps registers free for
+        it: 1872 bytes spill at D = 256, G = 8.
+        """
+        return self.on_tensor_cores and self.architecture < 9
 
     @property
     def kv_bytes(self) -> int:
@@ -103,13 +99,26 @@ class SplitConfig:
 
     @property
     def staged(self) -> bool:
-        """Warps with query heads of their own share rows, which wait in shared memory; see tensor_cores/stages.py."""
-        return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= limits.staged_dims(self)
+        """Warps with query heads of their own share rows, which wait in shared memory; see tensor_cores/stages.py.
+
+        Shared memory has room for rows of 256 dims beside q of 16 bits, and for 128 beside the terms of a float32 q.
+        """
+        most_dims = MOST_DIMS_OF_WARP if self.q_bytes == 2 else MOST_DIMS_OF_WARP // 2
+        return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= most_dims
+
+    @property
+    def most_heads(self) -> int:
+        """The most query heads that a thread block has registers for."""
+        if self.staged:
+            return 16 * NUM_WARPS  # an mma has 16 rows
+        if self.on_tensor_cores:
+            return 16 if self.head_dim <= 128 else 8
+        return 4 if self.head_dim <= 128 else 2
 
     @property
     def num_tiles(self) -> int:
         """Thread blocks, side by side, that share the query heads of a KV head."""
-        return -(-self.group_size // limits.heads(self))
+        return -(-self.group_size // self.most_heads)
 
     @property
     def num_heads(self) -> int:
@@ -119,17 +128,7 @@ class SplitConfig:
     @property
     def head_shares(self) -> int:
         """Warps that take the same tokens, each with its share of the query heads: at most 16."""
-        return limits.head_shares(self)
-
-    @property
-    def checks_splits(self) -> bool:
-        """Block ids are checked before the inner loop; a split with one that is refused counts as empty."""
-        return self.checked and bool(limits.checks_splits(self))
-
-    @property
-    def masks_blocks(self) -> bool:
-        """The inner loop checks block ids, and masks the tokens of those that are refused."""
-        return self.checked and not self.checks_splits
+        return NUM_WARPS if self.staged else 1
 
     @property
     def heads_of_warp(self) -> int:
@@ -140,9 +139,9 @@ class SplitConfig:
     def dim_shares(self) -> int:
         """Warps that take the same tokens, each with its share of the values' dims.
 
-        Independent of `wide` and `checked`, since it decides the order of additions.
+        Independent of `wide`, since it decides the order of additions.
         """
-        return 2 if self.on_tensor_cores and self.head_dim > limits.dims_of_warp(self) else 1
+        return 2 if self.on_tensor_cores and self.head_dim > MOST_DIMS_OF_WARP else 1
 
     @property
     def num_teams(self) -> int:

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..device.intrinsics.thread import address, assign, bits_float, clear, exp2, larger, load_16, local_array, unrolled
-from ..device.intrinsics.warp import ballot, exchange, low_bits, shuffle, store_shared_4, stream_16
-from ..device.language import float32, int32, int64, uint32
+from ..device.intrinsics.warp import exchange, low_bits, shuffle, store_shared_4, stream_16
+from ..device.language import float32, int64, uint32
 from ..device.logits import LOG2E, NONE, make_modify
 from ..device.source import Steps, device_function
 from ..device.warp import WARP_SIZE
 from .config import NUM_WARPS, SplitConfig
 from .lanes import make_lanes
-from .limits import row_shape as limits
 from .merge import finite
 from .pages import make_pages
 from .sums import team_bytes
 
 VECTOR = 4  # elements
+MOST_VECTORS = 4  # of a lane and row: 32 lanes have 4 each of 512 dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RowShape:
     @property
     def lanes(self) -> int:
         """Lanes of a token: the power of two that wastes least, the largest if several do."""
-        powers = [n for n in (32, 16, 8, 4, 2, 1) if -(-self.row_vectors // n) <= limits.vectors(self)]
+        powers = [n for n in (32, 16, 8, 4, 2, 1) if -(-self.row_vectors // n) <= MOST_VECTORS]
         return min(powers, key=lambda n: -(-self.row_vectors // n) * n)
 
     @property
@@ -57,26 +57,22 @@ class RowShape:
 
     @property
     def requests(self) -> int:
-        """Tokens of a lane and step."""
-        return min(limits.requests(self) // self.vectors, self.lanes)
+        """Tokens of a lane and step: before 9.0 shuffles in a loop take registers from rows in flight."""
+        most_vectors = 8 if self.config.architecture >= 9 else 4
+        return min(most_vectors // self.vectors, self.lanes)
 
     @property
     def step(self) -> int:
         """Tokens of a step, at most one for each lane."""
         return self.requests * self.tokens
 
-    @property
-    def registers(self) -> int:
-        """Registers of O, q and the rows in flight."""
-        return 2 * (self.config.num_heads + self.requests) * self.vectors * VECTOR
-
 
 def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
     """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory."""
     shape = RowShape(config)
     STEP, TURN, HEADS = shape.step, NUM_WARPS * shape.step, config.num_heads
-    LANES, MODIFIED, CHECKED = shape.lanes, config.modified, config.checked
-    SHIFT, ALL = LANES.bit_length() - 1, uint32(0xFFFFFFFF)
+    LANES, MODIFIED = shape.lanes, config.modified
+    SHIFT = LANES.bit_length() - 1
     NUM_BUFFERED, NUM_SCORES = shape.requests * shape.vectors * VECTOR, shape.requests * HEADS
     NUM_SUMS = HEADS * shape.vectors * VECTOR
     lookup = make_pages(config, make_lanes(config).fetch)
@@ -105,11 +101,10 @@ def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
 
         # The longest dependency chain first: table entries of the first two steps, then the first keys.
         base, mine = uint32(first + warp * STEP), uint32(lane & (STEP - 1))
-        block, position, good = lookup.find_token(pages, uint32(base + mine))
+        block, position = lookup.find_token(pages, uint32(base + mine))
         k_offset = lookup.row_offset(k, block, position)
         v_offset = lookup.row_offset(v, block, position)
-        valid = ballot(good) if CHECKED else ALL
-        block, position, good = lookup.find_token(pages, uint32(base + mine + TURN))
+        block, position = lookup.find_token(pages, uint32(base + mine + TURN))
         rows.load(keys, k_lane, k_offset, group, sub)
         rows.load_query(q, query, options.scale if MODIFIED else float32(options.scale * LOG2E), sub)
 
@@ -119,22 +114,19 @@ def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
                 scores.dot(s, keys, q)
                 k_offset = lookup.row_offset(k, block, position)
                 v_offset = lookup.row_offset(v, block, position)
-                next_valid = ballot(good) if CHECKED else ALL
-                block, position, good = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
+                block, position = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
                 rows.load(keys, k_lane, k_offset, group, sub)
                 scores.add_lanes(s)
                 if MODIFIED:
                     scores.logits(s, slope, options, query, uint32(base + group))
-                if CHECKED and valid != ALL:
-                    scores.mask(s, values, valid, group)
                 update(s, values, maxima, sums, o)
                 rows.load(values, v_lane, v_offset, group, sub)
-                base, valid = uint32(base + TURN), next_valid
+                base = uint32(base + TURN)
             scores.dot(s, keys, q)
             scores.add_lanes(s)
             if MODIFIED:
                 scores.logits(s, slope, options, query, uint32(base + group))
-            valid = uint32(valid & low_bits(uint32(last - base + 1)))
+            valid = low_bits(uint32(last - base + 1))
             scores.mask(s, values, valid, group)
             update(s, values, maxima, sums, o)
         put_sums(shared, maxima, sums, o, query.num_heads, group, sub, warp)
@@ -178,7 +170,7 @@ def make_scores(shape: RowShape) -> Steps:
     """From q and keys to logits, one for each of a lane's tokens and each head."""
     HEADS, TOKENS, ELEMENTS = shape.config.num_heads, shape.tokens, shape.vectors * VECTOR
     SCORES, WORDS = shape.requests * HEADS, shape.requests * ELEMENTS
-    modify = make_modify(shape.config.score_mod, int64 if limits.wide_distances(shape) else int32)
+    modify = make_modify(shape.config.score_mod)
 
     @unrolled(SCORES * ELEMENTS)
     def dot(step, s, keys, query):

@@ -12,50 +12,43 @@ Who owns what. The visible tokens of a sequence, at most `window` of them, are c
 their number and that of the KV heads alone. A thread block owns one split of one KV head, for all heads of the tile,
 and each warp takes every fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches.
 Where O of all dims does not fit into the registers of a warp (`SplitConfig.dim_shares`), a pair of warps takes every
-second step. With more than 16 heads on tensor cores, two or four warps take the same tokens, each with its share of the
-heads: tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its
+second step. With more than 16 heads on tensor cores, all warps take the same tokens, each with its share of the heads:
+tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its
 sequence, KV head and tile, the splits. A thread block past the last split only counts.
 
 Shared memory. One buffer, static, or dynamic where static is too small: first for Q, or staged rows and Q, then for the
 sums of all warps, then for the merge of the splits. Always static are the maxima, sums of exponentials and weights of
-all teams, a word from thread 0 (whether a block id is refused, then the count), and 16 bytes that all threads read at
-the start, and again after the loop.
+all teams, and two words from thread 0: the length that all threads agree on, and the count.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..device.bad_entries import BLOCK_ID, SEQ_LEN, record
 from ..device.halves import software_factor
 from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, shared_address
-from ..device.intrinsics.warp import thread_number
 from ..device.language import cuda, float32, int32, int64, types, uint32
 from ..device.last_block import is_last, publish
-from ..device.logits import NONE
 from ..device.row_offsets import Cache
 from ..device.scales import scale_of
 from ..device.source import KernelSource, device_function
 from .arguments import Options, Output, Pages, Partials, Query, Shared
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
-from .cuda_cores import RowShape, make_attend_on_cuda_cores
-from .lanes import make_lanes
-from .limits import row_shape, split_config
+from .cuda_cores import make_attend_on_cuda_cores
 from .merge import make_merge, merge_bytes
-from .pages import make_pages
-from .shape import TensorShape
+from .shape import MOST_BLOCKS, TensorShape
 from .sums import are_dynamic, make_sums, sums_bytes
 from .tensor_cores.few_heads import make_attend_on_tensor_cores
 from .tensor_cores.many_heads import make_attend_with_many_heads
 from .tensor_cores.stages import StageShape
 
 BYTES, INTS, FLOATS = types.CPointer(types.uint8), types.CPointer(int32), types.CPointer(float32)
-WORDS, LONGS = types.CPointer(uint32), types.CPointer(int64)
+WORDS = types.CPointer(uint32)
 SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS, WORDS),  # out, lse, partial_sums, partial_states, counters
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
-    *(FLOATS, FLOATS, FLOATS, FLOATS, LONGS),  # alibi_slopes, sinks, k_scale, v_scale, report
-    *[int64] * 17,  # sizes, window, strides in bytes
+    *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
+    *[int64] * 16,  # sizes, window, strides in bytes
     *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
 )
 
@@ -63,16 +56,14 @@ SIGNATURE = types.void(
 def make_split(config: SplitConfig) -> KernelSource:
     """Attention of all query heads over all splits of all sequences."""
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
-    CHECKED, CHECKS_SPLITS, NUM_SUMS = config.checked, config.checks_splits, sums_bytes(config) // 4
     SHORT_SPLIT, LONG_SPLIT = uint32(config.short_split), uint32(config.long_split)
     LEADING_ZEROS, MANY = 32 - FULL_GRID.bit_length(), int32(MANY_SPLITS.bit_length() - 1)
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
     NUM_STATES, IS_EVEN = config.num_teams * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
-    team_sums, lookup = make_sums(config), make_pages(config, make_lanes(config).fetch)
+    team_sums = make_sums(config)
     make_attend, min_blocks = _inner_loop(config)
     attend, merge = make_attend(config, team_sums), make_merge(config, team_sums)
     VALUE_FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8))
-    FORGETS = bool(split_config.forgets(config))
 
     @device_function
     def split_size(num_tokens, num_kv_heads):
@@ -85,17 +76,10 @@ def make_split(config: SplitConfig) -> KernelSource:
         return max(max(size, uint32(SHORTEST_SPLIT)), whole_units)
 
     @device_function
-    def length_of(seq_lens, table, report, seq, num_blocks, max_seq_len):
+    def length_of(seq_lens, seq, max_seq_len):
         """The length of a sequence; one out of range counts as 0: the grid and the workspace end at max_seq_len."""
         seq_len = int64(int32(load_4(address(seq_lens) + int64(seq) * 4)))
-        if seq_len < 0 or seq_len > max_seq_len:
-            if CHECKED:
-                record(report, SEQ_LEN, seq, 0, seq_len)
-            seq_len = int64(0)
-        if CHECKED and seq_len > 0 and num_blocks == 0:
-            record(report, BLOCK_ID, seq, 0, int64(int32(load_4(table))))
-            seq_len = int64(0)
-        return uint32(seq_len)
+        return uint32(0 if seq_len < 0 or seq_len > max_seq_len else seq_len)
 
     @device_function
     def heads_from(head):
@@ -114,27 +98,17 @@ def make_split(config: SplitConfig) -> KernelSource:
         target = address(out) + int64(seq) * strides[0] + int64(head) * strides[1]
         return Output(target, strides[1], lse, row, heads_from(head), head, sinks, float32(VALUE_FACTOR * v_factor))
 
-    @device_function
-    def put_nothing(thread, room, shared):
-        """The sums of a split without tokens."""
-        i = int64(thread)
-        while i < NUM_SUMS:
-            room[i] = float32(0)
-            i += NUM_THREADS
-        if thread < NUM_STATES:
-            shared.maxima[thread], shared.sums[thread] = NONE, float32(0)
-
     def split(
         out, lse, partial_sums, partial_states, counters, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes,
-        sinks, k_scale, v_scale, report, num_kv_heads, num_heads, num_blocks, max_seq_len, most_splits, window,
+        sinks, k_scale, v_scale, num_kv_heads, num_heads, max_seq_len, most_splits, window,
         table_stride, q_seq_stride, q_head_stride, out_seq_stride, out_head_stride, k_block_stride, k_token_stride,
         k_head_stride, v_block_stride, v_token_stride, v_head_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
         room = cuda.shared.array(NUM_FLOATS, float32, alignment=16)
         maxima, sums = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(NUM_STATES, float32)
-        weights, told = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(1, uint32)
+        weights = cuda.shared.array(NUM_STATES, float32)
         shared = Shared(shared_address(room), maxima, sums, weights)
-        kept = cuda.shared.array(4, uint32)
+        agreed, counted = cuda.shared.array(1, uint32), cuda.shared.array(1, uint32)
         thread = uint32(cuda.threadIdx.x)
         # 32 bits where they suffice: what lives through the inner loop takes registers from it.
         seq, column = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads * NUM_TILES))
@@ -145,54 +119,41 @@ def make_split(config: SplitConfig) -> KernelSource:
         table = address(block_tables) + int64(seq) * table_stride
         # Thread 0 reads the length for the block: it may change while the kernel runs, and all threads must agree.
         if thread == 0:
-            kept[0], kept[1] = seq, head
-            kept[2] = length_of(seq_lens, table, report, seq, num_blocks, max_seq_len)
+            agreed[0] = length_of(seq_lens, seq, max_seq_len)
         cuda.syncthreads()
-        length = kept[2]
+        length = agreed[0]
         visible = min(length, uint32(window))
         size = split_size(visible, num_kv_heads)
         # Without a branch, so that ptxas knows it is warp-uniform: shuffles in loops need no code for diverged lanes.
         num_splits = uint32(uint32(uint32(visible + size) - 1) // size)
+        # Where rows go is worked out anew where it is used: it would take registers in the inner loop.
         if num_splits == 0 and split_index == 0:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge.store_nothing(output, thread)
         if split_index < num_splits:
-            if FORGETS and thread == 0:
-                kept[3] = num_splits
             first, q_pos = uint32(length - visible + split_index * size), uint32(length - 1)
             last_token = min(uint32(first + size - 1), q_pos)
             k_factor = scale_of(k_scale, k_number, kv_head)
             q_row = address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride
-            pages = Pages(table, last_token, num_blocks, report, seq)
-            if CHECKS_SPLITS:
-                is_bad = lookup.check_split(thread, first, pages)
-                if thread == 0:
-                    told[0] = uint32(1) if is_bad else uint32(0)
             attend(
                 thread,
                 first,
                 Query(q_row, q_head_stride, heads_from(head), head),
                 Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
                 Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
-                pages,
+                Pages(table, last_token),
                 Options(
                     float32(bits_float(uint32(scale)) * k_factor), bits_float(uint32(softcap)), alibi_slopes, q_pos, seq
                 ),
                 shared,
             )
             cuda.syncthreads()
-            if FORGETS:  # `attend` needs the registers: reload what comes after it uses
-                seq, head, num_splits = kept[0], kept[1], kept[3]
-                thread = thread_number()
-            if CHECKS_SPLITS and told[0] != 0:
-                put_nothing(thread, room, shared)
-                cuda.syncthreads()
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge.leave(thread, output, partials, num_splits, uint32(cuda.blockIdx.y), shared)
             if num_splits > 1:
                 publish(thread)
 
-        if is_last(thread, address(counters), most_splits, num_splits, shared_address(told)):
+        if is_last(thread, address(counters), most_splits, num_splits, shared_address(counted)):
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge.merge_splits(thread, output, partials, num_splits, room)
 
@@ -200,9 +161,9 @@ def make_split(config: SplitConfig) -> KernelSource:
 
 
 def _inner_loop(config: SplitConfig) -> tuple[Any, int]:
-    """The factory of the inner loop, and thread blocks on a multiprocessor: as many as need no spills."""
+    """The factory of the inner loop, and thread blocks on a multiprocessor to ask for."""
     if not config.on_tensor_cores:
-        return make_attend_on_cuda_cores, row_shape.min_blocks_on_cuda_cores(RowShape(config))
+        return make_attend_on_cuda_cores, MOST_BLOCKS
     make = make_attend_with_many_heads if config.staged else make_attend_on_tensor_cores
     return make, TensorShape(config).min_blocks
 

@@ -1,7 +1,7 @@
 """Steps of the split kernel: how the lanes of a warp exchange words inside loops.
 
-By shuffles and votes, or through shared memory where these cost too many registers (`limits.through_shared`): every
-warp has a slot for each kind of words there.
+By shuffles and votes, or through shared memory where these cost too many registers (`SplitConfig.through_shared`):
+every warp has a slot for each kind of words there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from ..device.reductions import largest_of_quad
 from ..device.source import Steps, device_function
 from ..device.warp import WARP_SIZE
 from .config import NUM_WARPS, SplitConfig
-from .limits import split_config as limits
 
 SLOT_BYTES = 2 * 4 * WARP_SIZE  # two words for each lane
 VALUES, OTHERS, NUM_SLOTS = 2, 1, 4  # keys use slot 0; values alternate between 2 and 3
@@ -38,12 +37,6 @@ def share_word(slot, x):
 def make_lanes(config: SplitConfig) -> Steps:
     """The steps of a config; the whole warp calls each of them."""
     THROUGH_SHARED, WIDE, NUM_WORDS = config.through_shared, config.wide, slots_bytes(config) // 4
-    REDUCED = bool(limits.reduces_warp(config))
-
-    @device_function
-    def broadcast(x):
-        """A word that is the same in all lanes, in a form that ptxas knows to be warp-uniform."""
-        return warps.or_of_warp(x) if REDUCED else shuffle(x, 0)
 
     @device_function
     def slots(warp):
@@ -96,15 +89,4 @@ def make_lanes(config: SplitConfig) -> Steps:
         """False only if the condition holds in no lane of the warp."""
         return True if THROUGH_SHARED else warps.any_lane(condition)
 
-    @device_function
-    def bits_of_warp(slot, condition):
-        """The word whose bit i is the condition of lane i."""
-        if THROUGH_SHARED:
-            share_word(slot, uint32(1) if condition else uint32(0))
-            bits = uint32(0)
-            for i in range(WARP_SIZE):
-                bits = uint32(bits | uint32(load_shared_word(uint32(slot + 4 * i)) << uint32(i)))
-            return bits
-        return warps.ballot(condition)
-
-    return Steps(broadcast, slots, share, fetch, largest_of_head, of_heads, any_of_warp, bits_of_warp)
+    return Steps(slots, share, fetch, largest_of_head, of_heads, any_of_warp)

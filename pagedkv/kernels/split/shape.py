@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .config import VECTOR_BYTES, SplitConfig
-from .limits import tensor_shape as limits
 
 TILE = 16  # tokens
 K_VECTOR = 64  # bytes of a row that the four lanes of a token load at once
+CHUNK = 256  # bytes of a row in a buffer: one holds K and one V of 128 dims of 16 bits
+MOST_BLOCKS = 4  # thread blocks on a multiprocessor that are asked for
+OTHER_REGISTERS = 40  # of a thread, at least, beside O and buffers
 FRAGMENT_BYTES = 512  # of all lanes of a warp; warps with the same heads share one copy in shared memory
 
 
@@ -29,8 +31,8 @@ class TensorShape:
 
     @property
     def tiles(self) -> int:
-        """Tiles of a step."""
-        return limits.tiles(self)
+        """Tiles of a step: short rows take two to have enough in flight."""
+        return 2 if self.config.row_bytes <= 128 else 1
 
     @property
     def step(self) -> int:
@@ -63,11 +65,11 @@ class TensorShape:
 
     @property
     def num_chunks(self) -> int:
-        return -(-self.config.row_bytes // limits.chunk(self))
+        return -(-self.config.row_bytes // CHUNK)
 
     @property
     def k_per_chunk(self) -> int:
-        return self.k_vectors if self.num_chunks == 1 else limits.chunk(self) // K_VECTOR
+        return self.k_vectors if self.num_chunks == 1 else CHUNK // K_VECTOR
 
     @property
     def v_per_chunk(self) -> int:
@@ -119,24 +121,9 @@ class TensorShape:
         return self.k_vectors * self.q_per_vector
 
     @property
-    def q_in_shared(self) -> bool:
-        """Each step loads Q from shared memory."""
-        return self.q_fragments > limits.q_in_registers(self)
-
-    @property
-    def is_plain(self) -> bool:
-        """No registers go to options, or to a partial vector at the end of a row."""
-        return self.config.row_bytes % K_VECTOR == 0 and not self.config.has_options
-
-    @property
-    def q_is_shared(self) -> bool:
-        """Warps make the fragments of Q together, in shared memory; each may then load them into registers."""
-        return self.q_in_shared or self.config.q_kind != self.operand
-
-    @property
     def q_bytes(self) -> int:
         """Shared memory of the fragments of a warp's heads."""
-        return FRAGMENT_BYTES * self.q_fragments * self.q_is_shared
+        return FRAGMENT_BYTES * self.q_fragments
 
     # ---- accumulators
 
@@ -153,11 +140,6 @@ class TensorShape:
     # ---- arrays of a lane: how many elements
 
     @property
-    def num_q(self) -> int:
-        """Words of the fragments of Q that registers hold."""
-        return 4 if self.q_in_shared else 4 * self.q_fragments
-
-    @property
     def num_raw(self) -> int:
         return 8 * self.tiles * self.score_sets
 
@@ -171,10 +153,13 @@ class TensorShape:
 
     @property
     def registers(self) -> int:
-        """What O, Q and the buffers of rows take."""
-        return self.num_o + self.num_q + 2 * self.buffer
+        """What O and the buffers of rows take."""
+        return self.num_o + 2 * self.buffer
 
     @property
     def min_blocks(self) -> int:
-        """Thread blocks on a multiprocessor: as many as need no spills."""
-        return limits.min_blocks(self)
+        """Thread blocks on a multiprocessor to ask for: n of them leave 512 / n registers for each thread.
+
+        The linker takes fewer while these spill. Two have enough in flight where rows wait in shared memory.
+        """
+        return 2 if self.config.staged else max(2, min(MOST_BLOCKS, 512 // (self.registers + OTHER_REGISTERS)))

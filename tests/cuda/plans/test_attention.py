@@ -123,7 +123,7 @@ def test_null_pointers_and_numbers_stand_for_what_is_not_given():
     attention.decode_attention(device, call, out, None)
     assert sorted(device.names) == ["block_tables", "k_cache", "out", "q", "seq_lens", "v_cache"]
     (args,) = device.args
-    assert [x == 0 for x in args[:14]] == [False, *[True] * 3, *[False] * 5, *[True] * 5]
+    assert [x == 0 for x in args[:13]] == [False, *[True] * 3, *[False] * 5, *[True] * 4]
     assert args[-4:] == [0.5, 30.0, 1.0, 1.0]
     assert {type(x) for x in args} == {int, float}
 
@@ -151,7 +151,7 @@ def test_a_bound_leaves_v2_few_partitions_and_small_workspaces():
     partitions, reduction = plan.launches
     assert partitions.grid == (1024, 4, 1)
     assert dict(plan.workspaces) == {"tmp_out": 1024 * 4 * 64 * 4, "exp_sums": 1024 * 4 * 4, "max_logits": 1024 * 4 * 4}
-    assert partitions.scalars[3] == reduction.scalars[1] == 2048  # what lengths are compared with
+    assert partitions.scalars[2] == reduction.scalars[1] == 2048  # what lengths are compared with
     assert plan_of("v2", **WIDE).launches[0].grid == (1024, 256, 1)
 
 
@@ -166,7 +166,7 @@ def test_a_bound_beyond_the_tables_is_none(kernel):
     for max_seq_len in (None, 1600, 1601, 10**30):
         plan = plan_of(kernel, **sizes, max_seq_len=max_seq_len)
         assert plan == plan_of(kernel, **sizes)
-        assert plan.launches[0].scalars[3] == 1600  # what lengths are compared with
+        assert plan.launches[0].scalars[2] == 1600  # what lengths are compared with
 
 
 @pytest.mark.parametrize("kernel", ["auto", "split"])

@@ -51,7 +51,7 @@ def test_a_repeated_call_launches_the_same(kind, devices, validations, kernel, o
     assert len(validations) == 1
     (device,) = devices.values()
     half = len(device.launches) // 2
-    assert half == {"v1": 1, "v2": 2}[kernel]
+    assert half == {"v1": 1, "v2": 2}[kernel] + ("check" in options)
     assert list(map(repr, device.launches[:half])) == list(map(repr, device.launches[half:]))
 
 
@@ -63,9 +63,10 @@ def test_a_repeated_call_of_kernel_split_launches_the_same(kind, devices, valida
     decode(kind, **first, kernel="auto")
     assert len(validations) == 1
     (device,) = devices.values()
-    once, again = device.launches
+    half = len(device.launches) // 2
+    assert list(map(repr, device.launches[:half])) == list(map(repr, device.launches[half:]))
+    once = device.launches[-1]
     assert once[0].entry == "pagedkv_split"
-    assert repr(once) == repr(again)
     decode(kind, **first, kernel="split")
     halves = np.zeros((N, P, 2, HKV, D), np.float16)
     decode(kind, **first | {"k_cache": halves[:, :, 0], "v_cache": halves[:, :, 1]}, kernel="auto")
@@ -175,7 +176,7 @@ def test_the_environment_is_asked_for_checks(monkeypatch, devices, validations):
         if value is not None:
             monkeypatch.setenv("PAGEDKV_CHECK", value)
         decode()
-        assert f"checked={checked}" in launches(devices)[-1][0].name
+        assert launches(devices)[-2:][0][0].name.startswith("check_batch") == checked
     assert len(validations) == 3
 
 

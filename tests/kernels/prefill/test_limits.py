@@ -6,11 +6,10 @@ import pytest
 
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.compiler.occupancy import occupancy, shared_kib
-from pagedkv.kernels.prefill.config import CoresConfig, TensorConfig
+from pagedkv.kernels.prefill.config import FEW_ROWS, CoresConfig, TensorConfig
 from pagedkv.kernels.prefill.cuda_cores import kernel as cuda_cores
 from pagedkv.kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
 from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
-from pagedkv.kernels.prefill.limits import FEW_ROWS
 from pagedkv.kernels.prefill.tensor_cores.kernel import make_prefill
 from pagedkv.kernels.prefill.tensor_cores.split.kernel import make_prefill_split
 from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape

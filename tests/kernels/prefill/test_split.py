@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 import pagedkv
 from pagedkv.cuda import warmup as compiling_ahead
 from pagedkv.cuda.plans import prefill as planning
-from pagedkv.kernels.prefill.config import TensorConfig
-from pagedkv.kernels.prefill.limits import FEW_ROWS, LONGEST_OF_PARTS, PART
+from pagedkv.kernels.prefill.config import FEW_ROWS, LONGEST_OF_PARTS, PART, TensorConfig
 from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
 
 from ...support.devices import emulator, with_capability

@@ -8,8 +8,8 @@ import numpy as np
 
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.cuda.plans.prefill import suits_tensor_cores, tensor_config
+from pagedkv.kernels.prefill.config import FEW_ROWS, PART
 from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
-from pagedkv.kernels.prefill.limits import FEW_ROWS, PART
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
 from ...support.devices import emulator, with_capability

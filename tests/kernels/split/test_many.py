@@ -12,7 +12,7 @@ from ...support.strategies import long
 from ..decode_cases import MANY_HEADS, Variant, decode
 from .variants import config_of
 
-# Stages of 64, 32 and 16 tokens, of two teams and of one.
+# Stages of 32 and of 16 tokens.
 VARIANTS = [
     MANY_HEADS,
     Variant("split", 128, 3, "bfloat16", "bfloat16", group_size=24),
@@ -27,7 +27,7 @@ def tokens_of_stage(variant):
 
 
 def test_forms():
-    assert [tokens_of_stage(variant) for variant in VARIANTS] == [64, 32, 16]
+    assert [tokens_of_stage(variant) for variant in VARIANTS] == [32, 16, 16]
 
 
 @FORMS

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import reference
-from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import attention
 from pagedkv.cuda.plans.split import split_config
 from pagedkv.emulator.state.order import Order
 from pagedkv.kernels.split.config import FEW_SPLITS, FULL_GRID, SHORTEST_SPLIT
 
-from ...support.devices import with_capability
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import each_of, long
 from ..decode_cases import (
@@ -28,7 +26,7 @@ from ..decode_cases import (
     decode,
     emulator,
 )
-from .variants import CODES, FOUR_BLOCKS, MORE_VARIANTS, VARIANTS, check_registers, config_of, specs
+from .variants import CODES, FOUR_BLOCKS, MORE_VARIANTS, VARIANTS, config_of, specs
 
 LOOPS = {"tensor cores": TENSOR, "CUDA cores": CUDA_CORES, "many heads": MANY_HEADS}
 ALL = each_of("variant", LOOPS)
@@ -263,11 +261,6 @@ def test_score_mod_sees_what_exists_and_may_mask_every_key(variant, open_device)
         np.testing.assert_array_equal(lse[:3, 1], problem.options["sinks"][1] if sinks else np.float32(-math.inf))
 
 
-@WITH_SCORE_MOD
-def test_a_score_mod_leaves_everything_in_registers(variant):
-    check_registers(config_of(variant, variant.capability), variant.capability)
-
-
 @pytest.mark.parametrize("variant", [FOUR_BLOCKS, *long([TENSOR_12])], ids=str)
 def test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone(variant, open_device):
     """About two powers of two from one step of a warp to the next, for head 1; the others fall, head 3 by hundreds.
@@ -349,34 +342,6 @@ def test_only_visible_rows_are_read_and_each_sector_once(variant):
     for name in ("k_cache", "v_cache"):
         device.launches[0].footprint.expect(name, read=rows, written=False)
     device.launches[0].footprint.expect("seq_lens", read=True)
-
-
-@pytest.mark.parametrize(("head_dim", "group_size"), [(128, 16), *long([(64, 2), (160, 2), (256, 2), (512, 2)])])
-def test_a_check_before_the_loop_changes_no_bits(head_dim, group_size):
-    """And a block id that it refuses takes its split along, and nothing else."""
-    variant = Variant("split", head_dim, 16, "float16", "float16", group_size=group_size, capability=(8, 0))
-    problem = build(variant.spec(seq_lens=(3 * SHORTEST_SPLIT, 3), num_kv_heads=1))
-    expected = decode(problem, variant)
-    call = checked_call(problem, "split", check=True)
-    out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
-    with with_capability(emulator(global_race=True), variant.capability) as device:
-        attention.decode_attention(device, call, out, lse)
-        raise_if_failed([device])
-    assert_same_bits((out, lse), expected)
-
-    column = SHORTEST_SPLIT // 16 + 2
-    call.block_tables[0, column] = 10**6
-    with with_capability(emulator(global_race=True), variant.capability) as device:
-        attention.decode_attention(device, call, out, lse)
-        with pytest.raises(IndexError, match=f"got 1000000 for sequence 0, column {column}"):
-            raise_if_failed([device])
-    assert_same_bits((out[1:], lse[1:]), (expected[0][1:], expected[1][1:]))
-
-    def masked(score, q_pos, k_pos, head, seq):
-        return -math.inf if seq == 0 and k_pos // SHORTEST_SPLIT == 1 else score
-
-    options = {**problem.options, "score_mod": masked}
-    np.testing.assert_allclose(out, reference.decode_attention(*problem.args, **options), atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("variant", CODES, ids=str)

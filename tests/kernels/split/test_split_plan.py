@@ -23,8 +23,6 @@ from pagedkv.kernels.split.config import (
 from pagedkv.kernels.split.cuda_cores import RowShape
 from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 from pagedkv.kernels.split.lanes import slots_bytes
-from pagedkv.kernels.split.limits import row_shape, tensor_shape
-from pagedkv.kernels.split.shape import TensorShape
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
 from ...machine_code.sass import code_of, loop_of
@@ -32,37 +30,7 @@ from ...support.device_fakes import RecordingDevice, without_code
 from ...support.problems import build
 from ...support.strategies import long
 from ..decode_cases import MANY_HEADS, TENSOR, Variant, checked_call
-from .variants import MORE_VARIANTS, MOST_SHARED, VARIANTS, check_registers, config_of
-
-# The tests in the emulator compile most variants for 9.0. For other GPUs test_limits.py has one of each row, in the
-# long run the one that the row is for, and these, the largest ones beside them.
-LARGEST = [
-    Variant("split", 512, 16, "bfloat16", "bfloat16", group_size=8, modified=True),
-    Variant("split", 128, 16, "float16", "fp8_e4m3", group_size=24),
-    Variant("split", 256, 16, "float32", "float16", group_size=16),
-    Variant("split", 128, 16, "float16", "float16", group_size=8),
-    Variant("split", 128, 16, "bfloat16", "bfloat16", group_size=16),
-    Variant("split", 128, 16, "bfloat16", "fp8_e4m3", group_size=12),
-    Variant("split", 256, 16, "float32", "bfloat16", group_size=8),
-    Variant("split", 256, 16, "float32", "float32", group_size=4, modified=True),
-    Variant("split", 256, 16, "float16", "float16", group_size=48, modified=True),
-    Variant("split", 512, 16, "float16", "float16", group_size=8),
-]
-
-
-def for_9_0(variants):
-    return [variant for variant in variants if variant.capability == (9, 0)]
-
-
-@pytest.mark.parametrize("variant", [*for_9_0(VARIANTS), *long(for_9_0(MORE_VARIANTS))], ids=str)
-def test_every_variant_has_everything_in_registers(variant):
-    check_registers(config_of(variant, (9, 0), softcap=2.0 if variant.modified else None), (9, 0))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("variant", "capability"), list(product(LARGEST, [(8, 0), (10, 0)])), ids=str)
-def test_variants_for_other_gpus_have_everything_in_registers(variant, capability):
-    check_registers(config_of(variant, capability, softcap=2.0 if variant.modified else None), capability)
+from .variants import MOST_SHARED
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
@@ -76,61 +44,10 @@ def test_rows_and_queries_of_many_heads_fit_into_the_shared_memory_of_every_gpu(
         assert SPLIT_UNIT % StageShape(config).tokens == 0
 
 
-@pytest.mark.parametrize(
-    ("group_size", "q_kind", "kv_kind"),
-    [
-        (8, "float16", "fp8_e4m3"),
-        *long([(16, "float16", "fp8_e4m3"), (12, "bfloat16", "fp8_e5m2"), (9, "float16", "fp8_e5m2")]),
-    ],
-)
-def test_four_thread_blocks_have_everything_in_registers(group_size, q_kind, kv_kind):
-    config = SplitConfig(64, group_size, 16, q_kind, kv_kind)
-    assert TensorShape(config).min_blocks == 4
-    check_registers(config, (9, 0))
-
-
 def test_loops_on_cuda_cores_have_no_code_for_lanes_that_diverge():
     kernel = compile_kernel(make_split, SplitConfig(8, 4, 16, "float32", "float32"))
     loop = loop_of(code_of(kernel.cubin, kernel.entry), (9, 0), 8)
     assert loop.instructions <= 44 * 32 * loop.bytes_loaded / 512  # 46 with such code
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "group_size", "q_kind", "kv_kind"),
-    [
-        (64, 4, "float16", "float16"),
-        *long([(256, 16, "float32", "fp8_e4m3"), (256, 16, "bfloat16", "bfloat16"), (256, 8, "float32", "float16")]),
-    ],
-)
-def test_caches_beyond_64_gib_leave_everything_in_registers(head_dim, group_size, q_kind, kv_kind):
-    check_registers(SplitConfig(head_dim, group_size, 16, q_kind, kv_kind, wide=True), (9, 0))
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "group_size", "q_kind", "kv_kind", "capability"),
-    long(
-        [
-            (256, 16, "float32", "float16", (9, 0)),
-            (256, 8, "float32", "bfloat16", (8, 0)),
-            (256, 48, "float16", "fp8_e4m3", (9, 0)),
-            (256, 8, "float32", "float16", (9, 0)),
-            (128, 16, "float32", "float16", (9, 0)),
-            (256, 16, "float16", "fp8_e4m3", (9, 0)),
-        ]
-    ),
-)
-def test_options_leave_everything_in_registers(head_dim, group_size, q_kind, kv_kind, capability):
-    for fields in ({"modified": True}, {"checked": True}):
-        config = SplitConfig(head_dim, group_size, 16, q_kind, kv_kind, architecture=capability[0], **fields)
-        check_registers(config, capability)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "group_size", "q_kind", "kv_kind"),
-    [(128, 16, "float16", "float16"), *long([(64, 16, "float32", "bfloat16"), (512, 8, "float16", "float16")])],
-)
-def test_a_check_leaves_everything_in_registers_before_9_0(head_dim, group_size, q_kind, kv_kind):
-    check_registers(SplitConfig(head_dim, group_size, 16, q_kind, kv_kind, checked=True, architecture=8), (8, 0))
 
 
 @pytest.mark.parametrize(
@@ -144,30 +61,31 @@ def test_rows_that_are_no_power_of_two_compile_with_lines_too(group_size, q_kind
 
 @pytest.mark.parametrize("architecture", [8, 9, 10])
 @pytest.mark.parametrize("kv_kind", ["float32", "float16", "fp8_e4m3"])
-def test_a_check_and_wide_offsets_change_no_order_of_additions(architecture, kv_kind):
+def test_wide_offsets_change_no_order_of_additions(architecture, kv_kind):
     """Who has which tokens, heads and dims: for up to 8 heads of 136 to 256 dims they once changed it before 9.0."""
     for head_dim, group_size, modified in product(range(8, 513, 8), (1, 8, 16, 48), (False, True)):
         plain = SplitConfig(
             *(head_dim, group_size, 16, "float32", kv_kind), modified=modified, architecture=architecture
         )
-        for fields in ({"checked": True}, {"wide": True}):
-            config = replace(plain, **fields)
-            for name in ("num_tiles", "head_shares", "dim_shares", "num_teams", "merge_shares", "staged"):
-                assert getattr(config, name) == getattr(plain, name), (name, config)
-            if config.on_tensor_cores:
-                assert tensor_shape.scales_logits(TensorShape(config)) == tensor_shape.scales_logits(TensorShape(plain))
-            else:
-                assert row_shape.requests(RowShape(config)) == row_shape.requests(RowShape(plain))
+        wide = replace(plain, wide=True)
+        for name in ("num_tiles", "head_shares", "dim_shares", "num_teams", "merge_shares", "staged"):
+            assert getattr(wide, name) == getattr(plain, name), (name, wide)
+        if not plain.on_tensor_cores:
+            assert RowShape(wide).requests == RowShape(plain).requests
 
 
-def test_up_to_16_heads_share_a_thread_block_if_registers_are_enough():
-    config = SplitConfig(256, 16, 16, "float16", "float16", wide=True)
-    assert config.num_tiles == 1
-    assert replace(config, modified=True, checked=True).num_tiles == 1
-    no_room = {"q_kind": "float32", "modified": True}
-    for fields in ({"head_dim": 264}, {"architecture": 8}, {"architecture": 10}, no_room):
-        assert replace(config, **fields).num_tiles == 2
-        assert replace(config, **{**fields, "head_dim": 128}).num_tiles == 1
+@pytest.mark.parametrize(
+    ("head_dim", "group_size", "kv_kind", "num_tiles"),
+    [
+        *((128, 16, "float16", 1), (136, 8, "float16", 1), (136, 9, "float16", 2), (512, 16, "float16", 2)),
+        *((256, 17, "float16", 1), (256, 64, "float16", 1), (256, 65, "float16", 2), (264, 17, "float16", 3)),
+        *((128, 4, "float32", 1), (128, 5, "float32", 2), (136, 4, "float32", 2)),
+    ],
+)
+def test_query_heads_share_a_thread_block_if_registers_are_enough(head_dim, group_size, kv_kind, num_tiles):
+    for architecture in (8, 9, 10):
+        config = SplitConfig(head_dim, group_size, 16, "float16", kv_kind, architecture=architecture)
+        assert config.num_tiles == num_tiles
 
 
 EDGES = sorted({n + e for i in range(7, 21) for n in (2**i, 3 * 2**i) for e in (-1, 0, 1)})

@@ -1,14 +1,9 @@
 """What kernel split is compiled for in tests, and the problems drawn for each."""
 
-from typing import Any
-
 import hypothesis.strategies as st
 
-from pagedkv.compiler.compile import compile_kernel
-from pagedkv.compiler.occupancy import occupancy
 from pagedkv.cuda.plans import split
 from pagedkv.kernels.split.config import SHORTEST_SPLIT, SplitConfig
-from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 
 from ...support.problems import Spec, build
 from ...support.strategies import fade, own_parity
@@ -73,23 +68,9 @@ MORE_VARIANTS = [
 MOST_SHARED = 99 * 1024  # of a thread block on GPUs of compute capability 8.6, 8.9 and 12.0
 
 
-def check_registers(config: SplitConfig, capability: tuple[int, int]) -> None:
-    """That a kernel spills nothing, and that enough of its thread blocks are on a multiprocessor at once."""
-    kernel = compile_kernel(make_split, config, capability)
-    assert ".extern .func" not in kernel.ptx
-    assert ".local" not in kernel.ptx
-    resources = kernel.linked.resources()
-    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
-    dynamic = dynamic_bytes(config)
-    assert resources.shared_bytes <= 48 * 1024
-    assert resources.shared_bytes + dynamic <= MOST_SHARED
-    least = 1 if dynamic and capability < (9, 0) else 2
-    assert occupancy(capability, resources.registers, 128, resources.shared_bytes + dynamic) >= least
-
-
-def config_of(variant: Variant, capability: tuple[int, int], **fields: Any) -> SplitConfig:
+def config_of(variant: Variant, capability: tuple[int, int]) -> SplitConfig:
     """What the kernel is compiled for in a call of this variant."""
-    problem = build(variant.spec(seq_lens=(1,), **fields))
+    problem = build(variant.spec(seq_lens=(1,)))
     return split.split_config(checked_call(problem, "split"), capability=capability)
 
 

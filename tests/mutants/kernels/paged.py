@@ -11,7 +11,6 @@ NEEDLE = (V1_V2 + "test_a_needle_is_found_wherever_it_lies[emulator-v1-D64-P16-f
 LARGE = (ALIKE + "test_caches_of_more_than_4_gib[v1]",)
 LONG_BLOCKS = (V1_V2 + "test_every_variant_meets_the_error_bound[emulator-v1-D8-P64-bfloat16-bfloat16]",)
 STRIDED = (V1_V2 + "test_every_variant_meets_the_error_bound[emulator-v1-D24-P8-float32-float32-strided]",)
-BAD_BLOCK = (ALIKE + "test_a_bad_block_id_is_skipped_and_recorded[emulator-v1]",)
 BAD_LENGTH = (ALIKE + "test_a_bad_length_is_skipped_and_recorded[emulator-1000000-v2]",)
 EACH_OPTION = (OPTIONS + "test_each_option_alone_and_all_of_them[emulator-v1]",)
 V2_EACH_OPTION = (OPTIONS + "test_each_option_alone_and_all_of_them[emulator-v2]",)
@@ -41,8 +40,8 @@ MUTANTS = [
     Mutant(
         "v1: one token past the end is visible",
         "kernels/paged/attention.py",
-        "token_idx < last_token and physical_block_number >= 0\n            qk",
-        "token_idx <= last_token and physical_block_number >= 0\n            qk",
+        "token_idx < last_token\n            qk",
+        "token_idx <= last_token\n            qk",
         LENGTHS,
         ci=True,
     ),
@@ -64,8 +63,8 @@ MUTANTS = [
     Mutant(
         "v1: all tokens of the last block are visible",
         "kernels/paged/attention.py",
-        "first_token <= token_idx and token_idx < last_token and physical_block_number >= 0\n            qk",
-        "first_token <= token_idx and physical_block_number >= 0\n            qk",
+        "first_token <= token_idx and token_idx < last_token\n            qk",
+        "first_token <= token_idx\n            qk",
         LENGTHS,
     ),
     Mutant(
@@ -126,26 +125,11 @@ MUTANTS = [
         ci=True,
     ),
     Mutant(
-        "v1: negative block ids pass",
-        "kernels/paged/tables.py",
-        "(block < 0 or block >= num_blocks)",
-        "block >= num_blocks",
-        BAD_BLOCK,
-        ci=True,
-    ),
-    Mutant(
         "v1: a window of one key more",
         "kernels/paged/tables.py",
         "max(seq_len - window, 0), seq_len",
         "max(seq_len - window - 1, 0), seq_len",
         WINDOWS,
-    ),
-    Mutant(
-        "v1: a bad block id is recorded with its token for its column",
-        "kernels/paged/tables.py",
-        "record(report, BLOCK_ID, seq_idx, column, block)",
-        "record(report, BLOCK_ID, seq_idx, token_idx, block)",
-        BAD_BLOCK,
     ),
     Mutant(
         "v1: the first shuffle of a thread group is left out",

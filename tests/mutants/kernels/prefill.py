@@ -16,7 +16,6 @@ SINKS = (PREFILL + "test_sinks_far_above_and_below_all_logits[emulator-tensor co
 CHECK = (TABLES + "test_what_check_refuses_is_recorded_and_harms_nobody_else[emulator-tensor cores]",)
 LENGTH = (TABLES + "test_a_length_that_is_not_looked_at_harms_nobody[emulator-tensor cores]",)
 MASKED = (PREFILL + "test_score_mod_sees_positions_heads_and_sequences_and_may_mask_every_key[emulator-CUDA cores]",)
-CODES = (PREFILL + "test_every_fp8_code_is_its_value[cc9.0-fp8_e4m3]",)
 
 LOOP = "kernels/prefill/tensor_cores/loop.py"
 COPIES = "kernels/prefill/tensor_cores/copies.py"
@@ -201,7 +200,7 @@ MUTANTS = [
     ),
     Mutant(
         "prefill kernel: a check leaves the length of what it refuses",
-        "kernels/prefill/check.py",
+        "kernels/check.py",
         "int32(-1) if is_bad else int32(length)",
         "int32(length)",
         CHECK,
@@ -264,9 +263,9 @@ MUTANTS = [
     ),
     Mutant(
         "prefill: the rows of a table that is checked are max_blocks apart",
-        "cuda/plans/prefill.py",
-        "spec.block_size, call.block_tables.strides[0])",
-        "spec.block_size, call.block_tables.shape[1] * 4)",
+        "cuda/plans/check.py",
+        "window or NO_WINDOW, call.block_tables.strides[0])",
+        "window or NO_WINDOW, call.block_tables.shape[1] * 4)",
         (TABLES + "test_tables_have_strides_of_their_own[emulator-tensor cores-True]",),
     ),
 ]

@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         "prefill split: exact calls are split",
         PLAN,
-        "can_split(config) and not call.exact and",
-        "can_split(config) and",
+        "config.can_split and not call.exact and",
+        "config.can_split and",
         LAUNCHED,
     ),
 ]

@@ -31,7 +31,6 @@ from ...device.source import KernelSource
 from ..arguments import Options, Pages, Visible, signature
 from ..config import TensorConfig
 from ..items import is_split, make_find_item, make_keep
-from ..limits import min_blocks, optimisation, pins_thread
 from ..output import make_store_nothing
 from .loop import Query, make_attend
 from .output import make_store_rows
@@ -44,8 +43,7 @@ from .tile import SWIZZLED, TileShape
 def make_prefill(config: TensorConfig) -> KernelSource:
     """Attention of all rows of all sequences over the keys that they see."""
     shape = TileShape(config)
-    facts = {"min_blocks": min_blocks(config), "optimisation": optimisation(config)}
-    return kernel_of(config, shape, make_attend(config, shape), SWIZZLED, **facts)
+    return kernel_of(config, shape, make_attend(config, shape), SWIZZLED, min_blocks=shape.min_blocks)
 
 
 def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: int, **facts: Any) -> KernelSource:
@@ -55,7 +53,7 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
     MODIFIED, (keep, kept) = config.modified, make_keep(shape.kept_start)
     find_item, registers_of = make_find_item(ROWS), make_registers(shape)
     start, store_rows = make_start(config, shape), make_store_rows(config, shape)
-    store_nothing, PINNED = make_store_nothing(ROWS, config.head_dim // 2, shape.num_threads), pins_thread(shape)
+    store_nothing = make_store_nothing(ROWS, config.head_dim // 2, shape.num_threads)
 
     def prefill(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
@@ -66,7 +64,7 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
     ):  # fmt: skip
         shared = shared_address(cuda.shared.array(0, uint32, alignment=ALIGNMENT))
         # A volatile read: ptxas keeps what follows from it in registers, instead of computing it again in the loop.
-        thread = thread_number() if PINNED else uint32(cuda.threadIdx.x)
+        thread = thread_number()
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
         lengths = (query_starts, seq_lens)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...device.warp import WARP_SIZE
-from .. import limits
 from ..config import TensorConfig
 
 CHUNK = 16  # bytes: of a copy, and of a row of a matrix that ldmatrix loads
 CHUNK_DIMS = 8
 SWIZZLED = 128  # bytes of a row in which chunks change places
 KEPT_WORDS = 8  # of the item, which all threads read
+SYSTEM_BYTES = 1024  # of each thread block's shared memory
+SMALL_SHARED_KIB = 100  # of compute capability 8.6, 8.9 and 12.0
+FULL_WARPS = 8  # of a multiprocessor whose threads have 255 registers each
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +29,27 @@ class TileShape:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of 16 rows that a warp has: each fragment of K and V is multiplied by all of them."""
-        return limits.row_tiles(self.config)
+        """Tiles of 16 rows that a warp has: each fragment of K and V is multiplied by all of them.
+
+        With two, reading K and V from shared memory takes less time than the products. Two of 128 dims fill the
+        registers, and options of logits need some.
+        """
+        return 2 if self.config.head_dim <= 128 and not self.config.modified else 1
 
     @property
     def num_warps(self) -> int:
-        """Of a thread block."""
-        return limits.num_warps(self.config)
+        """Warps of a thread block: eight where many dims leave a warp few rows to convert an fp8 tile for."""
+        config = self.config
+        return 8 if config.is_fp8 and config.head_dim > 128 and config.shared_kib > SMALL_SHARED_KIB else 4
+
+    @property
+    def min_blocks(self) -> int:
+        """Thread blocks on a multiprocessor that ptxas leaves registers for."""
+        return FULL_WARPS // self.num_warps
 
     @property
     def num_threads(self) -> int:
-        """Of a thread block."""
+        """Threads of a thread block."""
         return WARP_SIZE * self.num_warps
 
     @property
@@ -51,13 +63,22 @@ class TileShape:
 
     @property
     def keys(self) -> int:
-        """Keys of a tile."""
-        return limits.keys(self.config)
+        """Keys of a tile.
+
+        32 where options need registers, or where shared memory has no room for two thread blocks with tiles of 64. So
+        it is for fp8 with more than 128 dims: the kernel that splits keys would have fewer warps, and both must move
+        pivots at the same keys.
+        """
+        config = self.config
+        has_room = config.shared_kib > SMALL_SHARED_KIB or not 64 < config.head_dim <= 128
+        return 64 if has_room and not config.modified and not (config.is_fp8 and config.head_dim > 128) else 32
 
     @property
     def stages(self) -> int:
-        """Tiles of K, and of V, in shared memory."""
-        return limits.stages(self)
+        """Tiles of K, and of V, in shared memory: two if all thread blocks have room; fp8 rows wait elsewhere."""
+        room = self.config.shared_kib * 1024 // self.min_blocks - SYSTEM_BYTES
+        needed = self.q_bytes + 4 * self.tile_bytes + 4 * KEPT_WORDS
+        return 2 if needed <= room and not self.config.is_fp8 else 1
 
     # ---- products
 

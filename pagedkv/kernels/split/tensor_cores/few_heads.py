@@ -1,10 +1,10 @@
 """The inner loop of the split kernel on tensor cores: caches of float16, bfloat16 and fp8, from memory to registers.
 
-No shared memory, no barrier, no ldmatrix. The order of an mma's reduction index is free as long as both operands
-agree, and so is the order of its rows and columns; so every lane loads 16 contiguous bytes of a row and hands the
-pieces to several mma. A step is one or two tiles of 16 tokens; a warp takes every fourth step of its split. Where O of
-all dims does not fit into registers (`SplitConfig.dim_shares`), a pair of warps takes every second step: each has all
-of S, and half of the dims of O.
+The loop has no barrier and no ldmatrix, and reads only Q from shared memory. The order of an mma's reduction index is
+free as long as both operands agree, and so is the order of its rows and columns; so every lane loads 16 contiguous
+bytes of a row and hands the pieces to several mma. A step is one or two tiles of 16 tokens; a warp takes every fourth
+step of its split. Where O of all dims does not fit into registers (`SplitConfig.dim_shares`), a pair of warps takes
+every second step: each has all of S, and half of the dims of O.
 
     lane = 4 g + t, g = 0..7, t = 0..3                        m16n8k16: A 16 x 16, B 16 x 8, C 16 x 8
 
@@ -38,12 +38,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...device.intrinsics.thread import clear, divmod_32, unrolled
-from ...device.intrinsics.warp import shuffle
+from ...device.intrinsics.warp import or_of_warp
 from ...device.language import cuda, float32, int64, uint32
 from ...device.source import Steps, device_function
 from ..config import SplitConfig
 from ..lanes import SLOT_BYTES, make_lanes
-from ..limits import tensor_shape as limits
 from ..pages import make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums
@@ -67,10 +66,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory."""
     shape = TensorShape(config)
     CHUNKS, BUFFER, STEP, TURN = shape.num_chunks, shape.buffer, shape.step, shape.step * config.num_teams
-    NUM_RAW, NUM_O, CHECKED, DIM_SHARES = shape.num_raw, shape.num_o, config.masks_blocks, config.dim_shares
-    Q_IN_SHARED, Q_IS_SHARED = shape.q_in_shared, shape.q_is_shared
-    KEEP_Q, KEEP_T = bool(limits.keeps_q_address(shape)), bool(limits.keeps_lane(shape))
-    KEEP_TOKEN, ALL = bool(limits.keeps_key_token(shape)), uint32(0xFFFFFFFF)
+    NUM_RAW, NUM_O, DIM_SHARES, ALL = shape.num_raw, shape.num_o, config.dim_shares, uint32(0xFFFFFFFF)
     ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     lanes, new_registers = make_lanes(config), make_registers(shape, 2)
     lookup = make_pages(config, lanes.fetch)
@@ -91,7 +87,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     def use_values(i, registers, rows, next_k, v_offset, next_v, valid, is_last):
         """Multiply chunk i of V, and refill its buffer with the chunk two later, if the warp has one."""
         at = ((CHUNKS + i) % 2) * BUFFER
-        if (CHECKED or is_last) and valid != ALL:
+        if is_last and valid != ALL:
             caches.zero_values(registers.words, at, uint32(valid >> uint32(rows.t << 2)))
         products.multiply_values(i, registers, at)
         if i + 2 < CHUNKS:
@@ -107,15 +103,10 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     def attend(thread, first, query, k, v, pages, options, shared):
         lane = uint32(thread & 31)
         # Broadcast, so that ptxas knows it to be warp-uniform: loops over steps need no code for diverged lanes.
-        warp = lanes.broadcast(uint32(thread >> 5))
+        warp = or_of_warp(uint32(thread >> 5))
         team, member = divmod_32(warp, DIM_SHARES)
         g, t = uint32(lane >> 2), uint32(lane & 3)
-        # A shuffle makes ptxas keep its result instead of recomputing it in each step. limits/ says which variants
-        # have registers for that.
-        q_shared = uint32(shared.address + lane * 16)
-        t = shuffle(t, lane) if KEEP_T else t
-        q_shared = shuffle(q_shared, lane) if KEEP_Q else q_shared
-        token = shuffle(key_token(g), lane) if KEEP_TOKEN else key_token(g)
+        q_shared, token = uint32(shared.address + lane * 16), key_token(g)
         v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
         rows = Rows(k.address + int64(t) * 16, v.address + v_first, ROW_BYTES - v_first, token, t)
         keys, values, others = lanes.slots(warp)
@@ -126,19 +117,17 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
 
         # The longest dependency chain first: table entries of the first two steps, then the first keys.
         base, mine = uint32(first + team * STEP), uint32(lane & (STEP - 1))
-        block, position, good = lookup.find_token(pages, uint32(base + mine))
+        block, position = lookup.find_token(pages, uint32(base + mine))
         k_offset = lanes.share(keys, lookup.row_offset(k, block, position))
         v_offset = lanes.share(values, lookup.row_offset(v, block, position))
-        valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
-        block, position, good = lookup.find_token(pages, uint32(base + mine + TURN))
+        block, position = lookup.find_token(pages, uint32(base + mine + TURN))
         caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, token, t)
         if CHUNKS > 1:
             caches.load_keys(int64(1), registers.words, int64(BUFFER), rows.k, k_offset, token, t)
 
-        stage_query(registers.q, q_shared, registers.factors, query, g, t, int64(warp), options.scale < float32(0))
+        stage_query(q_shared, registers.factors, query, g, t, int64(warp), options.scale < float32(0))
         softmax.set_units(registers, options.scale)
-        if Q_IN_SHARED:
-            cuda.syncthreads()
+        cuda.syncthreads()
 
         if CHUNKS == 1:
             caches.load_values(int64(0), registers.words, int64(BUFFER), rows.v, v_offset, rows.room, t)
@@ -146,29 +135,25 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             clear(registers.raw, NUM_RAW)
             use_keys(registers, q_shared, rows, k_offset, v_offset)
             k_offset = lanes.share(keys, lookup.row_offset(k, block, position))
-            values = uint32(both_values - values)
+            values = uint32(both_values - values)  # the other slot: this step still reads from this one
             next_v = lanes.share(values, lookup.row_offset(v, block, position))
-            next_valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
-            block, position, good = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
+            block, position = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
             if CHUNKS == 1:
                 caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, token, t)
             softmax.logits(registers, options, uint32(base + (t << 2)))
-            if CHECKED and valid != ALL:
-                softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
             softmax.soften(registers, others, g, t)
-            use_values(registers, rows, k_offset, v_offset, next_v, valid, False)
-            base, v_offset, valid = uint32(base + TURN), next_v, next_valid
+            use_values(registers, rows, k_offset, v_offset, next_v, ALL, False)
+            base, v_offset = uint32(base + TURN), next_v
         clear(registers.raw, NUM_RAW)
         use_keys(registers, q_shared, rows, k_offset, v_offset)
-        valid = softmax.until_last(valid, base, last)
+        valid = softmax.until_last(base, last)
         softmax.logits(registers, options, uint32(base + (t << 2)))
         if valid != ALL:
             softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
         softmax.soften(registers, others, g, t)
         use_values(registers, rows, k_offset, v_offset, v_offset, valid, True)
-        if Q_IS_SHARED:
-            cuda.syncthreads()  # the sums replace Q
-        # Recomputed: they would take registers in the loop, and the shuffle hides the range of t.
+        cuda.syncthreads()  # the sums replace Q
+        # Recomputed: they would take registers in the loop.
         warp, g, t = uint32(thread >> 5), uint32(uint32(thread >> 2) & 7), uint32(thread & 3)
         team, member = divmod_32(warp, DIM_SHARES)
         put_sums(shared, registers, uint32(0), g, t, team, member)

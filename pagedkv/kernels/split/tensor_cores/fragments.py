@@ -110,7 +110,7 @@ def make_products(shape: TensorShape) -> Steps:
     have two words for each tile and 8 heads.
     """
     TILES, K_PER_CHUNK, K_VECTORS = shape.tiles, shape.k_per_chunk, shape.k_vectors
-    FOLD, SETS, Q_PER_VECTOR, Q_IN_SHARED = shape.fold, shape.score_sets, shape.q_per_vector, shape.q_in_shared
+    FOLD, SETS, Q_PER_VECTOR = shape.fold, shape.score_sets, shape.q_per_vector
     FRAGMENTS_OF_STEP = 1 if shape.fold else shape.q_per_vector // shape.k_steps
     V_PER_CHUNK, V_VECTORS, WORDS = shape.v_per_chunk, shape.v_vectors, shape.v_vector // 4
     EXPAND, HEAD_TILES, IS_FP8 = shape.v_dims // (2 * WORDS), shape.head_tiles, shape.is_fp8
@@ -134,13 +134,6 @@ def make_products(shape: TensorShape) -> Steps:
             return lower(x), upper(x), lower(y), upper(y)
         return permute(v0, v1, 0x5410), permute(v0, v1, 0x7632), permute(v2, v3, 0x5410), permute(v2, v3, 0x7632)
 
-    @device_function
-    def q_fragment(fragment, q_frags, q_shared):
-        if Q_IN_SHARED:
-            return tensor.load_shared_words(uint32(q_shared + FRAGMENT_BYTES * fragment))
-        at = 4 * fragment
-        return q_frags[at], q_frags[at + 1], q_frags[at + 2], q_frags[at + 3]
-
     @unrolled((4 if shape.fold else 2) * shape.tiles)
     def multiply_steps(i, f, c, raw, buffers, at, a):
         e, n = i // (2 * TILES), i % (2 * TILES)
@@ -151,11 +144,11 @@ def make_products(shape: TensorShape) -> Steps:
 
     @unrolled(shape.k_per_chunk * shape.q_per_vector)
     def multiply_keys(fragment, chunk, registers, at, q_shared):
-        """raw += Q K^T; q_shared is the shared address of this lane's part of fragment 0, if Q is there."""
+        """raw += Q K^T; q_shared is the shared address of this lane's part of fragment 0."""
         c, f = fragment // Q_PER_VECTOR, fragment % Q_PER_VECTOR
         vector = chunk * K_PER_CHUNK + c
         if vector < K_VECTORS:
-            a = q_fragment(vector * Q_PER_VECTOR + f, registers.q, q_shared)
+            a = tensor.load_shared_words(uint32(q_shared + FRAGMENT_BYTES * (vector * Q_PER_VECTOR + f)))
             multiply_steps(f, c, registers.raw, registers.words, at, a)
 
     @unrolled(shape.head_tiles)

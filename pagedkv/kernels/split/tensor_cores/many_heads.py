@@ -1,8 +1,8 @@
 """The inner loop of the split kernel on tensor cores for many query heads: warps share rows in shared memory.
 
-A warp has registers for the sums of 16 query heads. With more, a team of two or four warps takes the same tokens, each
-member with heads of its own, from rows that the thread block copies to shared memory (stages.py). Both products, the
-softmax and the sums are the steps of few_heads.py; only rows come from shared memory instead of global memory.
+A warp has registers for the sums of 16 query heads. With more, all warps take the same tokens, each with heads of its
+own, from rows that the thread block copies to shared memory (stages.py). Both products, the softmax and the sums are
+the steps of few_heads.py; only rows come from shared memory instead of global memory.
 
 A turn of the loop: wait for the oldest stage; a barrier; start copying the youngest stage over the one that the last
 turn read; look up the tokens of the stage after it; use the oldest. All warps make the same number of turns; tokens
@@ -14,14 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 from ...device.intrinsics.thread import clear, divmod_32, local_arrays, unrolled
-from ...device.intrinsics.warp import end_group, shuffle, wait_but
+from ...device.intrinsics.warp import end_group, or_of_warp, wait_but
 from ...device.language import cuda, float32, int64, uint32
 from ...device.row_offsets import Cache
 from ...device.source import Steps, device_function
 from ..arguments import Query
 from ..config import SplitConfig
 from ..lanes import make_lanes
-from ..limits import tensor_shape as limits
 from ..pages import make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums
@@ -35,13 +34,13 @@ from .stages import Found, StageShape, make_stages
 def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
     """The device function ``attend(...)``, as that of few_heads.py."""
     shape, stage = TensorShape(config), StageShape(config)
-    STEP, NUM_HEADS, CHECKED, MEMBERS = shape.step, config.heads_of_warp, config.checked, config.head_shares
+    NUM_HEADS = config.heads_of_warp
     VECTOR_BYTES, LANES = config.vector_bytes, stage.lanes
     TOKENS, ROWS, AHEAD = stage.tokens, stage.rows_of_lane, stage.num_stages - 1
     STAGE_BYTES, RING_BYTES, Q_BYTES = stage.stage_bytes, stage.ring_bytes, shape.q_bytes
-    NUM_RAW, NUM_O, ALL, KEEP_PLACES = shape.num_raw, shape.num_o, uint32(0xFFFFFFFF), bool(limits.keeps_places(shape))
+    NUM_RAW, NUM_O, ALL = shape.num_raw, shape.num_o, uint32(0xFFFFFFFF)
     lanes, new_registers, of_rows = make_lanes(config), make_registers(shape, 1), (ROWS * AHEAD, uint32)
-    new_found = local_arrays(Found, blocks=of_rows, positions=of_rows, goods=of_rows)
+    new_found = local_arrays(Found, blocks=of_rows, positions=of_rows)
     lookup = make_pages(config, lanes.fetch)
     stages, products = make_stages(stage, lookup), make_products(shape)
     stage_query, wait_for_oldest, wait_for_all = make_stage_query(shape), wait_but(AHEAD - 1), wait_but(0)
@@ -71,17 +70,16 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
     def attend(thread, first, query, k, v, pages, options, shared):
         lane = uint32(thread & 31)
         # Broadcast, as in few_heads.py, so that ptxas knows it to be warp-uniform.
-        warp = shuffle(uint32(thread >> 5), 0)
-        team, member = divmod_32(warp, MEMBERS)
+        warp = or_of_warp(uint32(thread >> 5))
         g, t = uint32(lane >> 2), uint32(lane & 3)
-        # The last members of the last tile may have no heads: nobody reads their sums.
-        first_head = min(uint32(member * NUM_HEADS), query.num_heads)
+        # The last warps of the last tile may have no heads: nobody reads their sums.
+        first_head = min(uint32(warp * NUM_HEADS), query.num_heads)
         num_heads = min(uint32(NUM_HEADS), uint32(query.num_heads - first_head))
         first_head = first_head if num_heads > 0 else uint32(0)
         q = query.address + int64(first_head) * query.head_stride
         query = Query(q, query.head_stride, num_heads, uint32(query.head + first_head))
         ring, ring_end = shared.address, uint32(shared.address + RING_BYTES)
-        q_shared = uint32(ring_end + member * Q_BYTES + (lane << 4))
+        q_shared = uint32(ring_end + warp * Q_BYTES + (lane << 4))
         others, registers, found = lanes.slots(warp)[2], new_registers(), new_found()
         clear(registers.o, NUM_O)
         softmax.start(registers, query, options.slopes, g)
@@ -97,18 +95,12 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
         token = uint32(token + AHEAD * TOKENS)
         stages.find_rows(found, int64(0), pages, token)
 
-        stage_query(registers.q, q_shared, registers.factors, query, g, t, int64(team), options.scale < float32(0))
+        stage_query(q_shared, registers.factors, query, g, t, int64(0), options.scale < float32(0))
         softmax.set_units(registers, options.scale)
 
-        base = uint32(first + team * STEP)
-        k_from, v_from = stages.places(team, g, t)
-        if KEEP_PLACES:
-            k_from, v_from = shuffle(k_from, lane), shuffle(v_from, lane)
+        k_from, v_from = stages.places(g, t)
         oldest, youngest = ring, uint32(ring + AHEAD * STAGE_BYTES)
         while first <= last:
-            good = True
-            if CHECKED:
-                _, _, good = lookup.find_token(pages, uint32(base + (lane & (STEP - 1))))
             wait_for_oldest()
             cuda.syncthreads()
             stages.copy_rows(youngest, found, int64(0), token, last, k, v, row, piece)
@@ -118,18 +110,17 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
 
             clear(registers.raw, NUM_RAW)
             use_keys(registers, q_shared, uint32(oldest + k_from))
-            softmax.logits(registers, options, uint32(base + (t << 2)))
-            valid = lanes.bits_of_warp(others, good) if CHECKED else ALL
-            valid = softmax.until_last(valid, base, last)
+            softmax.logits(registers, options, uint32(first + (t << 2)))
+            valid = softmax.until_last(first, last)
             if valid != ALL:
                 softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
             softmax.soften(registers, others, g, t)
             use_values(registers, uint32(oldest + v_from))
             youngest, oldest = oldest, uint32(oldest + STAGE_BYTES)
             oldest = ring if oldest == ring_end else oldest
-            first, base = uint32(first + TOKENS), uint32(base + TOKENS)
+            first = uint32(first + TOKENS)
         wait_for_all()
         cuda.syncthreads()  # the sums replace rows and Q
-        put_sums(shared, registers, uint32(member * NUM_HEADS), g, t, team, uint32(0))
+        put_sums(shared, registers, uint32(warp * NUM_HEADS), g, t, uint32(0), uint32(0))
 
     return attend

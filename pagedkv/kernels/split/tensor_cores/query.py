@@ -1,4 +1,4 @@
-"""Steps of the split kernel on tensor cores: q as fragments of 16-bit terms, in registers or in shared memory.
+"""Steps of the split kernel on tensor cores: q as fragments of 16-bit terms, in shared memory.
 
 Terms take many instructions, so warps with the same heads share the work, and the fragments in shared memory.
 
@@ -13,8 +13,8 @@ from typing import Any
 from ...device.conversions import unpack
 from ...device.halves import SIGNS
 from ...device.intrinsics.thread import assign, bits_float, float_bits, larger, load_8, load_16, local_array, unrolled
-from ...device.intrinsics.warp import load_shared_words, pack_of, store_shared_words
-from ...device.language import cuda, float32, int64, uint32
+from ...device.intrinsics.warp import pack_of, store_shared_words
+from ...device.language import float32, int64, uint32
 from ...device.reductions import largest_of_quad
 from ...device.source import Steps, device_function
 from ..config import NUM_WARPS
@@ -25,9 +25,8 @@ SMALLEST_SHIFT = -120
 
 
 def make_stage_query(shape: TensorShape) -> Any:
-    """The device function ``stage_query(q_frags, q_shared, factors, query, g, t, worker, is_negative)``."""
+    """The device function ``stage_query(q_shared, factors, query, g, t, worker, is_negative)``."""
     HEAD_TILES, NUM_WORKERS = shape.head_tiles, NUM_WARPS // shape.config.head_shares
-    NUM_WORDS, Q_IN_SHARED, Q_IS_SHARED = 4 * shape.q_fragments, shape.q_in_shared, shape.q_is_shared
     FOLD, IS_EXACT, IS_NORMALISED = shape.fold, shape.config.q_kind == shape.operand, shape.is_normalised
     NUM_QUADS = shape.k_vectors * shape.k_steps
     NUM_GROUPS = NUM_QUADS // 2 if shape.fold else NUM_QUADS  # of fragments with the same elements of q
@@ -115,22 +114,13 @@ def make_stage_query(shape: TensorShape) -> Any:
                     a = next_fragment(rest)
                     store_shared_words(uint32(where + FRAGMENT_BYTES * f), a[0], a[1], a[2], a[3])
 
-    @unrolled(shape.q_fragments)
-    def take(i, q_frags, q_shared):
-        assign(q_frags, 4 * i, load_shared_words(uint32(q_shared + FRAGMENT_BYTES * i)))
-
-    @unrolled(NUM_GROUPS)
-    def keep(i, q_frags, rows):
-        assign(q_frags, 4 * i, exact_fragment(i, rows))
-
     @device_function
-    def stage_query(q_frags, q_shared, factors, query, g, t, worker, is_negative):
+    def stage_query(q_shared, factors, query, g, t, worker, is_negative):
         """Make the fragments of q; the whole thread block calls it.
 
         q_shared is the shared address of this lane's part of fragment 0; factors[h] becomes the factor of the scores of
         head g + 8h. Missing heads repeat the first one, and nobody reads their results. `worker` numbers the warps with
-        the same heads, which make the fragments together unless q goes to registers unchanged. With `is_negative`,
-        fragments are of -q.
+        the same heads, which make the fragments together. With `is_negative`, fragments are of -q.
         """
         q_first = query.address + (int64(g) * query.head_stride if g < query.num_heads else int64(0))
         q_second = query.address + (int64(g + 8) * query.head_stride if g + 8 < query.num_heads else int64(0))
@@ -140,16 +130,7 @@ def make_stage_query(shape: TensorShape) -> Any:
         if HEAD_TILES == 2:
             inverse_second, factors[1] = normalise(q_second, t, side)
         rows = (q_first, q_second, inverse_first, inverse_second, t)
-        if Q_IS_SHARED:
-            put(worker, q_shared, uint32(SIGNS) if is_negative else uint32(0), rows)
-            if not Q_IN_SHARED:
-                cuda.syncthreads()
-                take(q_frags, q_shared)
-        else:
-            keep(q_frags, rows)
-            if is_negative:
-                for i in range(NUM_WORDS):
-                    q_frags[i] = uint32(q_frags[i] ^ SIGNS)
+        put(worker, q_shared, uint32(SIGNS) if is_negative else uint32(0), rows)
 
     return stage_query
 

@@ -13,7 +13,6 @@ class Registers(NamedTuple):
     """Arrays of a lane. Those with an element for each h are of heads g + 8h."""
 
     words: Any  # rows of the caches: one buffer, or two
-    q: Any  # fragments of Q
     raw: Any  # accumulators of S
     s: Any  # logits
     o: Any  # accumulators of O
@@ -33,7 +32,6 @@ def make_registers(shape: TensorShape, num_buffers: int) -> Any:
     return local_arrays(
         Registers,
         words=(num_buffers * shape.buffer, uint32),
-        q=(shape.num_q, uint32),
         raw=(shape.num_raw, float32),
         s=(shape.num_scores, float32),
         o=(shape.num_o, float32),

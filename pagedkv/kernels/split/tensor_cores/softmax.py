@@ -21,7 +21,6 @@ from ...device.intrinsics.warp import low_bits, pack_of
 from ...device.language import float32, int64, uint32
 from ...device.logits import LOG2E, NONE, UNSEEN, make_modify, positive
 from ...device.source import Steps, device_function
-from ..limits import tensor_shape as limits
 from ..shape import TILE, TensorShape
 
 MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that set its pivot
@@ -30,7 +29,7 @@ MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that set it
 def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     """Steps from products to logits, and from these to P, maxima, sums and O."""
     HEAD_TILES, MODIFIED = shape.head_tiles, shape.config.modified
-    FOLD, SCALED, STEP = shape.fold, bool(limits.scales_logits(shape)), shape.step
+    FOLD, STEP = shape.fold, shape.step
     FACTOR = float32(software_factor(shape.config.kv_kind, shape.config.hardware_fp8))
     # A power of two scales P, so that float16 underflows at 2**-37; with SLACK, P is at most 2**15.
     IS_HALF = shape.operand == "float16"
@@ -63,25 +62,19 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
             k_pos = min(uint32(position + TILE * (n // 2) + 2 * (n % 2) + k), options.q_pos)
             x, head = float32(x * registers.factors[h]), registers.heads[h]
             x = modify(x, options.softcap, registers.slopes[h], int64(options.q_pos), int64(k_pos), head, options.seq)
-        elif SCALED:
-            x = float32(x * registers.factors[h])
         registers.s[i] = x
 
     @device_function
     def set_units(registers, scale):
         """Set the factors of products, before logits are modified, and units, which take logits to units of log(2).
 
-        Where registers are scarce, factors[h] does both, for more instructions. Neither is negative: the sign of the
-        scale is in q.
+        Neither is negative: the sign of the scale is in q.
         """
         factors, units = registers.factors, registers.units
         scale = abs(float32(scale * FACTOR))
         for h in range(HEAD_TILES):
             factors[h] = float32(factors[h] * scale)
-            unit = LOG2E if MODIFIED else float32(factors[h] * LOG2E)
-            if SCALED:
-                factors[h], unit = unit, float32(1)
-            units[h] = positive(unit)
+            units[h] = positive(LOG2E if MODIFIED else float32(factors[h] * LOG2E))
 
     @unrolled(shape.num_scores)
     def mask(i, s, mine):
@@ -91,12 +84,11 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         s[i] = s[i] if is_valid else NONE
 
     @device_function
-    def until_last(valid, base, last):
-        """`valid` without the tokens of the step past the last."""
+    def until_last(base, last):
+        """A bit for each token of the step, 0 past the last one."""
         if uint32(base + STEP - 1) > last:
-            left = uint32(last - base + 1) if base <= last else uint32(0)
-            valid = uint32(valid & low_bits(left))
-        return valid
+            return low_bits(uint32(last - base + 1) if base <= last else uint32(0))
+        return uint32(0xFFFFFFFF)
 
     @unrolled(PAIRS)
     def raise_maxima(i, largest, s):

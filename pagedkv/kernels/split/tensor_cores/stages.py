@@ -1,6 +1,6 @@
 """Steps of the split kernel for many query heads: rows of the caches in shared memory, for all warps of a thread block.
 
-A stage is the tokens of one turn of the loop, a step for each team. A ring of stages is in flight while one is in use:
+A stage is the tokens of one turn of the loop. A ring of stages is in flight while one is in use:
 the copies (cp.async) take no registers, and each byte is loaded once.
 
 No bank conflicts: shared memory serves 16-byte reads 8 lanes at a time, which have two neighbouring g and all t. Of K
@@ -19,11 +19,11 @@ from ...device.language import cuda, uint32
 from ...device.source import Steps, device_function
 from ...device.warp import WARP_SIZE
 from ..config import NUM_THREADS, VECTOR_BYTES, SplitConfig
-from ..limits import tensor_shape as limits
 from ..shape import K_VECTOR, TILE, TensorShape
 from .fragments import key_token
 
 BANKS_BYTES = 128  # of one pass over the banks
+IN_FLIGHT = 64 * 1024  # bytes of stages, for all thread blocks of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StageShape:
 
     @property
     def tokens(self) -> int:
-        return self.config.num_teams * self.shape.step
+        return self.shape.step
 
     @property
     def k_stride(self) -> int:
@@ -67,8 +67,7 @@ class StageShape:
     @property
     def num_stages(self) -> int:
         """One in use, and enough in flight for all thread blocks of a multiprocessor."""
-        in_flight = 1024 * limits.in_flight(self.shape)
-        return 1 + max(2, -(-in_flight // (self.shape.min_blocks * self.stage_bytes)))
+        return 1 + max(2, -(-IN_FLIGHT // (self.shape.min_blocks * self.stage_bytes)))
 
     @property
     def ring_bytes(self) -> int:
@@ -106,7 +105,6 @@ class Found(NamedTuple):
 
     blocks: Any
     positions: Any
-    goods: Any
 
 
 def make_stages(stage: StageShape, lookup: Steps) -> Steps:
@@ -115,7 +113,7 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
     TOKENS, AT_ONCE, LANES, PIECES = stage.tokens, stage.rows_at_once, stage.lanes, stage.pieces
     K_STRIDE, V_STRIDE, V_GROUP, V_START = stage.k_stride, stage.v_stride, stage.v_group, stage.v_start
     K_JUMP, V_JUMP, NBYTES = AT_ONCE * K_STRIDE, AT_ONCE // 4 * V_GROUP, config.vector_bytes
-    K_PER_CHUNK, K_VECTORS, STEP = shape.k_per_chunk, shape.k_vectors, shape.step
+    K_PER_CHUNK, K_VECTORS = shape.k_per_chunk, shape.k_vectors
     V_PER_CHUNK, V_VECTORS, V_VECTOR = shape.v_per_chunk, shape.v_vectors, shape.v_vector
     WORDS, RING_BYTES = V_VECTOR // 4, stage.ring_bytes
     IS_PADDED = max(K_VECTORS * K_VECTOR, V_STRIDE) > config.row_bytes  # fragments reach past what is copied
@@ -125,8 +123,7 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
     @unrolled(stage.rows_of_lane)
     def find_rows(j, found, at, pages, token):
         """Where a lane's rows of a stage are, from element `at` on; token is that of the first of them."""
-        row = lookup.find_token(pages, uint32(token + AT_ONCE * j))
-        found.blocks[at + j], found.positions[at + j], found.goods[at + j] = row
+        found.blocks[at + j], found.positions[at + j] = lookup.find_token(pages, uint32(token + AT_ONCE * j))
 
     @unrolled(-(-stage.pieces // stage.lanes))
     def copy_pieces(i, k_target, v_target, k_row, v_row, piece, count):
@@ -139,8 +136,8 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
     def copy_rows(j, slot, found, at, token, last, k, v, row, piece):
         """Copy a lane's rows of a stage, whose shared address is `slot`.
 
-        The lane begins with a piece of a row, and k and v are the caches from that piece on. Tokens past the last one,
-        and those of refused blocks, become zeros.
+        The lane begins with a piece of a row, and k and v are the caches from that piece on. Tokens past the last one
+        become zeros.
         """
         start = uint32(slot + piece * NBYTES)
         k_target = uint32(start + row * K_STRIDE)
@@ -149,7 +146,7 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
         block, position = found.blocks[at + j], found.positions[at + j]
         k_row = lookup.address_at(k.address, lookup.row_offset(k, block, position))
         v_row = lookup.address_at(v.address, lookup.row_offset(v, block, position))
-        is_there = found.goods[at + j] and uint32(token + AT_ONCE * j) <= last
+        is_there = uint32(token + AT_ONCE * j) <= last
         if TOKENS % AT_ONCE == 0 or row < TOKENS:
             count = uint32(NBYTES if is_there else 0)
             k_target, v_target = uint32(k_target + K_JUMP * j), uint32(v_target + V_JUMP * j)
@@ -166,13 +163,10 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
             cuda.syncthreads()
 
     @device_function
-    def places(team, g, t):
+    def places(g, t):
         """Where in a stage a lane's vectors 0 of K and V are, in bytes."""
-        token = uint32(team * STEP + key_token(g))
-        k_place = uint32(token * K_STRIDE + (t << 4))
-        group = uint32(team * (STEP // 4) + t)
-        v_place = uint32(group * V_GROUP + g * V_VECTOR)
-        return k_place, uint32(v_place + V_START)
+        k_place = uint32(key_token(g) * K_STRIDE + (t << 4))
+        return k_place, uint32(uint32(t * V_GROUP + g * V_VECTOR) + V_START)
 
     @unrolled(2 * shape.tiles * shape.k_per_chunk)
     def read_keys(i, chunk, words, where):

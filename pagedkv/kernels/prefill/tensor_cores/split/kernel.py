@@ -30,9 +30,8 @@ from ....device.last_block import is_last, publish
 from ....device.row_offsets import Cache
 from ....device.source import KernelSource, device_function
 from ...arguments import Item, Options, Pages, Visible, signature
-from ...config import TensorConfig
+from ...config import FEW_ROWS, LONGEST_OF_PARTS, PART, TensorConfig
 from ...items import item_of, make_keep
-from ...limits import FEW_ROWS, LONGEST_OF_PARTS, PART, split_optimisation
 from ...output import make_store_nothing
 from ..loop import Query, Span
 from ..prologue import make_prologue
@@ -152,7 +151,7 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
             merge.merge_splits(thread, shared, first_row, count, output, partials, first_split)
 
     signed = signature(14, *WORKSPACES)
-    return KernelSource(prefill_split, signed, shape.num_threads, 1, split_optimisation(config))
+    return KernelSource(prefill_split, signed, shape.num_threads)
 
 
 def dynamic_bytes(config: TensorConfig) -> int:

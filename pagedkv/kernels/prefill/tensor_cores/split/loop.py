@@ -15,7 +15,6 @@ from ....device.logits import UNSEEN
 from ....device.row_offsets import Cache
 from ....device.source import device_function
 from ...config import TensorConfig
-from ...limits import split_asks_sums
 from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_find_row
 from ..products import make_multiply_keys, make_multiply_values, make_places
 from ..softmax import make_logits, make_mask, make_soften, make_soften_by_sums
@@ -41,7 +40,7 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
     places_of, multiply_keys = make_places(shape), make_multiply_keys(config, shape)
     begin_values, multiply_values = make_multiply_values(config, shape)
     logits, mask = make_logits(config, shape), make_mask(config, shape)
-    soften = (make_soften_by_sums if split_asks_sums(config) else make_soften)(config, shape)
+    soften = (make_soften_by_sums if shape.asks_sums else make_soften)(config, shape)
     wait_one, wait_two = wait_but(1), wait_but(2)
 
     @device_function

@@ -1,7 +1,6 @@
 """Steps of the kernel that splits keys: one lane looks up where a row of K and V is, and others copy it.
 
-Lanes exchange places by shuffles, or, where those are calls, through shared memory (`split_avoids_calls` in
-../../limits.py).
+Lanes exchange places by shuffles, or, where those are calls, through shared memory (`SplitShape.shares`).
 """
 
 from __future__ import annotations

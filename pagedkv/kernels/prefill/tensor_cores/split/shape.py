@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....device.warp import WARP_SIZE
-from ... import limits
-from ...limits import FEW_ROWS, LONGEST_OF_PARTS, PART
-from ..tile import CHUNK_DIMS, KEPT_WORDS, TileShape
+from ...config import FEW_ROWS, LONGEST_OF_PARTS, PART
+from ..tile import CHUNK_DIMS, KEPT_WORDS, SYSTEM_BYTES, TileShape
 
 PIECE = 32  # tokens of a tile that a warp copies at once: each lane looks up one of them
 PAD = 8  # float32 between rows of sums: lanes that store together hit different banks
@@ -24,11 +23,14 @@ class SplitShape(TileShape):
 
     @property
     def num_warps(self) -> int:
-        return limits.split_warps(self)
+        """Warps of a thread block, each with tiles of its own: as many as shared memory has room for."""
+        room = self.config.shared_kib * 1024 - SYSTEM_BYTES
+        return next((n for n in (4, 2) if self.bytes_of(n) <= room), 1)
 
     @property
     def row_tiles(self) -> int:
-        return limits.split_row_tiles(self.config)
+        """One before 9.0, where two of 128 dims spill 364 bytes."""
+        return super(SplitShape, self).row_tiles if self.config.architecture >= 9 else 1
 
     @property
     def rows(self) -> int:
@@ -93,8 +95,18 @@ class SplitShape(TileShape):
 
     @property
     def shares(self) -> bool:
-        """Lanes exchange the places of rows through shared memory."""
-        return limits.split_avoids_calls(self.config)
+        """Lanes exchange the places of rows through shared memory, and warps meet at barriers of their own.
+
+        Before 9.0 nvJitLink does not know the lanes of a warp to be together in its loop. There bar.warp.sync and
+        shuffles are calls, which half of the registers do not outlive: 36 bytes spill with 128 dims, 148 of fp8.
+        """
+        return self.config.architecture < 9
+
+    @property
+    def asks_sums(self) -> bool:
+        """Sums tell whether a pivot has to move: 57 instructions of a tile fewer, and the registers of S while P is
+        made. Two row tiles of 128 dims have none to spare (60 bytes spill), nor has the code before 9.0 (20 bytes)."""
+        return self.config.architecture >= 9 and (self.config.head_dim <= 64 or self.row_tiles == 1)
 
     @property
     def slots_start(self) -> int:

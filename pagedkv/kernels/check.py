@@ -1,22 +1,23 @@
-"""The checks of check=True, in a kernel that runs before prefill: their branches would slow prefill down.
+"""The checks of check=True, in a kernel that runs before attention: their branches would slow it down.
 
-A thread block takes a sequence. It stores the sequence's length, or -1 if it refuses something: then the prefill kernel
-reads nothing of that sequence, and its rows become zeros.
+A thread block takes a sequence. It stores the sequence's length, or -1 if it refuses something: then the kernel of
+attention reads nothing of that sequence, and its rows become zeros.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..device.bad_entries import BLOCK_ID, QUERY_START, SEQ_LEN, record
-from ..device.language import cuda, int32, int64, types
-from ..device.source import KernelSource
-from .config import NUM_THREADS
+from .device.bad_entries import BLOCK_ID, QUERY_START, SEQ_LEN, record
+from .device.intrinsics.thread import address
+from .device.language import cuda, int32, int64, types
+from .device.source import KernelSource
 
+NUM_THREADS = 128
 _INTS, _LONGS = types.CPointer(int32), types.CPointer(int64)
 SIGNATURE = types.void(
     *(_INTS, _INTS, _INTS, _INTS, _LONGS),  # checked_lens, block_tables, seq_lens, query_starts, report
-    *[int64] * 5,  # num_tokens, num_blocks, max_seq_len, block_size, table_stride in bytes
+    *[int64] * 6,  # num_tokens, num_blocks, max_seq_len, block_size, window, table_stride in bytes
 )
 
 
@@ -26,14 +27,19 @@ class CheckConfig:
 
 
 def make_check_batch(config: CheckConfig) -> KernelSource:
-    """checked_lens[seq] = seq_lens[seq], or -1, with what is refused recorded."""
+    """checked_lens[seq] = seq_lens[seq], or -1, with what is refused recorded.
+
+    Decode has no query starts; its blocks count from the window on.
+    """
 
     def check_batch(
         checked_lens, block_tables, seq_lens, query_starts, report, num_tokens, num_blocks, max_seq_len, block_size,
-        table_stride,
+        window, table_stride,
     ):  # fmt: skip
         seq, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
-        start, stop, length = int64(query_starts[seq]), int64(query_starts[seq + 1]), int64(seq_lens[seq])
+        start, stop, length = int64(0), int64(0), int64(seq_lens[seq])
+        if address(query_starts) != 0:
+            start, stop = int64(query_starts[seq]), int64(query_starts[seq + 1])
         what, value = int64(0), int64(0)
         if length < 0 or length > max_seq_len:
             what, value = int64(SEQ_LEN), length
@@ -41,7 +47,7 @@ def make_check_batch(config: CheckConfig) -> KernelSource:
             what, value = int64(QUERY_START), start
         elif stop < start or stop > num_tokens or stop - start > length:
             what, value = int64(QUERY_START), stop
-        column, end = thread, int64(0)
+        column, end = max(length - window, int64(0)) // block_size + thread, int64(0)
         if what == 0:
             end = (length + block_size - 1) // block_size
         row = seq * (table_stride // 4)

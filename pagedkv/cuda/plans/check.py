@@ -1,0 +1,41 @@
+"""The launch of check=True before attention, and what it leaves to the kernels of attention."""
+
+from __future__ import annotations
+
+from ...calls import AttentionCall
+from ...kernels.check import CheckConfig, make_check_batch
+from ...kernels.device.bad_entries import NUM_BYTES
+from ..device import REPORT, Device
+from .plan import NO_WINDOW, Launch, Workspaces, compile_for, max_seq_len_of
+
+_CHECKED_LENS = "checked_lens"
+
+
+def lens_of(call: AttentionCall) -> str:
+    """The name of the lengths that kernels of attention read."""
+    return _CHECKED_LENS if call.checked else "seq_lens"
+
+
+def workspaces_of_check(call: AttentionCall) -> Workspaces:
+    """What a checked call keeps bad entries and lengths in."""
+    return ((REPORT, NUM_BYTES), (_CHECKED_LENS, 4 * len(call.seq_lens))) if call.checked else ()
+
+
+def with_check(device: Device, call: AttentionCall, *launches: Launch) -> tuple[Launch, ...]:
+    """Launches of attention, after that of the check if the call is a checked one.
+
+    A decode call's table may have anything before the window; those blocks may have been freed.
+    """
+    if not call.checked:
+        return launches
+    spec, window = call.spec, call.options.window if call.query_starts is None else None
+    check = Launch(
+        compile_for(device, make_check_batch, CheckConfig()),
+        (len(call.seq_lens), 1, 1),
+        (_CHECKED_LENS, "block_tables", "seq_lens", "query_starts", REPORT),
+        (
+            *(call.q.shape[0], spec.num_blocks, max_seq_len_of(call), spec.block_size),
+            *(window or NO_WINDOW, call.block_tables.strides[0]),
+        ),
+    )
+    return check, *launches
