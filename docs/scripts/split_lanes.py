@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, types, uint32
 
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.emulator import Device, Module
 from pagedkv.emulator.machine.matrix import _fragments
 from pagedkv.kernels.device.intrinsics.thread import address, local_array, shared_address
 from pagedkv.kernels.device.intrinsics.warp import load_shared_words
+from pagedkv.kernels.device.language import cuda, types, uint32
 from pagedkv.kernels.device.source import KernelSource, device_function
 from pagedkv.kernels.device.warp import WARP_SIZE
 from pagedkv.kernels.split.arguments import Query

@@ -9,6 +9,7 @@ window or `exact` leave it no sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from ...kernels.prefill.items import num_tiles
 from ...kernels.prefill.tensor_cores.kernel import make_prefill
 from ...kernels.prefill.tensor_cores.split import kernel as split
 from ...kernels.prefill.tensor_cores.split.kernel import make_prefill_split
+from ...kernels.prefill.tensor_cores.split.merge import make_prefill_merge
 from ...kernels.prefill.tensor_cores.split.shape import SplitShape
 from ...kernels.prefill.tensor_cores.tile import TileShape
 from ...kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
@@ -51,7 +53,7 @@ from .plan import (
     run,
 )
 
-_OF_SPLITS = ("prefill_sums", "prefill_states", "prefill_counters")
+_OF_PARTS = ("prefill_sums", "prefill_states")
 
 
 def prefill_attention(device: Device, call: AttentionCall, out: Array, lse: Array | None) -> Plan:
@@ -115,11 +117,9 @@ def _workspaces(call: AttentionCall, kernels: list[_Kernel], capability: Capabil
     if not splits_keys(call, config):
         return needed
     shape = SplitShape(config)
-    most_splits = _most_splits(call, shape)
-    num_partials = min(_rows_of(call)) * call.spec.num_kv_heads * most_splits if most_splits > 1 else 1
-    floats = (num_partials * config.head_dim, num_partials * 2)
-    sizes = (*(FLOAT_BYTES * number for number in floats), 4 * _num_columns(call, shape))
-    return (*zip(_OF_SPLITS, sizes, strict=True), *needed)
+    num_states = min(_rows_of(call)) * call.spec.num_kv_heads * _most_parts(call, shape)
+    sizes = (FLOAT_BYTES * num_states * config.head_dim, FLOAT_BYTES * num_states * 2)
+    return (*zip(_OF_PARTS, sizes, strict=True), *needed)
 
 
 class _Kernel(NamedTuple):
@@ -172,25 +172,25 @@ def _on_tensor_cores(call: AttentionCall, out: Array, capability: Capability) ->
         make = make_prefill_wgmma if on_warpgroups else make_prefill
         kernels.append(_Kernel(make, config, _grid(call, shape.rows), shape.nbytes, (few_rows, *strides)))
     if few_rows:
-        kernels.append(_split(call, config, 0 if all_are_few else PART + 1, strides))
+        kernels += _split(call, config, 0 if all_are_few else PART + 1, strides)
     return kernels
 
 
-def _split(call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]) -> _Kernel:
-    """The kernel that splits keys, for sequences of few rows and at least `least_keys` keys."""
-    shape = SplitShape(config)
-    most_splits, (of_tokens, of_seqs) = _most_splits(call, shape), _rows_of(call)
-    grid, scalars = (_num_columns(call, shape), most_splits, 1), (least_keys, most_splits, int(of_tokens < of_seqs))
-    nbytes = split.dynamic_bytes(config)
-    return _Kernel(make_prefill_split, config, grid, nbytes, (*scalars, *strides), _OF_SPLITS)
+def _split(call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]) -> list[_Kernel]:
+    """The kernel that splits keys, for sequences of few rows and at least `least_keys` keys, and that which merges."""
+    shape, (of_tokens, of_seqs) = SplitShape(config), _rows_of(call)
+    most_parts, num_columns = _most_parts(call, shape), len(call.seq_lens) * call.spec.num_kv_heads
+    scalars = (least_keys, most_parts, int(of_tokens < of_seqs), *strides)
+    grid = (num_columns * shape.tiles_of_sequence, -(-most_parts // shape.num_warps), 1)
+    merges = replace(config, wide=False, score_mod=None)  # it reads no cache, and no logits
+    return [
+        _Kernel(make_prefill_split, config, grid, split.dynamic_bytes(config), scalars, _OF_PARTS),
+        _Kernel(make_prefill_merge, merges, (num_columns * FEW_ROWS, 1, 1), 0, scalars, _OF_PARTS),
+    ]
 
 
-def _num_columns(call: AttentionCall, shape: SplitShape) -> int:
-    return len(call.seq_lens) * shape.tiles_of_sequence * call.spec.num_kv_heads
-
-
-def _most_splits(call: AttentionCall, shape: SplitShape) -> int:
-    return shape.splits_of(max_seq_len_of(call), call.options.window or NO_WINDOW)
+def _most_parts(call: AttentionCall, shape: SplitShape) -> int:
+    return shape.parts_of(max_seq_len_of(call), call.options.window or NO_WINDOW)
 
 
 def _rows_of(call: AttentionCall) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import pytest
 from ...support.device_fakes import InterfaceArray
 from ..test_graphs import prefill_of
 
-NUM_KERNELS = 3  # a check, the kernel of many rows and the one of few
+NUM_KERNELS = 4  # a check, the kernel of many rows, the one of few, and the one that merges their states
 
 
 def launched(cuda):

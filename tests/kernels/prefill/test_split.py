@@ -11,7 +11,7 @@ import pagedkv
 from pagedkv.cuda import warmup as compiling_ahead
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.kernels.prefill.config import FEW_ROWS, LONGEST_OF_PARTS, PART, TensorConfig
-from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
+from pagedkv.kernels.prefill.tensor_cores.split.shape import MOST_PARTS, SplitShape
 
 from ...support.devices import emulator, with_capability
 from ...support.problems import assert_close, build, expect
@@ -52,17 +52,21 @@ def uncompiled(monkeypatch):
 def test_what_is_launched_follows_from_shapes_bounds_and_options(uncompiled):
     both = TENSOR.replace(seq_lens=(600, 9), query_lens=(30, 9))
     few = TENSOR.replace(seq_lens=(600,), query_lens=(8,))
-    assert launched(build(both)) == {"prefill": (2 * (39 * 4 // 128 + 2), 1, 1), "prefill_split": (2 * 2, 1, 1)}
-    assert launched(build(few)) == {"prefill_split": (2, 1, 1)}
+    assert launched(build(both)) == {
+        "prefill": (2 * (39 * 4 // 128 + 2), 1, 1),
+        "prefill_split": (2 * 2, 1, 1),
+        "prefill_merge": (2 * 2 * FEW_ROWS, 1, 1),
+    }
+    assert launched(build(few)) == {"prefill_split": (2, 1, 1), "prefill_merge": (2 * FEW_ROWS, 1, 1)}
     for changes in ({"exact": True}, {"max_seq_len": PART}):
         assert list(launched(build(both), **changes)) == ["prefill"]
         assert list(launched(build(few), **changes)) == ["prefill"]
     for fields in ({"window": PART}, {"group_size": FEW_ROWS + 1}, {"layout": "vllm"}, {"q_dtype": "float32"}):
-        assert not any("split" in name for name in launched(build(both.replace(**fields))))
-    assert list(launched(build(both.replace(window=PART + 1)))) == ["prefill", "prefill_split"]
+        assert not any("split" in name or "merge" in name for name in launched(build(both.replace(**fields))))
+    assert list(launched(build(both.replace(window=PART + 1)))) == ["prefill", "prefill_split", "prefill_merge"]
     wide = build(both.replace(head_dim=136))
     assert list(launched(wide, (8, 0))) == ["prefill"]
-    assert list(launched(wide, (9, 0))) == ["prefill", "prefill_split"]
+    assert list(launched(wide, (9, 0))) == ["prefill", "prefill_split", "prefill_merge"]
     tiles = build(both.replace(softcap=3.0))  # 16 rows of a thread block
     assert launched(tiles)["prefill_split"] == (2 * 2 * 2, 1, 1)
 
@@ -71,8 +75,8 @@ def test_few_tokens_of_short_sequences_are_for_warpgroups_whatever_else_is_in_th
     """Theirs are other bits."""
     monkeypatch.setenv("PAGEDKV_WGMMA", "1")
     few = build(TENSOR.replace(seq_lens=(600,), query_lens=(8,)))
-    assert list(launched(few)) == ["prefill_wgmma", "prefill_split"]
-    assert list(launched(few, (8, 0))) == ["prefill_split"]
+    assert list(launched(few)) == ["prefill_wgmma", "prefill_split", "prefill_merge"]
+    assert list(launched(few, (8, 0))) == ["prefill_split", "prefill_merge"]
 
 
 def test_warmup_makes_calls_of_both_kernels(uncompiled, monkeypatch):
@@ -83,7 +87,7 @@ def test_warmup_makes_calls_of_both_kernels(uncompiled, monkeypatch):
     device = SimpleNamespace(capability=CAPABILITY, lineinfo=False)
     for call in given:
         launches = planning.plan(device, call, call.q).launches
-        assert [launch.kernel.entry for launch in launches] == ["prefill", "prefill_split"]
+        assert [launch.kernel.entry for launch in launches] == ["prefill", "prefill_split", "prefill_merge"]
 
 
 @given(
@@ -94,15 +98,15 @@ def test_warmup_makes_calls_of_both_kernels(uncompiled, monkeypatch):
     head_dim=st.sampled_from([8, 64, 128, 256]),
     kib=st.sampled_from([100, 164, 228]),
 )
-def test_a_grid_has_every_split(max_seq_len, seq_len, window, query_len, head_dim, kib):
+def test_a_grid_has_every_part(max_seq_len, seq_len, window, query_len, head_dim, kib):
     shape = SplitShape(TensorConfig(head_dim, 1, 16, "float16", "float16", shared_kib=kib))
     seq_len = max(1, seq_len % max_seq_len + 1)
-    size = shape.split
-    while size * shape.most_splits < seq_len:
+    size = PART
+    while size * MOST_PARTS < seq_len:
         size *= 2
     first = max(0, seq_len - min(query_len, seq_len) - window + 1)
-    splits = (seq_len - 1) // size - first // size + 1
-    assert splits <= shape.splits_of(max_seq_len, window) <= shape.most_splits
+    parts = (seq_len - 1) // size - first // size + 1
+    assert parts <= shape.parts_of(max_seq_len, window) <= MOST_PARTS
 
 
 @each_form_and_fp8
@@ -279,9 +283,8 @@ def test_keys_that_no_row_sees_are_not_read():
 
 @pytest.mark.parametrize("check", [False, True])
 def test_what_is_wrong_in_one_call_does_no_harm_to_the_next(check, open_device):
-    """Counters are zero again whatever lengths and query starts were given."""
     problem = build(TENSOR.replace(seq_lens=(SPLIT + 9, 600, 0), query_lens=(4, 8, 0), num_kv_heads=1, sinks=True))
-    # Room for more splits: thread blocks without work count, too.
+    # Room for more parts.
     problem.block_tables = np.pad(problem.block_tables, ((0, 0), (0, 2 * SPLIT // 16)), constant_values=-1)
     call = checked_call(problem, check=check)
     with with_capability(open_device(global_race=True), CAPABILITY) as device:
@@ -298,7 +301,6 @@ def test_what_is_wrong_in_one_call_does_no_harm_to_the_next(check, open_device):
             planning.prefill_attention(device, call._replace(**changes), out, lse)
         out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
         planning.prefill_attention(device, call, out, lse)
-        assert (device.take("prefill_counters") == 0).all()
     assert_close(problem, *expected)
     assert_same_bits((out, lse), expected)
     assert (out[:4] != 0).any()
@@ -309,10 +311,10 @@ def test_lengths_that_change_under_a_running_call_harm_no_later_one():
     problem.block_tables %= len(problem.k_cache)  # entries past the lengths are used, too
     expected = prefill(problem)
     lengths = [0, 3, PART, PART + 1, SPLIT, SPLIT + 9, 2**30]
-    # Partial results that no thread block has left may be merged.
+    # States that no warp has left may be merged.
     with with_capability(emulator(init_check=False, race=False, seed=0), CAPABILITY) as device:
         result = after_changing_lengths(
-            device, checked_call(problem), planning.prefill_attention, "prefill_counters", lengths, seed=0
+            device, checked_call(problem), planning.prefill_attention, None, lengths, seed=0
         )
     assert_same_bits(result, expected)
 
@@ -325,14 +327,15 @@ def test_each_sequence_is_for_one_kernel():
     assert_close(problem, *prefill(problem, device=device))
     of_split = np.zeros(problem.out.shape, bool)
     of_split[most : 2 * most] = True
-    for launch, rows in zip(device.launches, (~of_split, of_split), strict=True):
+    nothing = np.zeros_like(of_split)
+    for launch, rows in zip(device.launches, (~of_split, nothing, of_split), strict=True):
         launch.footprint.expect("out", read=False, written=rows)
 
 
 def test_few_tokens_of_short_and_empty_sequences_take_the_split_kernel_alone(open_device):
     problem = build(TENSOR.replace(seq_lens=(600, 3, 0, 40), query_lens=(3, 3, 0, 1), num_kv_heads=1))
     call = checked_call(problem)
-    assert len(planning.plan(SimpleNamespace(capability=CAPABILITY, lineinfo=False), call, problem.out).launches) == 1
+    assert len(planning.plan(SimpleNamespace(capability=CAPABILITY, lineinfo=False), call, problem.out).launches) == 2
     out, lse = prefill(problem, open_device)
     assert_close(problem, out, lse)
     bad = call._replace(seq_lens=numbers(600, 2, 0, 40))

@@ -8,13 +8,11 @@ TENSOR, FP8 = ((BOUND + f"{form}]",) for form in ("tensor cores", "fp8"))
 LATE = (SPLIT + "test_a_pivot_moves_by_what_its_own_row_sees_late[emulator]",)
 ONE_WARP = (SPLIT + "test_rows_that_see_keys_of_one_warp_have_the_bits_of_long_chunks[emulator-tensor cores]",)
 NEEDLE = (SPLIT + "test_a_needle_is_found_at_the_ends_of_tiles_parts_and_splits[emulator-tensor cores]",)
-WRONG = (SPLIT + "test_what_is_wrong_in_one_call_does_no_harm_to_the_next[emulator-False]",)
 CHANGING = (SPLIT + "test_lengths_that_change_under_a_running_call_harm_no_later_one",)
 LAUNCHED = (SPLIT + "test_what_is_launched_follows_from_shapes_bounds_and_options",)
 ONE_KERNEL = (SPLIT + "test_each_sequence_is_for_one_kernel",)
 READ = (SPLIT + "test_keys_that_no_row_sees_are_not_read",)
-WINDOW = (SPLIT + "test_earlier_rows_whose_window_begins_in_another_split_change_no_bit[emulator]",)
-GRID = (SPLIT + "test_a_grid_has_every_split",)
+GRID = (SPLIT + "test_a_grid_has_every_part",)
 BEFORE_9 = (SPLIT + "test_before_9_0_warps_meet_at_barriers_of_their_own",)
 ALONE = (SPLIT + "test_few_tokens_of_short_and_empty_sequences_take_the_split_kernel_alone[emulator]",)
 
@@ -23,6 +21,7 @@ SOFTMAX = "kernels/prefill/tensor_cores/softmax.py"
 MERGE = "kernels/prefill/tensor_cores/split/merge.py"
 KERNEL = "kernels/prefill/tensor_cores/split/kernel.py"
 SHAPE = "kernels/prefill/tensor_cores/split/shape.py"
+STATES = "kernels/prefill/tensor_cores/split/states.py"
 PLAN = "cuda/plans/prefill.py"
 
 MUTANTS = [
@@ -134,55 +133,26 @@ MUTANTS = [
         NEEDLE,
     ),
     Mutant(
-        "prefill split: sums are put before all warps are done",
-        KERNEL,
-        "            cuda.syncthreads()  # sums take the place of the tiles\n",
-        "",
-        TENSOR,
-    ),
-    Mutant(
-        "prefill split: warps are added as if they had the same pivot",
+        "prefill split: states are added as if they had the same pivot",
         MERGE,
-        "                weight = exp2(float32(x[0] - maximum))\n",
-        "                weight = float32(1)\n",
-        TENSOR,
-    ),
-    Mutant(
-        "prefill split: splits are added as if they had the same pivot",
-        MERGE,
-        "        weight = exp2(float32(pivots[i] - maximum))\n",
-        "        weight = float32(1)\n",
+        "            weight = exp2(float32(bits_float(pivot) - maximum))\n",
+        "            weight = float32(1)\n",
         NEEDLE,
-    ),
-    Mutant(
-        "prefill split: no fence between a partial state and the count",
-        KERNEL,
-        "                publish(thread)\n",
-        "                cuda.syncthreads()\n",
-        NEEDLE,
-        ci=True,
-    ),
-    Mutant(
-        "prefill split: thread blocks without work do not count",
-        KERNEL,
-        "        if is_last(",
-        "        if split < num_splits and is_last(",
-        WRONG,
     ),
     Mutant(
         "prefill split: every thread asks for its lengths",
         KERNEL,
-        "        item, split = kept(shared), uint32(cuda.blockIdx.y)\n",
+        "        item, visible = kept(shared), Visible(is_causal != 0, uint32(window))\n",
         "        seq, number = divmod_32(tile, TILES)\n        lengths = (query_starts, seq_lens)\n"
-        "        item = item_here(uint32(number * ROWS), seq, lengths, num_tokens, max_seq_len, least_keys)\n"
-        "        split = uint32(cuda.blockIdx.y)\n",
+        "        item = steps.item_here(uint32(number * ROWS), seq, lengths, num_tokens, max_seq_len, least_keys)\n"
+        "        visible = Visible(is_causal != 0, uint32(window))\n",
         CHANGING,
     ),
     Mutant(
         "prefill split: a part ends a key late",
         KERNEL,
-        "uint32(uint32(uint32(1) << bits) - 1)",
-        "uint32(uint32(1) << bits)",
+        "uint32(uint32(uint32(1) << parts.bits) - 1)",
+        "uint32(uint32(1) << parts.bits)",
         TENSOR,
     ),
     Mutant(
@@ -193,22 +163,15 @@ MUTANTS = [
         READ,
     ),
     Mutant(
-        "prefill split: which lane has a split depends on the first one",
-        MERGE,
-        "Splits(first_split, partials.num_splits)",
-        "Splits(uint32(0), partials.num_splits)",
-        WINDOW,
-    ),
-    Mutant(
         "prefill split: parts are half as long",
-        KERNEL,
-        "PART_BITS, LONGEST_BITS = PART.bit_length() - 1,",
-        "PART_BITS, LONGEST_BITS = PART.bit_length() - 2,",
+        STATES,
+        "PART_BITS, LONGEST_BITS = config.group_size, PART.bit_length() - 1,",
+        "PART_BITS, LONGEST_BITS = config.group_size, PART.bit_length() - 2,",
         ONE_WARP,
     ),
     Mutant(
         "prefill split: both kernels take a sequence of few rows and keys",
-        KERNEL,
+        STATES,
         "        if not is_here or item.seq_len < uint32(least_keys):\n",
         "        if not is_here:\n",
         ONE_KERNEL,
@@ -222,16 +185,16 @@ MUTANTS = [
     ),
     Mutant(
         "prefill split: rows of empty sequences are not written",
-        KERNEL,
-        "        elif item.num_rows > 0 and split == 0:\n",
-        "        elif False:\n",
+        MERGE,
+        "        if row >= item.num_rows:\n",
+        "        if row >= item.num_rows or item.seq_len == 0:\n",
         ALONE,
     ),
     Mutant(
-        "prefill split: a window needs a split less",
+        "prefill split: a window needs a part less",
         SHAPE,
-        "(seen - 1) // self.split + 2",
-        "(seen - 1) // self.split + 1",
+        "(seen - 1) // PART + 2",
+        "(seen - 1) // PART + 1",
         GRID,
     ),
     Mutant(

@@ -9,7 +9,7 @@ from ...config import FEW_ROWS, LONGEST_OF_PARTS, PART
 from ..tile import CHUNK_DIMS, KEPT_WORDS, SYSTEM_BYTES, TileShape
 
 PIECE = 32  # tokens of a tile that a warp copies at once: each lane looks up one of them
-PAD = 8  # float32 between rows of sums: lanes that store together hit different banks
+MOST_PARTS = LONGEST_OF_PARTS // PART  # of a sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,39 +124,17 @@ class SplitShape(TileShape):
         return self.pieces * self.slot_bytes if self.shares and not self.config.is_fp8 else 0
 
     @property
-    def sum_bytes(self) -> int:
-        """Bytes from a row of sums to the next one; the row's state is in the padding."""
-        return 4 * (self.config.head_dim + PAD)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes from the weights of a row's splits, and its factor, to those of the next row."""
-        return 4 * (self.most_splits + 1)
-
-    @property
     def kept_start(self) -> int:
         return self.bytes_of(self.num_warps) - 4 * KEPT_WORDS
 
     def bytes_of(self, num_warps: int) -> int:
-        """Shared memory of this many warps: tiles and slots, then sums of warps, then weights of splits; the item."""
+        """Shared memory of this many warps: Q, tiles and slots, and the item."""
         of_warp = 2 * (self.tile_bytes + self.codes_bytes) + self.slots_bytes
-        tiles = self.q_bytes + of_warp * num_warps
-        weights = 4 * self.rows * (LONGEST_OF_PARTS // (PART * num_warps) + 1)
-        return max(tiles, self.rows * self.sum_bytes * num_warps, weights) + 4 * KEPT_WORDS
+        return self.q_bytes + of_warp * num_warps + 4 * KEPT_WORDS
 
-    # ---- splits
+    # ---- parts
 
-    @property
-    def split(self) -> int:
-        """Tokens of a thread block, in sequences of up to LONGEST_OF_PARTS; it doubles with each doubling of that."""
-        return PART * self.num_warps
-
-    @property
-    def most_splits(self) -> int:
-        """Of a sequence."""
-        return LONGEST_OF_PARTS // self.split
-
-    def splits_of(self, max_seq_len: int, window: int) -> int:
-        """The most that sequences of up to max_seq_len tokens have."""
+    def parts_of(self, max_seq_len: int, window: int) -> int:
+        """The most parts that rows of a sequence of up to max_seq_len tokens see."""
         seen = min(max_seq_len, window + FEW_ROWS - 1)
-        return max(1, min(-(-max_seq_len // self.split), (seen - 1) // self.split + 2, self.most_splits))
+        return max(1, min(-(-max_seq_len // PART), (seen - 1) // PART + 2, MOST_PARTS))
