@@ -107,7 +107,7 @@ def measure(variant: Variant, capability: Capability) -> Row:
         loop = products_of(code, capability)
         copied = 32 * ELEMENT_BITS[variant.kv_kind]  # bytes: 8 elements for each lane
         row["loop instr/512B"] = loop and loop.instructions * UNIT_BYTES / (copied * loop.copies)
-        row["partials"] = stats and _partials(stats) / work.read["KV"][1]
+        row["partials"] = stats and sum(map(_partials, device.launches)) / work.read["KV"][1]
     return row
 
 

@@ -27,32 +27,25 @@ from pagedkv.typing import KvDtype, Layout
 # Sizes of the runs on the emulator.
 NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV heads
 SHORT = "short splits"
+LOGITS = "ALiBi, softcap, window, sinks"
 WGMMA = "prefill_wgmma"  # for 9.0 alone
 PREFILL_TOKENS = 512
 FEW_TOKENS, LONG_CONTEXT = 8, 4096  # of prefill_split
 NUM_TOKENS = 256  # in operations on caches
 NUM_STATES, NUM_ROWS = 8, 64
 
+KINDS = (("float16", "float16"), ("float16", "fp8_e4m3"), ("float32", "float32"))
 PREFILL_SHAPES = {"prefill": TileShape, "prefill_split": SplitShape, WGMMA: WgmmaShape}
-DTYPES = ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
-
-
-def _distance_bias(score: float, q_pos: int, k_pos: int, head: int, seq: int) -> float:
-    return score - 0.01 * (q_pos - k_pos)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
-    "ALiBi, softcap, window, sinks": {
+    LOGITS: {
         "alibi_slopes": np.full(NUM_HEADS, 0.05, np.float32),
         "softcap": 30.0,
         "window": 512,
         "sinks": np.zeros(NUM_HEADS, np.float32),
     },
-    "score_mod": {"score_mod": _distance_bias},
-    "check": {"check": True},
-    "strided": {},
-    "L=999": {},
     SHORT: {},
 }
 
@@ -93,58 +86,34 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """For attention a grid of dtypes, D, and P or G, and cases beside it; for the others the usual cases."""
+    """Usual shapes and options of each kernel."""
     result = _split_variants() + _prefill_variants()
     for kernel in ("v1", "v2"):
-        grid = [(dtype, head_dim, size) for dtype in DTYPES for head_dim in (64, 128, 256) for size in (8, 16, 32)]
-        result += [Variant(kernel, _q_kind(dtype), dtype, head_dim, size) for dtype, head_dim, size in grid]
-        usual = Variant(kernel, "float16", "float16", 128, 16)
-        result += [replace(usual, options=options) for options in OPTIONS if options not in ("", SHORT)]
-        result += [replace(usual, block_size=size) for size in (64, 128, 256)]
-        result += [replace(usual, head_dim=head_dim) for head_dim in (8, 72, 120, 512)]
-        result += [Variant(kernel, "float32", kv_kind, 128, 16) for kv_kind in ("bfloat16", "fp8_e4m3")]
-        result += [Variant(kernel, "float32", "float32", 512, 16), Variant(kernel, "float16", "fp8_e4m3", 512, 16)]
-    result += [Variant("v2_reduce", kind, "", head_dim, 0) for kind in DTYPES[:3] for head_dim in (64, 128, 256)]
-    for layout in ("vllm", "NHD"):
-        for kind, kv_kind in (("float16", "float16"), ("float32", "bfloat16"), ("float16", "fp8_e4m3")):
-            result.append(Variant("write_kv", kind, kv_kind, 128, 16, layout))
-            result.append(Variant("gather_kv", kv_kind, kv_kind, 128, 16, layout))
-    result += [Variant("copy_blocks", "float16", "float16", 128, 16, layout) for layout in ("vllm", "NHD")]
-    return result + [Variant("merge_states", kind, "", 128, 0, f"{n} states") for kind in DTYPES[:3] for n in (2, 8)]
+        result += [Variant(kernel, kind, kv_kind, 128, 16) for kind, kv_kind in KINDS]
+    result += [Variant("write_kv", "float16", kv_kind, 128, 16, "NHD") for kv_kind in ("float16", "fp8_e4m3")]
+    result += [Variant("gather_kv", kv_kind, kv_kind, 128, 16, "NHD") for kv_kind in ("float16", "fp8_e4m3")]
+    result += [
+        Variant("copy_blocks", "float16", "float16", 128, 16, "NHD"),
+        Variant("v2_reduce", "float16", "", 128, 0),
+    ]
+    return [*result, Variant("merge_states", "float16", "", 128, 0, "2 states")]
 
 
 def _split_variants() -> list[Variant]:
-    def split(q: str, kv: str, head_dim: int, group_size: int, block_size: int = 16, options: str = "") -> Variant:
-        return Variant("split", q, kv, head_dim, block_size, options, group_size)
-
-    dims, cases = (64, 128, 256), [options for options in OPTIONS if options not in ("", SHORT)]
-    result = [split(_q_kind(kv), kv, d, g) for kv in DTYPES[1:4] for d in dims for g in (1, 8, 16)]
-    result += [split("float16", "fp8_e5m2", 128, g) for g in (1, 8, 16)]
-    result += [split("float32", "float32", d, g) for d in dims for g in (1, 4)]
-    result += [split("float32", kv, d, g) for kv in DTYPES[1:4] for d in dims for g in (8, 16)]
-    result += [split("float16", kv, d, 48) for kv in ("float16", "fp8_e4m3") for d in dims]
-    result += [replace(each, options=SHORT) for each in result]
-    result += [split("float16", "float16", 128, 8, p) for p in (1, 3, 256)]
-    result += [split("float16", kv, 128, 8, 16, options) for kv in ("float16", "fp8_e4m3") for options in cases]
-    result += [split("float32", "float32", 128, 4, 16, options) for options in cases]
-    result += [split("float16", "float16", 128, g) for g in (5, 7, 12, 24)]
-    result += [split(_q_kind(kv), kv, d, 8) for kv in ("float16", "fp8_e4m3") for d in (8, 24, 40, 72, 192, 384, 512)]
-    return result + [split("float32", "float32", d, 4) for d in (8, 24, 40, 72, 192, 384, 512)]
+    shapes = [(d, g) for d in (64, 128, 256) for g in (8, 16)]
+    result = [Variant("split", "float16", "float16", d, 16, "", g) for d, g in ((128, 1), *shapes)]
+    result += [Variant("split", "bfloat16", "fp8_e4m3", d, 16, "", g) for d, g in ((64, 16), (128, 8), (256, 8))]
+    usual = Variant("split", "float16", "float16", 128, 16, "", 8)
+    result += [replace(usual, options=options) for options in (LOGITS, SHORT)]
+    return [*result, Variant("split", "float32", "float32", 128, 16, "", 4)]
 
 
 def _prefill_variants() -> list[Variant]:
-    def prefill(q: str, kv: str, head_dim: int, group_size: int = 4, options: str = "") -> Variant:
-        return Variant("prefill", q, kv, head_dim, 16, options, group_size)
-
-    result = [prefill(kind, kind, d) for kind in ("float16", "bfloat16") for d in (64, 128, 256)]
-    result += [prefill("float16", kind, d) for kind in FP8_KINDS for d in (64, 128, 256)]
-    result += [prefill("float16", "float16", 128, g) for g in (1, 5, 8)]
-    cases = [options for options in OPTIONS if options not in ("", SHORT, "L=999")]
-    result += [prefill("float16", "float16", 128, 4, options) for options in cases]
-    plain = [each for each in result if each.kv_kind == each.kind and each.options != "score_mod"]
-    few = [each for each in result if each.group_size == 4 and each.options in ("", "score_mod", "strided")]
-    result += [replace(each, kernel="prefill_split") for each in few]
-    return result + [replace(each, kernel=WGMMA) for each in plain]
+    usual = Variant("prefill", "float16", "float16", 128, 16, "", 4)
+    result = [replace(usual, head_dim=head_dim) for head_dim in (64, 128, 256)]
+    result += [replace(usual, kv_kind="fp8_e4m3"), replace(usual, options=LOGITS)]
+    few = [replace(each, kernel="prefill_split") for each in result if each.options == ""]  # others see too few keys
+    return [*result, *few, *(replace(usual, kernel=WGMMA, head_dim=head_dim) for head_dim in (128, 256))]
 
 
 def quick_variants() -> list[Variant]:
@@ -157,10 +126,6 @@ def quick_variants() -> list[Variant]:
     wanted += [Variant("gather_kv", "float16", "float16", 64, 16, "vllm")]
     wanted += [Variant("copy_blocks", "float16", "float16", 128, 16, "vllm")]
     return [*wanted, Variant("merge_states", "float32", "", 64, 0, "2 states")]
-
-
-def _q_kind(kv_kind: str) -> str:
-    return "float16" if kv_kind in FP8_KINDS else kv_kind
 
 
 class Work(NamedTuple):
@@ -188,19 +153,16 @@ def _split(variant: Variant) -> Work:
     capacity = _split_tokens(variant)
     num_blocks, num_heads = -(-capacity // variant.block_size), NUM_HEADS * variant.group_size
     k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
-    if variant.options == "strided":  # k_cache and v_cache are halves of one array
-        k_cache, v_cache = np.stack([k_cache, v_cache], 1).swapaxes(0, 1)
     q = _normal((1, num_heads, variant.head_dim), _dtype(variant.kind)[0])
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(1, -1)
-    seq_len = 999 if variant.options == "L=999" else capacity
     options = dict(OPTIONS[variant.options])
     for name in ("alibi_slopes", "sinks"):
         if name in options:
             options[name] = np.repeat(options[name], variant.group_size)
-    visible = 2 * NUM_HEADS * min(seq_len, options.get("window", seq_len)) * variant.head_dim * k_cache.itemsize
+    visible = 2 * NUM_HEADS * min(capacity, options.get("window", capacity)) * variant.head_dim * k_cache.itemsize
     call = partial(
         attention.decode_attention,
-        *(q, k_cache, v_cache, tables, np.array([seq_len], np.int32)),
+        *(q, k_cache, v_cache, tables, np.array([capacity], np.int32)),
         **{"kv_dtype": fp8, "backend": "emulator", **options},
     )
     return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
@@ -212,8 +174,6 @@ def _prefill(variant: Variant) -> Work:
     num_tokens, seq_len = (FEW_TOKENS, LONG_CONTEXT) if is_few else (128 // variant.group_size, PREFILL_TOKENS)
     num_blocks, num_heads = -(-seq_len // variant.block_size), NUM_HEADS * variant.group_size
     k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
-    if variant.options == "strided":  # k_cache and v_cache are halves of one array
-        k_cache, v_cache = np.stack([k_cache, v_cache], 1).swapaxes(0, 1)
     q = _normal((num_tokens, num_heads, variant.head_dim), _dtype(variant.kind)[0])
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(1, -1)
     options = dict(OPTIONS[variant.options])
@@ -221,7 +181,7 @@ def _prefill(variant: Variant) -> Work:
         if name in options:
             options[name] = np.repeat(options[name], variant.group_size)
     sizes = (variant.head_dim, variant.group_size, variant.block_size)
-    is_modified = bool(options.keys() & {"softcap", "alibi_slopes", "score_mod"})
+    is_modified = bool(options.keys() & {"softcap", "alibi_slopes"})
     config = TensorConfig(*sizes, variant.kind, variant.kv_kind, modified=is_modified)
     rows = PREFILL_SHAPES[variant.kernel](config).rows
     seen = min(seq_len, options.get("window", seq_len) + num_tokens - 1)
@@ -253,14 +213,11 @@ def _split_tokens(variant: Variant) -> int:
     return filling_splits(NUM_HEADS) * config.long_split
 
 
-def _caches(
-    variant: Variant, layout: Layout, num_blocks: int, *, strided: bool = False
-) -> tuple[Any, Any, KvDtype | None]:
+def _caches(variant: Variant, layout: Layout, num_blocks: int) -> tuple[Any, Any, KvDtype | None]:
     dtype, kv_kind = _dtype(variant.kv_kind)
-    size = variant.block_size
-    shapes = cache_shapes(layout, num_blocks, size * (1 + strided), NUM_HEADS, variant.head_dim, dtype.itemsize)
+    shapes = cache_shapes(layout, num_blocks, variant.block_size, NUM_HEADS, variant.head_dim, dtype.itemsize)
     k_cache, v_cache = (_normal(shape, dtype) for shape in shapes)
-    return (k_cache[:, :, :, :size], v_cache[..., :size], kv_kind) if strided else (k_cache, v_cache, kv_kind)
+    return k_cache, v_cache, kv_kind
 
 
 def _attention(variant: Variant) -> Work:
@@ -268,18 +225,17 @@ def _attention(variant: Variant) -> Work:
     kv_kind = variant.kv_kind or variant.kind
     variant = replace(variant, kv_kind=kv_kind, block_size=variant.block_size or 16)
     num_blocks = NUM_SEQS * CAPACITY // variant.block_size
-    k_cache, v_cache, fp8 = _caches(variant, "vllm", num_blocks, strided=variant.options == "strided")
+    k_cache, v_cache, fp8 = _caches(variant, "vllm", num_blocks)
     q = _normal((NUM_SEQS, NUM_HEADS, variant.head_dim), _dtype(variant.kind)[0])
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(NUM_SEQS, -1)
-    seq_len = 999 if variant.options == "L=999" else SEQ_LEN
     options = OPTIONS[variant.options]
     rows = NUM_SEQS * NUM_HEADS
-    visible = rows * min(seq_len, options.get("window", seq_len)) * variant.head_dim * k_cache.itemsize
+    visible = rows * min(SEQ_LEN, options.get("window", SEQ_LEN)) * variant.head_dim * k_cache.itemsize
     partial_sums = rows * (SEQ_LEN // 512) * variant.head_dim * 4
     name = variant.kernel.removesuffix("_reduce")
     call = partial(
         attention.decode_attention,
-        *(q, k_cache, v_cache, tables, np.full(NUM_SEQS, seq_len, np.int32)),
+        *(q, k_cache, v_cache, tables, np.full(NUM_SEQS, SEQ_LEN, np.int32)),
         **{"layout": "vllm", "kv_dtype": fp8, "kernel": name, "backend": "emulator", **options},
     )
     if name == variant.kernel:

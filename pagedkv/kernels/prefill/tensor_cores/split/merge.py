@@ -3,9 +3,9 @@
 Grid. x is (seq * FEW_ROWS + row) * num_kv_heads + kv_head; rows that there are not, or whose keys are not split, have
 thread blocks without work. Arguments are those of the kernel that splits keys.
 
-Who owns what. Every warp of a thread block finds the weights of all states; a thread adds two dims, part after part. A
-state without keys adds nothing, and adding the first one that has some changes no bit of it: a row that sees keys of
-one part alone has the bits that it has without splits.
+Who owns what. The first warp of a thread block finds the weights of all states; a thread adds two dims, part after
+part. A state without keys adds nothing, and adding the first one that has some changes no bit of it: a row that sees
+keys of one part alone has the bits that it has without splits.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def make_prefill_merge(config: TensorConfig) -> KernelSource:
     prologue, steps, pack = make_prologue(config, shape), make_states(config, shape), pack_of(config.q_kind)
 
     @device_function
-    def weigh(thread, where, count, weights):
-        """Set the weights of all states; every warp returns the row's pivot and sum of exponentials."""
-        lane = uint32(thread & 31)
+    def weigh(lane, where, count, weights):
+        """Set the weights of all states; returns the row's pivot and sum of exponentials. A whole warp calls it."""
         maximum, total, s = LOWEST, float32(0), int64(lane)
         while s < count:
             maximum = larger(maximum, bits_float(load_8(where + s * 8)[0]))
@@ -64,9 +63,7 @@ def make_prefill_merge(config: TensorConfig) -> KernelSource:
         while s < count:
             pivot, mine = load_8(where + s * 8)
             weight = exp2(float32(bits_float(pivot) - maximum))
-            total = multiply_and_add(weight, bits_float(mine), total)
-            if thread < WARP_SIZE:
-                weights[s] = weight
+            weights[s], total = weight, multiply_and_add(weight, bits_float(mine), total)
             s += WARP_SIZE
         return maximum, sum_of_warp(total)
 
@@ -104,7 +101,8 @@ def make_prefill_merge(config: TensorConfig) -> KernelSource:
         out_head_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
-        words, weights = cuda.shared.array(KEPT_WORDS, uint32), cuda.shared.array(MOST_PARTS, float32)
+        words, of_row = cuda.shared.array(KEPT_WORDS, uint32), cuda.shared.array(2, float32)
+        weights = cuda.shared.array(MOST_PARTS, float32)
         thread = uint32(cuda.threadIdx.x)
         row, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
         seq, row = divmod_32(row, FEW_ROWS)
@@ -127,13 +125,16 @@ def make_prefill_merge(config: TensorConfig) -> KernelSource:
             count = int64(uint32(parts.last - parts.first)) + 1
             at = states.first + int64(uint32(row - item.first_row)) * states.row_stride
             at += int64(uint32(parts.first - of_tile.first))
-        maximum, total = weigh(thread, states.pivots + at * 8, count, weights)
+        if thread < WARP_SIZE:
+            maximum, total = weigh(thread, states.pivots + at * 8, count, weights)
+            if thread == 0:
+                of_row[0], of_row[1] = maximum, total
         cuda.syncthreads()
         strides = (out_token_stride, out_head_stride)
         output = prologue.output_of(out, strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads)
         has_sink = address(sinks) != 0 and item.seq_len > 0
         sink = sinks[int64(output.head) + int64(head)] if has_sink else float32(0)
-        factor, row_lse = finish(total, float32(-maximum), has_sink, sink)
+        factor, row_lse = finish(of_row[1], float32(-of_row[0]), has_sink, sink)
         factor = float32(factor * output.v_factor)
         if thread < uint32(PAIRS):
             sums, zero = local_array(2, float32), float32(0)
