@@ -1,10 +1,14 @@
 """A kernel's factory and config to PTX and machine code, by numba-cuda and nvJitLink, without a driver.
 
-Importing it without numba-cuda, or while numba simulates CUDA, is a BackendUnavailableError.
+Importing it without numba-cuda, beside a NumPy that is too new for it, or while numba simulates CUDA, is a
+BackendUnavailableError.
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
+
+import numpy as np
 
 from ..errors import BackendUnavailableError
 
@@ -14,6 +18,11 @@ INSTALL = (
 
 if find_spec("numba_cuda") is None:
     raise BackendUnavailableError(f"CUDA kernels are compiled by numba-cuda, which is not installed: {INSTALL}")
+if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 5):  # which has no np.row_stack
+    raise BackendUnavailableError(
+        f"CUDA kernels are compiled by numba-cuda, and numba-cuda {version('numba-cuda')} needs NumPy below 2.5, got "
+        f'{np.__version__}: pip install "numpy<2.5"'
+    )
 
 # Puts numba_cuda in the place of numba.cuda, before kernels import it. A .pth file does so, too, but those of a folder
 # on PYTHONPATH are not read.

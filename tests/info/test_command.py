@@ -1,6 +1,9 @@
 """`info`: true on this machine, on one with a GPU, and where everything it looks at raises."""
 
 import os
+import subprocess
+import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -56,6 +59,21 @@ def test_a_gpu_without_the_packages_for_it_names_the_extra_that_fits_its_driver(
 def test_a_driver_without_gpus(tables, monkeypatch):
     monkeypatch.setattr(command, "find_driver", lambda: GPU._replace(gpus=[]))
     assert "CUDA_VISIBLE_DEVICES" in tables()[1]["CuPy and torch arrays, on a GPU"]
+
+
+def test_a_numpy_that_is_too_new_for_numba_cuda_is_named():
+    program = """
+import numba, numpy
+numpy.__version__ = "2.5.1"
+from pagedkv.info import command
+command.EXTRAS = {}
+for row in command.run(progress=lambda text: None):
+    print(*row.values(), sep=": ")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    wrong = f'numba-cuda {version("numba-cuda")} needs NumPy below 2.5, got 2.5.1: pip install "numpy<2.5"\n'
+    assert done.stdout.endswith(f'backend="emulator": no: CUDA kernels are compiled by numba-cuda, and {wrong}')
+    assert "NumPy arrays, on the CPU: yes" in done.stdout
 
 
 def test_extras_are_imported_and_not_only_found(tables, monkeypatch):
