@@ -13,8 +13,8 @@ from ...arrays import address_of
 from ...calls import AttentionCall, per_head
 from ...layouts import FLOAT_DTYPES
 from .steps.code import ELEMENT_BYTES
-from .steps.widening.ends import Q_KINDS
-from .steps.widening.order import places
+from .steps.ends import Q_KINDS
+from .steps.widen import places
 from .tiles import cache_strides
 
 NO_WINDOW = 2**62

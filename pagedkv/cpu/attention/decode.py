@@ -36,8 +36,8 @@ from .scratch import (
     start_states,
     whole_groups,
 )
-from .steps.shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
-from .steps.widening.order import is_shuffled
+from .steps.code import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
+from .steps.widen import is_shuffled
 from .tiles import TABLE_BYTES, TileConfig, address, cache_strides, tile_config
 
 GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless there is one

@@ -18,9 +18,8 @@ from ..compile import device, helper, inlined
 from .access import get_float, get_int, get_int32
 from .logits import make_modify
 from .scratch import NOTHING, ONE, ZERO, start_states
-from .steps.fold import make_fold, make_rescale
-from .steps.shapes import FLOAT_BYTES, INT_BYTES, STEP, TILE
-from .steps.softmax import make_softmax
+from .steps.code import FLOAT_BYTES, INT_BYTES, STEP, TILE
+from .steps.softmax import make_fold, make_rescale, make_softmax
 from .steps.sweep import Form, groups_at_once, make_add, make_score
 from .tiles import SCORES, TileConfig, make_stages, token_rows
 

@@ -35,8 +35,8 @@ from .scratch import (
     start_states,
     whole_groups,
 )
-from .steps.shapes import FLOAT_BYTES, TILE
-from .steps.widening.order import is_shuffled
+from .steps.code import FLOAT_BYTES, TILE
+from .steps.widen import is_shuffled
 from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
 ROWS = 256

@@ -13,9 +13,9 @@ import numpy as np
 
 from ..compile import device, helper
 from .access import get_float, put_float, put_int, put_int32
-from .steps.fold import make_clear
-from .steps.shapes import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES
-from .steps.widening.ends import make_give, make_take
+from .steps.code import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES
+from .steps.ends import make_give, make_take
+from .steps.softmax import make_clear
 from .tiles import ROWS_BYTES, SCORES, address, vectors_of
 
 _clear = make_clear()

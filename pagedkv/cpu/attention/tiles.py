@@ -2,7 +2,7 @@
 
 A kernel turns token positions into the addresses of their rows (`token_rows`). Decode reads them where they lie
 (`steps.sweep`); prefill, and both kernels in layout vllm, widen a tile of them first (`make_stages`), in the order of
-`steps.widening.order`. Addresses and strides are in bytes.
+`steps.widen.order`. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import numpy as np
 from ...layouts import CacheSpec
 from ..compile import device, helper
 from .access import get_int, get_int32, put_float, put_int
-from .steps.code import ELEMENT_BYTES
-from .steps.shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
-from .steps.widening.order import CHUNK_DIMS, is_shuffled
-from .steps.widening.widen import make_load, make_widen, make_widen_piece
+from .steps.code import ELEMENT_BYTES, FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
+from .steps.widen import CHUNK_DIMS, is_shuffled, make_load, make_widen, make_widen_piece
 
 TABLE_BYTES = 4
 ROWS_BYTES = INT_BYTES * TILE

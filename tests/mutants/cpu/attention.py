@@ -141,7 +141,7 @@ MUTANTS = [
     ),
     Mutant(
         "dims come out in the order in which they were widened",
-        "cpu/attention/steps/widening/ends.py",
+        "cpu/attention/steps/ends.py",
         "code.shuffle(unit, [dims.index(dim) for dim in range(UNIT)])",
         "unit",
         FP8_ORACLE,

@@ -7,7 +7,7 @@ WINDOW = ("tests/cpu/attention/test_decode.py::test_windows_begin_at_their_first
 NEEDLE = ("tests/cpu/attention/test_decode.py::test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",)
 PREFILL_ORACLE = ("tests/cpu/attention/test_prefill.py::test_oracle[float32-64]",)
 STEPS = ("tests/cpu/attention/steps/test_attention.py",)
-ENDS = ("tests/cpu/attention/steps/widening/test_ends.py",)
+ENDS = ("tests/cpu/attention/steps/test_ends.py",)
 
 MUTANTS = [
     Mutant(
@@ -106,7 +106,7 @@ MUTANTS = [
     ),
     Mutant(
         "steps: keys are not prefetched where few of them are taken at once",
-        "cpu/attention/steps/rows.py",
+        "cpu/attention/steps/course.py",
         "count = max(1, count // turns)",
         "count //= turns",
         ("tests/cpu/attention/steps/test_sweep.py::test_lines_are_prefetched_with_any_number_of_registers[4]",),
@@ -127,7 +127,7 @@ MUTANTS = [
     ),
     Mutant(
         "steps: with few registers, rows past those of a turn are widened",
-        "cpu/attention/steps/widening/following.py",
+        "cpu/attention/steps/widen.py",
         "if count < self.of_chunk:",
         "if False:",
         ("tests/cpu/attention/steps/test_sweep.py::test_every_number_of_registers[fp8_e4m3-4]",),
@@ -178,42 +178,42 @@ MUTANTS = [
     ),
     Mutant(
         "steps: the running state is weighed by the other's weight",
-        "cpu/attention/steps/fold.py",
+        "cpu/attention/steps/softmax.py",
         "for lane in (0, 1))",
         "for lane in (1, 0))",
         STEPS,
     ),
     Mutant(
         "steps: even and odd codes of fp8 change places",
-        "cpu/attention/steps/widening/widen.py",
+        "cpu/attention/steps/widen.py",
         "for codes in (even, odd)]",
         "for codes in (odd, even)]",
-        ("tests/cpu/attention/steps/widening/test_widen.py",),
+        ("tests/cpu/attention/steps/test_widen.py",),
     ),
     Mutant(
         "steps: NaN of e4m3 is a number",
-        "cpu/attention/steps/widening/widen.py",
+        "cpu/attention/steps/widen.py",
         "bits = builder.select(is_nan, code.constant(0x7E00, lanes, SHORT), bits)",
         "bits = builder.select(is_nan, bits, bits)",
-        ("tests/cpu/attention/steps/widening/test_widen.py",),
+        ("tests/cpu/attention/steps/test_widen.py",),
     ),
     Mutant(
         "steps: float16 without instructions is rounded up from a tie",
-        "cpu/attention/steps/widening/halves.py",
+        "cpu/attention/steps/halves.py",
         "builder.add(odd, number((1",
         "builder.add(number(1), number((1",
-        ("tests/cpu/attention/steps/widening/test_halves.py",),
+        ("tests/cpu/attention/steps/test_halves.py",),
     ),
     Mutant(
         "steps: a result in bfloat16 is cut off",
-        "cpu/attention/steps/widening/ends.py",
+        "cpu/attention/steps/ends.py",
         "builder.add(odd, number(0x7FFF))",
         "number(0)",
         ENDS,
     ),
     Mutant(
         "steps: a row of q keeps its even dims alone",
-        "cpu/attention/steps/widening/ends.py",
+        "cpu/attention/steps/ends.py",
         "zip((dims[:HALF_UNIT], dims[HALF_UNIT:])",
         "zip((dims[:HALF_UNIT], dims[:HALF_UNIT])",
         ENDS,

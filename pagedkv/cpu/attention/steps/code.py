@@ -3,6 +3,8 @@
 A vector lives in SIMD registers. LLVM splits one that is wider than the machine's, so the same code runs on AVX2,
 AVX-512 and NEON, and every sum is taken in the same order on all of them. Memory is named by an address, an integer in
 bytes, and not checked: the kernels own their bounds.
+
+What this machine's processor can do, as numba compiles for it, decides between instructions, never between sums.
 """
 
 from __future__ import annotations
@@ -12,14 +14,20 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
-
-from .machine import prefetches_into_l1
 
 Value = Any  # of llvmlite, which has no types
 
 BYTE, SHORT, INT32, INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 HALF, FLOAT = ir.HalfType(), ir.FloatType()
+TILE = 64  # tokens whose softmax is taken at once
+STEP = 8  # tokens whose rows are taken at once
+LANES = 16  # float32 in a vector
+FLOAT_BYTES = 4
+INT_BYTES = 8
+CACHE_LINE = 64
+
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 LOG2E = 1.4426950408889634
 ROUNDER = 1.5 * 2**23  # x + ROUNDER is an integer for |x| < 2**22
@@ -35,6 +43,35 @@ EXP_POLYNOMIAL = (  # exp(r) on |r| <= ln(2) / 2, highest power first (Cephes ex
     1.0,
     1.0,
 )
+
+
+def _has(feature: str) -> bool:
+    features = cpu_target.target_context.codegen().magic_tuple()[2]
+    return f"+{feature}" in features.split(",")
+
+
+def has_halves() -> bool:
+    """Converts float16 and float32 in one instruction: all of AArch64, x86 with F16C."""
+    return _has("f16c") or cpu_target.target_context.codegen().magic_tuple()[0].startswith(("aarch64", "arm64"))
+
+
+def has_byte_permutes() -> bool:
+    """Picks any 64 bytes out of 128 in one instruction (AVX-512 VBMI)."""
+    return _has("avx512vbmi")
+
+
+def prefetches_into_l1() -> bool:
+    """AMD's Zen from Zen 5 on, which waits for lines that are in L2 alone. Others have too few miss buffers of L1."""
+    name = cpu_target.target_context.codegen().magic_tuple()[1]
+    return name.startswith("znver") and name not in ("znver1", "znver2", "znver3", "znver4")
+
+
+def num_accumulators() -> int:
+    """Vectors of 16 float32 that stay in registers beside the operands: 16 of AVX-512's 32, or 4 elsewhere.
+
+    Each of those 4 takes two registers of AVX2's 16, or four of NEON's 32.
+    """
+    return 16 if _has("avx512f") else 4
 
 
 def vector(lanes: int, element: Any = FLOAT) -> Any:

@@ -13,13 +13,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from .code import ELEMENT_BYTES, INT64, Code, Value, vector
-from .machine import num_accumulators
-from .rows import Ahead, Rows, prefetch_turn
-from .shapes import FLOAT_BYTES, LANES, STEP, TILE
-from .widening.following import Following
-from .widening.order import CHUNK_DIMS
-from .widening.widen import widen_chunk
+from .code import ELEMENT_BYTES, FLOAT_BYTES, INT64, LANES, STEP, TILE, Code, Value, num_accumulators, vector
+from .course import Ahead, Rows, prefetch_turn
+from .widen import CHUNK_DIMS, Following, widen_chunk
 
 PARTS = 8  # sums of a dot product
 

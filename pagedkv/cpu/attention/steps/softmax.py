@@ -1,4 +1,4 @@
-"""Weights: the softmax of a tile's scores, online (Milakov and Gimelshein, 2018).
+"""Weights: the softmax of a tile's scores, online (Milakov and Gimelshein, 2018), and the states that it leaves.
 
     scores            (TILE, R) of a group of R rows, in place
     maximum, total    (R,) the largest logit and the sum of weights so far
@@ -6,6 +6,10 @@
 
 The sum of a tile's weights is 16 sums, each over every sixteenth token, added in a fixed tree: the first ones with
 those four further, then in pairs.
+
+A state is what attention over some keys leaves: the largest logit, the sum of weights, and the sum of values times
+their weights, both relative to the largest logit (flash-decoding, Dao et al., 2023). Decode and prefill fold the state
+of a split into a running one, in token order.
 """
 
 from __future__ import annotations
@@ -13,8 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .code import INT32, INT64, Code, Value, step, vector
-from .shapes import FLOAT_BYTES, LANES, TILE
+from .code import FLOAT, FLOAT_BYTES, INT32, INT64, LANES, TILE, Code, Value, step, vector
 
 NOTHING = -math.inf  # the largest of no logits
 
@@ -90,5 +93,67 @@ def make_softmax(group_rows: int, *, masked: bool) -> Any:
         code.store(after, maximum)
         code.store(builder.fadd(builder.fmul(code.load(total, vector(group_rows)), rescale), added), total)
         code.store(rescale, factor)
+
+    return step(emit)
+
+
+def make_fold() -> Any:
+    """The step ``fold(acc, maximum, total, other_acc, other_maximum, other_total, num_vectors)`` of one row."""
+
+    def emit(
+        code: Code,
+        acc: Value,
+        maximum: Value,
+        total: Value,
+        other_acc: Value,
+        other_maximum: Value,
+        other_total: Value,
+        num_vectors: Value,
+    ) -> None:
+        builder = code.builder
+        both = code.both(code.load(maximum, FLOAT), code.load(other_maximum, FLOAT))
+        after = code.repeat(code.halve(both, code.larger, 1), 2)
+        is_some = builder.fcmp_ordered(">", after, code.constant(NOTHING, 2))
+        weights = code.exp(builder.fsub(both, builder.select(is_some, after, code.constant(0.0, 2))))
+        mine, other = (code.shuffle(weights, [lane] * LANES) for lane in (0, 1))
+
+        def turn(i: Value) -> None:
+            place = code.times(i, LANES * FLOAT_BYTES)
+            at = builder.add(acc, place)
+            scaled = builder.fmul(mine, code.load(at, vector(LANES)))
+            code.store(code.fma(other, code.load(builder.add(other_acc, place), vector(LANES)), scaled), at)
+
+        code.repeatedly(num_vectors, turn)
+        sums = builder.fmul(weights, code.both(code.load(total, FLOAT), code.load(other_total, FLOAT)))
+        code.store(code.lane(code.halve(sums, builder.fadd, 1), 0), total)
+        code.store(code.lane(after, 0), maximum)
+
+    return step(emit)
+
+
+def make_rescale() -> Any:
+    """The step ``rescale(target, acc, factor, num_vectors)``: a row of accumulators times the number at `factor`."""
+
+    def emit(code: Code, target: Value, acc: Value, factor: Value, num_vectors: Value) -> None:
+        by = code.splat(code.load(factor, FLOAT), LANES)
+
+        def turn(i: Value) -> None:
+            place = code.times(i, LANES * FLOAT_BYTES)
+            scaled = code.builder.fmul(by, code.load(code.builder.add(acc, place), vector(LANES)))
+            code.store(scaled, code.builder.add(target, place))
+
+        code.repeatedly(num_vectors, turn)
+
+    return step(emit)
+
+
+def make_clear() -> Any:
+    """The step ``clear(target, num_vectors)``: zeros."""
+
+    def emit(code: Code, target: Value, num_vectors: Value) -> None:
+        zeros = code.constant(0.0, LANES)
+        code.repeatedly(
+            num_vectors, lambda i: code.store(zeros, code.builder.add(target, code.times(i, LANES * FLOAT_BYTES)))
+        )
 
     return step(emit)

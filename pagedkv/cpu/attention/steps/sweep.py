@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .code import ELEMENT_BYTES, INT64, Code, Value, step
-from .course import Course, Place, Sweep
+from .code import ELEMENT_BYTES, FLOAT_BYTES, INT64, INT_BYTES, LANES, STEP, TILE, Code, Value, prefetches_into_l1, step
+from .course import Ahead, Course, Place, Rows, Sweep
 from .dots import dots, keys_at_once
-from .machine import prefetches_into_l1
-from .rows import Ahead, Rows
-from .shapes import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .values import values, widens_in_registers
-from .widening.following import Following
-from .widening.widen import widen_rows
+from .widen import Following, widen_rows
 
 L1_BYTES = 48 * 1024  # of processors that prefetch into it
 # Bytes from what a step reads to what it prefetches into L2. Less one, which is a step less: as many steps as there are

@@ -6,13 +6,21 @@ weights        (groups, TILE, R)
 
 from __future__ import annotations
 
-from .code import ELEMENT_BYTES, FLOAT, INT64, Code, Value, vector
-from .machine import num_accumulators
-from .rows import Ahead, Rows
-from .shapes import CACHE_LINE, FLOAT_BYTES, LANES, TILE
-from .widening.following import Following
-from .widening.order import CHUNK_DIMS
-from .widening.widen import widen_chunk
+from .code import (
+    CACHE_LINE,
+    ELEMENT_BYTES,
+    FLOAT,
+    FLOAT_BYTES,
+    INT64,
+    LANES,
+    TILE,
+    Code,
+    Value,
+    num_accumulators,
+    vector,
+)
+from .course import Ahead, Rows
+from .widen import CHUNK_DIMS, Following, widen_chunk
 
 
 def widens_in_registers(kind: str, num_rows: int) -> bool:

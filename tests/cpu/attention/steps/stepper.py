@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from pagedkv.cpu.attention.steps.shapes import STEP, TILE
+from pagedkv.cpu.attention.steps.code import STEP, TILE
 
 
 def stepper(function):

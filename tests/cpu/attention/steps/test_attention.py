@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from pagedkv.cpu.attention.steps import dots, values
-from pagedkv.cpu.attention.steps.fold import make_fold, make_rescale
-from pagedkv.cpu.attention.steps.shapes import LANES, STEP, TILE
-from pagedkv.cpu.attention.steps.softmax import make_softmax
+from pagedkv.cpu.attention.steps.code import LANES, STEP, TILE
+from pagedkv.cpu.attention.steps.softmax import make_fold, make_rescale, make_softmax
 from pagedkv.cpu.attention.steps.sweep import Form, make_add, make_score
 
 from .stepper import grouped, stepper, swept

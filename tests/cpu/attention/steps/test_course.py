@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from pagedkv.cpu.attention.steps.code import INT64, step
+from pagedkv.cpu.attention.steps.code import INT64, INT_BYTES, STEP, step
 from pagedkv.cpu.attention.steps.course import Course, Place, Sweep
-from pagedkv.cpu.attention.steps.shapes import INT_BYTES, STEP
 
 from .stepper import stepper, swept
 

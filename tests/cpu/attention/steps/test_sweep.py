@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 from pagedkv.cpu.attention.steps import dots, sweep, values
-from pagedkv.cpu.attention.steps.code import BYTE, Code
-from pagedkv.cpu.attention.steps.shapes import CACHE_LINE, STEP, TILE
+from pagedkv.cpu.attention.steps.code import BYTE, CACHE_LINE, STEP, TILE, Code
 from pagedkv.cpu.attention.steps.sweep import L2_REACH, Form, make_add, make_score
-from pagedkv.cpu.attention.steps.widening.order import order
+from pagedkv.cpu.attention.steps.widen import order
 
 from ....support.strategies import long
 from .stepper import grouped, stepper, swept
-from .widening.test_widen import FORMATS
+from .test_widen import FORMATS
 
 HEADS, GROUPS, DIMS = 2, 3, 128
 RNG = np.random.default_rng(0)

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from numba import njit
 
-from pagedkv.cpu.attention.steps.shapes import LANES, STEP
-from pagedkv.cpu.attention.steps.widening import widen
-from pagedkv.cpu.attention.steps.widening.order import CHUNK_DIMS, places
+from pagedkv.cpu.attention.steps import widen
+from pagedkv.cpu.attention.steps.code import LANES, STEP
+from pagedkv.cpu.attention.steps.widen import CHUNK_DIMS, places
 
 FORMATS = {
     "float32": np.dtype(np.float32),

@@ -1,23 +1,92 @@
-"""Widening rows of a cache to float32, in the order of `order`."""
+"""Widening rows of a cache to float32, and the order in which their dims lie then, which is the cheapest one.
+
+Rows are widened in chunks of 64 bytes. Where two 16-bit halves of a word become two vectors, these hold even and odd
+dims. Queries and accumulators lie in the same order, so a sum over dims follows it: it depends on the cache's
+dtype and head_dim alone, never on the machine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ..code import BYTE, ELEMENT_BYTES, FLOAT, INT32, INT64, SHORT, Code, Value, step, vector
-from ..machine import has_byte_permutes
-from ..rows import Rows
-from ..shapes import FLOAT_BYTES, LANES, STEP
+from .code import (
+    BYTE,
+    ELEMENT_BYTES,
+    FLOAT,
+    FLOAT_BYTES,
+    INT32,
+    INT64,
+    LANES,
+    SHORT,
+    STEP,
+    Code,
+    Value,
+    has_byte_permutes,
+    step,
+    vector,
+)
+from .course import Rows
 from .halves import from_half
-from .order import CHUNK_DIMS, UNIT, unit_order
+
+UNIT = 8  # dims of what is left after whole chunks, a few of these
+CHUNK_DIMS = {"float32": 16, "float16": 16, "bfloat16": 32, "fp8_e4m3": 64, "fp8_e5m2": 64}
+EVEN_ODD = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def chunk_order(kind: str) -> tuple[int, ...]:
+    """The dims of a chunk of 64 bytes (32 in float16) as they lie after widening, in vectors of LANES."""
+    if kind == "bfloat16":
+        return (*range(0, 32, 2), *range(1, 32, 2))
+    if ELEMENT_BYTES[kind] == 1:  # each 16 bytes are unpacked into two times 8, and each 8 into even and odd ones
+        return tuple(
+            16 * quarter + half + i
+            for half in (0, 8)
+            for parity in (0, 1)
+            for quarter in range(4)
+            for i in range(parity, 8, 2)
+        )
+    return tuple(range(LANES))
+
+
+def unit_order(kind: str) -> tuple[int, ...]:
+    """The dims of a unit as they lie after widening."""
+    return tuple(range(UNIT)) if kind in ("float32", "float16") else EVEN_ODD
+
+
+def is_shuffled(kind: str) -> bool:
+    """Widened rows are in another order than those of the cache."""
+    return unit_order(kind) == EVEN_ODD
+
+
+@lru_cache(maxsize=64)
+def order(kind: str, head_dim: int) -> npt.NDArray[np.int64]:
+    """The dim at each place of a widened row, (head_dim,)."""
+    dims, chunk, unit = CHUNK_DIMS[kind], np.array(chunk_order(kind)), np.array(unit_order(kind))
+    whole = head_dim // dims * dims
+    parts = [first + chunk for first in range(0, whole, dims)]
+    parts += [first + unit for first in range(whole, head_dim, UNIT)]
+    return _frozen(np.concatenate(parts))
+
+
+@lru_cache(maxsize=64)
+def places(kind: str, head_dim: int) -> npt.NDArray[np.int64]:
+    """The place of each dim in a widened row, (head_dim,)."""
+    return _frozen(np.argsort(order(kind, head_dim)))
+
+
+def _frozen(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    array.flags.writeable = False
+    return array
+
 
 FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 UPPER_HALF = -(2**16)
@@ -180,3 +249,64 @@ def make_load(kind: str) -> Any:
         return types.float32(types.int64), codegen
 
     return load
+
+
+class Following(NamedTuple):
+    """The rows of the next step, which are whole chunks of `kind`, and where they go."""
+
+    kind: str
+    rows: Rows
+    target: Value  # the address of the first widened row
+    stride: Value  # from a widened row to the next one, in bytes
+    wanted: Value  # a bit: there is a next step, whose rows nobody has widened
+
+    @property
+    def of_chunk(self) -> int:
+        """Vectors of a widened chunk, a power of two."""
+        return CHUNK_DIMS[self.kind] // LANES
+
+    def where(self, code: Code, condition: Value) -> Following:
+        """The same, wanted only where the condition holds."""
+        return self._replace(wanted=code.builder.and_(self.wanted, condition))
+
+    def widen(self, code: Code, first: Value, count: int, vector: Value) -> None:
+        """Widen a vector of `count` rows from `first` on.
+
+        A chunk is widened as a whole: each turn of its vectors takes a share of the rows, and one row at least.
+        """
+        builder, wanted = code.builder, self.wanted
+        chunk, turn = self._chunk(code, vector), builder.urem(vector, INT64(self.of_chunk))
+        share = max(count // self.of_chunk, 1)
+        if count < self.of_chunk:
+            wanted = builder.and_(wanted, builder.icmp_signed("<", turn, INT64(count)))
+        with builder.if_then(wanted):
+            self._widen(code, builder.add(first, code.times(turn, share)), share, chunk)
+
+    def widen_column(self, code: Code, row: Value, first: Value, width: int) -> None:
+        """Widen `width` vectors from `first` on of a row, or its chunk in one of the turns that share it."""
+        builder, turns = code.builder, INT64(self.of_chunk // width)
+        turn = builder.urem(builder.udiv(first, INT64(width)), turns)
+        is_own = builder.icmp_signed("==", builder.urem(row, turns), turn)
+        with builder.if_then(builder.and_(self.wanted, is_own)):
+            self._widen(code, row, 1, self._chunk(code, first))
+
+    def widen_rows(self, code: Code, first: Value, num_vectors: Value) -> None:
+        """Widen the rows from `first` on."""
+        builder, chunks = code.builder, self._chunk(code, num_vectors)
+        with builder.if_then(self.wanted):
+            code.repeatedly(
+                builder.sub(INT64(STEP), first),
+                lambda t: code.repeatedly(chunks, lambda chunk: self._widen(code, builder.add(first, t), 1, chunk)),
+            )
+
+    def _chunk(self, code: Code, vector: Value) -> Value:
+        return code.builder.udiv(vector, INT64(self.of_chunk))
+
+    def _widen(self, code: Code, first: Value, count: int, chunk: Value) -> None:
+        """Widen a chunk of `count` rows from `first` on."""
+        builder, dims, rows = code.builder, CHUNK_DIMS[self.kind], self.rows.after(code, first)
+        begin, place = code.times(chunk, dims * ELEMENT_BYTES[self.kind]), code.times(chunk, dims * FLOAT_BYTES)
+        target = builder.add(builder.add(self.target, builder.mul(first, self.stride)), place)
+        for t, to in enumerate(code.rows(target, self.stride, count)):
+            for v, widened in enumerate(widen_chunk(code, self.kind, builder.add(rows.at(code, t), begin))):
+                code.store(widened, to, FLOAT_BYTES * LANES * v)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numba import njit
 
+from pagedkv.cpu.attention.steps import halves
 from pagedkv.cpu.attention.steps.code import SHORT, step, vector
-from pagedkv.cpu.attention.steps.widening import halves
 
 LANES = 8
 HALVES = np.arange(2**16, dtype=np.uint16).view(np.float16)

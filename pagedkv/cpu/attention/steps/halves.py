@@ -6,8 +6,7 @@ process.
 
 from __future__ import annotations
 
-from ..code import HALF, INT32, SHORT, Code, Value, vector
-from ..machine import has_halves
+from .code import HALF, INT32, SHORT, Code, Value, has_halves, vector
 
 MAGNITUDE, SIGN, INFINITY, QUIET_NAN = 0x7FFF, 0x8000, 0x7C00, 0x7E00  # of a float16
 FLOAT_INFINITY = 0x7F800000

@@ -5,11 +5,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pagedkv.cpu.attention.steps.widening.ends import make_give, make_take
-from pagedkv.cpu.attention.steps.widening.order import is_shuffled, places
+from pagedkv.cpu.attention.steps.ends import make_give, make_take
+from pagedkv.cpu.attention.steps.widen import is_shuffled, places
 from pagedkv.layouts import FLOAT_DTYPES
 
-from ..stepper import grouped, stepper
+from .stepper import grouped, stepper
 
 DIMS = 72
 ORDERS = ["float32", "bfloat16", "fp8_e4m3"]

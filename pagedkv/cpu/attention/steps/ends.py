@@ -13,11 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..code import ELEMENT_BYTES, FLOAT, INT32, INT64, SHORT, Code, Value, step, vector
-from ..shapes import FLOAT_BYTES, INT_BYTES
+from .code import ELEMENT_BYTES, FLOAT, FLOAT_BYTES, INT32, INT64, INT_BYTES, SHORT, Code, Value, step, vector
 from .halves import to_half
-from .order import EVEN_ODD, UNIT
-from .widen import WIDEN
+from .widen import EVEN_ODD, UNIT, WIDEN
 
 Q_KINDS = ("float32", "float16", "bfloat16")
 HALF_UNIT = UNIT // 2
