@@ -47,13 +47,16 @@ serve.main()
         "env": os.environ | {"PYTHONPATH": PATH},
     }
     with subprocess.Popen(command, **pipes) as process:
-        port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
-        with begin(port, prompt="x", stream=True):
-            assert process.stdout.readline() == "a step\n"
-            process.send_signal(signal.SIGINT)
-            wait_until(lambda: ask(port, None, "/health", "GET")[0] == 503)
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+        try:
+            port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
+            with begin(port, prompt="x", stream=True):
+                assert process.stdout.readline() == "a step\n"
+                process.send_signal(signal.SIGINT)
+                wait_until(lambda: ask(port, None, "/health", "GET")[0] == 503)
+                process.send_signal(signal.SIGINT)
+                _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
     assert process.returncode == -signal.SIGINT
     assert "Traceback" not in errors
 

@@ -143,6 +143,7 @@ def test_a_request_that_takes_longer_than_that_is_answered(impatient):
 @pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])
 def test_a_client_that_only_listens_gets_its_answer(impatient, stream, version):
     fields = {"prompt": "def main(", "max_tokens": 3, "temperature": 0, "stream": stream}
+    impatient.over_http.config.timeout_keep_alive = 1000  # which would close it, too
     body = json.dumps(fields).encode()
     head = b"POST /v1/completions %s\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (version, len(body))
     with socket.create_connection(("127.0.0.1", impatient.port), timeout=60) as connection:
