@@ -253,20 +253,28 @@ class BlockPool(Guarded):
         if cache is not None:
             if stored is not None:
                 forgotten = joined(forgotten, stored.forgotten)
+            if len(forgotten):
+                forgotten = joined(forgotten, cache.behind(forgotten))
             blank = forgotten[self._refs[forgotten] == 0] if len(forgotten) else NO_BLOCKS
             if len(blank) and len(leaving):
                 blank = blank[~self._tally.among(blank, leaving)]
             if len(leaving) or len(blank) or num_blank < num_new:
                 used_again = joined(leaving, blank)
+                num_evicted = max(0, num_new - num_blank - len(blank))
                 if type(cache.eviction) is LRU:
-                    evicted, left = cache.eviction.plan_leave(used_again, num_new - num_blank)
+                    evicted, left = cache.eviction.plan_leave(used_again, num_evicted)
                 else:  # it may write to its argument, and its writes may change what it returns
-                    chosen, left = cache.eviction.plan_leave(used_again.copy(), num_new - num_blank)
+                    chosen, left = cache.eviction.plan_leave(used_again.copy(), num_evicted)
                     evicted = np.array(chosen, np.int64)
-                    self._require_evictable(evicted, num_new - num_blank, used_again, cache)
-                new_blocks, forgotten = joined(new_blocks, evicted), joined(forgotten, evicted)
+                    self._require_evictable(evicted, num_evicted, used_again, cache)
+                    if len(behind := cache.behind(joined(forgotten, evicted))):
+                        blank, forgotten = joined(blank, behind), joined(forgotten, behind)
+                        _, left = cache.eviction.plan_leave(np.concatenate([used_again, evicted, behind]), 0)
+                forgotten = joined(forgotten, evicted)
                 writes += left
                 num_cached -= len(leaving) + len(blank) + len(evicted)
+                blank = joined(evicted, blank)
+                new_blocks, blank = joined(new_blocks, blank[: num_new - num_blank]), blank[num_new - num_blank :]
             if len(forgotten) or stored is not None:
                 writes += cache.plan(forgotten, stored)
             if len(freed):

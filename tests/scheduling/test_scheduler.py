@@ -271,7 +271,7 @@ def test_a_schedule_that_fails_has_changed_nothing(monkeypatch):
 
 
 def test_a_schedule_whose_listener_fails_can_be_made_again():
-    """Of one request the start takes a block over that can be found, of the other an append evicts some."""
+    """Of one request the start evicts a block for the copy of another, of the other an append evicts some."""
     failing = []
 
     def listener(event):
@@ -281,12 +281,17 @@ def test_a_schedule_whose_listener_fails_can_be_made_again():
     for prompt in (SYSTEM[:28], [40 + i % 5 for i in range(15)]):
         cache = make_cache(8, events=listener)
         scheduler = scheduler_of(cache)
-        scheduler.add(SYSTEM[:28], 1)
-        serve(scheduler, cache)
+        for before in (SYSTEM[:28], [49] * 4):
+            scheduler.add(before, 1)
+            serve(scheduler, cache)
+        if prompt == SYSTEM[:28]:
+            cache.pin("its blocks", prompt)
         number = scheduler.add(prompt, 3)
         failing.append(ZeroDivisionError())
         with pytest.raises(ZeroDivisionError):
             scheduler.schedule()
+        if prompt == SYSTEM[:28]:
+            cache.unpin("its blocks")
         assert serve(scheduler, cache) == {number: alone(tuple(prompt), 3)}
         assert cache.table.num_seqs == 0
 

@@ -23,6 +23,7 @@ from .index import NO_BLOCK, HashIndex
 Int64Array = npt.NDArray[np.int64]
 MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # per block: NumPy takes its ids as one element
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
+_FEW = 16
 _FASTER = 16  # a search multiplies its next blocks by this as long as it finds all of them
 
 
@@ -111,6 +112,23 @@ class PrefixCache:
     def is_findable(self, blocks: Int64Array) -> npt.NDArray[np.bool]:
         """Which blocks can be found, (n,) bool."""
         return self._serials.take(blocks) != 0
+
+    def behind(self, blocks: Int64Array) -> Int64Array:
+        """All others that are found only behind some of these findable blocks, in O(N log N); (n,) int64."""
+        # Mostly there are none, which is soon seen of a few.
+        if len(blocks) <= _FEW and not any(np.count_nonzero(self._parents == x) for x in self._serials[blocks]):
+            return NO_BLOCKS
+        given = np.zeros(len(self._serials), np.bool)
+        given[blocks] = True
+        findable = self.findable()
+        findable = findable[self._serials[findable].argsort()]
+        places, parents, lost = np.arange(len(findable)), self._parents[findable], given[findable]
+        above = np.where(parents > 0, self._serials[findable].searchsorted(parents), places)
+        while True:  # each time as far again towards the first block of every text
+            lost |= lost[above]
+            if np.array_equal(above, above[above]):
+                return findable[lost & ~given[findable]]
+            above = above[above]
 
     def tails_first(self, blocks: Int64Array) -> Int64Array:
         """Sort findable blocks: those of a sequence from its last one to its first."""
@@ -354,7 +372,9 @@ class PrefixCache:
         serials = self._serials[findable]
         must_hold(len(np.unique(serials)) == len(serials), "two contents have one number")
         must_hold((serials <= self._last_serial[0]).all(), "a content has a number that was not given out yet")
-        must_hold((self._parents[findable] < serials).all(), "a content is older than the one before it")
+        parents = self._parents[findable]
+        must_hold((parents < serials).all(), "a content is older than the one before it")
+        must_hold(np.isin(parents[parents >= 0], serials).all(), "a block can be found, and the one before it cannot")
 
     def follows(self, blocks: Int64Array, root: bytes) -> bool:
         """Whether blocks can be found one after the other, the first one behind the root."""

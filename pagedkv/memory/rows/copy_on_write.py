@@ -1,6 +1,7 @@
 """Copy-on-write: which blocks are written to, where some have no block yet and others share theirs.
 
-Nor does anybody write to a block that a prefix cache can find: its only owner first makes it unfindable.
+Nor does anybody write to a block that a prefix cache can find. Even its only owner writes to a copy, since other blocks
+are found behind it; where no block is free for that, it makes the block and those behind it unfindable.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
-from ..block_ids import NO_BLOCKS
+from ..block_ids import NO_BLOCKS, joined
 from ..pool import BlockPool
 from .handles import Int64Array
 
@@ -48,10 +49,13 @@ def plan_writable(
         copied = owners[pool._gives_up(blocks[owners])]
         dropped = blocks[copied]
         replaced[copied] = True
-    if pool._prefix_cache is not None:
-        findable = pool._prefix_cache.is_findable(blocks)
-        if np.count_nonzero(findable):
-            forgotten = blocks[findable & ~replaced]
+    if pool._prefix_cache is not None and np.count_nonzero(pool._prefix_cache.is_findable(blocks)):
+        owned = np.flatnonzero(pool._prefix_cache.is_findable(blocks) & ~replaced)
+        if np.count_nonzero(replaced) + len(owned) <= pool.num_free:
+            copied, dropped = joined(copied, owned), joined(dropped, blocks[owned])
+            replaced[owned] = True
+        else:
+            forgotten = blocks[owned]
     new_blocks, writes = pool._plan(int(np.count_nonzero(replaced)), dropped=dropped, forgotten=forgotten)
     blocks[replaced] = new_blocks
     writes.append((table, entries[replaced], new_blocks.astype(np.int32)))

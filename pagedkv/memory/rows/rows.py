@@ -42,15 +42,11 @@ class Rows(RowState):
                 f"num_tokens must be at most max_blocks * block_size = {self.max_seq_len}, got {num_tokens}"
             )
         rows, [seq], writes = self.handles.plan_issue(1)
-        num_cached, shared, copied, forgotten = self._share(prompt)
+        num_cached, shared, copied = self._share(prompt)
         if reserve is not None:
             self.pool._require(self._num_taken(num_tokens, shared) + reserve, self.pool.num_free)
             num_tokens = num_cached
-            if size == 1:  # the last token has a block of its own
-                shared, copied, forgotten = shared[:num_cached], NO_BLOCKS, NO_BLOCKS
-        new_blocks, allocation = self.pool._plan(
-            self.num_blocks(num_tokens) - len(shared), gained=shared, forgotten=forgotten, num_seqs=1
-        )
+        new_blocks, allocation = self.pool._plan(self.num_blocks(num_tokens) - len(shared), gained=shared, num_seqs=1)
         blocks = joined(shared, new_blocks)
         table, grown = self._with_columns(len(blocks))
         row = int(rows[0])
@@ -67,7 +63,7 @@ class Rows(RowState):
                 num_known = num_tokens
                 writes += cache.plan_tokens(new_blocks, tokens[len(shared) * size : num_tokens])
                 writes += cache.plan_count(prompt.num_tokens, num_cached)
-            writes += self.chains.plan_start(row, num_known, len(shared) - len(forgotten), prompt.root)
+            writes += self.chains.plan_start(row, num_known, len(shared), prompt.root)
         return seq, num_cached, pairs(copied, new_blocks[: len(copied)]), writes
 
     def to_copy(
@@ -91,7 +87,7 @@ class Rows(RowState):
 
     def can_add(self, prompt: Prompt, reserve: int) -> bool:
         """Whether a sequence fits with `reserve` blocks to spare."""
-        _, shared, _, _ = self._share(prompt)
+        _, shared, _ = self._share(prompt)
         needed = self._num_taken(prompt.num_tokens, shared) + reserve
         return prompt.num_tokens <= self.max_seq_len and needed <= self.pool.num_free and self.handles.num_free > 0
 
@@ -348,26 +344,25 @@ class Rows(RowState):
         wide[:, :before] = self.blocks
         return wide, [(vars(self), "blocks", wide)]
 
-    def _share(self, prompt: Prompt) -> tuple[int, Int64Array, Int64Array, Int64Array]:
-        """How many tokens of a prompt are found, and the blocks to share, to copy, and to make unfindable."""
+    def _share(self, prompt: Prompt) -> tuple[int, Int64Array, Int64Array]:
+        """How many tokens of a prompt are found, the blocks to share, and the one to copy, if there is one."""
         if self.prefix_cache is None or prompt.tokens is None:
-            return 0, NO_BLOCKS, NO_BLOCKS, NO_BLOCKS
+            return 0, NO_BLOCKS, NO_BLOCKS
         found = self.prefix_cache.find(prompt.tokens, prompt.root)
+        if not len(found):
+            return 0, NO_BLOCKS, NO_BLOCKS
         num_found = len(found) * self.block_size
-        if not num_found:
-            return 0, found, NO_BLOCKS, NO_BLOCKS
         if num_found < prompt.num_tokens:
             block, num_more = self.prefix_cache.find_part(int(found[-1]), prompt.tokens[num_found:-1])
-            # The pool evicts no block in use, and none at all while it has blank ones.
-            num_new = self.num_blocks(prompt.num_tokens) - len(found)
-            stays = num_new <= self.pool._num_blank or self.pool._refs[block]
-            if _WORTH_A_COPY * num_more < self.block_size or not stays:
-                return num_found, found, NO_BLOCKS, NO_BLOCKS
-            return num_found + num_more, found, np.array([block]), NO_BLOCKS
-        # The last token is computed again, into a findable block: copy that if somebody uses it, or else take it over.
-        if self.pool._refs[found[-1]]:
-            return num_found - 1, found[:-1], found[-1:], NO_BLOCKS
-        return num_found - 1, found, NO_BLOCKS, found[-1:]
+        else:  # the last token is computed again, and others may find its block meanwhile: write to a copy
+            found, block, num_more = found[:-1], int(found[-1]), self.block_size - 1
+            num_found -= self.block_size
+        # The pool evicts no block in use, and none at all while it has blank ones.
+        num_new = self.num_blocks(prompt.num_tokens) - len(found)
+        stays = num_new <= self.pool._num_blank or self.pool._refs[block]
+        if _WORTH_A_COPY * num_more < self.block_size or not stays:
+            return num_found, found, NO_BLOCKS
+        return num_found + num_more, found, np.array([block])
 
     def _num_taken(self, num_tokens: int, shared: Int64Array) -> int:
         """Free blocks that a sequence takes: new ones, and shared ones without references, which count as free."""

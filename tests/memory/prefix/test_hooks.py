@@ -9,6 +9,7 @@ from pagedkv.memory import LRU, AllBlocksCleared, BlockRemoved, BlockStored
 
 from ..manager import fails_after, refused
 from .prompts import TEXT, P, digests, make, started
+from .told import Told
 
 
 def test_events():
@@ -92,14 +93,18 @@ class MostRecent(LRU):
 
 
 def test_another_order_of_eviction():
-    cache = make(num_blocks=4, eviction=MostRecent)
+    told = Told()
+    cache = make(num_blocks=4, eviction=MostRecent, events=told)
     cache.free(started(cache, TEXT[:8]))
     cache.free(started(cache, [0, *TEXT[:7]]))
     cache.add(P)
     assert (cache.find([*TEXT[:8], 0]), cache.find([0, *TEXT[:7], 0])) == (8, 0), "its first block went"
+    assert (cache.stats().cached, cache.num_free) == (2, 3), "and with it the one behind, which nothing leads to"
+    told.agrees_with(cache)
     seq = started(cache, [0, *TEXT[:7]])
+    told.agrees_with(cache)
     cache.check()
-    assert cache.find([0, *TEXT[:7], 0]) == 8, "the orphan made room for the block computed again"
+    assert cache.find([0, *TEXT[:7], 0]) == 8
     cache.free(seq)
     cache.check()
 

@@ -7,6 +7,7 @@ from pagedkv import OutOfBlocksError, SequenceTable
 
 from ..manager import fails_after, refused, state
 from .prompts import TEXT, P, make, started
+from .told import Told
 
 
 def test_nothing_is_found_before_the_commit():
@@ -108,10 +109,42 @@ def test_of_a_prompt_that_is_all_there_one_token_is_left():
     assert cache.batch(again).block_tables.tolist() == [[0, 1]]
     cache.free([seq, again])
     again, num_cached = cache.add(TEXT[:8])
-    assert (num_cached, cache.batch(again).block_tables.tolist()) == (7, [[0, 1]]), "nobody had it"
-    assert cache.find([*TEXT[:8], 1]) == 4
+    assert (num_cached, cache.num_free) == (7, 14)
+    assert cache.find([*TEXT[:8], 1]) == 8, "others find it meanwhile"
     cache.commit(again)
-    assert cache.find([*TEXT[:8], 1]) == 8
+    assert cache.batch(again).block_tables.tolist() == [[0, 1]]
+    cache.check()
+
+
+@pytest.mark.parametrize("ids", [TEXT[6:8], [1, 2]])
+def test_what_is_behind_a_block_is_found_after_others_began_with_it(ids):
+    """A prompt that ends with the block; one that goes back into it as its only owner, to go on as before or not."""
+    told = Told()
+    cache = make(events=told)
+    cache.free(started(cache, [*TEXT, 0]))
+    cache.free(started(cache, TEXT[:4]))
+    seq = started(cache, [*TEXT[:8], 1])
+    cache.truncate(seq, 6)
+    cache.append(seq, 2, ids)
+    told.agrees_with(cache)
+    cache.commit(seq)
+    cache.free(seq)
+    assert (cache.find([*TEXT, 0, 1]), cache.find([*TEXT[:6], *ids, 9])) == (12, 8)
+    assert cache.stats().cached == 3 + (ids == [1, 2])
+    told.agrees_with(cache)
+
+
+def test_what_is_behind_a_block_goes_with_it_where_a_copy_has_no_room():
+    told = Told()
+    cache = make(num_blocks=6, events=told)
+    cache.free(started(cache, [*TEXT, *range(5)]))
+    seq = started(cache, TEXT[:9])
+    cache.truncate(seq, 6)
+    others = [started(cache, [token] * P) for token in (7, 8)]
+    assert (cache.num_free, cache.stats().cached) == (2, 2)
+    cache.append([seq, *others], 1, [1, 7, 8])
+    assert (cache.num_free, cache.find([*TEXT, 0, 1])) == (0, 4)
+    told.agrees_with(cache)
     cache.check()
 
 
@@ -147,7 +180,7 @@ def test_the_tail_is_evicted_first_and_the_oldest_before_it():
     assert [cache.find([number, *TEXT, 1]) for number in range(2)] == [0, 12]
     with refused(cache, OutOfBlocksError, r"^1 blocks asked for, 0 of 8 are free$"):
         cache.add([1, *TEXT, 1])  # what it finds is not evicted for its last token
-    assert cache.add([1, *TEXT]).num_cached == 11
+    assert cache.add([1, *TEXT]).num_cached == 8, "its last block may be evicted for the copy"
     cache.check()
 
 
@@ -202,9 +235,13 @@ def test_a_block_that_can_be_found_is_not_written():
     assert cache.append(seq, tokens=[0]).tolist() == [2 * P + 2], "in a copy"
     assert cache.find(TEXT) == 8
     cache.truncate(other, 6)
-    assert cache.append(other, tokens=[0]).tolist() == [P + 2], "as its only owner"
+    taken = cache.pool.allocate(cache.num_free)
+    assert cache.append(other, tokens=[0]).tolist() == [P + 2], "as its only owner, where no block is free for a copy"
     assert cache.find(TEXT) == 4
-    cache.check()
+    cache.pool.release(taken)
+    cache.truncate(other, 3)
+    assert cache.append(other, tokens=[0]).tolist() != [3]
+    assert cache.find(TEXT) == 4
 
 
 def test_after_a_reset_sequences_go_on_but_are_not_found():
@@ -362,7 +399,7 @@ def test_refusals(call, error, message):
         ("_serials", 0, 0, "cached blocks are counted wrongly|other blocks"),
         ("_serials", 0, 2, "two contents have one number|older"),
         ("_parents", 1, 7, "older than the one before it"),
-        ("_parents", 1, 0, "a block that can be found is not"),
+        ("_parents", 1, 0, "the one before it cannot"),
         ("_index._places", 0, 1, "in another place"),
         ("_index._keys", 0, 1, "does not find a block"),
         ("_index._num_filled", 0, 1, "counts its slots wrongly"),

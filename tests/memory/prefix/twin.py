@@ -79,7 +79,7 @@ class Twin:
         n = 0
         while n < min(len(rest), self.block_size - 1) and rest[n] == block.tokens[n]:
             n += 1
-        return (block, n) if 2 * n >= self.block_size else (None, 0)
+        return block, n
 
     # -- what the pool does
     def take(self, num_new, revived=()):
@@ -92,6 +92,10 @@ class Twin:
         return [Block() for _ in range(num_new)]
 
     def forget(self, block):
+        """And all that is found behind it."""
+        for other in [other for other in self.index.values() if other.parent == block.serial]:
+            self.waiting.remove(other)
+            self.forget(other)
         del self.index[block.digest]
         block.digest = None
 
@@ -106,30 +110,23 @@ class Twin:
         """How many tokens are found, or None if there is no room."""
         found = self.look_up(tokens, salt) if known else []
         refs, num_found = self.refs(), len(found) * self.block_size
-        taken_over = []
-        if num_found and num_found == len(tokens):
-            num_found -= 1
-            if refs[found[-1]]:
-                found = found[:-1]
+        if num_found:
+            if num_found < len(tokens):
+                part, num_more = self.part(found, tokens[num_found:-1])
             else:
-                taken_over = found[-1:]
-        elif num_found:
-            part, num_more = self.part(found, tokens[num_found:-1])
+                found, part, num_more = found[:-1], found[-1], self.block_size - 1
+                num_found -= self.block_size
             blank = self.num_blocks - len(refs) - len(self.waiting)
-            if refs[part] or self.num_of(len(tokens)) - len(found) <= blank:
+            if 2 * num_more >= self.block_size and (refs[part] or self.num_of(len(tokens)) - len(found) <= blank):
                 num_found += num_more
         num_new = self.num_of(len(tokens)) - len(found)
         revived = [block for block in found if not refs[block]]
         if num_new > self.num_free - len(revived):
             raise OutOfBlocksError("")
         new = self.take(num_new, revived)
-        for block in taken_over:
-            self.forget(block)
         if known:
             self.queried, self.hit = self.queried + len(tokens), self.hit + num_found
-        self.seqs[name] = Seq(
-            salt, list(tokens), len(tokens) if known else 0, len(found) - len(taken_over), [*found, *new]
-        )
+        self.seqs[name] = Seq(salt, list(tokens), len(tokens) if known else 0, len(found), [*found, *new])
         return num_found
 
     def hold(self, name, tokens, salt):
@@ -153,9 +150,17 @@ class Twin:
             for name, tokens in new.items()
         )
         num_copied = {block: n - (n == refs[block]) for block, n in writers.items()}
-        if num_new + sum(num_copied.values()) > self.num_free:
+        num_new += sum(num_copied.values())
+        if num_new > self.num_free:
             raise OutOfBlocksError("")
-        self.take(num_new + sum(num_copied.values()))
+        written = [block for block, n in writers.items() if n == refs[block] and block.digest is not None]
+        if num_new + len(written) <= self.num_free:
+            num_new += len(written)
+            num_copied |= {block: num_copied[block] + 1 for block in written}
+        else:
+            for block in written:
+                self.forget(block)
+        self.take(num_new)
         for name, tokens in new.items():
             seq = self.seqs[name]
             length = len(seq.tokens)
@@ -164,12 +169,11 @@ class Twin:
                 if num_copied[block]:
                     num_copied[block] -= 1
                     seq.blocks[length // size] = Block()
-                elif block.digest is not None:
-                    self.forget(block)
             if known and seq.known == length:
                 seq.known += len(tokens)
             seq.tokens += tokens
             seq.blocks += [Block() for _ in range(self.num_of(len(seq.tokens)) - len(seq.blocks))]
+        self.release(written)
 
     def commit(self, names):
         size = self.block_size
@@ -225,8 +229,9 @@ class Twin:
 
     def reset(self, pins):
         self.free(pins)
-        for block in [*self.index.values()]:
-            self.forget(block)
+        for block in self.index.values():
+            block.digest = None
+        self.index.clear()
         self.waiting.clear()
         for seq in self.seqs.values():
             seq.known = seq.found = 0

@@ -221,8 +221,8 @@ MUTANTS = [
     Mutant(
         "add takes a row before it has blocks",
         "memory/rows/rows.py",
-        "        num_cached, shared, copied, forgotten = self._share(prompt)\n",
-        "        num_cached, shared, copied, forgotten = self._share(prompt)\n        self.pool._commit(writes)\n",
+        "        num_cached, shared, copied = self._share(prompt)\n",
+        "        num_cached, shared, copied = self._share(prompt)\n        self.pool._commit(writes)\n",
         TRANSACTION,
     ),
     Mutant(

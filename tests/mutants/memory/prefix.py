@@ -83,9 +83,24 @@ MUTANTS = [
     Mutant(
         "a block that can be found is written",
         "memory/rows/copy_on_write.py",
-        "            forgotten = blocks[findable & ~replaced]\n",
+        "            forgotten = blocks[owned]\n",
         "            forgotten = blocks[:0]\n",
         MACHINE,
+        ci=True,
+    ),
+    Mutant(
+        "an only owner writes to its block, and what is behind it is lost",
+        "memory/rows/copy_on_write.py",
+        "        if np.count_nonzero(replaced) + len(owned) <= pool.num_free:\n",
+        "        if not len(owned):\n",
+        CASES,
+    ),
+    Mutant(
+        "a block stays that nothing leads to",
+        "memory/prefix/cache.py",
+        "            lost |= lost[above]\n",
+        "",
+        CASES,
         ci=True,
     ),
     Mutant(

@@ -60,13 +60,6 @@ MUTANTS = [
         PLAIN,
     ),
     Mutant(
-        "the last token of a prompt keeps a block of its own that was found",
-        "memory/rows/rows.py",
-        "            if size == 1:  # the last token has a block of its own\n",
-        "            if size == 0:\n",
-        PREFIX,
-    ),
-    Mutant(
         "a step that is dropped keeps its slots",
         FILE,
         "            self._cache.truncate(running.seqs[lanes], running.num_computed[lanes])\n",
