@@ -349,15 +349,19 @@ class PrefixCache:
         ]
 
     def emit(self) -> None:
-        """Tell the listener all that has happened, and then raise the first error that it raised."""
+        """Tell the listener all that has happened, and then raise the first error that it raised.
+
+        An event is forgotten once the listener has returned: what an interrupt cuts short is told again.
+        """
         if self._listener is None or not self._outbox[0]:
             return
-        errors = []
-        while self._outbox[0]:
+        errors, outbox = [], self._outbox[0]
+        while outbox:
             try:
-                self._listener(self._outbox[0].pop(0))
+                self._listener(outbox[0])
             except Exception as error:
                 errors.append(error)
+            del outbox[0]
         if errors:
             try:
                 raise errors[0]

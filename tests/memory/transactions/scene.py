@@ -5,6 +5,7 @@ import numpy as np
 from pagedkv import PagedKVCache
 
 from ..manager import state
+from ..prefix.told import Told
 
 LATE = [7, 8, 9, 7, 8, 9, 7, 8]
 
@@ -34,6 +35,13 @@ class Scene:
         for token in (6, 7):
             self.cache.append(self.running, tokens=[token, token])
             self.cache.commit(self.running)
+
+    def listener_agrees(self) -> None:
+        """What was told, of which an event may have come twice, is what can be found."""
+        told = Told()
+        for event in self.events:
+            told(event)
+        told.agrees_with(self.cache)
 
     def contents(self) -> bytes:
         """K of all blocks in use; what is in the free ones does not matter."""

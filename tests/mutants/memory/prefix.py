@@ -104,6 +104,13 @@ MUTANTS = [
         ci=True,
     ),
     Mutant(
+        "an event is forgotten before it is told",
+        "memory/prefix/cache.py",
+        "                self._listener(outbox[0])\n",
+        "                self._listener(outbox.pop(0))\n                outbox.insert(0, None)\n",
+        ("tests/memory/transactions/test_transaction.py",),
+    ),
+    Mutant(
         "blocks are found before the commit",
         "memory/rows/rows.py",
         "first, full = chains.num_found[rows], chains.num_known[rows] // self.block_size",
