@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from .request import Request
 
 
 class Waiting:
-    """A heap of requests, smallest key first, and of equal ones the one that was added first."""
+    """A heap of requests, smallest key first, and of equal ones the one that was added first.
+
+    A request that is aborted leaves its entry in the heap. Once more than half of the entries are such, `remove` makes
+    the heap anew: it has at most two entries for each request that waits, and a removal costs O(log n) on average.
+    """
 
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}
@@ -32,13 +36,14 @@ class Waiting:
 
     def first(self) -> Request | None:
         """The request that starts next, None if there is none."""
-        # A number that was removed is never pushed again: its entry is passed over once it comes up.
-        while self._heap and self._heap[0][1] not in self._requests:
-            heappop(self._heap)
         return self._requests[self._heap[0][1]] if self._heap else None
 
     def remove(self, request: Request) -> None:
         """A request waits no longer: the first one, or one that is aborted."""
         del self._requests[request.number]
-        if self._heap[0][1] == request.number:
+        # Only a request that was the first may be pushed again, and its entry is gone by then.
+        while self._heap and self._heap[0][1] not in self._requests:
             heappop(self._heap)
+        if len(self._heap) > 2 * len(self._requests):
+            self._heap = [(waiting.key, waiting.number) for waiting in self._requests.values()]
+            heapify(self._heap)

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pagedkv
 from pagedkv.errors import OutOfBlocksError
 
+from ..memory.prefix.told import Told
+from ..support.sizes import assert_sizes_follow
 from .toy import alone, forward, make_cache
 from .twin import Twin
 
@@ -31,7 +33,14 @@ class PlainMachine(RuleBasedStateMachine):
     )
     def start(self, data, num_blocks, block_size, budget, max_num_seqs, watermark, aging):
         max_num_seqs = min(budget, max_num_seqs)
-        self.cache = make_cache(num_blocks, block_size, max_seqs=8, prefix_cache=self.prefix_cache)
+        self.told = Told()
+        self.cache = make_cache(
+            num_blocks,
+            block_size,
+            max_seqs=8,
+            prefix_cache=self.prefix_cache,
+            events=self.told if self.prefix_cache else None,
+        )
         self.scheduler = pagedkv.Scheduler(
             self.cache,
             max_num_batched_tokens=budget,
@@ -87,6 +96,15 @@ class PlainMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data):
         self.abort_one(data.draw(st.sampled_from(sorted(self.texts))))
+
+    @rule()
+    def come_and_go(self):
+        """Many that leave before they start."""
+        for _ in range(100):
+            number = self.scheduler.add([1], 1, priority=2)
+            assert number == self.twin.add([1], 1, 2)
+            self.scheduler.abort(number)
+            self.twin.abort(number)
 
     def abort_one(self, number):
         self.scheduler.abort(number)
@@ -201,6 +219,10 @@ class PlainMachine(RuleBasedStateMachine):
             self.scheduler.update(self.step, [1] * len(self.step.sampled))
         self.step = None
 
+    @invariant()
+    def remembers_no_more_than_what_is_alive(self):
+        assert_sizes_follow(self.scheduler, len(self.texts) + self.cache.table.max_seqs)
+
     def teardown(self):
         if hasattr(self, "cache"):
             while self.others:
@@ -217,6 +239,10 @@ class PlainMachine(RuleBasedStateMachine):
 
 class PrefixMachine(PlainMachine):
     prefix_cache = True
+
+    @invariant()
+    def finds_what_it_tells(self):
+        self.told.agrees_with(self.cache, (None, "a"))
 
 
 class LongMachine(PlainMachine):

@@ -17,6 +17,7 @@ import pagedkv
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory.prefix.digests import blake2b_128
 
+from ...support.sizes import assert_sizes_follow
 from ..manager import refused
 from .told import Told
 from .twin import Twin
@@ -232,6 +233,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert (stats.queried_tokens, stats.hit_tokens) == (twin.queried, twin.hit)
         assert set(self.told.blocks) == set(twin.index)
         self.told.agrees_with(cache, self.salts)
+        assert_sizes_follow(cache, len(twin.seqs) + cache.pool.num_blocks)
 
     @invariant()
     def sequences_have_their_tokens(self):
