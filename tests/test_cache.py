@@ -163,6 +163,8 @@ def test_stats():
         contiguous_blocks=15,
         queried_tokens=0,
         hit_tokens=0,
+        preempted_tokens=0,
+        preempted_hit_tokens=0,
         num_bytes=10 * 2 * LAYERS * P * HEADS * DIM * 4,
         used_bytes=4 * 2 * LAYERS * P * HEADS * DIM * 4,
     )

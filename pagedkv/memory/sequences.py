@@ -258,13 +258,15 @@ class Sequences(Guarded, ABC):
     def _repr_html_(self) -> str:
         return f"{self.stats().to_html()}{pool_map(self.table).to_html()}"
 
-    def _start(self, prompt: Prompt, reserve: int | None = None, last: list[int] | None = None) -> Added:
+    def _start(
+        self, prompt: Prompt, reserve: int | None = None, last: list[int] | None = None, *, again: bool = False
+    ) -> Added:
         """Start a sequence with a prompt, or, with `reserve`, with what is found of it: `Rows.plan_add`.
 
         ``last[0]`` gets the handle together with the rest: an interrupt may come before the caller has it.
         """
         rows = self.table._rows
-        seq, num_cached, copies, writes = rows.to_copy(self._read, rows.plan_add, prompt, reserve)
+        seq, num_cached, copies, writes = rows.to_copy(self._read, rows.plan_add, prompt, reserve, again=again)
         added = Added(seq, num_cached)
         if last is not None:
             writes.append((last, 0, seq))

@@ -31,7 +31,10 @@ class Stats:
     contiguous_blocks : int
         What reserving the maximum length for every sequence would take.
     queried_tokens, hit_tokens : int
-        Tokens that `add` got so far, and those of them that the cache had already.
+        Tokens that `add` got so far, and those of them that the cache had already. A Scheduler starts a prompt with all
+        its tokens, in however many chunks it computes them; tokens of `append` do not count.
+    preempted_tokens, preempted_hit_tokens : int
+        The same of requests that a Scheduler started again after a preemption: what they find is mostly their own.
     num_bytes, used_bytes : int
         K and V of all blocks in all layers, and of the used ones.
     """
@@ -46,6 +49,8 @@ class Stats:
     contiguous_blocks: int
     queried_tokens: int
     hit_tokens: int
+    preempted_tokens: int
+    preempted_hit_tokens: int
     num_bytes: int
     used_bytes: int
 
@@ -53,6 +58,7 @@ class Stats:
     def of(cls, table: SequenceTable, block_bytes: int) -> Stats:
         """Read them off a table and its pool, whose blocks take `block_bytes` bytes in all layers."""
         pool, found = table.pool, table.pool._prefix_cache
+        queried, hit = ([0, 0], [0, 0]) if found is None else (found.num_queried.tolist(), found.num_hit.tolist())
         used = pool.num_blocks - pool.num_free
         return cls(
             num_blocks=pool.num_blocks,
@@ -63,8 +69,10 @@ class Stats:
             num_tokens=table.num_tokens,
             wasted_slots=table._rows.wasted_slots(),
             contiguous_blocks=table.num_seqs * table.max_blocks,
-            queried_tokens=0 if found is None else int(found.num_queried[0]),
-            hit_tokens=0 if found is None else int(found.num_hit[0]),
+            queried_tokens=queried[0],
+            hit_tokens=hit[0],
+            preempted_tokens=queried[1],
+            preempted_hit_tokens=hit[1],
             num_bytes=pool.num_blocks * block_bytes,
             used_bytes=used * block_bytes,
         )

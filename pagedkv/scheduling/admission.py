@@ -75,7 +75,7 @@ class Admission:
             running.widen(len(request.tokens))  # which may raise, and then no sequence has started
             reserve = reserved + (self._watermark if len(running) else 0)
             try:
-                seq, num_cached = self._starts.start(request.prompt, reserve)
+                seq, num_cached = self._starts.start(request.prompt, reserve, again=request.num_cached is not None)
             except CapacityError as error:
                 if len(running):
                     return

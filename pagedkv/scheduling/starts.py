@@ -26,8 +26,10 @@ class Starts(Guarded):
         self.last = [NO_HANDLE]
 
     @exclusive
-    def start(self, prompt: Prompt, reserve: int) -> Added:
+    def start(self, prompt: Prompt, reserve: int, *, again: bool) -> Added:
         """Start a sequence, if there is room for all tokens of the prompt, and for so many blocks besides.
+
+        `again` if it is that of a request that was preempted.
 
         Raises
         ------
@@ -36,4 +38,4 @@ class Starts(Guarded):
         OutOfBlocksError
             There is no room.
         """
-        return self._cache._start(prompt, reserve, self.last)
+        return self._cache._start(prompt, reserve, self.last, again=again)

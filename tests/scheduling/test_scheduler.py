@@ -462,3 +462,23 @@ def test_restart_computes_requests_again_with_other_tokens():
         scheduler.abort(forgotten)
     assert serve(scheduler, cache) == {i: alone((i, *range(1, 9)), 5) for i in (first, second)}
     assert cache.seq_lens([others]) == [9]
+
+
+def test_hits_are_those_of_prompts_and_what_preempted_requests_find_is_apart():
+    """Prompts with nothing in common, computed in chunks; and one of them again, of which a block is shared."""
+    cache = make_cache(10)
+    scheduler = scheduler_of(cache, max_num_batched_tokens=6)
+    for number in range(4):
+        scheduler.add([number, *SYSTEM[:7]], 16)
+    serve(scheduler, cache)
+    stats = cache.stats()
+    assert scheduler.num_preempted > 0
+    assert (stats.queried_tokens, stats.hit_tokens) == (32, 0)
+    assert stats.preempted_tokens > stats.preempted_hit_tokens > 0
+    number = scheduler.add([3, *SYSTEM[:7]], 1, resumable=True)
+    serve(scheduler, cache)
+    scheduler.extend(number, [], 1)
+    serve(scheduler, cache)
+    after = cache.stats()
+    assert (after.queried_tokens, after.hit_tokens) == (32 + 8 + 9, 7 + 8)
+    assert (after.preempted_tokens, after.preempted_hit_tokens) == (stats.preempted_tokens, stats.preempted_hit_tokens)

@@ -97,7 +97,8 @@ class PrefixCache:
         self.eviction = eviction(num_blocks)
         self.tokens = np.zeros(num_blocks * block_size, np.int32)
         self._contents = self.tokens.view(f"V{block_size * self.tokens.itemsize}")
-        self.num_queried, self.num_hit = np.array([0]), np.array([0])
+        # Of prompts, and of requests that start again after a preemption.
+        self.num_queried, self.num_hit = np.zeros((2, 2), np.int64)
         self._index = HashIndex(num_blocks)
         # Stored contents have numbers from 1 on, and blocks that cannot be found have 0. The parent of a first block is
         # a negative number made of its root digest.
@@ -341,11 +342,11 @@ class PrefixCache:
             tokens = np.concatenate([tokens, np.zeros(room, np.int32)])
         return [(self._contents, blocks, tokens.view(self._contents.dtype))]
 
-    def plan_count(self, num_queried: int, num_hit: int) -> list[Write]:
-        """Count the tokens that `add` looked for, and those of them that it found."""
+    def plan_count(self, num_queried: int, num_hit: int, *, again: bool) -> list[Write]:
+        """Count the tokens that `add` looked for, and those of them that it found; apart if they were there before."""
         return [
-            (self.num_queried, 0, int(self.num_queried[0]) + num_queried),
-            (self.num_hit, 0, int(self.num_hit[0]) + num_hit),
+            (self.num_queried, int(again), int(self.num_queried[int(again)]) + num_queried),
+            (self.num_hit, int(again), int(self.num_hit[int(again)]) + num_hit),
         ]
 
     def emit(self) -> None:

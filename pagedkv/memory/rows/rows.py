@@ -31,10 +31,13 @@ class Rows(RowState):
     Methods called `plan_...` change nothing: they return what to store. A call stores what one of them returns.
     """
 
-    def plan_add(self, prompt: Prompt, reserve: int | None = None) -> tuple[int, int, Int64Array, list[Write]]:
+    def plan_add(
+        self, prompt: Prompt, reserve: int | None = None, *, again: bool = False
+    ) -> tuple[int, int, Int64Array, list[Write]]:
         """Start a sequence: its handle, how many of its tokens were found, the copies to make, and what to store.
 
-        With `reserve` it starts with the found tokens alone, if all would fit with that many blocks to spare.
+        With `reserve` it starts with the found tokens alone, if all would fit with that many blocks to spare. `again`
+        says that a request had these tokens in the cache before, so that finding them is no hit of another's.
         """
         num_tokens, cache, size = prompt.num_tokens, self.prefix_cache, self.block_size
         if num_tokens > self.max_seq_len:
@@ -62,7 +65,7 @@ class Rows(RowState):
             if tokens is not None:
                 num_known = num_tokens
                 writes += cache.plan_tokens(new_blocks, tokens[len(shared) * size : num_tokens])
-                writes += cache.plan_count(prompt.num_tokens, num_cached)
+                writes += cache.plan_count(prompt.num_tokens, num_cached, again=again)
             writes += self.chains.plan_start(row, num_known, len(shared), prompt.root)
         return seq, num_cached, pairs(copied, new_blocks[: len(copied)]), writes
 
