@@ -131,6 +131,23 @@ def test_add_takes_a_count_or_the_tokens(tokens):
     assert cache.batch(seq).seq_lens.tolist() == [4]
 
 
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_tokens_of_torch(dtype):
+    cache = make()
+    seq, _ = cache.add(torch.arange(P, dtype=getattr(torch, dtype)))
+    cache.append(seq, P, torch.arange(P, dtype=getattr(torch, dtype)))
+    cache.commit(seq)
+    assert cache.find([*range(P), *range(P), 0]) == cache.find(torch.arange(2 * P + 1) % P) == 2 * P
+    for tokens, error, message in (
+        (torch.ones(1, 3, dtype=torch.int64), ValueError, r"^tokens must have shape \(n,\), got \(1, 3\)$"),
+        (torch.ones(3), TypeError, r"^tokens must have dtype int32 or int64, got float32$"),
+        (torch.ones(3, dtype=torch.bool), TypeError, r"^tokens must have dtype int32 or int64, got bool$"),
+        (torch.tensor([-1]), ValueError, r"^tokens must be ids in 0..2\*\*31 - 1, got -1$"),
+    ):
+        with refused(cache, error, message):
+            cache.add(tokens)
+
+
 def test_sequences_come_and_go():
     cache = make()
     seq = cache.add(P + 3).seq
@@ -261,7 +278,7 @@ def test_caches_that_cannot_be(options, error, message):
         (lambda c, s: c.add(np.array(2)), ValueError, r"^tokens must have shape \(n,\), got \(\)$"),
         (lambda c, s: c.append(True), TypeError, r"^seqs must hold ints, got a bool$"),
         (lambda c, s: c.append(s, np.array(2)), ValueError, r"^n must have shape \(num_seqs,\) = \(1,\), got \(\)$"),
-        (lambda c, s: c.add(torch.tensor([1])), TypeError, r"array of ints, got Tensor: pass its tolist\(\)$"),
+        (lambda c, s: c.append(s, torch.tensor([1])), TypeError, r"array of ints, got Tensor: pass its tolist\(\)$"),
         (lambda c, s: c.attend(0, None, s), TypeError, r"^batch must be a Batch, made by batch\(seqs\), got int$"),
         (lambda c, s: c.attend(0, None, c.batch(s), layout="HND"), TypeError, r"multiple values for .*'layout'$"),
         (lambda c, s: c.attend(0, None, c.batch(s), max_seq_len=9), TypeError, r"multiple values for .*'max_seq_len'$"),

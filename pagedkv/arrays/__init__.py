@@ -2,7 +2,7 @@
 
 from .argument import Argument, DeviceArgument, Facts, HostArgument
 from .host import HostArray
-from .identify import current_streams, device_kind, host_view, identify
+from .identify import current_streams, device_kind, host_view, identify, to_host
 from .shadow import Array, Shadow, address_of, make_shadow, metadata_of
 from .torch_tensor import between_graphs
 
@@ -22,4 +22,5 @@ __all__ = [
     "identify",
     "make_shadow",
     "metadata_of",
+    "to_host",
 ]

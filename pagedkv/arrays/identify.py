@@ -56,6 +56,13 @@ def host_view(x: Any) -> Any:
     return x if argument.on_device else argument.view()
 
 
+def to_host(x: Any) -> Any:
+    """An array of torch or CuPy as one of NumPy, copied if it is on a device; anything else as it is."""
+    if _is_torch(type(x)):
+        return host_view(x.cpu())
+    return x.get() if _is_cupy(type(x)) else x
+
+
 def device_kind(kind: type) -> type[DeviceArgument]:
     """What an object of this type is, provided that it is an array on a device with more than DLPack."""
     return CupyArray if _is_cupy(kind) else CudaTensor if _is_torch(kind) else InterfaceArray

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...arrays import to_host
 from ..arguments import MAX_INT32, as_int, as_ints, refuse_bools
 from .digests import NO_SALT, root_digest
 
@@ -59,7 +60,7 @@ def known_prompt(tokens: Sequence[int], salt: str | bytes | None) -> Prompt:
 
 
 def ids_of(tokens: Any) -> npt.NDArray[np.int32]:
-    """Token ids as a new array.
+    """Token ids, of a list or an array of any framework, as a new array.
 
     Raises
     ------
@@ -75,7 +76,7 @@ def ids_of(tokens: Any) -> npt.NDArray[np.int32]:
             refuse_bools("tokens", [tokens[i] for i in (small.view(np.uint32) < 2).nonzero()[0].tolist()])
             if least >= 0:
                 return small
-    ids = as_ints("tokens", tokens)
+    ids = as_ints("tokens", to_host(tokens))
     unsigned_ids = ids.view(np.uint64)
     if len(ids) and unsigned_ids[unsigned_ids.argmax()] > MAX_INT32:  # negative ones are the largest
         raise ValueError(f"tokens must be ids in 0..2**31 - 1, got {ids[(ids < 0) | (ids > MAX_INT32)][0]}")
