@@ -53,7 +53,8 @@ class PagedKVCache(Sequences):
     kv_dtype : str or None
         "fp8_e4m3" or "fp8_e5m2" to store the cache in 8 bits, as uint8, instead.
     k_scale, v_scale : scale, or list of them, or None
-        Of an fp8 cache, for `write` and `attend`: as in :func:`~pagedkv.write_kv`, one for all layers or one for each.
+        Of an fp8 cache, for `write` and `attend`: one for all layers, or a list with one for each. A scale is a number,
+        an array of one, or an array of (num_kv_heads,) floats, of any framework: the cache makes its own copy.
     max_seqs : int
         Sequences alive at a time.
     max_seq_len : int or None
@@ -140,9 +141,11 @@ class PagedKVCache(Sequences):
             max_blocks = min(num_blocks, MAX_INT32 // block_size)
         else:
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
-        scales = per_layer("k_scale", k_scale, num_layers), per_layer("v_scale", v_scale, num_layers)
-        for k, v in zip(*scales, strict=True):
-            cache_pair.require_scales(k, v, kv_dtype or stored.name)
+        self._options: list[dict[str, Any]] = [{"layout": layout, "kv_dtype": kv_dtype} for _ in range(num_layers)]
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            for options, of_layer in zip(self._options, per_layer(name, scale, num_layers), strict=True):
+                kept = cache_pair.kept_scale(name, of_layer, kv_dtype or stored.name, num_kv_heads)
+                options[name] = arrays.asarray(kept) if isinstance(kept, np.ndarray) else kept
         if prefix_cache:
             require_block_size(block_size)
         # Before the pool: the system refuses at once what it does not have, and fills the pool's arrays for minutes.
@@ -156,8 +159,6 @@ class PagedKVCache(Sequences):
             )
         table = SequenceTable(BlockPool(num_blocks), block_size, max_seqs, max_blocks, prefix_cache=found)
         super().__init__(table, arrays, block_bytes)
-        stored_as: dict[str, Any] = {"layout": layout, "kv_dtype": kv_dtype}
-        self._options = [stored_as | {"k_scale": k, "v_scale": v} for k, v in zip(*scales, strict=True)]
         self._stacks = stacks
         self.k_caches, self.v_caches = (tuple(stack) for stack in self._stacks)
         # As NumPy sees them, where it does: operations ask nobody else then.

@@ -128,7 +128,8 @@ def storage_dtype(dtype: Any, kv_dtype: KvDtype | None) -> np.dtype[Any]:
     for known in FLOAT_DTYPES:
         if name == known.name:
             return known if kv_dtype is None else np.dtype(np.uint8)
-    raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
+    hint = ': for a cache in 8 bits pass kv_dtype="fp8_e4m3" or "fp8_e5m2"' if name.startswith("float8") else ""
+    raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}{hint}")
 
 
 def require_kv_dtype(kv_dtype: object) -> None:

@@ -249,6 +249,32 @@ def test_cupy_without_a_gpu_says_so(monkeypatch):
         ({"v_scale": [np.ones(1)]}, ValueError, r"^v_scale needs an fp8 cache, got a cache of float32$"),
         ({"kv_dtype": "fp8_e4m3", "k_scale": np.nan}, ValueError, r"^k_scale must be positive and finite .*, got nan$"),
         ({"kv_dtype": "fp8_e4m3", "v_scale": ["1"]}, TypeError, r"^v_scale must be a number, got str$"),
+        ({"kv_dtype": "fp8_e4m3", "k_scale": np.array(-1.0)}, ValueError, r"^k_scale must be positive and finite"),
+        (
+            {"kv_dtype": "fp8_e4m3", "k_scale": np.ones(2)},
+            ValueError,
+            r"^k_scale .* \(num_kv_heads,\) = \(1,\), got \(2,\)$",
+        ),
+        (
+            {"kv_dtype": "fp8_e4m3", "k_scale": np.array([1])},
+            TypeError,
+            r"^k_scale must have a dtype of floats, got int64$",
+        ),
+        (
+            {"kv_dtype": "fp8_e4m3", "num_kv_heads": 2, "v_scale": [np.array([1.0, np.nan])]},
+            ValueError,
+            r"^v_scale must be positive and finite, got nan for KV head 1$",
+        ),
+        (
+            {"kv_dtype": "fp8_e4m3", "num_kv_heads": 2, "v_scale": np.array([1.0, 1e39])},
+            ValueError,
+            r"^v_scale must be positive and finite, got inf for KV head 1$",
+        ),
+        (
+            {"dtype": "float8_e4m3fn"},
+            TypeError,
+            r"got 'float8_e4m3fn': for a cache in 8 bits pass kv_dtype=\"fp8_e4m3\"",
+        ),
         ({"num_layers": 0}, ValueError, r"^num_layers must be at least 1, got 0$"),
         ({"num_blocks": 0}, ValueError, r"^num_blocks must be at least 1, got 0$"),
         ({"block_size": 0}, ValueError, r"^block_size must be at least 1, got 0$"),
@@ -420,6 +446,33 @@ def test_write_and_attend_know_how_the_cache_is_stored(layout, kv_dtype, scales)
         decoded, lse = cache.attend(layer, q[ends], cache.batch(seqs), return_lse=True)
         assert (decoded == pagedkv.decode_attention(q[ends], *caches, *where, **options)).all()
         assert lse.shape == (2, 4)
+
+
+@pytest.mark.parametrize("array_module", ["numpy", "torch"])
+def test_scales_as_checkpoints_have_them(array_module):
+    """An array of one is a number, an array for the heads is copied; a parameter and float64 are taken, too."""
+    k, v = np.random.default_rng(0).standard_normal((2, 4, HEADS, DIM), np.float32)
+    heads = np.array([0.5, 2.0], np.float32)
+    changing = heads.copy()
+
+    def stored(**scales):
+        cache = make(kv_dtype="fp8_e4m3", array_module=array_module, **scales)
+        changing[:] = -1
+        cache.write(1, k, v, cache.append(cache.add(0).seq, 4))
+        changing[:] = heads
+        return [np.asarray(each[1]).tolist() for each in (cache.k_caches, cache.v_caches)]
+
+    one, each = stored(k_scale=2.0, v_scale=0.5), stored(k_scale=heads, v_scale=heads)
+    assert one != each
+    for form in (np.array, np.float32, torch.tensor, lambda x: torch.nn.Parameter(torch.tensor([x]))):
+        assert stored(k_scale=form(2.0), v_scale=[form(0.5)] * LAYERS) == one
+    for form in (
+        np.float64,
+        lambda x: torch.nn.Parameter(torch.tensor(x)),
+        lambda x: torch.tensor(x, dtype=torch.bfloat16),
+    ):
+        assert stored(k_scale=form(heads), v_scale=[form(heads)] * LAYERS) == each
+    assert stored(k_scale=changing, v_scale=[changing] * LAYERS) == each
 
 
 @pytest.mark.parametrize(

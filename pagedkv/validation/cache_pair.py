@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, identify, to_host
 from ..calls import Scale
 from ..layouts import FLOAT32, FLOAT_DTYPES, Geometry, cache_geometry, require_kv_dtype, require_layout
 from ..placement import Placement
@@ -28,12 +28,26 @@ def scale_arrays(k_scale: Any, v_scale: Any) -> list[tuple[str, Any]]:
     return [(name, x) for name, x in scales if not np.isscalar(x) and not require.is_array_of_one(x)]
 
 
-def require_scales(k_scale: Any, v_scale: Any, kind: str) -> None:
-    """Raise for scales of a cache that is not fp8, and for numbers that are none; arrays are for the operations."""
-    arrays = [name for name, _ in scale_arrays(k_scale, v_scale)] if kind.startswith("fp8") else []
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if name not in arrays:
-            scale_of(name, scale, None, kind)
+def kept_scale(name: str, value: Any, kind: str, num_kv_heads: int) -> float | Array | None:
+    """A scale that a cache keeps for all its calls: a number, or a copy of an array with one for each KV head.
+
+    Arrays may be of any framework, on a device too, and of any float; one of a single element is a number.
+    """
+    if value is None or np.isscalar(value) or not kind.startswith("fp8"):
+        return None if value is None else scale_of(name, value, None, kind)
+    argument = identify(name, to_host(value))
+    if argument.on_device:
+        raise TypeError(f"{name} must be an array of NumPy, torch or CuPy, got {type(value).__name__}")
+    view = argument.view()
+    if view.dtype not in (*FLOAT_DTYPES, np.float64):
+        raise TypeError(f"{name} must have a dtype of floats, got {view.dtype}")
+    if view.size == 1 and view.ndim <= 1:
+        return require.number(name, float(view.reshape(())), positive=True)
+    require.shape(name, view, "(num_kv_heads,)", (num_kv_heads,))
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, and refused
+        scales = view.astype(np.float32)
+    values.scales(name, scales)
+    return scales
 
 
 def geometry_of(layout: Layout, kv_dtype: KvDtype | None, k_cache: Array, v_cache: Array) -> Geometry:
