@@ -224,7 +224,8 @@ class PagedKVCache(Sequences):
         ----------
         layer : int
         q : (num_tokens, num_heads, head_dim) array
-            The rows of all sequences, in the order of the batch: see `Batch.query_starts`.
+            The rows of all sequences, in the order of the batch: see `Batch.query_starts`. Behind them there may be
+            padding, where a sequence has more than one row.
         batch : Batch
             Of `batch`, after the keys and values of all its tokens were written.
         **options
@@ -238,6 +239,12 @@ class PagedKVCache(Sequences):
         k_cache, v_cache, ours = self._layer(layer)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, made by batch(seqs), got {type(batch).__name__}")
+        num_rows = getattr(q, "shape", ())[:1]
+        if num_rows and (num_rows[0] < batch.num_tokens or (batch.is_decode and num_rows[0] > batch.num_tokens)):
+            raise ValueError(
+                f"q must have num_tokens = {batch.num_tokens} rows, those of the batch, got {num_rows[0]}: "
+                "batch(seqs, query_lens) says how many each sequence has, one if query_lens is not given"
+            )
         stored = ours | {"max_seq_len": batch.max_seq_len}
         operation: Callable[..., Any] = decode_attention if batch.is_decode else prefill_attention
         if self._arrays.on_device:

@@ -414,38 +414,28 @@ def test_batches_are_equal_to_themselves_alone():
     assert len({batch, other}) == 2
 
 
+@pytest.mark.parametrize(("query_lens", "num_rows"), [(None, 3), (None, 1), ([2, 1], 2)])
+def test_query_rows_that_are_not_those_of_the_batch(query_lens, num_rows):
+    cache = make()
+    batch = cache.batch([cache.add(n).seq for n in (5, 3)], query_lens)
+    with pytest.raises(
+        ValueError, match=rf"^q must have num_tokens = {batch.num_tokens} rows, .* got {num_rows}: batch"
+    ):
+        cache.attend(0, np.ones((num_rows, 4, DIM), np.float32), batch)
+
+
+def test_query_rows_behind_those_of_a_batch_are_padding():
+    cache = make()
+    batch = cache.batch([cache.add(n).seq for n in (5, 3)], [2, 1])
+    q = np.ones((4, 4, DIM), np.float32)
+    assert (cache.attend(0, q, batch)[:3] == cache.attend(0, q[:3], batch)).all()
+
+
 def test_more_query_rows_than_tokens():
     cache = make()
     seqs = [cache.add(n).seq for n in (5, 3)]
     with refused(cache, ValueError, rf"^query_lens must be at most the 3 tokens of sequence {seqs[1]}, got 4$"):
         cache.batch(seqs, 4)
-
-
-@pytest.mark.parametrize(
-    ("layout", "kv_dtype", "scales"), [("vllm", None, (None, None)), ("NHD", "fp8_e4m3", (0.5, [0.25, 2.0, 1.0]))]
-)
-def test_write_and_attend_know_how_the_cache_is_stored(layout, kv_dtype, scales):
-    cache = make(layout=layout, kv_dtype=kv_dtype, k_scale=scales[0], v_scale=scales[1])
-    seqs = [cache.add(n).seq for n in (P + 1, 3)]
-    slots = np.concatenate([cache.slots(seq, 0, n) for seq, n in zip(seqs, (P + 1, 3), strict=True)])
-    rng = np.random.default_rng(0)
-    k, v = rng.standard_normal((2, P + 4, HEADS, DIM), np.float32)
-    q = rng.standard_normal((P + 4, 4, DIM), np.float32)
-    batch, ends = cache.batch(seqs, [P + 1, 3]), [P, P + 3]
-    for layer in range(LAYERS):
-        options = {"layout": layout, "kv_dtype": kv_dtype, "k_scale": scales[0]}
-        options["v_scale"] = scales[1][layer] if scales[1] else None
-        cache.write(layer, k, v, slots)
-        caches = cache.k_caches[layer], cache.v_caches[layer]
-        stored_k, stored_v = pagedkv.gather_kv(*caches, batch.block_tables[0], P + 1, **options)
-        np.testing.assert_allclose(stored_k, k[: P + 1], rtol=0.07 if kv_dtype else 0, atol=0.02 if kv_dtype else 0)
-        np.testing.assert_allclose(stored_v, v[: P + 1], rtol=0.07 if kv_dtype else 0, atol=0.02 if kv_dtype else 0)
-        where = batch.block_tables, batch.seq_lens
-        expected = pagedkv.prefill_attention(q, *caches, *where, batch.query_starts, **options)
-        assert (cache.attend(layer, q, batch) == expected).all()
-        decoded, lse = cache.attend(layer, q[ends], cache.batch(seqs), return_lse=True)
-        assert (decoded == pagedkv.decode_attention(q[ends], *caches, *where, **options)).all()
-        assert lse.shape == (2, 4)
 
 
 @pytest.mark.parametrize("array_module", ["numpy", "torch"])
@@ -473,6 +463,33 @@ def test_scales_as_checkpoints_have_them(array_module):
     ):
         assert stored(k_scale=form(heads), v_scale=[form(heads)] * LAYERS) == each
     assert stored(k_scale=changing, v_scale=[changing] * LAYERS) == each
+
+
+@pytest.mark.parametrize(
+    ("layout", "kv_dtype", "scales"), [("vllm", None, (None, None)), ("NHD", "fp8_e4m3", (0.5, [0.25, 2.0, 1.0]))]
+)
+def test_write_and_attend_know_how_the_cache_is_stored(layout, kv_dtype, scales):
+    cache = make(layout=layout, kv_dtype=kv_dtype, k_scale=scales[0], v_scale=scales[1])
+    seqs = [cache.add(n).seq for n in (P + 1, 3)]
+    slots = np.concatenate([cache.slots(seq, 0, n) for seq, n in zip(seqs, (P + 1, 3), strict=True)])
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, P + 4, HEADS, DIM), np.float32)
+    q = rng.standard_normal((P + 4, 4, DIM), np.float32)
+    batch, ends = cache.batch(seqs, [P + 1, 3]), [P, P + 3]
+    for layer in range(LAYERS):
+        options = {"layout": layout, "kv_dtype": kv_dtype, "k_scale": scales[0]}
+        options["v_scale"] = scales[1][layer] if scales[1] else None
+        cache.write(layer, k, v, slots)
+        caches = cache.k_caches[layer], cache.v_caches[layer]
+        stored_k, stored_v = pagedkv.gather_kv(*caches, batch.block_tables[0], P + 1, **options)
+        np.testing.assert_allclose(stored_k, k[: P + 1], rtol=0.07 if kv_dtype else 0, atol=0.02 if kv_dtype else 0)
+        np.testing.assert_allclose(stored_v, v[: P + 1], rtol=0.07 if kv_dtype else 0, atol=0.02 if kv_dtype else 0)
+        where = batch.block_tables, batch.seq_lens
+        expected = pagedkv.prefill_attention(q, *caches, *where, batch.query_starts, **options)
+        assert (cache.attend(layer, q, batch) == expected).all()
+        decoded, lse = cache.attend(layer, q[ends], cache.batch(seqs), return_lse=True)
+        assert (decoded == pagedkv.decode_attention(q[ends], *caches, *where, **options)).all()
+        assert lse.shape == (2, 4)
 
 
 @pytest.mark.parametrize(

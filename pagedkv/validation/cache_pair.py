@@ -68,13 +68,21 @@ def kind_of(k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> str:
     """What the elements of the caches are, or raise TypeError."""
     if kv_dtype is not None:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            require.dtype(name, cache, _UINT8, f" for kv_dtype {kv_dtype!r}")
+            if cache.dtype != _UINT8:
+                hint = f": pass {name}.view(torch.uint8)" if _is_float8(cache) else ""
+                raise TypeError(f"{name} must have dtype uint8 for kv_dtype {kv_dtype!r}, got {cache.dtype}{hint}")
         return kv_dtype
     if k_cache.dtype not in FLOAT_DTYPES:
         hint = "; an fp8 cache is uint8 and needs kv_dtype" if k_cache.itemsize == 1 else ""
+        hint += ": pass k_cache.view(torch.uint8)" if _is_float8(k_cache) else ""
         raise TypeError(f"k_cache must have dtype float32, float16 or bfloat16, got {k_cache.dtype}{hint}")
     require.dtype("v_cache", v_cache, k_cache.dtype, ", that of k_cache")
     return k_cache.dtype.name
+
+
+def _is_float8(cache: Array) -> bool:
+    """Whether the cache has one of the dtypes for fp8 that torch and ml_dtypes have, and NumPy and kernels do not."""
+    return cache.dtype.name.startswith("float8")
 
 
 def scales(

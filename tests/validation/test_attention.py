@@ -187,7 +187,12 @@ DECODE = [
         {name: x.view(ml_dtypes.float8_e4m3fn) for name, x in fp8().items()},
         TypeError,
         "k_cache must have dtype float32, float16 or bfloat16, got float8_e4m3fn; "
-        "an fp8 cache is uint8 and needs kv_dtype",
+        "an fp8 cache is uint8 and needs kv_dtype: pass k_cache.view(torch.uint8)",
+    ),
+    (
+        {"kv_dtype": "fp8_e5m2"} | {name: x.view(ml_dtypes.float8_e5m2) for name, x in fp8().items()},
+        TypeError,
+        "k_cache must have dtype uint8 for kv_dtype 'fp8_e5m2', got float8_e5m2: pass k_cache.view(torch.uint8)",
     ),
     (
         {"kv_dtype": "fp8_e5m2"},

@@ -28,6 +28,8 @@ class Batch:
     seq_lens : (num_seqs,) int32
     max_seq_len : int
         The longest of them, 0 if there are none; known on the host wherever the arrays are.
+    num_tokens : int
+        Query rows of all sequences together.
     query_starts : (num_seqs + 1,) int32
         Where the query rows of each sequence begin; the last element is num_tokens. Made when it is first looked up.
     positions : (num_tokens,) int64
@@ -56,6 +58,10 @@ class Batch:
     def is_decode(self) -> bool:
         """Whether every sequence has exactly one query row, so that `decode_attention` does."""
         return bool(self._lens.all() if self._given is None else (self._given == 1).all())
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self._query_lens.sum())
 
     @cached_property
     def query_starts(self) -> Any:

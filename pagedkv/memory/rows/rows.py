@@ -386,4 +386,7 @@ class Rows(RowState):
 
 def _require_one_each(tokens: Int32Array | None, slots: Int64Array) -> None:
     if tokens is not None and len(tokens) != len(slots):
-        raise ValueError(f"tokens must have shape (num_new_tokens,) = ({len(slots)},), got {tokens.shape}")
+        raise ValueError(
+            f"tokens must have shape (num_new_tokens,) = ({len(slots)},), got {tokens.shape}: n says how many each "
+            f"sequence gets, one if it is not given"
+        )
