@@ -7,10 +7,10 @@ from .versions import require_transformers
 
 require_transformers()
 
-from .attention import NAME, CachedPass, ForwardPass, paged_attention, set_attention  # noqa: E402
+from .attention import NAME, CachedPass, ForwardPass, paged_attention  # noqa: E402
 from .cache import PagedCache  # noqa: E402
 from .engine import Engine  # noqa: E402
-from .use import use_pagedkv  # noqa: E402
+from .use import set_attention, use_pagedkv  # noqa: E402
 
 __all__ = [
     "NAME",

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...arrays import host_view
 from ...cache import PagedKVCache
 from ...memory.device.batch import Batch
+from .models import text_config
 
-# transformers builds no mask for a name that has no mask function. Its continuous batching takes sdpa, eager, and
-# names with "flash" in them.
+# Names in transformers' AttentionInterface. Its continuous batching takes sdpa, eager, and names with "flash" in them.
 NAME = "pagedkv_flash"
+_OVER_EAGER = f"{NAME}_over_eager"  # for models that transformers does not run with sdpa
 _REFUSED = {"output_attentions", "position_bias", "head_mask", "indices", "block_indices"}
 
 
@@ -80,6 +87,27 @@ class CachedPass:
         return out
 
 
+class _Running(threading.local):
+    """The forward pass that a model on this thread is in, and whether a layer has attended through it."""
+
+    # torch calls no hook after an interrupt: what else refers to a pass is the forward alone, and a cache, which may be
+    # most of a device, goes with it.
+    _pass: weakref.ref[ForwardPass] | None = None
+    has_attended = False
+
+    def begin(self, forward_pass: ForwardPass | None) -> None:
+        """What layers and masks on this thread find until the next `begin`; None for a pass without pagedkv."""
+        self._pass = None if forward_pass is None else weakref.ref(forward_pass)
+        self.has_attended = False
+
+    @property
+    def forward_pass(self) -> ForwardPass | None:
+        return None if self._pass is None else self._pass()
+
+
+running = _Running()
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -87,17 +115,12 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    is_causal: bool | None = None,
     forward_pass: ForwardPass | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of a layer, under the name `NAME` in transformers' AttentionInterface.
+
+    Without a forward pass the layer computes attention as transformers does.
 
     Parameters
     ----------
@@ -108,10 +131,11 @@ def paged_attention(
         Of the new tokens alone.
     attention_mask
         None: what a query sees is known from its sequence.
-    scaling, sliding_window, softcap, s_aux, alibi_slopes
-        scale, window, softcap, sinks and alibi_slopes of :func:`~pagedkv.prefill_attention`.
     forward_pass : ForwardPass
         What the caller of the model passed to it.
+    **options
+        What transformers asks for: `scaling`, `sliding_window`, `softcap`, `s_aux` and `alibi_slopes` are scale,
+        window, softcap, sinks and alibi_slopes of :func:`~pagedkv.prefill_attention`.
 
     Returns
     -------
@@ -120,44 +144,74 @@ def paged_attention(
 
     Raises
     ------
-    RuntimeError
-        No forward pass has come this far.
     ValueError
         The layer asks for what paged attention cannot do.
     """
     if forward_pass is None:
-        raise RuntimeError(
-            f"no forward_pass came to {type(module).__name__}: call use_pagedkv(model) first, and then "
-            "model.generate_batch(...), model.generate(..., past_key_values=PagedCache(model)) or Engine(model); "
-            'model.set_attn_implementation("sdpa"), or model.config._attn_implementation = "eager" for Bloom, brings '
-            "back what the model had, and is what is left where these were called and the model's layers do not hand "
-            "the keyword forward_pass on; an assistant_model keeps its own attention, and guidance_scale needs the "
-            "model's own, since it calls the model without the cache"
-        )
-    wrong = (
-        (attention_mask is not None and "attention_mask")
-        or (dropout > 0 and "dropout")
-        or (module.training and _have_gradients(query, key, value) and "gradients in train mode")
-        or (not ((is_causal is None or is_causal) and getattr(module, "is_causal", True)) and "is_causal=False")
-        or (key.shape[-1] != value.shape[-1] and "a value of another head_dim than its key, as in MLA")
-        or next((x for x in _REFUSED & others.keys() if others[x] is not None and others[x] is not False), None)
-    )
-    if wrong:
-        raise ValueError(
-            f"paged attention does not take {wrong}, which {type(module).__name__} asks for: model.eval() asks for no "
-            'dropout and no gradients, and model.set_attn_implementation("eager") brings back attention that takes it'
-        )
+        return _of_transformers(module)(module, query, key, value, attention_mask, **options)
+    _require_possible(module, query, key, value, attention_mask, options)
     batch_size, num_heads, length, head_dim = query.shape
     if length == 1:
         q, k, v = query.squeeze(2), key.squeeze(2), value.squeeze(2)
     else:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    options = {"scale": scaling, "window": sliding_window, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    options["sinks"] = None if s_aux is None else s_aux.float()
+    sinks = options.get("s_aux")
+    asked = {
+        "scale": options.get("scaling"),
+        "window": options.get("sliding_window"),
+        "softcap": options.get("softcap"),
+        "alibi_slopes": options.get("alibi_slopes"),
+        "sinks": None if sinks is None else sinks.float(),
+    }
     # torch.compile cannot trace the host's part: it breaks its graph there.
     attend = _attend_eagerly if torch.compiler.is_compiling() else _attend
-    out = attend(forward_pass, module.layer_idx, q, k, v, options)
+    out = attend(forward_pass, module.layer_idx, q, k, v, asked)
     return out.view(batch_size, length, num_heads, head_dim), None
+
+
+def _require_possible(
+    module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, options: dict[str, Any]
+) -> None:
+    """Raise ValueError if a layer asks for what paged attention cannot do."""
+    is_causal = options.get("is_causal")
+    wrong = (
+        (attention_mask is not None and "attention_mask")
+        or (options.get("dropout", 0.0) > 0 and "dropout")
+        or (module.training and _have_gradients(query, key, value) and "gradients in train mode")
+        or (not ((is_causal is None or is_causal) and getattr(module, "is_causal", True)) and "is_causal=False")
+        or (key.shape[-1] != value.shape[-1] and "a value of another head_dim than its key, as in MLA")
+        or next((x for x in _REFUSED & options.keys() if options[x] is not None and options[x] is not False), None)
+    )
+    if wrong:
+        raise ValueError(
+            f"paged attention does not take {wrong}, which {type(module).__name__} asks for: model.eval() asks for no "
+            "dropout and no gradients, and a call of the model without a forward_pass or a PagedCache takes it"
+        )
+
+
+def _of_transformers(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """What a layer calls without pagedkv: sdpa, or the eager function of the file that it is in."""
+    if implementation(module.config) == "sdpa":
+        sdpa: Callable[..., tuple[torch.Tensor, None]] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa
+    of_files = (vars(sys.modules[kind.__module__]).get("eager_attention_forward") for kind in type(module).__mro__)
+    return next(filter(None, of_files))
+
+
+def mask(*, config: Any, **arguments: Any) -> torch.Tensor | None:
+    """The mask of a model's layers, under `NAME` in transformers' AttentionMaskInterface.
+
+    None in a forward pass of pagedkv, else what transformers makes.
+    """
+    if _is_paged():
+        return None
+    made: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[implementation(config)](config=config, **arguments)
+    return made
+
+
+@torch.compiler.disable
+def _is_paged() -> bool:
+    return running.forward_pass is not None
 
 
 def _have_gradients(*tensors: torch.Tensor) -> bool:
@@ -165,27 +219,44 @@ def _have_gradients(*tensors: torch.Tensor) -> bool:
 
 
 def _attend(forward_pass: ForwardPass, layer: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    running.has_attended = True
     return forward_pass.attend(layer, q, k, v, **options)
 
 
 _attend_eagerly = torch.compiler.disable(_attend)
-AttentionInterface.register(NAME, paged_attention)
+for _name in (NAME, _OVER_EAGER):
+    AttentionInterface.register(_name, paged_attention)
+    AttentionMaskInterface.register(_name, mask)
 
 
-def set_attention(model: PreTrainedModel) -> None:
-    """Let the model's layers call `paged_attention` from now on.
+def uses_pagedkv(model: PreTrainedModel) -> bool:
+    """Whether the model's layers call `paged_attention`."""
+    return model.config._attn_implementation in (NAME, _OVER_EAGER)
+
+
+def implementation(config: Any) -> str:
+    """What transformers calls the attention that layers with this configuration compute without pagedkv."""
+    name: str = config._attn_implementation
+    return {NAME: "sdpa", _OVER_EAGER: "eager"}.get(name, name)
+
+
+def choose_pagedkv(model: PreTrainedModel) -> None:
+    """Let the model's layers call `paged_attention`.
 
     ``model.set_attn_implementation`` looks for a kernel on the hub where a name has "flash" in it; the configuration
     takes any name.
     """
-    model.config._attn_implementation = NAME
+    theirs = implementation(text_config(model))
+    _set_implementation(model, _OVER_EAGER if theirs == "eager" or not model._supports_sdpa else NAME)
 
 
-def reset_attention(model: PreTrainedModel) -> str:
+def choose_transformers(model: PreTrainedModel) -> str:
     """Let the model's layers compute attention as transformers does; returns how transformers calls that."""
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation("sdpa")
-    else:  # Bloom, for which transformers only warns
-        model.config._attn_implementation = "eager"
-    name: str = model.config._attn_implementation
+    name = implementation(text_config(model))
+    _set_implementation(model, name)
     return name
+
+
+def _set_implementation(model: PreTrainedModel, name: str) -> None:
+    for config in (model.config, text_config(model)):
+        config._attn_implementation = {"": name}  # those of images and sound keep theirs

@@ -87,7 +87,13 @@ class PagedCache(Cache):
                 f"{type(model).__name__} has {asks}: each model needs a PagedCache(model, ...) of its own"
             )
 
-    def begin(self, num_rows: int, length: int, attention_mask: torch.Tensor | None) -> CachedPass:
+    def begin(
+        self,
+        num_rows: int,
+        length: int,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None = None,
+    ) -> CachedPass:
         """Make room for the new tokens of every row: what the model's layers need for them.
 
         Parameters
@@ -95,7 +101,9 @@ class PagedCache(Cache):
         num_rows, length : int
             Of the model's input.
         attention_mask : (num_rows, cached tokens + length) tensor or None
-            0 for padding.
+            0 for padding, which is on the left.
+        position_ids : (num_rows, length) tensor or None
+            Those of a row go on where its cached tokens end.
         """
         new: Any = length  # an int of all rows: append knows a decode step by it
         is_token = None
@@ -106,6 +114,7 @@ class PagedCache(Cache):
                 f"the batch must have a new token behind the {self._length} that this PagedCache has, got none: call "
                 "reset() before another text"
             )
+        of_input = np.ones((num_rows, length), np.bool)
         if attention_mask is not None:
             of_input = self._shown(attention_mask, num_rows, length)[:, -length:]
             if not of_input.all():
@@ -115,6 +124,8 @@ class PagedCache(Cache):
             raise ValueError(
                 f"this PagedCache has {len(self.seqs)} rows, and the batch {num_rows}: call reset() before another one"
             )
+        if position_ids is not None:
+            self._require_positions(position_ids, of_input)
         try:
             seqs = self.seqs or self._start(num_rows)
             before = self.kv.seq_lens(seqs)
@@ -162,7 +173,31 @@ class PagedCache(Cache):
                     f"attention_mask must show all tokens that this PagedCache has, {cached.tolist()} of its rows, and "
                     f"no others, got {of_cached}: padding keeps its columns, and cached tokens cannot be hidden"
                 )
+        of_input = shown[:, -length:]
+        if (behind := np.flatnonzero(of_input.any(1) & ~of_input[:, -1])).size:
+            raise ValueError(
+                f"attention_mask must show the last token of row {behind[0]}, and shows others: generate goes on "
+                'behind the last column, so pad on the left, with tokenizer.padding_side = "left"'
+            )
         return shown
+
+    def _require_positions(self, position_ids: torch.Tensor, of_input: npt.NDArray[np.bool]) -> None:
+        """Raise ValueError unless new tokens stand behind the cached ones of their row, with padding counted or not.
+
+        generate drops a mask that hides nothing, of whatever width, and what is left of it is the positions.
+        """
+        if position_ids.ndim != 2:  # those of images and sound have several axes
+            return
+        got = position_ids.expand(of_input.shape).numpy(force=True)
+        cached = self.kv.seq_lens(self.seqs) if self.seqs else np.zeros(len(of_input), np.int32)
+        tokens, columns = cached[:, None] + of_input.cumsum(1) - 1, self._length + np.arange(of_input.shape[1])
+        if not any(((got == right) | ~of_input).all() for right in (tokens, columns)):
+            row, column = np.argwhere((got != tokens) & of_input)[0]
+            raise ValueError(
+                f"position_ids must go on behind the {cached[row]} tokens that this PagedCache has of row {row}, with "
+                f"{tokens[row, column]}, got {got[row, column]}: generate makes them from attention_mask, which must "
+                "have a column for each token, those in the cache too; call reset() before another text"
+            )
 
     def _start(self, num_rows: int) -> list[int]:
         first = self.kv.add(0).seq
@@ -250,7 +285,7 @@ class _Layer(CacheLayerMixin):
         RuntimeError
             The model does not use pagedkv.
         """
-        if not self._cache.seqs:
+        if self._cache._before is None:  # no pass has begun
             raise RuntimeError("this model does not fill a PagedCache: call use_pagedkv(model) first")
         return key_states, value_states
 

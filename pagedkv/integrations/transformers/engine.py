@@ -17,7 +17,7 @@ from ...errors import BackendUnavailableError
 from ...memory.arguments import MAX_INT32, as_int, as_ints
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
-from .attention import NAME, CachedPass
+from .attention import CachedPass, uses_pagedkv
 from .models import kv_shape, require_positions, require_supported, text_config, uncompiled
 from .request import Request
 from .sampling import Sampling, are_finite, choose
@@ -158,7 +158,7 @@ class Engine:
             ends = () if ends is None else (ends,)
         self._ends = {as_int("eos_token_id", end, minimum=None) for end in ends}
         use_pagedkv(model)
-        if model.config._attn_implementation != NAME:
+        if not uses_pagedkv(uncompiled(model)):
             raise BackendUnavailableError(f"an Engine needs kernels for {model.device}, which the warning says more of")
         num_layers, num_kv_heads, head_dim = kv_shape(model)
         where: dict[str, Any] = {"dtype": model.dtype, "array_module": torch, "device": model.device, "memory": memory}

@@ -78,7 +78,7 @@ def require_causal(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
     if model.config.model_type in _SEE_ALL_OF_AN_IMAGE and any(image is not None for image in images):
         raise ValueError(
             f"{type(model).__name__} lets each token of an image see all of it, and pagedkv only what comes before it: "
-            'give it text alone, or keep model.set_attn_implementation("sdpa")'
+            "give it text alone, or call it without a PagedCache"
         )
 
 

@@ -12,9 +12,9 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from ...errors import BackendUnavailableError
 from ...operations.attention import decode_attention, prefill_attention
 from ...operations.caches import write_kv
-from .attention import NAME, ForwardPass, reset_attention, set_attention
+from .attention import ForwardPass, choose_pagedkv, choose_transformers, running, uses_pagedkv
 from .cache import PagedCache
-from .layers import Layers
+from .layers import let_layers_find
 from .models import input_names, kv_shape, require_causal, require_supported, text_config, uncompiled
 from .paged import PagedPass, Pages
 
@@ -25,10 +25,11 @@ def use_pagedkv(model: PreTrainedModel) -> None:
     """Let a model of transformers compute attention with pagedkv.
 
     After it ``model.generate_batch`` and transformers' ContinuousBatchingManager read their own pages with pagedkv's
-    kernels, ``model.generate`` takes a `PagedCache`, and a `forward_pass` may be given to the model itself.
-    ``model.set_attn_implementation("sdpa")`` takes it back; transformers does not set that of Bloom, for which it is
-    ``model.config._attn_implementation = "eager"``. Where the model's device has no kernels, it warns, and the model
-    gets that, with which generate_batch works as well.
+    kernels, ``model.generate`` takes a `PagedCache`, and a `forward_pass` may be given to the model itself. Every other
+    call of the model computes attention as transformers does, with sdpa, or eager where the model had that or has no
+    other. ``model.set_attn_implementation("sdpa")`` takes all of it back; transformers does not set that of Bloom, for
+    which it is ``model.config._attn_implementation = "eager"``. Where the model's device has no kernels, it warns, and
+    the model keeps what it had, with which generate_batch works as well.
 
     Parameters
     ----------
@@ -45,15 +46,23 @@ def use_pagedkv(model: PreTrainedModel) -> None:
     try:
         _try_kernels(model)
     except (BackendUnavailableError, TypeError, ValueError) as error:
-        name = reset_attention(model)
+        name = choose_transformers(model)
         warnings.warn(f"pagedkv has no kernels for {model.device}, so attention is {name}: {error}", stacklevel=2)
         return
     set_attention(model)
-    if not any(isinstance(hook, _Passes) for hook in model._forward_pre_hooks.values()):
-        passes = _Passes(model)
-        model.register_forward_pre_hook(passes, with_kwargs=True)
-        model.register_forward_hook(_end, with_kwargs=True)
-        model.register_forward_hook(passes.end, always_call=True)
+
+
+def set_attention(model: PreTrainedModel) -> None:
+    """Let the model's layers compute attention with pagedkv where a call of the model has a forward pass.
+
+    It is what `use_pagedkv` does to a model that is supported, on a device with kernels.
+    """
+    choose_pagedkv(model)
+    if _begin not in model._forward_pre_hooks.values():
+        let_layers_find(model)
+        model.register_forward_pre_hook(_begin, with_kwargs=True)
+        model.register_forward_hook(_finish, with_kwargs=True)
+        model.register_forward_hook(_end, always_call=True)
 
 
 def _try_kernels(model: PreTrainedModel) -> None:
@@ -68,33 +77,45 @@ def _try_kernels(model: PreTrainedModel) -> None:
     prefill_attention(q, k_cache, v_cache, table[None], length, torch.cat([table, length]))
 
 
-class _Passes:
+@torch.compiler.disable
+def _begin(
+    model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Called before a model's forward: adds what the caches among its inputs say of this forward pass."""
+    made, named = inputs.get("forward_pass"), _named(model, args, inputs)
+    cache = _cache_of(named)
+    if uses_pagedkv(model):
+        made = made or _paged(inputs)
+        if made is not None or cache is not None:
+            require_causal(model, named)
+        if made is None and cache is not None:
+            made = _cached(model, cache, named)
+    elif made is not None or cache is not None:
+        # Other attention would see the new tokens alone.
+        raise RuntimeError(
+            f"the attention of {type(model).__name__} is {model.config._attn_implementation} now, which reads no "
+            "PagedKVCache: call use_pagedkv(model) again"
+        )
+    running.begin(made)
+    return None if made is None else (args, inputs | {"forward_pass": made})
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._layers = Layers(model)
 
-    @torch.compiler.disable
-    def __call__(
-        self, model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        made = inputs.get("forward_pass")
-        if model.config._attn_implementation == NAME:
-            require_causal(model, _named(model, args, inputs))
-            made = made or _paged(inputs) or _cached(model, _named(model, args, inputs))
-        elif made is not None or _cache_of(_named(model, args, inputs)) is not None:
-            # Other attention would see the new tokens alone.
-            raise RuntimeError(
-                f"the attention of {type(model).__name__} is {model.config._attn_implementation} now, which reads no "
-                "PagedKVCache: call use_pagedkv(model) again"
-            )
-        self._layers.begin(made)
-        return None if made is None else (args, inputs | {"forward_pass": made})
+@torch.compiler.disable
+def _finish(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any], outputs: Any) -> None:
+    """Called after a model's forward, unless it fails."""
+    if inputs.get("forward_pass") is not None and not running.has_attended:
+        raise RuntimeError(
+            f"the layers of {type(model).__name__} do not hand the keyword forward_pass on, and have attended without "
+            "the PagedKVCache: pagedkv cannot run this model; what it says without one is right"
+        )
+    if (cache := _cache_of(_named(model, args, inputs))) is not None:
+        cache.end()
 
-    @torch.compiler.disable
-    def end(self, model: PreTrainedModel, args: tuple[Any, ...], outputs: Any) -> None:
-        """Called after a model's forward, even if it fails."""
-        self._layers.end()
+
+@torch.compiler.disable
+def _end(model: PreTrainedModel, args: tuple[Any, ...], outputs: Any) -> None:
+    """Called after a model's forward, even if it fails."""
+    running.begin(None)
 
 
 def _paged(inputs: dict[str, Any]) -> ForwardPass | None:
@@ -118,11 +139,8 @@ def _cache_of(inputs: dict[str, Any]) -> PagedCache | None:
     return cache if isinstance(cache, PagedCache) else None
 
 
-def _cached(model: PreTrainedModel, inputs: dict[str, Any]) -> ForwardPass | None:
-    """The pass of ``generate`` with a PagedCache, if there is one."""
-    cache = _cache_of(inputs)
-    if cache is None:
-        return None
+def _cached(model: PreTrainedModel, cache: PagedCache, inputs: dict[str, Any]) -> ForwardPass:
+    """The pass of ``generate`` with a PagedCache."""
     cache.require_suits(model)
     if inputs.get("use_cache") is False:
         raise ValueError(
@@ -131,11 +149,4 @@ def _cached(model: PreTrainedModel, inputs: dict[str, Any]) -> ForwardPass | Non
         )
     tokens = inputs.get("input_ids")
     num_rows, length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[:2]
-    return cache.begin(num_rows, length, inputs.get("attention_mask"))
-
-
-@torch.compiler.disable
-def _end(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any], outputs: Any) -> None:
-    """Called after a model's forward, unless it fails."""
-    if (cache := _cache_of(_named(model, args, inputs))) is not None:
-        cache.end()
+    return cache.begin(num_rows, length, inputs.get("attention_mask"), inputs.get("position_ids"))

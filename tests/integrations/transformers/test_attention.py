@@ -37,11 +37,6 @@ def test_logits_of_a_ragged_batch(model):
         assert (torch.cat(rows) - exact).abs().max() <= bound
 
 
-def test_a_model_that_got_no_forward_pass_is_told_what_to_do(model):
-    with pytest.raises(RuntimeError, match=r"no forward_pass came to LlamaAttention: call use_pagedkv\(model\) first"):
-        model(torch.ones(1, 3, dtype=torch.long))
-
-
 @pytest.mark.parametrize(
     ("options", "what"),
     [

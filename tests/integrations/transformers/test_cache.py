@@ -185,6 +185,44 @@ def test_another_text_needs_a_reset(model, cache):
     assert cache.get_seq_length() == 37
 
 
+@pytest.mark.parametrize(("again", "columns"), [(0, 3), (0, 40), (30, 1), (30, 40)])
+def test_a_mask_of_another_width(model, cache, again, columns):
+    """generate drops one that hides nothing, and gives other positions and other tokens."""
+    with torch.no_grad():
+        model(IDS[:1], past_key_values=cache)
+    ids = torch.cat([IDS[:1, :again], IDS[:1, :1]], 1)
+    with pytest.raises(ValueError, match=r"position_ids must go on behind the 30 tokens .* of row 0, with 3\d, got"):
+        said(model, ids, torch.ones(1, columns, dtype=torch.long), past_key_values=cache)
+    assert cache.kv.seq_lens(cache.seqs).tolist() == [30]
+
+
+def test_positions_may_count_padding(model, cache):
+    """As a model counts them that is given none; in each way they go on."""
+    columns = torch.arange(30).expand(3, 30)
+    more, mask = torch.ones(3, 1, dtype=torch.long), torch.cat([MASK, torch.ones(3, 1, dtype=torch.long)], 1)
+    with torch.no_grad():
+        model(IDS, attention_mask=MASK, position_ids=columns, past_key_values=cache)
+        model(more, attention_mask=mask, position_ids=torch.full((1, 1), 30), past_key_values=cache)
+        with pytest.raises(
+            ValueError, match=r"position_ids must go on behind the 31 .* of row 0, with 31, got 32: gen"
+        ):
+            model(more, attention_mask=torch.cat([mask, more], 1), position_ids=more * 32, past_key_values=cache)
+    assert cache.kv.seq_lens(cache.seqs).tolist() == [31, 24, 2]
+
+
+@pytest.mark.parametrize("new", [slice(0, 30), slice(20, 30)])
+def test_padding_on_the_right(model, cache, new):
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, 25:] = 0
+    with torch.no_grad():
+        if new.start:
+            model(IDS[:2, : new.start], attention_mask=mask[:, : new.start], past_key_values=cache)
+        before = cache.get_seq_length()
+        with pytest.raises(ValueError, match=r"attention_mask must show the last token of row 1, .* pad on the left"):
+            said(model, IDS[:2], mask, past_key_values=cache)
+    assert cache.get_seq_length() == before
+
+
 def test_a_row_without_a_token_in_a_step(model, cache):
     """As in a loop whose rows end one after another."""
     rows, mask = IDS[:2], torch.cat([MASK[:2], torch.tensor([[1, 1], [0, 1]])], 1)

@@ -15,7 +15,7 @@ import transformers
 from pagedkv import BackendUnavailableError
 from pagedkv.integrations.transformers import NAME, Engine, PagedCache, use, use_pagedkv
 
-from .models import SIZES, eager_model, greedy, logits, make_model, prompts
+from .models import FAMILIES, SIZES, eager_model, greedy, logits, make_model, prompts
 
 TEXT, OTHER = prompts(20, 7)
 
@@ -92,13 +92,90 @@ def test_a_pass_that_somebody_keeps_has_ended():
     assert kept
 
 
-@pytest.mark.parametrize("family", ["Llama", "Bloom", "StableLm"])
-def test_without_a_pass_it_says_what_to_call(family):
-    """Bloom's own attention would get no mask, and see tokens to come."""
+PADDED = torch.tensor([TEXT, [0] * 13 + OTHER])
+SHOWN = (PADDED > 0).long()
+
+
+def perplexity(model):
+    with torch.no_grad():
+        return model(PADDED, attention_mask=SHOWN, labels=PADDED.masked_fill(SHOWN == 0, -100)).loss
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_pass_it_is_the_model_that_it_was(family):
+    """To the bit, with the masks of transformers: windows, softcap, sinks; before and after an engine has used it."""
     model = make_model(family)
+    ways = [{}, {"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static"}]
+    expected = perplexity(model), [greedy(model, [TEXT, OTHER], 3, **way) for way in ways]
     use_pagedkv(model)
-    with pytest.raises(RuntimeError, match=r"no forward_pass came to .*Attention: call use_pagedkv\(model\) first"):
-        model(torch.tensor([TEXT]))
+    assert (perplexity(model), [greedy(model, [TEXT, OTHER], 3, **way) for way in ways]) == expected
+    said(model)
+    assert perplexity(model) == expected[0]
+
+
+def test_eager_attention_is_kept_where_the_model_had_it():
+    model = make_model("Llama")
+    model.set_attn_implementation("eager")
+    use_pagedkv(model)
+    assert torch.equal(logits(model, TEXT), logits(eager_model("Llama"), TEXT))
+    use_pagedkv(model)
+    with (
+        mock.patch.object(use, "write_kv", side_effect=BackendUnavailableError("no GPU")),
+        pytest.warns(UserWarning, match="so attention is eager: no GPU"),
+    ):
+        use_pagedkv(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_without_a_pass_it_can_be_trained():
+    ours, theirs = make_model("Llama").train(), make_model("Llama").train()
+    use_pagedkv(ours)
+    for model in (ours, theirs):
+        model(PADDED, attention_mask=SHOWN, labels=PADDED).loss.backward()
+    for our, their in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(our.grad, their.grad)
+
+
+@pytest.mark.filterwarnings("default")  # those of torch's own modules, which a compilation imports
+@pytest.mark.parametrize("family", ["Llama", "GptOss"])
+def test_without_a_pass_it_can_be_compiled(family):
+    """Its graphs with pagedkv and those without are told apart."""
+    model = make_model(family)
+    expected = perplexity(model)
+    use_pagedkv(model)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(perplexity(compiled), expected)
+    cache = PagedCache(model, num_blocks=16)
+    with torch.no_grad():
+        paged = compiled(PADDED, attention_mask=SHOWN, past_key_values=cache).logits
+        theirs = eager_model(family)(PADDED, attention_mask=SHOWN).logits
+    torch.testing.assert_close(paged[SHOWN == 1], theirs[SHOWN == 1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(perplexity(compiled), expected)
+
+
+def test_layers_that_do_not_get_a_pass_are_noticed():
+    """They have attended to the new tokens alone, which for a first pass is right, and for others is not."""
+    model = make_model("Llama")
+    use_pagedkv(model)
+    cache = PagedCache(model, num_blocks=16)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda _, args, inputs: (args, inputs | {"forward_pass": None}), with_kwargs=True
+        )
+    with pytest.raises(RuntimeError, match=r"the layers of LlamaForCausalLM do not hand the keyword forward_pass on"):
+        model(torch.tensor([TEXT]), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    assert perplexity(model) == perplexity(make_model("Llama"))
+
+
+def test_a_part_of_a_model_does_not_fill_a_cache():
+    model = make_model("Llama")
+    use_pagedkv(model)
+    cache = PagedCache(model, num_blocks=16)
+    with torch.no_grad():
+        model(torch.tensor([TEXT]), past_key_values=cache)
+        with pytest.raises(RuntimeError, match=r"does not fill a PagedCache: call use_pagedkv\(model\) first"):
+            model.model(torch.tensor([OTHER]), past_key_values=cache)
 
 
 def test_images_whose_tokens_see_all_of_them_are_refused():
@@ -106,10 +183,16 @@ def test_images_whose_tokens_see_all_of_them_are_refused():
     text = transformers.Gemma3TextConfig(**SIZES | {"vocab_size": 300})
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     tower = transformers.SiglipVisionConfig(**vision)
-    config = transformers.Gemma3Config(text_config=text, vision_config=tower, image_token_index=299)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=tower, image_token_index=299, mm_tokens_per_image=49
+    )
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     expected = greedy(model, [TEXT], 4)
-    use_pagedkv(model)
+    image = {"input_ids": torch.tensor([[299] * 49 + TEXT]), "pixel_values": torch.ones(1, 3, 224, 224)}
+    with torch.no_grad():
+        seen = model(**image).logits
+        use_pagedkv(model)
+        assert torch.equal(model(**image).logits, seen)
     assert greedy(model, [TEXT], 4, past_key_values=PagedCache(model, num_blocks=16)) == expected
     pixels = torch.zeros(1, 3, 224, 224)
     for args, images in (
