@@ -27,6 +27,7 @@ def write_kv(
     sin: Any = None,
     positions: Any = None,
     interleaved: bool = False,
+    rotary_dim: int | None = None,
     backend: Backend = "auto",
     check: bool | None = None,
 ) -> None:
@@ -52,7 +53,7 @@ def write_kv(
         it is.
     positions : (num_tokens,) int32 or int64 array, optional
         Where each token stands in its sequence; required with cos and sin. That of a skipped token may be anything.
-    interleaved : bool
+    interleaved, rotary_dim
         As in :func:`~pagedkv.apply_rotary`; only with tables.
     backend, check
         As in :func:`~pagedkv.decode_attention`.

@@ -19,6 +19,7 @@ def apply_rotary(
     positions: Any,
     *,
     interleaved: bool = False,
+    rotary_dim: int | None = None,
     backend: Backend = "auto",
     out: Any = None,
     check: bool | None = None,
@@ -36,12 +37,16 @@ def apply_rotary(
     cos, sin : (max_positions, rotary_dim / 2) array
         Row p has the cosines and sines of the angles at position p, one for each pair; float32, or of q's dtype. They
         may be the halves of one table. rotary_dim is at most head_dim: dims from there on stay as they are. How angles
-        follow from positions, and with them all scaling to longer contexts, is up to the tables.
+        follow from positions, and with them all scaling to longer contexts, is up to the tables. Those of transformers
+        have each column twice: pass the first half of the columns.
     positions : (num_tokens,) int32 or int64 array
         Where each token stands in its sequence, from 0 to max_positions - 1.
     interleaved : bool
         False: dim i and dim i + rotary_dim / 2 are a pair, as in GPT-NeoX, Llama and Qwen of transformers. True: dims
         2i and 2i + 1, as in GPT-J, and in Llama as Meta published it.
+    rotary_dim : int, optional
+        How many dims are rotated, for a check: the tables must have half as many columns. Without it, tables on the
+        host that have each column twice are refused; those on a device are not read.
     backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
         "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
     out : (array, array or None), optional
@@ -60,7 +65,8 @@ def apply_rotary(
     TypeError
         Something is not an array, or has a wrong dtype or type; `out` is no pair.
     ValueError
-        A wrong shape, stride, alignment, side or option; an output that is read-only or overlaps.
+        A wrong shape, stride, alignment, side or option; tables that have each column twice; an output that is
+        read-only or overlaps.
     IndexError
         A position outside 0..max_positions-1.
     BackendUnavailableError

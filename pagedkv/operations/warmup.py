@@ -16,6 +16,7 @@ from ..validation.attention import attention_call
 from ..validation.caches import copy_call, gather_call, write_call
 from ..validation.merge import merge_call
 from ..validation.rotary import rotary_call
+from ..validation.tables import even_dim
 
 _KERNELS = {"vllm": ("v1", "v2"), "NHD": ("split",), "HND": ("split",)}
 # Kernel "split" is compiled with or without softcap and ALiBi; v1 and v2 decide when they run.
@@ -139,9 +140,7 @@ def warmup(
         merge = merge_call([q] * count, list(lses), backend="emulator")
     rotary = None
     if rotary_dim is not None:
-        dim = require.integer("rotary_dim", rotary_dim)
-        if dim % 2 or not 2 <= dim <= head_dim:
-            raise ValueError(f"rotary_dim must be even, from 2 to head_dim = {head_dim}, got {dim}")
+        dim = even_dim(rotary_dim, head_dim)
         table = np.ones((1, dim // 2), np.float32)
         tables = {"cos": table, "sin": table, "positions": slots, "interleaved": interleaved}
         own = {"q": q, "k": None, "backend": "emulator", "out": (q.copy(), None), "check": check}

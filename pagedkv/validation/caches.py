@@ -66,14 +66,15 @@ def write_call(given: Mapping[str, Any]) -> WriteCall:
     if placement.on_host:
         slots = placement.own(slots)
         values.slots(slots, geometry.num_blocks * geometry.block_size)
-    rotation = _rotation(views, placement, slots, bool(given["interleaved"])) if rotates else None
+    rotation = _rotation(given, views, placement, slots) if rotates else None
     spec = cache_spec(given["layout"], kind, geometry)
     return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked, rotation)
 
 
 def _rotates(given: Mapping[str, Any]) -> bool:
     """True if k is to be rotated; raise unless the arguments that say how are all there, or none of them."""
-    if given["cos"] is given["sin"] is given["positions"] is None and given["interleaved"] is False:
+    rotary_dim = given.get("rotary_dim")
+    if given["cos"] is given["sin"] is given["positions"] is rotary_dim is None and given["interleaved"] is False:
         return False
     there = [name for name in tables.NAMES if given[name] is not None]
     require.boolean("interleaved", given["interleaved"])
@@ -85,15 +86,19 @@ def _rotates(given: Mapping[str, Any]) -> bool:
         )
     if given["interleaved"] and not there:
         raise ValueError("interleaved says which dims are rotated together, and needs cos, sin and positions")
+    if rotary_dim is not None and not there:
+        raise ValueError("rotary_dim says how many dims are rotated, and needs cos, sin and positions")
     return bool(there)
 
 
-def _rotation(views: Mapping[str, Array], placement: Placement, slots: Array, interleaved: bool) -> Rotation:
+def _rotation(given: Mapping[str, Any], views: Mapping[str, Array], placement: Placement, slots: Array) -> Rotation:
     cos, sin, positions = (views[name] for name in tables.NAMES)
+    tables.require_rotary_dim(given.get("rotary_dim"), cos, views["k"].shape[2])
     if placement.on_host:
+        tables.require_columns_once(cos, sin, given.get("rotary_dim"))
         positions = placement.own(positions)
         values.positions(positions, len(cos), slots >= 0)
-    return Rotation(cos, sin, positions, interleaved)
+    return Rotation(cos, sin, positions, bool(given["interleaved"]))
 
 
 def gather_call(given: Mapping[str, Any]) -> GatherCall:

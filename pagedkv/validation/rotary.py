@@ -36,7 +36,9 @@ def rotary_call(given: Mapping[str, Any]) -> RotaryCall:
     require.boolean("interleaved", given["interleaved"])
     checked = require.check(given["check"])
     _require_writable(views)
+    tables.require_rotary_dim(given.get("rotary_dim"), cos, q.shape[2])
     if placement.on_host:
+        tables.require_columns_once(cos, sin, given.get("rotary_dim"))
         positions = placement.own(positions)
         values.positions(positions, len(cos))
     out = (views["out[0]"], views.get("out[1]")) if outs else None

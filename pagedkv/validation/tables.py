@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +14,21 @@ from . import require
 NAMES = ("cos", "sin", "positions")
 _POSITIONS = (np.dtype(np.int32), np.dtype(np.int64))
 _TABLE = "(max_positions, rotary_dim / 2)"
+_FIRST_HALVES = (
+    "of tables that have each column twice, as those of transformers, pass cos[:, :{half}] and sin[:, :{half}]"
+)
+_EVERY_SECOND = "of tables that have each column twice, pass every second one, copied: cos[:, ::2] and sin[:, ::2]"
 
 
 def require_shapes(views: Mapping[str, Array], num_tokens: int, head_dim: int) -> None:
     """Raise ValueError unless the tables and the positions among the views suit tokens and heads of these sizes."""
     cos = views["cos"]
+    if cos.ndim == 3:
+        raise ValueError(
+            f"cos must have shape {_TABLE}, got {cos.shape}; what a model of transformers makes has a row for each "
+            f"token, and each column twice: pass cos.flatten(0, 1)[:, :{cos.shape[2] // 2}], sin alike, and 0, 1, 2, "
+            "... as positions, one for each token"
+        )
     require.ndim("cos", cos, _TABLE, 2)
     if not 1 <= cos.shape[1] <= head_dim // 2:
         raise ValueError(
@@ -37,3 +48,46 @@ def require_dtypes(views: Mapping[str, Array], rotated: str) -> None:
     require.dtype("sin", views["sin"], cos.dtype, ", that of cos")
     if views["positions"].dtype not in _POSITIONS:
         raise TypeError(f"positions must have dtype int32 or int64, got {views['positions'].dtype}")
+
+
+def require_rotary_dim(rotary_dim: Any, cos: Array, head_dim: int) -> None:
+    """Raise unless the tables, whose shapes are as required, rotate `rotary_dim` dims, where the caller gives it."""
+    if rotary_dim is None:
+        return
+    dim, columns = even_dim(rotary_dim, head_dim), cos.shape[1]
+    if columns != dim // 2:
+        remedy = f"; {_FIRST_HALVES.format(half=dim // 2)}" if columns == dim else ""
+        raise ValueError(
+            f"cos must have rotary_dim / 2 = {dim // 2} columns, one for each pair of dims, got {columns}{remedy}"
+        )
+
+
+def even_dim(rotary_dim: Any, head_dim: int) -> int:
+    """rotary_dim as an int, or raise."""
+    dim = require.integer("rotary_dim", rotary_dim)
+    if dim % 2 or not 2 <= dim <= head_dim:
+        raise ValueError(f"rotary_dim must be even, from 2 to head_dim = {head_dim}, got {dim}")
+    return dim
+
+
+def require_columns_once(cos: Array, sin: Array, rotary_dim: Any) -> None:
+    """Raise ValueError if tables on the host have each column twice, where the caller gives no `rotary_dim`.
+
+    This looks at a few rows. One whose columns are all equal, as at position 0, says nothing.
+    """
+    half, odd = divmod(cos.shape[1], 2)
+    if odd or not len(cos) or rotary_dim is not None:
+        return
+    for what, other, first, second, remedy in (
+        ("equal halves", half, slice(half), slice(half, None), _FIRST_HALVES.format(half=half)),
+        ("equal neighbours", 1, slice(0, None, 2), slice(1, None, 2), _EVERY_SECOND),
+    ):
+        if sin[-1, 0] == sin[-1, other]:  # of most tables it is another angle
+            rows = [min(1, len(cos) - 1), len(cos) // 2, -1]
+            once, again = (np.stack([cos[rows, part], sin[rows, part]]) for part in (first, second))
+            if np.array_equal(once, again) and (once != once[..., :1]).any():
+                dim = 2 * cos.shape[1]
+                raise ValueError(
+                    f"cos and sin must have one column for each pair of dims, got {what}: {remedy}; or say "
+                    f"rotary_dim={dim} if these are to rotate {dim} dims"
+                )

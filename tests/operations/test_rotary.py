@@ -133,6 +133,67 @@ def test_llama_as_transformers_writes_it():
     assert torch.allclose(result, expected, rtol=0, atol=1e-6)
 
 
+def angles_of(max_positions, half):
+    return np.multiply.outer(np.arange(max_positions), 10000.0 ** (-np.arange(half) / half))
+
+
+def test_what_transformers_gives_its_layers():
+    """Partial rotary embedding: the message about its shape, and then that about its columns, say what to pass."""
+    rng = np.random.default_rng(7)
+    q, positions = torch.from_numpy(rng.standard_normal((7, 3, 64), np.float32)), [4, 0, 100, 2, 9, 9, 1]
+    both = torch.from_numpy(np.tile(angles_of(101, 8)[positions], 2)).float()[None]
+    cos, sin, tokens = both.cos(), both.sin(), torch.arange(7)
+    with pytest.raises(
+        ValueError, match=r"each column twice: pass cos.flatten\(0, 1\)\[:, :8\], sin alike, and 0, 1, 2"
+    ):
+        pagedkv.apply_rotary(q, None, cos, sin, tokens)
+    with pytest.raises(
+        ValueError, match=r"got equal halves: .* pass cos\[:, :8\] and sin\[:, :8\]; or say rotary_dim=32"
+    ):
+        pagedkv.apply_rotary(q, None, cos.flatten(0, 1), sin.flatten(0, 1), tokens)
+    tables = [x.flatten(0, 1)[:, :8] for x in (cos, sin)]
+    result, _ = pagedkv.apply_rotary(q, None, *tables, tokens, rotary_dim=16)
+    rotated, rest = q[..., :16], q[..., 16:]
+    expected = rotated * cos[0][:, None] + torch.cat((-rotated[..., 8:], rotated[..., :8]), -1) * sin[0][:, None]
+    torch.testing.assert_close(result, torch.cat((expected, rest), -1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("twice", "what"), [(lambda x: np.tile(x, 2), "halves"), (lambda x: np.repeat(x, 2, axis=1), "neighbours")]
+)
+def test_tables_with_each_column_twice(twice, what):
+    both = twice(angles_of(9, 4))
+    tables, kv = (np.cos(both).astype(np.float32), np.sin(both).astype(np.float32)), np.ones((2, 1, 64), np.float32)
+    caches, slots = np.zeros((2, 1, 4, 1, 64), np.float32), np.arange(2)
+    with pytest.raises(
+        ValueError, match=f"must have one column for each pair of dims, got equal {what}: .*rotary_dim=16"
+    ):
+        pagedkv.apply_rotary(kv, None, *tables, slots)
+    rotation = dict(zip(("cos", "sin", "positions"), (*tables, slots), strict=True))
+    with pytest.raises(ValueError, match=f"got equal {what}"):
+        pagedkv.write_kv(kv, kv, *caches, slots, **rotation)
+    assert not caches.any()
+    meant, _ = pagedkv.apply_rotary(kv, None, *tables, slots, rotary_dim=16)
+    np.testing.assert_array_equal(meant[0], kv[0])
+    assert (meant[1] != kv[1]).sum() == 16
+
+
+@pytest.mark.parametrize(
+    "angles",
+    [
+        np.zeros((9, 8)),  # as at position 0
+        np.ones((9, 8)),
+        angles_of(9, 8),
+        np.concatenate([np.repeat(angles_of(3, 4), 3, axis=0), np.tile(angles_of(3, 4), (3, 1))], axis=1),  # of a grid
+    ],
+)
+def test_tables_with_columns_that_are_equal_for_another_reason(angles):
+    q, positions = np.ones((9, 1, 16), np.float32), np.arange(9)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    expected = reference.apply_rotary(q, None, cos, sin, positions)[0]
+    np.testing.assert_allclose(pagedkv.apply_rotary(q, None, cos, sin, positions)[0], expected, rtol=0, atol=1e-6)
+
+
 def test_if_k_cannot_be_computed_q_is_as_before(monkeypatch):
     rng = np.random.default_rng(6)
     q, k = tokens_of(rng, 5, (2, 1), 16, np.dtype(np.float32))

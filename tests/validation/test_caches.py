@@ -116,6 +116,8 @@ ROTATE = [
         "interleaved says which dims are rotated together, and needs cos, sin and positions",
     ),
     (rotating(interleaved=1), TypeError, "interleaved must be True or False, got 1"),
+    ({"rotary_dim": 8}, ValueError, "rotary_dim says how many dims are rotated, and needs cos, sin and positions"),
+    (rotating(rotary_dim=12), ValueError, "cos must have rotary_dim / 2 = 6 columns, one for each pair of dims, got 8"),
     (rotating(sin=3.0), TypeError, "sin must be an array (NumPy, CuPy or torch), got float"),
     (rotating(cos=np.ones(8, np.float32)), ValueError, f"cos must have shape {TABLE}, got (8,)"),
     (

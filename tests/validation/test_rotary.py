@@ -80,6 +80,23 @@ WRONG = [
     ),
     (change("k", misaligned), ValueError, "k must be aligned to its item size of 4 bytes"),
     ({"interleaved": 1}, TypeError, "interleaved must be True or False, got 1"),
+    ({"rotary_dim": 8.0}, TypeError, "rotary_dim must be an int, got float"),
+    ({"rotary_dim": 3}, ValueError, "rotary_dim must be even, from 2 to head_dim = 16, got 3"),
+    ({"rotary_dim": 18}, ValueError, "rotary_dim must be even, from 2 to head_dim = 16, got 18"),
+    ({"rotary_dim": 12}, ValueError, "cos must have rotary_dim / 2 = 6 columns, one for each pair of dims, got 8"),
+    (
+        {"rotary_dim": 8},
+        ValueError,
+        "cos must have rotary_dim / 2 = 4 columns, one for each pair of dims, got 8; of tables that have each column "
+        "twice, as those of transformers, pass cos[:, :4] and sin[:, :4]",
+    ),
+    (
+        change("cos", lambda x: x[None]),
+        ValueError,
+        "cos must have shape (max_positions, rotary_dim / 2), got (1, 32, 8); what a model of transformers makes has a "
+        "row for each token, and each column twice: pass cos.flatten(0, 1)[:, :4], sin alike, and 0, 1, 2, ... as "
+        "positions, one for each token",
+    ),
     ({"check": "yes"}, TypeError, "check must be None, True or False, got 'yes'"),
     ({"out": 3}, TypeError, PAIR + "int"),
     ({"out": outs()[:1]}, TypeError, PAIR + "1 items"),
