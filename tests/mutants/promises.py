@@ -81,6 +81,13 @@ MUTANTS = [
         THREADS,
     ),
     Mutant(
+        "the last row of a square grid says that the tables have each column twice",
+        "validation/tables.py",
+        "rows = [min(1, len(cos) - 1), len(cos) // 2, -1]",
+        "rows = [-1]",
+        ("tests/operations/test_rotary.py::test_tables_with_columns_that_are_equal_for_another_reason",),
+    ),
+    Mutant(
         "threads: an interrupted caller waits for a share twice",
         "cpu/threads.py",
         "with self._turn:\n            pass",

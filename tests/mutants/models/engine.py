@@ -134,8 +134,8 @@ MUTANTS = [
     Mutant(
         "engine: a step goes on with attention that reads no cache",
         ROOM + "use.py",
-        "        elif made is not None or _cache_of",
-        "        elif _cache_of",
+        "    elif made is not None or cache is",
+        "    elif cache is",
         (TESTS + "test_a_step_needs_the_attention_of_pagedkv",),
     ),
 ]
