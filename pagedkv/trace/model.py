@@ -12,6 +12,8 @@ from ..memory.sizing import kv_bytes
 from ..typing import KvDtype
 
 # What transformers calls the numbers of a model's shape in config.json.
+MOST_CONFIG_BYTES = 16 * 2**20
+MOST_BYTES = 2**63  # of K and V
 CONFIG = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 
 
@@ -32,7 +34,11 @@ def read_config(path: str) -> dict[str, Any]:
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            text = opened.read(MOST_CONFIG_BYTES)
+            if opened.read(1):
+                raise ValueError(f"it has more than {MOST_CONFIG_BYTES} bytes")
+        config = json.loads(text)
         config = config.get("text_config", config)
         if "kv_lora_rank" in config:
             raise ValueError("its attention is MLA, which keeps a latent vector instead of K and V")
@@ -42,10 +48,18 @@ def read_config(path: str) -> dict[str, Any]:
         shape: dict[str, Any] = {ours: known.get(theirs) or 0 for ours, theirs in CONFIG.items()}
         dtype = config.get("dtype") or config.get("torch_dtype")
         shape |= {"dtype": dtype} if dtype else {}
-        kv_bytes(0, **shape)
+        _bytes(1, **shape)
         return shape
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} does not say the shape of a model ({error}): give --num-layers and so on") from error
+    except (AttributeError, OverflowError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+        said = str(error).replace("\n", " ")[:200]
+        raise ValueError(f"{file} does not say the shape of a model ({said}): give --num-layers and so on") from error
+
+
+def _bytes(num_tokens: int, **shape: Any) -> int:
+    num_bytes = kv_bytes(num_tokens, **shape)
+    if num_bytes > MOST_BYTES:
+        raise ValueError("the K and V take more than 2**63 bytes")
+    return num_bytes
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -83,7 +97,7 @@ def run(
     model["kv_dtype"] = kv_dtype
 
     def size(tokens: int, rounded: int = 1) -> int:
-        return kv_bytes(tokens, **model, block_size=rounded)
+        return _bytes(tokens, **model, block_size=rounded)
 
     head = {name: model[name] for name in CONFIG} | {"stored as": kv_dtype or str(model["dtype"])}
     rows = [head | {"bytes of a token": size(1), f"of a block of {block_size}": size(1, block_size)}]

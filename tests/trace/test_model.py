@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pagedkv.__main__ import main
-from pagedkv.trace.model import read_config
+from pagedkv.trace.model import MOST_CONFIG_BYTES, read_config
 
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "torch_dtype": "bfloat16"}
 EXPECTED = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -35,6 +35,12 @@ def test_the_shape_of_a_model(tmp_path, config, expected):
         (json.dumps(LLAMA | {"hidden_size": "4096"}), "unsupported operand"),
         (json.dumps(LLAMA | {"kv_lora_rank": 512}), "its attention is MLA"),
         (json.dumps(LLAMA | {"dtype": "int4"}), "dtype must be float32, float16 or bfloat16, got 'int4'"),
+        ("[" * 100_000, "maximum recursion depth exceeded"),
+        (json.dumps(LLAMA | {"num_hidden_layers": 10**3999}), "the K and V take more than 2**63 bytes"),
+        (json.dumps(LLAMA | {"hidden_size": float("nan")}), "head_dim must be an int, got float"),
+        (json.dumps(LLAMA | {"text_config": None}), "NoneType"),
+        (json.dumps(LLAMA | {"dtype": "float32,("}), "dtype must be"),
+        (" " * (MOST_CONFIG_BYTES + 1), f"it has more than {MOST_CONFIG_BYTES} bytes"),
     ],
 )
 def test_configs_that_say_no_shape(tmp_path, text, message, capsys):
