@@ -42,6 +42,7 @@ def assert_matches_reference(
     group_sizes: Sequence[int] | None = None,
     poisons: Sequence[str] = tuple(POISONS),
     contiguous: bool = False,
+    finite_left_of_window: bool = False,
     factor: float = 2,
     max_examples: int = 400,
     max_seconds: float = 60,
@@ -78,6 +79,9 @@ def assert_matches_reference(
         What the unused holds: "nan", "inf" and "huge" with entries of tables that are no block; "zero" with block 0.
     contiguous : bool
         No gaps and no views: each array is C-contiguous.
+    finite_left_of_window : bool
+        In decode, keys and values left of the window are poison, for no function needs to read them. True leaves finite
+        ones there, for a function that multiplies them by weights of 0.
     factor : float
         Of :func:`assert_close`: errors of dense attention in q's dtype that are allowed.
     max_examples : int
@@ -123,6 +127,7 @@ def assert_matches_reference(
         poisons=tuple(poisons),
         strides=("own",) if contiguous else STRIDES,
         contiguous=contiguous,
+        finite_left_of_window=finite_left_of_window,
     )
     layouts = layouts or (("NHD", "HND", "vllm") if "layout" in takes else ("NHD",))
     if dtypes is None:

@@ -192,6 +192,30 @@ def test_where_nothing_is_tried_nothing_passes(named, says):
         assert_matches_reference(numpy_decode, **named)
 
 
+def masked_decode(q, k_cache, v_cache, block_tables, seq_lens, *, window=None):
+    """The usual mask of a window: scores of -inf, and all values multiplied by their weights."""
+    out = np.zeros_like(q)
+    group = q.shape[1] // k_cache.shape[2]
+    for i, length in enumerate(seq_lens):
+        t = np.arange(length)
+        slots = block_tables[i, t // k_cache.shape[1]], t % k_cache.shape[1]
+        k, v = (np.repeat(cache[slots], group, 1) for cache in (k_cache, v_cache))
+        logits = np.einsum("hd,thd->ht", q[i], k) / np.sqrt(q.shape[2])
+        if window is not None:
+            logits[:, : max(0, length - window)] = -np.inf
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
+        out[i] = np.einsum("ht,thd->hd", weights / weights.sum(axis=1, keepdims=True), v)
+    return out
+
+
+def test_a_function_that_multiplies_what_is_left_of_the_window_learns_what_is_there():
+    with pytest.raises(AssertionError, match=r"got nan|: nan, expected") as caught:
+        assert_matches_reference(masked_decode, max_examples=60, head_dims=(64,))
+    line = str(caught.value).splitlines()[-1]
+    assert re.fullmatch("window: keys and values left of it hold (nan|-inf).*finite_left_of_window=True.*", line)
+    assert assert_matches_reference(masked_decode, max_examples=60, head_dims=(64,), finite_left_of_window=True) == 60
+
+
 def test_what_has_no_signature_needs_names():
     class Kernel:
         __signature__ = "nothing"

@@ -46,6 +46,8 @@ class Spec:
         What the unused holds: "nan", "inf", "huge" or "zero".
     contiguous : bool
         q has no gaps.
+    finite_left_of_window : bool
+        In decode, the cache holds the sequence's own keys and values left of the window, instead of poison.
     """
 
     seq_lens: tuple[int, ...] = (37, 5)
@@ -74,6 +76,12 @@ class Spec:
     placement_seed: int = 0
     poison: str = "nan"
     contiguous: bool = False
+    finite_left_of_window: bool = False
+
+    @property
+    def poisons_left_of_window(self) -> bool:
+        """Decode never needs what lies left of the window."""
+        return self.query_lens is None and self.window is not None and not self.finite_left_of_window
 
     @property
     def num_heads(self) -> int:
@@ -103,10 +111,17 @@ class Spec:
         said = {
             "needles": "KV head h has one key that takes all the weight, at position needles[h % len(needles)]",
             "fingerprint": "values are the numbers of their block, offset and head",
+            "padding_rows": "the last rows of q belong to no sequence, and hold nan",
             "poison": f"unused slots and blocks hold {held}, unused entries of tables {', '.join(map(str, entries))}",
         }
         text = repr(self)
-        return "\n".join([text, *(f"{word}: {means}" for word, means in said.items() if f"{word}=" in text)])
+        lines = [f"{word}: {means}" for word, means in said.items() if f"{word}=" in text]
+        if self.poisons_left_of_window:
+            lines.append(
+                f"window: keys and values left of it hold {held}, which times 0 may be nan; finite_left_of_window=True "
+                "leaves the sequence's own there"
+            )
+        return "\n".join([text, *lines])
 
 
 @dataclasses.dataclass
@@ -180,9 +195,7 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
         block, offset = blocks[position // spec.block_size], position % spec.block_size
         if spec.fingerprint:
             v = _fingerprints(spec, block, offset)
-        first = 0  # decode never reads what lies before the window: leave it poisoned
-        if spec.query_lens is None and spec.window is not None:
-            first = max(0, length - spec.window)
+        first = max(0, length - spec.window) if spec.poisons_left_of_window and spec.window else 0
         k_pool[block[first:], offset[first:]] = k[first:]
         v_pool[block[first:], offset[first:]] = v[first:]
 

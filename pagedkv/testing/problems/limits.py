@@ -41,6 +41,8 @@ class Limits:
         "own" caches, "halves" of one array, "strided": gaps on every axis.
     contiguous : bool
         q has no gaps either.
+    finite_left_of_window : bool
+        Keys and values left of the window are not poisoned in decode.
     options : tuple of str
         Which of scale, softcap, alibi_slopes, window, sinks, causal and k_scale (with v_scale) may be other than their
         default.
@@ -68,6 +70,7 @@ class Limits:
     group_sizes: tuple[int, ...] = GROUP_SIZES
     strides: tuple[str, ...] = STRIDES
     contiguous: bool = False
+    finite_left_of_window: bool = False
     options: tuple[str, ...] = OPTIONS
     score_mods: tuple[Callable[..., Any] | None, ...] = (None,)
     poisons: tuple[str, ...] = tuple(POISONS)

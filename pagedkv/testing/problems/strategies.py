@@ -99,6 +99,8 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
         seed=draw(st.integers(0, 2**16)),
         poison=draw(_one_of(*limits.poisons)),
     )
+    if spec.poisons_left_of_window and limits.finite_left_of_window:
+        spec = spec.replace(finite_left_of_window=True)
     if limits.needles and draw(_one_of(False, False, False, True)):
         spec = spec.replace(needles=draw(_needles(spec)), fingerprint=draw(st.booleans()))
     return spec
