@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from importlib import import_module
 from typing import Any
 
@@ -31,9 +32,20 @@ COMMANDS = {
 }
 
 
-def _progress(text: str) -> None:
-    if is_terminal():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+class _Progress:
+    """Says on stderr what a command is at: on a terminal in place, elsewhere in a line of its own now and then."""
+
+    PAUSE_S = 3.0
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + self.PAUSE_S
+
+    def __call__(self, text: str) -> None:
+        if is_terminal():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        elif text and sys.stderr is not None and (now := time.monotonic()) >= self._next:
+            self._next = now + self.PAUSE_S
+            print(text, file=sys.stderr, flush=True)
 
 
 def _repeats(text: str) -> int:
@@ -110,11 +122,11 @@ def _run(
     if group and group not in (options["groups"] or [group]):
         print(f"--plot draws the group {group}: name it with --only", file=sys.stderr)
         return 2
-    code = 0
+    code, progress = 0, _Progress()
     try:
         if drawing:
             drawing.require()
-        rows = module.run(progress=_progress, **options)
+        rows = module.run(progress=progress, **options)
     except KeyboardInterrupt as interruption:
         print("\ninterrupted", file=sys.stderr)
         code, rows = 130, interruption.rows if isinstance(interruption, report.Interrupted) else []
@@ -124,7 +136,7 @@ def _run(
     except refusals as error:
         print(error, file=sys.stderr)
         return 2
-    _progress("")
+    progress("")
     written = _write(getattr(report, form or "as_table")(rows)) if rows else 0
     if drawing and not code:
         try:

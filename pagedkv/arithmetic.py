@@ -41,10 +41,10 @@ _quiet = Context()
 _quiet.run(np.seterr, all="ignore")
 
 
-def plain(compute: Callable[P, R]) -> Callable[P, R]:
+def with_default_float_env(compute: Callable[P, R]) -> Callable[P, R]:
     """A function that computes under the defaults, in a thread that is afterwards as it was before."""
 
-    def compute_plainly(*args: P.args, **kwargs: P.kwargs) -> R:
+    def compute_by_defaults(*args: P.args, **kwargs: P.kwargs) -> R:
         environment = _Environment()
         _get_environment(environment)
         try:
@@ -54,4 +54,4 @@ def plain(compute: Callable[P, R]) -> Callable[P, R]:
             # Python looks for interrupts after calls of C, not before: this one happens.
             _set_environment(environment)
 
-    return compute_plainly
+    return compute_by_defaults

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol, cast
 
-from .arithmetic import plain
+from .arithmetic import with_default_float_env
 from .arrays import Array
 from .calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, SwapCall, WriteCall
-from .compiling.compile_thread import apart
+from .compiling.compile_thread import on_compile_thread
 from .placement import Placement
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def backend_of(placement: Placement) -> Backend:
     backend = _backends.get(placement.backend)
     if backend is None:
         # numba does not survive an interrupt in the middle of its import
-        backend = _backends[placement.backend] = apart(lambda: _load(placement.backend))
+        backend = _backends[placement.backend] = on_compile_thread(lambda: _load(placement.backend))
     return backend
 
 
@@ -65,7 +65,7 @@ def _load(name: str) -> Backend:
         from .emulator import EmulatorDevice
 
         emulator = KernelBackend(lambda placement: (placement.emulator or EmulatorDevice()).again())
-        return cast(Backend, SimpleNamespace(**{x: plain(getattr(emulator, x)) for x in _OPERATIONS}))
+        return cast(Backend, SimpleNamespace(**{x: with_default_float_env(getattr(emulator, x)) for x in _OPERATIONS}))
     from .cuda.backend import GpuBackend
 
     return GpuBackend()

@@ -186,7 +186,7 @@ def test_settings_are_as_before_after_a_call_and_after_an_exception():
             CALLS[name]()
             assert state() == before
         with pytest.raises(MemoryError):
-            arithmetic.plain(fail)()
+            arithmetic.with_default_float_env(fail)()
         assert state() == before
     assert state() == default
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -201,6 +202,19 @@ def test_info_needs_no_extra():
         "CuPy and torch arrays, on a GPU": missing["CuPy and torch arrays, on a GPU"],  # depends on the machine
         'backend="emulator"': 'pip install "pagedkv[emulator]"',
     }
+
+
+def test_without_a_terminal_a_command_says_now_and_then_what_it_is_at(monkeypatch, capsys):
+    def run(progress):
+        for seconds in range(7):
+            progress(f"after {seconds} s")
+        return [{"what": "pagedkv"}]
+
+    clock = iter([100, *range(100, 107)])
+    monkeypatch.setattr("pagedkv.__main__.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("pagedkv.info.command.run", run)
+    assert main(["info"]) == 0
+    assert capsys.readouterr().err == "after 3 s\nafter 6 s\n"
 
 
 def test_a_process_without_stderr_runs_the_commands_all_the_same(monkeypatch, capsys):

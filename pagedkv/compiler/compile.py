@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import kernels
-from ..compiling.compile_thread import apart, made_once
+from ..compiling.compile_thread import made_once, on_compile_thread
 from ..compiling.kernel_cache import Store, hash_of_sources
-from ..compiling.progress import told
+from ..compiling.progress import showing_progress
 from ..compiling.score_mod import can_raise, refusal
 from ..environment import cache_dir
 from ..errors import BackendUnavailableError
@@ -78,7 +78,7 @@ class CompiledKernel:
         BackendUnavailableError
             nvJitLink is not installed, or is too old for the device.
         """
-        return self._linked or apart(self._link)
+        return self._linked or on_compile_thread(self._link)
 
     @property
     def cubin(self) -> bytes:
@@ -138,7 +138,7 @@ def _load_or_compile(
     with suppress(ValueError, TypeError, KeyError):
         header, ptx = (store.load(key) or b"").decode().split("\n", 1)
         return CompiledKernel(name, entry, ptx, int(json.loads(header)["num_threads"]), capability)
-    with told(f"the kernel {make.__name__.removeprefix('make_')} for {capability[0]}.{capability[1]}"):
+    with showing_progress(f"the kernel {make.__name__.removeprefix('make_')} for {capability[0]}.{capability[1]}"):
         ptx, num_threads = _compile(make, config, capability, lineinfo, entry)
     header = json.dumps({"name": name, "num_threads": num_threads})
     store.save(key, f"{header}\n{ptx}".encode())

@@ -1,7 +1,7 @@
 """Compiling on a thread that no signal reaches.
 
 Python runs signal handlers in the main thread alone, between any two steps of it: a KeyboardInterrupt in the middle of
-a compilation, or of an import, leaves numba's registries half filled for good. Here the caller waits in C and can be
+a compilation, or of an import, leaves numba's registries half filled for good. Here the caller only waits and can be
 interrupted; what has begun for it is finished all the same, and the next call finds it. What has not begun is dropped.
 """
 
@@ -10,18 +10,18 @@ from __future__ import annotations
 import atexit
 import logging  # noqa: F401 (its hook at a fork is to be registered before the one below, and so to run after it)
 import os
-from collections.abc import Callable, Hashable
-from contextlib import suppress
-from queue import Empty, SimpleQueue
-from threading import RLock
-from typing import Any, Generic, TypeVar, cast
+from _thread import start_new_thread
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from threading import RLock, get_ident
+from typing import Any, Generic, TypeVar
 
-from ..thread_start import start_thread
 from .progress import erase
 
 T = TypeVar("T")
 
-WAKE_S = 0.1  # the longest that an interrupt waits
+WAKE_S = 0.1  # a signal that comes just before a wait does not end it
 
 _turn = RLock()  # one compilation at a time: the overrides of numba-cuda are not made for two
 
@@ -51,7 +51,7 @@ class MadeOnce(Generic[T]):
 
     def __call__(self, *args: Hashable) -> T:
         found = self.made.get(args)
-        return apart(lambda: self._made_of(args)) if found is None else found
+        return on_compile_thread(lambda: self._made_of(args)) if found is None else found
 
     def _made_of(self, args: tuple[Hashable, ...]) -> T:
         if args not in self.made:  # another caller may have been first, or this one was interrupted before
@@ -66,70 +66,55 @@ def made_once(*, most: int) -> Callable[[Callable[..., T]], MadeOnce[T]]:
     return lambda make: MadeOnce(make, most=most)
 
 
-def apart(work: Callable[[], T]) -> T:
+def on_compile_thread(work: Callable[[], T]) -> T:
     """Do some work on a thread that no signal reaches, and wait for it."""
-    if _mine():  # work that asks for other work
+    if _turn._is_owned():  # type: ignore[attr-defined]  # work that asks for other work
         return work()
-    answer: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-    wanted = [work]  # by whoever comes first: a thread that is only slow to begin, or the caller in its place
-
-    def run(begun: Callable[[], object]) -> None:
-        begun()
-        with _turn:
-            if not wanted:
-                return
-            work = wanted.pop()
-            try:
-                answer.put((work(), None))
-            except BaseException as error:
-                answer.put((None, error))
-
+    future: Future[T] = Future()
     try:
         try:
-            start_thread(run)
+            start_new_thread(_do, (work, future))
         except RuntimeError:  # no further thread can be started, or the interpreter is about to end
-            run(lambda: None)
-        result, error = _next(answer)
+            _do(work, future)
+        while not wait([future], WAKE_S).done:
+            pass
     except BaseException:
-        wanted.clear()
+        future.cancel()
         erase()
         raise
-    if error is not None:
-        raise error
-    return cast("T", result)
+    return future.result()
 
 
-def _next(answers: SimpleQueue[T]) -> T:
-    """Wait for an answer, a little at a time: a signal that comes just before a wait does not end it."""
-    while True:
-        with suppress(Empty):
-            return answers.get(timeout=WAKE_S)
+def _do(work: Callable[[], Any], future: Future[Any]) -> None:
+    with _turn, _working_directory():
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
 
 
-def _mine() -> bool:
-    return bool(_turn._is_owned())  # type: ignore[attr-defined]
-
-
-def _wait() -> None:
-    """Wait for the compilation in progress and keep others from starting, whatever signal handlers raise meanwhile."""
-    raised = None
-    while not _mine():
-        try:
-            _turn.acquire()
-        except BaseException as error:
-            raised = error
-    if raised is not None:
-        raise raised
+@contextmanager
+def _working_directory() -> Iterator[None]:
+    """numba names files as seen from the working directory. Where that has been deleted, give this thread another."""
+    thread, getcwd = get_ident(), os.getcwd
+    try:
+        getcwd()
+    except FileNotFoundError:
+        os.getcwd = lambda: os.sep if get_ident() == thread else getcwd()
+    try:
+        yield
+    finally:
+        os.getcwd = getcwd
 
 
 if hasattr(os, "register_at_fork"):
-    # A child has no other thread of its parent: what one of them was compiling would never be finished, and what it
-    # held would never be released.
-    os.register_at_fork(before=_wait, after_in_parent=_turn.release, after_in_child=_turn.release)
+    # A child has no other thread of its parent: what one of them was compiling would never be finished.
+    os.register_at_fork(before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_turn.release)
 
 
 @atexit.register
 def _finish() -> None:
-    """LLVM must not be at work when the process tears its libraries down."""
+    """Wait for a compilation: LLVM must not be at work when the process tears its libraries down."""
     with _turn:
         pass

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from .private_folder import PrivateFolder, RefusedError, open_private
+from . import private_folder
+from .private_folder import RefusedError
 
 DIGEST_BYTES = 32
 MOST_FILES = 1000
 MOST_BYTES = 256 * 1024 * 1024
+MOST_FILE_BYTES = 16 * 1024 * 1024  # the largest kernels have some 250 KB: a longer file is none
+
+DAMAGED = "a compiled kernel in %s is not used, and compiled again: %s; if you do not know why, delete the folder"
+REFUSED = (
+    "compiled kernels are not kept in %s: %s; set PAGEDKV_CACHE_DIR to a folder of your own, in folders that nobody "
+    "else may write to (chmod go-w)"
+)
+UNUSABLE = (
+    "compiled kernels cannot be kept in %s (%s), and every process compiles them again: set PAGEDKV_CACHE_DIR to a "
+    "folder of your own"
+)
 
 T = TypeVar("T")
-_said: set[Path | None] = set()  # the directories of which has been said what is wrong with them
+_said: set[tuple[Path | None, str]] = set()  # the folders of which has been said what is wrong with them, and how
 
 
 def hash_of_sources(*paths: Path) -> bytes:
@@ -35,10 +47,10 @@ def hash_of_sources(*paths: Path) -> bytes:
 class Store:
     """Byte blobs by key, one file each.
 
-    A blob that is missing, truncated, altered or saved under another key counts as absent, and an unusable directory
-    keeps nothing: the caller compiles again. What is loaded gets executed, so only a directory is used that is proven
-    to be the user's alone (`private_folder.open_private`), and in it only regular files of the user's. What is refused,
-    or cannot be written, is logged, once for each directory.
+    A blob that is missing, damaged or saved under another key counts as absent, and a directory that cannot be used
+    keeps nothing: the caller compiles again. What is loaded gets executed, so directories and files are used only if
+    nobody but the user and root may write to them (`private_folder`). The logger says what is refused or cannot be
+    written, each kind of fault once for all stores in a folder.
 
     Parameters
     ----------
@@ -69,34 +81,30 @@ class Store:
 
     def load(self, key: bytes) -> bytes | None:
         """The blob of a key (any bytes), or None."""
-        digest, name = self._place(key)
+        digest = hashlib.sha256(key).digest()
 
-        def read(folder: PrivateFolder) -> bytes:
-            content = folder.read(name)
+        def load(path: Path) -> bytes:
+            content = private_folder.read(path, MOST_FILE_BYTES)
             body = content[DIGEST_BYTES:]
             if hashlib.sha256(digest + body).digest() != content[:DIGEST_BYTES]:
-                raise RefusedError(folder.path / name, "is damaged, or was saved under another name")
+                raise RefusedError(path, "is damaged, or was saved under another name")
             return body
 
-        return self._in_folder(read, make=False)
+        return self._with_file(digest, load, make=False)
 
     def save(self, key: bytes, body: bytes) -> None:
         """Keep a blob, whole or not at all. Failure to write only costs time at the next start, and is logged."""
-        digest, name = self._place(key)
-        # Named like a blob, so that what a killed process leaves behind is evicted in turn.
-        unfinished = f"new-{secrets.token_hex(8)}{self._suffix}"
-
-        def write(folder: PrivateFolder) -> None:
-            folder.write(name, hashlib.sha256(digest + body).digest() + body, by_way_of=unfinished)
-            self._drop_oldest(folder, name)
-
-        self._in_folder(write, make=True)
-
-    def _place(self, key: bytes) -> tuple[bytes, str]:
         digest = hashlib.sha256(key).digest()
-        return digest, digest.hex()[:40] + self._suffix
 
-    def _in_folder(self, use: Callable[[PrivateFolder], T], *, make: bool) -> T | None:
+        def save(path: Path) -> None:
+            private_folder.write(path, hashlib.sha256(digest + body).digest() + body)
+            self._drop_oldest(path)
+
+        if len(body) <= MOST_FILE_BYTES - DIGEST_BYTES:
+            self._with_file(digest, save, make=True)
+
+    def _with_file(self, digest: bytes, use: Callable[[Path], T], *, make: bool) -> T | None:
+        """What `use` makes of the file of a key, None if there is none to be had."""
         if not self._keep:
             return None
         if self.directory is None:
@@ -104,46 +112,31 @@ class Store:
                 _say(None, "compiled kernels are kept nowhere, for there is no home directory: set PAGEDKV_CACHE_DIR")
             return None
         try:
-            with open_private(self.directory, make=make) as folder:
-                return use(folder)
+            private_folder.require_private(self.directory, make=make)
+            return use(self.directory / (digest.hex()[:40] + self._suffix))
         except RefusedError as refused:
-            _say_refused(self.directory, refused)
+            _say(self.directory, DAMAGED if refused.path.parent == self.directory else REFUSED, refused)
         except OSError as error:
             if make:  # nothing to load is no fault
-                _say(
-                    self.directory,
-                    "compiled kernels cannot be kept in %s (%s), and every process compiles them again: set "
-                    "PAGEDKV_CACHE_DIR to a folder of your own",
-                    self.directory,
-                    error.strerror,
-                )
+                _say(self.directory, UNUSABLE, error.strerror)
         return None
 
-    def _drop_oldest(self, folder: PrivateFolder, newest: str) -> None:
-        files = [
-            (name != newest, -facts.st_mtime_ns, facts.st_size, name)
-            for name, facts in folder.files()
-            if name.endswith(self._suffix)
-        ]
+    def _drop_oldest(self, newest: Path) -> None:
+        files = []
+        for path in newest.parent.glob(f"*{self._suffix}"):  # one that a killed process has begun is among them
+            with suppress(OSError):  # another process may delete it first
+                facts = path.lstat()
+                files.append((path != newest, -facts.st_mtime_ns, facts.st_size, path))
         total = 0
-        for count, (_, _, nbytes, name) in enumerate(sorted(files), start=1):
+        for count, (_, _, nbytes, path) in enumerate(sorted(files), start=1):
             total += nbytes
             if count > self._most_files or total > self._most_bytes:
-                folder.remove(name)
-
-
-def _say_refused(directory: Path, refused: RefusedError) -> None:
-    if refused.path.parent == directory:
-        text = "a compiled kernel in %s is not used, and compiled again: %s; if you do not know why, delete the folder"
-    else:
-        text = (
-            "compiled kernels are not kept in %s: %s; set PAGEDKV_CACHE_DIR to a folder of your own, in folders that "
-            "nobody else may write to (chmod go-w)"
-        )
-    _say(directory, text, directory, refused)
+                with suppress(OSError):
+                    path.unlink()
 
 
 def _say(directory: Path | None, text: str, *args: object) -> None:
-    if directory not in _said:
-        _said.add(directory)
-        logging.getLogger("pagedkv").warning(text, *args)
+    """Warn, once for all directories in a folder: one for each kind of kernels."""
+    if (about := (directory and directory.parent, text)) not in _said:
+        _said.add(about)
+        logging.getLogger("pagedkv").warning(text, *filter(None, (directory,)), *args)

@@ -1,9 +1,11 @@
-"""A line on the terminal while a kernel is compiled, which takes seconds."""
+"""What is said while a kernel is compiled, which takes seconds: records of the logger, and a line on stderr."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -12,18 +14,28 @@ from contextlib import contextmanager, suppress
 # comes where it would without the line: the end erases what is right of the cursor, wherever that is by then.
 _BEGIN, _BACK, _END = "\0337\033[?7l", "\033[?7h\0338", "\033[K"
 
+_logger = logging.getLogger("pagedkv")
+
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
-    """Say on stderr that something is being compiled, if that is a terminal, and take it back at the end."""
-    terminal = is_terminal()
+def showing_progress(what: str) -> Iterator[None]:
+    """Say that something is being compiled, and how long it has taken.
+
+    The logger gets both at INFO. On stderr a terminal shows a line that goes at the end. Elsewhere, as in a notebook or
+    a container, there is a line that stays, unless the program has configured logging: then its handlers decide.
+    """
+    terminal, begun = is_terminal(), time.perf_counter()
+    _logger.info("compiling %s", what)
     if terminal:
         _write(f"{_BEGIN}pagedkv: compiling {what}, once ...{_BACK}")
+    elif not _logger.hasHandlers() and _logger.level <= logging.INFO:
+        _write(f"pagedkv: compiling {what}, once ...\n")
     try:
         yield
     finally:
         if terminal:
             _write(_END)
+    _logger.info("compiled %s in %.1f s", what, time.perf_counter() - begun)
 
 
 def erase() -> None:
@@ -41,6 +53,6 @@ def is_terminal() -> bool:
 
 
 def _write(text: str) -> None:
-    with suppress(OSError, ValueError):
+    with suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..arithmetic import plain
+from ..arithmetic import with_default_float_env
 from ..arrays import Array
 from ..calls import AttentionCall, WriteCall
 from ..compiling.compile_thread import made_once
@@ -16,11 +16,11 @@ from . import blocks, merge, rotary
 if TYPE_CHECKING:
     from .attention.prepared import Prepared
 
-gather_kv = plain(blocks.gather_kv)
+gather_kv = with_default_float_env(blocks.gather_kv)
 copy_blocks, swap_blocks = blocks.copy_blocks, blocks.swap_blocks
-merge_states = plain(merge.merge_states)
-apply_rotary = plain(rotary.apply_rotary)
-_write_rounded = plain(blocks.write_kv)
+merge_states = with_default_float_env(merge.merge_states)
+apply_rotary = with_default_float_env(rotary.apply_rotary)
+_write_rounded = with_default_float_env(blocks.write_kv)
 
 
 def write_kv(call: WriteCall) -> None:
@@ -35,19 +35,19 @@ def _attention() -> Any:
     return prepared
 
 
-@plain
+@with_default_float_env
 def attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Run a call of decode_attention or prefill_attention."""
     _attention().attend(call, out, lse)
 
 
-@plain
+@with_default_float_env
 def prepare(call: AttentionCall) -> Prepared:
     """What a call launches, for it and for others like it."""
     return _attention().prepare(call)
 
 
-@plain
+@with_default_float_env
 def run(prepared: Prepared, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array) -> None:
     """Run what was prepared, for other q and caches that are alike."""
     prepared.run(q, k_cache, v_cache, out, lse)

@@ -27,7 +27,7 @@ from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
 from ..compiling.kernel_cache import Store, hash_of_sources
-from ..compiling.progress import told
+from ..compiling.progress import showing_progress
 from ..environment import cache_dir
 from ..errors import BackendUnavailableError
 
@@ -103,7 +103,7 @@ def compile_kernel(
         header, code = (store.load(key) or b"").split(b"\n", 1)
         return _load(function, _Symbols(**json.loads(header)), code)
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
-    with told(f"{function.__name__} for the CPU"):
+    with showing_progress(f"{function.__name__} for the CPU"):
         dispatcher.compile(signature)
     (compiled,) = dispatcher.overloads.values()
     library = compiled.library

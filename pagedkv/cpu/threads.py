@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from _thread import allocate_lock
+from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable
 from ctypes import addressof, c_int64
 from queue import SimpleQueue
@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from ..environment import MOST_THREADS, num_threads
-from ..thread_start import start_thread
 from .processors import Workers
 
 ALONE_NS = 50_000  # below, a helper would come after most is done
@@ -72,10 +71,9 @@ class _Share:
             pass
 
 
-def _serve(begun: Callable[[], object], shares: SimpleQueue[Any], end: object, workers: Workers) -> None:
+def _serve(shares: SimpleQueue[Any], end: object, workers: Workers) -> None:
     """Run one share after the other, until `end` comes."""
     workers.add()
-    begun()
     while (share := shares.get()) is not end:
         share.do()
         share = None  # an idle worker keeps no arrays alive
@@ -106,7 +104,7 @@ class _Pool:
         while len(self._started) < wanted:
             try:
                 self._free.pop()
-                self._started.append(start_thread(_serve, self.shares, self._end, self.workers))
+                self._started.append(start_new_thread(_serve, (self.shares, self._end, self.workers)))
             except IndexError:  # somebody else is about to start it
                 break
             except RuntimeError:  # no further thread can be started

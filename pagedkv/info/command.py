@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from .. import __version__
-from ..compiling.private_folder import RefusedError, open_private
+from ..compiling.private_folder import RefusedError, require_private
 from ..cpu.threads import get_num_threads
 from ..environment import cache_dir
 from ..errors import BackendUnavailableError
@@ -102,8 +102,8 @@ def _cache(kind: str) -> str:
     if directory is None:
         return "nowhere, for there is no home directory: set PAGEDKV_CACHE_DIR"
     try:
-        with open_private(directory, make=False) as folder:
-            sizes = [facts.st_size for _, facts in folder.files()]
+        require_private(directory, make=False)
+        sizes = [file.stat().st_size for file in directory.iterdir()]
     except FileNotFoundError:
         above = next(folder for folder in directory.absolute().parents if folder.exists())
         if os.access(above, os.W_OK | os.X_OK):

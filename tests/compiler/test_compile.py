@@ -358,7 +358,7 @@ def test_an_environment_variable_asks_for_lines(monkeypatch, value, wanted):
 
 def test_a_terminal_is_told_what_is_compiled(monkeypatch):
     told = []
-    monkeypatch.setattr(compiling, "told", lambda what: told.append(what) or contextlib.nullcontext())
+    monkeypatch.setattr(compiling, "showing_progress", lambda what: told.append(what) or contextlib.nullcontext())
     monkeypatch.setattr(compiling, "_compile", lambda *args: ("", 64))
     compile_kernel(make_scale, Config(11), (9, 0))
     assert told == ["the kernel scale for 9.0"]

@@ -6,13 +6,11 @@ import subprocess
 import sys
 import threading
 import time
-from _thread import start_new_thread
 
 import pytest
 
-from pagedkv import thread_start
 from pagedkv.compiling import compile_thread
-from pagedkv.compiling.compile_thread import MadeOnce, apart, made_once
+from pagedkv.compiling.compile_thread import MadeOnce, made_once, on_compile_thread
 
 posix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="signals and fork are POSIX")
 
@@ -173,37 +171,17 @@ def test_an_exception_reaches_the_caller_and_is_not_remembered():
 
 
 def test_work_may_ask_for_other_work():
-    assert apart(lambda: apart(lambda: apart(threading.get_ident)) == threading.get_ident())
+    assert on_compile_thread(
+        lambda: on_compile_thread(lambda: on_compile_thread(threading.get_ident)) == threading.get_ident()
+    )
 
 
 def test_without_further_threads_the_caller_does_the_work(monkeypatch):
     def no_thread(*args):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(thread_start, "start_new_thread", no_thread)
-    assert apart(threading.get_ident) == threading.get_ident()
-
-
-def test_for_a_thread_that_dies_before_it_begins_the_caller_does_the_work(monkeypatch):
-    """As Python's threads do for want of memory."""
-    monkeypatch.setattr(thread_start, "BEGIN_S", 0.01)
-    monkeypatch.setattr(thread_start, "start_new_thread", lambda *_: start_new_thread(sys.exit, ()))
-    done = []
-    caller = threading.Thread(target=lambda: done.append(apart(threading.get_ident)), daemon=True)
-    caller.start()
-    caller.join(30)
-    assert done == [caller.ident]
-
-
-def test_a_thread_that_is_slow_to_begin_does_nothing_again(monkeypatch):
-    late, done, ended = [], [], threading.Event()
-    monkeypatch.setattr(thread_start, "BEGIN_S", 0.01)
-    monkeypatch.setattr(thread_start, "start_new_thread", lambda run, args: late.append((run, args)))
-    apart(lambda: done.append(threading.get_ident()))
-    ((run, (begun,)),) = late
-    threading.Thread(target=lambda: (run(begun), ended.set())).start()
-    assert ended.wait(30)
-    assert done == [threading.get_ident()]
+    monkeypatch.setattr(compile_thread, "start_new_thread", no_thread)
+    assert on_compile_thread(threading.get_ident) == threading.get_ident()
 
 
 FORKED = """
@@ -215,14 +193,9 @@ def work():
     check(2)
     done.append(2)
 
-from pagedkv.compiling.compile_thread import apart
-threading.Thread(target=apart, args=(work,)).start()
+from pagedkv.compiling.compile_thread import on_compile_thread
+threading.Thread(target=on_compile_thread, args=(work,)).start()
 started.wait()
-def interrupt(*args):
-    raise TimeoutError("in the middle of a fork")
-if sys.argv[1] == "interrupted":
-    signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
 child = os.fork()
 assert done == [2]
 if child == 0:
@@ -235,16 +208,33 @@ print("done")
 
 
 @posix
-@pytest.mark.parametrize("how", ["at once", "interrupted"])
-def test_a_child_forked_in_the_middle_of_a_compilation_compiles(how):
-    assert program(FORKED, how) == ["done"]
+def test_a_child_forked_in_the_middle_of_a_compilation_compiles():
+    assert program(FORKED) == ["done"]
+
+
+ENDED = """
+from pagedkv.compiling.compile_thread import on_compile_thread
+
+def work():
+    time.sleep(0.2)
+    check(2)
+    print("finished", flush=True)
+
+threading.Thread(target=on_compile_thread, args=(work,), daemon=True).start()
+time.sleep(0.1)
+"""
 
 
 @posix
 def test_a_process_that_ends_in_the_middle_of_a_compilation_waits_for_it():
-    text = "from pagedkv.compiling.compile_thread import apart\n_thread = __import__('_thread')\n"
-    text += "_thread.start_new_thread(apart, (lambda: (time.sleep(0.2), check(2), print('finished', flush=True)),))\n"
-    assert program(text + "time.sleep(0.1)") == ["finished"]
+    assert program(ENDED) == ["finished"]
+
+
+@posix
+def test_in_a_working_directory_that_has_been_deleted_kernels_are_compiled():
+    text = "import tempfile\nos.chdir(folder := tempfile.mkdtemp())\nos.rmdir(folder)\ncheck(2)\n"
+    text += "try:\n    os.getcwd()\nexcept FileNotFoundError:\n    print('deleted')"
+    assert program(text) == ["deleted"]
 
 
 def test_the_turn_is_free_after_all_of_this():

@@ -1,6 +1,7 @@
 """What a terminal shows while a kernel is compiled."""
 
 import io
+import logging
 import os
 import signal
 import threading
@@ -10,8 +11,8 @@ import pytest
 from numba import float64
 
 from pagedkv.compiling import progress
-from pagedkv.compiling.compile_thread import apart
-from pagedkv.compiling.progress import told
+from pagedkv.compiling.compile_thread import on_compile_thread
+from pagedkv.compiling.progress import showing_progress
 from pagedkv.cpu.compile import compile_kernel
 
 
@@ -37,13 +38,13 @@ def shown(terminal):
 
 
 def test_a_terminal_shows_what_is_compiled_and_no_more_when_it_is_done(terminal):
-    with told("decode for the CPU"):
+    with showing_progress("decode for the CPU"):
         assert terminal.getvalue() == "\0337\033[?7lpagedkv: compiling decode for the CPU, once ...\033[?7h\0338"
     assert shown(terminal) == ["pagedkv: compiling decode for the CPU, once ..."]
 
 
 def test_the_line_goes_after_an_error(terminal):
-    with pytest.raises(TypeError, match="no kernel"), told("decode"):
+    with pytest.raises(TypeError, match="no kernel"), showing_progress("decode"):
         raise TypeError("no kernel")
     assert shown(terminal) == ["pagedkv: compiling decode, once ..."]
 
@@ -59,7 +60,7 @@ def test_a_kernel_tells_when_it_is_compiled(terminal):
 
 def test_what_is_written_meanwhile_stays(terminal):
     """A thread's own lines, or the traceback after Ctrl-C: the cursor does not go back over them."""
-    with told("decode"):
+    with showing_progress("decode"):
         before = terminal.getvalue()
         terminal.write("a line\n")
     assert terminal.getvalue() == f"{before}a line\n\033[K"
@@ -71,7 +72,7 @@ def test_ctrl_c_erases_the_line_at_once(terminal):
     begun, finish = threading.Event(), threading.Event()
 
     def work():
-        with told("decode"):
+        with showing_progress("decode"):
             begun.set()
             finish.wait(60)
 
@@ -82,23 +83,38 @@ def test_ctrl_c_erases_the_line_at_once(terminal):
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            apart(work)
+            on_compile_thread(work)
         assert shown(terminal) == ["pagedkv: compiling decode, once ..."]
     finally:
         finish.set()
-        apart(lambda: None)  # it waits for the work
+        on_compile_thread(lambda: None)  # it waits for the work
 
 
-def test_files_pipes_and_terminals_that_cannot_erase_get_nothing(monkeypatch, terminal):
-    monkeypatch.setenv("TERM", "dumb")
-    with told("decode"):
+def test_the_logger_says_what_is_compiled_and_how_long_it_took(caplog):
+    with caplog.at_level(logging.INFO, "pagedkv"), showing_progress("decode"):
         pass
-    assert terminal.getvalue() == ""
-    monkeypatch.setenv("TERM", "xterm")
-    file = progress.sys.stderr = io.StringIO()
-    with told("decode"):
+    assert [record.getMessage() for record in caplog.records] == ["compiling decode", "compiled decode in 0.0 s"]
+
+
+@pytest.mark.parametrize("is_dumb", [True, False])
+def test_without_a_terminal_there_is_a_line_unless_logging_is_configured(monkeypatch, terminal, is_dumb):
+    """As in notebooks, containers and CI: what nobody sees is taken for a hang."""
+    monkeypatch.setattr(progress, "_logger", logger := logging.Logger("pagedkv"))
+    if is_dumb:
+        monkeypatch.setenv("TERM", "dumb")
+        stderr = terminal
+    else:
+        stderr = progress.sys.stderr = io.StringIO()
+    with showing_progress("decode"):
+        assert stderr.getvalue() == "pagedkv: compiling decode, once ...\n"
+    logger.setLevel(logging.WARNING)
+    with showing_progress("prefill"):
         pass
-    assert file.getvalue() == ""
+    logger.setLevel(logging.NOTSET)
+    logger.addHandler(logging.NullHandler())
+    with showing_progress("prefill"):
+        pass
+    assert stderr.getvalue() == "pagedkv: compiling decode, once ...\n"
 
 
 @pytest.mark.parametrize("stderr", [None, io.StringIO()], ids=["no stderr", "a closed one"])
@@ -106,7 +122,8 @@ def test_nothing_depends_on_the_line(monkeypatch, stderr):
     if stderr:
         stderr.close()
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))
-    with told("decode"):
+    monkeypatch.setattr(progress, "_logger", logging.Logger("pagedkv"))
+    with showing_progress("decode"):
         pass
 
 
@@ -115,5 +132,5 @@ def test_a_terminal_that_goes_away_is_no_error(monkeypatch, terminal):
         raise OSError("the terminal is gone")
 
     monkeypatch.setattr(terminal, "write", lost)
-    with told("decode"):
+    with showing_progress("decode"):
         pass

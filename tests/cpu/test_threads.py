@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import thread_start
 from pagedkv.cpu import threads
 
 from ..memory.manager import interrupted_at
@@ -209,8 +208,8 @@ def test_interrupts_while_workers_start_leave_none_missing(monkeypatch):
             raise KeyboardInterrupt
         return thread
 
-    start_new_thread = thread_start.start_new_thread
-    monkeypatch.setattr(thread_start, "start_new_thread", start)
+    start_new_thread = threads.start_new_thread
+    monkeypatch.setattr(threads, "start_new_thread", start)
     pool = threads._Pool(2)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -230,30 +229,10 @@ def test_without_further_threads_the_call_is_done_all_the_same(monkeypatch, num_
     problem = _problem()
     expected = pagedkv.decode_attention(*problem)
     pagedkv.set_num_threads(2)
-    start_new_thread = thread_start.start_new_thread
-    monkeypatch.setattr(thread_start, "start_new_thread", start)
+    start_new_thread = threads.start_new_thread
+    monkeypatch.setattr(threads, "start_new_thread", start)
     np.testing.assert_array_equal(pagedkv.decode_attention(*problem), expected)
     assert len(started) == num_possible
-
-
-def test_a_worker_that_dies_before_it_begins_is_not_counted(monkeypatch):
-    """As Python's threads do for want of memory; the next call starts another one."""
-    pagedkv.set_num_threads(2)
-    start_new_thread, done = thread_start.start_new_thread, []
-
-    def call():
-        threads.run(lambda *_: done.append(threading.get_ident()), 5, (), estimate=HANDED_OVER)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(thread_start, "BEGIN_S", 0.01)
-        patch.setattr(thread_start, "start_new_thread", lambda *_: start_new_thread(sys.exit, ()))
-        caller = threading.Thread(target=call, daemon=True)
-        caller.start()
-        caller.join(30)
-    assert done == [caller.ident], "the call waits for a worker that is not there"
-    call()
-    assert len(done) > 1
-    assert threading.get_ident() not in done
 
 
 def test_no_worker_is_waited_for_once_the_interpreter_is_ending(monkeypatch):
