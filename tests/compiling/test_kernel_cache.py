@@ -91,15 +91,6 @@ def test_a_full_disk_leaves_nothing_half_written(monkeypatch, store, warnings_lo
     assert ["(No space left on device)" in said for said in warnings_logged()] == [True] * (name != "os.utime")
 
 
-def test_a_file_that_cannot_be_touched_is_loaded(monkeypatch, store):
-    def read_only(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    store.save(b"key", b"body")
-    monkeypatch.setattr(os, "utime", read_only)
-    assert store.load(b"key") == b"body"
-
-
 def test_an_interrupted_save_leaves_nothing(monkeypatch, store):
     def interrupt(*paths, **descriptors):
         raise KeyboardInterrupt

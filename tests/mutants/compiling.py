@@ -59,7 +59,7 @@ MUTANTS = [
         "compiling/private_folder.py",
         "if of_others and not (is_above and facts.st_mode & stat.S_ISVTX):",
         "if of_others and not is_above:",
-        (FOLDER + "test_a_directory_below_one_that_others_may_write_is_not_used",),
+        (FOLDER + "test_a_folder_that_others_may_have_made_or_may_replace_is_not_used",),
         ci=True,
     ),
     Mutant(
@@ -88,7 +88,7 @@ MUTANTS = [
         "compiling/kernel_cache.py",
         "        _said.add(about)\n",
         "",
-        (FOLDER + "test_a_directory_that_others_may_write_is_not_used",),
+        (FOLDER + "test_a_folder_that_others_may_have_made_or_may_replace_is_not_used",),
     ),
     Mutant(
         "signals arrive where kernels are compiled",

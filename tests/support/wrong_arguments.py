@@ -1,7 +1,7 @@
 """Valid arguments of every operation, ways to spoil them, and the check that a spoilt call fails cleanly."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -22,7 +22,7 @@ def attention_arguments() -> dict[str, Any]:
     return {
         "q": np.zeros((B, HQ, D), np.float32),
         "k_cache": np.zeros((N, P, HKV, D), np.float32),
-        "v_cache": np.zeros((N, P, HKV, D), np.float32),
+        "v_cache": np.ones((N, P, HKV, D), np.float32),  # so that rows of out that are written can be told
         "block_tables": np.array([[0, 1, 2], [3, 4, -1], [-1, -1, 2**31 - 1]], np.int32),
         "seq_lens": np.array([12, 5, 0], np.int32),
     }
@@ -50,7 +50,8 @@ def gather_arguments() -> dict[str, Any]:
 
 
 def copy_arguments() -> dict[str, Any]:
-    caches = {name: np.zeros((N, P, HKV, D), np.float32) for name in ("k_cache", "v_cache")}
+    blocks = np.arange(N, dtype=np.float32)[:, None, None, None]
+    caches = {name: np.tile(blocks, (1, P, HKV, D)) for name in ("k_cache", "v_cache")}
     return caches | {"pairs": np.array([[0, 1], [0, 2], [3, 4]])}
 
 
@@ -159,8 +160,16 @@ class Change:
         return self.make(arguments[self.name])
 
 
-def frozen(arguments: dict[str, Any]) -> dict[str, bytes]:
-    return {name: x.tobytes() for name, x in arguments.items() if isinstance(x, np.ndarray)}
+def frozen(arguments: dict[str, Any]) -> list[bytes]:
+    """The contents of all arrays, those in lists too; of a view all that it is a view of."""
+
+    def arrays(x: Any) -> Iterator[np.ndarray]:
+        if isinstance(x, np.ndarray):
+            yield x if x.base is None or not isinstance(x.base, np.ndarray) else x.base
+        elif isinstance(x, (list, tuple)):
+            yield from (array for item in x for array in arrays(item))
+
+    return [array.tobytes() for array in arrays([*arguments.values()])]
 
 
 def change(name, make, **others):
