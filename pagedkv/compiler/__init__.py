@@ -31,9 +31,13 @@ import_module("_numba_cuda_redirector")
 
 def require_no_simulator() -> None:
     """Raise BackendUnavailableError if NUMBA_ENABLE_CUDASIM is set: numba then interprets kernels."""
-    from numba import cuda
-    from numba.cuda.core import config
-
+    try:
+        from numba import cuda
+        from numba.cuda.core import config
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"CUDA kernels are compiled by numba-cuda, which cannot be imported ({error}): {INSTALL}"
+        ) from error
     if config.ENABLE_CUDASIM or hasattr(cuda, "simulator_init"):  # numba.cuda chooses at its import, decorators later
         raise BackendUnavailableError(
             "NUMBA_ENABLE_CUDASIM is set, and numba's simulator compiles no kernels: unset it, and start Python again"

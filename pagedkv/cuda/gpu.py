@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..compiler import INSTALL
 from ..compiler.compile import Capability, CompiledKernel
 from ..errors import BackendUnavailableError
 
@@ -25,14 +24,10 @@ _NO_GPU = 'or use backend="emulator" on host arrays'
 @cache
 def bindings() -> tuple[Any, Any]:
     """cuda.bindings.driver, started, and cuda.core."""
-    try:
-        import cuda.bindings
-        import cuda.core as core
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"kernels are launched by cuda-core, which cannot be imported ({error}): {INSTALL}"
-        ) from error
+    import cuda.bindings
+    import cuda.core as core
+    from cuda.bindings import driver
+
     major = int(cuda.bindings.__version__.split(".")[0])
     wanted = f"the NVIDIA driver >= {525 if major == 12 else 580}"
     try:
