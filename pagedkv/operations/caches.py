@@ -80,7 +80,11 @@ def write_kv(
     ...)``: a rotated key is rounded to k's dtype, and then to that of the cache, or divided by its scale in float32 and
     rounded to fp8. Only the bits of a NaN may differ, on a GPU and in the emulator.
     """
-    call = write_call(locals())
+    call = write_call(
+        k, v, k_cache, v_cache, slots,
+        layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale, cos=cos, sin=sin, positions=positions,
+        rotary_dim=rotary_dim, interleaved=interleaved, backend=backend, check=check,
+    )  # fmt: skip
     backend_of(call.placement).write_kv(call)
 
 
@@ -126,7 +130,10 @@ def gather_kv(
     BackendUnavailableError
         The backend that the arrays or the caller ask for is not here.
     """
-    call = gather_call(locals())
+    call = gather_call(
+        k_cache, v_cache, block_table, seq_len,
+        layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale, backend=backend,
+    )  # fmt: skip
     shape = call.seq_len, call.spec.num_kv_heads, call.spec.head_dim
     dtype = call.k_cache.dtype if call.k_cache.dtype in FLOAT_DTYPES else FLOAT32
     remedy = "convert the caches to one of them"

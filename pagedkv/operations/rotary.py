@@ -81,7 +81,10 @@ def apply_rotary(
     ----------
     .. [1] Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    call = rotary_call(locals())
+    call = rotary_call(
+        q, k, cos, sin, positions,
+        rotary_dim=rotary_dim, interleaved=interleaved, out=out, backend=backend, check=check,
+    )  # fmt: skip
     if call.out is not None:
         returned, results = tuple(out), call.out
     else:

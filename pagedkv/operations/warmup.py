@@ -114,9 +114,11 @@ def warmup(
     scales = np.ones(num_kv_heads, np.float32) if per_head_scales else None
     caches: dict[str, Any] = {
         **{"k_cache": k_cache, "v_cache": v_cache, "layout": layout, "kv_dtype": kv_dtype},
-        **{"k_scale": scales, "v_scale": scales, "backend": "emulator", "check": check},
+        **{"k_scale": scales, "v_scale": scales, "backend": "emulator"},
     }
-    attention: Callable[..., AttentionArguments] = partial(AttentionArguments, score_mod=score_mod, **caches)
+    attention: Callable[..., AttentionArguments] = partial(
+        AttentionArguments, score_mod=score_mod, check=check, **caches
+    )
     decodes = [
         attention_call(attention(q=q, block_tables=table, seq_lens=lengths, kernel=kernel, softcap=softcap))
         for kernel in (_KERNELS[layout] if kernels is None else kernels)
@@ -126,10 +128,9 @@ def warmup(
     wide, starts = np.zeros((1, -(-_PREFILL_LENGTH // block_size)), np.int32), np.array([0, 1], np.int32)
     ragged = partial(attention, q=prompt, block_tables=wide, seq_lens=lengths, query_starts=starts, ragged=True)
     prefills = [attention_call(ragged(softcap=softcap)) for softcap in (None, 1.0) if prefill]
-    written = caches | {"k": k, "v": v, "slots": slots}
-    without_tables = {"cos": None, "sin": None, "positions": None, "interleaved": False}
-    writes = [write_call(written | without_tables)]
-    gather = gather_call(caches | {"block_table": table[0], "seq_len": 1})
+    written = caches | {"k": k, "v": v, "slots": slots, "check": check}
+    writes = [write_call(**written)]
+    gather = gather_call(**caches, block_table=table[0], seq_len=1)
     copy = copy_call(k_cache, v_cache, np.array([[0, 1]]), backend="emulator")
     merge = None
     if num_states is not None:
@@ -142,10 +143,9 @@ def warmup(
     if rotary_dim is not None:
         dim = even_dim(rotary_dim, head_dim)
         table = np.ones((1, dim // 2), np.float32)
-        tables = {"cos": table, "sin": table, "positions": slots, "interleaved": interleaved}
-        own = {"q": q, "k": None, "backend": "emulator", "out": (q.copy(), None), "check": check}
-        rotary = rotary_call(own | tables)
-        writes.append(write_call(written | tables))
+        tables: dict[str, Any] = {"cos": table, "sin": table, "positions": slots, "interleaved": interleaved}
+        rotary = rotary_call(q, None, **tables, backend="emulator", out=(q.copy(), None), check=check)
+        writes.append(write_call(**written | tables))
     from ..cuda.warmup import compile_ahead
 
     asked = None if capabilities is None else _capabilities(capabilities)

@@ -16,26 +16,43 @@ from ..arrays import Array, Shadow, address_of
 from ..calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall
 from ..layouts import FLOAT32, FLOAT_DTYPES, cache_spec
 from ..placement import Placement, place
+from ..typing import KvDtype, Layout
 from . import cache_pair, require, tables, values
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
-_WRITTEN = ("k", "v", "k_cache", "v_cache", "slots")
 _STORED_DTYPES = (*FLOAT_DTYPES, np.dtype(np.uint8))
 
 
-def write_call(given: Mapping[str, Any]) -> WriteCall:
+def write_call(
+    k: Any,
+    v: Any,
+    k_cache: Any,
+    v_cache: Any,
+    slots: Any,
+    *,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    cos: Any = None,
+    sin: Any = None,
+    positions: Any = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    backend: Any = "auto",
+    check: bool | None = None,
+) -> WriteCall:
     """The call of write_kv with these arguments."""
-    named = [(name, given[name]) for name in _WRITTEN]
-    rotates = _rotates(given)
+    named = [("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("slots", slots)]
+    rotates = _rotates(cos, sin, positions, rotary_dim, interleaved)
     if rotates:
-        named += [(name, given[name]) for name in tables.NAMES]
-    named += cache_pair.scale_arrays(given["k_scale"], given["v_scale"])
-    placement, arrays = place(given["backend"], named)
+        named += zip(tables.NAMES, (cos, sin, positions), strict=True)
+    named += cache_pair.scale_arrays(k_scale, v_scale)
+    placement, arrays = place(backend, named)
     views = dict(zip(dict(named), arrays, strict=True))
     k, v, k_cache, v_cache, slots = arrays[:5]
 
-    kv_dtype = given["kv_dtype"]
-    geometry = cache_pair.geometry_of(given["layout"], kv_dtype, k_cache, v_cache)
+    geometry = cache_pair.geometry_of(layout, kv_dtype, k_cache, v_cache)
     symbols = "(num_tokens, num_kv_heads, head_dim)"
     require.ndim("k", k, symbols, 3)
     require.shape("k", k, symbols, (len(k), geometry.num_kv_heads, geometry.head_dim))
@@ -56,67 +73,79 @@ def write_call(given: Mapping[str, Any]) -> WriteCall:
     if rotates:
         tables.require_dtypes(views, "k")
     require.memory(views, placement)
-    checked = require.check(given["check"])
+    checked = require.check(check)
     require.writable("k_cache", k_cache)
     require.writable("v_cache", v_cache)
     for name in ("k_cache", "v_cache"):
         cache = views.pop(name)
         require.apart(name, cache, views.items())
-    k_scale, v_scale = cache_pair.scales(given["k_scale"], given["v_scale"], views, kind, placement)
+    k_scale, v_scale = cache_pair.scales(k_scale, v_scale, views, kind, placement)
     if placement.on_host:
         slots = placement.own(slots)
         values.slots(slots, geometry.num_blocks * geometry.block_size)
-    rotation = _rotation(given, views, placement, slots) if rotates else None
-    spec = cache_spec(given["layout"], kind, geometry)
+    rotation = _rotation(views, placement, slots, rotary_dim, interleaved) if rotates else None
+    spec = cache_spec(layout, kind, geometry)
     return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked, rotation)
 
 
-def _rotates(given: Mapping[str, Any]) -> bool:
+def _rotates(cos: Any, sin: Any, positions: Any, rotary_dim: int | None, interleaved: bool) -> bool:
     """True if k is to be rotated; raise unless the arguments that say how are all there, or none of them."""
-    rotary_dim = given.get("rotary_dim")
-    if given["cos"] is given["sin"] is given["positions"] is rotary_dim is None and given["interleaved"] is False:
+    if cos is sin is positions is rotary_dim is None and interleaved is False:
         return False
-    there = [name for name in tables.NAMES if given[name] is not None]
-    require.boolean("interleaved", given["interleaved"])
+    there = [name for name, x in zip(tables.NAMES, (cos, sin, positions), strict=True) if x is not None]
+    require.boolean("interleaved", interleaved)
     if there and len(there) < len(tables.NAMES):
         missing = " and ".join(name for name in tables.NAMES if name not in there)
         raise ValueError(
             f"cos, sin and positions must be given together, to rotate k, or not at all, "
             f"got {' and '.join(there)} without {missing}"
         )
-    if given["interleaved"] and not there:
+    if interleaved and not there:
         raise ValueError("interleaved says which dims are rotated together, and needs cos, sin and positions")
     if rotary_dim is not None and not there:
         raise ValueError("rotary_dim says how many dims are rotated, and needs cos, sin and positions")
     return bool(there)
 
 
-def _rotation(given: Mapping[str, Any], views: Mapping[str, Array], placement: Placement, slots: Array) -> Rotation:
+def _rotation(
+    views: Mapping[str, Array], placement: Placement, slots: Array, rotary_dim: int | None, interleaved: bool
+) -> Rotation:
     cos, sin, positions = (views[name] for name in tables.NAMES)
-    tables.require_rotary_dim(given.get("rotary_dim"), cos, views["k"].shape[2])
+    tables.require_rotary_dim(rotary_dim, cos, views["k"].shape[2])
     if placement.on_host:
-        tables.require_columns_once(cos, sin, given.get("rotary_dim"))
+        tables.require_columns_once(cos, sin, rotary_dim)
         positions = placement.own(positions)
         values.positions(positions, len(cos), slots >= 0)
-    return Rotation(cos, sin, positions, bool(given["interleaved"]))
+    return Rotation(cos, sin, positions, interleaved)
 
 
-def gather_call(given: Mapping[str, Any]) -> GatherCall:
+def gather_call(
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_len: int,
+    *,
+    layout: Layout = "NHD",
+    kv_dtype: KvDtype | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    backend: Any = "auto",
+) -> GatherCall:
     """The call of gather_kv with these arguments."""
-    named = [(name, given[name]) for name in ("k_cache", "v_cache", "block_table")]
-    named += cache_pair.scale_arrays(given["k_scale"], given["v_scale"])
-    placement, arrays = place(given["backend"], named)
-    views = {name: view for (name, _), view in zip(named, arrays, strict=True)}
+    named = [("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)]
+    named += cache_pair.scale_arrays(k_scale, v_scale)
+    placement, arrays = place(backend, named)
+    views = dict(zip(dict(named), arrays, strict=True))
     k_cache, v_cache, block_table = arrays[:3]
 
-    geometry = cache_pair.geometry_of(given["layout"], given["kv_dtype"], k_cache, v_cache)
+    geometry = cache_pair.geometry_of(layout, kv_dtype, k_cache, v_cache)
     require.ndim("block_table", block_table, "(max_blocks,)", 1)
     cache_pair.scale_shapes(views, geometry.num_kv_heads)
-    kind = cache_pair.kind_of(k_cache, v_cache, given["kv_dtype"])
+    kind = cache_pair.kind_of(k_cache, v_cache, kv_dtype)
     require.dtype("block_table", block_table, _INT32)
     require.memory(views, placement)
-    length = require.integer("seq_len", given["seq_len"])
-    k_scale, v_scale = cache_pair.scales(given["k_scale"], given["v_scale"], views, kind, placement)
+    length = require.integer("seq_len", seq_len)
+    k_scale, v_scale = cache_pair.scales(k_scale, v_scale, views, kind, placement)
     capacity = len(block_table) * geometry.block_size
     if not 0 <= length <= capacity:
         raise ValueError(f"seq_len must be in 0..max_blocks * block_size = 0..{capacity}, got {length}")
@@ -125,7 +154,7 @@ def gather_call(given: Mapping[str, Any]) -> GatherCall:
         block_table = placement.own(placement.columns(block_table, num_used))
         used, lengths = block_table[None, :num_used], np.array([length])
         values.block_tables("block_table", used, lengths, geometry.block_size, geometry.num_blocks)
-    spec = cache_spec(given["layout"], kind, geometry)
+    spec = cache_spec(layout, kind, geometry)
     return GatherCall(placement, k_cache, v_cache, block_table, length, spec, k_scale, v_scale, require.check(None))
 
 

@@ -15,11 +15,24 @@ _ROWS = "(num_tokens, num_heads, head_dim)"
 _KV_ROWS = "(num_tokens, num_kv_heads, head_dim)"
 
 
-def rotary_call(given: Mapping[str, Any]) -> RotaryCall:
+def rotary_call(
+    q: Any,
+    k: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    *,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    out: Any = None,
+    backend: Any = "auto",
+    check: bool | None = None,
+) -> RotaryCall:
     """The call of apply_rotary with these arguments."""
-    outs = _outs(given["out"], given["k"])
-    named = [(name, given[name]) for name in ("q", "k", *tables.NAMES) if name != "k" or given[name] is not None]
-    placement, arrays = place(given["backend"], [*named, *outs])
+    outs = _outs(out, k)
+    named = [("q", q), ("k", k), ("cos", cos), ("sin", sin), ("positions", positions)]
+    named = [(name, x) for name, x in named if name != "k" or x is not None]
+    placement, arrays = place(backend, [*named, *outs])
     views = dict(zip((name for name, _ in (*named, *outs)), arrays, strict=True))
     _require_shapes(views)
 
@@ -33,16 +46,16 @@ def rotary_call(given: Mapping[str, Any]) -> RotaryCall:
         require.strides(name, x)
         if name != "positions":
             require.row_alignment(name, x, placement)
-    require.boolean("interleaved", given["interleaved"])
-    checked = require.check(given["check"])
+    require.boolean("interleaved", interleaved)
+    checked = require.check(check)
     _require_writable(views)
-    tables.require_rotary_dim(given.get("rotary_dim"), cos, q.shape[2])
+    tables.require_rotary_dim(rotary_dim, cos, q.shape[2])
     if placement.on_host:
-        tables.require_columns_once(cos, sin, given.get("rotary_dim"))
+        tables.require_columns_once(cos, sin, rotary_dim)
         positions = placement.own(positions)
         values.positions(positions, len(cos))
-    out = (views["out[0]"], views.get("out[1]")) if outs else None
-    return RotaryCall(placement, q, views.get("k"), cos, sin, positions, out, bool(given["interleaved"]), checked)
+    results = (views["out[0]"], views.get("out[1]")) if outs else None
+    return RotaryCall(placement, q, views.get("k"), cos, sin, positions, results, interleaved, checked)
 
 
 def _outs(out: Any, k: Any) -> list[tuple[str, Any]]:

@@ -38,8 +38,7 @@ OF_MODELS = [
 
 
 def call_of(q, k, cos, sin, positions, *, out=None, interleaved=False, check=False):
-    arrays = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions, "out": out}
-    return rotary_call({**arrays, "interleaved": interleaved, "backend": "emulator", "check": check})
+    return rotary_call(q, k, cos, sin, positions, out=out, interleaved=interleaved, backend="emulator", check=check)
 
 
 def arguments_of(config, rng, num_tokens=6, num_heads=(5, 2), max_positions=40):

@@ -44,7 +44,7 @@ def validated(operation, arguments):
     if call is attention_call:
         result = call(AttentionArguments(**arguments, ragged="query_starts" in arguments))
     else:
-        result = call(**arguments) if call in (copy_call, swap_call) else call(arguments)
+        result = call(**arguments)
     holders = result, getattr(result, "options", None), getattr(result, "rotation", None)
     return {name: next((getattr(x, name) for x in holders if hasattr(x, name)), None) for name in arguments}
 

@@ -72,8 +72,7 @@ def assert_same(result, expected):
 
 
 def call_of(k_cache, v_cache, block_table, seq_len, options):
-    arrays = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
-    return gather_call({**arrays, "seq_len": seq_len, "backend": "emulator", **options})
+    return gather_call(k_cache, v_cache, block_table, seq_len, backend="emulator", **options)
 
 
 @st.composite

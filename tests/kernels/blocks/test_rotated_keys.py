@@ -66,7 +66,7 @@ def expected_of(arguments, rotation):
 
 
 def call_of(arguments, rotation, check=False):
-    return write_call({**arguments, **rotation, "backend": "emulator", "check": check})
+    return write_call(**arguments, **rotation, backend="emulator", check=check)
 
 
 @settings(max_examples=30)

@@ -50,9 +50,6 @@ CONFIGS = [
 ]
 
 
-WITHOUT_TABLES = {"cos": None, "sin": None, "positions": None, "interleaved": False}
-
-
 def wild(rng, shape, dtype):
     """Values that need rounding, are too large or too small, infinite or NaN (quiet: NumPy may make them so)."""
     x = rng.standard_normal(shape, np.float32) * 10.0 ** rng.uniform(-9, 6, shape).astype(np.float32)
@@ -73,8 +70,7 @@ def options_of(config, num_kv_heads, rng, layout):
 
 
 def call_of(k, v, k_cache, v_cache, slots, options, check=False):
-    arrays = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slots": slots}
-    return write_call({**arrays, **WITHOUT_TABLES, "backend": "emulator", "check": check, **options})
+    return write_call(k, v, k_cache, v_cache, slots, backend="emulator", check=check, **options)
 
 
 def run(call, open_device=EmulatorDevice, **options):
