@@ -12,10 +12,10 @@ import logging  # noqa: F401 (its hook at a fork is to be registered before the 
 import os
 from _thread import start_new_thread
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from threading import RLock, get_ident
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from .progress import erase
 
@@ -70,28 +70,38 @@ def on_compile_thread(work: Callable[[], T]) -> T:
     """Do some work on a thread that no signal reaches, and wait for it."""
     if _turn._is_owned():  # type: ignore[attr-defined]  # work that asks for other work
         return work()
-    future: Future[T] = Future()
+    wanted = [work]
+    # No Future: its condition is made in Python, and an interrupt could leave that taken.
+    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    answer = None
     try:
         try:
-            start_new_thread(_do, (work, future))
+            start_new_thread(_do, (wanted, answers))
         except RuntimeError:  # no further thread can be started, or the interpreter is about to end
-            _do(work, future)
-        while not wait([future], WAKE_S).done:
-            pass
+            _do(wanted, answers)
+        while answer is None:
+            with suppress(Empty):
+                answer = answers.get(timeout=WAKE_S)
     except BaseException:
-        future.cancel()
+        wanted.clear()
         erase()
         raise
-    return future.result()
+    result, error = answer
+    if error is not None:
+        raise error
+    return cast("T", result)
 
 
-def _do(work: Callable[[], Any], future: Future[Any]) -> None:
+def _do(wanted: list[Callable[[], Any]], answers: SimpleQueue[tuple[Any, BaseException | None]]) -> None:
     with _turn, _working_directory():
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
+        try:
+            work = wanted.pop()
+        except IndexError:  # the caller has been interrupted
+            return
+        try:
+            answers.put((work(), None))
+        except BaseException as error:
+            answers.put((None, error))
 
 
 @contextmanager
