@@ -174,7 +174,7 @@ def report(engine: Engine, seconds: float) -> None:
     num_tokens = sum(len(sample.tokens) for sample in engine.samples)
     block_bytes = sum(array.nbytes for array in (*cache.k_caches, *cache.v_caches)) / cache.pool.num_blocks
     paged = counts.peak_blocks * block_bytes
-    dense = counts.peak_running * engine.model.context / cache.table.block_size * block_bytes
+    dense = counts.peak_running * engine.model.context / cache.block_size * block_bytes
     print(f"\n{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.0f} tokens/s")
     print(f"prompts: {counts.prefilled} tokens computed, {cache.stats().hit_tokens} found in the prefix cache")
     print(

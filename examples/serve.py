@@ -109,7 +109,7 @@ def build(args: argparse.Namespace) -> Server:
     except MemoryError as error:
         raise SystemExit(f"{error}: change --num-blocks, --memory, --block-size or --context") from None
     admission = Admission(args.max_batch + args.max_waiting, args.max_batch)
-    context = engine.cache.table.max_seq_len
+    context = engine.cache.max_seq_len
     limits = {"context": context, "max_body": args.max_body, "names": names(args)}
     return Server(Worker(engine), admission, text, args.model or "small", **limits)
 

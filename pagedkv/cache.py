@@ -10,25 +10,27 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import between_graphs
-from .layouts import cache_shapes, storage_dtype
-from .memory.arguments import MAX_INT32, as_int, per_layer
+from .commit import Write
+from .layouts import storage_dtype
+from .memory.arguments import MAX_INT32, as_int, per_layer, per_seq
 from .memory.device.arrays import Arrays
 from .memory.device.batch import Batch, Batches
+from .memory.device.stacks import Stacks
+from .memory.guard import consistent, exclusive
 from .memory.pool import BlockPool
 from .memory.prefix.cache import PrefixCache, require_block_size
 from .memory.prefix.digests import Hash, blake2b_128
 from .memory.prefix.events import Listener
 from .memory.prefix.eviction import LRU, Eviction
+from .memory.prefix.prompt import Added, Prompt, ids_of, known_prompt, prompt_of
 from .memory.sequences import Sequences
 from .memory.sizing import blocks_in, bytes_of_block
-from .memory.table import SequenceTable
+from .memory.stats import Stats, pool_map
 from .operations.attention import decode_attention, prefill_attention
 from .operations.caches import write_kv
 from .operations.prepared import attend
 from .typing import KvDtype, Layout
 from .validation import cache_pair
-
-_AT_HAND = 2**17  # bytes: what malloc gives without asking the system
 
 
 class PagedKVCache(Sequences):
@@ -76,7 +78,7 @@ class PagedKVCache(Sequences):
     Attributes
     ----------
     pool : BlockPool
-    table : SequenceTable
+    prefix_cache : bool
     k_caches, v_caches : tuple of array
         K and V of each layer, with the shapes of the layout, zero at first: views of one allocation each.
 
@@ -149,26 +151,221 @@ class PagedKVCache(Sequences):
         if prefix_cache:
             require_block_size(block_size)
         # Before the pool: the system refuses at once what it does not have, and fills the pool's arrays for minutes.
-        shapes = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_dim, stored.itemsize)
-        stacks = tuple(arrays.zeros((num_layers, *shape), stored) for shape in shapes)
+        sizes = num_blocks, block_size, num_kv_heads, head_dim
+        self._stacks = Stacks(arrays, layout, sizes, num_layers, stored)
+        self.k_caches, self.v_caches = self._stacks.k_caches, self._stacks.v_caches
         found = None
         if prefix_cache:
-            medium = "GPU" if arrays.on_device else "CPU"
-            found = PrefixCache(
-                num_blocks, block_size, eviction=eviction, hash_of=hash_of, listener=events, medium=medium
-            )
-        table = SequenceTable(BlockPool(num_blocks), block_size, max_seqs, max_blocks, prefix_cache=found)
-        super().__init__(table, arrays, block_bytes)
-        self._stacks = stacks
-        self.k_caches, self.v_caches = (tuple(stack) for stack in self._stacks)
-        # As NumPy sees them, where it does: operations ask nobody else then.
-        self._views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
+            hooks: dict[str, Any] = {"eviction": eviction, "hash_of": hash_of, "listener": events}
+            found = PrefixCache(num_blocks, block_size, **hooks, medium="GPU" if arrays.on_device else "CPU")
+        super().__init__(BlockPool(num_blocks), block_size, max_seqs, max_blocks, prefix_cache=found)
+        self.prefix_cache, self._arrays = prefix_cache, arrays
+        self._pins: dict[str, int] = {}
         self._alike = k_scale is None and v_scale is None
-        self._batches = Batches(table, arrays, grows=max_seq_len is None)
+        self._batches = Batches(self, arrays, grows=max_seq_len is None)
 
     def __repr__(self) -> str:
         what = f"{len(self.k_caches)} layers of {tuple(self.k_caches[0].shape)} {self.k_caches[0].dtype}"
-        return f"PagedKVCache({what}; {self.table.num_seqs} sequences, {self.num_free} blocks free)"
+        return f"PagedKVCache({what}; {self.num_seqs} sequences, {self.num_free} blocks free)"
+
+    @exclusive
+    def add(self, tokens: Any, salt: str | bytes | None = None) -> Added:
+        """Start a sequence, sharing the blocks that hold its first tokens already, or copying part of the last one.
+
+        Parameters
+        ----------
+        tokens : int, or (num_tokens,) ints
+            How many tokens it begins with, or which: ids from 0 to 2**31 - 1.
+        salt : str, bytes or None
+            Only blocks of sequences with the same salt are shared. Whatever else K and V depend on, such as an adapter
+            or an image, belongs into it.
+
+        Returns
+        -------
+        Added
+            The handle, and how many of the tokens are in the cache. Write the K and V of the others to
+            ``slots(seq, num_cached, num_tokens)``: those of the last one in any case, since its output is needed.
+
+        Raises
+        ------
+        TypeError
+            `salt` is neither a str nor bytes nor None.
+        ValueError
+            More than max_seq_len tokens, or an id that is out of range.
+        CapacityError
+            max_seqs sequences are alive.
+        OutOfBlocksError
+            Too few blocks are free.
+        """
+        return self._start(prompt_of(tokens, salt))
+
+    @exclusive
+    def add_found(
+        self,
+        tokens: Any,
+        salt: str | bytes | None = None,
+        *,
+        reserve: int = 0,
+        again: bool = False,
+        last: list[int] | None = None,
+    ) -> Added:
+        """Start a sequence with what is found of its first tokens, so that `append` adds the others chunk by chunk.
+
+        It starts only if there is room for all tokens, as in `add`, but takes none for those that are not found.
+
+        Parameters
+        ----------
+        tokens, salt
+            As in `add`.
+        reserve : int
+            Blocks that have to be free besides.
+        again : bool
+            Whether these are tokens of a request that was preempted: `stats` counts those apart.
+        last : list of one int, or None
+            Gets the handle in the instant in which the sequence starts: an interrupt may come before this returns.
+
+        Returns
+        -------
+        Added
+            The handle, and the length of the sequence: how many of the tokens are in the cache.
+
+        Its errors are those of `add`.
+        """
+        return self._start(known_prompt(tokens, salt), as_int("reserve", reserve), last, again=again)
+
+    @between_graphs
+    @exclusive
+    def append(self, seqs: Any, n: Any = 1, tokens: Any = None) -> Any:
+        """Add n tokens to the end of each sequence, after copying shared blocks that it would write to.
+
+        Parameters
+        ----------
+        seqs : handles
+            (num_seqs,), each named once.
+        n : int, or (num_seqs,) ints
+            New tokens of every sequence, or of each; at least 0.
+        tokens : (num_new_tokens,) ints, or None
+            Which tokens, in the order of the sequences. Without them, other sequences will never find the blocks that
+            they are in, nor any later block of these sequences.
+
+        Returns
+        -------
+        (num_new_tokens,) int64
+            Their slots, in the order of the sequences.
+
+        Raises
+        ------
+        ValueError
+            A sequence would be longer than max_seq_len, or is named twice; not as many tokens, or an id out of range.
+        OutOfBlocksError
+            Too few blocks are free.
+        KeyError
+            A sequence that was freed or never was.
+        RuntimeError
+            On a device, while its current stream is being captured in a CUDA graph.
+        """
+        ids = None if tokens is None else ids_of(tokens)
+        new_slots, copies, writes = self._rows.to_copy(self._stacks.read, self._rows.plan_append, seqs, n, ids)
+        self._stacks.copy(copies)
+        slots = self._arrays.asarray(new_slots)
+        self.pool._commit(writes, undo=lambda: self._plan_take_back(seqs, n))
+        return slots
+
+    @between_graphs
+    @exclusive
+    def commit(self, seqs: Any) -> None:
+        """Say that the K and V of all tokens added and appended so far are written, in all layers.
+
+        From now on sequences that are added find the full blocks of these, as far as their tokens are known. Where
+        another sequence has committed a block with the same tokens before, these share that one and release their own.
+
+        Parameters
+        ----------
+        seqs : handles
+            (num_seqs,), each named once.
+
+        Raises
+        ------
+        ValueError
+            A sequence is named twice.
+        KeyError
+            A sequence that was freed or never was.
+        """
+        self.pool._commit(self._rows.plan_commit(self._rows.handles.find_distinct(seqs)))
+
+    @consistent
+    def find(self, tokens: Any, salt: str | bytes | None = None) -> int:
+        """How many of the first tokens `add`, with these token ids, would find in the cache; it takes nothing."""
+        return self._rows.share(known_prompt(tokens, salt))[0]
+
+    @consistent
+    def can_add(self, tokens: Any, salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
+        """Whether `add`, with these arguments, has room, and `reserve` blocks stay free besides.
+
+        Reserve one for each running sequence, say, so that all can go on decoding. Found blocks in use need no room.
+        """
+        return self._rows.can_add(prompt_of(tokens, salt), as_int("reserve", reserve))
+
+    @exclusive
+    def pin(self, name: str, tokens: Any, salt: str | bytes | None = None) -> int:
+        """Keep the full blocks that tokens begin with, as far as they can be found now, until `unpin` or `reset`.
+
+        A pin counts as a sequence: it takes one of max_seqs, and its blocks are in use.
+
+        Parameters
+        ----------
+        name : str
+            A new name.
+        tokens, salt
+            As in `add`.
+
+        Returns
+        -------
+        int
+            How many tokens are kept.
+
+        Raises
+        ------
+        ValueError, CapacityError
+            There is a pin of this name; max_seqs sequences are alive.
+        TypeError
+            `name` is no str, or `tokens` are no ids.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, got {type(name).__name__}")
+        if name in self._pins:
+            raise ValueError(f"name must be a new one, got {name!r}, which is pinned: unpin it first")
+        seq, length, writes = self._rows.plan_hold(known_prompt(tokens, salt))
+        self.pool._commit([*writes, (vars(self), "_pins", self._pins | {name: seq})])
+        return length
+
+    @exclusive
+    def unpin(self, name: str) -> None:
+        """Let go of what `pin` keeps; it can be found until its blocks are needed.
+
+        Raises
+        ------
+        KeyError
+            No pin has this name.
+        """
+        if not isinstance(name, str) or name not in self._pins:
+            raise KeyError(f"no pin is called {name!r}")
+        left = self._pins.copy()
+        del left[name]
+        self.pool._commit([*self._rows.plan_free(self._pins[name]), (vars(self), "_pins", left)])
+
+    @exclusive
+    def reset(self) -> None:
+        """Forget what can be found, the pins too: after a change of the model's weights, say.
+
+        Sequences go on, but no block that they have now will ever be found.
+        """
+        pins: dict[str, int] = {}
+        self.pool._commit([*self._rows.plan_reset([*self._pins.values()]), (vars(self), "_pins", pins)])
+
+    @between_graphs
+    def slots(self, seq: int, start: int, stop: int) -> Any:
+        return self._arrays.asarray(super().slots(seq, start, stop))
 
     @between_graphs
     def batch(self, seqs: Any, query_lens: Any = None) -> Batch:
@@ -252,29 +449,43 @@ class PagedKVCache(Sequences):
         caches = self, None if self._alike else layer
         return attend(operation, batch.prepared, caches, q, k_cache, v_cache, batch.where, stored, options)
 
+    @consistent
+    def stats(self) -> Stats:
+        """How full the pool is, at one instant: it waits for another thread's call."""
+        return Stats.of(self, self._stacks.block_bytes)
+
+    @consistent
+    def plot(self, width: int = 64) -> str:
+        """A map of the pool in characters, `width` to a line: which sequence has which block, and which are shared."""
+        return pool_map(self).to_text(as_int("width", width, minimum=1))
+
+    @consistent
+    def _repr_html_(self) -> str:
+        return f"{self.stats().to_html()}{pool_map(self).to_html()}"
+
+    def asarray(self, x: npt.NDArray[Any]) -> Any:
+        """A NumPy array as one of the cache's module, on its device; on the host in the same memory."""
+        return self._arrays.asarray(x)
+
     def _layer(self, layer: int) -> tuple[Any, Any, dict[str, Any]]:
         """K and V of a layer, and how they are stored."""
         layer = as_int("layer", layer, maximum=len(self.k_caches) - 1)
-        return self._views[0][layer], self._views[1][layer], self._options[layer]
+        return self._stacks.views[0][layer], self._stacks.views[1][layer], self._options[layer]
 
-    def _copy(self, copies: npt.NDArray[np.int64]) -> None:
-        if len(copies):
-            sources, destinations = self._ids(copies)
-            for stack in self._stacks:
-                for layers in self._together(copies):
-                    stack[layers, destinations] = stack[layers, sources]
+    def _start(
+        self, prompt: Prompt, reserve: int | None = None, last: list[int] | None = None, *, again: bool = False
+    ) -> Added:
+        """Start a sequence with a prompt, or, with `reserve`, with what is found of it: see `add_found`."""
+        rows = self._rows
+        seq, num_cached, copies, writes = rows.to_copy(self._stacks.read, rows.plan_add, prompt, reserve, again=again)
+        added = Added(seq, num_cached)
+        if last is not None:
+            writes.append((last, 0, seq))
+        self._stacks.copy(copies)
+        self.pool._commit(writes, undo=lambda: rows.plan_free(seq))
+        return added
 
-    def _read(self, copies: npt.NDArray[np.int64]) -> None:
-        sources, _ = self._ids(copies)
-        self._stacks[0][self._together(copies)[0], sources]
-
-    def _ids(self, copies: npt.NDArray[np.int64]) -> tuple[Any, ...]:
-        return tuple(self._arrays.asarray(ids) for ids in copies.T.copy())
-
-    def _together(self, copies: npt.NDArray[np.int64]) -> list[slice]:
-        """The layers to copy at a time: on a device all, on the host as many as fit into memory that is at hand."""
-        num_layers = len(self.k_caches)
-        at_once = num_layers
-        if not self._arrays.on_device:
-            at_once = max(1, _AT_HAND * 2 * num_layers // max(1, self._block_bytes * len(copies)))
-        return [slice(first, first + at_once) for first in range(0, num_layers, at_once)]
+    def _plan_take_back(self, seqs: Any, n: Any) -> list[Write]:
+        """Shorten sequences by as many tokens as `append` has added."""
+        rows = self._rows.handles.find_distinct(seqs)
+        return self._rows.plan_drop(rows, self._rows.lens[rows] - per_seq("n", n, len(rows)))

@@ -85,7 +85,7 @@ def test_dtypes(dtype, kv_dtype, numpy_dtype, torch_dtype):
 @pytest.mark.parametrize("at_hand", [2**17, 4096])
 def test_append_copies_the_shared_block_in_every_layer(monkeypatch, array_module, layout, dtype, kv_dtype, at_hand):
     """All layers at a time, or with float32 two."""
-    monkeypatch.setattr("pagedkv.cache._AT_HAND", at_hand)
+    monkeypatch.setattr("pagedkv.memory.device.stacks._AT_HAND", at_hand)
     cache = make(dtype=dtype, kv_dtype=kv_dtype, layout=layout, array_module=array_module)
     expected = fill(cache)
     seq = cache.add(P + 3).seq
@@ -215,8 +215,8 @@ def test_the_map_for_notebooks_shows_every_sequence_and_the_numbers():
 
 
 def test_the_longest_sequence_is_a_whole_number_of_blocks():
-    assert make(max_seq_len=33).table.max_blocks == 5
-    assert make(max_seq_len=None).table.max_blocks == BLOCKS
+    assert make(max_seq_len=33).max_blocks == 5
+    assert make(max_seq_len=None).max_blocks == BLOCKS
 
 
 @pytest.mark.parametrize(("name", "extra"), [("cupy", "cu13"), ("torch", "torch")])
@@ -348,7 +348,7 @@ def test_what_there_is_room_for():
     assert cache.can_add(5 * P)
     assert not cache.can_add(4 * P + 1, reserve=1)
     assert cache.can_add(4 * P, reserve=1)
-    assert cache.table.can_add(4 * P, reserve=1)
+    assert cache.can_add(4 * P, reserve=1)
     assert cache.seq_lens([seq, seq]).tolist() == [40, 40]
     other = cache.add(5 * P).seq
     cache.truncate(other, 0)
@@ -374,7 +374,6 @@ def test_repr_says_how_full_they_are():
     cache = make()
     cache.add(list(range(P)))
     assert repr(cache) == "PagedKVCache(3 layers of (10, 8, 2, 16) float32; 1 sequences, 9 blocks free)"
-    assert repr(cache.table) == "SequenceTable(block_size=8, max_seqs=4, max_blocks=5; 1 sequences, 9 blocks free)"
     assert repr(cache.pool) == "BlockPool(num_blocks=10; 9 free, 0 of them cached)"
 
 
@@ -507,7 +506,7 @@ def test_layers_that_are_not_there(call, message):
 
 def test_a_table_that_grows_with_its_longest_sequence():
     cache = PagedKVCache(1, 100_000, 1, 1, 8, max_seqs=1000)
-    rows = cache.table._rows
+    rows = cache._rows
     assert rows.blocks.nbytes == 4 * 4 * 100_000, "4 entries for each block, not 1000"
     seqs = [cache.add(n).seq for n in (300, 401)]
     assert rows.blocks.shape[1] == 800

@@ -235,9 +235,9 @@ def test_no_step_waits_for_the_device_of_torch():
         for _ in range(20):
             cache.append(seqs)
             batch = cache.batch(seqs)
-            tables = cache.table.block_tables(seqs)
+            tables = cache.block_tables(seqs)
             arrived += [batch.block_tables[:, : tables.shape[1]].clone(), batch.seq_lens.clone()]
-            expected += [tables, cache.table.seq_lens(seqs)]
+            expected += [tables, cache.seq_lens(seqs)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for got, wanted in zip(arrived, expected, strict=True):

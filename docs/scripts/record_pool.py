@@ -242,14 +242,14 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """The pool, the tables and the requests as they are now."""
-        cache, table = self.cache, self.cache.table
+        cache = self.cache
         tables = {
-            name: (int(table.seq_lens(seq)[0]), table.block_tables([seq])[0].tolist())
+            name: (int(cache.seq_lens(seq)[0]), cache.block_tables([seq])[0].tolist())
             for name, seq in self.sequences().items()
         }
-        found = table._rows.prefix_cache
+        found = cache.pool._prefix_cache
         assert found is not None
-        findable, fills = found.is_findable(np.arange(NUM_BLOCKS)), table.block_fills()
+        findable, fills = found.is_findable(np.arange(NUM_BLOCKS)), cache.block_fills()
         blocks = []
         for block, refs in enumerate(cache.pool.ref_counts.tolist()):
             kind = "used" if refs else "cached" if findable[block] else "free"

@@ -72,6 +72,16 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
     return array.astype(np.int64)
 
 
+def per_seq(name: str, value: Any, num_seqs: int) -> npt.NDArray[np.int64]:
+    """One int of at least 0 for each sequence, of one for all or of as many."""
+    if isinstance(value, (int, np.integer)):
+        return np.full(num_seqs, as_int(name, value, maximum=MAX_INT64))
+    values = as_ints(name, value, num_seqs, "num_seqs")
+    if values.min(initial=0) < 0:
+        raise ValueError(f"{name} must be at least 0, got {values.min()}")
+    return values
+
+
 def require_callable(name: str, value: object, what: str) -> None:
     """Raise TypeError unless a value can be called."""
     if not callable(value):

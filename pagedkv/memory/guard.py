@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import wraps
 from threading import Lock, get_ident
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
-from weakref import WeakValueDictionary
-
-from ..compiling import compile_thread  # noqa: F401 (its hook at a fork is to run after the one below)
+from weakref import WeakSet
 
 
 class Guard:
@@ -22,60 +20,30 @@ class Guard:
         The thread that holds it.
     changing : bool
         Whether it holds it for a mutation.
+    is_parents : bool
+        Whether this process is a child of the one that made it. Another thread may have been in the middle of a call
+        when it forked, and does not exist in the child.
     """
 
-    __slots__ = ("__weakref__", "changing", "holder", "lock")
+    __slots__ = ("__weakref__", "changing", "holder", "is_parents", "lock")
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.holder: int | None = None
-        self.changing = False
-        _guards[id(self)] = self
+        self.changing = self.is_parents = False
+        _guards.add(self)
 
 
-_guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()
-_held: dict[int, list[Generator[None]]] = {}  # by the thread that forks
+_guards: WeakSet[Guard] = WeakSet()
 
 
-def _hold(guard: Guard) -> Generator[None]:
-    """Hold a guard as a read does, from the first step to the end of the generator."""
-    with guard.lock:
-        guard.holder = get_ident()
-        try:
-            yield
-        finally:
-            guard.holder = None
-
-
-def _hold_all() -> None:
-    """Wait for the calls of other threads, and keep further ones waiting, whatever signal handlers raise.
-
-    A child has no other thread of its parent: a call that one of them was in would never end, and may have stored half.
-    """
-    raised = None
-    held = _held[get_ident()] = []
-    # The same order in each thread that forks, or two would wait for each other. In a signal handler this thread may be
-    # in the middle of a call.
-    for guard in sorted((guard for ref in _guards.valuerefs() if (guard := ref())), key=id):
-        while guard.holder != get_ident():
-            held.append(_hold(guard))
-            try:
-                next(held[-1])
-            except BaseException as error:
-                raised = error
-    if raised is not None:
-        try:
-            raise raised
-        finally:
-            del raised, held  # the error refers to this frame
-
-
-def _let_go() -> None:
-    _held.pop(get_ident(), None)  # without a reference the generators end
+def _disown() -> None:
+    for guard in _guards:
+        guard.is_parents = True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_all, after_in_parent=_let_go, after_in_child=_let_go)
+    os.register_at_fork(after_in_child=_disown)
 
 
 class Guarded:
@@ -123,6 +91,10 @@ def _guarded(method: Method[Self, P, R], changes: bool, nests: bool) -> Method[S
     @wraps(method)
     def guarded(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         guard, thread = self._guard, get_ident()
+        if guard.is_parents:
+            raise RuntimeError(
+                f"{method.__name__} called in a child of the process that made this pool: make a new pool in the child"
+            )
         if guard.holder == thread or (changes and guard.changing):
             if nests:
                 return method(self, *args, **kwargs)

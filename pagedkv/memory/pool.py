@@ -12,14 +12,11 @@ from ..arrays import Array
 from ..commit import Write, commit
 from ..errors import OutOfBlocksError
 from .arguments import MAX_INT32, as_int, as_ints
-from .block_ids import NO_BLOCKS, joined
 from .guard import Guard, Guarded, consistent, exclusive
-from .invariants import must_hold
+from .ids import NO_BLOCKS, Int64Array, Tally, joined, must_hold
 from .prefix.cache import PrefixCache, Stored
 from .prefix.eviction import LRU
-from .tally import Tally
 
-Int64Array = npt.NDArray[np.int64]
 _ONE_REFERENCE = np.ones(1, np.int32)
 
 

@@ -1,139 +1,174 @@
-"""Sequences: those that share the blocks of one pool, and find them again by their tokens."""
+"""Sequences: the block table and the length of each, over the blocks of one pool."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import between_graphs
-from .arguments import as_int
-from .device.arrays import Arrays
+from .arguments import MAX_INT32, MAX_INT64, as_int, as_ints, per_seq
 from .guard import Guarded, consistent, exclusive
-from .prefix.prompt import Added, Prompt, ids_of, known_prompt, prompt_of
-from .stats import Stats, pool_map
-from .table import SequenceTable
+from .handles import NO_HANDLE
+from .ids import Int32Array, Int64Array
+from .pool import BlockPool
+from .prefix.cache import PrefixCache
+from .rows import Rows
 
 
-class Sequences(Guarded, ABC):
-    """What `PagedKVCache` does to its sequences, wherever K and V are: which blocks are theirs, shared and found.
+class Sequences(Guarded):
+    """What `SequenceTable` and `PagedKVCache` have in common: sequences that share the blocks of one pool.
+
+    A sequence is named by its handle, an int that is never reused once the sequence is freed. Methods on many
+    sequences take one handle, a list or tuple of them, or a 1-D int64 array, and do a handful of array operations
+    whatever the number.
+
+    Every method changes all or nothing. Mutations of one pool exclude each other: a call from a second thread in
+    the middle of one raises RuntimeError. Reads wait for the other thread's call, and return what held before it or
+    what holds after it. Sequences cannot be copied or pickled: TypeError.
 
     Parameters
     ----------
-    table : SequenceTable
-    arrays : Arrays
-        Makes the arrays that callers get.
-    block_bytes : int
-        What a block takes in all layers.
+    pool : BlockPool
+    block_size, max_seqs, max_blocks : int
+        As in `SequenceTable`.
+    prefix_cache : PrefixCache or None
+        Finds full blocks by their tokens.
     """
 
-    def __init__(self, table: SequenceTable, arrays: Arrays, block_bytes: int) -> None:
-        self.pool, self.table = table.pool, table
-        self._arrays, self._block_bytes = arrays, block_bytes
-        self._pins: dict[str, int] = {}
-        self._guard = table._guard
-
-    @abstractmethod
-    def _copy(self, copies: npt.NDArray[np.int64]) -> None:
-        """Copy blocks in all layers, before the commit: until then nobody reads the destinations."""
-
-    @abstractmethod
-    def _read(self, copies: npt.NDArray[np.int64]) -> None:
-        """Raise what `_copy` would raise before it writes anything: too little memory, or a stream under capture."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        max_seqs: int,
+        max_blocks: int,
+        *,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
+        if not isinstance(pool, BlockPool):
+            raise TypeError(f"pool must be a BlockPool, got {type(pool).__name__}")
+        block_size = as_int("block_size", block_size, minimum=1, maximum=MAX_INT32)
+        max_seqs = as_int("max_seqs", max_seqs, minimum=1)
+        max_blocks = as_int("max_blocks", max_blocks, minimum=1)
+        if max_blocks * block_size > MAX_INT32:
+            raise ValueError(f"max_blocks * block_size must be at most 2**31 - 1, got {max_blocks} * {block_size}")
+        self.pool = pool
+        self.block_size = block_size
+        self.max_seqs = max_seqs
+        self.max_blocks = max_blocks
+        self._guard = pool._guard
+        self._rows = Rows(pool, block_size, max_seqs, max_blocks, prefix_cache)
 
     @property
-    def block_size(self) -> int:
-        """P, tokens per block."""
-        return self.table.block_size
+    def num_seqs(self) -> int:
+        """Sequences alive."""
+        return self.max_seqs - self._rows.handles.num_free
+
+    @property
+    @consistent
+    def num_tokens(self) -> int:
+        """The lengths of all sequences together."""
+        return int(self._rows.lens.sum())
 
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out, the cached ones included."""
         return self.pool.num_free
 
-    def seq_lens(self, seqs: Any) -> npt.NDArray[np.int32]:
-        """The lengths of sequences, (num_seqs,) int32, on the host: `SequenceTable.seq_lens`."""
-        return self.table.seq_lens(seqs)
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that one sequence can have, max_blocks * P."""
+        return self.max_blocks * self.block_size
 
     @exclusive
-    def add(self, tokens: int | Sequence[int], salt: str | bytes | None = None) -> Added:
-        """Start a sequence, sharing the blocks that hold its first tokens already, or copying part of the last one.
+    def fork(self, seqs: Any, n: int = 1) -> list[int]:
+        """Start n sequences like each of the given ones, sharing all blocks, the partial last ones too.
 
         Parameters
         ----------
-        tokens : int, or (num_tokens,) ints
-            How many tokens it begins with, or which: ids from 0 to 2**31 - 1.
-        salt : str, bytes or None
-            Only blocks of sequences with the same salt are shared. Whatever else K and V depend on, such as an adapter
-            or an image, belongs into it.
+        seqs : handles
+            (num_seqs,), the sequences to share.
+        n : int
+            How many of each, at least 0.
 
         Returns
         -------
-        Added
-            The handle, and how many of the tokens are in the cache. Write the K and V of the others to
-            ``slots(seq, num_cached, num_tokens)``: those of the last one in any case, since its output is needed.
+        list of int
+            The handles of the num_seqs * n new sequences, in the order of those that they share.
 
         Raises
         ------
-        TypeError
-            `salt` is neither a str nor bytes nor None.
-        ValueError
-            More than max_seq_len tokens, or an id that is out of range.
         CapacityError
-            max_seqs sequences are alive.
-        OutOfBlocksError
-            Too few blocks are free.
+            Too few rows of the table are free.
+        KeyError
+            A sequence that was freed or never was.
         """
-        return self._start(prompt_of(tokens, salt))
+        n = as_int("n", n, maximum=MAX_INT64)
+        parents = self._rows.handles.find(seqs)
+        rows, handles, writes = self._rows.handles.plan_issue(len(parents) * n)
+        self.pool._commit([*writes, *self._rows.plan_fork(rows, parents, n)])
+        return handles
 
-    @between_graphs
     @exclusive
-    def append(self, seqs: Any, n: Any = 1, tokens: Any = None) -> Any:
-        """Add n tokens to the end of each sequence, after copying shared blocks that it would write to.
+    def reorder(self, seqs: Any, parents: Any) -> None:
+        """Let each sequence go on with the tokens of another, as beams do; the handles stay, and no row is needed.
 
         Parameters
         ----------
         seqs : handles
             (num_seqs,), each named once.
-        n : int, or (num_seqs,) ints
-            New tokens of every sequence, or of each; at least 0.
-        tokens : (num_new_tokens,) ints, or None
-            Which tokens, in the order of the sequences. Without them, other sequences will never find the blocks that
-            they are in, nor any later block of these sequences.
+        parents : (num_seqs,) ints
+            ``seqs[i]`` gets the tokens that ``seqs[parents[i]]`` has now, and shares all its blocks.
 
-        Returns
-        -------
-        (num_new_tokens,) int64
-            Their slots, in the order of the sequences.
+        Raises
+        ------
+        IndexError
+            A parent is not in 0..num_seqs-1.
+        ValueError
+            A sequence is named twice, or there are not as many parents.
+        KeyError
+            A sequence that was freed or never was.
+        """
+        rows = self._rows.handles.find_distinct(seqs)
+        parents = as_ints("parents", parents, len(rows), "num_seqs")
+        wrong = (parents < 0) | (parents >= len(rows))
+        if wrong.any():
+            raise IndexError(f"parents must be in 0..num_seqs-1 = 0..{len(rows) - 1}, got {parents[wrong][0]}")
+        self.pool._commit(self._rows.plan_reorder(rows, rows[parents]))
+
+    @exclusive
+    def truncate(self, seqs: Any, length: Any) -> None:
+        """Shorten sequences to their first tokens, releasing the blocks past the end.
+
+        Parameters
+        ----------
+        seqs : handles
+            (num_seqs,), each named once.
+        length : int, or (num_seqs,) ints
+            The new length of every sequence, or of each: from 0 to what it is.
 
         Raises
         ------
         ValueError
-            A sequence would be longer than max_seq_len, or is named twice; not as many tokens, or an id out of range.
-        OutOfBlocksError
-            Too few blocks are free.
+            A length that is negative or more than the sequence has, or a sequence named twice.
         KeyError
             A sequence that was freed or never was.
-        RuntimeError
-            On a device, while its current stream is being captured in a CUDA graph.
         """
-        rows, ids = self.table._rows, None if tokens is None else ids_of(tokens)
-        new_slots, copies, writes = rows.to_copy(self._read, rows.plan_append, seqs, n, ids)
-        self._copy(copies)
-        slots = self._arrays.asarray(new_slots)
-        self.pool._commit(writes, undo=lambda: rows.plan_take_back(seqs, n))
-        return slots
+        rows = self._rows.handles.find_distinct(seqs)
+        lens = self._rows.lens[rows]
+        length = per_seq("length", length, len(rows))
+        longer = length > lens
+        if longer.any():
+            i = int(longer.argmax())
+            raise ValueError(
+                f"length must be at most the {lens[i]} tokens of sequence {self._rows.handles.of(rows)[i]}, got "
+                f"{length[i]}"
+            )
+        self.pool._commit(self._rows.plan_drop(rows, length))
 
-    @between_graphs
     @exclusive
-    def commit(self, seqs: Any) -> None:
-        """Say that the K and V of all tokens added and appended so far are written, in all layers.
-
-        From now on sequences that are added find the full blocks of these, as far as their tokens are known. Where
-        another sequence has committed a block with the same tokens before, these share that one and release their own.
+    def free(self, seqs: Any) -> None:
+        """End sequences and release their blocks; their handles are never valid again.
 
         Parameters
         ----------
@@ -147,129 +182,103 @@ class Sequences(Guarded, ABC):
         KeyError
             A sequence that was freed or never was.
         """
-        self.pool._commit(self.table._rows.plan_commit(seqs))
+        self.pool._commit(self._rows.plan_free(seqs))
 
     @consistent
-    def find(self, tokens: Sequence[int], salt: str | bytes | None = None) -> int:
-        """How many of the first tokens `add`, with these token ids, would find in the cache; it takes nothing."""
-        return self.table._rows.num_cached(known_prompt(tokens, salt))
-
-    @consistent
-    def can_add(self, tokens: int | Sequence[int], salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
-        """Whether `add`, with these arguments, has room, and `reserve` blocks stay free besides.
-
-        Reserve one for each running sequence, say, so that all can go on decoding. Found blocks in use need no room.
-        """
-        return self.table._rows.can_add(prompt_of(tokens, salt), as_int("reserve", reserve))
-
-    @exclusive
-    def pin(self, name: str, tokens: Sequence[int], salt: str | bytes | None = None) -> int:
-        """Keep the full blocks that tokens begin with, as far as they can be found now, until `unpin` or `reset`.
-
-        A pin counts as a sequence: it takes one of max_seqs, and its blocks are in use.
-
-        Parameters
-        ----------
-        name : str
-            A new name.
-        tokens, salt
-            As in `add`.
+    def slots(self, seq: int, start: int, stop: int) -> Any:
+        """Slots of the tokens start..stop-1 of a sequence.
 
         Returns
         -------
-        int
-            How many tokens are kept.
+        (stop - start,) int64
+            block_id * P + offset; of a `PagedKVCache` in its array module.
 
         Raises
         ------
-        ValueError, CapacityError
-            There is a pin of this name; max_seqs sequences are alive.
-        TypeError
-            `name` is no str, or `tokens` are no ids.
+        ValueError
+            Not 0 <= start <= stop <= length.
+        KeyError
+            A sequence that was freed or never was.
         """
-        if not isinstance(name, str):
-            raise TypeError(f"name must be a str, got {type(name).__name__}")
-        if name in self._pins:
-            raise ValueError(f"name must be a new one, got {name!r}, which is pinned: unpin it first")
-        seq, length, writes = self.table._rows.plan_hold(known_prompt(tokens, salt))
-        self.pool._commit([*writes, (vars(self), "_pins", self._pins | {name: seq})])
-        return length
+        row = int(self._rows.handles.find(as_int("seq", seq, minimum=None))[0])
+        start, stop = as_int("start", start), as_int("stop", stop)
+        length = self._rows.lens[row]
+        if not start <= stop <= length:
+            raise ValueError(
+                f"start <= stop <= {length}, the length of sequence {seq}, must hold, got start {start}, stop {stop}"
+            )
+        logical, offset = np.divmod(np.arange(start, stop), self.block_size)
+        return self._rows.blocks[row].take(logical) * np.int64(self.block_size) + offset
 
-    @exclusive
-    def unpin(self, name: str) -> None:
-        """Let go of what `pin` keeps; it can be found until its blocks are needed.
+    @consistent
+    def block_tables(self, seqs: Any) -> npt.NDArray[np.int32]:
+        """The block tables of sequences, as a new array on the host.
+
+        Returns
+        -------
+        (num_seqs, width) int32
+            As wide as the longest of these sequences needs, at least 1, so that the cost follows the tokens and not
+            the maximum. Entries at or past ceil(length / P) are -1.
 
         Raises
         ------
         KeyError
-            No pin has this name.
+            A sequence that was freed or never was.
         """
-        if not isinstance(name, str) or name not in self._pins:
-            raise KeyError(f"no pin is called {name!r}")
-        left = self._pins.copy()
-        del left[name]
-        self.pool._commit([*self.table._rows.plan_free(self._pins[name]), (vars(self), "_pins", left)])
-
-    @exclusive
-    def reset(self) -> None:
-        """Forget what can be found, the pins too: after a change of the model's weights, say.
-
-        Sequences go on, but no block that they have now will ever be found.
-        """
-        pins: dict[str, int] = {}
-        self.pool._commit([*self.table._rows.plan_reset([*self._pins.values()]), (vars(self), "_pins", pins)])
-
-    def fork(self, seqs: Any, n: int = 1) -> list[int]:
-        """Start n sequences that share the tokens of each of some: `SequenceTable.fork`."""
-        return self.table.fork(seqs, n)
-
-    def reorder(self, seqs: Any, parents: Any) -> None:
-        """Let each sequence go on with the tokens of another: `SequenceTable.reorder`."""
-        self.table.reorder(seqs, parents)
-
-    def truncate(self, seqs: Any, length: Any) -> None:
-        """Shorten sequences to their first `length` tokens: `SequenceTable.truncate`."""
-        self.table.truncate(seqs, length)
-
-    def free(self, seqs: Any) -> None:
-        """End sequences and release their blocks: `SequenceTable.free`."""
-        self.table.free(seqs)
-
-    @between_graphs
-    def slots(self, seq: int, start: int, stop: int) -> Any:
-        """Slots of the tokens start..stop-1 of a sequence, (stop - start,) int64: `SequenceTable.slots`."""
-        return self._arrays.asarray(self.table.slots(seq, start, stop))
+        return self._rows.tables_of(self._rows.handles.find(seqs))[0]
 
     @consistent
-    def stats(self) -> Stats:
-        """How full the pool is, at one instant: it waits for another thread's call."""
-        return Stats.of(self.table, self._block_bytes)
+    def seq_lens(self, seqs: Any) -> npt.NDArray[np.int32]:
+        """The lengths of sequences, (num_seqs,) int32, as a new array on the host.
 
+        Raises
+        ------
+        KeyError
+            A sequence that was freed or never was.
+        """
+        return self._rows.lens[self._rows.handles.find(seqs)].astype(np.int32)
+
+    @consistent
+    def block_fills(self) -> npt.NDArray[np.int32]:
+        """How many slots of each block hold a token of some sequence, (N,) int32."""
+        rows, columns = self._rows.held()
+        fills = np.zeros(self.pool.num_blocks, np.int32)
+        tokens = np.minimum(self._rows.lens[rows] - columns * self.block_size, self.block_size)
+        np.maximum.at(fills, self._rows.blocks[rows, columns], tokens.astype(np.int32))
+        return fills
+
+    @consistent
+    def block_owners(self) -> npt.NDArray[np.int64]:
+        """For each block the handle of a sequence that has it, (N,) int64; -1 if none does."""
+        rows, columns = self._rows.held()
+        owners = np.full(self.pool.num_blocks, NO_HANDLE)
+        owners[self._rows.blocks[rows, columns]] = self._rows.handles.of(rows)
+        return owners
+
+    @consistent
     def check(self) -> None:
-        """Raise AssertionError unless every invariant of the pool and the table holds."""
-        self.table.check()
+        """Raise AssertionError unless every invariant holds, the pool's included.
 
-    @consistent
-    def plot(self, width: int = 64) -> str:
-        """A map of the pool in characters, `width` to a line: which sequence has which block, and which are shared."""
-        return pool_map(self.table).to_text(as_int("width", width, minimum=1))
-
-    @consistent
-    def _repr_html_(self) -> str:
-        return f"{self.stats().to_html()}{pool_map(self.table).to_html()}"
-
-    def _start(
-        self, prompt: Prompt, reserve: int | None = None, last: list[int] | None = None, *, again: bool = False
-    ) -> Added:
-        """Start a sequence with a prompt, or, with `reserve`, with what is found of it: `Rows.plan_add`.
-
-        ``last[0]`` gets the handle together with the rest: an interrupt may come before the caller has it.
+        A block has as many references as there are entries for it in the table; a sequence has ceil(length / P)
+        blocks, all different, and -1 behind them; a row is either free or has the handle of its generation. With a
+        prefix cache: a block that can be found is in its index, behind the block that it follows; a block waits for
+        eviction if it can be found and has no references.
         """
-        rows = self.table._rows
-        seq, num_cached, copies, writes = rows.to_copy(self._read, rows.plan_add, prompt, reserve, again=again)
-        added = Added(seq, num_cached)
-        if last is not None:
-            writes.append((last, 0, seq))
-        self._copy(copies)
-        self.pool._commit(writes, undo=lambda: rows.plan_free(seq))
-        return added
+        self._rows.check()
+
+    @consistent
+    def _batch(self, seqs: Any, query_lens: Any) -> tuple[Int32Array, int, Int32Array, Int64Array | None]:
+        """`block_tables`, the longest length, `seq_lens` and the given query_lens, all of the same instant."""
+        rows = self._rows.handles.find(seqs)
+        tables, longest, lens = self._rows.tables_of(rows)
+        if query_lens is None:
+            return tables, longest, lens, None
+        query_lens = per_seq("query_lens", query_lens, len(rows))
+        longer = query_lens > lens
+        if np.count_nonzero(longer):
+            i = int(longer.argmax())
+            raise ValueError(
+                f"query_lens must be at most the {lens[i]} tokens of sequence {self._rows.handles.of(rows)[i]}, got "
+                f"{query_lens[i]}"
+            )
+        return tables, longest, lens, query_lens

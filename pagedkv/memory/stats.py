@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ..drawing.pool_map import PoolMap
-from .table import SequenceTable
+from .sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Stats:
     used_bytes: int
 
     @classmethod
-    def of(cls, table: SequenceTable, block_bytes: int) -> Stats:
-        """Read them off a table and its pool, whose blocks take `block_bytes` bytes in all layers."""
-        pool, found = table.pool, table.pool._prefix_cache
+    def of(cls, sequences: Sequences, block_bytes: int) -> Stats:
+        """Read them off sequences and their pool, whose blocks take `block_bytes` bytes in all layers."""
+        pool, found = sequences.pool, sequences.pool._prefix_cache
         queried, hit = ([0, 0], [0, 0]) if found is None else (found.num_queried.tolist(), found.num_hit.tolist())
         used = pool.num_blocks - pool.num_free
         return cls(
@@ -66,9 +66,9 @@ class Stats:
             free=pool.num_free,
             shared=pool.num_shared,
             cached=pool.num_cached,
-            num_tokens=table.num_tokens,
-            wasted_slots=table._rows.wasted_slots(),
-            contiguous_blocks=table.num_seqs * table.max_blocks,
+            num_tokens=sequences.num_tokens,
+            wasted_slots=_wasted_slots(sequences),
+            contiguous_blocks=sequences.num_seqs * sequences.max_blocks,
             queried_tokens=queried[0],
             hit_tokens=hit[0],
             preempted_tokens=queried[1],
@@ -83,8 +83,27 @@ class Stats:
         return f"<table>{rows}</table>"
 
 
-def pool_map(table: SequenceTable) -> PoolMap:
-    """The map of a table's pool."""
-    ref_counts, found = table.pool.ref_counts, table.pool._prefix_cache
-    cached = None if found is None else (ref_counts == 0) & found.is_findable(np.arange(table.pool.num_blocks))
-    return PoolMap(table.block_owners(), ref_counts, table.block_fills(), table.block_size, cached)
+def pool_map(sequences: Sequences) -> PoolMap:
+    """The map of the pool of sequences."""
+    ref_counts, found = sequences.pool.ref_counts, sequences.pool._prefix_cache
+    cached = None if found is None else (ref_counts == 0) & found.is_findable(np.arange(sequences.pool.num_blocks))
+    return PoolMap(sequences.block_owners(), ref_counts, sequences.block_fills(), sequences.block_size, cached)
+
+
+def _wasted_slots(sequences: Sequences) -> int:
+    """Slots of used blocks that hold no token of any sequence."""
+    rows, refs, block_size = sequences._rows, sequences.pool.ref_counts, sequences.block_size
+    full = rows.lens // block_size
+    fills = rows.lens - full * block_size
+    partial = fills.nonzero()[0]  # only the last block of a sequence is partly full
+    blocks, fills = rows.entries.take(partial * rows.blocks.shape[1] + full.take(partial)), fills.take(partial)
+    alone = refs.take(blocks) == 1
+    wasted = int(np.count_nonzero(alone)) * block_size - int(fills[alone].sum())
+    if not alone.all():
+        # A shared block wastes the slots past its longest owner's end, unless one of its owners fills it.
+        blocks, owners = np.unique(blocks[~alone], return_inverse=True)
+        longest = np.zeros(len(blocks), np.int64)
+        np.maximum.at(longest, owners, fills[~alone])
+        all_partial = np.bincount(owners, minlength=len(blocks)) == refs[blocks]
+        wasted += int((block_size - longest)[all_partial].sum())
+    return wasted

@@ -6,9 +6,9 @@ import numpy as np
 
 from ..cache import PagedKVCache
 from ..errors import CapacityError
+from ..memory.handles import NO_HANDLE
 from .request import Request
 from .running import Running, first_half
-from .starts import Starts
 from .step import Int64Array
 from .waiting import Waiting
 
@@ -34,15 +34,15 @@ class Admission:
     def __init__(
         self, cache: PagedKVCache, running: Running, waiting: Waiting, budget: int, max_num_seqs: int, watermark: int
     ) -> None:
-        self._cache, self._starts = cache, Starts(cache)
-        self._running, self._waiting = running, waiting
+        self._cache, self._running, self._waiting = cache, running, waiting
         self._budget, self._max_num_seqs, self._watermark = budget, max_num_seqs, watermark
+        self._last = [NO_HANDLE]
         self.num_preempted = 0
 
     @property
     def last_started(self) -> int:
         """The handle of the sequence that was started last."""
-        return self._starts.last[0]
+        return self._last[0]
 
     def counts(self) -> Int64Array:
         """How many tokens of each running request fit into a step: one of each, the others in their order."""
@@ -75,7 +75,9 @@ class Admission:
             running.widen(len(request.tokens))  # which may raise, and then no sequence has started
             reserve = reserved + (self._watermark if len(running) else 0)
             try:
-                seq, num_cached = self._starts.start(request.prompt, reserve, again=request.num_cached is not None)
+                seq, num_cached = self._cache.add_found(
+                    request.tokens, request.salt, reserve=reserve, again=request.num_cached is not None, last=self._last
+                )
             except CapacityError as error:
                 if len(running):
                     return
@@ -108,7 +110,7 @@ class Admission:
         """Whether a running request is about to compute blocks that this one would find, if it waits for them."""
         running, size = self._running, self._cache.block_size
         num_tokens = len(request.tokens) - 1  # the last one is computed in any case
-        if self._cache.table._rows.prefix_cache is None or num_tokens < size:
+        if not self._cache.prefix_cache or num_tokens < size:
             return False
         lanes = running.lanes[running.num_uncomputed > 1]
         lanes = lanes[(running.roots[lanes] == first_half(request.root)) & (running.lens[lanes] >= size)]
@@ -124,4 +126,4 @@ class Admission:
 
     def _num_blocks(self, lens: int | Int64Array) -> int:
         """Blocks of a sequence, or of all together."""
-        return int(np.sum(self._cache.table._rows.num_blocks(lens)))
+        return int(np.sum(-(-lens // self._cache.block_size)))

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.prefix.prompt import Prompt
-
 NOT_RUNNING = -1
 
 
@@ -27,6 +25,7 @@ class Request:
     priority : int
     key : int
         Its place in the order: the smallest is the first.
+    salt : str, bytes or None
     root : bytes
         The root digest of its salt.
     resumable : bool
@@ -43,12 +42,8 @@ class Request:
     max_len: int
     priority: int
     key: int
+    salt: str | bytes | None
     root: bytes
     resumable: bool
     num_cached: int | None = None
     lane: int = NOT_RUNNING
-
-    @property
-    def prompt(self) -> Prompt:
-        """What its sequence starts with."""
-        return Prompt(len(self.tokens), self.tokens, self.root)

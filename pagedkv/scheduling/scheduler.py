@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from ..cache import PagedKVCache
 from ..memory.arguments import as_int
+from ..memory.ids import owned_spans
 from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import ids_of
-from ..memory.spans import owned_spans
 from .admission import Admission
 from .request import NOT_RUNNING, Request
 from .running import Running
@@ -76,11 +76,11 @@ class Scheduler:
         if not 0 <= watermark <= 1:
             raise ValueError(f"watermark must be from 0 to 1, got {watermark}")
         budget = as_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
-        most = min(cache.table.max_seqs, budget)
+        most = min(cache.max_seqs, budget)
         if max_num_seqs is not None and as_int("max_num_seqs", max_num_seqs, minimum=1) > most:
             raise ValueError(
                 f"max_num_seqs must be at most max_num_batched_tokens = {budget} and the cache's max_seqs = "
-                f"{cache.table.max_seqs}, got {max_num_seqs}"
+                f"{cache.max_seqs}, got {max_num_seqs}"
             )
         max_num_seqs = most if max_num_seqs is None else int(max_num_seqs)
         self._aging = as_int("aging", aging, maximum=MAX_AGING)
@@ -137,7 +137,7 @@ class Scheduler:
 
     def add(
         self,
-        tokens: Sequence[int],
+        tokens: Any,
         max_tokens: int,
         *,
         priority: int = 0,
@@ -179,14 +179,14 @@ class Scheduler:
         self._require_fit(len(ids), max_tokens)
         number = self._num_added
         request = Request(
-            number, ids, len(ids), len(ids) + max_tokens, priority, self._key(priority), root, bool(resumable)
+            number, ids, len(ids), len(ids) + max_tokens, priority, self._key(priority), salt, root, bool(resumable)
         )
         self._num_added += 1
         self._requests[number] = request
         self._waiting.push(request)
         return number
 
-    def extend(self, request: int, tokens: Sequence[int], max_tokens: int) -> None:
+    def extend(self, request: int, tokens: Any, max_tokens: int) -> None:
         """Let a resumable request go on after its turn has ended: a user's answer, or the result of a tool.
 
         It waits as one that is added now; the prefix cache finds what it has computed before, as far as that is still
@@ -274,12 +274,11 @@ class Scheduler:
         numbers = running.numbers[lanes]
         try:
             slots = cache.append(seqs, n, ids)
-            asarray = cache._arrays.asarray
-            logits_indices = asarray((np.cumsum(counts) - 1)[is_sampled])
+            logits_indices = cache.asarray((np.cumsum(counts) - 1)[is_sampled])
             batch = cache.batch(seqs, n)
-            step = Step(
-                numbers, asarray(ids), slots, batch, logits_indices, numbers[is_sampled], lanes, counts, is_sampled
-            )
+            sampled = numbers[is_sampled]
+            tokens_there = cache.asarray(ids)
+            step = Step(numbers, tokens_there, slots, batch, logits_indices, sampled, lanes, counts, is_sampled)
         except BaseException:
             cache.truncate(seqs, starts)  # a listener of the cache raises after append has changed it
             raise
@@ -383,8 +382,8 @@ class Scheduler:
         return self._num_steps + priority * self._aging
 
     def _require_fit(self, num_tokens: int, max_tokens: int) -> None:
-        table = self._cache.table
-        most = min(table.max_seq_len, table.pool.num_blocks * table.block_size)
+        cache = self._cache
+        most = min(cache.max_seq_len, cache.pool.num_blocks * cache.block_size)
         # The last token that is generated is not computed.
         if num_tokens + max_tokens - 1 > most:
             raise ValueError(

@@ -73,8 +73,8 @@ class Cache:
         return [done, self.state()]
 
     def state(self):
-        table, refs = self.cache.table, self.cache.pool.ref_counts
-        found = table._rows.prefix_cache
+        table, refs = self.cache, self.cache.pool.ref_counts
+        found = table.pool._prefix_cache
         findable = found.is_findable(np.arange(NUM_BLOCKS)).tolist()
         tokens = found.tokens.reshape(NUM_BLOCKS, BLOCK_SIZE).tolist()
         tables = {name: table.block_tables([seq])[0].tolist() for name, seq in self.seqs.items()}

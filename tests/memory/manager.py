@@ -14,19 +14,19 @@ import pytest
 
 from pagedkv import PagedKVCache
 from pagedkv.memory import BlockPool, SequenceTable
+from pagedkv.memory.chains import Chains
+from pagedkv.memory.handles import Handles
+from pagedkv.memory.ids import Tally
 from pagedkv.memory.prefix.cache import PrefixCache
-from pagedkv.memory.prefix.chains import Chains
 from pagedkv.memory.prefix.eviction import LRU
 from pagedkv.memory.prefix.index import HashIndex
-from pagedkv.memory.rows.handles import Handles
-from pagedkv.memory.rows.rows import Rows
-from pagedkv.memory.tally import Tally
+from pagedkv.memory.rows import Rows
 
 Manager = BlockPool | SequenceTable | PagedKVCache
 
 
 PARTS = (BlockPool, SequenceTable, Rows, Handles, Chains, PrefixCache, HashIndex, LRU)
-NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_views", "_options", "_alike"}
+NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_options", "_alike"}
 NO_STATE |= {"_stacks"}  # what k_caches and v_caches are views of
 NO_STATE |= {"_known", "_recent", "_num_changes"}  # what follows from other state, and how often that has changed
 

@@ -12,7 +12,6 @@ import pytest
 from pagedkv import PagedKVCache, commit
 from pagedkv.memory import BlockPool, Stats
 
-from ..support.programs import printed_by
 from .transactions.scene import LATE, MUTATIONS, Scene
 
 
@@ -66,13 +65,13 @@ READS = {
     "pool.check": lambda s: s.cache.pool.check(),
     "html": lambda s: s.cache._repr_html_(),
     "slots": lambda s: s.cache.slots(s.other, 0, 8).tolist(),
-    "seq_lens": lambda s: s.cache.table.seq_lens([s.seq, s.other]).tolist(),
-    "block_tables": lambda s: s.cache.table.block_tables([s.seq, s.other]).tolist(),
-    "num_tokens": lambda s: s.cache.table.num_tokens,
+    "seq_lens": lambda s: s.cache.seq_lens([s.seq, s.other]).tolist(),
+    "block_tables": lambda s: s.cache.block_tables([s.seq, s.other]).tolist(),
+    "num_tokens": lambda s: s.cache.num_tokens,
     "find": lambda s: s.cache.find(LATE),
     "can_add": lambda s: s.cache.can_add(20),
-    "block_fills": lambda s: s.cache.table.block_fills().tolist(),
-    "block_owners": lambda s: s.cache.table.block_owners().tolist(),
+    "block_fills": lambda s: s.cache.block_fills().tolist(),
+    "block_owners": lambda s: s.cache.block_owners().tolist(),
 }
 
 
@@ -202,55 +201,21 @@ def test_threads_that_try_again_when_refused():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_fork_waits_for_the_calls_of_other_threads():
-    assert printed_by("memory.forks", 20) == ["0"] * 20
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_fork_in_the_middle_of_a_call_of_its_own_thread(monkeypatch):
-    """A signal handler that forks: the child's call ends as the parent's does."""
+def test_a_forked_child_makes_a_new_pool():
+    """Another thread may have been in the middle of a call: neither its lock nor what it has stored is of any use."""
     scene = Scene()
-    allocate = BlockPool._plan
-
-    def handler(pool, *args, **kwargs):
-        monkeypatch.undo()
-        child = os.fork()
-        if child == 0:
-            signal.alarm(5)
-            os._exit(0 if scene.cache.stats() else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        return allocate(pool, *args, **kwargs)
-
-    monkeypatch.setattr(BlockPool, "_plan", handler)
-    scene.cache.append(scene.seq)
-    scene.cache.append(scene.seq)
-    scene.cache.check()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_while_a_fork_waits(monkeypatch):
-    """The fork waits on, Python reports the interrupt as it does for every hook, and no guard stays taken."""
-    scene = Scene()
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with in_another_thread(monkeypatch, Stats, "of", scene.cache.stats) as finish:
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            threading.Timer(0.2, finish.set).start()
-            child = os.fork()
-            if child == 0:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(5)
-                try:
-                    scene.cache.append(scene.seq)
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    before = scene.everything()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        try:
+            for call in (scene.cache.stats, lambda: scene.cache.append(scene.seq), scene.cache.pool.check):
+                with pytest.raises(RuntimeError, match=r"called in a child .*: make a new pool in the child$"):
+                    call()
+            assert Scene().everything() == before
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     scene.cache.append(scene.seq)

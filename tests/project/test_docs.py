@@ -228,7 +228,7 @@ def test_build(tmp_path, tab, monkeypatch, capsys):
     # "P." alone is the beginning of a list, and a default that is a class or a function has no repr to type.
     assert re.findall(r'<ol class="\w+alpha|&lt;(?:class|function) ', page) == []
     # Names in single backticks and the drawing of the memory manager.
-    assert 'href="#pagedkv.SequenceTable.fork"' in page
+    assert 'href="#pagedkv.PagedKVCache.reset"' in page
     assert "fork.svg" in (tmp_path / "html" / "memory.html").read_text()
     # The interactive page finds its scripts.
     interactive = tmp_path / "html" / "explanation" / "step_by_step.html"

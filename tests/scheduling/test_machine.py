@@ -221,7 +221,7 @@ class PlainMachine(RuleBasedStateMachine):
 
     @invariant()
     def remembers_no_more_than_what_is_alive(self):
-        assert_sizes_follow(self.scheduler, len(self.texts) + self.cache.table.max_seqs)
+        assert_sizes_follow(self.scheduler, len(self.texts) + self.cache.max_seqs)
 
     def teardown(self):
         if hasattr(self, "cache"):

@@ -293,7 +293,7 @@ def test_a_schedule_whose_listener_fails_can_be_made_again():
         if prompt == SYSTEM[:28]:
             cache.unpin("its blocks")
         assert serve(scheduler, cache) == {number: alone(tuple(prompt), 3)}
-        assert cache.table.num_seqs == 0
+        assert cache.num_seqs == 0
 
 
 def test_a_step_of_which_a_listener_raises_each_time_can_be_dropped():
@@ -338,7 +338,7 @@ def test_no_memory_for_tokens_starts_no_sequence(monkeypatch):
         patch.setattr("pagedkv.scheduling.running.np.zeros", lambda *args: [][0])
         with pytest.raises(IndexError):
             scheduler.schedule()
-    assert cache.table.num_seqs == 0
+    assert cache.num_seqs == 0
     assert serve(scheduler, cache) == {number: alone(tuple(SYSTEM), 2)}
 
 
@@ -351,7 +351,7 @@ def test_a_copy_that_fails_leaves_no_block_that_is_found_with_other_contents(mon
         serve(scheduler, cache)
     cache.pin("a", SYSTEM[:8])
     scheduler.add(SYSTEM[:8], 1)
-    monkeypatch.setattr(cache, "_copy", lambda copies: [][0])
+    monkeypatch.setattr(cache._stacks, "copy", lambda copies: [][0])
     with pytest.raises(IndexError):
         scheduler.schedule()
     assert cache.find([40] * 4) == 0
@@ -454,7 +454,7 @@ def test_restart_computes_requests_again_with_other_tokens():
         scheduler.update(step := scheduler.schedule(), forward(cache, step).astype(np.int64))
     scheduler.schedule()
     scheduler.abort(aborted)
-    cache._start(pagedkv.memory.prefix.prompt.known_prompt([7] * 8, None), 0, scheduler._admission._starts.last)
+    cache.add_found([7] * 8, last=scheduler._admission._last)
     tokens = [*alone((1, *range(1, 9)), 5)[:3]]
     scheduler.restart({first: [0, *range(1, 9)], second: [1, *range(1, 9), *tokens]})
     assert (cache.num_free, scheduler.num_running, scheduler.num_waiting) == (num_free, 0, 2)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...buckets import bucket
 from ..guard import Guarded, alone
-from ..table import SequenceTable
+from ..sequences import Sequences
 from .arrays import Arrays
 from .mirror import Mirror
 
@@ -78,35 +78,35 @@ class Batch:
 
 
 class Batches(Guarded):
-    """The batches of a table: new arrays on the host, mirrored ones on a device.
+    """The batches of sequences: new arrays on the host, mirrored ones on a device.
 
     Parameters
     ----------
-    table : SequenceTable
+    sequences : Sequences
     arrays : Arrays
     grows : bool
         Whether the buffers on a device start as wide as the table and move when it grows; otherwise they have room for
         the longest possible sequence.
     """
 
-    def __init__(self, table: SequenceTable, arrays: Arrays, *, grows: bool) -> None:
-        self._table, self._arrays, self._guard = table, arrays, table._guard
+    def __init__(self, sequences: Sequences, arrays: Arrays, *, grows: bool) -> None:
+        self._sequences, self._arrays, self._guard = sequences, arrays, sequences._guard
         self._mirrors = None
         if arrays.on_device:
-            columns = table._rows.blocks.shape[1] if grows else table.max_blocks
-            self._mirrors = Mirror(arrays, table.max_seqs, columns), Mirror(arrays, table.max_seqs, 1)
+            columns = sequences._rows.blocks.shape[1] if grows else sequences.max_blocks
+            self._mirrors = Mirror(arrays, sequences.max_seqs, columns), Mirror(arrays, sequences.max_seqs, 1)
 
     def of(self, seqs: Any, query_lens: Any) -> Batch:
         """The batch of sequences: see `PagedKVCache.batch`."""
         if self._mirrors is not None:
             return self._mirrored(*self._mirrors, seqs, query_lens)
-        block_tables, longest, seq_lens, query_lens = self._table._batch(seqs, query_lens)
+        block_tables, longest, seq_lens, query_lens = self._sequences._batch(seqs, query_lens)
         arrays, lens = self._arrays, seq_lens.copy()  # the caller may write to its seq_lens
         return Batch(arrays.asarray(block_tables), arrays.asarray(seq_lens), longest, arrays, lens, query_lens)
 
     @alone
     def _mirrored(self, tables: Mirror, lens: Mirror, seqs: Any, query_lens: Any) -> Batch:
-        block_tables, longest, seq_lens, query_lens = self._table._batch(seqs, query_lens)
-        room = min(-(-bucket(longest) // self._table.block_size), self._table.max_blocks)
+        block_tables, longest, seq_lens, query_lens = self._sequences._batch(seqs, query_lens)
+        room = min(-(-bucket(longest) // self._sequences.block_size), self._sequences.max_blocks)
         mirrored = tables.update(block_tables, room), lens.update(seq_lens[:, None])[:, 0]
         return Batch(*mirrored, longest, self._arrays, seq_lens, query_lens)

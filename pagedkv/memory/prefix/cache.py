@@ -13,14 +13,12 @@ import numpy.typing as npt
 
 from ...commit import Write
 from ..arguments import require_callable
-from ..block_ids import NO_BLOCKS
-from ..invariants import must_hold
+from ..ids import NO_BLOCKS, Int64Array, must_hold
 from .digests import Digests, Hash, as_array, blake2b_128, chained, each, returning_digests
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
 from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
 
-Int64Array = npt.NDArray[np.int64]
 MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # per block: NumPy takes its ids as one element
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
 _FEW = 16

@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ...commit import Write
-from ..block_ids import joined
-from ..invariants import must_hold
-from ..tally import Tally
+from ..ids import Int64Array, Tally, joined, must_hold
 
-Int64Array = npt.NDArray[np.int64]
 _AWAY = -1
 _GONE = np.array([_AWAY])
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from struct import Struct
 
 import numpy as np
-import numpy.typing as npt
 
 from ...commit import Write
-from ..invariants import must_hold
+from ..ids import Int64Array, must_hold
 from .digests import DIGEST, Digests
 
-Int64Array = npt.NDArray[np.int64]
 NO_BLOCK = -1  # an empty slot
 _REMOVED = -2  # a slot whose block is gone; a probe goes on past it
 _ROOM = 32  # slots per block, at least

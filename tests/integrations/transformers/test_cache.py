@@ -100,7 +100,7 @@ def test_rows_are_repeated_and_selected(model, cache):
         cache.crop(-2)
     cache.batch_select_indices(torch.tensor([4, 1, 2]))
     assert cache.kv.seq_lens(cache.seqs).tolist() == [1, 30, 23]
-    tables = cache.kv.table.block_tables(cache.seqs)
+    tables = cache.kv.block_tables(cache.seqs)
     assert cache.kv.stats().used == len({block for row in tables for block in row if block >= 0})
 
 
@@ -120,7 +120,7 @@ def test_without_room_nothing_changes(model):
     with pytest.raises(MemoryError) as raised:
         model(IDS, past_key_values=few)
     assert "as large a max_seqs as there are rows" in raised.value.__notes__[0]
-    assert few.kv.table.num_seqs == 0
+    assert few.kv.num_seqs == 0
 
 
 @pytest.mark.parametrize("where", ["embed_tokens", "norm"])

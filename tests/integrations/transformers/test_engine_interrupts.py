@@ -98,7 +98,7 @@ class Disturbed:
         engine = self.engine
         assert engine._is_torn or engine._requests.keys() == engine.scheduler._requests.keys()
         assert len(engine._left) <= len(engine._requests)
-        assert len(engine._made) <= engine.cache.table.max_seqs
+        assert len(engine._made) <= engine.cache.max_seqs
 
 
 def disturb(model, alone, seed):
@@ -124,7 +124,7 @@ def disturb(model, alone, seed):
         assert one.said[number] == alone(prompt, max_tokens), (number, one.interrupts)
     engine = one.engine
     assert engine.cache.num_free == one.num_free, one.interrupts
-    assert engine.cache.table.num_seqs == 1
+    assert engine.cache.num_seqs == 1
     assert not engine._requests
     assert not engine.scheduler._requests
     assert engine.cache.seq_lens([one.theirs]) == [5]

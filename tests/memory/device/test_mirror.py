@@ -121,19 +121,19 @@ def test_the_batch_of_a_cache_is_mirrored(cupy):
     batch = cache.batch(seqs)
     assert slots_bytes == 8 * len(seqs)
     grown = 2  # the sequences of 16 and 4 tokens have begun another block
-    expected = cache.table.block_tables(seqs)
+    expected = cache.block_tables(seqs)
     assert cupy.copied - slots_bytes == grown * (4 * expected.shape[1] + 8) + 4 * len(seqs)
     np.testing.assert_array_equal(batch.block_tables[:, : expected.shape[1]], expected)
-    np.testing.assert_array_equal(batch.seq_lens, cache.table.seq_lens(seqs))
+    np.testing.assert_array_equal(batch.seq_lens, cache.seq_lens(seqs))
     assert (first.max_seq_len, batch.max_seq_len) == (30, 31)
     assert batch.seq_lens.shape == (8,)
     assert batch.seq_lens.flags.c_contiguous
     assert batch.block_tables.ctypes.data == first.block_tables.ctypes.data
     assert batch.seq_lens.ctypes.data == first.seq_lens.ctypes.data
     some = cache.batch(seqs[2:5])
-    np.testing.assert_array_equal(some.block_tables[:, :8], cache.table.block_tables(seqs[2:5]))
+    np.testing.assert_array_equal(some.block_tables[:, :8], cache.block_tables(seqs[2:5]))
     twice = cache.batch([seqs[2]] * 20)
-    np.testing.assert_array_equal(twice.block_tables[:, :8], cache.table.block_tables([seqs[2]] * 20))
+    np.testing.assert_array_equal(twice.block_tables[:, :8], cache.block_tables([seqs[2]] * 20))
 
 
 def test_tables_on_a_device_change_their_shape_once_for_each_doubling(cupy):
@@ -177,7 +177,7 @@ def test_no_step_waits_for_the_device_of_torch(cuda_torch):
             seqs += cache.fork(seqs[0])  # of 10 tokens: the next append copies a block
         slots = cache.append(seqs)
         batch = cache.batch(seqs)
-        tables, lens = cache.table.block_tables(seqs), cache.table.seq_lens(seqs)
+        tables, lens = cache.block_tables(seqs), cache.seq_lens(seqs)
         arrived += [slots, batch.block_tables[:, : tables.shape[1]].clone(), batch.seq_lens.clone()]
         last = lens - 1
         expected += [tables[np.arange(len(seqs)), last // 4] * 4 + last % 4, tables, lens]
@@ -206,7 +206,7 @@ def test_nothing_is_sent_in_a_capture(cupy, cuda_torch, name):
     for call in (lambda: cache.append(twin), lambda: cache.slots(seq, 0, 3), lambda: cache.batch(seq)):
         with pytest.raises(RuntimeError, match=r"captured by a CUDA graph, .* ask for them before the capture"):
             call()
-    assert cache.table.seq_lens([seq, twin]).tolist() == [6, 6]
+    assert cache.seq_lens([seq, twin]).tolist() == [6, 6]
     module.is_capturing = False
     cache.batch(seq)
     module.is_capturing = True
@@ -256,5 +256,5 @@ def test_buffers_without_a_longest_length_begin_small(cupy):
     cache.batch(seqs)
     cache.append(seqs, [1, 900])
     batch = cache.batch(seqs)
-    np.testing.assert_array_equal(batch.block_tables[:, :1200], cache.table.block_tables(seqs))
+    np.testing.assert_array_equal(batch.block_tables[:, :1200], cache.block_tables(seqs))
     assert tables._device.shape == (200, 2048)

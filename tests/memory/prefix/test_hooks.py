@@ -65,7 +65,7 @@ def test_an_add_whose_listener_fails_starts_no_sequence(tokens):
         cache.add(tokens)
     after = cache.stats()
     assert (after.used, after.free, after.num_tokens) == (before.used, before.free, before.num_tokens)
-    assert (after.cached, cache.table.num_seqs) == (before.cached - 2, 1)
+    assert (after.cached, cache.num_seqs) == (before.cached - 2, 1)
     assert isinstance(events[-1], BlockRemoved)
     cache.check()
 
@@ -278,6 +278,6 @@ def test_what_an_interrupt_has_left_is_told_before_the_next_change():
     with pytest.raises(ZeroDivisionError):
         cache.fork(seqs[0])
     assert cache.stats() == before
-    assert cache.table.num_seqs == 2
+    assert cache.num_seqs == 2
     cache.check()
     assert len(cache.fork(seqs[0])) == 1

@@ -75,7 +75,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def write(self, name, start):
         slots = self.cache.slots(name, start, len(self.twin.seqs[name].tokens))
-        assert (self.cache.pool.ref_counts[slots // self.cache.table.block_size] == 1).all()
+        assert (self.cache.pool.ref_counts[slots // self.cache.block_size] == 1).all()
         values = np.array([*self.contents(self.twin.seqs[name])][start:], np.float32)
         k = np.broadcast_to(values[:, None, None], (len(values), 1, 8)).copy()
         for layer, (k_cache, v_cache) in enumerate(zip(self.cache.k_caches, self.cache.v_caches, strict=True)):
@@ -94,9 +94,9 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def add_tokens(self, tokens, salt, known):
         asked = tokens if known else len(tokens)
-        room = len(self.twin.seqs) < self.cache.table.max_seqs
+        room = len(self.twin.seqs) < self.cache.max_seqs
         fits = room and self.cache.can_add(asked, salt)
-        too_long = len(tokens) > self.cache.table.max_seq_len
+        too_long = len(tokens) > self.cache.max_seq_len
         if too_long or not room:
             with refused(self.cache, ValueError if too_long else CapacityError):
                 self.cache.add(asked, salt)
@@ -134,7 +134,7 @@ class PrefixMachine(RuleBasedStateMachine):
             if not self.append_to(new, 1, known):
                 return
             tables = self.cache.batch(names).block_tables
-            assert tables.tolist() == self.cache.table.block_tables(names[::-1])[::-1].tolist()
+            assert tables.tolist() == self.cache.block_tables(names[::-1])[::-1].tolist()
             tables[...] = -1
             if step != uncommitted:
                 self.commit_of(names)
@@ -143,7 +143,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def append_to(self, new, n, known):
         """Whether there was room."""
         names, tokens = [*new], [*itertools.chain(*new.values())] if known else None
-        if any(len(self.twin.seqs[name].tokens + new[name]) > self.cache.table.max_seq_len for name in names):
+        if any(len(self.twin.seqs[name].tokens + new[name]) > self.cache.max_seq_len for name in names):
             return False
         starts = [len(self.twin.seqs[name].tokens) for name in names]
         try:
@@ -166,11 +166,11 @@ class PrefixMachine(RuleBasedStateMachine):
         self.cache.commit(names)
         self.twin.commit(names)
 
-    @precondition(lambda self: len(self.names) > 0 and len(self.twin.seqs) < self.cache.table.max_seqs)
+    @precondition(lambda self: len(self.names) > 0 and len(self.twin.seqs) < self.cache.max_seqs)
     @rule(data=st.data(), n=st.integers(1, 2))
     def fork(self, data, n):
         name = data.draw(st.sampled_from(self.names))
-        n = min(n, self.cache.table.max_seqs - len(self.twin.seqs))
+        n = min(n, self.cache.max_seqs - len(self.twin.seqs))
         self.twin.fork(name, self.cache.fork(name, n))
 
     @precondition(lambda self: self.names)
@@ -195,7 +195,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.cache.free(names)
         self.twin.free(names)
 
-    @precondition(lambda self: self.names and len(self.twin.seqs) < self.cache.table.max_seqs)
+    @precondition(lambda self: self.names and len(self.twin.seqs) < self.cache.max_seqs)
     @rule(data=st.data())
     def pin(self, data):
         seq = self.twin.seqs[data.draw(st.sampled_from(self.names))]
@@ -229,7 +229,7 @@ class PrefixMachine(RuleBasedStateMachine):
         stats = cache.stats()
         assert (stats.free, stats.cached) == (twin.num_free, len(twin.waiting))
         assert stats.shared == sum(n > 1 for n in twin.refs().values())
-        assert stats.wasted_slots == stats.used * cache.table.block_size - cache.table.block_fills().sum()
+        assert stats.wasted_slots == stats.used * cache.block_size - cache.block_fills().sum()
         assert (stats.queried_tokens, stats.hit_tokens) == (twin.queried, twin.hit)
         assert set(self.told.blocks) == set(twin.index)
         self.told.agrees_with(cache, self.salts)

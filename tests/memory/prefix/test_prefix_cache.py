@@ -276,14 +276,14 @@ def copying(request):
 
 def test_a_copy_that_is_cut_short_leaves_nothing_to_find_where_it_went(monkeypatch, copying):
     cache, call = copying
-    copy = cache._copy
+    copy = cache._stacks.copy
 
     def cut_short(copies):
         copy(copies)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_copy", cut_short)
+        patch.setattr(cache._stacks, "copy", cut_short)
         with pytest.raises(KeyboardInterrupt):
             call()
     cache.check()
@@ -303,7 +303,7 @@ def test_a_copy_that_cannot_begin_changes_nothing(monkeypatch, copying):
 
     cache, call = copying
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "_stacks", tuple(stack.view(Full) for stack in cache._stacks))
+        patch.setattr(cache._stacks, "both", tuple(stack.view(Full) for stack in cache._stacks.both))
         with refused(cache, MemoryError, "injected"):
             call()
     assert cache.find([1, 2, 3, 4, 5]) == 4

@@ -55,9 +55,9 @@ def batches_that_recover(width: int) -> int:
         done = attempt(lambda cache, seqs=seqs: cache.batch(seqs), cache, number, number + width)
         assert not cache.pool._guard.lock.locked()
         batch = cache.batch(seqs)
-        tables = cache.table.block_tables(seqs)
+        tables = cache.block_tables(seqs)
         assert (batch.block_tables[:, : tables.shape[1]] == tables).all(), (number, width)
-        assert (batch.seq_lens == cache.table.seq_lens(seqs)).all(), (number, width)
+        assert (batch.seq_lens == cache.seq_lens(seqs)).all(), (number, width)
         if done:
             return number - 1
 

@@ -58,8 +58,6 @@ MUTATIONS = {
     "pool.allocate": lambda s: s.cache.pool.allocate(2),
     "pool.retain": lambda s: s.cache.pool.retain([0, 1, 1]),
     "pool.release": lambda s: s.cache.pool.release([0, 2, 1, 0]),
-    "table.append": lambda s: s.cache.table.append([s.other, s.forks[0], s.seq], [3, 1, 0]),
-    "table.add": lambda s: s.cache.table.add(5),
     "add": lambda s: s.cache.add(7),
     "append 1": lambda s: s.cache.append([s.other, s.forks[0], s.seq]),
     "append n": lambda s: s.cache.append([s.other, s.seq, s.forks[0]], [0, 9, 1]),

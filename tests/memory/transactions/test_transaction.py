@@ -19,8 +19,6 @@ from .scene import MUTATIONS, Scene
 
 ALLOCATING = [
     "pool.allocate",
-    "table.append",
-    "table.add",
     "add",
     "append 1",
     "append n",
@@ -111,8 +109,8 @@ def test_failed_copies_change_nothing(monkeypatch):
             raise MemoryError("injected")
 
     scene = Scene()
-    k_stack, v_stack = scene.cache._stacks
-    scene.cache._stacks = (k_stack, v_stack.view(Full))
+    k_stack, v_stack = scene.cache._stacks.both
+    scene.cache._stacks.both = (k_stack, v_stack.view(Full))
     before = scene.everything()
     with pytest.raises(MemoryError, match="injected"):
         scene.cache.append([scene.other, scene.seq])
@@ -183,6 +181,6 @@ def test_stores_of_many_blocks_allocate_nothing(monkeypatch):
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_are_refused(duplicate):
     cache = Scene().cache
-    for owner in (cache, cache.table, cache.pool):
+    for owner in (cache, SequenceTable(cache.pool, 4, 1, 1), cache.pool):
         with pytest.raises(TypeError, match=rf"^a {type(owner).__name__} cannot be copied or pickled, .* make a new"):
             duplicate(owner)

@@ -6,8 +6,8 @@ POOL = ("tests/memory/test_pool.py",)
 TABLE = (
     "tests/memory/test_table.py",
     "tests/memory/test_table_refusals.py",
-    "tests/memory/rows/test_copy_on_write.py",
-    "tests/memory/rows/test_handles.py",
+    "tests/memory/test_append.py",
+    "tests/memory/test_handles.py",
 )
 MACHINE = ("tests/memory/test_manager_machine.py",)
 TRANSACTION = "tests/memory/transactions/test_transaction.py::"

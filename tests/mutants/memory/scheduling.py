@@ -54,8 +54,8 @@ MUTANTS = [
     ),
     Mutant(
         "a request starts without room for its prompt",
-        "memory/rows/rows.py",
-        "            self.pool._require(self._num_taken(num_tokens, shared) + reserve, self.pool.num_free)\n",
+        "memory/rows.py",
+        "            self.pool._require(self.num_taken(num_tokens, shared) + reserve, self.pool.num_free)\n",
         "",
         PLAIN,
     ),

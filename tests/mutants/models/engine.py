@@ -28,7 +28,7 @@ MUTANTS = [
     ),
     Mutant(
         "scheduler: an interrupt loses the sequence that was being started",
-        "memory/sequences.py",
+        "cache.py",
         "            writes.append((last, 0, seq))\n",
         "            pass\n",
         (INTERRUPTS,),

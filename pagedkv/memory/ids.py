@@ -1,10 +1,41 @@
-"""Tally: how often each of some integers occurs."""
+"""Arrays of block ids and rows: joined, spread over ranges, counted; and what must hold of them."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Array
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+NO_BLOCKS = np.empty(0, np.int64)
+
+
+def joined(first: Int64Array, second: Int64Array) -> Int64Array:
+    """The ids of one array, and then of the other: no copy where one is empty, so do not write to it."""
+    if not len(second):
+        return first
+    return np.concatenate([first, second]) if len(first) else second
+
+
+def spans(starts: Array, counts: Array) -> Int64Array:
+    """The integers starts[i], ..., starts[i] + counts[i] - 1 for each i in turn, (counts.sum(),) int64."""
+    if len(counts) and not np.count_nonzero(counts != counts[0]):
+        return np.asarray(np.add.outer(starts, np.arange(counts[0])).reshape(-1))
+    values = (starts - counts.cumsum() + counts).repeat(counts)
+    values += np.arange(len(values))
+    return values
+
+
+def owned_spans(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
+    """The integers that `spans` returns, with the i of each.
+
+    Returns
+    -------
+    owners, values : (counts.sum(),) int64
+    """
+    return np.arange(len(counts)).repeat(counts), spans(starts, counts)
 
 
 class Tally:
@@ -39,3 +70,9 @@ class Tally:
     def among(self, values: Array, others: Array) -> Array:
         """Which values, all different, are among others, (n,) bool."""
         return self.repeated(np.concatenate([values, others]))[: len(values)]
+
+
+def must_hold(holds: bool | np.bool, otherwise: str) -> None:
+    """Raise AssertionError, with or without python -O, unless an invariant holds; `otherwise` says what is wrong."""
+    if not holds:
+        raise AssertionError(otherwise)

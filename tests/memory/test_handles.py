@@ -5,7 +5,7 @@ import pytest
 
 from pagedkv.memory import BlockPool, SequenceTable
 
-from ..manager import refused
+from .manager import refused
 
 
 def test_handles_are_never_given_out_twice():

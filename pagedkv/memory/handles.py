@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...commit import Write
-from ...errors import CapacityError
-from ..arguments import refuse_bools, refuse_mask
-from ..invariants import must_hold
-from ..tally import Tally
+from ..commit import Write
+from ..errors import CapacityError
+from .arguments import refuse_bools, refuse_mask
+from .ids import Int64Array, Tally, must_hold
 
-Int64Array = npt.NDArray[np.int64]
 NO_HANDLE = -1
 _RETIRED = np.array([NO_HANDLE])
 _INT64 = np.dtype(np.int64)

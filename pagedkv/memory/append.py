@@ -1,0 +1,186 @@
+"""Append: which blocks new tokens are written to, and what one step of a decode loop leaves to the next.
+
+A block that another sequence shares is copied before it is written. Nor does anybody write to a block that a prefix
+cache can find. Even its only owner writes to a copy, since other blocks are found behind it; where no block is free for
+that, it makes the block and those behind it unfindable.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..commit import Write
+from .chains import Chains
+from .ids import NO_BLOCKS, Int32Array, Int64Array, joined, must_hold
+from .pool import BlockPool
+
+UNUSED = -1
+NO_COPIES = np.empty((0, 2), np.int64)
+
+
+def plan_writable(
+    pool: BlockPool, table: Int32Array, entries: Int64Array
+) -> tuple[Int64Array, Int64Array, list[Write]]:
+    """The blocks to write to for some entries of a table: a new one for an empty entry, a copy of a shared one.
+
+    Parameters
+    ----------
+    pool : BlockPool
+    table : (num_entries_in_all,) int32
+        Blocks, or UNUSED.
+    entries : (num_entries,) int64
+        Indices of the table, all different.
+
+    Returns
+    -------
+    blocks : (num_entries,) int64
+        The blocks to write to.
+    copies : (m, 2) int64
+        Source and destination of the copies to do first.
+    writes : list
+        What to store.
+    """
+    blocks = table[entries].astype(np.int64)
+    replaced = blocks == UNUSED
+    shared = pool._refs[blocks] > 1
+    copied = dropped = forgotten = NO_BLOCKS
+    if np.count_nonzero(shared):
+        owners = np.flatnonzero(shared & ~replaced)
+        copied = owners[pool._gives_up(blocks[owners])]
+        dropped = blocks[copied]
+        replaced[copied] = True
+    if pool._prefix_cache is not None and np.count_nonzero(pool._prefix_cache.is_findable(blocks)):
+        owned = np.flatnonzero(pool._prefix_cache.is_findable(blocks) & ~replaced)
+        if np.count_nonzero(replaced) + len(owned) <= pool.num_free:
+            copied, dropped = joined(copied, owned), joined(dropped, blocks[owned])
+            replaced[owned] = True
+        else:
+            forgotten = blocks[owned]
+    new_blocks, writes = pool._plan(int(np.count_nonzero(replaced)), dropped=dropped, forgotten=forgotten)
+    blocks[replaced] = new_blocks
+    writes.append((table, entries[replaced], new_blocks.astype(np.int32)))
+    return blocks, pairs(dropped, blocks[copied]), writes
+
+
+def pairs(sources: Int64Array, destinations: Int64Array) -> Int64Array:
+    """Copies, (n, 2) int64."""
+    if not len(sources):
+        return NO_COPIES
+    return np.concatenate([sources, destinations]).reshape(2, -1).T.copy()
+
+
+def require_one_each(tokens: Int32Array | None, slots: Int64Array) -> None:
+    """Raise ValueError unless there is a token for each slot, or none are given."""
+    if tokens is not None and len(tokens) != len(slots):
+        raise ValueError(
+            f"tokens must have shape (num_new_tokens,) = ({len(slots)},), got {tokens.shape}: n says how many each "
+            f"sequence gets, one if it is not given"
+        )
+
+
+class Recent(NamedTuple):
+    """Sequences after an `append` of one token each, for the next step of the same ones: until something else changes.
+
+    All of them have a last block of their own, which cannot be found. A step of append and batch takes 2.6 to 4.6 times
+    as long without this, 0.08 to 0.16 ms more.
+
+    Attributes
+    ----------
+    change : int
+        The number of the pool's change that made it: any later one ends it.
+    late : bool or None
+        True if `commit` has yet to store the last block of each sequence in `full`, and no other; False if it has none
+        to store; None if it may have others.
+    rows, lens, slots : (num_seqs,) int64
+        Their rows, how many tokens each has, and where its last token is.
+    longest : int
+        The most tokens that one of them has.
+    full, full_rows, full_columns : (num_full,) int64
+        Which of them have no room in their last block, their rows, and how many blocks each has.
+    is_known : bool
+        Whether all their tokens are known by their ids.
+    tables : (num_seqs, width) int32, or None
+        Their block tables, as wide as the longest needs. The next step writes its new blocks into it.
+    """
+
+    change: int
+    late: bool | None
+    rows: Int64Array
+    lens: Int64Array
+    slots: Int64Array
+    longest: int
+    full: Int64Array
+    full_rows: Int64Array
+    full_columns: Int64Array
+    is_known: bool
+    tables: npt.NDArray[np.int32] | None
+
+    @classmethod
+    def after(
+        cls,
+        change: int,
+        rows: Int64Array,
+        lens: Int64Array,
+        slots: Int64Array,
+        longest: int,
+        block_size: int,
+        all_stored: bool,
+        is_known: bool,
+        tables: Int32Array | None = None,
+    ) -> Recent:
+        """What a step leaves; `all_stored` if nothing but its own full blocks waits for `commit`."""
+        offsets = lens & block_size - 1 if block_size.bit_count() == 1 else lens % block_size
+        full = (offsets == 0).nonzero()[0]
+        late = bool(len(full)) if all_stored else None
+        at_end = full, rows.take(full), lens.take(full) // block_size
+        return cls(change, late, rows, lens, slots.copy(), longest, *at_end, is_known, tables)  # the caller has slots
+
+    def next(self, pool: BlockPool, blocks: Int32Array, block_size: int) -> tuple[Int64Array, Int32Array, list[Write]]:
+        """One token more for each: its slots, the block tables then, and what to store in `blocks` and the pool."""
+        slots, tables, width = self.slots + 1, self.tables, self.longest // block_size + 1
+        writes: list[Write] = []
+        if tables is None:
+            tables = blocks[self.rows, :width]
+        elif tables.shape[1] < width:
+            narrow, tables = tables, np.full((len(self.rows), width), UNUSED, np.int32)
+            tables[:, :-1] = narrow
+        if len(self.full):
+            new_blocks, writes = pool._plan(len(self.full))
+            slots[self.full] = new_blocks * block_size
+            columns, ids = self.full_columns, new_blocks.astype(np.int32)
+            writes += [
+                (blocks.reshape(-1), self.full_rows * blocks.shape[1] + columns, ids),
+                (tables.reshape(-1), self.full * width + columns, ids),
+            ]
+        return slots, tables, writes
+
+    def check(
+        self, pool: BlockPool, lens: Int64Array, blocks: Int32Array, block_size: int, chains: Chains | None
+    ) -> None:
+        """Raise AssertionError unless all of it follows from the table."""
+        rows, last = self.rows, self.lens - 1
+        must_hold(np.array_equal(self.lens, lens[rows]), "the last step has left other lengths")
+        written = blocks[rows, last // block_size].astype(np.int64)
+        must_hold((pool._refs[written] == 1).all(), "the last step has left a block that is shared")
+        must_hold(
+            np.array_equal(self.slots, written * block_size + last % block_size), "the last step has left other slots"
+        )
+        must_hold(self.longest == self.lens.max(), "the last step has left another longest sequence")
+        full = np.flatnonzero(self.lens % block_size == 0)
+        at_end = full, rows[full], self.lens[full] // block_size
+        must_hold(
+            all(map(np.array_equal, (self.full, self.full_rows, self.full_columns), at_end)),
+            "the last step has left other full blocks",
+        )
+        if chains is not None:
+            known, found = chains.num_known[rows], chains.num_found[rows]
+            must_hold(not self.is_known or np.array_equal(known, self.lens), "the last step has left unknown tokens")
+            num_late, is_last = known // block_size - found, known % block_size == 0
+            expected = is_last.astype(np.int64) if self.late else np.zeros_like(found)
+            must_hold(self.late is None or (num_late <= expected).all(), "the last step has left out a full block")
+        if self.tables is not None:
+            tables = blocks[rows, : -(-self.longest // block_size)]
+            must_hold(np.array_equal(self.tables, tables), "the last step has left other block tables")

@@ -1,0 +1,73 @@
+"""Stacks: K and V of all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...layouts import cache_shapes
+from ...typing import Layout
+from ..ids import Int64Array
+from .arrays import Arrays
+
+_AT_HAND = 2**17  # bytes: what malloc gives without asking the system
+
+
+class Stacks:
+    """K and V of all layers, in one allocation each, zero at first.
+
+    Parameters
+    ----------
+    arrays : Arrays
+    layout : str
+    sizes : tuple of int
+        N, P, Hkv and D.
+    num_layers : int
+    dtype : numpy.dtype
+        What they are stored in.
+
+    Attributes
+    ----------
+    k_caches, v_caches : tuple of array
+        Those of each layer, as views.
+    both : tuple of array
+        K and V, (num_layers, ...) each.
+    views : tuple
+        k_caches and v_caches as NumPy sees them, where it does: operations ask nobody else then.
+    """
+
+    def __init__(
+        self, arrays: Arrays, layout: Layout, sizes: tuple[int, int, int, int], num_layers: int, dtype: np.dtype[Any]
+    ) -> None:
+        shapes = cache_shapes(layout, *sizes, dtype.itemsize)
+        self._arrays = arrays
+        self.both = tuple(arrays.zeros((num_layers, *shape), dtype) for shape in shapes)
+        self.k_caches, self.v_caches = (tuple(stack) for stack in self.both)
+        self.views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
+        num_elements = sum(int(np.prod(shape[1:])) for shape in shapes)
+        self.block_bytes = num_layers * dtype.itemsize * num_elements
+
+    def copy(self, copies: Int64Array) -> None:
+        """Copy blocks in all layers, (m, 2) int64 of source and destination, which nobody reads before the commit."""
+        if len(copies):
+            sources, destinations = self._ids(copies)
+            for stack in self.both:
+                for layers in self._together(copies):
+                    stack[layers, destinations] = stack[layers, sources]
+
+    def read(self, copies: Int64Array) -> None:
+        """Raise what `copy` would raise before it writes anything: too little memory, or a stream under capture."""
+        sources, _ = self._ids(copies)
+        self.both[0][self._together(copies)[0], sources]
+
+    def _ids(self, copies: Int64Array) -> tuple[Any, ...]:
+        return tuple(self._arrays.asarray(ids) for ids in copies.T.copy())
+
+    def _together(self, copies: Int64Array) -> list[slice]:
+        """The layers to copy at a time: on a device all, on the host as many as fit into memory that is at hand."""
+        num_layers = len(self.k_caches)
+        at_once = num_layers
+        if not self._arrays.on_device:
+            at_once = max(1, _AT_HAND * 2 * num_layers // max(1, self.block_bytes * len(copies)))
+        return [slice(first, first + at_once) for first in range(0, num_layers, at_once)]
