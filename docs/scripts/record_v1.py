@@ -155,7 +155,10 @@ STEPS = (
     Step(
         "Keys",
         "The block table says where the tokens are",
-        line_of("tables.py", "block = int64(block_tables[row + column])"),
+        line_of(
+            "attention.py",
+            "physical_block_number = int64(block_tables[seq_idx * table_stride + chunk // BLOCK_SIZE])",
+        ),
         "The tokens of a sequence may lie in any blocks, so a warp looks up the block before it reads, once for 16 "
         "tokens.",
     ),
