@@ -1,11 +1,11 @@
-"""A test of the tests: every mutant must make one of its tests fail.
+"""A test of the tests: every mutant must make its test fail.
 
-    python -m tests.mutants [--all] [part of a name]
+    python -m tests.mutants [part of a name]
 
-Without --all only the mutants marked `ci` run: CI has no time for all of them. Each one is applied to a copy of
-pagedkv/, which is what its tests import; kernels that it does not change come from PAGEDKV_CACHE_DIR, if that is set.
-The tests that fail then run once more without a mutant. Exits with 1 if a mutant survives or does not compile, or what
-caught it does not pass without it; before that, if the text of any mutant, marked or not, is stale.
+Each mutant is applied to a copy of pagedkv/, which its test imports; kernels that it does not change come from
+PAGEDKV_CACHE_DIR, if that is set. The tests that fail then run once more without a mutant. The command exits with 1 if
+a mutant survives or does not compile, if a test that caught one fails without it, or, before any run, if the text of a
+mutant is stale.
 """
 
 import os
@@ -21,40 +21,36 @@ from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 
-from .mutant import Mutant
+from .mutant import Mutant, sources
 from .mutant_run import ROOT, import_libraries, run_tests
 
 SUBJECTS = sorted(
-    path for path in Path(__file__).parent.rglob("[a-z]*.py") if not path.stem.startswith(("mutant", "test_"))
+    path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if not path.stem.startswith(("mutant", "test_"))
 )
-MUTANTS = [
-    mutant
-    for subject in SUBJECTS
-    for mutant in import_module(".".join(subject.relative_to(ROOT).with_suffix("").parts)).MUTANTS
-]
+MUTANTS = [mutant for subject in SUBJECTS for mutant in import_module(f"tests.mutants.{subject}").MUTANTS]
 
 PROCESSES = 2
 PASSED, FAILED = 0, 1
 COMPILE_ERROR = "core.errors.TypingError"  # numba's: the mutant says nothing about the tests
 
 
-def verdict(mutant: Mutant, compiled: Path) -> tuple[tuple[str, ...], str]:
-    """The tests that caught the mutant, all of its own if it is unknown which, and a line that says how."""
-    status, output = run_tests(mutant, mutant.tests, compiled)
+def verdict(mutant: Mutant, compiled: Path) -> tuple[str | None, str]:
+    """Return the test that caught the mutant, or None, and a line that says how."""
+    status, output = run_tests(mutant, (mutant.test,), compiled)
     if status == PASSED:
-        return (), f"SURVIVED  {mutant.name}"
+        return None, f"SURVIVED  {mutant.name}"
     if status is not None and status < 0:
-        return mutant.tests, f"caught    {mutant.name}  (killed by signal {-status})"
+        return mutant.test, f"caught    {mutant.name}  (killed by signal {-status})"
     if status not in (FAILED, None):
-        return (), f"BROKEN    {mutant.name}: pytest exited with {status}\n{output}"
+        return None, f"BROKEN    {mutant.name}: pytest exited with {status}\n{output}"
     if COMPILE_ERROR in output:
-        return (), f"BROKEN    {mutant.name}: it does not compile\n{output}"
+        return None, f"BROKEN    {mutant.name}: it does not compile\n{output}"
     if status is None:
-        return mutant.tests, f"caught    {mutant.name}  (taking too long)"
+        return mutant.test, f"caught    {mutant.name}  (taking too long)"
     failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", output, re.MULTILINE)
     if not failed:
-        return (), f"BROKEN    {mutant.name}: no test failed\n{output}"
-    return (failed[1],), f"caught    {mutant.name}  ({failed[1]})"
+        return None, f"BROKEN    {mutant.name}: no test failed\n{output}"
+    return failed[1], f"caught    {mutant.name}  ({failed[1]})"
 
 
 def by_file(tests: set[str]) -> list[tuple[str, ...]]:
@@ -63,13 +59,14 @@ def by_file(tests: set[str]) -> list[tuple[str, ...]]:
 
 
 def stale(mutants: list[Mutant]) -> list[str]:
-    """A line for each mutant whose text does not occur exactly once in its file, or whose name another one has."""
+    """A line for each mutant whose text does not occur exactly once, or whose name another one has."""
     lines = []
+    texts = sources(ROOT / "pagedkv")
     names = Counter(mutant.name for mutant in mutants)
     for mutant in mutants:
-        occurrences = (ROOT / "pagedkv" / mutant.file).read_text().count(mutant.old)
+        occurrences = len(mutant.files(texts))
         if occurrences != 1:
-            lines.append(f"STALE     {mutant.name}: its text occurs {occurrences} times in {mutant.file}")
+            lines.append(f"STALE     {mutant.name}: its text occurs {occurrences} times in pagedkv/")
         if names[mutant.name] != 1:
             lines.append(f"STALE     {mutant.name}: {names[mutant.name]} mutants have this name")
     return lines
@@ -79,8 +76,8 @@ def main() -> int:
     if lines := stale(MUTANTS):
         print("\n".join(lines))
         return 1
-    part = " ".join(argument for argument in sys.argv[1:] if argument != "--all")
-    mutants = [mutant for mutant in MUTANTS if part in mutant.name and (mutant.ci or "--all" in sys.argv)]
+    part = " ".join(sys.argv[1:])
+    mutants = [mutant for mutant in MUTANTS if part in mutant.name]
     if not mutants:
         print("no such mutant")
         return 1
@@ -97,8 +94,9 @@ def main() -> int:
         num_caught, catching = 0, set()
         for caught_by, line in executor.map(partial(verdict, compiled=compiled), mutants):
             print(line, flush=True)
-            num_caught += bool(caught_by)
-            catching.update(caught_by)
+            if caught_by:
+                num_caught += 1
+                catching.add(caught_by)
         print(f"{num_caught} of {len(mutants)} caught", flush=True)
         for status, output in executor.map(partial(run_tests, None, compiled=compiled), by_file(catching)):
             if status != PASSED:

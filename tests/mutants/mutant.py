@@ -1,6 +1,12 @@
-"""What a mutant is: a small wrong change to the package, and the tests that must notice it."""
+"""What a mutant is: a small wrong change to the package, and the test that must notice it."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+
+def sources(package: Path) -> dict[Path, str]:
+    """The text of every module of a package."""
+    return {path: path.read_text() for path in package.rglob("*.py")}
 
 
 @dataclass(frozen=True)
@@ -10,20 +16,18 @@ class Mutant:
     Attributes
     ----------
     name : str
-        What is wrong.
-    file : str
-        Where, relative to pagedkv.
+        The bug.
     old, new : str
-        The text to replace, which occurs exactly once in the file, and what replaces it.
-    tests : tuple of str
-        Arguments of pytest: tests of which at least one must fail.
-    ci : bool
-        Whether CI runs it, too: it has no time for all of them.
+        The text to replace, which occurs exactly once in pagedkv/, and what replaces it.
+    test : str
+        What pytest runs, and what must fail: a test, a class of tests or a file.
     """
 
     name: str
-    file: str
     old: str
     new: str
-    tests: tuple[str, ...]
-    ci: bool = False
+    test: str
+
+    def files(self, texts: dict[Path, str]) -> list[Path]:
+        """The files that have the old text, each as often as it occurs there."""
+        return [path for path, text in texts.items() for _ in range(text.count(self.old))]

@@ -1,6 +1,6 @@
 """One run of tests on a copy of the sources, in a process that has imported all that is not ours.
 
-Each is forked from the process of `import_libraries`: that import takes longer than most of the tests of a mutant.
+Each is forked from the process of `import_libraries`: that import takes longer than most tests of a mutant.
 """
 
 import gc
@@ -12,7 +12,7 @@ import tempfile
 from multiprocessing import get_context
 from pathlib import Path
 
-from .mutant import Mutant
+from .mutant import Mutant, sources
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
@@ -23,6 +23,8 @@ LIBRARIES = (
     "hypothesis.stateful",
     "numba.cuda.compiler",
     "torch",
+    "transformers.generation",
+    "transformers.models.llama.modeling_llama",
 )
 OPTIONS = (
     *("-q", "-x", "-m", "", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"),
@@ -49,8 +51,9 @@ def run_tests(mutant: Mutant | None, tests: tuple[str, ...], compiled: Path) -> 
         # With its bytecode, which a file that is changed does not use.
         shutil.copytree(ROOT / "pagedkv", copy / "pagedkv")
         if mutant:
-            path = copy / "pagedkv" / mutant.file
-            path.write_text(path.read_text().replace(mutant.old, mutant.new))
+            texts = sources(copy / "pagedkv")
+            [path] = mutant.files(texts)
+            path.write_text(texts[path].replace(mutant.old, mutant.new))
             compiled = shutil.copytree(compiled, Path(directory, "compiled"), copy_function=os.link)
         output = Path(directory, "output")
         process = get_context("fork").Process(target=_pytest, args=(copy, compiled, tests, output))

@@ -5,7 +5,7 @@ import builtins
 import re
 
 from .__main__ import MUTANTS, stale
-from .mutant import Mutant
+from .mutant import Mutant, sources
 from .mutant_run import ROOT
 
 
@@ -14,8 +14,8 @@ def test_every_mutant_can_be_applied():
 
 
 def test_stale_mutants_are_told():
-    gone = Mutant("of a text that is gone", "memory/pool.py", "no such text", "", ())
-    twice = Mutant("of two texts", "memory/pool.py", "import ", "", ())
+    gone = Mutant("of a text that is gone", "no such text", "", "")
+    twice = Mutant("of two texts", "import ", "", "")
     assert [line.split(": ")[0] for line in stale([gone, twice, twice])] == [
         "STALE     of a text that is gone",
         *["STALE     of two texts"] * 4,
@@ -40,9 +40,10 @@ def wrong_names(text):
 def test_every_mutant_is_a_module_that_has_its_names():
     """Else it would say nothing about its tests, and only a run of it would tell."""
     wrong = {}
+    texts = sources(ROOT / "pagedkv")
     for mutant in MUTANTS:
-        text = (ROOT / "pagedkv" / mutant.file).read_text()
-        if names := wrong_names(text.replace(mutant.old, mutant.new)):
+        [path] = mutant.files(texts)
+        if names := wrong_names(texts[path].replace(mutant.old, mutant.new)):
             wrong[mutant.name] = names
     assert wrong == {}
 
@@ -57,7 +58,7 @@ def test_wrong_names_are_told():
 
 def test_every_test_that_a_mutant_names_exists():
     """But for what is in brackets, which only a run of the mutant looks at."""
-    named = {test.partition("[")[0] for mutant in MUTANTS for test in mutant.tests}
+    named = {mutant.test.partition("[")[0] for mutant in MUTANTS}
     texts = {file: (ROOT / file).read_text() for file in {test.partition("::")[0] for test in named}}
     for test in named:
         file, *names = test.split("::")

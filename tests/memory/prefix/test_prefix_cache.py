@@ -90,6 +90,16 @@ def test_what_was_behind_a_block_that_holds_something_else_now_is_not_found_in_p
     assert cache.find([*TEXT[:3], 7, *TEXT[4:8]]) == 4
 
 
+def test_a_block_that_replaces_an_evicted_one_is_not_found_behind_the_parent_of_that_one():
+    cache = make(num_blocks=3)
+    cache.free(started(cache, TEXT[:8]))
+    other = [*range(8)]
+    started(cache, other)  # evicts the second block of the text
+    assert cache.find(TEXT[:8]) == 4
+    for tokens in (other[:3], other[4:7]):
+        assert cache.find([*TEXT[:4], *tokens, 0]) == 4
+
+
 def test_a_part_of_a_block_that_was_evicted_is_not_found():
     cache = make(num_blocks=2)
     cache.free(started(cache, TEXT[:8]))

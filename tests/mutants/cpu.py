@@ -1,0 +1,188 @@
+"""Attention, blocks and merges on the CPU."""
+
+from .mutant import Mutant
+
+DECODE = "tests/cpu/attention/test_decode.py::"
+PREFILL = "tests/cpu/attention/test_prefill.py::"
+DECODE_ORACLE = DECODE + "test_oracle[float32-64]"
+FP8_ORACLE = DECODE + "test_oracle[fp8_e4m3-32]"
+EMPTY = DECODE + "test_empty_sequences_between_others[NHD-float32]"
+PREFILL_ORACLE = PREFILL + "test_oracle[float32-64]"
+STEPS = "tests/cpu/attention/steps/test_attention.py"
+
+MUTANTS = [
+    Mutant(
+        "decode: queries of some heads read another head's keys",
+        "head, position = (first_kv_head + h) * group_size + g, length - num_tokens + token",
+        "head, position = first_kv_head + h * group_size + g, length - num_tokens + token",
+        DECODE_ORACLE,
+    ),
+    Mutant(
+        "decode: values take the v_scale of the first heads",
+        "v_scale[first_kv_head + h]",
+        "v_scale[h]",
+        FP8_ORACLE,
+    ),
+    Mutant(
+        "decode: rows without keys keep what was in `out`",
+        "result[self.empty], lse[self.empty] = 0, -np.inf",
+        "lse[self.empty] = -np.inf",
+        EMPTY,
+    ),
+    Mutant(
+        "decode: the LSE of a row without keys is 0",
+        "result[self.empty], lse[self.empty] = 0, -np.inf",
+        "result[self.empty], lse[self.empty] = 0, 0",
+        EMPTY,
+    ),
+    Mutant(
+        "decode: splits are merged from the last to the first",
+        "for s in range(splits.first[seq], splits.first[seq + 1]):",
+        "for s in range(splits.first[seq + 1] - 1, splits.first[seq] - 1, -1):",
+        "tests/cpu/attention/test_same_bits.py::test_a_verification_of_drafts_behind_a_long_context",
+    ),
+    Mutant(
+        "decode: the last token is left out",
+        "min(begin + SPLIT, length)",
+        "min(begin + SPLIT, length - 1)",
+        DECODE_ORACLE,
+    ),
+    Mutant(
+        "decode: values are read with the strides of K",
+        "        k,\n        v,\n        call.spec.block_size,",
+        "        k,\n        k,\n        call.spec.block_size,",
+        DECODE_ORACLE,
+    ),
+    Mutant(
+        "decode: keys take the k_scale of another head",
+        "factors = (options.scale * call.k_scale).repeat(num_heads // spec.num_kv_heads)",
+        "factors = np.tile(options.scale * call.k_scale, num_heads // spec.num_kv_heads)",
+        FP8_ORACLE,
+    ),
+    Mutant(
+        "the window is one key too wide",
+        "position - options.window + 1)",
+        "position - options.window)",
+        DECODE + "test_windows_begin_at_their_first_key[64-NHD-float32]",
+    ),
+    Mutant(
+        "causal attention sees one later key",
+        "position + 1 if options.causal else length",
+        "position + 2 if options.causal else length",
+        PREFILL_ORACLE,
+    ),
+    Mutant(
+        "the sink is left out",
+        "ONE if sink > NOTHING else ZERO",
+        "ZERO",
+        DECODE_ORACLE,
+    ),
+    Mutant(
+        "the LSE is to base 2",
+        "np.float32(np.log(total))",
+        "np.float32(np.log2(total))",
+        DECODE_ORACLE,
+    ),
+    Mutant(
+        "dims of the output are out of order",
+        "code.shuffle(unit, [dims.index(dim) for dim in range(UNIT)])",
+        "unit",
+        FP8_ORACLE,
+    ),
+    Mutant(
+        "prefill: the tokens of a chunk have the positions of its heads",
+        "start_row(scratch, r, first_position + token, head",
+        "start_row(scratch, r, first_position + r % group_size, head",
+        PREFILL_ORACLE,
+    ),
+    Mutant(
+        "ALiBi has the wrong sign",
+        "slope * np.float32(first + t - position)",
+        "slope * np.float32(position - first - t)",
+        DECODE_ORACLE,
+    ),
+    Mutant(
+        "the softcap is not multiplied by its limit",
+        "score = softcap * np.float32(math.tanh(score / softcap))",
+        "score = np.float32(math.tanh(score / softcap))",
+        DECODE_ORACLE,
+    ),
+    Mutant(
+        "an NHD cache is read with the strides of HND",
+        'if layout == "NHD":\n        return Strides(',
+        'if layout == "":\n        return Strides(',
+        DECODE + "test_group_sizes[1-NHD-float32]",
+    ),
+    Mutant(
+        "prefill: queries are one position too early",
+        "first_position = length - query_starts[seq + 1] + first_token",
+        "first_position = length - query_starts[seq + 1] + first_token - 1",
+        PREFILL_ORACLE,
+    ),
+    Mutant(
+        "prefill: the last token of a chunk is left out",
+        "num_tokens = min(tokens_per_item, query_starts[seq + 1] - first_token)",
+        "num_tokens = min(tokens_per_item, query_starts[seq + 1] - first_token - 1)",
+        PREFILL + "test_a_mixed_batch_of_prompts_chunks_decodes_and_nothing[NHD-float32_0]",
+    ),
+    Mutant(
+        "prefill: the last visible tile is left out",
+        "stop = min(length, first_position + num_tokens) if options.causal else length",
+        "stop = min(length, first_position + num_tokens - 1) if options.causal else length",
+        PREFILL_ORACLE,
+    ),
+    Mutant(
+        "prefill: rows past the last query are written",
+        "bits(rows), ..., bits(result)",
+        "bits(out), ..., np.resize(bits(result), out.shape)",
+        PREFILL + "test_rows_past_the_last_query_are_not_written[NHD-float32_0]",
+    ),
+    Mutant(
+        "decode: all heads read the first KV head",
+        "builder.add(sweep.offset, builder.mul(head, sweep.head_stride))",
+        "sweep.offset",
+        DECODE + "test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",
+    ),
+    Mutant(
+        "each row sees one token too few",
+        "get_int32(scratch.stops + row * FLOAT_BYTES) - start)",
+        "get_int32(scratch.stops + row * FLOAT_BYTES) - start - 1)",
+        PREFILL_ORACLE,
+    ),
+    Mutant(
+        "the output is not rescaled when the maximum grows",
+        "if get_float(factor) != ONE:",
+        "if False:",
+        DECODE_ORACLE,
+    ),
+    Mutant(
+        "the products of a vector are added from last to first",
+        "for n in own:",
+        "for n in reversed(own):",
+        STEPS,
+    ),
+    Mutant(
+        "the sum of weights is not rescaled when the maximum grows",
+        "builder.fmul(code.load(total, vector(group_rows)), rescale)",
+        "code.load(total, vector(group_rows))",
+        STEPS,
+    ),
+    Mutant(
+        "even and odd fp8 codes change places",
+        "for codes in (even, odd)]",
+        "for codes in (odd, even)]",
+        "tests/cpu/attention/steps/test_widen.py",
+    ),
+    Mutant(
+        "write: fp8 rounding ignores the low 16 bits of float32",
+        "    low += np.uint32(0xFFFF)\n",
+        "",
+        "tests/cpu/test_blocks.py::test_fp8_rounding_of_every_16_bit_pattern",
+    ),
+    Mutant(
+        "merge: the output of a state without keys is multiplied by 0",
+        "term if weight.all() else np.where(weight[..., None] != 0, term, np.float32(0))",
+        "term",
+        "tests/cpu/test_merge.py::test_a_state_without_keys_may_hold_anything",
+    ),
+]

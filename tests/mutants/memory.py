@@ -1,0 +1,156 @@
+"""The block pool, the sequences and their tables."""
+
+from .mutant import Mutant
+
+TABLE = "tests/memory/test_table.py::"
+TRANSACTION = "tests/memory/transactions/test_transaction.py::"
+MACHINE = "tests/memory/test_manager_machine.py"
+PREFIX_MACHINE = "tests/memory/prefix/test_machine.py::TestPrefixMachine"
+POOL = "tests/memory/test_pool.py"
+
+MUTANTS = [
+    Mutant(
+        "pool: a block with two owners is written without a copy",
+        "shared = pool._refs[blocks] > 1",
+        "shared = pool._refs[blocks] > 2",
+        MACHINE,
+    ),
+    Mutant(
+        "fork: no references are taken",
+        "gained=blocks.astype(np.int64), times=n, num_seqs=num_seqs",
+        "",
+        MACHINE,
+    ),
+    Mutant(
+        "fork: no reference is taken to a partial last block",
+        "counts = self.blocks.shape[1], self.num_blocks(self.lens[parents])",
+        "counts = self.blocks.shape[1], self.lens[parents] // self.block_size",
+        MACHINE,
+    ),
+    Mutant(
+        "append: one token past the capacity is accepted",
+        "if longest > self.max_len:",
+        "if longest > self.max_len + 1:",
+        TABLE + "test_a_step_past_the_longest_sequence_is_refused",
+    ),
+    Mutant(
+        "append: all slots are in the first new block",
+        "(first_entry - first)[owners] + positions // size",
+        "first_entry[owners]",
+        MACHINE,
+    ),
+    Mutant(
+        "slots of a range have 32 bits",
+        "np.int64(self.block_size) + offset",
+        "np.int32(self.block_size) + offset",
+        TABLE + "test_slots_past_32_bits",
+    ),
+    Mutant(
+        "truncate: the partial last block is released",
+        "        num_kept = self.num_blocks(lens)\n",
+        "        num_kept = lens // self.block_size\n",
+        MACHINE,
+    ),
+    Mutant(
+        "free: the length stays",
+        "            (self.lens, rows, lens),\n            *([]",
+        "            *([]",
+        MACHINE,
+    ),
+    Mutant(
+        "free: the handle stays valid",
+        "            (self._issued, rows, _RETIRED.repeat(len(rows))),\n",
+        "",
+        MACHINE,
+    ),
+    Mutant(
+        "a sequence may be named twice in a call",
+        "repeated = self._tally.repeated(rows)",
+        "repeated = np.zeros(len(rows), bool)",
+        MACHINE,
+    ),
+    Mutant(
+        "append: references are dropped before blocks are taken",
+        "        dropped = blocks[copied]\n",
+        "        dropped = blocks[copied]\n        pool._refs[dropped] -= 1\n",
+        TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[table.append]",
+    ),
+    Mutant(
+        "a second thread waits instead of being refused",
+        "(changes and guard.changing)",
+        "False",
+        "tests/memory/test_guard.py::test_a_second_thread_in_the_middle_of_a_mutation_is_refused",
+    ),
+    Mutant(
+        "append: blocks are copied after the commit",
+        "        self._stacks.copy(copies)\n        slots",
+        "        self.pool._commit(writes)\n        self._stacks.copy(copies)\n        slots",
+        TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[append 1]",
+    ),
+    Mutant(
+        "copy on write leaves out the first layer",
+        "for first in range(0, num_layers, at_once)]",
+        "for first in range(1, num_layers, at_once)]",
+        "tests/test_cache.py::test_append_copies_the_shared_block_in_every_layer",
+    ),
+    Mutant(
+        "append: a step repeats the last one though the pool has changed",
+        " or recent.change != self.pool._num_changes[0]:",
+        ":",
+        PREFIX_MACHINE,
+    ),
+    Mutant(
+        "append: a block that the last step filled is never committed",
+        "late = bool(len(full)) if all_stored else None",
+        "late = bool(len(full))",
+        PREFIX_MACHINE,
+    ),
+    Mutant(
+        "retain: a block named twice gets one reference",
+        "(before + changes)",
+        "(before + np.sign(changes))",
+        POOL,
+    ),
+    Mutant(
+        "release: a free block is accepted",
+        "np.count_nonzero(refs < 0):",
+        "np.count_nonzero(refs < -1):",
+        POOL,
+    ),
+    Mutant(
+        "pool: negative blocks count from the end",
+        "(ids < 0) | (ids >= self.num_blocks)",
+        "ids >= self.num_blocks",
+        POOL,
+    ),
+    Mutant(
+        "allocate: one block more than there is is handed out",
+        "if num_new > num_free:",
+        "if num_new > num_free + 1:",
+        MACHINE,
+    ),
+    Mutant(
+        "pool: the last owner copies too",
+        "return np.asarray(~(nobody_else & (last == np.arange(len(blocks)))))",
+        "return np.full(len(blocks), True)",
+        TABLE + "test_beams_go_on_with_the_tokens_of_others",
+    ),
+    Mutant(
+        "pool: a shared block is written by one of its owners",
+        "nobody_else = counts[last] == self._refs[blocks]",
+        "nobody_else = counts[last] <= self._refs[blocks]",
+        MACHINE,
+    ),
+    Mutant(
+        "allocate: blocks are taken before the commit",
+        "                refs = self._refs, new_blocks, ",
+        "                self._num_free[0] = num_free - num_new\n                refs = self._refs, new_blocks, ",
+        TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[pool.allocate]",
+    ),
+    Mutant(
+        "pool: a store of the commit converts its values",
+        "(before + changes).astype(np.int32, copy=False)",
+        "before + changes",
+        TRANSACTION + "test_no_store_allocates",
+    ),
+]

@@ -1,0 +1,77 @@
+"""Kernels v1 and v2; the tests run in the emulator."""
+
+from .mutant import Mutant
+
+V1_V2 = "tests/kernels/paged/test_v1_v2.py::"
+V1_V2_OPTIONS = "tests/kernels/paged/test_v1_v2_options.py::"
+LENGTHS = V1_V2 + "test_lengths_at_the_boundaries[emulator-v1-D64-P16-float32-float32]"
+V2_LENGTHS = V1_V2 + "test_lengths_at_the_boundaries[emulator-v2-D64-P8-float16-float16]"
+
+MUTANTS = [
+    Mutant(
+        "v1: no barrier after q is copied to shared memory",
+        "cuda.threadIdx.x)\n        cuda.syncthreads()\n",
+        "cuda.threadIdx.x)\n",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: the token after the last one is visible",
+        "token_idx < last_token\n            qk",
+        "token_idx <= last_token\n            qk",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: offsets of K have 32 bits",
+        "k = address(k_cache) + physical_block_number * k_block_stride",
+        "k = address(k_cache) + int64(int32(physical_block_number * k_block_stride))",
+        "tests/kernels/test_decode.py::test_caches_of_more_than_4_gib[v1]",
+    ),
+    Mutant(
+        "v2: a partition ends one token early",
+        "min(seq_len, start + PARTITION_SIZE)",
+        "min(seq_len, start + PARTITION_SIZE - 1)",
+        V2_LENGTHS,
+    ),
+    Mutant(
+        "v1: the window is one key too wide",
+        "max(seq_len - window, 0), seq_len",
+        "max(seq_len - window - 1, 0), seq_len",
+        V1_V2_OPTIONS + "test_windows_over_the_edges_of_chunks_and_partitions[emulator-v1]",
+    ),
+    Mutant(
+        "v1: no barrier between warps in the block's maximum and sum",
+        "        cuda.syncthreads()\n        value = red_smem[lane % NUM_WARPS]\n",
+        "        value = red_smem[lane % NUM_WARPS]\n",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: the sum of weights is their maximum",
+        "_make_over_block(larger), _make_over_block(_plus)",
+        "_make_over_block(larger), _make_over_block(larger)",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: the sink is left out",
+        "block_sum(red_smem, exp_sum) + exp_minus(sink, qk_max)",
+        "block_sum(red_smem, exp_sum)",
+        V1_V2_OPTIONS + "test_each_option_alone_and_all_of_them[emulator-v1]",
+    ),
+    Mutant(
+        "v1: no barrier before the sums of other warps are overwritten",
+        "            cuda.syncthreads()\n            mid //= 2",
+        "            mid //= 2",
+        LENGTHS,
+    ),
+    Mutant(
+        "v1: values past the end are multiplied by 0",
+        "select(load_vec(v + row_idx * v_row_stride), masks)",
+        "load_vec(v + row_idx * v_row_stride)",
+        LENGTHS,
+    ),
+    Mutant(
+        "v2: no barrier before the reduction reads its weights",
+        "            weights[thread_idx] = weight\n            cuda.syncthreads()\n",
+        "            weights[thread_idx] = weight\n",
+        V2_LENGTHS,
+    ),
+]

@@ -1,0 +1,69 @@
+"""The prefix cache."""
+
+from .mutant import Mutant
+
+PREFIX_CACHE = "tests/memory/prefix/test_prefix_cache.py::"
+PREFIX_MACHINE = "tests/memory/prefix/test_machine.py::TestPrefixMachine"
+
+MUTANTS = [
+    Mutant(
+        "prefix: blocks of colliding digests serve each other's tokens",
+        "self._rows().take(blocks, axis=0) == rows\n",
+        "rows == rows\n",
+        "tests/memory/prefix/test_machine.py::TestCollidingMachine",
+    ),
+    Mutant(
+        "prefix: part of a block is found behind another block",
+        " or self._parents[behind] != self._serials[block]:",
+        ":",
+        PREFIX_CACHE + "test_a_block_that_replaces_an_evicted_one_is_not_found_behind_the_parent_of_that_one",
+    ),
+    Mutant(
+        "prefix: a block that can be found is written",
+        "            forgotten = blocks[owned]\n",
+        "            forgotten = blocks[:0]\n",
+        PREFIX_MACHINE,
+    ),
+    Mutant(
+        "prefix: a block stays whose parent is gone",
+        "            lost |= lost[above]\n",
+        "",
+        "tests/memory/prefix/test_hooks.py::test_another_order_of_eviction",
+    ),
+    Mutant(
+        "prefix: all of a prompt is found and no token is left to compute",
+        "        if num_found < prompt.num_tokens:\n",
+        "        if num_found <= prompt.num_tokens:\n",
+        PREFIX_CACHE + "test_of_a_prompt_that_is_all_there_one_token_is_left",
+    ),
+    Mutant(
+        "prefix: the first block of a sequence is evicted first",
+        'np.argsort(-self._serials[blocks], kind="stable")',
+        'np.argsort(self._serials[blocks], kind="stable")',
+        PREFIX_MACHINE,
+    ),
+    Mutant(
+        "prefix: a block that is used again is evicted",
+        "            others = ~self._tally.among(evicted, blocks)\n",
+        "            others = np.full(len(evicted), True)\n",
+        PREFIX_CACHE + "test_what_is_found_is_not_evicted_for_the_rest",
+    ),
+    Mutant(
+        "prefix: an evicted block is found",
+        "[(self._serials, removed, np.zeros(len(removed), np.int64))] if len(removed) else []",
+        "[]",
+        PREFIX_MACHINE,
+    ),
+    Mutant(
+        "prefix: two digests are put into one slot of the index",
+        "    if not again:\n",
+        "    if slots:\n",
+        "tests/memory/prefix/test_index.py",
+    ),
+    Mutant(
+        "prefix: a truncated sequence is found by its old tokens",
+        "np.minimum(self.num_found[rows], lens // self.cache.block_size)",
+        "self.num_found[rows]",
+        PREFIX_MACHINE,
+    ),
+]

@@ -1,0 +1,88 @@
+"""The scheduler, the engine and the integration with transformers."""
+
+from .mutant import Mutant
+
+CACHE = "tests/integrations/transformers/test_cache.py::"
+ENGINE = "tests/integrations/transformers/test_engine.py::"
+MACHINE = "tests/scheduling/test_machine.py::TestPlainMachine"
+
+MUTANTS = [
+    Mutant(
+        "scheduler: the oldest request is preempted first",
+        "self._preempt(running.requests[running.lanes[-1]])",
+        "self._preempt(running.requests[running.lanes[0]])",
+        MACHINE,
+    ),
+    Mutant(
+        "scheduler: a step exceeds the token budget",
+        "np.maximum(self._budget - len(more) - before, 0)",
+        "np.maximum(self._budget - before, 0)",
+        MACHINE,
+    ),
+    Mutant(
+        "scheduler: a chunk is sampled before its prompt ends",
+        "is_sampled = ends == running.lens[lanes]",
+        "is_sampled = ends >= running.lens[lanes] - 1",
+        MACHINE,
+    ),
+    Mutant(
+        "scheduler: a preempted request is lost",
+        "        self._waiting.push(request)\n        self.num_preempted += 1\n",
+        "        self.num_preempted += 1\n",
+        MACHINE,
+    ),
+    Mutant(
+        "scheduler: a request starts in blocks that others have reserved",
+        "reserve = reserved + (self._watermark if len(running) else 0)",
+        "reserve = self._watermark if len(running) else 0",
+        MACHINE,
+    ),
+    Mutant(
+        "scheduler: blocks of an aborted request are free during its step",
+        "if found.lane != NOT_RUNNING and self._step is not None:",
+        "if False:",
+        "tests/scheduling/test_scheduler.py",
+    ),
+    Mutant(
+        "engine: tokens with logits that are not finite enter the prefix cache",
+        "step.batch.query_starts[1:].long() - 1",
+        "step.logits_indices",
+        "tests/integrations/transformers/test_engine_errors.py::test_nothing_that_is_not_finite_is_found_again",
+    ),
+    Mutant(
+        "engine: a text goes on after its end token",
+        "                self.scheduler.abort(number)\n            if reason:",
+        "                pass\n            if reason:",
+        ENGINE + "test_end_tokens_end_a_text",
+    ),
+    Mutant(
+        "engine: a step that failed is not dropped",
+        "            self.scheduler.drop()\n",
+        "            pass\n",
+        ENGINE + "test_a_request_of_a_step_that_failed_can_be_cancelled",
+    ),
+    Mutant(
+        "engine: requests share their random draws",
+        "samplings[i].draw(places[i]) for i in rows",
+        "samplings[rows[0]].draw(places[i]) for i in rows",
+        ENGINE + "test_draws_depend_on_the_seed_alone",
+    ),
+    Mutant(
+        "transformers: an interrupted forward leaves its tokens in the cache",
+        "        self.kv.truncate(self.seqs, self._before)\n",
+        "",
+        CACHE + "test_a_pass_that_is_interrupted_is_undone",
+    ),
+    Mutant(
+        "transformers: rows of padding are in the batch",
+        "attention_mask[:, -length:].bool().flatten()",
+        "torch.ones_like(attention_mask[:, -length:]).bool().flatten()",
+        CACHE + "test_generate_says_what_it_says_with_eager_attention",
+    ),
+    Mutant(
+        "transformers: rejected draft tokens stay in the cache",
+        "self.kv.truncate(self.seqs, lengths)",
+        "self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs))",
+        CACHE + "test_drafts_in_vain_are_truncated[prompt lookup]",
+    ),
+]

@@ -1,0 +1,144 @@
+"""Kernel split: fragments, splits and their merge; the tests run in the emulator."""
+
+from .mutant import Mutant
+
+SPLIT = "tests/kernels/split/test_split.py::"
+NEEDLE = SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-split-D64-G4-P16-float16-float16]"
+LENGTHS = SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]"
+CUDA_CORES = SPLIT + "test_lengths_at_the_boundaries[emulator-CUDA cores]"
+COUNTERS = SPLIT + "test_counters_are_ready_for_the_next_launch[emulator-tensor cores]"
+STAGES = (
+    "tests/kernels/split/test_many.py::test_the_last_stage_may_have_any_number_of_tokens"
+    "[emulator-split-D64-G17-P16-float16-float16]"
+)
+
+MUTANTS = [
+    Mutant(
+        "split: dims of V are in the wrong rows of a fragment",
+        "return permute(v0, v1, 0x5410), permute(v0, v1, 0x7632), ",
+        "return permute(v0, v1, 0x7632), permute(v0, v1, 0x5410), ",
+        NEEDLE,
+    ),
+    Mutant(
+        "split: lanes take K tokens in the order of lanes",
+        "return uint32((uint32(g >> 1) << 2) + (g & 1))",
+        "return uint32(g << 1)",
+        NEEDLE,
+    ),
+    Mutant(
+        "split: the second K token is the wrong one",
+        "uint32(token + TILE * i + 2)",
+        "uint32(token + TILE * i + 1)",
+        NEEDLE,
+    ),
+    Mutant(
+        "split: the sum of weights is not rescaled when the maximum grows",
+        "            sums[h] = float32(sums[h] * factor)\n",
+        "",
+        SPLIT + "test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone"
+        "[emulator-split-D64-G8-P16-float16-fp8_e4m3]",
+    ),
+    Mutant(
+        "split: tokens past the end are not masked",
+        "        if valid != ALL:\n            softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))\n",
+        "",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: no barrier after q is copied to shared memory",
+        "options.scale)\n        cuda.syncthreads()\n",
+        "options.scale)\n",
+        SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-D128-G12-P16-bfloat16-fp8_e4m3]",
+    ),
+    Mutant(
+        "split: tokens past the end are not masked on CUDA cores",
+        "            scores.mask(s, values, valid, group)\n            update(",
+        "            update(",
+        CUDA_CORES,
+    ),
+    Mutant(
+        "split: the output is not rescaled on CUDA cores",
+        "o[h * ELEMENTS + j] = float32(o[h * ELEMENTS + j] * factor)",
+        "o[h * ELEMENTS + j] = float32(o[h * ELEMENTS + j])",
+        CUDA_CORES,
+    ),
+    Mutant(
+        "split: no barrier before the sums of warps are added",
+        "            cuda.syncthreads()\n            output = output_of(",
+        "            output = output_of(",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: a split takes the first token of the next one",
+        "min(uint32(first + size - 1), ",
+        "min(uint32(first + size), ",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: the window is one key too wide",
+        "visible = min(length, uint32(window))",
+        "visible = min(length, uint32(uint32(window) + uint32(1)))",
+        SPLIT + "test_windows_over_the_edges_of_splits[emulator-tensor cores]",
+    ),
+    Mutant(
+        "split: tiles of heads overlap",
+        "kv_head * GROUP_SIZE + tile * NUM_HEADS",
+        "kv_head * GROUP_SIZE + tile * (NUM_HEADS - 1)",
+        SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-D64-G71-P1-float16-fp8_e4m3-modified]",
+    ),
+    Mutant(
+        "split: no fence before a thread block counts itself done",
+        "    if thread == 0:\n        fence()\n",
+        "",
+        COUNTERS,
+    ),
+    Mutant(
+        "split: a thread block counts itself done before its last stores",
+        "    cuda.syncthreads()\n    if thread == 0:\n",
+        "    if thread == 0:\n",
+        COUNTERS,
+    ),
+    Mutant(
+        "split: the counter ends at a number that depends on the length",
+        "uint32(most_splits - 1)\n",
+        "uint32(num_splits - 1)\n",
+        "tests/kernels/test_decode.py::test_a_bad_length_that_is_not_looked_at_harms_no_later_call"
+        "[emulator-tensor cores]",
+    ),
+    Mutant(
+        "split: the last thread block but one merges",
+        "return load_shared_word(told) == last",
+        "return load_shared_word(told) == uint32(last - 1)",
+        COUNTERS,
+    ),
+    Mutant(
+        "split: the last partial result is left out of the merge",
+        "        while split < num_splits:",
+        "        while split + 1 < num_splits:",
+        LENGTHS,
+    ),
+    Mutant(
+        "split: one sequence alone fills half a GPU",
+        "FULL_GRID = 128 ",
+        "FULL_GRID = 64 ",
+        "tests/kernels/split/test_split_plan.py::test_splits_keep_half_of_a_large_gpu_busy_where_there_is_work",
+    ),
+    Mutant(
+        "split: no barrier before a stage is used",
+        "            wait_for_oldest()\n            cuda.syncthreads()\n",
+        "            wait_for_oldest()\n",
+        STAGES,
+    ),
+    Mutant(
+        "split: copies overwrite the stage in use",
+        "copy_rows(youngest, found",
+        "copy_rows(oldest, found",
+        STAGES,
+    ),
+    Mutant(
+        "split: tokens of the last stage past the end are not masked",
+        "            if valid != ALL:\n                softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))\n",
+        "",
+        STAGES,
+    ),
+]
