@@ -40,15 +40,12 @@ class Resources:
         Stack frame of a thread, and bytes of its spill stores and loads.
     shared_bytes : int
         Static shared memory per block.
-    code_bytes : int
-        Machine code of the module.
     """
 
     registers: int
     stack_bytes: int
     spill_bytes: int
     shared_bytes: int
-    code_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,6 @@ class Linked:
             stack_bytes=max(map(int, stacks)),
             spill_bytes=sum(map(int, spills)),
             shared_bytes=max(0, _total(sections, ".nv.shared.") - system),
-            code_bytes=_total(sections, ".text."),
         )
 
 

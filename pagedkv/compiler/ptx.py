@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from collections import Counter
 from functools import cache
 
 Capability = tuple[int, int]
@@ -99,13 +98,3 @@ def returns_0(ptx: str) -> bool:
         return False
     body = ptx[match.start() : match.end()]
     return match[1] == "0" or re.findall(rf"^\s+\S+\s+{re.escape(match[1])}, (.*);", body, re.MULTILINE) == ["0"]
-
-
-_LOAD = re.compile(r"\bld\.(?:[\w:]+\.)*?global\.((?:[\w:]+\.)*?)(?:(v[24])\.)?[busf](8|16|32|64)\b")
-_ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w:.]*\s*\[[^\]]*\], \[[^\]]*\], (\d+)")
-
-
-def global_loads(ptx: str) -> Counter[int]:
-    """How many instructions of a PTX module load how many bytes each from global memory."""
-    loads = Counter(int(size) // 8 * int((vector or "v1")[1]) for _, vector, size in _LOAD.findall(ptx))
-    return loads + Counter(map(int, _ASYNC_COPY.findall(ptx)))

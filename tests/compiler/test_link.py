@@ -8,7 +8,7 @@ import pytest
 from pagedkv.compiler import link as linking
 from pagedkv.compiler.link import link, link_without_spills, load_or_link
 from pagedkv.compiler.occupancy import occupancy
-from pagedkv.compiler.ptx import global_loads, is_specific, specific, with_lowest_version
+from pagedkv.compiler.ptx import is_specific, specific, with_lowest_version
 from pagedkv.errors import BackendUnavailableError
 
 from ..emulator.machine import wgmma_kernels as W
@@ -77,7 +77,6 @@ def test_resources_are_those_of_the_kernel(capability):
     found = link(SMALL, capability).resources()
     assert 4 <= found.registers <= 32
     assert (found.stack_bytes, found.spill_bytes, found.shared_bytes) == (0, 0, 256)
-    assert 100 < found.code_bytes < 10_000
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
@@ -272,20 +271,3 @@ def test_a_file_of_another_form_is_linked_again(monkeypatch, content):
 def test_occupancy(registers, num_threads, shared_bytes, blocks):
     devices = [(8, 0), (9, 0), (10, 0)]
     assert tuple(occupancy(device, registers, num_threads, shared_bytes) for device in devices) == blocks
-
-
-def test_global_loads_are_counted_by_width():
-    ptx = """
-    ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];
-    ld.global.v2.f32 {%f1, %f2}, [%rd1];
-    ld.global.u16 %rs1, [%rd1];
-    ld.volatile.global.b64 %rd2, [%rd1];
-    ld.relaxed.gpu.global.f64 %fd1, [%rd1];
-    ld.shared.v4.u32 {%r1, %r2, %r3, %r4}, [%r5];
-    ld.param.u64 %rd1, [p];
-    st.global.v4.u32 [%rd1], {%r1, %r2, %r3, %r4};
-    cp.async.cg.shared.global [%r1], [%rd1], 16;
-    cp.async.ca.shared.global.L2::128B [%r1], [%rd1], 8, %r2;
-    """
-    assert global_loads(ptx) == {16: 2, 8: 4, 2: 1}
-    assert global_loads(SMALL) == {16: 1}

@@ -40,12 +40,6 @@ class GpuProblem:
         return self.gpu.array(self.host.kv[0]), self.gpu.array(self.host.kv[1])
 
     @cached_property
-    def hnd(self) -> tuple[Any, Any]:
-        """K and V, each (N, Hkv, P, D)."""
-        k, v = self.nhd
-        return self.gpu.arranged(k, (0, 2, 1, 3)), self.gpu.arranged(v, (0, 2, 1, 3))
-
-    @cached_property
     def vllm(self) -> tuple[Any, Any]:
         """K (N, Hkv, D / x, P, x) and V (N, Hkv, D, P); ValueError if the layout cannot have the sizes."""
         k, v = self.nhd

@@ -31,17 +31,14 @@ def cap(score, softcap):
     return score
 
 
-def make_modify(score_mod: Callable[..., Any] | None, distance: Any = int32) -> Any:
-    """The device function ``modify(score, softcap, slope, q_pos, k_pos, head, seq)``: softcap, ALiBi, score_mod.
-
-    distance is the type of k_pos - q_pos: 64 bits take three instructions where 32 take two.
-    """
+def make_modify(score_mod: Callable[..., Any] | None) -> Any:
+    """The device function ``modify(score, softcap, slope, q_pos, k_pos, head, seq)``: softcap, ALiBi, score_mod."""
     user = None if score_mod is None else user_function(score_mod)
 
     @device_function
     def modify(score, softcap, slope, q_pos, k_pos, head, seq):
         score = cap(score, softcap)
-        score = float32(score + slope * float32(distance(k_pos - q_pos)))
+        score = float32(score + slope * float32(int32(k_pos - q_pos)))
         if user is not None:
             score = float32(user(score, int32(q_pos), int32(k_pos), int32(head), int32(seq)))
         return score

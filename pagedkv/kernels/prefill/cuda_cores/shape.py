@@ -8,7 +8,6 @@ from ..config import NUM_THREADS, CoresConfig
 
 VECTOR = 4  # elements
 FLOAT_BYTES = 4
-MOST_VECTORS = 16  # of O that a lane has
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ def make_begin_query(config: TensorConfig, shape: TileShape) -> Any:
     return begin_query
 
 
-def make_clear_gaps(config: TensorConfig, shape: TileShape) -> Any:
+def make_clear_gaps(shape: TileShape) -> Any:
     """The device function ``clear_gaps(shared, thread)``: zeros in the chunk that pads each row to whole steps."""
     HAS_GAP, ROWS = shape.has_gap, shape.all_rows
     GAP, ROW_BYTES, NUM_THREADS = shape.chunks, shape.row_bytes, shape.num_threads

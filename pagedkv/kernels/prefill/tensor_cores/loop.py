@@ -53,7 +53,7 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
     IS_FP8, Q_IS_WHOLE, IS_WHOLE = config.is_fp8, shape.q_lanes == shape.chunks, shape.lanes == shape.pieces_of_row
     PIECE_BYTES = PIECE_DIMS if IS_FP8 else CHUNK
     row_and_piece = make_row_and_piece(shape)
-    clear_gaps, begin_query = make_clear_gaps(config, shape), make_begin_query(config, shape)
+    clear_gaps, begin_query = make_clear_gaps(shape), make_begin_query(config, shape)
     find_row, copy_rows, convert_rows = (
         make_find_row(config, shape),
         make_copy_rows(config, shape),

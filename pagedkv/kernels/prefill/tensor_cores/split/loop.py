@@ -34,7 +34,7 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
     K_START, CODES, CODES_BYTES, IS_FP8 = shape.k_start, shape.codes_start, shape.codes_bytes, config.is_fp8
     VECTOR_BYTES, IS_WHOLE, HAS_GAP = config.vector_bytes, shape.lanes == shape.chunks, shape.has_gap
     SHARES, CODES_OF_PIECE, SLOTS, SLOTS_BYTES = shape.shares, shape.copied_bytes, shape.slots_start, shape.slots_bytes
-    clear_gaps, begin_query = make_clear_gaps(config, shape), make_begin_query(config, shape)
+    clear_gaps, begin_query = make_clear_gaps(shape), make_begin_query(config, shape)
     find_row, rows = make_find_row(config, shape), make_rows(config, shape)
     convert_rows = make_convert_rows(config, shape)
     places_of, multiply_keys = make_places(shape), make_multiply_keys(config, shape)
