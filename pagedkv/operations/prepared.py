@@ -1,6 +1,7 @@
-"""Attention of the layers of a model on the host: validated and planned for the first, run for the others.
+"""Attention of a batch on the host: the first layer's call is validated and planned, those of other layers only run.
 
-All layers get the same tables and lengths, and queries and caches that are alike (FlashInfer's plan and run).
+All layers have the same tables and lengths, and their queries and caches have the same shapes, strides and dtypes
+(FlashInfer's plan and run).
 """
 
 from __future__ import annotations
@@ -36,22 +37,23 @@ def attend(
     stored: dict[str, Any],
     options: dict[str, Any],
 ) -> Any:
-    """Run an attention call, and keep what it launches for those of other layers.
+    """Run an attention call on a batch, with the launches of an earlier call like it if there was one.
 
     Parameters
     ----------
     operation : callable
         decode_attention or prefill_attention.
     prepared : dict
-        What earlier calls have launched; to be forgotten with the tables.
+        The launches of earlier calls, by all that they depend on. The batch keeps it.
     caches_key
-        What calls must share besides q, tables and options: how their caches lie, and their scales.
+        Equal for calls whose caches have the same shapes, strides, dtypes and scales, so that they can share launches.
     q : (num_tokens, num_heads, head_dim) array
     k_cache, v_cache : array
     where : dict
         block_tables, seq_lens and, for prefill_attention, query_starts.
     stored, options : dict
-        Other arguments of the operation: of the caches, and those that the caller chooses for this call.
+        All other arguments of the operation: `stored` says how the caches are stored, `options` is what the caller of
+        this layer passes. Where these hold arrays or unknown names, or q is on a device, the operation itself runs.
 
     Returns
     -------

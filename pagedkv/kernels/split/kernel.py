@@ -12,9 +12,10 @@ Who owns what. The visible tokens of a sequence, at most `window` of them, are c
 their number and that of the KV heads alone. A thread block owns one split of one KV head, for all heads of the tile,
 and each warp takes every fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches.
 Where O of all dims does not fit into the registers of a warp (`SplitConfig.dim_shares`), a pair of warps takes every
-second step. With more than 16 heads on tensor cores, all warps take the same tokens, each with its share of the heads:
-tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its
-sequence, KV head and tile, the splits. A thread block past the last split only counts.
+second step. With more than 16 heads on tensor cores, if rows fit into shared memory (`SplitConfig.staged`), all warps
+take the same tokens, each with its share of the heads: tensor_cores/many_heads.py. Then merge.py adds the warps and, in
+the thread block that counts last for its sequence, KV head and tile, the splits. A thread block past the last split
+only counts.
 
 Shared memory. One buffer, static, or dynamic where static is too small: first for Q, or staged rows and Q, then for the
 sums of all warps, then for the merge of the splits. Always static are the maxima, sums of exponentials and weights of

@@ -101,6 +101,11 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
 
     @device_function
     def attend(thread, first, query, k, v, pages, options, shared):
+        """Attend to the tokens first .. pages.last; the whole thread block calls it.
+
+        Latency is hidden in three stages: the block table is read two steps before a row is used, the offset of the row
+        is computed one step before, and a chunk of it is loaded two chunks before it is multiplied.
+        """
         lane = uint32(thread & 31)
         # Broadcast, so that ptxas knows it to be warp-uniform: loops over steps need no code for diverged lanes.
         warp = or_of_warp(uint32(thread >> 5))
