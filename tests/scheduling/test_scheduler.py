@@ -457,7 +457,8 @@ def test_restart_computes_requests_again_with_other_tokens():
     cache.add_found([7] * 8, last=scheduler._admission._last)
     tokens = [*alone((1, *range(1, 9)), 5)[:3]]
     scheduler.restart({first: [0, *range(1, 9)], second: [1, *range(1, 9), *tokens]})
-    assert (cache.num_free, scheduler.num_running, scheduler.num_waiting) == (num_free, 0, 2)
+    assert (cache.num_free, cache.num_seqs) == (num_free, 1)
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 2)
     with pytest.raises(KeyError):
         scheduler.abort(forgotten)
     assert serve(scheduler, cache) == {i: alone((i, *range(1, 9)), 5) for i in (first, second)}
