@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..kernels.device.bad_entries import BLOCK_ID, NUM_BYTES, PAIR, POSITION, QUERY_START, SEQ_LEN
-from .device import REPORT
-
-if TYPE_CHECKING:
-    from .device import Device
+from .device import REPORT, Device
 
 
 def raise_if_failed(devices: Iterable[Device]) -> None:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Hashable
 from numbers import Real
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -22,11 +22,7 @@ from ...buckets import bucket
 from ...calls import AttentionArguments, AttentionCall
 from ...layouts import FLOAT32
 from .. import driver
-from .plan import WGMMA, arrays_of
-
-if TYPE_CHECKING:
-    from ..driver import CudaDevice
-    from .plan import Plan
+from .plan import WGMMA, Plan, arrays_of
 
 MOST_PLANS = 1024
 # The arguments that may be arrays, `out` the last of them; a plan depends on all others, and on environment variables.
@@ -86,7 +82,7 @@ class Known:
                 return False
         return True
 
-    def run(self, device: CudaDevice, addresses: tuple[int, ...], lse: int) -> None:
+    def run(self, device: driver.CudaDevice, addresses: tuple[int, ...], lse: int) -> None:
         """Launch, with these addresses of the arguments and of the LSE (0 if there is none)."""
         with device.lock:
             scratch = [device.scratch(name, nbytes) for name, nbytes in self._workspaces]
