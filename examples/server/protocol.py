@@ -304,7 +304,10 @@ def _calls(fields: Fields) -> list[dict[str, Any]] | None:
     calls = fields.take("tool_calls", list, what)
     try:
         return [
-            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+            {
+                **call,
+                "function": {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])},
+            }
             for call in calls or []
         ] or None
     except (KeyError, TypeError, ValueError, RecursionError):

@@ -1,5 +1,6 @@
 """Visits: by which names the server may be asked, and a line of the log for each request."""
 
+import json
 import logging
 import re
 import time
@@ -9,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from .protocol import Refused
 from .worker import Job
@@ -95,4 +96,5 @@ STRANGER = Refused(400, "this server has another name: start it with --allowed-h
 
 def refusal(error: Refused) -> Response:
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    return JSONResponse(error.body(), error.status, headers)
+    # In ASCII: a name that the message quotes may have half a surrogate pair in it, which UTF-8 has no bytes for.
+    return Response(json.dumps(error.body()), error.status, headers, "application/json")

@@ -38,11 +38,12 @@ def serving(*words):
         thread.start()
         try:
             yield SimpleNamespace(port=listener.getsockname()[1], server=server, engine=engine, over_http=over_http)
-            wait_until(lambda: not engine.scheduler.num_running + engine.scheduler.num_waiting)
+            wait_until(
+                lambda: not engine.scheduler.num_running + engine.scheduler.num_waiting + len(server.worker._open)
+            )
             assert engine.cache.stats().used == 0
             engine.cache.check()
             assert not server.worker._open
-            assert not len(server.admission)
         finally:
             over_http.should_exit = True
             thread.join()

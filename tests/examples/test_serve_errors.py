@@ -40,6 +40,11 @@ def test_an_engine_that_cannot_take_a_request_says_so_and_takes_the_next(shared,
     assert complete(shared.port, "x", max_tokens=1)[1] == "length"
 
 
+def test_a_field_whose_name_utf_8_has_no_bytes_for_is_refused_by_it(shared):
+    status, _, body = ask(shared.port, {"prompt": "x", "\ud800": 1})
+    assert (status, json.loads(body)["error"]["param"]) == (400, "\ud800")
+
+
 def test_tokens_that_cannot_be_drawn_fail_the_step_alone(shared, monkeypatch):
     monkeypatch.setattr("server.small.Sampling.choose", failing)
     assert ask(shared.port, {"prompt": "x"})[0] == 500

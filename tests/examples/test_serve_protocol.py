@@ -144,6 +144,10 @@ def test_a_history_has_calls_of_tools_and_their_results():
             {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
             r"messages\[0\]\.tool_calls must be",
         ),
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"function": {"arguments": "{}"}}]},
+            r"messages\[0\]\.tool_calls must be",
+        ),
         ({"role": "user", "content": "x", "tool_calls": "f"}, r"messages\[0\]\.tool_calls must be"),
         ({"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}, r"messages.*\[0\]\.cache is not"),
     ],

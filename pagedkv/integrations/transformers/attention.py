@@ -87,6 +87,28 @@ class CachedPass:
         return out
 
 
+class WatchedPass:
+    """A `CachedPass` that says which of its rows are finite: NaN and Inf of a layer are in its row in all behind it.
+
+    Attributes
+    ----------
+    finite : (num_tokens,) bool tensor
+        After the last layer.
+    """
+
+    finite: torch.Tensor
+
+    def __init__(self, cache: PagedKVCache, slots: torch.Tensor, batch: Batch) -> None:
+        self._pass, self._last_layer = CachedPass(cache, slots, batch), len(cache.k_caches) - 1
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        """See `ForwardPass`."""
+        out = self._pass.attend(layer, q, k, v, **options)
+        if layer == self._last_layer:
+            self.finite = out.isfinite().flatten(1).all(1)
+        return out
+
+
 class _Running(threading.local):
     """The forward pass that a model on this thread is in, and whether a layer has attended through it."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
+from itertools import pairwise
+from types import NoneType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
@@ -17,7 +19,7 @@ from ...errors import BackendUnavailableError
 from ...memory.arguments import MAX_INT32, as_int, as_ints
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
-from .attention import CachedPass, uses_pagedkv
+from .attention import WatchedPass, uses_pagedkv
 from .models import kv_shape, require_positions, require_supported, text_config, uncompiled
 from .request import Request
 from .sampling import Sampling, are_finite, choose
@@ -327,8 +329,7 @@ class Engine:
         FloatingPointError
             From the iterator: no token can be chosen, as the model's logits are not finite.
         """
-        number = self.add(prompt, max_tokens, **options)
-        return self._stream(number, self._requests[number].tokens)
+        return self._stream(prompt, max_tokens, options, lambda request: request.tokens)
 
     def stream(self, prompt: Prompt, max_tokens: int, **options: Any) -> Stream[str]:
         """Add a request and iterate over its text, piece by piece; otherwise as `tokens`.
@@ -339,13 +340,27 @@ class Engine:
             The engine has no tokenizer.
         """
         tokenizer = self._require_tokenizer()
-        number = self.add(prompt, max_tokens, **options)
-        request = self._requests[number]
-        request.decoder = request.decoder or TextDecoder(tokenizer)
-        return self._stream(number, request.pieces)
 
-    def _stream(self, number: int, items: Sequence[_Item]) -> Stream[_Item]:
-        return Stream(self._requests[number], items, self._compute_aside, partial(self._left.append, number))
+        def pieces(request: Request) -> list[str]:
+            request.decoder = request.decoder or TextDecoder(tokenizer)
+            return request.pieces
+
+        return self._stream(prompt, max_tokens, options, pieces)
+
+    def _stream(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        options: dict[str, Any],
+        items_of: Callable[[Request], Sequence[_Item]],
+    ) -> Stream[_Item]:
+        number = self.add(prompt, max_tokens, **options)
+        try:
+            request = self._requests[number]
+            return Stream(request, items_of(request), self._compute_aside, partial(self._left.append, number))
+        except BaseException:  # an interrupt: nobody has its stream
+            self._left.append(number)
+            raise
 
     def _compute_aside(self) -> None:
         """Make a step whose tokens `step` returns to nobody."""
@@ -426,19 +441,24 @@ class Engine:
         self._is_torn = False
 
     def _logits(self, step: Step) -> torch.Tensor:
-        """Logits of the last row of each request, (num_seqs, vocab_size).
+        """Logits of the last row of each request, (num_seqs, vocab_size): NaN where any row of it is not finite.
 
-        Those of a chunk of a prompt say whether its keys and values are finite, before they can be found.
+        Nobody may find keys and values that are not finite, also where a window hides them from the last row.
         """
+        watched = WatchedPass(self.cache, step.slots, step.batch)
         with torch.inference_mode():
             out = self._model(
                 input_ids=step.tokens[None],
                 position_ids=step.batch.positions[None],
                 use_cache=False,
                 logits_to_keep=step.batch.query_starts[1:].long() - 1,
-                forward_pass=CachedPass(self.cache, step.slots, step.batch),
+                forward_pass=watched,
             )
-        logits: torch.Tensor = out.logits[0]
+            logits: torch.Tensor = out.logits[0]
+            finite = watched.finite.tolist()
+            for row, (start, stop) in enumerate(pairwise(step.batch.query_starts.tolist())):
+                if not all(finite[start:stop]):
+                    logits[row] = torch.nan
         return logits
 
     def _ids(self, prompt: Prompt) -> Any:
@@ -456,6 +476,8 @@ class Engine:
         if isinstance(prompt, Mapping):  # a BatchEncoding
             if not np.all(_one_row(prompt.get("attention_mask", 1))):
                 raise ValueError("the prompt has padding, by its attention_mask: tokenize each prompt alone")
+            if "input_ids" not in prompt:
+                raise ValueError(f"a prompt in a dict needs its input_ids, got {[*prompt]}: put messages in a list")
             prompt = prompt["input_ids"]
         return _one_row(prompt)
 
@@ -478,6 +500,8 @@ def _one_row(values: Any) -> Any:
 
 
 def _texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    if not isinstance(stop, (str, Iterable, NoneType)):
+        raise TypeError(f"stop must be a str, or a sequence of them, got {type(stop).__name__}")
     texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for text in texts:
         if not isinstance(text, str):

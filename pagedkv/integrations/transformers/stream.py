@@ -24,6 +24,8 @@ class Stream(Iterator[Item]):
         Ends the request, now or later; may be called at any time, from the garbage collector too.
     """
 
+    _is_open = False  # where an interrupt keeps it from being made
+
     def __init__(
         self, request: Request, items: Sequence[Item], compute: Callable[[], None], cancel: Callable[[], None]
     ) -> None:

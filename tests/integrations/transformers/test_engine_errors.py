@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from pagedkv.integrations.transformers import Engine
+from pagedkv.integrations.transformers.stream import Stream
 
+from .byte_tokenizer import byte_tokenizer
 from .models import VOCAB, make_model, prompts
 
 NEW = 6
@@ -68,6 +70,25 @@ def test_nothing_that_is_not_finite_is_found_again(model, budget, value):
     assert engine.cache.stats().hit_tokens == 0
 
 
+def test_nothing_that_is_not_finite_behind_a_window_is_found_again():
+    """The last row of a prompt, whose logits are asked for, sees none of the rows that are not finite."""
+    model = make_model("Mistral", eos_token_id=None, sliding_window=8)
+    text = [96, *([5, 6] * 200)]
+    expected = list(Engine(model, num_blocks=64).tokens(text[:40], NEW))
+    engine = Engine(model, num_blocks=64)
+    request = engine.add(text, NEW)
+    weight = model.get_input_embeddings().weight
+    healthy = weight[96].clone()
+    with torch.no_grad():
+        weight[96] = NAN
+        try:
+            [made] = engine.step()
+        finally:
+            weight[96] = healthy
+    assert made[:3] == (request, -1, "error")
+    assert list(engine.tokens(text[:40], NEW)) == expected
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.9, "top_k": 5, "seed": 3, "min_p": 0.1}])
 def test_the_others_go_on(model, options):
     """One of two requests has a token that the model knows nothing of."""
@@ -112,4 +133,19 @@ def test_a_stream_says_what_is_wrong(model):
         for _ in range(2):
             with pytest.raises(FloatingPointError, match="the model's logits are not finite"):
                 next(stream)
+    assert run(engine) == {}
+
+
+@pytest.mark.parametrize("kind", ["tokens", "stream"])
+def test_a_stream_that_an_interrupt_keeps_from_its_caller_is_cancelled(model, monkeypatch, kind):
+    engine = Engine(model, byte_tokenizer(), num_blocks=64)
+
+    def interrupted(self, *args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "__init__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(engine, kind)(SHORT, NEW)
+    assert engine.step() == []
     assert run(engine) == {}

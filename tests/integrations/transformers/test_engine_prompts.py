@@ -60,6 +60,11 @@ def test_messages_go_through_the_chat_template(engine):
     [
         (torch.tensor([PROMPT, PROMPT]), ValueError, "a prompt must be one text, got a batch of 2: add each"),
         ([PROMPT, PROMPT], ValueError, "a prompt must be one text, got a batch of 2: add each"),
+        (
+            {"role": "user"},
+            ValueError,
+            r"a prompt in a dict needs its input_ids, got \['role'\]: put messages in a list",
+        ),
         (torch.tensor(PROMPT) > 2, TypeError, "tokens must have dtype int32 or int64, got bool"),
         (torch.rand(3), TypeError, "tokens must have dtype int32 or int64, got float32"),
         ({"input_ids": [0, 3], "attention_mask": [0, 1]}, ValueError, "the prompt has padding, by its attention_mask"),
@@ -157,6 +162,7 @@ def test_ends_of_the_model_and_of_a_request(monkeypatch):
     [
         ({"stop": ""}, ValueError, "stop must not hold an empty text"),
         ({"stop": [3]}, TypeError, "stop must be a str, or a sequence of them, got int in it"),
+        ({"stop": 3}, TypeError, "stop must be a str, or a sequence of them, got int$"),
         ({"stop_token_ids": ["a"]}, TypeError, "stop_token_ids must have dtype int32 or int64"),
         ({"min_tokens": 6}, ValueError, "min_tokens must be at most 5, got 6"),
         ({"min_p": 2}, ValueError, "min_p must be from 0 to 1, got 2.0"),
