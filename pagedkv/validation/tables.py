@@ -73,7 +73,7 @@ def even_dim(rotary_dim: Any, head_dim: int) -> int:
 def require_columns_once(cos: Array, sin: Array, rotary_dim: Any) -> None:
     """Raise ValueError if tables on the host have each column twice, where the caller gives no `rotary_dim`.
 
-    This looks at a few rows. One whose columns are all equal, as at position 0, says nothing.
+    This looks at a few rows. One without angles, as at position 0, says nothing.
     """
     half, odd = divmod(cos.shape[1], 2)
     if odd or not len(cos) or rotary_dim is not None:
@@ -85,7 +85,7 @@ def require_columns_once(cos: Array, sin: Array, rotary_dim: Any) -> None:
         if sin[-1, 0] == sin[-1, other]:  # of most tables it is another angle
             rows = [min(1, len(cos) - 1), len(cos) // 2, -1]
             once, again = (np.stack([cos[rows, part], sin[rows, part]]) for part in (first, second))
-            if np.array_equal(once, again) and (once != once[..., :1]).any():
+            if np.array_equal(once, again) and (once[0] != 1).any():
                 dim = 2 * cos.shape[1]
                 raise ValueError(
                     f"cos and sin must have one column for each pair of dims, got {what}: {remedy}; or say "

@@ -9,7 +9,7 @@ import pagedkv
 
 CACHES = torch.arange(2 * 4 * 16 * 2 * 64, dtype=torch.float32).remainder(7).view(2, 4, 16, 2, 64)
 TABLES, LENS, STARTS = (torch.tensor(x, dtype=torch.int32) for x in ([[2]], [3], [0, 1]))
-COS = torch.full((8, 32), 0.5)
+COS = torch.ones(8, 32)
 PAIRS = torch.tensor([[0, 1]])
 
 

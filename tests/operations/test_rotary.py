@@ -182,7 +182,6 @@ def test_tables_with_each_column_twice(twice, what):
     "angles",
     [
         np.zeros((9, 8)),  # as at position 0
-        np.ones((9, 8)),
         angles_of(9, 8),
         np.concatenate([np.repeat(angles_of(3, 4), 3, axis=0), np.tile(angles_of(3, 4), (3, 1))], axis=1),  # of a grid
     ],

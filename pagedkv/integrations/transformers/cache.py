@@ -17,6 +17,11 @@ from ...memory.arguments import as_int
 from .attention import CachedPass
 from .models import kv_shape, require_supported, uncompiled
 
+_FROM_MASK = (
+    "generate makes them from attention_mask, which must have a column for each token, those in the cache too; call "
+    "reset() before another text"
+)
+
 
 class PagedCache(Cache):
     """The keys and values of ``model.generate(..., past_key_values=PagedCache(model, memory="1GiB"))``.
@@ -87,13 +92,37 @@ class PagedCache(Cache):
                 f"{type(model).__name__} has {asks}: each model needs a PagedCache(model, ...) of its own"
             )
 
-    def begin(
-        self,
-        num_rows: int,
-        length: int,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None = None,
-    ) -> CachedPass:
+    def require_positions(
+        self, position_ids: torch.Tensor | None, num_rows: int, length: int, attention_mask: torch.Tensor | None
+    ) -> None:
+        """Raise ValueError unless new tokens stand behind the cached ones of their row, with padding counted or not.
+
+        generate drops a mask that hides nothing, of whatever width, and what is left of it is the positions. A batch
+        that is wrong without them is for `begin` to refuse.
+        """
+        # Positions of images and sound have several axes.
+        is_wrong = num_rows <= 0 or length <= 0 or len(self.seqs) not in (0, num_rows)
+        if position_ids is None or position_ids.ndim != 2 or is_wrong:
+            return
+        if position_ids.shape[1] != length or len(position_ids) not in (1, num_rows):
+            got = tuple(position_ids.shape)
+            raise ValueError(
+                f"position_ids must have shape (rows, tokens) = ({num_rows}, {length}), got {got}: {_FROM_MASK}"
+            )
+        is_token = np.ones((num_rows, length), np.bool)
+        if attention_mask is not None:
+            is_token = self._shown(attention_mask, num_rows, length)[:, -length:]
+        positions = position_ids.expand(num_rows, length).numpy(force=True)
+        cached = self.kv.seq_lens(self.seqs) if self.seqs else np.zeros(num_rows, np.int32)
+        tokens, columns = cached[:, None] + is_token.cumsum(1) - 1, self._length + np.arange(length)
+        if not any(((positions == right) | ~is_token).all() for right in (tokens, columns)):
+            row, column = np.argwhere((positions != tokens) & is_token)[0]
+            raise ValueError(
+                f"position_ids must go on behind the {cached[row]} tokens that this PagedCache has of row {row}, with "
+                f"{tokens[row, column]}, got {positions[row, column]}: {_FROM_MASK}"
+            )
+
+    def begin(self, num_rows: int, length: int, attention_mask: torch.Tensor | None) -> CachedPass:
         """Make room for the new tokens of every row: what the model's layers need for them.
 
         Parameters
@@ -102,8 +131,6 @@ class PagedCache(Cache):
             Of the model's input.
         attention_mask : (num_rows, cached tokens + length) tensor or None
             0 for padding, which is on the left.
-        position_ids : (num_rows, length) tensor or None
-            Those of a row go on where its cached tokens end.
         """
         new: Any = length  # an int of all rows: append knows a decode step by it
         is_token = None
@@ -114,7 +141,6 @@ class PagedCache(Cache):
                 f"the batch must have a new token behind the {self._length} that this PagedCache has, got none: call "
                 "reset() before another text"
             )
-        of_input = np.ones((num_rows, length), np.bool)
         if attention_mask is not None:
             of_input = self._shown(attention_mask, num_rows, length)[:, -length:]
             if not of_input.all():
@@ -124,8 +150,6 @@ class PagedCache(Cache):
             raise ValueError(
                 f"this PagedCache has {len(self.seqs)} rows, and the batch {num_rows}: call reset() before another one"
             )
-        if position_ids is not None:
-            self._require_positions(position_ids, of_input)
         try:
             seqs = self.seqs or self._start(num_rows)
             before = self.kv.seq_lens(seqs)
@@ -180,24 +204,6 @@ class PagedCache(Cache):
                 'behind the last column, so pad on the left, with tokenizer.padding_side = "left"'
             )
         return shown
-
-    def _require_positions(self, position_ids: torch.Tensor, of_input: npt.NDArray[np.bool]) -> None:
-        """Raise ValueError unless new tokens stand behind the cached ones of their row, with padding counted or not.
-
-        generate drops a mask that hides nothing, of whatever width, and what is left of it is the positions.
-        """
-        if position_ids.ndim != 2:  # those of images and sound have several axes
-            return
-        got = position_ids.expand(of_input.shape).numpy(force=True)
-        cached = self.kv.seq_lens(self.seqs) if self.seqs else np.zeros(len(of_input), np.int32)
-        tokens, columns = cached[:, None] + of_input.cumsum(1) - 1, self._length + np.arange(of_input.shape[1])
-        if not any(((got == right) | ~of_input).all() for right in (tokens, columns)):
-            row, column = np.argwhere((got != tokens) & of_input)[0]
-            raise ValueError(
-                f"position_ids must go on behind the {cached[row]} tokens that this PagedCache has of row {row}, with "
-                f"{tokens[row, column]}, got {got[row, column]}: generate makes them from attention_mask, which must "
-                "have a column for each token, those in the cache too; call reset() before another text"
-            )
 
     def _start(self, num_rows: int) -> list[int]:
         first = self.kv.add(0).seq

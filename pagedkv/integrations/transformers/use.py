@@ -149,4 +149,6 @@ def _cached(model: PreTrainedModel, cache: PagedCache, inputs: dict[str, Any]) -
         )
     tokens = inputs.get("input_ids")
     num_rows, length = (inputs["inputs_embeds"] if tokens is None else tokens).shape[:2]
-    return cache.begin(num_rows, length, inputs.get("attention_mask"), inputs.get("position_ids"))
+    mask = inputs.get("attention_mask")
+    cache.require_positions(inputs.get("position_ids"), num_rows, length, mask)
+    return cache.begin(num_rows, length, mask)
