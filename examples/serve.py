@@ -149,6 +149,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         [(family, *_), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except socket.gaierror as error:
+        raise SystemExit(f"--host {host} is no address of this machine ({error.strerror}): try 127.0.0.1") from None
     except OSError as error:
         raise SystemExit(f"port {port} of {host} cannot be had ({error.strerror}): try --port 0") from None
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 # Fields without an effect, and why nobody misses it.
@@ -125,6 +126,14 @@ class Fields:
             raise self.wrong(name, what, value)
         return value
 
+    def need(self, name: str, kind: Any, what: str) -> Any:
+        """As `take`, of a field that has to be there."""
+        if name not in self._fields:
+            close = get_close_matches(name, self._fields, n=1)
+            misspelt = f"; {self._owner}{close[0][:80]} is not supported here" if close else ""
+            raise Refused(400, f"{self._owner}{name} is missing{misspelt}", f"{self._owner}{name}")
+        return self.take(name, kind, what)
+
     def flag(self, name: str) -> bool:
         return bool(self.take(name, bool, "true or false"))
 
@@ -245,7 +254,7 @@ def _salt(fields: Fields) -> str | None:
 
 def _prompt(fields: Fields, num_tokens: int) -> str | list[int]:
     what = "one text of at least one character, or its tokens"
-    prompt = fields.take("prompt", str | list, what, "")
+    prompt = fields.need("prompt", str | list, what)
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str) and prompt:
@@ -258,8 +267,8 @@ def _prompt(fields: Fields, num_tokens: int) -> str | list[int]:
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
-    what = "a list of at least one message"
-    messages = fields.take("messages", list, what, [])
+    what = "a list of at least one object with a role and a content"
+    messages = fields.need("messages", list, what)
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise fields.wrong("messages", what, messages)
     return [_message(Fields(message, f"messages[{i}].")) for i, message in enumerate(messages)]
@@ -267,7 +276,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
 
 def _message(fields: Fields) -> dict[str, Any]:
     """A message as chat templates take it: a role, one text, and the calls that its tools got."""
-    said = {"role": fields.take("role", str, "a text"), "content": _content(fields)}
+    said = {"role": fields.need("role", str, "a text"), "content": _content(fields)}
     said |= {"name": fields.take("name", str, "a text"), "tool_calls": _calls(fields)}
     if not said["role"]:
         raise fields.wrong("role", "a text", said["role"])

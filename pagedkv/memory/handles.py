@@ -145,15 +145,17 @@ def _as_array(seqs: Any) -> Int64Array:
         if seqs.dtype != _INT64:
             raise TypeError(f"seqs must have dtype int64, got {seqs.dtype}")
         return seqs.copy()  # the caller may change them
-    if not isinstance(seqs, (list, tuple)):
+    if not isinstance(seqs, (list, tuple)) or hasattr(seqs, "seq"):  # what `add` returns is a tuple
         seqs = (seqs,)
     try:
         # numpy.array would round floats and take the dtype of the widest.
         return np.frombuffer(array("q", seqs), np.int64)
     except TypeError:
         wrong = next(seq for seq in seqs if not isinstance(seq, (int, np.integer)))
+        hint = ": pass its .seq" if hasattr(wrong, "seq") else ""
         raise TypeError(
-            f"seqs must be handles (an int, a list or tuple of ints, or an int64 array), got {type(wrong).__name__}"
+            "seqs must be handles (an int, a list or tuple of ints, or an int64 array), "
+            f"got {type(wrong).__name__}{hint}"
         ) from None
     except OverflowError:
         raise KeyError(f"no sequence {max(seqs, key=abs)}: it was freed or never added") from None

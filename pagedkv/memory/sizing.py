@@ -15,7 +15,7 @@ from .arguments import as_int
 from .device.arrays import Arrays
 
 _UNITS = {"B": 1} | {f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
-_UNITS |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("kMGT")}
+_UNITS |= {"kB": 1000} | {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
 
 
 def kv_bytes(
@@ -106,7 +106,10 @@ def _bytes(memory: str | int | float, arrays: Arrays) -> int:
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)\s*", memory)
         if match is None or match[2] not in _UNITS:
-            raise ValueError(f"memory must be a number and a unit, such as 2GiB or 500MB, got {memory!r}")
+            raise ValueError(
+                "memory must be a number and a unit of B, KB, KiB, MB, MiB, GB, GiB, TB and TiB, such as 2GiB, "
+                f"got {memory!r}"
+            )
         return int(Fraction(match[1]) * _UNITS[match[2]])
     if isinstance(memory, (float, np.floating)):
         if not 0.0 < memory <= 1.0:

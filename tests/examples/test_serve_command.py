@@ -101,6 +101,12 @@ def test_a_port_that_is_taken_is_said(monkeypatch):
             serve.main()
 
 
+def test_a_host_without_an_address_is_said(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serve.py", "--host", "no host"])
+    with pytest.raises(SystemExit, match=r"--host no host is no address of this machine \(.*\): try 127\.0\.0\.1"):
+        serve.main()
+
+
 def test_sizes_that_cannot_be(capsys):
     for words, message in [
         (["--context", "15", "--block-size", "16"], "--context: must be at least the 16 tokens of a block, got 15"),

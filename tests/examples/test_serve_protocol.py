@@ -103,6 +103,20 @@ def test_values_that_cannot_be_are_named(fields, words):
         parsed(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "chat", "words"),
+    [
+        ({"promt": "x"}, False, "prompt is missing; promt is not supported here"),
+        ({"mesages": []}, True, "messages is missing; mesages is not supported here"),
+        ({"prompt": "x"}, True, "messages is missing"),
+        ({"messages": [{"content": "x"}]}, True, r"messages\[0\]\.role is missing"),
+    ],
+)
+def test_a_field_that_is_missing_is_named_and_what_may_be_meant_for_it(fields, chat, words):
+    with pytest.raises(Refused, match=f"^{words}$"):
+        parse(json.dumps(fields).encode(), chat=chat, num_tokens=10)
+
+
 def test_messages_must_be_texts():
     image = {"type": "image_url", "image_url": {"url": "x"}}
     wrong = (None, 1, [], [image], [{"type": "text"}], [{"type": "text", "text": 1}], ["hi"])

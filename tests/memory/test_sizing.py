@@ -35,8 +35,8 @@ def test_blocks_in_an_amount_of_memory(monkeypatch, memory, num_blocks):
     [
         (None, None, ValueError, r"^either num_blocks or memory must be given, and not both$"),
         (4, "2GiB", ValueError, r"^either num_blocks or memory must be given, and not both$"),
-        (None, "2 gigs", ValueError, r"^memory must be a number and a unit, such as 2GiB or 500MB, got '2 gigs'$"),
-        (None, "2kiB", ValueError, r"^memory must be a number and a unit"),
+        (None, "2 gigs", ValueError, r"^memory must be a number and a unit of B, .*, such as 2GiB, got '2 gigs'$"),
+        (None, "2kib", ValueError, r"^memory must be a number and a unit"),
         (None, 1.5, ValueError, r"^memory must be a share above 0.0 and at most 1.0, or bytes as an int, got 1.5$"),
         (None, True, TypeError, r"^memory must be a str, an int or a float, got bool$"),
         (None, f"{'9' * 400}TiB", ValueError, r"^num_blocks must be at most 2147483647, got "),

@@ -6,6 +6,7 @@ import pytest
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable
 from pagedkv.memory import pool as pool_module
+from pagedkv.memory.prefix.prompt import Added
 
 from .manager import refused, state
 
@@ -43,6 +44,8 @@ REFUSALS = [
     (lambda t, a, b: t.fork(b, -1), ValueError, r"^n must be at least 0, got -1$"),
     (lambda t, a, b: t.fork([b, a], 2), CapacityError, r"^4 more sequences asked for, 2 of 4 rows are free$"),
     (lambda t, a, b: t.fork("b"), TypeError, r"^seqs must be handles \(.*\), got str$"),
+    (lambda t, a, b: t.free(Added(a, 0)), TypeError, r"^seqs must be handles \(.*\), got Added: pass its \.seq$"),
+    (lambda t, a, b: t.seq_lens([Added(a, 0)]), TypeError, r"got Added: pass its \.seq$"),
     (lambda t, a, b: t.fork(True), TypeError, r"^seqs must hold ints, got a bool$"),
     (lambda t, a, b: t.slots(True, 0, 0), TypeError, r"^seq must be an int, got bool$"),
     (

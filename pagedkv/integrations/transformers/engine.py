@@ -105,7 +105,9 @@ class Engine:
     model : PreTrainedModel
         A decoder in eval mode, on the CPU or a CUDA device. Its layers attend through pagedkv from now on.
     tokenizer : optional
-        Of transformers, for prompts and streams that are text.
+        Of transformers, for prompts and streams that are text; or what has its ``tokenizer(text)``, which returns ids
+        or a dict with `input_ids`, its ``decode(ids, skip_special_tokens=)``, and for messages its `chat_template` and
+        ``apply_chat_template(messages, add_generation_prompt=, return_dict=)``.
     memory : str, int, float or None
         What K and V may take: "2GiB", bytes, or a share, 0.9 say, of what is free on the device now.
     num_blocks : int or None
@@ -151,6 +153,11 @@ class Engine:
         eos_token_id: int | Sequence[int] | None = None,
         **options: Any,
     ) -> None:
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise TypeError(
+                "tokenizer must be one of transformers, such as AutoTokenizer.from_pretrained(...) returns, "
+                f"got {type(tokenizer).__name__}"
+            )
         require_supported(model)
         require_positions(model)
         if not uncompiled(model).can_generate():

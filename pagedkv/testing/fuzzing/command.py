@@ -107,6 +107,7 @@ def run(
     counts: Counter[str] = Counter()
     turns: Counter[str] = Counter()
     end = time.time() + 60 * minutes
+    progress(f"fuzz {backend}, seed {seed}: for {minutes:g} minutes (--minutes), after kernels are compiled")
     with closing(_turns(backend, seed, processes, end)) as done:  # which ends the processes
         for turn in done:
             counts[turn.operation] += turn.num_problems

@@ -176,6 +176,12 @@ def test_options_that_are_refused(engine, options, error, message):
     assert engine.step() == []
 
 
+@pytest.mark.parametrize("tokenizer", ["gpt2", str])
+def test_what_is_no_tokenizer_is_refused(tokenizer):
+    with pytest.raises(TypeError, match=r"^tokenizer must be one of transformers, such as .*, got (str|type)$"):
+        Engine(make_model("Llama", vocab_size=256), tokenizer, num_blocks=4)
+
+
 def test_a_refused_request_disturbs_no_other(engine, said):
     stream = engine.tokens(PROMPT, NEW)
     assert next(stream) == said[0]
