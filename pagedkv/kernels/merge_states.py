@@ -2,20 +2,20 @@
 
 Grid. x over (row, group of elements), y over heads.
 
-Who owns what. A thread merges the same few elements of up to MAX_STATES states. More states take several launches: each
-but the last stores a float32 state, which is the first one of the next launch.
+Who owns what. A thread merges the same few elements of up to MAX_STATES states by the formula of device/merging.py.
+More states take several launches: each but the last stores a float32 state, which is the first one of the next launch.
 
 Shared memory. None.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from .device.elements import ELEMENT_BITS
 from .device.intrinsics.thread import address, bits_float, larger, load_4
 from .device.language import cuda, float32, int64, types, uint64
+from .device.merging import lse_of_lses, make_add, weight_of_lse
 from .device.source import KernelSource
 from .device.vectors import make_load, make_store
 
@@ -55,7 +55,7 @@ def make_merge_states(config: MergeConfig) -> KernelSource:
     an LSE, whose heads are contiguous.
     """
     load_first, load_other = make_load(config.first_kind, config.elements), make_load(config.kind, config.elements)
-    store = make_store(config.out_kind, config.elements)
+    store, add = make_store(config.out_kind, config.elements), make_add(config.elements, may_be_empty=True)
     num_states, num_elements = config.num_states, config.elements
     num_vectors, head_dim = uint64(config.head_dim // config.elements), int64(config.head_dim)
     out_bytes, num_threads = int64(ELEMENT_BITS[config.out_kind] // 8), uint64(NUM_THREADS)
@@ -95,24 +95,20 @@ def make_merge_states(config: MergeConfig) -> KernelSource:
             top = lses[0]
             for i in range(1, num_states):
                 top = larger(top, lses[i])
-            shift = float32(0) if top == float32(-math.inf) else top
             total = float32(0)
             for j in range(num_elements):
                 merged[j] = float32(0)
             for i in range(num_states):
-                weight = math.exp(float32(lses[i] - shift))
+                weight = weight_of_lse(lses[i], top)
                 total = float32(total + weight)
                 if i == 0:
                     load_first(values, states[i] + head * heads[i], vector)
                 else:
                     load_other(values, states[i] + head * heads[i], vector)
-                for j in range(num_elements):
-                    # A state without keys may hold anything, and 0 * NaN is NaN.
-                    if weight != float32(0):
-                        merged[j] = float32(merged[j] + float32(weight * values[j]))
+                add(merged, weight, values, int64(0))
             at = row * num_heads + head
             if vector == 0:
-                lse[at] = float32(shift + math.log(total))
+                lse[at] = lse_of_lses(top, total)
             divisor = float32(1) if total == float32(0) else total
             for j in range(num_elements):
                 values[j] = float32(merged[j] / divisor)

@@ -52,8 +52,8 @@ MUTANTS = [
     ),
     Mutant(
         "merge_states: the output of a state without keys is multiplied by 0",
-        "if weight != float32(0):\n                        merged",
-        "if weight >= float32(0):\n                        merged",
+        "if ALL_COUNT or weight != float32(0):",
+        "if ALL_COUNT or weight >= float32(0):",
         MERGE_STATES + "test_states_without_keys[emulator-2]",
     ),
     Mutant(

@@ -79,7 +79,7 @@ MUTANTS = [
     ),
     Mutant(
         "prefill split: states are merged without their pivots",
-        "            weight = exp2(float32(bits_float(pivot) - maximum))\n",
+        "            weight = weight_of(pivot, maximum)\n",
         "            weight = float32(1)\n",
         SPLIT_NEEDLE,
     ),

@@ -113,8 +113,8 @@ MUTANTS = [
     ),
     Mutant(
         "split: the last partial result is left out of the merge",
-        "        while split < num_splits:",
-        "        while split + 1 < num_splits:",
+        "while i < count:\n            for_each(load_state, 1,",
+        "while i + 1 < count:\n            for_each(load_state, 1,",
         LENGTHS,
     ),
     Mutant(

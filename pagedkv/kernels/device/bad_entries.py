@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from .intrinsics.thread import address, compare_and_swap
 from .language import cuda, int64
+from .source import device_function
 
 NUM_BYTES = 40
 BLOCK_ID, SEQ_LEN, SLOT, PAIR, QUERY_START, POSITION = 1, 2, 3, 4, 5, 6
 
 
-@cuda.jit(device=True, lineinfo=True)
+@device_function
 def record(report, what, sequence, column, value):
     """Write a bad entry into the report buffer, a pointer to int64, unless there is one already.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .intrinsics.thread import address, load_4, load_8, multiply
-from .language import cuda, float32, int32, int64, uint64
+from .language import float32, int32, int64, uint64
+from .source import device_function
 
 
-@cuda.jit(device=True, forceinline=True, lineinfo=True)
+@device_function
 def position_of(positions, position_bytes, token):
     """The position of a token, as int64: an element of 4 or 8 bytes."""
     if position_bytes == 4:
@@ -15,7 +16,7 @@ def position_of(positions, position_bytes, token):
     return int64(uint64(high) << uint64(32) | uint64(low))
 
 
-@cuda.jit(device=True, forceinline=True, lineinfo=True)
+@device_function
 def turn(x, other, cosine, sine):
     """x * cosine + other * sine, each product rounded before they are added: no fused multiply-add.
 

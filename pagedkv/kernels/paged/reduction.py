@@ -5,6 +5,9 @@ Grid. x = seq_idx * num_heads + head_idx.
 Who owns what. A thread block of 4 warps owns one query head; a thread owns partitions while the weights are computed,
 and elements of head_dim for the sum.
 
+The formula is that of device/merging.py, but its steps stand here and in softmax.py, with exact divisions, one beside
+the other as in vLLM.
+
 Shared memory. Static: red_smem, 8 float32, and the weights of 128 partitions at a time.
 """
 

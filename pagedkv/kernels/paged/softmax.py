@@ -6,7 +6,8 @@ from typing import Any
 
 from ..device.intrinsics.thread import exp2, larger
 from ..device.language import cuda, float32
-from ..device.logits import LOG2E, NONE
+from ..device.logits import LOG2E
+from ..device.merging import finite
 from ..device.source import device_function
 from ..device.warp import ALL_LANES, WARP_SIZE
 from .config import NUM_THREADS, NUM_WARPS
@@ -18,7 +19,7 @@ def _make_over_block(combine: Any) -> Any:
     red_smem has room for one float32 per warp.
     """
 
-    @cuda.jit(device=True, lineinfo=True)
+    @device_function
     def over_block(red_smem, value):
         warp_idx, lane = cuda.threadIdx.x // WARP_SIZE, cuda.threadIdx.x % WARP_SIZE
         mask = WARP_SIZE // 2
@@ -46,14 +47,13 @@ def _plus(x, y):
 block_max, block_sum = _make_over_block(larger), _make_over_block(_plus)
 
 
-@cuda.jit(device=True, lineinfo=True)
+@device_function
 def exp_minus(logit, maximum):
     """exp(logit - maximum) as float32; 0 for a maximum of -inf, when every logit is -inf."""
-    shift = float32(0) if maximum == NONE else maximum
-    return exp2(float32(float32(logit - shift) * LOG2E))
+    return exp2(float32(float32(logit - finite(maximum)) * LOG2E))
 
 
-@cuda.jit(device=True, lineinfo=True)
+@device_function
 def softmax(logits, num_tokens, qk_max, sink, red_smem):
     """Replace the logits by their softmax with one more term, the sink's; return the sum of all exponentials.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..device.intrinsics.thread import address, exp2, larger, multiply_and_add, store_4
-from ..device.intrinsics.warp import log2, reciprocal
+from ..device.intrinsics.thread import address, larger, multiply_and_add, store_4
+from ..device.intrinsics.warp import reciprocal
 from ..device.language import float32, int64, uint32
-from ..device.logits import LN2, LOG2E, NONE
+from ..device.logits import LOG2E, NONE
+from ..device.merging import lse_of, weight_of
 from ..device.source import device_function
 from .config import NUM_THREADS
 
@@ -30,19 +31,18 @@ class Output(NamedTuple):
 def finish(total, shift, has_sink, sink):
     """The factor of O and the LSE of a row, from the sum of its exponentials and its shift.
 
-    The sink is one more exponential, which may overflow in units of the pivot: the larger of the two is the new pivot.
+    The sink is merged as one more state (device/merging.py): the larger of its logit and the pivot is the new pivot.
     """
     pivot, weight = float32(-shift), float32(0)
     if has_sink:
         logit = float32(sink * LOG2E)
         pivot = larger(pivot, logit)
-        weight = exp2(float32(logit - pivot))
-    own = exp2(float32(float32(-shift) - pivot))
+        weight = weight_of(logit, pivot)
+    own = weight_of(float32(-shift), pivot)
     denominator = multiply_and_add(total, own, weight)
-    lse = float32(float32(pivot + log2(denominator)) * LN2)
     if total == float32(0):
         return float32(0), sink if has_sink else NONE
-    return float32(own * reciprocal(denominator)), lse
+    return float32(own * reciprocal(denominator)), lse_of(pivot, denominator)
 
 
 def make_store_nothing(rows: int, row_words: int, num_threads: int = NUM_THREADS) -> Any:

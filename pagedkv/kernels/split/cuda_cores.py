@@ -13,15 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.intrinsics.thread import address, assign, bits_float, clear, exp2, larger, load_16, local_array, unrolled
+from ..device.intrinsics.thread import address, assign, bits_float, clear, larger, load_16, local_array, unrolled
 from ..device.intrinsics.warp import exchange, low_bits, shuffle, store_shared_4, stream_16
 from ..device.language import float32, int64, uint32
 from ..device.logits import LOG2E, NONE, make_modify
+from ..device.merging import weight_of
 from ..device.source import Steps, device_function
 from ..device.warp import WARP_SIZE
 from .config import NUM_WARPS, SplitConfig
 from .lanes import make_lanes
-from .merge import finite
 from .pages import make_pages
 from .sums import team_bytes
 
@@ -231,14 +231,14 @@ def make_update(shape: RowShape) -> Any:
 
     @unrolled(HEADS)
     def rescale(h, maxima, sums, new, o):
-        factor = exp2(float32(maxima[h] - finite(new[h])))
+        factor = weight_of(maxima[h], new[h])
         maxima[h], sums[h] = new[h], float32(sums[h] * factor)
         rescale_sums(h, o, factor)
 
     @unrolled(SCORES)
     def weigh(i, s, maxima, sums):
         h = i % HEADS
-        s[i] = exp2(float32(s[i] - finite(maxima[h])))
+        s[i] = weight_of(s[i], maxima[h])
         sums[h] = float32(sums[h] + s[i])
 
     @unrolled(SCORES * ELEMENTS)
@@ -286,7 +286,7 @@ def make_put_sums(shape: RowShape, team_sums: Steps) -> Any:
         maximum = maxima[h]
         for b in range(FIRST, 5):
             maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
-        factor = exp2(float32(maxima[h] - finite(maximum)))
+        factor = weight_of(maxima[h], maximum)
         total = sum_of_groups(float32(sums[h] * factor))
         if group == 0 and sub == 0 and h < num_heads:
             at = int64(warp) * HEADS + h

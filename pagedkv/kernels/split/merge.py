@@ -2,7 +2,7 @@
 
 Every order of additions is fixed. The thread block of a sequence with one split stores the output. The splits of a
 longer one store partial results in global memory, and the thread block that counts last (device/last_block.py) adds
-them.
+them. The formula of both is in device/merging.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from ..device.intrinsics.thread import (
     assign,
     clear,
     divmod_32,
-    exp2,
     float_bits,
-    for_each,
     larger,
     load_shared,
     local_array,
@@ -27,9 +25,10 @@ from ..device.intrinsics.thread import (
     store_16,
     unrolled,
 )
-from ..device.intrinsics.warp import load_l2_2, load_l2_4, log2, reciprocal, store_shared_4
+from ..device.intrinsics.warp import load_l2_2, load_l2_4, store_shared_4
 from ..device.language import cuda, float32, int64, uint32
-from ..device.logits import LN2, LOG2E, NONE
+from ..device.logits import LOG2E, NONE
+from ..device.merging import inverse, lse_of, make_add, make_add_states, weight_of
 from ..device.reductions import largest_of_warp, sum_of_warp
 from ..device.source import Steps, device_function
 from ..device.warp import WARP_SIZE
@@ -37,12 +36,7 @@ from .config import MERGE_LOADS, MOST_SPLITS, NUM_THREADS, NUM_WARPS, SplitConfi
 from .sums import team_bytes
 
 SPLITS_OF_LANE = MOST_SPLITS // WARP_SIZE  # in the merge: four
-
-
-@device_function
-def finite(maximum):
-    """The pivot of exponents: the maximum, or 0 if there was no finite logit."""
-    return float32(0) if maximum == NONE else maximum
+add = make_add(4, may_be_empty=False)
 
 
 @device_function
@@ -52,23 +46,12 @@ def sink_of(sinks, head):
 
 
 @device_function
-def store_lse(lse, row, maximum, total):
-    """The natural logarithm of total * 2**maximum; -inf for an empty sum."""
-    if address(lse) != 0:
-        lse[row] = NONE if total == float32(0) else float32(float32(maximum + log2(total)) * LN2)
-
-
-@device_function
-def inverse(total):
-    """1 / total, or 0 for an empty sum, whose values are 0 too."""
-    return float32(0) if total == float32(0) else reciprocal(total)
-
-
-@device_function
-def add(sums, weight, x):
-    """sums[i] += weight * x[i] for four sums."""
-    sums[0], sums[1] = float32(sums[0] + weight * x[0]), float32(sums[1] + weight * x[1])
-    sums[2], sums[3] = float32(sums[2] + weight * x[2]), float32(sums[3] + weight * x[3])
+def finish(output, h, maximum, total, sink, is_first):
+    """Add the sink, whose logit is in the maximum already, and store a head's LSE; returns the factor of its values."""
+    total = float32(total + weight_of(sink, maximum))
+    if is_first and address(output.lse) != 0:
+        output.lse[output.row + h] = lse_of(maximum, total)
+    return float32(inverse(total) * output.v_factor)
 
 
 def merge_bytes(config: SplitConfig) -> int:
@@ -113,7 +96,7 @@ def make_merge(config: SplitConfig, sums: Steps) -> Steps:
 
         Every thread of the block calls it, after all warps have put their sums.
         """
-        quad, weights = local_array(4, float32), shared.weights
+        quad, mine, weights = local_array(4, float32), local_array(4, float32), shared.weights
         is_only = num_splits == 1
         partial = output.row * partials.most_splits + int64(split)
 
@@ -124,15 +107,13 @@ def make_merge(config: SplitConfig, sums: Steps) -> Steps:
             sink = sink_of(output.sinks, output.head + thread) if is_only else NONE
             maximum = larger(maximum, sink)
             for w in range(NUM_TEAMS):
-                weight = exp2(float32(shared.maxima[w * NUM_HEADS + thread] - finite(maximum)))
+                weight = weight_of(shared.maxima[w * NUM_HEADS + thread], maximum)
                 weights[w * NUM_HEADS + thread] = weight
                 total = float32(total + weight * shared.sums[w * NUM_HEADS + thread])
             if is_only:
-                total = float32(total + exp2(float32(sink - finite(maximum))))
-                factor = float32(inverse(total) * output.v_factor)
+                factor = finish(output, int64(thread), maximum, total, sink, True)
                 for w in range(NUM_TEAMS):
                     weights[w * NUM_HEADS + thread] = float32(weights[w * NUM_HEADS + thread] * factor)
-                store_lse(output.lse, output.row + int64(thread), maximum, total)
             else:
                 state = address(partials.states) + (partial + int64(thread) * partials.most_splits) * 8
                 store_8(state, float_bits(maximum), float_bits(total))
@@ -145,7 +126,8 @@ def make_merge(config: SplitConfig, sums: Steps) -> Steps:
             where = sums.pair_address(shared.address, h, pair, int64(0))
             clear(quad, 4)
             for w in range(NUM_TEAMS):
-                add(quad, weights[w * NUM_HEADS + int64(h)], sums.load_quad(uint32(where + w * TEAM_BYTES)))
+                assign(mine, int64(0), sums.load_quad(uint32(where + w * TEAM_BYTES)))
+                add(quad, weights[w * NUM_HEADS + int64(h)], mine, int64(0))
             if is_only:
                 store_quad(output.address + int64(h) * output.head_stride, pair, quad)
             else:
@@ -165,7 +147,7 @@ def make_merge(config: SplitConfig, sums: Steps) -> Steps:
 
     @unrolled(SPLITS_OF_LANE)
     def weigh(i, maxima, totals, maximum):
-        maxima[i] = exp2(float32(maxima[i] - finite(maximum)))
+        maxima[i] = weight_of(maxima[i], maximum)
         totals[i] = float32(maxima[i] * totals[i])
 
     @unrolled(SPLITS_OF_LANE)
@@ -188,11 +170,8 @@ def make_merge(config: SplitConfig, sums: Steps) -> Steps:
             maximum = largest_of_warp(larger(of_lane, sink))
             weigh(maxima, totals, maximum)
             total = sum_of_warp(float32(float32(totals[0] + totals[1]) + float32(totals[2] + totals[3])))
-            total = float32(total + exp2(float32(sink - finite(maximum))))
-            factor = float32(inverse(total) * output.v_factor)
+            factor = finish(output, h, maximum, total, sink, lane == 0)
             put_weights(weights, h * MOST_SPLITS + lane, maxima, factor)
-            if lane == 0:
-                store_lse(output.lse, output.row + h, maximum, total)
             h += NUM_WARPS
         cuda.syncthreads()
         add_splits(thread, output, partials, num_splits, weights)
@@ -204,38 +183,16 @@ def make_add_splits(config: SplitConfig, store_quad: Any) -> Any:
     """The device function ``add_splits(thread, output, partials, num_splits, weights)``."""
     QUADS, ROW_BYTES, NUM_QUADS = config.head_dim // 4, 4 * config.head_dim, config.num_heads * config.head_dim // 4
     SHARES, OTHERS = config.merge_shares, 4 * config.num_heads * MOST_SPLITS
-    STRIDE, BUFFERED, load_floats = ROW_BYTES * SHARES, 4 * MERGE_LOADS, load_shared(4)
-
-    @device_function
-    def load_sums(j, buffer, where):
-        assign(buffer, 4 * j, load_l2_4(where + STRIDE * j))
-
-    @device_function
-    def add_sums(j, sums, weights, at, buffer):
-        x = buffer[4 * j], buffer[4 * j + 1], buffer[4 * j + 2], buffer[4 * j + 3]
-        add(sums, weights[at + SHARES * j], x)
+    load_floats = load_shared(4)
+    add_every = make_add_states(load_l2_4, add, 4, ROW_BYTES * SHARES, MERGE_LOADS, SHARES)
 
     @device_function
     def add_share(sums, h, quad, share, output, partials, num_splits, weights):
         """Every SHARES-th split of four dims."""
-        buffer = local_array(BUFFERED, float32)
         row = (output.row + h) * partials.most_splits + int64(share)
-        where, at, split = address(partials.sums) + row * ROW_BYTES + int64(quad) * 16, h * MOST_SPLITS, int64(share)
+        where = address(partials.sums) + row * ROW_BYTES + int64(quad) * 16
         clear(sums, 4)
-        while split + SHARES * (MERGE_LOADS - 1) < num_splits:
-            for_each(load_sums, MERGE_LOADS, (buffer, where))
-            for_each(add_sums, MERGE_LOADS, (sums, weights, at + split, buffer))
-            where += STRIDE * MERGE_LOADS
-            split += SHARES * MERGE_LOADS
-        while split + SHARES * 3 < num_splits:
-            for_each(load_sums, 4, (buffer, where))
-            for_each(add_sums, 4, (sums, weights, at + split, buffer))
-            where += STRIDE * 4
-            split += SHARES * 4
-        while split < num_splits:
-            add(sums, weights[at + split], load_l2_4(where))
-            where += STRIDE
-            split += SHARES
+        add_every(sums, where, weights, h * MOST_SPLITS, int64(share), int64(num_splits))
 
     @device_function
     def add_splits(thread, output, partials, num_splits, weights):
@@ -245,7 +202,7 @@ def make_add_splits(config: SplitConfig, store_quad: Any) -> Any:
         splits out among them, and the first one adds up. One multiprocessor does all of it, while nothing else is left
         to do: its speed depends on how many loads a thread has in flight.
         """
-        sums = local_array(4, float32)
+        sums, mine = local_array(4, float32), local_array(4, float32)
         share, i = divmod_32(thread, NUM_QUADS)
         others = uint32(shared_address(weights) + OTHERS + uint32(thread << 4))
         while share < SHARES and i < uint32(output.num_heads * QUADS):
@@ -261,7 +218,8 @@ def make_add_splits(config: SplitConfig, store_quad: Any) -> Any:
             cuda.syncthreads()
             if thread < uint32(output.num_heads * QUADS):
                 for n in range(SHARES - 1):
-                    add(sums, float32(1), load_floats(uint32(others + 16 * NUM_QUADS * n)))
+                    assign(mine, int64(0), load_floats(uint32(others + 16 * NUM_QUADS * n)))
+                    add(sums, float32(1), mine, int64(0))
                 head, quad = divmod_32(thread, QUADS)
                 store_quad(output.address + int64(head) * output.head_stride, uint32(quad << 1), sums)
 

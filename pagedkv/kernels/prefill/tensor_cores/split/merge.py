@@ -4,19 +4,16 @@ Grid. x is (seq * FEW_ROWS + row) * num_kv_heads + kv_head; rows that there are 
 thread blocks without work. Arguments are those of the kernel that splits keys.
 
 Who owns what. The first warp of a thread block finds the weights of all states; a thread adds two dims, part after
-part. A state without keys adds nothing, and adding the first one that has some changes no bit of it: a row that sees
-keys of one part alone has the bits that it has without splits.
+part, by the formula of device/merging.py. A state without keys adds nothing, and adding the first one that has some
+changes no bit of it: a row that sees keys of one part alone has the bits that it has without splits.
 """
 
 from __future__ import annotations
 
 from ....device.intrinsics.thread import (
     address,
-    assign,
     bits_float,
     divmod_32,
-    exp2,
-    for_each,
     larger,
     load_8,
     local_array,
@@ -27,6 +24,7 @@ from ....device.intrinsics.thread import (
 from ....device.intrinsics.warp import pack_of
 from ....device.language import cuda, float32, int64, uint32
 from ....device.logits import UNSEEN
+from ....device.merging import make_add, make_add_states, weight_of
 from ....device.reductions import largest_of_warp, sum_of_warp
 from ....device.source import KernelSource, device_function
 from ....device.warp import WARP_SIZE
@@ -45,11 +43,18 @@ LOWEST = float32(-UNSEEN)  # the pivot of a row without keys: its weight is 0 be
 NOTHING = float32(-0.0)  # adding it changes no number, not even -0
 
 
+@device_function
+def load_floats(where):
+    """Two float32 of a state."""
+    x, y = load_8(where)
+    return bits_float(x), bits_float(y)
+
+
 def make_prefill_merge(config: TensorConfig) -> KernelSource:
     """The outputs of rows whose keys are split, from their states."""
     shape, (keep, kept) = SplitShape(config), make_keep(0)
     ROWS, PAIRS, ROW_BYTES, GROUP_SIZE = shape.rows, config.head_dim // 2, 4 * config.head_dim, config.group_size
-    BUFFERED = 2 * LOADS
+    add_states = make_add_states(load_floats, make_add(2, may_be_empty=True), 2, ROW_BYTES, LOADS)
     prologue, steps, pack = make_prologue(config, shape), make_states(config, shape), pack_of(config.q_kind)
 
     @device_function
@@ -57,41 +62,15 @@ def make_prefill_merge(config: TensorConfig) -> KernelSource:
         """Set the weights of all states; returns the row's pivot and sum of exponentials. A whole warp calls it."""
         maximum, total, s = LOWEST, float32(0), int64(lane)
         while s < count:
-            maximum = larger(maximum, bits_float(load_8(where + s * 8)[0]))
+            maximum = larger(maximum, load_floats(where + s * 8)[0])
             s += WARP_SIZE
         maximum, s = largest_of_warp(maximum), int64(lane)
         while s < count:
-            pivot, mine = load_8(where + s * 8)
-            weight = exp2(float32(bits_float(pivot) - maximum))
-            weights[s], total = weight, multiply_and_add(weight, bits_float(mine), total)
+            pivot, mine = load_floats(where + s * 8)
+            weight = weight_of(pivot, maximum)
+            weights[s], total = weight, multiply_and_add(weight, mine, total)
             s += WARP_SIZE
         return maximum, sum_of_warp(total)
-
-    @device_function
-    def load(j, buffer, where):
-        x = load_8(where + ROW_BYTES * j)
-        assign(buffer, 2 * j, (bits_float(x[0]), bits_float(x[1])))
-
-    @device_function
-    def add(j, sums, weights, at, buffer):
-        weight = weights[at + j]
-        if weight != float32(0):
-            sums[0] = multiply_and_add(weight, buffer[2 * j], sums[0])
-            sums[1] = multiply_and_add(weight, buffer[2 * j + 1], sums[1])
-
-    @device_function
-    def add_states(sums, where, count, weights):
-        """The weighted sum of two dims over all states, in their order."""
-        buffer, at = local_array(BUFFERED, float32), int64(0)
-        sums[0], sums[1] = NOTHING, NOTHING
-        while at + LOADS <= count:
-            for_each(load, LOADS, (buffer, where + ROW_BYTES * at))
-            for_each(add, LOADS, (sums, weights, at, buffer))
-            at += LOADS
-        while at < count:
-            for_each(load, 1, (buffer, where + ROW_BYTES * at))
-            for_each(add, 1, (sums, weights, at, buffer))
-            at += 1
 
     def prefill_merge(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
@@ -138,7 +117,9 @@ def make_prefill_merge(config: TensorConfig) -> KernelSource:
         factor = float32(factor * output.v_factor)
         if thread < uint32(PAIRS):
             sums, zero = local_array(2, float32), float32(0)
-            add_states(sums, states.sums + at * ROW_BYTES + int64(thread) * 8, count, weights)
+            sums[0], sums[1] = NOTHING, NOTHING
+            where = states.sums + at * ROW_BYTES + int64(thread) * 8
+            add_states(sums, where, weights, int64(0), int64(0), count)
             target = output.address + int64(token) * output.token_stride + int64(head) * output.head_stride
             first, second = float32(sums[0] * factor), float32(sums[1] * factor)
             word = pack(first if factor != zero else zero, second if factor != zero else zero)
