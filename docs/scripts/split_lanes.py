@@ -22,8 +22,7 @@ from pagedkv.kernels.device.source import KernelSource, device_function
 from pagedkv.kernels.device.warp import WARP_SIZE
 from pagedkv.kernels.split.arguments import Query
 from pagedkv.kernels.split.config import SplitConfig
-from pagedkv.kernels.split.lanes import make_lanes
-from pagedkv.kernels.split.pages import make_pages
+from pagedkv.kernels.split.lanes import make_lanes, make_pages
 from pagedkv.kernels.split.shape import TILE, TensorShape
 from pagedkv.kernels.split.tensor_cores.fragments import key_token, make_products, make_rows
 from pagedkv.kernels.split.tensor_cores.query import make_stage_query

@@ -21,8 +21,7 @@ from ..device.merging import weight_of
 from ..device.source import Steps, device_function
 from ..device.warp import WARP_SIZE
 from .config import NUM_WARPS, SplitConfig
-from .lanes import make_lanes
-from .pages import make_pages
+from .lanes import make_lanes, make_pages
 from .sums import team_bytes
 
 VECTOR = 4  # elements

@@ -1,16 +1,22 @@
-"""Steps of the split kernel: how the lanes of a warp exchange words inside loops.
+"""Steps of the split kernel: how lanes find the rows of tokens, and hand words to each other inside loops.
 
-By shuffles and votes, or through shared memory where these cost too many registers (`SplitConfig.through_shared`):
-every warp has a slot for each kind of words there.
+Each lane looks up one token of a step, two steps ahead, whatever the block size, and offers the offset of its row
+(device/row_offsets.py, in vectors of 16 bytes, or 8 where rows are not multiples of 16) to the lanes that load it.
+
+Words go by shuffles and votes, or through shared memory where these cost too many registers
+(`SplitConfig.through_shared`): every warp has a slot for each kind of words there.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..device.intrinsics import warp as warps
-from ..device.intrinsics.thread import bits_float, float_bits, larger, shared_address
+from ..device.intrinsics.thread import bits_float, float_bits, larger, load_4, shared_address
 from ..device.intrinsics.warp import load_shared_word, load_shared_words, shuffle, shuffle_float, store_shared_word
-from ..device.language import cuda, uint32
+from ..device.language import cuda, int64, uint32
 from ..device.reductions import largest_of_quad
+from ..device.row_offsets import make_address_at, make_row_offset
 from ..device.source import Steps, device_function
 from ..device.warp import WARP_SIZE
 from .config import NUM_WARPS, SplitConfig
@@ -90,3 +96,26 @@ def make_lanes(config: SplitConfig) -> Steps:
         return True if THROUGH_SHARED else warps.any_lane(condition)
 
     return Steps(slots, share, fetch, largest_of_head, of_heads, any_of_warp)
+
+
+def make_pages(config: SplitConfig, fetch: Any) -> Steps:
+    """The steps of a config; `fetch` is that of `make_lanes`."""
+    BLOCK_SIZE, WIDE, sizes = config.block_size, config.wide, (config.wide, config.vector_bytes)
+    row_offset, address_at = make_row_offset(*sizes), make_address_at(*sizes)
+
+    @device_function
+    def find_token(pages, token):
+        """The block and position of a token; one past the last is looked up as the last one, so that every lane has a
+        row to load."""
+        token = min(token, pages.last)
+        column = uint32(token // uint32(BLOCK_SIZE))
+        return load_4(pages.table + int64(column) * 4), uint32(token - uint32(column * uint32(BLOCK_SIZE)))
+
+    @device_function
+    def row_address(base, offset, lane):
+        """The row whose offset that lane offered."""
+        if WIDE:
+            return address_at(base, int64(fetch(offset, lane, 1)) << 32 | int64(fetch(offset, lane, 0)))
+        return address_at(base, fetch(offset, lane, 0))
+
+    return Steps(find_token, row_offset, address_at, row_address)

@@ -42,8 +42,7 @@ from ...device.intrinsics.warp import or_of_warp
 from ...device.language import cuda, float32, int64, uint32
 from ...device.source import Steps, device_function
 from ..config import SplitConfig
-from ..lanes import SLOT_BYTES, make_lanes
-from ..pages import make_pages
+from ..lanes import SLOT_BYTES, make_lanes, make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums
 from .fragments import key_token, make_products, make_rows

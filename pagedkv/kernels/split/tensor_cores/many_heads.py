@@ -20,8 +20,7 @@ from ...device.row_offsets import Cache
 from ...device.source import Steps, device_function
 from ..arguments import Query
 from ..config import SplitConfig
-from ..lanes import make_lanes
-from ..pages import make_pages
+from ..lanes import make_lanes, make_pages
 from ..shape import TensorShape
 from ..sums import make_put_sums
 from .fragments import make_products
