@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from itertools import pairwise
-from types import NoneType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -21,15 +19,13 @@ from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import WatchedPass, uses_pagedkv
 from .models import kv_shape, require_positions, require_supported, text_config, uncompiled
+from .prompts import Prompt, prompt_ids, require_tokenizer, stop_texts, tokenizer_of
 from .request import Request
 from .sampling import Sampling, are_finite, choose
 from .stream import Stream
 from .text import TextDecoder
 from .use import use_pagedkv
 
-Prompt: TypeAlias = (
-    str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | torch.Tensor | np.ndarray[Any, Any]
-)
 _Item = TypeVar("_Item")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -153,11 +149,7 @@ class Engine:
         eos_token_id: int | Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-            raise TypeError(
-                "tokenizer must be one of transformers, such as AutoTokenizer.from_pretrained(...) returns, "
-                f"got {type(tokenizer).__name__}"
-            )
+        require_tokenizer(tokenizer)
         require_supported(model)
         require_positions(model)
         if not uncompiled(model).can_generate():
@@ -243,9 +235,9 @@ class Engine:
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         ends = set() if ignore_eos else self._ends
         ends = ends | set(as_ints("stop_token_ids", [] if stop_token_ids is None else stop_token_ids).tolist())
-        texts = _texts(stop)
-        decoder = TextDecoder(self._require_tokenizer(), texts) if texts else None
-        ids: Any = ids_of(self._ids(prompt))
+        texts = stop_texts(stop)
+        decoder = TextDecoder(tokenizer_of(self._tokenizer), texts) if texts else None
+        ids: Any = ids_of(prompt_ids(prompt, self._tokenizer))
         # In a step it would fail, and all others with it.
         if (largest := int(ids.max(initial=0))) >= self._vocab_size:
             raise ValueError(
@@ -346,7 +338,7 @@ class Engine:
         ValueError
             The engine has no tokenizer.
         """
-        tokenizer = self._require_tokenizer()
+        tokenizer = tokenizer_of(self._tokenizer)
 
         def pieces(request: Request) -> list[str]:
             request.decoder = request.decoder or TextDecoder(tokenizer)
@@ -467,52 +459,3 @@ class Engine:
                 if not all(finite[start:stop]):
                     logits[row] = torch.nan
         return logits
-
-    def _ids(self, prompt: Prompt) -> Any:
-        """The token ids of whatever a prompt may be."""
-        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
-            tokenizer = self._require_tokenizer()
-            if tokenizer.chat_template is None:
-                raise ValueError(
-                    "messages need a chat template, and the tokenizer has none: set tokenizer.chat_template, or write "
-                    "the messages into one text in the form that the model was trained with"
-                )
-            return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
-        if isinstance(prompt, str):
-            prompt = self._require_tokenizer()(prompt)
-        if isinstance(prompt, Mapping):  # a BatchEncoding
-            if not np.all(_one_row(prompt.get("attention_mask", 1))):
-                raise ValueError("the prompt has padding, by its attention_mask: tokenize each prompt alone")
-            if "input_ids" not in prompt:
-                raise ValueError(f"a prompt in a dict needs its input_ids, got {[*prompt]}: put messages in a list")
-            prompt = prompt["input_ids"]
-        return _one_row(prompt)
-
-    def _require_tokenizer(self) -> Any:
-        if self._tokenizer is None:
-            raise ValueError("text needs a tokenizer: Engine(model, tokenizer, ...), or give and take token ids")
-        return self._tokenizer
-
-
-def _one_row(values: Any) -> Any:
-    """Tensors as arrays, and what is of one text in a batch of one."""
-    if isinstance(values, torch.Tensor):
-        values = values.numpy(force=True)
-    is_batch = isinstance(values, np.ndarray) and values.ndim == 2
-    if is_batch or (isinstance(values, list) and values and isinstance(values[0], list)):
-        if len(values) != 1:
-            raise ValueError(f"a prompt must be one text, got a batch of {len(values)}: add each")
-        return values[0]
-    return values
-
-
-def _texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    if not isinstance(stop, (str, Iterable, NoneType)):
-        raise TypeError(f"stop must be a str, or a sequence of them, got {type(stop).__name__}")
-    texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"stop must be a str, or a sequence of them, got {type(text).__name__} in it")
-        if not text:
-            raise ValueError("stop must not hold an empty text, which is everywhere")
-    return texts
