@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv.compiler.compile import compile_kernel
-from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import attention
 from pagedkv.kernels.paged.attention import make_v1, make_v2, static_shared_bytes
 from pagedkv.kernels.paged.reduction import ReductionConfig, make_v2_reduce
@@ -186,23 +185,6 @@ def test_more_sequences_than_a_grid_has_in_y_or_z(variant, open_device):
         rows[where] = values
     device = open_device(race=False, init_check=False)  # which the other tests look at, and which take their time
     assert_same_bits(decode(many, variant, device=device), tuple(expected))
-
-
-@BOTH
-def test_a_negative_block_id_is_skipped_without_a_check_as_with_one(variant, open_device):
-    problem = build(variant.spec(seq_lens=(40, 3, 90)))
-    call = checked_call(problem, variant.kernel)
-    call.block_tables[2, 64 // variant.block_size] = -1
-    results = []
-    for checked in (False, True):
-        out, lse = np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)
-        with open_device() as device:
-            attention.decode_attention(device, call._replace(checked=checked), out, lse)
-            if checked:
-                with pytest.raises(IndexError, match="got -1 for sequence 2"):
-                    raise_if_failed([device])
-        results.append((out, lse))
-    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize(
