@@ -41,18 +41,6 @@ MUTANTS = [
         PIVOTS,
     ),
     Mutant(
-        "prefill: the window is one key too wide",
-        "int32(visible.window - 1)",
-        "int32(visible.window)",
-        FORM,
-    ),
-    Mutant(
-        "prefill: the last tile of a sequence is left out",
-        "uint32(uint32(item.num_rows + (ROWS - 1)) // uint32(ROWS))",
-        "uint32(item.num_rows // uint32(ROWS))",
-        PREFILL + "test_many_sequences_find_their_rows[emulator-tensor cores]",
-    ),
-    Mutant(
         "prefill: lengths out of range are not checked",
         "is_valid = length <= uint32(max_seq_len) and query_len <= length",
         "is_valid = True",
@@ -62,13 +50,6 @@ MUTANTS = [
         "prefill split: K is used before other lanes have copied it",
         "            meet(warp)\n            multiply_keys",
         "            multiply_keys",
-        SPLIT_FORM,
-    ),
-    Mutant(
-        "prefill split: the next K overwrites the one in use",
-        "            if SHARES or not IS_FP8:\n                meet(warp)\n            if is_followed:\n"
-        "                for_each(rows.copy, PIECES, (k_copies",
-        "            if is_followed:\n                for_each(rows.copy, PIECES, (k_copies",
         SPLIT_FORM,
     ),
     Mutant(
@@ -82,12 +63,6 @@ MUTANTS = [
         "            weight = weight_of(pivot, maximum)\n",
         "            weight = float32(1)\n",
         SPLIT_NEEDLE,
-    ),
-    Mutant(
-        "prefill split: a part ends one key late",
-        "uint32(uint32(uint32(1) << parts.bits) - 1)",
-        "uint32(uint32(1) << parts.bits)",
-        SPLIT_FORM,
     ),
     Mutant(
         "wgmma: copies are not fenced before the products",

@@ -45,12 +45,6 @@ MUTANTS = [
         LENGTHS,
     ),
     Mutant(
-        "split: no barrier after q is copied to shared memory",
-        "options.scale)\n        cuda.syncthreads()\n",
-        "options.scale)\n",
-        SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-D128-G12-P16-bfloat16-fp8_e4m3]",
-    ),
-    Mutant(
         "split: tokens past the end are not masked on CUDA cores",
         "            scores.mask(s, values, valid, group)\n            update(",
         "            update(",
@@ -106,12 +100,6 @@ MUTANTS = [
         "[emulator-tensor cores]",
     ),
     Mutant(
-        "split: the last thread block but one merges",
-        "return load_shared_word(told) == last",
-        "return load_shared_word(told) == uint32(last - 1)",
-        COUNTERS,
-    ),
-    Mutant(
         "split: the last partial result is left out of the merge",
         "while i < count:\n            for_each(load_state, 1,",
         "while i + 1 < count:\n            for_each(load_state, 1,",
@@ -127,12 +115,6 @@ MUTANTS = [
         "split: no barrier before a stage is used",
         "            wait_for_oldest()\n            cuda.syncthreads()\n",
         "            wait_for_oldest()\n",
-        STAGES,
-    ),
-    Mutant(
-        "split: copies overwrite the stage in use",
-        "copy_rows(youngest, found",
-        "copy_rows(oldest, found",
         STAGES,
     ),
     Mutant(
