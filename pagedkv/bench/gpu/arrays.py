@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...layouts import cache_shapes
+from ...typing import Layout
 from ..contest import Refused
 from ..problem import Problem
 from .device import Gpu
@@ -34,10 +35,22 @@ class GpuProblem:
         """A new array of q's shape and dtype, for a result."""
         return self.gpu.array(np.zeros_like(self.host.q))
 
+    def pages(self, layout: Layout) -> tuple[Any, Any]:
+        """K and V in a layout; ValueError if it cannot have the sizes."""
+        if layout == "vllm":
+            return self.vllm
+        return self.nhd if layout == "NHD" else self.hnd
+
     @cached_property
     def nhd(self) -> tuple[Any, Any]:
         """K and V, each (N, P, Hkv, D)."""
         return self.gpu.array(self.host.kv[0]), self.gpu.array(self.host.kv[1])
+
+    @cached_property
+    def hnd(self) -> tuple[Any, Any]:
+        """K and V, each (N, Hkv, P, D)."""
+        k, v = self.nhd
+        return self.gpu.arranged(k, (0, 2, 1, 3)), self.gpu.arranged(v, (0, 2, 1, 3))
 
     @cached_property
     def vllm(self) -> tuple[Any, Any]:
