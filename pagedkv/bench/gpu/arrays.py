@@ -35,7 +35,7 @@ class GpuProblem:
         """A new array of q's shape and dtype, for a result."""
         return self.gpu.array(np.zeros_like(self.host.q))
 
-    def pages(self, layout: Layout) -> tuple[Any, Any]:
+    def caches(self, layout: Layout) -> tuple[Any, Any]:
         """K and V in a layout; ValueError if it cannot have the sizes."""
         if layout == "vllm":
             return self.vllm

@@ -30,7 +30,7 @@ Subject = Callable[[GpuProblem], Call]
 
 
 def _pagedkv(problem: GpuProblem, layout: Layout, kernel: Kernel) -> Call:
-    k, v = problem.pages(layout)
+    k, v = problem.caches(layout)
     out = problem.new_out()
     return lambda: decode_attention(
         *(problem.q, k, v, problem.block_tables, problem.seq_lens),

@@ -21,7 +21,7 @@ from .decode_peers import FLASHINFER_WORKSPACE, Subject, flex, sdpa, with_torch
 
 
 def _pagedkv(problem: GpuProblem, layout: Layout) -> Call:
-    k, v = problem.pages(layout)
+    k, v = problem.caches(layout)
     out = problem.new_out()
     return lambda: prefill_attention(
         *(problem.q, k, v, problem.block_tables, problem.seq_lens, problem.query_starts),
