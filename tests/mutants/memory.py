@@ -73,7 +73,7 @@ MUTANTS = [
         "append: references are dropped before blocks are taken",
         "        dropped = blocks[copied]\n",
         "        dropped = blocks[copied]\n        pool._refs[dropped] -= 1\n",
-        TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[table.append]",
+        TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[append 1]",
     ),
     Mutant(
         "a second thread waits instead of being refused",

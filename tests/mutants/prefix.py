@@ -19,10 +19,10 @@ MUTANTS = [
         PREFIX_CACHE + "test_a_block_that_replaces_an_evicted_one_is_not_found_behind_the_parent_of_that_one",
     ),
     Mutant(
-        "prefix: a block that can be found is written",
+        "prefix: a block that is overwritten in place is still found",
         "            forgotten = blocks[owned]\n",
         "            forgotten = blocks[:0]\n",
-        PREFIX_MACHINE,
+        PREFIX_CACHE + "test_what_is_behind_a_block_goes_with_it_where_a_copy_has_no_room",
     ),
     Mutant(
         "prefix: a block stays whose parent is gone",
