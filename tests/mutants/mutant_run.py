@@ -23,8 +23,6 @@ LIBRARIES = (
     "hypothesis.stateful",
     "numba.cuda.compiler",
     "torch",
-    "transformers.generation",
-    "transformers.models.llama.modeling_llama",
 )
 OPTIONS = (
     *("-q", "-x", "-m", "", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"),
