@@ -168,8 +168,11 @@ def test_check_reaches_every_kernel_on_a_device(monkeypatch, kind):
                 given["check"] = checked
             with recording() as devices:
                 getattr(pagedkv, operation)(**given)
-            for kernel, *_ in next(iter(devices.values())).launches:
-                assert f"checked={checked}" in kernel.name
+            launches = next(iter(devices.values())).launches
+            if operation == "decode_attention":  # a kernel beforehand looks at its values
+                assert any(kernel.name.startswith("check") for kernel, *_ in launches) == checked
+            else:
+                assert all(f"checked={checked}" in kernel.name for kernel, *_ in launches)
 
 
 def test_a_pool_in_which_some_layers_are_on_the_host():
