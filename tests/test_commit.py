@@ -9,8 +9,7 @@ import pytest
 import pagedkv
 from pagedkv.commit import commit
 from pagedkv.cpu import blocks, rotary
-from pagedkv.cpu.attention import decode, prefill
-from pagedkv.operations import decodes
+from pagedkv.cpu.attention import prepared
 
 from .promises.interrupted import operations
 from .support.alarm import Alarm
@@ -34,7 +33,7 @@ def test_nothing_is_stored_before_the_commit(monkeypatch):
         num_commits += 1
         raise MemoryError
 
-    for module in (blocks, decode, decodes, prefill, rotary):
+    for module in (blocks, prepared, rotary):
         monkeypatch.setattr(module, "commit", fail)
     for operation in todo:
         with pytest.raises(MemoryError):

@@ -139,7 +139,7 @@ def between_graphs(operation: Callable[_P, _R]) -> Callable[_P, _R]:
         try:  # a graph break within it: torch skips this function, and does not count another one
             # torch may be imported after pagedkv, and imports its compiler where something is compiled or disabled.
             if chosen is operation and "torch._dynamo" in sys.modules:
-                chosen = sys.modules["torch.compiler"].disable(operation)
+                chosen = sys.modules["torch._dynamo"].disable(operation)
             return chosen(*args, **kwargs)
         finally:
             pass
