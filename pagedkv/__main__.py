@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from . import __version__
@@ -56,11 +57,13 @@ def _repeats(text: str) -> int:
 
 def _parser(chosen: str | None, module: Any, missing: str | None) -> argparse.ArgumentParser:
     """The command line, with the own options of the chosen bench or other command, or why they are missing."""
-    parser = argparse.ArgumentParser(prog="python -m pagedkv", description="Paged KV cache and paged attention.")
+    name = "pagedkv" if Path(sys.argv[0]).stem == "pagedkv" else "python -m pagedkv"
+    parser = argparse.ArgumentParser(prog=name, description="Paged KV cache and paged attention.")
     parser.add_argument("--version", action="version", version=f"pagedkv {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, (_, text) in COMMANDS.items():
         one = commands.add_parser(name, help=text, description=f"Says {text}.", epilog=missing)
+        one.set_defaults(parser=one)
         one.add_argument(
             "--json", action="store_const", const="as_json", default="as_tables", dest="form", help="print JSON"
         )
@@ -70,6 +73,7 @@ def _parser(chosen: str | None, module: Any, missing: str | None) -> argparse.Ar
     benches = bench.add_subparsers(metavar="what", required=True)
     for name, (_, text) in BENCHES.items():
         one = benches.add_parser(name, help=text, description=f"Measures {text}.", epilog=missing)
+        one.set_defaults(parser=one)
         one.add_argument("--repeats", type=_repeats, default=9, help="timed calls of each contestant (default: 9)")
         form = one.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_const", const="as_json", dest="form", help="print JSON")
@@ -99,7 +103,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
         module, missing = None, f"It has more options where it can run: {error}"
-    options = vars(_parser(chosen, module, missing).parse_args(words))
+    parsed, unknown = _parser(chosen, module, missing).parse_known_args(words)
+    options = vars(parsed)
+    parser = options.pop("parser")
+    if unknown:  # parse_args would show the usage without the command's own options
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if chosen in BENCHES:
         try:
             get_num_threads()

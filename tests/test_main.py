@@ -113,7 +113,11 @@ def test_options_of_other_benches_are_refused(what, monkeypatch, capsys):
         (["bench", "cpu", "--repeats", "many"], "--repeats: must be at least 1, got many"),
         (["bench", "cpu", "--json", "--csv"], "not allowed with argument --json"),
         (["bench", "cpu", "memory"], "unrecognized arguments: memory"),
+        (["bench", "gpu"], "usage: python -m pagedkv bench [-h] what"),
         (["bench", "gpu"], "invalid choice: 'gpu'"),
+        (["bench", "memory", "--one-thread"], "usage: python -m pagedkv bench memory [-h] [--repeats"),
+        (["info", "--quick"], "usage: python -m pagedkv info [-h] [--json]"),
+        (["info", "--quick"], "python -m pagedkv info: error: unrecognized arguments: --quick"),
     ],
 )
 def test_refusals(words, message, capsys):
@@ -121,6 +125,17 @@ def test_refusals(words, message, capsys):
         main(words)
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [("/bin/pagedkv", "pagedkv"), ("pagedkv.exe", "pagedkv"), ("pagedkv/__main__.py", "python -m pagedkv")],
+)
+def test_usage_calls_the_program_as_it_was_called(called, name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [called, "bench", "cpu", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.startswith(f"usage: {name} bench cpu [-h]")
 
 
 @pytest.mark.parametrize("what", BENCHES)

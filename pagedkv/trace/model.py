@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..layouts import FLOAT_DTYPES, FP8_KINDS
+from ..memory.arguments import as_int
 from ..memory.sizing import kv_bytes
 from ..typing import KvDtype
 
-# What transformers calls the numbers of a model's shape in config.json.
 MOST_CONFIG_BYTES = 16 * 2**20
 MOST_BYTES = 2**63  # of K and V
+# What transformers calls the numbers of a model's shape in config.json.
 CONFIG = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 
 
@@ -38,21 +39,29 @@ def read_config(path: str) -> dict[str, Any]:
             text = opened.read(MOST_CONFIG_BYTES)
             if opened.read(1):
                 raise ValueError(f"it has more than {MOST_CONFIG_BYTES} bytes")
-        config = json.loads(text)
-        config = config.get("text_config", config)
+        config = _named_values("it", json.loads(text))
+        config = _named_values("its text_config", config.get("text_config", config))
         if "kv_lora_rank" in config:
             raise ValueError("its attention is MLA, which keeps a latent vector instead of K and V")
-        heads = config.get("num_attention_heads", 0)
-        known = {"num_key_value_heads": heads, "head_dim": config.get("hidden_size", 0) // (heads or 1)}
-        known |= {name: value for name, value in config.items() if value is not None}
-        shape: dict[str, Any] = {ours: known.get(theirs) or 0 for ours, theirs in CONFIG.items()}
+        heads, width = (as_int(name, config.get(name, 0)) for name in ("num_attention_heads", "hidden_size"))
+        known = {"num_key_value_heads": heads, "head_dim": width // max(1, heads)} | config
+        if missing := [theirs for theirs in CONFIG.values() if not known.get(theirs)]:
+            raise ValueError(f"it has no {', '.join(missing)}")
+        shape: dict[str, Any] = {ours: known[theirs] for ours, theirs in CONFIG.items()}
         dtype = config.get("dtype") or config.get("torch_dtype")
         shape |= {"dtype": dtype} if dtype else {}
         _bytes(1, **shape)
         return shape
-    except (AttributeError, OverflowError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+    except (OverflowError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         said = str(error).replace("\n", " ")[:200]
         raise ValueError(f"{file} does not say the shape of a model ({said}): give --num-layers and so on") from error
+
+
+def _named_values(name: str, value: Any) -> dict[str, Any]:
+    """A JSON object without what is null in it, or raise."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a JSON object, got {json.dumps(value)}")
+    return {key: one for key, one in value.items() if one is not None}
 
 
 def _bytes(num_tokens: int, **shape: Any) -> int:

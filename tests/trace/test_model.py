@@ -19,6 +19,7 @@ EXPECTED = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bflo
         (LLAMA | {"head_dim": 64}, EXPECTED | {"num_kv_heads": 32, "head_dim": 64}),
         (LLAMA | {"head_dim": None, "num_key_value_heads": None}, EXPECTED | {"num_kv_heads": 32}),
         ({"text_config": LLAMA, "num_hidden_layers": 2}, EXPECTED | {"num_kv_heads": 32}),
+        (LLAMA | {"text_config": None}, EXPECTED | {"num_kv_heads": 32}),
     ],
 )
 def test_the_shape_of_a_model(tmp_path, config, expected):
@@ -30,15 +31,15 @@ def test_the_shape_of_a_model(tmp_path, config, expected):
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("[]", "has no attribute 'get'"),
-        ("{}", "num_layers must be at least 1, got 0"),
-        (json.dumps(LLAMA | {"hidden_size": "4096"}), "unsupported operand"),
+        ("null", "it must be a JSON object, got null"),
+        (json.dumps({"text_config": []}), "its text_config must be a JSON object, got []"),
+        ("{}", "it has no num_hidden_layers, num_key_value_heads, head_dim"),
+        (json.dumps(LLAMA | {"hidden_size": "4096"}), "hidden_size must be an int, got str"),
         (json.dumps(LLAMA | {"kv_lora_rank": 512}), "its attention is MLA"),
         (json.dumps(LLAMA | {"dtype": "int4"}), "dtype must be float32, float16 or bfloat16, got 'int4'"),
         ("[" * 100_000, "maximum recursion depth exceeded"),
         (json.dumps(LLAMA | {"num_hidden_layers": 10**3999}), "the K and V take more than 2**63 bytes"),
-        (json.dumps(LLAMA | {"hidden_size": float("nan")}), "head_dim must be an int, got float"),
-        (json.dumps(LLAMA | {"text_config": None}), "NoneType"),
+        (json.dumps(LLAMA | {"hidden_size": float("nan")}), "hidden_size must be an int, got float"),
         (json.dumps(LLAMA | {"dtype": "float32,("}), "dtype must be"),
         (" " * (MOST_CONFIG_BYTES + 1), f"it has more than {MOST_CONFIG_BYTES} bytes"),
     ],
