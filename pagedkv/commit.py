@@ -31,7 +31,7 @@ Nor does Python for a list of one element, 0 and an object, or for ``vars`` of a
 it has, and an object.
 
 All writes of the memory manager have one of these forms but the first. Tokens and small blocks are stored through index
-arrays in caches of more dimensions, for which NumPy asks for about a kilobyte: SECURITY.md says what that means.
+arrays in caches of more dimensions, for which NumPy asks for about a kilobyte: docs/guarantees.md says what that means.
 """
 
 

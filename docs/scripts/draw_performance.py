@@ -1,4 +1,4 @@
-"""Chart and tables of performance.md, and the targets in notebook.md: ``python docs/scripts/draw_performance.py``.
+"""Chart and tables of performance.md, and the targets in machine-code.md: ``python docs/scripts/draw_performance.py``.
 
 It writes them from docs/figures, and from the record of tests/machine_code. To publish a new run, put its JSON
 (``python -m pagedkv bench ... --json``) beside the others, named by its date, and run this: of each bench the last file
@@ -17,7 +17,7 @@ from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, WHITE, box, d
 
 DOCS = Path(__file__).parents[1]
 COUNTS = DOCS.parent / "tests" / "machine_code" / "record.json"
-PAGES = (DOCS / "performance.md", DOCS / "notebook.md")
+PAGES = (DOCS / "performance.md", DOCS / "development" / "machine-code.md")
 GRID = "#e2e6eb"
 TABLE = re.compile(r"(<!-- (\w+): written by draw_performance.py -->\n).*?(<!-- end -->)", re.DOTALL)
 

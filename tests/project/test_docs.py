@@ -110,7 +110,7 @@ def test_sums_are_cut_where_the_numerics_page_says():
 
 
 def test_what_is_to_be_confirmed_on_a_gpu_can_be_run():
-    page = (ROOT / "docs" / "howto" / "testing-on-a-gpu.md").read_text()
+    page = (ROOT / "docs" / "development" / "testing-on-a-gpu.md").read_text()
     listed = page.partition("## First things to confirm on hardware")[2].partition("\n## ")[0]
     commands = re.findall(r'pytest -m gpu (tests/[\w/.]+)(?: -k ("[^"]*"|\w+))?', listed)
     assert len(commands) >= 8
@@ -177,13 +177,15 @@ def test_contributing_names_rooms_that_are_there():
 
 
 def test_every_page_is_in_a_contents_list():
+    docs = ROOT / "docs"
     listed = {
-        entry
-        for contents in blocks(ROOT / "docs" / "index.md", "{toctree}")
+        (index.parent.relative_to(docs) / entry).as_posix()
+        for index in docs.rglob("index.md")
+        for contents in blocks(index, "{toctree}")
         for entry in contents.splitlines()
         if entry and not entry.startswith(":")
     }
-    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in PAGES if "docs" in path.parts}
+    pages = {path.relative_to(docs).with_suffix("").as_posix() for path in PAGES if path.is_relative_to(docs)}
     assert pages - {"index"} == listed
 
 

@@ -77,7 +77,7 @@ def test_the_snippets_that_must_be_there():
     with_snippets = {name(path) for path in PAGES if "```python" in path.read_text()}
     assert {"README.md", "docs/index.md", "docs/memory.md"} <= with_snippets
     assert {"docs/howto/chunked-prefill.md", "docs/howto/verification.md"} <= with_snippets
-    assert {"docs/howto/device-arrays.md", "docs/howto/testing-on-a-gpu.md"} <= {name(path) for path in GPU_PAGES}
+    assert {"docs/howto/device-arrays.md", "docs/development/testing-on-a-gpu.md"} <= {name(path) for path in GPU_PAGES}
 
 
 def test_a_block_that_needs_a_gpu_is_compiled(tmp_path, monkeypatch):
