@@ -71,6 +71,6 @@ def _load(name: str) -> Backend:
     return GpuBackend()
 
 
-def gpus() -> GpuBackend | None:
+def gpu_backend() -> GpuBackend | None:
     """The backend of calls on GPUs, if there has been one: it has plans to repeat, and what kernels have noted."""
     return cast("GpuBackend | None", _backends.get("cuda"))

@@ -206,7 +206,7 @@ class PagedKVCache(Sequences):
         salt: str | bytes | None = None,
         *,
         reserve: int = 0,
-        again: bool = False,
+        preempted: bool = False,
         last: list[int] | None = None,
     ) -> Added:
         """Start a sequence with what is found of its first tokens, so that `append` adds the others chunk by chunk.
@@ -219,8 +219,8 @@ class PagedKVCache(Sequences):
             As in `add`.
         reserve : int
             Blocks that have to be free besides.
-        again : bool
-            Whether these are tokens of a request that was preempted: `stats` counts those apart.
+        preempted : bool
+            Whether a preempted request starts again: `stats` counts its tokens separately.
         last : list of one int, or None
             Gets the handle in the instant in which the sequence starts: an interrupt may come before this returns.
 
@@ -231,7 +231,7 @@ class PagedKVCache(Sequences):
 
         Its errors are those of `add`.
         """
-        return self._start(known_prompt(tokens, salt), as_int("reserve", reserve), last, again=again)
+        return self._start(known_prompt(tokens, salt), as_int("reserve", reserve), last, preempted=preempted)
 
     @between_graphs
     @exclusive
@@ -265,10 +265,10 @@ class PagedKVCache(Sequences):
             On a device, while its current stream is being captured in a CUDA graph.
         """
         ids = None if tokens is None else ids_of(tokens)
-        new_slots, copies, writes = self._rows.to_copy(self._stacks.read, self._rows.plan_append, seqs, n, ids)
-        self._stacks.copy(copies)
-        slots = self._arrays.asarray(new_slots)
-        self.pool._commit(writes, undo=lambda: self._plan_take_back(seqs, n))
+        plan = self._rows.plan_copying(self._stacks.read, self._rows.plan_append, seqs, n, ids)
+        self._stacks.copy(plan.copies)
+        slots = self._arrays.asarray(plan.slots)
+        self.pool._commit(plan.writes, undo=lambda: self._plan_take_back(seqs, n))
         return slots
 
     @between_graphs
@@ -473,16 +473,16 @@ class PagedKVCache(Sequences):
         return self._stacks.views[0][layer], self._stacks.views[1][layer], self._options[layer]
 
     def _start(
-        self, prompt: Prompt, reserve: int | None = None, last: list[int] | None = None, *, again: bool = False
+        self, prompt: Prompt, reserve: int | None = None, last: list[int] | None = None, *, preempted: bool = False
     ) -> Added:
         """Start a sequence with a prompt, or, with `reserve`, with what is found of it: see `add_found`."""
         rows = self._rows
-        seq, num_cached, copies, writes = rows.to_copy(self._stacks.read, rows.plan_add, prompt, reserve, again=again)
-        added = Added(seq, num_cached)
+        plan = rows.plan_copying(self._stacks.read, rows.plan_add, prompt, reserve, preempted=preempted)
+        added = Added(plan.seq, plan.num_cached)
         if last is not None:
-            writes.append((last, 0, seq))
-        self._stacks.copy(copies)
-        self.pool._commit(writes, undo=lambda: rows.plan_free(seq))
+            plan.writes.append((last, 0, plan.seq))
+        self._stacks.copy(plan.copies)
+        self.pool._commit(plan.writes, undo=lambda: rows.plan_free(plan.seq))
         return added
 
     def _plan_take_back(self, seqs: Any, n: Any) -> list[Write]:

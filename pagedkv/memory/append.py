@@ -1,8 +1,8 @@
-"""Append: which blocks new tokens are written to, and what one step of a decode loop leaves to the next.
+"""Append: which blocks new tokens are written to, and what one step of a decode loop leaves for the next.
 
-A block that another sequence shares is copied before it is written. Nor does anybody write to a block that a prefix
-cache can find. Even its only owner writes to a copy, since other blocks are found behind it; where no block is free for
-that, it makes the block and those behind it unfindable.
+A block that another sequence shares is copied before it is written, and so is a block that the prefix cache can find,
+even if it has one owner: other blocks are found behind it. If no block is free for that copy, the block and those
+behind it become unfindable instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_COPIES = np.empty((0, 2), np.int64)
 def plan_writable(
     pool: BlockPool, table: Int32Array, entries: Int64Array
 ) -> tuple[Int64Array, Int64Array, list[Write]]:
-    """The blocks to write to for some entries of a table: a new one for an empty entry, a copy of a shared one.
+    """Choose the blocks to write to: a new one for an empty entry of the table, a copy of a shared one.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def plan_writable(
 
 
 def pairs(sources: Int64Array, destinations: Int64Array) -> Int64Array:
-    """Copies, (n, 2) int64."""
+    """Pair up source and destination blocks, (n, 2) int64."""
     if not len(sources):
         return NO_COPIES
     return np.concatenate([sources, destinations]).reshape(2, -1).T.copy()
@@ -81,33 +81,33 @@ def require_one_each(tokens: Int32Array | None, slots: Int64Array) -> None:
         )
 
 
-class Recent(NamedTuple):
-    """Sequences after an `append` of one token each, for the next step of the same ones: until something else changes.
+class LastStep(NamedTuple):
+    """What an `append` of one token each leaves for the next one to the same sequences, until something else changes.
 
-    All of them have a last block of their own, which cannot be found. A step of append and batch takes 2.6 to 4.6 times
-    as long without this, 0.08 to 0.16 ms more.
+    Each sequence owns its last block alone, and no other sequence can find that block. Without this record a step of
+    append and batch takes 2.6 to 4.6 times as long, 0.08 to 0.16 ms more.
 
     Attributes
     ----------
     change : int
-        The number of the pool's change that made it: any later one ends it.
-    late : bool or None
-        True if `commit` has yet to store the last block of each sequence in `full`, and no other; False if it has none
-        to store; None if it may have others.
+        The number of the change to the pool that this append made: any later change makes the record stale.
+    uncommitted : bool or None
+        True if `commit` has yet to store the last block of each sequence in `full` and nothing else, False if it has
+        nothing to store, None if unknown.
     rows, lens, slots : (num_seqs,) int64
-        Their rows, how many tokens each has, and where its last token is.
+        The row of each sequence, its length, and the slot of its last token.
     longest : int
-        The most tokens that one of them has.
+        The largest of `lens`.
     full, full_rows, full_columns : (num_full,) int64
-        Which of them have no room in their last block, their rows, and how many blocks each has.
+        Indices of the sequences whose last block is full, their rows, and how many blocks each has.
     is_known : bool
         Whether all their tokens are known by their ids.
     tables : (num_seqs, width) int32, or None
-        Their block tables, as wide as the longest needs. The next step writes its new blocks into it.
+        The block tables, as wide as the longest sequence needs. The next step writes its new blocks into them.
     """
 
     change: int
-    late: bool | None
+    uncommitted: bool | None
     rows: Int64Array
     lens: Int64Array
     slots: Int64Array
@@ -130,16 +130,17 @@ class Recent(NamedTuple):
         all_stored: bool,
         is_known: bool,
         tables: Int32Array | None = None,
-    ) -> Recent:
-        """What a step leaves; `all_stored` if nothing but its own full blocks waits for `commit`."""
+    ) -> LastStep:
+        """The record of a step; `all_stored` if `commit` has nothing to store but the blocks that this step filled."""
         offsets = lens & block_size - 1 if block_size.bit_count() == 1 else lens % block_size
         full = (offsets == 0).nonzero()[0]
-        late = bool(len(full)) if all_stored else None
+        uncommitted = bool(len(full)) if all_stored else None
         at_end = full, rows.take(full), lens.take(full) // block_size
-        return cls(change, late, rows, lens, slots.copy(), longest, *at_end, is_known, tables)  # the caller has slots
+        # The caller of append gets `slots` and may write to them.
+        return cls(change, uncommitted, rows, lens, slots.copy(), longest, *at_end, is_known, tables)
 
     def next(self, pool: BlockPool, blocks: Int32Array, block_size: int) -> tuple[Int64Array, Int32Array, list[Write]]:
-        """One token more for each: its slots, the block tables then, and what to store in `blocks` and the pool."""
+        """Append one more token to each sequence: the slots, the new block tables, and what to store."""
         slots, tables, width = self.slots + 1, self.tables, self.longest // block_size + 1
         writes: list[Write] = []
         if tables is None:
@@ -160,7 +161,7 @@ class Recent(NamedTuple):
     def check(
         self, pool: BlockPool, lens: Int64Array, blocks: Int32Array, block_size: int, chains: Chains | None
     ) -> None:
-        """Raise AssertionError unless all of it follows from the table."""
+        """Raise AssertionError unless the record agrees with the table."""
         rows, last = self.rows, self.lens - 1
         must_hold(np.array_equal(self.lens, lens[rows]), "the last step has left other lengths")
         written = blocks[rows, last // block_size].astype(np.int64)
@@ -178,9 +179,12 @@ class Recent(NamedTuple):
         if chains is not None:
             known, found = chains.num_known[rows], chains.num_found[rows]
             must_hold(not self.is_known or np.array_equal(known, self.lens), "the last step has left unknown tokens")
-            num_late, is_last = known // block_size - found, known % block_size == 0
-            expected = is_last.astype(np.int64) if self.late else np.zeros_like(found)
-            must_hold(self.late is None or (num_late <= expected).all(), "the last step has left out a full block")
+            num_uncommitted, is_last = known // block_size - found, known % block_size == 0
+            expected = is_last.astype(np.int64) if self.uncommitted else np.zeros_like(found)
+            must_hold(
+                self.uncommitted is None or (num_uncommitted <= expected).all(),
+                "the last step has left out a full block",
+            )
         if self.tables is not None:
             tables = blocks[rows, : -(-self.longest // block_size)]
             must_hold(np.array_equal(self.tables, tables), "the last step has left other block tables")

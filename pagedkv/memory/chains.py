@@ -84,11 +84,11 @@ class Chains:
         rows = np.arange(len(self.num_known))
         return [(state, rows, np.zeros_like(rows)) for state in (self.num_known, self.num_found)]
 
-    def late(self, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    def uncommitted(self, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Which rows have full blocks that cannot be found yet, and from which column to which, exclusive."""
         first, full = self.num_found[rows], self.num_known[rows] // self.cache.block_size
-        late = (full > first).nonzero()[0]
-        return rows[late], first[late], full[late]
+        uncommitted = (full > first).nonzero()[0]
+        return rows[uncommitted], first[uncommitted], full[uncommitted]
 
     def plan_store(
         self, blocks: Int32Array, rows: Int64Array, first: Int64Array, full: Int64Array
@@ -118,16 +118,16 @@ class Chains:
             above[first == 0], roots = NO_BLOCK, self._roots[rows]
         if counts is not None:
             entries = spans(entries, counts)
-        late = table[entries].astype(np.int64)
-        stored = cache.to_store(late, counts, above, roots, self._pool._refs)
-        if len(stored.blocks) == len(late):
+        uncommitted = table[entries].astype(np.int64)
+        stored = cache.to_store(uncommitted, counts, above, roots, self._pool._refs)
+        if len(stored.blocks) == len(uncommitted):
             return True, [*self._pool._plan(stored=stored)[1], (self.num_found, rows, full)]
-        other = (stored.kept != late) & (stored.kept != NO_BLOCK)
+        other = (stored.kept != uncommitted) & (stored.kept != NO_BLOCK)
         owners = np.arange(len(rows)).repeat(full - first)
         found = first + np.bincount(owners, stored.kept != NO_BLOCK, len(rows)).astype(np.int64)
         known = np.where(found < full, found * cache.block_size, self.num_known[rows])
         return False, [
-            *self._pool._plan(dropped=late[other], gained=stored.kept[other], stored=stored)[1],
+            *self._pool._plan(dropped=uncommitted[other], gained=stored.kept[other], stored=stored)[1],
             (table, entries[other], stored.kept[other].astype(np.int32)),
             (self.num_known, rows, known),
             (self.num_found, rows, found),

@@ -82,8 +82,8 @@ def consistent(method: Method[Self, P, R]) -> Method[Self, P, R]:
     return _guarded(method, changes=False, nests=True)
 
 
-def alone(method: Method[Self, P, R]) -> Method[Self, P, R]:
-    """A read that keeps something: as `consistent`, but refused in the middle of a call in the same thread."""
+def exclusive_read(method: Method[Self, P, R]) -> Method[Self, P, R]:
+    """A read that also updates buffers of its own: as `consistent`, but refused within a call in the same thread."""
     return _guarded(method, changes=False, nests=False)
 
 

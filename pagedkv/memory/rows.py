@@ -1,14 +1,14 @@
-"""Rows: the blocks and the length of each sequence, as arrays with a row for each, and what a call changes in them."""
+"""SequenceRows: arrays with a row for each sequence, and what each call changes in them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
 from ..commit import Write
-from .append import NO_COPIES, UNUSED, Recent, pairs, plan_writable, require_one_each
+from .append import NO_COPIES, UNUSED, LastStep, pairs, plan_writable, require_one_each
 from .arguments import per_seq
 from .chains import Chains
 from .handles import Handles
@@ -18,17 +18,36 @@ from .prefix.cache import PrefixCache
 from .prefix.prompt import Prompt
 
 P = ParamSpec("P")
-Plan = TypeVar("Plan", bound=tuple[Any, ...])
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)
 _IN_ORDER: Any = slice(None)
 _ENTRIES_PER_BLOCK = 4  # in a new table, all rows together
 _MIN_COLUMNS = 16
 
 
-class Rows:
-    """The block table: a row for each sequence, named by handles; what is known of their tokens is in `chains`.
+class StartPlan(NamedTuple):
+    """How a sequence starts: its handle, how many of its tokens are found, the copies to make, and what to store."""
 
-    Methods called `plan_...` change nothing: they return what to store. A call stores what one of them returns.
+    seq: int
+    num_cached: int
+    copies: Int64Array
+    writes: list[Write]
+
+
+class AppendPlan(NamedTuple):
+    """How sequences grow: the slots of the new tokens, the copies to make, and what to store."""
+
+    slots: Int64Array
+    copies: Int64Array
+    writes: list[Write]
+
+
+Plan = TypeVar("Plan", StartPlan, AppendPlan)
+
+
+class SequenceRows:
+    """The block table and the length of each sequence, one row each; `chains` has what is known of their tokens.
+
+    Methods called `plan_...` change nothing: they return what to store. Each public call stores one such plan.
 
     Parameters
     ----------
@@ -50,7 +69,7 @@ class Rows:
         if prefix_cache is not None:  # or else these may be rows over the pool of a cache that has one
             pool._prefix_cache = prefix_cache
             self.chains = Chains(prefix_cache, pool, max_seqs)
-        self._recent: list[Recent | None] = [None]
+        self._last_step: list[LastStep | None] = [None]
 
     @property
     def max_len(self) -> int:
@@ -63,7 +82,7 @@ class Rows:
         return self.blocks.reshape(-1)
 
     def num_blocks(self, length: Any) -> Any:
-        """Blocks of a sequence, or of each."""
+        """Blocks that a sequence of some length needs, or each of several."""
         return (length + (self.block_size - 1)) // self.block_size
 
     def held(self) -> tuple[Int64Array, Int64Array]:
@@ -71,28 +90,28 @@ class Rows:
         return owned_spans(np.zeros_like(self.lens), self.num_blocks(self.lens))
 
     def tables_of(self, rows: Int64Array) -> tuple[Int32Array, int, Int32Array]:
-        """The block tables of rows, as wide as the longest needs, the length of that one, and all lengths."""
-        recent = self.recent_of(rows)
-        if recent is None or recent.tables is None:
+        """The block tables of rows, as wide as the longest sequence needs, its length, and all lengths."""
+        last_step = self.last_step_of(rows)
+        if last_step is None or last_step.tables is None:
             lens = self.lens[rows].astype(np.int32)
             longest = int(lens.max(initial=0))
             return self.blocks[rows, : self.num_blocks(longest or 1)], longest, lens
-        return recent.tables.copy(), recent.longest, recent.lens.astype(np.int32)
+        return last_step.tables.copy(), last_step.longest, last_step.lens.astype(np.int32)
 
-    def recent_of(self, rows: Int64Array) -> Recent | None:
-        """What the last step left for exactly these rows, if nothing has changed since."""
-        recent = self._recent[0]
+    def last_step_of(self, rows: Int64Array) -> LastStep | None:
+        """The record of the last step, if it was one of exactly these rows and nothing has changed since."""
+        last_step = self._last_step[0]
         # Handles returns the very same array of rows as long as callers name the same sequences.
-        if recent is None or recent.rows is not rows or recent.change != self.pool._num_changes[0]:
+        if last_step is None or last_step.rows is not rows or last_step.change != self.pool._num_changes[0]:
             return None
-        return recent
+        return last_step
 
     def share(self, prompt: Prompt) -> tuple[int, Int64Array, Int64Array]:
-        """How many tokens of a prompt are found, the blocks to share, and the one to copy, if there is one."""
+        """As `Chains.share`; without a prefix cache nothing is found."""
         return (0, NO_BLOCKS, NO_BLOCKS) if self.chains is None else self.chains.share(prompt)
 
     def can_add(self, prompt: Prompt, reserve: int) -> bool:
-        """Whether a sequence fits with `reserve` blocks to spare."""
+        """Whether a sequence fits and leaves `reserve` blocks free."""
         needed = self.num_taken(prompt.num_tokens, self.share(prompt)[1]) + reserve
         return prompt.num_tokens <= self.max_len and needed <= self.pool.num_free and self.handles.num_free > 0
 
@@ -100,13 +119,11 @@ class Rows:
         """Free blocks that a sequence takes: new ones, and shared ones without references, which count as free."""
         return int(self.num_blocks(num_tokens)) - len(shared) + int(np.count_nonzero(self.pool._refs[shared] == 0))
 
-    def plan_add(
-        self, prompt: Prompt, reserve: int | None = None, *, again: bool = False
-    ) -> tuple[int, int, Int64Array, list[Write]]:
-        """Start a sequence: its handle, how many of its tokens are found, the copies to make, and what to store.
+    def plan_add(self, prompt: Prompt, reserve: int | None = None, *, preempted: bool = False) -> StartPlan:
+        """Start a sequence.
 
-        With `reserve` it starts with the found tokens alone, if all would fit with that many blocks to spare. `again`
-        says that a request had these tokens in the cache before, so that finding them is no hit of another's.
+        With `reserve` it starts with the found tokens alone, if all would fit with that many blocks to spare. A
+        `preempted` request mostly finds its own tokens, so they are counted separately.
         """
         num_tokens = prompt.num_tokens
         if num_tokens > self.max_len:
@@ -123,32 +140,32 @@ class Rows:
             if tokens is not None:
                 cache = self.chains.cache
                 writes += cache.plan_tokens(new_blocks, tokens[len(shared) * self.block_size : num_tokens])
-                writes += cache.plan_count(prompt.num_tokens, num_cached, again=again)
+                writes += cache.plan_count(prompt.num_tokens, num_cached, preempted=preempted)
             num_known = 0 if tokens is None else num_tokens
             writes += self.chains.plan_start(int(row), num_known, len(shared), prompt.root)
-        return seq, num_cached, pairs(copied, new_blocks[: len(copied)]), writes
+        return StartPlan(seq, num_cached, pairs(copied, new_blocks[: len(copied)]), writes)
 
-    def to_copy(
+    def plan_copying(
         self, read: Callable[[Int64Array], object], plan: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs
     ) -> Plan:
-        """Plan copies that run before the commit.
+        """Call `plan` with the arguments, for a caller who makes its copies before it stores its writes.
 
-        Blocks that they overwrite stop being findable first: an interrupted copy must not leave a findable block with
-        wrong contents. `read` gets the copies before that; if it raises what copying would raise, nothing changes.
+        Blocks that the copies overwrite stop being findable first: an interrupted copy must not leave a findable block
+        with wrong contents. `read` gets the copies before that; if it raises what copying would raise, nothing changes.
         """
         while True:
             planned = plan(*args, **kwargs)
-            if self.chains is None or not len(planned[-2]):
+            if self.chains is None or not len(planned.copies):
                 return planned
-            destinations = planned[-2][:, 1]
+            destinations = planned.copies[:, 1]
             findable = destinations[self.chains.cache.is_findable(destinations)]
             if not len(findable):
                 return planned
-            read(planned[-2])
+            read(planned.copies)
             self.pool._commit(self.pool._plan(forgotten=findable)[1])
 
     def plan_hold(self, prompt: Prompt) -> tuple[int, int, list[Write]]:
-        """Start a sequence of the blocks that are found, and no more: its handle, its length, and what to store."""
+        """Start a sequence of the found blocks alone: its handle, its length, and what to store."""
         [row], [seq], writes = self.handles.plan_issue(1)
         if self.chains is None or prompt.tokens is None:
             return seq, 0, writes
@@ -174,14 +191,16 @@ class Rows:
         wide[:, :before] = self.blocks
         return wide, [(vars(self), "blocks", wide)]
 
-    def plan_append(
-        self, seqs: Any, n: Any, tokens: Int32Array | None = None
-    ) -> tuple[Int64Array, Int64Array, list[Write]]:
-        """Add n tokens to the end of each sequence: their slots, the copies to make, and what to store."""
+    def plan_append(self, seqs: Any, n: Any, tokens: Int32Array | None = None) -> AppendPlan:
+        """Add n tokens to the end of each sequence."""
         rows, is_step, size = self.handles.find_distinct(seqs), type(n) is int and n == 1, self.block_size
-        recent = self.recent_of(rows) if is_step else None
-        if recent is not None and recent.longest < self.blocks.shape[1] * size and (tokens is None or recent.is_known):
-            return self.plan_next(recent, tokens)
+        last_step = self.last_step_of(rows) if is_step else None
+        if (
+            last_step is not None
+            and last_step.longest < self.blocks.shape[1] * size
+            and (tokens is None or last_step.is_known)
+        ):
+            return self.plan_next(last_step, tokens)
         lens = self.lens[rows]
         num_new: Any = 1 if is_step else per_seq("n", n, len(rows))
         ends = lens + (1 if is_step else np.minimum(num_new, self.max_len + 1))
@@ -223,36 +242,36 @@ class Rows:
                 writes += self.chains.plan_tokens(rows, known + are_known * num_new, slots, tokens)
         if is_step and len(rows):
             change = self.pool._num_changes[0] + 1
-            after = Recent.after(change, rows, ends, slots, longest, size, False, all_known)
-            writes.append((self._recent, 0, after))
-        return slots, copies, writes
+            after = LastStep.after(change, rows, ends, slots, longest, size, False, all_known)
+            writes.append((self._last_step, 0, after))
+        return AppendPlan(slots, copies, writes)
 
-    def plan_next(self, recent: Recent, tokens: Int32Array | None) -> tuple[Int64Array, Int64Array, list[Write]]:
+    def plan_next(self, last_step: LastStep, tokens: Int32Array | None) -> AppendPlan:
         """`plan_append` of one token each to the sequences of the last step: most of them go on in their block."""
-        slots, tables, writes = recent.next(self.pool, self.blocks, self.block_size)
+        slots, tables, writes = last_step.next(self.pool, self.blocks, self.block_size)
         require_one_each(tokens, slots)
-        rows, ends, is_known = recent.rows, recent.lens + 1, tokens is not None
+        rows, ends, is_known = last_step.rows, last_step.lens + 1, tokens is not None
         writes.append((self.lens, rows, ends))
         if tokens is not None and self.chains is not None:
             writes += self.chains.plan_tokens(rows, ends, slots, tokens)
-        change, all_stored = self.pool._num_changes[0] + 1, recent.late is False and is_known
-        after = Recent.after(
-            change, rows, ends, slots, recent.longest + 1, self.block_size, all_stored, is_known, tables
+        change, all_stored = self.pool._num_changes[0] + 1, last_step.uncommitted is False and is_known
+        after = LastStep.after(
+            change, rows, ends, slots, last_step.longest + 1, self.block_size, all_stored, is_known, tables
         )
-        writes.append((self._recent, 0, after))
-        return slots, NO_COPIES, writes
+        writes.append((self._last_step, 0, after))
+        return AppendPlan(slots, NO_COPIES, writes)
 
     def plan_commit(self, rows: Int64Array) -> list[Write]:
-        """Make full blocks of rows findable; where another findable block has the same tokens, take that one."""
+        """Make the full blocks of rows findable; where one with the same tokens exists, the row takes that one."""
         if self.chains is None:
             return []
-        recent, seen = self.recent_of(rows), []
-        if recent is not None:
-            seen = [(self._recent, 0, Recent(self.pool._num_changes[0] + 1, False, *recent[2:]))]
-        if recent is None or recent.late is None:
-            rows, first, full = self.chains.late(rows)
-        elif recent.late:
-            rows, first, full = recent.full_rows, recent.full_columns - 1, recent.full_columns
+        last_step, seen = self.last_step_of(rows), []
+        if last_step is not None:
+            seen = [(self._last_step, 0, LastStep(self.pool._num_changes[0] + 1, False, *last_step[2:]))]
+        if last_step is None or last_step.uncommitted is None:
+            rows, first, full = self.chains.uncommitted(rows)
+        elif last_step.uncommitted:
+            rows, first, full = last_step.full_rows, last_step.full_columns - 1, last_step.full_columns
         else:
             return []
         if not len(rows):
@@ -273,7 +292,7 @@ class Rows:
         return [*writes, (self.entries, entries, blocks), *self._plan_lens_of(rows, parents)]
 
     def plan_reorder(self, rows: Int64Array, sources: Int64Array) -> list[Write]:
-        """Make each row what its source is now."""
+        """Replace each row by a copy of its source."""
         rows, sources = rows[rows != sources], sources[rows != sources]
         lens = self.lens[[rows, sources]]
         width = int(self.num_blocks(lens.max(initial=0)))
@@ -304,12 +323,12 @@ class Rows:
         ]
 
     def plan_free(self, seqs: Any, forgotten: Int64Array = NO_BLOCKS) -> list[Write]:
-        """End sequences, and let some blocks be found no longer."""
+        """End sequences, and make the blocks `forgotten` unfindable."""
         rows = self.handles.find_distinct(seqs)
         return [*self.plan_drop(rows, np.zeros_like(rows), forgotten), *self.handles.plan_retire(rows)]
 
     def plan_reset(self, seqs: Any) -> list[Write]:
-        """End sequences, and let no block be found any longer."""
+        """End sequences, and make all blocks unfindable."""
         if self.chains is None:
             return self.plan_free(seqs)
         cache = self.chains.cache
@@ -331,8 +350,8 @@ class Rows:
         must_hold((ordered[:, 1:] != ordered[:, :-1]).all(), "a block occurs twice in one sequence")
         references = np.bincount(blocks, minlength=self.pool.num_blocks)
         must_hold(np.array_equal(references, self.pool.ref_counts), "reference counts differ from the table's entries")
-        recent = self._recent[0]
-        if recent is not None and recent.change == self.pool._num_changes[0]:
-            recent.check(self.pool, lens, table, self.block_size, self.chains)
+        last_step = self._last_step[0]
+        if last_step is not None and last_step.change == self.pool._num_changes[0]:
+            last_step.check(self.pool, lens, table, self.block_size, self.chains)
         if self.chains is not None:
             self.chains.check(lens, table)

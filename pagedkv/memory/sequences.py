@@ -13,7 +13,7 @@ from .handles import NO_HANDLE
 from .ids import Int32Array, Int64Array
 from .pool import BlockPool
 from .prefix.cache import PrefixCache
-from .rows import Rows
+from .rows import SequenceRows
 
 
 class Sequences(Guarded):
@@ -57,7 +57,7 @@ class Sequences(Guarded):
         self.max_seqs = max_seqs
         self.max_blocks = max_blocks
         self._guard = pool._guard
-        self._rows = Rows(pool, block_size, max_seqs, max_blocks, prefix_cache)
+        self._rows = SequenceRows(pool, block_size, max_seqs, max_blocks, prefix_cache)
 
     @property
     def num_seqs(self) -> int:

@@ -95,9 +95,9 @@ class SequenceTable(Sequences):
         OutOfBlocksError
             Too few blocks are free.
         """
-        seq, _, _, writes = self._rows.plan_add(Prompt(as_int("num_tokens", num_tokens)))
-        self.pool._commit(writes)
-        return seq
+        plan = self._rows.plan_add(Prompt(as_int("num_tokens", num_tokens)))
+        self.pool._commit(plan.writes)
+        return plan.seq
 
     @exclusive
     def append(self, seqs: Any, n: Any = 1) -> Appended:
@@ -126,9 +126,9 @@ class SequenceTable(Sequences):
         KeyError
             A sequence that was freed or never was.
         """
-        slots, copies, writes = self._rows.plan_append(seqs, n)
-        appended = Appended(slots, copies[:])  # a caller may resize its own
-        self.pool._commit(writes)
+        plan = self._rows.plan_append(seqs, n)
+        appended = Appended(plan.slots, plan.copies[:])  # a caller may resize its own
+        self.pool._commit(plan.writes)
         return appended
 
     @consistent

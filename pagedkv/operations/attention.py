@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import between_graphs
-from ..backends import backend_of, gpus
+from ..backends import backend_of, gpu_backend
 from ..calls import AttentionArguments
 from ..layouts import FLOAT32
 from ..typing import Backend, Kernel, KvDtype, Layout
@@ -262,7 +262,7 @@ def prefill_attention(
 
 
 def _attend(arguments: AttentionArguments) -> Any:
-    if type(arguments.q) is not np.ndarray and (used := gpus()) is not None:
+    if type(arguments.q) is not np.ndarray and (used := gpu_backend()) is not None:
         repeated = used.plans.repeat(arguments)
         if repeated is not None:
             return repeated

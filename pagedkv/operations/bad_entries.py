@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..arrays import between_graphs
-from ..backends import gpus
+from ..backends import gpu_backend
 
 
 @between_graphs
@@ -24,6 +24,6 @@ def raise_if_failed() -> None:
     RuntimeError
         A stream of the GPU is being captured in a CUDA graph, by any thread, and cannot be waited for.
     """
-    used = gpus()
+    used = gpu_backend()
     if used is not None:
         used.raise_if_failed()

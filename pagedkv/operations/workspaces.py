@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ..arrays import Array, metadata_of
-from ..backends import backend_of, gpus
+from ..backends import backend_of, gpu_backend
 from ..buckets import bucket
 from ..calls import AttentionArguments, AttentionCall
 from ..layouts import storage_dtype
@@ -35,7 +35,7 @@ def workspace_bytes() -> int:
     int
         Bytes.
     """
-    used = gpus()
+    used = gpu_backend()
     return 0 if used is None else used.workspace_bytes()
 
 
@@ -126,7 +126,7 @@ def release_workspaces() -> int:
     RuntimeError
         A stream of the GPU is being captured in a CUDA graph, by any thread, and cannot be waited for.
     """
-    used = gpus()
+    used = gpu_backend()
     return 0 if used is None else used.release_workspaces()
 
 

@@ -75,8 +75,9 @@ class Admission:
             running.widen(len(request.tokens))  # which may raise, and then no sequence has started
             reserve = reserved + (self._watermark if len(running) else 0)
             try:
+                preempted = request.num_cached is not None
                 seq, num_cached = self._cache.add_found(
-                    request.tokens, request.salt, reserve=reserve, again=request.num_cached is not None, last=self._last
+                    request.tokens, request.salt, reserve=reserve, preempted=preempted, last=self._last
                 )
             except CapacityError as error:
                 if len(running):

@@ -77,7 +77,7 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     options = AttentionOptions(scale, bool(a.causal), window, softcap, alibi_slopes, sinks, score_mod)
     out = views.pop("out", None)
     if out is not None:
-        require.apart("out", out, views.items())
+        require.no_overlap("out", out, views.items())
 
     block_tables, seq_lens, query_starts = views["block_tables"], views["seq_lens"], views.get("query_starts")
     if placement.on_host:

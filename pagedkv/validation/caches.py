@@ -78,7 +78,7 @@ def write_call(
     require.writable("v_cache", v_cache)
     for name in ("k_cache", "v_cache"):
         cache = views.pop(name)
-        require.apart(name, cache, views.items())
+        require.no_overlap(name, cache, views.items())
     k_scale, v_scale = cache_pair.scales(k_scale, v_scale, views, kind, placement)
     if placement.on_host:
         slots = placement.own(slots)
@@ -176,7 +176,7 @@ def copy_call(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> Cop
         require.strides(name, cache)
         require.row_alignment(name, cache, placement)
         require.writable(name, cache)
-    _require_apart(list(zip(names, caches, strict=True)))
+    _require_no_overlap(list(zip(names, caches, strict=True)))
     require.strides("pairs", pairs)
     if placement.on_host:
         pairs = placement.own(pairs)
@@ -216,7 +216,7 @@ def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> 
         one_pool |= _same_memory(x, y)
     read = [(name, x) for name, (x, y) in zip(from_names, copies, strict=True) if not _same_memory(x, y)]
     written = [(name, y) for name, (_, y) in zip(to_names, copies, strict=True)]
-    _require_apart(written, read)
+    _require_no_overlap(written, read)
     require.strides("pairs", pairs)
     if not isinstance(pairs, Shadow):
         pairs = pairs.copy()  # as Placement.own, of a call that may have its caches on a device
@@ -224,7 +224,7 @@ def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> 
     return SwapCall(placement, copies, pairs, require.check(None))
 
 
-def _require_apart(written: Sequence[tuple[str, Array]], read: Sequence[tuple[str, Array]] = ()) -> None:
+def _require_no_overlap(written: Sequence[tuple[str, Array]], read: Sequence[tuple[str, Array]] = ()) -> None:
     """Raise ValueError if a cache that is written shares an element with another one that is written or read."""
     caches = [*written, *read]
     bounds = [_bounds(cache) for _, cache in caches]
@@ -233,7 +233,7 @@ def _require_apart(written: Sequence[tuple[str, Array]], read: Sequence[tuple[st
     starts, ends = np.array(bounds).T
     near = (starts[: len(written), None] < ends) & (starts < ends[: len(written), None])
     for i, j in np.argwhere(np.triu(near, 1)).tolist():
-        require.apart(*caches[i], [caches[j]])
+        require.no_overlap(*caches[i], [caches[j]])
 
 
 def _bounds(x: Array) -> tuple[int, int]:

@@ -106,7 +106,7 @@ def writable(name: str, x: Array) -> None:
             reach += stride * (length - 1)
 
 
-def apart(name: str, x: Array, others: Iterable[tuple[str, Array]]) -> None:
+def no_overlap(name: str, x: Array, others: Iterable[tuple[str, Array]]) -> None:
     """Raise ValueError if x shares an element with one of the others."""
     for other, y in others:
         if np.may_share_memory(x, y) and _overlap(x, y):

@@ -86,13 +86,13 @@ def _require_shapes(views: Mapping[str, Array]) -> None:
 
 
 def _require_writable(views: Mapping[str, Array]) -> None:
-    """Raise ValueError unless results can be stored: over the very array that they come from, or apart from all."""
+    """Raise ValueError unless results can be stored: over the array that they come from, or where no argument is."""
     for name, own in (("out[0]", "q"), ("out[1]", "k")):
         if name in views:
             require.writable(name, views[name])
             in_place = _is_same(views[name], views[own])
             others = [(x, views[x]) for x in views if x != name and not (in_place and x == own)]
-            require.apart(name, views[name], others)
+            require.no_overlap(name, views[name], others)
 
 
 def _is_same(x: Array, y: Array) -> bool:

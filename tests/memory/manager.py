@@ -20,15 +20,15 @@ from pagedkv.memory.ids import Tally
 from pagedkv.memory.prefix.cache import PrefixCache
 from pagedkv.memory.prefix.eviction import LRU
 from pagedkv.memory.prefix.index import HashIndex
-from pagedkv.memory.rows import Rows
+from pagedkv.memory.rows import SequenceRows
 
 Manager = BlockPool | SequenceTable | PagedKVCache
 
 
-PARTS = (BlockPool, SequenceTable, Rows, Handles, Chains, PrefixCache, HashIndex, LRU)
+PARTS = (BlockPool, SequenceTable, SequenceRows, Handles, Chains, PrefixCache, HashIndex, LRU)
 NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_options", "_alike"}
 NO_STATE |= {"_stacks"}  # what k_caches and v_caches are views of
-NO_STATE |= {"_known", "_recent", "_num_changes"}  # what follows from other state, and how often that has changed
+NO_STATE |= {"_known", "_last_step", "_num_changes"}  # what follows from other state, and how often that has changed
 
 
 def state(owner: Any) -> dict[str, bytes]:

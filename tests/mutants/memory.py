@@ -83,8 +83,8 @@ MUTANTS = [
     ),
     Mutant(
         "append: blocks are copied after the commit",
-        "        self._stacks.copy(copies)\n        slots",
-        "        self.pool._commit(writes)\n        self._stacks.copy(copies)\n        slots",
+        "        self._stacks.copy(plan.copies)\n        slots",
+        "        self.pool._commit(plan.writes)\n        self._stacks.copy(plan.copies)\n        slots",
         TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[append 1]",
     ),
     Mutant(
@@ -95,14 +95,14 @@ MUTANTS = [
     ),
     Mutant(
         "append: a step repeats the last one though the pool has changed",
-        " or recent.change != self.pool._num_changes[0]:",
+        " or last_step.change != self.pool._num_changes[0]:",
         ":",
         PREFIX_MACHINE,
     ),
     Mutant(
         "append: a block that the last step filled is never committed",
-        "late = bool(len(full)) if all_stored else None",
-        "late = bool(len(full))",
+        "uncommitted = bool(len(full)) if all_stored else None",
+        "uncommitted = bool(len(full))",
         PREFIX_MACHINE,
     ),
     Mutant(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...buckets import bucket
-from ..guard import Guarded, alone
+from ..guard import Guarded, exclusive_read
 from ..sequences import Sequences
 from .arrays import Arrays
 from .mirror import Mirror
@@ -104,7 +104,7 @@ class Batches(Guarded):
         arrays, lens = self._arrays, seq_lens.copy()  # the caller may write to its seq_lens
         return Batch(arrays.asarray(block_tables), arrays.asarray(seq_lens), longest, arrays, lens, query_lens)
 
-    @alone
+    @exclusive_read
     def _mirrored(self, tables: Mirror, lens: Mirror, seqs: Any, query_lens: Any) -> Batch:
         block_tables, longest, seq_lens, query_lens = self._sequences._batch(seqs, query_lens)
         room = min(-(-bucket(longest) // self._sequences.block_size), self._sequences.max_blocks)

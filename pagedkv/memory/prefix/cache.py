@@ -33,7 +33,7 @@ class Stored(NamedTuple):
     kept : (n,) int64
         For each block in question: itself, another one with the same tokens in it and before it, or NO_BLOCK.
     blocks, serials, parents : (m,) int64
-        The blocks to store, and what tells their contents apart.
+        The blocks to store, and the numbers of their contents and of the contents before them.
     above : (m,) int64
         The block before each of them, or NO_BLOCK.
     digests : (m,) DIGEST
@@ -241,21 +241,21 @@ class PrefixCache:
             parents[firsts], blocks_above[firsts] = parents_above, above
         keys, to_store, kept, forgotten, stored = as_array(digests), blocks, blocks, NO_BLOCKS, None
         found, places = self._index.find(keys)
-        are_apart = self._index.are_apart(places)  # then the digests differ, too
-        if found[found.argmax()] != NO_BLOCK or not (are_apart or len({*digests}) == len(digests)):
+        are_distinct = self._index.are_distinct(places)  # then the digests differ, too
+        if found[found.argmax()] != NO_BLOCK or not (are_distinct or len({*digests}) == len(digests)):
             firsts = _firsts(blocks, counts).tolist()
             of_first = dict(zip(firsts, zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
             stored, kept, parents, blocks_above, forgotten = self._resolve(
                 blocks, of_first, digests, found.tolist(), contents, refs
             )
-            keys, to_store, places, are_apart = keys.take(stored), blocks.take(stored), places.take(stored), False
+            keys, to_store, places, are_distinct = keys.take(stored), blocks.take(stored), places.take(stored), False
         serials = np.arange(last + 1, last + 1 + len(parents))
         events: list[Event] = []
         if self._listener is not None:
             stored = np.arange(len(blocks)) if stored is None else stored
             events = self._stored_events(stored, blocks, digests, _firsts(blocks, counts), above)
-        if not are_apart:  # only now: forks that share a block may outnumber the slots, but have one digest
-            places = self._index.apart(places)
+        if not are_distinct:  # only now: forks that share a block may outnumber the slots, but have one digest
+            places = self._index.distinct_slots(places)
         return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, events)
 
     def _resolve(
@@ -340,11 +340,11 @@ class PrefixCache:
             tokens = np.concatenate([tokens, np.zeros(room, np.int32)])
         return [(self._contents, blocks, tokens.view(self._contents.dtype))]
 
-    def plan_count(self, num_queried: int, num_hit: int, *, again: bool) -> list[Write]:
-        """Count the tokens that `add` looked for, and those of them that it found; apart if they were there before."""
+    def plan_count(self, num_queried: int, num_hit: int, *, preempted: bool) -> list[Write]:
+        """Count the tokens that `add` looked for, and those of them that it found; separately after a preemption."""
         return [
-            (self.num_queried, int(again), int(self.num_queried[int(again)]) + num_queried),
-            (self.num_hit, int(again), int(self.num_hit[int(again)]) + num_hit),
+            (self.num_queried, int(preempted), int(self.num_queried[int(preempted)]) + num_queried),
+            (self.num_hit, int(preempted), int(self.num_hit[int(preempted)]) + num_hit),
         ]
 
     def emit(self) -> None:

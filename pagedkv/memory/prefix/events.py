@@ -28,7 +28,7 @@ class BlockStored:
     block_size : int
         P, tokens per block.
     lora_id, lora_name : None
-        pagedkv knows no adapters: a salt tells their sequences apart.
+        Always None: sequences of different adapters have different salts.
     medium : str
         Where the caches are: "GPU" or "CPU".
     """

@@ -79,14 +79,14 @@ class HashIndex:
         return blocks, places
 
     @staticmethod
-    def are_apart(places: Int64Array) -> bool:
+    def are_distinct(places: Int64Array) -> bool:
         """Whether no two of some slots are the same."""
         ordered = np.sort(places)
         return not np.count_nonzero(ordered[1:] == ordered[:-1])
 
-    def apart(self, places: Int64Array) -> Int64Array:
+    def distinct_slots(self, places: Int64Array) -> Int64Array:
         """A slot for each digest: the one where `find` ended, or another one where it ended twice."""
-        return _apart(self._views[0], places)
+        return _distinct_slots(self._views[0], places)
 
     def _probe(self, first: int, second: int) -> tuple[int, int]:
         slots, keys = self._views
@@ -110,7 +110,7 @@ class HashIndex:
         digests : (n,) DIGEST
             Those of `put`, all different.
         places : (n,) int64
-            The slots for them, from `apart`.
+            The slots for them, from `distinct_slots`.
         """
         writes: list[Write] = []
         if len(removed):
@@ -132,7 +132,7 @@ class HashIndex:
             low = np.concatenate([self._keys[kept, 0], _keys(digests)[:, 0]])
             put = np.concatenate([np.flatnonzero(kept), put])
             num_filled, fresh = len(put), np.full_like(self._slots, NO_BLOCK)
-            places = _apart(fresh.data, low & (len(fresh) - 1))
+            places = _distinct_slots(fresh.data, low & (len(fresh) - 1))
             fresh[places] = put
             writes.append((self._slots, np.arange(len(fresh)), fresh))
         return [*writes, (self._places, put, places), (self._num_filled, 0, num_filled)]
@@ -151,7 +151,7 @@ def _keys(digests: Digests) -> Int64Array:
     return digests.view(np.int64).reshape(-1, 2)
 
 
-def _apart(slots: memoryview, places: Int64Array) -> Int64Array:
+def _distinct_slots(slots: memoryview, places: Int64Array) -> Int64Array:
     """Slots to fill, all different: of equal places the first stays, and the others move on to empty slots."""
     order = places.argsort(kind="stable")
     ordered = places.take(order)

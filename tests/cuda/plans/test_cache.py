@@ -364,7 +364,7 @@ def test_plans_are_forgotten_when_there_are_too_many(monkeypatch, validations):
     monkeypatch.setattr(cache, "MOST_PLANS", 2)
     for scale in (1.0, 2.0, 1.0, 3.0, 1.0):
         decode(scale=scale)
-        assert len(backends.gpus().plans) <= 2
+        assert len(backends.gpu_backend().plans) <= 2
     assert len(validations) == 4
 
 

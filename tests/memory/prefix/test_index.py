@@ -22,7 +22,7 @@ def test_blocks_come_and_go(seed):
         digests = keys.view(DIGEST).reshape(-1)
         found, places = index.find(digests)
         assert (found == NO_BLOCK).all()
-        commit(index.plan(removed, put, digests, index.apart(places)))
+        commit(index.plan(removed, put, digests, index.distinct_slots(places)))
         twin = {key: block for key, block in twin.items() if block not in removed}
         twin |= {(a, b): block for (a, b), block in zip(keys.tolist(), put.tolist(), strict=True)}
         index.check(np.array(sorted(twin.values()), np.int64))
