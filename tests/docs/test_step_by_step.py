@@ -56,13 +56,6 @@ def test_drawings_of_lanes_are_up_to_date(monkeypatch):
         assert (DOCS / "images" / file).read_text(encoding="utf-8") == draw(), "run docs/scripts/draw_lanes.py"
 
 
-def test_differences_are_found():
-    assert differences({"a": [1.0, None, "x"]}, {"a": [1.00001, None, "x"]}) == []
-    assert differences({"a": [1.0, None, "x"]}, {"a": [1.001, 2, "x"]}) == ["data.a[0]", "data.a[1]"]
-    assert differences({"a": [1]}, {"a": [1, 2]}) == ["data.a"]
-    assert differences({"a": 1}, {"b": 1}) == ["data"]
-
-
 # -- without a browser
 def scripts() -> dict[str, str]:
     """The page's scripts, in the order in which they run."""
@@ -81,7 +74,7 @@ def test_names_are_there_before_they_are_used():
     for file, text in scripts().items():
         seen |= set(re.findall(r"^(?:const|class|function) (\w+)", text, re.MULTILINE))
         used = set(re.findall(r"\bnew ([A-Z]\w+)|\b([A-Z0-9]+_RUN)\b|\b(element|tableOf|shown|field)\(", text))
-        names = {name for match in used for name in match if name} - {"Map", "View"}
+        names = {name for match in used for name in match if name} - {"Map", "Set", "View"}
         assert names <= seen, file
         for forbidden in ("fetch(", "import ", "http:", "https:", "innerHTML", "XMLHttpRequest"):
             assert forbidden not in text, file
@@ -151,7 +144,6 @@ def no_errors(request) -> Iterator[None]:
 
 
 RUNS = {"pool-player": "pool_run.js", "v1-player": "v1_run.js"}
-over_players = pytest.mark.parametrize("place", RUNS)
 
 
 def text_of(page: Page, selector: str) -> str:
@@ -166,17 +158,6 @@ def choose(page: Page, name: str, value: int | str) -> None:
     )
 
 
-def go(page: Page, place: str, number: int) -> None:
-    """Choose a step."""
-    choose(page, f"{place}-step", number)
-
-
-def test_nothing_is_loaded_from_elsewhere(page):
-    loaded = page.run("performance.getEntriesByType('resource').map((each) => each.name)")
-    assert all(url.startswith("file://") for url in loaded)
-    assert page.run("document.querySelectorAll('script[src]').length") == len(scripts())
-
-
 def at_every_step(page: Page, place: str, expression: str) -> list:
     """The value of JavaScript at each step."""
     return page.run(
@@ -185,7 +166,7 @@ def at_every_step(page: Page, place: str, expression: str) -> list:
     )
 
 
-@over_players
+@pytest.mark.parametrize("place", RUNS)
 def test_every_step_is_told(page, place):
     steps = data_of(scripts()[RUNS[place]])["steps"]
     parts = f"[...document.querySelectorAll('#{place} .telling p, #{place} .code')].map((each) => each.textContent)"
@@ -193,30 +174,6 @@ def test_every_step_is_told(page, place):
     for number, (step, words) in enumerate(zip(steps, told, strict=True)):
         title = f"Step {number + 1} of {len(steps)}, {step['chapter']}: {step['title']}"
         assert words == ["\n".join((title, step["what"], f"Why: {step['why']}")), step["code"]]
-
-
-@over_players
-def test_keys(page, place):
-    """Tab comes to Back, Next and the list in this order; at the last step the focus stays where it is."""
-    count = len(data_of(scripts()[RUNS[place]])["steps"])
-
-    def number() -> int:
-        return int(text_of(page, f"#{place} .title").split()[1])
-
-    go(page, place, 0)
-    page.run(f"document.querySelector('#{place} button').focus()")
-    page.press("Enter")
-    assert number() == 1
-    page.press("Tab")
-    assert page.run("document.activeElement.textContent") == "Next"
-    for key, reached in (("Enter", 2), (" ", 3), ("ArrowRight", 4), ("ArrowLeft", 3), ("End", count), ("Enter", count)):
-        page.press(key)
-        assert number() == reached
-    assert page.run("[document.activeElement.textContent, document.activeElement.ariaDisabled]") == ["Next", "true"]
-    page.press("Home")
-    assert number() == 1
-    page.press("Tab")
-    assert page.run("document.activeElement.id") == f"{place}-step"
 
 
 def test_the_pool_is_drawn_as_recorded(page):
@@ -256,89 +213,6 @@ def test_every_lane_of_every_chunk_is_drawn(page):
     assert wrong == []
 
 
-def test_the_numbers_of_a_lane(page):
-    run = data_of(scripts()["v1_run.js"])
-    steps = [step["show"] for step in run["steps"]]
-    for chunk, lane in ((1, 5), (4, 30)):
-        for name, value in (("chunk", chunk), ("lane", lane)):
-            choose(page, f"v1-player-{name}", value)
-        go(page, "v1-player", steps.index("shares"))
-        chosen = text_of(page, "#v1-player .cell.chosen").replace("\N{MINUS SIGN}", "-")
-        assert chosen == f"lane {lane}{run['partials'][chunk][lane]:g}"
-        go(page, "v1-player", steps.index("weights"))
-        cells = page.run("[...document.querySelectorAll('#v1-player .cell')].map((cell) => cell.lastChild.textContent)")
-        expected = run["weights"][chunk * 16 : chunk * 16 + 16]
-        assert [float(cell) for cell in cells] == pytest.approx(expected, rel=1e-3)
-
-
-def table_of(page: Page) -> list[list[str]]:
-    """The cells of the table that v1's player shows."""
-    rows = page.run(
-        "[...document.querySelectorAll('#v1-player tbody tr')].map((row) => [...row.cells].map((x) => x.textContent))"
-    )
-    return [[cell.replace("\N{MINUS SIGN}", "-") for cell in row] for row in rows]
-
-
-def numbers(cell: str) -> list[float]:
-    return [float(number) for number in cell.split(", ")]
-
-
-@pytest.mark.parametrize(("chunk", "lane"), [(1, 5), (2, 0), (3, 30)])
-def test_a_reader_can_check_the_sums(page, chunk, lane):
-    """What is shown together belongs together: addresses are those of the vectors named, and sums add up."""
-    run = data_of(scripts()["v1_run.js"])
-    show = [step["show"] for step in run["steps"]]
-    token, block = 16 * chunk + lane // 2, run["block_table"][chunk]
-    first_byte = (block * 2 + run["kv_head_idx"]) * 64 * 16 * 2
-    choose(page, "v1-player-chunk", chunk)
-    choose(page, "v1-player-lane", lane)
-    go(page, "v1-player", show.index("keyLoads"))
-    for vector, at in table_of(page):
-        assert int(at.split()[0]) == first_byte + int(vector) * 16 * 16 + token % 16 * 16
-    assert text_of(page, "#v1-player .cell.chosen") == f"lane {lane}token {token}"
-    go(page, "v1-player", show.index("shares"))
-    shares = sum(x * y for _, k, q in table_of(page) for x, y in zip(numbers(k), numbers(q), strict=True))
-    assert shares == run["partials"][chunk][lane]
-    go(page, "v1-player", show.index("products"))
-    sums = [float(cell) for _, cell in table_of(page)]
-    assert sums[0] + sums[1] == sums[2] == run["products"][token]
-    assert run["logits"][token] == pytest.approx(sums[2] / 8, rel=1e-4)
-    go(page, "v1-player", show.index("valueLoads"))
-    for row, at in table_of(page):
-        assert int(at.split()[0]) == first_byte + int(row.split()[1]) * 16 * 2 + lane % 2 * 16
-    go(page, "v1-player", show.index("sums"))
-    weights = numbers(text_of(page, "#v1-player .weights").partition(": ")[2].rstrip("."))
-    for _, values, total in table_of(page):
-        weighed = sum(x * y for x, y in zip(weights, numbers(values), strict=True))
-        assert float(total) == pytest.approx(weighed, rel=2e-3, abs=1e-4)
-    go(page, "v1-player", show.index("rowSums"))
-    for _, *lanes, both in table_of(page):
-        assert sum(map(float, lanes)) == pytest.approx(float(both), rel=2e-3, abs=1e-4)
-    go(page, "v1-player", show.index("warpSums"))
-    for column in range(1, 5):
-        *warps, low, high, all_of_them = (float(row[column]) for row in table_of(page))
-        assert sum(warps) == pytest.approx(low + high, rel=2e-3, abs=1e-4)
-        assert low + high == pytest.approx(all_of_them, rel=2e-3, abs=1e-3)
-
-
-@over_players
-def test_what_a_screen_reader_meets(page, place):
-    """Every control has a name, the words of a step are a live region, and what is chosen or changed is said."""
-    go(page, place, 5)
-    spoken = page.spoken(f"#{place}")
-    controls = [(role, name) for role, name in spoken if role in ("button", "combobox")]
-    assert controls[:3] == [("button", "Back"), ("button", "Next"), ("combobox", "Step")]
-    assert all(name for _, name in controls)
-    assert spoken[0] == ("group", page.run(f"document.getElementById('{place}').ariaLabel"))
-    texts = [name for role, name in spoken if role == "StaticText"]
-    if place == "pool-player":
-        assert texts.count("changed") == page.run("document.querySelectorAll('#pool-player .changed').length") > 0
-    else:
-        assert controls[3:] == [("combobox", "Chunk"), ("combobox", "Lane")]
-        assert page.run("document.querySelectorAll('#v1-player [aria-current]').length") == 1
-        assert page.run("[...document.querySelectorAll('#v1-player [aria-live]')].every((each) => each.textContent)")
-
-
 # Keep each change of a live region: its text, and how many elements or texts came into it.
 WATCH = """{ globalThis.said = []; new MutationObserver((records) => said.push(...records
   .map(({ target, addedNodes }) => [target.closest("[aria-live=polite]"), addedNodes.length])
@@ -351,6 +225,8 @@ SAID = "new Promise((done) => setTimeout(() => done(said.splice(0))))"
 def test_a_step_is_said_in_one_go(page, place):
     """Nothing while the page loads, then one change of one live region for each step; the focus stays."""
     page.open(page.url)
+    loaded = page.run("performance.getEntriesByType('resource').map((each) => each.name)")
+    assert all(url.startswith("file://") for url in loaded)
     assert page.run("document.querySelectorAll('[aria-live]:not([aria-live=off])').length") == 0
     button = "Add" if place == "pool-play" else "Next"
     page.run(f"[...document.querySelectorAll('#{place} button')].find((x) => x.textContent === '{button}').focus()")
@@ -366,30 +242,12 @@ def test_a_step_is_said_in_one_go(page, place):
     assert roles <= {"generic", "paragraph", "StaticText", "InlineTextBox"}
 
 
-def test_a_choice_of_a_lane_is_said_in_one_go(page):
-    page.open(page.url)
-    page.run("document.querySelector('#v1-player button').focus()")
-    go(page, "v1-player", 4)
-    page.run(WATCH)
-    choose(page, "v1-player-lane", 3)
-    said = page.run(SAID)
-    assert said == [["Lane 3 of warp 1: token 17 of K, rows 1, 17, 33, 49 of V.", 1]]
-
-
 def test_fits_a_phone(page):
     page.width(360, 740)
     for place in RUNS:
         widths = at_every_step(page, place, "[document.documentElement.scrollWidth, window.innerWidth]")
         assert widths == [[360, 360]] * len(widths)
     page.width(1280)
-
-
-def test_moves_for_those_who_want_it(page):
-    duration = "getComputedStyle(document.querySelector('#pool-player .block')).transitionDuration"
-    page.prefer(prefers_reduced_motion="reduce")
-    assert set(page.run(duration).split(", ")) == {"0s"}
-    page.prefer(prefers_reduced_motion="no-preference")
-    assert set(page.run(duration).split(", ")) == {"0.2s"}
 
 
 def test_without_scripts(page):

@@ -30,28 +30,29 @@ class PoolModel {
   add(name, words) {
     this.news = [];
     const size = this.blockSize;
-    let shared = this.find(words), numFound = shared.length * size, copied = null, forgotten = [];
-    if (numFound && numFound === words.length) {
-      // The last word is computed again, into a block of its own.
-      numFound -= 1;
-      if (this.blocks[shared.at(-1)].refs) copied = shared.pop();
-      else forgotten = [shared.at(-1)];
-    } else if (numFound) {
-      const [block, more] = this.findPart(shared.at(-1), words.slice(numFound, -1));
-      const numNew = this.numBlocksOf(words.length) - shared.length;
+    const shared = this.find(words);
+    let copied = null, numFound = shared.length * size;
+    if (shared.length) {
+      let part;
+      if (numFound === words.length) {
+        // The last word is computed again, and others may find its block meanwhile, so it goes into a copy.
+        part = [shared.pop(), size - 1];
+        numFound -= size;
+      } else part = this.findPart(shared.at(-1), words.slice(numFound, -1));
+      const [block, more] = part, numNew = this.numBlocksOf(words.length) - shared.length;
       if (2 * more >= size && (numNew <= this.free.length || this.blocks[block].refs)) {
         copied = block;
         numFound += more;
       }
     }
-    const fresh = this.change(this.numBlocksOf(words.length) - shared.length, { gained: shared, forgotten });
+    const fresh = this.change(this.numBlocksOf(words.length) - shared.length, { gained: shared });
     if (fresh === null) return null;
     if (numFound) this.news.push(`${numFound} of its ${words.length} words are found.`);
     if (shared.length) this.news.push(`It shares ${named(shared)}.`);
     if (copied !== null) this.news.push(`Block ${copied} is copied to block ${fresh[0]}, which it goes on writing.`);
     if (fresh.length) this.news.push(`It gets ${named(fresh)}.`);
     this.sequences.set(name, {
-      words: [...words], blocks: [...shared, ...fresh], known: words.length, found: shared.length - forgotten.length,
+      words: [...words], blocks: [...shared, ...fresh], known: words.length, found: shared.length,
     });
     this.commit(name);
     return numFound;
@@ -138,6 +139,7 @@ class PoolModel {
       this.news = [`Out of blocks: ${numNew} needed, ${count} free. Nothing has changed.`];
       return null;
     }
+    forgotten = this.withAllBehind(forgotten);
     const blank = forgotten.filter((block) => !this.blocks[block].refs && !leaving.includes(block));
     for (const block of dropped) this.blocks[block].refs -= 1;
     for (const block of gained) this.blocks[block].refs += 1;
@@ -152,6 +154,16 @@ class PoolModel {
     this.free.push(...[...freed.filter((block) => !kept.includes(block)), ...blank].reverse());
     for (const block of [...fresh, ...evicted]) this.blocks[block].refs = 1;
     return [...fresh, ...evicted];
+  }
+
+  // These blocks and all that are found only behind them.
+  withAllBehind(blocks) {
+    const lost = new Set(blocks);
+    for (const parent of lost)
+      this.blocks.forEach(({ key, parent: above }, block) => {
+        if (key !== null && above && above === this.blocks[parent].serial) lost.add(block);
+      });
+    return [...lost];
   }
 
   forget(block) {
