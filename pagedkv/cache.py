@@ -436,10 +436,10 @@ class PagedKVCache(Sequences):
         k_cache, v_cache, ours = self._layer(layer)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, made by batch(seqs), got {type(batch).__name__}")
-        num_rows = getattr(q, "shape", ())[:1]
-        if num_rows and (num_rows[0] < batch.num_tokens or (batch.is_decode and num_rows[0] > batch.num_tokens)):
+        shape: tuple[int, ...] = getattr(q, "shape", ())
+        if len(shape) == 3 and (shape[0] < batch.num_tokens or (batch.is_decode and shape[0] > batch.num_tokens)):
             raise ValueError(
-                f"q must have num_tokens = {batch.num_tokens} rows, those of the batch, got {num_rows[0]}: "
+                f"q must have num_tokens = {batch.num_tokens} rows, those of the batch, got {shape[0]}: "
                 "batch(seqs, query_lens) says how many each sequence has, one if query_lens is not given"
             )
         stored = ours | {"max_seq_len": batch.max_seq_len}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..calls import AttentionArguments, AttentionCall, AttentionOptions
 from ..compiling.score_mod import python_function
 from ..layouts import FLOAT32, Geometry, cache_spec
 from ..placement import Placement, place
-from ..typing import Kernel, KvDtype
+from ..typing import Kernel, KvDtype, Layout
 from . import cache_pair, require, values
 
 KERNELS = get_args(Kernel)
@@ -50,7 +51,7 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     """The call with these arguments, of which `views` are the arrays, where `placement` says."""
     a, q, k_cache, v_cache = arguments, views["q"], views["k_cache"], views["v_cache"]
     geometry = cache_pair.geometry_of(a.layout, a.kv_dtype, k_cache, v_cache)
-    _require_shapes(views, geometry)
+    _require_shapes(views, geometry, a.layout)
     kind = _kind_of(q, k_cache, v_cache, a.kv_dtype)
     for name, view in views.items():
         if (expected := _DTYPES.get(name)) is not None:
@@ -97,17 +98,18 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     )  # fmt: skip
 
 
-def _require_shapes(views: Mapping[str, Array], geometry: Geometry) -> None:
+def _require_shapes(views: Mapping[str, Array], geometry: Geometry, layout: Layout) -> None:
     q, block_tables, ragged = views["q"], views["block_tables"], "query_starts" in views
     rows = "num_tokens" if ragged else "num_seqs"
     require.ndim("q", q, f"({rows}, num_heads, head_dim)", 3)
     num_rows, num_heads, head_dim = q.shape
     if head_dim != geometry.head_dim:
         require.shape("q", q, f"({rows}, num_heads, head_dim)", (num_rows, num_heads, geometry.head_dim))
-    if num_heads < 1 or num_heads % geometry.num_kv_heads:
+    if not _shares_heads(num_heads, geometry):
+        hint = cache_pair.other_layouts(layout, views["k_cache"], views["v_cache"], partial(_shares_heads, num_heads))
         raise ValueError(
             f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} heads of q "
-            f"and {geometry.num_kv_heads} of k_cache"
+            f"and {geometry.num_kv_heads} of k_cache{hint}"
         )
     require.ndim("block_tables", block_tables, "(num_seqs, max_blocks)", 2)
     num_seqs = block_tables.shape[0]
@@ -122,6 +124,10 @@ def _require_shapes(views: Mapping[str, Array], geometry: Geometry) -> None:
     cache_pair.scale_shapes(views, geometry.num_kv_heads)
     if "out" in views:
         require.shape("out", views["out"], f"({rows}, num_heads, head_dim)", q.shape)
+
+
+def _shares_heads(num_heads: int, geometry: Geometry) -> bool:
+    return num_heads > 0 and not num_heads % geometry.num_kv_heads
 
 
 def _kind_of(q: Array, k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> str:

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from ..arrays import Array, identify, to_host
 from ..calls import Scale
-from ..layouts import FLOAT32, FLOAT_DTYPES, Geometry, cache_geometry, require_kv_dtype, require_layout
+from ..layouts import FLOAT32, FLOAT_DTYPES, LAYOUTS, Geometry, cache_geometry, require_kv_dtype, require_layout
 from ..placement import Placement
 from ..typing import KvDtype, Layout
 from . import require, values
@@ -54,7 +55,20 @@ def geometry_of(layout: Layout, kv_dtype: KvDtype | None, k_cache: Array, v_cach
     """The sizes that the shapes of the caches say, once layout and kv_dtype are ones that there are."""
     require_layout(layout)
     require_kv_dtype(kv_dtype)
-    return cache_geometry(layout, k_cache.shape, v_cache.shape, k_cache.itemsize)
+    try:
+        return cache_geometry(layout, k_cache.shape, v_cache.shape, k_cache.itemsize)
+    except ValueError as error:
+        raise ValueError(f"{error}{other_layouts(layout, k_cache, v_cache, lambda _: True)}") from None
+
+
+def other_layouts(layout: Layout, k_cache: Array, v_cache: Array, suits: Callable[[Geometry], bool]) -> str:
+    """What to add to a message about shapes: the other layouts that caches of these shapes may have, if any."""
+    names = []
+    for other in LAYOUTS:
+        with suppress(ValueError):
+            if other != layout and suits(cache_geometry(other, k_cache.shape, v_cache.shape, k_cache.itemsize)):
+                names.append(f'layout="{other}"')
+    return f": these shapes fit {' or '.join(names)}" if names else ""
 
 
 def scale_shapes(views: Mapping[str, Array], num_kv_heads: int) -> None:

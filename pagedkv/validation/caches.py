@@ -55,7 +55,10 @@ def write_call(
     geometry = cache_pair.geometry_of(layout, kv_dtype, k_cache, v_cache)
     symbols = "(num_tokens, num_kv_heads, head_dim)"
     require.ndim("k", k, symbols, 3)
-    require.shape("k", k, symbols, (len(k), geometry.num_kv_heads, geometry.head_dim))
+    heads = geometry.num_kv_heads, geometry.head_dim
+    if k.shape[1:] != heads:
+        hint = cache_pair.other_layouts(layout, k_cache, v_cache, lambda other: other[2:] == k.shape[1:])
+        raise ValueError(f"k must have shape {symbols} = {(len(k), *heads)}, got {k.shape}{hint}")
     require.shape("v", v, symbols, k.shape)
     require.shape("slots", slots, "(num_tokens,)", (len(k),))
     if rotates:

@@ -171,6 +171,7 @@ def test_tables_and_lengths_of_the_call_count():
     [
         (lambda q: q.astype(np.float64), TypeError, r"^q must have dtype float32, float16 or bfloat16, got float64$"),
         (lambda q: q[:2], ValueError, r"^q must have num_tokens = 3 rows, those of the batch, got 2"),
+        (lambda q: q[0], ValueError, r"^q must have shape \(num_seqs, num_heads, head_dim\), got"),
         (lambda q: q[:, :3], ValueError, r"^num_heads must be a positive multiple"),
         (lambda q: np.repeat(q, 2, 2)[..., ::2], ValueError, r"^q must be contiguous along its last axis"),
         (lambda q: q.tolist(), TypeError, r"^q must be an array"),

@@ -92,6 +92,17 @@ DECODE = [
         ValueError,
         "num_heads must be a positive multiple of num_kv_heads, got 0 heads of q and 2 of k_cache",
     ),
+    (
+        {"q": np.zeros((B, HKV, D), np.float32), "layout": "HND"},
+        ValueError,
+        "num_heads must be a positive multiple of num_kv_heads, got 2 heads of q and 4 of k_cache: "
+        'these shapes fit layout="NHD"',
+    ),
+    (
+        vllm() | {"layout": "NHD"},
+        ValueError,
+        f'k_cache must have shape {NHD} in layout NHD, got (8, 2, 4, 8, 4): these shapes fit layout="vllm"',
+    ),
     (change("k_cache", lambda x: x[0]), ValueError, f"k_cache must have shape {NHD} in layout NHD, got (4, 2, 16)"),
     (
         change("k_cache", lambda x: x[0], layout="HND"),
@@ -107,7 +118,7 @@ DECODE = [
         {"layout": "vllm"},
         ValueError,
         "k_cache must have shape (num_blocks, num_kv_heads, head_dim / 4, block_size, 4) in layout vllm, "
-        "got (8, 4, 2, 16)",
+        'got (8, 4, 2, 16): these shapes fit layout="NHD" or layout="HND"',
     ),
     (
         vllm(x=8),

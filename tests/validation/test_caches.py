@@ -40,6 +40,11 @@ WRITE = [
     ),
     (change("k", lambda x: x[0]), ValueError, f"k must have shape {KV}, got (2, 16)"),
     (change("k", lambda x: x[:, :1]), ValueError, f"k must have shape {KV} = (3, 2, 16), got (3, 1, 16)"),
+    (
+        {"layout": "HND"},
+        ValueError,
+        f'k must have shape {KV} = (3, 4, 16), got (3, 2, 16): these shapes fit layout="NHD"',
+    ),
     (change("v", lambda x: x[:2]), ValueError, f"v must have shape {KV} = (3, 2, 16), got (2, 2, 16)"),
     (change("slots", lambda x: x[:2]), ValueError, "slots must have shape (num_tokens,) = (3,), got (2,)"),
     (change("k_cache", lambda x: x[0]), ValueError, f"k_cache must have shape {NHD} in layout NHD, got (4, 2, 16)"),
