@@ -36,7 +36,7 @@ EDITS = [
         "cuda.threadIdx.x)",
         RaceFault,
         "shared-memory race: load of a location written by",
-        "q_vec = load_q(",
+        "seq_len = int64(agreed[0])",
     ),
     Edit(
         "paged/attention.py",

@@ -12,8 +12,9 @@ warp takes every fourth chunk: the tokens of one block, or 32 tokens of a block 
 32 / chunk_size lanes owns a token of the chunk. In V a lane owns the tokens of one 16-byte vector in every
 NUM_ROWS_PER_ITER-th row (of head_dim), summed over lanes and warps at the end.
 
-Shared memory. Static: q_vecs, head_dim float32, and red_smem, 8 float32. Dynamic, see `shared_bytes`: the logits of
-the thread block's tokens, and later out_smem, 2 * head_dim float32, in the same memory.
+Shared memory. Static: q_vecs, head_dim float32; red_smem, 8 float32; the length that all threads agree on. Dynamic,
+see `shared_bytes`: the logits of the thread block's tokens, and later out_smem, 2 * head_dim float32, in the same
+memory.
 
 Bad values. A length out of range counts as 0, and block ids are trusted: ../check.py looks at both first, if asked to.
 
@@ -53,8 +54,8 @@ def shared_bytes(config: AttentionConfig, num_tokens: int) -> int:
 
 
 def static_shared_bytes(config: AttentionConfig) -> int:
-    """Static shared memory of a thread block."""
-    return 4 * (config.head_dim + 2 * NUM_WARPS)
+    """Static shared memory of a thread block: the dynamic one begins at a multiple of 16 bytes."""
+    return 4 * (config.head_dim + 2 * NUM_WARPS) + 16
 
 
 def make_v1(config: AttentionConfig) -> KernelSource:
@@ -86,7 +87,7 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
         v_block_stride, v_head_stride, v_row_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
         q_vecs = shared_address(cuda.shared.array(HEAD_DIM, float32, alignment=16))
-        red_smem = cuda.shared.array(NUM_SUMS, float32)
+        red_smem, agreed = cuda.shared.array(NUM_SUMS, float32), cuda.shared.array(1, int32)
         logits = cuda.shared.array(0, float32, alignment=16)
         warp_idx, lane = int64(cuda.threadIdx.x // WARP_SIZE), int64(cuda.threadIdx.x % WARP_SIZE)
         seq_idx = int64(uint32(cuda.blockIdx.x) // uint32(num_heads))
@@ -97,16 +98,19 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
         if PACKED:
             k_vec_stride, k_token_stride, v_row_stride = BLOCK_SIZE * 16, 16, BLOCK_SIZE * KV_BYTES
 
+        # Thread 0 reads the length for the block: it may change while the kernel runs, and all threads must agree.
+        if cuda.threadIdx.x == 0:
+            agreed[0] = length_of(seq_lens, seq_idx, max_seq_len)
+        stage_query(q_vecs, address(q) + seq_idx * q_seq_stride + head_idx * q_head_stride, cuda.threadIdx.x)
+        cuda.syncthreads()
+
         # The thread block's tokens are first_token to last_token - 1, in chunks.
-        seq_len = length_of(seq_lens, seq_idx, max_seq_len)
+        seq_len = int64(agreed[0])
         first_token, last_token = tokens_of(seq_len, window, partition_idx)
         if PARTITION_SIZE and first_token >= last_token:
             return
         start_token = first_token // CHUNK_SIZE * CHUNK_SIZE
         num_tokens = (last_token - start_token + CHUNK_SIZE - 1) // CHUNK_SIZE * CHUNK_SIZE
-
-        stage_query(q_vecs, address(q) + seq_idx * q_seq_stride + head_idx * q_head_stride, cuda.threadIdx.x)
-        cuda.syncthreads()
 
         # q . k: a thread group for each token of a chunk.
         thread_group_idx, thread_group_offset = lane // THREAD_GROUP_SIZE, lane % THREAD_GROUP_SIZE

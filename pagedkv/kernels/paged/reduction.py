@@ -8,7 +8,8 @@ and elements of head_dim for the sum.
 The formula is that of device/merging.py, but its steps stand here and in softmax.py, with exact divisions, one beside
 the other as in vLLM.
 
-Shared memory. Static: red_smem, 8 float32, and the weights of 128 partitions at a time.
+Shared memory. Static: red_smem, 8 float32; the weights of 128 partitions at a time; the length that all
+threads agree on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..device.logits import NONE
 from ..device.source import KernelSource
 from .config import NUM_THREADS, NUM_WARPS, PARTITION_SIZE
 from .softmax import block_max, block_sum, exp_minus
+from .tables import length_of
 
 BYTES, INTS, FLOATS = types.CPointer(types.uint8), types.CPointer(int32), types.CPointer(float32)
 SIGNATURE = types.void(
@@ -54,7 +56,7 @@ def make_v2_reduce(config: ReductionConfig) -> KernelSource:
         out, lse, tmp_out, exp_sums, max_logits, seq_lens, sinks,
         num_heads, max_seq_len, window, max_num_partitions, out_seq_stride, out_head_stride,
     ):  # fmt: skip
-        red_smem = cuda.shared.array(NUM_SUMS, float32)
+        red_smem, agreed = cuda.shared.array(NUM_SUMS, float32), cuda.shared.array(1, int32)
         weights = cuda.shared.array(NUM_THREADS, float32)
         thread_idx = int64(cuda.threadIdx.x)
         seq_idx = int64(uint32(cuda.blockIdx.x) // uint32(num_heads))
@@ -62,9 +64,11 @@ def make_v2_reduce(config: ReductionConfig) -> KernelSource:
         row = seq_idx * num_heads + head_idx
         first_partition = row * max_num_partitions
 
-        seq_len = int64(seq_lens[seq_idx])
-        if seq_len < 0 or seq_len > max_seq_len:
-            seq_len = int64(0)
+        # Thread 0 reads the length for the block: it may change while the kernel runs, and all threads must agree.
+        if thread_idx == 0:
+            agreed[0] = length_of(seq_lens, seq_idx, max_seq_len)
+        cuda.syncthreads()
+        seq_len = int64(agreed[0])
         num_partitions = (seq_len + PARTITION_SIZE - 1) // PARTITION_SIZE - max(seq_len - window, 0) // PARTITION_SIZE
         sink = sinks[head_idx] if address(sinks) != 0 and seq_len > 0 else NONE
 

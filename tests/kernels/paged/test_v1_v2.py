@@ -18,7 +18,7 @@ from ...support.device_fakes import RecordingDevice, without_code
 from ...support.devices import emulator
 from ...support.problems import assert_close, build, expect
 from ...support.strategies import long
-from ..decode_cases import V1, V2, Variant, assert_same_bits, checked_call, decode
+from ..decode_cases import V1, V2, Variant, after_changing_lengths, assert_same_bits, checked_call, decode
 from .variants import MORE_VARIANTS, PARTITION, VARIANTS, specs
 
 BOTH = pytest.mark.parametrize("variant", [V1, V2], ids=str)
@@ -73,6 +73,18 @@ def test_the_bits_depend_on_neither_batch_nor_placement_nor_schedule(variant, op
     for seed in range(3):
         device = open_device(seed=seed, global_race=True)
         assert_same_bits(decode(build(spec), variant, device=device), (out, lse))
+
+
+@BOTH
+def test_all_threads_agree_on_a_length_that_changes_under_a_running_call(variant):
+    problem = build(variant.spec(seq_lens=(PARTITION + 50, 3 * PARTITION), num_kv_heads=1))
+    problem.block_tables %= len(problem.k_cache)  # entries past the lengths are used, too
+    expected = decode(problem, variant)
+    lengths = [0, 1, PARTITION, PARTITION + 1, 2 * PARTITION + 5, 3 * PARTITION, -1, 2**30]
+    with emulator(init_check=False) as device:  # partitions that no thread block has left may be read
+        call = checked_call(problem, variant.kernel)
+        result = after_changing_lengths(device, call, attention.decode_attention, None, lengths, 0)
+    assert_same_bits(result, expected)
 
 
 def test_v1_and_v2_agree_where_there_is_one_partition(open_device):
