@@ -90,6 +90,8 @@ class PagedKVCache(Sequences):
         `array_module` is not installed; the message names the extra that brings it.
     BackendUnavailableError
         `array_module` is CuPy, and it finds no GPU.
+    MemoryError
+        K and V take more than is free.
 
     Examples
     --------

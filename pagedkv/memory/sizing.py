@@ -114,5 +114,9 @@ def _bytes(memory: str | int | float, arrays: Arrays) -> int:
     if isinstance(memory, (float, np.floating)):
         if not 0.0 < memory <= 1.0:
             raise ValueError(f"memory must be a share above 0.0 and at most 1.0, or bytes as an int, got {memory}")
-        return int(memory * arrays.free_bytes())
+        if (free := arrays.free_bytes()) is None:
+            raise ValueError(
+                f"memory must be bytes, 2GiB say, on a system that does not say what is free, got {memory}"
+            )
+        return int(memory * free)
     return int(memory)

@@ -1,5 +1,9 @@
 """Pools sized by bytes, or by a share of the memory that is free."""
 
+import os
+from pathlib import Path
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -54,14 +58,22 @@ def test_amounts_of_memory_that_cannot_be(num_blocks, memory, error, message):
         PagedKVCache(LAYERS, num_blocks, P, HEADS, DIM, memory=memory)
 
 
-def test_more_than_the_system_has_is_refused_at_once(monkeypatch):
+@pytest.mark.parametrize("array_module", ["numpy", "torch"])
+def test_more_than_the_system_has_is_refused_at_once(monkeypatch, array_module):
     def never(self, num_blocks):
         raise AssertionError("the pool's arrays come first, and take minutes to fill")
 
     monkeypatch.setattr(BlockPool, "__init__", never)
-    with pytest.raises(MemoryError, match="Unable to allocate"):
-        PagedKVCache(1024, 2**31 - 1, P, HEADS, DIM)  # 4 PiB
+    message = (
+        r"^num_blocks must fit into the [\d,]+ bytes .* got 2,147,483,647 blocks, which take 4,503,599,625,273,344 "
+    )
+    with pytest.raises(MemoryError, match=message):
+        PagedKVCache(1024, 2**31 - 1, P, HEADS, DIM, array_module=array_module)
 
 
-def test_free_memory_of_the_host():
+def test_free_memory_of_the_host(monkeypatch):
     assert 0 < Arrays("numpy").free_bytes() < 2**60
+    monkeypatch.setattr(Path, "read_text", mock.Mock(side_effect=OSError))  # macOS has no such file
+    monkeypatch.setattr(os, "sysconf", mock.Mock(side_effect=ValueError))
+    with pytest.raises(ValueError, match=r"^memory must be bytes, 2GiB say, .* got 0.5$"):
+        PagedKVCache(LAYERS, None, P, HEADS, DIM, memory=0.5)

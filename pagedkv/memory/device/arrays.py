@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -98,18 +98,19 @@ class Arrays:
         """An array of the module as a NumPy view of the same memory; one on a device unchanged."""
         return x if self.on_device else host_view(x)
 
-    def free_bytes(self) -> int:
-        """Memory that is free now: on the device, or on the host what the system can give without swapping."""
+    def free_bytes(self) -> int | None:
+        """Memory that is free now: on the device, or on the host what the system gives without swapping, if it says."""
         if self._on_cuda:
             return int(self._module.cuda.mem_get_info(self._device)[0])
         if self.on_device and not self._is_torch:
             with self._device:
                 return int(self._module.cuda.runtime.memGetInfo()[0])
-        try:
+        with suppress(OSError, ValueError):
             [kib] = re.findall(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        except (OSError, ValueError):
+            return int(kib) * 1024
+        with suppress(AttributeError, ValueError):  # Windows and macOS do not say
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(kib) * 1024
+        return None
 
     def _is_capturing(self) -> bool:
         if self._on_cuda:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,11 @@ class Stacks:
         K and V, (num_layers, ...) each.
     views : tuple
         k_caches and v_caches as NumPy sees them, where it does: operations ask nobody else then.
+
+    Raises
+    ------
+    MemoryError
+        The device or the host has no room for them.
     """
 
     def __init__(
@@ -42,11 +48,20 @@ class Stacks:
     ) -> None:
         shapes = cache_shapes(layout, *sizes, dtype.itemsize)
         self._arrays = arrays
-        self.both = tuple(arrays.zeros((num_layers, *shape), dtype) for shape in shapes)
+        num_elements = sum(math.prod(shape[1:]) for shape in shapes)
+        self.block_bytes = num_layers * dtype.itemsize * num_elements
+        try:
+            self.both = tuple(arrays.zeros((num_layers, *shape), dtype) for shape in shapes)
+        except (MemoryError, RuntimeError, ValueError) as error:  # of NumPy or CuPy, of torch, of sizes beyond 64 bits
+            needed, free = sizes[0] * self.block_bytes, arrays.free_bytes()
+            if free is None or needed <= free:
+                raise
+            raise MemoryError(
+                f"num_blocks must fit into the {free:,} bytes of memory that are free, got {sizes[0]:,} blocks, which "
+                f"take {needed:,} bytes"
+            ) from error
         self.k_caches, self.v_caches = (tuple(stack) for stack in self.both)
         self.views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
-        num_elements = sum(int(np.prod(shape[1:])) for shape in shapes)
-        self.block_bytes = num_layers * dtype.itemsize * num_elements
 
     def copy(self, copies: Int64Array) -> None:
         """Copy blocks in all layers, (m, 2) int64 of source and destination, which nobody reads before the commit."""
