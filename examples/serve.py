@@ -8,7 +8,7 @@
 `/v1/completions` and `/v1/chat/completions`, streamed or whole; `/v1/models`; `/health`; `/metrics` for Prometheus; `/`
 draws the pool while it works. Requests share what they begin with, run together, and are computed by one thread
 (`server/worker.py`). What can never fit, or asks for what is not there, is refused with 400, what is too much at a time
-with 503 and Retry-After. A client that leaves is cancelled.
+with 503 and Retry-After. The request of a client that leaves is aborted.
 """
 
 import argparse

@@ -126,7 +126,7 @@ class Server:
 
     async def _pieces(self, wanted: Wanted, chat: bool, visit: Visit) -> AsyncGenerator[tuple[str, str]]:
         """Text as it comes, and why it ended with the last piece."""
-        visit.reason = "cancelled"
+        visit.reason = "aborted"
         try:
             with self.admission.place(wanted.max_tokens or self.context) as place:
                 # Prompts become tokens on a thread: long ones take a while, and a template is a program.

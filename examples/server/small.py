@@ -81,7 +81,7 @@ class SmallEngine:
         self._asked[request] = asked
         return request
 
-    def cancel(self, request: int) -> None:
+    def abort(self, request: int) -> None:
         """End a request and free its blocks."""
         del self._asked[request]
         self.scheduler.abort(request)

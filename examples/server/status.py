@@ -42,7 +42,7 @@ def pool(engine: Engine) -> dict[str, str]:
 def metrics(engine: Engine, counts: Mapping[str, int]) -> str:
     """Prometheus' text format, 0.0.4."""
     scheduler, stats = engine.scheduler, engine.cache.stats()
-    ends = ("stop", "length", "cancelled", "refused", "failed")
+    ends = ("stop", "length", "aborted", "refused", "failed")
     families: list[tuple[str, str, str, dict[str, float]]] = [
         ("requests_total", "counter", "requests by how they ended", {f'end="{end}"': counts[end] for end in ends}),
         ("tokens_generated_total", "counter", "tokens that were sent", {"": counts["tokens"]}),

@@ -1,7 +1,7 @@
 """The thread that computes: nothing else touches the engine, and the event loop never waits for it.
 
 Messages go to it through a queue, and come back to the event loop once for each step. How many requests there are at a
-time is bounded where they come in: the queue never has more than that, and as many cancellations and looks.
+time is bounded where they come in: the queue never has more than that, and as many aborts and looks.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class Engine(Protocol):
 
     def add(self, tokens: list[int], max_tokens: int, **options: Any) -> int: ...
 
-    def cancel(self, request: int) -> None: ...
+    def abort(self, request: int) -> None: ...
 
     def step(self) -> list[Any]: ...
 
@@ -106,7 +106,7 @@ class Worker:
         await asyncio.to_thread(self._thread.join)
 
     async def pieces(self, job: Job) -> AsyncGenerator[tuple[str, str]]:
-        """The text of a job as it comes, token by token, and why it ends; leaving the loop early cancels it.
+        """The text of a job as it comes, token by token, and why it ends; leaving the loop early aborts it.
 
         Raises
         ------
@@ -132,7 +132,7 @@ class Worker:
         finally:
             self._open.discard(job)
             if not is_done:
-                self._inbox.put((self._cancel, job))
+                self._inbox.put((self._abort, job))
 
     async def look(self, at: Callable[[Engine], Any]) -> Any:
         """What a function says of the engine between two steps.
@@ -198,7 +198,7 @@ class Worker:
             failure = RuntimeError(f"the model failed: {type(error).__name__}: {error}")
             pieces: list[tuple[Job, Any]] = [(job, failure) for job in self._jobs.values()]
             for request in self._jobs:
-                self.engine.cancel(request)
+                self.engine.abort(request)
             self._jobs.clear()
         else:
             pieces = [self._piece(sampled) for sampled in made]
@@ -211,7 +211,7 @@ class Worker:
         if isinstance(piece, Exception) or piece[1]:
             del self._jobs[sampled.request]
             if not sampled.reason:  # the engine does not know that the text has ended
-                self.engine.cancel(sampled.request)
+                self.engine.abort(sampled.request)
         return job, piece
 
     def _add(self, job: Job) -> None:
@@ -224,9 +224,9 @@ class Worker:
             failure = RuntimeError(f"the engine cannot take it: {type(error).__name__}: {error}")
             self._post(self._deliver, [(job, failure)])
 
-    def _cancel(self, job: Job) -> None:
+    def _abort(self, job: Job) -> None:
         if self._jobs.pop(job.request, None):  # else it ended meanwhile, or never began
-            self.engine.cancel(job.request)
+            self.engine.abort(job.request)
 
     def _look(self, message: tuple[Callable[[Engine], Any], asyncio.Future[Any]]) -> None:
         at, answer = message
@@ -238,7 +238,7 @@ class Worker:
 
     def _end(self, _: None) -> None:
         for request in self._jobs:
-            self.engine.cancel(request)
+            self.engine.abort(request)
         self._ending = True
         ended = [(job, Busy(SHUTTING_DOWN, 1)) for job in self._jobs.values()]
         self._jobs.clear()

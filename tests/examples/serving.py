@@ -109,5 +109,5 @@ def held(server, after=0):
         go.set()
 
 
-def cancelled(server):
-    return server.server.counts["cancelled"]
+def aborted(server):
+    return server.server.counts["aborted"]

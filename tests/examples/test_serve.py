@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from .serving import EXAMPLES, TOKENIZER, ask, begin, cancelled, complete, held, serving, wait_until
+from .serving import EXAMPLES, TOKENIZER, aborted, ask, begin, complete, held, serving, wait_until
 
 from sampling import Sampling  # isort: skip
 from server.small import SmallDecoder, small  # isort: skip
@@ -208,21 +208,21 @@ def test_who_has_priority_goes_first():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_in_the_middle_of_its_prompt_is_cancelled(shared, stream):
-    before = cancelled(shared)
+def test_a_client_that_leaves_in_the_middle_of_its_prompt_is_aborted(shared, stream):
+    before = aborted(shared)
     prompt = [7, *PROMPT[:900]]  # 8 steps, and in no cache
     with held(shared, after=2) as is_held:
         connection = begin(shared.port, prompt=prompt, max_tokens=100, stream=stream)
         assert is_held()
         assert shared.engine.cache.stats().used > 0
         connection.close()
-        wait_until(lambda: cancelled(shared) == before + 1)
+        wait_until(lambda: aborted(shared) == before + 1)
     wait_until(lambda: shared.engine.cache.stats().used == 0)
     assert complete(shared.port, "x", max_tokens=1)[1] == "length"
 
 
-def test_a_client_that_is_killed_is_cancelled(shared):
-    before = cancelled(shared)
+def test_a_client_that_is_killed_is_aborted(shared):
+    before = aborted(shared)
     code = """
 import socket, sys
 body = b'{"prompt": "def main(", "max_tokens": 1000, "stream": true, "temperature": 0}'
@@ -236,7 +236,7 @@ sys.stdin.read()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
         assert client.stdout.readline()
         client.kill()
-    wait_until(lambda: cancelled(shared) == before + 1)
+    wait_until(lambda: aborted(shared) == before + 1)
     wait_until(lambda: shared.engine.cache.stats().used == 0)
 
 

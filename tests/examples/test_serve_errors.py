@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from .serving import TOKENIZER, ask, begin, cancelled, complete, held, serving, wait_until
+from .serving import TOKENIZER, aborted, ask, begin, complete, held, serving, wait_until
 
 from server.small import SmallDecoder, SmallText  # isort: skip
 
@@ -186,7 +186,7 @@ def test_each_request_has_a_line_in_the_log_without_its_text(shared, caplog):
         caplog.messages[0],
     )
     assert re.search(r"id=- .* status=400 in=- cached=- out=- .* reason=-", caplog.messages[1])
-    assert re.search(r"status=499 in=\d cached=0 out=0 .* reason=cancelled", caplog.messages[3])
+    assert re.search(r"status=499 in=\d cached=0 out=0 .* reason=aborted", caplog.messages[3])
     assert "secret" not in caplog.text
     assert answer["choices"][0]["text"] not in caplog.text
 
@@ -202,13 +202,13 @@ def test_a_look_that_fails_is_an_answer(shared, monkeypatch, path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_tells_who_waits_and_ends_the_server():
     with serving() as server:
-        cancel = server.engine.cancel
+        abort = server.engine.abort
 
-        def cancel_and_fail(request):
-            cancel(request)
+        def abort_and_fail(request):
+            abort(request)
             raise KeyError("odd")
 
-        server.engine.cancel = cancel_and_fail
+        server.engine.abort = abort_and_fail
         server.engine.model.forward = failing
         status, _, body = ask(server.port, {"prompt": "x"})
         assert (status, json.loads(body)["error"]["message"]) == (500, "the engine has died: KeyError: 'odd'")
@@ -242,13 +242,13 @@ def test_a_server_that_ends_waits_for_no_body():
         assert connection.recv(100) == b""
 
 
-def test_a_text_that_ends_at_a_stop_is_not_cancelled(shared):
+def test_a_text_that_ends_at_a_stop_is_not_aborted(shared):
     text, _ = complete(shared.port, "def main(", temperature=0, max_tokens=30)
     counts = shared.server.counts
-    before, stopped = cancelled(shared), counts["stop"]
+    before, stopped = aborted(shared), counts["stop"]
     complete(shared.port, "def main(", temperature=0, max_tokens=30, stop=text[10:13])
     wait_until(lambda: counts["stop"] == stopped + 1)
-    assert cancelled(shared) == before
+    assert aborted(shared) == before
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ MUTANTS = [
         "engine: a step that failed is not dropped",
         "            self.scheduler.drop()\n",
         "            pass\n",
-        ENGINE + "test_a_request_of_a_step_that_failed_can_be_cancelled",
+        ENGINE + "test_a_request_of_a_step_that_failed_can_be_aborted",
     ),
     Mutant(
         "engine: requests share their random draws",

@@ -93,7 +93,7 @@ class Engine:
     last one of each request gets logits.
 
     One thread at a time may call it. After an error of the model nothing of its step has happened, and it can be made
-    again, with the same draws, or its requests cancelled. After an interrupt (Ctrl-C), or an error of a listener to the
+    again, with the same draws, or its requests aborted. After an interrupt (Ctrl-C), or an error of a listener to the
     cache's events, the next call computes running requests again as far as the prefix cache does not find them.
 
     Parameters
@@ -248,7 +248,7 @@ class Engine:
         min_tokens = as_int("min_tokens", min_tokens, maximum=max_tokens)
         request = Request(ids, max_tokens, min_tokens, sampling, sorted(ends), decoder)
         number = self._add(request, priority, salt)
-        # No interrupt comes between here and the caller: without its number, nobody could read or cancel the request.
+        # No interrupt comes between here and the caller: without its number, nobody could read or abort the request.
         self._requests[number] = request
         self._is_torn = False
         return number
@@ -264,7 +264,7 @@ class Engine:
             raise
 
     @_one_at_a_time
-    def cancel(self, request: int) -> None:
+    def abort(self, request: int) -> None:
         """End a request and free its blocks.
 
         Raises
@@ -316,7 +316,7 @@ class Engine:
         """Add a request and iterate over its tokens, without the one that stops it.
 
         Several can be open at a time: each step that one of them waits for is a step of all requests. Closing the
-        iterator, or letting go of it, cancels the request with the next step.
+        iterator, or letting go of it, aborts the request with the next step.
 
         Parameters
         ----------
@@ -429,7 +429,7 @@ class Engine:
                 del self._requests[number]
 
     def _end(self, number: int) -> None:
-        self._requests[number].reason = "cancelled"  # first: an interrupted end is an end
+        self._requests[number].reason = "aborted"  # first: an interrupted end is an end
         self.scheduler.abort(number)
         del self._requests[number]
 

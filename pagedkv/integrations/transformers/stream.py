@@ -20,16 +20,16 @@ class Stream(Iterator[Item]):
         What has come of it so far, which grows.
     compute : callable
         Makes a step of the engine.
-    cancel : callable
+    abort : callable
         Ends the request, now or later; may be called at any time, from the garbage collector too.
     """
 
     _is_open = False  # where an interrupt keeps it from being made
 
     def __init__(
-        self, request: Request, items: Sequence[Item], compute: Callable[[], None], cancel: Callable[[], None]
+        self, request: Request, items: Sequence[Item], compute: Callable[[], None], abort: Callable[[], None]
     ) -> None:
-        self._request, self._items, self._compute, self._cancel = request, items, compute, cancel
+        self._request, self._items, self._compute, self._abort = request, items, compute, abort
         self._num_given = 0
         self._is_open = True
 
@@ -45,9 +45,9 @@ class Stream(Iterator[Item]):
         return item
 
     def close(self) -> None:
-        """Cancel the request, if it has not ended."""
+        """Abort the request, if it has not ended."""
         if self._is_open and not self._request.reason:
-            self._cancel()
+            self._abort()
         self._is_open = False
 
     def __del__(self) -> None:

@@ -108,22 +108,22 @@ def test_several_streams_are_read_in_turn(model, expected):
     assert finish(engine) == ({}, {})
 
 
-def test_leaving_a_stream_and_cancel_free_the_blocks(model, expected):
+def test_leaving_a_stream_and_abort_free_the_blocks(model, expected):
     engine = engine_for(model)
-    left, cancelled, stays = (engine.tokens(ids, NEW) for ids in TEXTS[:3])
-    assert [next(left), next(cancelled), next(stays)] == [tokens[0] for tokens in expected[:3]]
+    left, aborted, stays = (engine.tokens(ids, NEW) for ids in TEXTS[:3])
+    assert [next(left), next(aborted), next(stays)] == [tokens[0] for tokens in expected[:3]]
     left.close()
-    engine.cancel(1)
+    engine.abort(1)
     assert engine.scheduler.num_running == 2
-    assert list(cancelled) == []
+    assert list(aborted) == []
     assert next(left, None) is None
     assert list(stays) == expected[2][1:]
     assert finish(engine) == ({}, {})
     with pytest.raises(KeyError):
-        engine.cancel(1)
+        engine.abort(1)
 
 
-def test_a_stream_that_is_left_before_its_first_token_is_cancelled(model, tokenizer):
+def test_a_stream_that_is_left_before_its_first_token_is_aborted(model, tokenizer):
     engine = engine_for(model, tokenizer=tokenizer)
     engine.tokens(TEXTS[0], NEW).close()
     engine.stream("!", NEW).close()
@@ -155,12 +155,12 @@ def test_a_stream_that_is_left_in_the_middle_of_a_call_of_the_cache_ends_with_th
     assert finish(engine) == ({}, {})
 
 
-def test_a_request_that_is_cancelled_in_the_middle_of_its_prompt(model, expected):
+def test_a_request_that_is_aborted_in_the_middle_of_its_prompt(model, expected):
     engine = engine_for(model, max_num_batched_tokens=8)
     request, other = engine.add(TEXTS[1], NEW), engine.add(TEXTS[0], NEW)
     assert engine.step() == []
     assert engine.cache.stats().used > 0
-    engine.cancel(request)
+    engine.abort(request)
     assert finish(engine)[0] == {other: expected[0]}
 
 
@@ -177,14 +177,14 @@ def test_a_step_that_fails_can_be_made_again(model, expected, monkeypatch):
     assert [first[0].token, *tokens[request]] == expected[1]
 
 
-def test_a_request_of_a_step_that_failed_can_be_cancelled(model, monkeypatch):
+def test_a_request_of_a_step_that_failed_can_be_aborted(model, monkeypatch):
     engine = engine_for(model)
     request = engine.add(TEXTS[1], NEW)
     with monkeypatch.context() as patch:
         patch.setattr(model.lm_head, "forward", lambda x: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
-    engine.cancel(request)
+    engine.abort(request)
     assert engine.cache.stats().used == 0
 
 

@@ -137,7 +137,7 @@ def test_a_stream_says_what_is_wrong(model):
 
 
 @pytest.mark.parametrize("kind", ["tokens", "stream"])
-def test_a_stream_that_an_interrupt_keeps_from_its_caller_is_cancelled(model, monkeypatch, kind):
+def test_a_stream_that_an_interrupt_keeps_from_its_caller_is_aborted(model, monkeypatch, kind):
     engine = Engine(model, byte_tokenizer(), num_blocks=64)
 
     def interrupted(self, *args):

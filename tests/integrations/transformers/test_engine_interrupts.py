@@ -83,12 +83,12 @@ class Disturbed:
             *_, stream, _ = self.streams.pop(self.random.randrange(len(self.streams)))
             stream.close()
 
-    def cancel(self):
+    def abort(self):
         number = self.random.choice([number for number in self.asked if number in self.engine._requests] or [None])
         if number is not None:
             del self.asked[number]
             with suppress(KeyError):  # it ended with the last step, of which nothing was heard
-                self.call(self.engine.cancel, number)
+                self.call(self.engine.abort, number)
 
     def step(self):
         for made in self.call(self.engine.step) or []:
@@ -107,7 +107,7 @@ def disturb(model, alone, seed):
     for _ in range(4):
         one.open_stream() if seed % 2 else one.add()
     # A step for a stream gives what else comes of it to nobody.
-    weights = {one.step: 6, one.add: 2, one.cancel: 1}
+    weights = {one.step: 6, one.add: 2, one.abort: 1}
     if seed % 2:
         weights = {one.read: 6, one.open_stream: 2, one.close_stream: 1}
     for _ in range(14):

@@ -201,7 +201,7 @@ def test_a_call_in_the_middle_of_another_one(engine, said):
     errors = []
 
     def call(*_):
-        for method in (lambda: engine.add(PROMPT, 1), engine.step, lambda: engine.cancel(0)):
+        for method in (lambda: engine.add(PROMPT, 1), engine.step, lambda: engine.abort(0)):
             with pytest.raises(RuntimeError, match="in the middle of another call of this Engine") as error:
                 method()
             errors.append(error)
