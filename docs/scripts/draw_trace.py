@@ -183,7 +183,7 @@ def memory_run(only: int | None = None) -> str:
     """A small run in contiguous memory, a buddy allocator's and in blocks, moving; or one frame of it."""
     managers = {
         f"contiguous, {MAX_LEN} each": trace.Contiguous(MEMORY, MAX_LEN),
-        "buddy, told": trace.Buddy(MEMORY),
+        "buddy, oracle": trace.Buddy(MEMORY),
         f"paged, P = {BLOCK_SIZE}": trace.Paged(MEMORY, BLOCK_SIZE),
     }
     runs = {name: owners_over_time(manager) for name, manager in managers.items()}

@@ -114,7 +114,7 @@ class Cell:
         return {operation: self.group, **sizes, **queries, **rest, **causal}
 
 
-class Problem:
+class BenchProblem:
     """The arrays of a cell on the host, with normal values and with blocks in random order.
 
     Attributes

@@ -33,7 +33,7 @@ def add_options(parser: ArgumentParser) -> None:
     parser.epilog = (
         "Percentages are of the slots that are not idle: tokens; slots reserved for tokens to come; internal "
         "fragmentation, held and never used; external fragmentation, free where the next request does not fit. Waste is"
-        ' the last three. "told": the manager knows how long each request will be, which no server does.'
+        ' the last three. "oracle": the manager knows how long each request will be, which no server does.'
     )
     parser.add_argument(
         "--requests", type=int, metavar="N", help=f"how many (default: {NUM_REQUESTS}, or all rows of --csv)"
@@ -124,8 +124,8 @@ def run(
         raise ValueError(f"--memory must be at least the {max_len} slots of --max-len, got {memory}")
     managers: list[tuple[str, Callable[[], Manager]]] = [
         (f"contiguous, {max_len} each", partial(Contiguous, memory, max_len)),
-        ("contiguous, told", partial(Contiguous, memory)),
-        ("buddy, told", partial(Buddy, memory)),
+        ("contiguous, oracle", partial(Contiguous, memory)),
+        ("buddy, oracle", partial(Buddy, memory)),
         *(("paged", partial(_paged, trace, memory, P, watermark)) for P in block_sizes),
     ]
     for _, make in managers:

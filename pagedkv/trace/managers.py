@@ -75,7 +75,7 @@ class Reserving:
 
 
 class Contiguous(Reserving):
-    """Contiguous slots, first fit: as many as the longest sequence may have, or told how many will be needed.
+    """Contiguous slots, first fit: as many as the longest sequence may have, or just as many as will be needed.
 
     The first is what serving did before paging (FasterTransformer; Orca (Max) in the vLLM paper). The second is the
     best that contiguous memory can do (Orca (Oracle)).
@@ -85,7 +85,7 @@ class Contiguous(Reserving):
     memory : int
         Slots, at least 1.
     max_len : int or None
-        Slots for every sequence, from 1 to `memory`; None to be told.
+        Slots for every sequence, from 1 to `memory`; None for as many as each will need (an oracle).
     """
 
     def __init__(self, memory: int, max_len: int | None = None) -> None:
@@ -96,7 +96,7 @@ class Contiguous(Reserving):
 
 
 class Buddy(Reserving):
-    """A run of a power of two of slots, from a buddy allocator that is told how many will be needed.
+    """A run of a power of two of slots, from a buddy allocator that knows how many will be needed (an oracle).
 
     Parameters
     ----------

@@ -6,7 +6,7 @@ import pytest
 import pagedkv
 from pagedkv import reference
 from pagedkv.bench.gpu import decode, prefill
-from pagedkv.bench.problem import Cell, Problem, span
+from pagedkv.bench.problem import BenchProblem, Cell, span
 
 SMALL = [Cell("x", (70, 1, 33), 8, 2, 64), Cell("x", (40,), 4, 2, 64, 1, "bfloat16", "fp8_e5m2")]
 
@@ -17,7 +17,7 @@ def test_lengths_are_named():
 
 @pytest.mark.parametrize("cell", SMALL, ids=str)
 def test_the_least_traffic_is_every_byte_of_a_visible_token(cell):
-    problem = Problem(cell)
+    problem = BenchProblem(cell)
     read = np.zeros(problem.kv.shape, bool)
     for table, length in zip(problem.block_tables, problem.seq_lens, strict=True):
         for position in range(length):
@@ -35,7 +35,7 @@ def test_products_are_those_of_the_pairs_that_the_mask_leaves(cell):
 
 @pytest.mark.parametrize("cell", SMALL, ids=str)
 def test_a_problem_is_what_the_cell_says_and_what_is_expected_of_it_is_right(cell):
-    problem = Problem(cell)
+    problem = BenchProblem(cell)
     assert problem.q.shape == (len(cell.seq_lens), cell.num_heads, cell.head_dim)
     assert problem.q.dtype.name == cell.dtype
     used = [table[: -(-n // cell.block_size)] for table, n in zip(problem.block_tables, problem.seq_lens, strict=True)]
@@ -49,7 +49,7 @@ def test_a_problem_is_what_the_cell_says_and_what_is_expected_of_it_is_right(cel
 
 @pytest.mark.parametrize("cell", [Cell("one", (40, 7), 8, 2, 64), *prefill.quick_cells()], ids=str)
 def test_what_is_compared_are_rows_of_the_whole_result(cell):
-    problem = Problem(cell)
+    problem = BenchProblem(cell)
     q, starts, checked = problem.q.astype(np.float32), problem.query_starts, problem.checked
     options = {"kv_dtype": cell.kv_dtype, "causal": cell.causal}
     whole = pagedkv.prefill_attention(q, *problem.kv, problem.block_tables, problem.seq_lens, starts, **options)
@@ -59,7 +59,7 @@ def test_what_is_compared_are_rows_of_the_whole_result(cell):
 
 
 def test_an_error_is_seen_in_a_row_that_is_compared_and_a_nan_in_any():
-    problem = Problem(Cell("x", (80,), 4, 2, 64, query_lens=(80,)))
+    problem = BenchProblem(Cell("x", (80,), 4, 2, 64, query_lens=(80,)))
     whole = pagedkv.prefill_attention(
         problem.q.astype(np.float32), *problem.kv, problem.block_tables, problem.seq_lens, problem.query_starts
     )

@@ -19,7 +19,7 @@ from pagedkv.errors import BackendUnavailableError
 from pagedkv.testing import Spec
 from pagedkv.testing.fuzzing import checks
 from pagedkv.testing.fuzzing import command as fuzz
-from pagedkv.testing.fuzzing.forms import draw_form
+from pagedkv.testing.fuzzing.cases import draw_case
 from pagedkv.testing.fuzzing.script import script
 from pagedkv.testing.problems.merges import MergeSpec
 from pagedkv.testing.problems.strategies import fade
@@ -36,13 +36,13 @@ SPECS = {
 
 
 def of(operation, seed=0):
-    return next(n for n in range(100) if draw_form("cpu", seed, n).operation == operation)
+    return next(n for n in range(100) if draw_case("cpu", seed, n).operation == operation)
 
 
 @pytest.fixture
 def only_merges(monkeypatch):
     """Forms that compile nothing."""
-    monkeypatch.setattr(fuzz, "draw_form", lambda backend, seed, number: draw_form(backend, 0, of("merge")))
+    monkeypatch.setattr(fuzz, "draw_case", lambda backend, seed, number: draw_case(backend, 0, of("merge")))
     monkeypatch.setitem(fuzz.TURN, "cpu", 20)
     seconds = itertools.count()
     monkeypatch.setattr(fuzz, "time", SimpleNamespace(time=lambda: next(seconds), monotonic=time.monotonic))
@@ -188,9 +188,9 @@ def test_refusals(words):
 @pytest.mark.parametrize("backend", ["cpu", "emulator"])
 def test_forms_of_a_seed_are_the_same_each_time(backend):
     for number in range(20):
-        first, again = (repr(draw_form(backend, 3, number)) for _ in range(2))
+        first, again = (repr(draw_case(backend, 3, number)) for _ in range(2))
         assert first == again
-    assert {draw_form(backend, 3, n).operation for n in range(40)} == {"decode", "prefill", "write", "merge"}
+    assert {draw_case(backend, 3, n).operation for n in range(40)} == {"decode", "prefill", "write", "merge"}
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ def test_the_table(capsys):
     assert columns.split()[:4] == ["manager", "P", "waste", "%"]
     assert [re.split("  +", line.strip())[:2] for line in lines] == [
         ["contiguous, 200 each", "-"],
-        ["contiguous, told", "-"],
-        ["buddy, told", "-"],
+        ["contiguous, oracle", "-"],
+        ["buddy, oracle", "-"],
         ["paged", "16"],
         ["paged", "4"],
     ]
@@ -159,7 +159,7 @@ def test_bars_lines_and_points_of_the_plot(drawn, capsys):
     assert np.sum([values for (_, values), _ in bars], axis=0) == pytest.approx([100] * 6)
     assert bars[1][1]["left"] == list(bars[0][0][1])
     lines = [options["label"] for name, _, options in drawn if name == "plot" and "label" in options]
-    assert lines == ["contiguous, 200 each", "contiguous, told", "buddy, told", "paged, P = 16"]
+    assert lines == ["contiguous, 200 each", "contiguous, oracle", "buddy, oracle", "paged, P = 16"]
     assert [args[0] for name, args, _ in drawn if name == "annotate"] == ["P = 4", "P = 16", "P = 64"]
     assert ("savefig", ("here.svg",), {"dpi": 150}) in drawn
 

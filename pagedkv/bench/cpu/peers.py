@@ -22,13 +22,13 @@ import pagedkv
 
 from ... import reference
 from ..contest import Call, Refused
-from ..problem import DTYPES, FP8_DTYPES, Problem
+from ..problem import DTYPES, FP8_DTYPES, BenchProblem
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 VLLM_BLOCK_SIZE = 32  # what vLLM asks for on the CPU is a multiple of it
 
 
-class HostProblem(Problem):
+class HostProblem(BenchProblem):
     """The arrays of a cell whose sequences have one length; the reference says what should come out of a few rows."""
 
     @property

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ...layouts import cache_shapes
 from ...typing import Layout
 from ..contest import Refused
-from ..problem import Problem
+from ..problem import BenchProblem
 from .device import Gpu
 
 
@@ -21,12 +21,12 @@ class GpuProblem:
     Attributes
     ----------
     gpu : Gpu
-    host : Problem
+    host : BenchProblem
     cell : Cell
     q, block_tables, seq_lens, query_starts : array
     """
 
-    def __init__(self, gpu: Gpu, host: Problem) -> None:
+    def __init__(self, gpu: Gpu, host: BenchProblem) -> None:
         self.gpu, self.host, self.cell = gpu, host, host.cell
         self.q, self.block_tables, self.seq_lens = map(gpu.array, (host.q, host.block_tables, host.seq_lens))
         self.query_starts = gpu.array(host.query_starts)

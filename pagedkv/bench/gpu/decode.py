@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..contest import interleaved, median, reason
-from ..problem import Cell, Problem
+from ..problem import BenchProblem, Cell
 from ..report import Interrupted, Row
 from . import measure
 from .arrays import GpuProblem
@@ -160,7 +160,7 @@ def run(
         measure.measure_all(gpu, "decode", measure.only(groups, among), chosen, FIRST, repeats, progress, rows)
         if groups is None or "launch" in groups:
             progress("launch")
-            problem = GpuProblem(gpu, Problem(among[0]))
+            problem = GpuProblem(gpu, BenchProblem(among[0]))
             launches += [launch_row(gpu, name, problem, repeats) for name in OURS if name in chosen]
     except KeyboardInterrupt:
         raise Interrupted([*rows, *means(rows[1:])]) from None

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from ..contest import NOT_INSTALLED, Call, Contest, Sample, Timer, contest, interleaved, median, spread
-from ..problem import TOLERANCE, Cell, Problem
+from ..problem import TOLERANCE, BenchProblem, Cell
 from ..report import Row
 from .arrays import GpuProblem
 from .device import Gpu
@@ -122,7 +122,7 @@ def measure(
     """
     shape = cell.columns(operation)
     where = " ".join(f"{name}={shape[name]}" for name in ("B", "n", "L") if name in shape)
-    host = Problem(cell)
+    host = BenchProblem(cell)
     problem = GpuProblem(gpu, host)
     result = contest_on(
         gpu,

@@ -20,7 +20,7 @@ from ...scheduling import Scheduler, Step
 from .attention import WatchedPass, uses_pagedkv
 from .models import kv_shape, require_positions, require_supported, text_config, uncompiled
 from .prompts import Prompt, prompt_ids, require_tokenizer, stop_texts, tokenizer_of
-from .request import Request
+from .request import EngineRequest
 from .sampling import Sampling, are_finite, choose
 from .stream import Stream
 from .text import TextDecoder
@@ -170,7 +170,7 @@ class Engine:
         self.scheduler = Scheduler(self.cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         self._model, self._tokenizer = model, tokenizer
         self._vocab_size = len(model.get_input_embeddings().weight)
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, EngineRequest] = {}
         self._left: deque[int] = deque()  # requests whose streams were closed or forgotten: `step` ends them
         self._made: list[Sampled] = []  # computed, and not yet returned by `step`
         self._is_busy = False  # in the middle of a call
@@ -246,7 +246,7 @@ class Engine:
             )
         max_tokens = as_int("max_tokens", max_tokens, minimum=1)
         min_tokens = as_int("min_tokens", min_tokens, maximum=max_tokens)
-        request = Request(ids, max_tokens, min_tokens, sampling, sorted(ends), decoder)
+        request = EngineRequest(ids, max_tokens, min_tokens, sampling, sorted(ends), decoder)
         number = self._add(request, priority, salt)
         # No interrupt comes between here and the caller: without its number, nobody could read or abort the request.
         self._requests[number] = request
@@ -254,7 +254,7 @@ class Engine:
         return number
 
     @_one_at_a_time
-    def _add(self, request: Request, priority: int, salt: str | bytes | None) -> int:
+    def _add(self, request: EngineRequest, priority: int, salt: str | bytes | None) -> int:
         self._is_torn = True
         try:
             ids: Any = request.prompt
@@ -340,7 +340,7 @@ class Engine:
         """
         tokenizer = tokenizer_of(self._tokenizer)
 
-        def pieces(request: Request) -> list[str]:
+        def pieces(request: EngineRequest) -> list[str]:
             request.decoder = request.decoder or TextDecoder(tokenizer)
             return request.pieces
 
@@ -351,7 +351,7 @@ class Engine:
         prompt: Prompt,
         max_tokens: int,
         options: dict[str, Any],
-        items_of: Callable[[Request], Sequence[_Item]],
+        items_of: Callable[[EngineRequest], Sequence[_Item]],
     ) -> Stream[_Item]:
         number = self.add(prompt, max_tokens, **options)
         try:

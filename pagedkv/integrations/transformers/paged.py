@@ -12,7 +12,7 @@ from ...operations.caches import write_kv
 
 
 @dataclass(frozen=True, eq=False)
-class Pages:
+class AllocatorPages:
     """The keys and values of layers that share block tables: those of one of transformers' allocators.
 
     It has a page for the K and V of each of its layers in every block, and counts tokens in rows of a page's K or V:
@@ -44,7 +44,7 @@ class Pages:
     unused: int
 
     @classmethod
-    def of(cls, allocator: Any) -> Pages:
+    def of(cls, allocator: Any) -> AllocatorPages:
         """The pages of an allocator of transformers."""
         layers, block_size = allocator.layer_indices, allocator.tokens_per_page
         shape = (-1, len(layers), 2, block_size, allocator.num_key_value_heads, allocator.head_dim)
@@ -77,12 +77,12 @@ class PagedPass:
 
     Parameters
     ----------
-    pages : list of Pages
+    pages : list of AllocatorPages
     inputs : dict
         What transformers gives to the model.
     """
 
-    def __init__(self, pages: list[Pages], inputs: dict[str, Any]) -> None:
+    def __init__(self, pages: list[AllocatorPages], inputs: dict[str, Any]) -> None:
         self._groups: dict[int, _InPlace | _Gathered] = {}
         for group in pages:
             of_layers = _InPlace if _stays(group, inputs) else _Gathered
@@ -93,7 +93,7 @@ class PagedPass:
         return self._groups[layer].attend(layer, q, k, v, **options)
 
 
-def _stays(pages: Pages, inputs: dict[str, Any]) -> bool:
+def _stays(pages: AllocatorPages, inputs: dict[str, Any]) -> bool:
     """Whether no token of the pass takes the place of one that another token of it still sees.
 
     The length of a sequence in a sliding layer counts its new tokens and at most window - 1 before them: beyond the
@@ -105,7 +105,7 @@ def _stays(pages: Pages, inputs: dict[str, Any]) -> bool:
 class _InPlace:
     """Layers whose keys and values are read where they are written."""
 
-    def __init__(self, pages: Pages, inputs: dict[str, Any]) -> None:
+    def __init__(self, pages: AllocatorPages, inputs: dict[str, Any]) -> None:
         self.pages = pages
         self.query_starts = inputs["cu_seq_lens_q"].int()
         starts = inputs["cu_seq_lens_k"][pages.layer_type].long()
@@ -155,7 +155,7 @@ class _InPlace:
 class _Gathered:
     """Sliding layers whose new tokens take the place of ones that are still seen: transformers copies all of them."""
 
-    def __init__(self, pages: Pages, inputs: dict[str, Any]) -> None:
+    def __init__(self, pages: AllocatorPages, inputs: dict[str, Any]) -> None:
         self.inputs = inputs
         self.query_starts = inputs["cu_seq_lens_q"].int()
         starts = inputs["cu_seq_lens_k"][pages.layer_type].int()

@@ -1,4 +1,4 @@
-"""Request: what an engine knows about one."""
+"""EngineRequest: what an engine knows about a request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .text import TextDecoder
 
 
 @dataclass(eq=False)
-class Request:
-    """A text in the making: what it began with, what has come of it, and how it ends.
+class EngineRequest:
+    """The prompt of a request, how its tokens are chosen, what was generated so far, and why it ended.
 
     Attributes
     ----------

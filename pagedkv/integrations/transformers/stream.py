@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from .request import Request
+from .request import EngineRequest
 
 Item = TypeVar("Item")
 
@@ -15,7 +15,7 @@ class Stream(Iterator[Item]):
 
     Parameters
     ----------
-    request : Request
+    request : EngineRequest
     items : sequence
         What has come of it so far, which grows.
     compute : callable
@@ -27,7 +27,7 @@ class Stream(Iterator[Item]):
     _is_open = False  # where an interrupt keeps it from being made
 
     def __init__(
-        self, request: Request, items: Sequence[Item], compute: Callable[[], None], abort: Callable[[], None]
+        self, request: EngineRequest, items: Sequence[Item], compute: Callable[[], None], abort: Callable[[], None]
     ) -> None:
         self._request, self._items, self._compute, self._abort = request, items, compute, abort
         self._num_given = 0

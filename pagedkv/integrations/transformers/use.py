@@ -16,7 +16,7 @@ from .attention import ForwardPass, choose_pagedkv, choose_transformers, running
 from .cache import PagedCache
 from .layers import let_layers_find
 from .models import input_names, kv_shape, require_causal, require_supported, text_config, uncompiled
-from .paged import PagedPass, Pages
+from .paged import AllocatorPages, PagedPass
 
 _PAGES = "_pages_of_pagedkv"
 
@@ -125,7 +125,7 @@ def _paged(inputs: dict[str, Any]) -> ForwardPass | None:
         return None
     kept = vars(cache)  # by the cache itself: whoever else kept them would keep its memory
     if _PAGES not in kept:
-        kept[_PAGES] = [Pages.of(allocator) for allocator in cache.cache_allocators.values()]
+        kept[_PAGES] = [AllocatorPages.of(allocator) for allocator in cache.cache_allocators.values()]
     return PagedPass(kept[_PAGES], inputs)
 
 

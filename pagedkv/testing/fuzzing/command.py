@@ -21,12 +21,12 @@ from ...emulator import EmulatorDevice
 from ...errors import BackendUnavailableError
 from ..problems.attention import Spec
 from ..search import search
+from .cases import draw_case
 from .checks import Moved, check
-from .forms import draw_form
 from .script import script
 
 BACKENDS = ("cpu", "emulator")
-# Problems of a turn: a form of a kernel takes seconds to compile.
+# Problems per turn: a turn's kernels take seconds to compile.
 TURN = {"cpu": 600, "emulator": 25}
 
 
@@ -129,25 +129,25 @@ def run(
 
 
 def play(backend: str, seed: int, number: int, end: float) -> Turn:
-    """One turn: problems of one form, until one fails or the time is up."""
-    form = draw_form(backend, seed, number)
+    """Run one turn: the problems of one case, until one fails or the time is up."""
+    case = draw_case(backend, seed, number)
     device = EmulatorDevice(global_race=True, seed=number) if backend == "emulator" else backend
-    changes = {"backend": device, **form.changes}
+    changes = {"backend": device, **case.changes}
     found = search(
-        form.strategy,
+        case.strategy,
         lambda spec: check(spec, **changes),
         max_examples=TURN[backend],
         seed=hash((seed, number)),
         stop_at=time.monotonic() + end - time.time(),
     )
     if found.failure is None:
-        return Turn(form.operation, found.num_examples)
+        return Turn(case.operation, found.num_examples)
     spec, error = found.failure
     if isinstance(error, BackendUnavailableError):  # every problem fails so on this machine
         raise error
     said = f"{type(error).__name__}: {error}\n{spec.explained() if isinstance(spec, Spec) else spec}"
     moved = error.spec if isinstance(error, Moved) else None
-    return Turn(form.operation, found.num_examples, said, script(spec, said, moved=moved, **changes))
+    return Turn(case.operation, found.num_examples, said, script(spec, said, moved=moved, **changes))
 
 
 def _written(path: str, text: str) -> str:

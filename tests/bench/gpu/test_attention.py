@@ -11,7 +11,7 @@ import pagedkv
 from pagedkv.__main__ import main
 from pagedkv.bench.gpu import decode, decode_peers, prefill, prefill_peers
 from pagedkv.bench.gpu.arrays import GpuProblem
-from pagedkv.bench.problem import Cell, Problem
+from pagedkv.bench.problem import BenchProblem, Cell
 
 from .fake_gpu import COPY_MS, READ_MS, FakeGpu
 
@@ -161,7 +161,7 @@ def test_targets_of_prefill():
 def test_what_a_launch_costs(monkeypatch):
     gpu = FakeGpu()
     monkeypatch.setitem(decode.SUBJECTS, "slow", lambda problem: gpu.subject("slow", 0.5))
-    problem = GpuProblem(gpu, Problem(Cell("x", (40, 40), 4, 2, 64)))
+    problem = GpuProblem(gpu, BenchProblem(Cell("x", (40, 40), 4, 2, 64)))
     result = decode.launch_row(gpu, "slow", problem, 2)
     assert {key: result[key] for key in ("call us", "replay us", "kernel us")} == pytest.approx(
         {"call us": 500, "replay us": 500, "kernel us": 500}

@@ -9,7 +9,7 @@ import torch
 import pagedkv
 from pagedkv.bench.gpu import decode_peers, measure, prefill_peers
 from pagedkv.bench.gpu.arrays import GpuProblem
-from pagedkv.bench.problem import Cell, Problem
+from pagedkv.bench.problem import BenchProblem, Cell
 
 from ...support.device_fakes import InterfaceArray, recording
 from .fake_gpu import FakeGpu
@@ -81,7 +81,7 @@ def test_kernels_of_pagedkv_are_launched_for_device_arrays(monkeypatch, name, la
         return pagedkv.decode_attention(*map(InterfaceArray, args), out=InterfaceArray(out), **options)
 
     monkeypatch.setattr(decode_peers, "decode_attention", on_device)
-    call = decode_peers.SUBJECTS[name](GpuProblem(FakeGpu(), Problem(EQUAL_STEP)))
+    call = decode_peers.SUBJECTS[name](GpuProblem(FakeGpu(), BenchProblem(EQUAL_STEP)))
     with recording() as devices:
         call()
     (device,) = devices.values()

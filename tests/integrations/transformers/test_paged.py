@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagedkv.integrations.transformers import paged, use_pagedkv
-from pagedkv.integrations.transformers.paged import Pages
+from pagedkv.integrations.transformers.paged import AllocatorPages
 
 from .models import WINDOW, eager_model, greedy, greedy_batch, make_model, prompts
 
@@ -51,7 +51,7 @@ def test_pages_of_another_size(models, expected):
 
 def test_tables_are_made_once_for_all_layers_and_nothing_is_copied(models, expected):
     with (
-        calls(Pages, "tables") as tables,
+        calls(AllocatorPages, "tables") as tables,
         calls(paged, "write_kv") as write,
         calls(paged.PagedPass, "__init__") as passes,
     ):
@@ -65,21 +65,21 @@ def test_tables_are_made_once_for_all_layers_and_nothing_is_copied(models, expec
 
 def test_the_pages_go_with_their_cache(models):
     """Those of a large model take most of a device, and the next call of generate_batch asks what is free."""
-    of, kept = Pages.of, []
+    of, kept = AllocatorPages.of, []
 
     def watched(allocator):
         pages = of(allocator)
         kept.extend((weakref.ref(allocator.cache_tensor), weakref.ref(pages)))  # whose views have the same memory
         return pages
 
-    with mock.patch.object(Pages, "of", watched):
+    with mock.patch.object(AllocatorPages, "of", watched):
         greedy_batch(models["Llama"], TEXTS[:1], 2)
     gc.collect()
     assert [one() for one in kept] == [None, None]
 
 
 def test_padding_has_no_slot():
-    pages = Pages(0, "full_attention", {}, block_size=4, stride=16, window=None, unused=32)
+    pages = AllocatorPages(0, "full_attention", {}, block_size=4, stride=16, window=None, unused=32)
     assert pages.slots(torch.tensor([0, 3, 16, 50, 32, 32])).tolist() == [0, 3, 4, 14, -1, -1]
 
 

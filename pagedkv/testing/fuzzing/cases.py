@@ -1,4 +1,4 @@
-"""What kernels are compiled for: a form is drawn at random, and many problems within it."""
+"""Cases: an operation and a family of problems that few compiled kernels serve, drawn at random."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ DEVICE_HEAD_DIMS = (8, 16, 40, 64, 64, 72, 80, 96, 128, 128, 192, 256)
 DEVICE_GROUP_SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 
 
-class Form(NamedTuple):
-    """An operation, problems of it that few kernels serve, and more arguments of the calls."""
+class FuzzCase(NamedTuple):
+    """An operation, a strategy for problems that few compiled kernels serve, and further arguments of the calls."""
 
     operation: str
     strategy: SearchStrategy[Any]
     changes: dict[str, Any]
 
 
-def draw_form(backend: str, seed: int, number: int) -> Form:
-    """The same form for the same numbers."""
+def draw_case(backend: str, seed: int, number: int) -> FuzzCase:
+    """Draw a case: the same one for the same seed and number."""
     rng = random.Random(f"{seed} {number}")
     [operation] = rng.choices(("decode", "prefill", "write", "merge"), (5, 5, 1, 1))
     if operation == "merge":
-        return Form(operation, merge_specs(head_dims=(rng.choice((8, 16, 64, 80)),)), {})
+        return FuzzCase(operation, merge_specs(head_dims=(rng.choice((8, 16, 64, 80)),)), {})
     layouts = rng.choice((("NHD", "HND"), ("NHD", "HND"), ("vllm",)))
     if operation == "write":
         kv_dtype = rng.choice(KV_DTYPES)
-        return Form(operation, write_specs(layouts, (kv_dtype,), _strides(backend, kv_dtype)), {})
+        return FuzzCase(operation, write_specs(layouts, (kv_dtype,), _strides(backend, kv_dtype)), {})
     limits = _cpu_limits(rng, layouts) if backend == "cpu" else _device_limits(rng, layouts, operation)
     if backend == "emulator":  # a key of a head takes milliseconds: few heads, of wide ones few keys
         [group_size] = limits.group_sizes
@@ -43,7 +43,7 @@ def draw_form(backend: str, seed: int, number: int) -> Form:
         limits = replace(limits, nums_kv_heads=nums_kv_heads, elements=2**16)
     is_vllm_decode = layouts == ("vllm",) and operation == "decode"
     changes = {"kernel": rng.choice(("v1", "v2"))} if is_vllm_decode and backend != "cpu" else {}
-    return Form(operation, specs_within(limits, prefill=operation == "prefill"), changes)
+    return FuzzCase(operation, specs_within(limits, prefill=operation == "prefill"), changes)
 
 
 def _cpu_limits(rng: random.Random, layouts: tuple[str, ...]) -> Limits:
