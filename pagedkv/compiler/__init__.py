@@ -29,6 +29,13 @@ if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 5):  # which has no np.
 import_module("_numba_cuda_redirector")
 
 
+def compiler_missing(error: Exception) -> BackendUnavailableError:
+    """What to say when NVVM, or nvrtc, which numba-cuda needs beside it, is missing or does not work."""
+    reason = str(error).split("\n", 1)[0]  # what follows lists folders
+    needed = "need nvrtc" if "nvrtc" in reason else "are compiled by NVVM"
+    return BackendUnavailableError(f"CUDA kernels {needed}, which is missing or does not work ({reason}): {INSTALL}")
+
+
 def require_no_simulator() -> None:
     """Raise BackendUnavailableError if NUMBA_ENABLE_CUDASIM is set: numba then interprets kernels."""
     try:

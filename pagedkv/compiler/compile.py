@@ -27,7 +27,7 @@ from ..environment import cache_dir
 from ..errors import BackendUnavailableError
 from ..kernels.device.language import cuda, types
 from ..kernels.device.source import KernelSource, with_lineinfo
-from . import INSTALL, require_no_simulator
+from . import compiler_missing, require_no_simulator
 from .link import Linked, load_or_link
 from .numba_overrides import overridden
 from .ptx import Capability, external_functions, returns_0, specific, versions, with_lowest_version
@@ -167,10 +167,7 @@ def _compile(
                 _check(score_mod, capability, missing)
             return _make_ptx(make, config, capability, lineinfo, entry)
     except missing as error:
-        reason = str(error).split("\n", 1)[0]  # what follows lists folders
-        raise BackendUnavailableError(
-            f"CUDA kernels are compiled by NVVM, which is missing or does not work: {INSTALL} (numba-cuda: {reason})"
-        ) from error
+        raise compiler_missing(error) from error
     except nvvmError as error:
         raise BackendUnavailableError(
             f"NVVM cannot compile {entry} for {config} ({error}): use other options (a score_mod in float32, if "

@@ -15,7 +15,7 @@ from typing import Any
 from ..compiling.kernel_cache import Store, hash_of_sources
 from ..environment import cache_dir
 from ..errors import BackendUnavailableError
-from . import INSTALL
+from . import INSTALL, compiler_missing
 from .occupancy import SYSTEM_SHARED_BYTES
 from .ptx import Capability, external_functions, is_specific, versions
 
@@ -152,7 +152,7 @@ def link(ptx: str, capability: Capability, level: int = 3) -> Linked:
 
 
 def compiler() -> str:
-    """The versions of NVVM and of nvJitLink, which it loads to ask them.
+    """The versions of NVVM, nvrtc and nvJitLink, which it loads to ask them.
 
     Raises
     ------
@@ -160,15 +160,14 @@ def compiler() -> str:
         One of them is not installed, or does not work.
     """
     try:
-        from cuda.bindings import nvvm
+        from cuda.bindings import nvrtc, nvvm
 
-        version = ".".join(map(str, nvvm.version()))
+        found = {"NVVM": nvvm.version(), "nvrtc": nvrtc.nvrtcVersion()[1:]}
     except (ImportError, RuntimeError) as error:
-        reason = str(error).split("\n", 1)[0]  # what follows lists folders
-        raise BackendUnavailableError(
-            f"CUDA kernels are compiled by NVVM, which is missing or does not work ({reason}): {INSTALL}"
-        ) from error
-    return f"NVVM {version}, nvJitLink {_nvjitlink()[1]}"
+        raise compiler_missing(error) from error
+    return ", ".join(
+        [*(f"{name} {'.'.join(map(str, version))}" for name, version in found.items()), f"nvJitLink {_nvjitlink()[1]}"]
+    )
 
 
 def _nvjitlink() -> tuple[Any, str]:

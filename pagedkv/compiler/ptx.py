@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import sys
 from functools import cache
@@ -14,6 +15,11 @@ TOOLS = (
     *("numba", "numba-cuda", "llvmlite", "numpy", "cuda-bindings", "cuda-core"),
     *("nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
 )
+# Libraries that a toolkit has, too, and the distributions of theirs.
+LIBRARIES = {
+    "nvvm": ("nvidia-nvvm", "nvidia-cuda-nvcc-cu12"),
+    "nvJitLink": ("nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
+}
 
 
 @cache
@@ -26,7 +32,21 @@ def versions() -> tuple[str | None, ...]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    return sys.version, *map(version, TOOLS)
+    found = {tool: version(tool) for tool in TOOLS}
+    toolkits = (_file_of(library) for library, wheels in LIBRARIES.items() if not any(found[wheel] for wheel in wheels))
+    return sys.version, *found.values(), *toolkits
+
+
+def _file_of(library: str) -> str | None:
+    """Which file of a toolkit is loaded: none brings a version, and NVVM 13.0 and 13.5 both call themselves 2.0."""
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    try:
+        path = load_nvidia_dynamic_lib(library).abs_path
+    except DynamicLibNotFoundError:
+        return None
+    facts = path and os.stat(path)
+    return facts and f"{path}, {facts.st_size} bytes, {facts.st_mtime_ns}"
 
 
 # The lowest version of the PTX ISA for each target and the instructions of our kernels: that of CUDA 12.0 up to 9.0;

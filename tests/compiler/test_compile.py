@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import inspect
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -215,6 +217,24 @@ def test_what_differs_is_compiled_apart(monkeypatch, compiled, other):
 def test_the_versions_name_all_that_compiles():
     assert compiling.versions()[0] == sys.version
     assert all(compiling.versions()[1:5])
+
+
+def test_a_compiler_of_a_toolkit_counts_by_its_file(monkeypatch, tmp_path):
+    """It has no distribution, and does not say its version: NVVM 13.0 and 13.5 both say 2.0."""
+    version, found = importlib.metadata.version, tmp_path / "libnvvm.so"
+
+    def version_of_what_is_no_toolkit(name):
+        if name == "nvidia-nvvm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of_what_is_no_toolkit)
+    monkeypatch.setattr("cuda.pathfinder.load_nvidia_dynamic_lib", lambda name: SimpleNamespace(abs_path=str(found)))
+    keys = []
+    for content in ("13.0", "13.5.1"):
+        found.write_text(content)
+        keys.append(compiling.versions.__wrapped__())
+    assert keys[0] != keys[1]
 
 
 # Each process is forked from one that has imported the compiler, which takes longer than all the rest.

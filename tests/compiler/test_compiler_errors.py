@@ -36,8 +36,8 @@ def test_without_nvvm_the_message_says_what_to_install(monkeypatch):
     compile_kernel(make_scale, Config(7))
 
 
-@pytest.mark.parametrize("library", ["nvvm", "nvrtc"])
-def test_a_library_of_the_compiler_that_is_not_there_is_named(library, tmp_path):
+@pytest.mark.parametrize(("library", "need"), [("nvvm", "are compiled by NVVM"), ("nvrtc", "need nvrtc")])
+def test_a_library_of_the_compiler_that_is_not_there_is_named(library, need, tmp_path):
     # numba-cuda alone brings the bindings of the compiler, and the compiler only by its extras.
     program = f"""
 import cuda.pathfinder as pathfinder
@@ -52,11 +52,18 @@ try:
     pagedkv.warmup(8, 2, 64, 16, "float16", layout="vllm", kernels=["v1"], capabilities=[(9, 0)])
 except pagedkv.BackendUnavailableError as error:
     print(error)
+from pagedkv.compiler.link import compiler  # what `pagedkv info` asks
+try:
+    compiler()
+except pagedkv.BackendUnavailableError as error:
+    print(error)
 """
     environment = {**os.environ, "PAGEDKV_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.startswith("CUDA kernels are compiled by NVVM, which is missing or does not work: pip install")
-    assert done.stdout.endswith(f"(numba-cuda: no such file: lib{library}.so)\n")
+    told = f"CUDA kernels {need}, which is missing or does not work (no such file: lib{library}.so): pip install "
+    first, second = done.stdout.splitlines()
+    assert first.startswith(told)
+    assert second == first
 
 
 def test_the_simulator_is_refused_by_all_that_compiles_for_cuda():
