@@ -1,8 +1,6 @@
-"""The public operations on CuPy and torch arrays; on NumPy's, in the emulator, to see that these tests are right."""
+"""The public operations on arrays of CuPy and torch; on torch's of the host in the emulator, so that CI runs them."""
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,7 +8,8 @@ import torch
 
 import pagedkv
 
-from .support.problems import FLOATS, Spec, as_torch, assert_close, build
+from .support.frameworks import GPU_FRAMES, HOST, capture, cupy_frame, sent
+from .support.problems import FLOATS, Spec, assert_close, build
 from .support.rotary_cases import tables_of, tokens_of
 from .support.strategies import long
 
@@ -31,39 +30,7 @@ SPLIT_SPECS = [
 ]
 
 
-class Framework(NamedTuple):
-    """How arrays get to a device and back, a stream other than the default one, and options of every call."""
-
-    name: str
-    send: Any
-    fetch: Any
-    stream: Any
-    options: dict[str, Any]
-
-
-def numpy_frame():
-    return Framework("numpy", np.array, np.asarray, contextlib.nullcontext, {"backend": "emulator"})
-
-
-def cupy_frame():
-    cupy = pytest.importorskip("cupy")
-    return Framework("cupy", cupy.asarray, cupy.asnumpy, lambda: cupy.cuda.Stream(non_blocking=True), {})
-
-
-def torch_frame():
-    def fetch(x):
-        return x.cpu().numpy()
-
-    def stream():
-        return torch.cuda.stream(torch.cuda.Stream())
-
-    return Framework("torch", lambda x: as_torch(x).cuda(), fetch, stream, {})
-
-
-GPU_FRAMES = [pytest.param(cupy_frame, marks=pytest.mark.gpu), pytest.param(torch_frame, marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=[numpy_frame, *GPU_FRAMES])
+@pytest.fixture(params=[HOST, *GPU_FRAMES])
 def framework(request):
     return request.param()
 
@@ -71,10 +38,6 @@ def framework(request):
 @pytest.fixture(params=GPU_FRAMES)
 def gpu_framework(request):
     return request.param()
-
-
-def sent(framework, options):
-    return {name: framework.send(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
 
 
 @pytest.mark.parametrize(
@@ -242,37 +205,6 @@ def test_no_step_waits_for_the_device_of_torch():
         torch.cuda.set_sync_debug_mode("default")
     for got, wanted in zip(arrived, expected, strict=True):
         np.testing.assert_array_equal(got.cpu().numpy(), wanted)
-
-
-def capture(framework, call, num_warmups):
-    """A function that replays the call, which runs that often before, on another stream than that of the capture."""
-    if framework.name == "numpy":  # no graphs, but the call is the same
-        return call
-    if framework.name == "cupy":
-        cupy = pytest.importorskip("cupy")
-        own = cupy.cuda.get_current_stream()
-        for _ in range(num_warmups):
-            call()
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            stream.begin_capture()
-            call()
-            graph = stream.end_capture()
-
-        def replay():
-            stream.wait_event(own.record())  # what the call reads was written there
-            graph.launch(stream)
-            stream.synchronize()
-
-        return replay
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(num_warmups):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        call()
-    return lambda: (graph.replay(), torch.cuda.synchronize())
 
 
 @pytest.mark.parametrize("num_warmups", [1, 0])
