@@ -9,7 +9,7 @@ import pytest
 import pagedkv
 from pagedkv.commit import commit
 from pagedkv.cpu import blocks, rotary
-from pagedkv.cpu.attention import prepared
+from pagedkv.cpu.attention import plan
 
 from .promises.interrupted import operations
 from .support.alarm import Alarm
@@ -33,7 +33,7 @@ def test_nothing_is_stored_before_the_commit(monkeypatch):
         num_commits += 1
         raise MemoryError
 
-    for module in (blocks, prepared, rotary):
+    for module in (blocks, plan, rotary):
         monkeypatch.setattr(module, "commit", fail)
     for operation in todo:
         with pytest.raises(MemoryError):

@@ -1,6 +1,6 @@
-"""The CPU as a backend. numba is imported by the first attention call: the other operations do with NumPy.
+"""The CPU as a backend. The first attention call imports numba; the other operations need only NumPy.
 
-An infinity in a result is a value like any other: it comes back without a warning, as from a device.
+An infinity in a result is a value like any other: NumPy does not warn about it, as a device would not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..compiling.compile_thread import made_once
 from . import blocks, merge, rotary
 
 if TYPE_CHECKING:
-    from .attention.prepared import Prepared
+    from .attention.plan import AttentionPlan
 
 gather_kv = with_default_float_env(blocks.gather_kv)
 copy_blocks, swap_blocks = blocks.copy_blocks, blocks.swap_blocks
@@ -30,24 +30,25 @@ def write_kv(call: WriteCall) -> None:
 
 @made_once(most=1)
 def _attention() -> Any:
-    from .attention import prepared
+    from .attention import plan
 
-    return prepared
+    return plan
 
 
 @with_default_float_env
 def attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Run a call of decode_attention or prefill_attention."""
-    _attention().attend(call, out, lse)
+    _attention().run_attention(call, out, lse)
 
 
 @with_default_float_env
-def prepare(call: AttentionCall) -> Prepared:
-    """What a call launches, for it and for others like it."""
-    return _attention().prepare(call)
+def plan_attention(call: AttentionCall) -> AttentionPlan:
+    """Plan a call of decode_attention or prefill_attention, and others like it."""
+    plan: AttentionPlan = _attention().plan_attention(call)
+    return plan
 
 
 @with_default_float_env
-def run(prepared: Prepared, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array) -> None:
-    """Run what was prepared, for other q and caches that are alike."""
-    prepared.run(q, k_cache, v_cache, out, lse)
+def run_plan(plan: AttentionPlan, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array) -> None:
+    """Run a plan with q and caches that are like those it was made for."""
+    plan.run(q, k_cache, v_cache, out, lse)

@@ -22,7 +22,7 @@ from ..layouts import FP8_DTYPES
 from .rotary import rotated
 
 PIECE_BYTES = 256 * 1024
-MOST_BYTES = 4096  # of slots: hashing more takes longer than looking at them
+MOST_BYTES = 4096  # of slots; hashing more than that takes longer than dividing them
 SMALL_BLOCK = 4096  # bytes: storing fewer costs less than a separate write for each block
 _FLOATS: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -32,9 +32,10 @@ _FLOATS: dict[str, np.dtype[Any]] = {
 
 
 def write_kv(call: WriteCall) -> None:
-    """Write k and v (T, Hkv, D) into the slots (T,); tokens whose slot is negative are skipped."""
+    """Write k and v (T, Hkv, D) into the slots (T,), and skip tokens whose slot is negative."""
     k, v, slots, spec, rotation = call.k, call.v, call.slots, call.spec, call.rotation
-    kept, at = (_known_places if slots.nbytes <= MOST_BYTES else _places)(slots.tobytes(), spec.block_size)
+    locate = _cached_locate if slots.nbytes <= MOST_BYTES else _locate
+    kept, at = locate(slots.tobytes(), spec.block_size)
     if kept is not None:
         k, v = k[kept], v[kept]
     if rotation is not None:
@@ -49,13 +50,13 @@ def write_kv(call: WriteCall) -> None:
 
 
 def moves_bits(call: WriteCall) -> bool:
-    """Whether write_kv only copies elements, so that it does not matter how the thread computes."""
+    """Whether write_kv only copies elements, so that the thread's floating-point environment does not matter."""
     dtype = call.k_cache.dtype
     return call.rotation is None and call.k.dtype == dtype == call.v.dtype
 
 
-def _places(slots: bytes, block_size: int) -> tuple[Array | None, tuple[Array, Array]]:
-    """Which tokens have a slot, None if all of them, and the blocks and offsets of those."""
+def _locate(slots: bytes, block_size: int) -> tuple[Array | None, tuple[Array, Array]]:
+    """Which tokens have a slot (None if all have), and the blocks and offsets of these slots."""
     of_tokens = np.frombuffer(slots, np.int64)
     kept = of_tokens >= 0
     if kept.all():
@@ -63,7 +64,7 @@ def _places(slots: bytes, block_size: int) -> tuple[Array | None, tuple[Array, A
     return kept, np.divmod(of_tokens[kept], block_size)
 
 
-_known_places = lru_cache(maxsize=16)(_places)  # the layers of a model write to the same slots, one after the other
+_cached_locate = lru_cache(maxsize=16)(_locate)  # the layers of a model write to the same slots, one after the other
 
 
 def gather_kv(call: GatherCall, k: Array, v: Array) -> None:
@@ -86,7 +87,7 @@ def copy_blocks(call: CopyCall) -> None:
 
 
 def swap_blocks(call: SwapCall) -> None:
-    """For every (source, destination) cache, copy the blocks pairs[:, 0] onto the blocks pairs[:, 1]."""
+    """From each source cache to its destination, copy the blocks pairs[:, 0] onto the blocks pairs[:, 1]."""
     _copy(call.copies, call.pairs)
 
 
@@ -102,7 +103,7 @@ def _copy(copies: Iterable[tuple[Array, Array]], pairs: npt.NDArray[np.int64]) -
 
 
 def _tokens(cache: Array, layout: str) -> Array:
-    """The bits of a cache as (num_blocks, block_size, ...): a view with positions as the second axis."""
+    """A view of the bits of a cache as (num_blocks, block_size, ...), with offsets in a block as the second axis."""
     elements = bits(cache)
     if layout == "NHD":
         return elements

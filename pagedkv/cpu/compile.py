@@ -1,8 +1,8 @@
 """Compile a kernel with numba for one signature, and keep its machine code on disk.
 
-numba's own cache checks only the file that defines a function, so a kernel would survive a change to a function it
-calls, and unpickles what it finds; this one is keyed by all sources of the CPU backend, the kernel's config and
-signature, the versions, numba's settings and the processor, and keeps machine code under three names, never a pickle.
+numba's own cache checks only the file that defines a function, so a kernel would survive a change of a function that it
+calls, and it unpickles what it finds. The key of this one has all sources of the CPU backend, the kernel's config and
+signature, the versions, numba's settings and the processor, and it keeps machine code with three names, never a pickle.
 
 Compile on a thread that no signal reaches (`compile_thread`).
 """
@@ -48,23 +48,23 @@ CODE_SETTINGS = (
 
 
 class _Symbols(NamedTuple):
-    """The names of machine code: of the whole, of the function that Python calls, and of the cell of its globals."""
+    """The names of a library of machine code, of the function that Python calls, and of the cell of its globals."""
 
     library: str
     entry: str
     environment: str
 
 
-def _name_apart(function: Callable[..., Any], tag: object) -> None:
+def _tag_name(function: Callable[..., Any], tag: object) -> None:
     # All machine code of a process shares one symbol table. A symbol is a qualified name and a counter that restarts in
     # every process, so without the tag a kernel from disk could call a namesake that was compiled here.
     function.__qualname__ = f"{function.__qualname__}[{tag!r}]"
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a device function whose code depends on nothing. Only kernels call it: from Python, it would crash.
+    """Decorate a device function whose code depends on nothing. Only kernels may call it: from Python it would crash.
 
-    It has no wrappers for Python and C, without which a kernel compiles faster by a sixth.
+    It has no wrappers for Python and C: kernels compile faster by a sixth without them.
     """
     return numba.njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
@@ -73,7 +73,7 @@ def device(tag: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a device function that a factory makes; `tag` is all that its code depends on."""
 
     def compile_device(function: Callable[..., Any]) -> Callable[..., Any]:
-        _name_apart(function, tag)
+        _tag_name(function, tag)
         return helper(function)
 
     return compile_device
@@ -82,7 +82,7 @@ def device(tag: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function that becomes part of the kernel that calls it.
 
-    For outer loops: LLVM optimizes a device function together with everything it calls, and then again in its caller.
+    This is for outer loops: LLVM would optimize a device function with all that it calls, and again in its caller.
     """
     return numba.njit(nogil=True, inline="always")(function)
 
@@ -93,10 +93,10 @@ def compile_kernel(
 ) -> Callable[..., Any]:
     """Compile a kernel, which releases the GIL, for arguments of the numba types `signature`.
 
-    What comes back is machine code that Python calls: it takes arguments of exactly these types, and unlike a numba
-    dispatcher it neither looks at them nor ever compiles. `keep` stores it on disk under its name and `tag`.
+    The result is machine code that Python calls. It takes arguments of exactly these types: unlike a dispatcher of
+    numba it does not look at them and never compiles. `keep` stores it on disk under its name and `tag`.
     """
-    _name_apart(function, tag)
+    _tag_name(function, tag)
     store = Store(cache_dir("cpu"), SUFFIX, keep=keep)
     key = _key(f"{function.__module__}.{function.__qualname__}", signature)
     with suppress(ValueError, TypeError):
@@ -137,7 +137,7 @@ def _load(function: Callable[..., Any], symbols: _Symbols, code: bytes) -> Calla
 def _callable(
     function: Callable[..., Any], library: Any, symbols: _Symbols, environment: Any, *owners: Any
 ) -> Callable[..., Any]:
-    """A Python function whose body is the machine code at an entry point; it keeps its `owners` alive."""
+    """A Python function whose body is the machine code at an entry point, and which keeps its `owners` alive."""
     address = library.codegen._engine.get_function_address(symbols.entry)
     kernel: Callable[..., Any] = _dynfunc.make_function(
         sys.modules[function.__module__], function.__qualname__, "", address, environment, (library, *owners)

@@ -9,7 +9,7 @@ from ..calls import MergeCall
 
 
 def merge_states(call: MergeCall, out: Array, lse: Array) -> None:
-    """Fill out (rows, heads, D) and lse (rows, heads) with the attention over all keys of the states."""
+    """Fill out (rows, heads, D) and lse (rows, heads) with attention over the keys of all states."""
     outs, lses = call.outs, call.lses
     top = lses[0]
     for x in lses[1:]:

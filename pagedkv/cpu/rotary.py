@@ -12,7 +12,7 @@ PIECE_BYTES = 256 * 1024
 
 
 def apply_rotary(call: RotaryCall, q_out: Array, k_out: Array | None) -> None:
-    """Fill q_out (T, Hq, D) and k_out (T, Hkv, D), which may be q and k, with their rotated rows."""
+    """Fill q_out (T, Hq, D) and k_out (T, Hkv, D), which may be q and k, with the rotated rows of q and k."""
     writes: list[Write] = []
     for x, out in ((call.q, q_out), (call.k, k_out)):
         if x is not None and out is not None:
@@ -22,7 +22,7 @@ def apply_rotary(call: RotaryCall, q_out: Array, k_out: Array | None) -> None:
 
 
 def rotated(x: Array, cos: Array, sin: Array, positions: Array, *, interleaved: bool) -> Array:
-    """The rows of x (T, heads, D), rotated by the angles of their positions, as a new array."""
+    """A new array of the rows of x (T, heads, D), rotated by the angles of their positions."""
     half = cos.shape[1]
     halves = slice(0, half, 1), slice(half, 2 * half, 1)
     first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else halves

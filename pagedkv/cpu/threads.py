@@ -1,10 +1,10 @@
 """The threads of the CPU backend: how many, and how a kernel runs on them.
 
 A kernel releases the GIL and takes its work items from a shared counter; which thread takes which item never changes a
-bit of the result. Short calls are the caller's alone, in others it works as one of the threads, and in long ones it
-waits: the waiting thread gets the KeyboardInterrupt, and the workers stop at their next item. Unlike an OpenMP pool all
-of it survives fork, concurrent callers and Ctrl-C. Work is handed over through C alone, a SimpleQueue and locks that
-belong to one call: an interrupt leaves nothing behind that another call waits for.
+bit of the result. The caller computes short calls alone, joins the workers in longer ones, and waits for them in long
+ones: the waiting thread gets the KeyboardInterrupt, and the workers stop at their next item. Unlike an OpenMP pool, all
+of it survives fork, concurrent callers and Ctrl-C. Only C code hands work over, a SimpleQueue and locks that belong to
+one call, so an interrupt leaves nothing behind that another call would wait for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from ..environment import MOST_THREADS, num_threads
 from .processors import Workers
 
-ALONE_NS = 50_000  # below, a helper would come after most is done
+ALONE_NS = 50_000  # in shorter calls, a helper would come when most is done
 PATIENCE_NS = 20_000_000  # how long an interrupt may wait
 
 
@@ -34,19 +34,19 @@ def _available() -> int:
 
 
 class _Share:
-    """A worker's share of a call; its `work` keeps alive whatever it reads and writes."""
+    """A worker's share of a call. Its `work` keeps alive all that it reads and writes."""
 
     __slots__ = ("_turn", "done", "error", "work")
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work
         self.error: BaseException | None = None
-        self._turn = allocate_lock()  # the worker's while it works
-        self.done = allocate_lock()  # taken until the worker is done
+        self._turn = allocate_lock()  # held by the worker while it works
+        self.done = allocate_lock()  # held until the worker is done
         self.done.acquire()
 
-    def do(self) -> None:
-        """Do the worker's part, unless the caller no longer needs it."""
+    def run(self) -> None:
+        """Do the work, unless the caller has finished without it."""
         with self._turn:
             work = self.work
             try:
@@ -57,14 +57,14 @@ class _Share:
         self.done.release()
 
     def wait(self) -> None:
-        """Wait for the worker; the caller does so once, for the lock stays taken."""
+        """Wait for the worker; only once, since the lock stays taken."""
         self.done.acquire()
 
     def finish(self) -> None:
-        """Wait for the worker, unless it has not begun: then nothing is left for it.
+        """Take the work back from a worker that has not begun, or wait until it is done.
 
-        A `with` on a lock leaves no room for an interrupt; one after `acquire` would leave the lock taken, and an
-        interrupted caller comes here again.
+        An interrupt cannot come between a `with` and its lock. After `acquire` it could, and the lock would stay taken
+        when the interrupted caller comes here again.
         """
         self.work = None
         with self._turn:
@@ -72,18 +72,18 @@ class _Share:
 
 
 def _serve(shares: SimpleQueue[Any], end: object, workers: Workers) -> None:
-    """Run one share after the other, until `end` comes."""
+    """Run shares, one after the other, until `end` comes."""
     workers.add()
     while (share := shares.get()) is not end:
-        share.do()
+        share.run()
         share = None  # an idle worker keeps no arrays alive
     shares.put(end)  # for the next worker
 
 
 class _Pool:
-    """Daemon threads, started when there is work for them. They end when nobody refers to the pool.
+    """Daemon threads that start when there is work for them, and end when nothing refers to the pool.
 
-    A thread begins with the floating-point environment of the one that starts it: the default one, during a call.
+    A thread begins with the floating-point environment of the one that starts it, which is the default one in a call.
     """
 
     def __init__(self, size: int) -> None:
@@ -91,12 +91,12 @@ class _Pool:
         self.shares: SimpleQueue[Any] = SimpleQueue()
         self.workers = Workers()
         self._end = weakref.ref(self, self.shares.put)  # puts itself: no byte code that an interrupt could cut short
-        # Lists, since another thread or a signal handler may come in between: what one pops, no other gets.
+        # Lists, since other threads and signal handlers may come in between: no two of them pop the same element.
         self._free: list[None] = [None] * size
         self._started: list[int] = []
 
     def ready(self, wanted: int) -> int:
-        """How many of the wanted workers there are; starts the missing ones if possible."""
+        """Start workers until there are `wanted` ones, if possible, and return how many of these there are."""
         wanted = min(wanted, self.size)
         # Python's threads stop where they are when the interpreter ends.
         if sys.is_finalizing():
@@ -105,7 +105,7 @@ class _Pool:
             try:
                 self._free.pop()
                 self._started.append(start_new_thread(_serve, (self.shares, self._end, self.workers)))
-            except IndexError:  # somebody else is about to start it
+            except IndexError:  # another thread is about to start it
                 break
             except RuntimeError:  # no further thread can be started
                 self._free.append(None)
@@ -116,12 +116,12 @@ class _Pool:
         return min(len(self._started), wanted)
 
     def helpers(self, num_items: int) -> int:
-        """How many workers can help a caller who works too: none while earlier shares still wait."""
+        """How many workers can help a caller who works, too: none while shares of other calls wait."""
         return 0 if self.shares.qsize() >= self.size else self.ready(min(num_items, self.size) - 1)
 
 
 class _State:
-    """The pool in use, and how many workers it may have."""
+    """The pool in use, and how many threads were asked for."""
 
     def __init__(self) -> None:
         self.count: int | None = None
@@ -149,7 +149,7 @@ if hasattr(os, "register_at_fork"):
 def set_num_threads(n: int) -> None:
     """Set how many threads the CPU backend uses. No result depends on it.
 
-    On Linux up to eight workers are kept off the processor of a caller who works too: each may run on those that it
+    On Linux up to eight workers avoid the processor of a caller who works, too: each may run on the processors that it
     began with, without that one.
 
     Parameters
@@ -185,12 +185,12 @@ def run(
 ) -> None:
     """Call ``kernel(counter_address, num_items, *args)`` on some threads until the counter has reached num_items.
 
-    `estimate` is about how many nanoseconds one thread would take. The caller does a short call alone, and works as one
-    of the threads in a longer one. A call that takes so long that somebody may interrupt it is for the workers only:
-    the caller, in a kernel itself, would see the interrupt at the end.
+    `estimate` is about how many nanoseconds one thread would take. The caller computes a short call alone, and works as
+    one of the threads in a longer one. If a call takes so long that somebody may interrupt it, only the workers
+    compute: in a kernel the caller would see the interrupt when all is done.
 
-    `owners` are the arrays whose addresses are among the args: every worker keeps them alive, even when the caller
-    does not wait for it. What a kernel writes must be the call's own: after an interrupt it may still be written.
+    `owners` are the arrays whose addresses are among the args. Every worker keeps them alive, even if the caller
+    does not wait for it. Kernels must write to arrays of this call alone: after an interrupt they may still do so.
     """
     counter = c_int64()
     address = addressof(counter)
@@ -201,10 +201,10 @@ def run(
     def work(counter: c_int64 = counter, owners: tuple[Any, ...] = owners) -> None:
         kernel(address, num_items, *args)
 
-    pool, joins = _state.pool(), estimate < PATIENCE_NS  # keeps the pool, and so its workers, until the call ends
+    pool, joins = _state.pool(), estimate < PATIENCE_NS  # a name for the pool keeps its workers until the call ends
     shares = [_Share(work) for _ in range(pool.helpers(num_items) if joins else pool.ready(num_items))]
     try:
-        pool.workers.make_way(joins)
+        pool.workers.avoid_caller(joins)
         for share in shares:
             pool.shares.put(share)
         if joins or not shares:

@@ -19,7 +19,7 @@ from ..cpu.threads import get_num_threads
 from ..validation.attention import attention_call
 
 if TYPE_CHECKING:
-    from ..cpu.attention.prepared import Prepared
+    from ..cpu.attention.plan import AttentionPlan
 
 # Options whose values say all about them; a call with another one is validated every time.
 _OPTIONS = frozenset(("scale", "window", "softcap", "alibi_slopes", "sinks", "score_mod", "causal", "exact", "check"))
@@ -28,7 +28,7 @@ _PLAIN = frozenset((bool, int, float, str, NoneType))
 
 def attend(
     operation: Callable[..., Any],
-    prepared: dict[Hashable, Prepared],
+    prepared: dict[Hashable, AttentionPlan],
     caches_key: Hashable,
     q: Any,
     k_cache: Array,
@@ -74,8 +74,8 @@ def attend(
     if ready is None:
         ragged = "query_starts" in where
         arguments = AttentionArguments(view, k_cache, v_cache, ragged=ragged, **where, **stored, **options)
-        ready = prepared[key] = cpu.prepare(attention_call(arguments))
+        ready = prepared[key] = cpu.plan_attention(attention_call(arguments))
     out, result = argument.new("out", view.shape, view.dtype, 0, "")
     if ready.num_rows:
-        cpu.run(ready, view, k_cache, v_cache, result, np.empty(view.shape[:2], np.float32))
+        cpu.run_plan(ready, view, k_cache, v_cache, result, np.empty(view.shape[:2], np.float32))
     return out

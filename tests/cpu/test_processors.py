@@ -13,8 +13,8 @@ if processors._current is None:
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """A list of (worker, processors) that the system is told, with three processors and callers on 1."""
+def affinities(monkeypatch):
+    """The (worker, processors) that the system is asked for, with three processors and callers on 1."""
     calls = []
     monkeypatch.setattr(processors, "_current", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
@@ -29,7 +29,7 @@ def workers_of(count):
     return workers
 
 
-def test_workers_are_told_when_a_caller_joins_moves_or_waits(told, monkeypatch):
+def test_affinities_change_when_a_caller_joins_moves_or_waits(affinities, monkeypatch):
     workers, mine = workers_of(2), threading.get_native_id()
     for joins, current, expected in [
         (True, 1, {0, 2}),
@@ -40,41 +40,41 @@ def test_workers_are_told_when_a_caller_joins_moves_or_waits(told, monkeypatch):
         (True, 0, {1, 2}),
     ]:
         monkeypatch.setattr(processors, "_current", lambda current=current: current)
-        workers.make_way(joins)
-        assert told == ([] if expected is None else [(mine, expected)] * 2)
-        told.clear()
+        workers.avoid_caller(joins)
+        assert affinities == ([] if expected is None else [(mine, expected)] * 2)
+        affinities.clear()
     workers.add()  # one that has started meanwhile
-    workers.make_way(True)
-    assert told == [(mine, {1, 2})] * 3
+    workers.avoid_caller(True)
+    assert affinities == [(mine, {1, 2})] * 3
 
 
-def test_the_only_processor_is_not_taken_away(told, monkeypatch):
+def test_the_only_processor_is_not_taken_away(affinities, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
-    workers_of(1).make_way(True)
-    assert told == [(threading.get_native_id(), {1})]
+    workers_of(1).avoid_caller(True)
+    assert affinities == [(threading.get_native_id(), {1})]
 
 
 @pytest.mark.parametrize("count", [0, processors.MOST_WORKERS + 1])
-def test_none_and_many_are_left_alone(told, count):
-    workers_of(count).make_way(True)
-    assert told == []
+def test_none_and_many_are_left_alone(affinities, count):
+    workers_of(count).avoid_caller(True)
+    assert affinities == []
 
 
-def test_a_worker_that_is_gone_harms_nobody(told, monkeypatch):
+def test_a_worker_that_is_gone_harms_nobody(affinities, monkeypatch):
     def refuse(worker, allowed):
-        told.append(allowed)
+        affinities.append(allowed)
         raise ProcessLookupError
 
     workers = workers_of(2)
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    workers.make_way(True)
-    assert told == [{0, 2}] * 2
+    workers.avoid_caller(True)
+    assert affinities == [{0, 2}] * 2
 
 
-def test_a_system_that_does_not_tell_is_asked_nothing(told, monkeypatch):
+def test_a_system_that_does_not_tell_is_asked_nothing(affinities, monkeypatch):
     monkeypatch.setattr(processors, "_current", None)
-    workers_of(2).make_way(True)
-    assert told == []
+    workers_of(2).avoid_caller(True)
+    assert affinities == []
 
 
 def test_a_shared_call_leaves_its_callers_processor_and_a_long_one_gives_it_back():

@@ -139,8 +139,8 @@ MUTANTS = [
     ),
     Mutant(
         "decode: all heads read the first KV head",
-        "builder.add(sweep.offset, builder.mul(head, sweep.head_stride))",
-        "sweep.offset",
+        "builder.add(given.offset, builder.mul(head, given.head_stride))",
+        "given.offset",
         DECODE + "test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Memory named by an address, an integer in bytes, without bounds checks: the kernels own their bounds."""
+"""Loads and stores at addresses, integers in bytes, without checks: kernels stay within their bounds themselves."""
 
 from __future__ import annotations
 

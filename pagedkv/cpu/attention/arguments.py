@@ -13,21 +13,21 @@ from ...arrays import address_of
 from ...calls import AttentionCall, per_head
 from ...layouts import FLOAT_DTYPES
 from .steps.code import ELEMENT_BYTES
-from .steps.ends import Q_KINDS
-from .steps.widen import places
+from .steps.query_rows import Q_KINDS
+from .steps.widen import dim_places
 from .tiles import cache_strides
 
-NO_WINDOW = 2**62
+NO_WINDOW = 2**62  # tokens
 _KIND_OF_DTYPE = {dtype: Q_KINDS.index(dtype.name) for dtype in FLOAT_DTYPES}
 NO_HEADS = np.empty(0, np.float32)
-# How many times as long a call may take with a tanh for each logit, or with rows that lie dim by dim.
+# About how many times as long a call takes with a tanh for each logit, or with rows that lie dim by dim.
 SOFTCAP, VLLM = 4, 7
 
 
 class Inputs(NamedTuple):
-    """The addresses of q, K and V, and how their elements lie.
+    """The addresses of q, K and V, and how their elements lie in memory.
 
-    Strides are plain tuples: numba takes a microsecond to unbox a NamedTuple.
+    Strides are plain tuples, since numba takes a microsecond to unbox a NamedTuple.
     """
 
     q: int
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 
 class LogitOptions(NamedTuple):
-    """What happens to a logit and which keys stay; a score_mod is compiled into the kernel instead."""
+    """How logits are changed and masked; a score_mod is not here but compiled into the kernel."""
 
     causal: bool
     window: int  # NO_WINDOW for none
@@ -50,7 +50,7 @@ class LogitOptions(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What both kernels take after `Inputs`: the same for calls that differ only in q, K and V."""
+    """What both kernels take after `Inputs`; calls that differ only in q, K and V share it."""
 
     tables: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
@@ -79,7 +79,7 @@ def row_bytes_of(call: AttentionCall) -> int:
 
 
 def make_inputs(call: AttentionCall) -> Inputs:
-    """Where q, K and V lie, which must outlive their addresses."""
+    """The inputs of a call, whose arrays must outlive their addresses."""
     k, v = (tuple(cache_strides(x.strides, call.spec.layout)) for x in (call.k_cache, call.v_cache))
     return Inputs(
         address_of(call.q),
@@ -113,12 +113,12 @@ def make_arguments(call: AttentionCall, query_starts: npt.NDArray[np.int64]) -> 
         factors,
         NO_HEADS if options.sinks is None else options.sinks,
         per_head(call.v_scale, spec.num_kv_heads),
-        places(spec.kind, spec.head_dim),
+        dim_places(spec.kind, spec.head_dim),
     )
 
 
-def estimate_of(call: AttentionCall, plain_ns: float) -> float:
-    """About how many nanoseconds one thread takes; plain_ns is for NHD or HND without options."""
+def estimate_of(call: AttentionCall, base_ns: float) -> float:
+    """About how many nanoseconds one thread takes, by those that it takes without options in NHD and HND."""
     if call.options.score_mod is not None:
         return math.inf  # it may be anything
-    return plain_ns * (SOFTCAP if call.options.softcap else 1) * (VLLM if call.spec.layout == "vllm" else 1)
+    return base_ns * (SOFTCAP if call.options.softcap else 1) * (VLLM if call.spec.layout == "vllm" else 1)

@@ -1,9 +1,9 @@
 """A few query tokens against a long context on the CPU: flash-decoding over splits of SPLIT tokens.
 
-Work item: one split of one sequence for a few neighbouring KV heads, with the G query heads of all query tokens of the
-sequence: one token in decode, some in the verification of drafts. A step takes STEP tokens of one KV head, so each row
+A work item is one split of one sequence for a few neighbouring KV heads, with the G query heads of all query tokens of
+the sequence: one token in decode, some when drafts are verified. A step takes STEP tokens of one KV head, so each row
 is read from memory once. The steps of a tile go through its rows in memory order, first keys, then values, and prefetch
-the rows of a later step. The last item of a (sequence, heads) group to finish folds its splits in order
+the rows of a later step. The last item of a (sequence, heads) group to finish merges its splits in order
 (flash-decoding, Dao et al., 2023). Splits and tiles start at multiples of SPLIT and TILE tokens of the sequence, so the
 order of every sum is that of prefill.
 """
@@ -24,11 +24,11 @@ from ..compile import compile_kernel
 from ..threads import get_num_threads, run
 from .access import fetch_add, get_float, get_int32
 from .arguments import FIRST_TYPES, Arguments, Inputs, estimate_of, make_arguments, make_inputs, row_bytes_of
-from .flash import SPLIT, Item, fold, make_walk
+from .flash import SPLIT, WorkItem, make_walk, merge_state
 from .scratch import (
     NOTHING,
     copy_floats,
-    make_ends,
+    make_query_rows,
     scratch_at,
     scratch_memory,
     start_row,
@@ -40,21 +40,21 @@ from .steps.code import FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .steps.widen import is_shuffled
 from .tiles import TABLE_BYTES, TileConfig, address, cache_strides, tile_config
 
-GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless there is one
+GROUP_ROWS = 4  # query rows of a KV head that share a vector, unless it has only one
 ITEMS_PER_THREAD = 4
 GROUP_BYTES = 32 * 1024
 NO_STATES = np.empty(0, np.float32)
-MOST_ROWS = 64  # of an item, if they are those of several KV heads
+MOST_ROWS = 64  # query rows of a work item for several KV heads
 # About how many ns one thread takes for each dim of a key and a value of a KV head, and for each row.
 DIM_NS, ROW_NS = 0.2, 0.04
 
 
 @made_once(most=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The kernel of one TileConfig and score_mod."""
-    walk, R = make_walk(config, score_mod, folds=False), config.group_rows
+    """The decode kernel of one TileConfig and score_mod."""
+    walk, R = make_walk(config, score_mod, merges=False), config.group_rows
     tile_tokens = TILE if config.staged else 2 * STEP
-    put_query, finish_row = make_ends(even_odd=is_shuffled(config.kind))
+    put_query, finish_row = make_query_rows(even_odd=is_shuffled(config.kind))
 
     def decode(
         counter,
@@ -115,7 +115,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
 
             first = np.int64(get_int32(scratch.starts))
             start, stop = max(begin, first // TILE * TILE), min(begin + SPLIT, length)
-            heads = Item(
+            heads = WorkItem(
                 seq, table, first, first_kv_head, kv_heads, head_rows, head_dim, address(places), token_major
             )  # fmt: skip
             walk(scratch, heads, inputs, options, start, stop)
@@ -142,7 +142,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                     start_running(scratch, mine, sinks[head] if sinks.size else NOTHING)
                     if count == 1:
                         state = mine * FLOAT_BYTES
-                        fold(
+                        merge_state(
                             scratch,
                             mine,
                             scratch.acc + mine * row_bytes,
@@ -152,7 +152,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                     else:
                         for s in range(splits.first[seq], splits.first[seq + 1]):
                             state = splits.state[s] + token * num_heads + head
-                            fold(
+                            merge_state(
                                 scratch,
                                 mine,
                                 address(partial_acc) + state * row_bytes,
@@ -194,7 +194,7 @@ def plan_splits(
     window: int | None,
     num_heads: int,
 ) -> Splits:
-    """Cut sequences at the multiples of SPLIT tokens, without the splits that the windows have passed.
+    """Cut sequences at multiples of SPLIT tokens, and leave out splits that no window reaches.
 
     A sequence without query tokens has no splits.
     """
@@ -209,22 +209,22 @@ def plan_splits(
     return Splits(seq, begin, np.cumsum(sizes) - sizes, first)
 
 
-class Launch(NamedTuple):
-    """A run of the kernel for sequences with a few query tokens each: all but q, K, V, and where results go."""
+class DecodeLaunch(NamedTuple):
+    """A launch of the decode kernel, for sequences with a few query tokens each, without q, K, V and results."""
 
     kernel: Callable[..., Any]
     inputs: Inputs
     arguments: Arguments
-    slopes: Array | None  # whose address is among the arguments
+    slopes: Array | None  # kept alive, since its address is among the arguments
     splits: Splits
     heads_per_item: int
-    most_tokens: int  # query tokens of a sequence
+    most_tokens: int  # the most query tokens of a sequence
     num_states: int  # partial states, for all heads
     token_major: bool  # the heads of a token lie side by side, rather than the tokens of a head
     estimate: float
 
     def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
-        """Fill the rows of the sequences, and no others."""
+        """Compute the rows of `result` and `lse` of the launch's sequences, and no others."""
         num_kv_heads, head_dim = len(self.arguments.v_scale), q.shape[2]
         groups = -(-num_kv_heads // self.heads_per_item)
         partial_acc = maxima = sums = NO_STATES
@@ -254,10 +254,10 @@ class Launch(NamedTuple):
         )
 
 
-def plan_few(
+def plan_few_tokens(
     call: AttentionCall, query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64], group_rows: int
-) -> Launch:
-    """Plan for those sequences whose query_lens, not to be taken from query_starts, is above 0."""
+) -> DecodeLaunch:
+    """Plan a launch for the sequences whose entry of `query_lens` is above 0; query_starts has rows of others, too."""
     spec, num_heads = call.spec, call.q.shape[1]
     keys = call.seq_lens.astype(np.int64)
     splits = plan_splits(keys, query_lens, call.options.window, num_heads)
@@ -272,7 +272,7 @@ def plan_few(
     heads_per_item = 1 if config.staged else max(1, min(in_l1, spec.num_kv_heads // busy))
     k_strides = cache_strides(call.k_cache.strides, spec.layout)
     key_ns = spec.num_kv_heads * spec.head_dim * (DIM_NS + rows * ROW_NS)
-    return Launch(
+    return DecodeLaunch(
         _make_kernel(config, call.options.score_mod),
         inputs,
         make_arguments(call, query_starts),
@@ -287,8 +287,8 @@ def plan_few(
     )
 
 
-def plan_decode(call: AttentionCall) -> Launch:
-    """What fills the rows of those sequences of a call of decode_attention that have tokens."""
+def plan_decode(call: AttentionCall) -> DecodeLaunch:
+    """Plan a call of decode_attention; the launch leaves the rows of sequences without tokens alone."""
     num_seqs, num_heads, _ = call.q.shape
     group_rows = 1 if num_heads == call.spec.num_kv_heads else GROUP_ROWS
-    return plan_few(call, np.arange(num_seqs + 1), np.ones(num_seqs, np.int64), group_rows)
+    return plan_few_tokens(call, np.arange(num_seqs + 1), np.ones(num_seqs, np.int64), group_rows)

@@ -1,9 +1,9 @@
 """The steps of flash attention that decode and prefill share: one tile of keys against a few query rows.
 
 A query row is one query head of one token. Its state is a running maximum, a running sum and a float32 accumulator
-(online softmax: Milakov and Gimelshein, 2018). States begin anew with every split of SPLIT tokens and are folded in
-token order, in decode, which takes splits side by side, and in prefill, which takes them one after the other. Rows
-never touch each other, so the bits of a row depend on its own keys alone, and not on how it is computed.
+(online softmax: Milakov and Gimelshein, 2018). A new state begins with every split of SPLIT tokens, and states are
+merged in token order, both in decode, which computes splits side by side, and in prefill, which computes them one after
+the other. Rows share no sums, so the bits of a row depend on its own keys alone, and not on how it is computed.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from .access import get_float, get_int, get_int32
 from .logits import make_modify
 from .scratch import NOTHING, ONE, ZERO, start_states
 from .steps.code import FLOAT_BYTES, INT_BYTES, STEP, TILE
-from .steps.softmax import make_fold, make_rescale, make_softmax
-from .steps.sweep import Form, groups_at_once, make_add, make_score
-from .tiles import SCORES, TileConfig, make_stages, token_rows
+from .steps.softmax import make_merge_state, make_rescale, make_softmax
+from .steps.step_order import TilePass
+from .steps.tile_pass import PassConfig, groups_at_once, make_add_values, make_score_keys
+from .tiles import SCORES, TileConfig, make_stages, put_row_addresses
 
 SPLIT = 512  # tokens; a multiple of TILE
 
-_fold, _rescale = make_fold(), make_rescale()
+_merge_state, _rescale = make_merge_state(), make_rescale()
 
 
-class Item(NamedTuple):
+class WorkItem(NamedTuple):
     """A work item: the query rows of neighbouring KV heads of a sequence."""
 
     seq: Any
     table: Any  # the address of the sequence's row of the block table
-    first: Any  # the first position that any row sees
+    first: Any  # the first position that a row sees
     first_kv_head: Any
     kv_heads: Any
     head_rows: Any  # query rows of a KV head, whole groups
@@ -42,21 +43,21 @@ class Item(NamedTuple):
     token_major: Any  # whether the heads of a token lie side by side, rather than the tokens of a head
 
 
-def make_walk(config: TileConfig, score_mod: Callable[..., Any] | None, *, folds: bool) -> Callable[..., Any]:
-    """The device function that attends an item's query rows to the tokens start .. stop of its sequence.
+def make_walk(config: TileConfig, score_mod: Callable[..., Any] | None, *, merges: bool) -> Callable[..., Any]:
+    """The device function that attends a work item's query rows to the tokens start .. stop of its sequence.
 
-    `start` is that of a tile. Each tile goes through its steps: logits from its keys, weights from the logits, then the
-    weighted sum of its values. If it `folds`, states are folded into the running ones where splits end.
+    `start` is the first token of a tile. For each tile it computes logits from the keys, weights from the logits, then
+    the weighted sum of the values. If it `merges`, it merges states into the running ones at the end of each split.
     """
-    weigh = _make_weigh(config.group_rows, score_mod) if score_mod else _plain_weigh(config.group_rows)
-    return _staged_walk(config, weigh, folds) if config.staged else _walk_in_place(config, weigh)
+    weigh = _make_weigh(config.group_rows, score_mod) if score_mod else _weigh_without_score_mod(config.group_rows)
+    return _staged_walk(config, weigh, merges) if config.staged else _walk_in_place(config, weigh)
 
 
 def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..., Any]:
-    """The walk over rows where they lie in the caches, for several KV heads and without folding."""
+    """The walk that reads rows where they lie in the caches, for several KV heads; it never merges."""
     R = config.group_rows
-    form = Form(config.kind, R, config.whole, False)
-    score, add = make_score(form), make_add(form)
+    pass_config = PassConfig(config.kind, R, config.whole, staged=False)
+    score_keys, add_values = make_score_keys(pass_config), make_add_values(pass_config)
 
     @inlined
     def walk(scratch, item, inputs, options, start, stop):
@@ -67,41 +68,46 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
         tile, tile_rows, groups = scratch.tile, scratch.tile_rows, item.head_rows // R
         k_offset, v_offset = item.first_kv_head * k_strides[1], item.first_kv_head * v_strides[1]
         if start < stop:
-            token_rows(next_k, inputs.k, k_strides, table, block_size, start, max(start, item.first), stop)
+            put_row_addresses(next_k, inputs.k, k_strides, table, block_size, start, max(start, item.first), stop)
         while start < stop:
             k_rows, next_k = next_k, k_rows
-            token_rows(v_rows, inputs.v, v_strides, table, block_size, start, max(start, item.first), stop)
+            put_row_addresses(v_rows, inputs.v, v_strides, table, block_size, start, max(start, item.first), stop)
             count, after = min(TILE, stop - start), start + TILE
-            score(
-                scratch.scores, scratch.queries,
-                k_rows, k_offset, k_strides[1], v_rows, v_offset, v_strides[1],
-                count, heads, groups, head_dim, run_steps, tile, tile_rows,
+            keys = TilePass(
+                rows=k_rows, offset=k_offset, head_stride=k_strides[1],
+                next_rows=v_rows, next_offset=v_offset, next_head_stride=v_strides[1],
+                count=count, num_heads=heads, num_groups=groups, head_dim=head_dim, run_steps=run_steps,
+                tile=tile, tile_rows=tile_rows,
             )  # fmt: skip
+            score_keys(scratch.scores, scratch.queries, keys)
             weigh(scratch, 0, heads * item.head_rows, start, count, options, item.seq)
             later, later_offset, later_stride = v_rows, v_offset, v_strides[1]
             if after < stop:
-                token_rows(next_k, inputs.k, k_strides, table, block_size, after, after, stop)
+                put_row_addresses(next_k, inputs.k, k_strides, table, block_size, after, after, stop)
                 later, later_offset, later_stride = next_k, k_offset, k_strides[1]
-            add(
-                scratch.acc, scratch.scores,
-                v_rows, v_offset, v_strides[1], later, later_offset, later_stride,
-                count, heads, groups, head_dim, run_steps, tile, tile_rows,
+            values = TilePass(
+                rows=v_rows, offset=v_offset, head_stride=v_strides[1],
+                next_rows=later, next_offset=later_offset, next_head_stride=later_stride,
+                count=count, num_heads=heads, num_groups=groups, head_dim=head_dim, run_steps=run_steps,
+                tile=tile, tile_rows=tile_rows,
             )  # fmt: skip
+            add_values(scratch.acc, scratch.scores, values)
             start = after
 
     return walk
 
 
-def _staged_walk(config: TileConfig, weigh: Callable[..., Any], folds: bool) -> Callable[..., Any]:
-    """The walk over rows that are widened into a tile first, for one KV head.
+def _staged_walk(config: TileConfig, weigh: Callable[..., Any], merges: bool) -> Callable[..., Any]:
+    """The walk that widens rows into a tile first, for one KV head.
 
-    Between the arithmetic of a tile's keys for some groups of query rows and that for the next ones, a share of its
-    values is staged; between that of its values, a share of the next tile's keys: all at once would fill the
-    processor's miss buffers. Groups that see nothing of a tile are skipped, as are tokens past those that others see.
+    After each few groups of query rows have taken a tile's keys, it stages a share of the tile's values, and after they
+    have taken the values, a share of the next tile's keys: all of them at once would fill the processor's miss buffers.
+    It skips groups that see nothing of a tile, and tokens behind the last one that a group sees.
     """
     R = config.group_rows
-    form = Form("float32", R, True, True)
-    score, add, at_once = make_score(form), make_add(form), groups_at_once(form)
+    pass_config = PassConfig("float32", R, whole=True, staged=True)
+    score_keys, add_values = make_score_keys(pass_config), make_add_values(pass_config)
+    at_once = groups_at_once(pass_config)
     stage_keys, stage_values = make_stages(config)
 
     @inlined
@@ -111,7 +117,7 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], folds: bool) -> 
         tile, v_tile, row_bytes = scratch.tile, scratch.v_tile, scratch.row_bytes
         k_offset, v_offset = item.first_kv_head * k_strides[1], item.first_kv_head * v_strides[1]
         if start < stop:
-            token_rows(rows, inputs.k, k_strides, table, block_size, start, max(start, item.first), stop)
+            put_row_addresses(rows, inputs.k, k_strides, table, block_size, start, max(start, item.first), stop)
             count = min(TILE, stop - start)
             stage_keys(tile, row_bytes, rows, k_offset, k_strides[3], head_dim, 0, count, places)
         while start < stop:
@@ -119,42 +125,46 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], folds: bool) -> 
             begin, end = seen_groups(scratch, item.head_rows // R, R, start)
             turns = (end - begin + at_once - 1) // at_once
             share = (TILE // STEP + turns - 1) // turns * STEP
-            token_rows(rows, inputs.v, v_strides, table, block_size, start, max(start, item.first), stop)
+            put_row_addresses(rows, inputs.v, v_strides, table, block_size, start, max(start, item.first), stop)
             for turn in range(turns):
                 first, until = turn * share, min(turn * share + share, count)
                 row, groups = (begin + turn * at_once) * R, min(at_once, end - begin - turn * at_once)
                 seen = seen_tokens(scratch, row + groups * R - 1, start, count)
-                score(
-                    scratch.scores + row * SCORES, scratch.queries + row * row_bytes,
-                    scratch.tile_rows, 0, 0, 0, 0, 0, seen, 1, groups, head_dim, 1, 0, 0,
-                )  # fmt: skip
+                keys = staged_pass(scratch.tile_rows, seen, groups, head_dim)
+                score_keys(scratch.scores + row * SCORES, scratch.queries + row * row_bytes, keys)
                 stage_values(v_tile, row_bytes, rows, v_offset, v_strides[3], head_dim, first, until, places)
             weigh(scratch, begin * R, end * R, start, count, options, item.seq)
             left = max(np.int64(0), min(TILE, stop - after))
             if left > 0:
-                token_rows(rows, inputs.k, k_strides, table, block_size, after, after, stop)
+                put_row_addresses(rows, inputs.k, k_strides, table, block_size, after, after, stop)
             for turn in range(turns):
                 first, until = turn * share, min(turn * share + share, left)
                 row, groups = (begin + turn * at_once) * R, min(at_once, end - begin - turn * at_once)
                 seen = seen_tokens(scratch, row + groups * R - 1, start, count)
-                add(
-                    scratch.acc + row * row_bytes, scratch.scores + row * SCORES,
-                    scratch.v_tile_rows, 0, 0, 0, 0, 0, seen, 1, groups, head_dim, 1, 0, 0,
-                )  # fmt: skip
+                values = staged_pass(scratch.v_tile_rows, seen, groups, head_dim)
+                add_values(scratch.acc + row * row_bytes, scratch.scores + row * SCORES, values)
                 stage_keys(tile, row_bytes, rows, k_offset, k_strides[3], head_dim, first, until, places)
-            if folds and (after >= stop or after % SPLIT == 0):
-                fold_all(scratch, item.head_rows)
+            if merges and (after >= stop or after % SPLIT == 0):
+                merge_all_states(scratch, item.head_rows)
             start = after
 
     return walk
 
 
 @helper
-def seen_groups(scratch, groups, R, start):
-    """The first of the groups that see anything of the tile at `start`, and the one after the last.
+def staged_pass(tile_rows, count, num_groups, head_dim):
+    """A pass over the first `count` rows of a staged tile: those of one head, with nothing to prefetch or to widen."""
+    return TilePass(
+        rows=tile_rows, offset=0, head_stride=0,
+        next_rows=0, next_offset=0, next_head_stride=0,
+        count=count, num_heads=1, num_groups=num_groups, head_dim=head_dim, run_steps=1,
+        tile=0, tile_rows=0,
+    )  # fmt: skip
 
-    There is one at least.
-    """
+
+@helper
+def seen_groups(scratch, groups, R, start):
+    """The first group that sees anything of the tile at `start`, and the one after the last; at least one group."""
     begin, end = np.int64(0), groups
     while begin < end - 1 and get_int32(scratch.stops + ((begin + 1) * R - 1) * FLOAT_BYTES) <= start:
         begin += 1
@@ -165,20 +175,20 @@ def seen_groups(scratch, groups, R, start):
 
 @helper
 def seen_tokens(scratch, row, start, count):
-    """How many of the first `count` tokens of the tile at `start` are before the end of what a row sees."""
+    """How many of the first `count` tokens of the tile at `start` come before the end of what a row sees."""
     return min(count, get_int32(scratch.stops + row * FLOAT_BYTES) - start)
 
 
 @lru_cache(maxsize=4)
-def _plain_weigh(R: int) -> Callable[..., Any]:
-    """`weigh` without a score_mod: numba compiles it once for all kernels of a process."""
+def _weigh_without_score_mod(R: int) -> Callable[..., Any]:
+    """The `weigh` that all kernels without a score_mod share, so that numba compiles it once for a process."""
     return _make_weigh(R, None)
 
 
 def _make_weigh(R: int, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The device function that turns the logits of some rows with a tile into weights, and rescales their sums.
 
-    The tile's first key is at position `first`, and it has `count` of them.
+    The tile has `count` keys, the first one at position `first`.
     """
     modify, modified = make_modify(score_mod), score_mod is not None
     softmax, masked_softmax = make_softmax(R, masked=False), make_softmax(R, masked=True)
@@ -217,12 +227,12 @@ def _make_weigh(R: int, score_mod: Callable[..., Any] | None) -> Callable[..., A
 
 
 @helper
-def fold(scratch, row, acc, maximum, total):
-    """Fold the state at three addresses into the running one of a row; one that has seen nothing changes nothing."""
+def merge_state(scratch, row, acc, maximum, total):
+    """Merge the state at three addresses into the running one of a row, unless it has seen no key."""
     if get_float(maximum) > NOTHING or get_float(total) != ZERO:
         state = row * FLOAT_BYTES
         running = scratch.running + row * scratch.row_bytes
-        _fold(
+        _merge_state(
             running,
             scratch.running_maximum + state,
             scratch.running_sum + state,
@@ -234,9 +244,9 @@ def fold(scratch, row, acc, maximum, total):
 
 
 @helper
-def fold_all(scratch, num_rows):
-    """Fold the states of all rows into the running ones, and begin anew."""
+def merge_all_states(scratch, num_rows):
+    """Merge the states of all rows into the running ones, and begin new ones."""
     for r in range(num_rows):
         state = r * FLOAT_BYTES
-        fold(scratch, r, scratch.acc + r * scratch.row_bytes, scratch.maximum + state, scratch.sum + state)
+        merge_state(scratch, r, scratch.acc + r * scratch.row_bytes, scratch.maximum + state, scratch.sum + state)
     start_states(scratch, num_rows)

@@ -1,4 +1,4 @@
-"""What happens to a logit between the dot product and the softmax: softcap, ALiBi, score_mod."""
+"""What changes a logit between the dot product and the softmax: softcap, ALiBi, score_mod."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SIGNATURE = (float32, int32, int32, int32, int32)
 
 # An exception in numba's code: a pickle of its class and arguments, as text of LLVM.
 _EXCEPTION = re.compile(r'^@\.const\.pickledata\.\w+ = .* c"(?:.*?builtins\\94\\8C\\..(\w+))?.*"', re.MULTILINE)
-_OF_PRINT = "missing Environment"  # `print` would raise it if numba had a bug
+_OF_PRINT = "missing Environment"  # an exception in `print` that only a bug of numba's would raise
 
 
 def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The device function ``modify(scores, stride, count, first, position, softcap, slope, head, seq)`` of a score_mod.
 
-    It changes the `count` float32 logits that lie `stride` bytes apart from the address `scores` on: those of the keys
-    at positions first, first + 1, ...
+    It changes `count` float32 logits, `stride` bytes apart from the address `scores` on, of the keys at positions
+    first, first + 1, ...
 
     Raises
     ------
@@ -69,6 +69,6 @@ def _compile_score_mod(score_mod: Callable[..., Any] | None) -> Callable[..., An
 
 
 def _exceptions(code: str) -> list[str]:
-    """What optimized code can raise."""
+    """The names of the exceptions that optimized code can raise."""
     found = _EXCEPTION.finditer(code)
     return sorted({match[1] or "an exception" for match in found if _OF_PRINT not in match[0]})

@@ -1,10 +1,10 @@
 """Prefill attention on the CPU: flash attention over tiles of query rows.
 
-Work item: up to ROWS query rows (neighbouring tokens times the G query heads of one KV head) of one sequence against
+A work item is up to ROWS query rows (neighbouring tokens times the G query heads of one KV head) of one sequence, with
 all keys that any of them sees. Tiles and splits of keys start at multiples of TILE and SPLIT tokens of the sequence,
 and one that a row does not see leaves its state unchanged, so the bits of a row do not depend on the other rows of its
-item. The items of one (sequence, KV head) are consecutive, so its keys stay in the processor's caches. Sequences with a
-few query tokens are left to decode.py.
+item. The items of one (sequence, KV head) are consecutive, so its keys stay in the processor's caches. decode.py takes
+sequences with few query tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..compile import compile_kernel
 from ..threads import run
 from .access import fetch_add, get_int32
 from .arguments import FIRST_TYPES, Arguments, Inputs, estimate_of, make_arguments, make_inputs
-from .decode import GROUP_ROWS, Launch, plan_few
-from .flash import Item, make_walk
+from .decode import GROUP_ROWS, DecodeLaunch, plan_few_tokens
+from .flash import WorkItem, make_walk
 from .scratch import (
     NOTHING,
-    make_ends,
+    make_query_rows,
     scratch_at,
     scratch_memory,
     start_row,
@@ -41,14 +41,14 @@ from .tiles import TABLE_BYTES, TileConfig, address, tile_config
 
 ROWS = 256
 FEW_ROWS = 32
-DIM_NS = 0.08  # what one thread takes for a logit and its value, about, for each dim
+DIM_NS = 0.08  # about how many ns one thread takes for each dim of a logit and its value
 
 
 @made_once(most=64)
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The prefill kernel of one TileConfig and score_mod."""
-    walk = make_walk(config, score_mod, folds=True)
-    put_query, finish_row = make_ends(even_odd=is_shuffled(config.kind))
+    walk = make_walk(config, score_mod, merges=True)
+    put_query, finish_row = make_query_rows(even_odd=is_shuffled(config.kind))
 
     def prefill(
         counter,
@@ -100,7 +100,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
 
             first = np.int64(get_int32(scratch.starts))
             stop = min(length, first_position + num_tokens) if options.causal else length
-            heads = Item(seq, table, first, kv_head, 1, num_rows, head_dim, address(places), False)
+            heads = WorkItem(seq, table, first, kv_head, 1, num_rows, head_dim, address(places), False)
             walk(scratch, heads, inputs, options, first // TILE * TILE, stop)
 
             for r in range(used):
@@ -116,7 +116,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
 
 
 class Chunks(NamedTuple):
-    """The runs of query tokens that work items take."""
+    """Runs of query tokens, one for each work item of a KV head."""
 
     seq: npt.NDArray[np.int64]  # (chunks,) the sequence of each
     token: npt.NDArray[np.int64]  # (chunks,) its first row of q
@@ -137,19 +137,19 @@ def plan_chunks(query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.
     return Chunks(seq, query_starts[seq] + ordinal * tokens_per_item)
 
 
-class LongLaunch(NamedTuple):
-    """A run of the kernel for sequences with many query tokens: all but q, K, V, and where results go."""
+class PrefillLaunch(NamedTuple):
+    """A launch of the prefill kernel, for sequences with many query tokens, without q, K, V and results."""
 
     kernel: Callable[..., Any]
     inputs: Inputs
     arguments: Arguments
-    slopes: Array | None  # whose address is among the arguments
+    slopes: Array | None  # kept alive, since its address is among the arguments
     chunks: Chunks
     tokens_per_item: int
     estimate: float
 
     def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
-        """Fill the rows of the sequences, and no others."""
+        """Compute the rows of `result` and `lse` of the launch's sequences, and no others."""
         run(
             self.kernel,
             self.chunks.seq.size * len(self.arguments.v_scale),
@@ -167,28 +167,28 @@ class LongLaunch(NamedTuple):
         )
 
 
-def plan_prefill(call: AttentionCall) -> list[Launch | LongLaunch]:
-    """What fills the rows of a call of prefill_attention up to query_starts[-1]."""
+def plan_prefill(call: AttentionCall) -> list[DecodeLaunch | PrefillLaunch]:
+    """Plan a call of prefill_attention; the launches fill all rows up to query_starts[-1]."""
     assert call.query_starts is not None
     starts = call.query_starts.astype(np.int64)
     query_lens, group_size = np.diff(starts), call.q.shape[1] // call.spec.num_kv_heads
     is_few = query_lens * group_size <= FEW_ROWS
-    launches: list[Launch | LongLaunch] = []
+    launches: list[DecodeLaunch | PrefillLaunch] = []
     if is_few.any():
-        launches.append(plan_few(call, starts, np.where(is_few, query_lens, 0), GROUP_ROWS))
+        launches.append(plan_few_tokens(call, starts, np.where(is_few, query_lens, 0), GROUP_ROWS))
     if not is_few.all():
-        launches.append(_plan_many(call, starts, np.where(is_few, 0, query_lens)))
+        launches.append(_plan_many_tokens(call, starts, np.where(is_few, 0, query_lens)))
     return launches
 
 
-def _plan_many(
+def _plan_many_tokens(
     call: AttentionCall, query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64]
-) -> LongLaunch:
-    """Plan for those sequences whose query_lens, not to be taken from query_starts, is above 0."""
+) -> PrefillLaunch:
+    """Plan a launch for the sequences whose entry of `query_lens` is above 0; query_starts has rows of others, too."""
     num_heads, head_dim = call.q.shape[1:]
     tokens_per_item = max(1, ROWS // (num_heads // call.spec.num_kv_heads))
     logits = int((query_lens * call.seq_lens).sum()) * num_heads
-    return LongLaunch(
+    return PrefillLaunch(
         _make_kernel(tile_config(call.spec, GROUP_ROWS, staged=True), call.options.score_mod),
         make_inputs(call),
         make_arguments(call, query_starts),

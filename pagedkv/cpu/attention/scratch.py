@@ -1,6 +1,6 @@
 """The memory of a thread: the state of its query rows, a tile, and the addresses of rows.
 
-One allocation, passed on as addresses: numba counts references wherever an array is passed.
+It is one allocation, passed on as addresses, since numba counts references wherever an array is passed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from ..compile import device, helper
 from .access import get_float, put_float, put_int, put_int32
 from .steps.code import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES
-from .steps.ends import make_give, make_take
+from .steps.query_rows import make_load_query, make_store_result
 from .steps.softmax import make_clear
 from .tiles import ROWS_BYTES, SCORES, address, vectors_of
 
@@ -25,7 +25,7 @@ ONE = np.float32(1)
 
 
 class Scratch(NamedTuple):
-    """Where each part begins.
+    """The addresses where the parts of a thread's memory begin.
 
     `rows` are the query rows of the largest work item, `places` those of a widened row, and `tile_tokens` TILE where
     tiles are staged, otherwise twice STEP.
@@ -40,7 +40,7 @@ class Scratch(NamedTuple):
     v_tile: Any  # float32 (tile_tokens, places) widened values
     queries: Any  # float32 (groups, places / 4, R, 4)
     acc: Any  # float32 (rows, places)
-    running: Any  # float32 (rows, places) of the splits folded so far
+    running: Any  # float32 (rows, places) the sums of the splits merged so far
     scores: Any  # float32 (groups, TILE, R) logits, then weights
     maximum: Any  # float32 (rows,) the largest logit so far
     sum: Any  # float32 (rows,) the sum of the weights so far
@@ -51,13 +51,13 @@ class Scratch(NamedTuple):
     stops: Any  # int32 (rows,) the one after the last
     position: Any  # int64 (rows,) the token's position in its sequence
     head: Any  # int64 (rows,) the query head
-    num_vectors: Any  # of a widened row
-    row_bytes: Any  # of a widened row
+    num_vectors: Any  # vectors of a widened row
+    row_bytes: Any  # bytes of a widened row
 
 
 @helper
 def scratch_memory(num_rows, head_dim, tile_tokens):
-    """Memory for a Scratch, aligned to a cache line: a vector load that crosses lines costs two."""
+    """Memory for a Scratch, aligned to a cache line: a vector load that crosses a line costs two."""
     row_bytes = vectors_of(head_dim) * LANES * FLOAT_BYTES
     size = 5 * ROWS_BYTES + 2 * tile_tokens * row_bytes
     size += num_rows * (3 * row_bytes + SCORES + 7 * FLOAT_BYTES + 2 * INT_BYTES) + CACHE_LINE
@@ -101,13 +101,13 @@ def copy_floats(target, source, count):
 
 @helper
 def whole_groups(num_rows, group_rows):
-    """Rows of as many groups as they need."""
+    """The rows of as many whole groups as `num_rows` rows need."""
     return (num_rows + group_rows - 1) // group_rows * group_rows
 
 
 @helper
 def start_row(scratch, row, position, head, options, length):
-    """Begin a query row: nothing seen yet, and what it may see."""
+    """Store a query row's position and head, and the range of positions that it sees."""
     put_int(scratch.position + row * INT_BYTES, position)
     put_int(scratch.head + row * INT_BYTES, head)
     put_int32(scratch.starts + row * FLOAT_BYTES, np.int32(max(np.int64(0), position - options.window + 1)))
@@ -116,7 +116,7 @@ def start_row(scratch, row, position, head, options, length):
 
 @helper
 def start_states(scratch, num_rows):
-    """Nothing seen yet, for all rows."""
+    """Begin states that have seen no key, for all rows."""
     for r in range(num_rows):
         put_float(scratch.maximum + r * FLOAT_BYTES, NOTHING)
         put_float(scratch.sum + r * FLOAT_BYTES, ZERO)
@@ -125,26 +125,26 @@ def start_states(scratch, num_rows):
 
 @helper
 def start_running(scratch, row, sink):
-    """Nothing folded yet but a sink; -inf for none."""
+    """Begin a running state that has seen nothing but a sink; -inf stands for none."""
     put_float(scratch.running_maximum + row * FLOAT_BYTES, sink)
     put_float(scratch.running_sum + row * FLOAT_BYTES, ONE if sink > NOTHING else ZERO)
     _clear(scratch.running + row * scratch.row_bytes, scratch.num_vectors)
 
 
 @lru_cache(maxsize=2)
-def make_ends(*, even_odd: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The device functions `put_query` and `finish_row`, for dims in order or with the even ones before the odd ones.
+def make_query_rows(*, even_odd: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The device functions `put_query` and `finish_row`, for dims in order or with even ones before odd ones.
 
-    numba compiles them once for all kernels of a process.
+    All kernels share them, so that numba compiles them once for a process.
     """
-    take, give = make_take(even_odd=even_odd), make_give(even_odd=even_odd)
+    load_query, store_result = make_load_query(even_odd=even_odd), make_store_result(even_odd=even_odd)
 
     @device(even_odd)
     def put_query(scratch, row, group_rows, query, q_kind, factor, head_dim, places):
-        """Put a query, times the number at `factor`, into its place between the others of its group."""
+        """Load a query, times the number at `factor`, into its place among the rows of its group."""
         group, r = row // group_rows, row % group_rows
         target = scratch.queries + group * group_rows * scratch.row_bytes + r * 4 * FLOAT_BYTES
-        take(target, group_rows, query, q_kind, factor, head_dim, places)
+        load_query(target, group_rows, query, q_kind, factor, head_dim, places)
 
     @device(even_odd)
     def finish_row(out, q_kind, scratch, row, v_scale, head_dim, places):
@@ -152,7 +152,7 @@ def make_ends(*, even_odd: bool) -> tuple[Callable[..., Any], Callable[..., Any]
         total = get_float(scratch.running_sum + row * FLOAT_BYTES)
         factor = scratch.rescale + row * FLOAT_BYTES
         put_float(factor, v_scale / total if total != ZERO else ZERO)  # without a key all sums are 0
-        give(out, scratch.running + row * scratch.row_bytes, q_kind, factor, head_dim, places)
+        store_result(out, scratch.running + row * scratch.row_bytes, q_kind, factor, head_dim, places)
         if total == ZERO:
             return NOTHING
         maximum = get_float(scratch.running_maximum + row * FLOAT_BYTES)

@@ -1,8 +1,8 @@
 """Tiles: TILE tokens of one sequence, and where the rows of their keys and values lie.
 
-A kernel turns token positions into the addresses of their rows (`token_rows`). Decode reads them where they lie
-(`steps.sweep`); prefill, and both kernels in layout vllm, widen a tile of them first (`make_stages`), in the order of
-`steps.widen.order`. Addresses and strides are in bytes.
+A kernel turns token positions into the addresses of their rows (`put_row_addresses`). Decode reads rows where they lie
+(`steps.tile_pass`); prefill, and both kernels in layout vllm, widen a tile of them first (`make_stages`), in the order
+of `steps.widen.dim_order`. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TileConfig(NamedTuple):
     kind: str  # the cache's dtype
     vllm: bool  # layout vllm
     staged: bool  # tiles are widened before their steps
-    whole: bool  # the dims of a row are whole chunks; not asked where it makes no difference
+    whole: bool  # the dims of a row are whole chunks; False where it makes no difference
     group_rows: int  # query rows that share a vector
 
 
@@ -43,7 +43,7 @@ class Strides(NamedTuple):
 
 
 def tile_config(spec: CacheSpec, group_rows: int, *, staged: bool) -> TileConfig:
-    """The config for a pair of caches; in layout vllm, where a row is no run of bytes, tiles are always staged."""
+    """The config for a pair of caches; tiles are always staged in layout vllm, where the bytes of a row are apart."""
     vllm = spec.layout == "vllm"
     whole = not (staged or vllm) and spec.head_dim % CHUNK_DIMS[spec.kind] == 0
     return TileConfig(spec.kind, vllm, staged or vllm, whole, group_rows)
@@ -60,7 +60,7 @@ def cache_strides(strides: tuple[int, ...], layout: str) -> Strides:
 
 @helper
 def address(array):
-    """Where the first element of an array lies."""
+    """The address of an array's first element."""
     return np.int64(array.ctypes.data)
 
 
@@ -71,10 +71,10 @@ def vectors_of(head_dim):
 
 
 @helper
-def token_rows(rows, base, strides, table, block_size, start, first, stop):
-    """rows[t] = the address of token start + t in head 0; `table` is the address of a row of a block table.
+def put_row_addresses(rows, base, strides, table, block_size, start, first, stop):
+    """Store rows[t] = the address of token start + t in head 0; `table` is the address of a row of a block table.
 
-    Tokens before `first` and from `stop` on repeat the nearest row between: it is safe to read, and its results are
+    Tokens before `first` and from `stop` on repeat the nearest row in between, which is safe to read; its results are
     masked.
     """
     logical = first // block_size
@@ -95,7 +95,7 @@ def token_rows(rows, base, strides, table, block_size, start, first, stop):
 
 
 def make_stages(config: TileConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The functions that widen the rows first .. stop of keys and of values into a tile, for one TileConfig.
+    """The functions that widen the rows first .. stop of keys and of values into a tile.
 
     Both take (tile, row_bytes, rows, offset, inner, head_dim, first, stop, places). `first` is a multiple of STEP.
     """
@@ -113,12 +113,12 @@ def make_stages(config: TileConfig) -> tuple[Callable[..., Any], Callable[..., A
     def stage_vllm_keys(tile, row_bytes, rows, offset, inner, head_dim, first, stop, places):
         whole = head_dim // chunk_dims * chunk_dims
         for dim in range(0, head_dim, piece_dims):
-            place, apart = dim, 4
+            place, stride = dim, 4
             if shuffled and dim < whole:
-                place, apart = dim - dim % chunk_dims + dim % chunk_dims // piece_dims * 4, LANES
+                place, stride = dim - dim % chunk_dims + dim % chunk_dims // piece_dims * 4, LANES
             for t in range(first, stop):
                 at = get_int(rows + t * INT_BYTES) + offset + dim // piece_dims * inner
-                widen_piece(tile + t * row_bytes + place * FLOAT_BYTES, apart * FLOAT_BYTES, at)
+                widen_piece(tile + t * row_bytes + place * FLOAT_BYTES, stride * FLOAT_BYTES, at)
 
     @device(config)
     def stage_vllm_values(tile, row_bytes, rows, offset, inner, head_dim, first, stop, places):

@@ -2,14 +2,15 @@
 
 A vector lives in SIMD registers. LLVM splits one that is wider than the machine's, so the same code runs on AVX2,
 AVX-512 and NEON, and every sum is taken in the same order on all of them. Memory is named by an address, an integer in
-bytes, and not checked: the kernels own their bounds.
+bytes. Nothing checks it: kernels stay within their bounds themselves.
 
-What this machine's processor can do, as numba compiles for it, decides between instructions, never between sums.
+What this machine's processor can do, as numba sees it, decides which instructions compute a sum, never in which order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -51,17 +52,20 @@ def _has(feature: str) -> bool:
 
 
 def has_halves() -> bool:
-    """Converts float16 and float32 in one instruction: all of AArch64, x86 with F16C."""
+    """Whether one instruction converts float16 and float32: on all of AArch64, and on x86 with F16C."""
     return _has("f16c") or cpu_target.target_context.codegen().magic_tuple()[0].startswith(("aarch64", "arm64"))
 
 
 def has_byte_permutes() -> bool:
-    """Picks any 64 bytes out of 128 in one instruction (AVX-512 VBMI)."""
+    """Whether one instruction picks any 64 bytes out of 128 (AVX-512 VBMI)."""
     return _has("avx512vbmi")
 
 
 def prefetches_into_l1() -> bool:
-    """AMD's Zen from Zen 5 on, which waits for lines that are in L2 alone. Others have too few miss buffers of L1."""
+    """Whether prefetching into L1 pays: on AMD's Zen from Zen 5 on, which waits for lines that are in L2 alone.
+
+    Others have too few miss buffers of L1.
+    """
     name = cpu_target.target_context.codegen().magic_tuple()[1]
     return name.startswith("znver") and name not in ("znver1", "znver2", "znver3", "znver4")
 
@@ -80,7 +84,7 @@ def vector(lanes: int, element: Any = FLOAT) -> Any:
 
 
 class Code:
-    """Emits instructions where a builder of llvmlite stands."""
+    """Emits instructions with a builder of llvmlite."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
@@ -148,7 +152,7 @@ class Code:
         undefined = ir.Constant(vector(lanes, x.type), ir.Undefined)
         return self.shuffle(self.builder.insert_element(undefined, x, INT32(0)), [0] * lanes)
 
-    def both(self, x: Value, y: Value) -> Value:
+    def pair(self, x: Value, y: Value) -> Value:
         """A vector of two numbers."""
         return self.builder.insert_element(self.splat(x, 2), y, INT32(1))
 
@@ -241,6 +245,7 @@ class Code:
         return results
 
     def call(self, name: str, result: Any, arguments: list[Value]) -> Value:
+        """The result of a function, an intrinsic of LLVM for example."""
         signature = ir.FunctionType(result, [argument.type for argument in arguments])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, signature, name), arguments)
 
@@ -251,16 +256,32 @@ def _element_bytes(type_: Any) -> int:
 
 
 def step(emit: Callable[..., None]) -> Any:
-    """A function for numba's code, of integers and without result, whose code is ``emit(code, *arguments)``."""
+    """A function that numba's code calls and that returns nothing; ``emit(code, *arguments)`` emits its instructions.
+
+    An argument is an integer, or a NamedTuple of integers.
+    """
 
     @intrinsic
     def call(typing: Any, *arguments: Any) -> Any:
-        count = len(arguments)
+        kinds = [_int64_like(argument) for argument in arguments]
 
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            emit(Code(builder), *cgutils.unpack_tuple(builder, values[0], count))
+            emit(Code(builder), *map(partial(_unpacked, builder), kinds, cgutils.unpack_tuple(builder, values[0])))
             return context.get_dummy_value()
 
-        return types.void(types.containers.UniTuple(types.int64, count)), codegen
+        return types.void(types.containers.BaseTuple.from_types(kinds)), codegen
 
     return call
+
+
+def _int64_like(argument: Any) -> Any:
+    """The type of an argument of a step when all its integers are int64."""
+    if isinstance(argument, types.containers.BaseNamedTuple):
+        return types.containers.NamedUniTuple(types.int64, len(argument), argument.instance_class)
+    return types.int64
+
+
+def _unpacked(builder: Any, kind: Any, value: Value) -> Any:
+    if isinstance(kind, types.containers.BaseNamedTuple):
+        return kind.instance_class(*cgutils.unpack_tuple(builder, value))
+    return value

@@ -14,14 +14,14 @@ from __future__ import annotations
 from functools import partial
 
 from .code import ELEMENT_BYTES, FLOAT_BYTES, INT64, LANES, STEP, TILE, Code, Value, num_accumulators, vector
-from .course import Ahead, Rows, prefetch_turn
-from .widen import CHUNK_DIMS, Following, widen_chunk
+from .step_order import RowAddresses, RowsToPrefetch, prefetch_turn
+from .widen import CHUNK_DIMS, RowsToWiden, widen_chunk
 
 PARTS = 8  # sums of a dot product
 
 
 def passes_of(num_groups: int) -> int:
-    """How often the keys of a step are read: with many groups, once for each half of a dot product's sums.
+    """How often a step reads its keys: with many groups, once for each half of a dot product's sums.
 
     Then the sums of more groups stay in registers, and each load serves more multiply-adds.
     """
@@ -34,22 +34,22 @@ def keys_at_once(num_groups: int, group_rows: int) -> int:
     return min(STEP, num_accumulators() * LANES // (parts * group_rows * num_groups))
 
 
-def dots(
+def dot_products(
     code: Code,
     kind: str,
     num_groups: int,
     group_rows: int,
     scores: Value,
     queries: Value,
-    keys: Rows,
+    keys: RowAddresses,
     num_vectors: Value,
-    ahead: Ahead | None,
-    following: Following | None,
+    to_prefetch: RowsToPrefetch | None,
+    to_widen: RowsToWiden | None,
 ) -> None:
-    """The scores of some groups with the STEP keys of a step, which are whole chunks of `kind`, widened in registers.
+    """Store the scores of some groups with the STEP keys of a step, which are whole chunks of `kind`.
 
-    The rows `ahead` of a later step are prefetched between the arithmetic, a few lines at a time: all of them at once
-    would fill the processor's miss buffers. So are the `following` ones widened.
+    Keys are widened in registers. Between the arithmetic, prefetch the rows of a later step, a few lines at a time,
+    since all of them at once would fill the processor's miss buffers, and widen the rows of the next one.
     """
     builder = code.builder
     places, at_once = 4 if group_rows > 1 else PARTS, keys_at_once(num_groups, group_rows)
@@ -64,17 +64,17 @@ def dots(
         widened = widen_chunk(code, kind, address)
         return [code.shuffle(x, range(n, n + places)) for x in widened for n in range(0, LANES, places)]
 
-    def some(block: Value) -> None:
+    def some_keys(block: Value) -> None:
         first = code.times(block, at_once)
         rows = keys.after(code, first)
         addresses = [rows.at(code, t) for t in range(at_once)]
 
         def turn(chain: int, i: Value, sums: list[Value]) -> list[Value]:
-            """The products of a chunk that belong to the chains from `chain` on."""
-            if ahead is not None:
-                prefetch_turn(code, ahead, first, at_once, i, chunk)
-            if following is not None and chain == 0:
-                following.widen(code, first, at_once, i)
+            """Add the products of a chunk that belong to the chains from `chain` on."""
+            if to_prefetch is not None:
+                prefetch_turn(code, to_prefetch, first, at_once, i, chunk)
+            if to_widen is not None and chain == 0:
+                to_widen.widen(code, first, at_once, i)
             of_key = code.times(i, chunk * ELEMENT_BYTES[kind])
             at = [builder.add(q, code.times(i, chunk * group_rows * FLOAT_BYTES)) for q in groups]
             own = [n for n in range(chunk // places) if chain <= n % chains < chain + together]
@@ -97,7 +97,7 @@ def dots(
             place = builder.add(scores, code.times(first, group_rows * FLOAT_BYTES))
             code.store(totals, place, g * TILE * group_rows * FLOAT_BYTES)
 
-    code.repeatedly(INT64(STEP // at_once), some)
+    code.repeatedly(INT64(STEP // at_once), some_keys)
 
 
 def _totals(code: Code, sums: list[Value], chains: int, group_rows: int) -> Value:

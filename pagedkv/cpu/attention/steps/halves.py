@@ -1,7 +1,6 @@
-"""float16 to float32 and back: by the processor's instructions, or by integers where it has none.
+"""float16 to float32 and back: by instructions of the processor, or with integers if it has none for it.
 
-Without these integers LLVM would call a function of the compiler's library, which numba does not have: that ends the
-process.
+Otherwise LLVM would call a function of its runtime library, which numba does not link: the process would end.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from .code import HALF, INT32, SHORT, Code, Value, has_halves, vector
 MAGNITUDE, SIGN, INFINITY, QUIET_NAN = 0x7FFF, 0x8000, 0x7C00, 0x7E00  # of a float16
 FLOAT_INFINITY = 0x7F800000
 BIAS = 112  # the exponent bias of float32 minus that of float16
-FRACTION = 13  # bits of the fraction that float32 has more
+FRACTION = 13  # bits that a float32's fraction is longer
 OVERFLOWS = 0x477FF000  # 65520, the least float32 that rounds to infinity
 NORMAL = 0x38800000  # 2**-14, the least normal float16
 

@@ -8,8 +8,8 @@ The sum of a tile's weights is 16 sums, each over every sixteenth token, added i
 those four further, then in pairs.
 
 A state is what attention over some keys leaves: the largest logit, the sum of weights, and the sum of values times
-their weights, both relative to the largest logit (flash-decoding, Dao et al., 2023). Decode and prefill fold the state
-of a split into a running one, in token order.
+their weights, both relative to the largest logit (flash-decoding, Dao et al., 2023). Decode and prefill merge the
+state of each split into a running one, in token order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def make_softmax(group_rows: int, *, masked: bool) -> Any:
     If `masked`, a row sees the tokens from its start to before its stop, int32 positions (R,); the tile's first token
     is at position `first`. A tile of which a row sees nothing leaves its state unchanged.
     """
-    tokens = LANES // group_rows  # of a vector
+    tokens = LANES // group_rows  # tokens of a vector
 
     def emit(
         code: Code,
@@ -42,8 +42,8 @@ def make_softmax(group_rows: int, *, masked: bool) -> Any:
     ) -> None:
         builder, turns = code.builder, INT64(TILE // LANES)
 
-        def seen(i: Value, n: int, logit: Value) -> Value:
-            """The logits of vector n of a turn that their rows see, and NOTHING in place of the others."""
+        def masked_logits(i: Value, n: int, logit: Value) -> Value:
+            """The logits of vector n of a turn, with NOTHING in place of those that their rows do not see."""
             if not masked:
                 return logit
             token = builder.add(
@@ -61,7 +61,7 @@ def make_softmax(group_rows: int, *, masked: bool) -> Any:
             return [code.plus(at, n * LANES * FLOAT_BYTES) for n in range(group_rows)]
 
         def find(i: Value, largest: list[Value]) -> list[Value]:
-            logits = [seen(i, n, code.load(at, vector(LANES))) for n, at in enumerate(vectors(i))]
+            logits = [masked_logits(i, n, code.load(at, vector(LANES))) for n, at in enumerate(vectors(i))]
             return [code.larger(x, y) for x, y in zip(logits, largest, strict=True)]
 
         largest = code.loop(turns, [code.constant(NOTHING, LANES)] * group_rows, find)
@@ -75,7 +75,7 @@ def make_softmax(group_rows: int, *, masked: bool) -> Any:
 
         def weigh(i: Value, sums: list[Value]) -> list[Value]:
             for n, at in enumerate(vectors(i)):
-                weight = code.exp(builder.fsub(seen(i, n, code.load(at, vector(LANES))), base_of_all))
+                weight = code.exp(builder.fsub(masked_logits(i, n, code.load(at, vector(LANES))), base_of_all))
                 code.store(weight, at)
                 sums[n] = builder.fadd(sums[n], weight)
             return sums
@@ -97,8 +97,8 @@ def make_softmax(group_rows: int, *, masked: bool) -> Any:
     return step(emit)
 
 
-def make_fold() -> Any:
-    """The step ``fold(acc, maximum, total, other_acc, other_maximum, other_total, num_vectors)`` of one row."""
+def make_merge_state() -> Any:
+    """The step ``merge_state(acc, maximum, total, other_acc, other_maximum, other_total, num_vectors)`` of one row."""
 
     def emit(
         code: Code,
@@ -111,7 +111,7 @@ def make_fold() -> Any:
         num_vectors: Value,
     ) -> None:
         builder = code.builder
-        both = code.both(code.load(maximum, FLOAT), code.load(other_maximum, FLOAT))
+        both = code.pair(code.load(maximum, FLOAT), code.load(other_maximum, FLOAT))
         after = code.repeat(code.halve(both, code.larger, 1), 2)
         is_some = builder.fcmp_ordered(">", after, code.constant(NOTHING, 2))
         weights = code.exp(builder.fsub(both, builder.select(is_some, after, code.constant(0.0, 2))))
@@ -124,7 +124,7 @@ def make_fold() -> Any:
             code.store(code.fma(other, code.load(builder.add(other_acc, place), vector(LANES)), scaled), at)
 
         code.repeatedly(num_vectors, turn)
-        sums = builder.fmul(weights, code.both(code.load(total, FLOAT), code.load(other_total, FLOAT)))
+        sums = builder.fmul(weights, code.pair(code.load(total, FLOAT), code.load(other_total, FLOAT)))
         code.store(code.lane(code.halve(sums, builder.fadd, 1), 0), total)
         code.store(code.lane(after, 0), maximum)
 
@@ -148,7 +148,7 @@ def make_rescale() -> Any:
 
 
 def make_clear() -> Any:
-    """The step ``clear(target, num_vectors)``: zeros."""
+    """The step ``clear(target, num_vectors)``, which stores zeros."""
 
     def emit(code: Code, target: Value, num_vectors: Value) -> None:
         zeros = code.constant(0.0, LANES)

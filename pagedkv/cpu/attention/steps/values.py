@@ -1,4 +1,4 @@
-"""Sums of values: accumulators += weights times the values of some tokens, token after token in ascending order.
+"""Weighted sums of values: accumulators += weights times values, token after token in ascending order.
 
 accumulators   rows of float32, a stride apart
 weights        (groups, TILE, R)
@@ -19,16 +19,16 @@ from .code import (
     num_accumulators,
     vector,
 )
-from .course import Ahead, Rows
-from .widen import CHUNK_DIMS, Following, widen_chunk
+from .step_order import RowAddresses, RowsToPrefetch
+from .widen import CHUNK_DIMS, RowsToWiden, widen_chunk
 
 
 def widens_in_registers(kind: str, num_rows: int) -> bool:
-    """The accumulators of a chunk of values and `num_rows` query rows stay in registers."""
+    """Whether the accumulators of a chunk of values and `num_rows` query rows stay in registers."""
     return num_rows * CHUNK_DIMS[kind] // LANES <= num_accumulators()
 
 
-def values(
+def add_values(
     code: Code,
     kind: str,
     num_groups: int,
@@ -36,32 +36,34 @@ def values(
     acc: Value,
     stride: Value,
     weights: Value,
-    rows: Rows,
+    rows: RowAddresses,
     count: Value,
     num_vectors: Value,
-    ahead: Ahead | None,
-    following: Following | None,
+    to_prefetch: RowsToPrefetch | None,
+    to_widen: RowsToWiden | None,
 ) -> None:
-    """The weighted values of the first `count` tokens, which are whole chunks of `kind`, for some groups.
+    """Add the weighted values of the first `count` tokens, which are whole chunks of `kind`, for some groups.
 
-    As many rows `ahead` are prefetched between the arithmetic, and all of the `following` ones are widened.
+    Between the arithmetic, prefetch as many rows of a later step, and widen all rows of the next one.
     """
     builder, num_rows, chunk = code.builder, num_groups * group_rows, CHUNK_DIMS[kind] // LANES
     most = max(chunk, min(4, num_accumulators() // num_rows))
     targets = code.rows(acc, stride, num_rows)
 
     def columns(first: Value, width: int) -> None:
-        """The vectors first .. first + width of all rows."""
+        """Add to the vectors first .. first + width of all rows."""
         place = code.times(first, LANES * FLOAT_BYTES)
         begin = code.times(first, LANES * ELEMENT_BYTES[kind])
 
         def token(t: Value, sums: list[Value]) -> list[Value]:
-            if ahead is not None:
-                later = builder.add(ahead.rows.after(code, t).at(code, 0), code.times(first, LANES * ahead.item))
-                for line in range(0, width * LANES * ahead.item, CACHE_LINE):
+            if to_prefetch is not None:
+                later = builder.add(
+                    to_prefetch.rows.after(code, t).at(code, 0), code.times(first, LANES * to_prefetch.item)
+                )
+                for line in range(0, width * LANES * to_prefetch.item, CACHE_LINE):
                     code.prefetch(later, line)
-            if following is not None:
-                following.widen_column(code, t, first, width)
+            if to_widen is not None:
+                to_widen.widen_column(code, t, first, width)
             row = builder.add(rows.after(code, t).at(code, 0), begin)
             parts = range(0, width * LANES * ELEMENT_BYTES[kind], CHUNK_DIMS[kind] * ELEMENT_BYTES[kind])
             value = [v for part in parts for v in widen_chunk(code, kind, code.plus(row, part))]
@@ -79,12 +81,12 @@ def values(
             code.store(after, row, v)
 
     def all_columns(done: Value, width: int) -> None:
-        """The vectors from `done` on, `width` at a time, and the rest fewer at a time."""
+        """Add to the vectors from `done` on, `width` at a time, and the rest fewer at a time."""
         turns = builder.sdiv(builder.sub(num_vectors, done), INT64(width))
         code.repeatedly(turns, lambda i: columns(builder.add(done, code.times(i, width)), width))
         if width > chunk:
             all_columns(builder.add(done, code.times(turns, width)), width // 2)
 
-    if following is not None:  # those beside which there is no token
-        following.widen_rows(code, count, num_vectors)
+    if to_widen is not None:  # those that no token is left for
+        to_widen.widen_rows(code, count, num_vectors)
     all_columns(INT64(0), most)

@@ -1,8 +1,8 @@
-"""Widening rows of a cache to float32, and the order in which their dims lie then, which is the cheapest one.
+"""Widening rows of a cache to float32, and the order in which their dims lie then: the one that costs least.
 
-Rows are widened in chunks of 64 bytes. Where two 16-bit halves of a word become two vectors, these hold even and odd
-dims. Queries and accumulators lie in the same order, so a sum over dims follows it: it depends on the cache's
-dtype and head_dim alone, never on the machine.
+Rows are widened in chunks of 64 bytes. Where the two 16-bit halves of words become two vectors, these hold even and odd
+dims. Queries and accumulators have the same order, so sums over dims do, too: it depends on the cache's dtype and
+head_dim alone, never on the machine.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .code import (
     step,
     vector,
 )
-from .course import Rows
 from .halves import from_half
+from .step_order import RowAddresses
 
-UNIT = 8  # dims of what is left after whole chunks, a few of these
+UNIT = 8  # dims; whole chunks leave a few units of a row
 CHUNK_DIMS = {"float32": 16, "float16": 16, "bfloat16": 32, "fp8_e4m3": 64, "fp8_e5m2": 64}
 EVEN_ODD = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -63,12 +63,12 @@ def unit_order(kind: str) -> tuple[int, ...]:
 
 
 def is_shuffled(kind: str) -> bool:
-    """Widened rows are in another order than those of the cache."""
+    """Whether the dims of widened rows are in another order than those of the cache."""
     return unit_order(kind) == EVEN_ODD
 
 
 @lru_cache(maxsize=64)
-def order(kind: str, head_dim: int) -> npt.NDArray[np.int64]:
+def dim_order(kind: str, head_dim: int) -> npt.NDArray[np.int64]:
     """The dim at each place of a widened row, (head_dim,)."""
     dims, chunk, unit = CHUNK_DIMS[kind], np.array(chunk_order(kind)), np.array(unit_order(kind))
     whole = head_dim // dims * dims
@@ -78,9 +78,9 @@ def order(kind: str, head_dim: int) -> npt.NDArray[np.int64]:
 
 
 @lru_cache(maxsize=64)
-def places(kind: str, head_dim: int) -> npt.NDArray[np.int64]:
+def dim_places(kind: str, head_dim: int) -> npt.NDArray[np.int64]:
     """The place of each dim in a widened row, (head_dim,)."""
-    return _frozen(np.argsort(order(kind, head_dim)))
+    return _frozen(np.argsort(dim_order(kind, head_dim)))
 
 
 def _frozen(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -93,16 +93,16 @@ UPPER_HALF = -(2**16)
 
 
 def make_widen(kind: str) -> Any:
-    """The step ``widen(target, target_stride, rows, offset, head_dim)``: `widen_rows`."""
+    """The step ``widen(target, target_stride, rows, offset, head_dim)``, see `widen_rows`."""
 
     def emit(code: Code, target: Value, stride: Value, rows: Value, offset: Value, head_dim: Value) -> None:
-        widen_rows(code, kind, target, stride, Rows(rows, offset), head_dim)
+        widen_rows(code, kind, target, stride, RowAddresses(rows, offset), head_dim)
 
     return step(emit)
 
 
-def widen_rows(code: Code, kind: str, target: Value, stride: Value, rows: Rows, head_dim: Value) -> None:
-    """STEP rows of `kind` as float32 rows a stride apart."""
+def widen_rows(code: Code, kind: str, target: Value, stride: Value, rows: RowAddresses, head_dim: Value) -> None:
+    """Widen STEP rows of `kind` to float32 rows that begin a stride apart."""
     builder, dims, item = code.builder, CHUNK_DIMS[kind], ELEMENT_BYTES[kind]
     chunks = builder.sdiv(head_dim, INT64(dims))
     pairs = [(rows.at(code, t), to) for t, to in enumerate(code.rows(target, stride, STEP))]
@@ -124,9 +124,9 @@ def widen_rows(code: Code, kind: str, target: Value, stride: Value, rows: Rows, 
 
 
 def make_widen_piece(kind: str) -> Any:
-    """The step ``widen_piece(target, apart, address)``: 16 bytes of a row, as vectors `apart` bytes apart."""
+    """The step ``widen_piece(target, stride, address)``: 16 bytes of a row as vectors that begin a stride apart."""
 
-    def emit(code: Code, target: Value, apart: Value, address: Value) -> None:
+    def emit(code: Code, target: Value, stride: Value, address: Value) -> None:
         item = ELEMENT_BYTES[kind]
         if item == 1:
             raw = code.load(address, vector(16, BYTE))
@@ -136,14 +136,14 @@ def make_widen_piece(kind: str) -> Any:
             widened = _from_words(code, code.load(address, vector(4, INT32)))
         else:
             widened = [WIDEN[kind](code, code.load(address, vector(16 // item, FLOAT if item == 4 else SHORT)))]
-        for to, v in zip(code.rows(target, apart, len(widened)), widened, strict=True):
+        for to, v in zip(code.rows(target, stride, len(widened)), widened, strict=True):
             code.store(v, to)
 
     return step(emit)
 
 
 def widen_chunk(code: Code, kind: str, address: Value) -> list[Value]:
-    """A chunk as vectors of LANES."""
+    """A widened chunk, as vectors of LANES."""
     if kind == "float32":
         return [code.load(address, vector(LANES))]
     if kind == "float16":
@@ -155,7 +155,7 @@ def widen_chunk(code: Code, kind: str, address: Value) -> list[Value]:
 
 
 def widen_unit(code: Code, kind: str, address: Value) -> Value:
-    """A unit as a vector of UNIT."""
+    """A widened unit, as a vector of UNIT."""
     element = {4: FLOAT, 2: SHORT, 1: BYTE}[ELEMENT_BYTES[kind]]
     raw = code.shuffle(code.load(address, vector(UNIT, element)), unit_order(kind))
     return WIDEN[kind](code, raw)
@@ -182,7 +182,7 @@ def _from_bytes(kind: str, code: Code, raw: Value) -> Value:
 
 
 def _from_upper_bytes(kind: str, code: Code, upper: Value) -> Value:
-    """Codes of fp8 that are the upper bytes of 16-bit words: of e5m2, these are float16."""
+    """Widen codes of fp8 that are the upper bytes of 16-bit words; those words are float16 if the codes are e5m2."""
     if kind == "fp8_e5m2":
         return from_half(code, upper)
     # A float16 with the exponent and mantissa of a code of e4m3 is 2**-8 times its value, subnormals included. A shift
@@ -197,7 +197,7 @@ def _from_upper_bytes(kind: str, code: Code, upper: Value) -> Value:
 
 
 def _by_pairs(code: Code, kind: str, raw: Value) -> list[Value]:
-    """A chunk of fp8, the even and the odd codes of its words apart."""
+    """Widen a chunk of fp8: first the even codes of its words, then the odd ones."""
     builder = code.builder
     words = builder.bitcast(raw, vector(2 * LANES, SHORT))
     even = builder.shl(words, code.constant(8, 2 * LANES, SHORT))
@@ -210,7 +210,7 @@ def _by_pairs(code: Code, kind: str, raw: Value) -> list[Value]:
 
 
 def _by_tables(code: Code, kind: str, raw: Value) -> list[Value]:
-    """A chunk of fp8, both bytes of its bfloat16 by a table of 128; the sign is that of the code."""
+    """Widen a chunk of fp8 by two tables, each of 128 bytes of bfloat16; the sign is that of the code."""
     builder = code.builder
     exact = np.arange(128, dtype=np.uint8).view(FP8[kind]).astype(ml_dtypes.bfloat16).view(np.uint16)
     lower, upper = (_lookup(code, raw, part.astype(np.uint8)) for part in (exact & 0xFF, exact >> 8))
@@ -251,40 +251,40 @@ def make_load(kind: str) -> Any:
     return load
 
 
-class Following(NamedTuple):
-    """The rows of the next step, which are whole chunks of `kind`, and where they go."""
+class RowsToWiden(NamedTuple):
+    """The rows of the next step, which are whole chunks of `kind`, and where their widened rows go."""
 
     kind: str
-    rows: Rows
+    rows: RowAddresses
     target: Value  # the address of the first widened row
     stride: Value  # from a widened row to the next one, in bytes
-    wanted: Value  # a bit: there is a next step, whose rows nobody has widened
+    wanted: Value  # a bit: there is a next step, whose rows are not widened yet
 
     @property
-    def of_chunk(self) -> int:
-        """Vectors of a widened chunk, a power of two."""
+    def chunk_vectors(self) -> int:
+        """Vectors of a widened chunk; a power of two."""
         return CHUNK_DIMS[self.kind] // LANES
 
-    def where(self, code: Code, condition: Value) -> Following:
-        """The same, wanted only where the condition holds."""
+    def where(self, code: Code, condition: Value) -> RowsToWiden:
+        """The same rows, wanted only if the condition holds."""
         return self._replace(wanted=code.builder.and_(self.wanted, condition))
 
     def widen(self, code: Code, first: Value, count: int, vector: Value) -> None:
         """Widen a vector of `count` rows from `first` on.
 
-        A chunk is widened as a whole: each turn of its vectors takes a share of the rows, and one row at least.
+        Chunks are widened as a whole, so each vector of a chunk stands for a share of the rows, of at least one.
         """
         builder, wanted = code.builder, self.wanted
-        chunk, turn = self._chunk(code, vector), builder.urem(vector, INT64(self.of_chunk))
-        share = max(count // self.of_chunk, 1)
-        if count < self.of_chunk:
+        chunk, turn = self._chunk(code, vector), builder.urem(vector, INT64(self.chunk_vectors))
+        share = max(count // self.chunk_vectors, 1)
+        if count < self.chunk_vectors:
             wanted = builder.and_(wanted, builder.icmp_signed("<", turn, INT64(count)))
         with builder.if_then(wanted):
             self._widen(code, builder.add(first, code.times(turn, share)), share, chunk)
 
     def widen_column(self, code: Code, row: Value, first: Value, width: int) -> None:
-        """Widen `width` vectors from `first` on of a row, or its chunk in one of the turns that share it."""
-        builder, turns = code.builder, INT64(self.of_chunk // width)
+        """Widen `width` vectors from `first` on of a row, or the chunk that they are in if it is their turn."""
+        builder, turns = code.builder, INT64(self.chunk_vectors // width)
         turn = builder.urem(builder.udiv(first, INT64(width)), turns)
         is_own = builder.icmp_signed("==", builder.urem(row, turns), turn)
         with builder.if_then(builder.and_(self.wanted, is_own)):
@@ -300,7 +300,7 @@ class Following(NamedTuple):
             )
 
     def _chunk(self, code: Code, vector: Value) -> Value:
-        return code.builder.udiv(vector, INT64(self.of_chunk))
+        return code.builder.udiv(vector, INT64(self.chunk_vectors))
 
     def _widen(self, code: Code, first: Value, count: int, chunk: Value) -> None:
         """Widen a chunk of `count` rows from `first` on."""

@@ -1,4 +1,4 @@
-"""Dots, softmax, values and fold, each against NumPy, and that groups of rows and registers change no bit."""
+"""Dots, softmax, values and merging, each against NumPy, and that groups of rows and registers change no bit."""
 
 from functools import cache
 
@@ -7,10 +7,10 @@ import pytest
 
 from pagedkv.cpu.attention.steps import dots, values
 from pagedkv.cpu.attention.steps.code import LANES, STEP, TILE
-from pagedkv.cpu.attention.steps.softmax import make_fold, make_rescale, make_softmax
-from pagedkv.cpu.attention.steps.sweep import Form, make_add, make_score
+from pagedkv.cpu.attention.steps.softmax import make_merge_state, make_rescale, make_softmax
+from pagedkv.cpu.attention.steps.tile_pass import PassConfig, make_add_values, make_score_keys
 
-from .stepper import grouped, stepper, swept
+from .stepper import grouped, pass_over, stepper
 
 PLACES = 48
 RNG = np.random.default_rng(0)
@@ -24,14 +24,14 @@ def registers(request, monkeypatch):
 
 @cache
 def step_of(make, group_rows, registers):
-    """A sweep, compiled once for each size of a group and number of registers."""
-    return stepper(make(Form("float32", group_rows, whole=True, staged=False)))
+    """A pass over a tile, compiled once for each size of a group and number of registers."""
+    return stepper(make(PassConfig("float32", group_rows, whole=True, staged=False)))
 
 
 def dot_products(q, keys, num_groups, group_rows):
     scores = np.full((num_groups, TILE, group_rows), np.nan, np.float32)
-    run = step_of(make_score, group_rows, dots.num_accumulators())
-    run(scores, grouped(q, group_rows), *swept(keys[:, None], num_groups))
+    run = step_of(make_score_keys, group_rows, dots.num_accumulators())
+    run(scores, grouped(q, group_rows), pass_over(keys[:, None], num_groups))
     assert np.isnan(scores[:, STEP:]).all()
     return scores[:, :STEP].transpose(0, 2, 1).reshape(-1, STEP)
 
@@ -64,8 +64,8 @@ def test_dots_are_rounded_in_their_order():
 
 def weighted_sums(acc, weights, rows, num_groups, group_rows):
     acc = acc.copy()
-    run = step_of(make_add, group_rows, values.num_accumulators())
-    run(acc, weights, *swept(rows[:, None], num_groups))
+    run = step_of(make_add_values, group_rows, values.num_accumulators())
+    run(acc, weights, pass_over(rows[:, None], num_groups))
     return acc
 
 
@@ -137,26 +137,26 @@ def test_a_tile_that_a_row_does_not_see_leaves_its_state():
     assert (factor == 1).all()
 
 
-def fold_of(state, other):
-    """The state (acc, maximum, total) after another one has been folded in."""
+def merged(state, other):
+    """The state (acc, maximum, total) after another one has been merged into it."""
     arrays = [np.array(x, np.float32) for x in (*state, *other)]
-    stepper(make_fold())(*arrays, PLACES // LANES)
+    stepper(make_merge_state())(*arrays, PLACES // LANES)
     return arrays[0], float(arrays[1]), float(arrays[2])
 
 
-def test_fold_weighs_by_the_larger_maximum():
+def test_merging_weighs_by_the_larger_maximum():
     a, b = RNG.standard_normal((2, PLACES), np.float32)
     for low, high in ((-1.0, 2.0), (2.0, -1.0), (0.5, 0.5)):
-        acc, maximum, total = fold_of((a, low, 3.0), (b, high, 5.0))
+        acc, maximum, total = merged((a, low, 3.0), (b, high, 5.0))
         assert maximum == max(low, high)
         f, g = np.exp([low - maximum, high - maximum])
         np.testing.assert_allclose(acc, f * a + g * b, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(total, 3 * f + 5 * g, rtol=1e-6)
 
 
-def test_fold_into_nothing_is_the_other_state():
+def test_merging_into_nothing_gives_the_other_state():
     a = RNG.standard_normal(PLACES).astype(np.float32)
-    acc, maximum, total = fold_of((np.zeros(PLACES), -np.inf, 0.0), (a, 1.5, 4.0))
+    acc, maximum, total = merged((np.zeros(PLACES), -np.inf, 0.0), (a, 1.5, 4.0))
     np.testing.assert_array_equal(acc, a)
     assert (maximum, total) == (1.5, 4.0)
 

@@ -53,7 +53,7 @@ def test_arithmetic_and_shuffles():
         code.store(code.joined([code.shuffle(v, range(0, 16, 2)) for v in (x, y)]), result, 128)
         code.store(code.repeat(code.shuffle(x, (3, 5)), 16), result, 192)
         code.store(code.halve(x, code.builder.fadd, 2), result, 256)
-        code.store(code.lane(code.both(code.lane(x, 7), code.lane(y, 9)), 1), result, 264)
+        code.store(code.lane(code.pair(code.lane(x, 7), code.lane(y, 9)), 1), result, 264)
 
     a, b = np.random.default_rng(0).integers(-50, 50, (2, 16)).astype(np.float32)
     result = np.empty(67, np.float32)

@@ -7,7 +7,7 @@ from numba import njit
 
 from pagedkv.cpu.attention.steps import widen
 from pagedkv.cpu.attention.steps.code import LANES, STEP
-from pagedkv.cpu.attention.steps.widen import CHUNK_DIMS, places
+from pagedkv.cpu.attention.steps.widen import CHUNK_DIMS, dim_places
 
 FORMATS = {
     "float32": np.dtype(np.float32),
@@ -37,7 +37,7 @@ def _rows(kind, head_dim):
 
 def assert_widened(widened, rows, kind):
     expected = rows.astype(np.float32)
-    found = widened[:, places(kind, max(8, rows.shape[1]))[: rows.shape[1]]]
+    found = widened[:, dim_places(kind, max(8, rows.shape[1]))[: rows.shape[1]]]
     np.testing.assert_array_equal(found, expected)
     zeros = expected == 0
     np.testing.assert_array_equal(np.signbit(found[zeros]), np.signbit(expected[zeros]))
@@ -96,7 +96,7 @@ def test_single_elements_of_every_code(kind):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_every_dim_has_a_place_of_its_own(kind):
     for head_dim in range(8, 520, 8):
-        found = places(kind, head_dim)
+        found = dim_places(kind, head_dim)
         assert sorted(found) == list(range(head_dim))
         whole = head_dim // CHUNK_DIMS[kind] * CHUNK_DIMS[kind]
         assert sorted(found[:whole]) == list(range(whole))  # so a longer row begins as a shorter one

@@ -1,4 +1,4 @@
-"""Sweeps: rows of every dtype read in every way give the same bits, and what comes next is prefetched."""
+"""Passes over a tile: rows of every dtype read in every way give the same bits, and later rows are prefetched."""
 
 from functools import cache
 from itertools import product
@@ -6,13 +6,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pagedkv.cpu.attention.steps import dots, sweep, values
+from pagedkv.cpu.attention.steps import dots, tile_pass, values
 from pagedkv.cpu.attention.steps.code import BYTE, CACHE_LINE, STEP, TILE, Code
-from pagedkv.cpu.attention.steps.sweep import L2_REACH, Form, make_add, make_score
-from pagedkv.cpu.attention.steps.widen import order
+from pagedkv.cpu.attention.steps.tile_pass import L2_REACH, PassConfig, make_add_values, make_score_keys
+from pagedkv.cpu.attention.steps.widen import dim_order
 
 from ....support.strategies import long
-from .stepper import grouped, stepper, swept
+from .stepper import grouped, pass_over, stepper
 from .test_widen import FORMATS
 
 HEADS, GROUPS, DIMS = 2, 3, 128
@@ -20,9 +20,9 @@ RNG = np.random.default_rng(0)
 
 
 @cache
-def sweeps(form, accumulators):
-    """Both sweeps of a form, compiled once for each number of accumulators."""
-    return stepper(make_score(form)), stepper(make_add(form))
+def passes(config, accumulators):
+    """Both passes of a config, compiled once for each number of accumulators."""
+    return stepper(make_score_keys(config)), stepper(make_add_values(config))
 
 
 def rows_of(kind, tokens):
@@ -37,15 +37,15 @@ def state_of(group_rows):
 
 
 def head_by_head(kind, rows, group_rows, q, acc, scores):
-    """What the sweeps leave, from rows that were widened before."""
-    score, add = sweeps(Form("float32", group_rows, whole=True, staged=True), dots.num_accumulators())
+    """What both passes compute from rows that were widened before."""
+    score, add = passes(PassConfig("float32", group_rows, whole=True, staged=True), dots.num_accumulators())
     found, acc, heads = np.full_like(scores, np.nan), acc.copy(), range(HEADS)
     for h in heads:
-        wide = np.ascontiguousarray(rows[:, h : h + 1].astype(np.float32)[:, :, order(kind, DIMS)])
+        wide = np.ascontiguousarray(rows[:, h : h + 1].astype(np.float32)[:, :, dim_order(kind, DIMS)])
         some = slice(h * GROUPS, (h + 1) * GROUPS)
         of_rows = slice(some.start * group_rows, some.stop * group_rows)
-        score(found[some], grouped(q[of_rows], group_rows), *swept(wide, GROUPS))
-        add(acc[of_rows], scores[some], *swept(wide, GROUPS))
+        score(found[some], grouped(q[of_rows], group_rows), pass_over(wide, GROUPS))
+        add(acc[of_rows], scores[some], pass_over(wide, GROUPS))
     return found, acc
 
 
@@ -60,12 +60,12 @@ MORE_WAYS += [("fp8_e4m3", 1, False), ("fp8_e4m3", 4, False)]
 def test_every_way_to_read_rows(kind, group_rows, whole):
     rows, (q, acc, scores) = rows_of(kind, 2 * STEP + 3), state_of(group_rows)
     expected_dots, expected_acc = head_by_head(kind, rows, group_rows, q, acc, scores)
-    score, add = sweeps(Form(kind, group_rows, whole=whole, staged=False), dots.num_accumulators())
+    score, add = passes(PassConfig(kind, group_rows, whole=whole, staged=False), dots.num_accumulators())
     for run_steps in (1, 2, 8):
-        arguments = swept(rows, GROUPS, run_steps=run_steps)
+        over = pass_over(rows, GROUPS, run_steps=run_steps)
         found_dots, found_acc = np.full_like(scores, np.nan), acc.copy()
-        score(found_dots, grouped(q, group_rows), *arguments)
-        add(found_acc, scores, *arguments)
+        score(found_dots, grouped(q, group_rows), over)
+        add(found_acc, scores, over)
         np.testing.assert_array_equal(found_dots[:, : len(rows)], expected_dots[:, : len(rows)])
         np.testing.assert_array_equal(found_acc, expected_acc)
 
@@ -97,13 +97,13 @@ def marked(monkeypatch):
 def test_each_line_of_the_next_rows_is_prefetched(kind, group_rows):
     rows, (q, acc, scores) = rows_of(kind, STEP), state_of(group_rows)
     row_bytes = DIMS * rows.itemsize
-    for make, first in ((make_score, grouped(q, group_rows)), (make_add, acc)):
+    for make, first in ((make_score_keys, grouped(q, group_rows)), (make_add_values, acc)):
         memory = np.zeros((STEP * HEADS + 1) * row_bytes + CACHE_LINE, np.uint8)
         begin = -memory.ctypes.data % CACHE_LINE
         later = memory[begin : begin + STEP * HEADS * row_bytes].reshape(STEP, HEADS, row_bytes)
-        run = stepper(make(Form(kind, group_rows, whole=True, staged=False)))
-        one, other = (scores, first) if make is make_score else (first, scores)
-        run(one, other, *swept(rows, GROUPS, next_rows=later))
+        run = stepper(make(PassConfig(kind, group_rows, whole=True, staged=False)))
+        one, other = (scores, first) if make is make_score_keys else (first, scores)
+        run(one, other, pass_over(rows, GROUPS, next_rows=later))
         assert (later.reshape(-1, CACHE_LINE)[:, 0] == 1).all()
         assert memory.sum() == later.sum()
 
@@ -120,13 +120,15 @@ def test_lines_are_prefetched_with_any_number_of_registers(monkeypatch, accumula
 @pytest.mark.usefixtures("marked")
 def test_of_large_rows_heads_further_on_are_prefetched(monkeypatch):
     """Two heads that fill L1: the first prefetches for the second, that for the first of the next tile."""
-    monkeypatch.setattr(sweep, "prefetches_into_l1", lambda: True)
-    monkeypatch.setattr(sweep, "L1_BYTES", HEADS * STEP * DIMS * 4)
+    monkeypatch.setattr(tile_pass, "prefetches_into_l1", lambda: True)
+    monkeypatch.setattr(tile_pass, "L1_BYTES", HEADS * STEP * DIMS * 4)
     memory = np.zeros(2 * STEP * HEADS * DIMS + CACHE_LINE, np.float32)
     begin = -memory.ctypes.data % CACHE_LINE // memory.itemsize
     rows, later = memory[begin : begin + 2 * STEP * HEADS * DIMS].reshape(2, STEP, HEADS, DIMS)
     _, acc, scores = state_of(1)
-    stepper(make_add(Form("float32", 1, whole=True, staged=False)))(acc, scores, *swept(rows, GROUPS, next_rows=later))
+    stepper(make_add_values(PassConfig("float32", 1, whole=True, staged=False)))(
+        acc, scores, pass_over(rows, GROUPS, next_rows=later)
+    )
     marks = memory.view(np.uint8)[4 * begin :][: 4 * rows.size * 2].reshape(2, STEP, HEADS, -1, CACHE_LINE)[..., 0]
     assert marks.all(axis=(1, 3)).tolist() == [[False, True], [True, False]]
     assert memory.view(np.uint8).sum() == STEP * HEADS * DIMS * 4 // CACHE_LINE
@@ -139,18 +141,18 @@ def test_another_head_s_rows_are_prefetched_into_l2(num_heads):
 
 
 @pytest.mark.usefixtures("marked")
-@pytest.mark.parametrize("make", [make_score, make_add])
+@pytest.mark.parametrize("make", [make_score_keys, make_add_values])
 def test_rows_that_are_widened_a_step_ahead_are_prefetched_before(monkeypatch, make):
     """Head after head, where a step would prefetch the next one: the last two, for the next tile's first head."""
-    monkeypatch.setattr(sweep, "prefetches_into_l1", lambda: False)
-    monkeypatch.setattr(sweep, "L2_REACH", STEP * DIMS)
+    monkeypatch.setattr(tile_pass, "prefetches_into_l1", lambda: False)
+    monkeypatch.setattr(tile_pass, "L2_REACH", STEP * DIMS)
     memory = np.zeros(4 * STEP * HEADS * DIMS + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE
     rows, later = both = memory[start : start + 4 * STEP * HEADS * DIMS].reshape(2, 2 * STEP, HEADS, DIMS)
     q, acc, scores = state_of(4)
-    one, other = (scores, grouped(q, 4)) if make is make_score else (acc, scores)
-    run = stepper(make(Form("fp8_e4m3", 4, whole=True, staged=False)))
-    run(one, other, *swept(rows, GROUPS, next_rows=later, run_steps=8))
+    one, other = (scores, grouped(q, 4)) if make is make_score_keys else (acc, scores)
+    run = stepper(make(PassConfig("fp8_e4m3", 4, whole=True, staged=False)))
+    run(one, other, pass_over(rows, GROUPS, next_rows=later, run_steps=8))
     marks = both.reshape(2, 2 * STEP, HEADS, -1, CACHE_LINE)[..., 0]
     assert marks.all(axis=(1, 3)).tolist() == [[False, True], [True, False]]
     assert memory.sum() == rows[:, 1].sum() + later[:, 0].sum()

@@ -1,4 +1,4 @@
-"""Attention on the CPU: a call is planned once, and runs for every layer whose q and caches are alike."""
+"""Attention on the CPU: a call is planned once, and its plan runs for every layer whose q and caches are alike."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from ...arrays import Array
 from ...calls import AttentionCall
 from ...commit import bits, commit
-from .decode import Launch, plan_decode
-from .prefill import LongLaunch, plan_prefill
+from .decode import DecodeLaunch, plan_decode
+from .prefill import PrefillLaunch, plan_prefill
 
 
-class Prepared(NamedTuple):
+class AttentionPlan(NamedTuple):
     """What a call launches, with valid tables, lengths and options of its own."""
 
-    launches: list[Launch | LongLaunch]
-    num_rows: int  # rows of q without those of padding
+    launches: list[DecodeLaunch | PrefillLaunch]
+    num_rows: int  # rows of q that are not padding
     empty: Array | None  # (num_rows,) which rows are of sequences without tokens, if any is
 
     def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
@@ -28,23 +28,23 @@ class Prepared(NamedTuple):
             launch.run(q, k_cache, v_cache, result, lse)
 
 
-def prepare(call: AttentionCall) -> Prepared:
+def plan_attention(call: AttentionCall) -> AttentionPlan:
     """Plan a call of decode_attention or prefill_attention."""
     if call.query_starts is not None:
-        return Prepared(plan_prefill(call), int(call.query_starts[-1]), None)
+        return AttentionPlan(plan_prefill(call), int(call.query_starts[-1]), None)
     empty = call.seq_lens == 0
-    return Prepared([plan_decode(call)], len(call.q), empty if empty.any() else None)
+    return AttentionPlan([plan_decode(call)], len(call.q), empty if empty.any() else None)
 
 
-def attend(call: AttentionCall, out: Array, lse: Array | None) -> None:
+def run_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Fill the rows of `out` and, if there is one, of `lse`.
 
-    Where the caller has given `out`, kernels write to another array: after an interrupt it is as before or complete.
+    If the caller has given `out`, kernels write to another array: after an interrupt `out` is as before or complete.
     """
-    prepared = prepare(call)
-    rows = out[: prepared.num_rows]
+    plan = plan_attention(call)
+    rows = out[: plan.num_rows]
     result = rows if call.out is None else np.empty(rows.shape, rows.dtype)
-    lses = np.empty(rows.shape[:2], np.float32) if lse is None else lse[: prepared.num_rows]
-    prepared.run(call.q, call.k_cache, call.v_cache, result, lses)
+    lses = np.empty(rows.shape[:2], np.float32) if lse is None else lse[: plan.num_rows]
+    plan.run(call.q, call.k_cache, call.v_cache, result, lses)
     if call.out is not None:
         commit([(bits(rows), ..., bits(result))])

@@ -5,8 +5,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pagedkv.cpu.attention.steps.ends import make_give, make_take
-from pagedkv.cpu.attention.steps.widen import is_shuffled, places
+from pagedkv.cpu.attention.steps.query_rows import make_load_query, make_store_result
+from pagedkv.cpu.attention.steps.widen import dim_places, is_shuffled
 from pagedkv.layouts import FLOAT_DTYPES
 
 from .stepper import grouped, stepper
@@ -42,30 +42,32 @@ def numbers():
 
 def in_places(row, kind):
     found = np.zeros(-(-DIMS // 16) * 16, np.float32)
-    found[places(kind, DIMS)] = row
+    found[dim_places(kind, DIMS)] = row
     return found
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ORDERS)
 def test_a_row_of_q_goes_into_its_group(kind, dtype):
-    q, take = RNG.standard_normal((4, DIMS)).astype(dtype), step_of(make_take, kind)
+    q, load_query = RNG.standard_normal((4, DIMS)).astype(dtype), step_of(make_load_query, kind)
     factor = np.array([0.3], np.float32)
     rows = np.stack([in_places(row.astype(np.float32) * factor, kind) for row in q])
     for group_rows in (1, 4):
         group = np.zeros(rows[:group_rows].size, np.float32)
         for r in range(group_rows):
             place, index = group[4 * r :], FLOAT_DTYPES.index(dtype)
-            take(place, group_rows, q[r], index, factor, DIMS, np.array(places(kind, DIMS)))
+            load_query(place, group_rows, q[r], index, factor, DIMS, np.array(dim_places(kind, DIMS)))
         np.testing.assert_array_equal(group, grouped(rows[:group_rows], group_rows).reshape(-1))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ORDERS)
 def test_a_result_is_rounded_to_the_dtype_of_q(kind, dtype):
-    row, found, give = numbers(), np.empty(DIMS, dtype), step_of(make_give, kind)
+    row, found, store_result = numbers(), np.empty(DIMS, dtype), step_of(make_store_result, kind)
     for factor in (np.float32([1]), np.float32([0.3])):
-        give(found, in_places(row, kind), FLOAT_DTYPES.index(dtype), factor, DIMS, np.array(places(kind, DIMS)))
+        store_result(
+            found, in_places(row, kind), FLOAT_DTYPES.index(dtype), factor, DIMS, np.array(dim_places(kind, DIMS))
+        )
         with np.errstate(all="ignore"):
             expected = (row * factor).astype(dtype)
         np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))

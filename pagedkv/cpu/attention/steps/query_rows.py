@@ -1,7 +1,8 @@
-"""The ends of a query row: in from q, and out into the result.
+"""Loading query rows from q, and storing rows of the result.
 
-Both lie dim after dim, in the dtype of q. Between them rows are float32 and lie in places (`order`): four neighbouring
-places have four dims of the same eight, the first and the last ones or the even and the odd ones.
+Both have their dims in order, in the dtype of q. In between rows are float32, and their dims lie in places
+(`dim_order`): four neighbouring places hold four dims of the same eight, the first and the last ones or the even and
+the odd ones.
 
     q_kind   the dtype's index in Q_KINDS
     places   int64 (head_dim,) the place of each dim
@@ -21,10 +22,10 @@ Q_KINDS = ("float32", "float16", "bfloat16")
 HALF_UNIT = UNIT // 2
 
 
-def make_take(*, even_odd: bool) -> Any:
-    """The step ``take(target, group_rows, query, q_kind, factor, head_dim, places)``.
+def make_load_query(*, even_odd: bool) -> Any:
+    """The step ``load_query(target, group_rows, query, q_kind, factor, head_dim, places)``.
 
-    A row of q, times the number at `factor`, goes into its place among the rows of its group.
+    It puts a row of q, times the number at `factor`, among the rows of its group.
     """
     dims = _dims(even_odd)
 
@@ -38,21 +39,21 @@ def make_take(*, even_odd: bool) -> Any:
         head_dim: Value,
         places: Value,
     ) -> None:
-        by, apart = code.splat(code.load(factor, FLOAT), UNIT), code.times(group_rows, FLOAT_BYTES)
+        by, stride = code.splat(code.load(factor, FLOAT), UNIT), code.times(group_rows, FLOAT_BYTES)
 
-        def turn(kind: str, i: Value) -> None:
+        def one_unit(kind: str, i: Value) -> None:
             raw = code.load(_unit(code, query, i, kind), vector(UNIT, _element(kind)))
             row = code.builder.fmul(by, WIDEN[kind](code, raw))
             for half, place in zip((dims[:HALF_UNIT], dims[HALF_UNIT:]), _places(code, places, i, dims), strict=True):
-                code.store(code.shuffle(row, half), code.builder.add(target, code.builder.mul(place, apart)))
+                code.store(code.shuffle(row, half), code.builder.add(target, code.builder.mul(place, stride)))
 
-        _of_kind(code, q_kind, head_dim, turn)
+        _for_units(code, q_kind, head_dim, one_unit)
 
     return step(emit)
 
 
-def make_give(*, even_odd: bool) -> Any:
-    """The step ``give(target, row, q_kind, factor, head_dim, places)``: a row times the number at `factor`."""
+def make_store_result(*, even_odd: bool) -> Any:
+    """The step ``store_result(target, row, q_kind, factor, head_dim, places)``: a row times the number at `factor`."""
     dims = _dims(even_odd)
 
     def emit(
@@ -60,14 +61,14 @@ def make_give(*, even_odd: bool) -> Any:
     ) -> None:
         by = code.splat(code.load(factor, FLOAT), UNIT)
 
-        def turn(kind: str, i: Value) -> None:
+        def one_unit(kind: str, i: Value) -> None:
             found = _places(code, places, i, dims)
             at = [code.builder.add(row, code.times(place, FLOAT_BYTES)) for place in found]
             unit = code.joined([code.load(x, vector(HALF_UNIT)) for x in at])
             scaled = code.builder.fmul(by, code.shuffle(unit, [dims.index(dim) for dim in range(UNIT)]))
             code.store(NARROW[kind](code, scaled), _unit(code, target, i, kind))
 
-        _of_kind(code, q_kind, head_dim, turn)
+        _for_units(code, q_kind, head_dim, one_unit)
 
     return step(emit)
 
@@ -87,21 +88,21 @@ def _unit(code: Code, row: Value, i: Value, kind: str) -> Value:
 
 
 def _places(code: Code, places: Value, i: Value, dims: tuple[int, ...]) -> list[Value]:
-    """The places where both halves of unit i begin."""
+    """The places where the two halves of unit i begin."""
     at = code.builder.add(places, code.times(i, UNIT * INT_BYTES))
     return [code.load(at, INT64, dims[half] * INT_BYTES) for half in (0, HALF_UNIT)]
 
 
-def _of_kind(code: Code, q_kind: Value, head_dim: Value, turn: Callable[[str, Value], None]) -> None:
-    """``turn(kind, i)`` for all units i of a row."""
+def _for_units(code: Code, q_kind: Value, head_dim: Value, one_unit: Callable[[str, Value], None]) -> None:
+    """Emit ``one_unit(kind, i)`` for all units i of a row."""
     units, nothing = code.builder.sdiv(head_dim, INT64(UNIT)), INT64(0)
     for index, kind in enumerate(Q_KINDS):
         is_it = code.builder.icmp_signed("==", q_kind, INT64(index))
-        code.repeatedly(code.builder.select(is_it, units, nothing), partial(turn, kind))
+        code.repeatedly(code.builder.select(is_it, units, nothing), partial(one_unit, kind))
 
 
 def _to_bfloat16(code: Code, row: Value) -> Value:
-    """Rounded to nearest even; a NaN keeps its sign."""
+    """The bits of float32 rounded to bfloat16, to nearest even; a NaN keeps its sign."""
     builder, lanes = code.builder, row.type.count
 
     def number(value: int) -> Value:

@@ -1,0 +1,173 @@
+"""Passes over a tile: the scores of all its keys, or the sum of all its weighted values, for a work item's KV heads.
+
+Steps go through rows in memory order (step_order.py). While one computes, the rows of a later one are prefetched, from
+this tile or from the next one, and rows that cannot be widened in registers are widened one step earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .code import ELEMENT_BYTES, FLOAT_BYTES, INT64, INT_BYTES, LANES, STEP, TILE, Code, Value, prefetches_into_l1, step
+from .dots import dot_products, keys_at_once
+from .step_order import RowAddresses, RowsToPrefetch, StepOrder, StepPosition, TilePass
+from .values import add_values, widens_in_registers
+from .widen import RowsToWiden, widen_rows
+
+L1_BYTES = 48 * 1024  # of processors that prefetch into it
+# Bytes from what a step reads to what it prefetches into L2. Less one, which is a step less: as many steps as there are
+# KV heads lead to the same head's later rows, in NHD often 4 KiB apart, which drive those that are read out of L1.
+L2_REACH = 32 * 1024 - 1
+
+
+class PassConfig(NamedTuple):
+    """What the code of a pass depends on."""
+
+    kind: str  # dtype of the rows
+    group_rows: int
+    whole: bool  # rows are whole chunks, so registers may do for widening them
+    staged: bool  # rows are those of a scratch tile, in the processor's caches, so nothing is prefetched
+
+
+def groups_at_once(config: PassConfig) -> int:
+    """Groups that take a step of keys together: more with a staged tile, which waits for L1, not for memory."""
+    most = 4 if config.staged else 2
+    return most if config.group_rows > 1 and keys_at_once(most, config.group_rows) >= 4 else 1
+
+
+def make_score_keys(config: PassConfig) -> Any:
+    """The step ``score_keys(scores, queries, tile_pass)``: the dot products of all query rows with a tile of keys."""
+    kind, R = config.kind, config.group_rows
+    reads = kind if config.whole and (kind == "float32" or R == 1) else "float32"
+
+    def emit(code: Code, scores: Value, queries: Value, tile_pass: TilePass) -> None:
+        num_vectors = _num_vectors(code, tile_pass)
+
+        def compute(row: Value, num_groups: int, t: Value, keys: RowAddresses, *meanwhile: Any) -> None:
+            q = code.builder.add(queries, code.builder.mul(row, code.times(num_vectors, LANES * FLOAT_BYTES)))
+            dot_products(code, reads, num_groups, R, _at(code, scores, row, t, R), q, keys, num_vectors, *meanwhile)
+
+        _emit_steps(code, config, reads, STEP, groups_at_once(config), tile_pass, compute)
+
+    return step(emit)
+
+
+def make_add_values(config: PassConfig) -> Any:
+    """The step ``add_values(acc, weights, tile_pass)``: the weighted values of a tile, added for all query rows."""
+    kind, R = config.kind, config.group_rows
+    # A group alone takes more values at once: fewer loads, but values that are not in L1 come once for each group.
+    at_once = 1 if config.staged else groups_at_once(config)
+    reads = kind if config.whole and widens_in_registers(kind, at_once * R) else "float32"
+    step_tokens = TILE if config.staged else STEP
+
+    def emit(code: Code, acc: Value, weights: Value, tile_pass: TilePass) -> None:
+        builder, num_vectors = code.builder, _num_vectors(code, tile_pass)
+        row_bytes = code.times(num_vectors, LANES * FLOAT_BYTES)
+
+        def compute(row: Value, num_groups: int, t: Value, rows: RowAddresses, *meanwhile: Any) -> None:
+            left = builder.sub(tile_pass.count, t)
+            count = code.smaller(left, INT64(step_tokens))
+            to, w = builder.add(acc, builder.mul(row, row_bytes)), _at(code, weights, row, t, R)
+            add_values(code, reads, num_groups, R, to, row_bytes, w, rows, count, num_vectors, *meanwhile)
+
+        _emit_steps(code, config, reads, step_tokens, at_once, tile_pass, compute)
+
+    return step(emit)
+
+
+def _reach(code: Code, config: PassConfig, tile_pass: TilePass, num_steps: Value, least: int) -> Value:
+    """How many steps before they are read rows are prefetched: from `least` to `num_steps`."""
+    builder, step_bytes = code.builder, code.times(tile_pass.head_dim, STEP * ELEMENT_BYTES[config.kind])
+    if prefetches_into_l1():
+        # What the other heads' rows of the same tokens leave free in L1.
+        free = builder.sub(INT64(L1_BYTES), builder.mul(tile_pass.num_heads, step_bytes))
+        reach = code.smaller(builder.sdiv(free, step_bytes), tile_pass.num_heads)
+    else:
+        reach = builder.sdiv(INT64(L2_REACH), step_bytes)
+    return code.smaller(code.greater(reach, INT64(least)), num_steps)
+
+
+def _num_vectors(code: Code, tile_pass: TilePass) -> Value:
+    """Vectors of a widened row."""
+    return code.builder.sdiv(code.plus(tile_pass.head_dim, LANES - 1), INT64(LANES))
+
+
+def _at(code: Code, scores: Value, row: Value, t: Value, group_rows: int) -> Value:
+    """The address of the scores of a group from token t on, by the group's first row."""
+    place = code.builder.add(code.times(row, TILE), code.times(t, group_rows))
+    return code.builder.add(scores, code.times(place, FLOAT_BYTES))
+
+
+def _emit_steps(
+    code: Code,
+    config: PassConfig,
+    reads: str,
+    step_tokens: int,
+    most: int,
+    tile_pass: TilePass,
+    compute: Callable[[Value, int, Value, RowAddresses, RowsToPrefetch | None, RowsToWiden | None], None],
+) -> None:
+    """Emit ``compute(first query row, number of groups, t, rows, to_prefetch, to_widen)`` for all steps.
+
+    Rows are of the dtype `reads`, and `most` groups at a time take a step together.
+    """
+    builder, R = code.builder, config.group_rows
+
+    def in_groups(emit: Callable[[Value, int], None], done: Value, count: int) -> None:
+        """``emit(first, count)`` for the groups from `done` on, `count` at a time, and the rest fewer at a time."""
+        whole = builder.sdiv(builder.sub(tile_pass.num_groups, done), INT64(count))
+        code.repeatedly(whole, lambda i: emit(builder.add(done, code.times(i, count)), count))
+        if count > 1:
+            in_groups(emit, builder.add(done, code.times(whole, count)), count // 2)
+
+    def steps_of_staged_tile(first: Value, count: int) -> None:
+        """All steps for some groups: the tile stays in L1."""
+
+        def one(n: Value) -> None:
+            t = code.times(n, step_tokens)
+            rows = RowAddresses(tile_pass.rows, tile_pass.offset).after(code, t)
+            compute(code.times(first, R), count, t, rows, None, None)
+
+        code.repeatedly(order.num_steps, one)
+
+    order = StepOrder(code, tile_pass, step_tokens)
+    if config.staged:
+        in_groups(steps_of_staged_tile, INT64(0), most)
+        return
+    in_tile, one_ahead = reads != config.kind or not config.whole, reads != config.kind and config.whole
+    stride = code.times(_num_vectors(code, tile_pass), LANES * FLOAT_BYTES)
+
+    def half(number: Value) -> tuple[Value, RowAddresses]:
+        """The half of the tile that holds the widened rows of a step: its address, and those of the rows."""
+        row = code.times(builder.and_(number, INT64(1)), STEP)
+        rows = RowAddresses(builder.add(tile_pass.tile_rows, code.times(row, INT_BYTES)), INT64(0))
+        return builder.add(tile_pass.tile, builder.mul(row, stride)), rows
+
+    def one_step(number: Value, positions: list[Value]) -> list[Value]:
+        """A step for all groups of a KV head."""
+        this, reached = StepPosition(*positions[:4]), StepPosition(*positions[4:])
+        rows, to_widen = order.rows(this), None
+        to_prefetch = RowsToPrefetch(order.rows(reached), ELEMENT_BYTES[config.kind])
+        if one_ahead:
+            following, (target, _) = order.after(this), half(code.plus(number, 1))
+            to_widen = RowsToWiden(config.kind, order.rows(following), target, stride, builder.not_(following.past))
+        elif in_tile:
+            widen_rows(code, config.kind, half(number)[0], stride, rows, tile_pass.head_dim)
+        if in_tile:
+            rows = half(number)[1]
+        row, t = builder.mul(this.head, code.times(tile_pass.num_groups, R)), order.token(this)
+
+        def some_groups(first: Value, count: int) -> None:
+            with_first = to_widen and to_widen.where(code, builder.icmp_signed("==", first, INT64(0)))
+            compute(builder.add(row, code.times(first, R)), count, t, rows, to_prefetch, with_first)
+
+        in_groups(some_groups, INT64(0), most)
+        return [*order.after(this), *order.after(reached)]
+
+    start = order.position(INT64(0))
+    least = 2 if one_ahead else 1  # rows that are widened one step ahead have been prefetched by then
+    reach = _reach(code, config, tile_pass, order.num_steps, least)
+    if one_ahead:
+        widen_rows(code, config.kind, tile_pass.tile, stride, order.rows(start), tile_pass.head_dim)
+    code.loop(order.num_steps, [*start, *order.position(reach)], one_step)
