@@ -111,6 +111,7 @@ def test_wrong_snippets_are_noticed(tmp_path, monkeypatch, text):
 
 
 MODULES = ["operations.attention", "memory.pool", "memory.sizing", "memory.table", "cache"]
+MODULES += ["compat.torch_ops", "compat.torch_varlen"]
 
 
 @pytest.mark.parametrize("module", MODULES)

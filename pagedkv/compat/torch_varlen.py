@@ -1,0 +1,156 @@
+"""torch's own paged attention, ``torch.nn.attention.varlen``, on tensors on the host, where torch itself has no kernel.
+
+`varlen_attn` calls an operator of torch's flash attention, for which `register` brings a CPU kernel. The operators are
+private to torch: `register` refuses releases in which nobody tried them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..operations.attention import prefill_attention
+
+OLDEST, BEFORE = (2, 13), (2, 15)
+
+
+def register() -> None:
+    """Let ``varlen_attn`` and ``varlen_attn_out`` of torch run on tensors on the host; a second call does nothing.
+
+    Paged (``block_table`` and ``seqused_k``, pages of any size) and not, in float32, float16 and bfloat16. There is no
+    backward pass. Tensors on other devices go where they went before.
+
+    Raises
+    ------
+    ImportError
+        The version of torch is none of those whose operators are known here.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.nn.attention.varlen import varlen_attn
+    >>> from pagedkv.compat import torch_varlen
+    >>> torch_varlen.register()
+    >>> q, starts = torch.randn(7, 4, 64), torch.tensor([0, 5, 7]).int()
+    >>> varlen_attn(q, q, q, starts, starts, 5, 5, window_size=(-1, 0)).shape
+    torch.Size([7, 4, 64])
+    """
+    require_torch(torch.__version__)
+    _library()
+
+
+def require_torch(version: str) -> None:
+    """Raise ImportError unless the operators of this version of torch are known."""
+    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < BEFORE:
+        oldest, before = ("{}.{}".format(*bound) for bound in (OLDEST, BEFORE))
+        raise ImportError(
+            f"torch must be at least {oldest} and below {before} for compat.torch_varlen, which serves private "
+            f"operators of torch, got {version}: call pagedkv.prefill_attention"
+        )
+
+
+@cache
+def _library() -> torch.library.Library:
+    """The kernels, which last as long as this object."""
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl("_flash_attention_forward", _forward)
+    library.impl("_flash_attention_forward_no_dropout_inplace", _forward_into)
+    library.impl("_flash_attention_backward", _backward)
+    return library
+
+
+def _forward(query: Any, *args: Any, **options: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """(out, LSE, and what a backward pass and a debugger of dropout would ask for)."""
+    out, lse = _attend(query, *args, **options)
+    state = torch.zeros(2, dtype=torch.uint64)
+    return out, lse, state, torch.zeros((), dtype=torch.uint64), query.new_empty(0)
+
+
+def _forward_into(out: Any, *args: Any, **options: Any) -> Any:
+    return _attend(*args, **options, out=out)[1]
+
+
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    cum_seq_q: Any,
+    cum_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Any = None,
+    alibi_slopes: Any = None,
+    block_table: Any = None,
+    num_splits: int | None = None,
+    out: Any = None,
+) -> tuple[Any, Any]:
+    """out (T, Hq, D), and the LSE (Hq, T).
+
+    max_q, max_k and num_splits are hints for a kernel on a GPU: no result depends on them.
+    """
+    if cum_seq_q is None:
+        raise ValueError("cu_seq_q must be an int32 tensor, got None: only ragged batches are served here")
+    if dropout_p or return_debug_mask or alibi_slopes is not None:
+        raise ValueError(
+            "dropout_p, return_debug_mask and alibi_slopes are not served here: varlen_attn has none of them"
+        )
+    for name, x in (("cu_seq_q", cum_seq_q), ("cu_seq_k", cum_seq_k), ("seqused_k", seqused_k)):
+        if x is not None and x.dtype != torch.int32:
+            raise TypeError(f"{name} must have dtype torch.int32, got {x.dtype}")
+    if block_table is None:
+        key, value, block_table, lens = _as_blocks(key, value, cum_seq_k, seqused_k)
+    elif seqused_k is None:
+        raise ValueError("seqused_k must say how many tokens each sequence has where block_table is given, got None")
+    else:
+        lens = seqused_k
+    # torch says is_causal for the tuple (-1, 0) alone, but passes the window as it is.
+    left = -1 if window_size_left is None else window_size_left
+    right = 0 if is_causal else -1 if window_size_right is None else window_size_right
+    if right > 0:
+        raise NotImplementedError(f"window_size must end at -1 or 0, got {right}")
+    result, lse = prefill_attention(
+        query, key, value, block_table, lens, cum_seq_q,
+        scale=scale, causal=right == 0, window=None if left < 0 else left + 1, out=out, return_lse=True,
+    )  # fmt: skip
+    return result, lse.t().contiguous()
+
+
+def _as_blocks(key: Any, value: Any, starts: Any, used: Any) -> tuple[Any, Any, Any, Any]:
+    """Ragged keys and values as blocks where they lie, the table of the blocks, and the length of each sequence.
+
+    A block is as long as the starts of the sequences allow: one token, or a whole slot where all slots are alike.
+    """
+    if starts is None:
+        raise ValueError("cu_seq_k must say where each sequence begins where block_table is not given, got None")
+    begin = starts.numpy()
+    room = np.diff(begin)
+    lens = room if used is None else used.numpy()
+    num_tokens = min(len(key), len(value))
+    if not len(begin) or begin[0] < 0 or (room < 0).any() or begin[-1] > num_tokens:
+        raise ValueError(
+            f"cu_seq_k must never decrease, in 0..{num_tokens}, the tokens of key and value, got {begin.tolist()}"
+        )
+    if lens.shape != room.shape or (lens > room).any():
+        raise ValueError(f"seqused_k must be at most the tokens between cu_seq_k, {room.tolist()}, got {lens.tolist()}")
+    block_size = int(np.gcd.reduce(begin)) or 1
+    num_blocks = -(-int(lens.max(initial=0)) // block_size)
+    tables = begin[:-1, None] // block_size + np.arange(num_blocks, dtype=np.int32)
+    np.minimum(tables, begin[-1] // block_size - 1, out=tables)  # past the end of a sequence anything is fine
+    blocks = (x[: begin[-1]].unflatten(0, (-1, block_size)) for x in (key, value))
+    return *blocks, torch.from_numpy(tables), torch.from_numpy(lens)
+
+
+def _backward(*args: Any, **options: Any) -> Any:
+    raise NotImplementedError(
+        "pagedkv computes no gradients: call varlen_attn under torch.no_grad() or torch.inference_mode()"
+    )
