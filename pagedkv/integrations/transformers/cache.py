@@ -154,18 +154,23 @@ class PagedCache(Cache):
             seqs = self.seqs or self._start(num_rows)
             before = self.kv.seq_lens(seqs)
             try:
+                longest, most = int((before + new).max()), self.kv.max_seq_len
+                if longest > most:
+                    raise ValueError(
+                        f"a row must have at most {most} tokens, for which this PagedCache has room, got {longest}: "
+                        "make one with more memory, num_blocks or max_seq_len"
+                    )
                 slots = self.kv.append(seqs, new)
             except BaseException:
                 if not self.seqs:
                     self.kv.free(seqs)
                 raise
-        except (CapacityError, ValueError) as error:  # a ValueError: more tokens in a row than the whole pool has slots
+        except CapacityError as error:
             num_tokens = num_rows * length if is_token is None else sum(new)
             error.add_note(
                 f"This pass brings {num_tokens} tokens of {num_rows} rows to {len(self.seqs)} rows in a PagedCache of "
-                f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size}: make one with more num_blocks, memory or "
-                "max_seq_len, and with as large a max_seqs as there are rows; reset() frees the rows of an earlier "
-                "generate."
+                f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size}: make one with more memory or num_blocks, "
+                "and with as large a max_seqs as there are rows; reset() frees the rows of an earlier generate."
             )
             raise
         self.seqs, self._before, self._next_length = seqs, before, self._length + length
