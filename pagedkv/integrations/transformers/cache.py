@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
+from inspect import Parameter, signature
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,6 +23,16 @@ _FROM_MASK = (
     "generate makes them from attention_mask, which must have a column for each token, those in the cache too; call "
     "reset() before another text"
 )
+
+
+def require_options(kind: type, options: Collection[str]) -> None:
+    """Raise TypeError unless PagedKVCache takes the options that a class hands on to it, and the class sets none."""
+    of_cache = signature(PagedKVCache).parameters.keys() - {"num_layers", "num_kv_heads", "head_dim"}
+    if unknown := [name for name in options if name not in of_cache]:
+        own = [name for name, x in signature(kind).parameters.items() if x.kind != Parameter.VAR_KEYWORD]
+        raise TypeError(
+            f"{kind.__name__} has no option {unknown[0]}, only {', '.join([*own, *sorted(of_cache - {*own})])}"
+        )
 
 
 class PagedCache(Cache):
@@ -60,6 +72,7 @@ class PagedCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):
+        require_options(type(self), options)
         require_supported(uncompiled(model))
         self._made_for = num_layers, num_kv_heads, head_dim, dtype = *kv_shape(model), model.dtype
         where = {"dtype": dtype, "array_module": torch, "device": model.device, "prefix_cache": False}

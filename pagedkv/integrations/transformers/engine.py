@@ -18,6 +18,7 @@ from ...memory.arguments import MAX_INT32, as_int, as_ints
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import WatchedPass, uses_pagedkv
+from .cache import require_options
 from .models import kv_shape, require_positions, require_supported, text_config, uncompiled
 from .prompts import Prompt, prompt_ids, require_tokenizer, stop_texts, tokenizer_of
 from .request import EngineRequest
@@ -149,6 +150,7 @@ class Engine:
         eos_token_id: int | Sequence[int] | None = None,
         **options: Any,
     ) -> None:
+        require_options(type(self), options)
         require_tokenizer(tokenizer)
         require_supported(model)
         require_positions(model)
@@ -246,6 +248,11 @@ class Engine:
             )
         max_tokens = as_int("max_tokens", max_tokens, minimum=1)
         min_tokens = as_int("min_tokens", min_tokens, maximum=max_tokens)
+        if min_tokens and ends.issuperset(range(self._vocab_size)):
+            raise ValueError(
+                f"stop_token_ids must leave a token to draw before min_tokens = {min_tokens}, got all "
+                f"{self._vocab_size} of {type(self._model).__name__}"
+            )
         request = EngineRequest(ids, max_tokens, min_tokens, sampling, sorted(ends), decoder)
         number = self._add(request, priority, salt)
         # No interrupt comes between here and the caller: without its number, nobody could read or abort the request.

@@ -126,6 +126,9 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         model._can_set_attn_implementation() or config.model_type == "bloom"
     ):
         return "computes attention in its own layers, not by transformers' AttentionInterface"
+    causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+    if causal and not any(causal):
+        return "is an encoder, whose tokens see later ones"
     head_dim = kv_shape(model)[2]
     if head_dim % 8 or not 8 <= head_dim <= 512:
         return f"has head_dim {head_dim}, which is no multiple of 8 from 8 to 512"

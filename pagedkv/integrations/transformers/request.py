@@ -65,7 +65,8 @@ class EngineRequest:
             seen = torch.from_numpy(self.all_tokens).long().to(logits.device)
             seen = seen[seen < len(logits)]  # images, for example, may have ids that are never generated
             found = logits[seen]
-            logits[seen] = torch.where(found > 0, found / penalty, found * penalty)
+            limits = torch.finfo(logits.dtype)  # nothing can be drawn from what a small penalty makes infinite
+            logits[seen] = torch.where(found > 0, found / penalty, found * penalty).clamp(limits.min, limits.max)
         if len(self.tokens) < self.min_tokens:
             logits[[end for end in self.ends if 0 <= end < len(logits)]] = -torch.inf
 

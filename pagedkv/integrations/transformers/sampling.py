@@ -59,9 +59,7 @@ class Sampling:
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {value}")
             setattr(self, name, value)
-        self.repetition_penalty = number("repetition_penalty", self.repetition_penalty)
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        self.repetition_penalty = number("repetition_penalty", self.repetition_penalty, positive=True)
         if self.seed is not None:
             self.seed = as_int("seed", self.seed)
         self._key = np.random.SeedSequence(self.seed).generate_state(2, np.uint64)

@@ -166,7 +166,13 @@ def test_ends_of_the_model_and_of_a_request(monkeypatch):
         ({"stop_token_ids": ["a"]}, TypeError, "stop_token_ids must have dtype int32 or int64"),
         ({"min_tokens": 6}, ValueError, "min_tokens must be at most 5, got 6"),
         ({"min_p": 2}, ValueError, "min_p must be from 0 to 1, got 2.0"),
-        ({"repetition_penalty": 0}, ValueError, "repetition_penalty must be above 0, got 0.0"),
+        ({"repetition_penalty": 0}, ValueError, "repetition_penalty must be positive and finite in float32, got 0"),
+        ({"repetition_penalty": 1e-300}, ValueError, "repetition_penalty must be positive and finite in float32"),
+        (
+            {"stop_token_ids": range(256), "min_tokens": 1},
+            ValueError,
+            "stop_token_ids must leave a token to draw before min_tokens = 1, got all 256",
+        ),
         ({"priority": 2**40}, ValueError, "priority must be at most"),
     ],
 )
@@ -174,6 +180,13 @@ def test_options_that_are_refused(engine, options, error, message):
     with pytest.raises(error, match=message):
         engine.add(PROMPT, 5, **options)
     assert engine.step() == []
+
+
+def test_an_option_that_an_engine_does_not_have():
+    with pytest.raises(
+        TypeError, match=r"^Engine has no option max_len, only model, tokenizer, memory, .*, kv_dtype, "
+    ):
+        Engine(make_model("Llama", vocab_size=256), num_blocks=4, max_len=9)
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", str])
@@ -194,6 +207,11 @@ def test_a_refused_request_disturbs_no_other(engine, said):
 def test_a_penalty_ends_repetitions(engine):
     drawn = list(engine.tokens(PROMPT, 40, repetition_penalty=1e6))
     assert len({*PROMPT, *drawn}) == len({*PROMPT}) + 40
+
+
+def test_a_penalty_that_makes_logits_infinite_repeats(engine):
+    [drawn] = engine.tokens(PROMPT, 1, repetition_penalty=1e-44, temperature=1.0)
+    assert drawn in PROMPT
 
 
 # -- one call at a time

@@ -76,6 +76,14 @@ def test_a_family(family, device):
             "OlmoeForCausalLM has a sliding window that its layers do not ask attention for",
         ),
         (lambda: make_model("Nemotron"), "NemotronForCausalLM computes attention in its own layers"),
+        (
+            lambda: transformers.BertModel(
+                transformers.BertConfig(
+                    vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+                )
+            ),
+            "BertModel is an encoder, whose tokens see later ones",
+        ),
         (lambda: make_model("Llama", head_dim=4), "has head_dim 4, which is no multiple of 8 from 8 to 512"),
         (
             lambda: make_model("Llama").double(),
@@ -94,6 +102,7 @@ def test_a_family(family, device):
         "Phimoe",
         "Olmoe",
         "Nemotron",
+        "encoder",
         "head_dim",
         "dtype",
     ],
