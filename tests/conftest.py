@@ -93,6 +93,11 @@ def open_device(request):
     return lambda **checks: CopyingDevice(device)
 
 
+def pytest_collection_modifyitems(items):
+    """What may hang on a GPU goes last there."""
+    items.sort(key=lambda item: bool(item.get_closest_marker("gpu") and item.get_closest_marker("late")))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Import all tests without the collector, which would traverse what they import again and again."""
@@ -105,16 +110,34 @@ def pytest_collection():
         gc.enable()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item, nextitem):
-    """Set aside what outlives a module: compilers, torch, compiled kernels.
+def is_poisoned():
+    """Whether a CUDA error sticks: then every later call of this process fails with it, at once."""
+    from pagedkv.cuda import driver
 
-    A full collection would traverse millions of their objects, for a second or two. Some tests, and each call of
+    for gpu in driver._gpus.values():
+        try:
+            with gpu.current():
+                gpu.call(gpu.driver.cuCtxSynchronize)
+        except RuntimeError:
+            return True
+    return False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """End a worker of xdist that is poisoned; set aside what outlives a module: compilers, torch, compiled kernels.
+
+    A poisoned worker would be the fastest of all, and steal the tests of the others to fail them; xdist starts another.
+    A full collection would traverse millions of objects, for a second or two. Some tests, and each call of
     transformers' generate_batch, ask for several.
     """
+    if os.environ.get("PYTEST_XDIST_WORKER") and item.get_closest_marker("gpu") and is_poisoned():
+        os._exit(3)  # the report of the test has been sent
+    result = yield
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+    return result
 
 
 def pytest_runtest_setup(item):

@@ -221,6 +221,7 @@ $low: st.shared.u32 [%r22], %lid; LOW ld.shared.u32 %o0, [%r23];
 $end:"""
 
 
+@pytest.mark.late  # do syncs at different instructions meet?
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_a_full_sync_in_both_branches(seed, one):
     """Halves of a warp meet at two instructions, once and several times, and exchange words."""
@@ -253,6 +254,7 @@ def test_a_full_sync_in_both_branches(seed, one):
         )
 
 
+@pytest.mark.late  # do syncs at different instructions meet?
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_syncs_in_loops_that_the_halves_of_a_warp_run_apart(seed, one):
     """Both count rounds and store them; in each, a lane loads what its neighbour in the other half has stored."""
