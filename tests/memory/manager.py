@@ -1,12 +1,7 @@
 """What the tests of the memory manager share: state as bytes, and calls that must change none of it."""
 
-import dis
-import linecache
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -78,50 +73,3 @@ def fails_after(calls: int, function: Callable, error: BaseException) -> Callabl
         return function(*args, **kwargs)
 
     return wrapped
-
-
-@contextmanager
-def interrupted_at(place: int, package: str = "pagedkv") -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt at the place-th place that runs in the package; yields how many have run so far.
-
-    Only places where a signal handler could run count: the lines with a call or the end of a loop, no with statements;
-    and right after a function in C, when what it did is done and what it returned is lost.
-    """
-    ran = [0]
-
-    def count():
-        ran[0] += 1
-        if ran[0] == place:
-            raise KeyboardInterrupt
-
-    def trace(frame, event, _):
-        if package not in frame.f_globals.get("__name__", ""):
-            return None
-        if event == "line" and frame.f_lineno in lines_with_calls(frame.f_code):
-            count()
-        return trace
-
-    def profile(frame, event, _):
-        if event == "c_return" and package in frame.f_globals.get("__name__", ""):
-            count()
-
-    outer, outer_profile = sys.gettrace(), sys.getprofile()
-    sys.settrace(trace)
-    sys.setprofile(profile)
-    try:
-        yield ran
-    finally:
-        sys.settrace(outer)
-        sys.setprofile(outer_profile)
-
-
-@cache
-def lines_with_calls(code: CodeType) -> set[int]:
-    """The line numbers of a function's calls and ends of loops, but for with statements."""
-    return {
-        number
-        for instruction in dis.get_instructions(code)
-        if instruction.opname.startswith(("CALL", "JUMP_BACKWARD"))
-        and (number := instruction.positions.lineno)
-        and not linecache.getline(code.co_filename, number).lstrip().startswith("with ")
-    }

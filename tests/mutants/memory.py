@@ -73,19 +73,19 @@ MUTANTS = [
         "append: references are dropped before blocks are taken",
         "        dropped = blocks[copied]\n",
         "        dropped = blocks[copied]\n        pool._refs[dropped] -= 1\n",
-        TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[append 1]",
+        TRANSACTION + "test_an_interrupted_mutation_has_changed_everything_or_nothing[append 1]",
     ),
     Mutant(
         "a second thread waits instead of being refused",
         "(changes and guard.changing)",
         "False",
-        "tests/memory/test_guard.py::test_a_second_thread_in_the_middle_of_a_mutation_is_refused",
+        "tests/memory/test_guard.py::test_a_mutation_is_refused_in_the_middle_of_one_of_another_thread",
     ),
     Mutant(
         "append: blocks are copied after the commit",
         "        self._stacks.copy(plan.copies)\n        slots",
         "        self.pool._commit(plan.writes)\n        self._stacks.copy(plan.copies)\n        slots",
-        TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[append 1]",
+        TRANSACTION + "test_an_interrupted_mutation_has_changed_everything_or_nothing[append 1]",
     ),
     Mutant(
         "copy on write leaves out the first layer",
@@ -145,12 +145,12 @@ MUTANTS = [
         "allocate: blocks are taken before the commit",
         "                refs = self._refs, new_blocks, ",
         "                self._num_free[0] = num_free - num_new\n                refs = self._refs, new_blocks, ",
-        TRANSACTION + "test_an_interrupt_at_any_place_comes_before_the_change_or_after[pool.allocate]",
+        TRANSACTION + "test_an_interrupted_mutation_has_changed_everything_or_nothing[pool.allocate]",
     ),
     Mutant(
         "pool: a store of the commit converts its values",
         "(before + changes).astype(np.int32, copy=False)",
         "before + changes",
-        TRANSACTION + "test_no_store_allocates",
+        TRANSACTION + "test_stores_need_no_memory",
     ),
 ]

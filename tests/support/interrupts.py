@@ -1,10 +1,17 @@
-"""Interrupts at every instant at which Python runs a signal handler, and at no other."""
+"""KeyboardInterrupt at every instant at which Python runs signal handlers, or after some time."""
 
+import contextlib
+import ctypes
 import dis
+import functools
+import inspect
+import itertools
+import signal
 import sys
 
-# Behind these the interpreter looks for signals, if what was called is in C; besides, where a function begins.
+# The interpreter looks for signals behind these, if what was called is in C, and where a function begins.
 LOOKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
+PR_SET_TIMERSLACK = 29
 
 
 class Interrupt:
@@ -16,12 +23,17 @@ class Interrupt:
         Which of them; nothing comes if there are fewer.
     folders : tuple of str
         Parts of the paths of the files.
+
+    Attributes
+    ----------
+    came_at : str or None
+        The function and the line that it came in.
     """
 
-    def __init__(self, instant, folders):
+    def __init__(self, instant, folders=("pagedkv/",)):
         self.left, self.folders = instant, folders
         self.came_at = None
-        self._names, self._last = {}, {}
+        self._in_c = set()  # frames that have just called something, and have not entered a function of Python's
 
     def __enter__(self):
         self._before = sys.gettrace()
@@ -30,23 +42,24 @@ class Interrupt:
 
     def __exit__(self, *error):
         sys.settrace(self._before)
-        self._last.clear()
+        self._in_c.clear()
 
     def _called(self, frame, event, _):
-        self._last.pop(frame.f_back, None)  # what was called is Python's: no signal is looked for when it returns
+        self._in_c.discard(frame.f_back)
         if not any(folder in frame.f_code.co_filename for folder in self.folders):
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        self._look(frame)
+        if not frame.f_code.co_flags & inspect.CO_GENERATOR:  # it may only be closed, where no signal is looked for
+            self._look(frame)
         return self._trace
 
     def _trace(self, frame, event, _):
-        if event == "opcode":
-            if self._last.get(frame) in LOOKS:
+        if frame in self._in_c:
+            self._in_c.discard(frame)
+            if event == "opcode":
                 self._look(frame)
-            self._last[frame] = self._name(frame)
-        elif event == "return":
-            self._last.pop(frame, None)
+        if event == "opcode" and frame.f_lasti in looks_of(frame.f_code):
+            self._in_c.add(frame)
         return self._trace
 
     def _look(self, frame):
@@ -56,8 +69,38 @@ class Interrupt:
             sys.settrace(self._before)
             raise KeyboardInterrupt
 
-    def _name(self, frame):
-        code = frame.f_code
-        if code not in self._names:
-            self._names[code] = {at.offset: at.opname for at in dis.get_instructions(code)}
-        return self._names[code].get(frame.f_lasti)
+
+@functools.cache
+def looks_of(code):
+    """Where the instructions of a function are behind which the interpreter looks for signals."""
+    return {at.offset for at in dis.get_instructions(code) if at.opname in LOOKS}
+
+
+def interrupts_at_every_instant(folders=("pagedkv/",)):
+    """An `Interrupt` for each instant of the code that the caller runs in it; the last one comes too late."""
+    for instant in itertools.count():
+        yield (interrupt := Interrupt(instant, folders))
+        if interrupt.came_at is None:
+            return
+
+
+class Alarm:
+    """Raises KeyboardInterrupt, once, in what runs between `arm` and `disarm`."""
+
+    def __init__(self):
+        self.armed = False
+        signal.signal(signal.SIGALRM, self._ring)
+        with contextlib.suppress(AttributeError):  # Linux may be 50 microseconds late, unless it is asked not to be
+            ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
+
+    def _ring(self, number, frame):
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+
+    def arm(self, seconds):
+        self.armed = True
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def disarm(self):
+        self.armed = False

@@ -1,4 +1,4 @@
-"""A cache in the middle of its life, and every mutation of it."""
+"""A cache in the middle of its life, and every mutation and read of it."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ class Scene:
     them like one that is. Two are in the middle of their steps, and one of them needs a block for the next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.events = []
         self.cache = PagedKVCache(2, 19, 4, 1, 8, max_seqs=11, max_seq_len=20, events=self.events.append)
         self.cache.k_caches[0][:] = np.arange(19)[:, None, None, None]
@@ -36,45 +36,57 @@ class Scene:
             self.cache.append(self.running, tokens=[token, token])
             self.cache.commit(self.running)
 
-    def listener_agrees(self) -> None:
-        """What was told, of which an event may have come twice, is what can be found."""
+    def assert_events_match(self):
+        """The events so far, of which one may have come twice, tell of just the blocks that can be found."""
         told = Told()
         for event in self.events:
             told(event)
         told.agrees_with(self.cache)
 
-    def contents(self) -> bytes:
-        """K of all blocks in use; what is in the free ones does not matter."""
-        return np.stack(self.cache.k_caches)[:, self.cache.pool.ref_counts > 0].tobytes()
-
-    def everything(self) -> tuple:
+    def everything(self):
+        """All state of the cache as bytes, and K of all blocks in use; what is in the free ones does not matter."""
         # Events that an interrupt keeps from the listener come with those of the next change.
         arrays = {name: content for name, content in state(self.cache).items() if not name.endswith("._outbox")}
         del arrays["k_caches"], arrays["v_caches"]
-        return arrays, self.contents()
+        return arrays, np.stack(self.cache.k_caches)[:, self.cache.pool.ref_counts > 0].tobytes()
 
 
 MUTATIONS = {
     "pool.allocate": lambda s: s.cache.pool.allocate(2),
+    "pool.allocate, evicting": lambda s: s.cache.pool.allocate(7),
     "pool.retain": lambda s: s.cache.pool.retain([0, 1, 1]),
     "pool.release": lambda s: s.cache.pool.release([0, 2, 1, 0]),
     "add": lambda s: s.cache.add(7),
+    "add, found": lambda s: s.cache.add([*LATE[:4], 0, 0, 0, 0, 1]),
+    "add_found": lambda s: s.cache.add_found(LATE[:4]),
     "append 1": lambda s: s.cache.append([s.other, s.forks[0], s.seq]),
     "append n": lambda s: s.cache.append([s.other, s.seq, s.forks[0]], [0, 9, 1]),
+    "append, next": lambda s: s.cache.append(s.running, tokens=[8, 8]),
+    "append, tokens": lambda s: s.cache.append([s.late, s.seq], [2, 1], [1, 2, 3]),
+    "commit": lambda s: s.cache.commit([s.late, s.seq]),
     "fork": lambda s: s.cache.fork(s.seq, 2),
     "truncate": lambda s: s.cache.truncate([s.other, s.seq], [3, 4]),
     "free": lambda s: s.cache.free([s.seq, s.other]),
     "reorder": lambda s: s.cache.reorder([s.other, s.seq, s.forks[0]], [1, 0, 0]),
-}
-OF_THE_PREFIX_CACHE = {
-    "add, found": lambda s: s.cache.add([*LATE[:4], 0, 0, 0, 0, 1]),
-    "add, all found": lambda s: s.cache.add(LATE[:4]),
-    "pool.allocate, evicting": lambda s: s.cache.pool.allocate(7),
-    "append, next": lambda s: s.cache.append(s.running, tokens=[8, 8]),
-    "append, tokens": lambda s: s.cache.append([s.late, s.seq], [2, 1], [1, 2, 3]),
-    "commit": lambda s: s.cache.commit([s.late, s.seq]),
     "pin": lambda s: s.cache.pin("second", [*LATE[:4], 0, 0, 0, 0]),
     "unpin": lambda s: s.cache.unpin("first"),
     "reset": lambda s: s.cache.reset(),
 }
-MUTATIONS |= OF_THE_PREFIX_CACHE
+READS = {
+    "batch": lambda s: [
+        x.tolist() for x in (s.cache.batch([s.seq, s.other]).block_tables, s.cache.batch(s.seq).seq_lens)
+    ],
+    "stats": lambda s: s.cache.stats(),
+    "plot": lambda s: s.cache.plot(),
+    "check": lambda s: s.cache.check(),
+    "pool.check": lambda s: s.cache.pool.check(),
+    "html": lambda s: s.cache._repr_html_(),
+    "slots": lambda s: s.cache.slots(s.other, 0, 8).tolist(),
+    "seq_lens": lambda s: s.cache.seq_lens([s.seq, s.other]).tolist(),
+    "block_tables": lambda s: s.cache.block_tables([s.seq, s.other]).tolist(),
+    "num_tokens": lambda s: s.cache.num_tokens,
+    "find": lambda s: s.cache.find(LATE),
+    "can_add": lambda s: s.cache.can_add(20),
+    "block_fills": lambda s: s.cache.block_fills().tolist(),
+    "block_owners": lambda s: s.cache.block_owners().tolist(),
+}
