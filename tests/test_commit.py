@@ -1,4 +1,4 @@
-"""Nothing is stored before the commit of an operation, and a commit cannot stop in the middle."""
+"""All of a call is stored or nothing, whatever raises: nothing before the commit, which cannot stop in the middle."""
 
 import signal
 import time
@@ -6,49 +6,49 @@ import time
 import numpy as np
 import pytest
 
-import pagedkv
 from pagedkv.commit import commit
 from pagedkv.cpu import blocks, rotary
 from pagedkv.cpu.attention import plan
 
-from .promises.interrupted import operations
-from .support.alarm import Alarm
+from .support.interrupts import Alarm
+from .support.operations import OPERATIONS
+from .support.programs import printed_by
 
 MOST_ALLOCATIONS = 40  # of a commit
+with_timer = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timer of signals")
 
 
-def operations_that_write():
-    pagedkv.set_num_threads(2)
-    return [operation for operation in operations(np.random.default_rng(0)) if operation.written]
+def values(*shape):
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
-def test_nothing_is_stored_before_the_commit(monkeypatch):
-    before = pagedkv.get_num_threads()
-    todo = operations_that_write()
-    pagedkv.set_num_threads(before)
-    num_commits = 0
+@with_timer
+@pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.long)])
+def test_interrupts_at_random_times_leave_nothing_half_done(number):
+    [line] = printed_by("random_interrupts", number)
+    assert line.startswith(f"{number} interrupts")
 
+
+@pytest.mark.parametrize("name", [name for name, make in OPERATIONS.items() if make(values).written])
+def test_an_operation_stores_nothing_before_its_commit(monkeypatch, name):
     def fail(writes):
-        nonlocal num_commits
-        num_commits += 1
-        raise MemoryError
+        raise MemoryError("in commit")
 
     for module in (blocks, plan, rotary):
         monkeypatch.setattr(module, "commit", fail)
-    for operation in todo:
-        with pytest.raises(MemoryError):
-            operation.call()
-        assert operation.is_untouched()
-    assert num_commits == len(todo) == 9
+    operation = OPERATIONS[name](values)
+    before = operation.contents()
+    with pytest.raises(MemoryError, match="in commit"):
+        operation.call()
+    assert operation.contents() == before
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timer of signals")
-def test_an_interrupt_in_the_middle_of_a_write_comes_after_the_last():
+@with_timer
+def test_an_interrupt_in_the_middle_of_a_commit_comes_after_the_last_write():
     """The first write takes some milliseconds, and the signal comes in the first of them."""
     value = np.ones(2**23, np.uint32)
     arrays = np.zeros((2, value.size), np.uint32)
-    before, num_complete = signal.getsignal(signal.SIGALRM), 0
-    alarm = Alarm()
+    before, alarm, num_complete = signal.getsignal(signal.SIGALRM), Alarm(), 0
 
     def interrupted_commit():
         alarm.arm(1e-3)
@@ -66,7 +66,7 @@ def test_an_interrupt_in_the_middle_of_a_write_comes_after_the_last():
 
 
 @pytest.mark.parametrize("gaps", [False, True])
-def test_a_commit_of_whole_blocks_is_all_or_nothing_whichever_allocation_fails(gaps):
+def test_a_commit_of_whole_blocks_without_memory_stores_all_or_nothing(gaps):
     testcapi = pytest.importorskip("_testcapi", reason="this Python cannot make an allocation fail")
     caches = np.zeros((3, 5, 16, 4, 8), np.uint16)[:, :, :, : 2 if gaps else 4]
     block = np.ones(caches.shape[2:], caches.dtype)
