@@ -95,16 +95,52 @@ class PagedKVCache(Sequences):
 
     Examples
     --------
-    >>> heads = {"num_kv_heads": 1, "head_dim": 8}
-    >>> cache = PagedKVCache(num_layers=2, num_blocks=8, block_size=4, **heads)
-    >>> seq, num_cached = cache.add(6)
-    >>> cache.slots(seq, num_cached, 6)
+    A prompt, as one layer writes it:
+
+    >>> import numpy as np
+    >>> from pagedkv import PagedKVCache
+    >>> cache = PagedKVCache(num_layers=1, num_blocks=8, block_size=4, num_kv_heads=2, head_dim=64)
+    >>> seq, num_cached = cache.add([1, 2, 3, 4, 5, 6])
+    >>> slots = cache.slots(seq, num_cached, 6)
+    >>> slots
     array([0, 1, 2, 3, 4, 5])
-    >>> cache.append([seq])
-    array([6])
+    >>> k = v = np.ones((6, 2, 64), np.float32)
+    >>> cache.write(0, k, v, slots)
+    >>> cache.commit([seq])
+
+    A decode step:
+
+    >>> slots = cache.append([seq], tokens=[7])
+    >>> cache.write(0, k[:1], v[:1], slots)
     >>> batch = cache.batch([seq])
     >>> batch.block_tables, batch.seq_lens
     (array([[0, 1]], dtype=int32), array([7], dtype=int32))
+    >>> cache.attend(0, np.ones((1, 8, 64), np.float32), batch).shape
+    (1, 8, 64)
+
+    Another prompt finds the full block that it shares with the first one, and adds the rest in chunks:
+
+    >>> other = [1, 2, 3, 4, 9, 9, 9]
+    >>> cache.find(other), cache.can_add(other)
+    (4, True)
+    >>> second, num_cached = cache.add_found(other)
+    >>> cache.append([second], 3, tokens=other[num_cached:])
+    array([ 8,  9, 10])
+    >>> print(cache.plot())
+    +ab.....
+    A-Z sequences, a-z with empty slots  + shared  . free; 1 block a character
+
+    A pin keeps blocks that no sequence has any more, until `unpin`; `reset` forgets all that can be found:
+
+    >>> cache.pin("system prompt", [1, 2, 3, 4])
+    4
+    >>> cache.free([seq, second])
+    >>> cache.stats().used
+    1
+    >>> cache.unpin("system prompt")
+    >>> cache.reset()
+    >>> cache.find(other)
+    0
     """
 
     def __init__(

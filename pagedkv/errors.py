@@ -12,6 +12,16 @@ class OutOfBlocksError(CapacityError):
     ----------
     requested, free : int
         Blocks that were asked for, and blocks that could be handed out.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> pool = pagedkv.BlockPool(2)
+    >>> try:
+    ...     blocks = pool.allocate(3)
+    ... except pagedkv.OutOfBlocksError as error:
+    ...     print(error.requested, error.free)
+    3 2
     """
 
     def __init__(self, message: str, requested: int = 0, free: int = 0) -> None:

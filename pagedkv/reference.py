@@ -67,6 +67,17 @@ def decode_attention(
     -------
     out : (num_seqs, num_heads, head_dim) float64 array
     lse : (num_seqs, num_heads) float64 array, with `return_lse`
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv import reference
+    >>> k_cache, v_cache = np.zeros((2, 4, 4, 1, 8), np.float32)  # N = 4, P = 4, Hkv = 1, D = 8
+    >>> v_cache[...] = np.arange(16).reshape(4, 4, 1, 1)  # each slot holds its number
+    >>> q, block_tables = np.ones((1, 2, 8), np.float32), np.array([[2, 0]], np.int32)
+    >>> out = reference.decode_attention(q, k_cache, v_cache, block_tables, np.array([3], np.int32))
+    >>> out[0, 0, 0].round(6)  # the mean of slots 8, 9 and 10, as all keys are equal
+    np.float64(9.0)
     """
     return prefill_attention(
         q,
@@ -128,6 +139,18 @@ def prefill_attention(
     out : (num_tokens, num_heads, head_dim) float64 array
         Rows past query_starts[-1], which no operation writes, are NaN.
     lse : (num_tokens, num_heads) float64 array, with `return_lse`
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv import reference
+    >>> k_cache, v_cache = np.zeros((2, 4, 4, 1, 8), np.float32)  # N = 4, P = 4, Hkv = 1, D = 8
+    >>> v_cache[...] = np.arange(16).reshape(4, 4, 1, 1)  # each slot holds its number
+    >>> q, block_tables = np.ones((3, 2, 8), np.float32), np.array([[2, 0]], np.int32)
+    >>> seq_lens, query_starts = np.array([3], np.int32), np.array([0, 3], np.int32)
+    >>> out = reference.prefill_attention(q, k_cache, v_cache, block_tables, seq_lens, query_starts)
+    >>> out[:, 0, 0].round(6)  # means of the values so far, as all keys are equal
+    array([8. , 8.5, 9. ])
     """
     num_tokens, num_heads, head_dim = q.shape
     out = np.full((num_tokens, num_heads, head_dim), np.nan)
@@ -240,6 +263,15 @@ def merge_states(outs: Sequence[Array] | Array, lses: Sequence[Array] | Array) -
     -------
     out : (..., num_heads, head_dim) float64 array
     lse : (..., num_heads) float64 array
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv import reference
+    >>> outs, lses = np.array([[[1.0]], [[3.0]]]), np.zeros((2, 1))
+    >>> out, lse = reference.merge_states(outs, lses)
+    >>> out
+    array([[2.]])
     """
     lse = np.stack([np.asarray(x).astype(np.float64) for x in lses])
     out = np.stack([np.asarray(x).astype(np.float64) for x in outs])
@@ -270,6 +302,15 @@ def apply_rotary(
     Returns
     -------
     q, k : float64 arrays of the same shapes; None where k is None
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv import reference
+    >>> q = np.arange(4.0).reshape(1, 1, 4)
+    >>> cos, sin = np.zeros((1, 2)), np.ones((1, 2))  # a quarter turn: (a, b) becomes (-b, a)
+    >>> reference.apply_rotary(q, None, cos, sin, np.array([0]))[0]
+    array([[[-2., -3.,  0.,  1.]]])
     """
     half = cos.shape[1]
 
@@ -308,6 +349,16 @@ def gather_kv(
     Returns
     -------
     k, v : (seq_len, num_kv_heads, head_dim) float64 arrays
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv import reference
+    >>> k_cache, v_cache = np.zeros((2, 4, 4, 1, 8), np.float32)  # N = 4, P = 4, Hkv = 1, D = 8
+    >>> k_cache[...] = np.arange(16).reshape(4, 4, 1, 1)  # each slot holds its number
+    >>> k, v = reference.gather_kv(k_cache, v_cache, np.array([2, 0], np.int32), 6)
+    >>> k[:, 0, 0]
+    array([ 8.,  9., 10., 11.,  0.,  1.])
     """
     position = np.arange(seq_len)
     block_size = _block_size(k_cache, layout)
@@ -348,6 +399,17 @@ def write_kv(
     slots : (num_tokens,) integer array
     cos, sin, positions, interleaved : as in `apply_rotary`; rotated keys are rounded to k's dtype first
     others : as in `decode_attention`
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv import reference
+    >>> k_cache, v_cache = np.zeros((2, 4, 4, 1, 8), np.float32)  # N = 4, P = 4, Hkv = 1, D = 8
+    >>> k = v = np.ones((2, 1, 8), np.float32)
+    >>> reference.write_kv(k, v, k_cache, v_cache, np.array([7, 8]))
+    >>> np.argwhere(k_cache[:, :, 0, 0])  # block and offset of each token
+    array([[1, 3],
+           [2, 0]])
     """
     if cos is not None and sin is not None and positions is not None:
         at = np.where(slots < 0, 0, positions)  # those of skipped tokens may be anything

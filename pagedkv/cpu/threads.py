@@ -164,6 +164,15 @@ def set_num_threads(n: int) -> None:
         `n` is not an int.
     ValueError
         `n` is out of range.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> before = pagedkv.get_num_threads()
+    >>> pagedkv.set_num_threads(1)
+    >>> pagedkv.get_num_threads()
+    1
+    >>> pagedkv.set_num_threads(before)
     """
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
         raise TypeError(f"n must be an int, got {type(n).__name__}")
@@ -174,7 +183,14 @@ def set_num_threads(n: int) -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads the CPU backend uses; ValueError if ``PAGEDKV_NUM_THREADS`` is no number of them."""
+    """How many threads the CPU backend uses; ValueError if ``PAGEDKV_NUM_THREADS`` is no number of them.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> pagedkv.get_num_threads() >= 1
+    True
+    """
     if _state.count is None:
         _state.count = num_threads() or _available()
     return _state.count

@@ -66,6 +66,15 @@ def draw_bytes(accesses: Sequence[LaneAccess], *, max_rows: int = MAX_ROWS) -> S
         Something else was passed, such as one access, or the steps of a trace.
     ValueError
         There are no accesses, they are to several arrays, or no lane takes part in them.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> import numpy as np
+    >>> from pagedkv.drawing import draw_bytes
+    >>> access = SimpleNamespace(array="x", size=4, offsets=4 * np.arange(32), phase=0)  # or of trace.accesses("x")
+    >>> draw_bytes([access]).startswith("<svg")
+    True
     """
     name = _only_array(accesses)
     phase = accesses[0].phase
@@ -135,6 +144,15 @@ def draw_banks(access: LaneAccess) -> Svg:
         It is something else, such as a list of accesses.
     ValueError
         No lane takes part, or the access is to global memory, which has no banks.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> import numpy as np
+    >>> from pagedkv.drawing import draw_banks
+    >>> access = SimpleNamespace(array="x", size=4, offsets=4 * np.arange(32), phase=0)  # or of trace.accesses("x")
+    >>> draw_banks(access).startswith("<svg")
+    True
     """
     name = _only_array([access])
     if getattr(access, "space", "shared") == "global":

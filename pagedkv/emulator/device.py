@@ -82,6 +82,19 @@ class EmulatorDevice:
     ------
     EmulatorError
         By `launch`: the kernel's fault, or a launch that hardware would refuse.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> from pagedkv import emulator
+    >>> def double(x):
+    ...     x[cuda.threadIdx.x] *= 2
+    >>> x = np.arange(32, dtype=np.float32)
+    >>> device = emulator.EmulatorDevice(stats=True, seed=1)
+    >>> stats = emulator.run(double, 1, 32, x, device=device)
+    >>> device.launches[0].bytes_read, device.launches[0].bytes_written
+    (128, 128)
     """
 
     capability = (9, 0)

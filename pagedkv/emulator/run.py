@@ -74,6 +74,18 @@ def run(
     Notes
     -----
     Where numba cannot compile the kernel, its own exception comes as it is.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> from pagedkv import emulator
+    >>> def double(x):
+    ...     x[cuda.threadIdx.x] *= 2
+    >>> x = np.arange(32, dtype=np.float32)
+    >>> stats = emulator.run(double, 1, 32, x)
+    >>> x[:4]
+    array([0., 2., 4., 6.], dtype=float32)
     """
     if device is not None and not isinstance(device, EmulatorDevice):
         raise TypeError(f"device must be an EmulatorDevice, such as EmulatorDevice(seed=1), or None, got {device!r}")

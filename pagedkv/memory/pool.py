@@ -42,6 +42,7 @@ class BlockPool(Guarded):
 
     Examples
     --------
+    >>> from pagedkv import BlockPool
     >>> pool = BlockPool(num_blocks=4)
     >>> blocks = pool.allocate(3)
     >>> blocks
@@ -52,6 +53,7 @@ class BlockPool(Guarded):
     array([1, 0, 0, 0], dtype=int32)
     >>> pool.num_free
     3
+    >>> pool.check()
     """
 
     def __init__(self, num_blocks: int) -> None:

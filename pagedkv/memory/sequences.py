@@ -102,6 +102,16 @@ class Sequences(Guarded):
             Too few rows of the table are free.
         KeyError
             A sequence that was freed or never was.
+
+        Examples
+        --------
+        >>> from pagedkv import BlockPool, SequenceTable
+        >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=4, max_blocks=4)
+        >>> seq = table.add(6)
+        >>> samples = table.fork(seq, n=2)
+        >>> table.block_tables(samples)
+        array([[0, 1],
+               [0, 1]], dtype=int32)
         """
         n = as_int("n", n, maximum=MAX_INT64)
         parents = self._rows.handles.find(seqs)
@@ -128,6 +138,15 @@ class Sequences(Guarded):
             A sequence is named twice, or there are not as many parents.
         KeyError
             A sequence that was freed or never was.
+
+        Examples
+        --------
+        >>> from pagedkv import BlockPool, SequenceTable
+        >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=4, max_blocks=4)
+        >>> beams = [table.add(3), table.add(6)]
+        >>> table.reorder(beams, parents=[1, 1])
+        >>> table.seq_lens(beams)
+        array([6, 6], dtype=int32)
         """
         rows = self._rows.handles.find_distinct(seqs)
         parents = as_ints("parents", parents, len(rows), "num_seqs")
@@ -153,6 +172,15 @@ class Sequences(Guarded):
             A length that is negative or more than the sequence has, or a sequence named twice.
         KeyError
             A sequence that was freed or never was.
+
+        Examples
+        --------
+        >>> from pagedkv import BlockPool, SequenceTable
+        >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=4, max_blocks=4)
+        >>> seq = table.add(6)
+        >>> table.truncate(seq, 4)
+        >>> table.seq_lens(seq), table.num_free
+        (array([4], dtype=int32), 7)
         """
         rows = self._rows.handles.find_distinct(seqs)
         lens = self._rows.lens[rows]
@@ -181,6 +209,15 @@ class Sequences(Guarded):
             A sequence is named twice.
         KeyError
             A sequence that was freed or never was.
+
+        Examples
+        --------
+        >>> from pagedkv import BlockPool, SequenceTable
+        >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=4, max_blocks=4)
+        >>> seq = table.add(6)
+        >>> table.free(seq)
+        >>> table.num_seqs, table.num_free
+        (0, 8)
         """
         self.pool._commit(self._rows.plan_free(seqs))
 
@@ -199,6 +236,14 @@ class Sequences(Guarded):
             Not 0 <= start <= stop <= length.
         KeyError
             A sequence that was freed or never was.
+
+        Examples
+        --------
+        >>> from pagedkv import BlockPool, SequenceTable
+        >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=4, max_blocks=4)
+        >>> seq = table.add(6)
+        >>> table.slots(seq, 3, 6)
+        array([3, 4, 5])
         """
         row = int(self._rows.handles.find(as_int("seq", seq, minimum=None))[0])
         start, stop = as_int("start", start), as_int("stop", stop)
@@ -224,6 +269,15 @@ class Sequences(Guarded):
         ------
         KeyError
             A sequence that was freed or never was.
+
+        Examples
+        --------
+        >>> from pagedkv import BlockPool, SequenceTable
+        >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=4, max_blocks=4)
+        >>> seqs = [table.add(6), table.add(3)]
+        >>> table.block_tables(seqs)
+        array([[ 0,  1],
+               [ 2, -1]], dtype=int32)
         """
         return self._rows.tables_of(self._rows.handles.find(seqs))[0]
 
@@ -235,12 +289,28 @@ class Sequences(Guarded):
         ------
         KeyError
             A sequence that was freed or never was.
+
+        Examples
+        --------
+        >>> from pagedkv import BlockPool, SequenceTable
+        >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=4, max_blocks=4)
+        >>> table.seq_lens([table.add(6), table.add(3)])
+        array([6, 3], dtype=int32)
         """
         return self._rows.lens[self._rows.handles.find(seqs)].astype(np.int32)
 
     @consistent
     def block_fills(self) -> npt.NDArray[np.int32]:
-        """How many slots of each block hold a token of some sequence, (N,) int32."""
+        """How many slots of each block hold a token of some sequence, (N,) int32.
+
+        Examples
+        --------
+        >>> from pagedkv import BlockPool, SequenceTable
+        >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=4, max_blocks=4)
+        >>> seq = table.add(6)
+        >>> table.block_fills()
+        array([4, 2, 0, 0, 0, 0, 0, 0], dtype=int32)
+        """
         rows, columns = self._rows.held()
         fills = np.zeros(self.pool.num_blocks, np.int32)
         tokens = np.minimum(self._rows.lens[rows] - columns * self.block_size, self.block_size)
@@ -249,7 +319,16 @@ class Sequences(Guarded):
 
     @consistent
     def block_owners(self) -> npt.NDArray[np.int64]:
-        """For each block the handle of a sequence that has it, (N,) int64; -1 if none does."""
+        """For each block the handle of a sequence that has it, (N,) int64; -1 if none does.
+
+        Examples
+        --------
+        >>> from pagedkv import BlockPool, SequenceTable
+        >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=4, max_blocks=4)
+        >>> seq = table.add(6)
+        >>> (table.block_owners() == seq).tolist()
+        [True, True, False, False, False, False, False, False]
+        """
         rows, columns = self._rows.held()
         owners = np.full(self.pool.num_blocks, NO_HANDLE)
         owners[self._rows.blocks[rows, columns]] = self._rows.handles.of(rows)
@@ -263,6 +342,13 @@ class Sequences(Guarded):
         blocks, all different, and -1 behind them; a row is either free or has the handle of its generation. With a
         prefix cache: a block that can be found is in its index, behind the block that it follows; a block waits for
         eviction if it can be found and has no references.
+
+        Examples
+        --------
+        >>> from pagedkv import BlockPool, SequenceTable
+        >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=4, max_blocks=4)
+        >>> seq = table.add(6)
+        >>> table.check()
         """
         self._rows.check()
 

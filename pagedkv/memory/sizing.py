@@ -58,6 +58,7 @@ def kv_bytes(
     --------
     Llama 3.1 8B, a sequence of 1,000 tokens in blocks of 16:
 
+    >>> from pagedkv import kv_bytes
     >>> llama = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
     >>> kv_bytes(1000, **llama, block_size=16) / 2**20
     126.0

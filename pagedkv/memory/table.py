@@ -56,7 +56,10 @@ class SequenceTable(Sequences):
 
     Examples
     --------
+    >>> from pagedkv import BlockPool, SequenceTable
     >>> table = SequenceTable(BlockPool(8), block_size=4, max_seqs=3, max_blocks=5)
+    >>> table.can_add(6)
+    True
     >>> prompt = table.add(6)
     >>> table.slots(prompt, 4, 6)
     array([4, 5])

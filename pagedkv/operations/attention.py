@@ -251,6 +251,17 @@ def prefill_attention(
     .. [1] Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
     .. [2] Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
     .. [3] Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pagedkv
+    >>> k_cache = v_cache = np.ones((4, 16, 2, 64), np.float32)
+    >>> q = np.ones((5, 8, 64), np.float32)  # the last 3 tokens of sequence 0, and both of sequence 1
+    >>> block_tables, seq_lens = np.array([[3, 1], [0, 0]], np.int32), np.array([20, 2], np.int32)
+    >>> query_starts = np.array([0, 3, 5], np.int32)
+    >>> pagedkv.prefill_attention(q, k_cache, v_cache, block_tables, seq_lens, query_starts).shape
+    (5, 8, 64)
     """
     arguments = AttentionArguments(
         q, k_cache, v_cache, block_tables, seq_lens, query_starts, ragged=True, causal=causal, exact=exact,
@@ -317,6 +328,17 @@ def merge_states(outs: Any, lses: Any, *, backend: Backend = "auto") -> tuple[An
     ----------
     .. [1] Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     .. [2] Dao et al., "Flash-Decoding for long-context inference", 2023.
+
+    Examples
+    --------
+    Two states of one row and one head, whose keys weigh the same:
+
+    >>> import numpy as np
+    >>> import pagedkv
+    >>> outs = np.array([1, 3], np.float32).reshape(2, 1, 1, 1).repeat(8, axis=3)
+    >>> out, lse = pagedkv.merge_states(outs, np.zeros((2, 1, 1), np.float32))
+    >>> out
+    array([[[2., 2., 2., 2., 2., 2., 2., 2.]]], dtype=float32)
     """
     call = merge_call(outs, lses, backend=backend)
     shape, dtype, remedy = call.outs[0].shape, call.outs[0].dtype, "convert outs to one of them"

@@ -23,6 +23,11 @@ def raise_if_failed() -> None:
         A sequence length below 0, or beyond the table's capacity or max_seq_len rounded up.
     RuntimeError
         A stream of the GPU is being captured in a CUDA graph, by any thread, and cannot be waited for.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> pagedkv.raise_if_failed()  # after the calls of a step; without a GPU there is nothing to wait for
     """
     used = gpu_backend()
     if used is not None:

@@ -79,6 +79,17 @@ def write_kv(
     With tables the caches get the bits that they get from ``write_kv(apply_rotary(q, k, cos, sin, positions)[1], v,
     ...)``: a rotated key is rounded to k's dtype, and then to that of the cache, or divided by its scale in float32 and
     rounded to fp8. Only the bits of a NaN may differ, on a GPU and in the emulator.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pagedkv
+    >>> k_cache, v_cache = np.zeros((2, 4, 4, 1, 8), np.float32)  # N = 4, P = 4, Hkv = 1, D = 8
+    >>> k = v = np.ones((2, 1, 8), np.float32)
+    >>> pagedkv.write_kv(k, v, k_cache, v_cache, slots=np.array([7, 8]))
+    >>> np.argwhere(k_cache[:, :, 0, 0])  # block and offset of each token
+    array([[1, 3],
+           [2, 0]])
     """
     call = write_call(
         k, v, k_cache, v_cache, slots,
@@ -129,6 +140,16 @@ def gather_kv(
         An entry in the used part of the table is outside 0..num_blocks-1.
     BackendUnavailableError
         The backend that the arrays or the caller ask for is not here.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pagedkv
+    >>> k_cache, v_cache = np.zeros((2, 4, 4, 1, 8), np.float32)  # N = 4, P = 4, Hkv = 1, D = 8
+    >>> k_cache[...] = np.arange(16).reshape(4, 4, 1, 1)  # each slot holds its number
+    >>> k, v = pagedkv.gather_kv(k_cache, v_cache, np.array([2, 0], np.int32), 6)
+    >>> k[:, 0, 0]
+    array([ 8.,  9., 10., 11.,  0.,  1.], dtype=float32)
     """
     call = gather_call(
         k_cache, v_cache, block_table, seq_len,
@@ -178,6 +199,16 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: Backend = "a
     the other caches as they were. The same call again copies in all.
     Of blocks below 4 KiB NumPy asks for about a kilobyte between two caches: if even that is refused, a MemoryError
     leaves the other caches as they were, too.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pagedkv
+    >>> k_cache, v_cache = np.zeros((2, 4, 4, 1, 8), np.float32)  # N = 4, P = 4, Hkv = 1, D = 8
+    >>> k_cache[0] = 1
+    >>> pagedkv.copy_blocks(k_cache, v_cache, np.array([[0, 3]]))
+    >>> k_cache[:, 0, 0, 0]
+    array([1., 0., 0., 1.], dtype=float32)
     """
     call = copy_call(k_cache, v_cache, pairs, backend=backend)
     backend_of(call.placement).copy_blocks(call)
@@ -220,6 +251,15 @@ def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: Backend =
     Between host and device the copies are in the order of the stream. Those to or from pinned memory are not waited
     for: synchronise the stream before you read such a destination, or write to such a source. Any other array of the
     host is done with when this returns. A CUDA graph cannot capture them, nor pairs on the host: RuntimeError.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pagedkv
+    >>> cache, swapped = np.ones((4, 4, 1, 8), np.float32), np.zeros((2, 4, 1, 8), np.float32)
+    >>> pagedkv.swap_blocks(cache, swapped, np.array([[3, 0]]))
+    >>> swapped[:, 0, 0, 0]
+    array([1., 0.], dtype=float32)
     """
     call = swap_call(source, destination, pairs, backend=backend)
     backend_of(call.placement).swap_blocks(call)

@@ -80,6 +80,18 @@ def apply_rotary(
     References
     ----------
     .. [1] Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+
+    Examples
+    --------
+    A quarter turn, which maps each pair (a, b) to (-b, a):
+
+    >>> import numpy as np
+    >>> import pagedkv
+    >>> q = np.arange(8, dtype=np.float32).reshape(1, 1, 8)
+    >>> cos, sin = np.zeros((1, 4), np.float32), np.ones((1, 4), np.float32)
+    >>> rotated, _ = pagedkv.apply_rotary(q, None, cos, sin, np.array([0]), rotary_dim=8)
+    >>> rotated
+    array([[[-4., -5., -6., -7.,  0.,  1.,  2.,  3.]]], dtype=float32)
     """
     call = rotary_call(
         q, k, cos, sin, positions,

@@ -99,6 +99,15 @@ def warmup(
         As the calls would; `capabilities` are not such pairs, or name one below (8, 0).
     BackendUnavailableError
         There is no compiler; `capabilities` is not given, and there is no GPU.
+
+    Examples
+    --------
+    For an H100, on a machine without a GPU:
+
+    >>> import pagedkv
+    >>> names = pagedkv.warmup(4, 2, 64, 16, "float16", layout="vllm", kernels=["v1"], capabilities=[(9, 0)])
+    >>> any(name.startswith("v1[") for name in names)
+    True
     """
     q_dtype = storage_dtype(dtype, None)
     stored = storage_dtype(dtype if cache_dtype is None else cache_dtype, kv_dtype)

@@ -34,6 +34,11 @@ def workspace_bytes() -> int:
     -------
     int
         Bytes.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> num_bytes = pagedkv.workspace_bytes()  # 0 without a GPU
     """
     used = gpu_backend()
     return 0 if used is None else used.workspace_bytes()
@@ -96,6 +101,14 @@ def reserve_workspaces(
         `release_workspaces` first takes least.
     BackendUnavailableError
         There is no CUDA driver, or a package is missing.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import pagedkv
+    >>> k_cache = v_cache = np.zeros((4, 16, 2, 64), np.float32)  # arrays of a GPU reserve more than that
+    >>> pagedkv.reserve_workspaces(k_cache, v_cache, num_heads=8, num_seqs=4, max_seq_len=64)
+    0
     """
     sizes = {"num_heads": num_heads, "num_seqs": num_seqs, "max_seq_len": max_seq_len, "num_tokens": num_tokens}
     sizes = {name: require.integer(name, size) for name, size in sizes.items()}
@@ -125,6 +138,13 @@ def release_workspaces() -> int:
     ------
     RuntimeError
         A stream of the GPU is being captured in a CUDA graph, by any thread, and cannot be waited for.
+
+    Examples
+    --------
+    >>> import pagedkv
+    >>> held = pagedkv.workspace_bytes()
+    >>> held - pagedkv.release_workspaces() == pagedkv.workspace_bytes()
+    True
     """
     used = gpu_backend()
     return 0 if used is None else used.release_workspaces()

@@ -59,6 +59,35 @@ class Scheduler:
     ------
     TypeError, ValueError
         An argument is not as described here.
+
+    Examples
+    --------
+    A loop with a model that always chooses token 7:
+
+    >>> from pagedkv import PagedKVCache, Scheduler
+    >>> cache = PagedKVCache(num_layers=1, num_blocks=8, block_size=4, num_kv_heads=1, head_dim=8)
+    >>> scheduler = Scheduler(cache, max_num_batched_tokens=8)
+    >>> request = scheduler.add([1, 2, 3, 4, 5], max_tokens=2)
+    >>> while step := scheduler.schedule():
+    ...     tokens = [7] * len(step.sampled)  # here a model computes step.tokens, and writes K and V to step.slots
+    ...     print(step.tokens, scheduler.update(step, tokens))
+    [1 2 3 4 5] []
+    [7] [Finished(request=0, tokens=array([7, 7], dtype=int32), reason='length')]
+
+    A resumable request has several turns. `drop` gives up a step that has failed, and `abort` a request:
+
+    >>> chat = scheduler.add([1, 2, 3, 4, 6], max_tokens=1, resumable=True)
+    >>> finished = scheduler.update(scheduler.schedule(), [7])
+    >>> scheduler.num_cached(chat)
+    4
+    >>> scheduler.extend(chat, [8, 9], max_tokens=5)
+    >>> scheduler.tokens(chat)
+    array([1, 2, 3, 4, 6, 7, 8, 9], dtype=int32)
+    >>> step = scheduler.schedule()
+    >>> scheduler.drop()
+    >>> scheduler.abort(chat)
+    >>> scheduler.num_running, scheduler.num_waiting
+    (0, 0)
     """
 
     def __init__(

@@ -42,6 +42,29 @@ class AllocatorMachine(RuleBasedStateMachine):
         Tokens of a sequence; None: as many as fit.
     tokens : dict
         The model: the token ids of each sequence that is alive, by its handle.
+
+    Examples
+    --------
+    >>> from hypothesis import settings
+    >>> from hypothesis.stateful import run_state_machine_as_test
+    >>> from pagedkv import BlockPool, SequenceTable
+    >>> from pagedkv.testing import AllocatorMachine
+    >>> class Machine(AllocatorMachine):
+    ...     def start(self, num_blocks, block_size):
+    ...         self.table = SequenceTable(BlockPool(num_blocks), block_size, self.most_seqs, 100)
+    ...
+    ...     def add(self, tokens):
+    ...         return self.table.add(len(tokens))
+    ...
+    ...     def free(self, seq):
+    ...         self.table.free(seq)
+    ...
+    ...     def num_free(self):
+    ...         return self.table.num_free
+    ...
+    ...     def block_table(self, seq):
+    ...         return self.table.block_tables(seq)[0]
+    >>> run_state_machine_as_test(Machine, settings=settings(max_examples=3, stateful_step_count=5, database=None))
     """
 
     refusal: ClassVar[type[Exception] | tuple[type[Exception], ...]] = MemoryError

@@ -32,6 +32,13 @@ def edited(function: Callable[..., Any], old: str, new: str) -> Callable[..., An
     ------
     ValueError
         `old` does not occur exactly once.
+
+    Examples
+    --------
+    >>> from pagedkv.testing import edited, fade
+    >>> steeper = edited(fade, "0.01", "0.5")
+    >>> fade(1.0, 3, 2, 0, 0), steeper(1.0, 3, 2, 0, 0)
+    (0.99, 0.5)
     """
     python = getattr(function, "py_func", function)
     source = textwrap.dedent(inspect.getsource(python))
@@ -67,6 +74,14 @@ def survivors(
     ------
     ValueError, SyntaxError
         An edit that cannot be made: nothing would have been tested.
+
+    Examples
+    --------
+    >>> from pagedkv.testing import fade, survivors
+    >>> def check(function):
+    ...     assert function(1.0, 3, 2, 0, 0) < 1
+    >>> survivors(fade, [("0.01", "0.02"), ("score -", "score +")], check)  # the check notices one edit of the two
+    [('0.01', '0.02')]
     """
     check(function)
     left = []

@@ -20,6 +20,14 @@ def expect(problem: Problem, round_to: Any = None) -> tuple[Array, Array]:
     problem : Problem
     round_to : dtype, optional
         Float32 sums, and scores, probabilities and output rounded to this dtype.
+
+    Examples
+    --------
+    >>> from pagedkv.testing import Spec, build, expect
+    >>> problem = build(Spec(seq_lens=(5, 3)))
+    >>> out, lse = expect(problem)
+    >>> out.shape, out.dtype.name
+    ((2, 4, 64), 'float64')
     """
     operation = reference.decode_attention if problem.query_starts is None else reference.prefill_attention
     out, lse = operation(*problem.args, **problem.options, return_lse=True, round_to=round_to)
@@ -31,6 +39,14 @@ def error_bound(exact: Array, rounded: Array, factor: float = 2) -> float:
 
     Where results are beyond 8, 1e-5 for each 8 of the largest: sums in float32 round in proportion, and the sum of 512
     values of 16 may be off by 1.5e-5 in one order and by 4e-7 in another.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv.testing import error_bound
+    >>> exact, rounded = np.array([1.0, 2.0]), np.array([1.0, 2.25])
+    >>> error_bound(exact, rounded) == 2 * 0.25 + 1e-5
+    True
     """
     small = 1e-5 * max(1.0, np.abs(exact).max(initial=0.0) / 8)
     return float(factor * np.abs(rounded - exact).max(initial=0.0) + small)
@@ -60,6 +76,14 @@ def assert_close(
     ------
     AssertionError
         A result is further off than that, or a row that sees no key is not 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv.testing import Spec, assert_close, build, expect
+    >>> problem = build(Spec(seq_lens=(5, 3)))
+    >>> out, lse = (x.astype(np.float32) for x in expect(problem))
+    >>> assert_close(problem, out, lse)
     """
     spec = problem.spec
     biased = spec.alibi and max(spec.seq_lens, default=0) * problem.options["alibi_slopes"].max() > 100

@@ -41,6 +41,12 @@ def assert_invariant(spec: Spec, attend: Attend = run, over: Sequence[str] = OVE
         Other bits; the message has the problem.
     ValueError
         No such thing as one of `over`.
+
+    Examples
+    --------
+    >>> from pagedkv.testing import Spec, assert_invariant, expect
+    >>> assert_invariant(Spec(seq_lens=(5, 3)), expect, over=["placement"])  # the reference itself
+    1
     """
     if unknown := {*over} - {*OVER}:
         raise ValueError(f"over must be of {', '.join(OVER)}, got {', '.join(sorted(unknown))}")

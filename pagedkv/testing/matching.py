@@ -104,6 +104,16 @@ def assert_matches_reference(
         A wrong result, or an exception of `fn`; the message has the smallest problem that was found.
     ValueError
         There is nothing to try: no such operation, option or head size, or nothing that fits into the layouts.
+
+    Examples
+    --------
+    >>> from pagedkv import reference
+    >>> from pagedkv.testing import assert_matches_reference
+    >>> def attend(q, k_cache, v_cache, block_tables, seq_lens, window=None):
+    ...     out = reference.decode_attention(q, k_cache, v_cache, block_tables, seq_lens, window=window)
+    ...     return out.astype(q.dtype)
+    >>> assert_matches_reference(attend, head_dims=[64], max_examples=3)
+    3
     """
     if max_examples < 1 or max_seconds <= 0:
         raise ValueError(f"max_examples and max_seconds must be above 0, got {max_examples} and {max_seconds}")

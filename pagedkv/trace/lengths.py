@@ -34,6 +34,12 @@ class Requests:
     ------
     TypeError, ValueError
         Not as described, or no request at all.
+
+    Examples
+    --------
+    >>> from pagedkv import trace
+    >>> trace.Requests(prompt_lens=[5, 3], output_lens=[2, 4]).seq_lens
+    array([7, 7])
     """
 
     prompt_lens: npt.NDArray[np.int64]
@@ -85,6 +91,13 @@ def log_normal(
     ------
     TypeError, ValueError
         An argument is not as described.
+
+    Examples
+    --------
+    >>> from pagedkv import trace
+    >>> requests = trace.log_normal(1000, prompt_mean=50, output_mean=100, max_len=512)
+    >>> len(requests.seq_lens), requests.seq_lens.max() <= 512
+    (1000, np.True_)
     """
     num_requests = as_int("num_requests", num_requests, minimum=1)
     max_len = as_int("max_len", max_len, minimum=2, maximum=MAX_TOKENS)
@@ -121,6 +134,18 @@ def read_csv(path: str | PathLike[str], num_requests: int | None = None) -> Requ
         The file cannot be read.
     ValueError
         It has no such columns or no rows, or a length is not an int from 1 to 2**31 - 1; the message names the line.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from pagedkv import trace
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "trace.csv")
+    ...     _ = path.write_text("prompt_tokens,output_tokens\\n5,2\\n3,4\\n")
+    ...     requests = trace.read_csv(path)
+    >>> requests.prompt_lens
+    array([5, 3])
     """
     most = None if num_requests is None else as_int("num_requests", num_requests, minimum=1)
     lens: list[list[int]] = []

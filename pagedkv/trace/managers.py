@@ -86,6 +86,14 @@ class Contiguous(Reserving):
         Slots, at least 1.
     max_len : int or None
         Slots for every sequence, from 1 to `memory`; None for as many as each will need (an oracle).
+
+    Examples
+    --------
+    >>> from pagedkv import trace
+    >>> requests = trace.Requests(prompt_lens=[5, 3], output_lens=[2, 4])
+    >>> run = trace.simulate(requests, trace.Contiguous(memory=32, max_len=16))
+    >>> run.internal  # slots that no token will ever fill
+    array([18, 18,  9,  9])
     """
 
     def __init__(self, memory: int, max_len: int | None = None) -> None:
@@ -102,6 +110,14 @@ class Buddy(Reserving):
     ----------
     memory : int
         Slots, at least 1.
+
+    Examples
+    --------
+    >>> from pagedkv import trace
+    >>> requests = trace.Requests(prompt_lens=[5, 3], output_lens=[2, 4])
+    >>> run = trace.simulate(requests, trace.Buddy(memory=32))
+    >>> run.internal  # slots that no token will ever fill: 8 are taken for 7 tokens
+    array([2, 2, 1, 1])
     """
 
     def __init__(self, memory: int) -> None:
@@ -129,6 +145,14 @@ class Paged:
     Attributes
     ----------
     table : SequenceTable
+
+    Examples
+    --------
+    >>> from pagedkv import trace
+    >>> requests = trace.Requests(prompt_lens=[5, 3], output_lens=[2, 4])
+    >>> run = trace.simulate(requests, trace.Paged(memory=32, block_size=4))
+    >>> run.internal  # slots that no token will ever fill
+    array([1, 2, 1, 1])
     """
 
     def __init__(

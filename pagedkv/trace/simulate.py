@@ -95,6 +95,14 @@ def simulate(
     ------
     ValueError
         A request is longer than the manager can hold when it is alone.
+
+    Examples
+    --------
+    >>> from pagedkv import trace
+    >>> requests = trace.Requests(prompt_lens=[5, 3], output_lens=[2, 4])
+    >>> run = trace.simulate(requests, trace.Paged(memory=32, block_size=4))
+    >>> run.num_steps, run.tokens, round(run.waste, 2)
+    (4, array([10, 12,  6,  7]), 0.2)
     """
     seq_lens = requests.seq_lens
     longest = int(seq_lens.argmax())

@@ -94,6 +94,20 @@ class Device(Memory):
     ----------
     memory_bytes : int
         Address space. It takes memory only where it is written: hundreds of GiB are fine on Linux.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda, types
+    >>> from pagedkv.emulator import Device, Module
+    >>> def double(x):
+    ...     x[cuda.threadIdx.x] *= 2
+    >>> ptx, _ = cuda.compile_ptx(double, types.void(types.CPointer(types.float32)), cc=(9, 0))
+    >>> device = Device()
+    >>> x = device.upload(np.arange(32, dtype=np.float32), "x")
+    >>> stats = device.launch(Module(ptx).entry(), 1, 32, [x])
+    >>> x.get()[:4]
+    array([0., 2., 4., 6.], dtype=float32)
     """
 
     def launch(

@@ -38,6 +38,18 @@ class Warp:
     ------
     EmulatorError
         A number is negative, or there are more than three coordinates.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> from pagedkv import emulator
+    >>> def double(x):
+    ...     x[cuda.threadIdx.x] *= 2
+    >>> x = np.arange(32, dtype=np.float32)
+    >>> trace = emulator.run(double, 1, 32, x, trace=emulator.Warp(thread_block=0, warp=0)).trace
+    >>> [access.kind for access in trace.accesses("x")]
+    ['load', 'store']
     """
 
     thread_block: int | Sequence[int] | npt.NDArray[np.integer] = (0, 0, 0)

@@ -40,6 +40,17 @@ class Module:
     ------
     EmulatorError
         The text is not PTX, or has something that the parser does not know.
+
+    Examples
+    --------
+    >>> from numba import cuda, types
+    >>> from pagedkv.emulator import Module
+    >>> def double(x):
+    ...     x[cuda.threadIdx.x] *= 2
+    >>> ptx, _ = cuda.compile_ptx(double, types.void(types.CPointer(types.float32)), cc=(9, 0))
+    >>> entry = Module(ptx).entry("double")
+    >>> entry.unsupported_instructions()
+    {}
     """
 
     def __init__(self, ptx: str) -> None:

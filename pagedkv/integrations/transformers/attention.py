@@ -66,6 +66,29 @@ class CachedPass:
         and query_starts.
     rows : (num_rows,) int64 tensor or None
         Which of the tokens are in `batch`, if not all: the others, padding, get zeros.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from pagedkv.integrations.transformers import CachedPass, use_pagedkv
+    >>> heads = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, intermediate_size=64, **heads)).eval()
+    >>> from pagedkv import PagedKVCache
+    >>> use_pagedkv(model)
+    >>> cache = PagedKVCache(1, 16, 16, 2, 64, array_module=torch, device="cpu")
+    >>> seq, _ = cache.add(3)
+    >>> batch = cache.batch([seq], 3)
+    >>> forward_pass = CachedPass(cache, cache.slots(seq, 0, 3), batch)
+    >>> with torch.no_grad():
+    ...     out = model(
+    ...         torch.tensor([[1, 5, 3]]),
+    ...         position_ids=batch.positions[None],
+    ...         use_cache=False,
+    ...         forward_pass=forward_pass,
+    ...     )
+    >>> out.logits.shape
+    torch.Size([1, 3, 64])
     """
 
     cache: PagedKVCache
@@ -168,6 +191,13 @@ def paged_attention(
     ------
     ValueError
         The layer asks for what paged attention cannot do.
+
+    Examples
+    --------
+    >>> from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    >>> from pagedkv.integrations.transformers import NAME, paged_attention
+    >>> ALL_ATTENTION_FUNCTIONS[NAME] is paged_attention
+    True
     """
     if forward_pass is None:
         return _of_transformers(module)(module, query, key, value, attention_mask, **options)

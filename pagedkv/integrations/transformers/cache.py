@@ -69,6 +69,21 @@ class PagedCache(Cache):
     A forward pass that needs more blocks than are free raises OutOfBlocksError before it begins, one that makes a row
     longer than the whole cache ValueError, and the cache is as before. One that fails later, or is interrupted, is
     undone by what comes next.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from pagedkv.integrations.transformers import PagedCache, use_pagedkv
+    >>> heads = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, intermediate_size=64, **heads)).eval()
+    >>> use_pagedkv(model)
+    >>> cache = PagedCache(model, num_blocks=16)
+    >>> ids = torch.tensor([[1, 5, 3]])
+    >>> texts = model.generate(ids, past_key_values=cache, max_new_tokens=2, min_new_tokens=2, pad_token_id=0)
+    >>> texts.shape
+    torch.Size([1, 5])
+    >>> cache.reset()
     """
 
     def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):

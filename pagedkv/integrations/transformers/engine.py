@@ -135,6 +135,22 @@ class Engine:
     -----
     A text does not depend on the other requests as far as the model's own layers do not: torch's matrix products may
     round otherwise for another number of rows.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from pagedkv.integrations.transformers import Engine
+    >>> heads = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, intermediate_size=64, **heads)).eval()
+    >>> engine = Engine(model, num_blocks=16)
+    >>> len(list(engine.tokens([1, 5, 3], max_tokens=4, ignore_eos=True)))
+    4
+    >>> request = engine.add([1, 5, 3], max_tokens=2, ignore_eos=True)
+    >>> [sampled.reason for sampled in engine.run()]
+    ['', 'length']
+    >>> engine.abort(engine.add([1, 5, 3], max_tokens=2))
+    >>> engine.step()
+    []
     """
 
     def __init__(

@@ -40,6 +40,17 @@ def use_pagedkv(model: PreTrainedModel) -> None:
     ------
     ValueError
         Paged attention is not what the model's layers do.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from pagedkv.integrations.transformers import use_pagedkv
+    >>> heads = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, intermediate_size=64, **heads)).eval()
+    >>> use_pagedkv(model)
+    >>> model.config._attn_implementation
+    'pagedkv_flash'
     """
     model = uncompiled(model)  # whose generate calls it, and not what is around it
     require_supported(model)

@@ -40,6 +40,12 @@ class LRU:
     ----------
     num_blocks : int
         N, the blocks of the pool.
+
+    Examples
+    --------
+    >>> from pagedkv import PagedKVCache
+    >>> from pagedkv.memory import LRU
+    >>> cache = PagedKVCache(1, num_blocks=8, block_size=4, num_kv_heads=1, head_dim=8, eviction=LRU)  # the default
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -48,6 +48,12 @@ class Spec:
         q has no gaps.
     finite_left_of_window : bool
         In decode, the cache holds the sequence's own keys and values left of the window, instead of poison.
+
+    Examples
+    --------
+    >>> from pagedkv.testing import Spec
+    >>> Spec(seq_lens=(5, 3)).replace(block_size=4)
+    Spec(seq_lens=(5, 3), block_size=4)
     """
 
     seq_lens: tuple[int, ...] = (37, 5)
@@ -168,6 +174,13 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
     """The arrays of a spec, all unused space poisoned.
 
     With `like`, a problem of the same sequences whose blocks lie elsewhere, what they hold is not made again.
+
+    Examples
+    --------
+    >>> from pagedkv.testing import Spec, build
+    >>> problem = build(Spec(seq_lens=(5, 3), block_size=4))
+    >>> problem.q.shape, problem.k_cache.shape  # 3 blocks are used, and 3 more hold poison
+    ((2, 4, 64), (6, 4, 2, 64))
     """
     rng = np.random.default_rng([spec.seed, 7])
     options = _options(spec, rng)

@@ -59,6 +59,11 @@ class Limits:
         it may be more.
     most_seqs : int
         Sequences of a batch.
+
+    Examples
+    --------
+    >>> from pagedkv.testing import Limits, decode_problems
+    >>> strategy = decode_problems(Limits(layouts=("NHD",), head_dims=(64, 128), longest=100))
     """
 
     layouts: tuple[str, ...] = LAYOUTS

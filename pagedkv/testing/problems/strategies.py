@@ -15,7 +15,14 @@ SPLIT = 512  # tokens that kernels sum without a merge: lengths and windows arou
 
 
 def fade(score, q_pos, k_pos, head, seq):
-    """A `score_mod` that problems are drawn with: older keys count less, by an amount of each head's own."""
+    """A `score_mod` that problems are drawn with: older keys count less, by an amount of each head's own.
+
+    Examples
+    --------
+    >>> from pagedkv.testing import fade
+    >>> fade(1.0, q_pos=3, k_pos=2, head=0, seq=0)
+    0.99
+    """
     return score - 0.01 * (head + 1) * (q_pos - k_pos)
 
 
@@ -25,12 +32,34 @@ def own_parity(score, q_pos, k_pos, head, seq):
 
 
 def decode_problems(limits: Limits | None = None) -> st.SearchStrategy[Problem]:
-    """Arguments of decode_attention within limits, those of `Limits()` if None."""
+    """Arguments of decode_attention within limits, those of `Limits()` if None.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> from pagedkv.testing import Limits, decode_problems
+    >>> @settings(max_examples=2, database=None, deadline=None)
+    ... @given(decode_problems(Limits(head_dims=(64,), longest=20)))
+    ... def test(problem):
+    ...     assert problem.q.shape[2] == 64
+    >>> test()
+    """
     return specs_within(limits or Limits(), prefill=False).map(build)
 
 
 def prefill_problems(limits: Limits | None = None) -> st.SearchStrategy[Problem]:
-    """Arguments of prefill_attention within limits, those of `Limits()` if None."""
+    """Arguments of prefill_attention within limits, those of `Limits()` if None.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> from pagedkv.testing import Limits, prefill_problems
+    >>> @settings(max_examples=2, database=None, deadline=None)
+    ... @given(prefill_problems(Limits(head_dims=(64,), longest=20)))
+    ... def test(problem):
+    ...     assert problem.q.shape[2] == 64
+    >>> test()
+    """
     return specs_within(limits or Limits(), prefill=True).map(build)
 
 
