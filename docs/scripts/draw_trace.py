@@ -1,8 +1,8 @@
-"""The drawings and tables of explanation/memory_waste.md, and a map of a pool for memory.md.
+"""The drawings and tables of explanation/memory_waste.md, and pictures of a pool for memory.md and the front page.
 
 ``python docs/scripts/draw_trace.py`` writes them. Tables and chart are of the last of docs/figures/trace-*.json by name
-(``python -m pagedkv trace --json``). The moving picture is of a small run, which this simulates, and the map of a small
-cache. The tests compare files and page with what this writes.
+(``python -m pagedkv trace --json``). The moving picture is of a small run, which this simulates, and the pools are of
+small caches. The tests compare files and page with what this writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from draw_kernels import GREY, IMAGES, INK, LINE, WHITE, drawing, text, title
+from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, WHITE, arrow, box, drawing, text, title
 from draw_performance import latest, table, with_tables
 
 from pagedkv import PagedKVCache, trace
@@ -243,7 +243,48 @@ def pool_map() -> str:
     return drawing(80, [svg])
 
 
+def paging() -> str:
+    """For the front page: two texts with a common beginning, their block tables, and the pool, of a real cache."""
+    texts = [text.split() for text in ("The cat sat on the mat and slept all day", "The cat sat on my new sofa")]
+    size, wide, high = 4, 64, 22
+    cache = PagedKVCache(num_layers=1, num_blocks=8, block_size=size, num_kv_heads=1, head_dim=8)
+    others = [cache.add(size).seq for _ in range(3)]
+    cache.free([others[0], others[2]])  # so that blocks do not lie in order
+    ids = {word: i for i, word in enumerate(sorted({*texts[0], *texts[1]}))}
+    tables = []
+    for words in texts:
+        seq = cache.add([ids[word] for word in words]).seq
+        cache.commit(seq)
+        tables.append(cache.batch([seq]).block_tables[0].tolist())
+    shared = {*tables[0]} & {*tables[1]}
+    colours = {block: COLOURS[3 if block in shared else row] for row in range(2) for block in tables[row]}
+    content = {block: texts[row][size * i :][:size] for row in range(2) for i, block in enumerate(tables[row])}
+    parts = [title(20, 30, f"sequences of tokens, in blocks of {size}"), title(20, 176, "block tables")]
+    for row, (name, words) in enumerate(zip("AB", texts, strict=True)):
+        y, first = 48 + 50 * row, 20 + 380 * row
+        parts += [text(20, y + 20, name, 14, font_weight="bold"), text(first, 212, name, 14, font_weight="bold")]
+        for i, word in enumerate(words):
+            parts.append(box(44 + wide * i + 6 * (i // size), y, wide, 30, colours[tables[row][i // size]]))
+            parts.append(text(76 + wide * i + 6 * (i // size), y + 20, word, 13, "middle"))
+        for i, block in enumerate(tables[row]):
+            x, below = first + 46 + 44 * i, 70 + 88 * block
+            parts.append(box(x - 22, 192, 44, 30, colours[block], INK))
+            parts.append(text(x, 212, block, 13, "middle"))
+            parts.append(arrow(f"M{x} 224 C {x} 258, {below} 236, {below} 268"))
+    for block in range(8):
+        x = 28 + 88 * block
+        parts.append(text(x + 42, 286, f"block {block}", 12, "middle", GREY))
+        for i in range(size):
+            word = dict(enumerate(content.get(block, []))).get(i, "")
+            parts.append(box(x, 292 + high * i, 84, high, colours[block] if word else WHITE))
+            parts.append(text(x + 42, 308 + high * i, word, 13, "middle"))
+        parts.append(box(x, 292, 84, high * size, "none", ACCENT if block in shared else INK))
+    parts.append(title(20, 408, "the pool: blocks of keys and values, anywhere; A and B share the framed one"))
+    return drawing(424, parts)
+
+
 DRAWINGS: dict[str, Callable[[], str]] = {
+    "memory/paging.svg": paging,
     "memory/waste.svg": memory_waste,
     "memory/run.svg": memory_run,
     "memory/pool-map.svg": pool_map,

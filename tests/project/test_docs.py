@@ -90,7 +90,7 @@ def test_notebooks_print_what_is_stored(monkeypatch):
 
 def test_messages_are_quoted_as_they_are():
     sources = [path.read_text() for path in ROOT.glob("pagedkv/**/*.py")]
-    page = (ROOT / "docs" / "howto" / "device-arrays.md").read_text()
+    page = (ROOT / "docs" / "devices.md").read_text()
     messages = re.findall(r"^\| `([^`]*)` \|", page.partition("## What you meet")[2], re.MULTILINE)
     assert len(messages) > 10
     for message in messages:

@@ -74,7 +74,7 @@ def test_snippets_on_a_gpu(path):
 def test_the_snippets_that_must_be_there():
     with_snippets = {name(path) for path in PAGES if "```python" in path.read_text()}
     assert {"README.md", "docs/index.md", "docs/memory.md"} <= with_snippets
-    assert {"docs/howto/chunked-prefill.md", "docs/howto/verification.md"} <= with_snippets
+    assert {"docs/howto/chunked-prefill.md", "docs/howto/speculative-decoding.md"} <= with_snippets
     assert {"docs/howto/device-arrays.md", "docs/development/testing-on-a-gpu.md"} <= {name(path) for path in GPU_PAGES}
 
 
