@@ -9,13 +9,14 @@ class Stops:
     def __init__(self, stops: list[str]) -> None:
         self._stops, self._held, self.found = stops, "", False
 
-    def push(self, text: str, *, final: bool = False) -> str:
-        """What can go out now; after the end, nothing."""
+    def push(self, text: str, *, may_stop: bool = True, final: bool = False) -> str:
+        """What can go out now; after the end, nothing. With ``may_stop=False`` nothing in this text ends it."""
         if self.found:
             return ""
-        self._held += text
-        ends = [at for at in map(self._held.find, self._stops) if at >= 0]
-        if ends:
+        num_held, self._held = len(self._held), self._held + text
+        # A stop that is complete in what is held was one that might not end the text.
+        found = (self._held.find(stop, max(0, num_held - len(stop) + 1)) for stop in self._stops)
+        if may_stop and (ends := [at for at in found if at >= 0]):
             out, self._held, self.found = self._held[: min(ends)], "", True
             return out
         longest = 0 if final else max((self._partial(stop) for stop in self._stops), default=0)
@@ -38,7 +39,7 @@ class Writer:
     stops : list of str
         The text ends before the first of them.
     min_tokens : int
-        What so many tokens say cannot be a stop.
+        A stop that is complete with so many tokens does not end the text.
 
     Attributes
     ----------
@@ -56,6 +57,5 @@ class Writer:
         text = "" if reason == "stop" else self._decoder.push(token)
         if reason:
             text += self._decoder.finish()
-        if self.num_tokens > self._min_tokens:
-            text = self._stops.push(text, final=bool(reason))
+        text = self._stops.push(text, may_stop=self.num_tokens > self._min_tokens, final=bool(reason))
         return text, "stop" if self._stops.found else reason

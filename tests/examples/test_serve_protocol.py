@@ -185,10 +185,20 @@ def test_a_text_stops_before_the_first_of_its_stops():
         assert held_back.found == (expected != "".join(pieces))
 
 
-def test_a_stop_does_not_count_in_the_first_tokens():
-    writer = Writer(SmallDecoder(TOKENIZER), ["a"], min_tokens=2)
-    pieces = [writer.push(ord(one), "") for one in "aabac"]
-    assert pieces[:4] == [("a", ""), ("a", ""), ("b", ""), ("", "stop")]
+@pytest.mark.parametrize(
+    ("stops", "min_tokens", "said", "reason"),
+    [
+        (["a"], 2, ["a", "a", "b", ""], "stop"),
+        (["ba"], 3, ["a", "a", "", ""], "stop"),  # it begins in them, and ends behind them
+        (["aa", "aabb"], 2, ["", "", "", "aab", "ac"], ""),
+        (["c"], 5, ["a", "a", "b", "a", "c"], ""),
+    ],
+)
+def test_a_stop_does_not_count_in_the_first_tokens(stops, min_tokens, said, reason):
+    writer = Writer(SmallDecoder(TOKENIZER), stops, min_tokens)
+    *first, last = [writer.push(ord(token), "") for token in "aabac"[: len(said)]]
+    assert first == [(text, "") for text in said[:-1]]
+    assert last == (said[-1], reason)
 
 
 def test_a_character_comes_with_the_last_of_its_bytes():

@@ -78,9 +78,10 @@ class TextDecoder:
         return new
 
     def _until_stop(self, text: str, may_stop: bool) -> str:
-        text, self._held = self._held + text, ""
-        ends = [at for at in map(text.find, self._stop) if at >= 0]
-        if ends and may_stop:
+        num_held, text, self._held = len(self._held), self._held + text, ""
+        # A stop that is complete in what was held came when it might not end the text.
+        found = (text.find(stop, max(0, num_held - len(stop) + 1)) for stop in self._stop)
+        if may_stop and (ends := [at for at in found if at >= 0]):
             self.is_stopped = True
             return text[: min(ends)]
         longest = max(map(len, self._stop), default=1) - 1

@@ -142,6 +142,7 @@ def test_nothing_ends_a_text_before_min_tokens(monkeypatch):
     spoken = Spoken(monkeypatch, "abcabcabcabc")
     a, _, c, *_ = spoken.ids
     assert [spoken.tokens(stop="bc", min_tokens=n)[0] for n in (0, 2, 3, 5, 6)] == [3, 3, 6, 6, 9]
+    assert spoken.tokens(stop=["ab", "abcx"], min_tokens=2)[0] == 5
     # Before, another token is chosen in the place of an end token.
     assert [spoken.tokens(stop_token_ids=[c], min_tokens=n)[0] for n in (0, 2, 3, 6)] == [3, 3, 6, 9]
     assert [spoken.tokens(stop_token_ids=[a, c], min_tokens=n)[0] for n in (0, 1, 12)] == [1, 3, 12]
