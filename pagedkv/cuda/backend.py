@@ -99,8 +99,7 @@ class GpuBackend(KernelBackend):
         with driver.device_of(calls[0].placement) as device:
             for call in calls:
                 plans = attention if call.query_starts is None else prefill
-                for name, nbytes in plans.workspaces(call, capability=device.capability):
-                    needed[name] = max(nbytes, needed.get(name, 0))
+                needed.update(plans.workspaces(call, capability=device.capability))
             return device.reserve(needed)
 
     def release_workspaces(self) -> int:

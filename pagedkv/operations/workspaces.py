@@ -160,7 +160,7 @@ def _largest_calls(
     max_seq_len: int,
     num_tokens: int,
 ) -> Iterator[AttentionCall]:
-    """Calls that between them need as much of each workspace as any call of at most these sizes."""
+    """A call for each operation, which need as much of each workspace as any call of at most these sizes."""
     k_cache, v_cache = caches
     layout = options["layout"]
     geometry = cache_pair.geometry_of(layout, options["kv_dtype"], k_cache, v_cache)
@@ -183,12 +183,10 @@ def _largest_calls(
     }
     where = placement._replace(backend="cuda")  # where nobody looks at values
     kernel: Kernel = "v2" if layout == "vllm" else "auto"
-    for softcap in (None, 1.0):  # with one, more thread blocks may share the query heads of a KV head
-        given = {"max_seq_len": bound, "softcap": softcap, **options}
-        arguments: Callable[..., AttentionArguments] = partial(AttentionArguments, **given)
-        yield placed_call(arguments(**views, kernel=kernel), where, dict(views))
-        if num_tokens:
-            yield placed_call(arguments(**ragged, ragged=True), where, dict(ragged))
+    arguments: Callable[..., AttentionArguments] = partial(AttentionArguments, max_seq_len=bound, **options)
+    yield placed_call(arguments(**views, kernel=kernel), where, dict(views))
+    if num_tokens:
+        yield placed_call(arguments(**ragged, ragged=True), where, dict(ragged))
 
 
 def _shadow(name: str, dtype: Any, *shape: int) -> Array:

@@ -88,13 +88,11 @@ def test_calls_within_what_was_reserved_allocate_nothing(data):
 @pytest.mark.parametrize(
     ("layout", "dtype", "kv_dtype", "group_size", "largest", "other"),
     [
-        # 16 query heads with a softcap are for two thread blocks, which is twice as many counters.
-        ("NHD", "float32", "fp8_e4m3", 16, (256, {}), (256, {"softcap": 5.0})),
         # The largest batch is v1's, which has no workspaces; vLLM's rule gives a small one to v2.
         ("vllm", "float16", None, 8, (256, {}), (4, {})),
         ("vllm", "float16", None, 8, (256, {}), (256, {"kernel": "v2"})),
     ],
-    ids=["softcap", "fewer rows", "kernel"],
+    ids=["fewer rows", "kernel"],
 )
 def test_other_kernels_than_that_of_the_largest_call_have_theirs(
     cuda, layout, dtype, kv_dtype, group_size, largest, other
@@ -152,25 +150,15 @@ def test_what_is_reserved_in_a_capture_is_for_the_graphs_of_the_stream(cuda, tor
     assert pagedkv.release_workspaces() == 0, "graphs keep theirs"
 
 
-def test_prefill_has_room_without_a_softcap_as_well(cuda):
-    """With 256 dims it has twice as many splits then."""
-    caches, bound = caches_of("NHD", 256, "float16", None), 1 << 16
-    pagedkv.reserve_workspaces(**caches, num_heads=8, num_seqs=4, max_seq_len=bound, num_tokens=64)
-    before = allocations(cuda)
-    for softcap in (None, 5.0):
-        run(caches, "float16", 8, 256, 4, bound // BLOCK_SIZE, 64, softcap=softcap)
-    assert allocations(cuda) == before
-
-
 @pytest.mark.parametrize("captured", [False, True])
 def test_each_workspace_is_allocated_once(cuda, captured):
-    """Calls with a softcap have twice as many counters, and graphs would keep those of the others for good."""
+    """Those that both operations have, too: graphs would keep the first ones for good."""
     caches = caches_of("NHD", 256, "float32", "fp8_e4m3", stream=5)
     if captured:
         cuda.begin_capture(5)
-    sizes = {"num_heads": NUM_KV_HEADS * 16, "num_seqs": 256, "max_seq_len": 4096}
-    pagedkv.reserve_workspaces(**caches, **sizes, dtype="float32")
-    assert [name for name, *_ in allocations(cuda)] == ["alloc"] * 3
+    sizes = {"num_heads": NUM_KV_HEADS * 16, "num_seqs": 256, "max_seq_len": 4096, "num_tokens": 8}
+    pagedkv.reserve_workspaces(**caches, **sizes, dtype="float16", check=True)
+    assert [name for name, *_ in allocations(cuda)] == ["alloc"] * 7
 
 
 def test_what_is_reserved_after_less_is_as_much_as_at_once(cuda):
