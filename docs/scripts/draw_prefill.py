@@ -15,7 +15,7 @@ from split_lanes import place_in_a, place_in_c
 
 from pagedkv.kernels.prefill.config import WARP_SIZE, TensorConfig
 from pagedkv.kernels.prefill.items import num_tiles
-from pagedkv.kernels.prefill.tensor_cores.products import at_step, make_places
+from pagedkv.kernels.prefill.tensor_cores.products import at_step, make_fragment_offsets
 from pagedkv.kernels.prefill.tensor_cores.tile import CHUNK, CHUNK_DIMS, SWIZZLED, TileShape
 
 CONFIG = TensorConfig(head_dim=64, group_size=4, block_size=16, q_kind="float16", kv_kind="float16")
@@ -36,7 +36,7 @@ def elements_at(where: int) -> Element:
 
 def chunk_of(matrix: int, row: int, *, keys: bool) -> Element:
     """Row and first dim that ldmatrix reads as row 0..7 of one of its four matrices: lane 8 * matrix + row names it."""
-    places = make_places(SHAPE).py_func(8 * matrix + row)
+    places = make_fragment_offsets(SHAPE).py_func(8 * matrix + row)
     return elements_at(int(places.k if keys else places.q_and_v))
 
 
@@ -238,7 +238,7 @@ def prefill_swizzle() -> str:
     named = {}
     for step in range(CHUNKS // 2):
         for lane in range(WARP_SIZE):
-            place = int(at_step.py_func(make_places(SHAPE).py_func(lane).q_and_v, step, 0))
+            place = int(at_step.py_func(make_fragment_offsets(SHAPE).py_func(lane).q_and_v, step, 0))
             row, dim = lane % 8, 16 * step + 8 * (lane >> 4)
             if place < CHUNKS * SHAPE.row_bytes:
                 assert elements_at(place) == (row, dim)

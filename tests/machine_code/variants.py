@@ -16,7 +16,7 @@ import numpy as np
 
 from pagedkv.cuda.plans.plan import WGMMA as PAGEDKV_WGMMA
 from pagedkv.kernels.prefill.config import TensorConfig
-from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
+from pagedkv.kernels.prefill.tensor_cores.split.shape import PartShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape
 from pagedkv.kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits
@@ -35,7 +35,7 @@ NUM_TOKENS = 256  # in operations on caches
 NUM_STATES, NUM_ROWS = 8, 64
 
 KINDS = (("float16", "float16"), ("float16", "fp8_e4m3"), ("float32", "float32"))
-PREFILL_SHAPES = {"prefill": TileShape, "prefill_split": SplitShape, WGMMA: WgmmaShape}
+PREFILL_SHAPES = {"prefill": TileShape, "prefill_split": PartShape, WGMMA: WgmmaShape}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

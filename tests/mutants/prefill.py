@@ -36,8 +36,8 @@ MUTANTS = [
     ),
     Mutant(
         "prefill: the output is not rescaled when the pivot moves",
-        "            rescale(registers)\n\n    return settle\n",
-        "\n    return settle\n",
+        "            rescale(registers)\n\n    return update_pivots\n",
+        "\n    return update_pivots\n",
         PIVOTS,
     ),
     Mutant(
@@ -48,7 +48,7 @@ MUTANTS = [
     ),
     Mutant(
         "prefill split: K is used before other lanes have copied it",
-        "            meet(warp)\n            multiply_keys",
+        "            sync_lanes(warp)\n            multiply_keys",
         "            multiply_keys",
         SPLIT_FORM,
     ),

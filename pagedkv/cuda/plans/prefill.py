@@ -30,7 +30,7 @@ from ...kernels.prefill.tensor_cores.kernel import make_prefill
 from ...kernels.prefill.tensor_cores.split import kernel as split
 from ...kernels.prefill.tensor_cores.split.kernel import make_prefill_split
 from ...kernels.prefill.tensor_cores.split.merge import make_prefill_merge
-from ...kernels.prefill.tensor_cores.split.shape import SplitShape
+from ...kernels.prefill.tensor_cores.split.shape import PartShape
 from ...kernels.prefill.tensor_cores.tile import TileShape
 from ...kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape, takes
@@ -116,7 +116,7 @@ def _workspaces(call: AttentionCall, kernels: list[_Kernel], capability: Capabil
     config = tensor_config(call, capability=capability)
     if not splits_keys(call, config):
         return needed
-    shape = SplitShape(config)
+    shape = PartShape(config)
     num_states = min(_rows_of(call)) * call.spec.num_kv_heads * _most_parts(call, shape)
     sizes = (FLOAT_BYTES * num_states * config.head_dim, FLOAT_BYTES * num_states * 2)
     return (*zip(_OF_PARTS, sizes, strict=True), *needed)
@@ -178,7 +178,7 @@ def _on_tensor_cores(call: AttentionCall, out: Array, capability: Capability) ->
 
 def _split(call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]) -> list[_Kernel]:
     """The kernel that splits keys, for sequences of few rows and at least `least_keys` keys, and that which merges."""
-    shape, (of_tokens, of_seqs) = SplitShape(config), _rows_of(call)
+    shape, (of_tokens, of_seqs) = PartShape(config), _rows_of(call)
     most_parts, num_columns = _most_parts(call, shape), len(call.seq_lens) * call.spec.num_kv_heads
     scalars = (least_keys, most_parts, int(of_tokens < of_seqs), *strides)
     grid = (num_columns * shape.tiles_of_sequence, -(-most_parts // shape.num_warps), 1)
@@ -189,7 +189,7 @@ def _split(call: AttentionCall, config: TensorConfig, least_keys: int, strides: 
     ]
 
 
-def _most_parts(call: AttentionCall, shape: SplitShape) -> int:
+def _most_parts(call: AttentionCall, shape: PartShape) -> int:
     return shape.parts_of(max_seq_len_of(call), call.options.window or NO_WINDOW)
 
 

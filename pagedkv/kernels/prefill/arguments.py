@@ -1,6 +1,6 @@
 """The parameters of the prefill kernels, and what a thread block hands to their steps.
 
-Named tuples: to LLVM they are their fields.
+The latter are named tuples, which are no more than their fields to LLVM.
 """
 
 from __future__ import annotations
@@ -19,39 +19,71 @@ class Item(NamedTuple):
     """
 
     seq: Any
-    first_row: Any  # of the sequence's
-    num_rows: Any  # of the sequence
-    start: Any  # of the sequence in q
-    context: Any  # position of the sequence's first query token
+    first_row: Any  # the thread block's first one of the sequence's rows
+    num_rows: Any  # rows of the sequence
+    start: Any  # the sequence's first token in q
+    context: Any  # the position of that token
     seq_len: Any  # 0 if nothing is to be read: rows become zeros
 
 
 class Visible(NamedTuple):
-    """The keys that a row sees: from its position - window + 1 to its position, or to the last key."""
+    """Which keys a row sees: from its position - window + 1 to its position, or to the last key."""
 
     is_causal: Any
     window: Any
 
 
-class Pages(NamedTuple):
-    """Where a sequence's tokens are looked up."""
+class KeySpan(NamedTuple):
+    """The tokens of a sequence that some row of a tile sees, and those whose tiles need no mask."""
 
-    table: Any  # address of its row of block_tables
-    first: Any  # token that a row of the tile sees
+    first: Any  # a multiple of a tile's tokens
+    last: Any
+    unmasked: Any  # the first of num_unmasked tokens: whole tiles that every row sees
+    num_unmasked: Any
+
+
+class TileQuery(NamedTuple):
+    """The rows of q of a sequence and KV head."""
+
+    address: Any  # the first head of the first token
+    token_stride: Any  # bytes
+    head_stride: Any
+    is_negative: Any  # whether -q takes the place of q, because the scale is negative
+
+
+class TilePages(NamedTuple):
+    """The row of block_tables that has the blocks of a sequence, and the tokens that a tile of rows sees."""
+
+    table: Any  # the address of the row
+    first: Any
     last: Any
 
 
-class Options(NamedTuple):
-    """What turns products into logits, and where a lane's rows are."""
+class TileLogitOptions(NamedTuple):
+    """What turns the products of a tile into logits."""
 
     scale: Any
     softcap: Any
     seq: Any
-    last: Any  # token of the sequence
+    last: Any  # the last token of the sequence
+
+
+class TileOutput(NamedTuple):
+    """Where the output rows of a sequence and KV head go."""
+
+    address: Any  # the first head of the first token
+    token_stride: Any  # bytes
+    head_stride: Any
+    lse: Any
+    lse_row: Any  # the element of lse for that head and token
+    num_heads: Any
+    sinks: Any
+    head: Any  # the number of that head
+    v_factor: Any  # by which values are multiplied
 
 
 def signature(num_strides: int, *workspaces: Any) -> Any:
-    """Of a kernel that takes this many strides, in bytes, and pointers to workspaces."""
+    """The signature of a kernel that takes `num_strides` strides, in bytes, and pointers to workspaces."""
     return types.void(
         *(_BYTES, _FLOATS, _BYTES, _BYTES, _BYTES),  # out, lse, q, k_cache, v_cache
         *(_INTS, _INTS, _INTS),  # block_tables, seq_lens, query_starts

@@ -9,11 +9,11 @@ from typing import Any
 from ..device.elements import ELEMENT_BITS
 from ..device.warp import WARP_SIZE
 
-NUM_THREADS = 4 * WARP_SIZE  # of a thread block on CUDA cores
-MOST_DIMS = 256  # that the accumulators of a warp have registers for
-# Sequences of up to so many rows (tokens, times query heads of a KV head) and of more than PART tokens are split.
+NUM_THREADS = 4 * WARP_SIZE  # threads of a block on CUDA cores
+MOST_DIMS = 256  # for more, a warp has not the registers of the accumulators
+# Sequences with up to this many rows (tokens times query heads of a KV head) and more than PART tokens are split.
 FEW_ROWS = 32
-PART = 512  # tokens that one warp takes, of sequences of up to LONGEST_OF_PARTS
+PART = 512  # tokens that one warp takes in sequences of up to LONGEST_OF_PARTS
 LONGEST_OF_PARTS = 2**17
 
 
@@ -60,12 +60,12 @@ class TensorConfig:
 
     @property
     def can_split(self) -> bool:
-        """Whether keys may be split: before 9.0, one row tile of 256 dims already spills 296 bytes."""
+        """Whether keys may be split: before 9.0, one row tile of 256 dims would already spill 296 bytes."""
         return self.architecture >= 9 or self.head_dim <= 128
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of a cache that become 16 bytes of operands: what a thread copies at once."""
+        """Bytes that a thread copies at once from a cache; they become 16 bytes of operands."""
         return ELEMENT_BITS[self.kv_kind]
 
 

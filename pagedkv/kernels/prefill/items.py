@@ -1,4 +1,4 @@
-"""Which rows a thread block has: work items of ragged batches, found on the device.
+"""Which rows a thread block has: items of ragged batches, which the device finds.
 
 Sequence i owns the tiles of ROWS rows from ``query_starts[i] * group_size // ROWS + i`` on. These numbers rise with i
 and give each sequence as many tiles as it needs. So a tile finds its sequence by a search, and a grid of
@@ -20,7 +20,7 @@ from .config import PART
 
 
 def num_tiles(num_tokens: int, num_seqs: int, group_size: int, rows: int) -> int:
-    """How many tiles of `rows` rows are enough for any batch of this size."""
+    """The tiles of `rows` rows that are enough for any batch of this size."""
     return num_tokens * group_size // rows + num_seqs
 
 
@@ -34,7 +34,7 @@ def start_of(query_starts, seq):
 def item_of(seq, first_row, group_size, lengths, num_tokens, max_seq_len):
     """The item of a sequence's rows from first_row on; `lengths` are (query_starts, seq_lens).
 
-    It has 0 rows if the sequence's query starts are out of range; a length out of range counts as 0.
+    It has 0 rows if the sequence's query starts are out of range. A length out of range counts as 0.
     """
     query_starts, seq_lens = lengths
     start, stop = start_of(query_starts, seq), start_of(query_starts, uint32(seq + 1))
@@ -56,8 +56,8 @@ def is_split(item, few_rows):
 def make_find_item(rows: int) -> Any:
     """The device function ``find_item(lane, tile, group_size, lengths, num_seqs, num_tokens, max_seq_len)``.
 
-    lengths are (query_starts, seq_lens). The Item has 0 rows if the tile is past the sequence's rows, or its query
-    starts are out of range, and a seq_len of 0 if its length is. The whole warp calls it.
+    lengths are (query_starts, seq_lens). The Item has 0 rows if the tile is past the sequence's rows or its query
+    starts are out of range, and a seq_len of 0 if its length is out of range. The whole warp calls it.
     """
     ROWS = rows
 
@@ -94,16 +94,17 @@ def make_find_item(rows: int) -> Any:
     return find_item
 
 
-def make_keep(kept_start: int) -> tuple[Any, Any]:
-    """The device functions ``keep(shared, item)``, for one thread, and ``kept(shared) -> item``, after a barrier.
+def make_item_store(item_start: int) -> tuple[Any, Any]:
+    """The device functions ``store_item(shared, item)``, for one thread, and ``load_item(shared)``, after a barrier.
 
-    The item lies in shared memory, kept_start bytes on. All threads read it, and again where registers are scarce.
+    The item lies in shared memory, item_start bytes on. All threads load it, and do so again where registers are
+    scarce.
     """
-    KEPT = kept_start
+    START = item_start
 
     @device_function
-    def keep(shared, item):
-        where = uint32(shared + KEPT)
+    def store_item(shared, item):
+        where = uint32(shared + START)
         store_shared_word(where, item.seq)
         store_shared_word(uint32(where + 4), item.first_row)
         store_shared_word(uint32(where + 8), item.num_rows)
@@ -112,8 +113,8 @@ def make_keep(kept_start: int) -> tuple[Any, Any]:
         store_shared_word(uint32(where + 20), item.seq_len)
 
     @device_function
-    def kept(shared):
-        where = uint32(shared + KEPT)
+    def load_item(shared):
+        where = uint32(shared + START)
         return Item(
             load_shared_word(where),
             load_shared_word(uint32(where + 4)),
@@ -123,4 +124,4 @@ def make_keep(kept_start: int) -> tuple[Any, Any]:
             load_shared_word(uint32(where + 20)),
         )
 
-    return keep, kept
+    return store_item, load_item

@@ -1,8 +1,8 @@
-"""Where rows of a sequence go, and how their sums become output: the same on tensor cores and on CUDA cores."""
+"""What tensor cores and CUDA cores share of storing output rows."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..device.intrinsics.thread import address, larger, multiply_and_add, store_4
 from ..device.intrinsics.warp import reciprocal
@@ -13,23 +13,9 @@ from ..device.source import device_function
 from .config import NUM_THREADS
 
 
-class Output(NamedTuple):
-    """Where the rows of a sequence go."""
-
-    address: Any  # of the KV head's first query head of the sequence's first token
-    token_stride: Any  # bytes
-    head_stride: Any
-    lse: Any
-    lse_row: Any  # of that head in lse
-    num_heads: Any
-    sinks: Any
-    head: Any  # number of that head
-    v_factor: Any  # of the values
-
-
 @device_function
 def finish(total, shift, has_sink, sink):
-    """The factor of O and the LSE of a row, from the sum of its exponentials and its shift.
+    """The factor of a row of O and its LSE, from the sum of its exponentials and its shift.
 
     The sink is merged as one more state (device/merging.py): the larger of its logit and the pivot is the new pivot.
     """
@@ -46,7 +32,7 @@ def finish(total, shift, has_sink, sink):
 
 
 def make_store_nothing(rows: int, row_words: int, num_threads: int = NUM_THREADS) -> Any:
-    """The device function ``store_nothing(output, item, group_size, thread)``: zeros, LSEs of -inf."""
+    """The device function ``store_nothing(output, item, group_size, thread)``: rows of zeros, and LSEs of -inf."""
     ROWS, ROW_WORDS, STEP = rows, row_words, num_threads
 
     @device_function

@@ -12,7 +12,7 @@ from pagedkv.kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
 from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
 from pagedkv.kernels.prefill.tensor_cores.kernel import make_prefill
 from pagedkv.kernels.prefill.tensor_cores.split.kernel import make_prefill_split
-from pagedkv.kernels.prefill.tensor_cores.split.shape import SplitShape
+from pagedkv.kernels.prefill.tensor_cores.split.shape import PartShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
 from ...machine_code.sass import code_of, products_of
@@ -111,7 +111,7 @@ def test_shared_memory_is_enough_for_every_gpu_where_keys_are_split(head_dim):
     for kib, modified, (q_kind, kv_kind) in product((100, 164, 228), (False, True), kinds):
         for architecture, wide in product((8, 9), (False, True)):
             fields = {"modified": modified, "shared_kib": kib, "architecture": architecture, "wide": wide}
-            shape = SplitShape(TensorConfig(head_dim, 4, 16, q_kind, kv_kind, **fields))
+            shape = PartShape(TensorConfig(head_dim, 4, 16, q_kind, kv_kind, **fields))
             assert shape.nbytes <= kib * 1024 - SYSTEM_BYTES
             assert shape.rows * shape.tiles_of_sequence == FEW_ROWS
             assert shape.rows_at_once * shape.rows_of_thread * shape.pieces == shape.keys

@@ -11,7 +11,7 @@ import pagedkv
 from pagedkv.cuda import warmup as compiling_ahead
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.kernels.prefill.config import FEW_ROWS, LONGEST_OF_PARTS, PART, TensorConfig
-from pagedkv.kernels.prefill.tensor_cores.split.shape import MOST_PARTS, SplitShape
+from pagedkv.kernels.prefill.tensor_cores.split.shape import MOST_PARTS, PartShape
 
 from ...support.devices import emulator, with_capability
 from ...support.problems import assert_close, build, expect
@@ -99,7 +99,7 @@ def test_warmup_makes_calls_of_both_kernels(uncompiled, monkeypatch):
     kib=st.sampled_from([100, 164, 228]),
 )
 def test_a_grid_has_every_part(max_seq_len, seq_len, window, query_len, head_dim, kib):
-    shape = SplitShape(TensorConfig(head_dim, 1, 16, "float16", "float16", shared_kib=kib))
+    shape = PartShape(TensorConfig(head_dim, 1, 16, "float16", "float16", shared_kib=kib))
     seq_len = max(1, seq_len % max_seq_len + 1)
     size = PART
     while size * MOST_PARTS < seq_len:

@@ -5,8 +5,8 @@ float32 queries and caches, layout vllm, and rows of more than 256 dims. Every o
 Grid and rows are as on tensor cores (../tensor_cores/, ../items.py). A few neighbouring lanes share a row of queries:
 each has every `lanes`-th key of a tile in Q K^T and in the softmax, and every `lanes`-th vector of 4 dims of O.
 
-Shared memory, dynamic: Q, then one tile that K and V take turns in, both widened to float32, with a vector between rows
-so that lanes hit different banks; then P. Only the lanes that write a row of P read it.
+Shared memory, dynamic: Q; one tile, for K and V in turn, both widened to float32, with a vector between rows so that
+lanes hit different banks; P. Only the lanes that store a row of P load it.
 """
 
 from __future__ import annotations
@@ -44,40 +44,40 @@ from ...device.language import cuda, float32, int64, uint32
 from ...device.logits import LOG2E, NONE, make_modify
 from ...device.scales import scale_of
 from ...device.source import KernelSource, device_function
-from ..arguments import Item, signature
+from ..arguments import Item, TileOutput, signature
 from ..config import NUM_THREADS, CoresConfig
 from ..items import make_find_item
-from ..output import Output, finish, make_store_nothing
+from ..output import finish, make_store_nothing
 from .rows import make_load_query, make_load_rows
 from .shape import VECTOR, CoresShape
 
 
-class Row(NamedTuple):
-    """A row of queries, as its lanes see it."""
+class QueryRow(NamedTuple):
+    """The query row of a lane."""
 
     position: Any
-    first: Any  # key that it sees
-    last: Any
+    first: Any  # the first key that it sees
+    last: Any  # the last one
     head: Any
     slope: Any
     seq: Any
-    last_token: Any  # of the sequence
+    last_token: Any  # the sequence's last token
 
 
 def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
-    """Attention of all rows of all sequences over the keys that they see."""
+    """The kernel of all rows of all sequences, which attend to the keys that they see."""
     shape = CoresShape(config)
     ROWS, LANES, TILE_BYTES, P_BYTES = shape.rows, shape.lanes, shape.tile_bytes, shape.p_bytes
     Q_BYTES, ROW_BYTES, SUMS = ELEMENT_BITS[config.q_kind] // 8, shape.row_bytes, shape.vectors * VECTOR
     find_item, store_nothing = make_find_item(ROWS), make_store_nothing(ROWS, config.head_dim * Q_BYTES // 4)
     load_query, load_keys = make_load_query(shape), make_load_rows(shape, is_keys=True)
     load_values, store_row = make_load_rows(shape, is_keys=False), make_store(shape)
-    dots, soften, add_values = make_dots(shape), make_soften(shape), make_add_values(shape)
-    NUM_PLACES = 2 * ROWS
+    dot_products, softmax, add_values = make_dot_products(shape), make_softmax(shape), make_add_values(shape)
+    NUM_OFFSETS = 2 * ROWS
 
     @device_function
     def find_rows(rows, table, first, low, last, block_size, k_strides, v_strides, thread):
-        """Where the rows of a tile are in the caches, from the first row of the KV head on."""
+        """Store the offsets of a tile's rows in both caches, from the first row of the KV head on."""
         if thread < ROWS:
             column, position = divmod_32(min(max(uint32(first + thread), low), last), block_size)
             block = int64(load_4(table + int64(column) * 4))
@@ -92,7 +92,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
         q_tile = shared_address(cuda.shared.array(0, uint32, alignment=16))
-        rows, kept = cuda.shared.array(NUM_PLACES, int64), cuda.shared.array(6, uint32)
+        rows, kept = cuda.shared.array(NUM_OFFSETS, int64), cuda.shared.array(6, uint32)
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
@@ -115,7 +115,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         table = address(block_tables) + int64(item.seq) * table_stride
         head = uint32(kv_head * group_size)
         v_factor = scale_of(v_scale, v_number, kv_head)
-        output = Output(
+        output = TileOutput(
             address(out) + int64(item.start) * out_token_stride + int64(head) * out_head_stride,
             out_token_stride,
             out_head_stride,
@@ -138,7 +138,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         r, c = divmod_32(thread, LANES)
         token, of_group = divmod_32(min(uint32(item.first_row + r), last_row), group_size)
         position = uint32(item.context + token)
-        row = Row(
+        row = QueryRow(
             position,
             uint32(position - window + 1) if position >= window else uint32(0),
             position if is_causal != 0 else uint32(item.seq_len - 1),
@@ -160,8 +160,8 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
             cuda.syncthreads()
             load_keys(kv_tile, rows, k_head, k_dim_stride, thread)
             cuda.syncthreads()
-            dots(p_row, q_row, kv_tile, c)
-            soften(p_row, o, state, row, factor, bits_float(uint32(softcap)), first, c)
+            dot_products(p_row, q_row, kv_tile, c)
+            softmax(p_row, o, state, row, factor, bits_float(uint32(softcap)), first, c)
             cuda.syncthreads()
             load_values(kv_tile, rows, v_head, v_dim_stride, thread)
             cuda.syncthreads()
@@ -177,8 +177,8 @@ def dynamic_bytes(config: CoresConfig) -> int:
     return CoresShape(config).nbytes
 
 
-def make_dots(shape: CoresShape) -> Any:
-    """The device function ``dots(p_row, q_row, tile, c)``: q . k of a lane's keys, left in P."""
+def make_dot_products(shape: CoresShape) -> Any:
+    """The device function ``dot_products(p_row, q_row, tile, c)``, which stores q . k of a lane's keys in P."""
     KEYS, LANES, ROW_BYTES, VECTORS = shape.keys_of_lane, shape.lanes, shape.row_bytes, shape.row_vectors
     load = load_shared(VECTOR)
 
@@ -195,7 +195,7 @@ def make_dots(shape: CoresShape) -> Any:
         store_shared_word(uint32(p_row + uint32(uint32(c + LANES * j) << 2)), float_bits(s[j]))
 
     @device_function
-    def dots(p_row, q_row, tile, c):
+    def dot_products(p_row, q_row, tile, c):
         s = local_array(KEYS, float32)
         clear(s, KEYS)
         at, end, keys = q_row, uint32(q_row + 16 * VECTORS), uint32(tile + uint32(c * ROW_BYTES))
@@ -204,13 +204,13 @@ def make_dots(shape: CoresShape) -> Any:
             at, keys = uint32(at + 16), uint32(keys + 16)
         for_each(put, KEYS, (s, p_row, c))
 
-    return dots
+    return dot_products
 
 
-def make_soften(shape: CoresShape) -> Any:
-    """The device function ``soften(p_row, o, state, row, factor, softcap, first, c)``: products become P.
+def make_softmax(shape: CoresShape) -> Any:
+    """The device function ``softmax(p_row, o, state, row, factor, softcap, first, c)``: products become P.
 
-    state is the maximum and this lane's sum of exponentials. Rescales both and O, by 1 where no maximum moves.
+    state is the maximum and this lane's sum of exponentials. It rescales both and O, by 1 if no maximum moves.
     """
     KEYS, LANES, SUMS, STEPS = shape.keys_of_lane, shape.lanes, shape.vectors * VECTOR, shape.lanes.bit_length() - 1
     modify = make_modify(shape.config.score_mod)
@@ -226,7 +226,7 @@ def make_soften(shape: CoresShape) -> Any:
         o[i] = float32(o[i] * factor)
 
     @device_function
-    def soften(p_row, o, state, row, factor, softcap, first, c):
+    def softmax(p_row, o, state, row, factor, softcap, first, c):
         largest, key = NONE, c
         while key < uint32(KEYS * LANES):
             where, token = uint32(p_row + uint32(key << 2)), uint32(first + key)
@@ -251,18 +251,18 @@ def make_soften(shape: CoresShape) -> Any:
         for_each(rescale, SUMS, (o, factor_of_o))
         sync_warp()
 
-    return soften
+    return softmax
 
 
 def make_add_values(shape: CoresShape) -> Any:
-    """The device function ``add_values(o, p_row, tile, c)``: O += P V of a lane's dims."""
+    """The device function ``add_values(o, p_row, tile, c)``: O += P V, for a lane's dims."""
     KEYS, LANES, ROW_BYTES = shape.rows, shape.lanes, shape.row_bytes
     VECTORS, IS_WHOLE, LAST = shape.vectors, shape.row_vectors % shape.lanes == 0, shape.row_vectors - 1
     load = load_shared(VECTOR)
 
     @device_function
     def add_vector(n, o, p, row, c):
-        # Past the row, load its last vector: nobody stores those sums.
+        # Past the row, load its last vector: those sums are never stored.
         vector = uint32(c + LANES * n) if IS_WHOLE else min(uint32(c + LANES * n), uint32(LAST))
         x, at = load(uint32(row + uint32(vector << 4))), VECTOR * n
         a, b = multiply_and_add(p, x[0], o[at]), multiply_and_add(p, x[1], o[at + 1])

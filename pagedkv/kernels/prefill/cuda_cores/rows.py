@@ -1,4 +1,4 @@
-"""Steps of the kernel on CUDA cores: rows of q and of the caches to shared memory, as float32."""
+"""Loads of the kernel on CUDA cores: rows of q and of the caches to shared memory, as float32."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_load_quad(kind: str, hardware_fp8: bool) -> Any:
 
 
 def make_load_strided(kind: str, hardware_fp8: bool) -> Any:
-    """The device function ``load_strided(where, stride)``: 4 elements this many bytes apart as float32."""
+    """The device function ``load_strided(where, stride)``: 4 elements, `stride` bytes apart, as float32."""
     BYTES, widen = ELEMENT_BITS[kind] // 8, unpack(kind, hardware_fp8)
     load = {1: load_1, 2: load_2, 4: load_4}[BYTES]
 
@@ -85,7 +85,7 @@ def make_load_query(shape: CoresShape) -> Any:
 def make_load_rows(shape: CoresShape, *, is_keys: bool) -> Any:
     """The device function ``load_rows(tile, rows, base, dim_stride, thread)``: a tile of K or of V as float32.
 
-    In layout vllm, dim_stride is that of a vector of 16 bytes of K, and of a dim of V.
+    In layout vllm, dim_stride is the stride of a vector of 16 bytes of K, or of a dim of V.
     """
     config = shape.config
     VECTORS, ROW_BYTES, ALL = shape.row_vectors, shape.row_bytes, shape.rows * shape.row_vectors

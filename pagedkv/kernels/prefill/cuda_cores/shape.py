@@ -1,4 +1,4 @@
-"""How rows of queries, keys and dims are cut on CUDA cores: numbers alone."""
+"""How rows of queries, keys and dims are cut on CUDA cores; only numbers."""
 
 from __future__ import annotations
 

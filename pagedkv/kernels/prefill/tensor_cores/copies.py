@@ -1,14 +1,14 @@
-"""Steps of the kernel on tensor cores: from rows in global memory to rows in shared memory.
+"""Copies of the kernel on tensor cores, from rows in global memory to rows in shared memory.
 
 A row is cut into chunks of 8 elements. Chunk c of row r lies at chunk ``c ^ (r & 7)`` of its row, so that ldmatrix,
 which reads the same chunk of 8 rows, and the copies, which write all chunks of some rows, both hit every bank once.
 
-Each lane looks up one of the rows that it and its neighbours copy, two tiles ahead whatever the block size; a shuffle
-hands the row's offset to all of them. Tokens before the first one that a row sees repeat it, and those past the last
-one repeat that: their logits are masked, and no other row is read.
+Each lane looks up one of the rows that it and its neighbours copy, two tiles ahead whatever the block size, and a
+shuffle hands the row's offset to all of them. Tokens before the first one that a row sees repeat that one, and tokens
+past the last one repeat the last: their logits are masked, and no other row is read.
 
-Rows of fp8 caches are copied unconverted, 16 codes at once if a row is a multiple of that. Each thread converts what it
-has copied, so it waits for no other.
+Rows of fp8 caches are copied as codes, 16 at once if a row is a multiple of that. Each thread converts what it has
+copied, so it waits for no other thread.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ from .tile import CHUNK, CHUNK_DIMS, TileShape
 
 
 def make_chunk_place(shape: TileShape, rows_at_once: int) -> Any:
-    """The device function ``chunk_place(first, i)``: of the i-th row that a thread copies, from its first one's.
+    """The device function ``chunk_place(first, i)``: the place of a thread's chunk of its i-th row.
 
-    Its rows are a power of two apart: below 8, the chunk moves within its row, too.
+    `first` is that of its first row. Rows are a power of two apart; if that is below 8, the chunk moves within its row,
+    too.
     """
     AT_ONCE, ROW_BYTES = rows_at_once, shape.row_bytes
 
@@ -53,7 +54,7 @@ def make_chunk_place(shape: TileShape, rows_at_once: int) -> Any:
 def make_copy_query(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``copy_query(place, q, strides, row, last_row, has_chunk)``.
 
-    The thread copies a chunk of some rows. place is that of its chunk in the first of them, number `row` of the
+    The thread copies a chunk of some rows. place is where its chunk of the first one goes, number `row` of the
     sequence; q is the address of the chunk in row 0, and strides are those of a token and a head. Rows past the last
     one repeat it.
     """
@@ -93,9 +94,9 @@ def make_negate_query(shape: TileShape) -> Any:
 
 
 def make_begin_query(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``begin_query(place, query, row, chunk, item, has_chunk)``: Q to shared memory.
+    """The device function ``begin_query(place, query, row, chunk, item, has_chunk)``: copy Q to shared memory.
 
-    The thread copies its chunk of this row of the item and of later ones. To take -q, it waits for its copies.
+    The thread copies its chunk of this row of the item and of later ones. To negate q, it waits for its copies.
     """
     copy_query, negate_query, wait_all = make_copy_query(config, shape), make_negate_query(shape), wait_but(0)
 
@@ -114,7 +115,7 @@ def make_begin_query(config: TensorConfig, shape: TileShape) -> Any:
 
 
 def make_clear_gaps(shape: TileShape) -> Any:
-    """The device function ``clear_gaps(shared, thread)``: zeros in the chunk that pads each row to whole steps."""
+    """The device function ``clear_gaps(shared, thread)``: zero the chunk that pads each row to whole steps."""
     HAS_GAP, ROWS = shape.has_gap, shape.all_rows
     GAP, ROW_BYTES, NUM_THREADS = shape.chunks, shape.row_bytes, shape.num_threads
 
@@ -133,8 +134,8 @@ def make_clear_gaps(shape: TileShape) -> Any:
 def make_row_and_piece(shape: TileShape) -> Any:
     """The device function ``row_and_piece(thread)``: which row of K or V a thread copies first, and which piece of it.
 
-    The codes of a piece become two chunks, at an even and an odd place. Eight threads store at once: they take four
-    pieces of two rows, an even and an odd one, which the swizzle gives different places.
+    The codes of a piece become two chunks, at an even and an odd place. Eight threads store at once. They have four
+    pieces of an even and an odd row, which the swizzle sends to different places.
     """
     LANES, IN_PAIRS, BITS = shape.lanes, shape.in_pairs, shape.lanes.bit_length() - 1
 
@@ -151,8 +152,8 @@ def make_row_and_piece(shape: TileShape) -> Any:
 def make_find_row(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``find_row(pages, first, lane, warp) -> block, position``.
 
-    Of a row of the tile that begins with token `first`. Lane i of those that share rows takes the i-th row that they
-    copy; after the last row they begin again with the first one.
+    It finds a row of the tile that begins with token `first`. Of the lanes that share rows, lane i finds the i-th row
+    that they copy; after the last row they begin again with the first one.
     """
     AT_ONCE, BLOCK_ROWS, BLOCK_SIZE = shape.warp_rows_at_once, shape.rows_at_once, config.block_size
     ROWS, row_and_piece = shape.rows_of_thread, make_row_and_piece(shape)
@@ -171,7 +172,7 @@ def make_find_row(config: TensorConfig, shape: TileShape) -> Any:
 def make_copy_row(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``copy_row(i, place, cache, offset, has_chunk)``: start copying the thread's i-th row.
 
-    place is that of the thread's chunk in its first row, and offset that of the row in the cache.
+    place is where the thread's chunk of its first row goes, and offset that of the row in the cache.
     """
     IS_FP8, IS_WHOLE, IN_PAIRS = config.is_fp8, shape.lanes == shape.pieces_of_row, shape.in_pairs
     CODES = shape.copiers * shape.piece_dims
@@ -197,7 +198,7 @@ def make_copy_row(config: TensorConfig, shape: TileShape) -> Any:
 def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``copy_rows(place, cache, block, position, has_chunk)``: start copying a tile.
 
-    place is that of the thread's chunk in its first row; block and position come from `find_row`.
+    place is where the thread's chunk of its first row goes; block and position come from `find_row`.
     """
     ROWS, WIDE, shuffle = shape.rows_of_thread, config.wide, shuffle_among(4 if shape.in_pairs else shape.lanes)
     row_offset, copy_row = make_row_offset(config.wide, config.vector_bytes), make_copy_row(config, shape)

@@ -6,10 +6,10 @@
 
 Grid. x is tile * num_kv_heads + kv_head: neighbours read neighbouring heads of the same tokens. A tile is up to
 `TileShape.rows` query rows of a sequence and KV head (../items.py): row r of a sequence is token r // group_size and
-head r % group_size, so that any number of query heads shares the K and V that a tile reads. split/kernel.py takes the
-sequences of up to `few_rows` rows and of more than PART keys.
+head r % group_size, so that any number of query heads shares the K and V that a tile reads. split/kernel.py takes
+sequences with up to `few_rows` rows and more than PART keys.
 
-Who owns what. Each of four warps, or eight, has 16 or 32 of the rows, with O in registers. It goes through all tiles of
+Who owns what. Each of four or eight warps has 16 or 32 of the rows, with O in registers. It goes through all tiles of
 keys that a row of the thread block sees, in ascending order, from a multiple of the tile's size on. A tile of keys that
 a row does not see leaves that row as it is, so neither chunks of a prompt nor windows nor neighbours change its bits.
 
@@ -28,29 +28,27 @@ from ...device.intrinsics.warp import shuffle, thread_number
 from ...device.language import cuda, float32, int64, uint32
 from ...device.row_offsets import Cache
 from ...device.source import KernelSource
-from ..arguments import Options, Pages, Visible, signature
+from ..arguments import TileLogitOptions, TilePages, TileQuery, Visible, signature
 from ..config import TensorConfig
-from ..items import is_split, make_find_item, make_keep
+from ..items import is_split, make_find_item, make_item_store
 from ..output import make_store_nothing
-from .loop import Query, make_attend
-from .output import make_store_rows
+from .loop import make_attend_tiles
 from .prologue import make_prologue
-from .registers import make_registers
-from .softmax import make_start
+from .registers import make_registers, make_start, make_store_rows
 from .tile import SWIZZLED, TileShape
 
 
 def make_prefill(config: TensorConfig) -> KernelSource:
-    """Attention of all rows of all sequences over the keys that they see."""
+    """The kernel of all rows of all sequences, which attend to the keys that they see."""
     shape = TileShape(config)
-    return kernel_of(config, shape, make_attend(config, shape), SWIZZLED, min_blocks=shape.min_blocks)
+    return kernel_of(config, shape, make_attend_tiles(config, shape), SWIZZLED, min_blocks=shape.min_blocks)
 
 
-def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: int, **facts: Any) -> KernelSource:
-    """A kernel around an inner loop; shared memory begins at a multiple of `alignment`; facts are for KernelSource."""
+def kernel_of(config: TensorConfig, shape: TileShape, attend_tiles: Any, alignment: int, **facts: Any) -> KernelSource:
+    """The kernel around an inner loop; shared memory is aligned to `alignment`, and `facts` go to KernelSource."""
     ALIGNMENT = alignment
     ROWS, GROUP_SIZE, prologue = shape.rows, config.group_size, make_prologue(config, shape)
-    MODIFIED, (keep, kept) = config.modified, make_keep(shape.kept_start)
+    MODIFIED, (store_item, load_item) = config.modified, make_item_store(shape.item_start)
     find_item, registers_of = make_find_item(ROWS), make_registers(shape)
     start, store_rows = make_start(config, shape), make_store_rows(config, shape)
     store_nothing = make_store_nothing(ROWS, config.head_dim // 2, shape.num_threads)
@@ -63,7 +61,7 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
         shared = shared_address(cuda.shared.array(0, uint32, alignment=ALIGNMENT))
-        # A volatile read: ptxas keeps what follows from it in registers, instead of computing it again in the loop.
+        # A volatile read: ptxas keeps in registers what follows from it, and does not compute it again in the loop.
         thread = thread_number()
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
@@ -71,9 +69,9 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
         # Thread 0 reads the lengths for the block: they may change while the kernel runs, and all threads must agree.
         found = find_item(lane, tile, uint32(GROUP_SIZE), lengths, num_seqs, num_tokens, max_seq_len)
         if thread == 0:
-            keep(shared, found)
+            store_item(shared, found)
         cuda.syncthreads()
-        item = kept(shared)
+        item = load_item(shared)
         if item.num_rows == 0 or is_split(item, few_rows):
             return
         visible, out_strides = Visible(is_causal != 0, uint32(window)), (out_token_stride, out_head_stride)
@@ -88,24 +86,24 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend: Any, alignment: in
         registers = registers_of()
         start(registers, item, alibi_slopes, kv_head, warp, uint32(lane >> 2))
         q_row = address(q) + int64(item.start) * q_token_stride + int64(uint32(kv_head * GROUP_SIZE)) * q_head_stride
-        attend(
+        attend_tiles(
             registers,
             shared,
             thread,
             lane,
             warp,
             item,
-            Query(q_row, q_token_stride, q_head_stride, not MODIFIED and factor < float32(0)),
+            TileQuery(q_row, q_token_stride, q_head_stride, not MODIFIED and factor < float32(0)),
             Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
             Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
-            Pages(table, low, span.last),
+            TilePages(table, low, span.last),
             visible,
-            Options(factor, bits_float(uint32(softcap)), item.seq, uint32(item.seq_len - 1)),
+            TileLogitOptions(factor, bits_float(uint32(softcap)), item.seq, uint32(item.seq_len - 1)),
             span,
             unit,
         )
-        # `attend` needs the registers: reload what the rest uses.
-        item, thread = kept(shared), thread_number()
+        # `attend_tiles` needs the registers, so reload what the rest uses.
+        item, thread = load_item(shared), thread_number()
         lane, warp = uint32(thread & 31), uint32(thread >> 5)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
         output = prologue.output_of(out, out_strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads)

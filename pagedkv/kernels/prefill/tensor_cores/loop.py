@@ -1,8 +1,8 @@
-"""The inner loop on tensor cores: tiles of keys, copied while the one before is used."""
+"""The inner loop on tensor cores: each tile of keys is copied while the one before is used."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...device.intrinsics.thread import divmod_32, local_array
 from ...device.intrinsics.warp import end_group, wait_but
@@ -18,33 +18,16 @@ from .copies import (
     make_find_row,
     make_row_and_piece,
 )
-from .products import make_multiply_keys, make_multiply_values, make_places
-from .softmax import make_logits, make_mask, make_soften
+from .products import make_fragment_offsets, make_multiply_keys, make_multiply_values
+from .softmax import make_logits, make_mask, make_softmax
 from .tile import CHUNK, TileShape
 
 
-class Span(NamedTuple):
-    """The keys that some row sees, as tokens of the sequence, and the whole tiles that every row sees."""
+def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``attend_tiles(registers, shared, thread, lane, warp, item, query, k, v, pages, ...)``.
 
-    first: Any  # a multiple of a tile's
-    last: Any
-    clear: Any
-    num_clear: Any
-
-
-class Query(NamedTuple):
-    """Rows of q of a sequence and KV head."""
-
-    address: Any  # of the first head of the first token
-    token_stride: Any  # bytes
-    head_stride: Any
-    is_negative: Any  # take -q: the scale is negative
-
-
-def make_attend(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``attend(registers, shared, thread, lane, warp, item, query, k, v, pages, ...)``.
-
-    ``..., visible, options, span, unit``: unit is what `soften` takes. O, sums and shifts are left in registers.
+    ``..., visible, options, span, unit``. It leaves O, sums and shifts in registers; unit takes logits to units of
+    log(2).
     """
     KEYS, STAGES, Q_LANES, CHUNKS = shape.keys, shape.stages, shape.q_lanes, shape.chunks
     PIECES, PIECE_DIMS, IN_PAIRS = shape.pieces_of_row, shape.piece_dims, shape.in_pairs
@@ -59,9 +42,9 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
         make_copy_rows(config, shape),
         make_convert_rows(config, shape),
     )
-    places_of, multiply_keys = make_places(shape), make_multiply_keys(config, shape)
+    fragment_offsets, multiply_keys = make_fragment_offsets(shape), make_multiply_keys(config, shape)
     begin_values, multiply_values = make_multiply_values(config, shape)
-    logits, mask, soften = make_logits(config, shape), make_mask(config, shape), make_soften(config, shape)
+    logits, mask, softmax = make_logits(config, shape), make_mask(config, shape), make_softmax(config, shape)
     wait_all = wait_but(0)
 
     @device_function
@@ -69,7 +52,7 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
         return uint32(shared + uint32(uint32(row * ROW_BYTES) + uint32(uint32(chunk ^ uint32(row & 7)) << 4)))
 
     @device_function
-    def attend(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
+    def attend_tiles(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
         row, chunk = divmod_32(thread, Q_LANES)
         has_chunk = True if Q_IS_WHOLE else chunk < CHUNKS
         place = chunk_at(shared, row, chunk)
@@ -95,7 +78,7 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
         v_block, v_position = block, position
         block, position = find_row(pages, uint32(first + KEYS), lane, warp)
 
-        places, excess = places_of(lane), local_array(1, float32)
+        offsets, largest_exponent = fragment_offsets(lane), local_array(1, float32)
         g, t = uint32(lane >> 2), uint32(lane & 3)
         q_tile = uint32(shared + uint32(warp * WARP_BYTES))
         k_tile, v_tile = uint32(shared + K_START), uint32(shared + V_START)
@@ -122,7 +105,7 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
             else:
                 copy_rows(v_place, values, v_block, v_position, has_chunk)
                 end_group()
-            multiply_keys(registers, places, q_tile, uint32(k_tile + stage))
+            multiply_keys(registers, offsets, q_tile, uint32(k_tile + stage))
             if STAGES == 1 and not IS_FP8:
                 wait_all()
                 cuda.syncthreads()
@@ -131,15 +114,15 @@ def make_attend(config: TensorConfig, shape: TileShape) -> Any:
                 end_group()
                 v_block, v_position = block, position
                 block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
-            begin_values(registers, places, uint32(v_tile + stage))
+            begin_values(registers, offsets, uint32(v_tile + stage))
             mine = uint32(first + uint32(t << 1))
             logits(registers, options, mine)
-            if uint32(first - span.clear) >= span.num_clear:
+            if uint32(first - span.unmasked) >= span.num_unmasked:
                 mask(registers, visible, shared, mine, warp, g)
-            soften(registers, excess, unit)
-            multiply_values(registers, places, uint32(v_tile + stage))
+            softmax(registers, largest_exponent, unit)
+            multiply_values(registers, offsets, uint32(v_tile + stage))
             first = uint32(first + KEYS)
             if STAGES == 2:
                 stage = uint32(TILE_BYTES - stage)
 
-    return attend
+    return attend_tiles

@@ -1,4 +1,4 @@
-"""Steps of the kernels on tensor cores before the loop: what their arguments mean for a thread block's rows."""
+"""What the arguments of a kernel on tensor cores mean for the rows of a thread block; computed before the loop."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from ...device.language import float32, int64, uint32
 from ...device.logits import LOG2E, positive
 from ...device.scales import scale_of
 from ...device.source import Steps, device_function
+from ..arguments import KeySpan, TileOutput
 from ..config import TensorConfig
-from ..output import Output
-from .loop import Span
 from .tile import TileShape
 
 
 def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
-    """The steps of a config."""
+    """The device functions ``output_of``, ``span_of`` and ``factors_of``."""
     ROWS, KEYS, GROUP_SIZE, MODIFIED = shape.rows, shape.keys, config.group_size, config.modified
     FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.q_kind == "float16" else 1.0)
 
     @device_function
     def output_of(out, strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads):
-        """Where rows of the item's sequence and a KV head go."""
+        """Where the rows of the item's sequence and a KV head go."""
         head = uint32(kv_head * GROUP_SIZE)
         where = address(out) + int64(item.start) * strides[0] + int64(head) * strides[1]
         row = int64(item.start) * num_heads + int64(head)
         v_factor = scale_of(v_scale, v_number, kv_head)
-        return Output(where, strides[0], strides[1], lse, row, num_heads, sinks, head, float32(v_factor * FACTOR))
+        return TileOutput(where, strides[0], strides[1], lse, row, num_heads, sinks, head, float32(v_factor * FACTOR))
 
     @device_function
     def first_of_window(position, window):
@@ -34,7 +33,7 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
 
     @device_function
     def span_of(item, visible):
-        """The first key that a row of the item sees, and the Span of its rows."""
+        """The first key that a row of the item sees, and the KeySpan of its rows."""
         first_token = uint32(item.first_row // uint32(GROUP_SIZE))
         last_row = min(uint32(item.first_row + (ROWS - 1)), uint32(item.num_rows - 1))
         first_position = uint32(item.context + first_token)
@@ -43,14 +42,14 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
         low = first_of_window(first_position, visible.window)
         everyone = first_position if visible.is_causal else uint32(item.seq_len - 1)
         low_of_last = first_of_window(last_position, visible.window)
-        clear = uint32(uint32(uint32(low_of_last + (KEYS - 1)) // uint32(KEYS)) * uint32(KEYS))
+        unmasked = uint32(uint32(uint32(low_of_last + (KEYS - 1)) // uint32(KEYS)) * uint32(KEYS))
         end = uint32(uint32(uint32(everyone + 1) // uint32(KEYS)) * uint32(KEYS))
-        num_clear = uint32(end - clear) if end > clear else uint32(0)
-        return low, Span(uint32(uint32(low // uint32(KEYS)) * uint32(KEYS)), last, clear, num_clear)
+        num_unmasked = uint32(end - unmasked) if end > unmasked else uint32(0)
+        return low, KeySpan(uint32(uint32(low // uint32(KEYS)) * uint32(KEYS)), last, unmasked, num_unmasked)
 
     @device_function
     def factors_of(scale, k_scale, k_number, kv_head):
-        """The factor of products, and the one that then takes them to units of log(2)."""
+        """The factor of products, and the one that takes logits to units of log(2)."""
         k_factor = scale_of(k_scale, k_number, kv_head)
         factor = float32(float32(bits_float(uint32(scale)) * k_factor) * FACTOR)
         unit = float32(1) if MODIFIED else float32(abs(factor) * LOG2E)

@@ -1,41 +1,47 @@
-"""What a lane of the kernel on tensor cores has in registers."""
+"""The registers of a lane on tensor cores: what it has at the beginning, and what it stores at the end."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...device.intrinsics.thread import local_arrays
-from ...device.language import float32, uint32
+from ...device.intrinsics.thread import address, clear, divmod_32, for_each, local_arrays, store_4
+from ...device.intrinsics.warp import pack_of
+from ...device.language import float32, int64, uint32
+from ...device.logits import UNSEEN
+from ...device.reductions import sum_of_quad
+from ...device.source import device_function
+from ..config import TensorConfig
+from ..output import finish
 from .tile import TileShape
 
 KEYS_AHEAD, VALUES_AHEAD = 1, 2  # fragments in flight ahead of the product that uses them
 
 
-class Registers(NamedTuple):
-    """Arrays of a lane. Of rows, element 2m + h is of row g + 8h of the warp's tile m of 16 rows."""
+class TileRegisters(NamedTuple):
+    """Arrays of a lane. Element 2m + h of those marked [row] is for row g + 8h of the warp's m-th tile of 16 rows."""
 
     o: Any  # accumulators of O: 4 for each tile of rows and 8 dims
-    s: Any  # those of S, then logits: 4 for each tile of rows and 8 keys
+    s: Any  # accumulators of S, then logits: 4 for each tile of rows and 8 keys
     p: Any  # P, rounded, as operands
     q: Any  # fragments of Q: two steps of 16 dims
     k: Any  # fragments of K in flight
-    v: Any
-    sums: Any  # [row], of this lane's exponentials
+    v: Any  # fragments of V in flight
+    sums: Any  # [row], sums of this lane's exponentials
     shifts: Any  # [row], added to logits to make exponents
-    maxima: Any  # [row], of this lane's logits of the tile
-    factors: Any  # [row], by which sums and O are rescaled where a pivot moves
-    positions: Any  # [row], if an option needs them
+    maxima: Any  # [row], the largest of this lane's logits with the tile of keys
+    factors: Any  # [row], by which sums and O are rescaled when a pivot moves
+    positions: Any  # [row], if an option needs them, like the two below
     heads: Any
     slopes: Any
 
 
 def make_registers(shape: TileShape) -> Any:
-    """The device function ``registers()``."""
+    """The device function ``registers()``, which returns TileRegisters."""
     row_tiles = shape.row_tiles
     of_rows = 2 * row_tiles
     options = of_rows if shape.config.modified else 1
     return local_arrays(
-        Registers,
+        TileRegisters,
         o=(row_tiles * 8 * shape.k_steps, float32),
         s=(row_tiles * 8 * shape.key_pairs, float32),
         p=(row_tiles * 4 * shape.key_pairs, uint32),
@@ -50,3 +56,85 @@ def make_registers(shape: TileShape) -> Any:
         heads=(options, uint32),
         slopes=(options, float32),
     )
+
+
+def make_row_of(shape: TileShape) -> Any:
+    """The device function ``row_of(i, warp, g)``: the number of a lane's i-th row in the thread block's tile."""
+    ROWS = shape.rows_of_warp
+
+    @device_function
+    def row_of(i, warp, g):
+        return uint32(uint32(warp * ROWS) + uint32(g + (16 * (i // 2) + 8 * (i % 2))))
+
+    return row_of
+
+
+def make_start(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``start(registers, item, slopes, kv_head, warp, g)``, for before the first tile of keys."""
+    OF_ROWS, SUMS, MODIFIED, GROUP_SIZE = (
+        2 * shape.row_tiles,
+        shape.row_tiles * 8 * shape.k_steps,
+        config.modified,
+        config.group_size,
+    )
+    row_of = make_row_of(shape)
+
+    @device_function
+    def start_row(i, registers, item, slopes, kv_head, warp, g):
+        registers.shifts[i], registers.sums[i] = UNSEEN, float32(0)
+        if MODIFIED:
+            row = min(uint32(item.first_row + row_of(i, warp, g)), uint32(item.num_rows - 1))
+            token = uint32(row // uint32(GROUP_SIZE))
+            head = uint32(uint32(kv_head * GROUP_SIZE) + uint32(row - uint32(token * uint32(GROUP_SIZE))))
+            registers.positions[i], registers.heads[i] = uint32(item.context + token), head
+            registers.slopes[i] = slopes[int64(head)] if address(slopes) != 0 else float32(0)
+
+    @device_function
+    def start(registers, item, slopes, kv_head, warp, g):
+        clear(registers.o, SUMS)
+        for_each(start_row, OF_ROWS, (registers, item, slopes, kv_head, warp, g))
+
+    return start
+
+
+def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``store_rows(registers, output, item, warp, g, t)``: O goes to `out`, and the LSE."""
+    OF_ROWS, DIM_TILES, TILES, GROUP_SIZE = 2 * shape.row_tiles, 2 * shape.k_steps, shape.chunks, config.group_size
+    pack, row_of = pack_of(config.q_kind), make_row_of(shape)
+
+    @device_function
+    def store_pair(n, i, o, target, factor, is_inside):
+        at = 4 * (i // 2 * DIM_TILES + n) + 2 * (i % 2)
+        # Without keys, values may still be NaN.
+        zero = float32(0)
+        first, second = float32(o[at] * factor), float32(o[at + 1] * factor)
+        word = pack(first if factor != zero else zero, second if factor != zero else zero)
+        if is_inside:
+            store_4(target + 16 * n, word)
+
+    @device_function
+    def add_lanes(i, sums):
+        sums[i] = sum_of_quad(sums[i])
+
+    @device_function
+    def store_row(i, registers, output, item, warp, g, t):
+        row = uint32(item.first_row + row_of(i, warp, g))
+        # No branch around all of it: with 3 heads to a KV head, NVVM left jumps to a block that it had removed.
+        is_inside = row < item.num_rows
+        token, head = divmod_32(min(row, uint32(item.num_rows - 1)), GROUP_SIZE)
+        has_sink = address(output.sinks) != 0
+        sink = output.sinks[int64(output.head) + int64(head)] if has_sink else float32(0)
+        factor, lse = finish(registers.sums[i], registers.shifts[i], has_sink, sink)
+        target = output.address + int64(token) * output.token_stride + int64(head) * output.head_stride
+        args = (i, registers.o, target + int64(t) * 4, float32(factor * output.v_factor), is_inside)
+        for_each(store_pair, TILES, args)
+        if is_inside and t == 0 and address(output.lse) != 0:
+            output.lse[output.lse_row + int64(token) * output.num_heads + int64(head)] = lse
+
+    @device_function
+    def store_rows(registers, output, item, warp, g, t):
+        # Lanes are added before any branch: after one, the compiler does not know that the warp is whole.
+        for_each(add_lanes, OF_ROWS, (registers.sums,))
+        for_each(store_row, OF_ROWS, (registers, output, item, warp, g, t))
+
+    return store_rows

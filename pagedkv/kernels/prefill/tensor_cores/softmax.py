@@ -1,23 +1,24 @@
 """The online softmax of the kernel on tensor cores: S becomes P.
 
-A lane keeps two numbers for each row: ``shift``, which is BIAS minus the pivot that exponents are measured from, and
-the sum of its own exponentials. A pivot moves only where a logit of its row exceeds it by more than SLACK. So in most
-tiles no lane asks another one for a maximum, and nothing is rescaled. The bits of a row depend on that row alone: the
-vote of the warp only decides whether it rescales, and other rows are multiplied by 1.
+A lane has two numbers for each row: the shift, which is BIAS minus the pivot that exponents are relative to, and the
+sum of its own exponentials. A pivot moves only if a logit of its row exceeds it by more than SLACK. So in most tiles no
+lane asks another one for a maximum, and nothing is rescaled. The bits of a row depend on that row alone: the vote of
+the warp only decides whether it rescales, and other rows are multiplied by 1.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...device.intrinsics.thread import address, clear, exp2, for_each, larger, local_array, multiply_and_add
+from ...device.intrinsics.thread import exp2, for_each, larger, local_array, multiply_and_add
 from ...device.intrinsics.warp import any_lane, pack_of
 from ...device.language import float32, int32, int64, uint32
 from ...device.logits import LOG2E, NONE, UNSEEN, cap, make_modify
 from ...device.reductions import largest_of_quad
 from ...device.source import device_function
 from ..config import TensorConfig
-from ..items import make_keep
+from ..items import make_item_store
+from .registers import make_row_of
 from .tile import TileShape
 
 SLACK = 8  # powers of two by which a logit may exceed its pivot
@@ -33,49 +34,10 @@ def top(config: TensorConfig) -> Any:
     return float32(bias(config) + SLACK)
 
 
-def make_row_of(shape: TileShape) -> Any:
-    """The device function ``row_of(i, warp, g)``: number of a lane's row i in the thread block's tile."""
-    ROWS = shape.rows_of_warp
-
-    @device_function
-    def row_of(i, warp, g):
-        return uint32(uint32(warp * ROWS) + uint32(g + (16 * (i // 2) + 8 * (i % 2))))
-
-    return row_of
-
-
-def make_start(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``start(registers, item, slopes, kv_head, warp, g)``: before the first tile."""
-    OF_ROWS, SUMS, MODIFIED, GROUP_SIZE = (
-        2 * shape.row_tiles,
-        shape.row_tiles * 8 * shape.k_steps,
-        config.modified,
-        config.group_size,
-    )
-    row_of = make_row_of(shape)
-
-    @device_function
-    def start_row(i, registers, item, slopes, kv_head, warp, g):
-        registers.shifts[i], registers.sums[i] = UNSEEN, float32(0)
-        if MODIFIED:
-            row = min(uint32(item.first_row + row_of(i, warp, g)), uint32(item.num_rows - 1))
-            token = uint32(row // uint32(GROUP_SIZE))
-            head = uint32(uint32(kv_head * GROUP_SIZE) + uint32(row - uint32(token * uint32(GROUP_SIZE))))
-            registers.positions[i], registers.heads[i] = uint32(item.context + token), head
-            registers.slopes[i] = slopes[int64(head)] if address(slopes) != 0 else float32(0)
-
-    @device_function
-    def start(registers, item, slopes, kv_head, warp, g):
-        clear(registers.o, SUMS)
-        for_each(start_row, OF_ROWS, (registers, item, slopes, kv_head, warp, g))
-
-    return start
-
-
 def make_logits(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``logits(registers, options, first)``: from products, in units of log(2).
+    """The device function ``logits(registers, options, first)``: products become logits, in units of log(2).
 
-    first is the lane's first key of the tile. Keys past the sequence have the position of its last one.
+    first is the lane's first key of the tile. Keys past the sequence take the position of its last one.
     """
     SCORES, PER_TILE, MODIFIED = shape.row_tiles * 8 * shape.key_pairs, 8 * shape.key_pairs, config.modified
     modify = make_modify(config.score_mod)
@@ -121,7 +83,7 @@ def make_mask(config: TensorConfig, shape: TileShape) -> Any:
     first is the lane's first key of the tile.
     """
     OF_ROWS, OF_ROW, PER_TILE = 2 * shape.row_tiles, 4 * shape.key_pairs, 8 * shape.key_pairs
-    GROUP_SIZE, row_of, (_, kept) = config.group_size, make_row_of(shape), make_keep(shape.kept_start)
+    GROUP_SIZE, row_of, (_, load_item) = config.group_size, make_row_of(shape), make_item_store(shape.item_start)
 
     @device_function
     def mask_score(n, i, s, low, width):
@@ -139,17 +101,17 @@ def make_mask(config: TensorConfig, shape: TileShape) -> Any:
 
     @device_function
     def mask(registers, visible, shared, first, warp, g):
-        for_each(mask_row, OF_ROWS, (registers.s, visible, kept(shared), first, warp, g))
+        for_each(mask_row, OF_ROWS, (registers.s, visible, load_item(shared), first, warp, g))
 
     return mask
 
 
 def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
-    """The device functions ``find_excess``, ``move_pivots`` (registers, [excess,] unit) and ``rescale(registers)``.
+    """The device functions ``find_largest_exponent(registers, largest_exponent, unit)``, ``move_pivots``, ``rescale``.
 
-    The first stores in excess[0] by how much the lane's logits exceed their pivots. If that is too much in a lane of
-    the warp, the second moves pivots and rescales sums, and the third rescales O. unit takes logits to units of log(2);
-    it is positive, so the maximum may be taken first.
+    The first stores the largest exponent of the lane's logits in largest_exponent[0]. If it is above TOP in a lane of
+    the warp, ``move_pivots(registers, unit)`` moves pivots and rescales sums, and ``rescale(registers)`` rescales O.
+    unit takes logits to units of log(2); it is positive, so the maximum may be taken first.
     """
     OF_ROWS, KEY_TILES, DIM_TILES = 2 * shape.row_tiles, 2 * shape.key_pairs, 2 * shape.k_steps
     SCORE_PAIRS, SUM_PAIRS = OF_ROWS * KEY_TILES, OF_ROWS * DIM_TILES
@@ -163,14 +125,14 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
         maxima[i] = y if n == 0 else larger(maxima[i], y)
 
     @device_function
-    def exceed(i, excess, maxima, shifts, unit):
+    def raise_largest(i, largest_exponent, maxima, shifts, unit):
         y = multiply_and_add(maxima[i], unit, shifts[i])
-        excess[0] = y if i == 0 else larger(excess[0], y)
+        largest_exponent[0] = y if i == 0 else larger(largest_exponent[0], y)
 
     @device_function
-    def find_excess(registers, excess, unit):
+    def find_largest_exponent(registers, largest_exponent, unit):
         for_each(raise_maximum, SCORE_PAIRS, (registers.s, registers.maxima))
-        for_each(exceed, OF_ROWS, (excess, registers.maxima, registers.shifts, unit))
+        for_each(raise_largest, OF_ROWS, (largest_exponent, registers.maxima, registers.shifts, unit))
 
     @device_function
     def move_pivot(i, registers, unit):
@@ -196,11 +158,11 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
     def rescale(registers):
         for_each(rescale_pair, SUM_PAIRS, (registers.o, registers.factors))
 
-    return find_excess, move_pivots, rescale
+    return find_largest_exponent, move_pivots, rescale
 
 
 def make_weigh(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``weigh(registers, unit)``: S becomes P; sums take it before it is rounded."""
+    """The device function ``weigh(registers, unit)``: S becomes P, which is added to sums before it is rounded."""
     KEY_TILES, P_OF_TILE = 2 * shape.key_pairs, 4 * shape.key_pairs
     SCORE_PAIRS = 2 * shape.row_tiles * KEY_TILES
     pack = pack_of(config.q_kind)
@@ -221,80 +183,85 @@ def make_weigh(config: TensorConfig, shape: TileShape) -> Any:
     return weigh
 
 
-def make_settle(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``settle(registers, excess, unit)``: pivots move where S asks for it; sums and O follow."""
-    TOP, (find_excess, move_pivots, rescale) = top(config), make_pivots(config, shape)
+def make_update_pivots(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``update_pivots(registers, largest_exponent, unit)``.
+
+    It moves the pivots that logits in S exceed by too much, and rescales their sums and O.
+    """
+    TOP, (find_largest_exponent, move_pivots, rescale) = top(config), make_pivots(config, shape)
 
     @device_function
-    def settle(registers, excess, unit):
-        find_excess(registers, excess, unit)
-        if any_lane(excess[0] > TOP):
+    def update_pivots(registers, largest_exponent, unit):
+        find_largest_exponent(registers, largest_exponent, unit)
+        if any_lane(largest_exponent[0] > TOP):
             move_pivots(registers, unit)
             rescale(registers)
 
-    return settle
+    return update_pivots
 
 
-def make_soften(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``soften(registers, excess, unit)``: S becomes P; sums and O follow pivots that move."""
-    settle, weigh = make_settle(config, shape), make_weigh(config, shape)
+def make_softmax(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``softmax(registers, largest_exponent, unit)``: S becomes P, and pivots are updated."""
+    update_pivots, weigh = make_update_pivots(config, shape), make_weigh(config, shape)
 
     @device_function
-    def soften(registers, excess, unit):
-        settle(registers, excess, unit)
+    def softmax(registers, largest_exponent, unit):
+        update_pivots(registers, largest_exponent, unit)
         weigh(registers, unit)
 
-    return soften
+    return softmax
 
 
-def make_soften_by_sums(config: TensorConfig, shape: TileShape) -> Any:
-    """As `make_soften`, with the same bits, but it looks for maxima only where a sum has grown by 2**TOP or more.
+def make_softmax_by_sums(config: TensorConfig, shape: TileShape) -> Any:
+    """As `make_softmax`, with the same bits, but it looks for maxima only if a sum has grown by 2**TOP or more.
 
     An exponential above 2**TOP adds as much to its sum: none is negative, and rounding keeps the order of sums. Several
-    smaller ones may add up to that; then no pivot moves, and P comes out the same again. It looks before it computes P,
-    and not again, in the first tile, where excess[0] is UNSEEN, and after a tile where a pivot moved or a sum grew so.
+    smaller ones may add up to that, too; then no pivot moves, and P comes out the same again. In the first tile, where
+    largest_exponent[0] is UNSEEN, and after a tile where a pivot moved or a sum grew so, it looks before it computes P
+    instead of after.
     """
     OF_ROWS, TOP = 2 * shape.row_tiles, top(config)
     MOST = float32(0.999 * 2.0**TOP)  # less than 2**TOP: exp2 rounds
-    settle, weigh = make_settle(config, shape), make_weigh(config, shape)
+    update_pivots, weigh = make_update_pivots(config, shape), make_weigh(config, shape)
 
     @device_function
     def copy_sum(i, target, source):
         target[i] = source[i]
 
     @device_function
-    def ask(i, answer, sums, before):
-        answer[0] = answer[0] | uint32(sums[i] >= float32(before[i] + MOST))
+    def watch_sum(i, has_grown, sums, before):
+        has_grown[0] = has_grown[0] | uint32(sums[i] >= float32(before[i] + MOST))
 
     @device_function
-    def soften(registers, excess, unit):
-        before, answer = local_array(OF_ROWS, float32), local_array(1, uint32)
-        is_settled = any_lane(excess[0] > TOP)
-        if is_settled:
-            settle(registers, excess, unit)
-        answer[0] = uint32(0)
+    def softmax(registers, largest_exponent, unit):
+        before, has_grown = local_array(OF_ROWS, float32), local_array(1, uint32)
+        is_updated = any_lane(largest_exponent[0] > TOP)
+        if is_updated:
+            update_pivots(registers, largest_exponent, unit)
+        has_grown[0] = uint32(0)
         for_each(copy_sum, OF_ROWS, (before, registers.sums))
         weigh(registers, unit)
-        for_each(ask, OF_ROWS, (answer, registers.sums, before))
-        if any_lane(answer[0] != 0):
-            if not is_settled:
+        for_each(watch_sum, OF_ROWS, (has_grown, registers.sums, before))
+        if any_lane(has_grown[0] != 0):
+            if not is_updated:
                 for_each(copy_sum, OF_ROWS, (registers.sums, before))
-                settle(registers, excess, unit)
+                update_pivots(registers, largest_exponent, unit)
                 weigh(registers, unit)
-            excess[0] = UNSEEN
+            largest_exponent[0] = UNSEEN
 
-    return soften
+    return softmax
 
 
 def make_exponentials(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
-    """The device functions ``exponentiate(registers, excess, unit)``, ``rescale`` and ``round_p`` (registers).
+    """The device functions ``exponentiate(registers, largest_exponent, unit)``, ``rescale`` and ``round_p``.
 
-    These are three parts of `make_soften`, for one tile of rows, while a product reads P and adds to O: exponentials
-    stay in S, and the first one returns whether a pivot has moved.
+    These are `make_softmax` in three parts, for one tile of rows, while a product still reads P and adds to O:
+    exponentials stay in S until `round_p`, and `exponentiate` returns whether a pivot has moved, so that O needs
+    `rescale`.
     """
     PAIRS, TOP = 4 * shape.key_pairs, top(config)
     pack = pack_of(config.q_kind)
-    find_excess, move_pivots, rescale = make_pivots(config, shape)
+    find_largest_exponent, move_pivots, rescale = make_pivots(config, shape)
 
     @device_function
     def weigh(x, s, sums, shifts, unit):
@@ -304,9 +271,9 @@ def make_exponentials(config: TensorConfig, shape: TileShape) -> tuple[Any, Any,
         sums[i] = float32(sums[i] + float32(s[at] + s[at + 1]))
 
     @device_function
-    def exponentiate(registers, excess, unit):
-        find_excess(registers, excess, unit)
-        has_moved = any_lane(excess[0] > TOP)
+    def exponentiate(registers, largest_exponent, unit):
+        find_largest_exponent(registers, largest_exponent, unit)
+        has_moved = any_lane(largest_exponent[0] > TOP)
         if has_moved:
             move_pivots(registers, unit)
         for_each(weigh, PAIRS, (registers.s, registers.sums, registers.shifts, unit))

@@ -1,4 +1,4 @@
-"""How rows of queries, keys and dims are cut for tensor cores, and where they lie in shared memory: numbers alone."""
+"""How rows of queries, keys and dims are cut for tensor cores, and where they lie in shared memory; only numbers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from ...device.warp import WARP_SIZE
 from ..config import TensorConfig
 
-CHUNK = 16  # bytes: of a copy, and of a row of a matrix that ldmatrix loads
+CHUNK = 16  # bytes of a copy, and of a row of a matrix that ldmatrix loads
 CHUNK_DIMS = 8
 SWIZZLED = 128  # bytes of a row in which chunks change places
-KEPT_WORDS = 8  # of the item, which all threads read
-SYSTEM_BYTES = 1024  # of each thread block's shared memory
-SMALL_SHARED_KIB = 100  # of compute capability 8.6, 8.9 and 12.0
-FULL_WARPS = 8  # of a multiprocessor whose threads have 255 registers each
+ITEM_WORDS = 8  # words of the item, which all threads read
+SYSTEM_BYTES = 1024  # of each thread block's shared memory, for the system
+SMALL_SHARED_KIB = 100  # shared memory of compute capability 8.6, 8.9 and 12.0
+FULL_WARPS = 8  # warps of a multiprocessor whose threads have 255 registers each
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class TileShape:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of 16 rows that a warp has: each fragment of K and V is multiplied by all of them.
+        """Tiles of 16 rows that a warp has; it multiplies each fragment of K and V by all of them.
 
         With two, reading K and V from shared memory takes less time than the products. Two of 128 dims fill the
         registers, and options of logits need some.
@@ -38,13 +38,13 @@ class TileShape:
 
     @property
     def num_warps(self) -> int:
-        """Warps of a thread block: eight where many dims leave a warp few rows to convert an fp8 tile for."""
+        """Warps of a thread block: eight with many dims, where four would convert an fp8 tile for few rows."""
         config = self.config
         return 8 if config.is_fp8 and config.head_dim > 128 and config.shared_kib > SMALL_SHARED_KIB else 4
 
     @property
     def min_blocks(self) -> int:
-        """Thread blocks on a multiprocessor that ptxas leaves registers for."""
+        """Thread blocks of a multiprocessor for which ptxas leaves registers."""
         return FULL_WARPS // self.num_warps
 
     @property
@@ -65,8 +65,8 @@ class TileShape:
     def keys(self) -> int:
         """Keys of a tile.
 
-        32 where options need registers, or where shared memory has no room for two thread blocks with tiles of 64. So
-        it is for fp8 with more than 128 dims: the kernel that splits keys would have fewer warps, and both must move
+        32 if options need registers, or if shared memory has no room for two thread blocks with tiles of 64. fp8 with
+        more than 128 dims has 32, too: the kernel that splits keys would have fewer warps otherwise, and both must move
         pivots at the same keys.
         """
         config = self.config
@@ -75,9 +75,9 @@ class TileShape:
 
     @property
     def stages(self) -> int:
-        """Tiles of K, and of V, in shared memory: two if all thread blocks have room; fp8 rows wait elsewhere."""
+        """Tiles of K, and of V, in shared memory: two if all thread blocks have room; one for fp8, whose codes wait."""
         room = self.config.shared_kib * 1024 // self.min_blocks - SYSTEM_BYTES
-        needed = self.q_bytes + 4 * self.tile_bytes + 4 * KEPT_WORDS
+        needed = self.q_bytes + 4 * self.tile_bytes + 4 * ITEM_WORDS
         return 2 if needed <= room and not self.config.is_fp8 else 1
 
     # ---- products
@@ -105,7 +105,7 @@ class TileShape:
 
     @property
     def tile_bytes(self) -> int:
-        """Of a tile of K, or of V."""
+        """Bytes of a tile of K, or of V."""
         return self.keys * self.row_bytes
 
     @property
@@ -118,25 +118,25 @@ class TileShape:
 
     @property
     def codes_start(self) -> int:
-        """Where codes of fp8 caches wait for conversion: of K, then of V, a piece for each thread and row."""
+        """Where codes of fp8 caches wait for conversion: those of K, then of V, a piece for each thread and row."""
         return self.v_start + self.stages * self.tile_bytes
 
     @property
     def codes_bytes(self) -> int:
-        """Of K, or of V."""
+        """Bytes of the codes of K, or of V."""
         return self.keys * self.lanes * self.piece_dims if self.config.is_fp8 else 0
 
     @property
-    def kept_start(self) -> int:
+    def item_start(self) -> int:
         return self.codes_start + 2 * self.codes_bytes
 
     @property
     def nbytes(self) -> int:
-        return self.kept_start + 4 * KEPT_WORDS
+        return self.item_start + 4 * ITEM_WORDS
 
     @property
     def has_gap(self) -> bool:
-        """The last step of 16 dims reaches past the row, to a chunk that has to be zero."""
+        """Whether the last step of 16 dims reaches past the row, to a chunk that has to be zero."""
         return self.config.head_dim % 16 != 0
 
     # ---- who copies what
@@ -158,7 +158,7 @@ class TileShape:
 
     @property
     def q_lanes(self) -> int:
-        """Lanes that share a row of Q, a chunk each, a power of two; some may have no chunk."""
+        """Lanes that share a row of Q, each with a chunk; a power of two, so some may have none."""
         return max(1 << (self.chunks - 1).bit_length(), self.copiers // self.keys)
 
     @property
@@ -168,7 +168,7 @@ class TileShape:
 
     @property
     def in_pairs(self) -> bool:
-        """A thread copies 16 codes at once, which become two chunks: fp8, where a row is three or more such pieces."""
+        """Whether a thread copies 16 codes at once, which become two chunks: fp8 rows of three or more such pieces."""
         return self.config.is_fp8 and self.config.head_dim % 16 == 0 and self.config.head_dim > 32
 
     @property
@@ -182,7 +182,7 @@ class TileShape:
 
     @property
     def lanes(self) -> int:
-        """Lanes that share a row of K or V, a power of two; some may have no piece."""
+        """Lanes that share a row of K or V; a power of two, so some may have no piece."""
         return max(1 << (self.pieces_of_row - 1).bit_length(), 4) if self.in_pairs else self.q_lanes
 
     @property
@@ -192,7 +192,7 @@ class TileShape:
 
     @property
     def rows_of_thread(self) -> int:
-        """Rows of a tile of K, and of one of V, that a thread copies a chunk of."""
+        """Rows of a tile of K, and of one of V, of which a thread copies a chunk."""
         return self.keys // self.rows_at_once
 
     @property

@@ -1,1 +1,1 @@
-"""Prefill of a few query rows over a long context: keys are split over warps and thread blocks."""
+"""Prefill of a few query rows over a long context, whose keys are split over warps and thread blocks."""

@@ -1,7 +1,7 @@
 """The inner loop of the kernel that splits keys: each warp copies its own tiles, and waits for no other warp.
 
-The copy of the next K starts once S is computed, and that of the next V once this one is used: a warp always has one of
-them in flight, and mostly both.
+The copy of the next K starts when S is computed, and that of the next V when this V is used, so a warp always has one
+of them in flight, and mostly both.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from ....device.row_offsets import Cache
 from ....device.source import device_function
 from ...config import TensorConfig
 from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_find_row
-from ..products import make_multiply_keys, make_multiply_values, make_places
-from ..softmax import make_logits, make_mask, make_soften, make_soften_by_sums
+from ..products import make_fragment_offsets, make_multiply_keys, make_multiply_values
+from ..softmax import make_logits, make_mask, make_softmax, make_softmax_by_sums
 from ..tile import CHUNK_DIMS
 from .rows import make_rows
-from .shape import PIECE, SplitShape
+from .shape import PIECE, PartShape
 
 
-def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
+def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
     """The device function ``attend_part(registers, shared, thread, lane, warp, item, query, k, v, pages, ...)``.
 
     ``..., visible, options, span, unit``, as for the kernel of many rows, but the span is the warp's, and may be empty.
-    O, sums and shifts are left in registers. All threads call it.
+    It leaves O, sums and shifts in registers. All threads call it.
     """
     KEYS, PIECES, LANES, CHUNKS = shape.keys, shape.pieces, shape.lanes, shape.chunks
     ROW_BYTES, TILE_BYTES, PIECE_BYTES = shape.row_bytes, shape.tile_bytes, PIECE * shape.row_bytes
     K_START, CODES, CODES_BYTES, IS_FP8 = shape.k_start, shape.codes_start, shape.codes_bytes, config.is_fp8
     VECTOR_BYTES, IS_WHOLE, HAS_GAP = config.vector_bytes, shape.lanes == shape.chunks, shape.has_gap
-    SHARES, CODES_OF_PIECE, SLOTS, SLOTS_BYTES = shape.shares, shape.copied_bytes, shape.slots_start, shape.slots_bytes
+    THROUGH_SHARED, CODES_OF_PIECE = shape.through_shared, shape.copied_bytes
+    SLOTS, SLOTS_BYTES = shape.slots_start, shape.slots_bytes
     clear_gaps, begin_query = make_clear_gaps(shape), make_begin_query(config, shape)
     find_row, rows = make_find_row(config, shape), make_rows(config, shape)
     convert_rows = make_convert_rows(config, shape)
-    places_of, multiply_keys = make_places(shape), make_multiply_keys(config, shape)
+    fragment_offsets, multiply_keys = make_fragment_offsets(shape), make_multiply_keys(config, shape)
     begin_values, multiply_values = make_multiply_values(config, shape)
     logits, mask = make_logits(config, shape), make_mask(config, shape)
-    soften = (make_soften_by_sums if shape.asks_sums else make_soften)(config, shape)
+    softmax = (make_softmax_by_sums if shape.watches_sums else make_softmax)(config, shape)
     wait_one, wait_two = wait_but(1), wait_but(2)
 
     @device_function
-    def meet(warp):
-        """Make earlier writes of each lane visible to its warp."""
-        if SHARES:
+    def sync_lanes(warp):
+        """Make earlier stores of each lane visible to its warp."""
+        if THROUGH_SHARED:
             barrier_of_warp(uint32(warp + 1))
         else:
             sync_warp()
@@ -65,7 +66,7 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
         has_chunk = True if IS_WHOLE else chunk < CHUNKS
         place = uint32(shared + uint32(uint32(row * ROW_BYTES) + uint32(uint32(chunk ^ uint32(row & 7)) << 4)))
         clear_gaps(shared, thread)
-        if IS_FP8 and SHARES and HAS_GAP:
+        if IS_FP8 and THROUGH_SHARED and HAS_GAP:
             cuda.syncthreads()  # slots take the place of zeros that other warps store
         if warp == 0:
             begin_query(place, query, row, chunk, item, has_chunk)
@@ -84,59 +85,59 @@ def make_attend_part(config: TensorConfig, shape: SplitShape) -> Any:
         first, blocks, positions = span.first, local_array(PIECES, uint32), local_array(PIECES, uint32)
         slots = v_tile if IS_FP8 else uint32(uint32(shared + SLOTS) + uint32(warp * SLOTS_BYTES))
         for_each(find_piece, PIECES, (blocks, positions, pages, first, lane))
-        if SHARES:
+        if THROUGH_SHARED:
             for_each(rows.share, PIECES, (slots, keys, blocks, positions, lane))
-            meet(warp)
+            sync_lanes(warp)
         if first <= span.last:
             for_each(rows.copy, PIECES, (k_copies, slots, keys, blocks, positions, row, has_chunk))
         end_group()
-        if SHARES:
-            meet(warp)
+        if THROUGH_SHARED:
+            sync_lanes(warp)
             for_each(rows.share, PIECES, (slots, values, blocks, positions, lane))
-            meet(warp)
+            sync_lanes(warp)
         if first <= span.last:
             for_each(rows.copy, PIECES, (v_copies, slots, values, blocks, positions, row, has_chunk))
         end_group()
         for_each(find_piece, PIECES, (blocks, positions, pages, uint32(first + KEYS), lane))
         wait_two()
-        cuda.syncthreads()  # Q is there for all
+        cuda.syncthreads()  # so that Q is there for all
 
-        places, excess = places_of(lane), local_array(1, float32)
-        excess[0] = UNSEEN
+        offsets, largest_exponent = fragment_offsets(lane), local_array(1, float32)
+        largest_exponent[0] = UNSEEN
         g, t = uint32(lane >> 2), uint32(lane & 3)
         while any_lane(first <= span.last):
             is_followed = any_lane(uint32(first + KEYS) <= span.last)
             wait_one()
             if IS_FP8:
                 for_each(convert_piece, PIECES, (k_codes, k_place, has_chunk))
-            meet(warp)
-            multiply_keys(registers, places, shared, k_tile)
-            if SHARES:
+            sync_lanes(warp)
+            multiply_keys(registers, offsets, shared, k_tile)
+            if THROUGH_SHARED:
                 for_each(rows.share, PIECES, (slots, keys, blocks, positions, lane))
-            if SHARES or not IS_FP8:
-                meet(warp)
+            if THROUGH_SHARED or not IS_FP8:
+                sync_lanes(warp)
             if is_followed:
                 for_each(rows.copy, PIECES, (k_copies, slots, keys, blocks, positions, row, has_chunk))
             end_group()
             mine = uint32(first + uint32(t << 1))
             logits(registers, options, mine)
-            if uint32(first - span.clear) >= span.num_clear:
+            if uint32(first - span.unmasked) >= span.num_unmasked:
                 mask(registers, visible, shared, mine, uint32(0), g)
-            soften(registers, excess, unit)
+            softmax(registers, largest_exponent, unit)
             wait_one()
-            if IS_FP8 and SHARES:
-                meet(warp)  # V takes the place of the slots
+            if IS_FP8 and THROUGH_SHARED:
+                sync_lanes(warp)  # V takes the place of the slots
             if IS_FP8:
                 for_each(convert_piece, PIECES, (v_codes, v_place, has_chunk))
-            meet(warp)
-            begin_values(registers, places, v_tile)
-            multiply_values(registers, places, v_tile)
-            if IS_FP8 and SHARES:
-                meet(warp)  # slots take the place of V
-            if SHARES:
+            sync_lanes(warp)
+            begin_values(registers, offsets, v_tile)
+            multiply_values(registers, offsets, v_tile)
+            if IS_FP8 and THROUGH_SHARED:
+                sync_lanes(warp)  # slots take the place of V
+            if THROUGH_SHARED:
                 for_each(rows.share, PIECES, (slots, values, blocks, positions, lane))
-            if SHARES or not IS_FP8:
-                meet(warp)
+            if THROUGH_SHARED or not IS_FP8:
+                sync_lanes(warp)
             if is_followed:
                 for_each(rows.copy, PIECES, (v_copies, slots, values, blocks, positions, row, has_chunk))
             end_group()

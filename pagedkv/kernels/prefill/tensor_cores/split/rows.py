@@ -1,6 +1,6 @@
-"""Steps of the kernel that splits keys: one lane looks up where a row of K and V is, and others copy it.
+"""Copies of the kernel that splits keys: one lane looks up where a row of K and V lies, and several copy it.
 
-Lanes exchange places by shuffles, or, where those are calls, through shared memory (`SplitShape.shares`).
+Lanes exchange offsets by shuffles, or through shared memory where shuffles are calls (`PartShape.through_shared`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from ....device.row_offsets import make_row_offset
 from ....device.source import Steps, device_function
 from ...config import TensorConfig
 from ..copies import make_copy_row, make_copy_rows
-from .shape import PIECE, SplitShape
+from .shape import PIECE, PartShape
 
 
-def make_rows(config: TensorConfig, shape: SplitShape) -> Steps:
+def make_rows(config: TensorConfig, shape: PartShape) -> Steps:
     """``share(i, slots, cache, blocks, positions, lane)``, ``copy(i, place, slots, cache, blocks, positions, ...)``.
 
-    ``..., row, has_chunk``. Both work on the i-th piece of a tile. The slots belong to the warp; if lanes share, it
-    meets between the two. row is the first row that the lane copies, and place that of its chunk there.
+    ``..., row, has_chunk``. Both work on the i-th piece of a tile. With offsets that go through shared memory, the
+    lanes store them in the warp's slots by `share`, synchronise, and `copy`. row is the first row that the lane copies,
+    and place the address of its chunk there.
     """
-    ROWS, WIDE, SHARES = shape.rows_of_thread, config.wide, shape.shares
+    ROWS, WIDE, THROUGH_SHARED = shape.rows_of_thread, config.wide, shape.through_shared
     COPIED, SLOT_BYTES, HIGH = shape.copied_bytes, shape.slot_bytes, 4 * PIECE
     AT_A_TIME, words_at = (4, load_shared_words) if ROWS >= 4 else (2, load_shared_pair)
     TIMES, row_offset = ROWS // AT_A_TIME, make_row_offset(config.wide, config.vector_bytes)
@@ -46,7 +47,7 @@ def make_rows(config: TensorConfig, shape: SplitShape) -> Steps:
     @device_function
     def copy(i, place, slots, cache, blocks, positions, row, has_chunk):
         first = uint32(place + COPIED * i)
-        if SHARES:
+        if THROUGH_SHARED:
             where = uint32(uint32(slots + SLOT_BYTES * i) + uint32(row * (4 * ROWS)))
             for_each(copy_some, TIMES, (first, where, cache, has_chunk))
         else:

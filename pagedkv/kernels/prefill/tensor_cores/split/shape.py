@@ -1,4 +1,4 @@
-"""How the kernel that splits keys cuts rows, keys and shared memory: numbers alone."""
+"""How the kernel that splits keys cuts rows, keys and shared memory; only numbers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from ....device.warp import WARP_SIZE
 from ...config import FEW_ROWS, LONGEST_OF_PARTS, PART
-from ..tile import CHUNK_DIMS, KEPT_WORDS, SYSTEM_BYTES, TileShape
+from ..tile import CHUNK_DIMS, ITEM_WORDS, SYSTEM_BYTES, TileShape
 
 PIECE = 32  # tokens of a tile that a warp copies at once: each lane looks up one of them
-MOST_PARTS = LONGEST_OF_PARTS // PART  # of a sequence
+MOST_PARTS = LONGEST_OF_PARTS // PART  # the most parts of a sequence
 
 
 @dataclass(frozen=True, slots=True)
-class SplitShape(TileShape):
-    """A tile of query rows that all warps of a thread block have, and for each warp a tile of K and one of V.
+class PartShape(TileShape):
+    """A tile of query rows for all warps of a thread block, and a tile of K and one of V for each warp.
 
     Attributes
     ----------
@@ -23,14 +23,14 @@ class SplitShape(TileShape):
 
     @property
     def num_warps(self) -> int:
-        """Warps of a thread block, each with tiles of its own: as many as shared memory has room for."""
+        """Warps of a thread block, as many as shared memory has room for with tiles of their own."""
         room = self.config.shared_kib * 1024 - SYSTEM_BYTES
         return next((n for n in (4, 2) if self.bytes_of(n) <= room), 1)
 
     @property
     def row_tiles(self) -> int:
-        """One before 9.0, where two of 128 dims spill 364 bytes."""
-        return super(SplitShape, self).row_tiles if self.config.architecture >= 9 else 1
+        """Tiles of 16 rows that a warp has: one before 9.0, where two of 128 dims would spill 364 bytes."""
+        return super(PartShape, self).row_tiles if self.config.architecture >= 9 else 1
 
     @property
     def rows(self) -> int:
@@ -77,7 +77,7 @@ class SplitShape(TileShape):
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes from where a piece is copied to to where the next one is."""
+        """Bytes from the place that a piece is copied to, to that of the next one."""
         return PIECE * (self.lanes * CHUNK_DIMS if self.config.is_fp8 else self.row_bytes)
 
     @property
@@ -90,47 +90,51 @@ class SplitShape(TileShape):
 
     @property
     def codes_bytes(self) -> int:
-        """Of K, or of V, of a warp."""
+        """Bytes of a warp's codes of K, or of V."""
         return self.keys * self.lanes * CHUNK_DIMS if self.config.is_fp8 else 0
 
     @property
-    def shares(self) -> bool:
-        """Lanes exchange the places of rows through shared memory, and warps meet at barriers of their own.
+    def through_shared(self) -> bool:
+        """Whether lanes exchange the offsets of rows through shared memory, and each warp has a barrier.
 
-        Before 9.0 nvJitLink does not know the lanes of a warp to be together in its loop. There bar.warp.sync and
-        shuffles are calls, which half of the registers do not outlive: 36 bytes spill with 128 dims, 148 of fp8.
+        Before 9.0 nvJitLink does not know that the lanes of a warp are together in its loop. It makes calls of
+        bar.warp.sync and shuffles, and half of the registers do not survive a call: 36 bytes would spill with 128 dims,
+        148 with fp8.
         """
         return self.config.architecture < 9
 
     @property
-    def asks_sums(self) -> bool:
-        """Sums tell whether a pivot has to move: 57 instructions of a tile fewer, and the registers of S while P is
-        made. Two row tiles of 128 dims have none to spare (60 bytes spill), nor has the code before 9.0 (20 bytes)."""
+    def watches_sums(self) -> bool:
+        """Whether sums, rather than maxima, tell that a pivot has to move, which saves 57 instructions of a tile.
+
+        It takes the registers of S while P is computed. Two row tiles of 128 dims have none to spare (60 bytes would
+        spill), nor has the code before 9.0 (20 bytes).
+        """
         return self.config.architecture >= 9 and (self.config.head_dim <= 64 or self.row_tiles == 1)
 
     @property
     def slots_start(self) -> int:
-        """Where slots begin for 16-bit caches; for fp8 they lie in the tile of V, which is free then."""
+        """Where the slots of 16-bit caches begin; those of fp8 lie in the tile of V, which is free then."""
         return self.codes_start + 2 * self.codes_bytes * self.num_warps
 
     @property
     def slot_bytes(self) -> int:
-        """A word, or two, for each row of a piece."""
+        """Bytes of a slot: one word or two for each row of a piece."""
         return (8 if self.config.wide else 4) * PIECE
 
     @property
     def slots_bytes(self) -> int:
-        """Of a warp."""
-        return self.pieces * self.slot_bytes if self.shares and not self.config.is_fp8 else 0
+        """Bytes of a warp's slots."""
+        return self.pieces * self.slot_bytes if self.through_shared and not self.config.is_fp8 else 0
 
     @property
-    def kept_start(self) -> int:
-        return self.bytes_of(self.num_warps) - 4 * KEPT_WORDS
+    def item_start(self) -> int:
+        return self.bytes_of(self.num_warps) - 4 * ITEM_WORDS
 
     def bytes_of(self, num_warps: int) -> int:
-        """Shared memory of this many warps: Q, tiles and slots, and the item."""
+        """Shared memory of `num_warps` warps: Q, tiles, slots and the item."""
         of_warp = 2 * (self.tile_bytes + self.codes_bytes) + self.slots_bytes
-        return self.q_bytes + of_warp * num_warps + 4 * KEPT_WORDS
+        return self.q_bytes + of_warp * num_warps + 4 * ITEM_WORDS
 
     # ---- parts
 

@@ -1,7 +1,7 @@
-"""The states that the kernel which splits keys leaves to the one that merges them, and where.
+"""The states that the kernel which splits keys stores for the one that merges them, and where they lie.
 
-A state is a row's pivot, its sum of exponentials and its sums of values, over the keys of one part. Those of a row lie
-side by side in the order of their parts, beginning with the first part that a row of its tile sees.
+A state is a row's pivot, its sum of exponentials and its sums of values, over the keys of one part. The states of a row
+lie side by side in the order of their parts, beginning with the first part that some row of its tile sees.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ....device.source import Steps, device_function
 from ...arguments import Item
 from ...config import FEW_ROWS, LONGEST_OF_PARTS, PART, TensorConfig
 from ...items import item_of
-from .shape import SplitShape
+from .shape import PartShape
 
 
 class Parts(NamedTuple):
-    """The parts of a sequence that rows see, by their numbers."""
+    """The numbers of the parts of a sequence that rows see."""
 
     bits: Any  # the binary logarithm of the tokens of a part
     first: Any
@@ -27,22 +27,22 @@ class Parts(NamedTuple):
 
 
 class States(NamedTuple):
-    """Where states of an item's rows are: that of its row r over part s is number ``first + r * row_stride + s``."""
+    """The states of an item's rows: that of its row r over part s is number ``first + r * row_stride + s``."""
 
-    sums: Any  # address; head_dim float32 each
-    pivots: Any  # address; pivot and sum of exponentials
+    sums: Any  # the address of all sums of values, head_dim float32 each
+    pivots: Any  # the address of all pivots, each with its sum of exponentials
     first: Any
     row_stride: Any
 
 
-def make_states(config: TensorConfig, shape: SplitShape) -> Steps:
-    """The steps of a config."""
+def make_states(config: TensorConfig, shape: PartShape) -> Steps:
+    """The device functions ``split_item``, ``parts_of``, ``states_of`` and ``store``."""
     GROUP_SIZE, PART_BITS, LONGEST_BITS = config.group_size, PART.bit_length() - 1, LONGEST_OF_PARTS.bit_length() - 1
     OF_ROWS, DIM_TILES, TILES, ROW_BYTES = 2 * shape.row_tiles, 2 * shape.k_steps, shape.chunks, 4 * config.head_dim
 
     @device_function
-    def item_here(first_row, seq, lengths, num_tokens, max_seq_len, least_keys):
-        """The item, with 0 rows if its keys are not split."""
+    def split_item(first_row, seq, lengths, num_tokens, max_seq_len, least_keys):
+        """The item of a sequence's rows from first_row on, with 0 rows if its keys are not split."""
         item = item_of(seq, first_row, uint32(GROUP_SIZE), lengths, num_tokens, max_seq_len)
         is_here = first_row < item.num_rows and item.num_rows <= uint32(FEW_ROWS)
         if not is_here or item.seq_len < uint32(least_keys):
@@ -63,27 +63,27 @@ def make_states(config: TensorConfig, shape: SplitShape) -> Steps:
         return States(address(partial_sums), address(partial_states), first, num_kv_heads * most_parts)
 
     @device_function
-    def put_pair(n, i, o, target, is_there, is_empty):
+    def store_pair(n, i, o, target, is_there, is_empty):
         at, zero = 4 * (i // 2 * DIM_TILES + n) + 2 * (i % 2), float32(0)
         first, second = zero if is_empty else o[at], zero if is_empty else o[at + 1]
         if is_there:
             store_8(target + 32 * n, float_bits(first), float_bits(second))
 
     @device_function
-    def put_row(i, registers, states, part, num_rows, g, t):
+    def store_row(i, registers, states, part, num_rows, g, t):
         total = sum_of_quad(registers.sums[i])
         row = uint32(g + (16 * (i // 2) + 8 * (i % 2)))
         is_there = row < num_rows
         at = states.first + int64(row) * states.row_stride + int64(part)
         # Without keys, values may still be NaN.
         args = (i, registers.o, states.sums + at * ROW_BYTES + int64(t) * 8, is_there, total == float32(0))
-        for_each(put_pair, TILES, args)
+        for_each(store_pair, TILES, args)
         if is_there and t == 0:
             store_8(states.pivots + at * 8, float_bits(float32(-registers.shifts[i])), float_bits(total))
 
     @device_function
-    def put(registers, states, part, num_rows, g, t):
-        """A warp's states of its first num_rows rows, over the part-th of the parts that its tile sees."""
-        for_each(put_row, OF_ROWS, (registers, states, part, num_rows, g, t))
+    def store(registers, states, part, num_rows, g, t):
+        """Store the states of a warp's first num_rows rows, over the part-th of the parts that its tile sees."""
+        for_each(store_row, OF_ROWS, (registers, states, part, num_rows, g, t))
 
-    return Steps(item_here, parts_of, states_of, put)
+    return Steps(split_item, parts_of, states_of, store)

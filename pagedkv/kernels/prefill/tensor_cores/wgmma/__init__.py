@@ -1,1 +1,1 @@
-"""Prefill attention by warpgroups: products of compute capability 9.0 (wgmma)."""
+"""Prefill attention on warpgroups, by the matrix products of compute capability 9.0 (wgmma)."""

@@ -18,8 +18,8 @@ from .products import make_descriptors, make_products, make_waits
 from .shape import PANEL_CHUNKS, ROWS, WARPS, WgmmaShape
 
 
-def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
-    """The device function ``attend(registers, shared, thread, lane, warp, item, ...)``, as that of ../loop.py."""
+def make_attend_tiles(config: TensorConfig, shape: WgmmaShape) -> Any:
+    """The device function ``attend_tiles(registers, shared, thread, lane, warp, item, ...)``, as in ../loop.py."""
     KEYS, LANES, Q_PANEL, PANEL = shape.keys, shape.lanes, shape.q_panel_bytes, shape.panel_bytes
     K_START, V_START, TILE_BYTES = shape.k_start, shape.v_start, shape.tile_bytes
     TILE_UNITS, VECTOR_BYTES = TILE_BYTES // UNIT, config.vector_bytes
@@ -33,7 +33,7 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
 
     @device_function
     def begin_query(place, query, row, chunk, item):
-        """Q to shared memory."""
+        """Copy Q to shared memory."""
         strides = (query.token_stride, query.head_stride)
         first, last = uint32(item.first_row + row), uint32(item.num_rows - 1)
         copy_query(place, query.address + int64(chunk) * CHUNK, strides, first, last, True)
@@ -43,23 +43,23 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
             negate_query(place)
 
     @device_function
-    def arrive():
-        """Make what this thread has copied visible to the products of all."""
+    def publish_copies():
+        """Make what all threads have copied visible to the products of all."""
         wait_all()
         fence_proxy()
         cuda.syncthreads()
 
     @device_function
-    def soften(registers, excess, shared, visible, options, span, unit, first, warp, lane):
-        """S becomes exponentials; True where a pivot has moved."""
+    def softmax(registers, largest_exponent, shared, visible, options, span, unit, first, warp, lane):
+        """Turn S into exponentials, and return whether a pivot has moved."""
         mine = uint32(first + uint32(uint32(lane & 3) << 1))
         logits(registers, options, mine)
-        if uint32(first - span.clear) >= span.num_clear:
+        if uint32(first - span.unmasked) >= span.num_unmasked:
             mask(registers, visible, shared, mine, warp, uint32(lane >> 2))
-        return exponentiate(registers, excess, unit)
+        return exponentiate(registers, largest_exponent, unit)
 
     @device_function
-    def attend(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
+    def attend_tiles(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
         row, chunk = divmod_32(thread, LANES)
         panel, column = divmod_32(chunk, PANEL_CHUNKS)
         place = uint32(shared + uint32(uint32(row * ROW) + uint32(uint32(column ^ uint32(row & 7)) << 4)))
@@ -78,10 +78,10 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
         block, position = find_row(pages, uint32(first + KEYS), lane, warp)
         q = rows_at(uint32(shared + uint32(uint32(warp // uint32(WARPS)) * (ROWS * ROW))))
         k_tile, v_tile = rows_at(uint32(shared + K_START)), values_at(uint32(shared + V_START))
-        excess = local_array(1, float32)
+        largest_exponent = local_array(1, float32)
 
         # The first tile has no earlier product to overlap with.
-        arrive()
+        publish_copies()
         copy_rows(v_place, values, v_block, v_position, True)
         if uint32(first + KEYS) <= span.last:
             copy_rows(uint32(k_place + TILE_BYTES), keys, block, position, True)
@@ -90,11 +90,11 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
         block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
         multiply_keys(registers.s, q, k_tile)
         wait_keys(registers.s)
-        soften(registers, excess, shared, visible, options, span, unit, first, warp, lane)
+        softmax(registers, largest_exponent, shared, visible, options, span, unit, first, warp, lane)
         round_p(registers)
         first, stage = uint32(first + KEYS), uint32(TILE_BYTES)
         while first <= span.last:
-            arrive()
+            publish_copies()
             copy_rows(uint32(v_place + stage), values, v_block, v_position, True)
             if uint32(first + KEYS) <= span.last:
                 copy_rows(uint32(uint32(k_place + TILE_BYTES) - stage), keys, block, position, True)
@@ -105,7 +105,7 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
             multiply_keys(registers.s, q, k_tile + units)
             multiply_values(registers.o, registers.p, v_tile + (TILE_UNITS - units))
             wait_keys_first(registers.s)
-            has_moved = soften(registers, excess, shared, visible, options, span, unit, first, warp, lane)
+            has_moved = softmax(registers, largest_exponent, shared, visible, options, span, unit, first, warp, lane)
             wait_values(registers.o)
             if has_moved:
                 rescale(registers)
@@ -113,8 +113,8 @@ def make_attend(config: TensorConfig, shape: WgmmaShape) -> Any:
             round_p(registers)
             first = uint32(first + KEYS)
             stage = uint32(TILE_BYTES - stage)
-        arrive()
+        publish_copies()
         multiply_values(registers.o, registers.p, v_tile + (TILE_UNITS - int64(stage >> 4)))
         wait_values(registers.o)
 
-    return attend
+    return attend_tiles

@@ -14,9 +14,9 @@ DIMS = (64, 128, 256)
 
 
 def takes(config: TensorConfig) -> bool:
-    """Whether the kernel takes a config: 16-bit caches, common head dims.
+    """Whether the kernel takes a config: 16-bit caches, common head dims, and no score_mod.
 
-    A score_mod may end up as a call, at which ptxas would wait for all products.
+    A score_mod may end up as a call, and before a call ptxas would wait for all products.
     """
     return config.head_dim in DIMS and config.kv_kind == config.q_kind and config.score_mod is None
 
@@ -38,7 +38,7 @@ class WgmmaShape(TileShape):
 
     @property
     def keys(self) -> int:
-        """With 256 dims, O alone has 128 registers; options make the code of each logit ten times as long."""
+        """Keys of a tile: fewer with 256 dims, where O takes 128 registers, and with options, whose code is long."""
         return 128 if self.config.head_dim <= 128 and not self.config.modified else 64
 
     @property
@@ -61,7 +61,7 @@ class WgmmaShape(TileShape):
 
     @property
     def panel_bytes(self) -> int:
-        """Of a panel of K, or of V."""
+        """Bytes of a panel of K, or of V."""
         return self.keys * ROW
 
     @property
