@@ -18,11 +18,12 @@ from ..operations.caches import write_kv
 
 # What torch's schemas call the types of the options.
 _TYPES = {
-    **dict.fromkeys(("k_scale", "v_scale", "alibi_slopes", "sinks", "cos", "sin", "positions"), "Tensor?"),
+    **dict.fromkeys(("k_scale", "v_scale", "alibi_slopes", "sinks", "leftpad", "mask"), "Tensor?"),
+    **dict.fromkeys(("cos", "sin", "positions"), "Tensor?"),
     **dict.fromkeys(("causal", "exact", "interleaved"), "bool"),
     **dict.fromkeys(("layout", "kernel"), "str"),
     **dict.fromkeys(("scale", "softcap"), "float?"),
-    **dict.fromkeys(("window", "rotary_dim"), "int?"),
+    **dict.fromkeys(("window", "window_right", "rotary_dim"), "int?"),
     "max_seq_len": "SymInt?",
     "kv_dtype": "str?",
     "check": "bool?",
