@@ -28,6 +28,14 @@ def per_head(scale: Scale, num_kv_heads: int) -> npt.NDArray[np.float32]:
     return scale if isinstance(scale, np.ndarray) else np.full(num_kv_heads, scale, np.float32)
 
 
+def mask_starts(mask: Array, query_starts: Array, seq_lens: Array) -> npt.NDArray[np.int64]:
+    """The byte of a mask with which each sequence begins, and the end: (num_seqs + 1,)."""
+    sizes = np.diff(query_starts.astype(np.int64)) * seq_lens
+    if mask.dtype != np.bool_:
+        sizes = -(-sizes // 8)
+    return np.concatenate(([0], np.cumsum(sizes)))
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """What a kernel does to a logit and which keys it keeps.
@@ -36,24 +44,32 @@ class AttentionOptions:
     ----------
     scale : float
         Factor of ``q . k``; finite.
-    causal : bool
-        Keep only keys at or before the query. Decode calls always set it.
     window : int or None
         Keep only keys after ``position - window``; 1 to 2**31 - 1.
+    window_right : int or None
+        Keep only keys up to ``position + window_right``: 0 where the call is causal, as decode is.
     softcap : float or None
         ``softcap * tanh(logit / softcap)``; positive and finite.
-    alibi_slopes, sinks : (num_heads,) float32 array or None
-        Slopes of the linear biases; logits of the attention sinks.
+    alibi_slopes : (num_heads,) or (num_seqs, num_heads) float32 array or None
+        Slopes of the linear biases, for all sequences or for each.
+    sinks : (num_heads,) float32 array or None
+        Logits of the attention sinks.
+    leftpad : (num_seqs,) int32 array or None
+        The first key of each sequence that is seen.
+    mask : (n,) bool or uint8 array or None
+        Which keys the rows see besides, as `prefill_attention` takes it.
     score_mod : callable or None
         ``score_mod(score, q_pos, k_pos, head, seq) -> score``.
     """
 
     scale: float
-    causal: bool
     window: int | None
+    window_right: int | None
     softcap: float | None
     alibi_slopes: npt.NDArray[np.float32] | None
     sinks: npt.NDArray[np.float32] | None
+    leftpad: npt.NDArray[np.int32] | None
+    mask: Array | None
     score_mod: Callable[..., Any] | None
 
 
@@ -76,6 +92,9 @@ class AttentionArguments(NamedTuple):
     v_scale: Any = None
     alibi_slopes: Any = None
     window: int | None = None
+    window_right: int | None = None
+    leftpad: Any = None
+    mask: Any = None
     softcap: float | None = None
     sinks: Any = None
     score_mod: Callable[..., Any] | None = None

@@ -118,6 +118,9 @@ def prefill_attention(
     v_scale: Scale = None,
     alibi_slopes: Array | None = None,
     window: int | None = None,
+    window_right: int | None = None,
+    leftpad: Array | None = None,
+    mask: Array | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
     score_mod: ScoreMod | None = None,
@@ -132,6 +135,14 @@ def prefill_attention(
         Rows query_starts[i] to query_starts[i + 1] are the last tokens of sequence i.
     query_starts : (num_seqs + 1,) integer array
     causal : bool
+    alibi_slopes : (num_heads,) or (num_seqs, num_heads) array
+    window_right : int
+        Keep only keys up to position + window_right.
+    leftpad : (num_seqs,) integer array
+        The first key of each sequence that is seen.
+    mask : 1-D array of bool, or of uint8 for bits
+        For each sequence its (query_len, seq_len) booleans, flattened; as bits, each sequence begins with a byte
+        (``np.packbits(..., bitorder="little")``).
     others : as in `decode_attention`
 
     Returns
@@ -155,6 +166,8 @@ def prefill_attention(
     num_tokens, num_heads, head_dim = q.shape
     out = np.full((num_tokens, num_heads, head_dim), np.nan)
     lse = np.full((num_tokens, num_heads), np.nan)
+    slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, (len(seq_lens), num_heads))
+    unmasked = mask
     for seq, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(int(query_starts[seq]), int(query_starts[seq + 1]))
         if seq_len == 0:  # decode only: an empty sequence has a row, and no sink either
@@ -170,15 +183,20 @@ def prefill_attention(
             k_scale=k_scale,
             v_scale=v_scale,
         )
+        visible = _visible(rows.stop - rows.start, seq_len, causal, window, window_right)
+        if leftpad is not None:
+            visible[:, : leftpad[seq]] = False
+        if unmasked is not None:
+            own, unmasked = _mask_of(unmasked, visible.shape)
+            visible &= own
         out[rows], lse[rows] = _attend(
             q[rows],
             k,
             v,
             seq,
-            causal=causal,
+            visible,
             scale=1.0 / np.sqrt(head_dim) if scale is None else float(scale),
-            alibi_slopes=alibi_slopes,
-            window=window,
+            alibi_slopes=None if slopes is None else slopes[seq],
             softcap=softcap,
             sinks=sinks,
             score_mod=score_mod,
@@ -187,22 +205,44 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
+def _visible(num_rows: int, seq_len: int, causal: bool, window: int | None, window_right: int | None) -> Array:
+    """Which keys each of the last num_rows tokens sees by its position, (num_rows, seq_len) bool."""
+    q_pos, k_pos = np.arange(seq_len - num_rows, seq_len)[:, None], np.arange(seq_len)
+    visible = np.ones((num_rows, seq_len), bool)
+    if causal:
+        visible &= k_pos <= q_pos
+    if window is not None:
+        visible &= k_pos > q_pos - window
+    if window_right is not None:
+        visible &= k_pos <= q_pos + window_right
+    return visible
+
+
+def _mask_of(mask: Array, shape: tuple[int, int]) -> tuple[Array, Array]:
+    """The mask of the next sequence, and what follows it."""
+    size = shape[0] * shape[1]
+    if mask.dtype == bool:
+        return mask[:size].reshape(shape), mask[size:]
+    num_bytes = -(-size // 8)
+    bits = np.unpackbits(mask[:num_bytes], count=size, bitorder="little")
+    return bits.astype(bool).reshape(shape), mask[num_bytes:]
+
+
 def _attend(
     q: Array,
     k: Array,
     v: Array,
     seq: int,
+    visible: Array,
     *,
-    causal: bool,
     scale: float,
     alibi_slopes: Array | None,
-    window: int | None,
     softcap: float | None,
     sinks: Array | None,
     score_mod: ScoreMod | None,
     round_to: Any,
 ) -> tuple[Array, Array]:
-    """Attention of the last rows q (n, Hq, D) of a sequence over all its k, v (L, Hkv, D)."""
+    """Attention of the last rows q (n, Hq, D) of a sequence over those of its k, v (L, Hkv, D) that each sees."""
     dtype: Any = np.float64 if round_to is None else np.float32
 
     def rounded(x: Array) -> Array:
@@ -213,15 +253,8 @@ def _attend(
     q_pos = np.arange(seq_len - num_rows, seq_len)[:, None]
     k_pos = np.arange(seq_len)
 
-    visible = np.ones((num_rows, seq_len), bool)
-    if causal:
-        visible &= k_pos <= q_pos
-    if window is not None:
-        visible &= k_pos > q_pos - window
     # Keys that no row sees are dropped, not multiplied by 0: 0 * NaN is NaN.
-    is_seen = visible.any(axis=0)
-    first = int(is_seen.argmax())
-    seen = slice(first, first + int(is_seen.sum()))  # one run of keys, whatever causal and window are
+    seen = np.flatnonzero(visible.any(axis=0))
     k_pos, visible = k_pos[seen], visible[:, seen]
     q, k, v = q.astype(dtype), k[seen].astype(dtype, copy=False), v[seen].astype(dtype, copy=False)
 

@@ -176,6 +176,9 @@ def prefill_attention(
     v_scale: Any = None,
     alibi_slopes: Any = None,
     window: int | None = None,
+    window_right: int | None = None,
+    leftpad: Any = None,
+    mask: Any = None,
     softcap: float | None = None,
     sinks: Any = None,
     score_mod: Callable[..., Any] | None = None,
@@ -208,8 +211,22 @@ def prefill_attention(
     exact : bool
         A row has the same bits whatever number of query tokens its sequence has, also where CUDA would split the keys
         of a few of them: see Notes. On the CPU that is so anyway.
-    scale, layout, kv_dtype, k_scale, v_scale, alibi_slopes, window, softcap, sinks, score_mod, kernel, backend
-        As in :func:`~pagedkv.decode_attention`. `window` keeps keys after ``position - window``.
+    scale, layout, kv_dtype, k_scale, v_scale, softcap, sinks, score_mod, kernel, backend
+        As in :func:`~pagedkv.decode_attention`.
+    alibi_slopes : (num_heads,) or (num_seqs, num_heads) float32 array, optional
+        Slopes for all sequences, or for each.
+    window : int, optional
+        At least 1: keep only keys after ``position - window``.
+    window_right : int, optional
+        At least 0, with ``causal=False``: keep only keys up to ``position + window_right``.
+    leftpad : (num_seqs,) int32 array, optional
+        From 0 to the sequence's length: the first ``leftpad[i]`` tokens of sequence i are padding, which no query
+        sees. They count as positions.
+    mask : (n,) bool or uint8 array, optional
+        Which keys each row sees, besides what the other options keep: the (query_len, seq_len) booleans of every
+        sequence, row by row, one sequence after the other. As uint8 these are bits, the lowest of a byte first, and
+        each sequence begins with a byte of its own (``np.packbits(..., bitorder="little")`` of each). It is data of the
+        call: another mask compiles nothing. With it go trees of drafts, and spans of tokens that see each other.
     out : (num_tokens, num_heads, head_dim) array, optional
         Where to write the result: of q's dtype, writable, overlapping no input, no element twice.
     return_lse, check
@@ -266,8 +283,9 @@ def prefill_attention(
     arguments = AttentionArguments(
         q, k_cache, v_cache, block_tables, seq_lens, query_starts, ragged=True, causal=causal, exact=exact,
         max_seq_len=max_seq_len, scale=scale, layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale,
-        alibi_slopes=alibi_slopes, window=window, softcap=softcap, sinks=sinks, score_mod=score_mod, kernel=kernel,
-        backend=backend, out=out, return_lse=return_lse, check=check,
+        alibi_slopes=alibi_slopes, window=window, window_right=window_right, leftpad=leftpad, mask=mask,
+        softcap=softcap, sinks=sinks, score_mod=score_mod, kernel=kernel, backend=backend, out=out,
+        return_lse=return_lse, check=check,
     )  # fmt: skip
     return _attend(arguments)
 

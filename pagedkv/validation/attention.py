@@ -23,14 +23,16 @@ from . import cache_pair, require, values
 KERNELS = get_args(Kernel)
 _INT32 = np.dtype(np.int32)
 _INT32_MAX = 2**31 - 1
-_VECTORS = ("alibi_slopes", "sinks")
+_VECTORS = ("alibi_slopes", "sinks", "leftpad", "mask")
 _DTYPES = {
     "block_tables": _INT32,
     "seq_lens": _INT32,
     "query_starts": _INT32,
     "alibi_slopes": FLOAT32,
     "sinks": FLOAT32,
+    "leftpad": _INT32,
 }
+_MASK_DTYPES = (np.dtype(np.bool_), np.dtype(np.uint8))
 
 
 def attention_call(arguments: AttentionArguments) -> AttentionCall:
@@ -40,8 +42,7 @@ def attention_call(arguments: AttentionArguments) -> AttentionCall:
     named += [("block_tables", a.block_tables), ("seq_lens", a.seq_lens)]
     if a.ragged:
         named.append(("query_starts", a.query_starts))
-    optional = (("alibi_slopes", a.alibi_slopes), ("sinks", a.sinks), ("out", a.out))
-    named += [(name, x) for name, x in optional if x is not None]
+    named += [(name, x) for name in (*_VECTORS, "out") if (x := getattr(a, name)) is not None]
     named += cache_pair.scale_arrays(a.k_scale, a.v_scale)
     placement, arrays = place(a.backend, named)
     return placed_call(a, placement, dict(zip(dict(named), arrays, strict=True)))
@@ -56,6 +57,8 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     for name, view in views.items():
         if (expected := _DTYPES.get(name)) is not None:
             require.dtype(name, view, expected)
+    if "mask" in views and views["mask"].dtype not in _MASK_DTYPES:
+        raise TypeError(f"mask must have dtype bool, or uint8 for bits, got {views['mask'].dtype}")
     if "out" in views:
         require.dtype("out", views["out"], q.dtype, ", that of q")
     require.memory(views, placement)
@@ -67,15 +70,18 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     checked = require.check(a.check)
     scale = 1.0 / math.sqrt(geometry.head_dim) if a.scale is None else require.number("scale", a.scale)
     window = None if a.window is None else _window(a.window)
+    window_right = _window_right(a.window_right, causal=bool(a.causal))
     softcap = None if a.softcap is None else require.number("softcap", a.softcap, positive=True)
     if "out" in views:
         require.writable("out", views["out"])
     score_mod = python_function(a.score_mod)
     capacity = views["block_tables"].shape[1] * geometry.block_size
     max_seq_len = capacity if a.max_seq_len is None else min(_max_seq_len(a.max_seq_len), capacity)
-    alibi_slopes, sinks = (placement.own(views.get(name)) for name in _VECTORS)
+    alibi_slopes, sinks, leftpad = (placement.own(views.get(name)) for name in ("alibi_slopes", "sinks", "leftpad"))
     k_scale, v_scale = cache_pair.scales(a.k_scale, a.v_scale, views, kind, placement)
-    options = AttentionOptions(scale, bool(a.causal), window, softcap, alibi_slopes, sinks, score_mod)
+    options = AttentionOptions(
+        scale, window, window_right, softcap, alibi_slopes, sinks, leftpad, views.get("mask"), score_mod
+    )  # fmt: skip
     out = views.pop("out", None)
     if out is not None:
         require.no_overlap("out", out, views.items())
@@ -87,6 +93,10 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
         if query_starts is not None:
             query_starts = placement.own(query_starts)
             values.query_starts(query_starts, seq_lens, len(q))
+            if leftpad is not None:
+                values.leftpad(leftpad, seq_lens)
+            if options.mask is not None:
+                values.mask(options.mask, query_starts, seq_lens)
         num_used = -(-longest // geometry.block_size)
         block_tables = placement.own(placement.columns(block_tables, num_used))
         used = block_tables[:, :num_used]
@@ -118,9 +128,18 @@ def _require_shapes(views: Mapping[str, Array], geometry: Geometry, layout: Layo
     require.shape("seq_lens", views["seq_lens"], "(num_seqs,)", (num_seqs,))
     if ragged:
         require.shape("query_starts", views["query_starts"], "(num_seqs + 1,)", (num_seqs + 1,))
-    for name in _VECTORS:
-        if name in views:
-            require.shape(name, views[name], "(num_heads,)", (num_heads,))
+    if "alibi_slopes" in views:
+        slopes = views["alibi_slopes"]
+        if ragged and slopes.ndim == 2:
+            require.shape("alibi_slopes", slopes, "(num_seqs, num_heads)", (num_seqs, num_heads))
+        else:
+            require.shape("alibi_slopes", slopes, "(num_heads,)", (num_heads,))
+    if "sinks" in views:
+        require.shape("sinks", views["sinks"], "(num_heads,)", (num_heads,))
+    if "leftpad" in views:
+        require.shape("leftpad", views["leftpad"], "(num_seqs,)", (num_seqs,))
+    if "mask" in views:
+        require.ndim("mask", views["mask"], "(n,)", 1)
     cache_pair.scale_shapes(views, geometry.num_kv_heads)
     if "out" in views:
         require.shape("out", views["out"], f"({rows}, num_heads, head_dim)", q.shape)
@@ -150,6 +169,17 @@ def _window(window: object) -> int:
     width = require.integer("window", window)
     if width < 1:
         raise ValueError(f"window must be at least 1, got {width}")
+    return min(width, _INT32_MAX)
+
+
+def _window_right(window: object, *, causal: bool) -> int | None:
+    if window is None:
+        return 0 if causal else None
+    if causal:
+        raise ValueError("window_right needs causal=False: a causal query sees no later key")
+    width = require.integer("window_right", window)
+    if width < 0:
+        raise ValueError(f"window_right must be at least 0, got {width}")
     return min(width, _INT32_MAX)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import Array
+from ..calls import mask_starts
 
 _UINT32 = np.dtype(np.uint32)
 _INFINITY_BITS = np.array(np.inf, np.float32).view(np.uint32)
@@ -68,6 +69,24 @@ def query_starts(starts: Array, lengths: Array, num_tokens: int) -> None:
             f"query_starts must give no sequence more tokens than its seq_len, "
             f"got {query_lens[seq]} tokens for sequence {seq} of length {lengths[seq]}"
         )
+
+
+def leftpad(padding: Array, lengths: Array) -> None:
+    """Raise ValueError unless no sequence has more padding than tokens."""
+    bad = padding.view(_UINT32) > lengths.view(_UINT32)
+    if bad.any():
+        seq = int(bad.argmax())
+        raise ValueError(
+            f"leftpad must be in 0..seq_len, got {padding[seq]} for sequence {seq} of length {lengths[seq]}"
+        )
+
+
+def mask(flat: Array, starts: Array, lengths: Array) -> None:
+    """Raise ValueError unless the mask has the keys of all rows, and no more."""
+    size = int(mask_starts(flat, starts, lengths)[-1])
+    if flat.size != size:
+        what = "query_len * seq_len booleans" if flat.dtype == np.bool_ else "query_len * seq_len bits, in whole bytes,"
+        raise ValueError(f"mask must have shape ({size},), {what} for each sequence, got {flat.shape}")
 
 
 def scales(name: str, per_head: Array) -> None:

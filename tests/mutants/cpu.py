@@ -67,9 +67,21 @@ MUTANTS = [
     ),
     Mutant(
         "causal attention sees one later key",
-        "position + 1 if options.causal else length",
-        "position + 2 if options.causal else length",
+        "position + options.window_right + 1",
+        "position + options.window_right + 2",
         PREFILL_ORACLE,
+    ),
+    Mutant(
+        "a mask is read at the bit of another key",
+        "byte >> (key + t & (1 << shift) - 1) & 1 == 0",
+        "byte >> (key + t + 1 & (1 << shift) - 1) & 1 == 0",
+        "tests/operations/test_visible_keys.py::test_rows_see_the_keys_that_options_leave[cpu-bits, of all keys]",
+    ),
+    Mutant(
+        "the first key behind the padding is hidden",
+        "first = np.int64(get_int32(options.leftpad + seq * 4)) if",
+        "first = np.int64(get_int32(options.leftpad + seq * 4)) + 1 if",
+        "tests/operations/test_visible_keys.py::test_rows_see_the_keys_that_options_leave[cpu-padding]",
     ),
     Mutant(
         "the sink is left out",
@@ -91,8 +103,8 @@ MUTANTS = [
     ),
     Mutant(
         "prefill: the tokens of a chunk have the positions of its heads",
-        "start_row(scratch, r, first_position + token, head",
-        "start_row(scratch, r, first_position + r % group_size, head",
+        "start_row(scratch, r, seq, of_sequence, first_position + token, head",
+        "start_row(scratch, r, seq, of_sequence, first_position + r % group_size, head",
         PREFILL_ORACLE,
     ),
     Mutant(
@@ -127,8 +139,8 @@ MUTANTS = [
     ),
     Mutant(
         "prefill: the last visible tile is left out",
-        "stop = min(length, first_position + num_tokens) if options.causal else length",
-        "stop = min(length, first_position + num_tokens - 1) if options.causal else length",
+        "stop = min(length, first_position + num_tokens + options.window_right)",
+        "stop = min(length, first_position + num_tokens - 1 + options.window_right)",
         PREFILL_ORACLE,
     ),
     Mutant(

@@ -86,7 +86,7 @@ def test_defaults(kernel):
         assert scale.dtype == np.float32
         assert scale.tolist() == [1.0] * HKV
     assert options.scale == 1 / math.sqrt(D)
-    assert options.causal is True
+    assert options.window_right == 0
     assert kernel.call.exact is False
     for name in ("window", "softcap", "alibi_slopes", "sinks", "score_mod"):
         assert getattr(options, name) is None
@@ -99,7 +99,7 @@ def test_options_reach_the_kernel(kernel):
     options = kernel.call.options
     assert (options.scale, options.softcap, options.window) == (0.5, 3.0, 2**31 - 1)
     assert [type(x) for x in (options.scale, options.softcap, options.window)] == [float, float, int]
-    assert options.causal is False
+    assert options.window_right is None
     assert kernel.call.exact is True
     assert options.score_mod is own_parity
     for name, vector in vectors.items():

@@ -202,6 +202,7 @@ def is_of_a_side(changes: dict[str, Any]) -> bool:
 
 _VALUES = (
     r"seq_lens must be in|block_tables? must hold|query_starts must (begin|never|end|give)|slots must (be|name)|"
+    r"leftpad must be in|mask must have shape \(\d|"
     r"positions must be in|pairs must (hold|name|not)|[kv]_scale must be positive and finite, got"
 )
 

@@ -361,6 +361,38 @@ PREFILL = [
         "seq_lens must be in 0..max_blocks * block_size = 0..12, got 13 for sequence 1",
     ),
     ({"max_seq_len": 11}, ValueError, "seq_lens must be in 0..max_seq_len = 0..11, got 12 for sequence 0"),
+    ({"window_right": 1}, ValueError, "window_right needs causal=False: a causal query sees no later key"),
+    ({"window_right": -1, "causal": False}, ValueError, "window_right must be at least 0, got -1"),
+    ({"window_right": 1.0, "causal": False}, TypeError, "window_right must be an int, got float"),
+    ({"leftpad": np.zeros(2, np.int32)}, ValueError, "leftpad must have shape (num_seqs,) = (3,), got (2,)"),
+    ({"leftpad": np.zeros(3)}, TypeError, "leftpad must have dtype int32, got float64"),
+    (
+        {"leftpad": np.array([12, -1, 0], np.int32)},
+        ValueError,
+        "leftpad must be in 0..seq_len, got -1 for sequence 1 of length 5",
+    ),
+    (
+        {"leftpad": np.array([12, 5, 1], np.int32)},
+        ValueError,
+        "leftpad must be in 0..seq_len, got 1 for sequence 2 of length 0",
+    ),
+    ({"mask": np.ones(70, np.int8)}, TypeError, "mask must have dtype bool, or uint8 for bits, got int8"),
+    ({"mask": np.ones((1, 70), bool)}, ValueError, "mask must have shape (n,), got (1, 70)"),
+    (
+        {"mask": np.ones(69, bool)},
+        ValueError,
+        "mask must have shape (70,), query_len * seq_len booleans for each sequence, got (69,)",
+    ),
+    (
+        {"mask": np.ones(11, np.uint8)},
+        ValueError,
+        "mask must have shape (10,), query_len * seq_len bits, in whole bytes, for each sequence, got (11,)",
+    ),
+    (
+        {"alibi_slopes": np.ones((2, HQ), np.float32)},
+        ValueError,
+        "alibi_slopes must have shape (num_seqs, num_heads) = (3, 4), got (2, 4)",
+    ),
     (
         change("block_tables", lambda x: with_value(x, (0, 2), -5)),
         IndexError,

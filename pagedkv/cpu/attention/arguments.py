@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import boolean, float32, int32, int64, types
+from numba import float32, int32, int64, types
 
-from ...arrays import address_of
-from ...calls import AttentionCall, per_head
+from ...arrays import Array, address_of
+from ...calls import AttentionCall, mask_starts, per_head
 from ...layouts import FLOAT_DTYPES
 from .steps.code import ELEMENT_BYTES
 from .steps.query_rows import Q_KINDS
@@ -43,10 +43,15 @@ class Inputs(NamedTuple):
 class LogitOptions(NamedTuple):
     """How logits are changed and masked; a score_mod is not here but compiled into the kernel."""
 
-    causal: bool
     window: int  # NO_WINDOW for none
+    window_right: int  # NO_WINDOW for none
     softcap: np.float32  # 0 for none
     slopes: int  # the address of the ALiBi slopes, 0 for none
+    slopes_stride: int  # from those of a sequence to those of the next: 0 where all share them
+    leftpad: int  # the address of the int32 padding of each sequence, 0 for none
+    mask: int  # the address of the mask, 0 for none
+    mask_starts: int  # the address of the int64 byte with which each sequence begins in it
+    mask_shift: int  # log2 of the keys that a byte of it holds
 
 
 class Arguments(NamedTuple):
@@ -68,7 +73,7 @@ FIRST_TYPES = (
     *(int64, int64),
     types.NamedTuple([int64, int64, int64, types.UniTuple(int64, 2), int64, _STRIDES, _STRIDES, int64], Inputs),
     *(int32[:, ::1], int32[::1], int64[::1]),
-    types.NamedTuple([boolean, int64, float32, int64], LogitOptions),
+    types.NamedTuple([int64, int64, float32, *[int64] * 6], LogitOptions),
     *(float32[::1], float32[::1], float32[::1], types.Array(int64, 1, "C", readonly=True)),
 )
 
@@ -93,28 +98,43 @@ def make_inputs(call: AttentionCall) -> Inputs:
     )
 
 
-def make_arguments(call: AttentionCall, query_starts: npt.NDArray[np.int64]) -> Arguments:
-    """The arguments of a call, whose slopes must outlive their address."""
+def make_arguments(call: AttentionCall, query_starts: npt.NDArray[np.int64]) -> tuple[Arguments, tuple[Array, ...]]:
+    """The arguments of a call, and the arrays whose addresses are among them, which must outlive them."""
     spec, options, num_heads = call.spec, call.options, call.q.shape[1]
     if isinstance(call.k_scale, np.ndarray):
         factors = (options.scale * call.k_scale).repeat(num_heads // spec.num_kv_heads)
     else:
         factors = np.full(num_heads, np.float32(options.scale) * np.float32(call.k_scale), np.float32)
-    return Arguments(
+    slopes, leftpad, mask = options.alibi_slopes, options.leftpad, options.mask
+    starts = None
+    if mask is not None:
+        assert call.query_starts is not None
+        starts = mask_starts(mask, call.query_starts, call.seq_lens)
+    arguments = Arguments(
         call.block_tables,
         call.seq_lens,
         query_starts,
         LogitOptions(
-            options.causal,
             NO_WINDOW if options.window is None else options.window,
+            NO_WINDOW if options.window_right is None else options.window_right,
             np.float32(options.softcap or 0),
-            0 if options.alibi_slopes is None else address_of(options.alibi_slopes),
+            _address(slopes),
+            0 if slopes is None or slopes.ndim == 1 else slopes.shape[1],
+            _address(leftpad),
+            _address(mask),
+            _address(starts),
+            0 if mask is None or mask.dtype == np.bool_ else 3,
         ),
         factors,
         NO_HEADS if options.sinks is None else options.sinks,
         per_head(call.v_scale, spec.num_kv_heads),
         dim_places(spec.kind, spec.head_dim),
     )
+    return arguments, tuple(x for x in (slopes, leftpad, mask, starts) if x is not None)
+
+
+def _address(x: Array | None) -> int:
+    return 0 if x is None else address_of(x)
 
 
 def estimate_of(call: AttentionCall, base_ns: float) -> float:

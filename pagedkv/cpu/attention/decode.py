@@ -107,7 +107,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                     # Rows that fill up a group repeat the last one.
                     token, g = min(r, used - 1) // group_size, min(r, used - 1) % group_size
                     head, position = (first_kv_head + h) * group_size + g, length - num_tokens + token
-                    start_row(scratch, h * head_rows + r, position, head, options, length)
+                    start_row(scratch, h * head_rows + r, seq, token, position, head, options, length)
                     query = inputs.q + (first_token + token) * inputs.q_strides[0] + head * inputs.q_strides[1]
                     factor = address(factors) + head * FLOAT_BYTES
                     put_query(scratch, h * head_rows + r, R, query, q_kind, factor, head_dim, address(places))
@@ -118,7 +118,8 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             heads = WorkItem(
                 seq, table, first, first_kv_head, kv_heads, head_rows, head_dim, address(places), token_major
             )  # fmt: skip
-            walk(scratch, heads, inputs, options, start, stop)
+            if first < stop:  # padding may leave nothing
+                walk(scratch, heads, inputs, options, start, stop)
 
             count = splits.first[seq + 1] - splits.first[seq]
             if count > 1:
@@ -215,7 +216,7 @@ class DecodeLaunch(NamedTuple):
     kernel: Callable[..., Any]
     inputs: Inputs
     arguments: Arguments
-    slopes: Array | None  # kept alive, since its address is among the arguments
+    owners: tuple[Array, ...]  # kept alive, since their addresses are among the arguments
     splits: Splits
     heads_per_item: int
     most_tokens: int  # the most query tokens of a sequence
@@ -249,7 +250,7 @@ class DecodeLaunch(NamedTuple):
                 address_of(result),
                 lse,
             ),
-            owners=(q, k_cache, v_cache, self.slopes, result),
+            owners=(q, k_cache, v_cache, *self.owners, result),
             estimate=self.estimate,
         )
 
@@ -275,8 +276,7 @@ def plan_few_tokens(
     return DecodeLaunch(
         _make_kernel(config, call.options.score_mod),
         inputs,
-        make_arguments(call, query_starts),
-        call.options.alibi_slopes,
+        *make_arguments(call, query_starts),
         splits,
         heads_per_item,
         most_tokens,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..compile import device, helper, inlined
-from .access import get_float, get_int, get_int32
+from .access import get_byte, get_float, get_int, get_int32, put_float
 from .logits import make_modify
 from .scratch import NOTHING, ONE, ZERO, start_states
 from .steps.code import FLOAT_BYTES, INT_BYTES, STEP, TILE
@@ -179,6 +179,16 @@ def seen_tokens(scratch, row, start, count):
     return min(count, get_int32(scratch.stops + row * FLOAT_BYTES) - start)
 
 
+@helper
+def hide(scores, stride, count, scratch, row, first, options):
+    """Make the logits of a row -inf whose keys, at positions first, first + 1, ..., the mask hides."""
+    shift, key = options.mask_shift, get_int(scratch.mask + row * INT_BYTES) + first
+    for t in range(count):
+        byte = np.int64(get_byte(options.mask + (key + t >> shift)))
+        if byte >> (key + t & (1 << shift) - 1) & 1 == 0:
+            put_float(scores + t * stride, NOTHING)
+
+
 @lru_cache(maxsize=4)
 def _weigh_without_score_mod(R: int) -> Callable[..., Any]:
     """The `weigh` that all kernels without a score_mod share, so that numba compiles it once for a process."""
@@ -200,9 +210,15 @@ def _make_weigh(R: int, score_mod: Callable[..., Any] | None) -> Callable[..., A
             for r in range(begin, end):
                 scores = scratch.scores + r // R * R * SCORES + r % R * FLOAT_BYTES
                 position, head = get_int(scratch.position + r * INT_BYTES), get_int(scratch.head + r * INT_BYTES)
-                slope = get_float(slopes + head * FLOAT_BYTES) if slopes != 0 else ZERO
+                slope = ZERO
+                if slopes != 0:
+                    slope = get_float(slopes + (seq * options.slopes_stride + head) * FLOAT_BYTES)
                 seen = seen_tokens(scratch, r, first, count)
                 modify(scores, R * FLOAT_BYTES, seen, first, position, softcap, slope, head, seq)
+        if options.mask != 0:
+            for r in range(begin, end):
+                scores = scratch.scores + r // R * R * SCORES + r % R * FLOAT_BYTES
+                hide(scores, R * FLOAT_BYTES, seen_tokens(scratch, r, first, count), scratch, r, first, options)
         for r in range(begin, end, R):
             masked = False
             for row in range(r, r + R):

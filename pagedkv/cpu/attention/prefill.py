@@ -93,15 +93,17 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                 token, head = min(r, used - 1) // group_size, kv_head * group_size + min(r, used - 1) % group_size
                 query = inputs.q + (first_token + token) * inputs.q_strides[0] + head * inputs.q_strides[1]
                 factor = address(factors) + head * FLOAT_BYTES
-                start_row(scratch, r, first_position + token, head, options, length)
+                of_sequence = first_token - query_starts[seq] + token
+                start_row(scratch, r, seq, of_sequence, first_position + token, head, options, length)
                 start_running(scratch, r, sinks[head] if sinks.size else NOTHING)
                 put_query(scratch, r, GROUP_ROWS, query, q_kind, factor, head_dim, address(places))
             start_states(scratch, num_rows)
 
             first = np.int64(get_int32(scratch.starts))
-            stop = min(length, first_position + num_tokens) if options.causal else length
+            stop = min(length, first_position + num_tokens + options.window_right)
             heads = WorkItem(seq, table, first, kv_head, 1, num_rows, head_dim, address(places), False)
-            walk(scratch, heads, inputs, options, first // TILE * TILE, stop)
+            if first < stop:  # padding may leave nothing
+                walk(scratch, heads, inputs, options, first // TILE * TILE, stop)
 
             for r in range(used):
                 token, head = first_token + r // group_size, kv_head * group_size + r % group_size
@@ -143,7 +145,7 @@ class PrefillLaunch(NamedTuple):
     kernel: Callable[..., Any]
     inputs: Inputs
     arguments: Arguments
-    slopes: Array | None  # kept alive, since its address is among the arguments
+    owners: tuple[Array, ...]  # kept alive, since their addresses are among the arguments
     chunks: Chunks
     tokens_per_item: int
     estimate: float
@@ -162,7 +164,7 @@ class PrefillLaunch(NamedTuple):
                 address_of(result),
                 lse,
             ),
-            owners=(q, k_cache, v_cache, self.slopes, result),
+            owners=(q, k_cache, v_cache, *self.owners, result),
             estimate=self.estimate,
         )
 
@@ -191,8 +193,7 @@ def _plan_many_tokens(
     return PrefillLaunch(
         _make_kernel(tile_config(call.spec, GROUP_ROWS, staged=True), call.options.score_mod),
         make_inputs(call),
-        make_arguments(call, query_starts),
-        call.options.alibi_slopes,
+        *make_arguments(call, query_starts),
         plan_chunks(query_starts, query_lens, tokens_per_item),
         tokens_per_item,
         estimate_of(call, logits * head_dim * DIM_NS),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..compile import device, helper
-from .access import get_float, put_float, put_int, put_int32
+from .access import get_float, get_int, get_int32, put_float, put_int, put_int32
 from .steps.code import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES
 from .steps.query_rows import make_load_query, make_store_result
 from .steps.softmax import make_clear
@@ -51,6 +51,7 @@ class Scratch(NamedTuple):
     stops: Any  # int32 (rows,) the one after the last
     position: Any  # int64 (rows,) the token's position in its sequence
     head: Any  # int64 (rows,) the query head
+    mask: Any  # int64 (rows,) where the row begins in the mask, in keys
     num_vectors: Any  # vectors of a widened row
     row_bytes: Any  # bytes of a widened row
 
@@ -60,7 +61,7 @@ def scratch_memory(num_rows, head_dim, tile_tokens):
     """Memory for a Scratch, aligned to a cache line: a vector load that crosses a line costs two."""
     row_bytes = vectors_of(head_dim) * LANES * FLOAT_BYTES
     size = 5 * ROWS_BYTES + 2 * tile_tokens * row_bytes
-    size += num_rows * (3 * row_bytes + SCORES + 7 * FLOAT_BYTES + 2 * INT_BYTES) + CACHE_LINE
+    size += num_rows * (3 * row_bytes + SCORES + 7 * FLOAT_BYTES + 3 * INT_BYTES) + CACHE_LINE
     memory = np.zeros((size + CACHE_LINE) // FLOAT_BYTES, np.float32)
     return memory[-address(memory) % CACHE_LINE // FLOAT_BYTES :]
 
@@ -78,7 +79,8 @@ def scratch_at(memory, num_rows, head_dim, tile_tokens):
     scores = running + num_rows * row_bytes
     position = scores + num_rows * SCORES
     head = position + num_rows * INT_BYTES
-    maximum = head + num_rows * INT_BYTES
+    mask = head + num_rows * INT_BYTES
+    maximum = mask + num_rows * INT_BYTES
     each = num_rows * FLOAT_BYTES
     tile_rows, v_tile_rows = memory + 3 * ROWS_BYTES, memory + 4 * ROWS_BYTES
     for t in range(tile_tokens):
@@ -88,7 +90,7 @@ def scratch_at(memory, num_rows, head_dim, tile_tokens):
         memory, memory + ROWS_BYTES, memory + 2 * ROWS_BYTES, tile_rows, v_tile_rows, tile, v_tile,
         queries, acc, running, scores,
         maximum, maximum + each, maximum + 2 * each, maximum + 3 * each, maximum + 4 * each,
-        maximum + 5 * each, maximum + 6 * each, position, head, num_vectors, row_bytes,
+        maximum + 5 * each, maximum + 6 * each, position, head, mask, num_vectors, row_bytes,
     )  # fmt: skip
 
 
@@ -106,12 +108,16 @@ def whole_groups(num_rows, group_rows):
 
 
 @helper
-def start_row(scratch, row, position, head, options, length):
-    """Store a query row's position and head, and the range of positions that it sees."""
+def start_row(scratch, row, seq, token, position, head, options, length):
+    """Store the position and head of a sequence's query token, and which keys it sees."""
     put_int(scratch.position + row * INT_BYTES, position)
     put_int(scratch.head + row * INT_BYTES, head)
-    put_int32(scratch.starts + row * FLOAT_BYTES, np.int32(max(np.int64(0), position - options.window + 1)))
-    put_int32(scratch.stops + row * FLOAT_BYTES, np.int32(position + 1 if options.causal else length))
+    first = np.int64(get_int32(options.leftpad + seq * 4)) if options.leftpad != 0 else np.int64(0)
+    put_int32(scratch.starts + row * FLOAT_BYTES, np.int32(max(first, position - options.window + 1)))
+    put_int32(scratch.stops + row * FLOAT_BYTES, np.int32(min(length, position + options.window_right + 1)))
+    if options.mask != 0:
+        start = get_int(options.mask_starts + seq * INT_BYTES) << options.mask_shift
+        put_int(scratch.mask + row * INT_BYTES, start + token * length)
 
 
 @helper

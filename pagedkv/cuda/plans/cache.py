@@ -28,7 +28,7 @@ MOST_PLANS = 1024
 # The arguments that may be arrays, `out` the last of them; a plan depends on all others, and on environment variables.
 _ARRAYS = (
     *("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts"),
-    *("alibi_slopes", "sinks", "k_scale", "v_scale", "out"),
+    *("alibi_slopes", "sinks", "leftpad", "mask", "k_scale", "v_scale", "out"),
 )
 _OPTIONS = tuple(name for name in AttentionArguments._fields if name not in (*_ARRAYS, "max_seq_len"))
 _SETTINGS = ("PAGEDKV_CHECK", WGMMA)

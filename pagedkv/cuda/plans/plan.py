@@ -99,6 +99,7 @@ def arrays_of(call: AttentionCall) -> dict[str, Any]:
         **{"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache},
         **{"block_tables": call.block_tables, "seq_lens": call.seq_lens, "query_starts": call.query_starts},
         **{"alibi_slopes": options.alibi_slopes, "sinks": options.sinks},
+        **{"leftpad": options.leftpad, "mask": options.mask},
         **{"k_scale": call.k_scale, "v_scale": call.v_scale},
     }
 

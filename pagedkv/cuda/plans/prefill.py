@@ -130,7 +130,7 @@ class _Kernel(NamedTuple):
     grid: tuple[int, int, int]
     shared_bytes: int
     scalars: tuple[int, ...]  # the last of them strides
-    workspaces: tuple[str, ...] = ()
+    pointers: tuple[str, ...] = ()
 
 
 def _launch(device: Device, call: AttentionCall, kernel: _Kernel) -> Launch:
@@ -139,11 +139,12 @@ def _launch(device: Device, call: AttentionCall, kernel: _Kernel) -> Launch:
         *("out", "lse", "q", "k_cache", "v_cache", "block_tables"),
         *(lens_of(call), "query_starts"),
         *("alibi_slopes", "sinks", "k_scale", "v_scale"),
-        *kernel.workspaces,
+        *kernel.pointers,
     )
     scalars = (
         *(len(call.seq_lens), num_tokens, call.spec.num_kv_heads, num_heads, max_seq_len_of(call)),
-        *(options.window or NO_WINDOW, int(options.causal), *kernel.scalars),
+        options.window or NO_WINDOW,
+        *(NO_WINDOW if options.window_right is None else options.window_right, *kernel.scalars),
         *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
         *(bits_of(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
     )
@@ -205,9 +206,14 @@ def _on_cuda_cores(call: AttentionCall, out: Array, capability: Capability) -> _
         of_caches = [(x.strides[0], x.strides[3], *x.strides[1:3]) for x in caches]
     else:
         of_caches = [(*cache_strides(call, x), 0) for x in caches]
-    scalars = (call.spec.block_size, *_strides(call, out), *of_caches[0], *of_caches[1])
+    slopes, mask = call.options.alibi_slopes, call.options.mask
+    scalars = (
+        *(call.spec.block_size, *_strides(call, out), *of_caches[0], *of_caches[1]),
+        0 if slopes is None or slopes.ndim == 1 else slopes.strides[0] // FLOAT_BYTES,
+        *(0 if mask is None else mask.size, 0 if mask is None or mask.dtype == np.bool_ else 3),
+    )
     grid, nbytes = _grid(call, CoresShape(config).rows), cuda_cores.dynamic_bytes(config)
-    return _Kernel(make_prefill_on_cuda_cores, config, grid, nbytes, scalars)
+    return _Kernel(make_prefill_on_cuda_cores, config, grid, nbytes, scalars, ("leftpad", "mask"))
 
 
 def _grid(call: AttentionCall, rows: int) -> tuple[int, int, int]:
@@ -268,7 +274,14 @@ def splits_keys(call: AttentionCall, config: TensorConfig) -> bool:
 
 
 def suits_tensor_cores(call: AttentionCall) -> bool:
-    """True where elements of q and of the cache are operands of tensor cores, in rows that registers have room for."""
+    """True where elements of q and of the cache are operands of tensor cores, in rows that registers have room for.
+
+    Masks, padding and slopes of each sequence are left to CUDA cores: on tensor cores they would cost all others
+    registers.
+    """
     spec, q_kind = call.spec, call.q.dtype.name
     is_operand = q_kind != "float32" and (spec.kind == q_kind or spec.kind in FP8_KINDS)
-    return is_operand and spec.layout != "vllm" and spec.head_dim <= MOST_DIMS
+    options = call.options
+    is_rare = options.leftpad is not None or options.mask is not None
+    is_rare |= options.alibi_slopes is not None and options.alibi_slopes.ndim == 2
+    return is_operand and not is_rare and spec.layout != "vllm" and spec.head_dim <= MOST_DIMS

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..device.language import float32, int32, int64, types, uint8
 
-_BYTES, _INTS, _FLOATS = (types.CPointer(dtype) for dtype in (uint8, int32, float32))
+BYTES, INTS, FLOATS = (types.CPointer(dtype) for dtype in (uint8, int32, float32))
 
 
 class Item(NamedTuple):
@@ -27,10 +27,10 @@ class Item(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Which keys a row sees: from its position - window + 1 to its position, or to the last key."""
+    """Which keys a row sees: from its position - window + 1 to its position + right, or to the last key."""
 
-    is_causal: Any
     window: Any
+    right: Any
 
 
 class KeySpan(NamedTuple):
@@ -82,14 +82,14 @@ class TileOutput(NamedTuple):
     v_factor: Any  # by which values are multiplied
 
 
-def signature(num_strides: int, *workspaces: Any) -> Any:
-    """The signature of a kernel that takes `num_strides` strides, in bytes, and pointers to workspaces."""
+def signature(num_strides: int, *pointers: Any) -> Any:
+    """The signature of a kernel that takes `num_strides` strides, in bytes, and `pointers` beside those of all."""
     return types.void(
-        *(_BYTES, _FLOATS, _BYTES, _BYTES, _BYTES),  # out, lse, q, k_cache, v_cache
-        *(_INTS, _INTS, _INTS),  # block_tables, seq_lens, query_starts
-        *(_FLOATS, _FLOATS, _FLOATS, _FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
-        *workspaces,
-        *[int64] * 7,  # sizes, window, causal
+        *(BYTES, FLOATS, BYTES, BYTES, BYTES),  # out, lse, q, k_cache, v_cache
+        *(INTS, INTS, INTS),  # block_tables, seq_lens, query_starts
+        *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
+        *pointers,
+        *[int64] * 7,  # sizes, window, window_right
         *[int64] * num_strides,
         *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
     )

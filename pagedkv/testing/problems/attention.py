@@ -36,6 +36,12 @@ class Spec:
         "own", "halves" of one array, or "strided": gaps on every axis.
     kv_scales : str or None
         "scalar" or "per head".
+    seq_slopes : bool
+        ALiBi slopes are of each sequence, instead of all.
+    leftpad : bool
+        Sequences begin with padding, which holds poison.
+    mask : str or None
+        "bool" or "bits": rows see half of the keys that the other options leave.
     needles : tuple of int
         Position of the one key of a KV head that takes all the weight: of KV head h ``needles[h % len(needles)]``.
     fingerprint : bool
@@ -71,7 +77,11 @@ class Spec:
     scale: float | None = None
     softcap: float | None = None
     alibi: bool = False
+    seq_slopes: bool = False
     window: int | None = None
+    window_right: int | None = None
+    leftpad: bool = False
+    mask: str | None = None
     sinks: bool = False
     score_mod: Any = None
     causal: bool = True
@@ -182,10 +192,9 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
     >>> problem.q.shape, problem.k_cache.shape  # 3 blocks are used, and 3 more hold poison
     ((2, 4, 64), (6, 4, 2, 64))
     """
-    rng = np.random.default_rng([spec.seed, 7])
-    options = _options(spec, rng)
     ids = spec.ids if spec.ids is not None else tuple(range(len(spec.seq_lens)))
     query_lens = spec.query_lens if spec.query_lens is not None else (1,) * len(spec.seq_lens)
+    options = _options(spec, ids, query_lens, np.random.default_rng([spec.seed, 7]))
 
     place = np.random.default_rng([spec.placement_seed, 11])
     block_counts = [-(-length // spec.block_size) for length in spec.seq_lens]
@@ -208,7 +217,9 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
         block, offset = blocks[position // spec.block_size], position % spec.block_size
         if spec.fingerprint:
             v = _fingerprints(spec, block, offset)
-        first = max(0, length - spec.window) if spec.poisons_left_of_window and spec.window else 0
+        first = int(options["leftpad"][seq]) if spec.leftpad else 0
+        if spec.poisons_left_of_window and spec.window:
+            first = max(0, length - spec.window)
         k_pool[block[first:], offset[first:]] = k[first:]
         v_pool[block[first:], offset[first:]] = v[first:]
 
@@ -235,15 +246,23 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
     )
 
 
-def _options(spec: Spec, rng: np.random.Generator) -> dict[str, Any]:
+def _options(spec: Spec, ids: tuple[int, ...], query_lens: tuple[int, ...], rng: np.random.Generator) -> dict[str, Any]:
     """The keyword options of the call, without those that have their default."""
     heads = np.arange(spec.num_heads)
     options: dict[str, Any] = {"layout": spec.layout, "scale": spec.scale, "softcap": spec.softcap}
     options |= {"window": spec.window, "score_mod": spec.score_mod}
     if spec.query_lens is not None:
         options["causal"] = spec.causal
+    if spec.window_right is not None:
+        options["window_right"] = spec.window_right
     if spec.alibi:
-        options["alibi_slopes"] = (2.0 ** (-8.0 * (heads + 1) / spec.num_heads)).astype(np.float32)
+        slopes = (2.0 ** (-8.0 * (heads + 1) / spec.num_heads)).astype(np.float32)
+        options["alibi_slopes"] = slopes * (np.array(ids, np.float32)[:, None] % 3 + 1) if spec.seq_slopes else slopes
+    if spec.leftpad:
+        padding = [_of_seq(spec, seq_id).integers(0, n + 1) for seq_id, n in zip(ids, spec.seq_lens, strict=True)]
+        options["leftpad"] = np.array(padding, np.int32)
+    if spec.mask:
+        options["mask"] = _mask(spec, ids, query_lens)
     if spec.sinks:
         options["sinks"] = (3 * rng.standard_normal(spec.num_heads)).astype(np.float32)
     if spec.is_fp8:
@@ -254,6 +273,21 @@ def _options(spec: Spec, rng: np.random.Generator) -> dict[str, Any]:
             for name in ("k_scale", "v_scale"):
                 options[name] = rng.uniform(0.25, 2.0, spec.num_kv_heads).astype(np.float32)
     return options
+
+
+def _of_seq(spec: Spec, seq_id: int) -> np.random.Generator:
+    """What draws the options of a sequence."""
+    return np.random.default_rng([spec.seed, seq_id, 13])
+
+
+def _mask(spec: Spec, ids: tuple[int, ...], query_lens: tuple[int, ...]) -> np.ndarray:
+    """Half of the keys of each row, whatever the other rows are."""
+    masks = []
+    for seq_id, length, query_len in zip(ids, spec.seq_lens, query_lens, strict=True):
+        rows = _of_seq(spec, seq_id).random((length, length), np.float32)[length - query_len :]
+        shown = (rows < 0.5).ravel()
+        masks.append(shown if spec.mask == "bool" else np.packbits(shown, bitorder="little"))
+    return np.concatenate(masks)
 
 
 def _contents(spec: Spec, seq_id: int, length: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

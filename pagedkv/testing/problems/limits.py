@@ -12,7 +12,10 @@ from .attention import FLOATS, POISONS
 KV_DTYPES = (*FLOATS, *FP8_KINDS)
 STRIDES = ("own", "halves", "strided")
 # Options that may have another value than their default.
-OPTIONS = ("scale", "softcap", "alibi_slopes", "window", "sinks", "causal", "k_scale")
+OPTIONS = (
+    *("scale", "softcap", "alibi_slopes", "window", "sinks", "causal", "k_scale"),
+    *("window_right", "leftpad", "mask", "seq_slopes"),
+)
 # By the largest power of two up to 64 that divides head_dim, which says whether the CPU has rows in whole chunks.
 HEAD_DIMS = {
     8: (8, 24, 40, 72, 120, 504),
@@ -44,8 +47,8 @@ class Limits:
     finite_left_of_window : bool
         Keys and values left of the window are not poisoned in decode.
     options : tuple of str
-        Which of scale, softcap, alibi_slopes, window, sinks, causal and k_scale (with v_scale) may be other than their
-        default.
+        Which of scale, softcap, alibi_slopes, window, sinks, causal and k_scale (with v_scale), and in prefill
+        window_right, leftpad and mask, may be other than their default; seq_slopes: slopes for each sequence.
     score_mods : tuple
         Functions, or None for none.
     poisons : tuple of str

@@ -104,6 +104,8 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
 
     windows = [1, 2, block_size, block_size + 1, SPLIT, SPLIT + 1, 10**6]
     scales = _one_of(None, "scalar", "per head")
+    causal = option("causal", st.booleans(), True) if prefill else True
+    rare = prefill and draw(_one_of(False, False, True))
     spec = Spec(
         seq_lens=seq_lens,
         query_lens=query_lens,
@@ -124,7 +126,11 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
         window=option("window", st.none() | _one_of(*windows)),
         sinks=option("sinks", st.booleans(), False),
         score_mod=score_mod,
-        causal=option("causal", st.booleans(), True) if prefill else True,
+        causal=causal,
+        seq_slopes=rare and option("seq_slopes", st.booleans(), False),
+        window_right=None if causal else option("window_right", _one_of(None, 0, 1, block_size, SPLIT)),
+        leftpad=rare and option("leftpad", st.booleans(), False),
+        mask=option("mask", _one_of(None, "bool", "bits")) if rare else None,
         seed=draw(st.integers(0, 2**16)),
         poison=draw(_one_of(*limits.poisons)),
     )

@@ -87,6 +87,9 @@ def specs(draw: st.DrawFn, form: Spec) -> Spec:
     if cores:
         fields["block_size"] = draw(st.sampled_from([8, 16, 32] if form.layout == "vllm" else [1, 3, 16, 64]))
         fields["group_size"] = draw(st.integers(1, 5))
+        fields["leftpad"], fields["mask"] = draw(st.booleans()), draw(st.sampled_from([None, "bool", "bits"]))
+        fields["seq_slopes"] = draw(st.booleans())
+    causal = draw(st.booleans())
     return form.replace(
         seq_lens=tuple(lengths),
         query_lens=tuple(query_lens),
@@ -97,7 +100,8 @@ def specs(draw: st.DrawFn, form: Spec) -> Spec:
         scale=draw(st.sampled_from([None, None, 0.0, -0.1, 0.25])),
         window=draw(st.none() | st.sampled_from([1, 2, 17, 33, 64, 65, 10**6])),
         sinks=draw(st.booleans()),
-        causal=draw(st.booleans()),
+        causal=causal,
+        window_right=None if causal else draw(st.sampled_from([None, 0, 1, 40, 64])),
         seed=draw(st.integers(0, 2**16)),
         **fields,
     )
@@ -115,6 +119,7 @@ def specs_of_few_rows(draw: st.DrawFn, form: Spec) -> Spec:
     fields: dict[str, Any] = {}
     if form.softcap or form.alibi:
         fields = {"softcap": draw(st.sampled_from([None, 0.7])), "alibi": True}
+    causal = draw(st.booleans())
     return form.replace(
         seq_lens=tuple(lengths),
         query_lens=tuple(queries),
@@ -124,7 +129,8 @@ def specs_of_few_rows(draw: st.DrawFn, form: Spec) -> Spec:
         scale=draw(st.sampled_from([None, None, 0.0, -0.1])),
         window=draw(st.sampled_from([None, None, 513, 600, 1100])),
         sinks=draw(st.booleans()),
-        causal=draw(st.booleans()),
+        causal=causal,
+        window_right=None if causal else draw(st.sampled_from([None, 0, 3])),
         seed=draw(st.integers(0, 2**16)),
         **fields,
     )

@@ -1,6 +1,7 @@
 """Prefill attention on CUDA cores: what tensor cores do not take, and the form to read first.
 
-float32 queries and caches, layout vllm, and rows of more than 256 dims. Every option is an argument of the launch.
+float32 queries and caches, layout vllm, rows of more than 256 dims, padding on the left, masks, and slopes for each
+sequence. Every option is an argument of the launch.
 
 Grid and rows are as on tensor cores (../tensor_cores/, ../items.py). A few neighbouring lanes share a row of queries:
 each has every `lanes`-th key of a tile in Q K^T and in the softmax, and every `lanes`-th vector of 4 dims of O.
@@ -24,6 +25,7 @@ from ...device.intrinsics.thread import (
     float_bits,
     for_each,
     larger,
+    load_1,
     load_4,
     load_shared,
     local_array,
@@ -44,9 +46,10 @@ from ...device.language import cuda, float32, int64, uint32
 from ...device.logits import LOG2E, NONE, make_modify
 from ...device.scales import scale_of
 from ...device.source import KernelSource, device_function
-from ..arguments import Item, TileOutput, signature
+from ...device.warp import WARP_SIZE
+from ..arguments import BYTES, INTS, Item, TileOutput, signature
 from ..config import NUM_THREADS, CoresConfig
-from ..items import make_find_item
+from ..items import make_find_item, start_of
 from ..output import finish, make_store_nothing
 from .rows import make_load_query, make_load_rows
 from .shape import VECTOR, CoresShape
@@ -62,6 +65,25 @@ class QueryRow(NamedTuple):
     slope: Any
     seq: Any
     last_token: Any  # the sequence's last token
+    first_in_mask: Any  # where the mask has its key 0, in keys
+
+
+class Mask(NamedTuple):
+    """Which keys rows see besides; see `pagedkv.prefill_attention`."""
+
+    address: Any  # 0 for none
+    num_bytes: Any
+    shift: Any  # log2 of the keys that a byte holds
+
+
+@device_function
+def is_hidden(mask, key):
+    """Whether the mask hides a key, counted from its beginning; what is not in the mask is hidden."""
+    where = key >> mask.shift
+    if where >= mask.num_bytes:
+        return True
+    bit = int64(load_1(mask.address + where)) >> (key & ((int64(1) << mask.shift) - 1))
+    return bit & 1 == 0
 
 
 def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
@@ -76,6 +98,24 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
     NUM_OFFSETS = 2 * ROWS
 
     @device_function
+    def start_in_mask(lane, places, seq, lengths, shift):
+        """The byte of the mask with which a sequence begins. The whole warp calls it, and leaves sums in `places`."""
+        query_starts, seq_lens = lengths
+        total, i = int64(0), lane
+        while i < seq:
+            query_len = uint32(start_of(query_starts, uint32(i + 1)) - start_of(query_starts, i))
+            keys = int64(query_len) * int64(load_4(address(seq_lens) + int64(i) * 4))
+            total += (keys + (int64(1) << shift) - 1) >> shift
+            i = uint32(i + WARP_SIZE)
+        places[int64(lane)] = total
+        sync_warp()
+        start, n = int64(0), int64(0)
+        while n < WARP_SIZE:
+            start += places[n]
+            n += 1
+        return start
+
+    @device_function
     def find_rows(rows, table, first, low, last, block_size, k_strides, v_strides, thread):
         """Store the offsets of a tile's rows in both caches, from the first row of the KV head on."""
         if thread < ROWS:
@@ -86,13 +126,15 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
 
     def prefill_on_cuda_cores(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
-        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, window, is_causal, block_size,
+        leftpad, mask,
+        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, window, window_right, block_size,
         table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, k_block_stride,
         k_token_stride, k_head_stride, k_dim_stride, v_block_stride, v_token_stride, v_head_stride, v_dim_stride,
-        scale, softcap, k_number, v_number,
+        slopes_stride, mask_bytes, mask_shift, scale, softcap, k_number, v_number,
     ):  # fmt: skip
         q_tile = shared_address(cuda.shared.array(0, uint32, alignment=16))
-        rows, kept = cuda.shared.array(NUM_OFFSETS, int64), cuda.shared.array(6, uint32)
+        rows, kept = cuda.shared.array(NUM_OFFSETS, int64), cuda.shared.array(7, uint32)
+        mask_start = cuda.shared.array(1, int64)
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
@@ -100,9 +142,14 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         # One warp reads the lengths for the block: they may change while the kernel runs, and all threads must agree.
         if warp == 0:
             found = find_item(lane, tile, group_size, lengths, num_seqs, num_tokens, max_seq_len)
+            start = int64(0)
+            if address(mask) != 0:
+                start = start_in_mask(lane, rows, found.seq, lengths, mask_shift)
             if lane == 0:
                 kept[0], kept[1], kept[2] = found.seq, found.first_row, found.num_rows
                 kept[3], kept[4], kept[5] = found.start, found.context, found.seq_len
+                kept[6] = load_4(address(leftpad) + int64(found.seq) * 4) if address(leftpad) != 0 else uint32(0)
+                mask_start[0] = start << mask_shift
         cuda.syncthreads()
         item = Item(kept[0], kept[1], kept[2], kept[3], kept[4], kept[5])
         if item.num_rows == 0:
@@ -110,8 +157,10 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         last_row = uint32(item.num_rows - 1)
         first_position = uint32(item.context + uint32(item.first_row // group_size))
         end_position = uint32(item.context + uint32(min(uint32(item.first_row + (ROWS - 1)), last_row) // group_size))
-        last = end_position if is_causal != 0 else uint32(item.seq_len - 1)
-        low = uint32(first_position - window + 1) if first_position >= window else uint32(0)
+        last_key, right = uint32(item.seq_len - 1), uint32(window_right)
+        last = min(uint32(end_position + right), last_key)
+        padding = min(kept[6], item.seq_len)
+        low = max(uint32(first_position - window + 1) if first_position >= window else uint32(0), padding)
         table = address(block_tables) + int64(item.seq) * table_stride
         head = uint32(kv_head * group_size)
         v_factor = scale_of(v_scale, v_number, kv_head)
@@ -138,15 +187,20 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         r, c = divmod_32(thread, LANES)
         token, of_group = divmod_32(min(uint32(item.first_row + r), last_row), group_size)
         position = uint32(item.context + token)
+        slope = float32(0)
+        if address(alibi_slopes) != 0:
+            slope = alibi_slopes[int64(item.seq) * slopes_stride + int64(head) + int64(of_group)]
         row = QueryRow(
             position,
-            uint32(position - window + 1) if position >= window else uint32(0),
-            position if is_causal != 0 else uint32(item.seq_len - 1),
+            max(uint32(position - window + 1) if position >= window else uint32(0), padding),
+            min(uint32(position + right), last_key),
             uint32(head + of_group),
-            alibi_slopes[int64(head) + int64(of_group)] if address(alibi_slopes) != 0 else float32(0),
+            slope,
             item.seq,
-            uint32(item.seq_len - 1),
+            last_key,
+            mask_start[0] + int64(token) * int64(item.seq_len),
         )
+        hiding = Mask(address(mask), mask_bytes, mask_shift)
         kv_tile, p_row = uint32(q_tile + TILE_BYTES), uint32(uint32(q_tile + 2 * TILE_BYTES) + uint32(r * P_BYTES))
         q_row = uint32(q_tile + uint32(r * ROW_BYTES))
         load_query(q_tile, q_head, (q_token_stride, q_head_stride), item.first_row, last_row, group_size, thread)
@@ -161,7 +215,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
             load_keys(kv_tile, rows, k_head, k_dim_stride, thread)
             cuda.syncthreads()
             dot_products(p_row, q_row, kv_tile, c)
-            softmax(p_row, o, state, row, factor, bits_float(uint32(softcap)), first, c)
+            softmax(p_row, o, state, row, hiding, factor, bits_float(uint32(softcap)), first, c)
             cuda.syncthreads()
             load_values(kv_tile, rows, v_head, v_dim_stride, thread)
             cuda.syncthreads()
@@ -169,7 +223,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
             first = uint32(first + ROWS)
         store_row(o, state, output, uint32(item.first_row + r), item.num_rows, token, of_group, c)
 
-    return KernelSource(prefill_on_cuda_cores, signature(14), NUM_THREADS)
+    return KernelSource(prefill_on_cuda_cores, signature(17, INTS, BYTES), NUM_THREADS)
 
 
 def dynamic_bytes(config: CoresConfig) -> int:
@@ -208,7 +262,7 @@ def make_dot_products(shape: CoresShape) -> Any:
 
 
 def make_softmax(shape: CoresShape) -> Any:
-    """The device function ``softmax(p_row, o, state, row, factor, softcap, first, c)``: products become P.
+    """The device function ``softmax(p_row, o, state, row, mask, factor, softcap, first, c)``: products become P.
 
     state is the maximum and this lane's sum of exponentials. It rescales both and O, by 1 if no maximum moves.
     """
@@ -226,14 +280,17 @@ def make_softmax(shape: CoresShape) -> Any:
         o[i] = float32(o[i] * factor)
 
     @device_function
-    def softmax(p_row, o, state, row, factor, softcap, first, c):
+    def softmax(p_row, o, state, row, mask, factor, softcap, first, c):
         largest, key = NONE, c
         while key < uint32(KEYS * LANES):
             where, token = uint32(p_row + uint32(key << 2)), uint32(first + key)
             x = float32(bits_float(load_shared_word(where)) * factor)
             k_pos = int64(min(token, row.last_token))
             x = float32(modify(x, softcap, row.slope, int64(row.position), k_pos, row.head, row.seq) * LOG2E)
-            x = x if row.first <= token and token <= row.last else NONE
+            is_seen = row.first <= token and token <= row.last
+            if is_seen and mask.address != 0:
+                is_seen = not is_hidden(mask, row.first_in_mask + int64(token))
+            x = x if is_seen else NONE
             largest = larger(largest, x)
             store_shared_word(where, float_bits(x))
             key = uint32(key + LANES)

@@ -95,7 +95,7 @@ def make_mask(config: TensorConfig, shape: TileShape) -> Any:
     def mask_row(i, s, visible, item, first, warp, g):
         row = min(uint32(item.first_row + row_of(i, warp, g)), uint32(item.num_rows - 1))
         position = uint32(item.context + uint32(row // uint32(GROUP_SIZE)))
-        last = position if visible.is_causal else uint32(item.seq_len - 1)
+        last = min(uint32(position + visible.right), uint32(item.seq_len - 1))
         low = uint32(max(int32(int32(position) - int32(visible.window - 1)), int32(0)))
         for_each(mask_score, OF_ROW, (i, s, int32(int32(low) - int32(first)), uint32(last - low)))
 
