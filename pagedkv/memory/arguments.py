@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
-_INTS = np.dtype(np.int32), np.dtype(np.int64)
+_USUAL = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def as_int(name: str, value: object, minimum: int | None = 0, maximum: int | None = None) -> int:
@@ -33,7 +33,7 @@ def as_int(name: str, value: object, minimum: int | None = 0, maximum: int | Non
 
 
 def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n") -> npt.NDArray[np.int64]:
-    """The values (a list, tuple or range of ints, or an int32 or int64 array) as a new 1-D int64 array.
+    """The values (a list, tuple or range of ints, or an array of any integer dtype) as a new 1-D int64 array.
 
     Parameters
     ----------
@@ -45,11 +45,11 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
     Raises
     ------
     TypeError
-        Not integers, bools among them, or an array of another dtype than int32 or int64, or with a mask.
+        Not integers, bools among them, or an array with a mask.
     ValueError
-        Not one-dimensional, or not `length` values.
+        Not one-dimensional, not `length` values, or one beyond int64.
     """
-    if type(values) is np.ndarray and values.ndim == 1 and values.dtype in _INTS and length in (None, len(values)):
+    if type(values) is np.ndarray and values.ndim == 1 and values.dtype in _USUAL and length in (None, len(values)):
         return values.astype(np.int64)  # most calls of a step: it needs no further check
     if not isinstance(values, (list, tuple, range, np.ndarray)):
         remedy = ": pass its tolist()" if hasattr(values, "tolist") else ""
@@ -64,8 +64,10 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
         array = np.empty(0, np.int64)
     if array.ndim != 1 or (length is not None and len(array) != length):
         raise ValueError(f"{name} must have shape {expected}, got {array.shape}")
-    if array.dtype not in _INTS:
-        raise TypeError(f"{name} must have dtype int32 or int64, got {array.dtype}")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must have an integer dtype, got {array.dtype}")
+    if array.dtype == np.uint64 and (largest := array.max(initial=0)) > MAX_INT64:
+        raise ValueError(f"{name} must be at most 2**63 - 1, got {largest}")
     if isinstance(values, (list, tuple)):
         # Only a 0 or a 1 can have been a bool.
         refuse_bools(name, [values[i] for i in np.flatnonzero(array >> 1 == 0).tolist()])

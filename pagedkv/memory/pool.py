@@ -136,7 +136,7 @@ class BlockPool(Guarded):
 
         Parameters
         ----------
-        blocks : (n,) int32 or int64, or a list or tuple of ints
+        blocks : (n,) ints
             Blocks in use; one that is named twice gets two references.
 
         Raises
@@ -146,7 +146,7 @@ class BlockPool(Guarded):
         OverflowError
             A block would have more than 2**31 - 1 references.
         TypeError, ValueError
-            `blocks` is not a one-dimensional array of int32 or int64.
+            `blocks` is not a one-dimensional array, list or tuple of ints.
         """
         gained = self._known(blocks)
         dead = self._refs[gained] < 1
@@ -160,7 +160,7 @@ class BlockPool(Guarded):
 
         Parameters
         ----------
-        blocks : (n,) int32 or int64, or a list or tuple of ints
+        blocks : (n,) ints
             Blocks in use; one that is named twice loses two references.
 
         Raises
@@ -168,7 +168,7 @@ class BlockPool(Guarded):
         KeyError
             A block that is named more often than it has references, or no such block.
         TypeError, ValueError
-            `blocks` is not a one-dimensional array of int32 or int64.
+            `blocks` is not a one-dimensional array, list or tuple of ints.
         """
         self._commit(self._plan(dropped=self._known(blocks))[1])
 

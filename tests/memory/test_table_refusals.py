@@ -31,7 +31,7 @@ REFUSALS = [
     (lambda t, a, b: t.append([b], 1.0), TypeError, r"^n must be a list, a tuple or an array of ints, got float$"),
     (lambda t, a, b: t.append([b], True), TypeError, r"^n must be an int, got bool$"),
     (lambda t, a, b: t.append([a, b], [0, False]), TypeError, r"^n must hold ints, got a bool$"),
-    (lambda t, a, b: t.append([b], np.ones(1)), TypeError, r"^n must have dtype int32 or int64, got float64$"),
+    (lambda t, a, b: t.append([b], np.ones(1)), TypeError, r"^n must have an integer dtype, got float64$"),
     (lambda t, a, b: t.append([b], np.array(1)), ValueError, r"^n must have shape \(num_seqs,\) = \(1,\), got \(\)$"),
     (lambda t, a, b: t.append(True), TypeError, r"^seqs must hold ints, got a bool$"),
     (lambda t, a, b: t.append([b], np.ma.array([1], mask=[True])), TypeError, r"^n must be no masked array"),
