@@ -1,8 +1,11 @@
 """A model of transformers, as an engine and as a text."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedkv.integrations.transformers import Engine
@@ -43,10 +46,23 @@ class HuggingFaceText:
         return TextDecoder(self._tokenizer)
 
 
+def announce(name: str) -> None:
+    """Say where a model comes from that is not here yet; ValueError for what is neither a folder nor a name."""
+    if Path(name).is_dir():
+        return
+    try:
+        is_here = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:
+        raise ValueError(f"--model must be a folder, or a name such as Qwen/Qwen3-0.6B, got {name}") from None
+    if not is_here:
+        print(f"there is no folder {name}: asking huggingface.co for a model of this name", file=sys.stderr)
+
+
 def hugging_face(
     name: str, context: int | None, pool: dict[str, Any], **options: Any
 ) -> tuple[Engine, HuggingFaceText]:
     """The engine and the text of a model, by name or folder; on the GPU if there is one."""
+    announce(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval().to(device)
     if context is not None:

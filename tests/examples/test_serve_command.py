@@ -155,3 +155,20 @@ def test_a_model_of_transformers_needs_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit, match=r"--model needs torch and transformers: pip install -e \"\.\[transformers\]"):
         serve.build(serve.parse(["--model", "somebody/something"]))
+
+
+@pytest.mark.parametrize("name", ["./nosuch", "no/such/folder"])
+def test_a_model_that_is_neither_a_folder_nor_a_name(name):
+    with pytest.raises(SystemExit, match=rf"^--model must be a folder, or a name such as .*, got {re.escape(name)}$"):
+        serve.build(serve.parse(["--model", name]))
+
+
+def test_a_hub_is_asked_aloud(monkeypatch, capsys):
+    def offline(name, **options):
+        raise OSError(capsys.readouterr().err)
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", offline)
+    with pytest.raises(
+        SystemExit, match=r"^there is no folder nosuch: asking huggingface\.co for a model of this name"
+    ):
+        serve.build(serve.parse(["--model", "nosuch"]))
