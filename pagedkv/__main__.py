@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 class _Progress:
-    """Says on stderr what a command is at: on a terminal in place, elsewhere in a line of its own now and then."""
+    """Reports progress on stderr: a terminal shows one line that changes, a log gets a new line now and then."""
 
     PAUSE_S = 3.0
 
@@ -56,7 +56,7 @@ def _repeats(text: str) -> int:
 
 
 def _parser(chosen: str | None, module: Any, missing: str | None) -> argparse.ArgumentParser:
-    """The command line, with the own options of the chosen bench or other command, or why they are missing."""
+    """Build the parser; the chosen command adds its own options, and `missing` says why it cannot."""
     name = "pagedkv" if Path(sys.argv[0]).stem == "pagedkv" else "python -m pagedkv"
     parser = argparse.ArgumentParser(prog=name, description="Paged KV cache and paged attention.")
     parser.add_argument("--version", action="version", version=f"pagedkv {__version__}")
@@ -156,7 +156,7 @@ def _run(
 
 
 def _write(text: str) -> int:
-    """Print the results; returns the exit code, after a reader that has left the one of a tool that SIGPIPE ends."""
+    """Print the results; returns the exit code, 141 if the reader has left, as for a tool that SIGPIPE ends."""
     try:
         print(text, flush=True)
     except OSError as error:

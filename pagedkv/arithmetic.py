@@ -1,8 +1,8 @@
-"""Arithmetic on the host under the defaults, whatever the caller's thread has set.
+"""Arithmetic on the host in the default floating-point environment, whatever the caller's thread has set.
 
-A result depends on more than its operands: on the rounding mode and the flushing of denormals, which a thread has and
-`torch.set_flush_denormal` sets, and on NumPy's errstate, by which a value that underflows is an exception. The threads
-of a call must agree about all of it, and none of it is a reason to stop.
+A result depends on more than its operands. Each thread has a rounding mode and may flush denormals, as
+`torch.set_flush_denormal` asks it to, and NumPy's errstate may turn an underflow into an exception. All threads of a
+call must compute alike, and none of these settings is a reason to fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Environment = ctypes.c_char * 64  # a fenv_t has 8 to 32 bytes
 
 
 def _of_the_c_library() -> tuple[Callable[[Any], object], Callable[[Any], object], Any]:
-    """fegetenv, fesetenv and FE_DFL_ENV; functions that do nothing where there are none."""
+    """Look up fegetenv, fesetenv and FE_DFL_ENV; where the C library has none, return functions that do nothing."""
     try:
         library = ctypes.PyDLL(None)
         get, put = library.fegetenv, library.fesetenv
@@ -35,14 +35,14 @@ def _of_the_c_library() -> tuple[Callable[[Any], object], Callable[[Any], object
 
 _get_environment, _set_environment, _DEFAULT = _of_the_c_library()
 
-# NumPy keeps the errstate in a context variable. To compute in a copy of a context is quicker than np.errstate, and the
-# caller's errstate is never touched: there is nothing that an interrupt could leave undone.
+# NumPy keeps the errstate in a context variable. Running in a copy of a context is faster than np.errstate, and leaves
+# the caller's errstate alone, so an interrupt cannot leave it changed.
 _quiet = Context()
 _quiet.run(np.seterr, all="ignore")
 
 
 def with_default_float_env(compute: Callable[P, R]) -> Callable[P, R]:
-    """A function that computes under the defaults, in a thread that is afterwards as it was before."""
+    """Wrap a function to run in the default floating-point environment; the caller's own comes back afterwards."""
 
     def compute_by_defaults(*args: P.args, **kwargs: P.kwargs) -> R:
         environment = _Environment()
@@ -51,7 +51,7 @@ def with_default_float_env(compute: Callable[P, R]) -> Callable[P, R]:
             _set_environment(_DEFAULT)
             return _quiet.copy().run(compute, *args, **kwargs)
         finally:
-            # Python looks for interrupts after calls of C, not before: this one happens.
+            # Python handles interrupts after a C call, not before it, so this call always happens.
             _set_environment(environment)
 
     return compute_by_defaults

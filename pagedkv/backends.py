@@ -1,4 +1,4 @@
-"""What runs a call: the backend that its placement names, imported when the first call asks for it."""
+"""The backend that runs a call; each is imported for the first call that needs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """Every operation, on a valid call, into arrays that are already there."""
+    """Runs each operation on a valid call, and stores its results in arrays that the caller has made."""
 
     def attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None: ...
 
@@ -41,12 +41,12 @@ _backends: dict[str, Backend] = {}
 
 
 def backend_of(placement: Placement) -> Backend:
-    """The backend of a call.
+    """The backend of a call, imported if this is its first one.
 
     Raises
     ------
     BackendUnavailableError
-        A package is missing that it needs.
+        A package that the backend needs is missing.
     """
     backend = _backends.get(placement.backend)
     if backend is None:
@@ -72,5 +72,5 @@ def _load(name: str) -> Backend:
 
 
 def gpu_backend() -> GpuBackend | None:
-    """The backend of calls on GPUs, if there has been one: it has plans to repeat, and what kernels have noted."""
+    """The backend of calls on GPUs, None before the first one: it has the plans and errors of earlier calls."""
     return cast("GpuBackend | None", _backends.get("cuda"))

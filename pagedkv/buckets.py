@@ -1,4 +1,4 @@
-"""Buckets of lengths: what is made for one length serves all others of its bucket."""
+"""Buckets of lengths: a plan or a table for one length serves all other lengths of its bucket."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ SMALLEST_BUCKET = 256  # tokens: the shortest split
 
 
 def bucket(num_tokens: int) -> int:
-    """The power of two, SMALLEST_BUCKET or more, that a length of at least 0 is rounded up to.
+    """Round a length up to a power of two, SMALLEST_BUCKET or more.
 
-    So a length that grows token by token, as in decoding, needs a new plan or CUDA graph once for each doubling.
+    A length that grows token by token, as in decoding, then needs a new plan or CUDA graph only when it has doubled.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""What validation hands on: one record for each operation, its arguments valid and its defaults filled in.
+"""Validated calls: a record for each operation, with valid arguments and defaults filled in.
 
-Arrays are where the call runs: views of those on the host, shadows (see arrays/shadow.py) of those on a device. Tables,
-lengths, slots, pairs and the arrays of options that are on the host are the call's own C-contiguous copies; a table of
-a call on the CPU has the used columns alone. `checked` says whether kernels look at values before they use them.
+Arrays on the host are views, those on a device shadows (see arrays/shadow.py). Of tables, lengths, slots, pairs and
+arrays of options on the host, the call has its own C-contiguous copies; on the CPU, a table has only its used columns.
+`checked` says whether kernels check values before they use them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Scale = npt.NDArray[np.float32] | float
 
 
 def per_head(scale: Scale, num_kv_heads: int) -> npt.NDArray[np.float32]:
-    """A scale of a call on the host as a (num_kv_heads,) float32 array."""
+    """Spread a scale of a call on the host over the KV heads, as a (num_kv_heads,) float32 array."""
     return scale if isinstance(scale, np.ndarray) else np.full(num_kv_heads, scale, np.float32)
 
 
@@ -38,7 +38,7 @@ def mask_starts(mask: Array, query_starts: Array, seq_lens: Array) -> npt.NDArra
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a kernel does to a logit and which keys it keeps.
+    """The options of attention: how a kernel changes logits, and which keys it keeps.
 
     Attributes
     ----------
@@ -107,10 +107,10 @@ class AttentionArguments(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """A call of decode_attention, which has no query_starts, or of prefill_attention.
+    """A call of prefill_attention, or of decode_attention, which has no query_starts.
 
-    `arguments` are those of the caller, under which a device keeps the plan of the call. `max_seq_len` is the capacity
-    of the tables unless the caller knows a lower bound.
+    `arguments` are those of the caller; a device finds the plan of a repeated call by them. `max_seq_len` is the
+    capacity of the tables, or the caller's bound if that is lower.
     """
 
     arguments: AttentionArguments
@@ -133,7 +133,7 @@ class AttentionCall(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """How write_kv rotates k: the tables, and where each token stands in its sequence."""
+    """How write_kv rotates k: the tables, and the position of each token."""
 
     cos: Array
     sin: Array
@@ -172,7 +172,7 @@ class GatherCall(NamedTuple):
 
 
 class CopyCall(NamedTuple):
-    """A call of copy_blocks: all caches of all layers."""
+    """A call of copy_blocks, with the K and V caches of all layers."""
 
     placement: Placement
     caches: list[Array]
@@ -181,7 +181,7 @@ class CopyCall(NamedTuple):
 
 
 class SwapCall(NamedTuple):
-    """A call of swap_blocks: every (source, destination) pair of caches, each on its own side."""
+    """A call of swap_blocks, with a (source, destination) pair for each cache; either may be on a device."""
 
     placement: Placement
     copies: list[tuple[Array, Array]]
@@ -190,7 +190,7 @@ class SwapCall(NamedTuple):
 
 
 class MergeCall(NamedTuple):
-    """A call of merge_states: the outputs and the LSEs of the states."""
+    """A call of merge_states, with the output and the LSE of each state."""
 
     placement: Placement
     outs: list[Array]
@@ -198,7 +198,7 @@ class MergeCall(NamedTuple):
 
 
 class RotaryCall(NamedTuple):
-    """A call of apply_rotary, with `out` where the caller says where its results go; its second is None without k."""
+    """A call of apply_rotary; `out` is where the caller wants the results, with None for k if there is no k."""
 
     placement: Placement
     q: Array

@@ -1,7 +1,7 @@
-"""How operations and the memory manager store: all of a change or none of it.
+"""Storing a change as a whole or not at all, for operations and the memory manager.
 
-Each first checks its arguments and computes everything that it will store, in arrays of its own, and lists the writes;
-`commit` then makes them in one call.
+A call first checks its arguments and computes, in new arrays, everything that it will store. It lists the writes, and
+`commit` makes all of them at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings that a user makes in the environment. Each is read whenever it is needed."""
+"""Settings from environment variables, each read whenever it is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
 def is_on(name: str) -> bool:
-    """Whether a variable is 1, true, yes or on, in capitals too; one that is not set is off.
+    """Whether a variable is 1, true, yes or on, in any case; an unset one is off.
 
     Raises
     ------

@@ -1,17 +1,17 @@
-"""The exceptions of pagedkv that Python does not have already."""
+"""The exceptions of pagedkv that Python does not define."""
 
 
 class CapacityError(MemoryError):
-    """A pool or a table has no room for what was asked. Nothing has changed."""
+    """A pool or a table has no room for the request. Nothing has changed."""
 
 
 class OutOfBlocksError(CapacityError):
-    """The block pool has fewer free blocks than were asked for. Nothing has changed.
+    """The block pool has fewer free blocks than a call needs. Nothing has changed.
 
     Attributes
     ----------
     requested, free : int
-        Blocks that were asked for, and blocks that could be handed out.
+        Blocks that the call needs, and blocks that the pool could hand out.
 
     Examples
     --------
@@ -31,4 +31,4 @@ class OutOfBlocksError(CapacityError):
 
 
 class BackendUnavailableError(RuntimeError):
-    """The chosen backend needs a driver, a device or a package that is not here; the message says which."""
+    """The chosen backend needs a driver, a device or a package that is missing; the message says which."""

@@ -23,7 +23,7 @@ _HND = "(num_blocks, num_kv_heads, block_size, head_dim)"
 
 
 class Geometry(NamedTuple):
-    """The four numbers that the shapes of a pair of caches say."""
+    """The sizes of a pair of caches, read from their shapes."""
 
     num_blocks: int
     block_size: int
@@ -33,14 +33,14 @@ class Geometry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a pair of caches is, read off their shapes and dtypes.
+    """The layout, element type and sizes of a pair of caches.
 
     Attributes
     ----------
     layout : str
         "NHD", "HND" or "vllm".
     kind : str
-        What an element is: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2".
+        The type of an element: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2".
     num_blocks, block_size, num_kv_heads, head_dim : int
         N, P, Hkv and D.
     """
@@ -96,7 +96,7 @@ def cache_shapes(
 
 
 def require_layout(layout: object) -> None:
-    """Raise ValueError unless layout is the name of one."""
+    """Raise ValueError unless `layout` names a layout."""
     if not (isinstance(layout, str) and layout in LAYOUTS):
         raise ValueError(f'layout must be "NHD", "HND" or "vllm", got {layout!r}')
 
@@ -139,14 +139,14 @@ def require_kv_dtype(kv_dtype: object) -> None:
 
 
 def require_head_dim(head_dim: int) -> None:
-    """Raise ValueError unless heads may have this many elements."""
+    """Raise ValueError unless kernels support this head_dim."""
     if head_dim % 8 or not 8 <= head_dim <= 512:
         raise ValueError(f"head_dim must be a multiple of 8 from 8 to 512, got {head_dim}")
 
 
 @lru_cache(maxsize=256)
 def cache_geometry(layout: Layout, k_shape: tuple[int, ...], v_shape: tuple[int, ...], itemsize: int) -> Geometry:
-    """Read the sizes off the shapes of a pair of caches, or raise ValueError."""
+    """Read the sizes from the shapes of a pair of caches, or raise ValueError."""
     if layout == "vllm":
         return _vllm_geometry(k_shape, v_shape, itemsize)
     symbols = _NHD if layout == "NHD" else _HND
@@ -194,5 +194,5 @@ def _require_sizes(layout: Layout, block_size: int, num_kv_heads: int, head_dim:
 
 @lru_cache(maxsize=256)
 def cache_spec(layout: Layout, kind: str, geometry: Geometry) -> CacheSpec:
-    """The CacheSpec of a valid pair of caches."""
+    """The CacheSpec of a valid pair of caches, cached because most calls have the same one."""
     return CacheSpec(layout, kind, *geometry)

@@ -1,4 +1,4 @@
-"""Where a call runs: the backend that its arrays and its options choose, and on CUDA the device and the stream."""
+"""Placement: the backend of a call, and on CUDA its device and stream, as its arrays and options choose them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BACKENDS = get_args(Backend)
 
 
 class Placement(NamedTuple):
-    """Where a call runs.
+    """The backend, device and stream of a call.
 
     Attributes
     ----------
@@ -27,9 +27,9 @@ class Placement(NamedTuple):
     ordinal, stream : int
         On CUDA the device, and the stream as a pointer; 0 on the host.
     beside : Argument or None
-        The first array of the call, if it has any: results are of its framework, on its device.
+        The first array of the call, if it has any: results belong to its framework, and are on its device.
     emulator : EmulatorDevice or None
-        The one that the caller named, with its checks.
+        The emulator that the caller passed, with its own checks.
     """
 
     backend: str
@@ -40,37 +40,37 @@ class Placement(NamedTuple):
 
     @property
     def on_host(self) -> bool:
-        """True if the arrays of the call are on the host, so that their values can be validated."""
+        """Whether the arrays of the call are on the host, so that their values can be validated."""
         return self.backend != "cuda"
 
     def own(self, x: Optional) -> Optional:
-        """A copy of a small array on the host: what has been checked is what will be read, whatever other threads do.
+        """Copy a small array on the host, so that kernels read what was validated, whatever other threads do.
 
-        Arrays on a device stay where they are: nobody has looked at them.
+        Arrays on a device are returned as they are, since their values are not validated.
         """
         return x.copy() if x is not None and self.on_host else x
 
     def columns(self, x: Array, num_used: int) -> Array:
-        """Those of a block table that kernels get, of which the first `num_used` are used: on the CPU those alone.
+        """The columns of a block table that kernels get: on the CPU only the first `num_used`, elsewhere all.
 
-        The kernels of the emulator are chosen by the width of the table, as on a device.
+        CUDA kernels, and so those of the emulator, are chosen by the width of the table.
         """
         return x[..., :num_used] if self.backend == "cpu" else x
 
     def new_array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], remedy: str) -> tuple[Any, Array]:
-        """An uninitialised array for a result, for the caller in his framework, and as kernels see it.
+        """Make an uninitialised array for a result: in the caller's framework, and as kernels see it.
 
         Raises
         ------
         ValueError
-            On CUDA: nothing is known of the framework but its interface; `remedy` says what to do instead.
+            pagedkv cannot allocate in the caller's framework; `remedy` says what to do instead.
         """
         assert self.beside is not None
         return self.beside.new(name, shape, dtype, self.stream, remedy)
 
 
 def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = False) -> tuple[Placement, list[Array]]:
-    """Where the call runs that has these arrays, and the arrays for everyone who validates and computes.
+    """Choose the backend, device and stream of a call, and view its arrays for validation and kernels.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = F
     named : sequence of (name, array)
         The arrays, by the names of their arguments. The first one on a device says which stream the call goes to.
     across : bool
-        The operation may go from the host to a device and back.
+        Whether the operation may have arrays on the host and on a device.
 
     Returns
     -------
@@ -121,7 +121,7 @@ def place(backend: object, named: Sequence[tuple[str, Any]], *, across: bool = F
 def _place_on_device(
     backend: str, first: DeviceArgument, arguments: list[HostArgument | DeviceArgument], across: bool
 ) -> tuple[Placement, list[Array]]:
-    """`place`, where `first` is the first array that is on a device."""
+    """`place` for a call with arrays on a device; `first` is the first of them."""
     other = next((argument for argument in arguments if not argument.on_device), None)
     if other is not None and not across:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The names that arguments take: for type checkers, and to check what comes at run time."""
+"""Literal types for arguments that take a name, for type checkers and for validation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An array that a caller has given: its framework and its side, found out once and carried with it.
+"""An array argument together with its framework and device, which are determined once.
 
-Each framework has a file beside this one with a subclass for its arrays on the host, on a device, or both.
+Each framework has a module in this folder with a subclass for its arrays on the host, on a device, or both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from ..layouts import VECTOR_BYTES
 from .shadow import Array, Metadata
 
-# An address, and everything else that validation looks at, as a hashable.
+# The address of an array, and everything else that validation looks at in a form that can be hashed.
 Facts = tuple[int, Hashable]
 Shape = tuple[int, ...]
 
@@ -39,12 +39,12 @@ class Argument(ABC):
 
     @abstractmethod
     def new(self, name: str, shape: Shape, dtype: np.dtype[Any], stream: int, remedy: str) -> tuple[Any, Array]:
-        """An uninitialised array beside this one: for the caller in this framework, and as kernels see it.
+        """Make an uninitialised array on the same device: in this framework for the caller, and as kernels see it.
 
         Raises
         ------
         ValueError
-            On a device, of a framework of which only the interface is known; `remedy` says what to do instead.
+            pagedkv cannot allocate in this framework; `remedy` says what to do instead.
         """
 
 
@@ -57,7 +57,7 @@ class HostArgument(Argument):
 
     @abstractmethod
     def view(self) -> Array:
-        """A NumPy view: the same memory, nothing copied.
+        """View the array with NumPy, without a copy.
 
         Raises
         ------
@@ -67,7 +67,7 @@ class HostArgument(Argument):
 
     @abstractmethod
     def of_numpy(self, result: Array) -> Any:
-        """A NumPy array as one of this framework, in the same memory."""
+        """Wrap a NumPy array as an array of this framework, without a copy."""
 
     def new(self, name: str, shape: Shape, dtype: np.dtype[Any], stream: int, remedy: str) -> tuple[Any, Array]:
         result = np.empty(shape, dtype)
@@ -83,15 +83,15 @@ class DeviceArgument(Argument):
 
     @staticmethod
     def facts(x: Any) -> Facts:
-        """What a call that is like an earlier one has to be compared by; quick, for that is all such a call looks at.
+        """What to compare with an earlier call to repeat it; fast, since a repeated call looks at nothing else.
 
-        Any exception says that x is not known well enough.
+        Any exception means that the call has to be validated in full.
         """
         raise TypeError(f"a {type_name(x)} has no quick facts")
 
     @abstractmethod
     def stream(self) -> int:
-        """The stream that work on the array goes to, as a pointer: its framework's current one.
+        """The framework's current stream on the array's device, as a pointer.
 
         0 is the legacy default stream.
 
@@ -103,19 +103,19 @@ class DeviceArgument(Argument):
 
     @abstractmethod
     def metadata(self, stream: int) -> Metadata:
-        """The shadow and the device.
+        """The shadow of the array, and its device.
 
         Parameters
         ----------
         stream : int
-            The stream of the call, behind which a producer that only speaks DLPack puts itself.
+            The stream of the call; a producer that only speaks DLPack orders its work before it.
 
         Raises
         ------
         TypeError
-            It does not say what it should, or is what an array here cannot be (masked, lazily negated).
+            Its interface is incomplete, or the array is masked or lazily negated.
         ValueError
-            It has elements but no memory, or numbers that no array has.
+            It has elements but no memory, or a shape or strides that no array can have.
         BackendUnavailableError
             It only speaks DLPack, and cuda-core, which reads it, is not installed.
         """
@@ -132,7 +132,7 @@ class DeviceArgument(Argument):
 
 
 def low_bits(address: int) -> int:
-    """Where in a vector an address is; -1 if there is no memory, which is not like any."""
+    """The offset of an address within a 16-byte vector; -1 if there is no memory."""
     return address & (VECTOR_BYTES - 1) if address else -1
 
 

@@ -12,7 +12,7 @@ from .shadow import Metadata, metadata_of
 
 
 class CupyArray(DeviceArgument):
-    """A CuPy array: its attributes say more than its interface, and faster."""
+    """A CuPy array, whose attributes say more than its interface and are faster to read."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Arrays that only speak DLPack, which cuda-core reads."""
+"""Arrays that only speak DLPack, read with cuda-core."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _CUDA_DEVICES = (2, 13)  # device types of DLPack: CUDA memory, and CUDA managed
 
 
 def is_on_cuda(x: Any) -> bool:
-    """True if x says, by DLPack, that it is in CUDA memory."""
+    """Whether x reports through DLPack that it is in CUDA memory."""
     try:
         place = x.__dlpack_device__()
-    except Exception:  # it is not DLPack's, or it does not know: either way it is no array of ours
+    except Exception:  # x does not speak DLPack, or does not know its device: in either case it is no CUDA array
         return False
     return isinstance(place, tuple) and len(place) == 2 and place[0] in _CUDA_DEVICES
 
 
 class DlpackArray(DeviceArgument):
-    """An array of a framework that has DLPack and nothing else."""
+    """An array whose framework supports DLPack and nothing else."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class DlpackArray(DeviceArgument):
         return 0
 
     def metadata(self, stream: int) -> Metadata:
-        """The producer orders its work before what comes on the stream."""
+        """As in `DeviceArgument`; the producer orders its work before that of the stream."""
         try:
             from cuda.core.utils import StridedMemoryView
         except ImportError:

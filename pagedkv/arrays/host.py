@@ -11,7 +11,7 @@ from .shadow import Array
 
 
 class HostArray(HostArgument):
-    """A NumPy array, or one of a subclass."""
+    """A NumPy array, possibly of a subclass."""
 
     __slots__ = ()
 

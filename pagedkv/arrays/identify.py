@@ -1,4 +1,4 @@
-"""Whose array an argument is. Frameworks are found through ``sys.modules``: the caller has imported his."""
+"""Find an argument's framework without importing it: the caller has imported it, so it is in ``sys.modules``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .torch_tensor import CudaTensor, tensor
 
 
 def identify(name: str, x: Any) -> HostArgument | DeviceArgument:
-    """What the array x is, of which messages speak as `name`.
+    """Classify an array; messages call it `name`.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def identify(name: str, x: Any) -> HostArgument | DeviceArgument:
         return tensor(name, x)
     if _is_cupy(kind):
         return CupyArray(name, x)
-    # A class may be passed for its instance: its attribute is a property then, not an interface.
+    # Of a class, passed in place of an instance, the attribute is a property and no interface.
     if not isinstance(x, type):
         argument = InterfaceArray(name, x)
         if isinstance(argument.interface, dict):
@@ -51,25 +51,25 @@ def identify(name: str, x: Any) -> HostArgument | DeviceArgument:
 
 
 def host_view(x: Any) -> Any:
-    """An array on the host as NumPy sees it, in the same memory; one on a device as it is."""
+    """View an array on the host with NumPy; return one on a device unchanged."""
     argument = identify("x", x)
     return x if argument.on_device else argument.view()
 
 
 def to_host(x: Any) -> Any:
-    """An array of torch or CuPy as one of NumPy, copied if it is on a device; anything else as it is."""
+    """Convert an array of torch or CuPy to NumPy, with a copy from a device; return anything else unchanged."""
     if _is_torch(type(x)):
         return host_view(x.cpu())
     return x.get() if _is_cupy(type(x)) else x
 
 
 def device_kind(kind: type) -> type[DeviceArgument]:
-    """What an object of this type is, provided that it is an array on a device with more than DLPack."""
+    """The class for device arrays of this type, if they support more than DLPack."""
     return CupyArray if _is_cupy(kind) else CudaTensor if _is_torch(kind) else InterfaceArray
 
 
 def current_streams() -> list[int]:
-    """The current stream of every framework that is loaded and uses a GPU, as pointers."""
+    """The current streams of all loaded frameworks that use a GPU, as pointers."""
     streams = []
     if cupy := sys.modules.get("cupy"):
         streams.append(int(cupy.cuda.get_current_stream().ptr))

@@ -1,4 +1,4 @@
-"""Arrays of which nothing is known but their ``__cuda_array_interface__``."""
+"""Arrays of other frameworks, read through their ``__cuda_array_interface__``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TYPESTR = re.compile(r"[<>|=][biufcmMOSUV][0-9]+")
 
 
 class InterfaceArray(DeviceArgument):
-    """An array of a framework that nobody here knows.
+    """A device array of a framework that pagedkv does not know.
 
     Attributes
     ----------
     interface : dict
-        The array's interface, which many frameworks build at each access; something else if it has none.
+        The array's interface, read once because many frameworks build it at each access; anything else if it has none.
     """
 
     __slots__ = ("interface",)
@@ -80,7 +80,7 @@ class InterfaceArray(DeviceArgument):
         return tuple(map(int, given))
 
     def _data(self, data: Any) -> tuple[int, bool]:
-        """The address and the read-only flag; 0 for the address None, which arrays without elements may have."""
+        """The address and the read-only flag; an array without elements may have the address None, which becomes 0."""
         if isinstance(data, (tuple, list)) and len(data) == 2:
             address, read_only = data
             if (address is None or _is_integer(address)) and isinstance(read_only, (bool, int, np.bool_)):
@@ -90,7 +90,7 @@ class InterfaceArray(DeviceArgument):
         raise self._wrong("data as (address, read-only flag)", data)
 
     def _dtype(self, typestr: Any) -> np.dtype[Any]:
-        # A type string cannot tell bfloat16 and fp8 from other things of their size; the array itself may.
+        # A type string cannot distinguish bfloat16 and fp8 from other types of their size; the array's dtype can.
         own = getattr(self.array, "dtype", None)
         if isinstance(own, np.dtype) and own.str == typestr:
             return own

@@ -1,4 +1,4 @@
-"""On which device an address is, which only the driver knows."""
+"""The device that an address belongs to, as the driver knows it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @lru_cache(maxsize=1)
 def _driver() -> Any:
-    """The driver, if there is one and it has several devices to tell apart; otherwise None."""
+    """The driver if it has several devices, otherwise None."""
     try:
         from cuda.bindings import driver
 
@@ -19,12 +19,12 @@ def _driver() -> Any:
 
 
 def has_several_devices() -> bool:
-    """True if there is a driver and more than one device."""
+    """Whether the driver has more than one device."""
     return _driver() is not None
 
 
 def ordinal_of(address: int) -> int:
-    """The device whose memory an address is; 0 if there is one device or no driver, or the driver does not know."""
+    """The device that an address belongs to; 0 if there is at most one device, or the driver does not know."""
     driver = _driver()
     if driver is None:
         return 0

@@ -1,10 +1,10 @@
 """NumPy shadows of arrays in the memory of a GPU.
 
-A *shadow* is a NumPy array with the address, shape, strides, dtype and writeable flag of a device array, so that
-shapes, dtypes, strides, alignment and overlap are validated in one way on every side. ITS MEMORY IS NOT THE HOST'S:
-reading or writing one element of it ends the process. Ask a shadow for its attributes and for views, and compare
-addresses with numpy.may_share_memory and numpy.shares_memory; everything else that NumPy does by ufuncs or functions
-is refused with a TypeError, but not its methods that read (copy, tolist, item) or an index that names one element.
+A *shadow* is a NumPy array with the address, shape, strides, dtype and writeable flag of a device array, so that one
+validation serves the host and devices. ITS MEMORY IS NOT THE HOST'S: reading or writing an element ends the process.
+Read only its attributes, take views, and compare addresses with numpy.may_share_memory and numpy.shares_memory. Other
+functions and ufuncs of NumPy raise TypeError, but methods that read (copy, tolist, item) and the index of an element
+do not, and end the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HARMLESS = (np.shares_memory, np.may_share_memory)
 
 
 class Shadow(np.ndarray[Any, np.dtype[Any]]):
-    """The metadata of a device array as a NumPy array; see the module: its memory must never be touched."""
+    """The metadata of a device array as a NumPy array whose memory must never be touched; see the module."""
 
     __array_ufunc__ = None  # type: ignore[assignment]
 
@@ -50,14 +50,14 @@ class Shadow(np.ndarray[Any, np.dtype[Any]]):
 
 
 class _Interface:
-    """Something that NumPy makes an array of."""
+    """An object that NumPy converts to an array."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__array_interface__ = interface
 
 
 class Metadata(NamedTuple):
-    """Everything that is known of a device array.
+    """What pagedkv knows of a device array.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class Metadata(NamedTuple):
 def make_shadow(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: np.dtype[Any], read_only: bool
 ) -> Shadow:
-    """A shadow of device memory.
+    """Make a shadow of device memory.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def make_shadow(
     dtype : numpy.dtype
     read_only : bool
     """
-    # NumPy makes such arrays of its own dtypes alone: raw bytes of the same size stand in for the others.
+    # NumPy accepts such an interface for its own dtypes only: raw bytes of the same size stand in for the others.
     plain = dtype if dtype.isbuiltin == 1 else np.dtype(f"V{dtype.itemsize}")
     interface = {"shape": shape, "strides": strides, "typestr": plain.str, "data": (address, read_only), "version": 3}
     return np.asarray(_Interface(interface)).view(dtype, Shadow)
@@ -100,12 +100,12 @@ def metadata_of(
     read_only: bool,
     ordinal: int | None,
 ) -> Metadata:
-    """The metadata of a device array of which a framework says this, as in `make_shadow`.
+    """The metadata of a device array that a framework describes so, with the parameters of `make_shadow`.
 
     Raises
     ------
     TypeError
-        A dtype that is none of numbers.
+        The dtype is not one of numbers.
     ValueError
         Elements but no memory, or a shape that no memory can hold.
     """

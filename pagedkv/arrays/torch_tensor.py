@@ -1,4 +1,4 @@
-"""Tensors of torch, on the host and on CUDA devices, and what torch.compile makes of calls that take them."""
+"""Tensors of torch, on the host and on CUDA devices, and calls that torch.compile must not trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TORCH_ONLY = {
 
 
 def tensor(name: str, x: Any) -> HostTensor | CudaTensor:
-    """The argument that a tensor is.
+    """Classify a tensor.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def tensor(name: str, x: Any) -> HostTensor | CudaTensor:
 
 @lru_cache(maxsize=64)
 def _name(x: Any) -> str:
-    """The name of a dtype or a layout of torch, which takes it a while."""
+    """The name of a dtype or a layout of torch; cached, since torch takes a while to make it."""
     return str(x)[6:]
 
 
@@ -60,7 +60,7 @@ class HostTensor(HostArgument):
     __slots__ = ()
 
     def view(self) -> Array:
-        """torch's bfloat16 and fp8 become the dtypes of ml_dtypes; a tensor that requires grad is detached."""
+        """As in `HostArgument`; bfloat16 and fp8 become the dtypes of ml_dtypes, and gradients are left behind."""
         x = self.array
         try:
             x = x.detach() if x.requires_grad else x
@@ -110,7 +110,7 @@ class CudaTensor(DeviceArgument):
 
 
 def from_numpy(x: Array) -> Any:
-    """A NumPy array as a tensor in the same memory."""
+    """Wrap a NumPy array as a tensor, without a copy."""
     torch = sys.modules["torch"]
     if x.dtype == _BFLOAT16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
@@ -118,7 +118,7 @@ def from_numpy(x: Array) -> Any:
 
 
 def numpy_dtype(torch_dtype: Any) -> np.dtype[Any]:
-    """The NumPy dtype of a torch dtype; torch's bfloat16 and fp8 as the dtypes of ml_dtypes.
+    """The NumPy dtype of a torch dtype; bfloat16 and fp8 are those of ml_dtypes.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def numpy_dtype(torch_dtype: Any) -> np.dtype[Any]:
 
 
 def between_graphs(operation: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that torch.compile calls between its graphs, with one graph break, and does not look into."""
+    """Wrap a function so that torch.compile calls it with one graph break instead of tracing it."""
     chosen = operation
 
     @wraps(operation)

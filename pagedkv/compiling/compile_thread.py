@@ -1,8 +1,8 @@
 """Compiling on a thread that no signal reaches.
 
-Python runs signal handlers in the main thread alone, between any two steps of it: a KeyboardInterrupt in the middle of
-a compilation, or of an import, leaves numba's registries half filled for good. Here the caller only waits and can be
-interrupted; what has begun for it is finished all the same, and the next call finds it. What has not begun is dropped.
+Python runs signal handlers in the main thread, between any two of its steps: a KeyboardInterrupt in the middle of a
+compilation or an import would leave numba's registries half filled for good. So the main thread only waits, and can be
+interrupted. Work that has begun is finished all the same, and the next call finds its result; other work is dropped.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _turn = RLock()  # one compilation at a time: the overrides of numba-cuda are no
 
 
 class MadeOnce(Generic[T]):
-    """What a function makes of hashable arguments: made on a thread of its own, once for each, and remembered.
+    """Caches the results of a function of hashable arguments, which runs on the compile thread.
 
     Parameters
     ----------
     make : callable
-        Returns anything but None. What it raises is raised to the caller, and not remembered.
+        Returns anything but None. Its exceptions reach the caller and are not cached.
     most : int
-        How many results stay; the oldest one is forgotten first.
+        Results to keep; the oldest is dropped first.
 
     Attributes
     ----------
@@ -62,12 +62,12 @@ class MadeOnce(Generic[T]):
 
 
 def made_once(*, most: int) -> Callable[[Callable[..., T]], MadeOnce[T]]:
-    """Decorate a function as `MadeOnce`."""
+    """Decorate a function with a `MadeOnce` of up to `most` results."""
     return lambda make: MadeOnce(make, most=most)
 
 
 def on_compile_thread(work: Callable[[], T]) -> T:
-    """Do some work on a thread that no signal reaches, and wait for it."""
+    """Call `work` on a thread that no signal reaches, and wait for its result."""
     if _turn._is_owned():  # type: ignore[attr-defined]  # work that asks for other work
         return work()
     wanted = [work]
@@ -106,7 +106,7 @@ def _do(wanted: list[Callable[[], Any]], answers: SimpleQueue[tuple[Any, BaseExc
 
 @contextmanager
 def _working_directory() -> Iterator[None]:
-    """numba names files as seen from the working directory. Where that has been deleted, give this thread another."""
+    """Give this thread another working directory if it was deleted: numba names files relative to it."""
     thread, getcwd = get_ident(), os.getcwd
     try:
         getcwd()

@@ -28,11 +28,11 @@ UNUSABLE = (
 )
 
 T = TypeVar("T")
-_said: set[tuple[Path | None, str]] = set()  # the folders of which has been said what is wrong with them, and how
+_said: set[tuple[Path | None, str]] = set()  # the warnings so far, each with its folder
 
 
 def hash_of_sources(*paths: Path) -> bytes:
-    """A hash of Python files, and of all those in and below directories.
+    """Hash Python files, and all those in and below directories.
 
     Take it at import: a file that changes later, under a running process, is not the code that runs.
     """
@@ -45,17 +45,17 @@ def hash_of_sources(*paths: Path) -> bytes:
 
 
 class Store:
-    """Byte blobs by key, one file each.
+    """Keeps byte blobs on disk by key, one file each.
 
     A blob that is missing, damaged or saved under another key counts as absent, and a directory that cannot be used
-    keeps nothing: the caller compiles again. What is loaded gets executed, so directories and files are used only if
-    nobody but the user and root may write to them (`private_folder`). The logger says what is refused or cannot be
-    written, each kind of fault once for all stores in a folder.
+    stays empty: the caller compiles again. Blobs are executed, so the store uses directories and files only if nobody
+    but the user and root may write to them (`private_folder`). It logs what it refuses or cannot write, each kind of
+    fault once for all stores in a folder.
 
     Parameters
     ----------
     directory : pathlib.Path or None
-        Made when the first blob is saved; None where there is none to be had.
+        Made when the first blob is saved; None for a user without a home directory.
     suffix : str
         The ending of its files; no other file is touched.
     keep : bool
@@ -93,7 +93,7 @@ class Store:
         return self._with_file(digest, load, make=False)
 
     def save(self, key: bytes, body: bytes) -> None:
-        """Keep a blob, whole or not at all. Failure to write only costs time at the next start, and is logged."""
+        """Save a blob as a whole or not at all. A failure is logged, and costs no more than another compilation."""
         digest = hashlib.sha256(key).digest()
 
         def save(path: Path) -> None:
@@ -104,7 +104,7 @@ class Store:
             self._with_file(digest, save, make=True)
 
     def _with_file(self, digest: bytes, use: Callable[[Path], T], *, make: bool) -> T | None:
-        """What `use` makes of the file of a key, None if there is none to be had."""
+        """Call `use` with the path of a key's file; None if the file cannot be used."""
         if not self._keep:
             return None
         if self.directory is None:
@@ -136,7 +136,7 @@ class Store:
 
 
 def _say(directory: Path | None, text: str, *args: object) -> None:
-    """Warn, once for all directories in a folder: one for each kind of kernels."""
+    """Log a warning once for all stores in a folder, which has a directory for each kind of kernels."""
     if (about := (directory and directory.parent, text)) not in _said:
         _said.add(about)
         logging.getLogger("pagedkv").warning(text, *filter(None, (directory,)), *args)

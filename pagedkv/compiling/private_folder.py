@@ -1,4 +1,4 @@
-"""A folder that nobody but the user and root may write to, and the files in it."""
+"""Folders that nobody but the user and root may write to, and the files in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # opening
 
 
 class RefusedError(Exception):
-    """Somebody else may have made what is at `path`, or may replace it."""
+    """Raised for a path that somebody else may have made, or may replace."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} {reason}")
@@ -22,7 +22,7 @@ class RefusedError(Exception):
 
 
 def require_private(folder: Path, *, make: bool) -> None:
-    """Look at a folder and at all above it; `make` makes those that are missing.
+    """Raise unless a folder and all folders above it are private; `make` creates missing ones.
 
     OSError if it is not there, or cannot be made. RefusedError if it is a link, or not the user's, or others may write
     to it; or if a folder or a link above is neither the user's nor root's, or others may write to a folder above that
@@ -44,7 +44,7 @@ def require_private(folder: Path, *, make: bool) -> None:
 
 
 def read(path: Path, most_bytes: int) -> bytes:
-    """The content of a file in such a folder, which becomes the one used last.
+    """Read a file in a private folder, and mark it as the one used last.
 
     OSError if it cannot be read; RefusedError if it is a link or no file, another user's, writable by others, or longer
     than `most_bytes`.
@@ -62,7 +62,7 @@ def read(path: Path, most_bytes: int) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Put a file into such a folder, whole or not at all. Until it is complete, its name begins with ``new-``."""
+    """Write a file in a private folder as a whole or not at all; until then its name begins with ``new-``."""
     unfinished = path.with_name(f"new-{secrets.token_hex(8)}{path.suffix}")
     try:
         with open(unfinished, "xb", opener=_open) as file:

@@ -1,4 +1,4 @@
-"""What is said while a kernel is compiled, which takes seconds: records of the logger, and a line on stderr."""
+"""Progress of a compilation, which takes seconds: records of the logger, and a line on stderr."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _logger = logging.getLogger("pagedkv")
 
 @contextmanager
 def showing_progress(what: str) -> Iterator[None]:
-    """Say that something is being compiled, and how long it has taken.
+    """Report that a compilation has begun, and at its end how long it took.
 
-    The logger gets both at INFO. On stderr a terminal shows a line that goes at the end. Elsewhere, as in a notebook or
-    a container, there is a line that stays, unless the program has configured logging: then its handlers decide.
+    The logger gets both at INFO. A terminal shows a line on stderr that disappears at the end. Elsewhere, as in a
+    notebook or a container, the line stays, unless the program has configured logging: then its handlers decide.
     """
     terminal, begun = is_terminal(), time.perf_counter()
     _logger.info("compiling %s", what)
@@ -39,7 +39,7 @@ def showing_progress(what: str) -> Iterator[None]:
 
 
 def erase() -> None:
-    """Take the line back before its end: its caller was interrupted, and what is compiled is finished all the same."""
+    """Erase the line early: the caller was interrupted, though the compilation goes on."""
     if is_terminal():
         _write(_END)
 

@@ -1,4 +1,4 @@
-"""What a score_mod may be, and what is said about one that is something else."""
+"""The functions that a score_mod may be, and the errors for others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 
 def python_function(score_mod: Any) -> Callable[..., Any] | None:
-    """The Python function that every backend compiles for itself, also of one that numba has decorated.
+    """The Python function of a score_mod, which each backend compiles for itself; decorators of numba are dropped.
 
     Raises
     ------
     TypeError
-        It is no function of five arguments.
+        It is not a function of five arguments.
     """
     if score_mod is None:
         return None
@@ -34,9 +34,9 @@ def python_function(score_mod: Any) -> Callable[..., Any] | None:
 
 
 def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function over copies of the arrays that it closes over or knows as globals.
+    """Copy a function together with the arrays that it closes over or uses as globals.
 
-    numba takes small contiguous arrays for constants, but would read others where they are, in every call.
+    numba compiles small contiguous arrays in as constants, but would read others in place in every call.
     """
     code, known = function.__code__, function.__globals__
     arrays = {name: known[name].copy() for name in code.co_names if isinstance(known.get(name), np.ndarray)}
@@ -53,7 +53,7 @@ def _frozen_cell(cell: CellType) -> CellType:
 
 
 def refusal(score_mod_error: Exception) -> TypeError:
-    """What to raise about a score_mod that numba does not compile, from what numba says."""
+    """The error for a score_mod that numba cannot compile; the message ends with numba's own."""
     return TypeError(
         "score_mod must be a function of (score, q_pos, k_pos, head, seq) that numba can compile for a float32 and "
         f"four int32: math functions, closed-over numbers and arrays of them only; numba says: {score_mod_error}"
@@ -61,7 +61,7 @@ def refusal(score_mod_error: Exception) -> TypeError:
 
 
 def can_raise(what: str) -> TypeError:
-    """What to say of a score_mod that can end in an exception: a kernel cannot go on after it, nor free its memory."""
+    """The error for a score_mod that can raise: a kernel can neither handle an exception nor free its memory."""
     return TypeError(
         f"it can raise {what}, and a kernel cannot: return math.nan, or -math.inf to mask the key; write x ** float(n) "
         "for x ** n with an int n, and an array for a tuple or list that is indexed"
