@@ -1,4 +1,4 @@
-"""PagedKVCache: the pool, the sequences and the K and V of all layers as one object."""
+"""PagedKVCache: a pool, its sequences, and the K and V of all layers as one object."""
 
 from __future__ import annotations
 
@@ -34,53 +34,53 @@ from .validation import cache_pair
 
 
 class PagedKVCache(Sequences):
-    """A paged KV cache of all layers of a model, with the sequences in it.
+    """The paged K and V of all layers of a model, and the sequences in it.
 
-    A block id names the same block in every layer. Sequences, handles and errors are those of `SequenceTable`, and so
-    is the promise that every method changes all or nothing, one at a time: a mutation in the middle of another
-    thread's raises RuntimeError, a read waits for it. A cache cannot be copied or pickled: TypeError.
+    A block id names the same block in every layer. As in `SequenceTable`, every method changes all or nothing; a
+    mutation in the middle of another thread's raises RuntimeError, a read waits for it. A cache cannot be copied or
+    pickled: TypeError.
 
     Parameters
     ----------
     num_layers : int
         Layers of the model, at least 1.
     num_blocks, block_size, num_kv_heads, head_dim : int
-        N, P, Hkv and D; num_blocks is None where `memory` says how many.
+        N, P, Hkv and D; num_blocks is None if `memory` is given.
     dtype : dtype-like
         float32, float16 or bfloat16: a name, or a dtype of NumPy, torch or CuPy.
     layout : str
         "NHD", "HND" or "vllm".
     memory : str, int, float or None
-        In place of num_blocks: "2GiB", bytes, or a share, 0.9 say, of what is free on the device now.
+        In place of num_blocks: "2GiB", bytes, or a share of the free memory of the device, such as 0.9.
     kv_dtype : str or None
         "fp8_e4m3" or "fp8_e5m2" to store the cache in 8 bits, as uint8, instead.
     k_scale, v_scale : scale, or list of them, or None
-        Of an fp8 cache, for `write` and `attend`: one for all layers, or a list with one for each. A scale is a number,
-        an array of one, or an array of (num_kv_heads,) floats, of any framework: the cache makes its own copy.
+        Scales of an fp8 cache: one for all layers, or a list with one for each. A scale is a number, or an array of one
+        or of num_kv_heads floats, which the cache copies.
     max_seqs : int
         Sequences alive at a time.
     max_seq_len : int or None
-        Tokens that one sequence can have, rounded up to whole blocks; None for as many as the pool has. The block
-        tables grow with the longest sequence; those on a device have room for max_seq_len from the beginning.
+        Tokens that one sequence can have, rounded up to whole blocks; None for as many as the pool has. Block tables on
+        a device have room for max_seq_len from the beginning, others grow with the longest sequence.
     array_module : module or str
-        Whose arrays these are: numpy, torch or cupy. With NumPy the system commits the memory as it is written.
+        The framework of the arrays: numpy, torch or cupy.
     device : device of torch, or None
-        Where torch's arrays are, "cuda" for example; None for torch's default device. CuPy's are on its current one.
+        Where torch's arrays are; None for torch's default device. CuPy's are on its current device.
     prefix_cache : bool
-        Whether full blocks are found by their tokens; `eviction`, `hash_of` and `events` are for that.
+        Whether full blocks can be found by their tokens. `eviction`, `hash_of` and `events` are for that.
     eviction : callable
-        Makes the order in which unused blocks are evicted, for num_blocks: `pagedkv.memory.LRU`, or an `Eviction`.
+        Makes an `Eviction` for num_blocks blocks: `pagedkv.memory.LRU`, or one of yours.
     hash_of : callable
-        Bytes to a digest of 16 bytes.
+        A hash function from bytes to 16 bytes.
     events : callable or None
-        Called with each `BlockStored`, `BlockRemoved` and `AllBlocksCleared`, in the call that changed it, afterwards.
+        Called with each `BlockStored`, `BlockRemoved` and `AllBlocksCleared` at the end of the call that causes it.
 
     Attributes
     ----------
     pool : BlockPool
     prefix_cache : bool
     k_caches, v_caches : tuple of array
-        K and V of each layer, with the shapes of the layout, zero at first: views of one allocation each.
+        K and V of each layer, shaped as the layout says, zero at first.
 
     Raises
     ------
@@ -208,28 +208,28 @@ class PagedKVCache(Sequences):
 
     @exclusive
     def add(self, tokens: Any, salt: str | bytes | None = None) -> Added:
-        """Start a sequence, sharing the blocks that hold its first tokens already, or copying part of the last one.
+        """Start a sequence, which shares the blocks that the prefix cache finds of its first tokens.
 
         Parameters
         ----------
         tokens : int, or (num_tokens,) ints
-            How many tokens it begins with, or which: ids from 0 to 2**31 - 1.
+            How many tokens it begins with, or their ids, from 0 to 2**31 - 1.
         salt : str, bytes or None
-            Only blocks of sequences with the same salt are shared. Whatever else K and V depend on, such as an adapter
-            or an image, belongs into it.
+            Sequences share blocks only if their salts are equal. Put everything else that K and V depend on into it,
+            such as an adapter or an image.
 
         Returns
         -------
         Added
-            The handle, and how many of the tokens are in the cache. Write the K and V of the others to
-            ``slots(seq, num_cached, num_tokens)``: those of the last one in any case, since its output is needed.
+            The handle, and how many of the tokens are in the cache, at most all but the last. Write the K and V of the
+            others to ``slots(seq, num_cached, num_tokens)``.
 
         Raises
         ------
         TypeError
             `salt` is neither a str nor bytes nor None.
         ValueError
-            More than max_seq_len tokens, or an id that is out of range.
+            There are more than max_seq_len tokens, or an id is out of range.
         CapacityError
             max_seqs sequences are alive.
         OutOfBlocksError
@@ -247,34 +247,34 @@ class PagedKVCache(Sequences):
         preempted: bool = False,
         last: list[int] | None = None,
     ) -> Added:
-        """Start a sequence with what is found of its first tokens, so that `append` adds the others chunk by chunk.
+        """Start a sequence with the tokens that the prefix cache finds, so that `append` can add the others in chunks.
 
-        It starts only if there is room for all tokens, as in `add`, but takes none for those that are not found.
+        It starts only if there is room for all tokens, as in `add`, but takes no blocks for those that are not found.
 
         Parameters
         ----------
         tokens, salt
             As in `add`.
         reserve : int
-            Blocks that have to be free besides.
+            Blocks that must stay free besides.
         preempted : bool
             Whether a preempted request starts again: `stats` counts its tokens separately.
         last : list of one int, or None
-            Gets the handle in the instant in which the sequence starts: an interrupt may come before this returns.
+            Gets the handle as the sequence starts, since an interrupt may come before this returns.
 
         Returns
         -------
         Added
             The handle, and the length of the sequence: how many of the tokens are in the cache.
 
-        Its errors are those of `add`.
+        It raises what `add` raises.
         """
         return self._start(known_prompt(tokens, salt), as_int("reserve", reserve), last, preempted=preempted)
 
     @between_graphs
     @exclusive
     def append(self, seqs: Any, n: Any = 1, tokens: Any = None) -> Any:
-        """Add n tokens to the end of each sequence, after copying shared blocks that it would write to.
+        """Add n tokens to the end of each sequence, and copy shared blocks that they would be written to.
 
         Parameters
         ----------
@@ -283,8 +283,8 @@ class PagedKVCache(Sequences):
         n : int, or (num_seqs,) ints
             New tokens of every sequence, or of each; at least 0.
         tokens : (num_new_tokens,) ints, or None
-            Which tokens, in the order of the sequences. Without them, other sequences will never find the blocks that
-            they are in, nor any later block of these sequences.
+            Their ids, in the order of the sequences. Without them no other sequence can find the blocks that they are
+            in, nor later blocks of these sequences.
 
         Returns
         -------
@@ -293,14 +293,12 @@ class PagedKVCache(Sequences):
 
         Raises
         ------
-        ValueError
-            A sequence would be longer than max_seq_len, or is named twice; not as many tokens, or an id out of range.
+        ValueError, KeyError
+            A sequence would be longer than max_seq_len, is named twice, or was freed; wrong tokens.
         OutOfBlocksError
             Too few blocks are free.
-        KeyError
-            A sequence that was freed or never was.
         RuntimeError
-            On a device, while its current stream is being captured in a CUDA graph.
+            The current stream of the device is being captured in a CUDA graph.
         """
         ids = None if tokens is None else ids_of(tokens)
         plan = self._rows.plan_copying(self._stacks.read, self._rows.plan_append, seqs, n, ids)
@@ -312,10 +310,10 @@ class PagedKVCache(Sequences):
     @between_graphs
     @exclusive
     def commit(self, seqs: Any) -> None:
-        """Say that the K and V of all tokens added and appended so far are written, in all layers.
+        """Declare that the K and V of all tokens of these sequences are written in all layers.
 
-        From now on sequences that are added find the full blocks of these, as far as their tokens are known. Where
-        another sequence has committed a block with the same tokens before, these share that one and release their own.
+        From now on new sequences find their full blocks, as far as the tokens are known by id. Where a block with the
+        same tokens was committed before, these sequences share that one and release their own.
 
         Parameters
         ----------
@@ -324,31 +322,29 @@ class PagedKVCache(Sequences):
 
         Raises
         ------
-        ValueError
-            A sequence is named twice.
-        KeyError
-            A sequence that was freed or never was.
+        ValueError, KeyError
+            A sequence is named twice, or was freed.
         """
         self.pool._commit(self._rows.plan_commit(self._rows.handles.find_distinct(seqs)))
 
     @consistent
     def find(self, tokens: Any, salt: str | bytes | None = None) -> int:
-        """How many of the first tokens `add`, with these token ids, would find in the cache; it takes nothing."""
+        """How many of these tokens `add` would find in the cache; nothing changes."""
         return self._rows.share(known_prompt(tokens, salt))[0]
 
     @consistent
     def can_add(self, tokens: Any, salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
-        """Whether `add`, with these arguments, has room, and `reserve` blocks stay free besides.
+        """Whether `add` has room for these tokens and leaves `reserve` blocks free.
 
-        Reserve one for each running sequence, say, so that all can go on decoding. Found blocks in use need no room.
+        Reserve one block for each running sequence, for example, so that all of them can go on decoding.
         """
         return self._rows.can_add(prompt_of(tokens, salt), as_int("reserve", reserve))
 
     @exclusive
     def pin(self, name: str, tokens: Any, salt: str | bytes | None = None) -> int:
-        """Keep the full blocks that tokens begin with, as far as they can be found now, until `unpin` or `reset`.
+        """Keep the full blocks that are found of these tokens until `unpin` or `reset`.
 
-        A pin counts as a sequence: it takes one of max_seqs, and its blocks are in use.
+        A pin counts as one of max_seqs sequences, and its blocks are in use.
 
         Parameters
         ----------
@@ -365,9 +361,9 @@ class PagedKVCache(Sequences):
         Raises
         ------
         ValueError, CapacityError
-            There is a pin of this name; max_seqs sequences are alive.
+            A pin has this name already; max_seqs sequences are alive.
         TypeError
-            `name` is no str, or `tokens` are no ids.
+            `name` is not a str, or `tokens` are not ids.
         """
         if not isinstance(name, str):
             raise TypeError(f"name must be a str, got {type(name).__name__}")
@@ -379,7 +375,7 @@ class PagedKVCache(Sequences):
 
     @exclusive
     def unpin(self, name: str) -> None:
-        """Let go of what `pin` keeps; it can be found until its blocks are needed.
+        """Release the blocks of a pin, which can be found until they are needed.
 
         Raises
         ------
@@ -394,7 +390,7 @@ class PagedKVCache(Sequences):
 
     @exclusive
     def reset(self) -> None:
-        """Forget what can be found, the pins too: after a change of the model's weights, say.
+        """Make all blocks unfindable and drop all pins, after a change of the model's weights for example.
 
         Sequences go on, but no block that they have now will ever be found.
         """
@@ -407,46 +403,42 @@ class PagedKVCache(Sequences):
 
     @between_graphs
     def batch(self, seqs: Any, query_lens: Any = None) -> Batch:
-        """The block tables and lengths of sequences, and where their query rows are.
+        """The block tables and lengths of sequences, read at one instant, and where their query rows are.
 
-        On the host they are new arrays. On a device they are views of buffers that stay in place; only rows that have
-        changed are copied there, and the next call overwrites them in stream order. Their tables have room for the
-        batch's longest length, rounded up to a power of two of at least 256 tokens, so that their shape changes as
-        seldom as the plan of an attention call. Without max_seq_len the buffers move where that exceeds what they were
-        made for. Tables and lengths are of the same instant: another thread's call is waited for.
+        On the host they are new arrays. On a device they are views of buffers that stay in place: rows that have
+        changed are copied, and the next call overwrites them in stream order. These tables have room for the longest
+        length rounded up to a power of two, at least 256 tokens, so that their shape changes as seldom as the plan of
+        an attention call. A cache without max_seq_len moves the buffers when they become too small.
 
         Parameters
         ----------
         seqs : handles
             (num_seqs,).
         query_lens : int, or (num_seqs,) ints, or None
-            How many of the last tokens of every sequence, or of each, are computed; None for the last one, as a decode
-            step does.
+            How many of the last tokens of every sequence, or of each, are computed; None for one, as in a decode step.
 
         Raises
         ------
-        ValueError
-            More query tokens than a sequence has tokens.
-        KeyError
-            A sequence that was freed or never was.
+        ValueError, KeyError
+            A sequence has fewer tokens than query tokens, or was freed.
         RuntimeError
-            On a device, in the middle of another call of the same thread; something has to be sent there while the
-            device's current stream is being captured in a CUDA graph.
+            On a device: another call of this thread is running, or the current stream is being captured in a CUDA
+            graph while something has to be copied there.
         """
         return self._batches.of(seqs, query_lens)
 
     @between_graphs
     def write(self, layer: int, k: Any, v: Any, slots: Any, **options: Any) -> None:
-        """Write the keys and values of new tokens into their slots in one layer: `write_kv`.
+        """Write the keys and values of new tokens into their slots in one layer, as `write_kv` does.
 
         Parameters
         ----------
         layer : int
         k, v : (num_tokens, num_kv_heads, head_dim) array
         slots : (num_tokens,) int64 array
-            Of `append`, or of `slots`.
+            As `append` or `slots` returned them.
         **options
-            `backend` and `check` of :func:`~pagedkv.write_kv`. Layout, kv_dtype and scales are the cache's.
+            `backend` and `check` of :func:`~pagedkv.write_kv`; the cache knows its layout, kv_dtype and scales.
         """
         k_cache, v_cache, ours = self._layer(layer)
         write_kv(k, v, k_cache, v_cache, slots, **ours, **options)
@@ -459,13 +451,13 @@ class PagedKVCache(Sequences):
         ----------
         layer : int
         q : (num_tokens, num_heads, head_dim) array
-            The rows of all sequences, in the order of the batch: see `Batch.query_starts`. Behind them there may be
-            padding, where a sequence has more than one row.
+            The rows of all sequences in the order of the batch; see `Batch.query_starts`. Padding may follow unless
+            each sequence has one row.
         batch : Batch
-            Of `batch`, after the keys and values of all its tokens were written.
+            From `batch`, after the keys and values of all its tokens were written.
         **options
-            Those of :func:`~pagedkv.decode_attention`, which computes a batch with one row for each sequence, and
-            :func:`~pagedkv.prefill_attention`, which computes others. Layout, kv_dtype, scales, max_seq_len are known.
+            Options of :func:`~pagedkv.decode_attention`, which computes a batch with one row for each sequence, or of
+            :func:`~pagedkv.prefill_attention`; not layout, kv_dtype, scales and max_seq_len, which are known.
 
         Returns
         -------
@@ -489,12 +481,12 @@ class PagedKVCache(Sequences):
 
     @consistent
     def stats(self) -> Stats:
-        """How full the pool is, at one instant: it waits for another thread's call."""
+        """How the blocks are used, read at one instant."""
         return Stats.of(self, self._stacks.block_bytes)
 
     @consistent
     def plot(self, width: int = 64) -> str:
-        """A map of the pool in characters, `width` to a line: which sequence has which block, and which are shared."""
+        """A map of the pool in characters, `width` to a line: who holds each block, and which are shared."""
         return pool_map(self).to_text(as_int("width", width, minimum=1))
 
     @consistent
@@ -502,18 +494,18 @@ class PagedKVCache(Sequences):
         return f"{self.stats().to_html()}{pool_map(self).to_html()}"
 
     def asarray(self, x: npt.NDArray[Any]) -> Any:
-        """A NumPy array as one of the cache's module, on its device; on the host in the same memory."""
+        """Convert a NumPy array to the cache's framework and device; on the host without a copy."""
         return self._arrays.asarray(x)
 
     def _layer(self, layer: int) -> tuple[Any, Any, dict[str, Any]]:
-        """K and V of a layer, and how they are stored."""
+        """The caches of a layer, and the options that say how they are stored."""
         layer = as_int("layer", layer, maximum=len(self.k_caches) - 1)
         return self._stacks.views[0][layer], self._stacks.views[1][layer], self._options[layer]
 
     def _start(
         self, prompt: Prompt, reserve: int | None = None, last: list[int] | None = None, *, preempted: bool = False
     ) -> Added:
-        """Start a sequence with a prompt, or, with `reserve`, with what is found of it: see `add_found`."""
+        """Start a sequence with a prompt, or, if `reserve` is given, with what is found of it; see `add_found`."""
         rows = self._rows
         plan = rows.plan_copying(self._stacks.read, rows.plan_add, prompt, reserve, preempted=preempted)
         added = Added(plan.seq, plan.num_cached)
@@ -524,6 +516,6 @@ class PagedKVCache(Sequences):
         return added
 
     def _plan_take_back(self, seqs: Any, n: Any) -> list[Write]:
-        """Shorten sequences by as many tokens as `append` has added."""
+        """Shorten sequences by the tokens that `append` has added."""
         rows = self._rows.handles.find_distinct(seqs)
         return self._rows.plan_drop(rows, self._rows.lens[rows] - per_seq("n", n, len(rows)))

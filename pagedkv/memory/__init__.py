@@ -1,4 +1,4 @@
-"""Which sequence has which blocks of a paged KV cache: a block pool, block tables, and the arrays of all layers."""
+"""The memory manager: a block pool, block tables of sequences, and the K and V arrays of all layers."""
 
 from .device.batch import Batch
 from .pool import BlockPool

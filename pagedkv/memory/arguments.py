@@ -1,4 +1,4 @@
-"""Checks of the memory manager's arguments, most of them integers."""
+"""Checks of arguments of the memory manager, most of them integers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _USUAL = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def as_int(name: str, value: object, minimum: int | None = 0, maximum: int | None = None) -> int:
-    """The value as an int from minimum to maximum.
+    """Convert a value to an int, and check its range.
 
     Raises
     ------
     TypeError
-        A bool, or anything else that is not an integer.
+        The value is a bool, or not an integer.
     ValueError
-        Out of range.
+        The value is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -33,21 +33,21 @@ def as_int(name: str, value: object, minimum: int | None = 0, maximum: int | Non
 
 
 def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n") -> npt.NDArray[np.int64]:
-    """The values (a list, tuple or range of ints, or an array of any integer dtype) as a new 1-D int64 array.
+    """Convert a list, tuple or range of ints, or an array of any integer dtype, to a new 1-D int64 array.
 
     Parameters
     ----------
     name, symbol : str
-        What messages call the argument and its length.
+        The names of the argument and of its length in messages.
     length : int or None
-        How many there must be.
+        The length that the array must have, if it is fixed.
 
     Raises
     ------
     TypeError
-        Not integers, bools among them, or an array with a mask.
+        A value is a bool or not an integer, or the array has a mask.
     ValueError
-        Not one-dimensional, not `length` values, or one beyond int64.
+        The array is not one-dimensional, its length is not `length`, or a value does not fit in int64.
     """
     if type(values) is np.ndarray and values.ndim == 1 and values.dtype in _USUAL and length in (None, len(values)):
         return values.astype(np.int64)  # most calls of a step: it needs no further check
@@ -75,7 +75,7 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
 
 
 def per_seq(name: str, value: Any, num_seqs: int) -> npt.NDArray[np.int64]:
-    """One int of at least 0 for each sequence, of one for all or of as many."""
+    """Convert one int for all sequences, or one for each, to an array with one of at least 0 for each."""
     if isinstance(value, (int, np.integer)):
         return np.full(num_seqs, as_int(name, value, maximum=MAX_INT64))
     values = as_ints(name, value, num_seqs, "num_seqs")
@@ -91,7 +91,7 @@ def require_callable(name: str, value: object, what: str) -> None:
 
 
 def per_layer(name: str, scale: Any, num_layers: int) -> Sequence[Any]:
-    """A scale for each layer, of one for all or a list."""
+    """Spread one scale over all layers, or check that a list has one for each."""
     if not isinstance(scale, (list, tuple)):
         return [scale] * num_layers
     if len(scale) != num_layers:

@@ -1,4 +1,4 @@
-"""Chains: of each row of a table, which tokens are known and which blocks can be found."""
+"""Chains: which tokens of each sequence are known, and which of its blocks the prefix cache can find."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _WORTH_A_COPY = 2  # copy a block if at least one token in this many is found
 
 
 class Chains:
-    """How many of a row's first tokens are known by their ids, how many of its first blocks can be found, and its root.
+    """For each row: how many of its first tokens are known by their ids, how many of its first blocks can be found.
 
-    Methods called `plan_...` change nothing: they return what to store.
+    A chain begins with the root digest of the sequence's salt. Methods called `plan_...` change nothing: they return
+    what to store.
 
     Parameters
     ----------
@@ -35,7 +36,7 @@ class Chains:
         self._roots = np.zeros(max_seqs, DIGEST)
 
     def share(self, prompt: Prompt) -> tuple[int, Int64Array, Int64Array]:
-        """How many tokens of a prompt are found, the blocks to share, and the one to copy, if there is one."""
+        """Look up a prompt: how many tokens are found, the blocks to share, and the block to copy in part, if any."""
         if prompt.tokens is None:
             return 0, NO_BLOCKS, NO_BLOCKS
         found, size = self.cache.find(prompt.tokens, prompt.root), self.cache.block_size
@@ -44,7 +45,7 @@ class Chains:
         num_found = len(found) * size
         if num_found < prompt.num_tokens:
             block, num_more = self.cache.find_part(int(found[-1]), prompt.tokens[num_found:-1])
-        else:  # the last token is computed again, and others may find its block meanwhile: write to a copy
+        else:  # the last token is computed again, into a copy of its block, which others may find meanwhile
             found, block, num_more = found[:-1], int(found[-1]), size - 1
             num_found -= size
         # The pool evicts no block in use, and none at all while it has blank ones.
@@ -65,7 +66,7 @@ class Chains:
     def plan_tokens(
         self, rows: Int64Array, num_known: Int64Array, slots: Int64Array, tokens: Int32Array
     ) -> list[Write]:
-        """Put tokens into slots; of each row so many are known then."""
+        """Put tokens into slots, and set how many tokens of each row are known."""
         return [(self.cache.tokens, slots, tokens), (self.num_known, rows, num_known)]
 
     def plan_shorten(self, rows: Int64Array, lens: Int64Array) -> list[Write]:
@@ -76,16 +77,16 @@ class Chains:
         ]
 
     def plan_copy(self, rows: Int64Array, parents: Int64Array) -> list[Write]:
-        """Make each row like its parent."""
+        """Copy the chain of each row's parent."""
         return [(state, rows, state[parents]) for state in (self.num_known, self.num_found, self._roots)]
 
     def plan_clear(self) -> list[Write]:
-        """Let no block of any row be found, now or later."""
+        """Make the tokens of all rows unknown, so that none of their blocks is ever found."""
         rows = np.arange(len(self.num_known))
         return [(state, rows, np.zeros_like(rows)) for state in (self.num_known, self.num_found)]
 
     def uncommitted(self, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Which rows have full blocks that cannot be found yet, and from which column to which, exclusive."""
+        """The rows with full blocks that `commit` has yet to store, and from which column to which, exclusive."""
         first, full = self.num_found[rows], self.num_known[rows] // self.cache.block_size
         uncommitted = (full > first).nonzero()[0]
         return rows[uncommitted], first[uncommitted], full[uncommitted]
@@ -95,19 +96,19 @@ class Chains:
     ) -> tuple[bool, list[Write]]:
         """Make the blocks in columns first..full-1 of each row findable.
 
-        Where another findable block has the same tokens, the row takes that one.
+        Where a block with the same tokens can be found already, the row takes that one instead.
 
         Parameters
         ----------
         blocks : (max_seqs, num_columns) int32
             The table.
         rows, first, full : (num_rows,) int64
-            At least one row, and one column of each.
+            There is at least one row, and at least one column of each.
 
         Returns
         -------
         keep_theirs : bool
-            Whether no row takes another block.
+            Whether all rows keep their own blocks.
         writes : list
         """
         table, cache = blocks.reshape(-1), self.cache
@@ -134,7 +135,7 @@ class Chains:
         ]
 
     def check(self, lens: Int64Array, blocks: Int32Array) -> None:
-        """Raise AssertionError unless all that should be found is found, and no more is known than there is."""
+        """Raise AssertionError unless every block that should be found is, and no more tokens are known than exist."""
         must_hold((self.num_known <= lens).all(), "more tokens are known than there are")
         must_hold(
             (self.num_found * self.cache.block_size <= self.num_known).all(), "a block is found by unknown tokens"

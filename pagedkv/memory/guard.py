@@ -1,4 +1,4 @@
-"""Guard: one call at a time to a pool and to all that share it, from whichever thread or signal handler."""
+"""Guard: a pool, and all that share it, run one call at a time, whatever threads and signal handlers do."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Guard:
     holder : int or None
         The thread that holds it.
     changing : bool
-        Whether it holds it for a mutation.
+        Whether the holder is in a mutation.
     is_parents : bool
-        Whether this process is a child of the one that made it. Another thread may have been in the middle of a call
-        when it forked, and does not exist in the child.
+        Whether this process was forked from the one that made the guard. Another thread may have been in the middle of
+        a call then, and does not exist in the child.
     """
 
     __slots__ = ("__weakref__", "changing", "holder", "is_parents", "lock")
@@ -47,7 +47,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Guarded:
-    """Anything whose calls share a guard."""
+    """Base class of objects whose calls share a guard."""
 
     _guard: Guard
 
@@ -67,23 +67,23 @@ Method = Callable[Concatenate[Self, P], R]
 
 
 def exclusive(method: Method[Self, P, R]) -> Method[Self, P, R]:
-    """A mutation: refused with RuntimeError in the middle of another one, and of a read in the same thread.
+    """Guard a mutation: RuntimeError in the middle of another mutation, or of a read in the same thread.
 
-    It waits for the reads of other threads.
+    It waits for reads of other threads.
     """
     return _guarded(method, changes=True, nests=False)
 
 
 def consistent(method: Method[Self, P, R]) -> Method[Self, P, R]:
-    """A read: waits for the call of another thread.
+    """Guard a read: it waits for a call of another thread.
 
-    In the middle of a call in the same thread, as in a signal handler, it finds the state before that call or after.
+    In the middle of a call of the same thread, as in a signal handler, it sees the state before that call or after it.
     """
     return _guarded(method, changes=False, nests=True)
 
 
 def exclusive_read(method: Method[Self, P, R]) -> Method[Self, P, R]:
-    """A read that also updates buffers of its own: as `consistent`, but refused within a call in the same thread."""
+    """Guard a read that updates buffers of its own: as `consistent`, but RuntimeError in a call of the same thread."""
     return _guarded(method, changes=False, nests=False)
 
 

@@ -1,4 +1,4 @@
-"""Handles: the ints by which callers name sequences, each for one row of a sequence table."""
+"""Handles: the ints by which callers name sequences; each stands for a row of the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INT64 = np.dtype(np.int64)
 
 
 class Handles:
-    """A handle for each row in use, and a stack of the free rows.
+    """The handles of the rows in use, and a stack of the free rows.
 
     A handle is generation << bits | row. Freeing a row increments its generation, so no handle is ever issued twice.
 
@@ -45,12 +45,12 @@ class Handles:
 
     @property
     def num_free(self) -> int:
-        """Free rows, and so handles that can be issued."""
+        """How many rows are free."""
         return int(self._num_free[0])
 
     @property
     def live(self) -> npt.NDArray[np.bool]:
-        """Which rows have a handle, (max_rows,) bool."""
+        """Which rows are in use, (max_rows,) bool."""
         return self._issued[:-1] != NO_HANDLE
 
     def of(self, rows: Int64Array) -> Int64Array:
@@ -58,14 +58,14 @@ class Handles:
         return self._issued[rows]
 
     def find(self, seqs: Any) -> Int64Array:
-        """The rows of an int, a list or tuple of ints or an int64 array of handles; (num_seqs,) int64.
+        """Look up the rows of handles: an int, a list or tuple of ints, or an int64 array; (num_seqs,) int64.
 
         Raises
         ------
         KeyError
-            A handle that is no longer valid, or never was.
+            A handle is no longer valid, or never was.
         TypeError, ValueError
-            Not handles.
+            These are not handles.
         """
         known = self._known
         if known is not None and type(seqs) is np.ndarray and seqs.dtype == _INT64 and seqs.ndim == 1:
@@ -83,7 +83,7 @@ class Handles:
         return rows
 
     def find_distinct(self, seqs: Any) -> Int64Array:
-        """As `find`, with ValueError for a handle that is named twice."""
+        """As `find`, but raise ValueError for a handle that is named twice."""
         rows = self.find(seqs)
         if self._known is not None and rows is self._known[1]:
             return rows
@@ -98,7 +98,7 @@ class Handles:
         return len(rows) == 1 or not np.count_nonzero(self._tally.repeated(rows))
 
     def plan_issue(self, n: int) -> tuple[Int64Array, list[int], list[Write]]:
-        """Issue n handles: their rows, the handles, and what to store.
+        """Issue n handles: the rows, the handles, and what to store.
 
         Raises
         ------
@@ -114,7 +114,7 @@ class Handles:
         return rows, handles.tolist(), [(self._num_free, 0, rest), (self._issued, rows, handles)]
 
     def plan_retire(self, rows: Int64Array) -> list[Write]:
-        """Retire the handles of distinct rows in use and free the rows: what to store."""
+        """Retire the handles of distinct rows in use, and free the rows."""
         num_free = self.num_free
         top = num_free + len(rows)
         return [

@@ -1,4 +1,4 @@
-"""Arrays of block ids and rows: joined, spread over ranges, counted; and what must hold of them."""
+"""Helpers for arrays of block ids and rows: join, spread over ranges, count, check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_BLOCKS = np.empty(0, np.int64)
 
 
 def joined(first: Int64Array, second: Int64Array) -> Int64Array:
-    """The ids of one array, and then of the other: no copy where one is empty, so do not write to it."""
+    """Concatenate two arrays; if one is empty, return the other itself, so do not write to the result."""
     if not len(second):
         return first
     return np.concatenate([first, second]) if len(first) else second
@@ -39,7 +39,7 @@ def owned_spans(starts: Array, counts: Array) -> tuple[Int64Array, Int64Array]:
 
 
 class Tally:
-    """Counts how often each of the integers 0..size-1 occurs, in time that does not depend on size."""
+    """Counts occurrences of integers from 0 to size - 1, in time that does not depend on size."""
 
     def __init__(self, size: int) -> None:
         self._last = np.zeros(size, np.int64)

@@ -208,7 +208,7 @@ class BlockPool(Guarded):
         times: int = 1,
         num_seqs: int = 0,
     ) -> tuple[Int64Array, list[Write]]:
-        """Everything that one call does to the pool, in one plan: a second plan would not see the first one's writes.
+        """Plan all that one call does to the pool at once, since a second plan would not see the writes of the first.
 
         Parameters
         ----------
@@ -298,7 +298,7 @@ class BlockPool(Guarded):
     def _plan_references(
         self, dropped: Array, gained: Array, times: int, num_seqs: int
     ) -> tuple[Array, Array, list[Write]]:
-        """The blocks that lose their last reference, those that get their first, and what to store."""
+        """The blocks that lose their last reference, those that get their first one, and what to store."""
         blocks = joined(dropped, gained)
         before = self._refs.take(blocks)
         changes: Any = times if len(gained) else -1
@@ -344,23 +344,23 @@ class BlockPool(Guarded):
             )
 
     def _commit(self, writes: list[Write], undo: Callable[[], list[Write]] | None = None) -> None:
-        """Store, and tell the listener; if that raises, store what `undo` plans, as nobody gets the call's result."""
+        """Store, and emit events; if a listener raises, undo the call, since its caller will not get the result."""
         if self._prefix_cache is not None:
-            self._prefix_cache.emit()  # what an interrupt has left: if it raises, nothing has happened
+            self._prefix_cache.emit()  # events that an interrupt left over; if this raises, nothing has changed
         if writes:
             commit([*writes, (self._num_changes, 0, self._num_changes[0] + 1)])
         if self._prefix_cache is not None:
             try:
                 self._prefix_cache.emit()
-            except Exception:  # after an interrupt the call has happened
+            except Exception:  # an interrupt is no Exception: it undoes nothing
                 if undo is not None:
                     commit([*undo(), (self._num_changes, 0, self._num_changes[0] + 1)])
                 raise
 
     def _gives_up(self, blocks: Array) -> npt.NDArray[np.bool]:
-        """Which owners must copy their block before they write to it: owner i holds blocks[i].
+        """Which owners must copy their block before they write to it; owner i holds blocks[i].
 
-        Every owner copies, except the last if no other sequence holds the block.
+        Every owner copies, except the last one if no other sequence holds the block.
         """
         last, counts = self._tally(blocks)
         nobody_else = counts[last] == self._refs[blocks]

@@ -1,4 +1,4 @@
-"""Sequences: the block table and the length of each, over the blocks of one pool."""
+"""Sequences: block tables and lengths of sequences that share the blocks of one pool."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .rows import SequenceRows
 
 
 class Sequences(Guarded):
-    """What `SequenceTable` and `PagedKVCache` have in common: sequences that share the blocks of one pool.
+    """Base of `SequenceTable` and `PagedKVCache`: sequences that share the blocks of one pool.
 
     A sequence is named by its handle, an int that is never reused once the sequence is freed. Methods on many
     sequences take one handle, a list or tuple of them, or a 1-D int64 array, and do a handful of array operations
     whatever the number.
 
     Every method changes all or nothing. Mutations of one pool exclude each other: a call from a second thread in
-    the middle of one raises RuntimeError. Reads wait for the other thread's call, and return what held before it or
-    what holds after it. Sequences cannot be copied or pickled: TypeError.
+    the middle of one raises RuntimeError. Reads wait for the other thread's call. Sequences cannot be copied or
+    pickled: TypeError.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ class Sequences(Guarded):
 
     @exclusive
     def fork(self, seqs: Any, n: int = 1) -> list[int]:
-        """Start n sequences like each of the given ones, sharing all blocks, the partial last ones too.
+        """Start n copies of each sequence, which share all its blocks, a partly full last one too.
 
         Parameters
         ----------
@@ -101,7 +101,7 @@ class Sequences(Guarded):
         CapacityError
             Too few rows of the table are free.
         KeyError
-            A sequence that was freed or never was.
+            A sequence was freed, or never existed.
 
         Examples
         --------
@@ -121,7 +121,7 @@ class Sequences(Guarded):
 
     @exclusive
     def reorder(self, seqs: Any, parents: Any) -> None:
-        """Let each sequence go on with the tokens of another, as beams do; the handles stay, and no row is needed.
+        """Let each sequence continue with the tokens of another, as beams do; the handles stay the same.
 
         Parameters
         ----------
@@ -137,7 +137,7 @@ class Sequences(Guarded):
         ValueError
             A sequence is named twice, or there are not as many parents.
         KeyError
-            A sequence that was freed or never was.
+            A sequence was freed, or never existed.
 
         Examples
         --------
@@ -157,7 +157,7 @@ class Sequences(Guarded):
 
     @exclusive
     def truncate(self, seqs: Any, length: Any) -> None:
-        """Shorten sequences to their first tokens, releasing the blocks past the end.
+        """Shorten sequences to their first tokens, and release the blocks past the end.
 
         Parameters
         ----------
@@ -171,7 +171,7 @@ class Sequences(Guarded):
         ValueError
             A length that is negative or more than the sequence has, or a sequence named twice.
         KeyError
-            A sequence that was freed or never was.
+            A sequence was freed, or never existed.
 
         Examples
         --------
@@ -208,7 +208,7 @@ class Sequences(Guarded):
         ValueError
             A sequence is named twice.
         KeyError
-            A sequence that was freed or never was.
+            A sequence was freed, or never existed.
 
         Examples
         --------
@@ -235,7 +235,7 @@ class Sequences(Guarded):
         ValueError
             Not 0 <= start <= stop <= length.
         KeyError
-            A sequence that was freed or never was.
+            A sequence was freed, or never existed.
 
         Examples
         --------
@@ -268,7 +268,7 @@ class Sequences(Guarded):
         Raises
         ------
         KeyError
-            A sequence that was freed or never was.
+            A sequence was freed, or never existed.
 
         Examples
         --------
@@ -288,7 +288,7 @@ class Sequences(Guarded):
         Raises
         ------
         KeyError
-            A sequence that was freed or never was.
+            A sequence was freed, or never existed.
 
         Examples
         --------
@@ -319,7 +319,7 @@ class Sequences(Guarded):
 
     @consistent
     def block_owners(self) -> npt.NDArray[np.int64]:
-        """For each block the handle of a sequence that has it, (N,) int64; -1 if none does.
+        """The handle of a sequence that holds each block, (N,) int64; -1 for a block that none holds.
 
         Examples
         --------
@@ -354,7 +354,7 @@ class Sequences(Guarded):
 
     @consistent
     def _batch(self, seqs: Any, query_lens: Any) -> tuple[Int32Array, int, Int32Array, Int64Array | None]:
-        """`block_tables`, the longest length, `seq_lens` and the given query_lens, all of the same instant."""
+        """`block_tables`, the longest length, `seq_lens` and the given query_lens, read at one instant."""
         rows = self._rows.handles.find(seqs)
         tables, longest, lens = self._rows.tables_of(rows)
         if query_lens is None:

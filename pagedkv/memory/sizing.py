@@ -1,4 +1,4 @@
-"""Sizing: what the K and V of a model take, and how many blocks go into an amount of memory."""
+"""Sizes: the bytes of K and V of a model, and the blocks that fit into an amount of memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def bytes_of_block(
 
 
 def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays) -> int:
-    """How many blocks an amount of memory holds.
+    """Convert an amount of memory to a number of blocks.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays) -> in
     Raises
     ------
     TypeError, ValueError
-        `memory` is nothing of that, or less than one block.
+        `memory` is none of these, or less than one block.
     """
     num_bytes = _bytes(memory, arrays)
     if num_bytes < block_bytes:

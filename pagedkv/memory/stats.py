@@ -1,4 +1,4 @@
-"""How full a pool is, as numbers and as a map."""
+"""Statistics of a pool, as numbers and as a map."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .sequences import Sequences
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """How full the pool of a PagedKVCache is.
+    """How the blocks of a PagedKVCache are used.
 
     Attributes
     ----------
     num_blocks : int
         N, all blocks.
     used, free : int
-        Blocks that sequences have, and blocks that can be handed out.
+        Blocks that sequences hold, and blocks that can be handed out.
     shared : int
         Used blocks with more than one reference.
     cached : int
@@ -29,12 +29,12 @@ class Stats:
     wasted_slots : int
         Slots of used blocks that hold no token of any sequence.
     contiguous_blocks : int
-        What reserving the maximum length for every sequence would take.
+        Blocks that it would take to reserve the maximum length for every sequence.
     queried_tokens, hit_tokens : int
         Tokens that `add` got so far, and those of them that the cache had already. A Scheduler starts a prompt with all
         its tokens, in however many chunks it computes them; tokens of `append` do not count.
     preempted_tokens, preempted_hit_tokens : int
-        The same of requests that a Scheduler started again after a preemption: what they find is mostly their own.
+        The same for requests that a Scheduler started again after a preemption, which mostly find their own tokens.
     num_bytes, used_bytes : int
         K and V of all blocks in all layers, and of the used ones.
     """
@@ -56,7 +56,7 @@ class Stats:
 
     @classmethod
     def of(cls, sequences: Sequences, block_bytes: int) -> Stats:
-        """Read them off sequences and their pool, whose blocks take `block_bytes` bytes in all layers."""
+        """Collect the statistics of sequences and their pool; a block has `block_bytes` bytes in all layers."""
         pool, found = sequences.pool, sequences.pool._prefix_cache
         queried, hit = ([0, 0], [0, 0]) if found is None else (found.num_queried.tolist(), found.num_hit.tolist())
         used = pool.num_blocks - pool.num_free
@@ -78,7 +78,7 @@ class Stats:
         )
 
     def to_html(self) -> str:
-        """A table of the numbers."""
+        """Format the numbers as an HTML table."""
         rows = "".join(f"<tr><th>{field.name}</th><td>{getattr(self, field.name)}</td></tr>" for field in fields(self))
         return f"<table>{rows}</table>"
 

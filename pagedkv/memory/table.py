@@ -12,12 +12,12 @@ from .sequences import Sequences
 
 
 class Appended(NamedTuple):
-    """What `SequenceTable.append` handed out.
+    """The slots and copies that `SequenceTable.append` returns.
 
     Attributes
     ----------
     slots : (num_new_tokens,) int64
-        Where the new tokens go, in the order of the sequences.
+        Slots of the new tokens, in the order of the sequences.
     copies : (m, 2) int64
         Source and destination of every block that must be copied before the slots are written.
     """
@@ -34,8 +34,8 @@ class SequenceTable(Sequences):
     whatever the number.
 
     Every method changes all or nothing. Mutations of one pool exclude each other: a call from a second thread in
-    the middle of one raises RuntimeError. Reads wait for the other thread's call, and return what held before it or
-    what holds after it. A table cannot be copied or pickled: TypeError.
+    the middle of one raises RuntimeError. Reads wait for the other thread's call. A table cannot be copied or
+    pickled: TypeError.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ class SequenceTable(Sequences):
         OutOfBlocksError
             Too few blocks are free.
         KeyError
-            A sequence that was freed or never was.
+            A sequence was freed, or never existed.
         """
         plan = self._rows.plan_append(seqs, n)
         appended = Appended(plan.slots, plan.copies[:])  # a caller may resize its own
@@ -136,6 +136,6 @@ class SequenceTable(Sequences):
 
     @consistent
     def can_add(self, num_tokens: int, *, reserve: int = 0) -> bool:
-        """Whether `add` has room for a sequence, and `reserve` blocks stay free besides."""
+        """Whether `add` has room for a sequence and leaves `reserve` blocks free."""
         prompt = Prompt(as_int("num_tokens", num_tokens))
         return self._rows.can_add(prompt, as_int("reserve", reserve))

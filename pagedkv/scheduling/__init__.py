@@ -1,4 +1,4 @@
-"""What a server computes next: requests that wait, run, give their blocks back and finish, over a PagedKVCache."""
+"""Continuous batching over a PagedKVCache: which requests wait, run, are preempted and finish."""
 
 from .scheduler import Scheduler
 from .step import Finished, Step

@@ -1,4 +1,4 @@
-"""Admission: which requests run, as far as the step and the cache have room."""
+"""Admission: starts and preempts requests, depending on the room in a step and in the cache."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .waiting import Waiting
 
 
 class Admission:
-    """Starts the first of the requests that wait, and takes the blocks of the last of those that run.
+    """Starts the first waiting requests while there is room, and preempts the last running ones when there is none.
 
     Parameters
     ----------
     cache : PagedKVCache
     running, waiting : Running, Waiting
     budget, max_num_seqs : int
-        Tokens and requests of a step, at most.
+        The most tokens and requests of a step.
     watermark : int
         Blocks that a start leaves free while others run.
 
     Attributes
     ----------
     num_preempted : int
-        How often a request gave its blocks back.
+        How often a request was preempted.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class Admission:
 
     @property
     def last_started(self) -> int:
-        """The handle of the sequence that was started last."""
+        """The handle of the sequence started last."""
         return self._last[0]
 
     def counts(self) -> Int64Array:
-        """How many tokens of each running request fit into a step: one of each, the others in their order."""
+        """How many tokens of each running request go into a step: one of each, then more in their order."""
         more = self._running.num_uncomputed - 1
         before = np.cumsum(more) - more
         return 1 + np.minimum(np.maximum(self._budget - len(more) - before, 0), more)
 
     def make_room(self) -> bool:
-        """Take the blocks of the last requests until those before them can go on; whether it was necessary."""
+        """Preempt the last requests until the others can go on; return whether any was preempted."""
         running, preempted = self._running, False
         while len(running):
             lens = running.num_computed[running.lanes]
@@ -62,11 +62,11 @@ class Admission:
         return preempted
 
     def start_some(self) -> None:
-        """Start requests as long as there is room in the step and in the cache."""
+        """Start requests while there is room in the step and in the cache."""
         running, waiting = self._running, self._waiting
         num_uncomputed = int(running.num_uncomputed.sum())
         lens = running.lens[running.lanes]
-        # What those that run still need for the tokens that they have.
+        # Blocks that running requests still need for the tokens they have.
         reserved = self._num_blocks(lens) - self._num_blocks(running.num_computed[running.lanes])
         while len(running) < self._max_num_seqs and num_uncomputed < self._budget:
             request = waiting.first()
@@ -101,14 +101,14 @@ class Admission:
         self._running.stop(request)
 
     def _preempt(self, request: Request | None) -> None:
-        """Let a running request wait, to be computed again; swapping it out would be done here."""
+        """Free the blocks of a running request, which waits and is computed again."""
         assert request is not None
         self.stop(request)
         self._waiting.push(request)
         self.num_preempted += 1
 
     def _is_being_computed(self, request: Request) -> bool:
-        """Whether a running request is about to compute blocks that this one would find, if it waits for them."""
+        """Whether a running request is computing blocks that this one will find if it waits for them."""
         running, size = self._running, self._cache.block_size
         num_tokens = len(request.tokens) - 1  # the last one is computed in any case
         if not self._cache.prefix_cache or num_tokens < size:
@@ -117,7 +117,7 @@ class Admission:
         lanes = lanes[(running.roots[lanes] == first_half(request.root)) & (running.lens[lanes] >= size)]
         if not len(lanes):
             return False
-        # Most begin otherwise, which the first block tells.
+        # Most requests begin differently, which the first block shows.
         lanes = lanes[(running.tokens[lanes, :size] == request.tokens[:size]).all(axis=1)]
         most = min(num_tokens, running.tokens.shape[1])
         differs = running.tokens[lanes, :most] != request.tokens[:most]
@@ -126,5 +126,5 @@ class Admission:
         return bool((running.num_computed[lanes] < shared).any())
 
     def _num_blocks(self, lens: int | Int64Array) -> int:
-        """Blocks of a sequence, or of all together."""
+        """How many blocks sequences of these lengths need in all."""
         return int(np.sum(-(-lens // self._cache.block_size)))

@@ -1,4 +1,4 @@
-"""Request: a text in the making."""
+"""Request: what the scheduler knows about one request."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ NOT_RUNNING = -1
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """What a scheduler knows about a text, whether it runs or not.
+    """The tokens of a request, its limits, and its place in the order.
 
     Attributes
     ----------
     number : int
-        What callers name it by.
+        The number by which callers name it.
     tokens : (num_tokens,) int32
-        Its tokens so far; while it runs, those that it started to run with.
+        Its tokens so far; while it runs, those that it had when it started to run.
     num_prompt, max_len : int
-        How many it has at the start of this turn, and at most at the end.
+        Its length at the start of this turn, and its largest possible length at the end.
     priority : int
     key : int
-        Its place in the order: the smallest is the first.
+        Its place in the order; the smallest comes first.
     salt : str, bytes or None
     root : bytes
         The root digest of its salt.
     resumable : bool
-        Whether it stays when a turn ends.
+        Whether it stays when its turn ends.
     num_cached : int or None
-        How many of its tokens the prefix cache had when this turn started; None until then.
+        How many of its tokens the prefix cache had when this turn started; None before that.
     lane : int
-        Its lane while it runs, else NOT_RUNNING.
+        Its lane in `Running` while it runs, otherwise NOT_RUNNING.
     """
 
     number: int

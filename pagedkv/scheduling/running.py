@@ -1,4 +1,4 @@
-"""Running: the requests that have a sequence in the cache, as arrays."""
+"""Running: the requests that have a sequence in the cache, stored in arrays."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ NO_REQUEST = -1
 
 
 class Running:
-    """A lane of each array for each running request.
+    """The running requests, each of which has a lane: an index into all arrays.
 
     Parameters
     ----------
     max_num_seqs : int
-        Lanes.
+        How many lanes there are.
 
     Attributes
     ----------
     lanes : (num_running,) int64
-        Those in use, in the order of the requests' keys and numbers.
+        The lanes in use, ordered by the keys and numbers of their requests.
     numbers, seqs : (max_num_seqs,) int64
         The request of each lane, or NO_REQUEST, and the handle of its sequence.
     lens, num_computed, max_lens : (max_num_seqs,) int64
-        How many tokens it has, how many of them are in the cache, and how many it may have when the turn ends.
+        The length of each request, how many of its tokens are in the cache, and its largest length in this turn.
     roots : (max_num_seqs,) int64
         The first half of the root digest of its salt.
     tokens : (max_num_seqs, width) int32
-        Its tokens.
+        The tokens of each request.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -42,7 +42,7 @@ class Running:
         self.clear()
 
     def clear(self) -> None:
-        """Take all lanes away, whatever an interrupted call has left of them."""
+        """Free all lanes, in whatever state an interrupted call has left them."""
         self.lanes = np.empty(0, np.int64)
         self.numbers[:] = NO_REQUEST
         self.requests: list[Request | None] = [None] * len(self.numbers)
@@ -53,11 +53,11 @@ class Running:
 
     @property
     def num_uncomputed(self) -> Int64Array:
-        """Tokens of each that are to be computed, (num_running,) int64, at least 1."""
+        """How many tokens of each request are not computed yet, (num_running,) int64, at least 1."""
         return self.lens[self.lanes] - self.num_computed[self.lanes]
 
     def start(self, request: Request, seq: int, num_computed: int) -> None:
-        """Give a request a lane, whose sequence has so many of its tokens; there is room for them."""
+        """Give a request a lane; `seq` already has num_computed of its tokens, and `tokens` is wide enough."""
         num_tokens = len(request.tokens)
         lane = self._free.pop()
         self.numbers[lane], self.seqs[lane], self._keys[lane] = request.number, seq, request.key
@@ -71,7 +71,7 @@ class Running:
             self.lanes = self.lanes[np.lexsort((self.numbers[self.lanes], self._keys[self.lanes]))]
 
     def stop(self, request: Request) -> None:
-        """Take the lane of a request away; it has its tokens of so far."""
+        """Free the lane of a request, which keeps the tokens it has so far."""
         lane = request.lane
         request.tokens = self.tokens_of(request)
         self.lanes = self.lanes[self.lanes != lane]
@@ -79,17 +79,17 @@ class Running:
         self._free.append(lane)
 
     def tokens_of(self, request: Request) -> npt.NDArray[np.int32]:
-        """The tokens of a request, as a new array."""
+        """Copy the tokens of a request."""
         return self.tokens[request.lane, : self.lens[request.lane]].copy()
 
     def extend(self, lanes: Int64Array, tokens: npt.NDArray[np.int32]) -> None:
-        """One token more for each of some lanes; there is room for it."""
+        """Append a token to each of some lanes, which are wide enough."""
         lens = self.lens[lanes]
         self.tokens[lanes, lens] = tokens
         self.lens[lanes] = lens + 1
 
     def widen(self, width: int) -> None:
-        """Make room for so many tokens of each."""
+        """Make room for `width` tokens of each request."""
         before = self.tokens.shape[1]
         if width > before:
             tokens = np.zeros((len(self.tokens), max(width, 2 * before)), np.int32)

@@ -1,4 +1,4 @@
-"""Scheduler: which tokens of which requests a server computes next."""
+"""Scheduler: plans which tokens of which requests a server computes next."""
 
 from __future__ import annotations
 
@@ -24,34 +24,33 @@ MAX_PRIORITY = MAX_AGING = 2**31 - 1  # the order is kept in int64
 
 
 class Scheduler:
-    """Continuous batching over a PagedKVCache: plans steps, and never touches a model.
+    """Plans the steps of continuous batching over a PagedKVCache, and never touches a model.
 
-    A server adds requests, asks for a step, lets its model compute the step, and gives back the tokens that it chose.
+    A server adds requests, asks for a step, lets its model compute the step, and returns the tokens that it chose.
     Every running request is in every step: with one token while it generates, with a chunk of its prompt before that.
-    Requests start as soon as there is room for all tokens that they have; tokens that the prefix cache finds are not
-    computed. When the pool is full the last request of the order gives its blocks back, and is computed again later.
+    A request starts as soon as there is room for all its tokens; those that the prefix cache finds are not computed.
+    When the pool is full, the last request in the order is preempted: it frees its blocks and is computed again later.
 
-    The order is first come, first served, with priorities that age: a request of priority p starts behind those of
-    priority 0 that are added in the ``p * aging`` steps after it, and before all later ones. The first of the running
-    requests never gives its blocks back, and no request overtakes the first that waits: each one ends if those before
-    it do.
+    Requests are served in the order in which they come, with priorities that age: one of priority p starts behind
+    those of priority 0 that are added in the ``p * aging`` steps after it, and before all later ones. The first
+    running request is never preempted, and no request overtakes the first waiting one, so each request ends if those
+    before it do.
 
-    The same calls give the same steps. One thread at a time may call it. Only the scheduler may append to, truncate or
-    free its sequences; the cache may have others besides, whose blocks it does without. A call that raises an error can
-    be made again, and loses no request; `restart` mends what an interrupt (Ctrl-C) in the middle of one leaves.
+    The same calls give the same steps. One thread at a time may call the scheduler. Only the scheduler may append to,
+    truncate or free its sequences; the cache may hold others as well. A call that raises an error loses no request and
+    can be repeated; `restart` recovers from an interrupt (Ctrl-C) in the middle of a call.
 
     Parameters
     ----------
     cache : PagedKVCache
     max_num_batched_tokens : int
-        Tokens of a step, at most.
+        The most tokens of a step.
     max_num_seqs : int or None
-        Requests that run at a time, at most max_num_batched_tokens; None for as many as the cache has room for.
+        The most requests that run at a time, at most max_num_batched_tokens; None for max_seqs of the cache.
     watermark : float
-        The share of the pool, from 0 to 1, that starting a request leaves free for the others to grow, while others
-        run.
+        The share of the pool, from 0 to 1, that starting a request leaves free, so that running requests can grow.
     aging : int
-        What one level of priority is worth, in steps.
+        How many steps one level of priority is worth.
     eos_token_id : int or None
         The token that ends a text.
 
@@ -128,39 +127,39 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that run."""
+        """How many requests run."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for room, those that gave their blocks back included."""
+        """How many requests wait for room, preempted ones included."""
         return len(self._waiting)
 
     @property
     def num_preempted(self) -> int:
-        """How often a request gave its blocks back so far."""
+        """How often a request was preempted so far."""
         return self._admission.num_preempted
 
     def tokens(self, request: int) -> npt.NDArray[np.int32]:
-        """All tokens of a request so far, (num_tokens,) int32, as a new array.
+        """All tokens that a request has so far, (num_tokens,) int32, as a new array.
 
         Raises
         ------
         KeyError
-            A request that has ended or never was.
+            The request has ended, or was never added.
         """
         found = self._find(request)
         return found.tokens.copy() if found.lane == NOT_RUNNING else self._running.tokens_of(found)
 
     def num_cached(self, request: int) -> int:
-        """How many tokens of a request the prefix cache had when its turn started; 0 while it waits for that.
+        """How many tokens of a request the prefix cache had when its turn started; 0 before that.
 
-        Those that it finds of its own after a preemption do not count.
+        Its own tokens that it finds after a preemption do not count.
 
         Raises
         ------
         KeyError
-            A request that has ended or never was.
+            The request has ended, or was never added.
         """
         return self._find(request).num_cached or 0
 
@@ -173,16 +172,16 @@ class Scheduler:
         salt: str | bytes | None = None,
         resumable: bool = False,
     ) -> int:
-        """Let a request wait for its start.
+        """Add a request, which waits until there is room for it.
 
         Parameters
         ----------
         tokens : (num_tokens,) ints
             The prompt, at least one id.
         max_tokens : int
-            Tokens to generate, at most; at least 1.
+            The most tokens to generate, at least 1.
         priority : int
-            Lower ones start earlier, as in vLLM.
+            Requests of lower priority numbers start earlier, as in vLLM.
         salt : str, bytes or None
             As in `PagedKVCache.add`.
         resumable : bool
@@ -196,7 +195,7 @@ class Scheduler:
         Raises
         ------
         ValueError
-            No token, or more than the cache could ever hold.
+            There are no tokens, or more than the cache could ever hold.
         TypeError
             An argument is not as described here.
         """
@@ -216,25 +215,24 @@ class Scheduler:
         return number
 
     def extend(self, request: int, tokens: Any, max_tokens: int) -> None:
-        """Let a resumable request go on after its turn has ended: a user's answer, or the result of a tool.
+        """Start another turn of a resumable request, with a user's answer or the result of a tool for example.
 
-        It waits as one that is added now; the prefix cache finds what it has computed before, as far as that is still
-        there.
+        It waits like a new request; the prefix cache finds what was computed before, unless that was evicted.
 
         Parameters
         ----------
         request : int
         tokens : (num_tokens,) ints
-            What comes behind all its tokens; may be none.
+            Tokens to append to those that it has; may be empty.
         max_tokens : int
-            Tokens to generate in this turn, at most.
+            The most tokens to generate in this turn.
 
         Raises
         ------
         ValueError
-            Its turn has not ended, or more tokens than the cache could ever hold.
+            Its turn has not ended, or it would have more tokens than the cache could ever hold.
         KeyError
-            A request that has ended or never was.
+            The request has ended, or was never added.
         """
         found, ids, max_tokens = self._find(request), ids_of(tokens), as_int("max_tokens", max_tokens, minimum=1)
         if found.lane != NOT_RUNNING or found.number in self._waiting:
@@ -246,14 +244,14 @@ class Scheduler:
         self._waiting.push(found)
 
     def abort(self, request: int) -> None:
-        """End a request, whatever state it is in, and free its blocks.
+        """End a request in any state, and free its blocks.
 
-        A step that it is in goes on without it, but still writes K and V of it: its blocks are free after the step.
+        If it is in the current step, that step still writes its K and V, so its blocks are freed after the step.
 
         Raises
         ------
         KeyError
-            A request that has ended or never was.
+            The request has ended, or was never added.
         """
         found = self._find(request)
         if found.lane != NOT_RUNNING and self._step is not None:  # every running request is in it
@@ -271,15 +269,15 @@ class Scheduler:
         Returns
         -------
         Step or None
-            None when no request runs or waits.
+            None if no request runs or waits.
 
         Raises
         ------
         RuntimeError
-            The step before is not done: `update` or `drop` it first.
+            The previous step is not done: call `update` or `drop` first.
         OutOfBlocksError, CapacityError
-            No request runs, and the first that waits has no room: others have the blocks, or the rows, of the cache.
-            It goes on waiting. OutOfBlocksError also where another thread has taken blocks in the middle of the call.
+            No request runs, and the first waiting one has no room because other users of the cache hold its blocks or
+            rows; it goes on waiting. OutOfBlocksError also if another thread takes blocks during the call.
         """
         if self._step is not None:
             raise RuntimeError("the step before is not done: call update with it, or drop")
@@ -316,26 +314,26 @@ class Scheduler:
         return step
 
     def update(self, step: Step, tokens: Any) -> list[Finished]:
-        """Say that a step is computed, and which tokens were chosen.
+        """Report that a step is computed, and which tokens were chosen.
 
-        The blocks that it has filled can be found by others from now on.
+        Other requests can find the blocks that it has filled from now on.
 
         Parameters
         ----------
         step : Step
-            The last one, whose K and V have been written in all layers.
+            The last step, whose K and V have been written in all layers.
         tokens : (num_sampled,) ints
             The next token of each of `step.sampled`.
 
         Returns
         -------
         list of Finished
-            The requests whose turn has ended. Their blocks are free; what is not resumable is forgotten.
+            The requests whose turn has ended. Their blocks are free; only resumable requests stay.
 
         Raises
         ------
         ValueError
-            Another step than the last one, or not as many tokens.
+            `step` is not the last one, or the number of tokens is wrong.
         TypeError
             `tokens` are not ints.
         """
@@ -350,7 +348,7 @@ class Scheduler:
         lens = running.lens[grown] + 1
         stopped = ids == (-1 if self._eos is None else self._eos)
         ended = np.flatnonzero(stopped | (lens == running.max_lens[grown]))
-        # What may raise comes first, and what cannot be made twice comes last of that.
+        # Calls that may raise come first, and of those the one that cannot be repeated comes last.
         running.widen(int(lens.max(initial=0)))
         self._cache.commit(running.seqs[lanes])
         if len(ended) or self._leaving:
@@ -361,9 +359,9 @@ class Scheduler:
         return [self._finish(int(grown[i]), "stop" if stopped[i] else "length") for i in ended]
 
     def drop(self) -> None:
-        """Forget the step that is not done, if there is one: after an error of the model, say.
+        """Give up the current step, if there is one, after an error of the model for example.
 
-        Its tokens are planned again with the next one.
+        The next step has its tokens again.
         """
         step, running = self._step, self._running
         if step is not None:
@@ -373,19 +371,19 @@ class Scheduler:
             self._step, self._leaving = None, []
 
     def restart(self, tokens: Mapping[int, Any]) -> None:
-        """Forget the step and all requests but some, which wait with these tokens: after an interrupt (Ctrl-C).
+        """Recover from an interrupt (Ctrl-C) in the middle of a call: free all blocks of the scheduler.
 
-        Whatever the call was in the middle of which it came, all blocks of the scheduler are free afterwards.
+        The requests named in `tokens` wait to be computed again; the current step and all other requests are dropped.
 
         Parameters
         ----------
         tokens : dict
-            By the number of each request that goes on, all tokens that it has, those of the prompt first.
+            All tokens, from the first one of the prompt, by the number of each request that goes on.
 
         Raises
         ------
         KeyError
-            A request that has ended or never was.
+            The request has ended, or was never added.
         """
         requests = {number: self._find(number) for number in tokens}
         for seq in {*self._running.seqs.tolist(), *self._leaving, self._admission.last_started}:
@@ -404,9 +402,9 @@ class Scheduler:
             raise KeyError(f"no request {request}: it has ended or was never added") from None
 
     def _key(self, priority: int) -> int:
-        """The place in the order of a request that is added now.
+        """The key of a request that is added now.
 
-        All grow older at the same rate, so that the order of two never changes.
+        All requests age at the same rate, so the order of two never changes.
         """
         return self._num_steps + priority * self._aging
 
@@ -421,7 +419,7 @@ class Scheduler:
             )
 
     def _finish(self, lane: int, reason: str) -> Finished:
-        """The turn of a request has ended, and its sequence."""
+        """End the turn of the request in a lane, whose sequence is freed."""
         request = self._running.requests[lane]
         assert request is not None
         self._running.stop(request)

@@ -1,4 +1,4 @@
-"""Step: what the model is to compute next, and what ended with it."""
+"""Step: what the model computes next; Finished: what ended with it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Finished(NamedTuple):
     request : int
         Its number.
     tokens : (num_new_tokens,) int32
-        What was generated in this turn.
+        The tokens generated in this turn.
     reason : str
-        "stop" after the end token, "length" after max_tokens.
+        "stop" after an end token, "length" after max_tokens.
     """
 
     request: int
@@ -33,23 +33,23 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One batch for the model: chunks of prompts and single tokens of texts, mixed.
+    """One batch for the model, which mixes chunks of prompts with single generated tokens.
 
-    Arrays are of the cache's array module but for those of requests, which are NumPy's.
+    Arrays belong to the cache's framework, except `requests` and `sampled`, which are NumPy arrays.
 
     Attributes
     ----------
     requests : (num_seqs,) int64
-        The requests in it, in the order of the batch.
+        The numbers of its requests, in the order of the batch.
     tokens : (num_tokens,) int64
-        The ids of the tokens to compute, those of the first request first.
+        The ids of the tokens to compute, first those of the first request.
     slots : (num_tokens,) int64
-        Where their K and V go: for `PagedKVCache.write` or `write_kv`.
+        Where their K and V go, for `PagedKVCache.write` or `write_kv`.
     batch : Batch
-        Block tables, seq_lens, query_starts and positions: for `PagedKVCache.attend` or `prefill_attention`.
+        Block tables, seq_lens, query_starts and positions, for `PagedKVCache.attend` or `prefill_attention`.
     logits_indices : (num_sampled,) int64
-        The rows of the output, of 0..num_tokens-1, that a next token is chosen from: the last row of each request
-        whose tokens are all computed with this step.
+        The rows of the model's output, in 0..num_tokens-1, from which to choose a next token: the last row of each
+        request whose tokens are all computed after this step.
     sampled : (num_sampled,) int64
         The requests of these rows.
     """

@@ -1,4 +1,4 @@
-"""Waiting: the requests that do not run, in the order in which they start."""
+"""Waiting: the requests that do not run, in the order in which they will start."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .request import Request
 
 
 class Waiting:
-    """A heap of requests, smallest key first, and of equal ones the one that was added first.
+    """A heap of requests: the smallest key first, and of equal keys the smallest number.
 
-    A request that is aborted leaves its entry in the heap. Once more than half of the entries are such, `remove` makes
-    the heap anew: it has at most two entries for each request that waits, and a removal costs O(log n) on average.
+    An aborted request leaves its entry in the heap. When more than half of the entries are stale, `remove` rebuilds the
+    heap, so that it has at most two entries for each request, and a removal costs O(log n) on average.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Waiting:
         self._heap: list[tuple[int, int]] = []
 
     def refill(self, requests: dict[int, Request]) -> None:
-        """Let these wait and no others, by their numbers, whatever an interrupted call has left."""
+        """Replace all waiting requests by these, in whatever state an interrupted call has left the heap."""
         heap = sorted((request.key, number) for number, request in requests.items())
         self._requests, self._heap = requests.copy(), heap
 
@@ -30,7 +30,7 @@ class Waiting:
         return number in self._requests
 
     def push(self, request: Request) -> None:
-        """Let a request wait."""
+        """Add a request."""
         heappush(self._heap, (request.key, request.number))
         self._requests[request.number] = request
 
@@ -39,7 +39,7 @@ class Waiting:
         return self._requests[self._heap[0][1]] if self._heap else None
 
     def remove(self, request: Request) -> None:
-        """A request waits no longer: the first one, or one that is aborted."""
+        """Remove a request, because it starts or is aborted."""
         del self._requests[request.number]
         # Only a request that was the first may be pushed again, and its entry is gone by then.
         while self._heap and self._heap[0][1] not in self._requests:

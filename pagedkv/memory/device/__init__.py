@@ -1,1 +1,1 @@
-"""What the memory manager keeps on a device: arrays of its module, and copies of the tables that a step reads."""
+"""K and V arrays of any framework, and copies on a device of the tables that a step reads."""

@@ -1,4 +1,4 @@
-"""The array module of a cache: numpy, torch or cupy, through the few functions that the cache needs."""
+"""The array module of a cache (numpy, torch or cupy), reduced to the few functions that the cache needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXTRAS = {"torch": '"pagedkv[torch]"', "cupy": '"pagedkv[cu13]" or "pagedkv[cu1
 
 
 class Arrays:
-    """New arrays of one module, all of them on one device.
+    """Makes arrays of one module on one device.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class Arrays:
     Raises
     ------
     ValueError
-        Another module, or a device for a module that has no such thing.
+        The module is none of the three, or it takes no device.
     ModuleNotFoundError
         The module is not installed.
     BackendUnavailableError
@@ -69,7 +69,7 @@ class Arrays:
             return self._module.zeros(shape, dtype=dtype)
 
     def asarray(self, x: npt.NDArray[Any]) -> Any:
-        """A NumPy array as an array of the module, sharing memory where possible.
+        """Convert a NumPy array to one of the module, sharing memory where possible.
 
         A copy to a GPU goes through pinned memory, in stream order: the host does not wait, and may change `x` at once.
 
@@ -95,7 +95,7 @@ class Arrays:
             return self._module.asarray(x)
 
     def on_host(self, x: Any) -> Any:
-        """An array of the module as a NumPy view of the same memory; one on a device unchanged."""
+        """View an array of the module with NumPy; return one on a device unchanged."""
         return x if self.on_device else host_view(x)
 
     def free_bytes(self) -> int | None:

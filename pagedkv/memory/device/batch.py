@@ -1,4 +1,4 @@
-"""Batch: what attention needs to know about some sequences."""
+"""Batch: the block tables, lengths and query rows of some sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .mirror import Mirror
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What the attention operations need to know about a batch of sequences.
+    """The block tables and lengths of some sequences, and their query rows: the input of attention.
 
     Attributes
     ----------
@@ -31,11 +31,11 @@ class Batch:
     num_tokens : int
         Query rows of all sequences together.
     query_starts : (num_seqs + 1,) int32
-        Where the query rows of each sequence begin; the last element is num_tokens. Made when it is first looked up.
+        Where the query rows of each sequence begin, and num_tokens at the end. Made when it is first looked up.
     positions : (num_tokens,) int64
         The position of each query row in its sequence, for `apply_rotary`. Made when it is first looked up.
     prepared : dict
-        What the layers of a model have in common in attention on the host, for `PagedKVCache.attend`.
+        Launches that the layers of a model share on the host, for `PagedKVCache.attend`.
     """
 
     block_tables: Any
@@ -48,7 +48,7 @@ class Batch:
 
     @cached_property
     def where(self) -> dict[str, Any]:
-        """The tables, lengths and query_starts that attention takes, as NumPy sees them where they are on the host."""
+        """The tables, lengths and query_starts that attention takes; on the host as NumPy views."""
         where = {"block_tables": self.block_tables, "seq_lens": self.seq_lens}
         if not self.is_decode:
             where["query_starts"] = self.query_starts
@@ -56,7 +56,7 @@ class Batch:
 
     @cached_property
     def is_decode(self) -> bool:
-        """Whether every sequence has exactly one query row, so that `decode_attention` does."""
+        """Whether every sequence has exactly one query row, so that `decode_attention` can compute the batch."""
         return bool(self._lens.all() if self._given is None else (self._given == 1).all())
 
     @cached_property
@@ -78,7 +78,7 @@ class Batch:
 
 
 class Batches(Guarded):
-    """The batches of sequences: new arrays on the host, mirrored ones on a device.
+    """Makes the batches of a cache: from new arrays on the host, from mirrors on a device.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class Batches(Guarded):
             self._mirrors = Mirror(arrays, sequences.max_seqs, columns), Mirror(arrays, sequences.max_seqs, 1)
 
     def of(self, seqs: Any, query_lens: Any) -> Batch:
-        """The batch of sequences: see `PagedKVCache.batch`."""
+        """As `PagedKVCache.batch`."""
         if self._mirrors is not None:
             return self._mirrored(*self._mirrors, seqs, query_lens)
         block_tables, longest, seq_lens, query_lens = self._sequences._batch(seqs, query_lens)

@@ -1,4 +1,4 @@
-"""Mirror: int32 rows on a device, to which only what has changed is sent."""
+"""Mirror: a device array that follows rows on the host, sending only those that have changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INDEX_BYTES = 8
 
 
 class Mirror:
-    """A device array that follows rows on the host.
+    """A device array of int32 that follows rows on the host.
 
     Its memory stays in place unless an update has more rows or columns than it was made for, so kernels captured in a
     CUDA graph find the new rows where the old ones were.
@@ -24,7 +24,7 @@ class Mirror:
     arrays : Arrays
         Makes arrays on the device.
     num_rows, num_columns : int
-        The most to expect; more of either reallocates.
+        The size of the array; an update with more rows or columns reallocates it.
     """
 
     def __init__(self, arrays: Arrays, num_rows: int, num_columns: int) -> None:

@@ -1,1 +1,1 @@
-"""Full blocks that are found again by their tokens: digests, the index, what is evicted first, and events."""
+"""Finding full blocks by their tokens: digests, the index, eviction and events."""

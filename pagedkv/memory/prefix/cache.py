@@ -26,21 +26,21 @@ _FASTER = 16  # a search multiplies its next blocks by this as long as it finds 
 
 
 class Stored(NamedTuple):
-    """Blocks that can be found from now on.
+    """The blocks that a commit makes findable.
 
     Attributes
     ----------
     kept : (n,) int64
-        For each block in question: itself, another one with the same tokens in it and before it, or NO_BLOCK.
+        For each block of the commit: itself, another one with the same tokens in it and before it, or NO_BLOCK.
     blocks, serials, parents : (m,) int64
         The blocks to store, and the numbers of their contents and of the contents before them.
     above : (m,) int64
         The block before each of them, or NO_BLOCK.
     digests : (m,) DIGEST
     places : (m,) int64
-        Where the index has room for them.
+        Their slots in the index.
     forgotten : (k,) int64
-        Unused blocks that have one of these digests, but other contents, and make room.
+        Unused blocks with one of these digests but other contents, which become unfindable.
     events : list of BlockStored
     """
 
@@ -71,9 +71,9 @@ class PrefixCache:
     hash_of : callable
         Bytes to a digest of 16 bytes.
     listener : callable or None
-        Called with each event, after what it tells of has happened.
+        Called with each event, after the change that it reports.
     medium : str
-        What events call the place of the caches.
+        The medium that events name: where the caches are.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class PrefixCache:
         return self._serials.take(blocks) != 0
 
     def behind(self, blocks: Int64Array) -> Int64Array:
-        """All others that are found only behind some of these findable blocks, in O(N log N); (n,) int64."""
-        # Mostly there are none, which is soon seen of a few.
+        """The other blocks that can only be found behind some of these, in O(N log N); (n,) int64."""
+        # Mostly there are none, and for a few blocks that is quick to see.
         if len(blocks) <= _FEW and not any(np.count_nonzero(self._parents == x) for x in self._serials[blocks]):
             return NO_BLOCKS
         given = np.zeros(len(self._serials), np.bool)
@@ -123,18 +123,18 @@ class PrefixCache:
         findable = findable[self._serials[findable].argsort()]
         places, parents, lost = np.arange(len(findable)), self._parents[findable], given[findable]
         above = np.where(parents > 0, self._serials[findable].searchsorted(parents), places)
-        while True:  # each time as far again towards the first block of every text
+        while True:  # pointer doubling: each turn looks twice as far up
             lost |= lost[above]
             if np.array_equal(above, above[above]):
                 return findable[lost & ~given[findable]]
             above = above[above]
 
     def tails_first(self, blocks: Int64Array) -> Int64Array:
-        """Sort findable blocks: those of a sequence from its last one to its first."""
+        """Sort findable blocks so that those of a sequence come from its last one to its first."""
         return blocks[np.argsort(-self._serials[blocks], kind="stable")]
 
     def find(self, tokens: npt.NDArray[np.int32], root: bytes) -> Int64Array:
-        """The blocks that hold the first tokens of a sequence, as far as they can be found, (n,) int64.
+        """Find the blocks that hold the first tokens of a sequence, as far as they are cached; (n,) int64.
 
         Parameters
         ----------
@@ -171,14 +171,14 @@ class PrefixCache:
         return blocks
 
     def _run(self, block: int, most: int) -> Int64Array:
-        """A block and the chain of those last stored behind it: all of a text that is repeated."""
+        """A block and the chain of blocks last stored behind it, which covers all of a repeated text."""
         run, behind = array("q", [block]), self._behind.data
         while len(run) < most and (block := behind[block]) != NO_BLOCK:
             run.append(block)
         return np.frombuffer(run, np.int64)
 
     def _matching(self, blocks: Int64Array, parent: Int64Array, rows: npt.NDArray[np.int32]) -> Int64Array:
-        """The blocks before the first that cannot be found, does not follow the one before, or holds other tokens."""
+        """Cut blocks off at the first that cannot be found, does not follow the one before, or holds other tokens."""
         serials, rows = self._serials.take(blocks), rows[: len(blocks)]
         follows = self._parents.take(blocks) == np.concatenate([parent, serials[:-1]])
         follows &= (serials != 0) & (blocks != NO_BLOCK)
@@ -188,10 +188,10 @@ class PrefixCache:
         return blocks[: int(np.append(follows & same.all(axis=1), False).argmin())]
 
     def find_part(self, block: int, tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
-        """A block behind another one that begins with these tokens, and how many of them it has: not all of a block.
+        """Find a block behind another one that begins with some of these tokens: the block, and how many it has.
 
-        Look only at the block stored last: where many texts share a beginning, every block behind it holds the rest of
-        that beginning.
+        Only the block stored last is looked at: where many texts share a beginning, every block behind it holds the
+        rest of that beginning.
         """
         behind = int(self._behind[block])
         if behind == NO_BLOCK or not self._serials[behind] or self._parents[behind] != self._serials[block]:
@@ -208,12 +208,12 @@ class PrefixCache:
         roots: Digests | None,
         refs: npt.NDArray[np.int32],
     ) -> Stored:
-        """What to store so that full blocks of some sequences can be found.
+        """Decide what to store so that full blocks of some sequences can be found.
 
         Parameters
         ----------
         blocks : (n,) int64
-            Those of the first sequence in their order, then those of the next.
+            The blocks of the first sequence in order, then those of the next.
         counts : (num_seqs,) int64, or None
             How many each sequence has, at least 1; None for one each.
         above : (num_seqs,) int64
@@ -267,9 +267,10 @@ class PrefixCache:
         contents: list[bytes],
         refs: npt.NDArray[np.int32],
     ) -> tuple[Int64Array, ...]:
-        """For digests that another block may have: which blocks to store, `kept`, `parents`, `above` and `forgotten`.
+        """Decide block by block where another block may have the same digest.
 
-        Block by block; `firsts` has the block before the first one of each sequence, and its parent.
+        `firsts` has the block before the first one of each sequence, and its parent. Returns the indices of the blocks
+        to store, and `kept`, `parents`, `above` and `forgotten` of `Stored`.
         """
         kept, stored, parents, blocks_above, forgotten = [NO_BLOCK] * len(found), [], [], [], []
         holders: dict[bytes, tuple[int, int, int]] = {}  # of each digest: a block, its parent and serial
@@ -292,7 +293,7 @@ class PrefixCache:
                 stored.append(i)
                 parents.append(parent)
                 blocks_above.append(above)
-            # A digest that names other contents, in use, ends what can be found of this sequence.
+            # If the digest belongs to other contents that are in use, nothing further of this sequence can be found.
             stopped = not self._holds(holder, parent, content)
             if not stopped:
                 holders[digests[i]] = holder
@@ -301,7 +302,7 @@ class PrefixCache:
         return tuple(np.array(x, np.int64) for x in (stored, kept, parents, blocks_above, forgotten))
 
     def plan(self, removed: Int64Array, stored: Stored | None = None) -> list[Write]:
-        """Make blocks unfindable, each named once, and others findable."""
+        """Make the blocks `removed`, each named once, unfindable, and those of `stored` findable."""
         events: list[Event] = []
         if self._listener is not None and len(removed):
             events.append(BlockRemoved(self._index.digests(removed).tolist(), self._medium))
@@ -321,7 +322,7 @@ class PrefixCache:
         return [*writes, *self._plan_events(events)]
 
     def plan_cleared(self) -> list[Write]:
-        """One event in place of those that the writes before this one have, which remove all blocks."""
+        """Replace the events of earlier writes, which remove all blocks, by one AllBlocksCleared."""
         return self._plan_events([AllBlocksCleared()]) if self._listener is not None else []
 
     def findable(self) -> Int64Array:
@@ -334,23 +335,23 @@ class PrefixCache:
         return [(self._contents, destinations, self._contents.take(sources))]
 
     def plan_tokens(self, blocks: Int64Array, tokens: npt.NDArray[np.int32]) -> list[Write]:
-        """Put tokens into new blocks: they fill all blocks, except perhaps the last."""
+        """Put tokens into new blocks, which they fill except perhaps the last."""
         room = len(blocks) * self.block_size - len(tokens)
         if room:
             tokens = np.concatenate([tokens, np.zeros(room, np.int32)])
         return [(self._contents, blocks, tokens.view(self._contents.dtype))]
 
     def plan_count(self, num_queried: int, num_hit: int, *, preempted: bool) -> list[Write]:
-        """Count the tokens that `add` looked for, and those of them that it found; separately after a preemption."""
+        """Count tokens that `add` looked for and found; those of preempted requests separately."""
         return [
             (self.num_queried, int(preempted), int(self.num_queried[int(preempted)]) + num_queried),
             (self.num_hit, int(preempted), int(self.num_hit[int(preempted)]) + num_hit),
         ]
 
     def emit(self) -> None:
-        """Tell the listener all that has happened, and then raise the first error that it raised.
+        """Call the listener with each event, and raise the first of its exceptions at the end.
 
-        An event is forgotten once the listener has returned: what an interrupt cuts short is told again.
+        An event is dropped once the listener has returned: one that an interrupt cuts short is delivered again.
         """
         if self._listener is None or not self._outbox[0]:
             return
@@ -368,7 +369,7 @@ class PrefixCache:
                 del errors  # they refer to this frame
 
     def check(self, refs: npt.NDArray[np.int32]) -> None:
-        """Raise AssertionError unless every invariant holds: the unused blocks that can be found wait for eviction."""
+        """Raise AssertionError unless every invariant holds; `refs` are the reference counts of all blocks."""
         findable = self.findable()
         self._index.check(findable)
         self.eviction.check(findable[refs[findable] == 0])
@@ -380,7 +381,7 @@ class PrefixCache:
         must_hold(np.isin(parents[parents >= 0], serials).all(), "a block can be found, and the one before it cannot")
 
     def follows(self, blocks: Int64Array, root: bytes) -> bool:
-        """Whether blocks can be found one after the other, the first one behind the root."""
+        """Whether blocks can be found one after another, the first one behind the root."""
         serials, parents = self._serials[blocks], self._parents[blocks]
         return bool(
             (serials != 0).all() and (parents == [*_root_numbers(as_array([root])), *serials[:-1]][: len(blocks)]).all()
@@ -399,7 +400,7 @@ class PrefixCache:
     def _stored_events(
         self, stored: Int64Array, blocks: Int64Array, digests: list[bytes], firsts: Int64Array, heads: Int64Array
     ) -> list[Event]:
-        """One event for each run of successive blocks of a sequence; `heads` are the blocks above the first ones."""
+        """An event for each run of successive blocks of a sequence; `heads` are the blocks above the first ones."""
         events: list[Event] = []
         above, before = dict(zip(firsts.tolist(), heads.tolist(), strict=True)), -1
         for i in stored.tolist():
@@ -427,5 +428,5 @@ def _root_numbers(roots: Digests) -> Int64Array:
 
 
 def _firsts(blocks: Int64Array, counts: Int64Array | None) -> Int64Array:
-    """Where the blocks of each sequence begin; without counts each has one."""
+    """Indices of the first block of each sequence; without counts each has one block."""
     return np.arange(len(blocks)) if counts is None else counts.cumsum() - counts

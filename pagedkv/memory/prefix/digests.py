@@ -1,4 +1,4 @@
-"""Digests: the names of blocks' contents, each chained to that of the block before it."""
+"""Digests, which name a block's tokens and all tokens before it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _empty = blake2b(digest_size=NUM_BYTES).copy  # copying it takes less time than 
 
 
 def blake2b_128(data: bytes) -> bytes:
-    """BLAKE2b with 128 bits."""
+    """Hash bytes with BLAKE2b to 128 bits."""
     state = _empty()
     state.update(data)
     return state.digest()
 
 
 def as_array(digests: list[bytes]) -> Digests:
-    """Digests in one array."""
+    """Pack digests into one array."""
     return np.frombuffer(b"".join(digests), DIGEST)
 
 
 def root_digest(salt: str | bytes | None) -> bytes:
-    """What the first block of a sequence is chained to.
+    """The digest of a salt, to which the first block of a sequence is chained.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def each(hash_of: Hash, contents: Iterable[bytes]) -> list[bytes]:
 
 
 def returning_digests(hash_of: Hash) -> Hash:
-    """The function, but with TypeError or ValueError where it returns anything other than NUM_BYTES bytes."""
+    """Wrap a hash function to raise TypeError or ValueError unless it returns NUM_BYTES bytes."""
 
     def digest_of(data: bytes) -> bytes:
         digest = hash_of(data)

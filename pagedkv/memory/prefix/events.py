@@ -1,4 +1,4 @@
-"""Events: what can be found from now on, and what no longer, for routers that look for prefixes in many caches.
+"""Events about which blocks can be found, for routers that look for prefixes in many caches.
 
 The fields are those of vLLM's KV events [1]_.
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Successive blocks of a sequence can be found.
+    """Successive blocks of a sequence can be found from now on.
 
     Attributes
     ----------
@@ -24,7 +24,7 @@ class BlockStored:
     parent_block_hash : bytes or None
         The digest of the block before them, None if there is none.
     token_ids : list of int
-        Of all of them, one after the other.
+        The tokens of all these blocks in order.
     block_size : int
         P, tokens per block.
     lora_id, lora_name : None
@@ -60,7 +60,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """No block can be found any longer: `PagedKVCache.reset`."""
+    """No block can be found any longer, after `PagedKVCache.reset`."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared

@@ -14,27 +14,27 @@ _GONE = np.array([_AWAY])
 
 
 class Eviction(Protocol):
-    """An order of the blocks that have no references but can still be found.
+    """The order in which blocks without references that can still be found lose their contents.
 
     Both methods change nothing themselves: they return what `commit` is to store, in the forms that `Write` names. A
     call of the memory manager makes at most one call of each, never both.
     """
 
     def plan_enter(self, blocks: Int64Array) -> list[Write]:
-        """Blocks, (n,) int64, that lost their last reference just now; of a sequence, the last block comes first."""
+        """Take in blocks, (n,) int64, that just lost their last reference; the last block of a sequence comes first."""
 
     def plan_leave(self, blocks: Int64Array, num_evicted: int) -> tuple[Int64Array, list[Write]]:
-        """Drop blocks that are used again, and choose others, (num_evicted,) int64, to evict: drop those, too."""
+        """Drop blocks that are used again; choose, drop and return others to evict, (num_evicted,) int64."""
 
     def check(self, blocks: Int64Array) -> None:
-        """Raise AssertionError unless exactly these blocks, in ascending order, are here."""
+        """Raise AssertionError unless it holds exactly these blocks, given in ascending order."""
 
 
 class LRU:
-    """The least recently used first: a ring of blocks in the order in which they came.
+    """Evicts the least recently used block first: a ring of blocks in the order in which they came.
 
-    A block that leaves stays in the ring but loses its place in `_places`, and whoever comes by later skips it. A full
-    ring is packed: O(N) for every N or more blocks that came.
+    A block that leaves stays in the ring but loses its place in `_places`, and later scans skip it. A full ring is
+    packed, which takes O(N) for every N or more blocks that came.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class LRU:
         self._tally = Tally(num_blocks)
 
     def plan_enter(self, blocks: Int64Array) -> list[Write]:
-        """Put blocks at the end."""
+        """Append blocks to the ring."""
         first, end, writes = int(self._first[0]), int(self._end[0]), []
         if end + len(blocks) - first > len(self._ring):
             blocks = np.concatenate([self._waiting(first, end)[0], blocks])
@@ -69,7 +69,7 @@ class LRU:
         ]
 
     def plan_leave(self, blocks: Int64Array, num_evicted: int) -> tuple[Int64Array, list[Write]]:
-        """Take blocks out of the order, and the first num_evicted of the others."""
+        """Drop blocks that are used again, and evict the first num_evicted of the others."""
         first = stop = int(self._first[0])
         end, size = int(self._end[0]), num_evicted
         evicted = places = np.empty(0, np.int64)
@@ -94,7 +94,7 @@ class LRU:
         must_hold(np.array_equal(np.flatnonzero(self._places != _AWAY), blocks), "a block waits that cannot be evicted")
 
     def _waiting(self, first: int, end: int) -> tuple[Int64Array, Int64Array]:
-        """The blocks that still wait in a stretch of the ring, and their places."""
+        """The blocks in a stretch of the ring that have not left, and their places."""
         places = np.arange(first, end)
         blocks = self._ring.take(places & (len(self._ring) - 1))
         here = self._places[blocks] == places

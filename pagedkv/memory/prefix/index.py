@@ -1,4 +1,4 @@
-"""HashIndex: the block with a given digest."""
+"""HashIndex: a hash table from digests to blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY = Struct("=qq")
 
 
 class HashIndex:
-    """Blocks by their 128-bit digests: a hash table with open addressing and linear probing, all of it in arrays.
+    """Finds blocks by their 128-bit digests: a hash table in arrays, with open addressing and linear probing.
 
     Before more than a sixteenth of the slots are filled, those of removed blocks included, the table is rebuilt: O(N)
     for every N or more blocks put into it. Array operations probe all digests once; for the few that need another
@@ -41,7 +41,7 @@ class HashIndex:
         self._digests = np.zeros(num_blocks, DIGEST)
         self._keys = _keys(self._digests)
         self._places = np.full(num_blocks, NO_BLOCK, np.int64)
-        # Indexing these takes half as long.
+        # Scalar indexing of memoryviews takes half as long as that of arrays.
         self._views = self._slots.data, self._keys.reshape(-1).data
 
     def digests(self, blocks: Int64Array) -> Digests:
@@ -53,7 +53,7 @@ class HashIndex:
         return self._probe(*_KEY.unpack(digest))[0]
 
     def find(self, digests: Digests) -> tuple[Int64Array, Int64Array]:
-        """Where digests are, or could be put.
+        """Look up digests, and where each of them is or could be put.
 
         Returns
         -------
@@ -80,12 +80,12 @@ class HashIndex:
 
     @staticmethod
     def are_distinct(places: Int64Array) -> bool:
-        """Whether no two of some slots are the same."""
+        """Whether all slots are different."""
         ordered = np.sort(places)
         return not np.count_nonzero(ordered[1:] == ordered[:-1])
 
     def distinct_slots(self, places: Int64Array) -> Int64Array:
-        """A slot for each digest: the one where `find` ended, or another one where it ended twice."""
+        """Choose different slots for digests, of the slots where `find` ended: for equal ones, empty slots behind."""
         return _distinct_slots(self._views[0], places)
 
     def _probe(self, first: int, second: int) -> tuple[int, int]:
@@ -147,12 +147,12 @@ class HashIndex:
 
 
 def _keys(digests: Digests) -> Int64Array:
-    """The halves of digests, (n, 2) int64."""
+    """View digests as two integers each, (n, 2) int64."""
     return digests.view(np.int64).reshape(-1, 2)
 
 
 def _distinct_slots(slots: memoryview, places: Int64Array) -> Int64Array:
-    """Slots to fill, all different: of equal places the first stays, and the others move on to empty slots."""
+    """Make places different: of equal ones the first stays, and the others move on to empty slots."""
     order = places.argsort(kind="stable")
     ordered = places.take(order)
     again = order[1:][ordered[1:] == ordered[:-1]].tolist()

@@ -32,14 +32,14 @@ class Prompt(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What `PagedKVCache.add` started.
+    """The sequence that `PagedKVCache.add` started.
 
     Attributes
     ----------
     seq : int
         The handle of the sequence.
     num_cached : int
-        How many of its first tokens are in the cache already.
+        How many of its first tokens have their K and V in the cache already.
     """
 
     seq: int
@@ -47,25 +47,25 @@ class Added(NamedTuple):
 
 
 def prompt_of(tokens: int | Sequence[int], salt: str | bytes | None) -> Prompt:
-    """How many tokens, or which, and their salt."""
+    """Read a number of tokens, or their ids, and a salt."""
     if isinstance(tokens, (int, np.integer)):
         return Prompt(as_int("num_tokens", tokens), None, root_digest(salt))
     return known_prompt(tokens, salt)
 
 
 def known_prompt(tokens: Sequence[int], salt: str | bytes | None) -> Prompt:
-    """Which tokens, and their salt."""
+    """Read token ids and a salt."""
     root, ids = root_digest(salt), ids_of(tokens)
     return Prompt(len(ids), ids, root)
 
 
 def ids_of(tokens: Any) -> npt.NDArray[np.int32]:
-    """Token ids, of a list or an array of any framework, as a new array.
+    """Copy token ids from a list or an array of any framework to a new array.
 
     Raises
     ------
     TypeError, ValueError
-        Not integers, or one that is not in 0..2**31 - 1.
+        An id is not an integer, or not in 0..2**31 - 1.
     """
     if isinstance(tokens, (list, tuple)):
         # This takes a third of the time of numpy.asarray; as_ints says what is wrong with anything else.
