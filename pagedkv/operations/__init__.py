@@ -1,1 +1,1 @@
-"""What the user calls: each operation validates, finds its backend, and runs."""
+"""The public operations: each validates its arguments, finds its backend, and runs."""

@@ -1,4 +1,4 @@
-"""The public operations on queries and their results: validate, choose a backend, call it."""
+"""The public attention operations: decode, prefill, and merging partial results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def decode_attention(
     return_lse: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """Attention of one new token per sequence over its paged keys and values.
+    """Compute attention of one new token per sequence over its paged keys and values.
 
     Query head h of sequence i attends to the first ``seq_lens[i]`` tokens of the sequence, the query's own being
     the last of them, through KV head ``h // (num_heads / num_kv_heads)``. All arithmetic is float32 whatever the
@@ -53,17 +53,17 @@ def decode_attention(
         float32, float16 or bfloat16; num_heads is a multiple of num_kv_heads, head_dim a multiple of 8 from 8 to 512.
     k_cache, v_cache : array
         The blocks, shaped as `layout` says; of q's dtype, or any of the three when q is float32, or uint8 for fp8.
-        Any outer strides. Never copied.
+        Any outer strides; the arrays are never copied.
     block_tables : (num_seqs, max_blocks) int32 array
         Logical block j of sequence i is physical block ``block_tables[i, j]``. Entries at or past
         ``ceil(seq_lens[i] / block_size)`` may hold anything.
     seq_lens : (num_seqs,) int32 array
         Tokens of each sequence, from 0 to max_blocks * block_size. A sequence of length 0 gives zeros and LSE -inf.
     max_seq_len : int, optional
-        A bound that no length exceeds; the tables' capacity, max_blocks * block_size, if None or if that is less. CUDA
-        kernels are launched for that many tokens, rounded up to a power of two of at least 256: with wide tables, or
-        in a CUDA graph, it saves thread blocks without work, workspaces, and shared memory of v1. It changes no bit of
-        a kernel's result.
+        A bound that no length exceeds; by default, and at most, the tables' capacity max_blocks * block_size. CUDA
+        kernels are launched for that many tokens, rounded up to a power of two of at least 256. With wide tables, or in
+        a CUDA graph, a bound saves idle thread blocks, workspaces, and shared memory of v1. It changes no bit of a
+        kernel's result.
     scale : float, optional
         Factor of ``q . k``; finite; ``1 / sqrt(head_dim)`` if None.
     layout : {"NHD", "HND", "vllm"}
@@ -71,7 +71,7 @@ def decode_attention(
         head_dim), both for K and V; vllm has K (num_blocks, num_kv_heads, head_dim / x, block_size, x) with
         x = 16 / itemsize and V (num_blocks, num_kv_heads, head_dim, block_size).
     kv_dtype : {None, "fp8_e4m3", "fp8_e5m2"}
-        What the bytes of uint8 caches are.
+        The fp8 format of uint8 caches.
     k_scale, v_scale : float or (num_kv_heads,) float32 array, optional
         For fp8 caches: positive and finite, ``value = code * scale``; 1.0 if None.
     alibi_slopes : (num_heads,) float32 array, optional
@@ -81,21 +81,20 @@ def decode_attention(
     softcap : float, optional
         Positive and finite: a logit x becomes ``softcap * tanh(x / softcap)``.
     sinks : (num_heads,) float32 array, optional
-        The logit of one more term in the denominator and in the LSE, which has no value.
+        The logit of one more term in the denominator and in the LSE, a term that has no value.
     score_mod : callable, optional
-        ``score_mod(score, q_pos, k_pos, head, seq) -> score``, a function (def or lambda) of a float32 score and
-        int32 positions, using ``math``, and numbers and arrays it closes over; the backend compiles it. -inf masks a
-        key.
+        ``score_mod(score, q_pos, k_pos, head, seq) -> score``: a function of a float32 score and four int32, which the
+        backend compiles. It may use ``math``, and numbers and arrays that it closes over. Returning -inf masks a key.
     kernel : {"auto", "v1", "v2", "split"}
-        Which CUDA kernel: v1 and v2 for layout vllm, split for NHD and HND. The CPU ignores a valid one.
+        The CUDA kernel: v1 or v2 for layout vllm, split for NHD and HND. The CPU ignores it.
     backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
-        "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
+        "auto" follows the arrays. An `emulator.EmulatorDevice` decides what is checked and counted.
     out : (num_seqs, num_heads, head_dim) array, optional
         Where to write the result: of q's dtype, writable, overlapping no input, no element twice.
     return_lse : bool
         Also return the LSE.
     check : bool, optional
-        Whether values in device arrays are checked; those of host arrays always are.
+        Whether kernels check the values of device arrays; those of host arrays are always checked.
 
     Returns
     -------
@@ -107,30 +106,30 @@ def decode_attention(
     Raises
     ------
     TypeError
-        Something is not an array, or has a wrong dtype or type.
+        An argument is not an array, or has the wrong dtype or type.
     ValueError
-        A wrong shape, layout, stride, alignment, side (host or device) or option; a length below 0, beyond the
-        table's capacity or beyond max_seq_len.
+        A shape, layout, stride, alignment, device or option is wrong; a length is below 0, beyond the table's capacity
+        or beyond max_seq_len.
     IndexError
         An entry in the used part of a table is outside 0..num_blocks-1.
     BackendUnavailableError
-        The backend that the arrays or the caller ask for is not here.
+        The backend that the arrays or the caller ask for is not available.
     MemoryError
         The GPU has no room for a workspace; `release_workspaces`, a lower max_seq_len or narrower block_tables help.
 
     Notes
     -----
-    After any exception `out` is as before; after an interrupt (Ctrl-C) as before or complete. Tables, lengths and the
-    arrays of options are copied before they are checked if they are on the host: another thread may write to them.
+    After any exception `out` is unchanged; after an interrupt (Ctrl-C) it is unchanged or complete. Tables, lengths and
+    the arrays of options on the host are copied before they are checked, since another thread may write to them.
 
-    On a device, a length beyond max_seq_len rounded up (or beyond the table) counts as 0: its row is zeros.
-    ``check=True`` records it; the row of a sequence with a block id out of range becomes zeros then.
+    On a device, a length beyond max_seq_len rounded up, or beyond the table, counts as 0, and its row is zeros. With
+    ``check=True`` it is recorded, and the row of a sequence with a block id out of range becomes zeros.
 
     The bits of a sequence's result do not depend on the other sequences of the batch, on where its blocks lie, on the
     block size, on NHD or HND, on the number of threads, or on how the calling thread rounds or treats denormals.
     On a GPU they depend on num_kv_heads, so sharding KV heads (tensor parallelism) changes the last bits. CUDA calls in
     layout vllm are the exception: v1 and v2 round differently, also from block size to block size, and "auto" chooses
-    by the number of sequences and by max_seq_len; a kernel that is named keeps its bits.
+    between them by the number of sequences and by max_seq_len; a kernel chosen by name keeps its bits.
 
     References
     ----------
@@ -188,11 +187,11 @@ def prefill_attention(
     return_lse: bool = False,
     check: bool | None = None,
 ) -> Any:
-    """Attention of ragged runs of query tokens, each run the last tokens of its sequence.
+    """Compute attention of the last tokens of each sequence over its paged keys and values, in one ragged batch.
 
     Row r of sequence i, ``q[query_starts[i] + r]``, sits at position ``seq_lens[i] - query_len[i] + r`` where
-    ``query_len[i] = query_starts[i + 1] - query_starts[i]``. Whole prompts, chunked prefill, verification of
-    speculated tokens and mixed batches are all this one call.
+    ``query_len[i] = query_starts[i + 1] - query_starts[i]``. This one call serves whole prompts, chunked prefill,
+    verification of speculated tokens, and batches that mix them with decode steps.
 
     Parameters
     ----------
@@ -203,14 +202,14 @@ def prefill_attention(
         As in :func:`~pagedkv.decode_attention`; seq_lens count the query tokens, whose keys and values are in the
         cache already.
     max_seq_len : int, optional
-        A bound that no length exceeds. On a device, a longer one counts as out of range: see Notes.
+        A bound that no length exceeds. On a device, a longer length counts as out of range: see Notes.
     query_starts : (num_seqs + 1,) int32 array
         Begins with 0, never decreases, ends at or before num_tokens; no query_len exceeds its seq_len.
     causal : bool
-        Keep only keys at or before the query. ALiBi is positive for later keys when False.
+        Keep only keys at or before the query. If False, ALiBi adds positive biases for later keys.
     exact : bool
-        A row has the same bits whatever number of query tokens its sequence has, also where CUDA would split the keys
-        of a few of them: see Notes. On the CPU that is so anyway.
+        Give a row the same bits however many query tokens its sequence has, also where CUDA would otherwise split the
+        keys: see Notes. On the CPU this always holds.
     scale, layout, kv_dtype, k_scale, v_scale, softcap, sinks, score_mod, kernel, backend
         As in :func:`~pagedkv.decode_attention`.
     alibi_slopes : (num_heads,) or (num_seqs, num_heads) float32 array, optional
@@ -223,10 +222,10 @@ def prefill_attention(
         From 0 to the sequence's length: the first ``leftpad[i]`` tokens of sequence i are padding, which no query
         sees. They count as positions.
     mask : (n,) bool or uint8 array, optional
-        Which keys each row sees, besides what the other options keep: the (query_len, seq_len) booleans of every
-        sequence, row by row, one sequence after the other. As uint8 these are bits, the lowest of a byte first, and
-        each sequence begins with a byte of its own (``np.packbits(..., bitorder="little")`` of each). It is data of the
-        call: another mask compiles nothing. With it go trees of drafts, and spans of tokens that see each other.
+        Which keys each row may see, on top of the other options: the (query_len, seq_len) booleans of every sequence,
+        row by row, one sequence after another. As uint8 they are bits, the lowest of a byte first, and each sequence
+        begins with a new byte (``np.packbits(..., bitorder="little")`` of each). A mask is data of the call: another
+        one compiles nothing. Use it for trees of draft tokens, or for spans of tokens that see each other.
     out : (num_tokens, num_heads, head_dim) array, optional
         Where to write the result: of q's dtype, writable, overlapping no input, no element twice.
     return_lse, check
@@ -242,26 +241,26 @@ def prefill_attention(
     Raises
     ------
     TypeError, ValueError, IndexError, BackendUnavailableError
-        As in :func:`~pagedkv.decode_attention`; ValueError for wrong query_starts as well.
+        As in :func:`~pagedkv.decode_attention`; ValueError also for wrong query_starts.
     MemoryError
-        The GPU has no room for a workspace. What helps decode_attention helps here; ``exact=True`` needs none.
+        The GPU has no room for a workspace; see :func:`~pagedkv.decode_attention`. ``exact=True`` needs none.
 
     Notes
     -----
-    After any exception `out` is as before; after an interrupt (Ctrl-C) as before or complete. A row whose every key is
-    masked gives zeros and LSE -inf (or the sink's logit). A NaN or Inf in V at a used position may reach any query row
-    of the same sequence and KV head; in K only the rows that attend to it.
+    After any exception `out` is unchanged; after an interrupt (Ctrl-C) it is unchanged or complete. If all keys of a
+    row are masked, it gets zeros and LSE -inf (or the sink's logit). A NaN or Inf in V at a used position may reach any
+    query row of the same sequence and KV head; in K it reaches only rows that attend to it.
 
-    On a device, a length beyond max_seq_len rounded up as in decode_attention (or beyond the table), or below its
-    query_len, counts as 0: the rows are zeros. If query_starts decrease or are out of range, any row may hold anything
-    or stay as it was. ``check=True`` records both; the rows of a sequence with a block id out of range become zeros
-    then.
+    On a device, a length beyond max_seq_len rounded up as in decode_attention, beyond the table, or below its query_len
+    counts as 0, and its rows are zeros. If query_starts decrease or are out of range, rows may hold anything or stay
+    unchanged. With ``check=True`` both are recorded, and the rows of a sequence with a block id out of range become
+    zeros.
 
-    The bits of a row depend on the keys that it sees alone, as those of :func:`~pagedkv.decode_attention` do: a prompt
-    gets the same bits at once and in any chunks. On a device they are not those of decode_attention. And there, in NHD
-    and HND with 16-bit queries and caches of their dtype or fp8, up to 256 dims, sequences of
-    ``query_len * num_heads / num_kv_heads <= 32`` have their keys split over thread blocks: rows that see more than 512
-    keys may then differ in the last bits from the same rows in a longer chunk. With ``exact=True`` no keys are split.
+    The bits of a row depend only on the keys that it sees, so a prompt gets the same bits as a whole and in any chunks.
+    On a device they differ from those of decode_attention. There, in NHD and HND, with 16-bit queries over caches of
+    their dtype or fp8 and up to 256 dims, the keys of sequences with ``query_len * num_heads / num_kv_heads <= 32`` are
+    split over thread blocks: rows that see more than 512 keys may then differ in the last bits from the same rows in a
+    longer chunk. With ``exact=True`` no keys are split.
 
     References
     ----------
@@ -311,16 +310,16 @@ def _attend(arguments: AttentionArguments) -> Any:
 
 @between_graphs
 def merge_states(outs: Any, lses: Any, *, backend: Backend = "auto") -> tuple[Any, Any]:
-    """Merge partial attentions of the same queries over disjoint sets of keys.
+    """Merge the results of attention of the same queries over disjoint sets of keys.
 
     Parameters
     ----------
     outs : list of (rows, num_heads, head_dim) arrays, or one stacked (num_states, rows, num_heads, head_dim) array
-        The partial outputs; float32, float16 or bfloat16, all of one dtype; at least one.
+        The partial outputs, at least one; float32, float16 or bfloat16, all of one dtype.
     lses : list of (rows, num_heads) float32 arrays, or one stacked (num_states, rows, num_heads) array
         Their LSEs (natural log). Where a state's LSE is -inf it has no keys, and its output may hold anything.
     backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
-        "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
+        "auto" follows the arrays. An `emulator.EmulatorDevice` decides what is checked and counted.
 
     Returns
     -------
@@ -332,15 +331,15 @@ def merge_states(outs: Any, lses: Any, *, backend: Backend = "auto") -> tuple[An
     Raises
     ------
     TypeError
-        Something is not an array, or has a wrong dtype.
+        An argument is not an array, or has the wrong dtype.
     ValueError
-        A wrong shape, stride, alignment or side; no state at all; not as many LSEs as outputs.
+        A shape, stride, alignment or device is wrong; there is no state; the numbers of outputs and LSEs differ.
     BackendUnavailableError
-        The backend that the arrays or the caller ask for is not here.
+        The backend that the arrays or the caller ask for is not available.
 
     Notes
     -----
-    Sums are float32: another order of the states changes the result by rounding only.
+    Sums are float32, so another order of the states changes the result by rounding only.
 
     References
     ----------

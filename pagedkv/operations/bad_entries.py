@@ -1,4 +1,4 @@
-"""The bad entries that checked kernels have skipped, raised on the host."""
+"""Errors for bad entries that checked kernels have skipped, raised on the host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..backends import gpu_backend
 
 @between_graphs
 def raise_if_failed() -> None:
-    """Wait for the GPUs that calls of this process went to, and raise the first bad entry that a kernel has skipped.
+    """Wait for the GPUs that this process has used, and raise for the first bad entry that a kernel has skipped.
 
-    Kernels look at the values of block tables, lengths, slots, positions and pairs on a device when they are called
-    with ``check=True``, or under ``PAGEDKV_CHECK=1``; they skip a bad entry, note the first one, and go on. It is
-    raised once. Values in host arrays are checked, and raise, in the call itself.
+    With ``check=True``, or under ``PAGEDKV_CHECK=1``, kernels check the values of block tables, lengths, slots,
+    positions and pairs on a device: they record the first bad entry, skip it, and go on. This function raises for it
+    once. Values in host arrays are checked in the call itself.
 
     Raises
     ------
@@ -22,7 +22,7 @@ def raise_if_failed() -> None:
     ValueError
         A sequence length below 0, or beyond the table's capacity or max_seq_len rounded up.
     RuntimeError
-        A stream of the GPU is being captured in a CUDA graph, by any thread, and cannot be waited for.
+        A stream of the GPU is being captured in a CUDA graph, by any thread, so the GPU cannot be waited for.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The public operations on the contents of caches: validate, choose a backend, call it."""
+"""The public operations on the contents of caches: write, gather, copy and swap."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def write_kv(
         Of the cache's dtype, or float32, which is rounded to it; float32, float16 or bfloat16 for fp8 caches,
         each on its own.
     k_cache, v_cache : array
-        Shaped as `layout` says (see :func:`~pagedkv.decode_attention`); written in place, so writable and sharing
-        no element with each other or with any other argument.
+        Shaped as `layout` says (see :func:`~pagedkv.decode_attention`); written in place, so they must be writable and
+        share no element with each other or with another argument.
     slots : (num_tokens,) int64 array
-        ``block_id * block_size + offset`` of each token; a token whose slot is negative is skipped.
+        ``block_id * block_size + offset`` of each token; tokens with a negative slot are skipped.
     layout, kv_dtype
         As in :func:`~pagedkv.decode_attention`.
     k_scale, v_scale : float or (num_kv_heads,) float32 array, optional
         For fp8 caches: values are divided by it in float32, rounded to nearest even, and saturate at the largest
         finite value; NaN stays NaN. 1.0 if None.
     cos, sin : (max_positions, rotary_dim / 2) array, optional
-        Rotary position embedding of k, as in :func:`~pagedkv.apply_rotary`: float32, or of k's dtype. k itself stays as
-        it is.
+        Tables for a rotary position embedding of the stored keys, as in :func:`~pagedkv.apply_rotary`: float32, or of
+        k's dtype. `k` itself does not change.
     positions : (num_tokens,) int32 or int64 array, optional
-        Where each token stands in its sequence; required with cos and sin. That of a skipped token may be anything.
+        The position of each token in its sequence; required with cos and sin. That of a skipped token may be anything.
     interleaved, rotary_dim
         As in :func:`~pagedkv.apply_rotary`; only with tables.
     backend, check
@@ -61,24 +61,24 @@ def write_kv(
     Raises
     ------
     TypeError
-        Something is not an array, or has a wrong dtype or type.
+        An argument is not an array, or has the wrong dtype or type.
     ValueError
-        A wrong shape, layout, stride, alignment, side or option; a cache that is read-only or overlaps; a slot
-        named twice; some of cos, sin and positions without the others.
+        A shape, layout, stride, alignment, device or option is wrong; a cache is read-only or overlaps; a slot is named
+        twice; some of cos, sin and positions come without the others.
     IndexError
-        A slot at or past ``num_blocks * block_size``; a position outside 0..max_positions-1.
+        A slot is at or past ``num_blocks * block_size``, or a position outside 0..max_positions-1.
     BackendUnavailableError
-        The backend that the arrays or the caller ask for is not here.
+        The backend that the arrays or the caller ask for is not available.
 
     Notes
     -----
-    After an error nothing has been written; after an interrupt (Ctrl-C) both caches are written or neither. All memory
-    for the tokens is asked for before, but NumPy asks for about a kilobyte between K and V: if even that is refused, a
-    MemoryError leaves K written and V not. The same call again writes both.
+    After an error nothing has been written; after an interrupt (Ctrl-C) both caches are written or neither. Memory for
+    the tokens is allocated before that, but NumPy allocates about a kilobyte between K and V: if even that fails, a
+    MemoryError leaves K written and V not. Repeating the call writes both.
 
-    With tables the caches get the bits that they get from ``write_kv(apply_rotary(q, k, cos, sin, positions)[1], v,
-    ...)``: a rotated key is rounded to k's dtype, and then to that of the cache, or divided by its scale in float32 and
-    rounded to fp8. Only the bits of a NaN may differ, on a GPU and in the emulator.
+    With tables the caches get the same bits as from ``write_kv(apply_rotary(q, k, cos, sin, positions)[1], v, ...)``: a
+    rotated key is rounded to k's dtype, and then to that of the cache, or divided by its scale in float32 and rounded
+    to fp8. Only the bits of a NaN may differ, on a GPU and in the emulator.
 
     Examples
     --------
@@ -112,7 +112,7 @@ def gather_kv(
     v_scale: Any = None,
     backend: Backend = "auto",
 ) -> tuple[Any, Any]:
-    """The keys and values of one sequence as new, dense arrays.
+    """Gather the keys and values of one sequence into new, dense arrays.
 
     Parameters
     ----------
@@ -133,13 +133,13 @@ def gather_kv(
     Raises
     ------
     TypeError
-        Something is not an array, or has a wrong dtype or type.
+        An argument is not an array, or has the wrong dtype or type.
     ValueError
-        A wrong shape, layout, stride, alignment, side or option; seq_len below 0 or beyond the table's capacity.
+        A shape, layout, stride, alignment, device or option is wrong; seq_len is below 0 or beyond the capacity.
     IndexError
         An entry in the used part of the table is outside 0..num_blocks-1.
     BackendUnavailableError
-        The backend that the arrays or the caller ask for is not here.
+        The backend that the arrays or the caller ask for is not available.
 
     Examples
     --------
@@ -178,27 +178,27 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: Backend = "a
     pairs : (num_pairs, 2) int64 array
         Source block and destination block of each copy.
     backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
-        "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
+        "auto" follows the arrays. An `emulator.EmulatorDevice` decides what is checked and counted.
 
     Raises
     ------
     TypeError
-        Something is not an array, or has a wrong dtype.
+        An argument is not an array, or has the wrong dtype.
     ValueError
-        A wrong shape, stride, alignment or side; a cache that is read-only or overlaps another; a destination that is
-        named twice or is also a source.
+        A shape, stride, alignment or device is wrong; a cache is read-only or overlaps another; a destination is named
+        twice or is also a source.
     IndexError
-        A block outside 0..num_blocks-1.
+        A block is outside 0..num_blocks-1.
     BackendUnavailableError
-        The backend that the arrays or the caller ask for is not here.
+        The backend that the arrays or the caller ask for is not available.
 
     Notes
     -----
     After an error nothing has been written; after an interrupt (Ctrl-C) all caches have been written or none, except
     on a device: there each launch copies in up to 8 caches that are alike, and an interrupt between two launches leaves
-    the other caches as they were. The same call again copies in all.
-    Of blocks below 4 KiB NumPy asks for about a kilobyte between two caches: if even that is refused, a MemoryError
-    leaves the other caches as they were, too.
+    the other caches unchanged. Repeating the call copies in all of them.
+    For blocks below 4 KiB NumPy allocates about a kilobyte between two caches: if even that fails, a MemoryError leaves
+    the other caches unchanged, too.
 
     Examples
     --------
@@ -226,31 +226,29 @@ def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: Backend =
     pairs : (num_pairs, 2) int64 array
         Block of `source` and block of `destination` of each copy.
     backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
-        "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
+        "auto" follows the arrays. An `emulator.EmulatorDevice` decides what is checked and counted.
 
     Raises
     ------
     TypeError
-        Something is not an array, or has a wrong dtype.
+        An argument is not an array, or has the wrong dtype.
     ValueError
-        A wrong shape, stride, alignment, nesting or side; a read-only destination, or one that overlaps the source
-        without being the same array; a destination block that is named twice, or, where source and destination are
-        the same array, is also a source.
+        A shape, stride, alignment, nesting or device is wrong; a destination is read-only, or overlaps the source
+        without being the same array; a destination block is named twice, or is also a source in the same array.
     IndexError
-        A block outside 0..num_blocks-1 of its pool.
+        A block is outside 0..num_blocks-1 of its pool.
     BackendUnavailableError
-        The backend that the arrays or the caller ask for is not here.
+        The backend that the arrays or the caller ask for is not available.
 
     Notes
     -----
     After an error nothing has been written; after an interrupt (Ctrl-C) all caches have been written or none, except
-    where a device is involved: it copies in many steps, and an interrupt, or an error of the driver, may come between
-    them. The same call again copies everything.
-    On the host the MemoryError of :func:`~pagedkv.copy_blocks` is possible here as well.
+    with a device: it copies in many steps, and an interrupt or an error of the driver may come between them. Repeating
+    the call copies everything. On the host the MemoryError of :func:`~pagedkv.copy_blocks` is possible here as well.
 
-    Between host and device the copies are in the order of the stream. Those to or from pinned memory are not waited
-    for: synchronise the stream before you read such a destination, or write to such a source. Any other array of the
-    host is done with when this returns. A CUDA graph cannot capture them, nor pairs on the host: RuntimeError.
+    Copies between host and device run in stream order. The call does not wait for those to or from pinned memory:
+    synchronise the stream before you read such a destination, or write to such a source. For other host arrays it
+    waits. A CUDA graph can capture neither these copies nor pairs on the host: RuntimeError.
 
     Examples
     --------

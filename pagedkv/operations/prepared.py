@@ -1,7 +1,7 @@
-"""Attention of a batch on the host: the first layer's call is validated and planned, those of other layers only run.
+"""Attention of a batch on the host: the call of the first layer is validated and planned, those of others only run.
 
-All layers have the same tables and lengths, and their queries and caches have the same shapes, strides and dtypes
-(FlashInfer's plan and run).
+This works because all layers have the same tables and lengths, and queries and caches of the same shapes, strides and
+dtypes. FlashInfer splits its calls into plan and run for the same reason.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..validation.attention import attention_call
 if TYPE_CHECKING:
     from ..cpu.attention.plan import AttentionPlan
 
-# Options whose values say all about them; a call with another one is validated every time.
+# Options that are fully described by plain values; a call with another one is validated every time.
 _OPTIONS = frozenset(("scale", "window", "softcap", "alibi_slopes", "sinks", "score_mod", "causal", "exact", "check"))
-_PLAIN = frozenset((bool, int, float, str, NoneType))
+_PLAIN_TYPES = frozenset((bool, int, float, str, NoneType))
 
 
 def attend(
@@ -37,14 +37,14 @@ def attend(
     stored: dict[str, Any],
     options: dict[str, Any],
 ) -> Any:
-    """Run an attention call on a batch, with the launches of an earlier call like it if there was one.
+    """Run an attention call on a batch, reusing the launches of an earlier call like it.
 
     Parameters
     ----------
     operation : callable
         decode_attention or prefill_attention.
     prepared : dict
-        The launches of earlier calls, by all that they depend on. The batch keeps it.
+        The launches of earlier calls, by everything that they depend on; kept by the batch.
     caches_key
         Equal for calls whose caches have the same shapes, strides, dtypes and scales, so that they can share launches.
     q : (num_tokens, num_heads, head_dim) array
@@ -61,12 +61,12 @@ def attend(
         What the operation returns.
     """
     chosen = options.values()
-    is_known = _OPTIONS.issuperset(options) and _PLAIN.issuperset(map(type, chosen))
+    is_known = _OPTIONS.issuperset(options) and _PLAIN_TYPES.issuperset(map(type, chosen))
     if not is_known or (argument := identify("q", q)).on_device:
         return operation(q, k_cache, v_cache, **where, **stored, **options)
     view = argument.view()
     facts = view.shape, view.strides, view.dtype, view.flags.num
-    # By their bytes, since the caller may write to them.
+    # Compare bytes, since the caller may write to these arrays.
     tables = [(x.shape, x.dtype, x.tobytes()) for x in where.values()]
     # 1, 1.0 and True are equal, but not all are valid.
     key = caches_key, facts, *tables, stored["max_seq_len"], get_num_threads(), *options, *chosen, *map(type, chosen)

@@ -1,4 +1,4 @@
-"""The public operation on queries and keys before attention: validate, choose a backend, call it."""
+"""The public operation on queries and keys before attention: rotary position embedding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def apply_rotary(
     out: Any = None,
     check: bool | None = None,
 ) -> tuple[Any, Any]:
-    """Rotary position embedding: rotate pairs of dims of queries and keys by the angles of their positions.
+    """Apply rotary position embedding: rotate pairs of dims of q and k by angles that depend on the position.
 
     The pair (a, b) becomes ``(a * cos - b * sin, b * cos + a * sin)``, in float32, rounded once to q's dtype.
 
@@ -36,46 +36,46 @@ def apply_rotary(
         Of q's dtype.
     cos, sin : (max_positions, rotary_dim / 2) array
         Row p has the cosines and sines of the angles at position p, one for each pair; float32, or of q's dtype. They
-        may be the halves of one table. rotary_dim is at most head_dim: dims from there on stay as they are. How angles
-        follow from positions, and with them all scaling to longer contexts, is up to the tables. Those of transformers
-        have each column twice: pass the first half of the columns.
+        may be halves of one table. Dims from rotary_dim on do not change. The tables decide how angles depend on
+        positions, and so any scaling to longer contexts. Those of transformers have each column twice: pass the first
+        half of the columns.
     positions : (num_tokens,) int32 or int64 array
-        Where each token stands in its sequence, from 0 to max_positions - 1.
+        The position of each token in its sequence, from 0 to max_positions - 1.
     interleaved : bool
         False: dim i and dim i + rotary_dim / 2 are a pair, as in GPT-NeoX, Llama and Qwen of transformers. True: dims
         2i and 2i + 1, as in GPT-J, and in Llama as Meta published it.
     rotary_dim : int, optional
-        How many dims are rotated, for a check: the tables must have half as many columns. Without it, tables on the
-        host that have each column twice are refused; those on a device are not read.
+        How many dims are rotated, as a check: the tables must have half as many columns. Without it, tables on the host
+        that have each column twice are refused; those on a device are not read.
     backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
-        "auto" follows the arrays. An `emulator.EmulatorDevice` says what is checked and counted.
+        "auto" follows the arrays. An `emulator.EmulatorDevice` decides what is checked and counted.
     out : (array, array or None), optional
-        Where to write the results: each like q or k, writable, with no element twice, and overlapping nothing else, or
-        that q or k itself: ``out=(q, k)`` rotates in place. None for k stands where k is None.
+        Where to write the results: arrays like q and k, writable, with no element twice and no overlap with another
+        argument, or q and k themselves: ``out=(q, k)`` rotates in place. The second is None if k is None.
     check : bool, optional
-        As in :func:`~pagedkv.decode_attention`, for positions on a device: tokens at others are not written.
+        As in :func:`~pagedkv.decode_attention`, for positions on a device; tokens at bad ones are not written.
 
     Returns
     -------
     q, k : array
-        The rotated ones, in q's dtype and framework, the objects given as `out`, if any; None where k is None.
+        The rotated arrays, in q's dtype and framework, or the objects given as `out`; None if k is None.
 
     Raises
     ------
     TypeError
-        Something is not an array, or has a wrong dtype or type; `out` is no pair.
+        An argument is not an array, or has the wrong dtype or type; `out` is not a pair.
     ValueError
-        A wrong shape, stride, alignment, side or option; tables that have each column twice; an output that is
-        read-only or overlaps.
+        A shape, stride, alignment, device or option is wrong; the tables have each column twice; an output is read-only
+        or overlaps.
     IndexError
-        A position outside 0..max_positions-1.
+        A position is outside 0..max_positions-1.
     BackendUnavailableError
-        The backend that the arrays or the caller ask for is not here.
+        The backend that the arrays or the caller ask for is not available.
 
     Notes
     -----
-    After an error nothing has been written; after an interrupt (Ctrl-C) both outputs are as before, or both complete.
-    In the emulator the CUDA kernel gives the same bits as the CPU, but for those of a NaN.
+    After an error nothing has been written; after an interrupt (Ctrl-C) both outputs are unchanged or both complete.
+    In the emulator the CUDA kernel gives the same bits as the CPU, except those of a NaN.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""Compiling kernels ahead of the calls that need them."""
+"""Compiling CUDA kernels before the first calls that need them."""
 
 from __future__ import annotations
 
@@ -46,41 +46,41 @@ def warmup(
     check: bool | None = None,
     capabilities: Sequence[tuple[int, int]] | None = None,
 ) -> list[str]:
-    """Compile what CUDA calls with these shapes and options need, so that the first of them starts at once.
+    """Compile the kernels that CUDA calls with these shapes and options need, so that the first call starts at once.
 
-    These are decode_attention, write_kv, gather_kv, copy_blocks and swap_blocks within a device, prefill_attention with
-    `prefill`, merge_states with `num_states`, and apply_rotary and write_kv with tables with `rotary_dim`. What is
-    compiled is kept on disk as well (see ``PAGEDKV_CACHE_DIR``): this can run where there is no GPU, while an image is
-    built. Calls whose arrays are not contiguous, or only as aligned as they have to be, or whose caches are larger than
-    64 GiB (32 of fp8 for prefill), may need kernels of their own.
+    The calls are decode_attention, write_kv, gather_kv, copy_blocks and swap_blocks within a device; prefill_attention
+    if `prefill`, merge_states if `num_states`, and apply_rotary and write_kv with tables if `rotary_dim` is given.
+    Kernels are kept on disk (see ``PAGEDKV_CACHE_DIR``), so this can run without a GPU, while an image is built. Calls
+    whose arrays are not contiguous or barely aligned, or whose caches are larger than 64 GiB (32 of fp8 for prefill),
+    may need other kernels.
 
     Parameters
     ----------
     num_heads, num_kv_heads, head_dim, block_size : int
         Hq, Hkv, D and P.
     dtype : dtype-like
-        Of q: float32, float16 or bfloat16; a name, or a dtype of NumPy, CuPy or torch.
+        The dtype of q: float32, float16 or bfloat16, as a name or a dtype of NumPy, CuPy or torch.
     layout : str
         "NHD", "HND" or "vllm".
     cache_dtype : dtype-like, optional
-        Of the caches; that of q by default.
+        The dtype of the caches; by default that of q.
     kv_dtype : str, optional
         "fp8_e4m3" or "fp8_e5m2", for caches in uint8.
     token_dtype : dtype-like, optional
-        Of k and v in write_kv; by default that of the caches, and that of q for fp8 caches.
+        The dtype of k and v in write_kv; by default that of the caches, or that of q for fp8 caches.
     per_head_scales : bool
-        k_scale and v_scale are arrays rather than numbers, of fp8 caches.
+        Whether k_scale and v_scale of fp8 caches are arrays rather than numbers.
     score_mod : callable, optional
-        The very function that calls will pass; its kernels live in this process alone.
+        The very function that calls will pass; its kernels are not kept on disk.
     kernels : sequence of str, optional
-        What calls will pass as `kernel`; all of the layout's by default.
+        What calls will pass as `kernel`; by default all kernels of the layout.
     num_states : int, optional
         How many states merge_states will get, with outputs of q's dtype; by default its kernel is not compiled.
     prefill : bool
-        Whether there will be calls of prefill_attention; by default its kernels are not compiled.
+        Whether to compile the kernels of prefill_attention.
     rotary_dim : int, optional
-        Of apply_rotary for q and k of q's dtype, and of write_kv for k of `token_dtype`, with tables of float32; by
-        default these kernels are not compiled.
+        The rotary_dim of apply_rotary, for q and k of q's dtype, and of write_kv, for k of `token_dtype`, with float32
+        tables; by default these kernels are not compiled.
     interleaved : bool
         As in apply_rotary.
     check : bool, optional
@@ -96,9 +96,9 @@ def warmup(
     Raises
     ------
     TypeError, ValueError
-        As the calls would; `capabilities` are not such pairs, or name one below (8, 0).
+        As from the calls; `capabilities` are not such pairs, or name one below (8, 0).
     BackendUnavailableError
-        There is no compiler; `capabilities` is not given, and there is no GPU.
+        There is no compiler, or neither `capabilities` nor a GPU.
 
     Examples
     --------
@@ -162,7 +162,7 @@ def warmup(
 
 
 def _capabilities(given: Any) -> list[tuple[int, int]]:
-    """The compute capabilities that a caller names, as pairs of ints."""
+    """Convert compute capabilities to pairs of ints, or raise."""
     from ..cuda.gpu import FIRST_CAPABILITY
 
     pairs = list(given) if isinstance(given, (list, tuple)) else []

@@ -1,4 +1,4 @@
-"""The memory that kernels on a GPU keep partial results in."""
+"""Workspaces: the memory in which kernels on a GPU keep partial results."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MOST = 2**31 - 1  # what lengths, query_starts and the grids of launches have r
 
 
 def workspace_bytes() -> int:
-    """Memory of GPUs that the package holds for its kernels: of all GPUs, streams and graphs.
+    """How much memory the package holds for its kernels on all GPUs, streams and graphs.
 
-    Neither torch's nor CuPy's figures include it.
+    Figures of torch and CuPy do not include it.
 
     Returns
     -------
@@ -60,24 +60,24 @@ def reserve_workspaces(
 ) -> int:
     """Allocate the workspaces of the largest calls on the current stream, so that no call has to.
 
-    Calls of decode_attention and prefill_attention for such caches, of at most these sizes, then allocate none on this
-    GPU and stream, with whatever kernel and options. Nothing is compiled (`warmup` does that) and nothing launched.
-    While a CUDA graph captures the stream, the workspaces are those of what it captures.
+    Calls of decode_attention and prefill_attention for such caches and of at most these sizes then allocate nothing on
+    this GPU and stream, with any kernel and options. Nothing is compiled (`warmup` does that) or launched. While a CUDA
+    graph captures the stream, the workspaces belong to that graph.
 
     Parameters
     ----------
     k_cache, v_cache : array
-        A layer's, or arrays like them. They say which GPU and stream; on the host there is nothing to reserve.
+        Caches of a layer, or arrays like them, which determine GPU and stream; on the host nothing is reserved.
     num_heads : int
-        Of q.
+        Heads of q.
     num_seqs : int
         The most sequences of a call.
     max_seq_len : int
-        The largest bound of a call; for calls without one, what their tables hold, ``max_blocks * block_size``.
+        The largest bound of a call; for calls without one the capacity of their tables, max_blocks * block_size.
     num_tokens : int
-        The most rows of q in a call of prefill_attention; 0 if there are no such calls.
+        The most rows of q in a call of prefill_attention; 0 if there are none.
     dtype : dtype-like, optional
-        Of q: float32, float16 or bfloat16. By default that of the caches, unless they are fp8.
+        The dtype of q: float32, float16 or bfloat16; by default that of the caches, unless they are fp8.
     layout : str
         "NHD", "HND" or "vllm".
     kv_dtype : str, optional
@@ -95,12 +95,12 @@ def reserve_workspaces(
     Raises
     ------
     TypeError, ValueError
-        As the calls would; a size that cannot be one.
+        As from the calls; a size is out of range.
     MemoryError
-        The GPU has no room; nothing has grown. While they grow, there are the old ones beside the new:
-        `release_workspaces` first takes least.
+        The GPU has no room, and nothing has grown. Old workspaces exist until the new ones do: call
+        `release_workspaces` first to need the least memory.
     BackendUnavailableError
-        There is no CUDA driver, or a package is missing.
+        The CUDA driver or a package is missing.
 
     Examples
     --------
@@ -124,10 +124,10 @@ def reserve_workspaces(
 
 
 def release_workspaces() -> int:
-    """Wait for the GPUs that calls of this process went to, and free the workspaces of calls.
+    """Wait for the GPUs that this process has used, and free the workspaces of calls.
 
-    All but the few bytes that ``check=True`` records in, which `raise_if_failed` still has to read.
-    The next calls make those anew that they need. What has been captured in CUDA graphs keeps its workspaces.
+    The few bytes in which ``check=True`` records bad entries stay for `raise_if_failed`, and so do the workspaces of
+    captured CUDA graphs. Later calls allocate what they need.
 
     Returns
     -------
@@ -137,7 +137,7 @@ def release_workspaces() -> int:
     Raises
     ------
     RuntimeError
-        A stream of the GPU is being captured in a CUDA graph, by any thread, and cannot be waited for.
+        A stream of the GPU is being captured in a CUDA graph, by any thread, so the GPU cannot be waited for.
 
     Examples
     --------
