@@ -113,14 +113,16 @@ def _attend(
         raise ValueError("seqused_k must say how many tokens each sequence has where block_table is given, got None")
     else:
         lens = seqused_k
+    leftpad = None
+    query_lens = np.diff(cum_seq_q.numpy())
+    if query_lens.shape == lens.shape and (query_lens > lens.numpy()).any():
+        block_table, lens, leftpad = _behind_padding(block_table.numpy(), lens.numpy(), query_lens, key.shape[1])
     # torch says is_causal for the tuple (-1, 0) alone, but passes the window as it is.
     left = -1 if window_size_left is None else window_size_left
     right = 0 if is_causal else -1 if window_size_right is None else window_size_right
-    if right > 0:
-        raise NotImplementedError(f"window_size must end at -1 or 0, got {right}")
     result, lse = prefill_attention(
-        query, key, value, block_table, lens, cum_seq_q,
-        scale=scale, causal=right == 0, window=None if left < 0 else left + 1, out=out, return_lse=True,
+        query, key, value, block_table, lens, cum_seq_q, scale=scale, causal=False, leftpad=leftpad,
+        window=None if left < 0 else left + 1, window_right=None if right < 0 else right, out=out, return_lse=True,
     )  # fmt: skip
     return result, lse.t().contiguous()
 
@@ -142,12 +144,27 @@ def _as_blocks(key: Any, value: Any, starts: Any, used: Any) -> tuple[Any, Any, 
         )
     if lens.shape != room.shape or (lens > room).any():
         raise ValueError(f"seqused_k must be at most the tokens between cu_seq_k, {room.tolist()}, got {lens.tolist()}")
-    block_size = int(np.gcd.reduce(begin)) or 1
+    if not begin[-1]:  # a block that no sequence reads
+        key, value, begin = key.new_zeros(1, *key.shape[1:]), value.new_zeros(1, *value.shape[1:]), begin + 1
+    block_size = int(np.gcd.reduce(begin))
     num_blocks = -(-int(lens.max(initial=0)) // block_size)
     tables = begin[:-1, None] // block_size + np.arange(num_blocks, dtype=np.int32)
     np.minimum(tables, begin[-1] // block_size - 1, out=tables)  # past the end of a sequence anything is fine
     blocks = (x[: begin[-1]].unflatten(0, (-1, block_size)) for x in (key, value))
     return *blocks, torch.from_numpy(tables), torch.from_numpy(lens)
+
+
+def _behind_padding(tables: Any, lens: Any, query_lens: Any, block_size: int) -> tuple[Any, Any, Any]:
+    """Tables, lengths and padding of sequences that would have fewer keys than queries, which sit at their last keys.
+
+    Blocks that nobody sees, in front of such a sequence, have room for its first queries.
+    """
+    in_front = -(-np.maximum(query_lens - lens, 0) // block_size)
+    width = int((in_front - (-lens // block_size)).max())
+    columns = np.arange(1, width + 1) - in_front[:, None]
+    behind_zeros = np.pad(tables, ((0, 0), (1, 0)))
+    tables = np.take_along_axis(behind_zeros, columns.clip(0, tables.shape[1]), axis=1)
+    return tables, lens + in_front * np.int32(block_size), in_front * np.int32(block_size)
 
 
 def _backward(*args: Any, **options: Any) -> Any:

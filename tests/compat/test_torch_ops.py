@@ -19,6 +19,7 @@ SPECS = {
     "decode with options": Spec(layout="HND", kv_dtype="fp8_e4m3", kv_scales="per head", **MANY),
     "prefill": Spec(query_lens=(5, 2)),
     "prefill with options": Spec(query_lens=(5, 2), q_dtype="bfloat16", kv_dtype="bfloat16", causal=False, **MANY),
+    "prefill with masks": Spec(query_lens=(5, 2), causal=False, window_right=3, leftpad=True, mask="bits"),
 }
 
 

@@ -21,6 +21,8 @@ WINDOWS = {
     (-1, 0): {"causal": True},
     (8, 0): {"causal": True, "window": 9},
     (8, -1): {"causal": False, "window": 9},
+    (8, 3): {"causal": False, "window": 9, "window_right": 3},
+    (-1, 40): {"causal": False, "window_right": 40},
 }
 SPEC = Spec(seq_lens=(37, 5, 0), query_lens=(6, 5, 0), poison="zero")
 
@@ -105,6 +107,43 @@ def test_sequences_without_keys_and_no_sequences():
     assert varlen_attn(q[:0], k, k, nothing[:1], nothing[:1], 0, 0).shape == (0, 2, 64)
 
 
+def dense(q, k, v, left, right):
+    """out and LSE of one sequence, in float64; the last query sits at the last key."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[2] ** 0.5
+    ahead = torch.arange(len(k)) - torch.arange(len(q))[:, None] - (len(k) - len(q))
+    logits[:, (ahead < -left) | (ahead > right)] = -torch.inf
+    lse = logits.logsumexp(2)
+    weights = (logits - lse[..., None]).exp().nan_to_num(0)
+    return torch.einsum("hqk,khd->qhd", weights, v), lse
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("key_lens", [(3, 9, 0), (0, 0, 0), (1, 2, 3)], ids=str)
+def test_more_queries_than_keys(window, key_lens):
+    """As in cross attention: the last query sits at the last key, and a row without keys is 0 and has LSE -inf."""
+    query_lens, block_size = (7, 4, 2), 4
+    q = torch.randn(sum(query_lens), 4, 64)
+    k, v = torch.randn(2, sum(key_lens), 2, 64)
+    starts_q, starts_k = (torch.tensor([0, *np.cumsum(x)], dtype=torch.int32) for x in (query_lens, key_lens))
+    options = {"window_size": window, "enable_gqa": True, "return_aux": LSE}
+    out, lse = varlen_attn(q, k, v, starts_q, starts_k, 7, 9, **options)
+    left, right = (np.inf if x < 0 else x for x in window)
+    parts = zip(q.split(query_lens), k.split(key_lens), v.split(key_lens), strict=True)
+    expected, expected_lse = zip(*(dense(*part, left, right) for part in parts), strict=True)
+    torch.testing.assert_close(out.double(), torch.cat(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(lse.double(), torch.cat(expected_lse, dim=1), atol=1e-5, rtol=0)
+
+    pages = torch.full((2, 9, block_size, 2, 64), torch.nan)
+    for i, part in enumerate(zip(k.split(key_lens), v.split(key_lens), strict=True)):
+        for page, x in zip(pages, part, strict=True):
+            page[3 * i : 3 * i + 3].flatten(0, 1)[: len(x)] = x
+    where = {"seqused_k": torch.tensor(key_lens).int(), "block_table": torch.arange(9).int().view(3, 3)}
+    paged_out, paged_lse = varlen_attn(q, *pages, starts_q, None, 7, 9, **where, **options)
+    assert torch.equal(paged_out, out)
+    assert torch.equal(paged_lse, lse)
+
+
 def test_compiled_with_fullgraph():
     args, pages = paged(build(SPEC))
 
@@ -137,7 +176,6 @@ STARTS = torch.tensor([0, 3], dtype=torch.int32)
         ({"cu_seq_k": STARTS.flip(0)}, ValueError, "cu_seq_k must never decrease, in 0..4, .* got [3, 0]"),
         ({"cu_seq_q": STARTS.long()}, TypeError, "cu_seq_q must have dtype torch.int32, got torch.int64"),
         ({"seqused_k": STARTS[1:] + 1}, ValueError, "seqused_k must be at most .* [3], got [4]"),
-        ({"window_size": (-1, 2)}, NotImplementedError, "window_size must end at -1 or 0, got 2"),
         ({"block_table": STARTS[None]}, ValueError, "seqused_k must say .* where block_table is given, got None"),
     ],
 )
