@@ -265,7 +265,7 @@ def _attend(
         if softcap is not None:
             scores = dtype(softcap) * np.tanh(scores / dtype(softcap))
         if alibi_slopes is not None:
-            scores = scores + dtype(alibi_slopes[head]) * (k_pos - q_pos).astype(dtype)
+            scores = scores - dtype(alibi_slopes[head]) * abs(k_pos - q_pos).astype(dtype)
         if score_mod is not None:
             rows, keys = np.nonzero(visible)  # called for what is seen alone: each score is a call
             seen_scores = scores[rows, keys].astype(object)

@@ -20,6 +20,7 @@ def attention_by_numbers(problem):
     spec, options = problem.spec, problem.options
     starts = range(len(problem.seq_lens) + 1) if problem.query_starts is None else problem.query_starts.tolist()
     scale = options["scale"] if options["scale"] is not None else 1 / math.sqrt(spec.head_dim)
+    slopes = np.broadcast_to(options.get("alibi_slopes", np.nan), (len(spec.seq_lens), spec.num_heads)).astype(float)
     outs, lses = [], []
     for seq, length in enumerate(spec.seq_lens):
         for row in range(starts[seq], starts[seq + 1]):
@@ -30,12 +31,16 @@ def attention_by_numbers(problem):
                 for j in range(length):
                     if (spec.causal and j > p) or (spec.window is not None and j <= p - spec.window):
                         continue
+                    if spec.window_right is not None and j > p + spec.window_right:
+                        continue
+                    if (spec.leftpad and j < options["leftpad"][seq]) or not is_in_mask(problem, seq, row, j):
+                        continue
                     key = [element(problem, "k", seq, j, kv_head, d) for d in range(spec.head_dim)]
                     score = scale * math.fsum(float(a) * b for a, b in zip(problem.q[row, head], key, strict=True))
                     if spec.softcap is not None:
                         score = spec.softcap * math.tanh(score / spec.softcap)
                     if spec.alibi:
-                        score += float(options["alibi_slopes"][head]) * (j - p)
+                        score -= float(slopes[seq, head]) * abs(p - j)
                     if spec.score_mod is not None:
                         score = spec.score_mod(score, p, j, head, seq)
                     logits.append((score, j))
@@ -47,6 +52,19 @@ def attention_by_numbers(problem):
                     values = (term * element(problem, "v", seq, j, kv_head, d) for term, j in terms if term)
                     outs.append(math.fsum(values) / total if total else 0.0)
     return np.reshape(outs, (-1, spec.num_heads, spec.head_dim)), np.reshape(lses, (-1, spec.num_heads))
+
+
+def is_in_mask(problem, seq, row, j):
+    """What the mask says of a key and a row of q, found by counting."""
+    if problem.spec.mask is None:
+        return True
+    starts, lens, mask = problem.query_starts.tolist(), problem.seq_lens.tolist(), problem.options["mask"]
+    sizes = [(starts[i + 1] - starts[i]) * lens[i] for i in range(len(lens))]
+    key = (row - starts[seq]) * lens[seq] + j
+    if problem.spec.mask == "bool":
+        return mask[sum(sizes[:seq]) + key]
+    byte = mask[sum((size + 7) // 8 for size in sizes[:seq]) + key // 8]
+    return byte & 1 << key % 8
 
 
 def element(problem, which, seq, position, head, d):
@@ -80,6 +98,8 @@ BY_NUMBERS = [
     Spec(**{**SMALL, "block_size": 8}, layout="vllm", strides="halves", score_mod=own_parity, sinks=True),
     Spec(**SMALL, query_lens=(5, 0, 1, 4), padding_rows=2, alibi=True, window=2, sinks=True),
     Spec(**SMALL, query_lens=(9, 0, 0, 2), causal=False, alibi=True, window=4, softcap=2.0),
+    Spec(**SMALL, query_lens=(5, 0, 1, 4), causal=False, window_right=1, leftpad=True, mask="bits", window=4),
+    Spec(**SMALL, query_lens=(5, 0, 1, 4), mask="bool", alibi=True, seq_slopes=True),
 ]
 
 

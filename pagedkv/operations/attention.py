@@ -75,7 +75,7 @@ def decode_attention(
     k_scale, v_scale : float or (num_kv_heads,) float32 array, optional
         For fp8 caches: positive and finite, ``value = code * scale``; 1.0 if None.
     alibi_slopes : (num_heads,) float32 array, optional
-        Adds ``slope * (k_pos - q_pos)`` to a logit.
+        Takes ``slope * abs(q_pos - k_pos)`` away from a logit.
     window : int, optional
         At least 1: only the last `window` keys count, the query's own among them.
     softcap : float, optional
@@ -206,7 +206,7 @@ def prefill_attention(
     query_starts : (num_seqs + 1,) int32 array
         Begins with 0, never decreases, ends at or before num_tokens; no query_len exceeds its seq_len.
     causal : bool
-        Keep only keys at or before the query. If False, ALiBi adds positive biases for later keys.
+        Keep only keys at or before the query.
     exact : bool
         Give a row the same bits however many query tokens its sequence has, also where CUDA would otherwise split the
         keys: see Notes. On the CPU this always holds.

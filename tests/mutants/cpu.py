@@ -109,8 +109,8 @@ MUTANTS = [
     ),
     Mutant(
         "ALiBi has the wrong sign",
-        "slope * np.float32(first + t - position)",
-        "slope * np.float32(position - first - t)",
+        "score -= slope * np.float32(abs(",
+        "score += slope * np.float32(abs(",
         DECODE_ORACLE,
     ),
     Mutant(

@@ -42,7 +42,7 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
             score = get_float(scores + t * stride)
             if softcap != np.float32(0):
                 score = softcap * np.float32(math.tanh(score / softcap))
-            score += slope * np.float32(first + t - position)
+            score -= slope * np.float32(abs(first + t - position))
             if user is not None:
                 score = np.float32(user(score, np.int32(position), np.int32(first + t), np.int32(head), np.int32(seq)))
             put_float(scores + t * stride, score)

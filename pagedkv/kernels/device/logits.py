@@ -38,7 +38,7 @@ def make_modify(score_mod: Callable[..., Any] | None) -> Any:
     @device_function
     def modify(score, softcap, slope, q_pos, k_pos, head, seq):
         score = cap(score, softcap)
-        score = float32(score + slope * float32(int32(k_pos - q_pos)))
+        score = float32(score - slope * float32(abs(int32(k_pos - q_pos))))
         if user is not None:
             score = float32(user(score, int32(q_pos), int32(k_pos), int32(head), int32(seq)))
         return score
