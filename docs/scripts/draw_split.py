@@ -12,7 +12,7 @@ from dataclasses import replace
 from draw_kernels import ACCENT, COLOURS, GREY, IMAGES, INK, LINE, PALE, SHADE, WHITE, arrow, box, drawing, text, title
 from split_lanes import CONFIG, SHAPE, key, logits_of, place_in_a, place_in_c, query, rows_of_values, value
 
-from pagedkv.kernels.device.warp import WARP_SIZE
+from pagedkv.kernels.device.sizes import WARP_SIZE
 from pagedkv.kernels.split.config import NUM_WARPS
 from pagedkv.kernels.split.shape import K_VECTOR, TILE, TensorShape
 
@@ -64,7 +64,7 @@ def split_work() -> str:
     parts.append(title(20, top, words))
     wide = 720 / steps
     for step in range(steps):
-        warp = step % CONFIG.num_teams
+        warp = step % CONFIG.num_warp_groups
         parts.append(box(20 + wide * step, top + 14, wide, 28, COLOURS[warp], INK, f"warp {warp}"))
         if step % NUM_WARPS == 0 or step == steps - 1:
             words = f"{step * SHAPE.step}" if step < steps - 1 else f"{size - 1}"

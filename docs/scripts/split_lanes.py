@@ -18,11 +18,11 @@ from pagedkv.emulator.machine.matrix import _fragments
 from pagedkv.kernels.device.intrinsics.thread import address, local_array, shared_address
 from pagedkv.kernels.device.intrinsics.warp import load_shared_words
 from pagedkv.kernels.device.language import cuda, types, uint32
+from pagedkv.kernels.device.sizes import WARP_SIZE
 from pagedkv.kernels.device.source import KernelSource, device_function
-from pagedkv.kernels.device.warp import WARP_SIZE
-from pagedkv.kernels.split.arguments import Query
+from pagedkv.kernels.split.arguments import SplitQuery
 from pagedkv.kernels.split.config import SplitConfig
-from pagedkv.kernels.split.lanes import make_lanes, make_pages
+from pagedkv.kernels.split.lanes import make_lanes, make_row_lookup
 from pagedkv.kernels.split.shape import TILE, TensorShape
 from pagedkv.kernels.split.tensor_cores.fragments import key_token, make_products, make_rows
 from pagedkv.kernels.split.tensor_cores.query import make_stage_query
@@ -43,7 +43,7 @@ def make_probe(_config: Probe) -> KernelSource:
     WORDS, STEPS, ROW_VECTORS = SHAPE.v_vector // 4, SHAPE.k_steps, CONFIG.row_bytes // 16
     NUM_BUFFERED, NUM_Q, NUM_WORDS = SHAPE.buffer, SHAPE.q_bytes // 4, 16 + 8 + 4
     GROUP_SIZE, ROW_BYTES, V_VECTOR = CONFIG.group_size, CONFIG.row_bytes, SHAPE.v_vector
-    row_address, products = make_pages(CONFIG, make_lanes(CONFIG).fetch).row_address, make_products(SHAPE)
+    row_address, products = make_row_lookup(CONFIG, make_lanes(CONFIG).fetch).row_address, make_products(SHAPE)
     rows, stage_query = make_rows(SHAPE, row_address), make_stage_query(SHAPE)
 
     @device_function
@@ -68,7 +68,7 @@ def make_probe(_config: Probe) -> KernelSource:
                 b = products.key_fragment(buffer, 4 * n, step)
                 put(out, at + 16 + 4 * n + 2 * step, b[0])
                 put(out, at + 16 + 4 * n + 2 * step + 1, b[1])
-        query = Query(address(q), ROW_BYTES, uint32(GROUP_SIZE), uint32(0))
+        query = SplitQuery(address(q), ROW_BYTES, uint32(GROUP_SIZE), uint32(0))
         stage_query(q_shared, factors, query, g, t, uint32(0), False)
         a = load_shared_words(q_shared)  # what this lane has stored
         for i in range(4):

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .device.elements import ELEMENT_BITS
 from .device.intrinsics.thread import address, bits_float, larger, load_4
 from .device.language import cuda, float32, int64, types, uint64
 from .device.merging import lse_of_lses, make_add, weight_of_lse
+from .device.sizes import ELEMENT_BITS
 from .device.source import KernelSource
 from .device.vectors import make_load, make_store
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from .device.intrinsics.thread import address, clear, for_each, local_array
 from .device.intrinsics.warp import shuffle, stream_16
 from .device.language import cuda, int64, types, uint32
+from .device.sizes import WARP_SIZE
 from .device.source import KernelSource, device_function
-from .device.warp import WARP_SIZE
 
 NUM_THREADS, LOADS, TURNS = 128, 8, 4
 TURN_BYTES = NUM_THREADS * LOADS * 16

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .device.bad_entries import POSITION, record
-from .device.elements import ELEMENT_BITS
 from .device.intrinsics.thread import address
 from .device.language import cuda, float32, int64, types, uint64
-from .device.rotation import position_of, turn
+from .device.rotation import position_of, rotate_dim
+from .device.sizes import ELEMENT_BITS
 from .device.source import KernelSource, device_function
 from .device.vectors import make_load, make_store
 
@@ -140,7 +140,7 @@ def _make_rotate(config: RotaryConfig) -> Any:
             load_both(values, source, vector)
             for i in range(num_pairs):
                 a, b, c, s = values[2 * i], values[2 * i + 1], cosines[i], sines[i]
-                values[2 * i], values[2 * i + 1] = turn(a, b, c, float32(-s)), turn(b, a, c, s)
+                values[2 * i], values[2 * i + 1] = rotate_dim(a, b, c, float32(-s)), rotate_dim(b, a, c, s)
             store_both(target + vector * both_bytes, values)
 
         return rotate_neighbours
@@ -154,7 +154,7 @@ def _make_rotate(config: RotaryConfig) -> Any:
         load(seconds, source + half_bytes, vector)
         for i in range(num_pairs):
             a, b, c, s = firsts[i], seconds[i], cosines[i], sines[i]
-            firsts[i], seconds[i] = turn(a, b, c, float32(-s)), turn(b, a, c, s)
+            firsts[i], seconds[i] = rotate_dim(a, b, c, float32(-s)), rotate_dim(b, a, c, s)
         store(target + vector * vector_bytes, firsts)
         store(target + half_bytes + vector * vector_bytes, seconds)
 

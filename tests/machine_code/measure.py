@@ -14,7 +14,7 @@ from pagedkv.compiler.occupancy import occupancy
 from pagedkv.compiler.ptx import Capability, external_functions
 from pagedkv.cuda.backend import KernelBackend
 from pagedkv.emulator import BufferTraffic, EmulatorDevice, LaunchStats
-from pagedkv.kernels.device.elements import ELEMENT_BITS
+from pagedkv.kernels.device.sizes import ELEMENT_BITS
 
 from .sass import code_of, copies_of, loads_of, loop_of, moves_between, products_of
 from .variants import WGMMA, WORK, Variant, Work

@@ -19,7 +19,7 @@ from ...calls import AttentionCall
 from ...compiler.compile import Capability
 from ...compiler.occupancy import shared_kib
 from ...environment import is_on
-from ...kernels.device.elements import ELEMENT_BITS
+from ...kernels.device.sizes import ELEMENT_BITS
 from ...kernels.device.source import KernelSource
 from ...kernels.prefill.config import FEW_ROWS, MOST_DIMS, PART, CoresConfig, TensorConfig
 from ...kernels.prefill.cuda_cores import kernel as cuda_cores

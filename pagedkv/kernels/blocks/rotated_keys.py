@@ -11,7 +11,7 @@ from typing import Any
 
 from ..device.conversions import narrow, unpack
 from ..device.language import cuda, float32, int64, uint32
-from ..device.rotation import turn
+from ..device.rotation import rotate_dim
 from ..device.source import device_function
 from ..device.vectors import make_load
 
@@ -57,8 +57,8 @@ def make_rotate(
                     load_table(s, sines, int64(at // part))
                     for j in range(pairs):
                         a, b = x[2 * j], x[2 * j + 1]
-                        codes[i * both + 2 * j] = finish(turn(a, b, c[j], float32(-s[j])), scale)
-                        codes[i * both + 2 * j + 1] = finish(turn(b, a, c[j], s[j]), scale)
+                        codes[i * both + 2 * j] = finish(rotate_dim(a, b, c[j], float32(-s[j])), scale)
+                        codes[i * both + 2 * j + 1] = finish(rotate_dim(b, a, c[j], s[j]), scale)
 
         return rotate_neighbours
     size = math.gcd(half_dims, num_elements)
@@ -80,7 +80,7 @@ def make_rotate(
                 load_table(s, sines, int64(pair // part))
                 for j in range(size):
                     sine = float32(-s[j]) if is_first else s[j]
-                    codes[i * size + j] = finish(turn(x[j], other[j], c[j], sine), scale)
+                    codes[i * size + j] = finish(rotate_dim(x[j], other[j], c[j], sine), scale)
 
     return rotate_halves
 

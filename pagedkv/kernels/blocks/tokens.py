@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.elements import ELEMENT_BITS
 from ..device.language import cuda, types
+from ..device.sizes import ELEMENT_BITS
 from ..device.source import device_function
 
 NUM_THREADS = 128

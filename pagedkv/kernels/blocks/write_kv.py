@@ -15,7 +15,6 @@ from typing import Any
 
 from ..device.bad_entries import POSITION, SLOT, record
 from ..device.conversions import narrow, unpack
-from ..device.elements import ELEMENT_BITS
 from ..device.intrinsics.thread import (
     address,
     bits_float,
@@ -29,6 +28,7 @@ from ..device.intrinsics.thread import (
 )
 from ..device.language import cuda, float32, int64, types, uint8, uint16, uint32, uint64
 from ..device.rotation import position_of
+from ..device.sizes import ELEMENT_BITS
 from ..device.source import KernelSource, device_function
 from .rotated_keys import make_rotate
 from .tokens import NUM_THREADS, RowShape, make_item, row_shape

@@ -12,9 +12,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from .elements import ELEMENT_BITS
 from .intrinsics.declare import F16, F32, I16, I32, declare, emit_asm, float32, parts_of, uint32
 from .language import types
+from .sizes import ELEMENT_BITS
 
 _UNPACK_FLOAT16 = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
 _UNPACK_E4M3 = (

@@ -24,11 +24,12 @@ def publish(thread):
 
 
 @device_function
-def is_last(thread, counters, most_splits, num_splits, told):
+def is_last(thread, counters, most_splits, num_splits, count_word):
     """Count, and return whether this block merges `num_splits` results; every thread calls it.
 
-    `counters` is the address of one counter for each grid column, which is `most_splits` blocks high; `told` is the
-    shared address of a word. The fence of thread 0 and the barrier make other blocks' stores visible to all threads.
+    `counters` is the address of one counter for each grid column, which is `most_splits` blocks high; `count_word` is
+    the shared address of a word. The fence of thread 0 and the barrier make the stores of other blocks visible to all
+    threads.
     """
     if most_splits == 1:
         return False
@@ -39,8 +40,8 @@ def is_last(thread, counters, most_splits, num_splits, told):
         return False
     if thread == 0:
         count = count_up(counter, last)
-        store_shared_word(told, count)
+        store_shared_word(count_word, count)
         if count == last:
             fence()
     cuda.syncthreads()
-    return load_shared_word(told) == last
+    return load_shared_word(count_word) == last

@@ -1,4 +1,4 @@
-"""The rotary embedding's arithmetic: where a token stands, and what becomes of a pair of dims."""
+"""The arithmetic of rotary embedding: the position of a token, and the rotation of a pair of dims."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .source import device_function
 
 @device_function
 def position_of(positions, position_bytes, token):
-    """The position of a token, as int64: an element of 4 or 8 bytes."""
+    """The position of a token as int64, from an element of 4 or 8 bytes."""
     if position_bytes == 4:
         return int64(int32(load_4(address(positions) + 4 * token)))
     low, high = load_8(address(positions) + 8 * token)
@@ -17,9 +17,9 @@ def position_of(positions, position_bytes, token):
 
 
 @device_function
-def turn(x, other, cosine, sine):
-    """x * cosine + other * sine, each product rounded before they are added: no fused multiply-add.
+def rotate_dim(x, other, cosine, sine):
+    """x * cosine + other * sine, without a fused multiply-add: each product is rounded before they are added.
 
-    That is the second dim of a pair; with -sine it is the first, bit for bit a difference of products.
+    That is the second dim of a pair; with -sine it is the first one, bit for bit a difference of products.
     """
     return float32(multiply(x, cosine) + multiply(other, sine))

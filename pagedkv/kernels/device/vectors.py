@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from .conversions import narrow, unpack
-from .elements import ELEMENT_BITS
 from .intrinsics.thread import (
     load_2,
     load_4,
@@ -24,6 +23,7 @@ from .intrinsics.thread import (
     store_16,
 )
 from .language import cuda, uint16, uint32
+from .sizes import ELEMENT_BITS
 from .source import device_function
 
 _LOADS = {2: load_2, 4: load_4, 8: load_8, 16: load_16}

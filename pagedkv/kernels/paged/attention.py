@@ -29,8 +29,8 @@ import math
 from ..device.intrinsics.thread import address, larger, shared_address
 from ..device.language import cuda, float32, float64, int32, int64, types, uint32
 from ..device.logits import NONE, make_modify
+from ..device.sizes import WARP_SIZE
 from ..device.source import KernelSource
-from ..device.warp import WARP_SIZE
 from . import config as constants
 from .config import NUM_THREADS, NUM_WARPS, AttentionConfig
 from .keys import make_query_key, make_stage_query, make_sum_of_group

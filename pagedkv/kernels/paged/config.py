@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.elements import ELEMENT_BITS
-from ..device.warp import WARP_SIZE
+from ..device.sizes import ELEMENT_BITS, WARP_SIZE
 
 NUM_THREADS = 128
 NUM_WARPS = NUM_THREADS // WARP_SIZE

@@ -7,8 +7,8 @@ from typing import Any
 from ..device.conversions import multiply_add, unpack_words
 from ..device.intrinsics.thread import for_each, load_16, load_shared, opaque, store_shared
 from ..device.language import cuda, float32, uint32
+from ..device.sizes import ALL_LANES
 from ..device.source import device_function
-from ..device.warp import ALL_LANES
 from .config import NUM_THREADS, AttentionConfig
 
 MOST_IN_FLIGHT = 8

@@ -18,10 +18,10 @@ import math
 from dataclasses import dataclass
 
 from ..device.conversions import narrow
-from ..device.elements import ELEMENT_BITS
 from ..device.intrinsics.thread import address, larger, store_2, store_4
 from ..device.language import cuda, float32, int32, int64, types, uint16, uint32
 from ..device.logits import NONE
+from ..device.sizes import ELEMENT_BITS
 from ..device.source import KernelSource
 from .config import NUM_THREADS, NUM_WARPS, PARTITION_SIZE
 from .softmax import block_max, block_sum, exp_minus

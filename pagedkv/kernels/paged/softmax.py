@@ -8,8 +8,8 @@ from ..device.intrinsics.thread import exp2, larger
 from ..device.language import cuda, float32
 from ..device.logits import LOG2E
 from ..device.merging import finite
+from ..device.sizes import ALL_LANES, WARP_SIZE
 from ..device.source import device_function
-from ..device.warp import ALL_LANES, WARP_SIZE
 from .config import NUM_THREADS, NUM_WARPS
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..device.conversions import multiply_add, narrow
-from ..device.elements import ELEMENT_BITS
 from ..device.intrinsics.masks import bit_masks, masked
 from ..device.intrinsics.thread import for_each, load_8, load_16, load_shared, store_2, store_4
 from ..device.language import cuda, float32, uint16
+from ..device.sizes import ALL_LANES, ELEMENT_BITS
 from ..device.source import device_function
-from ..device.warp import ALL_LANES
 from .config import NUM_WARPS, AttentionConfig
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.elements import ELEMENT_BITS
-from ..device.warp import WARP_SIZE
+from ..device.sizes import ELEMENT_BITS, WARP_SIZE
 
 NUM_THREADS = 4 * WARP_SIZE  # threads of a block on CUDA cores
 MOST_DIMS = 256  # for more, a warp has not the registers of the accumulators

@@ -13,8 +13,8 @@ from typing import Any
 from ..device.intrinsics.thread import address, load_4
 from ..device.intrinsics.warp import ballot, load_shared_word, store_shared_word
 from ..device.language import cuda, int64, uint32
+from ..device.sizes import WARP_SIZE
 from ..device.source import device_function
-from ..device.warp import WARP_SIZE
 from .arguments import Item
 from .config import PART
 

@@ -1,27 +1,27 @@
-"""What a thread block hands to the steps of the split kernel, as named tuples; to LLVM they are their fields."""
+"""What a thread block hands to the steps of the split kernel, as named tuples; to LLVM they are no more than fields."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 
-class Query(NamedTuple):
-    """Query heads that share a KV head: of a thread block, or of one of its warps."""
+class SplitQuery(NamedTuple):
+    """The query heads of a thread block, or of one of its warps, which read the same KV head."""
 
-    address: Any  # of the first head's row
+    address: Any  # the first head's row
     head_stride: Any  # bytes
     num_heads: Any
-    head: Any  # number of the first one
+    head: Any  # the number of the first head
 
 
-class Pages(NamedTuple):
-    """Where a sequence's tokens are looked up."""
+class SplitPages(NamedTuple):
+    """The row of block_tables that has the blocks of a sequence, and the last token of a split."""
 
-    table: Any  # address of its row of block_tables
-    last: Any  # token of the split
+    table: Any  # the address of the row
+    last: Any
 
 
-class Options(NamedTuple):
+class SplitLogitOptions(NamedTuple):
     """What turns products into logits."""
 
     scale: Any
@@ -31,29 +31,29 @@ class Options(NamedTuple):
     seq: Any
 
 
-class Shared(NamedTuple):
-    """Where warps leave their sums in shared memory."""
+class SharedSums(NamedTuple):
+    """The shared memory in which warps store their sums."""
 
-    address: Any  # of O; Q and rows of the caches may be there before
+    address: Any  # the address of O, whose place Q and rows of the caches may have before
     maxima: Any
     sums: Any
-    weights: Any  # of the teams
+    weights: Any  # of the warp groups
 
 
-class Output(NamedTuple):
+class SplitOutput(NamedTuple):
     """The output rows of a thread block; where splits are merged, the last block stores them."""
 
-    address: Any  # of the first head's row
+    address: Any  # the first head's row
     head_stride: Any  # bytes
     lse: Any
-    row: Any  # of the first head in lse
+    row: Any  # the element of lse for the first head
     num_heads: Any
-    head: Any  # number of the first one
+    head: Any  # the number of the first head
     sinks: Any
     v_factor: Any  # by which values are multiplied
 
 
-class Partials(NamedTuple):
+class SplitPartials(NamedTuple):
     """The partial results of a sequence; head h of split s has element ``(row + h) * most_splits + s``."""
 
     sums: Any  # head_dim float32

@@ -7,28 +7,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.elements import ELEMENT_BITS
-from ..device.warp import WARP_SIZE
+from ..device.sizes import ELEMENT_BITS, WARP_SIZE
 
 SHORTEST_SPLIT = 256  # tokens
-SPLIT_UNIT = 128  # splits are multiples of it: the most tokens that all warps take in one step
-# Splits of a sequence, all powers of two: the kernel shifts where it would divide.
-FEW_SPLITS = 8  # the number up to which the cost of partial results does not count
+SPLIT_UNIT = 128  # tokens; splits are multiples of what all warps take in one step, which is at most this
+# Numbers of splits of a sequence; powers of two, so that the kernel shifts instead of dividing.
+FEW_SPLITS = 8  # up to here the cost of partial results does not count
 MANY_SPLITS = 64  # the most, unless few KV heads need more for a FULL_GRID
 FULL_GRID = 128  # thread blocks that occupy a large GPU: an H100 has 132 multiprocessors
 MOST_SPLITS = FULL_GRID  # with one KV head: four for each lane of the warp that merges them
 # The largest share of a split's traffic that its partial result may be.
 SHORT_SHARE, LONG_SHARE = 0.13, 0.04
-LONG_BYTES = 2**17  # of the keys and values of a long split: enough to outweigh its prologue and epilogue
+LONG_BYTES = 2**17  # of the keys and values of a long split, enough to outweigh its prologue and epilogue
 VECTOR_BYTES = 16
-MOST_DIMS_OF_WARP = 256  # of O: 16 heads of 128 dims, or 8 of 256, take 64 registers of a lane
+MOST_DIMS_OF_WARP = 256  # dims of O; 16 heads of 128 dims, or 8 of 256, take 64 registers of a lane
 NUM_WARPS = 4
 NUM_THREADS = WARP_SIZE * NUM_WARPS
-# Splits that a thread reads at once when it adds them, 16 bytes of each: the power of two from which on what a
-# multiprocessor takes in limits the merge, and not the latency of L2. In 0.25 us these are 27 KiB, and
-# all threads ask for 32.
+# Splits that a thread loads at once when it adds them, 16 bytes of each. It is the lowest power of two with which the
+# bandwidth of a multiprocessor, and not the latency of L2, limits the merge: in 0.25 us it takes in 27 KiB, and all
+# threads together ask for 32.
 MERGE_LOADS = 16
-MOST_MERGE_SHARES = MOST_SPLITS // MERGE_LOADS  # more threads would have fewer splits each than they read at once
+MOST_THREADS_PER_QUAD = MOST_SPLITS // MERGE_LOADS  # more would have fewer splits each than a thread loads at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +64,15 @@ class SplitConfig:
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Tensor cores have no float32: such caches run on CUDA cores."""
+        """Whether the kernel runs on tensor cores, which have no float32."""
         return self.kv_kind != "float32"
 
     @property
     def through_shared(self) -> bool:
-        """Lanes hand words to each other through shared memory (lanes.py), not by shuffles.
+        """Whether lanes exchange words through shared memory (lanes.py) instead of shuffles.
 
         Before 9.0 ptxas puts a branch for diverged lanes before each shuffle in a loop, and keeps registers free for
-        it: 1872 bytes spill at D = 256, G = 8.
+        it: 1872 bytes would spill at D = 256, G = 8.
         """
         return self.on_tensor_cores and self.architecture < 9
 
@@ -94,21 +93,21 @@ class SplitConfig:
 
     @property
     def vector_bytes(self) -> int:
-        """The alignment of rows: 16 bytes, or 8 for some fp8 rows."""
+        """Bytes of a load, to which rows are aligned: 16, or 8 for some fp8 rows."""
         return math.gcd(self.row_bytes, VECTOR_BYTES)
 
     @property
     def staged(self) -> bool:
-        """Warps with query heads of their own share rows, which wait in shared memory; see tensor_cores/stages.py.
+        """Whether warps have query heads of their own, and share rows in shared memory (tensor_cores/stages.py).
 
-        Shared memory has room for rows of 256 dims beside q of 16 bits, and for 128 beside the terms of a float32 q.
+        Shared memory has room for rows of 256 dims beside q of 16 bits, and of 128 beside the terms of a float32 q.
         """
         most_dims = MOST_DIMS_OF_WARP if self.q_bytes == 2 else MOST_DIMS_OF_WARP // 2
         return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= most_dims
 
     @property
     def most_heads(self) -> int:
-        """The most query heads that a thread block has registers for."""
+        """The most query heads for which a thread block has registers."""
         if self.staged:
             return 16 * NUM_WARPS  # an mma has 16 rows
         if self.on_tensor_cores:
@@ -126,48 +125,48 @@ class SplitConfig:
         return -(-self.group_size // self.num_tiles)
 
     @property
-    def head_shares(self) -> int:
-        """Warps that take the same tokens, each with its share of the query heads: at most 16."""
+    def warps_for_heads(self) -> int:
+        """Warps of a group that divide the query heads of a thread block among them: at most 16 for each."""
         return NUM_WARPS if self.staged else 1
 
     @property
     def heads_of_warp(self) -> int:
-        """Query heads of a warp; the last warp of a team may have fewer."""
-        return -(-self.num_heads // self.head_shares)
+        """Query heads of a warp; the last warp of a group may have fewer."""
+        return -(-self.num_heads // self.warps_for_heads)
 
     @property
-    def dim_shares(self) -> int:
-        """Warps that take the same tokens, each with its share of the values' dims.
+    def warps_for_dims(self) -> int:
+        """Warps of a group that divide the dims of values among them.
 
-        Independent of `wide`, since it decides the order of additions.
+        It must not depend on `wide`, since it decides the order of additions.
         """
         return 2 if self.on_tensor_cores and self.head_dim > MOST_DIMS_OF_WARP else 1
 
     @property
-    def num_teams(self) -> int:
-        """Teams of a thread block. A team is the warps that take the same tokens."""
-        return NUM_WARPS // (self.head_shares * self.dim_shares)
+    def num_warp_groups(self) -> int:
+        """Warp groups of a thread block. A warp group is the warps that take the same tokens."""
+        return NUM_WARPS // (self.warps_for_heads * self.warps_for_dims)
 
     @property
-    def merge_shares(self) -> int:
-        """Threads that share four dims of a head in the merge, where there are fewer of these than threads."""
-        return max(1, min(NUM_THREADS // (self.num_heads * self.head_dim // 4), MOST_MERGE_SHARES))
+    def threads_per_quad(self) -> int:
+        """Threads that divide the splits of a quad (four dims of a head) in the merge; one with many quads."""
+        return max(1, min(NUM_THREADS // (self.num_heads * self.head_dim // 4), MOST_THREADS_PER_QUAD))
 
     @property
     def short_split(self) -> int:
-        """Tokens of a split from which its partial result is at most SHORT_SHARE.
+        """The fewest tokens of a split whose partial result is at most SHORT_SHARE of its traffic.
 
-        Reached by sequences of FEW_SPLITS times as many.
+        Splits are that long in sequences of FEW_SPLITS times as many tokens.
         """
         return max(SHORTEST_SPLIT, self._tokens_for(SHORT_SHARE))
 
     @property
     def long_split(self) -> int:
-        """The tokens of a split of a sequence that makes a full grid by itself."""
+        """Tokens of a split of a sequence that makes a full grid by itself."""
         return max(SHORTEST_SPLIT, self._tokens_for(LONG_SHARE), _whole_units(LONG_BYTES / (2 * self.row_bytes)))
 
     def _tokens_for(self, share: float) -> int:
-        """Of a split whose partial result, float32 written and read once, is at most this share of its traffic."""
+        """Tokens of a split whose partial result, float32 written and read once, is at most `share` of its traffic."""
         traffic = 2 * 4 * self.group_size * (self.head_dim + 2)
         return _whole_units(traffic / (2 * self.row_bytes * share))
 
@@ -187,7 +186,7 @@ class SplitConfig:
 
 
 def filling_splits(num_kv_heads: int) -> int:
-    """Splits with which one sequence makes a full grid; a power of two."""
+    """The number of splits with which one sequence makes a full grid; a power of two."""
     return max(FULL_GRID >> (num_kv_heads.bit_length() - 1), 1)
 
 

@@ -5,7 +5,7 @@ of a warp is 32 / lanes tokens, a step of the loop is `requests` of them, and a 
 split. The online softmax runs once for the `requests` tokens of a lane; groups of lanes are added after the loop.
 
 K of the next step and V of this one are in flight. Loads are unconditional: past the end they load the last token. The
-last step of a warp is peeled off the loop; it alone masks tokens past the end.
+last step of a warp stands behind the loop; it alone masks tokens past the end.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..device.intrinsics.warp import exchange, low_bits, shuffle, store_shared_4
 from ..device.language import float32, int64, uint32
 from ..device.logits import LOG2E, NONE, make_modify
 from ..device.merging import weight_of
+from ..device.sizes import WARP_SIZE
 from ..device.source import Steps, device_function
-from ..device.warp import WARP_SIZE
 from .config import NUM_WARPS, SplitConfig
-from .lanes import make_lanes, make_pages
-from .sums import team_bytes
+from .lanes import make_lanes, make_row_lookup
+from .sums import warp_group_bytes
 
 VECTOR = 4  # elements
-MOST_VECTORS = 4  # of a lane and row: 32 lanes have 4 each of 512 dims
+MOST_VECTORS = 4  # of a lane and row, which 32 lanes have of 512 dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,17 @@ class RowShape:
         return self.requests * self.tokens
 
 
-def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
-    """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory."""
+def make_attend_on_cuda_cores(config: SplitConfig, sums_layout: Steps) -> Any:
+    """The device function ``attend_split(...)``: a warp attends to its tokens of the split, and stores its sums."""
     shape = RowShape(config)
     STEP, TURN, HEADS = shape.step, NUM_WARPS * shape.step, config.num_heads
     LANES, MODIFIED = shape.lanes, config.modified
     SHIFT = LANES.bit_length() - 1
     NUM_BUFFERED, NUM_SCORES = shape.requests * shape.vectors * VECTOR, shape.requests * HEADS
     NUM_SUMS = HEADS * shape.vectors * VECTOR
-    lookup = make_pages(config, make_lanes(config).fetch)
+    lookup = make_row_lookup(config, make_lanes(config).fetch)
     rows, scores = make_rows(shape, lookup.row_address), make_scores(shape)
-    update, put_sums = make_update(shape), make_put_sums(shape, team_sums)
+    update, store_sums = make_update(shape), make_store_sums(shape, sums_layout)
 
     @unrolled(HEADS)
     def start(h, maxima, sums, slope, slopes, query):
@@ -85,7 +85,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
         slope[h] = slopes[int64(query.head) + h] if has_slope else float32(0)
 
     @device_function
-    def attend(thread, first, query, k, v, pages, options, shared):
+    def attend_split(thread, first, query, k, v, pages, options, shared):
         lane = uint32(thread & 31)
         # Broadcast, so that ptxas knows it to be warp-uniform: shuffles in the loop need no code for diverged lanes.
         warp, last = shuffle(uint32(thread >> 5), 0), pages.last
@@ -128,13 +128,13 @@ def make_attend_on_cuda_cores(config: SplitConfig, team_sums: Steps) -> Any:
             valid = low_bits(uint32(last - base + 1))
             scores.mask(s, values, valid, group)
             update(s, values, maxima, sums, o)
-        put_sums(shared, maxima, sums, o, query.num_heads, group, sub, warp)
+        store_sums(shared, maxima, sums, o, query.num_heads, group, sub, warp)
 
-    return attend
+    return attend_split
 
 
 def make_rows(shape: RowShape, row_address: Any) -> Steps:
-    """Loads of this lane's vectors; what lies past a row becomes 0."""
+    """The device functions ``load`` and ``load_query``, for a lane's vectors; what lies past a row becomes 0."""
     VECTORS, TOKENS, LANES = shape.vectors, shape.tokens, shape.lanes
     ROW_VECTORS, FULL = shape.row_vectors, shape.row_vectors // shape.lanes
 
@@ -147,12 +147,12 @@ def make_rows(shape: RowShape, row_address: Any) -> Steps:
 
     @unrolled(shape.requests)
     def load(u, buffer, base, offset, group, sub):
-        """The vectors of this lane's tokens' rows."""
+        """Load this lane's vectors of its tokens' rows."""
         load_vectors(u, buffer, row_address(base, offset, uint32(group + u * TOKENS)), sub)
 
     @unrolled(shape.config.num_heads * VECTORS)
     def load_query(i, q, query, scale, sub):
-        """q, scaled."""
+        """Load q, and scale it."""
         h, n = i // VECTORS, i % VECTORS
         is_inside = h < query.num_heads and sub < ROW_VECTORS - n * LANES
         x = load_16(query.address + (h * query.head_stride + 16 * (int64(sub) + LANES * n) if is_inside else int64(0)))
@@ -166,14 +166,14 @@ def make_rows(shape: RowShape, row_address: Any) -> Steps:
 
 
 def make_scores(shape: RowShape) -> Steps:
-    """From q and keys to logits, one for each of a lane's tokens and each head."""
+    """The device functions from q and keys to logits, one for each of a lane's tokens and each head."""
     HEADS, TOKENS, ELEMENTS = shape.config.num_heads, shape.tokens, shape.vectors * VECTOR
     SCORES, WORDS = shape.requests * HEADS, shape.requests * ELEMENTS
     modify = make_modify(shape.config.score_mod)
 
     @unrolled(SCORES * ELEMENTS)
     def dot(step, s, keys, query):
-        """This lane's part of q . k."""
+        """Compute this lane's part of q . k."""
         i, j = step // ELEMENTS, step % ELEMENTS
         u, h = i // HEADS, i % HEADS
         if j == 0:
@@ -182,15 +182,15 @@ def make_scores(shape: RowShape) -> Steps:
 
     @unrolled(SCORES * (shape.lanes.bit_length() - 1))
     def add_lanes(step, s):
-        """q . k in all lanes of a token."""
+        """Add the parts of q . k in all lanes of a token."""
         i = step % SCORES
         s[i] = float32(s[i] + exchange(s[i], uint32(1 << (step // SCORES))))
 
     @unrolled(SCORES)
     def logits(i, s, slope, options, query, position):
-        """Modified, in units of log(2).
+        """Turn q . k into modified logits, in units of log(2).
 
-        A score_mod never sees a token past the last one, or a missing head: it gets the last one in their place.
+        A score_mod never sees a token past the last one, or a missing head, but the last one in its place.
         """
         u, h = i // HEADS, i % HEADS
         k_pos = min(uint32(position + u * TOKENS), options.q_pos)
@@ -208,7 +208,7 @@ def make_scores(shape: RowShape) -> Steps:
 
     @device_function
     def mask(s, values, valid, group):
-        """Select away the tokens whose bit in `valid` is not set."""
+        """Remove the tokens whose bit in `valid` is not set."""
         mask_scores(s, uint32(valid >> group))
         mask_words(values, uint32(valid >> group))
 
@@ -259,10 +259,10 @@ def make_update(shape: RowShape) -> Any:
     return update
 
 
-def make_put_sums(shape: RowShape, team_sums: Steps) -> Any:
-    """The device function ``put_sums(...)``: the sums of the warp's groups of lanes, added up, to shared memory."""
+def make_store_sums(shape: RowShape, sums_layout: Steps) -> Any:
+    """The device function ``store_sums(...)``: adds the sums of a warp's groups of lanes, and stores them."""
     HEADS, VECTORS, LANES, ROW_VECTORS = shape.config.num_heads, shape.vectors, shape.lanes, shape.row_vectors
-    FIRST, TEAM_BYTES = shape.lanes.bit_length() - 1, team_bytes(shape.config)
+    FIRST, WARP_GROUP_BYTES = shape.lanes.bit_length() - 1, warp_group_bytes(shape.config)
 
     @device_function
     def sum_of_groups(x):
@@ -271,17 +271,17 @@ def make_put_sums(shape: RowShape, team_sums: Steps) -> Any:
         return x
 
     @unrolled(VECTORS)
-    def put_vectors(n, h, where, o, factor, num_heads, group, sub):
+    def store_vectors(n, h, where, o, factor, num_heads, group, sub):
         at = (h * VECTORS + n) * VECTOR
         a, b = sum_of_groups(float32(o[at] * factor)), sum_of_groups(float32(o[at + 1] * factor))
         c, d = sum_of_groups(float32(o[at + 2] * factor)), sum_of_groups(float32(o[at + 3] * factor))
         vector = uint32(sub + LANES * n)
         if group == 0 and vector < ROW_VECTORS and h < num_heads:
-            target = team_sums.pair_address(where, uint32(h), uint32(vector << 1), int64(0))
+            target = sums_layout.pair_address(where, uint32(h), uint32(vector << 1), int64(0))
             store_shared_4(target, a, b, c, d)
 
     @unrolled(HEADS)
-    def put_sums(h, shared, maxima, sums, o, num_heads, group, sub, warp):
+    def store_sums(h, shared, maxima, sums, o, num_heads, group, sub, warp):
         maximum = maxima[h]
         for b in range(FIRST, 5):
             maximum = larger(maximum, exchange(maximum, uint32(1 << b)))
@@ -290,6 +290,6 @@ def make_put_sums(shape: RowShape, team_sums: Steps) -> Any:
         if group == 0 and sub == 0 and h < num_heads:
             at = int64(warp) * HEADS + h
             shared.maxima[at], shared.sums[at] = maximum, total
-        put_vectors(h, uint32(shared.address + warp * TEAM_BYTES), o, factor, num_heads, group, sub)
+        store_vectors(h, uint32(shared.address + warp * WARP_GROUP_BYTES), o, factor, num_heads, group, sub)
 
-    return put_sums
+    return store_sums

@@ -5,40 +5,39 @@
                        head_dim), by their strides
 
 Grid. x is seq * (num_kv_heads * num_tiles) + kv_head * num_tiles + tile: neighbours read neighbouring heads of the
-same tokens. Here a tile is those query heads of a KV head that one thread block takes (`SplitConfig.num_heads`). y is
-the split.
+same tokens. Here a tile is the query heads of a KV head that one thread block takes (`SplitConfig.num_heads`). y is the
+split.
 
 Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
 their number and that of the KV heads alone. A thread block owns one split of one KV head, for all heads of the tile,
-and each warp takes every fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches.
-Where O of all dims does not fit into the registers of a warp (`SplitConfig.dim_shares`), a pair of warps takes every
-second step. With more than 16 heads on tensor cores, if rows fit into shared memory (`SplitConfig.staged`), all warps
-take the same tokens, each with its share of the heads: tensor_cores/many_heads.py. Then merge.py adds the warps and, in
-the thread block that counts last for its sequence, KV head and tile, the splits. A thread block past the last split
-only counts.
+and each warp takes every fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches,
+which is the route to read first. If O of all dims does not fit into the registers of a warp
+(`SplitConfig.warps_for_dims`), a group of two warps takes every second step. With more than 16 heads on tensor cores,
+if rows fit into shared memory (`SplitConfig.staged`), all warps take the same tokens, each with heads of its own:
+tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its sequence, KV
+head and tile, the splits. A thread block past the last split only counts.
 
-Shared memory. One buffer, static, or dynamic where static is too small: first for Q, or staged rows and Q, then for the
-sums of all warps, then for the merge of the splits. Always static are the maxima, sums of exponentials and weights of
-all teams, and two words from thread 0: the length that all threads agree on, and the count.
+Shared memory. One buffer, static, or dynamic if that is too small: first for Q, or staged rows and Q, then for the sums
+of all warps, then for the merge of the splits. Always static are the maxima, sums of exponentials and weights of all
+warp groups, and two words from thread 0: the length that all threads agree on, and the count.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..device.cache_rows import Cache, scale_of
 from ..device.halves import software_factor
 from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, shared_address
 from ..device.language import cuda, float32, int32, int64, types, uint32
 from ..device.last_block import is_last, publish
-from ..device.row_offsets import Cache
-from ..device.scales import scale_of
 from ..device.source import KernelSource, device_function
-from .arguments import Options, Output, Pages, Partials, Query, Shared
+from .arguments import SharedSums, SplitLogitOptions, SplitOutput, SplitPages, SplitPartials, SplitQuery
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import make_attend_on_cuda_cores
 from .merge import make_merge, merge_bytes
 from .shape import MOST_BLOCKS, TensorShape
-from .sums import are_dynamic, make_sums, sums_bytes
+from .sums import are_dynamic, make_sums_layout, sums_bytes
 from .tensor_cores.few_heads import make_attend_on_tensor_cores
 from .tensor_cores.many_heads import make_attend_with_many_heads
 from .tensor_cores.stages import StageShape
@@ -55,20 +54,20 @@ SIGNATURE = types.void(
 
 
 def make_split(config: SplitConfig) -> KernelSource:
-    """Attention of all query heads over all splits of all sequences."""
+    """The kernel of all query heads of all sequences, which attend to all splits."""
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
     SHORT_SPLIT, LONG_SPLIT = uint32(config.short_split), uint32(config.long_split)
     LEADING_ZEROS, MANY = 32 - FULL_GRID.bit_length(), int32(MANY_SPLITS.bit_length() - 1)
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
-    NUM_STATES, IS_EVEN = config.num_teams * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
-    team_sums = make_sums(config)
+    NUM_STATES, IS_EVEN = config.num_warp_groups * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
+    sums_layout = make_sums_layout(config)
     make_attend, min_blocks = _inner_loop(config)
-    attend, merge = make_attend(config, team_sums), make_merge(config, team_sums)
+    attend_split, merge = make_attend(config, sums_layout), make_merge(config, sums_layout)
     VALUE_FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8))
 
     @device_function
     def split_size(num_tokens, num_kv_heads):
-        """As SplitConfig.split_size, with the binary logarithms of numbers of splits."""
+        """The tokens of a split, as SplitConfig.split_size, from binary logarithms of numbers of splits."""
         filling = max(int32(int32(cuda.clz(uint32(num_kv_heads))) - LEADING_ZEROS), int32(0))
         size = max(uint32(num_tokens >> uint32(filling)), min(uint32(num_tokens // uint32(FEW_SPLITS)), SHORT_SPLIT))
         size = uint32(min(size, LONG_SPLIT) & uint32(-SPLIT_UNIT))
@@ -84,7 +83,7 @@ def make_split(config: SplitConfig) -> KernelSource:
 
     @device_function
     def heads_from(head):
-        """Query heads of a thread block whose first one is `head`."""
+        """The number of query heads of a thread block whose first one is `head`."""
         if IS_EVEN:
             return uint32(NUM_HEADS)
         kv_head = uint32(head // uint32(GROUP_SIZE))
@@ -92,12 +91,14 @@ def make_split(config: SplitConfig) -> KernelSource:
 
     @device_function
     def output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head):
-        """Where the rows of a thread block go, from its first head on."""
+        """Where the rows of a thread block go, from that of its first head on."""
         kv_head = uint32(head // uint32(GROUP_SIZE))
         v_factor = scale_of(v_scale, v_number, kv_head)
         row = int64(seq) * num_heads + int64(head)
         target = address(out) + int64(seq) * strides[0] + int64(head) * strides[1]
-        return Output(target, strides[1], lse, row, heads_from(head), head, sinks, float32(VALUE_FACTOR * v_factor))
+        return SplitOutput(
+            target, strides[1], lse, row, heads_from(head), head, sinks, float32(VALUE_FACTOR * v_factor)
+        )
 
     def split(
         out, lse, partial_sums, partial_states, counters, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes,
@@ -108,14 +109,14 @@ def make_split(config: SplitConfig) -> KernelSource:
         room = cuda.shared.array(NUM_FLOATS, float32, alignment=16)
         maxima, sums = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(NUM_STATES, float32)
         weights = cuda.shared.array(NUM_STATES, float32)
-        shared = Shared(shared_address(room), maxima, sums, weights)
+        shared = SharedSums(shared_address(room), maxima, sums, weights)
         agreed, counted = cuda.shared.array(1, uint32), cuda.shared.array(1, uint32)
         thread = uint32(cuda.threadIdx.x)
-        # 32 bits where they suffice: what lives through the inner loop takes registers from it.
+        # 32 bits where they suffice: what outlives the inner loop takes registers from it.
         seq, column = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads * NUM_TILES))
         kv_head, tile = divmod_32(column, NUM_TILES)
         head, split_index = uint32(kv_head * GROUP_SIZE + tile * NUM_HEADS), uint32(cuda.blockIdx.y)
-        strides, partials = (out_seq_stride, out_head_stride), Partials(partial_sums, partial_states, most_splits)
+        strides, partials = (out_seq_stride, out_head_stride), SplitPartials(partial_sums, partial_states, most_splits)
 
         table = address(block_tables) + int64(seq) * table_stride
         # Thread 0 reads the length for the block: it may change while the kernel runs, and all threads must agree.
@@ -127,7 +128,7 @@ def make_split(config: SplitConfig) -> KernelSource:
         size = split_size(visible, num_kv_heads)
         # Without a branch, so that ptxas knows it is warp-uniform: shuffles in loops need no code for diverged lanes.
         num_splits = uint32(uint32(uint32(visible + size) - 1) // size)
-        # Where rows go is worked out anew where it is used: it would take registers in the inner loop.
+        # Where rows go is computed again where it is used: it would take registers in the inner loop.
         if num_splits == 0 and split_index == 0:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge.store_nothing(output, thread)
@@ -136,21 +137,21 @@ def make_split(config: SplitConfig) -> KernelSource:
             last_token = min(uint32(first + size - 1), q_pos)
             k_factor = scale_of(k_scale, k_number, kv_head)
             q_row = address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride
-            attend(
+            attend_split(
                 thread,
                 first,
-                Query(q_row, q_head_stride, heads_from(head), head),
+                SplitQuery(q_row, q_head_stride, heads_from(head), head),
                 Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
                 Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
-                Pages(table, last_token),
-                Options(
+                SplitPages(table, last_token),
+                SplitLogitOptions(
                     float32(bits_float(uint32(scale)) * k_factor), bits_float(uint32(softcap)), alibi_slopes, q_pos, seq
                 ),
                 shared,
             )
             cuda.syncthreads()
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
-            merge.leave(thread, output, partials, num_splits, uint32(cuda.blockIdx.y), shared)
+            merge.merge_warps(thread, output, partials, num_splits, uint32(cuda.blockIdx.y), shared)
             if num_splits > 1:
                 publish(thread)
 
@@ -162,7 +163,7 @@ def make_split(config: SplitConfig) -> KernelSource:
 
 
 def _inner_loop(config: SplitConfig) -> tuple[Any, int]:
-    """The factory of the inner loop, and thread blocks on a multiprocessor to ask for."""
+    """The factory of the inner loop, and the thread blocks to ask for on a multiprocessor."""
     if not config.on_tensor_cores:
         return make_attend_on_cuda_cores, MOST_BLOCKS
     make = make_attend_with_many_heads if config.staged else make_attend_on_tensor_cores
@@ -175,7 +176,7 @@ def dynamic_bytes(config: SplitConfig) -> int:
 
 
 def _shared_bytes(config: SplitConfig) -> int:
-    """Of the sums, of Q and staged rows, which are there before, or of the merge, which is there after."""
+    """Bytes that the sums need, or Q and staged rows before them, or the merge after them."""
     nbytes = max(sums_bytes(config), merge_bytes(config))
     if not config.on_tensor_cores:
         return nbytes

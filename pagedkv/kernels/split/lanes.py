@@ -1,24 +1,24 @@
-"""Steps of the split kernel: how lanes find the rows of tokens, and hand words to each other inside loops.
+"""How the lanes of the split kernel find the rows of tokens, and exchange words inside loops.
 
 Each lane looks up one token of a step, two steps ahead, whatever the block size, and offers the offset of its row
-(device/row_offsets.py, in vectors of 16 bytes, or 8 where rows are not multiples of 16) to the lanes that load it.
+(device/cache_rows.py, in vectors of 16 bytes, or 8 where rows are not multiples of 16) to the lanes that load it.
 
-Words go by shuffles and votes, or through shared memory where these cost too many registers
-(`SplitConfig.through_shared`): every warp has a slot for each kind of words there.
+Words go by shuffles and votes, or, where these cost too many registers (`SplitConfig.through_shared`), through shared
+memory, in which every warp has a slot for each kind of word.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..device.cache_rows import make_address_at, make_row_offset
 from ..device.intrinsics import warp as warps
 from ..device.intrinsics.thread import bits_float, float_bits, larger, load_4, shared_address
 from ..device.intrinsics.warp import load_shared_word, load_shared_words, shuffle, shuffle_float, store_shared_word
 from ..device.language import cuda, int64, uint32
 from ..device.reductions import largest_of_quad
-from ..device.row_offsets import make_address_at, make_row_offset
+from ..device.sizes import WARP_SIZE
 from ..device.source import Steps, device_function
-from ..device.warp import WARP_SIZE
 from .config import NUM_WARPS, SplitConfig
 
 SLOT_BYTES = 2 * 4 * WARP_SIZE  # two words for each lane
@@ -33,7 +33,7 @@ def slots_bytes(config: SplitConfig) -> int:
 
 @device_function
 def share_word(slot, x):
-    """Store a uint32 of this lane in a slot of its warp."""
+    """Store a uint32 of each lane in a slot of the warp."""
     where = uint32(slot + (uint32(cuda.threadIdx.x) & 31) * 4)
     warps.sync_warp()  # every lane has read what was there
     store_shared_word(where, x)
@@ -41,12 +41,12 @@ def share_word(slot, x):
 
 
 def make_lanes(config: SplitConfig) -> Steps:
-    """The steps of a config; the whole warp calls each of them."""
+    """The device functions by which lanes exchange words; a whole warp calls each of them."""
     THROUGH_SHARED, WIDE, NUM_WORDS = config.through_shared, config.wide, slots_bytes(config) // 4
 
     @device_function
     def slots(warp):
-        """Shared addresses of a warp's slots of keys, of values (two) and of others; zeros if there are none."""
+        """The shared addresses of a warp's slots for keys, values (two) and other words; zeros without slots."""
         keys = values = others = uint32(0)
         if THROUGH_SHARED:
             first = shared_address(cuda.shared.array(NUM_WORDS, uint32, alignment=16))
@@ -56,7 +56,7 @@ def make_lanes(config: SplitConfig) -> Steps:
 
     @device_function
     def share(slot, x):
-        """Offer a uint32 (int64 if wide) of this lane to `fetch`."""
+        """Offer a uint32 (int64 if wide) of this lane to the other lanes, and return what they `fetch` it with."""
         if THROUGH_SHARED:
             if WIDE:
                 share_word(uint32(slot + 4 * WARP_SIZE), uint32(x >> 32))
@@ -66,7 +66,7 @@ def make_lanes(config: SplitConfig) -> Steps:
 
     @device_function
     def fetch(shared, lane, half):
-        """A half of what a lane offered to `share`."""
+        """A half of what a lane has offered by `share`."""
         if THROUGH_SHARED:
             return load_shared_word(uint32(shared + lane * 4 + 4 * WARP_SIZE * half))
         return shuffle(uint32(shared >> (32 * half)), lane)
@@ -82,7 +82,7 @@ def make_lanes(config: SplitConfig) -> Steps:
 
     @device_function
     def of_heads(slot, x, t):
-        """The float32 of lanes g = 2t and g = 2t + 1."""
+        """The float32 of lanes with g = 2t and g = 2t + 1."""
         even, odd = uint32(t << 3), uint32((t << 3) + 4)
         if THROUGH_SHARED:
             share_word(slot, float_bits(x))
@@ -92,28 +92,27 @@ def make_lanes(config: SplitConfig) -> Steps:
 
     @device_function
     def any_of_warp(condition):
-        """False only if the condition holds in no lane of the warp."""
+        """Whether the condition may hold in a lane of the warp; through shared memory nobody asks."""
         return True if THROUGH_SHARED else warps.any_lane(condition)
 
     return Steps(slots, share, fetch, largest_of_head, of_heads, any_of_warp)
 
 
-def make_pages(config: SplitConfig, fetch: Any) -> Steps:
-    """The steps of a config; `fetch` is that of `make_lanes`."""
+def make_row_lookup(config: SplitConfig, fetch: Any) -> Steps:
+    """The device functions that find rows; `fetch` is that of `make_lanes`."""
     BLOCK_SIZE, WIDE, sizes = config.block_size, config.wide, (config.wide, config.vector_bytes)
     row_offset, address_at = make_row_offset(*sizes), make_address_at(*sizes)
 
     @device_function
     def find_token(pages, token):
-        """The block and position of a token; one past the last is looked up as the last one, so that every lane has a
-        row to load."""
+        """The block of a token and its position there; for tokens past the last one those of the last, safe to load."""
         token = min(token, pages.last)
         column = uint32(token // uint32(BLOCK_SIZE))
         return load_4(pages.table + int64(column) * 4), uint32(token - uint32(column * uint32(BLOCK_SIZE)))
 
     @device_function
     def row_address(base, offset, lane):
-        """The row whose offset that lane offered."""
+        """The address of the row whose offset a lane has offered."""
         if WIDE:
             return address_at(base, int64(fetch(offset, lane, 1)) << 32 | int64(fetch(offset, lane, 0)))
         return address_at(base, fetch(offset, lane, 0))

@@ -1,4 +1,4 @@
-"""How rows, steps and query heads of the split kernel on tensor cores are cut into fragments: numbers alone."""
+"""How rows, steps and query heads of the split kernel on tensor cores are cut into fragments; only numbers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from .config import VECTOR_BYTES, SplitConfig
 TILE = 16  # tokens
 K_VECTOR = 64  # bytes of a row that the four lanes of a token load at once
 CHUNK = 256  # bytes of a row in a buffer: one holds K and one V of 128 dims of 16 bits
-MOST_BLOCKS = 4  # thread blocks on a multiprocessor that are asked for
-OTHER_REGISTERS = 40  # of a thread, at least, beside O and buffers
-FRAGMENT_BYTES = 512  # of all lanes of a warp; warps with the same heads share one copy in shared memory
+MOST_BLOCKS = 4  # the most thread blocks to ask for on a multiprocessor
+OTHER_REGISTERS = 40  # registers of a thread, at least, beside O and buffers
+FRAGMENT_BYTES = 512  # of a warp's fragment; warps with the same heads share one copy in shared memory
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """The cuts of a config."""
+    """The sizes that follow from a config."""
 
     config: SplitConfig
 
     @property
     def operand(self) -> str:
-        """What the tensor cores multiply; fp8 is exact in float16."""
+        """The dtype that the tensor cores multiply; fp8 is exact in float16."""
         return "bfloat16" if self.config.kv_kind == "bfloat16" else "float16"
 
     @property
@@ -31,7 +31,7 @@ class TensorShape:
 
     @property
     def tiles(self) -> int:
-        """Tiles of a step: short rows take two to have enough in flight."""
+        """Tiles of a step: two for short rows, so that enough is in flight."""
         return 2 if self.config.row_bytes <= 128 else 1
 
     @property
@@ -55,8 +55,8 @@ class TensorShape:
 
     @property
     def v_vectors(self) -> int:
-        """Vectors of V per lane and row that a warp has; the last one may reach past the row."""
-        return -(-self.config.row_bytes // (8 * self.v_vector * self.config.dim_shares))
+        """Vectors of V per lane and row for one warp; the last one may reach past the row."""
+        return -(-self.config.row_bytes // (8 * self.v_vector * self.config.warps_for_dims))
 
     @property
     def v_dims(self) -> int:
@@ -89,19 +89,19 @@ class TensorShape:
 
     @property
     def terms(self) -> int:
-        """Terms of 16 bits that q is the sum of."""
+        """Terms of 16 bits whose sum is q."""
         if self.config.q_kind != "float32":
             return 1
         return 3 if self.operand == "bfloat16" else 2
 
     @property
     def is_normalised(self) -> bool:
-        """q is brought into the range of float16 by a power of two for each head."""
+        """Whether each head of q is brought into the range of float16 by a power of two."""
         return self.operand == "float16" and self.config.q_kind != "float16"
 
     @property
     def fold(self) -> bool:
-        """A fragment of Q holds two k16 steps."""
+        """Whether a fragment of Q holds two k16 steps."""
         return self.head_tiles == 1 and self.terms == 1
 
     @property
@@ -134,7 +134,7 @@ class TensorShape:
 
     @property
     def num_products(self) -> int:
-        """mma of O^T for 8 heads: 16 dims each."""
+        """mma of O^T for 8 heads, each of 16 dims."""
         return self.v_vectors * self.v_dims // 2
 
     # ---- arrays of a lane: how many elements
@@ -153,13 +153,13 @@ class TensorShape:
 
     @property
     def registers(self) -> int:
-        """What O and the buffers of rows take."""
+        """Registers of O and of the buffers of rows."""
         return self.num_o + 2 * self.buffer
 
     @property
     def min_blocks(self) -> int:
         """Thread blocks on a multiprocessor to ask for: n of them leave 512 / n registers for each thread.
 
-        The linker takes fewer while these spill. Two have enough in flight where rows wait in shared memory.
+        The linker takes fewer while these spill. Two have enough in flight if rows wait in shared memory.
         """
         return 2 if self.config.staged else max(2, min(MOST_BLOCKS, 512 // (self.registers + OTHER_REGISTERS)))

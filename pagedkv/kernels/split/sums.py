@@ -1,7 +1,9 @@
-"""Where the teams of warps of the split kernel leave their sums: shared memory, without bank conflicts.
+"""Where the warp groups of the split kernel store their sums: shared memory, without bank conflicts.
 
-Row ``team * num_heads + head`` has the sums of one head, in pairs of float32: pair u is for dims 2u and 2u + 1. On
-tensor cores the 16 lanes that store together have g = 0..3 or 4..7 and all t; lane (g, t) stores pair
+A warp group is the warps that take the same tokens. Row ``warp_group * num_heads + head`` has the sums of one head, in
+pairs of float32: pair u is for dims 2u and 2u + 1.
+
+On tensor cores the 16 lanes that store together have g = 0..3 or 4..7 and all t; lane (g, t) stores pair
 ``dims / 2 * g + j`` of head 2t, or 2t + 1, where dims is that of a vector of V. Pairs of a row are swizzled so that
 these 16 hit 16 different banks. If half of the lanes or more have no head, the others are in both halves of the warp,
 which would store one after the other: then lanes store single float32, for all g at once. The merge reads an even pair
@@ -24,30 +26,30 @@ BANK_PAIRS = 16  # float32 pairs in one pass over the banks
 MOST_STATIC = 40 * 1024  # bytes of sums: 48 KiB, less what else is static
 
 
-def team_bytes(config: SplitConfig) -> int:
-    """Shared memory of the sums of a team, whose rows are whole passes over the banks."""
+def warp_group_bytes(config: SplitConfig) -> int:
+    """Shared memory of the sums of a warp group, whose rows are whole passes over the banks."""
     return -(-config.head_dim // (2 * BANK_PAIRS)) * 8 * BANK_PAIRS * config.num_heads
 
 
 def sums_bytes(config: SplitConfig) -> int:
-    """Shared memory of the sums of all teams."""
-    return team_bytes(config) * config.num_teams
+    """Shared memory of the sums of all warp groups."""
+    return warp_group_bytes(config) * config.num_warp_groups
 
 
 def are_dynamic(config: SplitConfig) -> bool:
-    """The sums are in dynamic shared memory: they replace staged rows, or do not fit into static memory."""
+    """Whether sums are in dynamic shared memory, because they replace staged rows or do not fit into static memory."""
     return config.staged or sums_bytes(config) > MOST_STATIC
 
 
-def make_sums(config: SplitConfig) -> Steps:
-    """How sums are addressed and read back."""
-    ROW_BYTES, ON_TENSOR_CORES = team_bytes(config) // config.num_heads, config.on_tensor_cores
+def make_sums_layout(config: SplitConfig) -> Steps:
+    """The device functions ``pair_address`` and ``load_quad``, which know where sums lie."""
+    ROW_BYTES, ON_TENSOR_CORES = warp_group_bytes(config) // config.num_heads, config.on_tensor_cores
     load_floats = load_shared(4)
     DIMS = TensorShape(config).v_dims if config.on_tensor_cores else 0
 
     @device_function
     def pair_address(shared, head, pair, j):
-        """The shared address of pair + j for team 0.
+        """The shared address of pair + j for warp group 0.
 
         `pair` is a multiple of what a lane has of a vector, and j less than that; or `pair` is even, and j is 0.
         """
@@ -74,22 +76,22 @@ def make_sums(config: SplitConfig) -> Steps:
     return Steps(pair_address, load_quad)
 
 
-def make_put_sums(shape: TensorShape, sums: Steps) -> Any:
-    """How a warp of the tensor cores leaves its sums: ``put_sums(...)``."""
+def make_store_sums(shape: TensorShape, sums: Steps) -> Any:
+    """The device function ``store_sums(shared, registers, first_head, g, t, warp_group, dims_part)``."""
     config, pair_address = shape.config, sums.pair_address
     HEAD_TILES, NUM_HEADS, HEAD_DIM = shape.head_tiles, config.num_heads, config.head_dim
     PER_VECTOR, HEADS_OF_WARP = shape.v_dims // 2, config.heads_of_warp
-    PER_MEMBER, TEAM_BYTES = shape.v_vectors * 8 * PER_VECTOR, team_bytes(config)
-    IS_EVEN = config.num_heads == config.head_shares * config.heads_of_warp
+    PAIRS_OF_WARP, WARP_GROUP_BYTES = shape.v_vectors * 8 * PER_VECTOR, warp_group_bytes(config)
+    IS_EVEN = config.num_heads == config.warps_for_heads * config.heads_of_warp
 
     @device_function
     def has_row(head, first_head):
         return head < uint32(HEADS_OF_WARP) and (IS_EVEN or uint32(first_head + head) < uint32(NUM_HEADS))
 
     @unrolled(shape.num_products)
-    def put_pairs(i, h, k, shared, o, head, g, member):
+    def store_pairs(i, h, k, shared, o, head, g, dims_part):
         vector, j = i // PER_VECTOR, i % PER_VECTOR
-        first_pair = uint32(member * PER_MEMBER)
+        first_pair = uint32(dims_part * PAIRS_OF_WARP)
         pair = uint32(PER_VECTOR * 8 * vector + g * PER_VECTOR + first_pair)
         if pair < uint32(HEAD_DIM // 2):
             where, at = pair_address(shared, head, pair, j), 4 * (i * HEAD_TILES + h) + k
@@ -100,21 +102,21 @@ def make_put_sums(shape: TensorShape, sums: Steps) -> Any:
                 store_shared_word(uint32(where + 4), float_bits(o[at + 2]))
 
     @unrolled(2 * shape.head_tiles)
-    def put_heads(i, shared, o, first_head, g, t, member):
+    def store_heads(i, shared, o, first_head, g, t, dims_part):
         h, k = i // 2, i % 2
         head = uint32((t << 1) + 8 * h + k)
         if has_row(head, first_head):
-            put_pairs(h, k, shared, o, uint32(first_head + head), g, member)
+            store_pairs(h, k, shared, o, uint32(first_head + head), g, dims_part)
 
     @device_function
-    def put_sums(shared, registers, first_head, g, t, team, member):
-        """A team's maxima and sums of exponentials, and this member's dims of O, of heads from first_head on."""
+    def store_sums(shared, registers, first_head, g, t, warp_group, dims_part):
+        """Store a warp group's maxima and sums, and a part of the dims of O, of heads from first_head on."""
         for h in range(HEAD_TILES):
             total = sum_of_quad(registers.sums[h])
             head = uint32(g + 8 * h)
-            if member == 0 and t == 0 and has_row(head, first_head):
-                at = uint32(team * NUM_HEADS + first_head + head)
+            if dims_part == 0 and t == 0 and has_row(head, first_head):
+                at = uint32(warp_group * NUM_HEADS + first_head + head)
                 shared.maxima[at], shared.sums[at] = float32(-registers.shifts[h]), total
-        put_heads(uint32(shared.address + team * TEAM_BYTES), registers.o, first_head, g, t, member)
+        store_heads(uint32(shared.address + warp_group * WARP_GROUP_BYTES), registers.o, first_head, g, t, dims_part)
 
-    return put_sums
+    return store_sums

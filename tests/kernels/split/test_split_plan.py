@@ -39,7 +39,7 @@ def test_rows_and_queries_of_many_heads_fit_into_the_shared_memory_of_every_gpu(
         (17, 32, 33, 64, 71), ("float32", "float16", "bfloat16"), ("float16", "bfloat16", "fp8_e4m3"), (8, 9)
     ):
         config = SplitConfig(head_dim, group_size, 16, q_kind, kv_kind, architecture=architecture)
-        states = 2 * 4 * config.num_teams * config.num_heads
+        states = 2 * 4 * config.num_warp_groups * config.num_heads
         assert dynamic_bytes(config) + slots_bytes(config) + states + 128 <= MOST_SHARED
         assert SPLIT_UNIT % StageShape(config).tokens == 0
 
@@ -68,7 +68,7 @@ def test_wide_offsets_change_no_order_of_additions(architecture, kv_kind):
             *(head_dim, group_size, 16, "float32", kv_kind), modified=modified, architecture=architecture
         )
         wide = replace(plain, wide=True)
-        for name in ("num_tiles", "head_shares", "dim_shares", "num_teams", "merge_shares", "staged"):
+        for name in ("num_tiles", "warps_for_heads", "warps_for_dims", "num_warp_groups", "threads_per_quad", "staged"):
             assert getattr(wide, name) == getattr(plain, name), (name, wide)
         if not plain.on_tensor_cores:
             assert RowShape(wide).requests == RowShape(plain).requests

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...device.elements import ELEMENT_BITS
+from ...device.cache_rows import scale_of
 from ...device.intrinsics.thread import (
     address,
     assign,
@@ -44,9 +44,8 @@ from ...device.intrinsics.warp import (
 )
 from ...device.language import cuda, float32, int64, uint32
 from ...device.logits import LOG2E, NONE, make_modify
-from ...device.scales import scale_of
+from ...device.sizes import ELEMENT_BITS, WARP_SIZE
 from ...device.source import KernelSource, device_function
-from ...device.warp import WARP_SIZE
 from ..arguments import BYTES, INTS, Item, TileOutput, signature
 from ..config import NUM_THREADS, CoresConfig
 from ..items import make_find_item, start_of

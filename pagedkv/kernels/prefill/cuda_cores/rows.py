@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ...device.conversions import unpack
-from ...device.elements import ELEMENT_BITS
 from ...device.intrinsics.thread import (
     bits_float,
     divmod_32,
@@ -19,6 +18,7 @@ from ...device.intrinsics.warp import (
     store_shared_4,
 )
 from ...device.language import int64, uint32
+from ...device.sizes import ELEMENT_BITS
 from ...device.source import device_function
 from ..config import NUM_THREADS
 from .shape import VECTOR, CoresShape

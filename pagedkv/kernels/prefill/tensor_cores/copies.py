@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...device.cache_rows import make_address_at, make_row_offset
 from ...device.conversions import unpack
 from ...device.halves import SIGNS, make_halves
 from ...device.intrinsics.thread import divmod_32, for_each, load_4
@@ -30,7 +31,6 @@ from ...device.intrinsics.warp import (
     wait_but,
 )
 from ...device.language import int64, uint32
-from ...device.row_offsets import make_address_at, make_row_offset
 from ...device.source import device_function
 from ..config import TensorConfig
 from .tile import CHUNK, CHUNK_DIMS, TileShape

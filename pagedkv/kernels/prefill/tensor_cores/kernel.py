@@ -23,10 +23,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...device.cache_rows import Cache
 from ...device.intrinsics.thread import address, bits_float, divmod_32, shared_address
 from ...device.intrinsics.warp import shuffle, thread_number
 from ...device.language import cuda, float32, int64, uint32
-from ...device.row_offsets import Cache
 from ...device.source import KernelSource
 from ..arguments import TileLogitOptions, TilePages, TileQuery, Visible, signature
 from ..config import TensorConfig

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...device.cache_rows import Cache
 from ...device.intrinsics.thread import divmod_32, local_array
 from ...device.intrinsics.warp import end_group, wait_but
 from ...device.language import cuda, float32, int64, uint32
-from ...device.row_offsets import Cache
 from ...device.source import device_function
 from ..config import TensorConfig
 from .copies import (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ...device.cache_rows import scale_of
 from ...device.halves import software_factor
 from ...device.intrinsics.thread import address, bits_float
 from ...device.language import float32, int64, uint32
 from ...device.logits import LOG2E, positive
-from ...device.scales import scale_of
 from ...device.source import Steps, device_function
 from ..arguments import KeySpan, TileOutput
 from ..config import TensorConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...device.warp import WARP_SIZE
+from ...device.sizes import WARP_SIZE
 from ..config import TensorConfig
 
 CHUNK = 16  # bytes of a copy, and of a row of a matrix that ldmatrix loads

@@ -3,8 +3,8 @@
 The loop has no barrier and no ldmatrix, and reads only Q from shared memory. The order of an mma's reduction index is
 free as long as both operands agree, and so is the order of its rows and columns; so every lane loads 16 contiguous
 bytes of a row and hands the pieces to several mma. A step is one or two tiles of 16 tokens; a warp takes every fourth
-step of its split. Where O of all dims does not fit into registers (`SplitConfig.dim_shares`), a pair of warps takes
-every second step: each has all of S, and half of the dims of O.
+step of its split. If O of all dims does not fit into registers (`SplitConfig.warps_for_dims`), a group of two warps
+takes every second step: each has all of S, and half of the dims of O.
 
     lane = 4 g + t, g = 0..7, t = 0..3                        m16n8k16: A 16 x 16, B 16 x 8, C 16 x 8
 
@@ -30,7 +30,7 @@ P has two terms of 16 bits, so that rounding it costs little accuracy (but infin
 
 Two buffers of registers are in flight, and the chunks of K and then V of a step alternate between them: a used buffer
 is refilled with the chunk two later. Loads are unconditional: past the end they load the last token. The last step of a
-warp is peeled off the loop; it alone masks tokens past the end, which in a warp without tokens are all.
+warp stands behind the loop; it alone masks tokens past the end, which are all of them in a warp without tokens.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ from ...device.intrinsics.warp import or_of_warp
 from ...device.language import cuda, float32, int64, uint32
 from ...device.source import Steps, device_function
 from ..config import SplitConfig
-from ..lanes import SLOT_BYTES, make_lanes, make_pages
+from ..lanes import SLOT_BYTES, make_lanes, make_row_lookup
 from ..shape import TensorShape
-from ..sums import make_put_sums
+from ..sums import make_store_sums
 from .fragments import key_token, make_products, make_rows
 from .query import make_stage_query
 from .registers import make_registers
 from .softmax import make_softmax
 
 
-class Rows(NamedTuple):
-    """Where a lane's vectors 0 are, in the rows at offset 0."""
+class LaneRows(NamedTuple):
+    """Where a lane's first vectors lie in the rows at offset 0."""
 
-    k: Any
-    v: Any
-    room: Any  # bytes of a row of V from there
+    k: Any  # the address of its vector 0 of K
+    v: Any  # the address of its vector 0 of V
+    room: Any  # bytes of a row of V from vector 0 on
     token: Any  # `key_token`
     t: Any
 
 
 def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
-    """The device function ``attend(...)``: a warp's share of the split's tokens, its sums left in shared memory."""
+    """The device function ``attend_split(...)``: a warp attends to its tokens of the split, and stores its sums."""
     shape = TensorShape(config)
-    CHUNKS, BUFFER, STEP, TURN = shape.num_chunks, shape.buffer, shape.step, shape.step * config.num_teams
-    NUM_RAW, NUM_O, DIM_SHARES, ALL = shape.num_raw, shape.num_o, config.dim_shares, uint32(0xFFFFFFFF)
-    ROW_BYTES, V_VECTOR, V_MEMBER = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
+    CHUNKS, BUFFER, STEP, TURN = shape.num_chunks, shape.buffer, shape.step, shape.step * config.num_warp_groups
+    NUM_RAW, NUM_O, WARPS_FOR_DIMS, ALL = shape.num_raw, shape.num_o, config.warps_for_dims, uint32(0xFFFFFFFF)
+    ROW_BYTES, V_VECTOR, V_WARP_BYTES = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
     lanes, new_registers = make_lanes(config), make_registers(shape, 2)
-    lookup = make_pages(config, lanes.fetch)
+    lookup = make_row_lookup(config, lanes.fetch)
     caches, products, stage_query = make_rows(shape, lookup.row_address), make_products(shape), make_stage_query(shape)
-    softmax, put_sums = make_softmax(shape, lanes), make_put_sums(shape, sums)
+    softmax, store_sums = make_softmax(shape, lanes), make_store_sums(shape, sums)
 
     @unrolled(CHUNKS)
     def use_keys(i, registers, q_shared, rows, k_offset, v_offset):
@@ -99,7 +99,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             caches.load_values(i + 2 - 2 * CHUNKS, registers.words, at, rows.v, next_v, rows.room, rows.t)
 
     @device_function
-    def attend(thread, first, query, k, v, pages, options, shared):
+    def attend_split(thread, first, query, k, v, pages, options, shared):
         """Attend to the tokens first .. pages.last; the whole thread block calls it.
 
         Latency is hidden in three stages: the block table is read two steps before a row is used, the offset of the row
@@ -108,11 +108,11 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         lane = uint32(thread & 31)
         # Broadcast, so that ptxas knows it to be warp-uniform: loops over steps need no code for diverged lanes.
         warp = or_of_warp(uint32(thread >> 5))
-        team, member = divmod_32(warp, DIM_SHARES)
+        warp_group, dims_part = divmod_32(warp, WARPS_FOR_DIMS)
         g, t = uint32(lane >> 2), uint32(lane & 3)
         q_shared, token = uint32(shared.address + lane * 16), key_token(g)
-        v_first = int64(g) * V_VECTOR + int64(member) * V_MEMBER
-        rows = Rows(k.address + int64(t) * 16, v.address + v_first, ROW_BYTES - v_first, token, t)
+        v_first = int64(g) * V_VECTOR + int64(dims_part) * V_WARP_BYTES
+        rows = LaneRows(k.address + int64(t) * 16, v.address + v_first, ROW_BYTES - v_first, token, t)
         keys, values, others = lanes.slots(warp)
         both_values = uint32(2 * values + SLOT_BYTES)
         registers, last = new_registers(), pages.last
@@ -120,7 +120,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         softmax.start(registers, query, options.slopes, g)
 
         # The longest dependency chain first: table entries of the first two steps, then the first keys.
-        base, mine = uint32(first + team * STEP), uint32(lane & (STEP - 1))
+        base, mine = uint32(first + warp_group * STEP), uint32(lane & (STEP - 1))
         block, position = lookup.find_token(pages, uint32(base + mine))
         k_offset = lanes.share(keys, lookup.row_offset(k, block, position))
         v_offset = lanes.share(values, lookup.row_offset(v, block, position))
@@ -145,21 +145,21 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             if CHUNKS == 1:
                 caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, token, t)
             softmax.logits(registers, options, uint32(base + (t << 2)))
-            softmax.soften(registers, others, g, t)
+            softmax.update(registers, others, g, t)
             use_values(registers, rows, k_offset, v_offset, next_v, ALL, False)
             base, v_offset = uint32(base + TURN), next_v
         clear(registers.raw, NUM_RAW)
         use_keys(registers, q_shared, rows, k_offset, v_offset)
-        valid = softmax.until_last(base, last)
+        valid = softmax.valid_tokens(base, last)
         softmax.logits(registers, options, uint32(base + (t << 2)))
         if valid != ALL:
             softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
-        softmax.soften(registers, others, g, t)
+        softmax.update(registers, others, g, t)
         use_values(registers, rows, k_offset, v_offset, v_offset, valid, True)
         cuda.syncthreads()  # the sums replace Q
-        # Recomputed: they would take registers in the loop.
+        # Compute these again: they would take registers in the loop.
         warp, g, t = uint32(thread >> 5), uint32(uint32(thread >> 2) & 7), uint32(thread & 3)
-        team, member = divmod_32(warp, DIM_SHARES)
-        put_sums(shared, registers, uint32(0), g, t, team, member)
+        warp_group, dims_part = divmod_32(warp, WARPS_FOR_DIMS)
+        store_sums(shared, registers, uint32(0), g, t, warp_group, dims_part)
 
-    return attend
+    return attend_split

@@ -1,4 +1,4 @@
-"""Steps of the split kernel on tensor cores: rows of the caches to fragments, and both products.
+"""Fragments of the split kernel on tensor cores: from rows of the caches, and into both matrix products.
 
 Which lane has what of a tile is drawn at the top of few_heads.py; the names g, t, v, j and z are from there.
 """
@@ -24,7 +24,7 @@ def key_token(g):
 
 
 def make_rows(shape: TensorShape, row_address: Any) -> Steps:
-    """Loads of chunks for a step, from rows whose offsets lanes have shared.
+    """The device functions that load the chunks of a step, from rows whose offsets lanes have shared.
 
     `base` is the address of the lane's vector 0 in the row at offset 0.
     """
@@ -32,7 +32,7 @@ def make_rows(shape: TensorShape, row_address: Any) -> Steps:
     FULL, ALIGNED = ROW_BYTES // K_VECTOR, shape.config.vector_bytes == VECTOR_BYTES
     V_PER_CHUNK, V_VECTORS, PER_TILE = shape.v_per_chunk, shape.v_vectors, shape.v_per_chunk * shape.v_vector
     V_VECTOR, WORDS, STRIDE = shape.v_vector, shape.v_vector // 4, 8 * shape.v_vector
-    IS_WHOLE = V_VECTORS * STRIDE * shape.config.dim_shares == shape.config.row_bytes
+    IS_WHOLE = V_VECTORS * STRIDE * shape.config.warps_for_dims == shape.config.row_bytes
     load_value = stream_16 if V_VECTOR == VECTOR_BYTES else stream_8
 
     @device_function
@@ -45,7 +45,7 @@ def make_rows(shape: TensorShape, row_address: Any) -> Steps:
 
     @device_function
     def load_part(row, vector, t):
-        """A vector that may lie past the row: then load the row's first bytes instead, and zero them."""
+        """Load a vector that may lie past the row: then load the row's first bytes instead, and zero them."""
         left = ROW_BYTES - K_VECTOR * vector - 16 * t
         start, inside = row - 16 * t, row + K_VECTOR * vector
         if ALIGNED:
@@ -82,8 +82,8 @@ def make_rows(shape: TensorShape, row_address: Any) -> Steps:
     def load_values(row_of_lane, chunk, buffers, at, base, offset, room, t):
         """Word j of vector c of token 4t + k of tile i goes to ``at + words (4 (i * v_per_chunk + c) + k) + j``.
 
-        `room` is the bytes of the row from vector 0 on. A lane past the row loads the row's last vector: nobody stores
-        those rows of the product.
+        `room` is the bytes of the row from vector 0 on. A lane past the row loads the row's last vector, since those
+        rows of the product are never stored.
         """
         i, k = row_of_lane // 4, row_of_lane % 4
         row = row_address(base, offset, uint32(uint32(t << 2) + TILE * i + k))
@@ -104,9 +104,9 @@ def make_rows(shape: TensorShape, row_address: Any) -> Steps:
 
 
 def make_products(shape: TensorShape) -> Steps:
-    """Both products of a chunk, from words[at] on, and the operands that it makes.
+    """The device functions of both products of a chunk, which begins at words[at], and of the operands they make.
 
-    raw has 4 accumulators for each tile, token row and set; o for each product of 16 dims and 8 heads. p and p_rest
+    raw has 4 accumulators for each tile, token row and set, o for each product of 16 dims and 8 heads. p and p_rest
     have two words for each tile and 8 heads.
     """
     TILES, K_PER_CHUNK, K_VECTORS = shape.tiles, shape.k_per_chunk, shape.k_vectors
@@ -119,7 +119,7 @@ def make_products(shape: TensorShape) -> Steps:
 
     @device_function
     def key_fragment(words, at, step):
-        """Registers b0 and b1: a k16 step of the four words at `at`."""
+        """Registers b0 and b1 of a k16 step, from the four words at `at`."""
         if IS_FP8:
             return lower(words[at + step]), upper(words[at + step])
         return words[at + 2 * step], words[at + 2 * step + 1]

@@ -1,6 +1,6 @@
-"""Steps of the split kernel on tensor cores: q as fragments of 16-bit terms, in shared memory.
+"""Q of the split kernel on tensor cores, as fragments of 16-bit terms in shared memory.
 
-Terms take many instructions, so warps with the same heads share the work, and the fragments in shared memory.
+Terms take many instructions, so warps with the same heads divide the work, and share the fragments in shared memory.
 
 A quad is 4 neighbouring elements of a head: lane (g, t) has quad s of vector v of heads g and g + 8, elements
 4 * ((v * 4 + t) * k_steps + s) and the next three, which are the reduction indices of one k16 step.
@@ -20,18 +20,18 @@ from ...device.source import Steps, device_function
 from ..config import NUM_WARPS
 from ..shape import FRAGMENT_BYTES, K_VECTOR, TensorShape
 
-LARGEST_EXPONENT = 14  # of a normalised head's largest element
+LARGEST_EXPONENT = 14  # that of a normalised head's largest element
 SMALLEST_SHIFT = -120
 
 
 def make_stage_query(shape: TensorShape) -> Any:
-    """The device function ``stage_query(q_shared, factors, query, g, t, worker, is_negative)``."""
-    HEAD_TILES, NUM_WORKERS = shape.head_tiles, NUM_WARPS // shape.config.head_shares
+    """The device function ``stage_query(q_shared, factors, query, g, t, warp, is_negative)``."""
+    HEAD_TILES, WARPS = shape.head_tiles, NUM_WARPS // shape.config.warps_for_heads
     FOLD, IS_EXACT, IS_NORMALISED = shape.fold, shape.config.q_kind == shape.operand, shape.is_normalised
     NUM_QUADS = shape.k_vectors * shape.k_steps
-    NUM_GROUPS = NUM_QUADS // 2 if shape.fold else NUM_QUADS  # of fragments with the same elements of q
+    NUM_GROUPS = NUM_QUADS // 2 if shape.fold else NUM_QUADS  # groups of fragments with the same elements of q
     TERM_FRAGMENTS, BELOW = shape.q_fragments // NUM_GROUPS, 0 if shape.head_tiles == 1 and not shape.fold else 4
-    IS_WHOLE = NUM_GROUPS % NUM_WORKERS == 0
+    IS_WHOLE = NUM_GROUPS % WARPS == 0
     quads, widen, pack = make_quads(shape), unpack(shape.operand), pack_of(shape.operand)
 
     @unrolled(NUM_QUADS)
@@ -45,7 +45,7 @@ def make_stage_query(shape: TensorShape) -> Any:
 
     @device_function
     def normalise(q, t, side):
-        """The factor of q, an inverse power of two with a sign; the power of two, by which products are multiplied."""
+        """The factor of q, an inverse power of two with a sign, and the power of two, the factor of products."""
         if not IS_NORMALISED:
             return side, float32(1)
         of_lane = local_array(1, float32)
@@ -63,7 +63,7 @@ def make_stage_query(shape: TensorShape) -> Any:
 
     @device_function
     def load_rest(rest, group, rows):
-        """The elements of q that a group of fragments is made of."""
+        """Load the elements of q from which a group of fragments is made."""
         q_first, q_second, inverse_first, inverse_second, t = rows
         if FOLD:
             load_scaled(rest, int64(0), q_first, 2 * group, inverse_first, t)
@@ -75,7 +75,7 @@ def make_stage_query(shape: TensorShape) -> Any:
 
     @device_function
     def next_term(rest, at):
-        """Two float32 rounded to the halves of a word, and subtracted."""
+        """Round two float32 to the halves of a word, and subtract them from the rest."""
         word = pack(rest[at], rest[at + 1])
         low, high = widen(word)
         rest[at], rest[at + 1] = float32(rest[at] - low), float32(rest[at + 1] - high)
@@ -97,10 +97,10 @@ def make_stage_query(shape: TensorShape) -> Any:
             above, below = quads.load_words(q_first, group, t), quads.load_words(q_second, group, t)
         return above[0], below[0], above[1], below[1]
 
-    @unrolled(-(-NUM_GROUPS // NUM_WORKERS))
-    def put(i, worker, q_shared, sign, rows):
-        """This warp's part of the fragments, to shared memory."""
-        group = NUM_WORKERS * i + worker
+    @unrolled(-(-NUM_GROUPS // WARPS))
+    def put(i, warp, q_shared, sign, rows):
+        """Store this warp's part of the fragments in shared memory."""
+        group = WARPS * i + warp
         if IS_WHOLE or group < NUM_GROUPS:
             where = uint32(q_shared + FRAGMENT_BYTES * TERM_FRAGMENTS * group)
             if IS_EXACT:
@@ -115,12 +115,12 @@ def make_stage_query(shape: TensorShape) -> Any:
                     store_shared_words(uint32(where + FRAGMENT_BYTES * f), a[0], a[1], a[2], a[3])
 
     @device_function
-    def stage_query(q_shared, factors, query, g, t, worker, is_negative):
-        """Make the fragments of q; the whole thread block calls it.
+    def stage_query(q_shared, factors, query, g, t, warp, is_negative):
+        """Store the fragments of q; the whole thread block calls it.
 
-        q_shared is the shared address of this lane's part of fragment 0; factors[h] becomes the factor of the scores of
-        head g + 8h. Missing heads repeat the first one, and nobody reads their results. `worker` numbers the warps with
-        the same heads, which make the fragments together. With `is_negative`, fragments are of -q.
+        q_shared is the shared address of this lane's part of fragment 0. factors[h] becomes the factor of the scores of
+        head g + 8h. Missing heads repeat the first one, and their results are never read. `warp` numbers the warps with
+        the same heads, which divide the fragments among them. With `is_negative`, fragments are those of -q.
         """
         q_first = query.address + (int64(g) * query.head_stride if g < query.num_heads else int64(0))
         q_second = query.address + (int64(g + 8) * query.head_stride if g + 8 < query.num_heads else int64(0))
@@ -130,13 +130,13 @@ def make_stage_query(shape: TensorShape) -> Any:
         if HEAD_TILES == 2:
             inverse_second, factors[1] = normalise(q_second, t, side)
         rows = (q_first, q_second, inverse_first, inverse_second, t)
-        put(worker, q_shared, uint32(SIGNS) if is_negative else uint32(0), rows)
+        put(warp, q_shared, uint32(SIGNS) if is_negative else uint32(0), rows)
 
     return stage_query
 
 
 def make_quads(shape: TensorShape) -> Steps:
-    """A lane's quads of all vectors, one by one, 0 past the row."""
+    """The device functions ``load_words`` and ``load_quad``, for one quad of a lane; 0 past the row."""
     HEAD_DIM, IS_WHOLE, K_STEPS = shape.config.head_dim, shape.config.row_bytes % K_VECTOR == 0, shape.k_steps
     Q_BYTES, widen = shape.config.q_bytes, unpack(shape.config.q_kind)
 
@@ -147,7 +147,7 @@ def make_quads(shape: TensorShape) -> Steps:
 
     @device_function
     def load_words(q, quad, t):
-        """A quad of 16-bit elements as two words."""
+        """Load a quad of 16-bit elements as two words."""
         first = first_dim(quad, t)
         is_inside = IS_WHOLE or first < HEAD_DIM
         x = load_8(q + (first * 2 if is_inside else int64(0)))
@@ -155,7 +155,7 @@ def make_quads(shape: TensorShape) -> Steps:
 
     @device_function
     def load_quad(q, quad, t):
-        """A quad as 4 float32."""
+        """Load a quad as 4 float32."""
         first, zero = first_dim(quad, t), float32(0)
         is_inside = IS_WHOLE or first < HEAD_DIM
         if Q_BYTES == 4:

@@ -1,4 +1,4 @@
-"""What a lane has in registers in the inner loops on tensor cores."""
+"""The registers of a lane in the inner loops on tensor cores."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ...device.language import float32, uint32
 from ..shape import TensorShape
 
 
-class Registers(NamedTuple):
-    """Arrays of a lane. Those with an element for each h are of heads g + 8h."""
+class SplitRegisters(NamedTuple):
+    """Arrays of a lane. Element h of those marked [h] is for head g + 8h."""
 
     words: Any  # rows of the caches: one buffer, or two
     raw: Any  # accumulators of S
     s: Any  # logits
     o: Any  # accumulators of O
     p: Any  # P, rounded
-    p_rest: Any  # the remainder of that, rounded
+    p_rest: Any  # the remainder of P, rounded
     shifts: Any  # [h], minus the pivot that exponents are measured from
-    sums: Any  # [h], of this lane's exponentials
+    sums: Any  # [h], sums of this lane's exponentials
     factors: Any  # [h], by which products are multiplied before logits are modified
     slopes: Any  # [h]
     units: Any  # [h], by which logits are multiplied to be in units of log(2)
@@ -27,10 +27,10 @@ class Registers(NamedTuple):
 
 
 def make_registers(shape: TensorShape, num_buffers: int) -> Any:
-    """The device function ``registers()``."""
+    """The device function ``registers()``, which returns SplitRegisters."""
     each_head, terms_of_p = (shape.head_tiles, float32), (2 * shape.tiles * shape.head_tiles, uint32)
     return local_arrays(
-        Registers,
+        SplitRegisters,
         words=(num_buffers * shape.buffer, uint32),
         raw=(shape.num_raw, float32),
         s=(shape.num_scores, float32),

@@ -1,7 +1,7 @@
-"""Steps of the split kernel on tensor cores: products to logits, the online softmax, and P as fragments.
+"""The online softmax of the split kernel on tensor cores: from products to logits, and to P as fragments.
 
 A lane has the logits of head g + 8h for tokens 4t .. 4t + 3 of each tile: two for each n, the tile's half, at
-``2 * (n * head_tiles + h)``. Logits are in units of log(2): the softmax is one of powers of two.
+``2 * (n * head_tiles + h)``. Logits are in units of log(2), so that the softmax is one of powers of two.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ...device.logits import LOG2E, NONE, UNSEEN, make_modify, positive
 from ...device.source import Steps, device_function
 from ..shape import TILE, TensorShape
 
-MOST_EXCESS = 3  # powers of two by which a logit may exceed the one that set its pivot
+MOST_EXCESS = 3  # powers of two by which a logit may exceed its pivot
 
 
 def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
-    """Steps from products to logits, and from these to P, maxima, sums and O."""
+    """The device functions from products to logits, and from these to P, maxima, sums and O."""
     HEAD_TILES, MODIFIED = shape.head_tiles, shape.config.modified
     FOLD, STEP = shape.fold, shape.step
     FACTOR = float32(software_factor(shape.config.kv_kind, shape.config.hardware_fp8))
@@ -40,7 +40,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
 
     @unrolled(shape.head_tiles)
     def start(h, registers, query, slopes, g):
-        """Initialise all but O. A missing head takes the number of the first one, so that no score_mod sees its own."""
+        """Initialise all but O. A missing head takes the number of the first one, so that no score_mod sees it."""
         registers.shifts[h], registers.sums[h] = UNSEEN, float32(0)
         mine = uint32(g + 8 * h)
         head = uint32(query.head + mine) if mine < query.num_heads else query.head
@@ -49,7 +49,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
 
     @unrolled(shape.num_scores)
     def logits(i, registers, options, position):
-        """Products become logits. `position` is the lane's first token; tokens past the query use its position."""
+        """Turn products into logits. `position` is the lane's first token; tokens past the query take its position."""
         raw = registers.raw
         n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
         if FOLD:  # even k16 steps are in rows g, odd ones in rows g + 8
@@ -78,14 +78,14 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
 
     @unrolled(shape.num_scores)
     def mask(i, s, mine):
-        """-inf for tokens whose bit in `mine` is not set."""
+        """Store -inf for tokens whose bit in `mine` is not set."""
         n, k = i // (2 * HEAD_TILES), i % 2
         is_valid = uint32(mine & (1 << (TILE * (n // 2) + 2 * (n % 2) + k))) != 0
         s[i] = s[i] if is_valid else NONE
 
     @device_function
-    def until_last(base, last):
-        """A bit for each token of the step, 0 past the last one."""
+    def valid_tokens(base, last):
+        """The tokens of a step up to the last one, as bits."""
         if uint32(base + STEP - 1) > last:
             return low_bits(uint32(last - base + 1) if base <= last else uint32(0))
         return uint32(0xFFFFFFFF)
@@ -117,7 +117,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
 
     @unrolled(PAIRS)
     def weigh(i, s, units, shifts, sums, p, p_rest):
-        """Two probabilities, as a word of P and one of its remainder."""
+        """Compute two probabilities, as a word of P and one of its remainder."""
         n, h = i // HEAD_TILES, i % HEAD_TILES
         first = exp2(multiply_and_add(s[2 * i], units[h], shifts[h]))
         second = exp2(multiply_and_add(s[2 * i + 1], units[h], shifts[h]))
@@ -128,12 +128,12 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         p[into], p_rest[into] = word, pack(float32(first - low), float32(second - high))
 
     @device_function
-    def soften(registers, slot, g, t):
+    def update(registers, slot, g, t):
         """Turn S into P, and rescale sums and O if a maximum has grown too far.
 
         One instruction multiplies by units[h] and adds shifts[h]; units are positive, so the maximum may be taken
-        first. A shift, which is BIAS minus a maximum, stays until an exponent is above SLACK. Rescaling by 1 changes
-        no bits, so it is skipped unless a shift of the warp changed. `sums` are of this lane's tokens alone.
+        first. A shift, which is BIAS minus a maximum, stays until an exponent is above SLACK. Rescaling by 1 changes no
+        bits, so it is skipped unless a shift of the warp has changed. `sums` are those of this lane's tokens alone.
         """
         s, units, shifts, sums = registers.s, registers.units, registers.shifts, registers.sums
         largest = local_array(HEAD_TILES, float32)
@@ -146,4 +146,4 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
             rescale(shifts, units, sums, registers.o, largest, slot, t)
         weigh(s, units, shifts, sums, registers.p, registers.p_rest)
 
-    return Steps(start, logits, set_units, mask, until_last, soften)
+    return Steps(start, logits, set_units, mask, valid_tokens, update)

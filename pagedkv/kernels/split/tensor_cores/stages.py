@@ -1,11 +1,11 @@
-"""Steps of the split kernel for many query heads: rows of the caches in shared memory, for all warps of a thread block.
+"""Stages of the split kernel for many query heads: rows of the caches in shared memory, for all warps.
 
-A stage is the tokens of one turn of the loop. A ring of stages is in flight while one is in use:
-the copies (cp.async) take no registers, and each byte is loaded once.
+A stage is the tokens of one turn of the loop. A ring of stages is in flight while one is in use: the copies (cp.async)
+take no registers, and each byte is loaded once.
 
 No bank conflicts: shared memory serves 16-byte reads 8 lanes at a time, which have two neighbouring g and all t. Of K
-they read 64 bytes of two neighbouring tokens, so rows are an odd number of 64 bytes apart. Of V they read 32 bytes of
-tokens 0, 4, 8 and 12, so a gap after every 4 rows puts these 32 bytes apart in the banks.
+they read 64 bytes of two neighbouring tokens, so rows begin at odd multiples of 64 bytes from each other. Of V they
+read 32 bytes of tokens 0, 4, 8 and 12, so a gap after every 4 rows puts these 32 bytes apart in the banks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 from ...device.intrinsics.thread import assign, unrolled
 from ...device.intrinsics.warp import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
 from ...device.language import cuda, uint32
+from ...device.sizes import WARP_SIZE
 from ...device.source import Steps, device_function
-from ...device.warp import WARP_SIZE
 from ..config import NUM_THREADS, VECTOR_BYTES, SplitConfig
 from ..shape import K_VECTOR, TILE, TensorShape
 from .fragments import key_token
 
-BANKS_BYTES = 128  # of one pass over the banks
+BANKS_BYTES = 128  # bytes of one pass over the banks
 IN_FLIGHT = 64 * 1024  # bytes of stages, for all thread blocks of a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """The layout of shared memory: the ring of stages, then Q. The sums replace both at the end."""
+    """The layout of shared memory: the ring of stages, then Q. Sums replace both at the end."""
 
     config: SplitConfig
 
@@ -66,7 +66,7 @@ class StageShape:
 
     @property
     def num_stages(self) -> int:
-        """One in use, and enough in flight for all thread blocks of a multiprocessor."""
+        """Stages of the ring: one in use, and enough in flight for all thread blocks of a multiprocessor."""
         return 1 + max(2, -(-IN_FLIGHT // (self.shape.min_blocks * self.stage_bytes)))
 
     @property
@@ -75,14 +75,14 @@ class StageShape:
 
     @property
     def nbytes(self) -> int:
-        """Of the ring and Q."""
-        return self.ring_bytes + self.config.head_shares * self.shape.q_bytes
+        """Bytes of the ring and Q."""
+        return self.ring_bytes + self.config.warps_for_heads * self.shape.q_bytes
 
     # ---- who copies what
 
     @property
     def pieces(self) -> int:
-        """Pieces of a row that a lane copies at once: 16 bytes, or 8 where rows are no multiples of 16."""
+        """Pieces of a row, each of which a lane copies at once: 16 bytes, or 8 if rows are no multiples of 16."""
         return self.config.row_bytes // self.config.vector_bytes
 
     @property
@@ -100,15 +100,15 @@ class StageShape:
         return -(-self.tokens // self.rows_at_once)
 
 
-class Found(NamedTuple):
-    """Results of `find_token` for a lane's rows, stage after stage."""
+class FoundRows(NamedTuple):
+    """The results of `find_token` for a lane's rows, stage after stage."""
 
     blocks: Any
     positions: Any
 
 
 def make_stages(stage: StageShape, lookup: Steps) -> Steps:
-    """From global memory to a stage, and from there to registers."""
+    """The device functions that bring rows from global memory to a stage, and from there to registers."""
     config, shape = stage.config, stage.shape
     TOKENS, AT_ONCE, LANES, PIECES = stage.tokens, stage.rows_at_once, stage.lanes, stage.pieces
     K_STRIDE, V_STRIDE, V_GROUP, V_START = stage.k_stride, stage.v_stride, stage.v_group, stage.v_start
@@ -122,7 +122,7 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
 
     @unrolled(stage.rows_of_lane)
     def find_rows(j, found, at, pages, token):
-        """Where a lane's rows of a stage are, from element `at` on; token is that of the first of them."""
+        """Find a lane's rows of a stage, for elements `at` and on of `found`; `token` is that of the first row."""
         found.blocks[at + j], found.positions[at + j] = lookup.find_token(pages, uint32(token + AT_ONCE * j))
 
     @unrolled(-(-stage.pieces // stage.lanes))
@@ -154,7 +154,7 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
 
     @device_function
     def zero_ring(shared, thread):
-        """Zeros where fragments reach past what is copied."""
+        """Store zeros where fragments reach past what is copied."""
         if IS_PADDED:
             at = uint32(thread * VECTOR_BYTES)
             while at < uint32(RING_BYTES):
@@ -163,14 +163,14 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
             cuda.syncthreads()
 
     @device_function
-    def places(g, t):
-        """Where in a stage a lane's vectors 0 of K and V are, in bytes."""
+    def fragment_offsets(g, t):
+        """Bytes from the beginning of a stage to a lane's vectors 0 of K and V."""
         k_place = uint32(key_token(g) * K_STRIDE + (t << 4))
         return k_place, uint32(uint32(t * V_GROUP + g * V_VECTOR) + V_START)
 
     @unrolled(2 * shape.tiles * shape.k_per_chunk)
     def read_keys(i, chunk, words, where):
-        """A chunk of K of a step, as `load_keys` does, from the shared address of the lane's vector 0."""
+        """Load a chunk of K of a step as `load_keys` does, from the shared address of the lane's vector 0."""
         token, c = TILE * (i // (2 * K_PER_CHUNK)) + 2 * (i % 2), i // 2 % K_PER_CHUNK
         vector = chunk * K_PER_CHUNK + c
         if vector < K_VECTORS:
@@ -179,11 +179,11 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
 
     @unrolled(4 * shape.tiles * shape.v_per_chunk)
     def read_values(i, chunk, words, where):
-        """A chunk of V of a step, as `load_values` does, from the shared address of the lane's vector 0."""
+        """Load a chunk of V of a step as `load_values` does, from the shared address of the lane's vector 0."""
         at, c = TILE // 4 * V_GROUP * (i // (4 * V_PER_CHUNK)) + V_STRIDE * (i % 4), i // 4 % V_PER_CHUNK
         vector = chunk * V_PER_CHUNK + c
         if vector < V_VECTORS:
             x = load_value(uint32(where + at + 8 * V_VECTOR * vector))
             assign(words, WORDS * i, x)
 
-    return Steps(find_rows, copy_rows, zero_ring, places, read_keys, read_values)
+    return Steps(find_rows, copy_rows, zero_ring, fragment_offsets, read_keys, read_values)

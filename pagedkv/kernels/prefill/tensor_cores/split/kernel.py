@@ -16,10 +16,10 @@ Shared memory, dynamic: Q, K and V of each warp, codes of fp8 in flight, and the
 
 from __future__ import annotations
 
+from ....device.cache_rows import Cache
 from ....device.intrinsics.thread import address, bits_float, divmod_32, shared_address
 from ....device.intrinsics.warp import shuffle, thread_number
 from ....device.language import cuda, float32, int64, types, uint32
-from ....device.row_offsets import Cache
 from ....device.source import KernelSource
 from ...arguments import KeySpan, TileLogitOptions, TilePages, TileQuery, Visible, signature
 from ...config import TensorConfig

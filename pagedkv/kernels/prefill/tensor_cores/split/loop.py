@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....device.cache_rows import Cache
 from ....device.intrinsics.thread import divmod_32, for_each, local_array
 from ....device.intrinsics.warp import any_lane, barrier_of_warp, end_group, sync_warp, wait_but
 from ....device.language import cuda, float32, int64, uint32
 from ....device.logits import UNSEEN
-from ....device.row_offsets import Cache
 from ....device.source import device_function
 from ...config import TensorConfig
 from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_find_row

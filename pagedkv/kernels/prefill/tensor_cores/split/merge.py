@@ -26,8 +26,8 @@ from ....device.language import cuda, float32, int64, uint32
 from ....device.logits import UNSEEN
 from ....device.merging import make_add, make_add_states, weight_of
 from ....device.reductions import largest_of_warp, sum_of_warp
+from ....device.sizes import WARP_SIZE
 from ....device.source import KernelSource, device_function
-from ....device.warp import WARP_SIZE
 from ...arguments import Visible, signature
 from ...config import FEW_ROWS, NUM_THREADS, TensorConfig
 from ...items import make_item_store

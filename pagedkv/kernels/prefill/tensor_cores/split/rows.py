@@ -5,10 +5,10 @@ Lanes exchange offsets by shuffles, or through shared memory where shuffles are 
 
 from __future__ import annotations
 
+from ....device.cache_rows import make_row_offset
 from ....device.intrinsics.thread import for_each
 from ....device.intrinsics.warp import load_shared_pair, load_shared_words, store_shared_word
 from ....device.language import int64, uint32
-from ....device.row_offsets import make_row_offset
 from ....device.source import Steps, device_function
 from ...config import TensorConfig
 from ..copies import make_copy_row, make_copy_rows

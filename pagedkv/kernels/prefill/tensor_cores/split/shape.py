@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....device.warp import WARP_SIZE
+from ....device.sizes import WARP_SIZE
 from ...config import FEW_ROWS, LONGEST_OF_PARTS, PART
 from ..tile import CHUNK_DIMS, ITEM_WORDS, SYSTEM_BYTES, TileShape
 

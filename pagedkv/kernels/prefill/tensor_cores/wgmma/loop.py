@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....device.cache_rows import Cache
 from ....device.intrinsics.thread import divmod_32, local_array
 from ....device.intrinsics.warp import end_group, wait_but
 from ....device.intrinsics.warpgroup import ROW, UNIT, fence_proxy
 from ....device.language import cuda, float32, int64, uint32
-from ....device.row_offsets import Cache
 from ....device.source import device_function
 from ...config import TensorConfig
 from ..copies import make_copy_query, make_copy_rows, make_find_row, make_negate_query

@@ -1,13 +1,14 @@
-"""From a block and a position in it to the address of a token's row.
+"""The rows of a cache: from a block and a position in it to the address of a token's row, and the scale of a KV head.
 
-Offsets are 32-bit counts of vectors, whose size divides every stride, or 64-bit counts of bytes where 32 bits are too
-few: caches with more than 2**32 vectors, or with a negative stride.
+Offsets are 32-bit counts of vectors, whose size divides every stride, or 64-bit counts of bytes if 32 bits are too few:
+for caches with more than 2**32 vectors or with a negative stride.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from .intrinsics.thread import address, bits_float
 from .language import int64, uint32
 from .source import device_function
 
@@ -15,13 +16,13 @@ from .source import device_function
 class Cache(NamedTuple):
     """The rows of one KV head in the cache of keys or of values."""
 
-    address: Any  # of the row at offset 0, or of a lane's part of it
+    address: Any  # the row at offset 0, or a lane's part of it
     block_stride: Any  # bytes
     token_stride: Any
 
 
 def make_row_offset(wide: bool, vector_bytes: int) -> Any:
-    """The device function ``row_offset(cache, block, position)``: of a token's row."""
+    """The device function ``row_offset(cache, block, position)``: the offset of a token's row."""
     WIDE, SHIFT = wide, vector_bytes.bit_length() - 1
 
     @device_function
@@ -36,7 +37,7 @@ def make_row_offset(wide: bool, vector_bytes: int) -> Any:
 
 
 def make_address_at(wide: bool, vector_bytes: int) -> Any:
-    """The device function ``address_at(base, offset)``: the row at an offset."""
+    """The device function ``address_at(base, offset)``: the address of the row at an offset."""
     WIDE, VECTOR_BYTES = wide, vector_bytes
 
     @device_function
@@ -44,3 +45,9 @@ def make_address_at(wide: bool, vector_bytes: int) -> Any:
         return base + (offset if WIDE else int64(offset) * VECTOR_BYTES)
 
     return address_at
+
+
+@device_function
+def scale_of(scales, number, kv_head):
+    """A KV head's scale: an element of `scales` if that is an array, else the float32 whose bits are `number`."""
+    return scales[kv_head] if address(scales) != 0 else bits_float(uint32(number))
