@@ -98,6 +98,19 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: bool(item.get_closest_marker("gpu") and item.get_closest_marker("late")))
 
 
+ON_A_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cupy", "torch")]
+
+
+def _framework(request):
+    from .support.frameworks import FRAMES
+
+    return FRAMES[request.param]()
+
+
+framework = pytest.fixture(_framework, params=["host", *ON_A_GPU], name="framework")
+gpu_framework = pytest.fixture(_framework, params=ON_A_GPU, name="gpu_framework")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Import all tests without the collector, which would traverse what they import again and again."""

@@ -8,7 +8,7 @@ import torch
 
 import pagedkv
 
-from .support.frameworks import GPU_FRAMES, HOST, capture, cupy_frame, sent
+from .support.frameworks import capture, cupy_frame, sent
 from .support.problems import FLOATS, Spec, assert_close, build
 from .support.rotary_cases import tables_of, tokens_of
 from .support.strategies import long
@@ -28,16 +28,6 @@ SPLIT_SPECS = [
     Spec(seq_lens=(33, 530, 5000), layout="HND", q_dtype="float16", kv_dtype="float16", window=2100, group_size=4),
     Spec(seq_lens=(20, 513), q_dtype="float16", kv_dtype="fp8_e4m3", kv_scales="per head", softcap=5.0, group_size=8),
 ]
-
-
-@pytest.fixture(params=[HOST, *GPU_FRAMES])
-def framework(request):
-    return request.param()
-
-
-@pytest.fixture(params=GPU_FRAMES)
-def gpu_framework(request):
-    return request.param()
 
 
 @pytest.mark.parametrize(

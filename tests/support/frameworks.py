@@ -43,8 +43,7 @@ def cupy_frame():
     return Framework("cupy", cupy.asarray, cupy.asnumpy, lambda: cupy.cuda.Stream(non_blocking=True), {})
 
 
-HOST = pytest.param(host_frame, id="host")
-GPU_FRAMES = [pytest.param(frame, marks=pytest.mark.gpu, id=frame.__name__) for frame in (cupy_frame, torch_frame)]
+FRAMES = {"host": host_frame, "cupy": cupy_frame, "torch": torch_frame}
 
 
 def sent(framework: Framework, options: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""Runs on a GPU that is there for minutes: ``.ci/gpu first`` and ``.ci/gpu second``, which sets up what they need.
+
+The first says whether kernels load, are right, and how fast they are; its machine code is for the second, which tests
+and measures all the rest. With ``--dry`` both take every step without a GPU: the emulator's side of each test, and
+benches that say what they lack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+from . import results
+from .steps import Run, Step
+
+CARRIED = Path(".gpu")  # what is taken along; ignored by git
+KERNELS = "kernels"
+# What a test may take, the compilation of its kernel included.
+TEST_SECONDS = 90
+USUAL = "not long and not late"
+RACES = "compute-sanitizer --tool racecheck --error-exitcode 1 --kernel-name kns=pagedkv_"
+COUNTERS = (
+    "ncu --clock-control none --set full --kernel-name regex:pagedkv_{} --launch-skip 1 --launch-count 1 --kill yes"
+)
+ENVIRONMENT = """
+import sys, torch
+from pagedkv.compiler.link import compiler
+print(compiler(), "torch", torch.__version__)
+if "--dry" not in sys.argv:
+    from pagedkv.cuda.driver import capabilities
+    print(torch.cuda.get_device_name(), capabilities())
+"""
+
+
+def python(*args: str) -> list[str]:
+    return [sys.executable, *args]
+
+
+def bench(name: str, *groups: str, subjects: Sequence[str]) -> list[str]:
+    return python("-m", "pagedkv", "bench", name, "--json", "--only", *groups, "--subjects", *subjects)
+
+
+class Commands:
+    """The commands of steps on a GPU, or without one."""
+
+    def __init__(self, is_dry: bool) -> None:
+        self.is_dry, self.dry = is_dry, ["--dry"] if is_dry else []
+
+    def environment(self) -> Step:
+        return Step("environment", 20, python("-c", ENVIRONMENT, *self.dry), required=True)
+
+    def pytest(self, *args: str, markers: str, workers: int) -> list[str]:
+        """Tests that launch on the GPU; each has a limit of time, and a warning is no error."""
+        where = "not gpu and not long" if self.is_dry else "gpu"
+        workers = min(workers, 2) if self.is_dry else workers
+        options = f"-q -n {workers} --timeout {TEST_SECONDS} --timeout-method thread -W default -p tests.gpu.results"
+        more = "--durations", "10", "--continue-on-collection-errors", "-m", f"{where} and {markers}"
+        return python("-m", "pytest", *options.split(), *more, *args)
+
+    def speeds(self, *operations: str) -> list[str]:
+        return python("-m", "tests.gpu.speeds", *operations, *self.dry)
+
+    def under(self, tool: str, command: Sequence[str]) -> list[str]:
+        """A command under a tool of NVIDIA's, and without one where there is no GPU."""
+        return [*([] if self.is_dry else tool.split()), *command]
+
+
+def first(is_dry: bool) -> list[Step]:
+    """Does it load, is it right, how fast."""
+    commands = Commands(is_dry)
+    facts = "nvidia-smi", f"{sys.executable} -m pip freeze", f"{sys.executable} -m pagedkv info"
+    right = "tests/gpu/test_families.py", "tests/test_on_a_gpu.py"
+    return [
+        Step("machine", 15, ["bash", "-c", "; ".join(facts)]),
+        commands.environment(),
+        Step("right", 140, commands.pytest(*right, markers=USUAL, workers=12)),
+        Step("decode", 30, commands.speeds("decode")),
+        Step("prefill", 45, commands.speeds("prefill")),
+    ]
+
+
+def second(is_dry: bool) -> list[Step]:
+    """Instructions one by one, tests, benches with peers, races, counters; then drawn problems while there is time."""
+    commands = Commands(is_dry)
+    instructions = "tests/kernels/device", "tests/emulator"
+    others = "tests/kernels", "tests/integrations/transformers", "tests/examples", "tests/project", "tests/bench/gpu"
+    others += tuple(f"--ignore=tests/kernels/{name}" for name in ("device", "same"))
+    raced = commands.pytest(
+        "tests/gpu/test_families.py", "-k", "wgmma and 128 or few or many", markers=USUAL, workers=0
+    )
+    own, dense = ["split NHD"], ["SDPA", "SDPA rows"]
+    compiled = ["Triton", "FlexAttention", "FlashInfer", "FlashAttention 3", "vLLM v2"]
+    counted = {results.VARIABLE: os.devnull}  # no time counts under a profiler
+    return [
+        commands.environment(),
+        Step("instructions", 70, commands.pytest(*instructions, markers="not late", workers=16)),
+        Step("tests", 100, commands.pytest(*others, markers=USUAL, workers=16)),
+        Step("decode", 60, bench("decode", "headline", "one", "kernelbench", "launch", subjects=[*own, *dense])),
+        Step("prefill", 45, bench("prefill", "prompt", "verify", subjects=["prefill NHD", "SDPA", "FlashAttention 2"])),
+        Step("races", 45, commands.under(RACES, raced), {"PAGEDKV_REPEATS": "2"}),
+        Step("ncu decode", 20, commands.under(COUNTERS.format("split"), commands.speeds("decode")), counted),
+        Step("ncu prefill", 20, commands.under(COUNTERS.format("prefill"), commands.speeds("prefill")), counted),
+        Step("late", 20, commands.pytest("tests/emulator/machine/test_warp.py", markers="late", workers=2)),
+        Step("peers", 70, bench("decode", "headline", "one", subjects=[*own, *compiled])),
+        Step("same", 400, commands.pytest("tests/kernels/same", markers="not late", workers=16)),
+    ]
+
+
+# What the steps may take: the rest of 270 and 420 seconds is for what begins and ends them.
+RUNS = {"first": (first, 250.0), "second": (second, 400.0)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=".ci/gpu", description=__doc__)
+    parser.add_argument("run", choices=RUNS)
+    parser.add_argument("--dry", action="store_true", help="without a GPU, to see that each step begins")
+    parser.add_argument("--seconds", type=float, help="other than those of the run")
+    given = parser.parse_args()
+    out = Path(os.environ.get("OUT", f"gpu-{date.today()}"))
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ[results.VARIABLE] = str(out.absolute() / f"{given.run}.jsonl")
+    make, seconds = RUNS[given.run]
+    with tempfile.TemporaryDirectory(prefix="pagedkv-gpu-", ignore_cleanup_errors=True) as scratch:
+        folders = {name: Path(scratch, name) for name in ("logs", KERNELS)}
+        for folder in folders.values():
+            folder.mkdir()
+        if (kept := CARRIED / f"{KERNELS}.tgz").exists():
+            with tarfile.open(kept) as archive:
+                archive.extractall(scratch, filter="data")
+        os.environ["PAGEDKV_CACHE_DIR"] = str(folders[KERNELS])
+        failed = Run(out, folders, given.seconds or seconds).take(make(given.dry))
+    sys.exit(f"not ok: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

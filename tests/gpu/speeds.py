@@ -1,0 +1,148 @@
+"""How fast decode or prefill is, within seconds, beside torch's SDPA: ``python -m tests.gpu.speeds [--dry] OPERATION``.
+
+`pagedkv bench` takes its time, and compares results; this appends each figure to the results as soon as it has it.
+``--dry`` runs a little of it in the emulator, whose figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import pagedkv
+from pagedkv.bench.contest import median
+from pagedkv.bench.gpu.device import QUICK_COPY_BYTES, open_gpu
+from pagedkv.bench.gpu.measure import on_gpu
+
+from ..bench.gpu.fake_gpu import FakeGpu
+from . import results
+
+BLOCK, HEADS, KV_HEADS, SAMPLES = 16, 32, 8, 5
+
+
+class Cell(NamedTuple):
+    """Sequences, tokens of each, head_dim, dtype of the caches; queries have it, too, or float16."""
+
+    num_seqs: int
+    length: int
+    head_dim: int
+    kind: str
+
+
+# Kernels that the families have compiled.
+CELLS = {
+    "decode": [
+        *(Cell(32, length, 128, "bfloat16") for length in (8192, 2048)),
+        *(Cell(1, length, 128, "bfloat16") for length in (4096, 32768)),
+        Cell(32, 8192, 128, "fp8_e4m3"),
+    ],
+    "prefill": [
+        *(Cell(8, 4096, 128, "float16"), Cell(1, 16384, 128, "float16"), Cell(4, 4096, 64, "float16")),
+        Cell(4, 4096, 256, "bfloat16"),
+    ],
+}
+DRY = [Cell(2, 64, 64, "float16")]
+
+
+class OnTheHost(FakeGpu):
+    """The host's clock, around calls of the emulator."""
+
+    def record(self) -> float:
+        return perf_counter() * 1e3
+
+    def flush(self) -> None:
+        """Leave what is in the cache."""
+
+
+class Speeds:
+    """Measures cells on a GPU, or in the emulator."""
+
+    def __init__(self, is_dry: bool) -> None:
+        self.gpu = OnTheHost("torch") if is_dry else open_gpu(QUICK_COPY_BYTES)
+        self.device = "cpu" if is_dry else "cuda"
+        self.options = {"backend": "emulator"} if is_dry else {}
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        take = on_gpu(self.gpu)(call)
+        return median([take().seconds for _ in range(SAMPLES)])
+
+    def report(
+        self, operation: str, cell: Cell | None, subject: str, amount: float, unit: str, call: Callable[[], Any]
+    ):
+        """Append what a call takes, and its amount of work over that."""
+        row = {"speed": operation, "device": self.gpu.facts["device"], "subject": subject}
+        row |= cell._asdict() if cell else {}
+        try:
+            taken = self.seconds(call)
+        except Exception as error:  # the others have their turn
+            results.append(**row, why=f"{type(error).__name__}: {error}"[: results.MOST_CHARACTERS])
+        else:
+            results.append(**row, us=taken * 1e6, **{unit: amount / taken})
+
+    def normal(self, *shape: int, like: str) -> torch.Tensor:
+        return torch.randn(shape, dtype=getattr(torch, like), device=self.device)
+
+    def paged(self, cell: Cell) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """K, V, tables and lengths, the blocks of each sequence anywhere; and the options of every call."""
+        shape, is_fp8 = (cell.num_seqs * cell.length // BLOCK, BLOCK, KV_HEADS, cell.head_dim), "fp8" in cell.kind
+        if is_fp8:
+            caches = [torch.randint(0, 0x60, shape, dtype=torch.uint8, device=self.device) for _ in "kv"]
+        else:
+            caches = [self.normal(*shape, like=cell.kind) for _ in "kv"]
+        tables = torch.randperm(shape[0], device=self.device).int().reshape(cell.num_seqs, -1)
+        lengths = torch.full((cell.num_seqs,), cell.length, dtype=torch.int32, device=self.device)
+        return [*caches, tables, lengths], self.options | ({"kv_dtype": cell.kind} if is_fp8 else {})
+
+    def decode(self, cells: Sequence[Cell]) -> None:
+        """Bytes of K and V a second, beside a kernel that only reads."""
+        self.report("decode", None, "read", self.gpu.copy_bytes / 1e9, "GB/s", self.gpu.read)
+        for cell in cells:
+            kind = "float16" if "fp8" in cell.kind else cell.kind
+            gigabytes = 2e-9 * cell.num_seqs * cell.length * KV_HEADS * cell.head_dim * (1 if "fp8" in cell.kind else 2)
+            q = self.normal(cell.num_seqs, HEADS, cell.head_dim, like=kind)
+            arrays, options = self.paged(cell)
+            call = partial(pagedkv.decode_attention, q, *arrays, **options, out=torch.empty_like(q))
+            self.report("decode", cell, "split", gigabytes, "GB/s", call)
+            if kind == cell.kind:
+                dense = [self.normal(cell.num_seqs, KV_HEADS, cell.length, cell.head_dim, like=kind) for _ in "kv"]
+                rows = q.reshape(cell.num_seqs, KV_HEADS, -1, cell.head_dim)  # the heads of a KV head as its queries
+                self.report(
+                    "decode", cell, "SDPA", gigabytes, "GB/s", partial(scaled_dot_product_attention, rows, *dense)
+                )
+
+    def prefill(self, cells: Sequence[Cell]) -> None:
+        """Products a second; wgmma last, since least is known of it."""
+        for subject in ("mma", "SDPA", "wgmma"):
+            os.environ["PAGEDKV_WGMMA"] = "1" if subject == "wgmma" else ""
+            for cell in cells:
+                pairs = cell.num_seqs * cell.length * (cell.length + 1) / 2
+                if subject == "SDPA":
+                    dense = [
+                        self.normal(cell.num_seqs, HEADS, cell.length, cell.head_dim, like=cell.kind) for _ in "qkv"
+                    ]
+                    call = partial(scaled_dot_product_attention, *dense, is_causal=True)
+                else:
+                    q = self.normal(cell.num_seqs * cell.length, HEADS, cell.head_dim, like=cell.kind)
+                    starts = torch.arange(cell.num_seqs + 1, dtype=torch.int32, device=self.device) * cell.length
+                    arrays, options = self.paged(cell)
+                    call = partial(pagedkv.prefill_attention, q, *arrays, starts, **options, out=torch.empty_like(q))
+                self.report("prefill", cell, subject, 4e-12 * cell.head_dim * HEADS * pairs, "TFLOP/s", call)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.speeds", description=__doc__)
+    parser.add_argument("operation", choices=CELLS)
+    parser.add_argument("--dry", action="store_true", help="in the emulator")
+    given = parser.parse_args()
+    getattr(Speeds(given.dry), given.operation)(DRY if given.dry else CELLS[given.operation])
+
+
+if __name__ == "__main__":
+    main()
