@@ -1,1 +1,1 @@
-"""pagedkv under other libraries, each imported by those who use it."""
+"""Integrations with other libraries; import the one that you use."""

@@ -1,7 +1,7 @@
-"""Fuzzing of attention kernels and allocators, yours and ours, by Hypothesis.
+"""Fuzzing of attention kernels and block allocators, yours and ours, with Hypothesis.
 
-Problems of decode, prefill, writing and merging in which everything unused is poison, what a result may be off by, and
-checks that take any function or allocator.
+It draws problems of decode, prefill, writing and merging in which everything unused is poison, bounds the error of a
+result, and checks any function or allocator.
 """
 
 from importlib.util import find_spec

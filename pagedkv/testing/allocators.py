@@ -1,4 +1,4 @@
-"""`AllocatorMachine`: random operations on an allocator of blocks, beside a model that remembers every token."""
+"""AllocatorMachine: random operations on a block allocator, compared with a model that remembers every token."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-WHICH = st.integers(0, 7)  # counted among the sequences that are alive
-# Tokens repeat, so that a prefix cache finds some; of forks most go on with different ones.
+WHICH = st.integers(0, 7)  # an index into the live sequences, modulo their number
+# Tokens repeat, so that a prefix cache finds some; most forks continue with different ones.
 FIRST = st.integers(0, 3)
-# Numbers of tokens, and what becomes a number at the sequence's end.
+# Numbers of tokens, and amounts that depend on the end of the sequence.
 AMOUNT = st.integers(1, 3) | st.sampled_from(["to the block's end", "one past the block's end", "two blocks"])
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """A state machine of Hypothesis that tests an allocator of yours: a subclass says how to call it.
+    """Tests your block allocator with random operations; a subclass says how to call it.
 
-    It adds, appends, forks, truncates and frees sequences at random. What is written for a token stands for all tokens
-    up to it; after each operation every sequence is read back through its block table. That finds a block that two
-    sequences have by mistake, a block that is lost or is free twice, a write to a block that is shared, a copy that is
-    forgotten, a refusal without need, and one that leaves something changed.
+    This state machine of Hypothesis adds, appends, forks, truncates and frees sequences. It records for each slot the
+    tokens up to the one written there, and after each operation reads every sequence back through its block table. That
+    finds blocks that two sequences share by mistake, blocks that are lost or free twice, writes to shared blocks,
+    missing copies, needless refusals, and refusals that change something.
 
-    A subclass has `start`, `add`, `free`, `num_free` and `block_table`; `append`, `fork` and `truncate` are tested if
-    it has them, and `num_cached` is for a prefix cache. Its attribute ``TestCase`` is a test that pytest and unittest
-    run; ``hypothesis.stateful.run_state_machine_as_test`` runs it from a function.
+    A subclass defines `start`, `add`, `free`, `num_free` and `block_table`; `append`, `fork` and `truncate` are tested
+    if it defines them, and `num_cached` is for a prefix cache. Its attribute ``TestCase`` is a test for pytest and
+    unittest; ``hypothesis.stateful.run_state_machine_as_test`` runs it from a function.
 
     Attributes
     ----------
     refusal : exception or tuple of them
-        What the allocator raises when too few blocks are free; by default MemoryError, of which
-        :class:`~pagedkv.OutOfBlocksError` is one.
+        What the allocator raises when too few blocks are free; by default MemoryError, the base class of
+        :class:`~pagedkv.OutOfBlocksError`.
     nums_blocks, block_sizes : tuple of int
         The sizes of pools and blocks to draw from.
     most_seqs : int
         Sequences alive at a time.
     longest : int or None
-        Tokens of a sequence; None: as many as fit.
+        Tokens of a sequence; None for as many as fit.
     tokens : dict
-        The model: the token ids of each sequence that is alive, by its handle.
+        The model: the token ids of each live sequence, by its handle.
 
     Examples
     --------
@@ -76,7 +76,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     num_blocks: int
     block_size: int
 
-    # -- what a subclass says; not abstract methods, for Hypothesis's metaclass is no ABCMeta, and three may be missing
+    # -- what a subclass defines; no abstract methods, since Hypothesis's metaclass is no ABCMeta
     def start(self, num_blocks: int, block_size: int) -> None:
         """Make an allocator with `num_blocks` free blocks of `block_size` tokens, and keep it in self."""
         raise NotImplementedError("a subclass of AllocatorMachine has start(num_blocks, block_size)")
@@ -86,11 +86,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         raise NotImplementedError("a subclass of AllocatorMachine has add(tokens)")
 
     def append(self, seq: Any, tokens: list[int]) -> None:
-        """Append token ids, one or more; :meth:`copy_block` for each block that is to be copied first."""
+        """Append token ids, one or more; call :meth:`copy_block` for each block to copy first."""
         raise NotImplementedError("append is not tested unless a subclass has it")
 
     def fork(self, seq: Any) -> Any:
-        """Start a sequence with the tokens of another, and return its handle; `copy_block` as in `append`."""
+        """Start a sequence with the tokens of another, and return its handle; call `copy_block` as in `append`."""
         raise NotImplementedError("fork is not tested unless a subclass has it")
 
     def truncate(self, seq: Any, length: int) -> None:
@@ -102,7 +102,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         raise NotImplementedError("a subclass of AllocatorMachine has free(seq)")
 
     def num_free(self) -> int:
-        """How many blocks can be handed out, those included that a prefix cache would have to forget."""
+        """How many blocks can be handed out, including those that a prefix cache would evict."""
         raise NotImplementedError("a subclass of AllocatorMachine has num_free()")
 
     def block_table(self, seq: Any) -> Iterable[int]:
@@ -110,12 +110,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         raise NotImplementedError("a subclass of AllocatorMachine has block_table(seq)")
 
     def num_cached(self, seq: Any) -> int:
-        """How many tokens of the sequence just added were found in a prefix cache, so that nobody writes them."""
+        """How many tokens of the sequence just added a prefix cache found, so that they are not written."""
         return 0
 
     # -- what a subclass may call
     def copy_block(self, source: int, destination: int) -> None:
-        """Copy what is written in a block, as the caches' owner would."""
+        """Copy the contents of a block."""
         for offset in range(self.block_size):
             self.written[destination, offset] = self.written.get((source, offset), ((), None))
 
@@ -123,13 +123,13 @@ class AllocatorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._require_sizes()
-        self._handled = sys.exception()  # of the caller, who may run a machine in an except clause
+        self._handled = sys.exception()  # not None if the machine runs in an except clause
         self.tokens: dict[Any, list[int]] = {}
-        # By block and offset: the token ids up to the one that is written there, and the sequence it was written for.
+        # By block and offset: the token ids up to the one written there, and the sequence that wrote it.
         self.written: dict[tuple[int, int], tuple[tuple[int, ...], Any]] = {}
 
     def _require_sizes(self) -> None:
-        """Refuse sizes with which no sequence would ever be added, so that every allocator passes."""
+        """Refuse sizes with which no sequence could be added and every allocator would pass."""
         for name in ("nums_blocks", "block_sizes"):
             if min(sizes := getattr(self, name), default=0) < 1:
                 raise ValueError(f"{name} must be one size or more, each at least 1, got {sizes!r}")
@@ -138,11 +138,11 @@ class AllocatorMachine(RuleBasedStateMachine):
                 raise ValueError(f"{name} must be at least 1, got {size!r}: nothing would be tried")
 
     def num_blocks_of(self, num_tokens: int) -> int:
-        """Blocks that so many tokens begin."""
+        """How many blocks a sequence of num_tokens tokens has."""
         return -(-num_tokens // self.block_size)
 
     def blocks_of(self, seq: Any) -> list[int]:
-        """The block table of a sequence, which has as many blocks as its tokens need, each once."""
+        """Check and return the block table of a sequence: as many blocks as its tokens need, each once."""
         blocks, length = [int(block) for block in self.block_table(seq)], len(self.tokens[seq])
         expected = self.num_blocks_of(length)
         assert len(blocks) == expected, (
@@ -153,28 +153,28 @@ class AllocatorMachine(RuleBasedStateMachine):
         return blocks
 
     def references(self) -> Counter[int]:
-        """How many sequences have each block, of those that any has."""
+        """Count how many sequences hold each block."""
         return Counter(block for seq in self.tokens for block in self.blocks_of(seq))
 
     def num_to_append(self, seq: Any, num_tokens: int) -> int:
-        """Blocks that so many more tokens take: new ones, and a copy of a last block that others have, too."""
+        """How many blocks an append takes: new ones, and a copy of the last block if that is shared."""
         length = len(self.tokens[seq])
         is_shared = num_tokens and length % self.block_size and self.references()[self.blocks_of(seq)[-1]] > 1
         return self.num_blocks_of(length + num_tokens) - self.num_blocks_of(length) + bool(is_shared)
 
     def write(self, seq: Any, first: int) -> None:
-        """Write the tokens of a sequence from `first` on to their places."""
+        """Record the tokens of a sequence from `first` on as written."""
         blocks, tokens = self.blocks_of(seq), self.tokens[seq]
         for i in range(first, len(tokens)):
             self.written[blocks[i // self.block_size], i % self.block_size] = tuple(tokens[: i + 1]), seq
 
     def attempt(self, num_blocks: int, operation: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
-        """Call an operation that takes so many blocks at most: (True, its result), or (False, None) if it refuses.
+        """Call an operation that may take num_blocks blocks: (True, its result), or (False, None) if it refuses.
 
         Raises
         ------
         AssertionError
-            It took more, refused where there were enough, or changed something and refused.
+            It took more blocks, refused although enough were free, or refused and changed something.
         """
         num_free, tables = self.num_free(), {seq: self.blocks_of(seq) for seq in self.tokens}
         try:
@@ -198,15 +198,15 @@ class AllocatorMachine(RuleBasedStateMachine):
         return False, None
 
     def pick(self, which: int) -> Any:
-        """One of the sequences that are alive."""
+        """Choose a live sequence by an index modulo their number."""
         return [*self.tokens][which % len(self.tokens)]
 
     def has(self, operation: str) -> bool:
-        """Whether the subclass has an operation."""
+        """Whether the subclass defines an operation."""
         return getattr(type(self), operation) is not getattr(AllocatorMachine, operation)
 
     def _new_tokens(self, length: int, amount: int | str, first: int) -> list[int]:
-        """Token ids to put behind so many, none if there would be too many."""
+        """Make token ids to append to `length` tokens; none if the sequence would be too long."""
         to_end = self.block_size - length % self.block_size
         counts = {"to the block's end": to_end, "one past the block's end": to_end + 1}
         count = amount if isinstance(amount, int) else counts.get(amount, 2 * self.block_size)
@@ -219,10 +219,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert seq not in self.tokens, f"the new sequence has the handle {seq} of one that is alive"
         self.tokens[seq] = tokens
 
-    # -- what it does at random
+    # -- the random operations
     @initialize(data=st.data())
     def start_empty(self, data: st.DataObject) -> None:
-        """A new allocator."""
+        """Make a new allocator."""
         self.num_blocks = data.draw(st.sampled_from(self.nums_blocks), "num_blocks")
         self.block_size = data.draw(st.sampled_from(self.block_sizes), "block_size")
         self.start(self.num_blocks, self.block_size)
@@ -230,7 +230,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.tokens) < self.most_seqs)
     @rule(amount=AMOUNT, first=FIRST)
     def add_sequence(self, amount: int | str, first: int) -> None:
-        """Add a sequence, and write what no prefix cache found."""
+        """Add a sequence, and write the tokens that no prefix cache found."""
         if tokens := self._new_tokens(0, amount, first):
             done, seq = self.attempt(self.num_blocks_of(len(tokens)), self.add, tokens.copy())
             if done:
@@ -244,7 +244,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens and self.has("append"))
     @rule(which=WHICH, amount=AMOUNT, first=FIRST)
     def append_tokens(self, which: int, amount: int | str, first: int) -> None:
-        """Append tokens to a sequence, whose last block is copied if it is not full and others have it, too."""
+        """Append tokens to a sequence; a shared last block that is not full has to be copied."""
         self._append(self.pick(which), amount, first)
 
     def _append(self, seq: Any, amount: int | str, first: int) -> None:
@@ -258,7 +258,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: 0 < len(self.tokens) < self.most_seqs and self.has("fork"))
     @rule(which=WHICH, goes_on=st.sampled_from(["none", "the fork", "the other one", "both"]))
     def fork_sequence(self, which: int, goes_on: str) -> None:
-        """Fork a sequence, and append a token; an allocator may copy the last block at once, if it is not full."""
+        """Fork a sequence, and append a token; an allocator may copy a last block that is not full at once."""
         seq = self.pick(which)
         done, fork = self.attempt(int(len(self.tokens[seq]) % self.block_size > 0), self.fork, seq)
         if done:
@@ -272,7 +272,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tokens and self.has("truncate"))
     @rule(which=WHICH, dropped=st.integers(1, 9))
     def truncate_sequence(self, which: int, dropped: int) -> None:
-        """Drop tokens from the end of a sequence, but for one."""
+        """Drop tokens from the end of a sequence, keeping at least one."""
         seq = self.pick(which)
         if (length := max(1, len(self.tokens[seq]) - dropped)) < len(self.tokens[seq]):
             self.truncate(seq, length)
@@ -287,17 +287,17 @@ class AllocatorMachine(RuleBasedStateMachine):
         del self.tokens[seq]
 
     def teardown(self) -> None:
-        """Free every sequence, after which every block is free; not behind a failure, which it would hide."""
+        """Free all sequences, after which all blocks must be free; skipped after a failure, which it would hide."""
         if sys.exception() is self._handled:
             for seq in [*self.tokens]:
                 self.free(seq)
                 del self.tokens[seq]
                 self.no_block_is_lost()
 
-    # -- what must hold at any time
+    # -- the invariants
     @invariant()
     def no_block_is_lost(self) -> None:
-        """Every block is free or some sequence's, and none is both."""
+        """Every block is either free or held by a sequence."""
         used, num_free = len(self.references()), self.num_free()
         assert used + num_free == self.num_blocks, (
             f"{used} blocks are used and {num_free} free of {self.num_blocks}: "
@@ -306,7 +306,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def sequences_have_their_tokens(self) -> None:
-        """Every sequence reads, through its block table, what was written for its tokens."""
+        """Every sequence finds through its block table what was written for its tokens."""
         for seq, tokens in self.tokens.items():
             blocks = self.blocks_of(seq)
             for i in range(len(tokens)):

@@ -1,4 +1,4 @@
-"""Calls of the public operations on problems, and what is checked of each."""
+"""Calls of the public operations on problems, with the checks of each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .problems.merges import MergeSpec, states
 from .problems.writes import WriteSpec, build_write
 
 Array = np.ndarray[Any, Any]
-# A rounding or two of a weighted mean.
+# The error of one or two roundings of a weighted mean.
 STEPS = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def run(problem: Problem, **changes: Any) -> tuple[Array, Array]:
-    """(out, lse) of the public operation, and that it wrote its rows of `out` and nothing beside them."""
+    """Run the public operation and return (out, lse); check that it wrote only its rows of `out`."""
     problem.out_buffer[...] = np.nan
     operation = decode_attention if problem.query_starts is None else prefill_attention
     out, lse = operation(*problem.args, **{**problem.options, **changes}, out=problem.out, return_lse=True)
@@ -33,7 +33,7 @@ def run(problem: Problem, **changes: Any) -> tuple[Array, Array]:
 
 
 def check_merge(spec: MergeSpec, **changes: Any) -> None:
-    """The merged states against the reference."""
+    """Compare merged states with the reference."""
     outs, lses = states(spec.seed, spec.num_states, spec.dtype, spec.shape)
     given = (list(outs), list(lses)) if spec.as_list else (outs, lses)
     out, lse = merge_states(*given, **changes)
@@ -49,7 +49,7 @@ def check_merge(spec: MergeSpec, **changes: Any) -> None:
 
 
 def check_write(spec: WriteSpec, **changes: Any) -> None:
-    """Every bit of the caches: what is written, what is skipped, and everything else."""
+    """Compare every bit of the caches with the reference: written slots, skipped ones, and all others."""
     write = build_write(spec)
     given, k_cache, v_cache = (write.k, write.v, write.slots), write.problem.k_cache, write.problem.v_cache
     k_expected, v_expected = k_cache.copy(), v_cache.copy()

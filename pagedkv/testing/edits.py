@@ -1,4 +1,4 @@
-"""Functions with one wrong change: whether a check notices it is what the check is worth."""
+"""Edited functions: a check is worth as much as the wrong edits that it notices."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _serial = itertools.count()
 
 
 def edited(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """The function with a part of its source replaced; faults and tracebacks show the lines that it has then.
+    """Replace a part of a function's source; faults and tracebacks show the new lines.
 
     Parameters
     ----------
     function : callable
-        A Python function, or what numba made of one; decorators of its source are left out.
+        A Python function, possibly compiled by numba; decorators in its source are left out.
     old, new : str
         Text that occurs exactly once in its dedented source, and what replaces it.
 
     Returns
     -------
     function
-        With the globals and the values that the original one closes over now.
+        The new function, with the globals and the closed-over values of the original one.
 
     Raises
     ------
@@ -59,21 +59,21 @@ def edited(function: Callable[..., Any], old: str, new: str) -> Callable[..., An
 def survivors(
     function: Callable[..., Any], edits: Iterable[tuple[str, str]], check: Callable[[Callable[..., Any]], Any]
 ) -> list[tuple[str, str]]:
-    """The edits of a function with which a check passes: what it does not look at.
+    """Return the edits of a function that a check does not notice.
 
     Parameters
     ----------
     function : callable
-        One that passes the check.
+        A function that passes the check.
     edits : iterable of (old, new)
-        Of `edited`.
+        Arguments of `edited`.
     check : callable
-        Raises for a wrong function, such as ``assert_matches_reference``.
+        A function that raises for a wrong function, such as ``assert_matches_reference``.
 
     Raises
     ------
     ValueError, SyntaxError
-        An edit that cannot be made: nothing would have been tested.
+        An edit cannot be made, so it would test nothing.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""How far from the reference a result may be."""
+"""The error rule: how far from the reference a result may be."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Array = np.ndarray[Any, Any]
 
 
 def expect(problem: Problem, round_to: Any = None) -> tuple[Array, Array]:
-    """What :mod:`pagedkv.reference` gives: (out, lse), float64.
+    """Compute (out, lse) of a problem with :mod:`pagedkv.reference`, in float64.
 
     Parameters
     ----------
     problem : Problem
     round_to : dtype, optional
-        Float32 sums, and scores, probabilities and output rounded to this dtype.
+        Compute with float32 sums, and round scores, probabilities and output to this dtype.
 
     Examples
     --------
@@ -35,10 +35,16 @@ def expect(problem: Problem, round_to: Any = None) -> tuple[Array, Array]:
 
 
 def error_bound(exact: Array, rounded: Array, factor: float = 2) -> float:
-    """The largest error allowed: that of dense attention in q's dtype, `factor` times, and 1e-5.
+    """The largest allowed error: `factor` times that of dense attention in q's dtype, plus 1e-5.
 
-    Where results are beyond 8, 1e-5 for each 8 of the largest: sums in float32 round in proportion, and the sum of 512
+    If results exceed 8, it is 1e-5 for each 8 of the largest, since sums in float32 round in proportion: the sum of 512
     values of 16 may be off by 1.5e-5 in one order and by 4e-7 in another.
+
+    Parameters
+    ----------
+    exact, rounded : array
+        Results of `expect` without and with `round_to`.
+    factor : float
 
     Examples
     --------
@@ -55,11 +61,10 @@ def error_bound(exact: Array, rounded: Array, factor: float = 2) -> float:
 def assert_close(
     problem: Problem, out: Array, lse: Array | None, *, factor: float = 2, lse_dtype: str = "float32"
 ) -> None:
-    """Compare with the reference within the error bound; empty rows exactly.
+    """Compare a result with the reference: within the error bound, and exactly for rows without keys.
 
-    The largest error of a result is at most `factor` times that of dense attention whose scores, probabilities and
-    output are rounded to q's dtype, and 1e-5, in proportion where results are beyond 8; 2.5 times that in float32 with
-    ALiBi biases beyond 100.
+    The bound is that of `error_bound`, for dense attention whose scores, probabilities and output are rounded to q's
+    dtype; in float32 with ALiBi biases beyond 100 it is 2.5 times as large.
 
     Parameters
     ----------
@@ -67,15 +72,15 @@ def assert_close(
     out : (rows, num_heads, head_dim) array
         The rows of the queries, without padding.
     lse : (rows, num_heads) array or None
-        None: not compared.
+        None to compare `out` alone.
     factor : float
     lse_dtype : str
-        "float32": the LSE must be as good as one of float32 sums, whatever q's dtype.
+        "float32" if the LSE must be as good as one of float32 sums, whatever q's dtype; otherwise "q".
 
     Raises
     ------
     AssertionError
-        A result is further off than that, or a row that sees no key is not 0.
+        An error exceeds the bound, or a row without keys is not 0.
 
     Examples
     --------
@@ -108,7 +113,7 @@ def assert_close(
 
 
 def _at_fault(problem: Problem, name: str, got: Array, expected: Array, errors: Array, bound: float) -> str:
-    """Which numbers are wrong, and the first of them."""
+    """Describe how many numbers are wrong, and the first of them."""
     wrong = ~(errors <= bound)
     at = tuple(int(i) for i in np.argwhere(wrong)[0])
     starts = np.arange(len(problem.seq_lens) + 1) if problem.query_starts is None else problem.query_starts

@@ -1,4 +1,4 @@
-"""Arrays of the framework that the function under test takes, and its results as NumPy arrays."""
+"""Conversion of arguments for a function under test to its framework, and of its results to NumPy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BFLOAT16 = FLOATS["bfloat16"]
 
 
 def hand_over(arrays: str | Callable[[Array], Any], device: str | None = None) -> Callable[[Array], Any]:
-    """A function that turns a NumPy array into what the function under test takes.
+    """Make a function that converts a NumPy array to what the function under test takes.
 
     Parameters
     ----------
     arrays : {"numpy", "torch", "cupy"} or callable
-        A callable gets a NumPy array and returns the other one: `numba.cuda.to_device`, `jax.numpy.asarray`.
+        A callable converts a NumPy array, such as `numba.cuda.to_device` or `jax.numpy.asarray`.
     device : str, optional
-        Of torch tensors.
+        The device of torch tensors.
     """
     if callable(arrays):
         return arrays
@@ -43,7 +43,7 @@ def hand_over(arrays: str | Callable[[Array], Any], device: str | None = None) -
 
 
 def as_numpy(x: Any) -> Array:
-    """The NumPy array of a result, wherever it is; bfloat16 stays bfloat16."""
+    """Convert a result on any device to NumPy; bfloat16 stays bfloat16."""
     if isinstance(x, np.ndarray):
         return x
     if hasattr(x, "detach"):

@@ -1,4 +1,4 @@
-"""The same bits, whatever else is in the batch, wherever blocks lie, for every block size and in any chunks."""
+"""Checks of invariance: the same bits for other batches, placements, block sizes and chunks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ OVER = ("placement", "batch", "block_size", "chunks")
 
 
 def assert_invariant(spec: Spec, attend: Attend = run, over: Sequence[str] = OVER) -> int:
-    """Compare results bit by bit where only what should not matter is different.
+    """Check that a result keeps its bits when only things change that must not matter.
 
     Parameters
     ----------
     spec : Spec
-        Without fingerprints, which say where values lie; in layout vllm with a block size from 8 to 256.
+        A spec without fingerprints, which depend on where values lie; layout vllm needs a block size from 8 to 256.
     attend : callable
-        From a Problem its results, arrays whose first axis are the rows of q without padding; the public operation by
-        default, and ``functools.partial(run, backend="emulator")`` in the emulator.
+        Computes the results of a Problem: arrays with a row for each row of q without padding. By default the public
+        operation.
     over : sequence of str
         "placement": blocks elsewhere among other poison. "batch": each sequence alone, and all in the opposite order.
         "block_size": others. "chunks": of prefill, the last query tokens of each sequence without those before.
@@ -38,9 +38,9 @@ def assert_invariant(spec: Spec, attend: Attend = run, over: Sequence[str] = OVE
     Raises
     ------
     AssertionError
-        Other bits; the message has the problem.
+        A result has other bits; the message contains the problem.
     ValueError
-        No such thing as one of `over`.
+        An element of `over` is unknown.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def assert_invariant(spec: Spec, attend: Attend = run, over: Sequence[str] = OVE
 
 
 def _others(spec: Spec) -> Iterator[tuple[str, Problem, Array]]:
-    """What is different, the other problem, and the rows of the first one that it has."""
+    """Yield what differs, the other problem, and the rows of the first one that it has."""
     query_lens = spec.query_lens or (1,) * len(spec.seq_lens)
     starts, every = np.cumsum((0, *query_lens)), range(len(query_lens))
     ids = spec.ids or tuple(every)

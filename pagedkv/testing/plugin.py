@@ -1,9 +1,9 @@
-"""For pytest: a fixture that is an emulator with all its checks on, and faults that show the kernel's lines.
+"""A plugin for pytest: a fixture with an emulator that checks everything, and faults that show the kernel's lines.
 
     pytest_plugins = ["pagedkv.testing.plugin"]  # in conftest.py
 
-or ``pytest -p pagedkv.testing.plugin``. No entry point loads it: importing NumPy and this package would slow down the
-tests of everyone who has it installed.
+or ``pytest -p pagedkv.testing.plugin``. No entry point loads it, since importing NumPy and this package would slow
+down all tests of everyone who has it installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINES_AROUND = 2
 
 @pytest.fixture
 def emulator_device(request: pytest.FixtureRequest) -> EmulatorDevice:
-    """A fresh `EmulatorDevice` that looks for every fault, in a random order that is the same in each run of the test.
+    """A fresh `EmulatorDevice` with all checks, in a random order that is the same in each run of the test.
 
     Options of EmulatorDevice replace these:
     ``@pytest.mark.parametrize("emulator_device", [{"seed": 1}, {"seed": 2}], indirect=True)``.
@@ -35,7 +35,7 @@ def emulator_device(request: pytest.FixtureRequest) -> EmulatorDevice:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """Show a fault at the line of the test and at the line of the kernel, and nothing of the emulator in between."""
+    """Show a fault at the line of the test and at that of the kernel, without the emulator's frames in between."""
     try:
         return (yield)
     except BaseException as error:
@@ -47,7 +47,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 
 def place(fault: KernelFault) -> str:
-    """Who did it, and the lines of Python around it."""
+    """Describe the thread of a fault, and the Python lines around it."""
     lines = [f"kernel {fault.kernel}"]
     if fault.thread_block is not None:
         lines[0] += f", thread block {fault.thread_block}, thread {fault.thread}"
@@ -60,7 +60,7 @@ def place(fault: KernelFault) -> str:
 
 
 def _faults(error: BaseException | None) -> Iterator[KernelFault]:
-    """Of what pytest shows: an exception, what it was raised from, or else while what was handled."""
+    """Yield the faults among an exception and its causes, as pytest shows them."""
     while error is not None:
         if isinstance(error, KernelFault):
             yield error
@@ -68,7 +68,7 @@ def _faults(error: BaseException | None) -> Iterator[KernelFault]:
 
 
 def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
-    """The frames that are not of this package, nor of the code that it generates."""
+    """Drop the frames of this package and of code that it generates."""
     if traceback is None:
         return None
     rest = _without_ours(traceback.tb_next)

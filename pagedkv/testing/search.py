@@ -1,4 +1,4 @@
-"""Looks for an example that a check refuses, and for the smallest one, within a time."""
+"""A search for the smallest example that a check refuses, within a time limit."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hypothesis.strategies import SearchStrategy
 
 
 class Failure(NamedTuple):
-    """An example that a check refused, and what it raised."""
+    """An example that a check refused, and the error that it raised."""
 
     example: Any
     error: Exception
 
 
 class Found(NamedTuple):
-    """How many examples were tried before anything was refused, and the smallest that was."""
+    """How many examples were tried before the first failure, and the smallest failure."""
 
     num_examples: int
     failure: Failure | None
 
 
 class _TimeIsUp(BaseException):
-    """Ends a search at once: Hypothesis takes no Exception for an end, and would draw all the other examples."""
+    """Ends a search at once; after an Exception Hypothesis would go on with the other examples."""
 
 
 def search(
@@ -39,33 +39,33 @@ def search(
     share: float = 1,
     shrink_s: float = 20,
 ) -> Found:
-    """Draw examples until one fails, and then smaller ones.
+    """Draw examples until one fails, then look for smaller ones.
 
     Parameters
     ----------
     strategy : SearchStrategy
-        Of hashable examples.
+        A strategy for hashable examples.
     check : callable
-        Raises for an example that is refused.
+        Raises for an example that it refuses.
     max_examples : int
     seed : int or None
-        The same examples for the same seed; None: others each time.
+        Draw the same examples for the same seed; None for others each time.
     stop_at : float
-        Time of `time.monotonic` from which on nothing is tried.
+        The time by `time.monotonic` after which nothing is tried.
     share : float
-        Of the time until then that may be spent, the slowest example not counted: it may have waited for a compiler.
+        The share of the time until then that may be spent, not counting the slowest example, which may have compiled.
     shrink_s : float
-        Seconds to look for a smaller example.
+        Seconds to look for smaller examples.
     """
     refused: dict[Any, Exception] = {}
     smallest: Any = None
     count, slowest = 0, 0.0
     begun = time.monotonic()
-    end = stop_at  # of the search, and then of the one for a smaller example
+    end = stop_at  # of the search for a failure; later of the search for a smaller one
 
     def tried(example: Any) -> None:
         nonlocal count, slowest, smallest, end
-        if example in refused:  # what has failed fails, so that the last one is replayed when time is up
+        if example in refused:  # fail again, so that Hypothesis can replay it when time is up
             smallest = example
             raise refused[example]
         now = time.monotonic()

@@ -1,1 +1,1 @@
-"""What every operation requires of its arguments: metadata first, values last. Nothing is written here."""
+"""Validation of the arguments of every operation: metadata first, values last. It writes to nothing."""

@@ -1,6 +1,6 @@
-"""What attention requires: arguments in, views and options out.
+"""Validation of attention calls: from the caller's arguments to an AttentionCall.
 
-All shapes come before all dtypes, then strides, then options, then values (values.py).
+All shapes are checked before all dtypes, then strides, then options, then values (values.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MASK_DTYPES = (np.dtype(np.bool_), np.dtype(np.uint8))
 
 
 def attention_call(arguments: AttentionArguments) -> AttentionCall:
-    """The call of decode_attention or prefill_attention with these arguments; raises unless it is valid."""
+    """Validate the arguments of decode_attention or prefill_attention, and make the call."""
     a = arguments
     named = [("q", a.q), ("k_cache", a.k_cache), ("v_cache", a.v_cache)]
     named += [("block_tables", a.block_tables), ("seq_lens", a.seq_lens)]
@@ -49,7 +49,7 @@ def attention_call(arguments: AttentionArguments) -> AttentionCall:
 
 
 def placed_call(arguments: AttentionArguments, placement: Placement, views: dict[str, Array]) -> AttentionCall:
-    """The call with these arguments, of which `views` are the arrays, where `placement` says."""
+    """Validate a call whose placement is known; `views` are the arrays among the arguments."""
     a, q, k_cache, v_cache = arguments, views["q"], views["k_cache"], views["v_cache"]
     geometry = cache_pair.geometry_of(a.layout, a.kv_dtype, k_cache, v_cache)
     _require_shapes(views, geometry, a.layout)
@@ -184,7 +184,7 @@ def _window_right(window: object, *, causal: bool) -> int | None:
 
 
 def _max_seq_len(value: object) -> int:
-    """The bound on lengths as an int, or raise; objects with ``__index__`` are refused, which may wait for a GPU."""
+    """Convert the bound on lengths to an int, or raise; ``__index__`` is not called, since it may wait for a GPU."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(
             f"max_seq_len must be an int, got {type(value).__name__}: pass the max_seq_len of PagedKVCache.batch, "

@@ -1,4 +1,4 @@
-"""What attention, write_kv and gather_kv require alike: of the K and V cache of a layer, and of their scales.
+"""Validation of the K and V cache of a layer and of their scales, for attention, write_kv and gather_kv.
 
 `views` are the arrays among the arguments of a call, by name.
 """
@@ -22,7 +22,7 @@ _UINT8 = np.dtype(np.uint8)
 
 
 def scale_arrays(k_scale: Any, v_scale: Any) -> list[tuple[str, Any]]:
-    """Those of the two scales that are not numbers, with their names."""
+    """The scales that are arrays rather than numbers, with their names."""
     if k_scale is v_scale is None:  # most calls
         return []
     scales = [(name, x) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None]
@@ -30,9 +30,9 @@ def scale_arrays(k_scale: Any, v_scale: Any) -> list[tuple[str, Any]]:
 
 
 def kept_scale(name: str, value: Any, kind: str, num_kv_heads: int) -> float | Array | None:
-    """A scale that a cache keeps for all its calls: a number, or a copy of an array with one for each KV head.
+    """Validate a scale that a PagedKVCache keeps: a number, or a copy of an array with one for each KV head.
 
-    Arrays may be of any framework, on a device too, and of any float; one of a single element is a number.
+    Arrays may belong to any framework and device, and have any float dtype; one of a single element is a number.
     """
     if value is None or np.isscalar(value) or not kind.startswith("fp8"):
         return None if value is None else scale_of(name, value, None, kind)
@@ -52,7 +52,7 @@ def kept_scale(name: str, value: Any, kind: str, num_kv_heads: int) -> float | A
 
 
 def geometry_of(layout: Layout, kv_dtype: KvDtype | None, k_cache: Array, v_cache: Array) -> Geometry:
-    """The sizes that the shapes of the caches say, once layout and kv_dtype are ones that there are."""
+    """Validate layout and kv_dtype, and read the sizes from the shapes of the caches."""
     require_layout(layout)
     require_kv_dtype(kv_dtype)
     try:
@@ -72,14 +72,14 @@ def other_layouts(layout: Layout, k_cache: Array, v_cache: Array, suits: Callabl
 
 
 def scale_shapes(views: Mapping[str, Array], num_kv_heads: int) -> None:
-    """Raise ValueError for an array of scales that has not one element per KV head."""
+    """Raise ValueError for an array of scales without one element for each KV head."""
     for name in ("k_scale", "v_scale"):
         if name in views:
             require.shape(name, views[name], "(num_kv_heads,)", (num_kv_heads,))
 
 
 def kind_of(k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> str:
-    """What the elements of the caches are, or raise TypeError."""
+    """The type of the caches' elements, or raise TypeError."""
     if kv_dtype is not None:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             if cache.dtype != _UINT8:
@@ -102,7 +102,7 @@ def _is_float8(cache: Array) -> bool:
 def scales(
     k_scale: Any, v_scale: Any, views: Mapping[str, Array], kind: str, placement: Placement
 ) -> tuple[Scale, Scale]:
-    """Both scales, 1.0 where there is none; arrays on the host are the call's own."""
+    """Validate both scales; a missing one is 1.0, and arrays on the host are copied."""
     return _scale("k_scale", k_scale, views, kind, placement), _scale("v_scale", v_scale, views, kind, placement)
 
 
@@ -117,7 +117,7 @@ def _scale(name: str, value: Any, views: Mapping[str, Array], kind: str, placeme
 
 
 def scale_of(name: str, value: Any, view: Array | None, kind: str) -> float | None:
-    """A scale that is a number, 1.0 where there is none; None for one that is an array."""
+    """Validate a scale that is a number; a missing one is 1.0, and for an array the result is None."""
     if value is None:
         return 1.0
     if not kind.startswith("fp8"):

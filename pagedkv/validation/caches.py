@@ -1,4 +1,4 @@
-"""What the operations on the contents of caches require: write, gather, copy, swap.
+"""Validation of calls of write_kv, gather_kv, copy_blocks and swap_blocks.
 
 The order is that of attention.py: shapes, dtypes, strides, options, values.
 """
@@ -42,7 +42,7 @@ def write_call(
     backend: Any = "auto",
     check: bool | None = None,
 ) -> WriteCall:
-    """The call of write_kv with these arguments."""
+    """Validate the arguments of write_kv, and make the call."""
     named = [("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("slots", slots)]
     rotates = _rotates(cos, sin, positions, rotary_dim, interleaved)
     if rotates:
@@ -92,7 +92,7 @@ def write_call(
 
 
 def _rotates(cos: Any, sin: Any, positions: Any, rotary_dim: int | None, interleaved: bool) -> bool:
-    """True if k is to be rotated; raise unless the arguments that say how are all there, or none of them."""
+    """Whether to rotate k; raise unless all arguments for that are given, or none of them."""
     if cos is sin is positions is rotary_dim is None and interleaved is False:
         return False
     there = [name for name, x in zip(tables.NAMES, (cos, sin, positions), strict=True) if x is not None]
@@ -134,7 +134,7 @@ def gather_call(
     v_scale: Any = None,
     backend: Any = "auto",
 ) -> GatherCall:
-    """The call of gather_kv with these arguments."""
+    """Validate the arguments of gather_kv, and make the call."""
     named = [("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)]
     named += cache_pair.scale_arrays(k_scale, v_scale)
     placement, arrays = place(backend, named)
@@ -162,7 +162,7 @@ def gather_call(
 
 
 def copy_call(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> CopyCall:
-    """The call of copy_blocks with these arguments."""
+    """Validate the arguments of copy_blocks, and make the call."""
     layers = [*_leaves("k_cache", k_cache), *_leaves("v_cache", v_cache)]
     if isinstance(k_cache, (list, tuple)) != isinstance(v_cache, (list, tuple)):
         raise TypeError("k_cache and v_cache must both be arrays or both be lists of arrays")
@@ -188,7 +188,7 @@ def copy_call(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> Cop
 
 
 def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> SwapCall:
-    """The call of swap_blocks with these arguments."""
+    """Validate the arguments of swap_blocks, and make the call."""
     sources, destinations = list(_leaves("source", source)), list(_leaves("destination", destination))
     if [name[6:] for name, _ in sources] != [name[11:] for name, _ in destinations]:
         raise ValueError("source and destination must be built alike: arrays, (k, v) pairs or lists of them")
@@ -228,7 +228,7 @@ def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> 
 
 
 def _require_no_overlap(written: Sequence[tuple[str, Array]], read: Sequence[tuple[str, Array]] = ()) -> None:
-    """Raise ValueError if a cache that is written shares an element with another one that is written or read."""
+    """Raise ValueError if a written cache shares an element with another cache."""
     caches = [*written, *read]
     bounds = [_bounds(cache) for _, cache in caches]
     if all(end <= start for (_, end), (start, _) in pairwise(sorted(bounds))):
@@ -240,14 +240,14 @@ def _require_no_overlap(written: Sequence[tuple[str, Array]], read: Sequence[tup
 
 
 def _bounds(x: Array) -> tuple[int, int]:
-    """Where the bytes of an array begin and end."""
+    """The addresses where the bytes of an array begin and end."""
     if x.flags.c_contiguous:
         return (address := address_of(x)), address + x.nbytes
     return byte_bounds(x)
 
 
 def _leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """The arrays of nested lists, named like the expressions that reach them."""
+    """Flatten nested lists of arrays, naming each array by the expression that reaches it."""
     if isinstance(x, (list, tuple)):
         for i, y in enumerate(x):
             yield from _leaves(f"{name}[{i}]", y)

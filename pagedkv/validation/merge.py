@@ -1,4 +1,4 @@
-"""What merging requires of states. The order is that of attention.py."""
+"""Validation of merge_states, in the order of attention.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import require
 
 
 def merge_call(outs: Any, lses: Any, *, backend: object) -> MergeCall:
-    """The call of merge_states with these arguments."""
+    """Validate the arguments of merge_states, and make the call."""
     named = [*_states("outs", outs), *_states("lses", lses)]
     placement, arrays = place(backend, named)
     views = dict(zip((name for name, _ in named), arrays, strict=True))

@@ -1,6 +1,6 @@
-"""What the operations require alike: an array's shape, dtype, strides and alignment; the type and range of an option.
+"""Checks that operations share: shape, dtype, strides and alignment of an array, type and range of an option.
 
-Every function raises or returns; none writes to what it is given.
+The functions raise or return, and write to nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _OVERLAP_WORK: Any = 100_000  # NumPy's stubs know only the special values 0 and
 
 
 def shape(name: str, x: Array, symbols: str, expected: tuple[int, ...]) -> None:
-    """Raise ValueError unless x has the expected shape, called `symbols` in the glossary's words."""
+    """Raise ValueError unless x has the expected shape; `symbols` spells it in words of the glossary."""
     if x.shape != expected:
         raise ValueError(f"{name} must have shape {symbols} = {expected}, got {x.shape}")
 
 
 def ndim(name: str, x: Array, symbols: str, expected: int) -> None:
-    """Raise ValueError unless x has the expected number of axes, called `symbols` in the glossary's words."""
+    """Raise ValueError unless x has the expected number of axes; `symbols` spells its shape in glossary words."""
     if x.ndim != expected:
         raise ValueError(f"{name} must have shape {symbols}, got {x.shape}")
 
@@ -62,9 +62,9 @@ def strides(name: str, x: Array) -> None:
 
 
 def row_alignment(name: str, x: Array, placement: Placement) -> None:
-    """Raise ValueError unless CUDA kernels, where they run, can move the rows of x in vectors of 16 bytes.
+    """Raise ValueError unless CUDA kernels can move the rows of x in vectors of 16 bytes; other backends need not.
 
-    A row is the innermost axis. Where it is no multiple of 16 bytes, the largest power of two that divides it is
+    A row is the innermost axis. If it is not a multiple of 16 bytes, the largest power of two that divides it is
     enough.
     """
     if placement.backend == "cpu" or not x.size:
@@ -84,7 +84,7 @@ def row_alignment(name: str, x: Array, placement: Placement) -> None:
 
 
 def memory(given: Mapping[str, Array], placement: Placement) -> None:
-    """Raise ValueError unless kernels can move the elements of all these arrays; see `strides`, `row_alignment`."""
+    """Check `strides` of all arrays, and `row_alignment` of those whose rows kernels move in vectors."""
     for name, x in given.items():
         strides(name, x)
         if name in _ROWS:
@@ -92,7 +92,7 @@ def memory(given: Mapping[str, Array], placement: Placement) -> None:
 
 
 def writable(name: str, x: Array) -> None:
-    """Raise ValueError unless x can be written and has no element twice."""
+    """Raise ValueError unless x is writable and no two indices name the same element."""
     flags = x.flags
     if not flags.writeable:
         raise ValueError(f"{name} must be writable, got a read-only array")
@@ -121,7 +121,7 @@ def _overlap(x: Array, y: Array) -> bool:
 
 
 def number(name: str, value: object, *, positive: bool = False) -> float:
-    """The value as a float that float32 can hold, or raise; an array without an axis is the number in it."""
+    """Convert a value to a float within the range of float32, or raise; an array may hold it if it has no axes."""
     if is_array_of_one(value):
         value = value[()]
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -136,12 +136,12 @@ def number(name: str, value: object, *, positive: bool = False) -> float:
 
 
 def is_array_of_one(value: object) -> TypeGuard[Array]:
-    """True for a NumPy array of a float without an axis."""
+    """Whether a value is a NumPy array of floats without axes."""
     return isinstance(value, np.ndarray) and not value.ndim and value.dtype.kind == "f"
 
 
 def integer(name: str, value: Any) -> int:
-    """The value as an int, or raise TypeError; a bool is none."""
+    """Convert a value to an int, or raise TypeError; a bool is not one."""
     if type(value) is int:
         return value
     if isinstance(value, (bool, np.bool_, type, np.ndarray)) or not hasattr(value, "__index__"):
@@ -156,7 +156,7 @@ def boolean(name: str, value: object) -> None:
 
 
 def check(value: object) -> bool:
-    """The option `check`, or what the environment says where it is None; TypeError unless it is None, True or False."""
+    """Convert the option `check` to a bool; None reads the environment, other types raise TypeError."""
     if value is None:
         return is_on("PAGEDKV_CHECK")
     if not isinstance(value, (bool, np.bool_)):

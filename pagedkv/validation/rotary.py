@@ -1,4 +1,4 @@
-"""What the rotary embedding requires. The order is that of attention.py."""
+"""Validation of apply_rotary, in the order of attention.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rotary_call(
     backend: Any = "auto",
     check: bool | None = None,
 ) -> RotaryCall:
-    """The call of apply_rotary with these arguments."""
+    """Validate the arguments of apply_rotary, and make the call."""
     outs = _outs(out, k)
     named = [("q", q), ("k", k), ("cos", cos), ("sin", sin), ("positions", positions)]
     named = [(name, x) for name, x in named if name != "k" or x is not None]
@@ -59,7 +59,7 @@ def rotary_call(
 
 
 def _outs(out: Any, k: Any) -> list[tuple[str, Any]]:
-    """The arrays for the results, named."""
+    """The arrays for the results, with their names."""
     if out is None:
         return []
     if not isinstance(out, (tuple, list)) or len(out) != 2:
@@ -86,7 +86,7 @@ def _require_shapes(views: Mapping[str, Array]) -> None:
 
 
 def _require_writable(views: Mapping[str, Array]) -> None:
-    """Raise ValueError unless results can be stored: over the array that they come from, or where no argument is."""
+    """Raise ValueError unless each output is writable, and overlaps nothing or is the very array that it rotates."""
     for name, own in (("out[0]", "q"), ("out[1]", "k")):
         if name in views:
             require.writable(name, views[name])
@@ -96,6 +96,6 @@ def _require_writable(views: Mapping[str, Array]) -> None:
 
 
 def _is_same(x: Array, y: Array) -> bool:
-    """True for two views, of one shape, of the same elements in the same places."""
+    """Whether two views of one shape have the same elements in the same places."""
     strides = zip(x.shape, x.strides, y.strides, strict=True)
     return address_of(x) == address_of(y) and all(a == b for length, a, b in strides if length > 1)

@@ -1,4 +1,4 @@
-"""What the rotary embedding requires of cos, sin and positions, for every operation that rotates."""
+"""Validation of cos, sin and positions, for the operations that rotate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EVERY_SECOND = "of tables that have each column twice, pass every second one, c
 
 
 def require_shapes(views: Mapping[str, Array], num_tokens: int, head_dim: int) -> None:
-    """Raise ValueError unless the tables and the positions among the views suit tokens and heads of these sizes."""
+    """Raise ValueError unless the shapes of cos, sin and positions match the tokens and heads."""
     cos = views["cos"]
     if cos.ndim == 3:
         raise ValueError(
@@ -40,7 +40,7 @@ def require_shapes(views: Mapping[str, Array], num_tokens: int, head_dim: int) -
 
 
 def require_dtypes(views: Mapping[str, Array], rotated: str) -> None:
-    """Raise TypeError unless cos, sin and positions suit the dtype of the array called `rotated`."""
+    """Raise TypeError unless the dtypes of cos, sin and positions go with that of the array called `rotated`."""
     cos, dtype = views["cos"], views[rotated].dtype
     if cos.dtype not in (FLOAT32, dtype):
         other = "" if dtype == FLOAT32 else f" or {dtype}, that of {rotated}"
@@ -51,7 +51,7 @@ def require_dtypes(views: Mapping[str, Array], rotated: str) -> None:
 
 
 def require_rotary_dim(rotary_dim: Any, cos: Array, head_dim: int) -> None:
-    """Raise unless the tables, whose shapes are as required, rotate `rotary_dim` dims, where the caller gives it."""
+    """Raise unless the tables rotate `rotary_dim` dims, if the caller gives it; their shapes are valid."""
     if rotary_dim is None:
         return
     dim, columns = even_dim(rotary_dim, head_dim), cos.shape[1]
@@ -63,7 +63,7 @@ def require_rotary_dim(rotary_dim: Any, cos: Array, head_dim: int) -> None:
 
 
 def even_dim(rotary_dim: Any, head_dim: int) -> int:
-    """rotary_dim as an int, or raise."""
+    """Convert rotary_dim to an int, or raise."""
     dim = require.integer("rotary_dim", rotary_dim)
     if dim % 2 or not 2 <= dim <= head_dim:
         raise ValueError(f"rotary_dim must be even, from 2 to head_dim = {head_dim}, got {dim}")
@@ -71,9 +71,9 @@ def even_dim(rotary_dim: Any, head_dim: int) -> int:
 
 
 def require_columns_once(cos: Array, sin: Array, rotary_dim: Any) -> None:
-    """Raise ValueError if tables on the host have each column twice, where the caller gives no `rotary_dim`.
+    """Raise ValueError if tables on the host have each column twice and the caller gives no `rotary_dim`.
 
-    This looks at a few rows. One without angles, as at position 0, says nothing.
+    Only a few rows are compared. A row without angles, as at position 0, proves nothing.
     """
     half, odd = divmod(cos.shape[1], 2)
     if odd or not len(cos) or rotary_dim is not None:

@@ -1,7 +1,7 @@
-"""What the values of arrays on the host must be; those on a device are never read, unless by a kernel that checks.
+"""Validation of the values of arrays on the host; those on a device are only read by kernels with ``check=True``.
 
-What is checked here are copies (`Placement.own`), and kernels read the same copies: another thread may write to the
-caller's arrays at any time.
+The arrays are copies (`Placement.own`) that kernels will read, since another thread may write to the caller's arrays
+at any time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _INFINITY_BITS = np.array(np.inf, np.float32).view(np.uint32)
 
 
 def seq_lens(lengths: Array, max_seq_len: int, capacity: int) -> int:
-    """The longest length, 0 if there is none; raise ValueError unless every length is in 0..max_seq_len.
+    """Return the longest length, 0 if there is none, or raise ValueError unless all are in 0..max_seq_len.
 
-    That is at most the capacity of the tables.
+    max_seq_len is at most the capacity of the tables.
     """
     longest = _largest(lengths)
     if longest <= max_seq_len:
@@ -29,14 +29,14 @@ def seq_lens(lengths: Array, max_seq_len: int, capacity: int) -> int:
 
 
 def _largest(numbers: Array) -> int:
-    """The largest of int32 numbers, 0 if there is none; negative ones count as larger than all others."""
+    """The largest of some int32 numbers, 0 if there are none; negative numbers count as larger than all others."""
     bits = numbers.view(_UINT32)
     return int(bits.item(bits.argmax())) if bits.size else 0  # half the time of max()
 
 
 def block_tables(name: str, tables: Array, lengths: Array, block_size: int, num_blocks: int) -> None:
-    """Raise IndexError if a used entry is no block's id; lengths are valid, and the longest fills all columns given."""
-    # Most tables are valid even where they are not used: one pass, and no mask.
+    """Raise IndexError if a used entry is not a block id; lengths are valid, and the longest uses all columns."""
+    # Most tables are valid even in their unused entries: then one pass without a mask is enough.
     if _largest(tables) < num_blocks or not tables.size:
         return
     used = tables.view(_UINT32)
@@ -91,7 +91,7 @@ def mask(flat: Array, starts: Array, lengths: Array) -> None:
 
 def scales(name: str, per_head: Array) -> None:
     """Raise ValueError unless every scale is positive and finite."""
-    # By their bits: a thread that flushes denormals takes small scales for zeros.
+    # Compare bits, since a thread that flushes denormals would take small scales for zeros.
     bad = per_head.view(np.uint32) - np.uint32(1) >= _INFINITY_BITS - np.uint32(1)
     if bad.any():
         head = int(bad.argmax())
@@ -99,7 +99,7 @@ def scales(name: str, per_head: Array) -> None:
 
 
 def slots(of_tokens: Array, num_slots: int) -> None:
-    """Raise IndexError for a slot that is not there, ValueError for one named twice; negative ones are skipped."""
+    """Raise IndexError for a slot out of range, ValueError for one that is named twice; negative slots are skipped."""
     if not len(of_tokens):
         return
     if int(of_tokens.max()) >= num_slots:
@@ -118,7 +118,7 @@ def slots(of_tokens: Array, num_slots: int) -> None:
 
 
 def positions(of_tokens: Array, max_positions: int, used: Array | None = None) -> None:
-    """Raise IndexError for a position that the tables have no row for, of the tokens that are used."""
+    """Raise IndexError if a used token has a position without a row in the tables."""
     bad = (of_tokens < 0) | (of_tokens >= max_positions)
     if used is not None:
         bad &= used
@@ -129,7 +129,7 @@ def positions(of_tokens: Array, max_positions: int, used: Array | None = None) -
 
 
 def pairs(blocks: Array, num_sources: int, num_destinations: int, *, one_pool: bool) -> None:
-    """Raise unless the pairs (n, 2) name blocks that exist, no destination twice and, in one pool, none as a source."""
+    """Raise unless pairs (n, 2) name existing blocks, and no destination is named twice or, in one pool, a source."""
     if not len(blocks):
         return
     for column, what, count in ((0, "source", num_sources), (1, "destination", num_destinations)):

@@ -27,19 +27,19 @@ _REFUSED = {"output_attentions", "position_bias", "head_mask", "indices", "block
 
 
 class ForwardPass(Protocol):
-    """What attention needs to know about one forward pass; a model gets it as the keyword `forward_pass`."""
+    """What attention needs for one forward pass; pass it to the model as the keyword `forward_pass`."""
 
     def attend(self, layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        """Write the keys and values of the new tokens of a layer, and let its queries attend.
+        """Write the keys and values of the new tokens of a layer, and compute attention of its queries.
 
         Parameters
         ----------
         layer : int
         q : (num_tokens, num_heads, head_dim) tensor
-            Of the tokens that the model was given, its batch flattened.
+            The queries of the model's input, with the batch flattened.
         k, v : (num_tokens, num_kv_heads, head_dim) tensor
         **options
-            Those of :func:`~pagedkv.prefill_attention` that the model asks for: scale, window, softcap, sinks,
+            Options of :func:`~pagedkv.prefill_attention` that the model asks for: scale, window, softcap, sinks,
             alibi_slopes.
 
         Returns
@@ -52,20 +52,19 @@ class ForwardPass(Protocol):
 class CachedPass:
     """A forward pass over sequences of a PagedKVCache: ``model(ids, position_ids=..., forward_pass=CachedPass(...))``.
 
-    The model gets all new tokens in one row, those of the first sequence first, with `batch.positions` as position_ids
-    and ``use_cache=False``. Every layer writes to `slots` and reads the tables of `batch`.
+    The model gets all new tokens in one row, in the order of the sequences, with `batch.positions` as position_ids and
+    ``use_cache=False``. Every layer writes to `slots` and reads the tables of `batch`.
 
     Attributes
     ----------
     cache : PagedKVCache
-        Of torch tensors on the model's device; one layer for each of the model's.
+        A cache of torch tensors on the model's device, with as many layers as the model.
     slots : (num_tokens,) int64 tensor
-        Where the new K and V go, of `PagedKVCache.append` or `PagedKVCache.slots`; negative for tokens without any.
+        Where the new K and V go, from `PagedKVCache.append` or `PagedKVCache.slots`; negative for padding.
     batch : Batch
-        Of `PagedKVCache.batch`, with the number of new tokens of each sequence as query_lens: block tables, seq_lens
-        and query_starts.
+        From `PagedKVCache.batch`, with the number of new tokens of each sequence as query_lens.
     rows : (num_rows,) int64 tensor or None
-        Which of the tokens are in `batch`, if not all: the others, padding, get zeros.
+        Which of the tokens are in `batch`, if not all; the others are padding and get zeros.
 
     Examples
     --------
@@ -111,7 +110,7 @@ class CachedPass:
 
 
 class WatchedPass:
-    """A `CachedPass` that says which of its rows are finite: NaN and Inf of a layer are in its row in all behind it.
+    """A `CachedPass` that records which rows are finite after the last layer, which any NaN or Inf reaches.
 
     Attributes
     ----------
@@ -133,15 +132,15 @@ class WatchedPass:
 
 
 class _Running(threading.local):
-    """The forward pass that a model on this thread is in, and whether a layer has attended through it."""
+    """The forward pass in progress on this thread, and whether a layer has attended through it."""
 
-    # torch calls no hook after an interrupt: what else refers to a pass is the forward alone, and a cache, which may be
-    # most of a device, goes with it.
+    # torch calls no hook after an interrupt. With a weak reference only the forward itself keeps the pass alive, and
+    # with it a cache that may fill most of a device.
     _pass: weakref.ref[ForwardPass] | None = None
     has_attended = False
 
     def begin(self, forward_pass: ForwardPass | None) -> None:
-        """What layers and masks on this thread find until the next `begin`; None for a pass without pagedkv."""
+        """Set the pass that layers and masks on this thread find until the next `begin`; None without pagedkv."""
         self._pass = None if forward_pass is None else weakref.ref(forward_pass)
         self.has_attended = False
 
@@ -163,23 +162,23 @@ def paged_attention(
     forward_pass: ForwardPass | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of a layer, under the name `NAME` in transformers' AttentionInterface.
+    """Compute attention of a layer; registered as `NAME` in transformers' AttentionInterface.
 
-    Without a forward pass the layer computes attention as transformers does.
+    Without a forward pass it computes attention as transformers does.
 
     Parameters
     ----------
     module : Module
-        The attention layer; its `layer_idx` says which of the cache's it is.
+        The attention layer; its `layer_idx` selects the layer of the cache.
     query : (batch_size, num_heads, length, head_dim) tensor
     key, value : (batch_size, num_kv_heads, length, head_dim) tensor
-        Of the new tokens alone.
+        Keys and values of the new tokens alone.
     attention_mask
-        None: what a query sees is known from its sequence.
+        Must be None: the sequence of a query determines what it sees.
     forward_pass : ForwardPass
-        What the caller of the model passed to it.
+        The forward pass that the caller of the model passed.
     **options
-        What transformers asks for: `scaling`, `sliding_window`, `softcap`, `s_aux` and `alibi_slopes` are scale,
+        Options of transformers: `scaling`, `sliding_window`, `softcap`, `s_aux` and `alibi_slopes` become scale,
         window, softcap, sinks and alibi_slopes of :func:`~pagedkv.prefill_attention`.
 
     Returns
@@ -215,7 +214,7 @@ def paged_attention(
         "alibi_slopes": options.get("alibi_slopes"),
         "sinks": None if sinks is None else sinks.float(),
     }
-    # torch.compile cannot trace the host's part: it breaks its graph there.
+    # torch.compile cannot trace the part on the host, so the graph breaks here.
     attend = _attend_eagerly if torch.compiler.is_compiling() else _attend
     out = attend(forward_pass, module.layer_idx, q, k, v, asked)
     return out.view(batch_size, length, num_heads, head_dim), None
@@ -242,7 +241,7 @@ def _require_possible(
 
 
 def _of_transformers(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """What a layer calls without pagedkv: sdpa, or the eager function of the file that it is in."""
+    """The function that a layer calls without pagedkv: sdpa, or the eager function of the model's file."""
     if implementation(module.config) == "sdpa":
         sdpa: Callable[..., tuple[torch.Tensor, None]] = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return sdpa
@@ -251,9 +250,9 @@ def _of_transformers(module: torch.nn.Module) -> Callable[..., tuple[torch.Tenso
 
 
 def mask(*, config: Any, **arguments: Any) -> torch.Tensor | None:
-    """The mask of a model's layers, under `NAME` in transformers' AttentionMaskInterface.
+    """Make the mask of a model's layers; registered as `NAME` in transformers' AttentionMaskInterface.
 
-    None in a forward pass of pagedkv, else what transformers makes.
+    None in a forward pass of pagedkv, otherwise the mask that transformers makes.
     """
     if _is_paged():
         return None
@@ -287,23 +286,23 @@ def uses_pagedkv(model: PreTrainedModel) -> bool:
 
 
 def implementation(config: Any) -> str:
-    """What transformers calls the attention that layers with this configuration compute without pagedkv."""
+    """The name in transformers of the attention that layers with this configuration compute without pagedkv."""
     name: str = config._attn_implementation
     return {NAME: "sdpa", _OVER_EAGER: "eager"}.get(name, name)
 
 
 def choose_pagedkv(model: PreTrainedModel) -> None:
-    """Let the model's layers call `paged_attention`.
+    """Make the model's layers call `paged_attention`.
 
-    ``model.set_attn_implementation`` looks for a kernel on the hub where a name has "flash" in it; the configuration
-    takes any name.
+    ``model.set_attn_implementation`` looks for a kernel on the hub if a name contains "flash", so the name goes into
+    the configuration directly.
     """
     theirs = implementation(text_config(model))
     _set_implementation(model, _OVER_EAGER if theirs == "eager" or not model._supports_sdpa else NAME)
 
 
 def choose_transformers(model: PreTrainedModel) -> str:
-    """Let the model's layers compute attention as transformers does; returns how transformers calls that."""
+    """Make the model's layers compute attention as transformers does; return the name of that attention."""
     name = implementation(text_config(model))
     _set_implementation(model, name)
     return name

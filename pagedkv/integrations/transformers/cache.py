@@ -36,18 +36,18 @@ def require_options(kind: type, options: Collection[str]) -> None:
 
 
 class PagedCache(Cache):
-    """The keys and values of ``model.generate(..., past_key_values=PagedCache(model, memory="1GiB"))``.
+    """A paged cache for generate: ``model.generate(..., past_key_values=PagedCache(model, memory="1GiB"))``.
 
-    Each row of generate's batch is a sequence of a PagedKVCache: padding takes no slots, beams share blocks, and what
-    an assistant drafted in vain is truncated. One cache serves one call of generate, or several that go on with the
-    same rows; `reset` makes it ready for others.
+    Each row of the batch is a sequence of a PagedKVCache: padding takes no slots, beams share blocks, and rejected
+    drafts are truncated. One cache serves one call of generate, or several that continue the same rows; `reset` makes
+    it ready for others.
 
     Parameters
     ----------
     model : PreTrainedModel
-        After :func:`use_pagedkv`.
+        A model after :func:`use_pagedkv`.
     num_blocks : int or None
-        N; None where `memory` says how many.
+        N; None if `memory` is given.
     block_size : int
         P, tokens per block.
     **options
@@ -66,9 +66,9 @@ class PagedCache(Cache):
 
     Notes
     -----
-    A forward pass that needs more blocks than are free raises OutOfBlocksError before it begins, one that makes a row
-    longer than the whole cache ValueError, and the cache is as before. One that fails later, or is interrupted, is
-    undone by what comes next.
+    Before it begins, a forward pass that needs more blocks than are free raises OutOfBlocksError, and one that makes a
+    row longer than the whole cache ValueError; the cache does not change. The next call undoes a pass that fails later
+    or is interrupted.
 
     Examples
     --------
@@ -107,7 +107,7 @@ class PagedCache(Cache):
         )
 
     def require_suits(self, model: PreTrainedModel) -> None:
-        """Raise ValueError unless a model has filled the cache so far, or the layers that an empty one was made for."""
+        """Raise ValueError unless this model has filled the cache so far, or could fill it if it is empty."""
         self._undo()
         if self.seqs:
             if self._filled_by() is not model:
@@ -123,10 +123,10 @@ class PagedCache(Cache):
     def require_positions(
         self, position_ids: torch.Tensor | None, num_rows: int, length: int, attention_mask: torch.Tensor | None
     ) -> None:
-        """Raise ValueError unless new tokens stand behind the cached ones of their row, with padding counted or not.
+        """Raise ValueError unless the positions of new tokens follow those cached in their row.
 
-        generate drops a mask that hides nothing, of whatever width, and what is left of it is the positions. A batch
-        that is wrong without them is for `begin` to refuse.
+        Positions may count padding or not. generate drops a mask that hides nothing, and then only the positions show
+        its width. `begin` refuses batches that are wrong for other reasons.
         """
         # Positions of images and sound have several axes.
         is_wrong = num_rows <= 0 or length <= 0 or len(self.seqs) not in (0, num_rows)
@@ -151,12 +151,12 @@ class PagedCache(Cache):
             )
 
     def begin(self, num_rows: int, length: int, attention_mask: torch.Tensor | None) -> CachedPass:
-        """Make room for the new tokens of every row: what the model's layers need for them.
+        """Make room for the new tokens of every row, and return the pass for the model's layers.
 
         Parameters
         ----------
         num_rows, length : int
-            Of the model's input.
+            The shape of the model's input.
         attention_mask : (num_rows, cached tokens + length) tensor or None
             0 for padding, which is on the left.
         """
@@ -210,7 +210,7 @@ class PagedCache(Cache):
         return CachedPass(self.kv, slots, batch, rows)
 
     def _shown(self, attention_mask: torch.Tensor, num_rows: int, length: int) -> npt.NDArray[np.bool]:
-        """Which tokens a mask shows, on the host; raises unless those are all that are cached, and some new ones."""
+        """Which tokens a mask shows, on the host; raise unless it shows all cached ones, and pads on the left."""
         if not isinstance(attention_mask, torch.Tensor):
             raise TypeError(
                 f"attention_mask must be a (rows, tokens) tensor, 0 for padding, got {type(attention_mask).__name__}: "
@@ -247,11 +247,11 @@ class PagedCache(Cache):
             raise
 
     def end(self) -> None:
-        """The pass has written the new tokens of every row."""
+        """Record that the pass has written the new tokens of every row."""
         self._length, self._before = self._next_length, None
 
     def _undo(self) -> None:
-        """Forget the tokens of a pass that has not come to its end."""
+        """Truncate the tokens of a pass that did not end."""
         if self._before is None:
             return
         self.kv.truncate(self.seqs, self._before)
@@ -260,17 +260,17 @@ class PagedCache(Cache):
             self.reset()
 
     def reset(self) -> None:
-        """Free the sequences."""
+        """Free all sequences, so that the cache can serve other rows."""
         self.kv.free(self.seqs)
         self.seqs, self._length, self._before = [], 0, None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let each row go on with the tokens of another: `PagedKVCache.reorder`."""
+        """Let each row continue with the tokens of another, by `PagedKVCache.reorder`."""
         self._undo()
         self.kv.reorder(self.seqs, beam_idx.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens of every row, as many as a number that is not positive says: `PagedKVCache.truncate`."""
+        """Drop the last ``-tokens_to_remove`` tokens of every row, by `PagedKVCache.truncate`."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be at most 0, minus the number of tokens, got {tokens_to_remove}")
         self._undo()
@@ -283,7 +283,7 @@ class PagedCache(Cache):
             self._length += tokens_to_remove
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Give every row copies behind it, that share its blocks: `PagedKVCache.fork`."""
+        """Insert copies behind every row that share its blocks, by `PagedKVCache.fork`."""
         repeats = as_int("repeats", repeats, minimum=1)
         self._undo()
         if self.seqs:
@@ -302,7 +302,7 @@ class PagedCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks of a layer of a cache; the attention function does the rest."""
+    """The interface that transformers expects of a layer of a cache; `paged_attention` does the work."""
 
     is_croppable = True
     is_sliding = False
@@ -312,12 +312,12 @@ class _Layer(CacheLayerMixin):
         self._cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the PagedKVCache is there already."""
+        """Do nothing: the PagedKVCache exists already."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new keys and values as they came: `paged_attention` writes them.
+        """Return the new keys and values unchanged, since `paged_attention` writes them.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Engine: a model of transformers under pagedkv's scheduler."""
+"""Engine: continuous batching of a model of transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOT_FINITE = (
 
 
 def _one_at_a_time(method: _Method[_P, _R]) -> _Method[_P, _R]:
-    """A method that is refused in the middle of another one, and mends first what an interrupted one has left."""
+    """Guard a method: RuntimeError in the middle of another one, and recovery if an earlier one was interrupted."""
 
     @wraps(method)
     def call(self: Engine, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -61,7 +61,7 @@ def _one_at_a_time(method: _Method[_P, _R]) -> _Method[_P, _R]:
 
 
 class Sampled(NamedTuple):
-    """What a step has made of a request.
+    """The result of a step for a request.
 
     Attributes
     ----------
@@ -70,12 +70,12 @@ class Sampled(NamedTuple):
     token : int
         The next token of its text; -1 with an error.
     reason : str
-        Why the text ends with it: "stop" for an end token or a text of `stop`, "length" for max_tokens, "error" where
-        none can be chosen; empty while it goes on.
+        Why the text ends: "stop" for an end token or a text of `stop`, "length" for max_tokens, "error" if no token
+        can be chosen; empty while it goes on.
     message : str
-        What is wrong, with an error.
+        The message of an error.
     num_cached : int
-        Tokens of its prompt that the prefix cache had.
+        How many tokens of its prompt the prefix cache had.
     """
 
     request: int
@@ -86,35 +86,35 @@ class Sampled(NamedTuple):
 
 
 class Engine:
-    """Continuous batching of a model of transformers: requests come and go while others generate.
+    """Serves a model of transformers with continuous batching: requests come and go while others generate.
 
-    Its requests share the blocks of what they begin with, long prompts are computed in chunks beside the tokens of
-    others, and when the pool is full the last ones wait: it is a :class:`~pagedkv.Scheduler` over a
-    :class:`~pagedkv.PagedKVCache`. All tokens of a step go through the model in one row without padding, and only the
-    last one of each request gets logits.
+    A :class:`~pagedkv.Scheduler` over a :class:`~pagedkv.PagedKVCache` plans the steps: requests share the blocks of
+    common prefixes, long prompts are computed in chunks beside the tokens of others, and when the pool is full the last
+    requests wait. All tokens of a step go through the model in one row without padding, and only the last token of
+    each request gets logits.
 
-    One thread at a time may call it. After an error of the model nothing of its step has happened, and it can be made
-    again, with the same draws, or its requests aborted. After an interrupt (Ctrl-C), or an error of a listener to the
-    cache's events, the next call computes running requests again as far as the prefix cache does not find them.
+    One thread at a time may call it. After an error of the model its step has changed nothing: repeat it, with the same
+    draws, or abort requests. After an interrupt (Ctrl-C), or an error of a listener to the cache's events, the next
+    call computes running requests again, except what the prefix cache finds of them.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder in eval mode, on the CPU or a CUDA device. Its layers attend through pagedkv from now on.
+        A decoder in eval mode, on the CPU or a CUDA device, on which `use_pagedkv` is called.
     tokenizer : optional
-        Of transformers, for prompts and streams that are text; or what has its ``tokenizer(text)``, which returns ids
-        or a dict with `input_ids`, its ``decode(ids, skip_special_tokens=)``, and for messages its `chat_template` and
-        ``apply_chat_template(messages, add_generation_prompt=, return_dict=)``.
+        A tokenizer of transformers, for prompts and streams of text; or an object with ``tokenizer(text)``, which
+        returns ids or a dict with `input_ids`, ``decode(ids, skip_special_tokens=)``, and for messages `chat_template`
+        and ``apply_chat_template(messages, add_generation_prompt=, return_dict=)``.
     memory : str, int, float or None
-        What K and V may take: "2GiB", bytes, or a share, 0.9 say, of what is free on the device now.
+        Memory for K and V: "2GiB", bytes, or a share of the free memory of the device, such as 0.9.
     num_blocks : int or None
-        In place of memory.
+        N, in place of `memory`.
     block_size : int
         P, tokens per block.
     max_num_batched_tokens, max_num_seqs
-        As for :class:`~pagedkv.Scheduler`.
+        As in :class:`~pagedkv.Scheduler`.
     eos_token_id : int, sequence of int, or None
-        The tokens that end a text; by default those of the model's generation_config.
+        Tokens that end a text; by default those of the model's generation_config.
     **options
         Others of :class:`~pagedkv.PagedKVCache`: `kv_dtype`, `max_seqs`, `prefix_cache`, `eviction`, ...
 
@@ -126,15 +126,14 @@ class Engine:
     Raises
     ------
     TypeError, ValueError
-        An argument is not as described, paged attention is not what the model's layers do, or the model counts
-        positions itself.
+        An argument is not as described, paged attention cannot run the model, or the model counts positions itself.
     BackendUnavailableError
         There are no kernels for the model's device.
 
     Notes
     -----
-    A text does not depend on the other requests as far as the model's own layers do not: torch's matrix products may
-    round otherwise for another number of rows.
+    Attention of a request does not depend on other requests, but the model's own layers may: torch's matrix products
+    may round differently for another number of rows.
 
     Examples
     --------
@@ -189,7 +188,7 @@ class Engine:
         self._model, self._tokenizer = model, tokenizer
         self._vocab_size = len(model.get_input_embeddings().weight)
         self._requests: dict[int, EngineRequest] = {}
-        self._left: deque[int] = deque()  # requests whose streams were closed or forgotten: `step` ends them
+        self._left: deque[int] = deque()  # requests whose streams were closed or dropped, which the next step ends
         self._made: list[Sampled] = []  # computed, and not yet returned by `step`
         self._is_busy = False  # in the middle of a call
         self._is_torn = False  # a call began to change the scheduler, and did not end
@@ -215,28 +214,27 @@ class Engine:
         priority: int = 0,
         salt: str | bytes | None = None,
     ) -> int:
-        """Let a request wait for its start.
+        """Add a request, which waits until there is room for it.
 
         Parameters
         ----------
         prompt : str, list of messages, or (num_tokens,) ints
-            A text, or messages for the chat template, ``[{"role": "user", "content": "Hi"}]``, need the engine's
-            tokenizer. Ids may be what a tokenizer of transformers returns, a tensor, or an array.
+            A text, messages for the chat template, ``[{"role": "user", "content": "Hi"}]``, or token ids: a list, an
+            array, a tensor, or what a tokenizer returns. Texts and messages need the engine's tokenizer.
         max_tokens : int
-            Tokens to generate, at most.
+            The most tokens to generate.
         temperature, top_k, top_p, min_p, repetition_penalty, seed
-            How they are drawn, as in vLLM: by default the most probable one is taken. With a seed the same ones are
-            drawn again.
+            Sampling options as in vLLM; by default the most probable token is taken. A seed makes draws repeatable.
         min_tokens : int
-            Tokens to generate before anything but max_tokens may end the text.
+            Before so many tokens only max_tokens ends the text.
         stop : str, sequence of str, or None
-            The text ends before the first of them, wherever the borders of tokens are; needs the engine's tokenizer.
+            The text ends before the first of these texts; needs the engine's tokenizer.
         stop_token_ids : sequence of int or None
-            Tokens that end the text, besides `eos_token_id`.
+            More tokens that end the text, besides `eos_token_id`.
         ignore_eos : bool
-            Whether the text goes on behind `eos_token_id`.
+            Whether the text goes on after `eos_token_id`.
         priority, salt
-            As for :meth:`~pagedkv.Scheduler.add`.
+            As in :meth:`~pagedkv.Scheduler.add`.
 
         Returns
         -------
@@ -246,7 +244,7 @@ class Engine:
         Raises
         ------
         TypeError, ValueError
-            An argument is not as described, or the request could never fit.
+            An argument is not as described, or the request can never fit.
         RuntimeError
             Called in the middle of another call.
         """
@@ -256,7 +254,7 @@ class Engine:
         texts = stop_texts(stop)
         decoder = TextDecoder(tokenizer_of(self._tokenizer), texts) if texts else None
         ids: Any = ids_of(prompt_ids(prompt, self._tokenizer))
-        # In a step it would fail, and all others with it.
+        # Such a token would fail the step, and all other requests with it.
         if (largest := int(ids.max(initial=0))) >= self._vocab_size:
             raise ValueError(
                 f"a token of the prompt is {largest}, and {type(self._model).__name__} has {self._vocab_size}: it "
@@ -271,7 +269,7 @@ class Engine:
             )
         request = EngineRequest(ids, max_tokens, min_tokens, sampling, sorted(ends), decoder)
         number = self._add(request, priority, salt)
-        # No interrupt comes between here and the caller: without its number, nobody could read or abort the request.
+        # From here on no interrupt can come before the caller has the number, by which it can abort the request.
         self._requests[number] = request
         self._is_torn = False
         return number
@@ -293,7 +291,7 @@ class Engine:
         Raises
         ------
         KeyError
-            It has ended or never was.
+            The request has ended, or was never added.
         RuntimeError
             Called in the middle of another call.
         """
@@ -304,57 +302,56 @@ class Engine:
         self._is_torn = False
 
     def step(self) -> list[Sampled]:
-        """Compute one step.
+        """Run one step.
 
         Returns
         -------
         list of Sampled
-            One for each request that got a token or ended with an error: those whose prompt is not done yet got none.
-            Empty, too, when there is no request.
+            One for each request that got a token or ended with an error; none for those whose prompt is not done yet.
 
         Raises
         ------
         CapacityError
-            As of :meth:`~pagedkv.Scheduler.schedule`: what else you keep in the cache is in the way.
+            As from :meth:`~pagedkv.Scheduler.schedule`, if you keep other sequences or pins in the cache.
         RuntimeError
             Called in the middle of another call.
         """
         if not self._made:
             self._compute()
-        # No interrupt comes between here and the caller, who gets each token once.
+        # From here on no interrupt can come before the caller has the tokens: it gets each of them once.
         made, self._made = self._made, []
         return made
 
     def run(self) -> Iterator[Sampled]:
-        """The tokens of all requests as they come, until none is left; others may be added meanwhile."""
+        """Run steps and yield the results until no request is left; more may be added meanwhile."""
         while self._made or self._requests:
             if not self._made:
                 self._compute()
             while self._made:
-                # Taken one by one: after a break, or an interrupt, the next step has the others.
+                # Remove them one by one: after a break or an interrupt, the next step returns the others.
                 first, self._made = self._made[0], self._made[1:]
                 yield first
 
     def tokens(self, prompt: Prompt, max_tokens: int, **options: Any) -> Stream[int]:
-        """Add a request and iterate over its tokens, without the one that stops it.
+        """Add a request and iterate over its tokens, except one that stops it.
 
-        Several can be open at a time: each step that one of them waits for is a step of all requests. Closing the
-        iterator, or letting go of it, aborts the request with the next step.
+        Several iterators can be open at a time: a step that one of them runs is a step of all requests. Closing or
+        dropping an iterator aborts its request with the next step.
 
         Parameters
         ----------
         prompt, max_tokens, **options
-            As for `add`, which raises what it raises.
+            As in `add`, whose errors it raises.
 
         Raises
         ------
         FloatingPointError
-            From the iterator: no token can be chosen, as the model's logits are not finite.
+            From the iterator, if no token can be chosen since the model's logits are not finite.
         """
         return self._stream(prompt, max_tokens, options, lambda request: request.tokens)
 
     def stream(self, prompt: Prompt, max_tokens: int, **options: Any) -> Stream[str]:
-        """Add a request and iterate over its text, piece by piece; otherwise as `tokens`.
+        """Add a request and iterate over pieces of its text; otherwise as `tokens`.
 
         Raises
         ------
@@ -380,12 +377,12 @@ class Engine:
         try:
             request = self._requests[number]
             return Stream(request, items_of(request), self._compute_aside, partial(self._left.append, number))
-        except BaseException:  # an interrupt: nobody has its stream
+        except BaseException:  # an interrupt: the caller will not get the stream
             self._left.append(number)
             raise
 
     def _compute_aside(self) -> None:
-        """Make a step whose tokens `step` returns to nobody."""
+        """Run a step whose results go to streams only, not to `step`."""
         made = self._made
         try:
             self._compute()
@@ -407,13 +404,13 @@ class Engine:
             self._is_torn = False
             raise
         if step:
-            # From here on the tokens are chosen, whatever happens to the scheduler.
+            # From here on the tokens count as chosen, even if the scheduler fails.
             commit([*writes, (vars(self), "_made", self._made + made)])
             self._update(step, tokens, made)
         self._is_torn = False
 
     def _choose(self, step: Step) -> tuple[list[Sampled], list[Write], list[int]]:
-        """What the model says to a step: what comes of it, what to store of that, and the tokens of `step.sampled`."""
+        """Run the model and choose tokens: the results, what to store, and the tokens of `step.sampled`."""
         logits = self._logits(step)
         rows = {number: i for i, number in enumerate(step.requests.tolist())}
         sampled = step.sampled.tolist()
@@ -457,15 +454,15 @@ class Engine:
         del self._requests[number]
 
     def _mend(self) -> None:
-        """Let all requests wait, to be computed again with the tokens that were chosen."""
+        """Recover from an interrupted call: all requests wait, and are computed again with the tokens they have."""
         self._requests = {number: request for number, request in self._requests.items() if not request.reason}
         self.scheduler.restart({number: request.all_tokens for number, request in self._requests.items()})
         self._is_torn = False
 
     def _logits(self, step: Step) -> torch.Tensor:
-        """Logits of the last row of each request, (num_seqs, vocab_size): NaN where any row of it is not finite.
+        """Compute logits of the last row of each request, (num_seqs, vocab_size); NaN if any of its rows is not finite.
 
-        Nobody may find keys and values that are not finite, also where a window hides them from the last row.
+        Keys and values that are not finite must not become findable, even if a window hides them from the last row.
         """
         watched = WatchedPass(self.cache, step.slots, step.batch)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Layers that do not get a forward pass by the model's own keywords: here they find it."""
+"""Patches for models that do not pass the keyword `forward_pass` on to their attention layers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .attention import paged_attention, running
 
 
 def let_layers_find(model: PreTrainedModel) -> None:
-    """Let those attention layers of a model find the forward pass that they are in to which the model hands on none.
+    """Patch attention layers to which the model does not pass the keyword `forward_pass`, so that they find it.
 
-    Those of most models get it as a keyword, and nothing is done to them.
+    Most models pass it on, and need no patch.
     """
     if isinstance(model, BloomPreTrainedModel):
         for module in model.modules():
@@ -38,7 +38,7 @@ def _hand_on(
 def _bloom(
     module: Any, theirs: Any, hidden_states: torch.Tensor, residual: torch.Tensor, **inputs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A layer of Bloom, which computes attention itself."""
+    """Run an attention layer of Bloom, which would compute attention itself."""
     made = running.forward_pass
     if made is None:
         out: tuple[torch.Tensor, torch.Tensor | None] = theirs(hidden_states, residual, **inputs)
@@ -46,7 +46,7 @@ def _bloom(
     q, k, v = module._reshape(module.query_key_value(hidden_states))
     if inputs.get("layer_past") is not None:
         k, v = inputs["layer_past"].update(k, v, module.layer_idx)
-    # What the second token of a sequence adds to its own logit.
+    # The slopes are the biases of the second token of a sequence.
     biases = build_alibi_tensor(torch.ones(1, 2, device=q.device), module.num_heads, torch.float32)
     slopes = biases[:, 0, 1].contiguous()
     options = {"scaling": module.inv_norm_factor, "alibi_slopes": slopes, "forward_pass": made}

@@ -1,4 +1,4 @@
-"""What a model's attention needs, and whether that is what paged attention does."""
+"""Facts about models of transformers, and which of them paged attention can run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SEE_ALL_OF_AN_IMAGE = {"gemma3", "gemma4", "gemma4_unified", "molmo2"}
 
 
 def uncompiled(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, where ``torch.compile(model)`` has put another module around it."""
+    """The model inside the module that ``torch.compile(model)`` returns; other models are returned as they are."""
     return getattr(model, "_orig_mod", model)
 
 
 def input_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """The inputs of a model by their places, as the first forward has them that does not only hand on ``*args``."""
+    """The names of a model's positional inputs, from the first forward in its MRO without ``*args``."""
     of_classes = [vars(kind)["forward"].__get__(model) for kind in type(model).__mro__ if "forward" in vars(kind)]
     for forward in (model.forward, *of_classes):
         parameters = signature(forward).parameters
@@ -45,7 +45,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """(num_layers, num_kv_heads, head_dim) of a model that `require_supported` lets pass."""
+    """(num_layers, num_kv_heads, head_dim) of a supported model."""
     config = text_config(model)
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
@@ -54,7 +54,7 @@ def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
 
 
 def require_supported(model: PreTrainedModel) -> None:
-    """Raise unless paged attention is what the layers of a model do.
+    """Raise unless paged attention computes what the layers of a model compute.
 
     Raises
     ------
@@ -67,12 +67,12 @@ def require_supported(model: PreTrainedModel) -> None:
 
 
 def require_causal(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
-    """Raise if a model has inputs for which it would ask transformers, which makes pagedkv none, for another mask.
+    """Raise if inputs of a model need a mask other than the causal one.
 
     Raises
     ------
     ValueError
-        There are images among them, and their tokens see later ones, too.
+        The inputs include images whose tokens attend to later ones.
     """
     images = [inputs.get("pixel_values"), *(inputs.get("mm_encoder_outputs") or {}).values()]
     if model.config.model_type in _SEE_ALL_OF_AN_IMAGE and any(image is not None for image in images):
@@ -83,12 +83,12 @@ def require_causal(model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
 
 
 def require_positions(model: PreTrainedModel) -> None:
-    """Raise unless a model is told at which positions its tokens are.
+    """Raise unless a model takes the positions of its tokens as an input.
 
     Raises
     ------
     ValueError
-        It counts them itself, or has another first one than 0: those of several sequences in one row would be wrong.
+        It counts positions itself, or not from 0, which would be wrong for several sequences in one row.
     """
     model = uncompiled(model)
     if model.config.model_type == "bloom":  # it has none
@@ -102,7 +102,7 @@ def require_positions(model: PreTrainedModel) -> None:
 
 
 def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
-    """What a model has that paged attention does not do, if anything."""
+    """Why paged attention cannot run a model; None if it can."""
     if model.config.is_encoder_decoder:
         return "is an encoder-decoder, whose cross-attention sees tokens that are no part of its sequence"
     if several := _SHAPE & (config.per_layer_attributes or set()):

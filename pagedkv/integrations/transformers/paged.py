@@ -1,4 +1,4 @@
-"""The pages of transformers' continuous batching, read where they are."""
+"""Forward passes of transformers' continuous batching, which read its pages in place."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ...operations.caches import write_kv
 
 @dataclass(frozen=True, eq=False)
 class AllocatorPages:
-    """The keys and values of layers that share block tables: those of one of transformers' allocators.
+    """The keys and values of the layers of one of transformers' allocators, which share block tables.
 
-    It has a page for the K and V of each of its layers in every block, and counts tokens in rows of a page's K or V:
+    Each block has a page for the K and V of every layer. transformers numbers tokens by rows of K or V:
     ``block * 2 * num_layers * block_size + offset``.
 
     Attributes
     ----------
     index : int
-        Its place in transformers' lists of indices.
+        The allocator's index in transformers' lists of indices.
     layer_type : str
-        Its key in transformers' dicts of lengths.
+        The allocator's key in transformers' dicts of lengths.
     caches : dict
         K and V of each layer: (num_blocks, block_size, num_kv_heads, head_dim) views of the tensor of all pages.
     block_size : int
     stride : int
-        Rows of a block.
+        Rows in a block.
     window : int or None
-        Sliding layers have a ring of so many tokens for each sequence: position p is at p % window.
+        The size of the ring of tokens that sliding layers have for each sequence: position p is at p % window.
     unused : int
-        The row that padding is written to.
+        The row to which padding is written.
     """
 
     index: int
@@ -45,7 +45,7 @@ class AllocatorPages:
 
     @classmethod
     def of(cls, allocator: Any) -> AllocatorPages:
-        """The pages of an allocator of transformers."""
+        """Read the pages of an allocator of transformers."""
         layers, block_size = allocator.layer_indices, allocator.tokens_per_page
         shape = (-1, len(layers), 2, block_size, allocator.num_key_value_heads, allocator.head_dim)
         pages = allocator.cache_tensor.view(shape)
@@ -60,26 +60,26 @@ class AllocatorPages:
         )
 
     def slots(self, rows: torch.Tensor) -> torch.Tensor:
-        """Slots of rows to write; -1 for padding, all of which transformers writes to one row."""
+        """Convert rows to slots; -1 for padding, all of which transformers writes to one row."""
         slots = rows // self.stride * self.block_size + rows % self.stride
         return slots.masked_fill(rows == self.unused, -1)
 
     def tables(self, rows: torch.Tensor) -> torch.Tensor:
-        """The blocks that rows are in."""
+        """Convert rows to blocks."""
         return (rows // self.stride).int()
 
 
 class PagedPass:
-    """A forward pass of transformers' continuous batching: what `ForwardPass` is for it.
+    """The `ForwardPass` of transformers' continuous batching.
 
-    Tables are made once for the layers that share them, from the indices that transformers makes for every pass, and
-    nothing on a device is looked at for it.
+    Layers of one allocator share tables, which are made from the indices that transformers computes for every pass,
+    without reading values from a device.
 
     Parameters
     ----------
     pages : list of AllocatorPages
     inputs : dict
-        What transformers gives to the model.
+        The inputs that transformers passes to the model.
     """
 
     def __init__(self, pages: list[AllocatorPages], inputs: dict[str, Any]) -> None:
@@ -94,16 +94,16 @@ class PagedPass:
 
 
 def _stays(pages: AllocatorPages, inputs: dict[str, Any]) -> bool:
-    """Whether no token of the pass takes the place of one that another token of it still sees.
+    """Whether no new token overwrites one in the ring that another new token still sees.
 
-    The length of a sequence in a sliding layer counts its new tokens and at most window - 1 before them: beyond the
-    window, there are several new ones, and they wrap around the ring.
+    The length of a sequence in a sliding layer counts its new tokens and at most window - 1 before them. If it exceeds
+    the window, several new tokens wrap around the ring.
     """
     return pages.window is None or inputs["max_length_k"][pages.layer_type] <= pages.window
 
 
 class _InPlace:
-    """Layers whose keys and values are read where they are written."""
+    """Layers whose keys and values are read in the pages themselves."""
 
     def __init__(self, pages: AllocatorPages, inputs: dict[str, Any]) -> None:
         self.pages = pages
@@ -131,7 +131,7 @@ class _InPlace:
         read: torch.Tensor,
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """The rows of the ring's tokens `firsts`: of those that were cached, oldest first, or of those written now."""
+        """The rows of the ring's tokens `firsts`: cached ones, oldest first, or ones written now."""
         query_starts = self.query_starts.long()
         cached = (self.seq_lens - query_starts.diff())[:, None]
         past = positions[query_starts[:-1].clamp(max=len(positions) - 1)][:, None]
@@ -153,7 +153,7 @@ class _InPlace:
 
 
 class _Gathered:
-    """Sliding layers whose new tokens take the place of ones that are still seen: transformers copies all of them."""
+    """Sliding layers whose new tokens overwrite visible ones: transformers gathers all keys and values before that."""
 
     def __init__(self, pages: AllocatorPages, inputs: dict[str, Any]) -> None:
         self.inputs = inputs
@@ -161,7 +161,7 @@ class _Gathered:
         starts = inputs["cu_seq_lens_k"][pages.layer_type].int()
         self.seq_lens = starts.diff()
         self.max_seq_len = inputs["max_length_k"][pages.layer_type]
-        # Every token of the copy is a block.
+        # Each token of the gathered copy counts as a block.
         self.block_tables = starts[:-1, None] + torch.arange(self.max_seq_len, dtype=torch.int32, device=starts.device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a caller of Engine may give: prompts of any kind, and texts that end one."""
+"""Conversion of the prompts and stop texts that callers of Engine pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Prompt: TypeAlias = (
 
 
 def require_tokenizer(tokenizer: Any) -> None:
-    """Raise TypeError for what is neither None nor a tokenizer."""
+    """Raise TypeError unless `tokenizer` is a tokenizer or None."""
     if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise TypeError(
             "tokenizer must be one of transformers, such as AutoTokenizer.from_pretrained(...) returns, "
@@ -24,14 +24,14 @@ def require_tokenizer(tokenizer: Any) -> None:
 
 
 def tokenizer_of(tokenizer: Any) -> Any:
-    """The tokenizer, or ValueError where there is none."""
+    """Return the tokenizer, or raise ValueError if there is none."""
     if tokenizer is None:
         raise ValueError("text needs a tokenizer: Engine(model, tokenizer, ...), or give and take token ids")
     return tokenizer
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> Any:
-    """The token ids of whatever a prompt may be."""
+    """Convert a prompt of any kind to token ids."""
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
         if tokenizer_of(tokenizer).chat_template is None:
             raise ValueError(
@@ -51,7 +51,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> Any:
 
 
 def _one_row(values: Any) -> Any:
-    """Tensors as arrays, and what is of one text in a batch of one."""
+    """Convert tensors to arrays, and unwrap a batch of one text."""
     if isinstance(values, torch.Tensor):
         values = values.numpy(force=True)
     is_batch = isinstance(values, np.ndarray) and values.ndim == 2
@@ -63,7 +63,7 @@ def _one_row(values: Any) -> Any:
 
 
 def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The texts that end a text; raises unless each is one."""
+    """Convert the option `stop` to a tuple of texts, or raise."""
     if not isinstance(stop, (str, Iterable, NoneType)):
         raise TypeError(f"stop must be a str, or a sequence of them, got {type(stop).__name__}")
     texts = (stop,) if isinstance(stop, str) else tuple(stop or ())

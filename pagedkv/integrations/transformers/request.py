@@ -23,18 +23,18 @@ class EngineRequest:
     ----------
     prompt : (num_tokens,) int32
     max_tokens, min_tokens : int
-        Tokens to generate, at most, and before it may stop.
+        The most tokens to generate, and how many before it may stop.
     sampling : Sampling
     ends : list of int
-        The tokens that end it.
+        Tokens that end the text.
     decoder : TextDecoder or None
-        Where its text is wanted.
+        Converts tokens to text, if text is wanted.
     tokens : list of int
-        Generated so far, but for one that stops it.
+        The tokens generated so far, except one that stops the text.
     pieces : list of str
-        Their text.
+        The text of these tokens.
     reason, message : str
-        Why it has ended, empty until then; and what was wrong.
+        Why it ended, empty before that; and the message of an error.
     """
 
     prompt: npt.NDArray[np.int32]
@@ -50,16 +50,16 @@ class EngineRequest:
 
     @property
     def all_tokens(self) -> npt.NDArray[np.int32]:
-        """Those of the prompt and the generated ones, as a new array."""
+        """The tokens of the prompt and the generated ones, as a new array."""
         return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
 
     @property
     def adjusts(self) -> bool:
-        """Whether `adjust` has anything to do."""
+        """Whether `adjust` would change its logits."""
         return self.sampling.repetition_penalty != 1 or len(self.tokens) < self.min_tokens
 
     def adjust(self, logits: torch.Tensor) -> None:
-        """Change its logits, (vocab_size,) float32: penalties, and no end that comes too early."""
+        """Adjust its logits, (vocab_size,) float32, in place: apply penalties, mask tokens that end it too early."""
         penalty = self.sampling.repetition_penalty
         if penalty != 1:
             seen = torch.from_numpy(self.all_tokens).long().to(logits.device)
@@ -71,7 +71,7 @@ class EngineRequest:
             logits[[end for end in self.ends if 0 <= end < len(logits)]] = -torch.inf
 
     def plan(self, token: int) -> tuple[str, list[Write]]:
-        """What its next token does to it: why it ends, or an empty string, and what to store."""
+        """Append a token: why the request ends with it, or an empty string, and what to store."""
         num_tokens = len(self.tokens) + 1
         decoder, piece = copy(self.decoder), ""
         may_stop = num_tokens > self.min_tokens
@@ -91,7 +91,7 @@ class EngineRequest:
         ]
 
     def plan_end(self, reason: str, message: str = "") -> list[Write]:
-        """It ends without another token: what to store."""
+        """End the request without another token: what to store."""
         rest: Any = [] if self.decoder is None else [copy(self.decoder).finish()]
         return [
             (self.pieces, slice(len(self.pieces), None), rest),

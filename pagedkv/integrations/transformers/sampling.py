@@ -1,4 +1,4 @@
-"""Which token comes next: the most probable one, or one that is drawn, with draws of its own for each request."""
+"""Sampling: choose the most probable token, or draw one with random numbers that belong to the request."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ...validation.require import number
 
 @dataclass(eq=False)
 class Sampling:
-    """How the tokens of a request are chosen.
+    """The options by which the tokens of a request are chosen.
 
     Parameters
     ----------
     temperature : float
-        What logits are divided by; 0 takes the most probable token.
+        Logits are divided by it; 0 takes the most probable token.
     top_k : int
-        Draw among so many of the most probable ones; 0 for all.
+        Draw among this many of the most probable tokens; 0 for all.
     top_p : float
-        Draw among the fewest most probable ones that have this probability together, of those that the others leave.
+        Draw among the fewest most probable tokens that together have this probability, after the other limits.
     min_p : float
-        Draw among those that have at least this share of the probability of the most probable one.
+        Draw among tokens with at least this share of the probability of the most probable one.
     repetition_penalty : float
         Above 1, tokens of the prompt and of the text so far become less probable: their logits are divided by it if
         they are positive, else multiplied.
     seed : int or None
-        Of the draws; None for another text each time.
+        The seed of the draws; None for a different text each time.
 
     Raises
     ------
     TypeError, ValueError
-        Not a number, or one that is out of range.
+        An option is not a number, or out of range.
     """
 
     temperature: float = 0.0
@@ -49,7 +49,7 @@ class Sampling:
     _key: npt.NDArray[Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # A step takes these of all its requests: what is wrong with one would fail all others with it.
+        # A step samples all its requests together, so one bad option would fail all of them.
         self.temperature = number("temperature", self.temperature)
         if self.temperature < 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
@@ -65,20 +65,20 @@ class Sampling:
         self._key = np.random.SeedSequence(self.seed).generate_state(2, np.uint64)
 
     def draw(self, place: int) -> float:
-        """The draw for the token that has so many before it, from 0 to 1: the same whenever it is asked for."""
+        """The random number in [0, 1) for the token at a place in the text: the same each time."""
         return np.random.Generator(np.random.Philox(key=self._key, counter=place)).random()
 
 
 def choose(logits: torch.Tensor, samplings: Sequence[Sampling], places: Sequence[int]) -> list[int]:
-    """The next token of each request.
+    """Choose the next token of each request.
 
     Parameters
     ----------
     logits : (num_seqs, vocab_size) tensor
     samplings : sequence of Sampling
-        One for each row; those with a temperature are drawn from.
+        The options for each row; rows with a temperature are drawn.
     places : sequence of int
-        How many tokens the request of each row has.
+        How many tokens the request of each row has so far.
 
     Returns
     -------
@@ -96,13 +96,13 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling], places: Sequence
 
 
 def are_finite(logits: torch.Tensor) -> list[bool]:
-    """Whether a token can be chosen from each row: no NaN in it, no +inf, and not -inf alone."""
+    """Whether a token can be chosen from each row: it has no NaN, no +inf, and not only -inf."""
     finite: list[bool] = logits.amax(-1).isfinite().tolist()
     return finite
 
 
 def _drawn(logits: torch.Tensor, samplings: Sequence[Sampling], draws: Sequence[float]) -> torch.Tensor:
-    """A token of each row, by inverting its distribution."""
+    """Draw a token of each row by inverting its distribution."""
     scaled = logits.double()
     scaled = scaled - scaled.amax(-1, keepdim=True)
     p = (scaled / _column([sampling.temperature for sampling in samplings], scaled)).exp()
@@ -116,7 +116,7 @@ def _drawn(logits: torch.Tensor, samplings: Sequence[Sampling], draws: Sequence[
 
 
 def _most_probable(p: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Probabilities up to a factor, 0 for the tokens that top_k and top_p leave out."""
+    """Set the probabilities of tokens that top_k and top_p exclude to 0; `p` need not be normalised."""
     order = p.argsort(dim=-1, descending=True, stable=True)
     left, rank = p.gather(-1, order), torch.arange(p.shape[1], device=p.device)
     left[rank >= _column([sampling.top_k or p.shape[1] for sampling in samplings], p)] = 0

@@ -1,4 +1,4 @@
-"""Stream: what comes of one request, piece by piece."""
+"""Stream: an iterator over the output of one request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Stream(Iterator[Item]):
     ----------
     request : EngineRequest
     items : sequence
-        What has come of it so far, which grows.
+        Its output so far, which grows.
     compute : callable
-        Makes a step of the engine.
+        Runs a step of the engine.
     abort : callable
-        Ends the request, now or later; may be called at any time, from the garbage collector too.
+        Aborts the request now or later; may be called at any time, also by the garbage collector.
     """
 
-    _is_open = False  # where an interrupt keeps it from being made
+    _is_open = False  # for `__del__` if an interrupt ends `__init__`
 
     def __init__(
         self, request: EngineRequest, items: Sequence[Item], compute: Callable[[], None], abort: Callable[[], None]
@@ -45,7 +45,7 @@ class Stream(Iterator[Item]):
         return item
 
     def close(self) -> None:
-        """Abort the request, if it has not ended."""
+        """Abort the request unless it has ended."""
         if self._is_open and not self._request.reason:
             self._abort()
         self._is_open = False

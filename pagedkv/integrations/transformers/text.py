@@ -1,33 +1,33 @@
-"""Tokens to text as they come."""
+"""TextDecoder: converts tokens to text as they are generated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# What a decoder puts where bytes are no character, or not yet.
+# A decoder's output for bytes that are not a character, or not yet.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _MOST_INCOMPLETE = 3  # bytes, and so tokens, of a character that is not complete: none has more than four
 _MOST_TOKENS = 16  # that are decoded again with each token
 
 
 class TextDecoder:
-    """The text of tokens that come one by one; a character appears with the last of its bytes.
+    """Decodes tokens one by one; a character appears with the last of its bytes.
 
-    What a token reads like may depend on those before it (a space in front of a word), so a few are decoded again with
-    each, as vLLM and TGI do. Bytes that are no character read as U+FFFD, at most three tokens late.
+    The text of a token may depend on tokens before it (a space in front of a word), so a few are decoded again with
+    each, as in vLLM and TGI. Bytes that are not a character become U+FFFD, at most three tokens late.
 
     Parameters
     ----------
     tokenizer
-        Of transformers; its special tokens are left out.
+        A tokenizer of transformers; its special tokens are left out.
     stop : sequence of str
-        The text ends before the first of them. What may be the beginning of one is held back.
+        The text ends before the first of these. Text that may be the beginning of one is held back.
 
     Attributes
     ----------
     is_stopped : bool
-        Whether one of `stop` has come: the text has ended.
+        Whether the text has ended with one of `stop`.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -39,14 +39,14 @@ class TextDecoder:
         self.is_stopped = False
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """The text that is complete with this token; may be empty.
+        """Add a token, and return the text that it completes, possibly none.
 
-        With ``may_stop=False`` the text goes on whatever it says.
+        With ``may_stop=False`` no `stop` ends the text.
         """
         return "" if self.is_stopped else self._until_stop(self._decoded(token), may_stop)
 
     def finish(self) -> str:
-        """What is left when no token comes any more."""
+        """Return the rest of the text after the last token."""
         if self.is_stopped:
             return ""
         text = self._until_stop(self._decode(self._tokens)[self._num_out :], True) + self._held
@@ -60,7 +60,7 @@ class TextDecoder:
         if not new and self._is_special(token):
             return ""
         self._tokens, self._num_waiting = tokens, self._num_waiting + 1
-        # A token without a text cannot say whether the next word has a space in front.
+        # A token without text cannot show whether the next word has a space in front.
         if new and not new.endswith(INCOMPLETE):
             self._tokens, self._num_waiting = self._tokens[-self._num_waiting :], 0
             self._num_out = len(self._decode(self._tokens))

@@ -1,4 +1,4 @@
-"""use_pagedkv: one call after which a model's layers run on pagedkv."""
+"""use_pagedkv: makes the attention layers of a model run on pagedkv."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _PAGES = "_pages_of_pagedkv"
 
 
 def use_pagedkv(model: PreTrainedModel) -> None:
-    """Let a model of transformers compute attention with pagedkv.
+    """Make a model of transformers compute attention with pagedkv.
 
-    After it ``model.generate_batch`` and transformers' ContinuousBatchingManager read their own pages with pagedkv's
-    kernels, ``model.generate`` takes a `PagedCache`, and a `forward_pass` may be given to the model itself. Every other
-    call of the model computes attention as transformers does, with sdpa, or eager where the model had that or has no
-    other. ``model.set_attn_implementation("sdpa")`` takes all of it back; transformers does not set that of Bloom, for
-    which it is ``model.config._attn_implementation = "eager"``. Where the model's device has no kernels, it warns, and
-    the model keeps what it had, with which generate_batch works as well.
+    From then on ``model.generate_batch`` and transformers' ContinuousBatchingManager read their own pages with
+    pagedkv's kernels, ``model.generate`` takes a `PagedCache`, and the model itself takes a `forward_pass`. All other
+    calls of the model compute attention as transformers does, with sdpa, or eager if the model had that or supports
+    nothing else. ``model.set_attn_implementation("sdpa")`` undoes it; for Bloom, whose attention transformers does not
+    set, use ``model.config._attn_implementation = "eager"``. If pagedkv has no kernels for the model's device, it warns
+    and leaves the model as it is; generate_batch works with that as well.
 
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder; on the CPU or a CUDA device.
+        A decoder on the CPU or a CUDA device.
 
     Raises
     ------
     ValueError
-        Paged attention is not what the model's layers do.
+        Paged attention does not compute what the model's layers compute.
 
     Examples
     --------
@@ -52,7 +52,7 @@ def use_pagedkv(model: PreTrainedModel) -> None:
     >>> model.config._attn_implementation
     'pagedkv_flash'
     """
-    model = uncompiled(model)  # whose generate calls it, and not what is around it
+    model = uncompiled(model)  # generate calls this model, not the compiled module around it
     require_supported(model)
     try:
         _try_kernels(model)
@@ -64,9 +64,9 @@ def use_pagedkv(model: PreTrainedModel) -> None:
 
 
 def set_attention(model: PreTrainedModel) -> None:
-    """Let the model's layers compute attention with pagedkv where a call of the model has a forward pass.
+    """Make the model's layers compute attention with pagedkv in calls that have a forward pass.
 
-    It is what `use_pagedkv` does to a model that is supported, on a device with kernels.
+    `use_pagedkv` does this for a supported model on a device with kernels.
     """
     choose_pagedkv(model)
     if _begin not in model._forward_pre_hooks.values():
@@ -77,7 +77,7 @@ def set_attention(model: PreTrainedModel) -> None:
 
 
 def _try_kernels(model: PreTrainedModel) -> None:
-    """Write one token to a cache of the model's shapes, dtype and device, and let it attend."""
+    """Write a token to a cache of the model's shapes, dtype and device, and compute its attention."""
     _, num_kv_heads, head_dim = kv_shape(model)
     where = {"dtype": model.dtype, "device": model.device}
     k_cache, v_cache, token = torch.zeros(3, 1, 1, num_kv_heads, head_dim, **where)
@@ -92,7 +92,7 @@ def _try_kernels(model: PreTrainedModel) -> None:
 def _begin(
     model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Called before a model's forward: adds what the caches among its inputs say of this forward pass."""
+    """Hook before a model's forward: adds the forward pass that the caches among its inputs imply."""
     made, named = inputs.get("forward_pass"), _named(model, args, inputs)
     cache = _cache_of(named)
     if uses_pagedkv(model):
@@ -113,7 +113,7 @@ def _begin(
 
 @torch.compiler.disable
 def _finish(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any], outputs: Any) -> None:
-    """Called after a model's forward, unless it fails."""
+    """Hook after a model's forward, unless that fails."""
     if inputs.get("forward_pass") is not None and not running.has_attended:
         raise RuntimeError(
             f"the layers of {type(model).__name__} do not hand the keyword forward_pass on, and have attended without "
@@ -125,23 +125,23 @@ def _finish(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any
 
 @torch.compiler.disable
 def _end(model: PreTrainedModel, args: tuple[Any, ...], outputs: Any) -> None:
-    """Called after a model's forward, even if it fails."""
+    """Hook after a model's forward, even if that fails."""
     running.begin(None)
 
 
 def _paged(inputs: dict[str, Any]) -> ForwardPass | None:
-    """The pass of transformers' continuous batching, if that is what calls the model."""
+    """The pass of transformers' continuous batching, if that calls the model."""
     cache = inputs.get("cache")
     if not isinstance(cache, PagedAttentionCache):
         return None
-    kept = vars(cache)  # by the cache itself: whoever else kept them would keep its memory
+    kept = vars(cache)  # stored in the cache itself, since a reference elsewhere would keep its memory alive
     if _PAGES not in kept:
         kept[_PAGES] = [AllocatorPages.of(allocator) for allocator in cache.cache_allocators.values()]
     return PagedPass(kept[_PAGES], inputs)
 
 
 def _named(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs by their names, those too that came by their place."""
+    """All inputs by name, positional ones too."""
     return dict(zip(input_names(model), args, strict=False)) | inputs if args else inputs
 
 
@@ -151,7 +151,7 @@ def _cache_of(inputs: dict[str, Any]) -> PagedCache | None:
 
 
 def _cached(model: PreTrainedModel, cache: PagedCache, inputs: dict[str, Any]) -> ForwardPass:
-    """The pass of ``generate`` with a PagedCache."""
+    """The pass of a call of ``generate`` with a PagedCache."""
     cache.require_suits(model)
     if inputs.get("use_cache") is False:
         raise ValueError(

@@ -1,22 +1,22 @@
-"""Which versions of transformers the integration knows."""
+"""The versions of transformers that the integration supports."""
 
 from __future__ import annotations
 
 from importlib import import_module, metadata
 
-# From here to there transformers' PagedAttentionCache and Cache are what paged.py and cache.py read.
+# The range of versions whose PagedAttentionCache and Cache paged.py and cache.py can read.
 OLDEST, BEFORE = (5, 20), (5, 24)
 
 
 def require_transformers() -> str:
-    """The version of transformers that is installed.
+    """Check that a supported version of transformers is installed, and return it.
 
     Raises
     ------
     ModuleNotFoundError
         torch or transformers is not installed.
     ImportError
-        The version of transformers is none of those that the integration was written for.
+        The integration does not support the installed version of transformers.
     """
     remedy = 'pip install "pagedkv[transformers]"'
     for name in ("torch", "transformers"):

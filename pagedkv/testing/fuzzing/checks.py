@@ -1,4 +1,4 @@
-"""What is checked of a public operation on one problem."""
+"""The checks of a public operation on one problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..problems.writes import WriteSpec
 
 
 class Moved(AssertionError):
-    """Other bits, where only the blocks have moved: `spec` is the problem with the blocks elsewhere."""
+    """A result has other bits although only blocks have moved; `spec` is the problem with the blocks elsewhere."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__("other bits where only blocks have moved, and other poison is around them")
@@ -20,10 +20,10 @@ class Moved(AssertionError):
 
 
 def check(spec: Spec | WriteSpec | MergeSpec, **changes: Any) -> None:
-    """Raise AssertionError unless the operation does with this problem what it should.
+    """Raise AssertionError unless the operation computes this problem correctly.
 
-    Results of attention are within the error bound, and have the same bits when blocks lie elsewhere among other
-    poison; writes have the bits of the reference.
+    Results of attention must be within the error bound, and keep their bits when blocks lie elsewhere among other
+    poison; writes must have the bits of the reference.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ TURN = {"cpu": 600, "emulator": 25}
 
 
 class Turn(NamedTuple):
-    """What a turn has done: problems of an operation, and of a failure what it was and the script."""
+    """The result of a turn: how many problems of which operation, and for a failure its message and script."""
 
     operation: str
     num_problems: int
@@ -151,7 +151,7 @@ def play(backend: str, seed: int, number: int, end: float) -> Turn:
 
 
 def _written(path: str, text: str) -> str:
-    """Write the script, elsewhere if it cannot be written there: a failure may have taken hours to find."""
+    """Write the script, to another place if necessary, since a failure may have taken hours to find."""
     try:
         Path(path).write_text(text)
     except OSError as error:
@@ -162,7 +162,7 @@ def _written(path: str, text: str) -> str:
 
 
 def _turns(backend: str, seed: int, processes: int, end: float) -> Generator[Turn]:
-    """Turns as they are done, from as many processes."""
+    """Yield turns as `processes` processes finish them."""
     number = 0
     if processes == 1:
         while time.time() < end:
@@ -200,6 +200,6 @@ def _turns(backend: str, seed: int, processes: int, end: float) -> Generator[Tur
 
 
 def _prepare() -> None:
-    """In a new process: one thread, and Ctrl-C is for the one that started it."""
+    """Prepare a new process: it uses one thread, and leaves Ctrl-C to its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A script that makes one call with the arrays of a failure, and imports nothing but pagedkv and numpy."""
+"""Scripts that reproduce a failing call with its arrays, and import only pagedkv and NumPy."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ np.testing.assert_allclose(out.astype(float), exact, rtol={step}, atol={step})
 
 
 def script(spec: Spec | WriteSpec | MergeSpec, said: str, *, moved: Spec | None = None, **changes: Any) -> str:
-    """A script that fails as the check of `spec` did.
+    """Write a script that fails as the check of `spec` did.
 
     Parameters
     ----------
     spec : Spec, WriteSpec or MergeSpec
     said : str
-        What went wrong, for the first lines.
+        The failure's message, for the first lines.
     moved : Spec, optional
         The same problem with its blocks elsewhere, whose result has other bits.
     **changes
@@ -135,7 +135,7 @@ def _plain(value: Any) -> str:
 
 
 def _literal(x: Array) -> str:
-    """Text that makes the array again: its values if they are integers, else its memory, gaps and all."""
+    """Source text of an array: values of integers, otherwise its memory with all gaps."""
     if x.dtype.kind == "i":
         return f"np.array({x.tolist()!r}, np.{x.dtype.name}).reshape({x.shape})"
     if not x.size:
