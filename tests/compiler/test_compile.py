@@ -129,18 +129,6 @@ def test_a_kernel_is_compiled_once(compiled):
     assert len(compiled) == 1
 
 
-def test_threads_compile_once(compiled):
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(compile_kernel(make_scale, Config(5)))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len(set(found)) == 1
-    assert len(compiled) == 1
-
-
 def test_another_process_does_not_compile(monkeypatch, compiled, directory):
     first = compile_kernel(make_scale, Config(3))
     assert {path.suffix for path in directory.iterdir()} == {".ptx"}

@@ -5,144 +5,80 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from contextlib import suppress
 
 import pytest
 
 from pagedkv.compiling import compile_thread
 from pagedkv.compiling.compile_thread import MadeOnce, made_once, on_compile_thread
 
+from ..support.interrupts import interrupts_at_every_instant
+
 posix = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="signals and fork are POSIX")
 
 
-def program(text, *args, timeout=100):
-    """What a program prints that compiles kernels ``values *= factor`` at once, as `scale(factor)`."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KERNELS + text, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+class Slow:
+    """Makes a list of each key, as soon as it may."""
 
+    def __init__(self):
+        self.calls, self.begun, self.go = [], threading.Event(), threading.Event()
+        self.make = MadeOnce(self._make, most=2)
 
-KERNELS = """
-import os, random, signal, sys, threading, time
-import numpy as np
-from pagedkv.compiling.compile_thread import made_once
-
-@made_once(most=10_000)
-def scale(factor):
-    from numba import float64
-    from pagedkv.cpu.compile import compile_kernel
-    def kernel(values):
-        for i in range(values.size):
-            values[i] *= factor
-    return compile_kernel(kernel, (float64[::1],), factor, keep=False)
-
-def check(factor):
-    values = np.ones(3)
-    scale(factor)(values)
-    assert values.tolist() == [factor] * 3
-"""
-
-INTERRUPTED = """
-armed, interrupts, compiled = False, 0, 0
-
-def interrupt(*args):
-    global interrupts
-    if armed:
-        interrupts += 1
-        raise KeyboardInterrupt
-
-signal.signal(signal.SIGALRM, interrupt)
-while interrupts < int(sys.argv[1]) or compiled <= 10:  # whatever a slow machine compiles in that time
-    try:
-        armed = True
-        signal.setitimer(signal.ITIMER_REAL, random.expovariate(60))
-        try:
-            check(compiled)
-            compiled += 1
-        finally:
-            armed = False
-    except KeyboardInterrupt:
-        pass
-signal.setitimer(signal.ITIMER_REAL, 0)
-check(compiled)
-print(interrupts, compiled)
-"""
-
-
-@posix
-@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.long)])
-def test_interrupts_at_any_moment_of_first_compilations_break_nothing(count):
-    interrupts, compiled = program(INTERRUPTED, count, timeout=30 + count / 20)
-    assert int(interrupts) >= count
-    assert int(compiled) > 10
-
-
-@posix
-def test_what_was_interrupted_is_finished_for_the_next_call():
-    go, calls = threading.Event(), []
-
-    @made_once(most=2)
-    def make(key):
-        calls.append((key, threading.current_thread() is threading.main_thread()))
-        assert go.wait(30)
+    def _make(self, key):
+        self.calls.append((key, threading.current_thread() is threading.main_thread()))
+        self.begun.set()
+        assert self.go.wait(30)
         return [key]
 
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        make(1)
-    timer.join()
-    go.set()
-    assert make(1) is make(1)
-    assert calls == [(1, False)]
+    def interrupted(self, key):
+        """Make it, with a Ctrl-C in the middle."""
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            self.make(key)
+        timer.join()
 
 
 @posix
-def test_what_was_interrupted_before_it_began_is_dropped():
+def test_interrupted_work_is_finished_for_the_next_call():
+    slow = Slow()
+    slow.interrupted(1)
+    slow.go.set()
+    assert slow.make(1) is slow.make(1)
+    assert slow.calls == [(1, False)]
+
+
+@posix
+def test_work_that_is_interrupted_before_it_begins_is_dropped():
     """Later calls would queue behind what nobody waits for."""
-    begun, go, calls = threading.Event(), threading.Event(), []
-
-    @made_once(most=2)
-    def make(key):
-        calls.append(key)
-        begun.set()
-        assert go.wait(30)
-        return [key]
-
-    first = threading.Thread(target=make, args=(1,))
+    slow = Slow()
+    first = threading.Thread(target=slow.make, args=(1,))
     first.start()
-    assert begun.wait(30)
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        make(2)
-    timer.join()
-    go.set()
+    assert slow.begun.wait(30)
+    slow.interrupted(2)
+    slow.go.set()
     first.join()
-    make(3)
-    assert calls == [1, 3]
+    slow.make(3)
+    assert [key for key, _ in slow.calls] == [1, 3]
+
+
+def test_an_interrupt_at_any_instant_stands_in_no_later_calls_way():
+    for interrupt in interrupts_at_every_instant(("compiling/compile_thread",)):
+        make = MadeOnce(lambda key: [key], most=2)
+        with suppress(KeyboardInterrupt), interrupt:
+            make(1)
+        assert make(1) == [1]
 
 
 def test_threads_make_it_once():
-    calls, found = [], []
-
-    @made_once(most=2)
-    def make(key):
-        calls.append(key)
-        time.sleep(0.05)
-        return [key]
-
-    threads = [threading.Thread(target=lambda: found.append(make(1))) for _ in range(4)]
+    slow, found = Slow(), []
+    threads = [threading.Thread(target=lambda: found.append(slow.make(1))) for _ in range(4)]
     for thread in threads:
         thread.start()
+    slow.go.set()
     for thread in threads:
         thread.join()
-    assert calls == [1]
+    assert len(slow.calls) == 1
     assert len({id(x) for x in found}) == 1
 
 
@@ -156,12 +92,11 @@ def test_the_oldest_result_is_forgotten():
 
 
 def test_an_exception_reaches_the_caller_and_is_not_remembered():
-    outcomes = [ValueError("no"), 7]
+    outcomes = [7, ValueError("no")]
 
     @made_once(most=2)
     def make():
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, Exception):
+        if isinstance(outcome := outcomes.pop(), Exception):
             raise outcome
         return outcome
 
@@ -171,9 +106,7 @@ def test_an_exception_reaches_the_caller_and_is_not_remembered():
 
 
 def test_work_may_ask_for_other_work():
-    assert on_compile_thread(
-        lambda: on_compile_thread(lambda: on_compile_thread(threading.get_ident)) == threading.get_ident()
-    )
+    assert on_compile_thread(lambda: on_compile_thread(threading.get_ident) == threading.get_ident())
 
 
 def test_without_further_threads_the_caller_does_the_work(monkeypatch):
@@ -184,59 +117,59 @@ def test_without_further_threads_the_caller_does_the_work(monkeypatch):
     assert on_compile_thread(threading.get_ident) == threading.get_ident()
 
 
-FORKED = """
-started, done = threading.Event(), []
+@posix
+def test_work_finds_a_working_directory_though_it_has_been_deleted(monkeypatch, tmp_path):
+    """numba names files as seen from there."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert on_compile_thread(lambda: os.getcwd()) == os.sep
+    with pytest.raises(FileNotFoundError):
+        os.getcwd()
 
-def work():
-    started.set()
-    time.sleep(0.3)
-    check(2)
-    done.append(2)
 
+# LLVM is at work when the process forks, and when it ends.
+PROGRAM = """
+import os, threading, time
+import numpy as np
+from numba import float64
 from pagedkv.compiling.compile_thread import on_compile_thread
-threading.Thread(target=on_compile_thread, args=(work,)).start()
-started.wait()
+from pagedkv.cpu.compile import compile_kernel
+
+def compile_and_run(factor):
+    def kernel(values):
+        for i in range(values.size):
+            values[i] *= factor
+    values = np.ones(3)
+    compile_kernel(kernel, (float64[::1],), factor, keep=False)(values)
+    assert values.tolist() == [factor] * 3
+
+def begin(factor):
+    def work():
+        begun.set()
+        time.sleep(0.2)
+        compile_and_run(factor)
+        done.append(factor)
+        print("compiled", factor, flush=True)
+    begun, done = threading.Event(), []
+    threading.Thread(target=on_compile_thread, args=(work,), daemon=True).start()
+    begun.wait()
+    return done
+
+done = begin(2)
 child = os.fork()
 assert done == [2]
+on_compile_thread(lambda: compile_and_run(3))
 if child == 0:
-    check(3)
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-check(4)
-print("done")
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+begin(4)
 """
 
 
 @posix
-def test_a_child_forked_in_the_middle_of_a_compilation_compiles():
-    assert program(FORKED) == ["done"]
-
-
-ENDED = """
-from pagedkv.compiling.compile_thread import on_compile_thread
-
-def work():
-    time.sleep(0.2)
-    check(2)
-    print("finished", flush=True)
-
-threading.Thread(target=on_compile_thread, args=(work,), daemon=True).start()
-time.sleep(0.1)
-"""
-
-
-@posix
-def test_a_process_that_ends_in_the_middle_of_a_compilation_waits_for_it():
-    assert program(ENDED) == ["finished"]
-
-
-@posix
-def test_in_a_working_directory_that_has_been_deleted_kernels_are_compiled():
-    text = "import tempfile\nos.chdir(folder := tempfile.mkdtemp())\nos.rmdir(folder)\ncheck(2)\n"
-    text += "try:\n    os.getcwd()\nexcept FileNotFoundError:\n    print('deleted')"
-    assert program(text) == ["deleted"]
-
-
-def test_the_turn_is_free_after_all_of_this():
-    assert compile_thread._turn.acquire(blocking=False)
-    compile_thread._turn.release()
+def test_a_fork_and_the_end_of_a_process_wait_for_a_compilation():
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["compiled 2", "compiled 4"]

@@ -2,7 +2,6 @@
 
 import os
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -11,13 +10,18 @@ from pagedkv.compiling.kernel_cache import Store
 
 posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes of folders are POSIX")
 as_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root gives files to other users")
-STRANGER = 12345
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "home" / "blobs", ".blob")
+    store.save(b"key", b"body")
+    assert store.load(b"key") == b"body"
+    return store
 
 
 @posix
-def test_folders_and_files_are_made_for_the_user_alone(tmp_path):
-    store = Store(tmp_path / "home" / "blobs", ".blob")
-    store.save(b"key", b"body")
+def test_folders_and_files_are_made_for_the_user_alone(store):
     (file,) = store.directory.iterdir()
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (store.directory.parent, store.directory, file)]
     assert modes == [0o700, 0o700, 0o600]
@@ -43,8 +47,8 @@ def mode(value):
     return lambda path: path.chmod(value)
 
 
-def of_a_stranger(path):
-    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+def give_to_a_stranger(path):
+    os.chown(path, 12345, 12345, follow_symlinks=False)
 
 
 def link(path):
@@ -55,7 +59,7 @@ def link(path):
 
 def link_of_a_stranger(path):
     link(path)
-    of_a_stranger(path)
+    give_to_a_stranger(path)
 
 
 def link_through_a_folder_of_all(path):
@@ -65,27 +69,27 @@ def link_through_a_folder_of_all(path):
     (path.parent / "shared").chmod(0o777)
 
 
+OF_OTHERS, OF_A_STRANGER = "can be written to by others", "belongs to another user"
+
+
 @posix
 @pytest.mark.parametrize(
     ("folder", "spoil", "at_fault", "reason"),
     [
-        *(("home/blobs", mode(value), "home/blobs", "can be written to by others") for value in (0o720, 0o702, 0o1777)),
-        *(("home", mode(value), "home", "can be written to by others") for value in (0o775, 0o757)),
-        ("home", link_through_a_folder_of_all, "shared", "can be written to by others"),
+        ("home/blobs", mode(0o720), "home/blobs", OF_OTHERS),
+        ("home/blobs", mode(0o1777), "home/blobs", OF_OTHERS),
+        ("home", mode(0o775), "home", OF_OTHERS),
+        ("home", mode(0o757), "home", OF_OTHERS),
+        ("home", link_through_a_folder_of_all, "shared", OF_OTHERS),
         ("home/blobs", link, "home/blobs", "is a link"),
-        *(
-            pytest.param(folder, spoil, folder, "belongs to another user", marks=as_root)
-            for folder in ("home", "home/blobs")
-            for spoil in (of_a_stranger, link_of_a_stranger)
-            if (folder, spoil) != ("home/blobs", link_of_a_stranger)
-        ),
+        pytest.param("home", give_to_a_stranger, "home", OF_A_STRANGER, marks=as_root),
+        pytest.param("home/blobs", give_to_a_stranger, "home/blobs", OF_A_STRANGER, marks=as_root),
+        pytest.param("home", link_of_a_stranger, "home", OF_A_STRANGER, marks=as_root),
     ],
 )
 def test_a_folder_that_others_may_have_made_or_may_replace_is_not_used(
-    tmp_path, warnings_logged, folder, spoil, at_fault, reason
+    tmp_path, store, warnings_logged, folder, spoil, at_fault, reason
 ):
-    store = Store(tmp_path / "home" / "blobs", ".blob")
-    store.save(b"key", b"body")
     spoil(tmp_path / folder)
     before = sorted(store.directory.iterdir())
     assert store.load(b"key") is None
@@ -104,40 +108,26 @@ def test_a_folder_that_others_may_have_made_or_may_replace_is_not_used(
         ("home/blobs", mode(0o755)),
         ("home", mode(0o1777)),  # as /tmp: nobody else can rename what is in it
         ("home", link),
-        ("home", lambda path: (link(path), path.unlink(), path.symlink_to(path.with_name("moved")))),
     ],
-    ids=["readable", "sticky", "link", "absolute link"],
+    ids=["readable", "sticky", "link"],
 )
-def test_others_may_read_and_links_of_the_user_above_are_followed(tmp_path, folder, change):
-    store = Store(tmp_path / "home" / "blobs", ".blob")
-    store.save(b"key", b"body")
+def test_others_may_read_and_links_of_the_user_above_are_followed(tmp_path, store, folder, change):
     change(tmp_path / folder)
     assert store.load(b"key") == b"body"
 
 
 @posix
-def test_a_folder_by_a_relative_path_is_used(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Store(Path("blobs"), ".blob").save(b"key", b"body")
-    assert Store(tmp_path / "x" / ".." / "blobs", ".blob").load(b"key") is None  # there is no x
-    assert Store(Path("../" + tmp_path.name) / "blobs", ".blob").load(b"key") == b"body"
+def test_the_folders_above_a_relative_path_are_looked_at_too(monkeypatch, tmp_path, store):
+    monkeypatch.chdir(tmp_path / "home")
+    relative = Store(store.directory.relative_to(tmp_path / "home"), ".blob")
+    assert relative.load(b"key") == b"body"
+    tmp_path.chmod(0o777)
+    assert relative.load(b"key") is None
 
 
-@posix
-def test_a_circle_of_links_keeps_nothing(tmp_path):
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    store = Store(tmp_path / "a" / "blobs", ".blob")
-    store.save(b"key", b"body")
-    assert store.load(b"key") is None
-
-
-def pipe(file):
+def replace_by_a_pipe(file):
     file.unlink()
     os.mkfifo(file)
-
-
-DAMAGED = "is damaged, or was saved under another name"
 
 
 @posix
@@ -145,18 +135,16 @@ DAMAGED = "is damaged, or was saved under another name"
     ("change", "reason"),
     [
         (link, "is a link"),
-        (pipe, "is no regular file"),
-        (mode(0o620), "can be written to by others"),
-        (mode(0o602), "can be written to by others"),
-        pytest.param(of_a_stranger, "belongs to another user", marks=as_root),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), DAMAGED),
-        (lambda file: file.write_bytes(b""), DAMAGED),
+        (replace_by_a_pipe, "is no regular file"),
+        (mode(0o620), OF_OTHERS),
+        (mode(0o602), OF_OTHERS),
+        pytest.param(give_to_a_stranger, OF_A_STRANGER, marks=as_root),
+        (lambda file: os.truncate(file, 3), "is damaged, or was saved under another name"),
         (lambda file: os.truncate(file, 2**40), "is damaged: it has 1099511627776 bytes"),
     ],
-    ids=["link", "pipe", "group", "all", "stranger", "truncated", "empty", "larger than memory"],
+    ids=["link", "pipe", "group", "all", "stranger", "truncated", "larger than memory"],
 )
 def test_a_file_that_another_may_have_made_is_not_loaded(store, warnings_logged, change, reason):
-    store.save(b"key", b"body")
     (file,) = store.directory.iterdir()
     change(file)
     for _ in range(2):
@@ -169,12 +157,8 @@ def test_a_file_that_another_may_have_made_is_not_loaded(store, warnings_logged,
     assert store.load(b"key") == b"again"
 
 
-def test_where_folders_have_no_owners_blobs_are_kept(monkeypatch, tmp_path):
-    """On Windows."""
+def test_where_folders_have_no_owners_any_is_used(monkeypatch, store):
+    """On Windows, where Python is told no owners and no modes."""
     monkeypatch.setattr(private_folder, "HAS_OWNERS", False)
-    store = Store(tmp_path / "below" / "blobs", ".blob", most_files=2)
-    for key in (b"1", b"2", b"3"):
-        assert store.load(key) is None
-        store.save(key, key)
-        assert store.load(key) == key
-    assert len(list(store.directory.iterdir())) == 2
+    store.directory.chmod(0o777)
+    assert store.load(b"key") == b"body"

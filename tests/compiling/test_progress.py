@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,9 @@ from pagedkv.compiling import progress
 from pagedkv.compiling.compile_thread import on_compile_thread
 from pagedkv.compiling.progress import showing_progress
 from pagedkv.cpu.compile import compile_kernel
+
+SHOWN = "\0337\033[?7lpagedkv: compiling decode, once ...\033[?7h\0338"
+ERASED = "\033[K"
 
 
 class Terminal(io.StringIO):
@@ -29,42 +33,22 @@ def terminal(monkeypatch):
     return stderr
 
 
-def shown(terminal):
-    """The lines that were told, and whether each was erased before the next one."""
-    parts = terminal.getvalue().split("\0337\033[?7l")
-    assert parts[0] == ""
-    assert all(part.endswith("\033[?7h\0338\033[K") for part in parts[1:])
-    return [part.removesuffix("\033[?7h\0338\033[K") for part in parts[1:]]
+@pytest.mark.parametrize("error", [None, TypeError])
+def test_a_terminal_shows_a_line_meanwhile_and_keeps_what_others_write(terminal, error):
+    with suppress(TypeError), showing_progress("decode"):
+        assert terminal.getvalue() == SHOWN
+        terminal.write("of another thread\n")
+        if error:
+            raise error
+    assert terminal.getvalue() == SHOWN + "of another thread\n" + ERASED
 
 
-def test_a_terminal_shows_what_is_compiled_and_no_more_when_it_is_done(terminal):
-    with showing_progress("decode for the CPU"):
-        assert terminal.getvalue() == "\0337\033[?7lpagedkv: compiling decode for the CPU, once ...\033[?7h\0338"
-    assert shown(terminal) == ["pagedkv: compiling decode for the CPU, once ..."]
-
-
-def test_the_line_goes_after_an_error(terminal):
-    with pytest.raises(TypeError, match="no kernel"), showing_progress("decode"):
-        raise TypeError("no kernel")
-    assert shown(terminal) == ["pagedkv: compiling decode, once ..."]
-
-
-def test_a_kernel_tells_when_it_is_compiled(terminal):
+def test_a_compiled_kernel_shows_its_name(terminal):
     def fill(values):
-        for i in range(values.size):
-            values[i] = 1
+        values[0] = 1
 
     compile_kernel(fill, (float64[::1],), "progress", keep=False)
-    assert shown(terminal) == ["pagedkv: compiling fill for the CPU, once ..."]
-
-
-def test_what_is_written_meanwhile_stays(terminal):
-    """A thread's own lines, or the traceback after Ctrl-C: the cursor does not go back over them."""
-    with showing_progress("decode"):
-        before = terminal.getvalue()
-        terminal.write("a line\n")
-    assert terminal.getvalue() == f"{before}a line\n\033[K"
-    assert before.endswith("\0338")
+    assert "pagedkv: compiling fill for the CPU, once ..." in terminal.getvalue()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
@@ -84,13 +68,13 @@ def test_ctrl_c_erases_the_line_at_once(terminal):
     try:
         with pytest.raises(KeyboardInterrupt):
             on_compile_thread(work)
-        assert shown(terminal) == ["pagedkv: compiling decode, once ..."]
+        assert terminal.getvalue() == SHOWN + ERASED
     finally:
         finish.set()
         on_compile_thread(lambda: None)  # it waits for the work
 
 
-def test_the_logger_says_what_is_compiled_and_how_long_it_took(caplog):
+def test_the_log_says_what_is_compiled_and_how_long_it_took(caplog):
     with caplog.at_level(logging.INFO, "pagedkv"), showing_progress("decode"):
         pass
     assert [record.getMessage() for record in caplog.records] == ["compiling decode", "compiled decode in 0.0 s"]
@@ -102,35 +86,27 @@ def test_without_a_terminal_there_is_a_line_unless_logging_is_configured(monkeyp
     monkeypatch.setattr(progress, "_logger", logger := logging.Logger("pagedkv"))
     if is_dumb:
         monkeypatch.setenv("TERM", "dumb")
-        stderr = terminal
     else:
-        stderr = progress.sys.stderr = io.StringIO()
-    with showing_progress("decode"):
-        assert stderr.getvalue() == "pagedkv: compiling decode, once ...\n"
-    logger.setLevel(logging.WARNING)
-    with showing_progress("prefill"):
-        pass
-    logger.setLevel(logging.NOTSET)
-    logger.addHandler(logging.NullHandler())
-    with showing_progress("prefill"):
-        pass
-    assert stderr.getvalue() == "pagedkv: compiling decode, once ...\n"
+        progress.sys.stderr = io.StringIO()
+    for level, handlers in ((logging.NOTSET, []), (logging.WARNING, []), (logging.NOTSET, [logging.NullHandler()])):
+        logger.level, logger.handlers = level, handlers
+        with showing_progress("decode"):
+            assert progress.sys.stderr.getvalue() == "pagedkv: compiling decode, once ...\n"
 
 
-@pytest.mark.parametrize("stderr", [None, io.StringIO()], ids=["no stderr", "a closed one"])
-def test_nothing_depends_on_the_line(monkeypatch, stderr):
-    if stderr:
-        stderr.close()
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))
-    monkeypatch.setattr(progress, "_logger", logging.Logger("pagedkv"))
-    with showing_progress("decode"):
-        pass
-
-
-def test_a_terminal_that_goes_away_is_no_error(monkeypatch, terminal):
-    def lost(text):
+class Lost(Terminal):
+    def write(self, text):
         raise OSError("the terminal is gone")
 
-    monkeypatch.setattr(terminal, "write", lost)
+
+def closed(stderr):
+    stderr.close()
+    return stderr
+
+
+@pytest.mark.parametrize("stderr", [None, closed(io.StringIO()), Lost()], ids=["none", "closed", "lost"])
+def test_a_stderr_that_cannot_be_written_to_is_no_error(monkeypatch, stderr):
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))
+    monkeypatch.setattr(progress, "_logger", logging.Logger("pagedkv"))
     with showing_progress("decode"):
         pass

@@ -16,7 +16,7 @@ MUTANTS = [
         "an interrupt arrives inside of a compilation",
         "start_new_thread(_do, (wanted, answers))",
         "_do(wanted, answers)",
-        "tests/compiling/test_compile_thread.py::test_what_was_interrupted_is_finished_for_the_next_call",
+        "tests/compiling/test_compile_thread.py::test_interrupted_work_is_finished_for_the_next_call",
     ),
     Mutant(
         "launches of two threads mix on one device",

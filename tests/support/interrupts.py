@@ -81,6 +81,7 @@ def interrupts_at_every_instant(folders=("pagedkv/",)):
     for instant in itertools.count():
         yield (interrupt := Interrupt(instant, folders))
         if interrupt.came_at is None:
+            assert instant, f"nothing has run in {folders}"
             return
 
 
