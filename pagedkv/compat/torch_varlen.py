@@ -65,8 +65,8 @@ def _library() -> torch.library.Library:
 def _forward(query: Any, *args: Any, **options: Any) -> tuple[Any, Any, Any, Any, Any]:
     """(out, LSE, and what a backward pass and a debugger of dropout would ask for)."""
     out, lse = _attend(query, *args, **options)
-    state = torch.zeros(2, dtype=torch.uint64)
-    return out, lse, state, torch.zeros((), dtype=torch.uint64), query.new_empty(0)
+    state = torch.empty(2, dtype=torch.uint64)
+    return out, lse, state, torch.empty((), dtype=torch.uint64), query.new_empty(0)
 
 
 def _forward_into(out: Any, *args: Any, **options: Any) -> Any:
@@ -113,8 +113,8 @@ def _attend(
         raise ValueError("seqused_k must say how many tokens each sequence has where block_table is given, got None")
     else:
         lens = seqused_k
-    leftpad = None
-    query_lens = np.diff(cum_seq_q.numpy())
+    leftpad, starts = None, cum_seq_q.numpy()
+    query_lens = starts[1:] - starts[:-1]  # np.diff takes three times as long
     if query_lens.shape == lens.shape and (query_lens > lens.numpy()).any():
         block_table, lens, leftpad = _behind_padding(block_table.numpy(), lens.numpy(), query_lens, key.shape[1])
     # torch says is_causal for the tuple (-1, 0) alone, but passes the window as it is.
